@@ -1,0 +1,51 @@
+"""The one shape of an error: which field, what was received, what is wrong, what to do next."""
+
+import difflib
+from collections.abc import Iterable
+
+
+class RoomierError(ValueError):
+    """A wrong input. Its text reads ``field=received: problem. action``.
+
+    Args:
+        field: the name the user typed, or would type, to set the value.
+        received: the value as it arrived; shown shortened.
+        problem: what is wrong with it.
+        action: what to do next, as an imperative sentence.
+    """
+
+    def __init__(self, field: str, received: object, problem: str, action: str) -> None:
+        self.field = field
+        self.received = received
+        self.problem = problem
+        self.action = action
+        super().__init__(f"{field}={shorten(received)}: {problem.rstrip('.')}. {action.rstrip('.')}.")
+
+
+class PlanError(RoomierError):
+    """A Plan that cannot work, or asks for what is not built yet."""
+
+
+class DataError(RoomierError):
+    """Data that cannot be read, or whose shape does not fit what was asked."""
+
+
+class CheckpointError(RoomierError):
+    """A checkpoint that is missing, damaged, or belongs to something else. Nothing was changed."""
+
+
+class TrainingError(RoomierError):
+    """Training met a value it must not go on with (a loss that is not finite, say)."""
+
+
+def shorten(value: object, limit: int = 120) -> str:
+    """``repr(value)`` in at most ``limit`` characters."""
+    text = repr(value)
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """``"did you mean 'x'?"`` for the nearest of ``known``, else the list of all of them."""
+    names = sorted(known)
+    near = difflib.get_close_matches(str(name), names, n=1)
+    return f"Did you mean {near[0]!r}?" if near else f"Use one of: {', '.join(names)}"

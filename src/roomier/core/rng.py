@@ -1,0 +1,60 @@
+"""Every random state a training step can draw from: seeded, captured, put back."""
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+_LIMIT = 2**32
+
+
+def seed_everything(seed: int) -> int:
+    """Seed Python, NumPy and torch (all devices) with ``seed`` in ``[0, 2**32)``; returns it."""
+    if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < _LIMIT:
+        from roomier.core.errors import RoomierError
+
+        raise RoomierError("seed", seed, "is not an integer in [0, 2**32)", "Pass such an integer")
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    return seed
+
+
+def rng_state() -> dict[str, Any]:
+    """The state of all generators, as tensors, numbers and lists (it fits into a checkpoint)."""
+    version, internal, gauss = random.getstate()
+    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    state: dict[str, Any] = {
+        "python": {"version": version, "internal": torch.tensor(internal, dtype=torch.int64), "gauss": gauss},
+        "numpy": {
+            "name": str(name),
+            "keys": torch.from_numpy(np.asarray(keys, dtype=np.int64)),
+            "position": int(position),
+            "has_gauss": int(has_gauss),
+            "cached": float(cached),
+        },
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = {str(i): s for i, s in enumerate(torch.cuda.get_rng_state_all())}
+    return state
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    """Put back what :func:`rng_state` gave. CUDA states of devices that are not here are left out."""
+    python, numpy = state["python"], state["numpy"]
+    random.setstate((python["version"], tuple(python["internal"].tolist()), python["gauss"]))
+    np.random.set_state(
+        (
+            numpy["name"],
+            numpy["keys"].numpy().astype(np.uint32),
+            numpy["position"],
+            numpy["has_gauss"],
+            numpy["cached"],
+        )
+    )
+    torch.set_rng_state(state["torch"].cpu())
+    for index, cuda_state in state.get("cuda", {}).items():
+        if int(index) < torch.cuda.device_count():
+            torch.cuda.set_rng_state(cuda_state.cpu(), int(index))
