@@ -1,0 +1,50 @@
+# make demo | make test: both work on a fresh clone with python3 (3.11+), make and a C compiler.
+# They build .venv on first use; later calls reuse it until pyproject.toml or constraints.txt change.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test test-full lint format clean
+
+help:
+	@echo 'make install    .venv with roomier, its command and all tools'
+	@echo 'make demo       train a small GPT on the standard library, resume it, sample from it'
+	@echo 'make test       lint, types, layers and tests'
+	@echo 'make test-full  the same with the tests marked slow'
+	@echo 'make lint       ruff, mypy and import-linter alone'
+	@echo 'make format     let ruff rewrite the files'
+	@echo 'make clean      remove .venv, caches and runs'
+
+install: $(INSTALLED)
+
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "roomier needs Python 3.11 or newer: make PYTHON=python3.11")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: install
+	$(BIN)/python examples/demo.py
+
+test: lint
+	$(BIN)/python -m pytest -m 'not slow'
+
+test-full: lint
+	$(BIN)/python -m pytest
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: install
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis build dist runs
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,153 @@
+"""The rules of the house that no linter knows."""
+
+import ast
+import importlib.metadata
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SOURCES = sorted((ROOT / "src" / "roomier").rglob("*.py"))
+TORCH_PRIVATE = ROOT / "src" / "roomier" / "core" / "torch_private.py"
+
+MAX_LINES_OF_A_FILE = 500
+MAX_LINES_OF_A_FUNCTION = 60
+NAMES_THAT_SAY_NOTHING = {"utils", "util", "helpers", "helper", "misc", "common"}
+
+
+def shown(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def test_the_sources_are_found() -> None:
+    assert len(SOURCES) > 10
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=shown)
+def test_files_and_functions_stay_small(path: Path) -> None:
+    text = path.read_text()
+    assert len(text.splitlines()) <= MAX_LINES_OF_A_FILE, f"{shown(path)} is probably two ideas"
+    long = [
+        f"{shown(path)}:{node.lineno} {node.name}"
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        and num_code_lines(node) > MAX_LINES_OF_A_FUNCTION
+    ]
+    assert not long
+
+
+def num_code_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Lines of the body. The docstring and the list of arguments do not count: documentation is free."""
+    body = function.body[1:] if ast.get_docstring(function) is not None else function.body
+    return body[-1].end_lineno - body[0].lineno + 1 if body else 0
+
+
+def test_every_name_of_a_file_or_folder_says_what_it_holds() -> None:
+    vague = [shown(p) for p in SOURCES if {p.stem, p.parent.name} & NAMES_THAT_SAY_NOTHING]
+    assert not vague
+
+
+@pytest.mark.parametrize("path", [p for p in SOURCES if p != TORCH_PRIVATE], ids=shown)
+def test_private_names_of_torch_are_used_in_one_file_only(path: Path) -> None:
+    used = sorted(private_torch_names(ast.parse(path.read_text())))
+    assert not used, f"{shown(path)} uses {used}: move them to core/torch_private.py"
+
+
+def test_the_search_for_private_names_sees_every_way_to_write_one() -> None:
+    code = """
+import torch, torch._dynamo
+import torch.nn.functional as F
+from torch import _C, distributed as dist
+from torch.distributed._tensor import DTensor
+torch._foreach_norm([]); F._pad(1); dist.fsdp._x; torch.__version__; self._mine
+"""
+    assert private_torch_names(ast.parse(code)) == {
+        "torch._dynamo",
+        "torch._C",
+        "torch.distributed._tensor",
+        "torch._foreach_norm",
+        "torch.nn.functional._pad",
+        "torch.distributed.fsdp._x",
+    }
+
+
+def private_torch_names(tree: ast.Module) -> set[str]:
+    """Dotted names below ``torch`` with a part that starts with one underscore, imported or looked up."""
+    imported, bound = names_from_torch(tree)
+    looked_up = {name for node in ast.walk(tree) if (name := dotted(node, bound)) is not None}
+    return {shortest_private(name) for name in imported | looked_up if is_private(name)}
+
+
+def names_from_torch(tree: ast.Module) -> tuple[set[str], dict[str, str]]:
+    """Every dotted name imported from torch, and what each local name stands for."""
+    imported: set[str] = set()
+    bound: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.split(".")[0] == "torch":
+                    imported.add(alias.name)
+                    bound[alias.asname or "torch"] = alias.name if alias.asname else "torch"
+        elif isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "torch":
+            for alias in node.names:
+                imported.add(f"{node.module}.{alias.name}")
+                bound[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+    return imported, bound
+
+
+def dotted(node: ast.AST, bound: dict[str, str]) -> str | None:
+    parts: list[str] = []
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+    if not parts or not isinstance(node, ast.Name) or node.id not in bound:
+        return None
+    return ".".join([bound[node.id], *reversed(parts)])
+
+
+def is_private(name: str) -> bool:
+    return any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
+
+
+def shortest_private(name: str) -> str:
+    """``torch._C._x.y`` -> ``torch._C``: one line for each door, however deep one goes in."""
+    parts = name.split(".")
+    first = next(i for i, part in enumerate(parts) if is_private(part))
+    return ".".join(parts[: first + 1])
+
+
+def test_importing_roomier_costs_little_over_torch() -> None:
+    assert min(import_time_over_torch_s() for _ in range(3)) <= 0.5
+
+
+def import_time_over_torch_s() -> float:
+    code = (
+        "import time, torch; begin = time.perf_counter(); import roomier; print(time.perf_counter() - begin)"
+    )
+    return float(
+        subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    )
+
+
+def test_the_installed_version_is_that_of_the_sources() -> None:
+    assert importlib.metadata.version("roomier") == project_table()["version"]
+
+
+def test_constraints_pin_every_direct_dependency() -> None:
+    pins = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line]
+    groups = [project_table()["dependencies"], *project_table()["optional-dependencies"].values()]
+    wanted = {normal_name(entry) for group in groups for entry in group}
+    assert wanted - {normal_name(pin) for pin in pins} == {"roomier"}  # dev asks for roomier's own extras
+
+
+def project_table() -> dict[str, Any]:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def normal_name(requirement: str) -> str:
+    return re.split(r"[\[<>=~!]", requirement)[0].lower().replace("_", "-")
