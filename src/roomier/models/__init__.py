@@ -1,0 +1,1 @@
+"""Reference models in plain ``torch.nn``: what the examples and benchmarks train."""

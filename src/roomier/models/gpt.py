@@ -1,0 +1,220 @@
+"""GPT-2 as minGPT draws it: learned positions, LayerNorm first, GELU, causal attention.
+
+A tensor's name ends in its shape:
+
+    B  sequences in the batch      H  attention heads
+    T  tokens of a sequence        K  width of one head, D / H
+    D  width of the model          V  tokens of the vocabulary
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from roomier.core.errors import RoomierError, did_you_mean
+
+# name -> (num_layers, num_heads, width): the sizes minGPT names
+SIZES = {
+    "openai-gpt": (12, 12, 768),
+    "gpt2": (12, 12, 768),
+    "gpt2-medium": (24, 16, 1024),
+    "gpt2-large": (36, 20, 1280),
+    "gpt2-xl": (48, 25, 1600),
+    "gopher-44m": (8, 16, 512),
+    "gpt-mini": (6, 6, 192),
+    "gpt-micro": (4, 4, 128),
+    "gpt-nano": (3, 3, 48),
+}
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """The shape of a :class:`GPT`; the defaults are those of ``gpt2``.
+
+    Args:
+        vocab_size: number of different tokens.
+        context: the longest sequence, in tokens; there is one learned position for each.
+        dropout: probability, on embeddings, attention weights and both residual branches.
+        tied_head: the output layer is the token embedding. minGPT's has weights of its own.
+
+    Raises:
+        RoomierError: a size is not positive, ``width`` does not split into ``num_heads``, or ``dropout`` is
+            outside ``[0, 1)``.
+    """
+
+    vocab_size: int = 50257
+    context: int = 1024
+    num_layers: int = 12
+    num_heads: int = 12
+    width: int = 768
+    dropout: float = 0.1
+    tied_head: bool = False
+
+    def __post_init__(self) -> None:
+        for field in ("vocab_size", "context", "num_layers", "num_heads", "width"):
+            if getattr(self, field) < 1:
+                raise RoomierError(field, getattr(self, field), "is not positive", "Pass 1 or more")
+        if self.width % self.num_heads:
+            problem = f"does not split into {self.num_heads} heads of equal width"
+            raise RoomierError("width", self.width, problem, "Make it a multiple of num_heads")
+        if not 0.0 <= self.dropout < 1.0:
+            raise RoomierError("dropout", self.dropout, "is not in [0, 1)", "Pass a probability below 1")
+
+    @classmethod
+    def named(cls, name: str, **changes: Any) -> GPTConfig:
+        """The size called ``name`` (a key of ``SIZES``), with ``changes`` to other fields.
+
+        Raises:
+            RoomierError: there is no size of that name.
+        """
+        if name not in SIZES:
+            raise RoomierError("name", name, "is not the name of a size", did_you_mean(name, SIZES))
+        num_layers, num_heads, width = SIZES[name]
+        return cls(**{"num_layers": num_layers, "num_heads": num_heads, "width": width, **changes})
+
+
+class Attention(nn.Module):
+    """Each token looks at itself and the tokens before it."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.num_heads = config.num_heads
+        self.dropout = config.dropout
+        self.query_key_value = nn.Linear(config.width, 3 * config.width)
+        self.out = nn.Linear(config.width, config.width)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        B, T, D = x_BTD.shape
+        qkv_3BHTK = self.query_key_value(x_BTD).view(B, T, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
+        q_BHTK, k_BHTK, v_BHTK = qkv_3BHTK.unbind(0)
+        dropout = self.dropout if self.training else 0.0
+        y_BHTK = F.scaled_dot_product_attention(q_BHTK, k_BHTK, v_BHTK, dropout_p=dropout, is_causal=True)
+        y_BTD: Tensor = self.out(y_BHTK.transpose(1, 2).reshape(B, T, D))
+        return y_BTD
+
+
+class MLP(nn.Module):
+    """Each token thinks for itself, four times as wide. GELU is GPT-2's: the tanh form."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.up = nn.Linear(config.width, 4 * config.width)
+        self.out = nn.Linear(4 * config.width, config.width)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        y_BTD: Tensor = self.out(F.gelu(self.up(x_BTD), approximate="tanh"))
+        return y_BTD
+
+
+class Block(nn.Module):
+    """Attention, then MLP, each on normalised input and added to what came in."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.norm_attention = nn.LayerNorm(config.width)
+        self.attention = Attention(config)
+        self.norm_mlp = nn.LayerNorm(config.width)
+        self.mlp = MLP(config)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        x_BTD = x_BTD + self.dropout(self.attention(self.norm_attention(x_BTD)))
+        return x_BTD + self.dropout(self.mlp(self.norm_mlp(x_BTD)))
+
+
+class GPT(nn.Module):
+    """Predicts the next token of each position. ``blocks`` holds the equal layers."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.tokens = nn.Embedding(config.vocab_size, config.width)
+        self.positions = nn.Embedding(config.context, config.width)
+        self.dropout = nn.Dropout(config.dropout)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.norm = nn.LayerNorm(config.width)
+        self.head = nn.Linear(config.width, config.vocab_size, bias=False)
+        if config.tied_head:
+            self.head.weight = self.tokens.weight
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """GPT-2's start: normal(0, 0.02), biases 0. The last layer of each residual branch is drawn
+        narrower by ``sqrt(2 * num_layers)``, so that the sum of the branches keeps its scale with depth."""
+        for name, module in self.named_modules():
+            if isinstance(module, nn.LayerNorm):
+                module.reset_parameters()
+            elif isinstance(module, (nn.Linear, nn.Embedding)):
+                is_branch_end = name.endswith(("attention.out", "mlp.out"))
+                scale = math.sqrt(2 * self.config.num_layers) if is_branch_end else 1.0
+                nn.init.normal_(module.weight, mean=0.0, std=0.02 / scale)
+                if isinstance(module, nn.Linear) and module.bias is not None:
+                    nn.init.zeros_(module.bias)
+
+    def forward(self, idx_BT: Tensor, targets_BT: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        """Logits ``[B, T, V]``; with targets, also the mean cross-entropy in nats per target token.
+
+        A target of -100 does not count. ``T`` is at most ``config.context``.
+
+        Raises:
+            RoomierError: the sequences are longer than the context.
+        """
+        if idx_BT.shape[1] > self.config.context:
+            problem = f"is longer than the {self.config.context} positions of the model"
+            raise RoomierError(
+                "idx_BT", tuple(idx_BT.shape), problem, "Shorten the sequences or raise context"
+            )
+        positions_T = torch.arange(idx_BT.shape[1], device=idx_BT.device)
+        x_BTD = self.dropout(self.tokens(idx_BT) + self.positions(positions_T))
+        for block in self.blocks:
+            x_BTD = block(x_BTD)
+        logits_BTV: Tensor = self.head(self.norm(x_BTD))
+        if targets_BT is None:
+            return logits_BTV
+        return logits_BTV, F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten())
+
+    @torch.no_grad()
+    def generate(
+        self,
+        idx_BT: Tensor,
+        max_new_tokens: int,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """``idx_BT`` continued by ``max_new_tokens`` tokens, each drawn given those before it (dropout off).
+
+        Args:
+            temperature: below 1 sharpens the choice; 0 always takes the likeliest token.
+            top_k: draw from the ``top_k`` likeliest tokens only.
+            generator: where the draws come from, on the device of ``idx_BT``.
+        """
+        was_training = self.training
+        self.eval()
+        try:
+            for _ in range(max_new_tokens):
+                logits_BTV = self(idx_BT[:, -self.config.context :])
+                next_B1 = draw(logits_BTV[:, -1].float(), temperature, top_k, generator)
+                idx_BT = torch.cat([idx_BT, next_B1], dim=1)
+        finally:
+            self.train(was_training)
+        return idx_BT
+
+
+def draw(
+    logits_BV: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None
+) -> Tensor:
+    """One token for each row, ``[B, 1]``."""
+    if temperature == 0.0:
+        return logits_BV.argmax(dim=-1, keepdim=True)
+    if top_k is not None:
+        threshold_B1 = logits_BV.topk(min(top_k, logits_BV.shape[-1])).values[:, -1:]
+        logits_BV = logits_BV.masked_fill(logits_BV < threshold_B1, -math.inf)
+    return torch.multinomial((logits_BV / temperature).softmax(dim=-1), 1, generator=generator)

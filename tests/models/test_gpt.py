@@ -1,0 +1,220 @@
+"""The GPT: its size, its arithmetic against a plain one written out here, and that it cannot see ahead."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from roomier.core.errors import RoomierError
+from roomier.models.gpt import GPT, SIZES, GPTConfig
+
+SMALL = GPTConfig(vocab_size=97, context=16, num_layers=2, num_heads=4, width=32)
+
+
+def small_model(**changes: object) -> GPT:
+    torch.manual_seed(0)
+    return GPT(GPTConfig(**{**vars(SMALL), **changes})).eval()  # type: ignore[arg-type]
+
+
+def random_tokens(num_sequences: int = 3, num_tokens: int = 16) -> Tensor:
+    return torch.randint(97, (num_sequences, num_tokens), generator=torch.Generator().manual_seed(1))
+
+
+def expected_num_parameters(config: GPTConfig) -> int:
+    D = config.width
+    attention = D * 3 * D + 3 * D + D * D + D
+    mlp = D * 4 * D + 4 * D + 4 * D * D + D
+    block = attention + mlp + 2 * 2 * D
+    head = 0 if config.tied_head else config.vocab_size * D
+    return (config.vocab_size + config.context) * D + config.num_layers * block + 2 * D + head
+
+
+def num_parameters(config: GPTConfig) -> int:
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in GPT(config).parameters())
+
+
+@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("tied_head", [False, True])
+def test_every_named_size_has_the_parameters_of_the_formula(name: str, tied_head: bool) -> None:
+    config = GPTConfig.named(name, tied_head=tied_head)
+    assert num_parameters(config) == expected_num_parameters(config)
+
+
+def test_gpt2_has_the_published_number_of_parameters() -> None:
+    assert num_parameters(GPTConfig.named("gpt2", tied_head=True)) == 124_439_808
+    assert num_parameters(GPTConfig.named("gpt2")) == 124_439_808 + 50257 * 768
+
+
+def test_the_arithmetic_is_that_of_attention_written_out() -> None:
+    model = small_model().double()
+    idx_BT = random_tokens()
+    torch.testing.assert_close(model(idx_BT), plain_gpt(model, idx_BT), rtol=1e-10, atol=1e-12)
+
+
+def plain_gpt(model: GPT, idx_BT: Tensor) -> Tensor:
+    """GPT-2 from the parameters alone: every head in a loop, softmax and mask by hand."""
+    p = dict(model.named_parameters())
+    D, H = model.config.width, model.config.num_heads
+    T = idx_BT.shape[1]
+    causal_TT = torch.ones(T, T, dtype=torch.bool).tril()
+    x = p["tokens.weight"][idx_BT] + p["positions.weight"][:T]
+    for layer in range(model.config.num_layers):
+        own = {name.removeprefix(f"blocks.{layer}."): value for name, value in p.items()}
+        h = plain_norm(x, own["norm_attention.weight"], own["norm_attention.bias"])
+        q, k, v = (
+            h @ own["attention.query_key_value.weight"].T + own["attention.query_key_value.bias"]
+        ).split(D, dim=-1)
+        heads = []
+        for columns in torch.arange(D).chunk(H):
+            scores = q[..., columns] @ k[..., columns].transpose(1, 2) / math.sqrt(D // H)
+            weights = scores.masked_fill(~causal_TT, -math.inf).exp()
+            heads.append(weights / weights.sum(-1, keepdim=True) @ v[..., columns])
+        x = x + torch.cat(heads, dim=-1) @ own["attention.out.weight"].T + own["attention.out.bias"]
+        h = plain_norm(x, own["norm_mlp.weight"], own["norm_mlp.bias"])
+        h = h @ own["mlp.up.weight"].T + own["mlp.up.bias"]
+        h = 0.5 * h * (1 + torch.tanh(math.sqrt(2 / math.pi) * (h + 0.044715 * h**3)))
+        x = x + h @ own["mlp.out.weight"].T + own["mlp.out.bias"]
+    return plain_norm(x, p["norm.weight"], p["norm.bias"]) @ p["head.weight"].T
+
+
+def plain_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    centred = x - x.mean(-1, keepdim=True)
+    return centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight + bias
+
+
+@pytest.mark.parametrize("position", [1, 8, 15])
+def test_a_token_changes_nothing_before_it(position: int) -> None:
+    model = small_model()
+    idx_BT = random_tokens()
+    changed_BT = idx_BT.clone()
+    changed_BT[:, position] = (changed_BT[:, position] + 1) % 97
+    before, after = model(idx_BT), model(changed_BT)
+    assert torch.equal(before[:, :position], after[:, :position])
+    assert not torch.allclose(before[:, position:], after[:, position:])
+
+
+def test_the_loss_at_the_start_is_that_of_guessing() -> None:
+    _, loss = small_model()(random_tokens(32), random_tokens(32).roll(1, 0))
+    assert abs(loss.item() - math.log(97)) < 0.05
+
+
+def test_the_loss_is_the_mean_over_the_targets_that_count() -> None:
+    model = small_model()
+    idx_BT, targets_BT = random_tokens(), random_tokens().roll(-1, 1)
+    targets_BT[0, 4:] = -100
+    logits_BTV, loss = model(idx_BT, targets_BT)
+    chosen = logits_BTV.log_softmax(-1).gather(-1, targets_BT.clamp(min=0)[..., None])[..., 0]
+    torch.testing.assert_close(loss, -chosen[targets_BT != -100].mean())
+
+
+def test_the_last_layers_of_the_branches_start_narrower() -> None:
+    model = small_model(width=256, num_layers=8)
+    assert model.blocks[0].mlp.up.weight.std().item() == pytest.approx(0.02, rel=0.03)
+    for end in (model.blocks[3].attention.out, model.blocks[7].mlp.out):
+        assert end.weight.std().item() == pytest.approx(0.02 / math.sqrt(16), rel=0.03)
+    assert all(not p.any() for name, p in model.named_parameters() if name.endswith("bias"))
+
+
+def test_a_model_made_without_memory_starts_like_any_other() -> None:
+    with torch.device("meta"):
+        model = GPT(SMALL)
+    model.to_empty(device="cpu")
+    torch.manual_seed(0)
+    model.reset_parameters()
+    torch.manual_seed(0)
+    usual = GPT(SMALL)
+    # The usual constructor draws torch's own start first, so the numbers differ; their spread does not.
+    for (name, mine), (_, theirs) in zip(model.named_parameters(), usual.named_parameters(), strict=True):
+        assert mine.std().item() == pytest.approx(theirs.std().item(), rel=0.2), name
+
+
+def test_a_tied_head_is_one_parameter_that_both_ends_train() -> None:
+    model = small_model(tied_head=True)
+    assert model.head.weight is model.tokens.weight
+    model(random_tokens(), random_tokens())[1].backward()
+    rows_without_input = torch.ones(97, dtype=torch.bool).index_fill(0, random_tokens().flatten(), False)
+    assert model.tokens.weight.grad[rows_without_input].any()
+
+
+def test_dropout_acts_in_training_only() -> None:
+    model = small_model(dropout=0.5)
+    assert torch.equal(model(random_tokens()), model(random_tokens()))
+    model.train()
+    assert not torch.equal(model(random_tokens()), model(random_tokens()))
+
+
+def test_generate_repeats_itself_with_an_equal_generator_and_leaves_the_global_one_alone() -> None:
+    model = small_model().train()
+    start_BT = random_tokens(2, 5)
+    state = torch.get_rng_state()
+
+    def run(seed: int) -> Tensor:
+        return model.generate(start_BT, 30, top_k=20, generator=torch.Generator().manual_seed(seed))
+
+    first = run(7)
+    assert first.shape == (2, 35)
+    assert torch.equal(first[:, :5], start_BT)
+    assert torch.equal(first, run(7))
+    assert not torch.equal(first, run(8))
+    assert torch.equal(state, torch.get_rng_state())
+    assert model.training
+
+
+def test_generate_at_temperature_zero_takes_the_likeliest_token_and_so_does_top_1() -> None:
+    model = small_model()
+    idx_BT = random_tokens(2, 4)
+    greedy = model.generate(idx_BT, 8, temperature=0.0)
+    assert torch.equal(greedy, model.generate(idx_BT, 8, top_k=1))
+    for step in range(4, 12):
+        assert torch.equal(greedy[:, step], model(greedy[:, :step])[:, -1].argmax(-1))
+
+
+def test_it_learns_a_sequence_by_heart() -> None:
+    torch.manual_seed(0)
+    model = small_model(dropout=0.0).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    text_BT = random_tokens(1)
+    for _ in range(60):
+        _, loss = model(text_BT[:, :-1], text_BT[:, 1:])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert loss.item() < 0.05
+    assert torch.equal(model.generate(text_BT[:, :1], 15, temperature=0.0), text_BT)
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"width": 30}, "width"),
+        ({"num_layers": 0}, "num_layers"),
+        ({"vocab_size": -1}, "vocab_size"),
+        ({"dropout": 1.0}, "dropout"),
+    ],
+)
+def test_a_shape_that_cannot_be_is_refused_by_name(changes: dict[str, object], field: str) -> None:
+    with pytest.raises(RoomierError) as caught:
+        small_model(**changes)
+    assert caught.value.field == field
+
+
+def test_an_unknown_size_names_the_nearest() -> None:
+    with pytest.raises(RoomierError, match="Did you mean 'gpt2-large'"):
+        GPTConfig.named("gpt2-larg")
+
+
+def test_a_sequence_longer_than_the_context_is_refused() -> None:
+    with pytest.raises(RoomierError, match="16 positions"):
+        small_model()(random_tokens(1, 17))
+
+
+def test_uses_the_cross_entropy_of_torch_for_half_precision_too() -> None:
+    model = small_model()
+    idx_BT = random_tokens()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        logits_BTV, loss = model(idx_BT, idx_BT)
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss, F.cross_entropy(logits_BTV.float().flatten(0, 1), idx_BT.flatten()))
