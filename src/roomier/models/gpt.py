@@ -125,7 +125,8 @@ class Block(nn.Module):
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         x_BTD = x_BTD + self.dropout(self.attention(self.norm_attention(x_BTD)))
-        return x_BTD + self.dropout(self.mlp(self.norm_mlp(x_BTD)))
+        y_BTD: Tensor = x_BTD + self.dropout(self.mlp(self.norm_mlp(x_BTD)))
+        return y_BTD
 
 
 class GPT(nn.Module):
