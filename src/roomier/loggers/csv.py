@@ -1,0 +1,109 @@
+"""CSVLogger: ``metrics.csv``, one table for a spreadsheet or pandas."""
+
+from __future__ import annotations
+
+import csv
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
+from pathlib import Path
+from typing import Any, TextIO
+
+from roomier.api.logger import Logger
+from roomier.core.log import notice
+from roomier.loggers.files import replacing, write_hyperparams
+
+
+class CSVLogger(Logger):
+    """Appends rows to ``<run folder>/metrics.csv``: ``step``, ``time`` and one column per metric.
+
+    ``step`` counts optimizer steps, ``time`` is the wall clock in seconds since 1970 (UTC). A metric that is
+    itself called ``step`` or ``time`` has the column ``metric/step`` or ``metric/time``. The cell of a metric that
+    was not logged at that moment is empty; numbers that are not finite are ``nan``, ``inf`` and ``-inf``. Columns
+    stand in the order in which they were first logged; only when a new one comes is the file rewritten, aside,
+    and moved into place.
+    """
+
+    name = "csv"
+    file_name = "metrics.csv"
+
+    def __init__(self) -> None:
+        self._run_dir: Path | None = None
+        self._file: TextIO | None = None
+        self._columns: list[str] = []
+
+    def start(self, run_dir: Path, resumed_step: int | None = None) -> None:
+        """Open the file for appending. A torn row and rows after ``resumed_step`` are dropped, in one move."""
+        run_dir.mkdir(parents=True, exist_ok=True)
+        self._run_dir = run_dir
+        self._columns = ["step", "time"]
+        if self._path.exists() and self._path.stat().st_size:
+            self._take_over(resumed_step)
+        else:
+            self._rewrite([])
+        self._file = self._path.open("a", encoding="utf-8", newline="")
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        assert self._file is not None, "start() comes first"
+        row: dict[str, Any] = {"step": step, "time": f"{time.time():.3f}"}
+        for name, value in metrics.items():
+            row[f"metric/{name}" if name in ("step", "time") else name] = value
+        new = [name for name in row if name not in self._columns]
+        if new:
+            self._add_columns(new)
+        csv.writer(self._file, lineterminator="\n").writerow([row.get(name, "") for name in self._columns])
+        self._file.flush()
+
+    def log_hyperparams(self, params: Mapping[str, Any]) -> None:
+        """Write them to ``<run folder>/hparams.json``."""
+        assert self._run_dir is not None, "start() comes first"
+        write_hyperparams(self._run_dir, params)
+
+    def finalize(self, status: str) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    @property
+    def _path(self) -> Path:
+        assert self._run_dir is not None, "start() comes first"
+        return self._run_dir / self.file_name
+
+    def _take_over(self, resumed_step: int | None) -> None:
+        with self._path.open(encoding="utf-8", errors="replace", newline="") as file:
+            lines = iter(_whole_lines(file))
+            self._columns = next(csv.reader([next(lines, "step,time")]))
+            rows = list(csv.reader(lines))
+        kept = [row for row in rows if len(row) == len(self._columns) and _step_of(row) is not None]
+        num_torn = len(rows) - len(kept)
+        if resumed_step is not None:
+            kept = [row for row in kept if (_step_of(row) or 0) <= resumed_step]
+        self._rewrite(kept)
+        if num_torn:
+            notice(f"{self._path}: {num_torn} half-written row(s) of a run that was cut off left out")
+
+    def _add_columns(self, names: list[str]) -> None:
+        assert self._file is not None
+        self._file.close()
+        self._columns += names
+        with self._path.open(encoding="utf-8", newline="") as file:
+            rows = csv.reader(file)
+            next(rows)
+            self._rewrite(row + [""] * len(names) for row in rows)
+        self._file = self._path.open("a", encoding="utf-8", newline="")
+
+    def _rewrite(self, rows: Iterable[list[str]]) -> None:
+        with replacing(self._path) as file:
+            csv.writer(file, lineterminator="\n").writerows(chain([self._columns], rows))
+
+
+def _whole_lines(file: TextIO) -> Iterator[str]:
+    """The lines that end; a last one that does not was cut off while it was written."""
+    return (line for line in file if line.endswith("\n"))
+
+
+def _step_of(row: list[str]) -> int | None:
+    try:
+        return int(row[0])
+    except (ValueError, IndexError):
+        return None

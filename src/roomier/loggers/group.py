@@ -1,0 +1,58 @@
+"""LoggerGroup: several loggers as one, none of which can end a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from roomier.api.logger import Logger
+from roomier.core.log import notice
+
+
+class LoggerGroup:
+    """Passes every call on to each of ``loggers``, in order.
+
+    Hours of training are worth more than their curve: a logger that raises is named once on standard error,
+    with its error, and left out from then on. It is still told to ``finalize``, so that it can close what it
+    holds.
+    """
+
+    def __init__(self, loggers: Iterable[Logger]) -> None:
+        self.loggers = list(loggers)
+        self.muted: list[Logger] = []
+
+    def __iter__(self) -> Iterator[Logger]:
+        return iter(self.loggers)
+
+    def __len__(self) -> int:
+        return len(self.loggers)
+
+    def start(self, run_dir: Path, resumed_step: int | None = None) -> None:
+        self._each("start", lambda logger: logger.start(run_dir, resumed_step))
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        self._each("log_metrics", lambda logger: logger.log_metrics(metrics, step))
+
+    def log_hyperparams(self, params: Mapping[str, Any]) -> None:
+        self._each("log_hyperparams", lambda logger: logger.log_hyperparams(params))
+
+    def finalize(self, status: str) -> None:
+        for logger in self.muted:
+            with suppress(Exception):  # it was named when it first failed
+                logger.finalize(status)
+        self._each("finalize", lambda logger: logger.finalize(status))
+
+    def _each(self, name: str, call: Callable[[Logger], None]) -> None:
+        for logger in self.loggers:
+            if logger in self.muted:
+                continue
+            try:
+                call(logger)
+            except Exception as error:
+                self.muted.append(logger)
+                notice(
+                    f"logger {logger.name!r} ({type(logger).__name__}) failed in {name} and is left out from "
+                    f"here on; training goes on. {type(error).__name__}: {error}"
+                )
