@@ -1,0 +1,33 @@
+"""The Plan: every way of asking becomes one frozen, checked value; after it nothing reads a flag."""
+
+from roomier.plan.choices import Kind
+from roomier.plan.diff import Difference
+from roomier.plan.flags import plan_from_flags
+from roomier.plan.parts import (
+    ActivationPlan,
+    BatchPlan,
+    CompilePlan,
+    OffloadPlan,
+    OptimizerPlan,
+    Options,
+    ParallelPlan,
+    PrecisionPlan,
+)
+from roomier.plan.plan import Plan
+from roomier.plan.rules import CombinedPlanError
+
+__all__ = [
+    "ActivationPlan",
+    "BatchPlan",
+    "CombinedPlanError",
+    "CompilePlan",
+    "Difference",
+    "Kind",
+    "OffloadPlan",
+    "OptimizerPlan",
+    "Options",
+    "ParallelPlan",
+    "Plan",
+    "PrecisionPlan",
+    "plan_from_flags",
+]

@@ -1,0 +1,231 @@
+"""The words a Plan may hold: which are built, how true each is to plain PyTorch, and what stands in for the rest.
+
+The vocabulary is that of the whole product. To build a choice later, move its entry from ``REFUSED`` to
+``CHOICES``; nothing else in this folder changes.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Kind(StrEnum):
+    """How true a choice is to the same step in a plain float32 PyTorch loop."""
+
+    EXACT = "exact"
+    """The same arithmetic; differences are those of the order of summation."""
+    NEAR = "near"
+    """Intermediate results are rounded; weights, updates and optimizer states keep full precision."""
+    APPROXIMATE = "approximate"
+    """What is kept from step to step (weights, updates, states) is itself rounded or changed."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A built choice: its label, and one remark for the table printed at the start of a run."""
+
+    kind: Kind
+    note: str
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A known choice that does not run: why, and what to use instead (an imperative sentence)."""
+
+    instead: str
+    problem: str = "is not built yet"
+
+
+def _exact(note: str = "") -> Choice:
+    return Choice(Kind.EXACT, note)
+
+
+def _torch_optimizer(class_name: str) -> Choice:
+    return Choice(Kind.EXACT, f"torch.optim.{class_name}")
+
+
+CHOICES: dict[str, dict[str, Choice]] = {
+    "parallel.strategy": {"single": _exact("one process, nothing is sharded")},
+    "parallel.accelerator": {
+        "auto": _exact("cuda, else mps, else cpu"),
+        "cpu": _exact(),
+        "gpu": _exact("cuda, else mps"),
+        "cuda": _exact(),
+        "mps": _exact(),
+    },
+    "precision.mode": {
+        "32-true": _exact("weights, gradients and states in float32"),
+        "bf16-mixed": Choice(Kind.NEAR, "matmuls round to bfloat16; weights and updates in float32"),
+        "16-mixed": Choice(Kind.NEAR, "matmuls round to float16, loss is scaled; weights in float32"),
+        "bf16-true": Choice(Kind.APPROXIMATE, "bfloat16 weights lose updates below 2^-9 of a weight"),
+        "64-true": _exact("weights, gradients and states in float64"),
+    },
+    "precision.matmul": {
+        "highest": _exact("float32 matmuls are computed in float32"),
+        "high": Choice(Kind.NEAR, "float32 matmuls may round their inputs to TF32 (10 bits)"),
+        "medium": Choice(Kind.NEAR, "float32 matmuls may round their inputs to bfloat16 (7 bits)"),
+    },
+    "batch.gradient_clip_algorithm": {
+        "norm": _exact("by the norm over all parameters"),
+        "value": _exact("each gradient element by itself"),
+    },
+    "optimizer.name": {
+        "adamw": _torch_optimizer("AdamW"),
+        "adam": _torch_optimizer("Adam"),
+        "sgd": _torch_optimizer("SGD"),
+        "adafactor": _torch_optimizer("Adafactor"),
+        "rmsprop": _torch_optimizer("RMSprop"),
+        "adagrad": _torch_optimizer("Adagrad"),
+        "nadam": _torch_optimizer("NAdam"),
+        "radam": _torch_optimizer("RAdam"),
+    },
+    "optimizer.schedule": {
+        "constant": _exact("the learning rate stays after warm-up"),
+        "linear": _exact("the learning rate falls on a line to the last step"),
+        "cosine": _exact("the learning rate falls on half a cosine to the last step"),
+    },
+    "activation.policy": {"none": _exact("every activation is kept until backward")},
+    "offload.optimizer_states": {"none": _exact("all stays on the device")},
+    "offload.parameters": {"none": _exact()},
+    "offload.activations": {"none": _exact()},
+}
+
+_SINGLE = "Use strategy='single' with devices=1"
+_SINGLE_HALVED = f"{_SINGLE}; precision='bf16-true' halves weights, gradients and states"
+_OWN_OPTIMIZER = "Use optimizer='adamw', or return your own optimizer from configure_optimizers"
+_SMALL_STATES = "Use optimizer='adafactor', whose states are small, or 'adamw'"
+_OWN_SCHEDULE = "Use lr_schedule='cosine', or return your own scheduler from configure_optimizers"
+_SMALLER_MICRO_BATCHES = "Use smaller micro-batches and a higher accumulate_grad_batches: the step stays the same"
+_KNOWN_DEVICES = "Use accelerator='cuda', 'mps' or 'cpu'"
+_BF16_MIXED = "Use precision='bf16-mixed'"
+
+
+REFUSED: dict[str, dict[str, Refusal]] = {
+    "parallel.strategy": {
+        "ddp": Refusal(f"{_SINGLE} and accumulate_grad_batches for the same global batch"),
+        "ddp_find_unused_parameters_true": Refusal(f"{_SINGLE}, where unused parameters need no setting"),
+        "ddp_find_unused_parameters_false": Refusal(_SINGLE),
+        "ddp_spawn": Refusal(_SINGLE),
+        "ddp_fork": Refusal(_SINGLE),
+        "ddp_notebook": Refusal(_SINGLE),
+        "dp": Refusal(_SINGLE, problem="is left out: PyTorch itself advises against DataParallel"),
+        "zero1": Refusal(_SINGLE_HALVED),
+        "zero2": Refusal(_SINGLE_HALVED),
+        "zero3": Refusal(_SINGLE_HALVED),
+        "hsdp": Refusal(_SINGLE_HALVED),
+        "deepspeed": Refusal(_SINGLE_HALVED),
+        "model_parallel": Refusal(_SINGLE_HALVED),
+        "tensor_parallel": Refusal(_SINGLE_HALVED),
+        "pipeline_parallel": Refusal(_SINGLE_HALVED),
+        "context_parallel": Refusal(_SINGLE_HALVED),
+        "auto": Refusal(f"{_SINGLE}, and choose precision and accumulate_grad_batches yourself"),
+    },
+    "parallel.accelerator": {
+        "tpu": Refusal(_KNOWN_DEVICES),
+        "xpu": Refusal(_KNOWN_DEVICES),
+        "hpu": Refusal(_KNOWN_DEVICES),
+    },
+    "precision.mode": {
+        "16-true": Refusal(
+            "Use precision='16-mixed', which keeps float32 weights, or 'bf16-true'",
+            problem="cannot train: float16 weights cannot hold small updates, and their gradients underflow",
+        ),
+        "transformer-engine": Refusal(_BF16_MIXED),
+        "transformer-engine-float16": Refusal(_BF16_MIXED),
+        "fp8-mixed": Refusal(_BF16_MIXED),
+    },
+    "optimizer.name": {
+        "adamw8bit": Refusal(_SMALL_STATES),
+        "adamw4bit": Refusal(_SMALL_STATES),
+        "adamwfp8": Refusal(_SMALL_STATES),
+        "lion": Refusal(_OWN_OPTIMIZER),
+        "lamb": Refusal(_OWN_OPTIMIZER),
+        "muon": Refusal(_OWN_OPTIMIZER),
+        "shampoo": Refusal(_OWN_OPTIMIZER),
+        "soap": Refusal(_OWN_OPTIMIZER),
+        "galore": Refusal(_SMALL_STATES),
+        "adamax": Refusal(_OWN_OPTIMIZER),
+        "adadelta": Refusal(_OWN_OPTIMIZER),
+        "asgd": Refusal(_OWN_OPTIMIZER),
+        "rprop": Refusal(_OWN_OPTIMIZER),
+        "sparseadam": Refusal(_OWN_OPTIMIZER),
+        "lbfgs": Refusal(
+            "Use optimizer='adamw', or optimize by hand (automatic_optimization=False)",
+            problem="evaluates the loss several times in one step, which a planned step does not",
+        ),
+    },
+    "optimizer.schedule": {
+        "wsd": Refusal(_OWN_SCHEDULE),
+        "step": Refusal(_OWN_SCHEDULE),
+        "exponential": Refusal(_OWN_SCHEDULE),
+        "polynomial": Refusal(_OWN_SCHEDULE),
+        "inverse_sqrt": Refusal(_OWN_SCHEDULE),
+        "one_cycle": Refusal(_OWN_SCHEDULE),
+        "plateau": Refusal(_OWN_SCHEDULE),
+    },
+    "activation.policy": {
+        "full": Refusal(_SMALLER_MICRO_BATCHES),
+        "every_n": Refusal(_SMALLER_MICRO_BATCHES),
+        "selective": Refusal(_SMALLER_MICRO_BATCHES),
+        "budget": Refusal(_SMALLER_MICRO_BATCHES),
+    },
+    "offload.optimizer_states": {"cpu": Refusal(_SMALL_STATES), "disk": Refusal(_SMALL_STATES)},
+    "offload.parameters": {
+        "cpu": Refusal("Use precision='bf16-true', which halves the bytes of the weights"),
+        "disk": Refusal("Use precision='bf16-true', which halves the bytes of the weights"),
+    },
+    "offload.activations": {"cpu": Refusal(_SMALLER_MICRO_BATCHES), "disk": Refusal(_SMALLER_MICRO_BATCHES)},
+}
+
+ALIASES: dict[str, dict[str, str]] = {
+    "parallel.strategy": {
+        "single_device": "single",
+        "sharded": "zero2",
+        "ddp_sharded": "zero2",
+        "fsdp": "zero3",
+        "fsdp2": "zero3",
+        "deepspeed_stage_1": "zero1",
+        "deepspeed_stage_2": "zero2",
+        "deepspeed_stage_3": "zero3",
+    },
+    "parallel.accelerator": {"xla": "tpu"},
+    "precision.mode": {
+        "16": "16-mixed",
+        "fp16": "16-mixed",
+        "fp16-mixed": "16-mixed",
+        "bf16": "bf16-mixed",
+        "32": "32-true",
+        "fp32": "32-true",
+        "64": "64-true",
+        "fp64": "64-true",
+        "fp16-true": "16-true",
+        "fp8": "fp8-mixed",
+    },
+    "precision.matmul": {"tf32": "high"},
+    "optimizer.name": {"adamw_8bit": "adamw8bit", "adam8bit": "adamw8bit", "adamw_4bit": "adamw4bit"},
+    "optimizer.schedule": {"onecycle": "one_cycle"},
+}
+
+
+def canonical(field: str, value: object) -> object:
+    """The one spelling of a choice: aliases resolved, capitals folded (``"AdamW"`` is ``"adamw"``, ``16`` is
+    ``"16-mixed"``). What ``field`` does not know comes back untouched, for the rules to refuse."""
+    if field not in CHOICES or isinstance(value, bool) or not isinstance(value, (str, int)):
+        return value
+    word = str(value).lower()
+    word = ALIASES.get(field, {}).get(word, word)
+    return word if word in CHOICES[field] or word in REFUSED.get(field, {}) else value
+
+
+def aliases_of(field: str, value: str) -> list[str]:
+    """The other names of ``value``, in the order of the table."""
+    return [alias for alias, word in ALIASES.get(field, {}).items() if word == value]
+
+
+def kind_of(field: str, value: str) -> Kind:
+    """The label of a choice of a checked Plan."""
+    return CHOICES[field][value].kind
+
+
+def note_of(field: str, value: str) -> str:
+    """The remark on a choice of a checked Plan."""
+    return CHOICES[field][value].note

@@ -1,0 +1,41 @@
+"""Where two Plans differ."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+UNSET = "(unset)"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One field that differs; an option that only one Plan sets reads ``"(unset)"`` in the other.
+
+    Args:
+        field: section and name, such as ``"precision.mode"`` or ``"optimizer.options.betas"``.
+        before: the value in the first Plan.
+        after: the value in the second.
+    """
+
+    field: str
+    before: object
+    after: object
+
+    def __str__(self) -> str:
+        return f"{self.field}: {_show(self.before)} -> {_show(self.after)}"
+
+
+def differences(before: Mapping[str, object], after: Mapping[str, object], path: str = "") -> list[Difference]:
+    """Compare two nested mappings field by field, in the order in which the first lists them."""
+    found: list[Difference] = []
+    for name in [*before, *(name for name in after if name not in before)]:
+        field = f"{path}{name}"
+        left, right = before.get(name, UNSET), after.get(name, UNSET)
+        if isinstance(left, Mapping) and isinstance(right, Mapping):
+            found += differences(left, right, f"{field}.")
+        elif left != right:
+            found.append(Difference(field, left, right))
+    return found
+
+
+def _show(value: object) -> str:
+    return UNSET if value == UNSET else repr(value)

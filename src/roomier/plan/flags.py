@@ -1,0 +1,185 @@
+"""Trainer keywords -> Plan. The one place that knows how people spell what they want."""
+
+from collections.abc import Mapping
+
+from roomier.core.errors import PlanError, did_you_mean
+from roomier.plan.parts import FIELDS
+from roomier.plan.plan import Plan
+from roomier.plan.rules import each_error, refuse
+
+
+def plan_from_flags(
+    *,
+    strategy: str = "single",
+    accelerator: str = "auto",
+    devices: int | str = "auto",
+    num_nodes: int = 1,
+    precision: str | int | None = "32-true",
+    matmul_precision: str = "highest",
+    accumulate_grad_batches: int = 1,
+    gradient_clip_val: float | None = None,
+    gradient_clip_algorithm: str | None = "norm",
+    optimizer: str | Mapping[str, object] | None = None,
+    learning_rate: float | None = None,
+    lr_schedule: str | Mapping[str, object] | None = None,
+    activation_checkpointing: str | bool | None = None,
+    offload: str | bool | Mapping[str, object] | None = None,
+    compile: bool = False,
+) -> Plan:
+    """The Plan that Trainer keywords ask for.
+
+    Args:
+        strategy: a strategy's name; ``"zero2+offload"`` and ``"zero3+disk"`` add where the states live.
+        accelerator: ``"auto"``, ``"cpu"``, ``"gpu"``, ``"cuda"``, ``"mps"``.
+        devices: devices per node; ``"auto"`` is as many as the strategy uses: 1 for ``"single"``.
+        num_nodes: number of machines.
+        precision: as in Lightning: ``"32-true"``, ``"bf16-mixed"``, ``16``, ``"bf16"``, ...; None is ``"32-true"``.
+        matmul_precision: ``"highest"``, ``"high"``, ``"medium"``.
+        accumulate_grad_batches: micro-batches per optimizer step.
+        gradient_clip_val: the bound; None and 0 clip nothing, as in Lightning.
+        gradient_clip_algorithm: ``"norm"`` (also None) or ``"value"``.
+        optimizer: a name, or ``{"name": "adamw", "lr": 3e-4, "betas": [0.9, 0.95]}``: what is no field of
+            ``OptimizerPlan`` becomes one of its options.
+        learning_rate: the learning rate, where ``optimizer`` is a name.
+        lr_schedule: a name, or ``{"name": "cosine", "warmup_steps": 100, "min_lr_ratio": 0.1}``.
+        activation_checkpointing: a policy; True is ``"full"``, None and False are ``"none"``.
+        offload: where optimizer states live; or ``{"optimizer_states": "cpu", "activations": "cpu"}``. True is
+            ``"cpu"``, None and False are ``"none"``.
+        compile: whether blocks are compiled.
+
+    Raises:
+        PlanError: a value is wrong or not built yet; errors carry the keyword's name and the value as given.
+    """
+    draft = _Draft()
+    _ask_strategy(draft, strategy)
+    draft.ask("parallel.accelerator", accelerator, "accelerator")
+    draft.ask("parallel.devices", devices, "devices", meaning=_num_devices(devices))
+    draft.ask("parallel.num_nodes", num_nodes, "num_nodes")
+    if precision is not None:
+        draft.ask("precision.mode", precision, "precision")
+    draft.ask("precision.matmul", matmul_precision, "matmul_precision")
+    draft.ask("batch.accumulate_grad_batches", accumulate_grad_batches, "accumulate_grad_batches")
+    if gradient_clip_val is False or gradient_clip_val != 0:
+        draft.ask("batch.gradient_clip_val", gradient_clip_val, "gradient_clip_val")
+    if gradient_clip_algorithm is not None:
+        draft.ask("batch.gradient_clip_algorithm", gradient_clip_algorithm, "gradient_clip_algorithm")
+    _ask_optimizer(draft, optimizer)
+    if learning_rate is not None:
+        draft.ask("optimizer.lr", learning_rate, "learning_rate")
+    _ask_schedule(draft, lr_schedule)
+    policy = _word(activation_checkpointing, "full")
+    draft.ask("activation.policy", activation_checkpointing, "activation_checkpointing", meaning=policy)
+    _ask_offload(draft, offload)
+    draft.ask("compile.enabled", compile, "compile")
+    return draft.plan()
+
+
+class _Draft:
+    """What was asked of each field so far, and by which keyword, to name it in an error."""
+
+    def __init__(self) -> None:
+        self._sections: dict[str, dict[str, object]] = {}
+        self._asked: dict[str, tuple[str, object]] = {}
+        self.errors: list[PlanError] = []
+
+    def ask(self, field: str, value: object, keyword: str, **meaning: object) -> None:
+        """Set ``field`` to ``value``, or to its ``meaning`` where the keyword spells it differently."""
+        if field in self._asked:
+            earlier, _ = self._asked[field]
+            problem = f"is given by {earlier} as well"
+            self.errors.append(PlanError(keyword, value, problem, f"Keep {keyword} or {earlier}, not both"))
+            return
+        self._asked[field] = keyword, value
+        section, name = field.split(".")
+        self._sections.setdefault(section, {})[name] = meaning.get("meaning", value)
+
+    def plan(self) -> Plan:
+        """The checked Plan.
+
+        Raises:
+            PlanError: what was found while asking and by the Plan itself, under the names of the keywords.
+        """
+        try:
+            plan = Plan.from_dict(self._sections)
+        except PlanError as error:
+            self.errors += [self._by_keyword(finding) for finding in each_error(error)]
+        refuse(self.errors)
+        return plan
+
+    def _by_keyword(self, error: PlanError) -> PlanError:
+        keyword, value = self._asked.get(error.field, (error.field, error.received))
+        return PlanError(keyword, value, error.problem, error.action)
+
+
+def _ask_strategy(draft: _Draft, strategy: object) -> None:
+    """``"zero2+offload"`` is ``"zero2"`` with the optimizer states in host memory; ``"+disk"`` on disk."""
+    if not isinstance(strategy, str):
+        draft.ask("parallel.strategy", strategy, "strategy")
+        return
+    spelled = _WITH_OFFLOAD.get(strategy.lower(), strategy)
+    base, plus, suffix = spelled.partition("+")
+    place = {"offload": "cpu", "disk": "disk"}.get(suffix.lower())
+    if place is not None:
+        draft.ask("offload.optimizer_states", strategy, "strategy", meaning=place)
+    elif plus:
+        action = did_you_mean(suffix, ["offload", "disk"])
+        draft.errors.append(PlanError("strategy", strategy, f"'+{suffix}' is not known", action))
+    draft.ask("parallel.strategy", strategy, "strategy", meaning=base)
+
+
+_WITH_OFFLOAD = {
+    "deepspeed_stage_2_offload": "deepspeed_stage_2+offload",
+    "deepspeed_stage_3_offload": "deepspeed_stage_3+offload",
+}
+
+
+def _num_devices(devices: object) -> object:
+    if devices == "auto":
+        return 1
+    return int(devices) if isinstance(devices, str) and devices.isdecimal() else devices
+
+
+def _word(value: object, yes: str) -> object:
+    """The word for a keyword that also takes True, False and None."""
+    if value is None or value is False:
+        return "none"
+    return yes if value is True else value
+
+
+def _ask_optimizer(draft: _Draft, optimizer: object) -> None:
+    if not isinstance(optimizer, Mapping):
+        draft.ask("optimizer.name", optimizer, "optimizer")
+        return
+    own_fields = [name for name in FIELDS["optimizer"] if name != "options"]
+    options: dict[object, object] = {}
+    for name, value in optimizer.items():
+        if name in own_fields:
+            draft.ask(f"optimizer.{name}", value, f"optimizer.{name}")
+        elif name == "options" and isinstance(value, Mapping):
+            options.update(value)
+        else:
+            options[name] = value
+    draft.ask("optimizer.options", options, "optimizer")
+
+
+def _ask_schedule(draft: _Draft, schedule: object) -> None:
+    if schedule is None:
+        return
+    if not isinstance(schedule, Mapping):
+        draft.ask("optimizer.schedule", schedule, "lr_schedule")
+        return
+    fields = {"name": "schedule", "warmup_steps": "warmup_steps", "min_lr_ratio": "min_lr_ratio"}
+    for name, value in schedule.items():
+        if name in fields:
+            draft.ask(f"optimizer.{fields[name]}", value, f"lr_schedule.{name}")
+        else:
+            action = did_you_mean(str(name), fields)
+            draft.errors.append(PlanError("lr_schedule", name, "is not a setting of a schedule", action))
+
+
+def _ask_offload(draft: _Draft, offload: object) -> None:
+    if isinstance(offload, Mapping):
+        for name, value in offload.items():
+            draft.ask(f"offload.{name}", value, f"offload.{name}")
+    elif offload is not None and offload is not False:
+        draft.ask("offload.optimizer_states", offload, "offload", meaning=_word(offload, "cpu"))

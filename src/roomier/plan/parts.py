@@ -1,0 +1,235 @@
+"""The parts of a Plan: what is asked of each lever, as frozen values.
+
+A part folds what it receives into one form (aliases, NumPy numbers, lists) but judges nothing: a wrong value
+stays as it came, and the Plan that receives the part reports all wrong values of all parts together.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import ClassVar, get_args, get_type_hints
+
+from roomier.plan.choices import canonical
+
+
+class Options(Mapping[str, object]):
+    """Keyword arguments as an immutable, hashable mapping; lists inside become tuples.
+
+    Equal to any mapping with the same items: ``Options({"betas": [0.9, 0.95]}) == {"betas": (0.9, 0.95)}``.
+    """
+
+    __slots__ = ("_items",)
+    _items: dict[str, object]
+
+    def __init__(self, items: Mapping[str, object] | None = None) -> None:
+        folded = {name: _fold_option(value) for name, value in (items or {}).items()}
+        object.__setattr__(self, "_items", folded)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise dataclasses.FrozenInstanceError(f"cannot assign to field {name!r}")
+
+    def __getitem__(self, name: str) -> object:
+        return self._items[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self._items.items()))
+
+    def __repr__(self) -> str:
+        return repr(self._items)
+
+    def __reduce__(self) -> tuple[type["Options"], tuple[dict[str, object]]]:
+        return Options, (dict(self._items),)
+
+
+@dataclass(frozen=True)
+class Part:
+    """What the parts share: a section name, and the folding of what was received."""
+
+    SECTION: ClassVar[str]
+    """The part's name in a Plan, in YAML, and before the dot in an error."""
+
+    def __post_init__(self) -> None:
+        for name, hint in FIELDS[self.SECTION].items():
+            value = canonical(f"{self.SECTION}.{name}", getattr(self, name))
+            object.__setattr__(self, name, _fold(value, hint))
+
+
+@dataclass(frozen=True)
+class ParallelPlan(Part):
+    """How the work is spread over devices.
+
+    Args:
+        strategy: ``"single"``: one process, one device. The names of the strategies to come are known and refused.
+        accelerator: ``"auto"`` (cuda, else mps, else cpu), ``"cpu"``, ``"gpu"`` (cuda, else mps), ``"cuda"``,
+            ``"mps"``.
+        devices: number of devices on each node.
+        num_nodes: number of machines.
+    """
+
+    SECTION: ClassVar[str] = "parallel"
+    strategy: str = "single"
+    accelerator: str = "auto"
+    devices: int = 1
+    num_nodes: int = 1
+
+
+@dataclass(frozen=True)
+class PrecisionPlan(Part):
+    """In which numbers the model is kept and computed. The default rounds nothing below float32.
+
+    Args:
+        mode: ``"32-true"``, ``"bf16-mixed"``, ``"16-mixed"`` (with a gradient scaler), ``"bf16-true"``,
+            ``"64-true"``. ``16``, ``"bf16"``, ``32``, ``64`` mean what they mean in Lightning.
+        matmul: ``"highest"``, ``"high"``, ``"medium"``, as in ``torch.set_float32_matmul_precision``.
+    """
+
+    SECTION: ClassVar[str] = "precision"
+    mode: str = "32-true"
+    matmul: str = "highest"
+
+
+@dataclass(frozen=True)
+class BatchPlan(Part):
+    """How one optimizer step is made of micro-batches, and how its gradient is clipped.
+
+    Args:
+        accumulate_grad_batches: micro-batches per optimizer step.
+        gradient_clip_val: the bound, above 0; None clips nothing.
+        gradient_clip_algorithm: ``"norm"`` (the norm over all parameters) or ``"value"`` (each element).
+    """
+
+    SECTION: ClassVar[str] = "batch"
+    accumulate_grad_batches: int = 1
+    gradient_clip_val: float | None = None
+    gradient_clip_algorithm: str = "norm"
+
+
+@dataclass(frozen=True)
+class OptimizerPlan(Part):
+    """The optimizer and its schedule by name, for models without a ``configure_optimizers`` of their own.
+
+    Args:
+        name: ``"adamw"``, ``"adam"``, ``"sgd"``, ``"adafactor"``, ``"rmsprop"``, ``"adagrad"``, ``"nadam"``,
+            ``"radam"``; None leaves the choice to the module's ``configure_optimizers``.
+        lr: the (highest) learning rate; None takes that of the ``torch.optim`` class.
+        weight_decay: None takes that of the ``torch.optim`` class.
+        options: further keyword arguments of that class (``{"betas": (0.9, 0.95)}``); immutable, lists become
+            tuples. Whether the class knows them is checked when the optimizer is made.
+        schedule: ``"constant"``, ``"linear"``, ``"cosine"``, set anew each optimizer step; None keeps ``lr``.
+        warmup_steps: optimizer steps in which the learning rate rises linearly to ``lr``; needs a schedule.
+        min_lr_ratio: where ``"linear"`` and ``"cosine"`` end, as a share of ``lr``, in [0, 1].
+    """
+
+    SECTION: ClassVar[str] = "optimizer"
+    name: str | None = None
+    lr: float | None = None
+    weight_decay: float | None = None
+    options: Mapping[str, object] = dataclasses.field(default_factory=Options)
+    schedule: str | None = None
+    warmup_steps: int = 0
+    min_lr_ratio: float = 0.0
+
+
+@dataclass(frozen=True)
+class ActivationPlan(Part):
+    """What is kept of the forward pass for backward.
+
+    Args:
+        policy: ``"none"``: every activation is kept, nothing is computed again.
+    """
+
+    SECTION: ClassVar[str] = "activation"
+    policy: str = "none"
+
+
+@dataclass(frozen=True)
+class OffloadPlan(Part):
+    """What leaves the device between its uses: ``"none"`` for each.
+
+    Args:
+        optimizer_states: where the optimizer's states live.
+        parameters: where the parameters live.
+        activations: where activations wait for backward.
+    """
+
+    SECTION: ClassVar[str] = "offload"
+    optimizer_states: str = "none"
+    parameters: str = "none"
+    activations: str = "none"
+
+
+@dataclass(frozen=True)
+class CompilePlan(Part):
+    """Whether the model's blocks are compiled.
+
+    Args:
+        enabled: compile each block with ``torch.compile``.
+    """
+
+    SECTION: ClassVar[str] = "compile"
+    enabled: bool = False
+
+
+PARTS: dict[str, type[Part]] = {
+    part.SECTION: part
+    for part in (
+        ParallelPlan,
+        PrecisionPlan,
+        BatchPlan,
+        OptimizerPlan,
+        ActivationPlan,
+        OffloadPlan,
+        CompilePlan,
+    )
+}
+"""Section name -> part, in the order in which a Plan lists them."""
+
+FIELDS: dict[str, dict[str, object]] = {
+    section: {field.name: get_type_hints(part)[field.name] for field in dataclasses.fields(part)}
+    for section, part in PARTS.items()
+}
+"""Section name -> field name -> annotated type."""
+
+
+def _fold(value: object, hint: object) -> object:
+    """``value`` as the plain Python value that ``hint`` names, or untouched where it is something else."""
+    wanted = get_args(hint) or (hint,)
+    if isinstance(value, Mapping) and Mapping[str, object] == hint:
+        return Options(value)
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, Integral) and int in wanted:
+        return int(value)
+    if isinstance(value, Real) and float in wanted:
+        return _as_float(value)
+    return value
+
+
+def _fold_option(value: object) -> object:
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, Integral):
+        return int(value)
+    if isinstance(value, Real):
+        return _as_float(value)
+    if isinstance(value, (list, tuple)):
+        return tuple(_fold_option(element) for element in value)
+    return value
+
+
+def _as_float(value: Real) -> object:
+    try:
+        return float(value)
+    except OverflowError:  # an integer beyond float's range: left as it is, so that the Plan refuses it
+        return value

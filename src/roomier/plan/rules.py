@@ -1,0 +1,253 @@
+"""What makes a Plan impossible, as a list of small functions; each finding says what to do instead.
+
+Every field is looked at by itself first: type, vocabulary, range. Where every type is right, ``RULES`` look at
+the Plan as a whole. All findings are reported at once.
+"""
+
+import difflib
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, get_args
+
+from roomier.core.errors import PlanError, did_you_mean
+from roomier.plan.choices import ALIASES, CHOICES, REFUSED, aliases_of
+from roomier.plan.parts import FIELDS, PARTS, Options
+
+if TYPE_CHECKING:
+    from roomier.plan.plan import Plan
+
+Rule = Callable[["Plan"], Iterator[PlanError]]
+
+
+class CombinedPlanError(PlanError):
+    """Several things wrong with one Plan, told together.
+
+    Args:
+        errors: two or more; the first lends its ``field``, ``received``, ``problem`` and ``action``.
+    """
+
+    def __init__(self, errors: list[PlanError]) -> None:
+        first = errors[0]
+        super().__init__(first.field, first.received, first.problem, first.action)
+        self.errors = tuple(errors)
+        self.args = ("\n".join([f"{len(errors)} things are wrong with the plan", *map(str, errors)]),)
+
+
+def refuse(errors: list[PlanError]) -> None:
+    """Raise what ``errors`` holds: nothing, the one error itself, or all in one.
+
+    Raises:
+        PlanError: ``errors`` is not empty.
+    """
+    if errors:
+        raise errors[0] if len(errors) == 1 else CombinedPlanError(errors)
+
+
+def each_error(error: PlanError) -> tuple[PlanError, ...]:
+    """The single findings in ``error``."""
+    return error.errors if isinstance(error, CombinedPlanError) else (error,)
+
+
+def check(plan: "Plan") -> None:
+    """Refuse a Plan that cannot run.
+
+    Raises:
+        PlanError: the one thing that is wrong, or (as ``CombinedPlanError``) all of them.
+    """
+    errors = [error for section in PARTS for error in _check_part(section, getattr(plan, section))]
+    if not any(isinstance(error, _WrongTypeError) for error in errors):
+        errors += [error for rule in RULES for error in rule(plan)]
+    refuse(errors)
+
+
+# ---- one field at a time -------------------------------------------------------------------------------------
+
+
+class _WrongTypeError(PlanError):
+    """A value of another type; rules that would compare it are not asked."""
+
+
+@dataclass(frozen=True)
+class _Range:
+    """What a number must be: ``low`` and ``high`` as an interval, ``low`` itself inside it or not."""
+
+    low: float
+    action: str
+    low_is_allowed: bool = True
+    high: float = math.inf
+
+    def holds(self, value: float) -> bool:
+        above = value >= self.low if self.low_is_allowed else value > self.low
+        return above and value <= self.high and math.isfinite(value)
+
+    def __str__(self) -> str:
+        if self.high < math.inf:
+            return f"between {self.low:g} and {self.high:g}"
+        return f"at least {self.low:g}" if self.low_is_allowed else f"above {self.low:g} and finite"
+
+
+RANGES: dict[str, _Range] = {
+    "parallel.devices": _Range(1, "Use 1"),
+    "parallel.num_nodes": _Range(1, "Use 1"),
+    "batch.accumulate_grad_batches": _Range(1, "Use 1 for one micro-batch per optimizer step"),
+    "batch.gradient_clip_val": _Range(0, "Use None to clip nothing, or 1.0", low_is_allowed=False),
+    "optimizer.lr": _Range(0, "Use a learning rate such as 3e-4", low_is_allowed=False),
+    "optimizer.weight_decay": _Range(0, "Use 0.0 for no weight decay"),
+    "optimizer.warmup_steps": _Range(0, "Use 0 for no warm-up"),
+    "optimizer.min_lr_ratio": _Range(0, "Give the last learning rate as a share of the highest", high=1),
+}
+
+_TYPE_WORDS: dict[object, tuple[str, str]] = {
+    str: ("a string", "Write its name in quotes"),
+    int: ("an integer", "Give a whole number such as 1"),
+    float: ("a number", "Give a number such as 1.0, without quotes"),
+    bool: ("True or False", "Give True or False"),
+    Mapping[str, object]: ("a mapping", "Give keyword arguments such as {'betas': (0.9, 0.95)}"),
+}
+
+
+def _check_part(section: str, part: object) -> Iterator[PlanError]:
+    expected = PARTS[section]
+    if not isinstance(part, expected):
+        action = f"Write {section}={expected.__name__}(...), or make the plan with Plan.from_dict"
+        yield _WrongTypeError(section, part, f"is not a {expected.__name__}", action)
+        return
+    for name, hint in FIELDS[section].items():
+        yield from _check_field(f"{section}.{name}", getattr(part, name), hint)
+
+
+def _check_field(field: str, value: object, hint: object) -> Iterator[PlanError]:
+    if isinstance(value, Options):
+        yield from _check_options(field, value)
+        return
+    wanted = hint if hint in _TYPE_WORDS else get_args(hint)[0]
+    if value is None and wanted != hint:
+        return
+    if wanted == Mapping[str, object] or type(value) is not wanted:
+        what, action = _TYPE_WORDS[wanted]
+        nothing = "" if wanted == hint else " or None"
+        yield _WrongTypeError(field, value, f"is not {what}{nothing}", action)
+    elif field in CHOICES:
+        yield from _check_word(field, str(value))
+    elif field in RANGES and isinstance(value, (int, float)) and not RANGES[field].holds(value):
+        yield PlanError(field, value, f"is not {RANGES[field]}", RANGES[field].action)
+
+
+def _check_word(field: str, value: str) -> Iterator[PlanError]:
+    if value in CHOICES[field]:
+        return
+    refused = REFUSED.get(field, {})
+    if value in refused:
+        also = aliases_of(field, value)
+        aka = f"(also called {', '.join(also)}) " if also else ""
+        yield PlanError(field, value, aka + refused[value].problem, refused[value].instead)
+        return
+    aliases = ALIASES.get(field, {})
+    near = difflib.get_close_matches(value.lower(), [*CHOICES[field], *refused, *aliases], n=1)
+    meant = refused.get(aliases.get(near[0], near[0])) if near else None
+    if meant is None:
+        action = did_you_mean(value.lower(), [*CHOICES[field], *(near if near else ())])
+    else:
+        action = f"Did you mean {near[0]!r}? It {meant.problem}. {meant.instead}"
+    yield PlanError(field, value, "is not known", action)
+
+
+def _check_options(field: str, options: Options) -> Iterator[PlanError]:
+    own_fields = [name for name in FIELDS["optimizer"] if name != "options"]
+    for name, value in options.items():
+        path = f"{field}.{name}"
+        if not isinstance(name, str):
+            yield _WrongTypeError(field, name, "is not the name of a keyword argument", "Use strings as keys")
+        elif name in own_fields:
+            yield PlanError(path, value, "has a field of its own", f"Write it as optimizer.{name}")
+        elif name in ("params", "options"):
+            yield PlanError(path, value, "is not a keyword argument of an optimizer", "Leave it out")
+        elif not _is_plain(value):
+            action = "Give numbers, strings, True, False, None, or lists of these"
+            yield _WrongTypeError(path, value, "cannot be written to a file and read back", action)
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, tuple):
+        return all(_is_plain(element) for element in value)
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return value is None or isinstance(value, (bool, int, str))
+
+
+# ---- the Plan as a whole -------------------------------------------------------------------------------------
+
+
+def one_device(plan: "Plan") -> Iterator[PlanError]:
+    """More than one device waits for the first strategy that uses it."""
+    devices = plan.parallel.devices
+    if devices > 1:
+        action = "Use devices=1; accumulate_grad_batches gives the same global batch"
+        yield PlanError("parallel.devices", devices, "more than one device is not built yet", action)
+
+
+def one_node(plan: "Plan") -> Iterator[PlanError]:
+    """More than one machine waits for the first strategy that uses it."""
+    num_nodes = plan.parallel.num_nodes
+    if num_nodes > 1:
+        yield PlanError("parallel.num_nodes", num_nodes, "more than one node is not built yet", "Use num_nodes=1")
+
+
+def eager_only(plan: "Plan") -> Iterator[PlanError]:
+    """Compiling block by block is not part of the build yet."""
+    if plan.compile.enabled:
+        action = "Leave it False, and call torch.compile(model) yourself before fit"
+        yield PlanError("compile.enabled", True, "is not built yet", action)
+
+
+def float64_needs_hardware(plan: "Plan") -> Iterator[PlanError]:
+    """Apple's GPUs have no float64."""
+    if plan.precision.mode == "64-true" and plan.parallel.accelerator == "mps":
+        yield PlanError(
+            "precision.mode", "64-true", "mps has no float64", "Use precision='32-true', or accelerator='cpu'"
+        )
+
+
+def clipping_has_a_bound(plan: "Plan") -> Iterator[PlanError]:
+    """An algorithm that was chosen, with nothing to clip at, would silently do nothing."""
+    batch = plan.batch
+    if batch.gradient_clip_val is None and batch.gradient_clip_algorithm != "norm":
+        action = "Give gradient_clip_val as well, such as 1.0"
+        problem = "clips nothing while gradient_clip_val is None"
+        yield PlanError("batch.gradient_clip_algorithm", batch.gradient_clip_algorithm, problem, action)
+
+
+def optimizer_settings_have_an_optimizer(plan: "Plan") -> Iterator[PlanError]:
+    """Settings without a name would be ignored, as the module makes its own optimizer."""
+    optimizer = plan.optimizer
+    if optimizer.name is not None:
+        return
+    action = "Name the optimizer as well, such as 'adamw', or set this in configure_optimizers"
+    for name in ("lr", "weight_decay", "options", "schedule"):
+        value = getattr(optimizer, name)
+        if value is not None and value != Options():
+            yield PlanError(f"optimizer.{name}", value, "has no effect without optimizer.name", action)
+
+
+def schedule_settings_have_a_schedule(plan: "Plan") -> Iterator[PlanError]:
+    """Warm-up and a last learning rate belong to a schedule; without one they would be ignored."""
+    optimizer = plan.optimizer
+    if optimizer.warmup_steps > 0 and optimizer.schedule is None:
+        action = "Choose a schedule as well: 'constant', 'linear' or 'cosine'"
+        yield PlanError("optimizer.warmup_steps", optimizer.warmup_steps, "has no effect without a schedule", action)
+    if optimizer.min_lr_ratio > 0 and optimizer.schedule in (None, "constant"):
+        action = "Choose a schedule that falls as well: 'linear' or 'cosine'"
+        problem = f"has no effect with schedule {optimizer.schedule!r}"
+        yield PlanError("optimizer.min_lr_ratio", optimizer.min_lr_ratio, problem, action)
+
+
+RULES: list[Rule] = [
+    one_device,
+    one_node,
+    eager_only,
+    float64_needs_hardware,
+    clipping_has_a_bound,
+    optimizer_settings_have_an_optimizer,
+    schedule_settings_have_a_schedule,
+]

@@ -1,0 +1,123 @@
+"""A Plan as a short table: each part, what was chosen, and how true that is to a plain PyTorch loop."""
+
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from roomier.plan.choices import Kind, kind_of, note_of
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from roomier.plan.parts import OptimizerPlan
+    from roomier.plan.plan import Plan
+
+_NUM_COLUMNS = 100
+_CHOICE_COLUMNS = 32
+
+
+class Row(NamedTuple):
+    """One line: the part, the choice in words, its label (None for a fact), a remark."""
+
+    part: str
+    choice: str
+    kind: Kind | None = None
+    note: str = ""
+
+
+HEADER = ("part", "choice", "kind", "note")
+
+
+def rows(plan: "Plan", facts: Mapping[str, str] | None = None) -> list[Row]:
+    """The lines of the table, in the order of the Plan; ``facts`` follow without a label."""
+    parallel, precision, offload = plan.parallel, plan.precision, plan.offload
+    moved = [f"{name} {getattr(offload, name)}" for name in ("optimizer_states", "parameters", "activations")]
+    moved = [words for words in moved if not words.endswith(" none")]
+    return [
+        Row("strategy", parallel.strategy, *_label("parallel.strategy", parallel.strategy)),
+        Row("accelerator", parallel.accelerator, *_label("parallel.accelerator", parallel.accelerator)),
+        Row("precision", precision.mode, *_label("precision.mode", precision.mode)),
+        Row("matmul", precision.matmul, *_label("precision.matmul", precision.matmul)),
+        *_batch_rows(plan),
+        *_optimizer_rows(plan.optimizer),
+        Row("recompute", plan.activation.policy, *_label("activation.policy", plan.activation.policy)),
+        Row("offload", ", ".join(moved) or "none", *_label("offload.optimizer_states", offload.optimizer_states)),
+        Row("compile", "on" if plan.compile.enabled else "off", Kind.EXACT),
+        *(Row(name, text) for name, text in (facts or {}).items()),
+    ]
+
+
+def verdict(plan: "Plan") -> str:
+    """The table in one sentence: all exact, or the lines that are not."""
+    inexact = [f"{row.part} {row.choice} ({row.kind})" for row in rows(plan) if row.kind not in (Kind.EXACT, None)]
+    if inexact:
+        return f"Not exact: {', '.join(inexact)}; everything else is."
+    return "Every choice is exact: the same arithmetic as a plain PyTorch loop."
+
+
+def table(plan: "Plan", facts: Mapping[str, str] | None = None) -> str:
+    """The plain-text table, at most 100 columns wide, with the verdict as last line."""
+    lines = rows(plan, facts)
+    part_columns = max(len(row.part) for row in lines)
+    kind_columns = len(Kind.APPROXIMATE)
+    choice_columns = min(_CHOICE_COLUMNS, max(len(row.choice) for row in lines))
+    note_columns = _NUM_COLUMNS - part_columns - choice_columns - kind_columns - 6
+    widths = (part_columns, choice_columns, kind_columns, note_columns)
+    text = [_line(HEADER, widths), "-" * _NUM_COLUMNS]
+    for cells in map(_cells, lines):
+        wrapped = [textwrap.wrap(cell, width) or [""] for cell, width in zip(cells, widths, strict=True)]
+        for index in range(max(map(len, wrapped))):
+            text.append(_line([cell[index] if index < len(cell) else "" for cell in wrapped], widths))
+    return "\n".join([*text, *textwrap.wrap(verdict(plan), _NUM_COLUMNS)])
+
+
+def rich_table(plan: "Plan", facts: Mapping[str, str] | None = None) -> "Table":
+    """The same table for a rich console, the verdict as its caption."""
+    from rich.table import Table
+    from rich.text import Text
+
+    result = Table(*HEADER, caption=verdict(plan))
+    for cells in map(_cells, rows(plan, facts)):
+        result.add_row(*map(Text, cells))
+    return result
+
+
+def _cells(row: Row) -> tuple[str, str, str, str]:
+    return row.part, row.choice, row.kind or "", row.note
+
+
+def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
+    return "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()
+
+
+def _label(field: str, value: str) -> tuple[Kind, str]:
+    return kind_of(field, value), note_of(field, value)
+
+
+def _batch_rows(plan: "Plan") -> Iterator[Row]:
+    batch = plan.batch
+    several = batch.accumulate_grad_batches > 1
+    note = "gradient of the whole batch, whatever its cut" if several else ""
+    yield Row("accumulate", f"{batch.accumulate_grad_batches} micro-batches" if several else "none", Kind.EXACT, note)
+    if batch.gradient_clip_val is None:
+        yield Row("clip", "none", Kind.EXACT)
+    else:
+        algorithm = batch.gradient_clip_algorithm
+        choice = f"{algorithm} at most {batch.gradient_clip_val!r}"
+        yield Row("clip", choice, *_label("batch.gradient_clip_algorithm", algorithm))
+
+
+def _optimizer_rows(optimizer: "OptimizerPlan") -> Iterator[Row]:
+    if optimizer.name is None:
+        yield Row("optimizer", "the module's own", Kind.EXACT, "from configure_optimizers")
+        return
+    settings = {"lr": optimizer.lr, "weight_decay": optimizer.weight_decay}
+    given = {name: value for name, value in settings.items() if value is not None} | dict(optimizer.options)
+    words = " ".join([optimizer.name, *(f"{name}={value!r}" for name, value in given.items())])
+    kind, note = _label("optimizer.name", optimizer.name)
+    left_out = [name for name, value in settings.items() if value is None]
+    yield Row("optimizer", words, kind, f"{note}; its own {', '.join(left_out)}" if left_out else note)
+    if optimizer.schedule is not None:
+        warmup = f", warm-up {optimizer.warmup_steps} steps" if optimizer.warmup_steps else ""
+        end = f", to {optimizer.min_lr_ratio!r} of lr" if optimizer.schedule != "constant" else ""
+        yield Row("schedule", optimizer.schedule + warmup + end, *_label("optimizer.schedule", optimizer.schedule))

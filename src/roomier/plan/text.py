@@ -1,0 +1,139 @@
+"""A Plan as nested plain values, as YAML and as JSON, and back, without losing a bit of a float."""
+
+import dataclasses
+import json
+import re
+from collections.abc import Hashable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from roomier.core.errors import PlanError, did_you_mean
+from roomier.plan.parts import FIELDS, PARTS, OptimizerPlan, Options, Part
+from roomier.plan.rules import refuse
+
+
+def part_to_dict(part: Part) -> dict[str, object]:
+    """The fields of one part; options as a dict, tuples as lists."""
+    return {field.name: _to_plain(getattr(part, field.name)) for field in dataclasses.fields(part)}
+
+
+def parts_from_dict(values: object) -> dict[str, Part]:
+    """The parts that ``values`` names, section by section; missing keys take the defaults.
+
+    Raises:
+        PlanError: ``values`` or a section is no mapping, or a key is unknown. The values themselves are checked
+            by the Plan.
+    """
+    if not isinstance(values, Mapping):
+        action = "Give sections, such as {'precision': {'mode': 'bf16-mixed'}}"
+        raise PlanError("plan", values, "is not a mapping", action)
+    errors: list[PlanError] = []
+    parts: dict[str, Part] = {}
+    for section, fields in values.items():
+        if section not in PARTS:
+            errors.append(PlanError("plan", section, "is not a section", did_you_mean(section, PARTS)))
+        elif not isinstance(fields, Mapping):
+            first = next(iter(FIELDS[section]))
+            action = f"Write its fields beneath it, such as {{'{section}': {{'{first}': ...}}}}"
+            errors.append(PlanError(section, fields, "is not a mapping", action))
+        else:
+            unknown = [name for name in fields if name not in FIELDS[section]]
+            errors += [_unknown_field(section, name) for name in unknown]
+            if not unknown:
+                parts[section] = PARTS[section](**fields)
+    refuse(errors)
+    return parts
+
+
+def dump_yaml(values: Mapping[str, object]) -> str:
+    """Sections in the order of the Plan, one field a line."""
+    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+
+
+def load_yaml(text: str) -> object:
+    """Plain values only: no tag of YAML runs code. ``3e-4`` is a number, a key given twice an error.
+
+    Raises:
+        PlanError: the text is not YAML.
+    """
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        problem = f"is not valid YAML: {' '.join(str(error).split())}"
+        raise PlanError("plan", text, problem, "Correct the text at that place") from error
+
+
+def dump_json(values: Mapping[str, object]) -> str:
+    """Indented JSON; numbers are written so that they read back as the same number."""
+    return json.dumps(values, indent=2, allow_nan=False)
+
+
+def load_json(text: str) -> object:
+    """Plain values; a key given twice is an error.
+
+    Raises:
+        PlanError: the text is not JSON.
+    """
+    try:
+        return json.loads(text, object_pairs_hook=_unique_keys)
+    except json.JSONDecodeError as error:
+        problem = f"is not valid JSON: {error}"
+        raise PlanError("plan", text, problem, "Correct the text at that place") from error
+
+
+def read_file(path: Path) -> object:
+    """The values in a ``.json`` file, or in a YAML file of any other name.
+
+    Raises:
+        PlanError: the file cannot be read, or does not hold that format.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        action = "Give the path of a YAML or JSON file that holds a plan"
+        raise PlanError("plan", str(path), f"cannot be read: {error}", action) from error
+    return load_json(text) if path.suffix == ".json" else load_yaml(text)
+
+
+def _to_plain(value: object) -> object:
+    if isinstance(value, Options):
+        return {name: _to_plain(element) for name, element in value.items()}
+    return [_to_plain(element) for element in value] if isinstance(value, tuple) else value
+
+
+def _unknown_field(section: str, name: object) -> PlanError:
+    action = did_you_mean(str(name), FIELDS[section])
+    if section == OptimizerPlan.SECTION:
+        action += ". Further keyword arguments of the optimizer go under options"
+    return PlanError(section, name, "is not a field of this section", action)
+
+
+def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    values: dict[str, object] = {}
+    for name, value in pairs:
+        if name in values:
+            raise PlanError("plan", name, "is given twice in one mapping", "Keep one of the two")
+        values[name] = value
+    return values
+
+
+class _Dumper(yaml.SafeDumper):
+    """SafeDumper that quotes a string which the loader below would read as a number."""
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader that reads ``3e-4`` as a number (YAML 1.2; PyYAML alone reads a string) and wants unique keys."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        keys = [self.construct_object(key) for key, _ in node.value]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise PlanError("plan", key, "is given twice in one mapping", "Keep one of the two")
+        return super().construct_mapping(node, deep)
+
+
+_SCIENTIFIC = re.compile(r"^[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+$")
+for _resolver in (_Dumper, _Loader):
+    _resolver.add_implicit_resolver("tag:yaml.org,2002:float", _SCIENTIFIC, list("-+.0123456789"))
