@@ -1,0 +1,12 @@
+"""Checkpoints: a nested state of tensors and plain values, as a folder that appears whole or not at all.
+
+A checkpoint folder holds ``run.json`` (all that is not a tensor, and the list of files with sizes and checksums)
+and safetensors files. Nothing in it is code, and nothing in it is ever executed.
+"""
+
+from roomier.checkpoint.commit import remove
+from roomier.checkpoint.find import find_last, list_complete, verify
+from roomier.checkpoint.tree import TensorSpec
+from roomier.checkpoint.verbs import load, peek, save
+
+__all__ = ["TensorSpec", "find_last", "list_complete", "load", "peek", "remove", "save", "verify"]

@@ -1,0 +1,248 @@
+"""Nested state <-> flat tensors by name and a tree that JSON can hold.
+
+In the tree a dict with one key that begins with ``~`` is a tag: it stands for what JSON has no word for.
+
+=====================================  =========================================================
+``{"~tensor": [name, dtype, shape]}``   a tensor, stored elsewhere under ``name``
+``{"~tuple": [...]}``                   a tuple
+``{"~dict": [[key, value], ...]}``      a dict with a key that is no string, or begins with ``~``
+``{"~float": "inf"}``                   ``inf``, ``-inf`` or ``nan``
+``{"~int": "0x..."}``                   an integer of more than 64 bits
+=====================================  =========================================================
+
+Names are the path's parts joined by dots, for people to read. Reading back never splits a name: the place
+of a tensor is where its tag stands, so keys may hold dots.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from roomier.core.errors import CheckpointError
+
+Path: TypeAlias = tuple[Any, ...]
+Json: TypeAlias = Any
+
+# What safetensors writes and torch's reader of it gives back; complex128 and float8_e8m0fnu are not among them.
+DTYPES: dict[str, torch.dtype] = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.bool,
+        torch.uint8,
+        torch.uint16,
+        torch.uint32,
+        torch.uint64,
+        torch.int8,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+        torch.float8_e4m3fn,
+        torch.float8_e4m3fnuz,
+        torch.float8_e5m2,
+        torch.float8_e5m2fnuz,
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+        torch.complex64,
+    )
+}
+
+_HEADER_KEY = "__metadata__"  # safetensors keeps its own facts under this name
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A tensor that was not read: its (global) shape and dtype."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A leaf of :func:`join`'s result: the tensor's name in the files and what it looks like."""
+
+    name: str
+    spec: TensorSpec
+
+
+def split(state: Mapping[Any, Any]) -> tuple[dict[str, Tensor], Json]:
+    """The tensors of ``state`` by name, in the order they stand, and the tree that says where each belongs.
+
+    No tensor is copied. Mappings of any class are stored as dicts; every other type must be exactly one of
+    dict, list, tuple, str, int, float, bool, None and Tensor, so that what is loaded is what was saved.
+
+    Raises:
+        CheckpointError: something else is in ``state``; it names the place and the type.
+    """
+    if not isinstance(state, Mapping):
+        raise _refusal((), state, "is not a mapping", "Pass a dict of what to save")
+    splitter = _Splitter()
+    try:
+        tree = splitter.encode(state, ())
+    except RecursionError:
+        raise CheckpointError(
+            "state", type(state), "is nested too deep or contains itself", "Store a finite, flatter tree"
+        ) from None
+    return splitter.tensors, tree
+
+
+class _Splitter:
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+
+    def encode(self, value: Any, path: Path) -> Json:
+        if isinstance(value, Tensor):
+            return self._encode_tensor(value, path)
+        if isinstance(value, Mapping):
+            return self._encode_mapping(value, path)
+        if type(value) is list:
+            return [self.encode(item, (*path, i)) for i, item in enumerate(value)]
+        if type(value) is tuple:
+            return {"~tuple": [self.encode(item, (*path, i)) for i, item in enumerate(value)]}
+        return _encode_scalar(value, path)
+
+    def _encode_mapping(self, value: Mapping[Any, Any], path: Path) -> Json:
+        if all(type(key) is str and not key.startswith("~") for key in value):
+            return {key: self.encode(item, (*path, key)) for key, item in value.items()}
+        return {
+            "~dict": [[_encode_key(key, (*path, key)), self.encode(item, (*path, key))] for key, item in value.items()]
+        }
+
+    def _encode_tensor(self, tensor: Tensor, path: Path) -> Json:
+        _refuse_unstorable(tensor, path)
+        name = self._free_name(path)
+        self.tensors[name] = tensor
+        return {"~tensor": [name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]}
+
+    def _free_name(self, path: Path) -> str:
+        # A key may hold a lone surrogate, which UTF-8 cannot write.
+        base = ".".join(str(part) for part in path).encode("utf-8", "backslashreplace").decode("utf-8")
+        name, count = base, 1
+        while name in self.tensors or name == _HEADER_KEY:
+            count += 1
+            name = f"{base}#{count}"
+        return name
+
+
+def _encode_scalar(value: Any, path: Path) -> Json:
+    if value is None or type(value) in (str, bool):
+        return value
+    if type(value) is int:
+        return value if -(2**63) <= value < 2**64 else {"~int": hex(value)}
+    if type(value) is float:
+        return value if math.isfinite(value) else {"~float": str(value)}
+    raise _refusal(
+        path,
+        value,
+        "cannot be stored: a checkpoint holds tensors and plain Python values, never objects",
+        "Convert it to tensors and exactly dict, list, tuple, str, int, float, bool or None: float(x), list(x)",
+    )
+
+
+def _encode_key(key: Any, path: Path) -> Json:
+    if type(key) is tuple:
+        return {"~tuple": [_encode_key(part, path) for part in key]}
+    return _encode_scalar(key, path)
+
+
+def _refuse_unstorable(tensor: Tensor, path: Path) -> None:
+    def refuse(problem: str, action: str) -> None:
+        raise _refusal(path, tensor, problem, action)
+
+    if not _is_plain(tensor):
+        refuse("is a tensor subclass whose data a checkpoint cannot see", "Store its parts as plain tensors")
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        refuse(f"is a tensor of layout {tensor.layout}, not dense", "Store its parts as dense tensors")
+    if tensor.is_meta:
+        refuse("is on the meta device: it has no values", "Materialise it before saving")
+    if str(tensor.dtype).removeprefix("torch.") not in DTYPES:
+        refuse(f"has dtype {tensor.dtype}", f"Convert it to one of: {', '.join(DTYPES)}")
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    if type(tensor) is Tensor:
+        return True
+    # isinstance() would also accept a subclass that is merely marked as a parameter.
+    if issubclass(type(tensor), torch.nn.Parameter):
+        return not torch.nn.parameter.is_lazy(tensor)
+    from torch.distributed.tensor import DTensor  # slow to import, and needed only here
+
+    return isinstance(tensor, DTensor)
+
+
+def _refusal(path: Path, value: object, problem: str, action: str) -> CheckpointError:
+    return CheckpointError(show_path(path), type(value), problem, action)
+
+
+def show_path(path: Path) -> str:
+    """``("module", "a.b")`` -> ``"state['module']['a.b']"``."""
+    return "state" + "".join(f"[{part!r}]" for part in path)
+
+
+def join(tree: Json) -> Any:
+    """The nested state of ``tree`` with a :class:`StoredTensor` where a tensor stands.
+
+    Raises:
+        CheckpointError: ``tree`` holds a tag that this version does not know.
+    """
+    if isinstance(tree, list):
+        return [join(item) for item in tree]
+    if not isinstance(tree, dict):
+        return tree
+    tag = next(iter(tree), "")
+    if not tag.startswith("~"):
+        return {key: join(item) for key, item in tree.items()}
+    try:
+        return _READERS[tag](tree[tag])
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            "run.json", tree, "holds a value this version cannot read", "Load it with the version that wrote it"
+        ) from error
+
+
+def _join_tensor(fields: Json) -> StoredTensor:
+    name, dtype, shape = fields
+    return StoredTensor(str(name), TensorSpec(tuple(int(size) for size in shape), DTYPES[dtype]))
+
+
+_READERS: dict[str, Callable[[Json], Any]] = {
+    "~tensor": _join_tensor,
+    "~tuple": lambda items: tuple(join(item) for item in items),
+    "~dict": lambda pairs: {join(key): join(item) for key, item in pairs},
+    "~float": float,
+    "~int": lambda digits: int(digits, 16),
+}
+
+
+def leaves(node: Any, kind: type, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """``(path, leaf)`` of every leaf of class ``kind``, depth first, in the order they stand."""
+    if isinstance(node, kind):
+        yield path, node
+    elif isinstance(node, Mapping):
+        for key, item in node.items():
+            yield from leaves(item, kind, (*path, key))
+    elif isinstance(node, (list, tuple)):
+        for index, item in enumerate(node):
+            yield from leaves(item, kind, (*path, index))
+
+
+def fill(node: Any, value_of: Callable[[StoredTensor], Any]) -> Any:
+    """A copy of :func:`join`'s result with ``value_of(stored)`` in the place of each stored tensor."""
+    if isinstance(node, StoredTensor):
+        return value_of(node)
+    if isinstance(node, dict):
+        return {key: fill(item, value_of) for key, item in node.items()}
+    if isinstance(node, list):
+        return [fill(item, value_of) for item in node]
+    if isinstance(node, tuple):
+        return tuple(fill(item, value_of) for item in node)
+    return node
