@@ -19,7 +19,8 @@ class RoomierError(ValueError):
         self.received = received
         self.problem = problem
         self.action = action
-        super().__init__(f"{field}={shorten(received)}: {problem.rstrip('.')}. {action.rstrip('.')}.")
+        end = "" if action.endswith("?") else "."
+        super().__init__(f"{field}={shorten(received)}: {problem.rstrip('.')}. {action.rstrip('.')}{end}")
 
 
 class PlanError(RoomierError):

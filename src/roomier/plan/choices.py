@@ -6,6 +6,7 @@ The vocabulary is that of the whole product. To build a choice later, move its e
 
 from dataclasses import dataclass
 from enum import StrEnum
+from numbers import Integral
 
 
 class Kind(StrEnum):
@@ -209,9 +210,9 @@ ALIASES: dict[str, dict[str, str]] = {
 def canonical(field: str, value: object) -> object:
     """The one spelling of a choice: aliases resolved, capitals folded (``"AdamW"`` is ``"adamw"``, ``16`` is
     ``"16-mixed"``). What ``field`` does not know comes back untouched, for the rules to refuse."""
-    if field not in CHOICES or isinstance(value, bool) or not isinstance(value, (str, int)):
+    if field not in CHOICES or isinstance(value, bool) or not isinstance(value, (str, Integral)):
         return value
-    word = str(value).lower()
+    word = str.lower(value) if isinstance(value, str) else str(int(value))
     word = ALIASES.get(field, {}).get(word, word)
     return word if word in CHOICES[field] or word in REFUSED.get(field, {}) else value
 

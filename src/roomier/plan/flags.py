@@ -1,6 +1,7 @@
 """Trainer keywords -> Plan. The one place that knows how people spell what they want."""
 
 from collections.abc import Mapping
+from numbers import Real
 
 from roomier.core.errors import PlanError, did_you_mean
 from roomier.plan.parts import FIELDS
@@ -59,7 +60,7 @@ def plan_from_flags(
         draft.ask("precision.mode", precision, "precision")
     draft.ask("precision.matmul", matmul_precision, "matmul_precision")
     draft.ask("batch.accumulate_grad_batches", accumulate_grad_batches, "accumulate_grad_batches")
-    if gradient_clip_val is False or gradient_clip_val != 0:
+    if not _is_zero(gradient_clip_val):
         draft.ask("batch.gradient_clip_val", gradient_clip_val, "gradient_clip_val")
     if gradient_clip_algorithm is not None:
         draft.ask("batch.gradient_clip_algorithm", gradient_clip_algorithm, "gradient_clip_algorithm")
@@ -74,6 +75,9 @@ def plan_from_flags(
     return draft.plan()
 
 
+_AS_GIVEN = object()
+
+
 class _Draft:
     """What was asked of each field so far, and by which keyword, to name it in an error."""
 
@@ -82,7 +86,7 @@ class _Draft:
         self._asked: dict[str, tuple[str, object]] = {}
         self.errors: list[PlanError] = []
 
-    def ask(self, field: str, value: object, keyword: str, **meaning: object) -> None:
+    def ask(self, field: str, value: object, keyword: str, *, meaning: object = _AS_GIVEN) -> None:
         """Set ``field`` to ``value``, or to its ``meaning`` where the keyword spells it differently."""
         if field in self._asked:
             earlier, _ = self._asked[field]
@@ -90,8 +94,8 @@ class _Draft:
             self.errors.append(PlanError(keyword, value, problem, f"Keep {keyword} or {earlier}, not both"))
             return
         self._asked[field] = keyword, value
-        section, name = field.split(".")
-        self._sections.setdefault(section, {})[name] = meaning.get("meaning", value)
+        section, _, name = field.partition(".")
+        self._sections.setdefault(section, {})[name] = value if meaning is _AS_GIVEN else meaning
 
     def plan(self) -> Plan:
         """The checked Plan.
@@ -134,9 +138,15 @@ _WITH_OFFLOAD = {
 
 
 def _num_devices(devices: object) -> object:
+    if not isinstance(devices, str):
+        return devices
     if devices == "auto":
         return 1
-    return int(devices) if isinstance(devices, str) and devices.isdecimal() else devices
+    return int(devices) if devices.isdecimal() else devices
+
+
+def _is_zero(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and value == 0
 
 
 def _word(value: object, yes: str) -> object:

@@ -79,7 +79,7 @@ class _Range:
 
     def holds(self, value: float) -> bool:
         above = value >= self.low if self.low_is_allowed else value > self.low
-        return above and value <= self.high and math.isfinite(value)
+        return above and value <= self.high and value != math.inf
 
     def __str__(self) -> str:
         if self.high < math.inf:
@@ -118,7 +118,7 @@ def _check_part(section: str, part: object) -> Iterator[PlanError]:
 
 
 def _check_field(field: str, value: object, hint: object) -> Iterator[PlanError]:
-    if isinstance(value, Options):
+    if isinstance(value, Options) and hint == Mapping[str, object]:
         yield from _check_options(field, value)
         return
     wanted = hint if hint in _TYPE_WORDS else get_args(hint)[0]
@@ -140,8 +140,8 @@ def _check_word(field: str, value: str) -> Iterator[PlanError]:
     refused = REFUSED.get(field, {})
     if value in refused:
         also = aliases_of(field, value)
-        aka = f"(also called {', '.join(also)}) " if also else ""
-        yield PlanError(field, value, aka + refused[value].problem, refused[value].instead)
+        meaning = f" ({', '.join(also)} mean{'s' * (len(also) == 1)} {value!r})" if also else ""
+        yield PlanError(field, value, refused[value].problem + meaning, refused[value].instead)
         return
     aliases = ALIASES.get(field, {})
     near = difflib.get_close_matches(value.lower(), [*CHOICES[field], *refused, *aliases], n=1)

@@ -5,14 +5,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from roomier.plan.choices import Kind, kind_of, note_of
+from roomier.plan.parts import FIELDS
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from roomier.plan.parts import OptimizerPlan
+    from roomier.plan.parts import OffloadPlan, OptimizerPlan
     from roomier.plan.plan import Plan
 
 _NUM_COLUMNS = 100
+_PART_COLUMNS = 16
 _CHOICE_COLUMNS = 32
 
 
@@ -30,9 +32,7 @@ HEADER = ("part", "choice", "kind", "note")
 
 def rows(plan: "Plan", facts: Mapping[str, str] | None = None) -> list[Row]:
     """The lines of the table, in the order of the Plan; ``facts`` follow without a label."""
-    parallel, precision, offload = plan.parallel, plan.precision, plan.offload
-    moved = [f"{name} {getattr(offload, name)}" for name in ("optimizer_states", "parameters", "activations")]
-    moved = [words for words in moved if not words.endswith(" none")]
+    parallel, precision = plan.parallel, plan.precision
     return [
         Row("strategy", parallel.strategy, *_label("parallel.strategy", parallel.strategy)),
         Row("accelerator", parallel.accelerator, *_label("parallel.accelerator", parallel.accelerator)),
@@ -41,7 +41,7 @@ def rows(plan: "Plan", facts: Mapping[str, str] | None = None) -> list[Row]:
         *_batch_rows(plan),
         *_optimizer_rows(plan.optimizer),
         Row("recompute", plan.activation.policy, *_label("activation.policy", plan.activation.policy)),
-        Row("offload", ", ".join(moved) or "none", *_label("offload.optimizer_states", offload.optimizer_states)),
+        *_offload_rows(plan.offload),
         Row("compile", "on" if plan.compile.enabled else "off", Kind.EXACT),
         *(Row(name, text) for name, text in (facts or {}).items()),
     ]
@@ -58,7 +58,7 @@ def verdict(plan: "Plan") -> str:
 def table(plan: "Plan", facts: Mapping[str, str] | None = None) -> str:
     """The plain-text table, at most 100 columns wide, with the verdict as last line."""
     lines = rows(plan, facts)
-    part_columns = max(len(row.part) for row in lines)
+    part_columns = min(_PART_COLUMNS, max(len(row.part) for row in lines))
     kind_columns = len(Kind.APPROXIMATE)
     choice_columns = min(_CHOICE_COLUMNS, max(len(row.choice) for row in lines))
     note_columns = _NUM_COLUMNS - part_columns - choice_columns - kind_columns - 6
@@ -105,6 +105,15 @@ def _batch_rows(plan: "Plan") -> Iterator[Row]:
         algorithm = batch.gradient_clip_algorithm
         choice = f"{algorithm} at most {batch.gradient_clip_val!r}"
         yield Row("clip", choice, *_label("batch.gradient_clip_algorithm", algorithm))
+
+
+def _offload_rows(offload: "OffloadPlan") -> Iterator[Row]:
+    places = {name: getattr(offload, name) for name in FIELDS["offload"]}
+    moved = {name: place for name, place in places.items() if place != "none"}
+    for name, place in moved.items():
+        yield Row("offload", f"{name} to {place}", *_label(f"offload.{name}", place))
+    if not moved:
+        yield Row("offload", "none", *_label("offload.optimizer_states", "none"))
 
 
 def _optimizer_rows(optimizer: "OptimizerPlan") -> Iterator[Row]:

@@ -52,17 +52,22 @@ def dump_yaml(values: Mapping[str, object]) -> str:
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
-def load_yaml(text: str) -> object:
+def load_yaml(text: str, source: str | None = None) -> object:
     """Plain values only: no tag of YAML runs code. ``3e-4`` is a number, a key given twice an error.
+
+    Args:
+        text: one YAML document.
+        source: what to name in an error instead of the text.
 
     Raises:
         PlanError: the text is not YAML.
     """
     try:
         return yaml.load(text, Loader=_Loader)
-    except yaml.YAMLError as error:
-        problem = f"is not valid YAML: {' '.join(str(error).split())}"
-        raise PlanError("plan", text, problem, "Correct the text at that place") from error
+    except PlanError:
+        raise
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date or a number Python has no room for
+        raise _unreadable(source or text, "YAML", error) from error
 
 
 def dump_json(values: Mapping[str, object]) -> str:
@@ -70,17 +75,22 @@ def dump_json(values: Mapping[str, object]) -> str:
     return json.dumps(values, indent=2, allow_nan=False)
 
 
-def load_json(text: str) -> object:
+def load_json(text: str, source: str | None = None) -> object:
     """Plain values; a key given twice is an error.
+
+    Args:
+        text: one JSON value.
+        source: what to name in an error instead of the text.
 
     Raises:
         PlanError: the text is not JSON.
     """
     try:
         return json.loads(text, object_pairs_hook=_unique_keys)
-    except json.JSONDecodeError as error:
-        problem = f"is not valid JSON: {error}"
-        raise PlanError("plan", text, problem, "Correct the text at that place") from error
+    except PlanError:
+        raise
+    except ValueError as error:
+        raise _unreadable(source or text, "JSON", error) from error
 
 
 def read_file(path: Path) -> object:
@@ -91,10 +101,16 @@ def read_file(path: Path) -> object:
     """
     try:
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a path no system accepts
         action = "Give the path of a YAML or JSON file that holds a plan"
         raise PlanError("plan", str(path), f"cannot be read: {error}", action) from error
-    return load_json(text) if path.suffix == ".json" else load_yaml(text)
+    load = load_json if path.suffix == ".json" else load_yaml
+    return load(text, source=str(path))
+
+
+def _unreadable(source: str, format_name: str, error: Exception) -> PlanError:
+    problem = f"is not valid {format_name}: {' '.join(str(error).split())}"
+    return PlanError("plan", source, problem, "Correct the text at that place")
 
 
 def _to_plain(value: object) -> object:

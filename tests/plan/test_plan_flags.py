@@ -1,0 +1,160 @@
+"""Trainer keywords become a Plan; errors carry the keyword's name and the value as it was given."""
+
+import inspect
+from typing import Any
+
+import pytest
+
+from roomier.core.errors import PlanError
+from roomier.plan import BatchPlan, OptimizerPlan, Plan, plan_from_flags
+from roomier.plan.rules import each_error
+
+
+def test_the_defaults_of_the_keywords_are_the_defaults_of_the_plan() -> None:
+    assert plan_from_flags() == Plan()
+    kinds = {parameter.kind for parameter in inspect.signature(plan_from_flags).parameters.values()}
+    assert kinds == {inspect.Parameter.KEYWORD_ONLY}
+
+
+@pytest.mark.parametrize(
+    ("keywords", "values"),
+    [
+        ({"precision": 16}, {"precision": {"mode": "16-mixed"}}),
+        ({"precision": "bf16"}, {"precision": {"mode": "bf16-mixed"}}),
+        ({"precision": "64"}, {"precision": {"mode": "64-true"}}),
+        ({"precision": None}, {}),
+        ({"matmul_precision": "high"}, {"precision": {"matmul": "high"}}),
+        ({"devices": 1}, {}),
+        ({"devices": "1"}, {}),
+        ({"devices": "auto", "accelerator": "gpu"}, {"parallel": {"accelerator": "gpu"}}),
+        ({"gradient_clip_val": 0}, {}),
+        ({"gradient_clip_val": 0.0}, {}),
+        ({"gradient_clip_algorithm": None}, {}),
+        (
+            {"gradient_clip_val": 0.5, "gradient_clip_algorithm": "value", "accumulate_grad_batches": 4},
+            {"batch": {"gradient_clip_val": 0.5, "gradient_clip_algorithm": "value", "accumulate_grad_batches": 4}},
+        ),
+        ({"optimizer": "AdamW"}, {"optimizer": {"name": "adamw"}}),
+        ({"optimizer": "sgd", "learning_rate": 1}, {"optimizer": {"name": "sgd", "lr": 1.0}}),
+        (
+            {"optimizer": {"name": "adamw", "lr": 3e-4, "weight_decay": 0.1, "betas": [0.9, 0.95]}},
+            {"optimizer": {"name": "adamw", "lr": 3e-4, "weight_decay": 0.1, "options": {"betas": (0.9, 0.95)}}},
+        ),
+        (
+            {"optimizer": {"name": "adamw", "options": {"eps": 1e-6}, "fused": True}},
+            {"optimizer": {"name": "adamw", "options": {"eps": 1e-6, "fused": True}}},
+        ),
+        (
+            {"optimizer": "adamw", "lr_schedule": "linear"},
+            {"optimizer": {"name": "adamw", "schedule": "linear"}},
+        ),
+        (
+            {"optimizer": "adamw", "lr_schedule": {"name": "cosine", "warmup_steps": 100, "min_lr_ratio": 0.1}},
+            {"optimizer": {"name": "adamw", "schedule": "cosine", "warmup_steps": 100, "min_lr_ratio": 0.1}},
+        ),
+        ({"activation_checkpointing": False, "offload": False}, {}),
+        ({"activation_checkpointing": "none", "offload": "none"}, {}),
+        ({"offload": {"parameters": "none"}}, {}),
+    ],
+)
+def test_keywords_mean(keywords: dict[str, Any], values: dict[str, Any]) -> None:
+    assert plan_from_flags(**keywords) == Plan.from_dict(values)
+
+
+@pytest.mark.parametrize(
+    ("keywords", "start", "advice"),
+    [
+        ({"strategy": "auto"}, "strategy='auto': is not built yet", "Use strategy='single'"),
+        ({"strategy": "fsdp"}, "strategy='fsdp': is not built yet", "Use strategy='single'"),
+        ({"strategy": "DDP"}, "strategy='DDP': is not built yet", "Use strategy='single'"),
+        ({"strategy": "single+offload"}, "strategy='single+offload': is not built yet", "optimizer='adafactor'"),
+        ({"strategy": "single+offlod"}, "strategy='single+offlod': '+offlod' is not known", "'offload'?"),
+        ({"strategy": 3}, "strategy=3: is not a string", "name"),
+        ({"devices": 8}, "devices=8: more than one device", "Use devices=1"),
+        ({"devices": "8"}, "devices='8': more than one device", "Use devices=1"),
+        ({"devices": "all"}, "devices='all': is not an integer", "whole number"),
+        ({"devices": [0]}, "devices=[0]: is not an integer", "whole number"),
+        ({"num_nodes": 2}, "num_nodes=2: more than one node", "Use num_nodes=1"),
+        ({"accelerator": "tpu"}, "accelerator='tpu': is not built yet", "Use accelerator='cuda'"),
+        ({"precision": "16-true"}, "precision='16-true': cannot train", "Use precision='16-mixed'"),
+        ({"precision": "fp16-true"}, "precision='fp16-true': cannot train", "Use precision='16-mixed'"),
+        ({"precision": "bf17"}, "precision='bf17': is not known", "Did you mean 'bf16'?"),
+        ({"precision": 16.0}, "precision=16.0: is not a string", "name"),
+        ({"matmul_precision": "lowest"}, "matmul_precision='lowest': is not known", "highest"),
+        ({"gradient_clip_val": -1}, "gradient_clip_val=-1: is not above 0", "Use None"),
+        ({"gradient_clip_val": False}, "gradient_clip_val=False: is not a number", "number"),
+        ({"accumulate_grad_batches": 0}, "accumulate_grad_batches=0: is not at least 1", "Use 1"),
+        ({"accumulate_grad_batches": {4: 2}}, "accumulate_grad_batches={4: 2}: is not an integer", "number"),
+        ({"optimizer": "adamw8bit"}, "optimizer='adamw8bit': is not built yet", "adafactor"),
+        ({"optimizer": {"name": "lion"}}, "optimizer.name='lion': is not built yet", "adamw"),
+        ({"optimizer": {"lr": 0.1}}, "optimizer.lr=0.1: has no effect without optimizer.name", "Name the optimizer"),
+        ({"optimizer": 5}, "optimizer=5: is not a string or None", "name"),
+        ({"learning_rate": 0.1}, "learning_rate=0.1: has no effect without optimizer.name", "Name the optimizer"),
+        ({"optimizer": "sgd", "learning_rate": "0.1"}, "learning_rate='0.1': is not a number", "without quotes"),
+        (
+            {"optimizer": {"name": "sgd", "lr": 0.1}, "learning_rate": 0.2},
+            "learning_rate=0.2: is given by optimizer.lr as well",
+            "Keep learning_rate or optimizer.lr, not both",
+        ),
+        (
+            {"optimizer": {"name": "sgd", "schedule": "linear"}, "lr_schedule": "cosine"},
+            "lr_schedule='cosine': is given by optimizer.schedule as well",
+            "not both",
+        ),
+        ({"optimizer": "sgd", "lr_schedule": "cosin"}, "lr_schedule='cosin': is not known", "Did you mean 'cosine'?"),
+        (
+            {"optimizer": "sgd", "lr_schedule": {"name": "cosine", "warmup": 5}},
+            "lr_schedule='warmup': is not a setting of a schedule",
+            "Did you mean 'warmup_steps'?",
+        ),
+        (
+            {"optimizer": "sgd", "lr_schedule": {"name": "cosine", "warmup_steps": -5}},
+            "lr_schedule.warmup_steps=-5: is not at least 0",
+            "Use 0",
+        ),
+        (
+            {"optimizer": "sgd", "lr_schedule": {"warmup_steps": 5}},
+            "lr_schedule.warmup_steps=5: has no effect without a schedule",
+            "'constant'",
+        ),
+        ({"activation_checkpointing": True}, "activation_checkpointing=True: is not built yet", "accumulate"),
+        ({"activation_checkpointing": "full"}, "activation_checkpointing='full': is not built yet", "accumulate"),
+        ({"offload": True}, "offload=True: is not built yet", "adafactor"),
+        ({"offload": {"activations": "cpu"}}, "offload.activations='cpu': is not built yet", "accumulate"),
+        ({"offload": {"optimizr": "cpu"}}, "offload='optimizr': is not a field", "'optimizer_states'?"),
+        ({"offload": {"a.b": "cpu"}}, "offload='a.b': is not a field", "Use one of"),
+        ({"compile": True}, "compile=True: is not built yet", "torch.compile(model)"),
+        ({"compile": "max-autotune"}, "compile='max-autotune': is not True or False", "True or False"),
+    ],
+)
+def test_a_wrong_keyword_is_refused_under_its_own_name(keywords: dict[str, Any], start: str, advice: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        plan_from_flags(**keywords)
+    assert str(caught.value).startswith(start)
+    assert advice in str(caught.value)
+    assert len(each_error(caught.value)) == 1
+
+
+def test_an_offloaded_strategy_is_refused_for_both_its_halves() -> None:
+    for spelled in ("zero3+offload", "deepspeed_stage_3_offload", "fsdp+disk"):
+        with pytest.raises(PlanError) as caught:
+            plan_from_flags(strategy=spelled)
+        findings = each_error(caught.value)
+        assert [(finding.field, finding.received) for finding in findings] == [("strategy", spelled)] * 2
+        assert "'single'" in findings[0].action
+        assert "'adafactor'" in findings[1].action
+
+
+def test_what_keywords_and_plan_refuse_is_told_together() -> None:
+    with pytest.raises(PlanError) as caught:
+        plan_from_flags(
+            strategy="ddp", devices=4, optimizer={"name": "adamw", "lr": 1.0}, learning_rate=2.0, precision="fp8"
+        )
+    fields = [finding.field for finding in each_error(caught.value)]
+    assert fields == ["learning_rate", "strategy", "precision", "devices"]
+
+
+def test_the_plan_keeps_nothing_of_the_keywords_but_their_meaning() -> None:
+    plan = plan_from_flags(optimizer={"name": "Adam", "betas": [0.9, 0.99]}, gradient_clip_val=1)
+    assert plan.optimizer == OptimizerPlan("adam", options={"betas": (0.9, 0.99)})
+    assert plan.batch == BatchPlan(gradient_clip_val=1.0)

@@ -1,0 +1,206 @@
+"""What a Plan refuses: each error names the field, the value, and what to use instead."""
+
+from collections.abc import Mapping
+
+import pytest
+
+from roomier.core.errors import PlanError
+from roomier.plan import CombinedPlanError, OptimizerPlan, Options, ParallelPlan, Plan, PrecisionPlan
+from roomier.plan.choices import CHOICES, REFUSED
+from roomier.plan.rules import each_error
+
+ADAMW = {"name": "adamw"}
+
+WRONG_VALUES = [
+    # what is given, the field, the value in the message, a piece of the advice
+    ({"parallel": {"strategy": "ddp"}}, "parallel.strategy", "'ddp'", "Use strategy='single' with devices=1"),
+    ({"parallel": {"strategy": "zero1"}}, "parallel.strategy", "'zero1'", "precision='bf16-true' halves"),
+    ({"parallel": {"strategy": "fsdp"}}, "parallel.strategy", "'zero3'", "fsdp2, deepspeed_stage_3 mean 'zero3'"),
+    ({"parallel": {"strategy": "auto"}}, "parallel.strategy", "'auto'", "choose precision"),
+    ({"parallel": {"strategy": "deepspeed"}}, "parallel.strategy", "'deepspeed'", "Use strategy='single'"),
+    ({"parallel": {"strategy": "singel"}}, "parallel.strategy", "'singel'", "Did you mean 'single'?"),
+    ({"parallel": {"strategy": "fdsp"}}, "parallel.strategy", "'fdsp'", "Did you mean 'fsdp'? It is not built yet"),
+    ({"parallel": {"strategy": "qqq"}}, "parallel.strategy", "'qqq'", "Use one of: single"),
+    ({"parallel": {"accelerator": "tpu"}}, "parallel.accelerator", "'tpu'", "Use accelerator='cuda'"),
+    ({"parallel": {"accelerator": "cpuu"}}, "parallel.accelerator", "'cpuu'", "Did you mean 'cpu'?"),
+    ({"parallel": {"devices": 2}}, "parallel.devices", "2", "Use devices=1"),
+    ({"parallel": {"devices": 0}}, "parallel.devices", "0", "at least 1"),
+    ({"parallel": {"devices": -1}}, "parallel.devices", "-1", "at least 1"),
+    ({"parallel": {"devices": "2"}}, "parallel.devices", "'2'", "is not an integer"),
+    ({"parallel": {"devices": True}}, "parallel.devices", "True", "is not an integer"),
+    ({"parallel": {"num_nodes": 2}}, "parallel.num_nodes", "2", "Use num_nodes=1"),
+    ({"precision": {"mode": "16-true"}}, "precision.mode", "'16-true'", "Use precision='16-mixed'"),
+    ({"precision": {"mode": "transformer-engine"}}, "precision.mode", "'transformer-engine'", "'bf16-mixed'"),
+    ({"precision": {"mode": "fp8"}}, "precision.mode", "'fp8-mixed'", "fp8 means 'fp8-mixed'"),
+    ({"precision": {"mode": "bf16-mixd"}}, "precision.mode", "'bf16-mixd'", "Did you mean 'bf16-mixed'?"),
+    ({"precision": {"mode": 8}}, "precision.mode", "8", "is not a string"),
+    ({"precision": {"mode": None}}, "precision.mode", "None", "is not a string"),
+    ({"precision": {"matmul": "hihg"}}, "precision.matmul", "'hihg'", "Did you mean 'high'?"),
+    (
+        {"precision": {"mode": "64-true"}, "parallel": {"accelerator": "mps"}},
+        "precision.mode",
+        "'64-true'",
+        "Use precision='32-true'",
+    ),
+    ({"batch": {"accumulate_grad_batches": 0}}, "batch.accumulate_grad_batches", "0", "Use 1"),
+    ({"batch": {"accumulate_grad_batches": 4.0}}, "batch.accumulate_grad_batches", "4.0", "is not an integer"),
+    ({"batch": {"gradient_clip_val": -1.0}}, "batch.gradient_clip_val", "-1.0", "Use None"),
+    ({"batch": {"gradient_clip_val": 0}}, "batch.gradient_clip_val", "0.0", "Use None"),
+    ({"batch": {"gradient_clip_val": float("inf")}}, "batch.gradient_clip_val", "inf", "finite"),
+    ({"batch": {"gradient_clip_val": "1.0"}}, "batch.gradient_clip_val", "'1.0'", "is not a number or None"),
+    ({"batch": {"gradient_clip_val": True}}, "batch.gradient_clip_val", "True", "is not a number or None"),
+    (
+        {"batch": {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "norms"}},
+        "batch.gradient_clip_algorithm",
+        "'norms'",
+        "Did you mean 'norm'?",
+    ),
+    (
+        {"batch": {"gradient_clip_algorithm": "value"}},
+        "batch.gradient_clip_algorithm",
+        "'value'",
+        "Give gradient_clip_val as well",
+    ),
+    ({"optimizer": {"name": "adamw8bit"}}, "optimizer.name", "'adamw8bit'", "Use optimizer='adafactor'"),
+    ({"optimizer": {"name": "lion"}}, "optimizer.name", "'lion'", "Use optimizer='adamw'"),
+    ({"optimizer": {"name": "muon"}}, "optimizer.name", "'muon'", "configure_optimizers"),
+    ({"optimizer": {"name": "lbfgs"}}, "optimizer.name", "'lbfgs'", "several times in one step"),
+    ({"optimizer": {"name": "adamv"}}, "optimizer.name", "'adamv'", "Did you mean 'adam"),
+    ({"optimizer": ADAMW | {"lr": 0}}, "optimizer.lr", "0.0", "Use a learning rate such as 3e-4"),
+    ({"optimizer": ADAMW | {"lr": -3e-4}}, "optimizer.lr", "-0.0003", "above 0"),
+    ({"optimizer": ADAMW | {"lr": float("nan")}}, "optimizer.lr", "nan", "above 0"),
+    ({"optimizer": ADAMW | {"lr": "3e-4"}}, "optimizer.lr", "'3e-4'", "without quotes"),
+    ({"optimizer": ADAMW | {"lr": 10**400}}, "optimizer.lr", "1000", "is not a number"),
+    ({"optimizer": ADAMW | {"lr": Options()}}, "optimizer.lr", "{}", "is not a number"),
+    ({"optimizer": ADAMW | {"weight_decay": -0.1}}, "optimizer.weight_decay", "-0.1", "Use 0.0"),
+    ({"optimizer": ADAMW | {"warmup_steps": -1}}, "optimizer.warmup_steps", "-1", "Use 0"),
+    ({"optimizer": ADAMW | {"warmup_steps": 5}}, "optimizer.warmup_steps", "5", "Choose a schedule as well"),
+    (
+        {"optimizer": ADAMW | {"schedule": "cosine", "min_lr_ratio": 1.5}},
+        "optimizer.min_lr_ratio",
+        "1.5",
+        "between 0 and 1",
+    ),
+    (
+        {"optimizer": ADAMW | {"schedule": "constant", "min_lr_ratio": 0.1}},
+        "optimizer.min_lr_ratio",
+        "0.1",
+        "'linear' or 'cosine'",
+    ),
+    ({"optimizer": ADAMW | {"schedule": "cosin"}}, "optimizer.schedule", "'cosin'", "Did you mean 'cosine'?"),
+    ({"optimizer": ADAMW | {"schedule": "wsd"}}, "optimizer.schedule", "'wsd'", "Use lr_schedule='cosine'"),
+    ({"optimizer": {"lr": 1e-3}}, "optimizer.lr", "0.001", "Name the optimizer as well"),
+    ({"optimizer": {"weight_decay": 0.0}}, "optimizer.weight_decay", "0.0", "Name the optimizer as well"),
+    ({"optimizer": {"schedule": "cosine"}}, "optimizer.schedule", "'cosine'", "Name the optimizer as well"),
+    ({"optimizer": {"options": {"eps": 1e-6}}}, "optimizer.options", "{'eps': 1e-06}", "Name the optimizer as well"),
+    ({"optimizer": ADAMW | {"options": {"lr": 1.0}}}, "optimizer.options.lr", "1.0", "Write it as optimizer.lr"),
+    ({"optimizer": ADAMW | {"options": {"params": []}}}, "optimizer.options.params", "()", "Leave it out"),
+    ({"optimizer": ADAMW | {"options": {1: 2}}}, "optimizer.options", "1", "Use strings as keys"),
+    ({"optimizer": ADAMW | {"options": [1, 2]}}, "optimizer.options", "[1, 2]", "is not a mapping"),
+    ({"optimizer": ADAMW | {"options": {"eps": float("nan")}}}, "optimizer.options.eps", "nan", "Give numbers"),
+    ({"optimizer": ADAMW | {"options": {"b": [0.9, {}]}}}, "optimizer.options.b", "(0.9, {})", "Give numbers"),
+    ({"activation": {"policy": "full"}}, "activation.policy", "'full'", "accumulate_grad_batches"),
+    ({"activation": {"policy": "selective"}}, "activation.policy", "'selective'", "accumulate_grad_batches"),
+    ({"offload": {"optimizer_states": "cpu"}}, "offload.optimizer_states", "'cpu'", "optimizer='adafactor'"),
+    ({"offload": {"parameters": "disk"}}, "offload.parameters", "'disk'", "precision='bf16-true'"),
+    ({"offload": {"activations": "cpu"}}, "offload.activations", "'cpu'", "accumulate_grad_batches"),
+    ({"offload": {"parameters": False}}, "offload.parameters", "False", "is not a string"),
+    ({"compile": {"enabled": True}}, "compile.enabled", "True", "torch.compile(model)"),
+    ({"compile": {"enabled": "yes"}}, "compile.enabled", "'yes'", "Give True or False"),
+    # the shape of what is given
+    ({"precison": {}}, "plan", "'precison'", "Did you mean 'precision'?"),
+    ({"precision": {"mod": "32-true"}}, "precision", "'mod'", "Did you mean 'mode'?"),
+    ({"precision": "bf16-mixed"}, "precision", "'bf16-mixed'", "{'precision': {'mode': ...}}"),
+    ({"optimizer": ADAMW | {"betas": [0.9, 0.95]}}, "optimizer", "'betas'", "go under options"),
+    (["precision"], "plan", "['precision']", "Give sections"),
+    (None, "plan", "None", "Give sections"),
+]
+
+
+@pytest.mark.parametrize(("values", "field", "received", "advice"), WRONG_VALUES)
+def test_a_wrong_value_is_refused_with_field_value_and_advice(
+    values: object, field: str, received: str, advice: str
+) -> None:
+    with pytest.raises(PlanError) as caught:
+        Plan.from_dict(values)
+    assert caught.value.field == field
+    assert str(caught.value).startswith(f"{field}={received}")
+    assert advice in str(caught.value)
+    assert len(each_error(caught.value)) == 1
+
+
+REFUSED_WORDS = [(field, word) for field, words in REFUSED.items() for word in words]
+
+
+@pytest.mark.parametrize(("field", "word"), REFUSED_WORDS)
+def test_every_refused_word_names_a_way_that_works(field: str, word: str) -> None:
+    section, name = field.split(".")
+    with pytest.raises(PlanError) as caught:
+        _plan_with(section, {name: word})
+    first = each_error(caught.value)[0]
+    assert (first.field, first.received) == (field, word)
+    assert first.action.startswith("Use ")
+
+
+BUILT_WORDS = [(field, word) for field, words in CHOICES.items() for word in words]
+
+
+@pytest.mark.parametrize(("field", "word"), BUILT_WORDS)
+def test_every_built_word_is_accepted(field: str, word: str) -> None:
+    section, name = field.split(".")
+    assert getattr(getattr(_plan_with(section, {name: word}), section), name) == word
+
+
+def _plan_with(section: str, fields: Mapping[str, object]) -> Plan:
+    needed: dict[str, Mapping[str, object]] = {"optimizer": ADAMW, "batch": {"gradient_clip_val": 1.0}}
+    return Plan.from_dict({section: {**needed.get(section, {}), **fields}})
+
+
+def test_all_findings_are_told_together() -> None:
+    with pytest.raises(CombinedPlanError) as caught:
+        Plan.from_dict(
+            {
+                "parallel": {"strategy": "ddp", "devices": 8},
+                "precision": {"mode": "bf17-mixed"},
+                "batch": {"gradient_clip_val": -1.0},
+                "optimizer": {"lr": 1e-3},
+            }
+        )
+    error = caught.value
+    fields = [finding.field for finding in error.errors]
+    assert fields == [
+        "parallel.strategy",
+        "precision.mode",
+        "batch.gradient_clip_val",
+        "parallel.devices",
+        "optimizer.lr",
+    ]
+    assert error.field == "parallel.strategy"
+    assert str(error).splitlines() == ["5 things are wrong with the plan", *map(str, error.errors)]
+
+
+def test_a_wrong_type_is_told_beside_wrong_values_of_other_fields() -> None:
+    with pytest.raises(CombinedPlanError) as caught:
+        Plan(
+            parallel=ParallelPlan(devices="two"),  # type: ignore[arg-type]
+            precision=PrecisionPlan("bf17"),
+            optimizer=OptimizerPlan("adamw", lr=-1.0),
+        )
+    assert [error.field for error in caught.value.errors] == ["parallel.devices", "precision.mode", "optimizer.lr"]
+
+
+def test_unknown_keys_of_several_sections_are_told_together() -> None:
+    with pytest.raises(CombinedPlanError) as caught:
+        Plan.from_dict({"paralel": {}, "batch": {"accumulate": 2}, "precision": 16})
+    assert [error.received for error in caught.value.errors] == ["paralel", "accumulate", 16]
+
+
+def test_a_part_of_another_kind_is_refused() -> None:
+    with pytest.raises(PlanError, match=r"^precision='bf16-mixed': is not a PrecisionPlan\. Write precision=Precision"):
+        Plan(precision="bf16-mixed")  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match=r"^parallel=PrecisionPlan.*is not a ParallelPlan"):
+        Plan(PrecisionPlan())  # type: ignore[arg-type]
+
+
+def test_a_huge_count_is_compared_without_overflow() -> None:
+    assert Plan.from_dict({"batch": {"accumulate_grad_batches": 10**400}}).batch.accumulate_grad_batches == 10**400
