@@ -1,0 +1,189 @@
+"""Source: batches of one loader, epoch by epoch, with a position that a checkpoint can hold."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from roomier.core.errors import DataError
+from roomier.core.rng import rng_state, set_rng_state
+from roomier.core.world import World
+from roomier.data.choose import evaluation_feed, training_feed
+from roomier.data.rebuild import tell_epoch
+from roomier.data.sampler import ALONE
+
+
+@dataclass
+class _Running:
+    """The epoch that is being read."""
+
+    epoch: int
+    num_batches: int
+    is_exhausted: bool = False
+
+
+class Source:
+    """What a loop reads its batches from.
+
+    A batch is pulled from the loader when the loop asks for it and never ahead (worker processes of a
+    DataLoader do read ahead): dataset code may draw from the global generators, whose state a checkpoint takes
+    between two steps.
+
+    To go on with a saved run: ``load_state_dict(state)``, put the global generators back, then
+    ``start(epoch)`` with the epoch the run stood in. If batches of that epoch are done, the iterator begins
+    behind them, and this ``start`` leaves the global generators as it found them. If that epoch was over, call
+    ``start`` with the next one: it draws from the global generators what it drew in the first run.
+
+    How a position is kept depends on the loader:
+
+    - a list or tuple of batches: an index;
+    - a DataLoader that torch batches, in order or with ``shuffle=True``: a sample of the global order
+      (:class:`OrderedSampler` takes the place of its sampler). Resumes at once, under any batch size. In
+      worker processes each sample's randomness depends on (seed, epoch, index) alone;
+    - a DataLoader with another sampler: a number of batches, walked without loading;
+    - a loader with ``state_dict`` and ``load_state_dict``: its own state, a dict of plain values and tensors;
+    - any other iterable: a number of batches, read and dropped on resume, with a notice. A generator can be
+      read for one epoch.
+
+    A loader, dataset or sampler with ``set_epoch`` is told each epoch.
+
+    Args:
+        loader: what the user passed.
+        name: what the user calls it (``"train_dataloaders"``), for errors.
+        seed: of the order and of the samples' randomness.
+        world: the share of the global order that this rank reads. It matters for DataLoaders whose sampler is
+            replaced; of other loaders each rank reads what its own gives.
+        shuffle_allowed: False freezes ``shuffle=True`` to the sequential order, as overfitting on a few
+            batches needs.
+        training: False keeps the user's sampler, always.
+        pin_memory: let a DataLoader give batches in pinned memory. For a run on a CUDA device.
+
+    Raises:
+        DataError: ``loader`` gives no batches, or is known to be empty.
+    """
+
+    def __init__(
+        self,
+        loader: Any,
+        *,
+        name: str,
+        seed: int,
+        world: World = ALONE,
+        shuffle_allowed: bool = True,
+        training: bool = True,
+        pin_memory: bool = False,
+    ) -> None:
+        self.loader = loader
+        self.name = name
+        if training:
+            self._feed = training_feed(
+                loader,
+                name=name,
+                seed=seed,
+                world=world,
+                shuffle_allowed=shuffle_allowed,
+                pin_memory=pin_memory,
+            )
+        else:
+            self._feed = evaluation_feed(loader, name=name, pin_memory=pin_memory)
+        if self._feed.num_batches == 0:
+            raise self._empty()
+        self._running: _Running | None = None
+        self._stored: dict[str, Any] | None = None
+
+    @property
+    def num_batches(self) -> int | float:
+        """Batches of one whole epoch on this rank; ``inf`` where the loader has no length."""
+        return self._feed.num_batches
+
+    @property
+    def num_batches_done(self) -> int:
+        """Batches of the running epoch that were handed out, by this run or the one it goes on with.
+
+        After a resume under another batch size: ``num_batches`` less those still to come.
+        """
+        return self._running.num_batches if self._running else 0
+
+    def start(self, epoch: int) -> Iterator[Any]:
+        """The host batches of ``epoch``, counted from 0: all of them, or those behind the loaded position.
+
+        Raises:
+            DataError: the loader can be read once only and was; or, on the first ``next``, it is empty; or the
+                loaded position does not fit this loader.
+        """
+        stored, self._stored = self._stored, None
+        running = _Running(epoch, 0)
+        tell_epoch(self.loader, epoch)
+        if stored is None or stored["epoch"] != epoch:
+            if stored is not None and stored["epoch"] >= 0:
+                self._feed.adopt(stored, is_complete=self._is_complete(stored))
+            iterator = self._feed.start(epoch)
+        else:
+            random_state = rng_state()
+            iterator, running.num_batches = self._resume(stored)
+            set_rng_state(random_state)
+        self._running = running
+        return self._count(iterator, running)
+
+    def _resume(self, stored: dict[str, Any]) -> tuple[Iterator[Any], int]:
+        if self._is_complete(stored):
+            self._feed.adopt(stored, is_complete=True)
+            return iter(()), stored["num_batches"]
+        return self._feed.resume(stored)
+
+    @staticmethod
+    def _is_complete(stored: dict[str, Any]) -> bool:
+        length = stored["num_batches_of_epoch"]
+        return stored["is_exhausted"] or (length is not None and stored["num_batches"] >= length)
+
+    def _count(self, iterator: Iterator[Any], running: _Running) -> Iterator[Any]:
+        for batch in iterator:
+            running.num_batches += 1
+            yield batch
+        running.is_exhausted = True
+        if running.num_batches == 0:
+            raise self._empty()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position behind the last batch handed out: nested dicts of numbers, text and tensors.
+
+        ``epoch`` is -1 before the first ``start``. ``num_samples``, in the global order, stands where the
+        sampler was replaced.
+        """
+        if self._stored is not None:
+            return self._stored
+        state = {"kind": self._feed.kind, "epoch": -1, "num_batches": 0, "is_exhausted": False}
+        if self._running is None:
+            return state
+        length = self._feed.num_batches
+        return {
+            **state,
+            "epoch": self._running.epoch,
+            "num_batches": self._running.num_batches,
+            "num_batches_of_epoch": None if length == math.inf else int(length),
+            "is_exhausted": self._running.is_exhausted,
+            **self._feed.position(self._running.num_batches),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take a position of :meth:`state_dict`; the next :meth:`start` goes on from there.
+
+        Raises:
+            DataError: the position belongs to another kind of loader.
+        """
+        if state["kind"] != self._feed.kind:
+            raise DataError(
+                self.name,
+                self.loader,
+                f"resumes as {self._feed.kind!r}; the saved position is of a loader that resumes as {state['kind']!r}",
+                "Pass the same kind of loader as in the saved run, or start a new run from its weights",
+            )
+        self._stored = state
+
+    def _empty(self) -> DataError:
+        return DataError(
+            self.name,
+            self.loader,
+            "gives no batch",
+            "Pass a loader with at least one batch (is the data set smaller than batch_size, with drop_last?)",
+        )

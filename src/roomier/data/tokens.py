@@ -1,0 +1,289 @@
+"""Token files: the text of a language model as one long row of integers on disk, read without loading it.
+
+File layout: a header of 64 bytes (:class:`_Header`, little endian, zeros behind its fields), then the tokens as
+little-endian uint16, or uint32 where the vocabulary needs it.
+"""
+
+import os
+import struct
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from roomier.core.errors import DataError
+
+_MAGIC = b"roomtok\0"
+_VERSION = 1
+_HEADER_BYTES = 64
+_FIELDS = struct.Struct("<8sIIQQq")  # magic, version, bytes per token, tokens, vocabulary, end of document or -1
+_DTYPES: dict[int, np.dtype[Any]] = {2: np.dtype("<u2"), 4: np.dtype("<u4")}
+_REWRITE = "Write it anew with roomier.data.write_tokens"
+
+Document = Sequence[int] | NDArray[Any]
+
+
+class _Header(NamedTuple):
+    token_bytes: int
+    num_tokens: int
+    vocab_size: int
+    end_of_document: int | None
+
+    def pack(self) -> bytes:
+        end = -1 if self.end_of_document is None else self.end_of_document
+        fields = _FIELDS.pack(_MAGIC, _VERSION, self.token_bytes, self.num_tokens, self.vocab_size, end)
+        return fields.ljust(_HEADER_BYTES, b"\0")
+
+
+def write_tokens(
+    path: str | Path, documents: Iterable[Document], *, vocab_size: int, end_of_document: int | None
+) -> int:
+    """Write ``documents`` one behind the other into a token file, each followed by ``end_of_document``.
+
+    Holds one document in memory at a time. Writes aside and renames: ``path`` is the old file or the whole new
+    one, at any moment.
+
+    Args:
+        path: the file; its folders are made.
+        documents: each a 1-D sequence of token ids in ``[0, vocab_size)``; may be a generator.
+        vocab_size: number of different ids; up to 65536 a token takes 2 bytes, above 4.
+        end_of_document: id written behind each document; None for none.
+
+    Returns:
+        The number of tokens in the file.
+
+    Raises:
+        DataError: an id or a document that does not fit, no tokens at all, or the file cannot be written.
+    """
+    path = Path(path)
+    _check_vocabulary(vocab_size, end_of_document)
+    token_bytes = 2 if vocab_size <= 1 << 16 else 4
+    end = np.array([] if end_of_document is None else [end_of_document], dtype=_DTYPES[token_bytes]).tobytes()
+    num_tokens = 0
+    with _WriteAside(path) as file:
+        file.write(bytes(_HEADER_BYTES))
+        for number, document in enumerate(documents):
+            tokens = _checked(document, number, vocab_size).astype(_DTYPES[token_bytes])
+            file.write(tokens.tobytes() + end)
+            num_tokens += len(tokens) + len(end) // token_bytes
+        if not num_tokens:
+            raise DataError("documents", documents, "hold no tokens", "Pass at least one document with tokens")
+        file.commit(_Header(token_bytes, num_tokens, vocab_size, end_of_document))
+    return num_tokens
+
+
+def _check_vocabulary(vocab_size: int, end_of_document: int | None) -> None:
+    if not isinstance(vocab_size, int) or not 1 <= vocab_size <= 1 << 32:
+        raise DataError(
+            "vocab_size", vocab_size, "is not an integer in [1, 2**32]", "Pass the tokenizer's vocabulary size"
+        )
+    if end_of_document is not None and not 0 <= end_of_document < vocab_size:
+        raise DataError(
+            "end_of_document",
+            end_of_document,
+            f"is no id of a vocabulary of {vocab_size}",
+            f"Pass an id in [0, {vocab_size}) or None",
+        )
+
+
+def _checked(document: Document, number: int, vocab_size: int) -> NDArray[Any]:
+    field = f"documents[{number}]"
+    tokens = np.asarray(document)
+    if tokens.ndim == 1 and not tokens.size:
+        return tokens
+    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+        raise DataError(field, document, "is not a flat sequence of integers", "Pass token ids, not text")
+    wrong = np.flatnonzero((tokens < 0) | (tokens >= vocab_size))
+    if wrong.size:
+        place = int(wrong[0])
+        raise DataError(
+            f"{field}[{place}]",
+            int(tokens[place]),
+            f"is no id of a vocabulary of {vocab_size}",
+            "Pass the vocab_size of the tokenizer that made the documents, added tokens included",
+        )
+    return tokens
+
+
+class _WriteAside:
+    """A file next to ``path`` that takes its place on :meth:`commit`, and leaves no trace without."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._aside = path.with_name(f".{path.name}.{os.getpid()}.partial")
+
+    def __enter__(self) -> "_WriteAside":
+        with self._told_as_data_error():
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self._aside.open("wb")
+        return self
+
+    def write(self, data: bytes) -> None:
+        with self._told_as_data_error():
+            self._file.write(data)
+
+    def commit(self, header: _Header) -> None:
+        with self._told_as_data_error():
+            self._file.seek(0)
+            self._file.write(header.pack())
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+            self._aside.replace(self._path)
+
+    def __exit__(self, *exception: object) -> None:
+        # What is still buffered fails again on a full disk; the error that is under way says why.
+        with suppress(OSError):
+            self._file.close()
+        self._aside.unlink(missing_ok=True)
+
+    @contextmanager
+    def _told_as_data_error(self) -> Iterator[None]:
+        # Around our own writes only: an OSError of the documents' reader is not about this path.
+        try:
+            yield
+        except OSError as error:
+            problem = f"cannot be written: {error.strerror}"
+            raise DataError("path", str(self._path), problem, "Free space or choose another place") from error
+
+
+def _read_header(path: Path) -> _Header:
+    try:
+        with path.open("rb") as file:
+            head = file.read(_HEADER_BYTES)
+            num_bytes = os.fstat(file.fileno()).st_size
+    except FileNotFoundError:
+        raise DataError("path", str(path), "does not exist", "Make it with roomier.data.write_tokens") from None
+    except OSError as error:
+        raise DataError("path", str(path), f"cannot be read: {error.strerror}", "Pass a readable token file") from error
+    if not head.startswith(_MAGIC):
+        raise DataError("path", str(path), "is not a token file", _REWRITE)
+    if len(head) < _HEADER_BYTES:
+        raise DataError("path", str(path), f"ends within its header, after {len(head)} bytes", _REWRITE)
+    _, version, token_bytes, num_tokens, vocab_size, end = _FIELDS.unpack_from(head)
+    if version != _VERSION or token_bytes not in _DTYPES:
+        raise DataError("path", str(path), f"has format version {version}; this release reads {_VERSION}", _REWRITE)
+    expected = _HEADER_BYTES + num_tokens * token_bytes
+    if num_bytes != expected:
+        raise DataError(
+            "path",
+            str(path),
+            f"is {num_bytes} bytes long where its header tells {expected}: it was cut or added to",
+            _REWRITE,
+        )
+    return _Header(token_bytes, num_tokens, vocab_size, None if end < 0 else end)
+
+
+class TokenDataset(Dataset[dict[str, Tensor]]):
+    """Blocks of fixed length out of a token file: documents packed without padding.
+
+    Item ``i`` begins at token ``i * stride``. With ``labels="shifted"`` it is ``{"input_ids", "targets"}``:
+    ``targets[t]`` is the token that follows ``input_ids[t]``, for a model that compares the two as they are.
+    With ``labels="same"`` it is ``{"input_ids", "labels"}`` with two equal tensors, for models that shift the
+    labels themselves, as Hugging Face's causal models do. The keys differ so that neither kind of model can
+    take the other's labels unnoticed. All are int64 of shape ``(block_size,)``.
+
+    Tokens behind the last whole block are left out. The file is mapped in each process on its first read.
+
+    Args:
+        path: written by :func:`write_tokens`.
+        block_size: tokens per item.
+        stride: tokens from one item's begin to the next's; ``block_size`` if None, so that each token is
+            read once.
+        labels: see above.
+
+    Raises:
+        DataError: the file is missing, no token file, cut short, or shorter than one block.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        block_size: int,
+        *,
+        stride: int | None = None,
+        labels: Literal["shifted", "same"] = "shifted",
+    ) -> None:
+        self.path = Path(path)
+        self.block_size = _positive("block_size", block_size)
+        self.stride = self.block_size if stride is None else _positive("stride", stride)
+        if labels not in ("shifted", "same"):
+            raise DataError("labels", labels, "is not known", "Use 'shifted' or 'same'")
+        self.labels = labels
+        self._header = _read_header(self.path)
+        self._num_read = self.block_size + (labels == "shifted")  # tokens that one item is made of
+        if self._num_read > self.num_tokens:
+            raise DataError(
+                "block_size",
+                block_size,
+                f"needs {self._num_read} tokens; {self.path} has {self.num_tokens}",
+                f"Use at most {max(self.num_tokens - (self._num_read - self.block_size), 0)} or a longer file",
+            )
+        self._tokens: NDArray[Any] | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return self._header.num_tokens
+
+    @property
+    def vocab_size(self) -> int:
+        return self._header.vocab_size
+
+    @property
+    def end_of_document(self) -> int | None:
+        return self._header.end_of_document
+
+    def __len__(self) -> int:
+        return (self.num_tokens - self._num_read) // self.stride + 1
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Tensor]]:
+        """The items of ``indices``, read into one array."""
+        tokens = self._mapped()
+        rows = np.empty((len(indices), self._num_read), dtype=tokens.dtype)
+        for row, index in zip(rows, indices, strict=True):
+            first = self._checked_index(index) * self.stride
+            row[:] = tokens[first : first + self._num_read]
+        # Two copies, never two views of one: a collate function may mask inputs in place.
+        inputs = torch.from_numpy(rows[:, : self.block_size].astype(np.int64))
+        answers = torch.from_numpy(rows[:, -self.block_size :].astype(np.int64))
+        key = "targets" if self.labels == "shifted" else "labels"
+        return [{"input_ids": input_ids, key: answer} for input_ids, answer in zip(inputs, answers, strict=True)]
+
+    def _checked_index(self, index: int) -> int:
+        length = len(self)
+        if not -length <= index < length:
+            raise IndexError(f"index {index} is out of range: {self!r} has {length} items")
+        return index % length
+
+    def _mapped(self) -> NDArray[Any]:
+        if self._tokens is None:
+            self._tokens = np.memmap(
+                self.path,
+                dtype=_DTYPES[self._header.token_bytes],
+                mode="r",
+                offset=_HEADER_BYTES,
+                shape=(self.num_tokens,),
+            )
+        return self._tokens
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A pickled memmap carries the whole file to each worker.
+        return {**self.__dict__, "_tokens": None}
+
+    def __repr__(self) -> str:
+        return f"TokenDataset({str(self.path)!r}, block_size={self.block_size}, stride={self.stride})"
+
+
+def _positive(field: str, value: int) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise DataError(field, value, "is not a positive integer", "Pass a number of tokens, 1 or more")
+    return value
