@@ -1,0 +1,20 @@
+"""Callbacks: saving, stopping early, and what a run tells about itself while it goes."""
+
+from roomier.api.callback import Callback
+from roomier.callbacks.early_stopping import EarlyStopping, EarlyStoppingReason
+from roomier.callbacks.lr_monitor import LearningRateMonitor
+from roomier.callbacks.model_checkpoint import ModelCheckpoint
+from roomier.callbacks.model_summary import ModelSummary
+from roomier.callbacks.progress import ProgressBar
+from roomier.callbacks.throughput import Throughput
+
+__all__ = [
+    "Callback",
+    "EarlyStopping",
+    "EarlyStoppingReason",
+    "LearningRateMonitor",
+    "ModelCheckpoint",
+    "ModelSummary",
+    "ProgressBar",
+    "Throughput",
+]

@@ -1,0 +1,142 @@
+"""LearningRateMonitor: the learning rates of a run as metrics."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any, Literal
+
+from torch.optim import Optimizer
+
+from roomier.api.callback import Callback
+from roomier.core.errors import RoomierError
+
+if TYPE_CHECKING:
+    from roomier.api.module import Module
+    from roomier.trainer import Trainer
+
+_INTERVALS = (None, "step", "epoch")
+
+
+class LearningRateMonitor(Callback):
+    """Logs ``lr-AdamW`` for each optimizer: the rate with which the step (or epoch) of the row was done.
+
+    Names are Lightning's: the second optimizer of a class is ``lr-AdamW-1``; of several parameter groups each
+    has its own, ``lr-AdamW/pg1``, ``lr-AdamW/pg2``, or ``lr-AdamW/<name>`` where the group has the key ``name``; a
+    scheduler's ``name`` takes the place of ``lr-AdamW``. Momentum and weight decay append ``-momentum`` and
+    ``-weight_decay``.
+
+    Args:
+        logging_interval: ``"step"`` (at log steps) or ``"epoch"``; by default the interval of each scheduler, and
+            ``"step"`` for an optimizer without one.
+        log_momentum: log the momentum (the first of ``betas``) too; 0 where there is none.
+        log_weight_decay: log the weight decay too.
+
+    Raises:
+        RoomierError: the interval is unknown; at the start, the Trainer has no logger, or two parameter groups of an
+            optimizer have one name.
+    """
+
+    def __init__(
+        self,
+        logging_interval: Literal["step", "epoch"] | None = None,
+        log_momentum: bool = False,
+        log_weight_decay: bool = False,
+    ) -> None:
+        if logging_interval not in _INTERVALS:
+            raise RoomierError("logging_interval", logging_interval, "is unknown", "Use 'step', 'epoch', or None")
+        self.logging_interval = logging_interval
+        self.log_momentum = log_momentum
+        self.log_weight_decay = log_weight_decay
+        self.lrs: dict[str, list[float]] = {}
+        self._step_rates: dict[str, float] = {}
+        self._read_at_step = 0
+        self._max_steps_per_batch = 1
+        self._epoch_rates: dict[str, float] = {}
+
+    def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
+        if not trainer.loggers:
+            raise RoomierError(
+                "callbacks", type(self).__name__, "the Trainer has no logger", "Take it out, or use logger=True"
+            )
+        # Manual optimization may step each optimizer in one batch, and each counts as a step.
+        self._max_steps_per_batch = max(1, len(trainer.optimizers))
+        # A run resumed within an epoch does not start it again; its rate is that of now.
+        self._epoch_rates = self._rates(trainer, "epoch")
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: Module) -> None:
+        self._epoch_rates = self._rates(trainer, "epoch")
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Module, batch: Any, batch_idx: int) -> None:
+        # The schedulers step before on_train_batch_end: the rate of the coming step is to be read now.
+        step, every = trainer.global_step, trainer.log_every_n_steps
+        if (step + self._max_steps_per_batch) // every != step // every:
+            self._step_rates, self._read_at_step = self._rates(trainer, "step"), step
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+        every = trainer.log_every_n_steps
+        if self._step_rates and trainer.global_step // every != self._read_at_step // every:
+            rates, self._step_rates = self._step_rates, {}
+            self._log(trainer, rates)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: Module) -> None:
+        if self._epoch_rates:
+            self._log(trainer, self._epoch_rates)
+
+    def _log(self, trainer: Trainer, rates: dict[str, float]) -> None:
+        for name, rate in rates.items():
+            self.lrs.setdefault(name, []).append(rate)
+        trainer.log_metrics(rates)
+
+    def _rates(self, trainer: Trainer, interval: str) -> dict[str, float]:
+        """The present values of all optimizers that are logged at ``interval``."""
+        rates: dict[str, float] = {}
+        for optimizer, name, own_interval in _named_optimizers(trainer):
+            if (self.logging_interval or own_interval) != interval:
+                continue
+            for group, suffix in zip(optimizer.param_groups, _group_suffixes(name, optimizer), strict=True):
+                full_name = name + suffix
+                rates[full_name] = float(group["lr"])
+                if self.log_momentum:
+                    momentum = group["betas"][0] if "betas" in group else group.get("momentum", 0.0)
+                    rates[f"{full_name}-momentum"] = float(momentum)
+                if self.log_weight_decay:
+                    rates[f"{full_name}-weight_decay"] = float(group.get("weight_decay", 0.0))
+        return rates
+
+
+def _named_optimizers(trainer: Trainer) -> list[tuple[Optimizer, str, str]]:
+    """Each optimizer of the run with its name and the interval of its scheduler, those with a scheduler first."""
+    seen: Counter[str] = Counter()
+    named: list[tuple[Optimizer, str, str]] = []
+
+    def add(optimizer: Optimizer, name: str | None, interval: str) -> None:
+        if name is None:
+            name = f"lr-{type(optimizer).__name__}"
+            seen[name] += 1
+            if seen[name] > 1:
+                name = f"{name}-{seen[name] - 1}"
+        named.append((optimizer, name, interval))
+
+    for config in trainer.lr_scheduler_configs:
+        if all(config.scheduler.optimizer is not optimizer for optimizer, _, _ in named):
+            add(config.scheduler.optimizer, config.name, config.interval)
+    for optimizer in trainer.optimizers:
+        if all(optimizer is not known for known, _, _ in named):
+            add(optimizer, None, "step")
+    return named
+
+
+def _group_suffixes(name: str, optimizer: Optimizer) -> list[str]:
+    groups = optimizer.param_groups
+    if len(groups) == 1:
+        return [f"/{groups[0]['name']}" if groups[0].get("name") else ""]
+    suffixes = [f"/{group.get('name') or f'pg{number}'}" for number, group in enumerate(groups, start=1)]
+    doubles = [suffix for suffix, count in Counter(suffixes).items() if count > 1]
+    if doubles:
+        raise RoomierError(
+            "configure_optimizers",
+            doubles[0][1:],
+            f"two parameter groups of {name} have this name",
+            "Give each group its own 'name'",
+        )
+    return suffixes

@@ -1,0 +1,429 @@
+"""ModelCheckpoint: when a run is saved, under which name, and which of its checkpoints stay."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from roomier import checkpoint
+from roomier.api.callback import Callback
+from roomier.callbacks.checkpoint_ledger import Keep, Ledger
+from roomier.callbacks.checkpoint_name import DEFAULT_TEMPLATE, check_template, first_free_name, format_name
+from roomier.callbacks.monitored import (
+    check_mode,
+    missing_metric,
+    saves_or_checks_after_training_epoch,
+    scalar,
+)
+from roomier.core.errors import CheckpointError, RoomierError
+from roomier.core.log import notice
+from roomier.core.units import parse_duration_s
+
+if TYPE_CHECKING:
+    from roomier.api.module import Module
+    from roomier.trainer import Trainer
+
+LAST = "last"
+
+
+class ModelCheckpoint(Callback):
+    """Saves the run at chosen moments and keeps the best, the newest, or all of its checkpoints.
+
+    A checkpoint is a folder, ``dirpath/filename``. An older one is removed only after the one that supersedes it is
+    committed, so that at every moment a complete one is there. Arguments mean what they mean in Lightning.
+
+    Args:
+        dirpath: where checkpoints go; by default ``checkpoints`` in the run folder.
+        filename: a template of the folder's name with ``{epoch}``, ``{step}`` and logged metrics, with formats as in
+            ``str.format``; by default ``"{epoch}-{step}"``, which gives ``epoch=0-step=100``.
+        monitor: the logged metric that ranks checkpoints; by default the newer is the better. NaN never ranks.
+        verbose: tell of each save on standard error.
+        save_last: keep the newest checkpoint too when it is not among the best, and a link ``last`` to it beside it.
+            (``"link"`` is the same.)
+        save_top_k: how many of the best are kept: -1 all of them, 0 none. Without ``monitor`` it is -1, 0 or 1.
+        save_weights_only: leave out what only a resumed run needs.
+        mode: ``"min"`` or ``"max"``: which values of ``monitor`` are better.
+        auto_insert_metric_name: write ``step=100`` for ``{step}``, not ``100``.
+        every_n_train_steps: save every so many optimizer steps. At most one of the three ``every``-like arguments; by
+            default ``every_n_epochs=1``.
+        train_time_interval: save when so much time has passed since the last such save: a ``timedelta``, a dict of
+            its arguments, or ``"DD:HH:MM:SS"``.
+        every_n_epochs: save every so many epochs.
+        save_on_train_epoch_end: save epochs at their end (True) or when a validation ends (False); by default at the
+            end unless an epoch has several validations, or not every one has one.
+        enable_version_counter: where the name is that of another checkpoint that must stay, append ``-v1``, ``-v2``,
+            ...; else replace it. See the note below.
+
+    Raises:
+        RoomierError: an argument is wrong.
+
+    [Note: names that are taken]
+    A resumed run reaches the steps again that a killed run had saved after the checkpoint it resumed from. What
+    it finds under their names is its own killed future: bit for bit the same run, and a ``-v1`` beside it would be a
+    copy of it that nobody counts or removes. So such a folder is replaced (by one rename). A name counts as taken only
+    if its checkpoint must stay: one this callback or another ModelCheckpoint still keeps, or one that stood in
+    ``dirpath`` before the run began and hence is another run's. The names of the latter are part of the state.
+
+    [Note: the books before the save]
+    A checkpoint contains the state of this callback, and the run resumed from it must know of that checkpoint. So
+    the books are brought up to date before the save, and put back if it fails. They stay as they were until the next
+    save: what a resumed run reads is what the uninterrupted run had.
+    """
+
+    def __init__(
+        self,
+        dirpath: str | Path | None = None,
+        filename: str | None = None,
+        monitor: str | None = None,
+        verbose: bool = False,
+        save_last: bool | Literal["link"] | None = None,
+        save_top_k: int = 1,
+        save_weights_only: bool = False,
+        mode: str = "min",
+        auto_insert_metric_name: bool = True,
+        every_n_train_steps: int | None = None,
+        train_time_interval: timedelta | dict[str, float] | str | None = None,
+        every_n_epochs: int | None = None,
+        save_on_train_epoch_end: bool | None = None,
+        enable_version_counter: bool = True,
+    ) -> None:
+        self.dirpath = None if dirpath is None else os.path.abspath(os.path.expanduser(dirpath))
+        self.filename = DEFAULT_TEMPLATE if filename is None else check_template(filename)
+        self.monitor = monitor
+        self.verbose = verbose
+        self.save_last = save_last
+        self.save_top_k = save_top_k
+        self.save_weights_only = save_weights_only
+        self.mode = check_mode(mode)
+        self.auto_insert_metric_name = auto_insert_metric_name
+        self.every_n_train_steps = every_n_train_steps
+        self.train_time_interval = train_time_interval
+        self.every_n_epochs = every_n_epochs
+        self.save_on_train_epoch_end = save_on_train_epoch_end
+        self.enable_version_counter = enable_version_counter
+        self._interval_s = (
+            None
+            if train_time_interval is None
+            else parse_duration_s("ModelCheckpoint(train_time_interval)", train_time_interval)
+        )
+        self._keep = Keep(save_top_k, mode == "min", monitor is not None, bool(save_last))
+        self._check_arguments()
+        self._ledger = Ledger()
+        self._foreign_names: tuple[str, ...] | None = None
+        self._is_fitting = False
+        self._validated = False
+        self._due_step = -1
+        self._ended_epoch = (-1, 0)
+        self._interval_began_s = 0.0
+        self._told: set[str] = set()
+
+    # What is known ------------------------------------------------------------------------------------------------
+
+    @property
+    def state_key(self) -> str:
+        arguments = {
+            "monitor": self.monitor,
+            "mode": self.mode,
+            "every_n_train_steps": self.every_n_train_steps or 0,
+            "every_n_epochs": self._num_epochs_between,
+            "train_time_interval": self._interval_s,
+        }
+        return f"{type(self).__qualname__}{arguments!r}"
+
+    @property
+    def best_model_path(self) -> str:
+        """The best checkpoint of those kept; ``""`` before the first."""
+        return self._ledger.best(self._keep)[0]
+
+    @property
+    def best_model_score(self) -> Tensor | None:
+        return _tensor(self._ledger.best(self._keep)[1])
+
+    @property
+    def best_k_models(self) -> dict[str, Tensor]:
+        """Path -> score of the top-k, oldest first; empty where nothing is monitored."""
+        return {
+            path: torch.tensor(score, dtype=torch.float64) for path, score in self._ledger.kept if score is not None
+        }
+
+    @property
+    def kth_best_model_path(self) -> str:
+        """The one that goes when a better one comes; ``""`` while fewer than k are kept."""
+        return self._ledger.kth(self._keep)[0] if self.monitor else ""
+
+    @property
+    def kth_value(self) -> Tensor | None:
+        return _tensor(self._ledger.kth(self._keep)[1])
+
+    @property
+    def last_model_path(self) -> str:
+        """The newest checkpoint, with ``save_last``; ``""`` before the first."""
+        return self._ledger.last
+
+    @property
+    def current_score(self) -> Tensor | None:
+        """The score of the newest checkpoint."""
+        return _tensor(self._ledger.current_score)
+
+    # When ---------------------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
+        self._is_fitting = stage == "fit"
+        if self.dirpath is None:
+            self.dirpath = str(Path(trainer.log_dir).absolute() / "checkpoints")
+        if self._is_fitting and self._foreign_names is None:
+            is_in_run_folder = Path(self.dirpath).is_relative_to(Path(trainer.log_dir).absolute())
+            self._foreign_names = () if is_in_run_folder else _names_in(Path(self.dirpath))
+
+    def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
+        self._interval_began_s = time.monotonic()
+        self._remove_superseded(trainer)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: Module) -> None:
+        if self._is_fitting and not trainer.sanity_checking:
+            self._validated = True
+            if not self._saves_after_training_epoch(trainer):
+                self._epoch_is_over(trainer)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: Module) -> None:
+        self._ended_epoch = (trainer.global_step, trainer.current_epoch)
+        if self._saves_after_training_epoch(trainer):
+            self._epoch_is_over(trainer)
+
+    def on_save_point(self, trainer: Trainer, pl_module: Module) -> None:
+        step = trainer.global_step
+        if step == self._ledger.step or not self._is_due(step) or trainer.fast_dev_run:
+            return
+        self._save(trainer)
+
+    def _is_due(self, step: int) -> bool:
+        if step == self._due_step:
+            return True
+        if self.every_n_train_steps:
+            return step > 0 and step % self.every_n_train_steps == 0
+        if self._interval_s is not None:
+            now_s = time.monotonic()
+            if now_s - self._interval_began_s >= self._interval_s:
+                self._interval_began_s = now_s
+                return True
+        return False
+
+    def _saves_after_training_epoch(self, trainer: Trainer) -> bool:
+        if self.save_on_train_epoch_end is not None:
+            return self.save_on_train_epoch_end
+        return saves_or_checks_after_training_epoch(trainer)
+
+    def _epoch_is_over(self, trainer: Trainer) -> None:
+        if self._num_epochs_between and (trainer.current_epoch + 1) % self._num_epochs_between == 0:
+            self._due_step = trainer.global_step
+
+    @property
+    def _num_epochs_between(self) -> int:
+        if self.every_n_epochs is None and self.every_n_train_steps is None and self._interval_s is None:
+            return 1
+        return self.every_n_epochs or 0
+
+    # What ---------------------------------------------------------------------------------------------------------
+
+    def _save(self, trainer: Trainer) -> None:
+        """Save if the run at this moment is among the best, or is to be kept as the newest."""
+        metrics = self._metrics(trainer)
+        score = self._score(trainer, metrics)
+        before, keep = self._ledger, self._keep
+        if not before.enters(score, keep) and not keep.last:
+            if self.verbose:
+                notice(
+                    f"not saved at step {trainer.global_step}: {self.monitor} = {score} is not in the top {keep.top_k}"
+                )
+            return
+        path = self._path(trainer, metrics, before.before_saving(score, keep).paths)
+        # See [Note: the books before the save].
+        self._ledger = before.after_saving(path, score, trainer.global_step, keep)
+        try:
+            if self.save_weights_only:
+                trainer.save_checkpoint(path, weights_only=True)
+            else:
+                trainer.save_checkpoint(path)
+        except BaseException:
+            self._ledger = before
+            raise
+        if self.verbose:
+            notice(f"saved {path}" + ("" if score is None else f" ({self.monitor} = {score})"))
+        if keep.last and trainer.is_global_zero:
+            self._point_last_to(path)
+        self._remove_superseded(trainer)
+
+    def _metrics(self, trainer: Trainer) -> dict[str, Tensor | float]:
+        # At the save point of an epoch's end the Trainer may already count the next epoch.
+        ended_at_step, ended_epoch = self._ended_epoch
+        epoch = ended_epoch if ended_at_step == trainer.global_step else trainer.current_epoch
+        return {**trainer.callback_metrics, "epoch": epoch, "step": trainer.global_step}
+
+    def _score(self, trainer: Trainer, metrics: dict[str, Tensor | float]) -> float | None:
+        """The value of ``monitor``; None where there is no monitor, or its first validation is still to come."""
+        if self.monitor is None:
+            return None
+        if self.monitor in metrics:
+            score = scalar(metrics[self.monitor])
+            if math.isnan(score):
+                self._tell_once(f"{self.monitor} is NaN: such a checkpoint is never counted among the best")
+            return score
+        if not self._validated and sum(trainer.num_val_batches) > 0:
+            self._tell_once(f"{self.monitor!r} is not logged before the first validation; nothing is ranked until then")
+            return None
+        raise missing_metric(type(self).__name__, self.monitor, trainer.callback_metrics)
+
+    def _path(self, trainer: Trainer, metrics: dict[str, Tensor | float], staying: set[str]) -> str:
+        """Where to save: see [Note: names that are taken]."""
+        assert self.dirpath is not None, "setup() comes first"
+        name = format_name(self.filename, metrics, self.auto_insert_metric_name)
+        if self.enable_version_counter:
+            here = {path for path in staying | self._paths_of_others(trainer) if os.path.dirname(path) == self.dirpath}
+            taken = {os.path.basename(path) for path in here}
+            name = first_free_name(name, taken.union(self._foreign_names or (), [LAST] if self._keep.last else []))
+        return os.path.join(self.dirpath, name)
+
+    def _paths_of_others(self, trainer: Trainer) -> set[str]:
+        others = [each for each in trainer.callbacks if isinstance(each, ModelCheckpoint) and each is not self]
+        return {path for other in others for path in other._ledger.paths}
+
+    def _remove_superseded(self, trainer: Trainer) -> None:
+        """Remove what the latest save made obsolete, if it is ours alone and something that must stay is there."""
+        ledger = self._ledger
+        if not trainer.is_global_zero or not any(os.path.isdir(path) for path in ledger.paths):
+            return
+        for path in set(ledger.superseded) - self._paths_of_others(trainer):
+            if os.path.dirname(path) != self.dirpath or not os.path.isdir(path):
+                continue
+            try:
+                checkpoint.remove(path)
+            except CheckpointError as error:
+                notice(f"a superseded checkpoint stays: {error}")
+
+    def _point_last_to(self, path: str) -> None:
+        link = os.path.join(os.path.dirname(path), LAST)
+        aside = f"{link}.aside"
+        try:
+            with suppress(FileNotFoundError):
+                os.unlink(aside)
+            os.symlink(os.path.basename(path), aside)
+            os.replace(aside, link)
+        except OSError as error:
+            self._tell_once(f"no link {link!r} to the newest checkpoint, which is {path!r}: {error.strerror}")
+
+    def _tell_once(self, message: str) -> None:
+        if message not in self._told:
+            self._told.add(message)
+            notice(f"{type(self).__name__}: {message}")
+
+    # Resume -------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The books, with paths relative to ``dirpath``: a run folder may be moved before it is resumed."""
+        ledger = self._ledger
+        return {
+            "monitor": self.monitor,
+            "dirpath": self.dirpath,
+            "best_model_path": self.best_model_path,
+            "kept": [[self._name(path), score] for path, score in ledger.kept],
+            "last": self._name(ledger.last),
+            "superseded": [self._name(path) for path in ledger.superseded],
+            "current_score": ledger.current_score,
+            "step": ledger.step,
+            "foreign_names": None if self._foreign_names is None else list(self._foreign_names),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Put the books back. Checkpoints that are gone are struck off; those in the folder of an earlier run stay
+        in the ranking and are never removed."""
+        saved_dirpath = state_dict["dirpath"]
+        folders = [folder for folder in (self.dirpath, saved_dirpath) if folder is not None]
+        found = {name: _find(name, folders) for name in [state_dict["last"], *(name for name, _ in state_dict["kept"])]}
+        self._ledger = Ledger(
+            kept=tuple((path, score) for name, score in state_dict["kept"] if (path := found[name])),
+            last=found[state_dict["last"]],
+            superseded=tuple(path for name in state_dict["superseded"] if (path := _find(name, folders))),
+            current_score=state_dict["current_score"],
+            step=state_dict["step"],
+        )
+        gone = sorted(name for name, path in found.items() if name and not path)
+        if gone:
+            notice(f"{type(self).__name__}: no longer there and struck off: {', '.join(gone)}")
+        is_same_folder = self.dirpath in (None, saved_dirpath) or any(
+            os.path.dirname(path) == self.dirpath for path in self._ledger.paths
+        )
+        if is_same_folder and state_dict["foreign_names"] is not None:
+            self._foreign_names = tuple(state_dict["foreign_names"])
+
+    def _name(self, path: str) -> str:
+        return os.path.basename(path) if os.path.dirname(path) == self.dirpath else path
+
+    # Arguments ----------------------------------------------------------------------------------------------------
+
+    def _check_arguments(self) -> None:
+        if self.monitor is not None and (not isinstance(self.monitor, str) or not self.monitor):
+            raise _wrong("monitor", self.monitor, "is not the name of a metric", "Use the name given to self.log")
+        if self.save_last not in (None, True, False, "link"):
+            raise _wrong("save_last", self.save_last, "is unknown", "Use True, False, or 'link' (the same as True)")
+        if self._keep.last and self.filename == LAST:
+            raise _wrong("filename", LAST, "is the name of the link that save_last makes", "Choose another name")
+        if not _is_count(self.save_top_k, at_least=-1):
+            raise _wrong("save_top_k", self.save_top_k, "is not a number it can be", "Use -1 (all), 0 (none), or more")
+        if self.monitor is None and self.save_top_k > 1:
+            raise _wrong(
+                "save_top_k",
+                self.save_top_k,
+                "ranks checkpoints, but there is no monitor",
+                "Set monitor, or use -1 or 1",
+            )
+        for field in ("every_n_train_steps", "every_n_epochs"):
+            value = getattr(self, field)
+            if value is not None and not _is_count(value, at_least=0):
+                raise _wrong(field, value, "is not a number it can be", "Use a positive integer, or 0 for never")
+        given = {
+            "every_n_train_steps": self.every_n_train_steps,
+            "every_n_epochs": self.every_n_epochs,
+            "train_time_interval": self.train_time_interval,
+        }
+        chosen = {name: value for name, value in given.items() if value}
+        if len(chosen) > 1:
+            raise _wrong(" and ".join(chosen), chosen, "exclude each other", "Use two ModelCheckpoints")
+
+
+def _wrong(field: str, received: object, problem: str, action: str) -> RoomierError:
+    return RoomierError(f"ModelCheckpoint({field})", received, problem, action)
+
+
+def _is_count(value: object, *, at_least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= at_least
+
+
+def _tensor(score: float | None) -> Tensor | None:
+    # float64 holds a Python float as it is.
+    return None if score is None else torch.tensor(score, dtype=torch.float64)
+
+
+def _names_in(folder: Path) -> tuple[str, ...]:
+    """The checkpoints, or what could be some, in ``folder``."""
+    if not folder.is_dir():
+        return ()
+    entries = [path for path in folder.iterdir() if not path.is_symlink() and not path.name.startswith(".")]
+    return tuple(sorted(path.name for path in entries))
+
+
+def _find(name: str, folders: list[str]) -> str:
+    """The path of the complete checkpoint ``name`` in the first of ``folders`` that has it; ``""`` if none has."""
+    for folder in folders if name else ():
+        path = os.path.join(folder, name)
+        with suppress(CheckpointError):
+            checkpoint.peek(path)
+            return path
+    return ""

@@ -1,0 +1,130 @@
+"""ModelSummary: what is trained, in one table at the start."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+from torch.optim import Optimizer
+
+from roomier.api.callback import Callback
+from roomier.core.errors import RoomierError
+from roomier.core.units import format_bytes, format_count
+
+if TYPE_CHECKING:
+    from roomier.api.module import Module
+    from roomier.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class Row:
+    """A part of the model, with all that is inside it. A parameter used in two places counts in both rows."""
+
+    name: str
+    type_name: str
+    num_params: int
+    num_trainable: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Rows for the parts, and the whole, in which every parameter counts once."""
+
+    rows: tuple[Row, ...]
+    total: Row
+
+    @property
+    def num_frozen(self) -> int:
+        return self.total.num_params - self.total.num_trainable
+
+
+def summarize(model: nn.Module, max_depth: int = 1) -> Summary:
+    """One row per submodule down to ``max_depth`` (0: none, -1: all), in the order of the model."""
+    rows = [
+        _row(name, part)
+        for name, part in model.named_modules()
+        if name and (max_depth == -1 or name.count(".") < max_depth)
+    ]
+    return Summary(tuple(rows), _row("total", model))
+
+
+def _row(name: str, part: nn.Module) -> Row:
+    parameters = list(part.parameters())
+    return Row(
+        name,
+        type(part).__name__,
+        sum(p.numel() for p in parameters),
+        sum(p.numel() for p in parameters if p.requires_grad),
+        sum(p.numel() * p.element_size() for p in parameters),
+    )
+
+
+class ModelSummary(Callback):
+    """Prints parts, parameters, bytes, and the optimizers' parameter groups on standard error when ``fit`` starts.
+
+    Args:
+        max_depth: how deep submodules are listed: 0 for the total only, -1 for all.
+    """
+
+    def __init__(self, max_depth: int = 1) -> None:
+        if not isinstance(max_depth, int) or isinstance(max_depth, bool) or max_depth < -1:
+            raise RoomierError("max_depth", max_depth, "is not a depth", "Use -1 (all), 0 (the total), or more")
+        self.max_depth = max_depth
+
+    def on_fit_start(self, trainer: Trainer, pl_module: Module) -> None:
+        if not trainer.is_global_zero:
+            return
+        console = Console(stderr=True)
+        console.print(summary_table(summarize(pl_module, self.max_depth)))
+        if trainer.optimizers:
+            console.print(optimizer_table(trainer.optimizers))
+
+
+def summary_table(summary: Summary) -> Table:
+    """The parts with their sizes; the last lines are the totals."""
+    table = _plain_table("name", "type", numbers=("params", "bytes", "trainable"))
+    for row in summary.rows:
+        table.add_row(row.name, row.type_name, *_sizes(row))
+    if summary.rows:
+        table.add_section()
+    table.add_row("total", summary.total.type_name, *_sizes(summary.total))
+    table.add_row("frozen", "", format_count(summary.num_frozen), "", "")
+    return table
+
+
+def optimizer_table(optimizers: list[Optimizer]) -> Table:
+    """The parameter groups of each optimizer."""
+    table = _plain_table("optimizer", "group", numbers=("lr", "weight decay", "tensors", "params"))
+    for optimizer in optimizers:
+        for number, group in enumerate(optimizer.param_groups, start=1):
+            parameters = group["params"]
+            table.add_row(
+                type(optimizer).__name__,
+                str(group.get("name") or number),
+                f"{float(group['lr']):g}",
+                f"{float(group.get('weight_decay', 0.0)):g}",
+                str(len(parameters)),
+                format_count(sum(p.numel() for p in parameters)),
+            )
+    return table
+
+
+def _plain_table(*texts: str, numbers: tuple[str, ...]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in texts:
+        table.add_column(name, overflow="fold")
+    for name in numbers:
+        table.add_column(name, justify="right")
+    return table
+
+
+def _sizes(row: Row) -> tuple[str, str, str]:
+    if row.num_trainable == row.num_params:
+        trainable = "all" if row.num_params else ""
+    else:
+        trainable = format_count(row.num_trainable) if row.num_trainable else "none"
+    return format_count(row.num_params), format_bytes(row.num_bytes), trainable

@@ -1,0 +1,211 @@
+"""ProgressBar: how far the run is, how fast it goes, and when it will be done."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from roomier.api.callback import Callback
+from roomier.callbacks.progress_display import BarDisplay, Display, LineDisplay, Standing
+from roomier.core.errors import RoomierError
+
+if TYPE_CHECKING:
+    from roomier.api.module import Module
+    from roomier.trainer import Trainer
+
+
+class ProgressBar(Callback):
+    """A bar in a terminal; elsewhere one line per log interval and per evaluation. Both on standard error.
+
+    The metrics logged with ``prog_bar=True`` are read at log steps only; in between, the bar moves by the clock and
+    a step costs well under a microsecond. The rate is the mean since training began, without the first batch (which
+    pays for warming up) and without validation.
+
+    Args:
+        refresh_interval_s: the bar is redrawn at most that often.
+        console: where to draw; by default standard error as it is when a stage starts.
+    """
+
+    def __init__(self, refresh_interval_s: float = 0.1, console: Console | None = None) -> None:
+        if not refresh_interval_s > 0:
+            raise RoomierError("refresh_interval_s", refresh_interval_s, "is not positive", "Give seconds, say 0.1")
+        self.refresh_interval_s = refresh_interval_s
+        self._console = console
+        self._display: Display | None = None
+        self._is_training = False
+        self._log_interval = 0
+        self._next_draw_s = math.inf
+        self._metrics: dict[str, float] = {}
+        self._num_timed_batches = -1  # the first batch starts the clock
+        self._clock_began_s = 0.0
+        self._title, self._num_total, self._num_evaluated = "", math.inf, 0
+        self._evaluation_began_s = 0.0
+
+    # Training -----------------------------------------------------------------------------------------------------
+
+    def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
+        self._is_training = True
+        self._log_interval = trainer.global_step // trainer.log_every_n_steps
+        self._num_timed_batches = -1
+        self._metrics = {}
+        self._open(trainer)
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self._num_timed_batches += 1
+        now_s = time.monotonic()
+        log_interval = trainer.global_step // trainer.log_every_n_steps
+        if log_interval == self._log_interval and now_s < self._next_draw_s and self._num_timed_batches:
+            return
+        if self._num_timed_batches == 0:
+            self._clock_began_s = now_s
+        is_log_step = log_interval != self._log_interval
+        self._log_interval = log_interval
+        self._draw_training(trainer, batch_idx + 1, is_log_step)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: Module) -> None:
+        self._next_draw_s = 0.0  # the next epoch shows at its first batch
+
+    def on_train_end(self, trainer: Trainer, pl_module: Module) -> None:
+        self._is_training = False
+        self._close()
+
+    def _draw_training(self, trainer: Trainer, num_done: int, is_log_step: bool) -> None:
+        if self._display is None:
+            return
+        if is_log_step:
+            self._metrics = {name: float(value) for name, value in trainer.progress_bar_metrics.items()}
+        elif not self._display.redraws_between_log_steps:
+            self._next_draw_s = math.inf
+            return
+        last_epoch = trainer.max_epochs
+        of_epochs = f"/{last_epoch - 1}" if last_epoch is not None and last_epoch > 0 else ""
+        num_steps = num_steps_of_run(trainer)
+        of_steps = f"/{num_steps:.0f}" if math.isfinite(num_steps) else ""
+        elapsed_s = time.monotonic() - self._clock_began_s
+        batches_per_s = self._num_timed_batches / elapsed_s if self._num_timed_batches > 0 and elapsed_s > 0 else 0.0
+        if math.isfinite(num_steps):
+            num_left = (num_steps - trainer.global_step) * trainer.accumulate_grad_batches
+        else:
+            num_left = trainer.num_training_batches - num_done
+        self._display.draw(
+            Standing(
+                title=f"epoch {trainer.current_epoch}{of_epochs}",
+                num_done=num_done,
+                num_total=trainer.num_training_batches,
+                step_text=f"step {trainer.global_step}{of_steps}",
+                batches_per_s=batches_per_s,
+                left_s=num_left / batches_per_s if batches_per_s else math.inf,
+                metrics=self._metrics,
+            )
+        )
+        self._schedule_redraw()
+
+    # Evaluation ---------------------------------------------------------------------------------------------------
+
+    def on_validation_start(self, trainer: Trainer, pl_module: Module) -> None:
+        if trainer.sanity_checking:
+            limit = math.inf if trainer.num_sanity_val_steps == -1 else trainer.num_sanity_val_steps
+            self._start_evaluation(trainer, "sanity check", sum(min(limit, num) for num in trainer.num_val_batches))
+        else:
+            self._start_evaluation(trainer, "validation", sum(trainer.num_val_batches))
+
+    def on_test_start(self, trainer: Trainer, pl_module: Module) -> None:
+        self._start_evaluation(trainer, "test", sum(trainer.num_test_batches))
+
+    def on_predict_start(self, trainer: Trainer, pl_module: Module) -> None:
+        self._start_evaluation(trainer, "predict", sum(trainer.num_predict_batches))
+
+    def on_validation_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: Module,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        self._num_evaluated += 1
+        if time.monotonic() >= self._next_draw_s:
+            self._draw_evaluation()
+
+    on_test_batch_end = on_validation_batch_end
+    on_predict_batch_end = on_validation_batch_end
+
+    def on_validation_end(self, trainer: Trainer, pl_module: Module) -> None:
+        self._end_evaluation(trainer)
+
+    def on_test_end(self, trainer: Trainer, pl_module: Module) -> None:
+        self._end_evaluation(trainer)
+
+    def on_predict_end(self, trainer: Trainer, pl_module: Module) -> None:
+        self._end_evaluation(trainer)
+
+    def _start_evaluation(self, trainer: Trainer, title: str, num_total: float) -> None:
+        self._open(trainer)
+        self._title, self._num_total, self._num_evaluated = title, num_total, 0
+        self._evaluation_began_s = time.monotonic()
+
+    def _evaluation_standing(self, metrics: dict[str, float]) -> Standing:
+        elapsed_s = max(time.monotonic() - self._evaluation_began_s, 1e-9)
+        rate = self._num_evaluated / elapsed_s
+        num_left = self._num_total - self._num_evaluated
+        left_s = num_left / rate if rate and num_left > 0 else math.inf
+        return Standing(self._title, self._num_evaluated, self._num_total, "", rate, left_s, metrics)
+
+    def _draw_evaluation(self) -> None:
+        if self._display is None:
+            return
+        self._display.draw(self._evaluation_standing({}))
+        self._schedule_redraw()
+
+    def _end_evaluation(self, trainer: Trainer) -> None:
+        if self._display is not None:
+            metrics = {name: float(value) for name, value in trainer.progress_bar_metrics.items()}
+            self._display.end(self._evaluation_standing(metrics))
+        if self._is_training:
+            self._clock_began_s += time.monotonic() - self._evaluation_began_s
+            self._schedule_redraw()
+        else:
+            self._close()
+
+    # The display --------------------------------------------------------------------------------------------------
+
+    def _open(self, trainer: Trainer) -> None:
+        if self._display is None and trainer.is_global_zero:
+            console = self._console or Console(file=sys.stderr)
+            is_terminal = console.is_terminal and not console.is_dumb_terminal
+            self._display = BarDisplay(console) if is_terminal else LineDisplay(console)
+        self._schedule_redraw()
+
+    def _schedule_redraw(self) -> None:
+        """When the clock, and not a log step, asks for the next drawing."""
+        redraws = self._display is not None and self._display.redraws_between_log_steps
+        self._next_draw_s = time.monotonic() + self.refresh_interval_s if redraws else math.inf
+
+    def _close(self) -> None:
+        if self._display is not None:
+            self._display.close()
+        self._display, self._next_draw_s = None, math.inf
+
+    def on_exception(self, trainer: Trainer, pl_module: Module, exception: BaseException) -> None:
+        self._is_training = False
+        self._close()
+
+    def teardown(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
+        self._is_training = False
+        self._close()
+
+
+def num_steps_of_run(trainer: Trainer) -> float:
+    """Optimizer steps after which the run ends if nothing ends it early; infinite where that is not known."""
+    limits = [math.inf]
+    if trainer.max_steps >= 0:
+        limits.append(trainer.max_steps)
+    if trainer.max_epochs is not None and trainer.max_epochs >= 0 and math.isfinite(trainer.num_training_batches):
+        per_epoch = math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches)
+        limits.append(trainer.max_epochs * per_epoch)
+    return min(limits)

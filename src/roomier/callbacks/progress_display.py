@@ -1,0 +1,131 @@
+"""How progress is shown: a bar that is redrawn in a terminal, lines that stay everywhere else."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
+
+
+@dataclass(frozen=True)
+class Standing:
+    """How far a stage has come.
+
+    Attributes:
+        title: ``"epoch 2/10"``, ``"validation"``.
+        num_done, num_total: batches; ``num_total`` is infinite where it is unknown.
+        step_text: ``"step 50/1000"``; empty where no steps are taken.
+        batches_per_s: 0 while it is unknown.
+        left_s: until the end of the stage; for training, of the run; infinite where it is unknown.
+    """
+
+    title: str
+    num_done: int
+    num_total: float
+    step_text: str = ""
+    batches_per_s: float = 0.0
+    left_s: float = math.inf
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+    def texts(self, done: str) -> list[str]:
+        """The parts of a line, ``done`` among them."""
+        rate = f"{self.batches_per_s:.3g} it/s" if self.batches_per_s else ""
+        left = f"ETA {duration_text(self.left_s)}" if math.isfinite(self.left_s) else ""
+        metrics = " ".join(f"{name} {value:.4g}" for name, value in self.metrics.items())
+        return [text for text in (self.step_text, done, rate, left, metrics) if text]
+
+
+def duration_text(seconds: float) -> str:
+    """``3725.2`` -> ``"1:02:05"``, ``65`` -> ``"1:05"``."""
+    minutes, rest_s = divmod(max(0, math.ceil(seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest_s:02d}" if hours else f"{minutes}:{rest_s:02d}"
+
+
+def _count_text(standing: Standing) -> str:
+    total = f"/{standing.num_total:.0f}" if math.isfinite(standing.num_total) else ""
+    return f"batch {standing.num_done}{total}"
+
+
+class Display(Protocol):
+    """``redraws_between_log_steps`` says whether ``draw`` is also wanted when there is nothing new but time."""
+
+    redraws_between_log_steps: bool
+
+    def draw(self, standing: Standing) -> None: ...
+    def end(self, standing: Standing) -> None:
+        """The stage is over."""
+
+    def close(self) -> None:
+        """Nothing more comes for now. May be called twice; a later ``draw`` begins anew."""
+
+
+class BarDisplay:
+    """One rich bar per running stage. It has no thread: it is drawn when it is told to."""
+
+    redraws_between_log_steps = True
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._progress: Progress | None = None
+        self._tasks: dict[str, TaskID] = {}
+
+    def draw(self, standing: Standing) -> None:
+        stage = _stage(standing)
+        progress = self._started()
+        if stage not in self._tasks:
+            self._tasks[stage] = progress.add_task("", text="")
+        progress.update(
+            self._tasks[stage],
+            description=standing.title,
+            completed=standing.num_done,
+            total=standing.num_total if math.isfinite(standing.num_total) else None,
+            text=" | ".join(standing.texts(_count_text(standing))),
+        )
+        progress.refresh()
+
+    def end(self, standing: Standing) -> None:
+        self.draw(standing)
+        # The bar of an evaluation within training makes room; the last one of a display stays as a record.
+        if len(self._tasks) > 1 and self._progress is not None:
+            self._progress.remove_task(self._tasks.pop(_stage(standing)))
+            self._progress.refresh()
+
+    def close(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+        self._progress, self._tasks = None, {}
+
+    def _started(self) -> Progress:
+        if self._progress is None:
+            columns = (TextColumn("{task.description}"), BarColumn(bar_width=20), TextColumn("{task.fields[text]}"))
+            self._progress = Progress(*columns, console=self._console, auto_refresh=False)
+            self._progress.start()
+        return self._progress
+
+
+def _stage(standing: Standing) -> str:
+    return standing.title.split(" ")[0]
+
+
+class LineDisplay:
+    """One line per log interval of training and per finished evaluation: a log file stays readable."""
+
+    redraws_between_log_steps = False
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+
+    def draw(self, standing: Standing) -> None:
+        texts = standing.texts("" if standing.step_text else _count_text(standing))
+        self._console.out(" | ".join([standing.title, *texts]), highlight=False)
+
+    def end(self, standing: Standing) -> None:
+        if not standing.step_text:
+            self.draw(standing)
+
+    def close(self) -> None: ...

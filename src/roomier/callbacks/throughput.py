@@ -1,0 +1,152 @@
+"""Throughput: samples, tokens and model FLOPs per second, and the share of the device's peak they are."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from roomier.api.callback import Callback
+from roomier.core.device import peak_flops_per_s
+from roomier.core.errors import RoomierError
+from roomier.core.tree import batch_size_of, tensors
+
+if TYPE_CHECKING:
+    from roomier.api.module import Module
+    from roomier.plan import Plan
+    from roomier.trainer import Trainer
+
+
+@runtime_checkable
+class CountsFlops(Protocol):
+    """A module that knows its cost better than :func:`flops_per_token` guesses it."""
+
+    def num_flops(self, batch: Any) -> float:
+        """Floating-point operations of forward and backward on ``batch``; recomputation does not count."""
+        ...
+
+
+class Throughput(Callback):
+    """Logs, at log steps, what was done per second since the log step before.
+
+    ``samples_per_s`` and ``tokens_per_s`` count what the batches of this rank hold; tokens are the elements of
+    ``input_ids``, or of the first integer tensor with two dimensions. ``model_flops_per_s`` counts the operations of
+    the model, not those of the hardware: recomputed activations are no progress. A module that defines
+    ``num_flops(batch)`` is asked; for others it is :func:`flops_per_token` times tokens, and is not logged where there
+    are no tokens. ``mfu`` is its share of the device's peak, logged where the peak is known.
+
+    The clock starts after the first optimizer step, which pays for warming up, and rests during validation. Time in
+    checkpoints counts. Counts come from shapes; the device is waited for at log steps only.
+
+    Args:
+        peak_flops_per_s: of one device at the precision of the run; by default from a table of data sheets.
+    """
+
+    def __init__(self, peak_flops_per_s: float | None = None) -> None:
+        if peak_flops_per_s is not None and not peak_flops_per_s > 0:
+            raise RoomierError("peak_flops_per_s", peak_flops_per_s, "is not positive", "Give FLOP/s, say 312e12")
+        self._given_peak = peak_flops_per_s
+        self._peak: float | None = None
+        self._num_flops_of: Callable[[Any], float] | None = None
+        self._flops_per_token = 0.0
+        self._device = torch.device("cpu")
+        self._last_step = 0
+        self._paused_s = 0.0
+        self._start_window()
+
+    def _start_window(self) -> None:
+        self._num_samples = self._num_tokens = 0
+        self._num_flops = 0.0
+        self._began_s: float | None = None
+
+    def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
+        self._num_flops_of = pl_module.num_flops if isinstance(pl_module, CountsFlops) else None
+        self._flops_per_token = flops_per_token(pl_module)
+        self._device = pl_module.device
+        self._peak = self._given_peak or _peak_of_plan(self._device, trainer.plan)
+        self._last_step = trainer.global_step
+        self._start_window()
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+        step = trainer.global_step
+        if self._began_s is None:
+            if step != self._last_step:
+                self._began_s, self._last_step = time.monotonic(), step
+            return
+        num_tokens = num_tokens_of(batch)
+        self._num_samples += batch_size_of(batch)
+        self._num_tokens += num_tokens
+        if self._num_flops_of is not None:
+            self._num_flops += self._num_flops_of(batch)
+        else:
+            self._num_flops += self._flops_per_token * num_tokens
+        if step // trainer.log_every_n_steps != self._last_step // trainer.log_every_n_steps:
+            self._log(trainer)
+            self._last_step = step
+
+    def on_validation_start(self, trainer: Trainer, pl_module: Module) -> None:
+        self._paused_s = time.monotonic()
+
+    def on_validation_end(self, trainer: Trainer, pl_module: Module) -> None:
+        if self._began_s is not None:
+            self._began_s += time.monotonic() - self._paused_s
+
+    def _log(self, trainer: Trainer) -> None:
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize(self._device)
+        now_s = time.monotonic()
+        assert self._began_s is not None
+        elapsed_s = max(now_s - self._began_s, 1e-9)
+        rates = {"samples_per_s": self._num_samples / elapsed_s}
+        if self._num_tokens:
+            rates["tokens_per_s"] = self._num_tokens / elapsed_s
+        if self._num_flops:
+            rates["model_flops_per_s"] = self._num_flops / elapsed_s
+            if self._peak is not None:
+                rates["mfu"] = rates["model_flops_per_s"] / self._peak
+        trainer.log_metrics(rates)
+        self._start_window()
+        self._began_s = now_s
+
+
+def num_tokens_of(batch: Any) -> int:
+    """Elements of ``batch["input_ids"]``, else of the first integer tensor with two dimensions; 0 without one."""
+    if isinstance(batch, Mapping) and isinstance(batch.get("input_ids"), Tensor):
+        return int(batch["input_ids"].numel())
+    for tensor in tensors(batch):
+        if tensor.dim() == 2 and tensor.dtype in _INTEGER_DTYPES:
+            return tensor.numel()
+    return 0
+
+
+_INTEGER_DTYPES = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8, torch.uint16)
+
+
+def flops_per_token(model: nn.Module) -> float:
+    """6 FLOPs per parameter that takes part in matrix products, and 4 where it is frozen.
+
+    2 are the multiply and add of the forward pass, 2 the gradient of its input, 2 its own: section 2.1 of Kaplan et al.
+    2020, "Scaling Laws for Neural Language Models". It leaves out attention scores (small while the sequence is shorter
+    than about 6 times the width) and embeddings, which are looked up; one tied to an output layer counts.
+    """
+    looked_up = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
+    multiplied = {
+        id(p) for m in model.modules() if not isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)
+    }
+    only_looked_up = looked_up - multiplied
+    return float(
+        sum((6 if p.requires_grad else 4) * p.numel() for p in model.parameters() if id(p) not in only_looked_up)
+    )
+
+
+def _peak_of_plan(device: torch.device, plan: Plan) -> float | None:
+    """The peak of the arithmetic the Plan's matrix products run in, where it is known."""
+    mode, matmul = plan.precision.mode, plan.precision.matmul
+    if mode == "64-true":
+        return None
+    if mode == "32-true":
+        return peak_flops_per_s(device, {"highest": "32", "high": "tf32", "medium": "16"}[matmul])
+    return peak_flops_per_s(device, "16")
