@@ -140,7 +140,7 @@ def remove(path: str | Path) -> None:
     target = Path(os.path.abspath(path))
     if not (target / RECORD_NAME).is_file():
         raise CheckpointError(
-            "path", str(target), f"is not a checkpoint: it has no {RECORD_NAME}", "Give a checkpoint folder"
+            "path", str(target), f"is not a checkpoint: it has no {RECORD_NAME}", "Give the path of a checkpoint folder"
         )
     doomed = _aside_path("tmp", target)
     try:
@@ -184,10 +184,10 @@ def _clear_stale(folder: Path) -> None:
 
 def _delete(folder: Path) -> None:
     """Delete ``folder`` as far as possible, its record first. What stays is cleared by a later save."""
-    if folder.is_symlink():
-        folder.unlink(missing_ok=True)
-        return
     with suppress(OSError):
+        if os.path.islink(folder):
+            os.unlink(folder)
+            return
         (folder / RECORD_NAME).unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
 
@@ -223,5 +223,6 @@ def _cannot_write(target: Path, num_bytes: int, error: OSError) -> CheckpointErr
         action = "Free space, keep fewer checkpoints, or choose another folder; the earlier ones are untouched"
     else:
         problem = f"cannot be written: {reason} ({error.filename or folder})"
-        action = "Choose a folder this process may write to"
+        is_too_long = error.errno == errno.ENAMETOOLONG
+        action = "Choose a shorter name" if is_too_long else "Choose a folder this process may write to"
     return CheckpointError("path", str(target), problem, action)

@@ -90,7 +90,7 @@ def read_record(folder: Path) -> Record:
     if len(data) < _HEAD_BYTES or not data.startswith(_HEAD[:11]):
         if _is_foreign_json(data):
             raise NotACheckpointError(
-                "checkpoint", str(folder), f"its {RECORD_NAME} is not roomier's", "Give a checkpoint folder"
+                "checkpoint", str(folder), f"its {RECORD_NAME} is not roomier's", "Give the path of a checkpoint folder"
             )
         raise damage(folder, f"{RECORD_NAME} is truncated or overwritten")
     content = data[_HEAD_BYTES : -len(_TAIL)]
@@ -107,7 +107,10 @@ def _without_record(folder: Path) -> CheckpointError:
     if any(folder.glob(f"shard-*{TENSOR_SUFFIX}")):
         return damage(folder, f"{RECORD_NAME} is missing")
     return NotACheckpointError(
-        "checkpoint", str(folder), f"is not a checkpoint: it has no {RECORD_NAME}", "Give a checkpoint folder"
+        "checkpoint",
+        str(folder),
+        f"is not a checkpoint: it has no {RECORD_NAME}",
+        "Give the path of a checkpoint folder",
     )
 
 

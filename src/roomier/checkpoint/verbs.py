@@ -37,7 +37,7 @@ def save(path: str | Path, state: Mapping[str, Any]) -> None:
     None. A checkpoint that stands at ``path`` is replaced; at every moment, also after a kill, the old or the new one
     can be loaded. When this returns, the data is on the disk, not only in the page cache. Parent folders are made.
 
-    Memory: about 128 MiB, or the largest tensor, beyond ``state`` itself.
+    Memory beyond ``state`` itself: 256 to 384 MiB, or two to three times the largest tensor if that is more.
 
     Raises:
         CheckpointError: ``state`` holds something else (nothing was written then), ``path`` is not a

@@ -1,0 +1,119 @@
+"""Saves in forked children, kills each with SIGKILL, and checks what is left. Run by test_commit.py.
+
+``python killed_while_saving.py ROOT``. One process imports torch; the children are its forks, so a round takes
+milliseconds. Prints one JSON object and exits with an error when an invariant does not hold.
+"""
+
+import itertools
+import json
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from roomier import checkpoint
+
+FILE_EVENTS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "os.scandir"}
+
+
+def state_of(step: int) -> dict:
+    return {
+        "module": {"w": torch.full((200, 100), float(step)), "b": torch.full((7,), float(step))},
+        "progress": {"global_step": step},
+    }
+
+
+def step_in(path: Path) -> int:
+    """The step of the checkpoint at ``path``; all its parts must be of one step."""
+    state = checkpoint.load(path)
+    step = state["progress"]["global_step"]
+    assert (state["module"]["w"] == step).all()
+    assert (state["module"]["b"] == step).all()
+    return step
+
+
+def save_and_die_at(num_events: int, path: Path, step: int) -> bool:
+    """Save in a child that is killed at its ``num_events``-th call to the file system; False if it finished."""
+    pid = os.fork()
+    if pid == 0:
+        counter = itertools.count()
+
+        def die(event: str, _arguments: tuple) -> None:
+            if event in FILE_EVENTS and next(counter) == num_events:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        sys.addaudithook(die)
+        checkpoint.save(path, state_of(step))
+        os._exit(0)
+    _, status = os.waitpid(pid, 0)
+    assert os.WIFSIGNALED(status) or status == 0
+    return os.WIFSIGNALED(status)
+
+
+def save_until_killed(root: Path, first_step: int, after_s: float) -> int:
+    """Save new folders and replace ``last`` in a child for ``after_s``; the last step it reported as saved."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        for step in itertools.count(first_step):
+            checkpoint.save(root / "last", state_of(step))
+            checkpoint.save(root / f"step={step % 3}", state_of(step))
+            os.write(writer, step.to_bytes(8, "big"))
+    os.close(writer)
+    time.sleep(after_s)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    with open(reader, "rb") as pipe:
+        reported = pipe.read()
+    return int.from_bytes(reported[-8:], "big") if reported else first_step - 1
+
+
+def kill_at_every_call(root: Path) -> int:
+    """Replace one checkpoint again and again, killed one call later each time, until a save finishes."""
+    path = root / "last"
+    checkpoint.save(path, state_of(0))
+    standing, num_events, killed = 0, 0, True
+    while killed:
+        killed = save_and_die_at(num_events, path, step=standing + 1)
+        found = checkpoint.find_last(root)
+        assert found is not None
+        now = step_in(found)
+        assert now in (standing, standing + 1)
+        assert step_in(path) == now, "load by name and find_last must agree"
+        assert [step_in(p) for p in checkpoint.list_complete(root)] == [now]
+        standing, num_events = now, num_events + 1
+    assert standing > 1, "some were killed after they had committed, the last one not at all"
+    assert os.listdir(root) == ["last"], "a finished save clears what dead ones left"
+    return num_events
+
+
+def kill_at_random_moments(root: Path, num_rounds: int) -> int:
+    step = 0
+    for _ in range(num_rounds):
+        saved = save_until_killed(root, step + 1, after_s=random.uniform(0.0, 0.12))
+        found = checkpoint.find_last(root)
+        if saved > 0:
+            assert found is not None
+        now = step_in(found) if found is not None else 0
+        assert now >= saved, f"step {saved} was reported as saved, found is {now}"
+        for path in checkpoint.list_complete(root):
+            step_in(path)
+        step = max(step, now)
+    return step
+
+
+def main() -> None:
+    root = Path(sys.argv[1])
+    checkpoint.save(root / "warm", state_of(0))  # import all of it before the forks
+    checkpoint.load(root / "warm")
+    num_calls = kill_at_every_call(root / "calls")
+    num_steps = kill_at_random_moments(root / "moments", num_rounds=12)
+    print(json.dumps({"num_calls": num_calls, "num_steps": num_steps}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,295 @@
+"""A folder appears whole or not at all: kills, full disks, folders nobody may write to."""
+
+import errno
+import json
+import os
+import resource
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from roomier import checkpoint
+from roomier.checkpoint import commit
+from roomier.core.errors import CheckpointError
+
+NUM_BYTES = 4 * 2**18
+
+
+def state_of(step: int, num_bytes: int = 64) -> dict:
+    return {"w": torch.full((num_bytes // 4,), float(step)), "progress": {"global_step": step}}
+
+
+def step_in(path: Path) -> int:
+    return checkpoint.load(path)["progress"]["global_step"]
+
+
+def dead_pid() -> int:
+    process = subprocess.Popen(["true"])
+    process.wait()
+    return process.pid
+
+
+def aside_of(kind: str, target: Path, pid: int | None = None, host: str | None = None) -> Path:
+    pid = dead_pid() if pid is None else pid
+    return target.with_name(f".{kind}-{target.name}@{host or commit._host()}-{pid}-0123abcd")
+
+
+def test_kill_9_always_leaves_the_last_complete_checkpoint_loadable(tmp_path):
+    script = Path(__file__).with_name("killed_while_saving.py")
+    done = subprocess.run(
+        [sys.executable, str(script), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    seen = json.loads(done.stdout)
+    assert seen["num_calls"] > 10
+    assert seen["num_steps"] > 0
+
+
+def test_save_makes_parents_and_leaves_nothing_beside_it(tmp_path):
+    path = tmp_path / "runs" / "version_0" / "checkpoints" / "step=1.ckpt"
+    checkpoint.save(path, state_of(1))
+    checkpoint.save(str(path), state_of(2))
+    assert os.listdir(path.parent) == ["step=1.ckpt"]
+    assert step_in(path) == 2
+
+
+def test_a_relative_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    checkpoint.save("c", state_of(1))
+    assert step_in(Path("c")) == 1
+    assert checkpoint.find_last(".") == Path("c")
+    checkpoint.remove("c")
+    assert os.listdir(tmp_path) == []
+
+
+def test_an_empty_folder_is_taken_and_a_damaged_checkpoint_is_replaced(tmp_path):
+    path = tmp_path / "c"
+    path.mkdir()
+    checkpoint.save(path, state_of(1))
+    (path / "run.json").write_text("")
+    checkpoint.save(path, state_of(2))
+    assert step_in(path) == 2
+    assert os.listdir(tmp_path) == ["c"]
+
+
+def test_what_is_no_checkpoint_is_never_overwritten_or_removed(tmp_path):
+    folder, file = tmp_path / "thesis", tmp_path / "notes.txt"
+    folder.mkdir()
+    (folder / "chapter1.tex").write_text("years of work")
+    file.write_text("notes")
+    for path in (folder, file):
+        with pytest.raises(CheckpointError, match=r"path='.*': exists and is not a checkpoint"):
+            checkpoint.save(path, state_of(1))
+        with pytest.raises(CheckpointError, match=r"is not a checkpoint: it has no run\.json"):
+            checkpoint.remove(path)
+    assert (folder / "chapter1.tex").read_text() == "years of work"
+    assert file.read_text() == "notes"
+    assert sorted(os.listdir(tmp_path)) == ["notes.txt", "thesis"]
+
+
+def test_remove(tmp_path):
+    checkpoint.save(tmp_path / "a", state_of(1))
+    checkpoint.save(tmp_path / "b", state_of(2))
+    checkpoint.remove(tmp_path / "b")
+    assert os.listdir(tmp_path) == ["a"]
+    with pytest.raises(CheckpointError, match="is not a checkpoint"):
+        checkpoint.remove(tmp_path / "b")
+
+
+def test_a_removal_cut_short_leaves_no_checkpoint_of_that_name(tmp_path, monkeypatch):
+    checkpoint.save(tmp_path / "a", state_of(1))
+
+    class KilledError(BaseException):
+        pass
+
+    def killed(folder):
+        raise KilledError
+
+    monkeypatch.setattr(commit, "_delete", killed)
+    with pytest.raises(KilledError):
+        checkpoint.remove(tmp_path / "a")
+    (left,) = os.listdir(tmp_path)
+    assert left.startswith(".tmp-a@")
+    assert checkpoint.list_complete(tmp_path) == []
+    assert checkpoint.find_last(tmp_path) is None
+
+
+def test_what_dead_processes_left_is_cleared_and_the_living_are_left_alone(tmp_path):
+    living = subprocess.Popen(["sleep", "60"])
+    try:
+        here = tmp_path / "c"
+        stale = aside_of("tmp", here)
+        of_a_living_process = aside_of("tmp", here, pid=living.pid)
+        elsewhere = aside_of("tmp", here, host="00000000")
+        foreign = tmp_path / ".tmp-something-else"
+        for folder in (stale, of_a_living_process, elsewhere, foreign):
+            folder.mkdir()
+            (folder / "shard.safetensors").write_bytes(b"half")
+        checkpoint.save(here, state_of(1))
+        assert not stale.exists()
+        assert {path.name for path in tmp_path.iterdir()} == {
+            "c",
+            of_a_living_process.name,
+            elsewhere.name,
+            foreign.name,
+        }
+    finally:
+        living.kill()
+        living.wait()
+
+
+def test_a_reused_process_number_does_not_keep_what_is_stale(tmp_path):
+    stale = aside_of("tmp", tmp_path / "c", pid=0)
+    stale.mkdir()
+    process = subprocess.Popen([sys.executable, "-c", "import time; print(flush=True); time.sleep(60)"])
+    try:
+        reused = aside_of("tmp", tmp_path / "c", pid=process.pid)
+        reused.mkdir()
+        aside = commit._Aside.parse(reused)
+        assert aside is not None
+        assert not aside.is_stale()
+    finally:
+        process.kill()
+        process.wait()
+    assert aside.is_stale()
+
+
+def test_between_the_two_renames_the_old_checkpoint_is_found_and_later_put_back(tmp_path):
+    path = tmp_path / "last"
+    checkpoint.save(path, state_of(1))
+    replaced = aside_of("old", path)
+    path.rename(replaced)
+    assert checkpoint.find_last(tmp_path) == replaced
+    assert checkpoint.list_complete(tmp_path) == [replaced]
+    assert step_in(path) == 1
+    checkpoint.verify(path)
+    assert checkpoint.peek(path)["progress"] == {"global_step": 1}
+
+    checkpoint.save(tmp_path / "other", state_of(2))
+    assert sorted(os.listdir(tmp_path)) == ["last", "other"]
+    assert step_in(path) == 1
+
+
+def test_a_superseded_checkpoint_is_not_listed_and_later_deleted(tmp_path):
+    path = tmp_path / "last"
+    checkpoint.save(path, state_of(1))
+    path.rename(aside_of("old", path))
+    os.rename(_written_elsewhere(tmp_path, state_of(2)), path)
+    assert checkpoint.list_complete(tmp_path) == [path]
+    checkpoint.save(tmp_path / "other", state_of(3))
+    assert sorted(os.listdir(tmp_path)) == ["elsewhere", "last", "other"]
+    assert step_in(path) == 2
+
+
+def _written_elsewhere(tmp_path: Path, state: dict) -> Path:
+    checkpoint.save(tmp_path / "elsewhere" / "c", state)
+    return tmp_path / "elsewhere" / "c"
+
+
+def test_ctrl_c_between_the_two_renames_puts_the_old_one_back(tmp_path, monkeypatch):
+    path = tmp_path / "last"
+    checkpoint.save(path, state_of(1))
+    rename = os.rename
+
+    def interrupted(source, target):
+        if Path(target) == path and ".tmp-" in str(source):
+            raise KeyboardInterrupt
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint.save(path, state_of(2))
+    assert os.listdir(tmp_path) == ["last"]
+    assert step_in(path) == 1
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), MemoryError()], ids=repr)
+def test_an_interrupt_while_tensors_are_written_arrives_as_itself(tmp_path, monkeypatch, error):
+    def interrupted(*args, **kwargs):
+        raise error
+
+    path = tmp_path / "c"
+    checkpoint.save(path, state_of(1))
+    monkeypatch.setattr(os, "fsync", interrupted)
+    with pytest.raises(type(error)):
+        checkpoint.save(path, state_of(2))
+    monkeypatch.undo()
+    assert os.listdir(tmp_path) == ["c"]
+    assert step_in(path) == 1
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A disk of 1 MiB."""
+    mount = tmp_path / "disk"
+    mount.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(mount)], capture_output=True)
+    if done.returncode != 0:
+        pytest.skip("only root can mount a small disk; the limit on a file's size is tested in its place")
+    yield mount
+    subprocess.run(["umount", str(mount)], check=True)
+
+
+def test_a_full_disk(small_disk):
+    checkpoint.save(small_disk / "good", state_of(1))
+    for target in ("new", "good"):
+        with pytest.raises(CheckpointError) as caught:
+            checkpoint.save(small_disk / target, state_of(2, NUM_BYTES))
+        assert caught.value.field == "path"
+        assert caught.value.received == str(small_disk / target)
+        assert "No space left on device; it needs 1.0 MiB and 1016.0 KiB are free" in caught.value.problem
+        assert "Free space" in caught.value.action
+        assert os.listdir(small_disk) == ["good"]
+    assert step_in(small_disk / "good") == 1
+
+
+@pytest.mark.parametrize("limit_bytes", [NUM_BYTES // 2, 100])
+def test_a_file_that_may_not_grow(tmp_path, limit_bytes):
+    checkpoint.save(tmp_path / "good", state_of(1))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, hard))
+    try:
+        with pytest.raises(CheckpointError) as caught:
+            checkpoint.save(tmp_path / "good", state_of(2, NUM_BYTES))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert os.strerror(errno.EFBIG) in caught.value.problem
+    assert os.listdir(tmp_path) == ["good"]
+    assert step_in(tmp_path / "good") == 1
+
+
+def test_a_folder_nobody_can_write_to(tmp_path):
+    (tmp_path / "file").write_text("a regular file")
+    for path in (tmp_path / "file" / "c", tmp_path / "file" / "deep" / "c", Path("/proc/not/here")):
+        with pytest.raises(CheckpointError, match=r"cannot be written: .*Choose a folder this process may write to"):
+            checkpoint.save(path, state_of(1))
+    with pytest.raises(CheckpointError, match=r"cannot be written: File name too long .*Choose a shorter name"):
+        checkpoint.save(tmp_path / ("x" * 250), state_of(1))
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_threads_may_save_beside_each_other(tmp_path):
+    checkpoint.save(tmp_path / "warm", state_of(0))
+    errors: list[BaseException] = []
+
+    def save(step: int) -> None:
+        try:
+            checkpoint.save(tmp_path / str(step), state_of(step))
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=save, args=(step,)) for step in range(1, 5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    assert [step_in(tmp_path / str(step)) for step in range(1, 5)] == [1, 2, 3, 4]

@@ -1,0 +1,206 @@
+"""Which checkpoint is the last good one, and what is said about the others."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from roomier import checkpoint
+from roomier.checkpoint import record
+from roomier.core.errors import CheckpointError
+
+
+def state_of(step: int) -> dict:
+    return {"module": {"w": torch.full((50,), float(step))}, "progress": {"global_step": step}}
+
+
+def tensor_file(path: Path) -> Path:
+    return next(path.glob("*.safetensors"))
+
+
+def truncate_tensors(path: Path) -> str:
+    os.truncate(tensor_file(path), tensor_file(path).stat().st_size - 1)
+    return tensor_file(path).name
+
+
+def delete_tensors(path: Path) -> str:
+    name = tensor_file(path).name
+    tensor_file(path).unlink()
+    return name
+
+
+def truncate_record(path: Path) -> str:
+    os.truncate(path / "run.json", (path / "run.json").stat().st_size // 2)
+    return "run.json"
+
+
+def empty_record(path: Path) -> str:
+    os.truncate(path / "run.json", 0)
+    return "run.json"
+
+
+def delete_record(path: Path) -> str:
+    (path / "run.json").unlink()
+    return "run.json"
+
+
+def add_to_record(path: Path) -> str:
+    with open(path / "run.json", "a") as file:
+        file.write(" ")
+    return "run.json"
+
+
+def flip_bit(file: Path, position: int) -> None:
+    data = bytearray(file.read_bytes())
+    data[position] ^= 1
+    file.write_bytes(data)
+
+
+def flip_tensor_bit(path: Path) -> str:
+    flip_bit(tensor_file(path), -5)
+    return tensor_file(path).name
+
+
+def flip_header_bit(path: Path) -> str:
+    flip_bit(tensor_file(path), 20)
+    return tensor_file(path).name
+
+
+def flip_record_bit(path: Path) -> str:
+    position = (path / "run.json").read_bytes().index(b'"global_step":') + len('"global_step":')
+    flip_bit(path / "run.json", position)
+    return "run.json"
+
+
+VISIBLE = [truncate_tensors, delete_tensors, truncate_record, empty_record, delete_record, add_to_record]
+ONLY_BY_SUM = [flip_tensor_bit, flip_header_bit]
+
+
+@pytest.mark.parametrize("harm", [*VISIBLE, *ONLY_BY_SUM, flip_record_bit])
+def test_damage_is_refused_by_name_and_the_previous_good_one_is_offered(tmp_path, harm):
+    for step in (1, 2, 3):
+        checkpoint.save(tmp_path / f"step={step}", state_of(step))
+    flip_tensor_bit(tmp_path / "step=2")
+    culprit = harm(tmp_path / "step=3")
+    into = {"module": {"w": torch.zeros(50)}}
+    for attempt in (checkpoint.verify, lambda path: checkpoint.load(path, into=into)):
+        with pytest.raises(CheckpointError) as caught:
+            attempt(tmp_path / "step=3")
+        assert caught.value.received == str(tmp_path / "step=3")
+        assert culprit in caught.value.problem
+        assert caught.value.action == f"Use {str(tmp_path / 'step=1')!r}, the newest good one beside it"
+    assert not into["module"]["w"].any()
+    checkpoint.verify(tmp_path / "step=1")
+
+
+@pytest.mark.parametrize("harm", [*VISIBLE, flip_record_bit])
+def test_find_last_passes_over_a_damaged_newest_one_and_says_so(tmp_path, capsys, harm):
+    checkpoint.save(tmp_path / "a", state_of(1))
+    checkpoint.save(tmp_path / "b", state_of(2))
+    harm(tmp_path / "b")
+    assert checkpoint.find_last(tmp_path) == tmp_path / "a"
+    said = capsys.readouterr().err
+    assert f"passed over the newer checkpoint {tmp_path / 'b'}" in said
+    assert f"using {tmp_path / 'a'}" in said
+    assert checkpoint.list_complete(tmp_path) == [tmp_path / "a"]
+
+
+def test_an_older_damaged_one_is_not_worth_a_word(tmp_path, capsys):
+    checkpoint.save(tmp_path / "a", state_of(1))
+    checkpoint.save(tmp_path / "b", state_of(2))
+    truncate_tensors(tmp_path / "a")
+    assert checkpoint.find_last(tmp_path) == tmp_path / "b"
+    assert capsys.readouterr().err == ""
+
+
+def test_the_last_is_the_one_committed_last_whatever_its_name_or_mtime(tmp_path):
+    for name in ("z", "step=10", "step=9", "a"):
+        checkpoint.save(tmp_path / name, state_of(1))
+    os.utime(tmp_path / "z")
+    assert checkpoint.find_last(tmp_path) == tmp_path / "a"
+    assert [path.name for path in checkpoint.list_complete(tmp_path)] == ["z", "step=10", "step=9", "a"]
+
+
+def test_equal_commit_times_are_ordered_by_step(tmp_path, monkeypatch):
+    monkeypatch.setattr("roomier.checkpoint.verbs.time.time_ns", lambda: 1)
+    for step in (2, 10, 9):
+        checkpoint.save(tmp_path / str(step), state_of(step))
+    assert checkpoint.find_last(tmp_path) == tmp_path / "10"
+
+
+def test_find_last_from_any_level(tmp_path):
+    runs = tmp_path / "runs"
+    first = runs / "version_0" / "checkpoints" / "step=5"
+    second = runs / "version_1" / "checkpoints" / "step=1"
+    checkpoint.save(first, state_of(5))
+    checkpoint.save(second, state_of(1))
+    assert checkpoint.find_last(runs) == second
+    assert checkpoint.find_last(str(runs / "version_0")) == first
+    assert checkpoint.find_last(first.parent) == first
+    assert checkpoint.find_last(first) == first
+
+
+def test_nothing_to_find(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "checkpoints").mkdir()
+    for root in (tmp_path, tmp_path / "missing", tmp_path / "file", tmp_path / "checkpoints"):
+        assert checkpoint.find_last(root) is None
+        assert checkpoint.list_complete(root) == []
+    assert capsys.readouterr().err == ""
+
+
+def test_foreign_and_unfinished_folders_are_passed_over_in_silence(tmp_path, capsys):
+    checkpoint.save(tmp_path / "good", state_of(1))
+    shutil.copytree(tmp_path / "good", tmp_path / ".tmp-next@00000000-1-00000000")
+    (tmp_path / "wandb").mkdir()
+    (tmp_path / "wandb" / "run.json").write_text(json.dumps({"id": 1}))
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "model.safetensors").write_bytes(b"")
+    assert checkpoint.find_last(tmp_path) == tmp_path / "good"
+    assert checkpoint.list_complete(tmp_path) == [tmp_path / "good"]
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("name", ["missing", "wandb", "empty", "file"])
+def test_what_is_no_checkpoint_is_named_as_such(tmp_path, name):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "wandb").mkdir()
+    (tmp_path / "wandb" / "run.json").write_text(json.dumps({"id": 1}))
+    (tmp_path / "file").write_text("text")
+    for verb in (checkpoint.load, checkpoint.peek, checkpoint.verify):
+        with pytest.raises(CheckpointError) as caught:
+            verb(tmp_path / name)
+        assert caught.value.received == str(tmp_path / name)
+        assert caught.value.action == "Give the path of a checkpoint folder"
+
+
+def test_a_newer_format_is_refused_with_the_version_that_wrote_it(tmp_path, monkeypatch, capsys):
+    checkpoint.save(tmp_path / "old", state_of(1))
+    monkeypatch.setattr("roomier.checkpoint.verbs.FORMAT_VERSION", record.FORMAT_VERSION + 1)
+    checkpoint.save(tmp_path / "new", state_of(2))
+    with pytest.raises(CheckpointError, match=r"has format version 2, .* reads 1\. Load it with roomier \d"):
+        checkpoint.load(tmp_path / "new")
+    assert checkpoint.find_last(tmp_path) == tmp_path / "old"
+    assert "format version 2" in capsys.readouterr().err
+
+
+def test_a_record_that_points_out_of_its_folder_is_refused(tmp_path):
+    checkpoint.save(tmp_path / "c", state_of(1))
+    good = record.read_record(tmp_path / "c")
+    outside = record.StoredFile("../secret.safetensors", 1, 1, ())
+    record.write_record(tmp_path / "c", record.Record(**{**vars(good), "files": (outside,)}))
+    with pytest.raises(CheckpointError, match=r"'../secret.safetensors', which is not the name of a tensor file"):
+        checkpoint.load(tmp_path / "c")
+
+
+def test_a_damaged_checkpoint_alone_is_refused_without_an_offer(tmp_path):
+    checkpoint.save(tmp_path / "c", state_of(1))
+    flip_tensor_bit(tmp_path / "c")
+    with pytest.raises(CheckpointError) as caught:
+        checkpoint.verify(tmp_path / "c")
+    assert caught.value.action == "Use another checkpoint"
+    truncate_tensors(tmp_path / "c")
+    assert checkpoint.find_last(tmp_path) is None
