@@ -8,9 +8,9 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from roomier.core.errors import DataError
 from roomier.core.log import notice
 from roomier.core.world import World
-from roomier.data.feeds import Feed, ListFeed, OrderedFeed, ReplayedFeed, StatefulFeed, WalkedFeed
+from roomier.data.feeds import Feed, ListFeed, OrderedFeed, OwnGenerators, ReplayedFeed, StatefulFeed, WalkedFeed
 from roomier.data.loaders import check_gives_batches, is_loader_collection
-from roomier.data.rebuild import can_be_rebuilt, generators_of, plain_sampler, rebuilt, with_ordered_sampler
+from roomier.data.rebuild import can_be_rebuilt, plain_sampler, rebuilt, with_ordered_sampler
 from roomier.data.sampler import OrderedSampler, WalkedSampler
 from roomier.data.seeding import EpochSeed, NumberSeededDataset, seeded_by_sample
 
@@ -120,6 +120,7 @@ def _ordered(
         name=name,
         batch_size=batch_size,
         drop_last=drop_last,
+        own_generators=OwnGenerators(loader),
         epoch_seed=epoch_seed,
     )
 
@@ -150,7 +151,7 @@ def _walked(loader: DataLoader[Any], changes: dict[str, Any], name: str, seed: i
         rebuilt(loader, **changes),
         sampler,
         name=name,
-        generators=generators_of(loader),
+        own_generators=OwnGenerators(loader),
         seed=seed,
         epoch_seed=epoch_seed,
     )

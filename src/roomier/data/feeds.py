@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, ClassVar, Protocol
 
-import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -93,12 +92,52 @@ class ListFeed(Feed):
         return islice(self._batches, num_done, None), num_done
 
 
+class OwnGenerators:
+    """The torch generators that hang on a loader, its dataset and its samplers: they are the user's, so no
+    checkpoint of the global generators holds them."""
+
+    def __init__(self, loader: object) -> None:
+        self._generators = generators_of(loader)
+
+    def states(self) -> list[Tensor]:
+        return [generator.get_state() for generator in self._generators]
+
+    def set_states(self, states: list[Tensor]) -> None:
+        for generator, state in zip(self._generators, states, strict=True):
+            generator.set_state(state)
+
+
+class EpochStart:
+    """The random states in which an epoch was started: from there a loader's draws come out again."""
+
+    def __init__(self, own: OwnGenerators) -> None:
+        self._own = own
+        self._state: dict[str, Any] = {}
+
+    def remember(self) -> None:
+        self._state = {"global": rng_state(), "own": self._own.states()}
+
+    def position(self) -> dict[str, Any]:
+        return {"random_at_start": self._state, "random_now": self._own.states()}
+
+    def put_back(self, position: dict[str, Any]) -> None:
+        """Set all generators as they were at the start of the epoch of ``position``, and remember that."""
+        set_rng_state(position["random_at_start"]["global"])
+        self._own.set_states(position["random_at_start"]["own"])
+        self.remember()
+
+    def leave(self, position: dict[str, Any]) -> None:
+        """Set the user's generators as they were at ``position`` itself; the global ones are the caller's."""
+        self._own.set_states(position["random_now"])
+
+
 class OrderedFeed(Feed):
     """A DataLoader over an :class:`OrderedSampler`: resumes at a sample, at no cost, under any batch size.
 
     Args:
         loader: draws from ``sampler`` and groups its samples by ``batch_size``.
         drop_last: leaves out a smaller last batch.
+        own_generators: of the user's loader.
         epoch_seed: fixes the randomness of samples in worker processes; None without workers.
     """
 
@@ -112,6 +151,7 @@ class OrderedFeed(Feed):
         name: str,
         batch_size: int,
         drop_last: bool,
+        own_generators: OwnGenerators,
         epoch_seed: EpochSeed | None,
     ) -> None:
         super().__init__(name)
@@ -119,6 +159,7 @@ class OrderedFeed(Feed):
         self._sampler = sampler
         self._batch_size = batch_size
         self._drop_last = drop_last
+        self._own_generators = own_generators
         self._epoch_seed = epoch_seed
         self._first_sample = 0  # where the running epoch began to be read: in samples of the global order,
         self._first_batch = 0  # and in batches of the present size
@@ -148,10 +189,12 @@ class OrderedFeed(Feed):
         self._check_same_order(position)
         self._sampler.seed = position["seed"]
         iterator = self._start_at(position["epoch"], position["num_samples"])
+        self._own_generators.set_states(position["random_now"])
         return iterator, self._first_batch
 
     def adopt(self, position: dict[str, Any], *, is_complete: bool) -> None:
         self._sampler.seed = position["seed"]
+        self._own_generators.set_states(position["random_now"])
 
     def position(self, num_batches: int) -> dict[str, Any]:
         num_read = (num_batches - self._first_batch) * self._batch_size * self._sampler.world.size
@@ -160,6 +203,7 @@ class OrderedFeed(Feed):
             "dataset_size": self._sampler.num_samples,
             "shuffle": self._sampler.shuffle,
             "seed": self._sampler.seed,
+            "random_now": self._own_generators.states(),
         }
 
     def _check_same_order(self, position: dict[str, Any]) -> None:
@@ -178,41 +222,6 @@ class OrderedFeed(Feed):
             )
 
 
-class EpochStart:
-    """The random states in which an epoch was started: a loader's draws come out again from there.
-
-    Args:
-        generators: those the user gave to the loader, besides the global ones.
-    """
-
-    def __init__(self, generators: list[torch.Generator]) -> None:
-        self._generators = generators
-        self._state: dict[str, Any] = {}
-
-    def remember(self) -> None:
-        self._state = {"global": rng_state(), "own": self._own()}
-
-    def position(self) -> dict[str, Any]:
-        return {"random_at_start": self._state, "random_now": self._own()}
-
-    def put_back(self, position: dict[str, Any]) -> None:
-        """Set all generators as they were at the start of the epoch of ``position``, and remember that."""
-        set_rng_state(position["random_at_start"]["global"])
-        self._set_own(position["random_at_start"]["own"])
-        self.remember()
-
-    def adopt(self, position: dict[str, Any]) -> None:
-        """Set the user's generators as they were at ``position``; the global ones are the caller's."""
-        self._set_own(position["random_now"])
-
-    def _own(self) -> list[Tensor]:
-        return [generator.get_state() for generator in self._generators]
-
-    def _set_own(self, states: list[Tensor]) -> None:
-        for generator, state in zip(self._generators, states, strict=True):
-            generator.set_state(state)
-
-
 class WalkedFeed(Feed):
     """A DataLoader with a sampler of the user's own: resumes by drawing the same indices again, loading none.
 
@@ -221,7 +230,7 @@ class WalkedFeed(Feed):
 
     Args:
         loader: draws from ``sampler``.
-        generators: those the user's loader and samplers draw from, besides the global ones.
+        own_generators: of the user's loader.
     """
 
     kind = "walked"
@@ -232,7 +241,7 @@ class WalkedFeed(Feed):
         sampler: WalkedSampler,
         *,
         name: str,
-        generators: list[torch.Generator],
+        own_generators: OwnGenerators,
         seed: int,
         epoch_seed: EpochSeed | None,
     ) -> None:
@@ -241,7 +250,7 @@ class WalkedFeed(Feed):
         self._sampler = sampler
         self._seed = seed
         self._epoch_seed = epoch_seed
-        self._epoch_start = EpochStart(generators)
+        self._epoch_start = EpochStart(own_generators)
 
     @property
     def num_batches(self) -> int | float:
@@ -266,11 +275,12 @@ class WalkedFeed(Feed):
             # With workers the iterator has drawn indices already; without, it would wait for the first read,
             # when the random states of the epoch's start are gone.
             self._sampler.walk()
+        self._epoch_start.leave(position)
         return iterator, num_done
 
     def adopt(self, position: dict[str, Any], *, is_complete: bool) -> None:
         self._seed = position["seed"]
-        self._epoch_start.adopt(position)
+        self._epoch_start.leave(position)
 
     def position(self, num_batches: int) -> dict[str, Any]:
         return {"seed": self._seed, **self._epoch_start.position()}
@@ -286,7 +296,7 @@ class ReplayedFeed(Feed):
         self._loader = loader
         self._is_one_shot = isinstance(loader, Iterator)
         self._was_started = False
-        self._epoch_start = EpochStart(generators_of(loader))
+        self._epoch_start = EpochStart(OwnGenerators(loader))
 
     @property
     def num_batches(self) -> int | float:
@@ -320,10 +330,11 @@ class ReplayedFeed(Feed):
         num_read = sum(1 for _ in islice(iterator, num_done))
         if num_read < num_done:
             raise _too_short(self.name, self._loader, num_read, num_done)
+        self._epoch_start.leave(position)
         return iterator, num_done
 
     def adopt(self, position: dict[str, Any], *, is_complete: bool) -> None:
-        self._epoch_start.adopt(position)
+        self._epoch_start.leave(position)
 
     def position(self, num_batches: int) -> dict[str, Any]:
         return self._epoch_start.position()

@@ -76,7 +76,7 @@ def tell_epoch(loader: object, epoch: int) -> None:
 
 
 def generators_of(loader: object) -> list[torch.Generator]:
-    """The generators the user gave to ``loader`` and its samplers, each once."""
+    """The torch generators of ``loader``, its dataset and its samplers, each once."""
     found: list[torch.Generator] = []
     for part in parts_of(loader):
         generator = getattr(part, "generator", None)

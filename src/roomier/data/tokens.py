@@ -79,11 +79,13 @@ def write_tokens(
 
 
 def _check_vocabulary(vocab_size: int, end_of_document: int | None) -> None:
-    if not isinstance(vocab_size, int) or not 1 <= vocab_size <= 1 << 32:
+    if not isinstance(vocab_size, (int, np.integer)) or not 1 <= vocab_size <= 1 << 32:
         raise DataError(
             "vocab_size", vocab_size, "is not an integer in [1, 2**32]", "Pass the tokenizer's vocabulary size"
         )
-    if end_of_document is not None and not 0 <= end_of_document < vocab_size:
+    if end_of_document is None:
+        return
+    if not isinstance(end_of_document, (int, np.integer)) or not 0 <= end_of_document < vocab_size:
         raise DataError(
             "end_of_document",
             end_of_document,
@@ -94,11 +96,15 @@ def _check_vocabulary(vocab_size: int, end_of_document: int | None) -> None:
 
 def _checked(document: Document, number: int, vocab_size: int) -> NDArray[Any]:
     field = f"documents[{number}]"
-    tokens = np.asarray(document)
+    action = "Pass token ids, not text, one row of them per document"
+    try:
+        tokens = np.asarray(document)
+    except ValueError as error:  # rows of unequal length
+        raise DataError(field, document, "is not a flat sequence of integers", action) from error
     if tokens.ndim == 1 and not tokens.size:
         return tokens
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-        raise DataError(field, document, "is not a flat sequence of integers", "Pass token ids, not text")
+        raise DataError(field, document, "is not a flat sequence of integers", action)
     wrong = np.flatnonzero((tokens < 0) | (tokens >= vocab_size))
     if wrong.size:
         place = int(wrong[0])
@@ -284,6 +290,6 @@ class TokenDataset(Dataset[dict[str, Tensor]]):
 
 
 def _positive(field: str, value: int) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+    if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < 1:
         raise DataError(field, value, "is not a positive integer", "Pass a number of tokens, 1 or more")
-    return value
+    return int(value)

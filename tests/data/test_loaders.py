@@ -1,0 +1,70 @@
+from collections import UserDict
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from roomier.core.errors import DataError
+from roomier.data.loaders import as_loaders, is_loader_collection
+
+
+class Reader:
+    def __iter__(self) -> Iterator[int]:
+        return iter([1])
+
+
+class GraphBatch:
+    """Like the batches of graph libraries: it can be iterated, and it moves itself."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([1])
+
+    def to(self, device: torch.device) -> "GraphBatch":
+        return self
+
+
+LOADER = DataLoader([1, 2])
+
+
+@pytest.mark.parametrize(
+    "several",
+    [[LOADER], (LOADER, Reader()), {"a": LOADER, "b": Reader()}, [iter([1]), (i for i in [1])]],
+)
+def test_several_loaders(several: Any):
+    assert is_loader_collection(several)
+    assert as_loaders(several, "val") == (list(several.values()) if isinstance(several, dict) else list(several))
+
+
+@pytest.mark.parametrize(
+    "one",
+    [
+        LOADER,
+        Reader(),
+        [],
+        [torch.zeros(2), torch.zeros(2)],
+        [(torch.zeros(2), torch.zeros(2))],
+        [[torch.zeros(2)]],
+        [{"x": torch.zeros(2)}],
+        [UserDict(x=torch.zeros(2))],
+        [np.zeros(2)],
+        ["text"],
+        [GraphBatch()],
+        [LOADER, torch.zeros(2)],
+    ],
+)
+def test_one_loader(one: Any):
+    assert not is_loader_collection(one)
+    assert as_loaders(one, "val") == [one]
+
+
+def test_no_loader():
+    assert as_loaders(None, "val") == []
+
+
+@pytest.mark.parametrize("wrong", [3, "text", {}, {"x": [1]}, torch.zeros(2), TensorDataset(torch.zeros(2)), object()])
+def test_what_is_no_loader(wrong: Any):
+    with pytest.raises(DataError, match="val_dataloaders="):
+        as_loaders(wrong, "val_dataloaders")
