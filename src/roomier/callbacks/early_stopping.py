@@ -10,12 +10,7 @@ import torch
 from torch import Tensor
 
 from roomier.api.callback import Callback
-from roomier.callbacks.monitored import (
-    check_mode,
-    missing_metric,
-    saves_or_checks_after_training_epoch,
-    scalar,
-)
+from roomier.callbacks.monitored import Monitored, check_mode, is_complete_at_epoch_end
 from roomier.core.errors import RoomierError
 from roomier.core.log import notice
 
@@ -75,17 +70,16 @@ class EarlyStopping(Callback):
         check_on_train_epoch_end: bool | None = None,
         log_rank_zero_only: bool = False,
     ) -> None:
-        if not isinstance(monitor, str) or not monitor:
-            raise RoomierError("monitor", monitor, "is not the name of a metric", "Use the name given to self.log")
+        self._monitored = Monitored(type(self).__name__, monitor)
         if not isinstance(patience, int) or isinstance(patience, bool) or patience < 0:
-            raise RoomierError("patience", patience, "is not a number of checks", "Use an integer of 0 or more")
+            raise _wrong("patience", patience, "is not a number of checks", "Use an integer of 0 or more")
         if not isinstance(min_delta, (int, float)) or not 0 <= min_delta < math.inf:
-            raise RoomierError("min_delta", min_delta, "is not a size of a change", "Use a finite number of 0 or more")
+            raise _wrong("min_delta", min_delta, "is not a size of a change", "Use a finite number of 0 or more")
         self.monitor = monitor
         self.min_delta = float(min_delta)
         self.patience = patience
         self.verbose = verbose
-        self.mode = check_mode(mode)
+        self.mode = check_mode(type(self).__name__, mode)
         self.strict = strict
         self.check_finite = check_finite
         self.stopping_threshold = stopping_threshold
@@ -121,8 +115,10 @@ class EarlyStopping(Callback):
         self._is_fitting = stage == "fit"
 
     def on_validation_end(self, trainer: Trainer, pl_module: Module) -> None:
-        if self._is_fitting and not trainer.sanity_checking and not self._checks_after_training_epoch(trainer):
-            self._check(trainer)
+        if self._is_fitting and not trainer.sanity_checking:
+            self._monitored.was_validated = True
+            if not self._checks_after_training_epoch(trainer):
+                self._check(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: Module) -> None:
         if self._checks_after_training_epoch(trainer):
@@ -131,18 +127,18 @@ class EarlyStopping(Callback):
     def _checks_after_training_epoch(self, trainer: Trainer) -> bool:
         if self.check_on_train_epoch_end is not None:
             return self.check_on_train_epoch_end
-        return saves_or_checks_after_training_epoch(trainer)
+        return is_complete_at_epoch_end(trainer)
 
     def _check(self, trainer: Trainer) -> None:
-        metrics = trainer.callback_metrics
         if trainer.fast_dev_run:
             return
-        if self.monitor not in metrics:
-            if self.strict:
-                raise missing_metric(type(self).__name__, self.monitor, metrics)
+        if not self.strict and self.monitor not in trainer.callback_metrics:
             self._tell(trainer, f"{self.monitor!r} was not logged; this check is left out")
             return
-        self.stopping_reason, message = self._judge(scalar(metrics[self.monitor]))
+        current = self._monitored.read(trainer)
+        if current is None:
+            return
+        self.stopping_reason, message = self._judge(current)
         if self.stopping_reason is not EarlyStoppingReason.NOT_STOPPED:
             trainer.should_stop = True
             self.stopped_epoch = trainer.current_epoch
@@ -174,3 +170,7 @@ class EarlyStopping(Callback):
     def _tell(self, trainer: Trainer, message: str) -> None:
         if self.verbose and (trainer.is_global_zero or not self.log_rank_zero_only):
             notice(f"{type(self).__name__}: {message}")
+
+
+def _wrong(field: str, received: object, problem: str, action: str) -> RoomierError:
+    return RoomierError(f"EarlyStopping({field})", received, problem, action)

@@ -17,12 +17,7 @@ from roomier import checkpoint
 from roomier.api.callback import Callback
 from roomier.callbacks.checkpoint_ledger import Keep, Ledger
 from roomier.callbacks.checkpoint_name import DEFAULT_TEMPLATE, check_template, first_free_name, format_name
-from roomier.callbacks.monitored import (
-    check_mode,
-    missing_metric,
-    saves_or_checks_after_training_epoch,
-    scalar,
-)
+from roomier.callbacks.monitored import Monitored, check_mode, is_complete_at_epoch_end
 from roomier.core.errors import CheckpointError, RoomierError
 from roomier.core.log import notice
 from roomier.core.units import parse_duration_s
@@ -102,7 +97,7 @@ class ModelCheckpoint(Callback):
         self.save_last = save_last
         self.save_top_k = save_top_k
         self.save_weights_only = save_weights_only
-        self.mode = check_mode(mode)
+        self.mode = check_mode("ModelCheckpoint", mode)
         self.auto_insert_metric_name = auto_insert_metric_name
         self.every_n_train_steps = every_n_train_steps
         self.train_time_interval = train_time_interval
@@ -118,8 +113,9 @@ class ModelCheckpoint(Callback):
         self._check_arguments()
         self._ledger = Ledger()
         self._foreign_names: tuple[str, ...] | None = None
+        self._loaded_state: dict[str, Any] | None = None
         self._is_fitting = False
-        self._validated = False
+        self._monitored = None if monitor is None else Monitored(type(self).__name__, monitor)
         self._due_step = -1
         self._ended_epoch = (-1, 0)
         self._interval_began_s = 0.0
@@ -177,10 +173,18 @@ class ModelCheckpoint(Callback):
 
     def setup(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
         self._is_fitting = stage == "fit"
+
+    def on_fit_start(self, trainer: Trainer, pl_module: Module) -> None:
+        if trainer.fast_dev_run:
+            return
+        run_folder = Path(trainer.log_dir).absolute()
         if self.dirpath is None:
-            self.dirpath = str(Path(trainer.log_dir).absolute() / "checkpoints")
-        if self._is_fitting and self._foreign_names is None:
-            is_in_run_folder = Path(self.dirpath).is_relative_to(Path(trainer.log_dir).absolute())
+            self.dirpath = str(run_folder / "checkpoints")
+        if self._loaded_state is not None:
+            self._take_over(self._loaded_state)
+            self._loaded_state = None
+        if self._foreign_names is None:
+            is_in_run_folder = Path(self.dirpath).is_relative_to(run_folder)
             self._foreign_names = () if is_in_run_folder else _names_in(Path(self.dirpath))
 
     def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
@@ -189,7 +193,8 @@ class ModelCheckpoint(Callback):
 
     def on_validation_end(self, trainer: Trainer, pl_module: Module) -> None:
         if self._is_fitting and not trainer.sanity_checking:
-            self._validated = True
+            if self._monitored is not None:
+                self._monitored.was_validated = True
             if not self._saves_after_training_epoch(trainer):
                 self._epoch_is_over(trainer)
 
@@ -219,7 +224,7 @@ class ModelCheckpoint(Callback):
     def _saves_after_training_epoch(self, trainer: Trainer) -> bool:
         if self.save_on_train_epoch_end is not None:
             return self.save_on_train_epoch_end
-        return saves_or_checks_after_training_epoch(trainer)
+        return is_complete_at_epoch_end(trainer)
 
     def _epoch_is_over(self, trainer: Trainer) -> None:
         if self._num_epochs_between and (trainer.current_epoch + 1) % self._num_epochs_between == 0:
@@ -236,7 +241,7 @@ class ModelCheckpoint(Callback):
     def _save(self, trainer: Trainer) -> None:
         """Save if the run at this moment is among the best, or is to be kept as the newest."""
         metrics = self._metrics(trainer)
-        score = self._score(trainer, metrics)
+        score = self._score(trainer)
         before, keep = self._ledger, self._keep
         if not before.enters(score, keep) and not keep.last:
             if self.verbose:
@@ -267,19 +272,12 @@ class ModelCheckpoint(Callback):
         epoch = ended_epoch if ended_at_step == trainer.global_step else trainer.current_epoch
         return {**trainer.callback_metrics, "epoch": epoch, "step": trainer.global_step}
 
-    def _score(self, trainer: Trainer, metrics: dict[str, Tensor | float]) -> float | None:
+    def _score(self, trainer: Trainer) -> float | None:
         """The value of ``monitor``; None where there is no monitor, or its first validation is still to come."""
-        if self.monitor is None:
-            return None
-        if self.monitor in metrics:
-            score = scalar(metrics[self.monitor])
-            if math.isnan(score):
-                self._tell_once(f"{self.monitor} is NaN: such a checkpoint is never counted among the best")
-            return score
-        if not self._validated and sum(trainer.num_val_batches) > 0:
-            self._tell_once(f"{self.monitor!r} is not logged before the first validation; nothing is ranked until then")
-            return None
-        raise missing_metric(type(self).__name__, self.monitor, trainer.callback_metrics)
+        score = None if self._monitored is None else self._monitored.read(trainer)
+        if score is not None and math.isnan(score):
+            self._tell_once(f"{self.monitor} is NaN: such a checkpoint is never counted among the best")
+        return score
 
     def _path(self, trainer: Trainer, metrics: dict[str, Tensor | float], staying: set[str]) -> str:
         """Where to save: see [Note: names that are taken]."""
@@ -343,7 +341,13 @@ class ModelCheckpoint(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Put the books back. Checkpoints that are gone are struck off; those in the folder of an earlier run stay
-        in the ranking and are never removed."""
+        in the ranking and are never removed. Without a ``dirpath`` it waits for the run folder, for ``on_fit_start``."""
+        if self.dirpath is None:
+            self._loaded_state = state_dict
+        else:
+            self._take_over(state_dict)
+
+    def _take_over(self, state_dict: dict[str, Any]) -> None:
         saved_dirpath = state_dict["dirpath"]
         folders = [folder for folder in (self.dirpath, saved_dirpath) if folder is not None]
         found = {name: _find(name, folders) for name in [state_dict["last"], *(name for name, _ in state_dict["kept"])]}
@@ -357,7 +361,7 @@ class ModelCheckpoint(Callback):
         gone = sorted(name for name, path in found.items() if name and not path)
         if gone:
             notice(f"{type(self).__name__}: no longer there and struck off: {', '.join(gone)}")
-        is_same_folder = self.dirpath in (None, saved_dirpath) or any(
+        is_same_folder = self.dirpath == saved_dirpath or any(
             os.path.dirname(path) == self.dirpath for path in self._ledger.paths
         )
         if is_same_folder and state_dict["foreign_names"] is not None:
@@ -369,8 +373,6 @@ class ModelCheckpoint(Callback):
     # Arguments ----------------------------------------------------------------------------------------------------
 
     def _check_arguments(self) -> None:
-        if self.monitor is not None and (not isinstance(self.monitor, str) or not self.monitor):
-            raise _wrong("monitor", self.monitor, "is not the name of a metric", "Use the name given to self.log")
         if self.save_last not in (None, True, False, "link"):
             raise _wrong("save_last", self.save_last, "is unknown", "Use True, False, or 'link' (the same as True)")
         if self._keep.last and self.filename == LAST:

@@ -1,26 +1,66 @@
-"""Reading the metric a callback watches, and telling what there is when it is not there."""
+"""The metric a callback watches: reading it, and telling what there is when it is not there."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from roomier.core.errors import RoomierError, did_you_mean
+from roomier.core.log import notice
 
 if TYPE_CHECKING:
     from roomier.trainer import Trainer
 
 
-def check_mode(mode: str) -> str:
+class Monitored:
+    """One logged metric, by name, in the eyes of one callback.
+
+    Attributes:
+        was_validated: a validation has ended since the run began or was resumed; set by the callback.
+    """
+
+    def __init__(self, callback_name: str, name: str) -> None:
+        if not isinstance(name, str) or not name:
+            raise RoomierError(
+                f"{callback_name}(monitor)", name, "is not the name of a metric", "Use the name given to self.log"
+            )
+        self.callback_name = callback_name
+        self.name = name
+        self.was_validated = False
+        self._told = False
+
+    def read(self, trainer: Trainer) -> float | None:
+        """Its latest value; None, told once, as long as the first validation may still log it.
+
+        Raises:
+            RoomierError: it was not logged.
+        """
+        metrics = trainer.callback_metrics
+        if self.name in metrics:
+            return scalar(metrics[self.name])
+        if not self.was_validated and sum(trainer.num_val_batches) > 0:
+            if not self._told:
+                self._told = True
+                notice(f"{self.callback_name}: {self.name!r} is not logged before the first validation; waiting for it")
+            return None
+        if not metrics:
+            problem, action = "nothing was logged yet", ""
+        else:
+            problem = f"it was not logged; there are: {', '.join(sorted(metrics))}"
+            action = did_you_mean(self.name, metrics) + " "
+        action += f"Call self.log({self.name!r}, value) in the module, or name another metric"
+        raise RoomierError(f"{self.callback_name}(monitor)", self.name, problem, action)
+
+
+def check_mode(callback_name: str, mode: str) -> str:
     """``mode``, which is ``"min"`` (lower is better) or ``"max"``.
 
     Raises:
         RoomierError: it is neither.
     """
     if mode not in ("min", "max"):
-        raise RoomierError("mode", mode, "is unknown", "Use 'min' (lower is better) or 'max'")
+        raise RoomierError(f"{callback_name}(mode)", mode, "is unknown", "Use 'min' (lower is better) or 'max'")
     return mode
 
 
@@ -29,23 +69,13 @@ def scalar(value: Tensor | float) -> float:
     return float(value.item()) if isinstance(value, Tensor) else float(value)
 
 
-def missing_metric(callback: str, monitor: str, metrics: Mapping[str, object]) -> RoomierError:
-    """The error for a metric that nobody logged, with the names of those that were."""
-    if not metrics:
-        problem, action = "nothing was logged yet", f"Call self.log({monitor!r}, value) in the module"
-    else:
-        problem = f"it was not logged; there are: {', '.join(sorted(metrics))}"
-        action = f"{did_you_mean(monitor, metrics)} Or call self.log({monitor!r}, value) in the module"
-    return RoomierError(f"{callback}(monitor)", monitor, problem, action)
-
-
-def saves_or_checks_after_training_epoch(trainer: Trainer) -> bool:
-    """Whether an epoch's metrics are complete at its end: nothing is validated, or validated at the end of each.
+def is_complete_at_epoch_end(trainer: Trainer) -> bool:
+    """Whether an epoch's metrics are all there at its end: nothing is validated, or validated once, then.
 
     With several validations an epoch, or not one in each, the end of a validation is the moment to look.
     """
     if sum(trainer.num_val_batches) == 0:
         return True
     interval = trainer.val_check_interval  # an integer counts batches, a float parts of an epoch
-    is_at_epoch_end = interval is None or (isinstance(interval, float) and interval == 1.0)
-    return is_at_epoch_end and trainer.check_val_every_n_epoch == 1
+    is_whole_epoch = interval is None or (isinstance(interval, float) and interval == 1.0)
+    return is_whole_epoch and trainer.check_val_every_n_epoch == 1

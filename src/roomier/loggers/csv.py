@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any, TextIO
@@ -71,11 +71,12 @@ class CSVLogger(Logger):
 
     def _take_over(self, resumed_step: int | None) -> None:
         with self._path.open(encoding="utf-8", errors="replace", newline="") as file:
-            lines = iter(_whole_lines(file))
-            self._columns = next(csv.reader([next(lines, "step,time")]))
-            rows = list(csv.reader(lines))
+            lines = file.readlines()
+        # A line that does not end was cut off while it was written, also where it looks whole.
+        whole = [line for line in lines if line.endswith("\n")]
+        self._columns, *rows = csv.reader(whole or ["step,time"])
         kept = [row for row in rows if len(row) == len(self._columns) and _step_of(row) is not None]
-        num_torn = len(rows) - len(kept)
+        num_torn = len(rows) - len(kept) + len(lines) - len(whole)
         if resumed_step is not None:
             kept = [row for row in kept if (_step_of(row) or 0) <= resumed_step]
         self._rewrite(kept)
@@ -95,11 +96,6 @@ class CSVLogger(Logger):
     def _rewrite(self, rows: Iterable[list[str]]) -> None:
         with replacing(self._path) as file:
             csv.writer(file, lineterminator="\n").writerows(chain([self._columns], rows))
-
-
-def _whole_lines(file: TextIO) -> Iterator[str]:
-    """The lines that end; a last one that does not was cut off while it was written."""
-    return (line for line in file if line.endswith("\n"))
 
 
 def _step_of(row: list[str]) -> int | None:

@@ -1,0 +1,153 @@
+"""metrics.jsonl and metrics.csv: what a row looks like, how columns grow, and what a resumed run finds."""
+
+import csv
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from roomier.loggers import CSVLogger, JSONLLogger
+
+
+def json_rows(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def csv_rows(folder: Path) -> list[dict[str, str]]:
+    with (folder / "metrics.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def refuse(constant: str) -> None:
+    raise AssertionError(f"{constant} is not JSON")
+
+
+def test_a_json_row_has_step_time_and_metrics_and_is_there_at_once(tmp_path: Path) -> None:
+    logger = JSONLLogger()
+    logger.start(tmp_path)
+    before_s = time.time()
+    logger.log_metrics({"loss": 2.5, "acc": 0.25}, step=7)
+    [row] = json_rows(tmp_path)  # read while the logger still has the file open
+    assert list(row) == ["step", "time", "loss", "acc"]
+    assert (row["step"], row["loss"], row["acc"]) == (7, 2.5, 0.25)
+    assert abs(row["time"] - before_s) < 5
+    logger.finalize("success")
+
+
+def test_numbers_that_are_not_finite_are_strings_in_valid_json(tmp_path: Path) -> None:
+    logger = JSONLLogger()
+    logger.start(tmp_path)
+    logger.log_metrics({"a": math.nan, "b": math.inf, "c": -math.inf}, step=1)
+    logger.finalize("success")
+    row = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=refuse)
+    assert (row["a"], row["b"], row["c"]) == ("NaN", "Infinity", "-Infinity")
+    assert math.isnan(float(row["a"]))
+    assert float(row["b"]) == math.inf
+    assert float(row["c"]) == -math.inf
+
+
+@pytest.mark.parametrize("kind", [JSONLLogger, CSVLogger])
+def test_a_metric_called_step_does_not_hide_the_step(tmp_path: Path, kind: type[JSONLLogger | CSVLogger]) -> None:
+    logger = kind()
+    logger.start(tmp_path)
+    logger.log_metrics({"step": 0.5, "time": 0.25}, step=3)
+    logger.finalize("success")
+    [row] = json_rows(tmp_path) if kind is JSONLLogger else csv_rows(tmp_path)
+    assert int(row["step"]) == 3
+    assert (float(row["metric/step"]), float(row["metric/time"])) == (0.5, 0.25)
+
+
+@pytest.mark.parametrize("kind", [JSONLLogger, CSVLogger])
+def test_a_resumed_run_drops_the_rows_after_its_step(tmp_path: Path, kind: type[JSONLLogger | CSVLogger]) -> None:
+    logger = kind()
+    logger.start(tmp_path)
+    for step in (10, 20, 20, 30):
+        logger.log_metrics({"loss": step / 10}, step)
+    logger.finalize("failed")
+
+    logger = kind()
+    logger.start(tmp_path, resumed_step=20)
+    logger.log_metrics({"loss": 9.0}, 30)
+    logger.finalize("success")
+    rows = json_rows(tmp_path) if kind is JSONLLogger else csv_rows(tmp_path)
+    assert [(int(row["step"]), float(row["loss"])) for row in rows] == [(10, 1.0), (20, 2.0), (20, 2.0), (30, 9.0)]
+    assert [path.name for path in tmp_path.iterdir()] == [kind.file_name]
+
+
+@pytest.mark.parametrize("kind", [JSONLLogger, CSVLogger])
+def test_a_row_that_was_cut_off_is_left_out_and_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: type[JSONLLogger | CSVLogger]
+) -> None:
+    logger = kind()
+    logger.start(tmp_path)
+    logger.log_metrics({"loss": 1.0}, 1)
+    logger.log_metrics({"loss": 22.0}, 2)
+    logger.finalize("failed")
+    path = tmp_path / kind.file_name
+    path.write_bytes(path.read_bytes()[:-3])  # as a full disk or a power cut leaves it
+
+    logger = kind()
+    logger.start(tmp_path, resumed_step=2)
+    logger.log_metrics({"loss": 3.0}, 3)
+    logger.finalize("success")
+    rows = json_rows(tmp_path) if kind is JSONLLogger else csv_rows(tmp_path)
+    assert [(int(row["step"]), float(row["loss"])) for row in rows] == [(1, 1.0), (3, 3.0)]
+    assert "1 half-written row" in capsys.readouterr().err
+
+
+def test_without_a_resumed_step_rows_are_added(tmp_path: Path) -> None:
+    for _ in range(2):
+        logger = JSONLLogger()
+        logger.start(tmp_path)
+        logger.log_metrics({"loss": 1.0}, 5)
+        logger.finalize("success")
+    assert [row["step"] for row in json_rows(tmp_path)] == [5, 5]
+
+
+def test_csv_columns_grow_and_keep_what_was_written(tmp_path: Path) -> None:
+    logger = CSVLogger()
+    logger.start(tmp_path)
+    logger.log_metrics({"loss": 1.5}, 1)
+    inode = (tmp_path / "metrics.csv").stat().st_ino
+    logger.log_metrics({"loss": 1.25}, 2)
+    assert (tmp_path / "metrics.csv").stat().st_ino == inode, "known columns are appended to"
+    logger.log_metrics({"val, loss": math.nan}, 2)
+    logger.log_metrics({"loss": math.inf, "val, loss": 0.5}, 3)
+    logger.finalize("success")
+    lines = (tmp_path / "metrics.csv").read_text().splitlines()
+    assert lines[0] == 'step,time,loss,"val, loss"'
+    rows = csv_rows(tmp_path)
+    assert [(row["step"], row["loss"], row["val, loss"]) for row in rows] == [
+        ("1", "1.5", ""),
+        ("2", "1.25", ""),
+        ("2", "", "nan"),
+        ("3", "inf", "0.5"),
+    ]
+
+
+def test_csv_columns_of_a_resumed_run_stay_in_their_order(tmp_path: Path) -> None:
+    logger = CSVLogger()
+    logger.start(tmp_path)
+    logger.log_metrics({"b": 1.0, "a": 2.0}, 1)
+    logger.finalize("failed")
+    logger = CSVLogger()
+    logger.start(tmp_path, resumed_step=1)
+    logger.log_metrics({"a": 3.0, "b": 4.0}, 2)
+    logger.finalize("success")
+    assert (tmp_path / "metrics.csv").read_text().splitlines()[0] == "step,time,b,a"
+    assert [(row["a"], row["b"]) for row in csv_rows(tmp_path)] == [("2.0", "1.0"), ("3.0", "4.0")]
+
+
+@pytest.mark.parametrize("kind", [JSONLLogger, CSVLogger])
+def test_hyperparameters_stand_beside_the_rows(tmp_path: Path, kind: type[JSONLLogger | CSVLogger]) -> None:
+    logger = kind()
+    logger.start(tmp_path)
+    logger.log_hyperparams({"lr": 0.1, "model": {"depth": 2}, "path": Path("x")})
+    logger.finalize("success")
+    params = json.loads((tmp_path / "hparams.json").read_text())
+    assert params["lr"] == 0.1
+    assert params["model"] == {"depth": 2}
+    assert "x" in params["path"]
