@@ -247,6 +247,23 @@ def test_resume_is_exact_in_the_middle_of_the_second_epoch(kind: str, num_done: 
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_state_holds_plain_values_and_tensors(kind: str):
+    def check(value: Any) -> None:
+        if type(value) is dict:
+            assert all(type(key) is str for key in value)
+            value = list(value.values())
+        if type(value) in (list, tuple):
+            for part in value:
+                check(part)
+        else:
+            assert value is None or type(value) in (str, int, float, bool, Tensor)
+
+    mine = source(KINDS[kind][1]())
+    next(mine.start(0))
+    check(mine.state_dict())
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_resume_between_two_epochs(kind: str):
     _, make_loader = KINDS[kind]
     seed_everything(0)
@@ -402,6 +419,15 @@ def test_workers_that_stay_after_an_epoch_cut_short():
     cut = make()
     list(islice(cut.start(0), 2))
     assert same(list(cut.start(1)), list(make().start(1)))
+
+
+def test_workers_that_the_user_has_started_stay_the_users():
+    def make() -> DataLoader[Tensor]:
+        return DataLoader(Numbers(), batch_size=4, shuffle=True, num_workers=1, persistent_workers=True)
+
+    used = make()
+    list(used)
+    assert same(list(source(used).start(0)), list(source(make()).start(0)))
 
 
 @pytest.mark.parametrize("training", [True, False])
