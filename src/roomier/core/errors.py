@@ -22,6 +22,9 @@ class RoomierError(ValueError):
         end = "" if action.endswith("?") else "."
         super().__init__(f"{field}={shorten(received)}: {problem.rstrip('.')}. {action.rstrip('.')}{end}")
 
+    def __reduce__(self) -> tuple[type["RoomierError"], tuple[object, ...]]:
+        return type(self), (self.field, self.received, self.problem, self.action)
+
 
 class PlanError(RoomierError):
     """A Plan that cannot work, or asks for what is not built yet."""

@@ -20,9 +20,7 @@ def map_tensors(fn: Callable[[Tensor], Tensor], batch: Any) -> Any:
     if isinstance(batch, (list, tuple)):
         return type(batch)(map_tensors(fn, value) for value in batch)
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        values = {
-            f.name: map_tensors(fn, getattr(batch, f.name)) for f in dataclasses.fields(batch) if f.init
-        }
+        values = {f.name: map_tensors(fn, getattr(batch, f.name)) for f in dataclasses.fields(batch) if f.init}
         return dataclasses.replace(batch, **values)
     return batch
 

@@ -1,0 +1,103 @@
+"""A plain ``nn.Module`` whose forward returns a loss, seen as a Module."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from roomier.api.loss_terms import count_loss_terms
+from roomier.api.module import Module
+from roomier.core.errors import RoomierError
+
+
+class ForwardModule(Module):
+    """Calls ``network(**batch)`` for a mapping, ``network(*batch)`` for a list or tuple, else ``network(batch)``.
+
+    The loss is the output itself where it is a 0-dim tensor, its ``loss`` by key or attribute (Hugging Face's
+    outputs), or its first or last item that is a 0-dim tensor. It is logged as ``train_loss``, ``val_loss`` and
+    ``test_loss``. Checkpoints hold the names of ``network``, without a prefix.
+    """
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+        names = [cls.__name__ for cls in type(network).__mro__]
+        config = getattr(network, "config", None)
+        is_causal = any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in names)
+        self._is_shifted_inside = is_causal and not getattr(config, "is_encoder_decoder", False)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.network(*args, **kwargs)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self._loss(batch)
+        self.log("train_loss", loss.detach(), prog_bar=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self._log_loss("val_loss", batch)
+
+    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self._log_loss("test_loss", batch)
+
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        return call_with_batch(self.network, batch)
+
+    def num_loss_terms(self, batch: Any) -> int | Tensor:
+        return count_loss_terms(batch, is_shifted_inside=self._is_shifted_inside)
+
+    def _log_loss(self, name: str, batch: Any) -> None:
+        # Weighted by terms, the epoch's figure is the mean over all of them, whatever the batches were.
+        self.log(name, self._loss(batch), prog_bar=True, batch_size=int(self.num_loss_terms(batch)))
+
+    def _loss(self, batch: Any) -> Tensor:
+        output = call_with_batch(self.network, batch)
+        loss = find_loss(output)
+        if loss is None:
+            raise RoomierError(
+                "model",
+                type(self.network).__name__,
+                f"its forward returned a {type(output).__name__} without a scalar loss",
+                "Return the loss (give Hugging Face models `labels`), or write a roomier.Module with training_step",
+            )
+        return loss
+
+
+def call_with_batch(network: nn.Module, batch: Any) -> Any:
+    """``network`` called the way the form of ``batch`` suggests."""
+    if isinstance(batch, Mapping):
+        return network(**batch)
+    if isinstance(batch, (list, tuple)):
+        return network(*batch)
+    return network(batch)
+
+
+def find_loss(output: Any) -> Tensor | None:
+    """The scalar loss in what a forward returned, or None."""
+    if isinstance(output, Mapping):
+        candidates = [output.get("loss")]
+    elif isinstance(output, (list, tuple)):
+        candidates = [output[0], output[-1]] if output else []
+    else:
+        candidates = [output, getattr(output, "loss", None)]
+    return next((c for c in candidates if isinstance(c, Tensor) and c.numel() == 1), None)
+
+
+def as_module(model: nn.Module) -> Module:
+    """``model`` itself where it is a Module, else a :class:`ForwardModule` around it.
+
+    Raises:
+        RoomierError: it is no ``nn.Module``.
+    """
+    if isinstance(model, Module):
+        return model
+    if not isinstance(model, nn.Module):
+        raise RoomierError("model", model, "is not an nn.Module", "Pass a roomier.Module or an nn.Module")
+    return ForwardModule(model)
+
+
+def network_of(module: Module) -> nn.Module:
+    """The module whose parameters are trained and stored by name."""
+    return module.network if isinstance(module, ForwardModule) else module

@@ -1,0 +1,62 @@
+"""The hook table: what somebody overrode, looked up once before the loop, so that an idle hook costs nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from roomier.api.callback import Callback
+from roomier.api.module import Module
+
+if TYPE_CHECKING:
+    from roomier.trainer import Trainer
+
+Hook = Callable[..., Any]
+
+# Called on callbacks (with trainer and module put in front of the arguments) and on the module (without).
+SHARED_HOOKS = (
+    "on_fit_start",
+    "on_fit_end",
+    "on_train_start",
+    "on_train_end",
+    "on_train_epoch_start",
+    "on_train_epoch_end",
+    "on_train_batch_start",
+    "on_train_batch_end",
+    "on_before_zero_grad",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    *(
+        f"on_{stage}_{moment}"
+        for stage in ("validation", "test", "predict")
+        for moment in ("start", "end", "epoch_start", "epoch_end", "batch_start", "batch_end")
+    ),
+)
+CALLBACK_HOOKS = ("on_sanity_check_start", "on_sanity_check_end", "on_save_point", "on_exception")
+
+
+def overrides(obj: object, name: str, base: type) -> bool:
+    """Whether the class of ``obj``, or ``obj`` itself, defines ``name`` anew over ``base``."""
+    return name in vars(obj) or getattr(type(obj), name) is not getattr(base, name)
+
+
+class HookTable:
+    """``table.on_train_batch_start`` and so on: a tuple of what to call, callbacks first, then the module."""
+
+    def __init__(self, trainer: Trainer, module: Module, callbacks: Iterable[Callback]) -> None:
+        callbacks = tuple(callbacks)
+        for name in (*SHARED_HOOKS, *CALLBACK_HOOKS):
+            hooks: list[Hook] = [
+                partial(getattr(callback, name), trainer, module)
+                for callback in callbacks
+                if overrides(callback, name, Callback)
+            ]
+            if name in SHARED_HOOKS and overrides(module, name, Module):
+                hooks.append(getattr(module, name))
+            setattr(self, name, tuple(hooks))
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> tuple[Hook, ...]: ...

@@ -1,0 +1,384 @@
+"""Module: an ``nn.Module`` that says how it is trained. The names are those LightningModule made known."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from roomier.api.hparams import HyperParameters, init_arguments, is_plain
+from roomier.api.loss_terms import count_loss_terms
+from roomier.core.errors import RoomierError
+from roomier.core.log import notice
+from roomier.core.tree import to_device
+
+if TYPE_CHECKING:
+    from roomier.api.logger import Logger
+    from roomier.trainer import Trainer
+
+
+class Module(nn.Module):
+    """Subclass it, write ``training_step`` and ``configure_optimizers``, give it to ``Trainer.fit``.
+
+    Attributes:
+        automatic_optimization: False where ``training_step`` calls ``manual_backward`` and steps the
+            optimizers itself.
+        loss_reduction: what the loss of one micro-batch is of its terms, ``"mean"`` or ``"sum"``; it decides how
+            micro-batches are weighted when gradients are accumulated (see :meth:`num_loss_terms`).
+    """
+
+    automatic_optimization: bool = True
+    loss_reduction: Literal["mean", "sum"] = "mean"
+    example_input_array: Any = None
+
+    # What the user writes -------------------------------------------------------------------------------------
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor | Mapping[str, Any] | None:
+        """``(batch, batch_idx)`` -> the loss (0-dim tensor), or a dict with the key ``"loss"``, or None to leave
+        this micro-batch out."""
+        raise RoomierError(
+            "training_step",
+            type(self).__name__,
+            "the module does not define training_step",
+            "Define training_step(self, batch, batch_idx) and return the loss",
+        )
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """``(batch, batch_idx)``, and ``dataloader_idx`` with several loaders. Log what you measure."""
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """As :meth:`validation_step`, for ``Trainer.test``."""
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """``(batch, batch_idx)`` -> the prediction; by default ``self(batch)``."""
+        return self(args[0])
+
+    def configure_optimizers(self) -> Any:
+        """An optimizer; a list of them; ``([optimizers], [schedulers])``; or a dict with ``"optimizer"`` and
+        ``"lr_scheduler"``, the latter a scheduler or a dict with ``scheduler``, ``interval`` (``"epoch"`` or
+        ``"step"``), ``frequency``, ``monitor``, ``strict``, ``name``."""
+        return None
+
+    def configure_model(self) -> None:
+        """Build large parts of the model here; called once before the optimizers are made."""
+
+    def configure_callbacks(self) -> Any:
+        """Callbacks this module needs; one of the same type given to the Trainer is replaced."""
+        return []
+
+    def train_dataloader(self) -> Any:
+        """The training data, where neither ``fit`` nor a DataModule gives it."""
+        return None
+
+    def val_dataloader(self) -> Any:
+        return None
+
+    def test_dataloader(self) -> Any:
+        return None
+
+    def predict_dataloader(self) -> Any:
+        return None
+
+    def num_loss_terms(self, batch: Any) -> int | Tensor:
+        """How many terms the loss of ``batch`` is the mean of: the weight of this micro-batch.
+
+        Accumulated gradients equal those of the whole batch when each micro-batch counts by its number of
+        terms. The default counts target entries other than -100 where the batch has integer targets with two
+        or more dimensions or ignored entries (``labels``, ``targets``, ``target`` or ``y`` of a mapping, the last
+        item of a tuple), else samples. Override it where your loss averages over something else. Called on the
+        batch as the loader gave it, before it is moved to the device.
+        """
+        return count_loss_terms(batch)
+
+    # Moments of a run -----------------------------------------------------------------------------------------
+
+    def prepare_data(self) -> None: ...
+    def setup(self, stage: str) -> None: ...
+    def teardown(self, stage: str) -> None: ...
+    def on_fit_start(self) -> None: ...
+    def on_fit_end(self) -> None: ...
+    def on_train_start(self) -> None: ...
+    def on_train_end(self) -> None: ...
+    def on_train_epoch_start(self) -> None: ...
+    def on_train_epoch_end(self) -> None: ...
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None: ...
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None: ...
+    def on_before_zero_grad(self, optimizer: Optimizer) -> None: ...
+    def on_before_backward(self, loss: Tensor) -> None: ...
+    def on_after_backward(self) -> None: ...
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None: ...
+    def on_validation_start(self) -> None: ...
+    def on_validation_end(self) -> None: ...
+    def on_validation_epoch_start(self) -> None: ...
+    def on_validation_epoch_end(self) -> None: ...
+    def on_validation_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
+    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
+    def on_test_start(self) -> None: ...
+    def on_test_end(self) -> None: ...
+    def on_test_epoch_start(self) -> None: ...
+    def on_test_epoch_end(self) -> None: ...
+    def on_test_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
+    def on_test_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
+    def on_predict_start(self) -> None: ...
+    def on_predict_end(self) -> None: ...
+    def on_predict_epoch_start(self) -> None: ...
+    def on_predict_epoch_end(self) -> None: ...
+    def on_predict_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
+    def on_predict_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None: ...
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None: ...
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return batch
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        return to_device(batch, device)
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return batch
+
+    # What automatic optimization calls, to be overridden where it must differ -----------------------------------
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        loss.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
+        optimizer.zero_grad()
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer.step(closure=optimizer_closure)
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        if metric is None:
+            scheduler.step()
+        else:
+            scheduler.step(metric)
+
+    # What the user calls --------------------------------------------------------------------------------------
+
+    @property
+    def trainer(self) -> Trainer:
+        """The Trainer this module is attached to.
+
+        Raises:
+            RoomierError: it is attached to none.
+        """
+        trainer: Trainer | None = self.__dict__.get("_trainer")
+        if trainer is None:
+            raise RoomierError(
+                "trainer",
+                None,
+                f"{type(self).__name__} is not attached to a Trainer",
+                "Call Trainer.fit first",
+            )
+        return trainer
+
+    @property
+    def is_attached(self) -> bool:
+        return self.__dict__.get("_trainer") is not None
+
+    @property
+    def current_epoch(self) -> int:
+        return self.trainer.current_epoch if self.is_attached else 0
+
+    @property
+    def global_step(self) -> int:
+        return self.trainer.global_step if self.is_attached else 0
+
+    @property
+    def global_rank(self) -> int:
+        return self.trainer.global_rank if self.is_attached else 0
+
+    @property
+    def local_rank(self) -> int:
+        return self.trainer.local_rank if self.is_attached else 0
+
+    @property
+    def logger(self) -> Logger | None:
+        return self.trainer.logger if self.is_attached else None
+
+    @property
+    def loggers(self) -> list[Logger]:
+        return self.trainer.loggers if self.is_attached else []
+
+    @property
+    def device(self) -> torch.device:
+        """Where the first parameter or buffer lives; the CPU where there is none."""
+        return next((t.device for t in _own_tensors(self)), torch.device("cpu"))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next((t.dtype for t in _own_tensors(self) if t.is_floating_point()), torch.get_default_dtype())
+
+    def log(
+        self,
+        name: str,
+        value: Any,
+        prog_bar: bool = False,
+        logger: bool | None = None,
+        on_step: bool | None = None,
+        on_epoch: bool | None = None,
+        reduce_fx: Any = "mean",
+        sync_dist: bool = False,
+        add_dataloader_idx: bool = True,
+        batch_size: int | None = None,
+        rank_zero_only: bool = False,
+    ) -> None:
+        """Log a number (a 0-dim tensor, a float, or a torchmetrics metric) under ``name``.
+
+        Args:
+            prog_bar: show it in the progress bar.
+            logger: send it to the loggers (default True).
+            on_step: log the value of this step. Default: True in ``training_step``.
+            on_epoch: log the value reduced over the epoch. Default: True in validation and test.
+            reduce_fx: ``"mean"`` (weighted by ``batch_size``), ``"sum"``, ``"min"`` or ``"max"``.
+            sync_dist: reduce over ranks as well.
+            add_dataloader_idx: with several loaders, put ``/dataloader_idx_N`` behind the name.
+            batch_size: the weight of this value in the epoch's mean; by default the first dimension of the
+                first tensor of the batch. Pass the number of tokens where the value is a mean over tokens.
+            rank_zero_only: only rank 0 logs it.
+
+        The value stays on its device: nothing here waits for it.
+        """
+        if self.is_attached:
+            self.trainer.results.log(
+                name,
+                value,
+                prog_bar=prog_bar,
+                logger=True if logger is None else logger,
+                on_step=on_step,
+                on_epoch=on_epoch,
+                reduce_fx=reduce_fx,
+                add_dataloader_idx=add_dataloader_idx,
+                batch_size=batch_size,
+            )
+
+    def log_dict(self, dictionary: Mapping[str, Any], **kwargs: Any) -> None:
+        """:meth:`log` for each item; the keyword arguments hold for all."""
+        for name, value in dictionary.items():
+            self.log(name, value, **kwargs)
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """``print`` on rank 0 only."""
+        if self.global_rank == 0:
+            print(*args, **kwargs)
+
+    def optimizers(self, use_pl_optimizer: bool = True) -> Any:
+        """The optimizer, or the list of them, for manual optimization. Stepping one of them counts."""
+        found = self.trainer.manual_optimizers if use_pl_optimizer else self.trainer.optimizers
+        return found[0] if len(found) == 1 else found
+
+    def lr_schedulers(self) -> Any:
+        """None, the scheduler, or the list of them."""
+        found = [config.scheduler for config in self.trainer.lr_scheduler_configs]
+        return None if not found else found[0] if len(found) == 1 else found
+
+    def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """``loss.backward()`` with the precision's loss scaling and the hooks around it."""
+        self.trainer.engine.backward(loss, *args, **kwargs)
+
+    def clip_gradients(
+        self,
+        optimizer: Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Clip the gradients of ``optimizer`` by ``"norm"`` (default) or ``"value"``; None leaves them."""
+        self.trainer.engine.clip(gradient_clip_val, gradient_clip_algorithm, optimizer=optimizer)
+
+    def toggle_optimizer(self, optimizer: Any) -> None:
+        """Let only the parameters of ``optimizer`` require gradients, until :meth:`untoggle_optimizer`."""
+        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        state: dict[int, tuple[nn.Parameter, bool]] = {}
+        for other in self.trainer.optimizers:
+            for group in other.param_groups:
+                for parameter in group["params"]:
+                    state.setdefault(id(parameter), (parameter, parameter.requires_grad))
+        for key, (parameter, required) in state.items():
+            parameter.requires_grad = required and key in own
+        self.__dict__["_toggled"] = list(state.values())
+
+    def untoggle_optimizer(self, optimizer: Any) -> None:
+        """Undo :meth:`toggle_optimizer`."""
+        for parameter, required in self.__dict__.pop("_toggled", []):
+            parameter.requires_grad = required
+
+    def freeze(self) -> None:
+        """No parameter requires a gradient; evaluation mode."""
+        self.requires_grad_(False).eval()
+
+    def unfreeze(self) -> None:
+        """Every parameter requires a gradient; training mode."""
+        self.requires_grad_(True).train()
+
+    def save_hyperparameters(self, *names: str, ignore: str | Iterable[str] = (), logger: bool = True) -> None:
+        """Keep the arguments of ``__init__`` in ``self.hparams``, in the log and in the checkpoint.
+
+        Call it in ``__init__``. ``names`` restricts it to some arguments; ``ignore`` leaves some out. Values that
+        are not plain data (a network, say) are kept on ``hparams`` but cannot be stored: one line says so.
+        """
+        current = inspect.currentframe()
+        assert current is not None
+        ignored = (ignore,) if isinstance(ignore, str) else tuple(ignore)
+        arguments = init_arguments(current.f_back, self, ignored)
+        for name in names:
+            if name not in arguments:
+                raise RoomierError(
+                    "save_hyperparameters",
+                    name,
+                    "is no argument of __init__",
+                    f"Use one of: {', '.join(arguments)}",
+                )
+        chosen = {name: arguments[name] for name in names} if names else arguments
+        for name, value in chosen.items():
+            if not is_plain(value):
+                notice(
+                    f"hyperparameter {name!r} of {type(self).__name__} is a {type(value).__name__}: "
+                    f"it is not stored; pass ignore=[{name!r}] to save_hyperparameters"
+                )
+        self.hparams.update(chosen)
+        self.__dict__["_log_hyperparams"] = logger
+
+    @property
+    def hparams(self) -> HyperParameters:
+        """What :meth:`save_hyperparameters` kept."""
+        found: HyperParameters = self.__dict__.setdefault("_hparams", HyperParameters())
+        return found
+
+    @classmethod
+    def load_from_checkpoint(cls, checkpoint_path: str | Path, *, strict: bool = True, **kwargs: Any) -> Self:
+        """The module as the checkpoint has it: made from its stored hyperparameters, with its weights.
+
+        Args:
+            checkpoint_path: a checkpoint folder.
+            strict: the names of the weights must agree.
+            kwargs: arguments of ``__init__`` that take the place of stored ones, or were not stored.
+
+        Raises:
+            CheckpointError: damaged, or its weights do not fit this class.
+        """
+        # The one import that goes up: the name is known from Lightning, the work is the checkpoint layer's.
+        from roomier.checkpoint.module import load_module
+
+        return load_module(cls, checkpoint_path, strict=strict, init_arguments=kwargs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy of a module (EMA, pickling to workers) must not drag the Trainer along.
+        return {key: value for key, value in self.__dict__.items() if key != "_trainer"}
+
+
+def _own_tensors(module: nn.Module) -> Iterable[Tensor]:
+    yield from module.parameters()
+    yield from module.buffers()

@@ -1,0 +1,27 @@
+"""Every underscore name of torch that roomier uses, with the version it was checked on (2.11 and 2.13)."""
+
+from typing import Any
+
+from torch import Tensor
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+
+
+def found_inf(scaler: GradScaler, optimizer: Optimizer) -> list[Tensor]:
+    """The flags (0-dim float, one a device) that ``scaler`` set while it unscaled ``optimizer``."""
+    return list(scaler._found_inf_per_device(optimizer).values())
+
+
+def skips_on_device(optimizer: Optimizer) -> bool:
+    """Whether the optimizer's kernel itself leaves out a step with infinite gradients (fused ones do)."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def scale_of(scaler: GradScaler) -> Tensor | None:
+    """The scale as a tensor on its device (``get_scale()`` waits for the device); None before first use."""
+    return scaler._scale
+
+
+def last_forward_value(metric: Any) -> Any:
+    """What the last call of a torchmetrics metric returned (its underscore name; torchmetrics 1.4 to 1.9)."""
+    return metric._forward_cache

@@ -1,0 +1,160 @@
+"""From a Plan and a module to an engine. The order is the design: see the reason on each line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from roomier.api.forward import as_module, network_of
+from roomier.api.module import Module
+from roomier.core import torch_private
+from roomier.core.device import resolve_device
+from roomier.core.errors import PlanError
+from roomier.core.log import notice
+from roomier.engine.eager import EagerEngine
+from roomier.optim.by_name import make_optimizer
+from roomier.optim.configured import Configured, LRSchedulerConfig, read_configured
+from roomier.optim.schedule import make_schedule
+from roomier.plan import OptimizerPlan, Plan
+from roomier.precision.policy import precision_of
+
+ConfigureOptimizers = Callable[[], Configured]
+
+
+def build(plan: Plan, module: Module, configure_optimizers: ConfigureOptimizers) -> tuple[EagerEngine, Configured]:
+    """Apply the techniques of ``plan`` to ``module``, in place, and return what runs it.
+
+    Args:
+        configure_optimizers: called once the parameters are final; returns optimizers and schedulers.
+
+    Raises:
+        RoomierError: the device is not there, or the optimizer cannot be made.
+    """
+    device = resolve_device(plan.parallel.accelerator)
+    precision = precision_of(plan.precision.mode, device)
+    network = network_of(module)
+    precision.convert_module(network)  # first: everything after it sizes itself by the dtype of the weights
+    module.to(device)  # before the optimizer, which makes its states beside the parameters
+    configured = configure_optimizers()  # last: it must hold the parameters as they will be updated
+    engine = EagerEngine(
+        network,
+        configured.optimizers,
+        device=device,
+        precision=precision,
+        batch_plan=plan.batch,
+        count_terms=module.num_loss_terms if module.loss_reduction == "mean" else None,
+    )
+    if engine.scaler is not None:
+        _say_which_steps_wait(configured.optimizers)
+    return engine, configured
+
+
+def configure(plan: Plan, module: Module, num_steps: Callable[[], float]) -> Configured:
+    """The optimizers of ``module``: its own, or the one the Plan names; never both.
+
+    Args:
+        num_steps: gives the optimizer steps of the run, infinite where unknown; asked only if a schedule needs it.
+
+    Raises:
+        PlanError: both, or neither, say how to optimize.
+    """
+    configured = read_configured(module.configure_optimizers())
+    wanted = plan.optimizer
+    if wanted.name is None:
+        if not configured.optimizers and module.automatic_optimization:
+            raise PlanError(
+                "optimizer",
+                None,
+                f"{type(module).__name__} configures no optimizer and the Trainer names none",
+                "Return one from configure_optimizers, or pass Trainer(optimizer='adamw', learning_rate=3e-4)",
+            )
+        return configured
+    if configured.optimizers:
+        raise PlanError(
+            "optimizer",
+            wanted.name,
+            f"{type(module).__name__}.configure_optimizers returns {type(configured.optimizers[0]).__name__} as well",
+            "Remove one of the two",
+        )
+    return configure_by_name(wanted, network_of(module), num_steps)
+
+
+def configure_by_name(wanted: OptimizerPlan, network: nn.Module, num_steps: Callable[[], float]) -> Configured:
+    """The optimizer and schedule that a Plan names."""
+    assert wanted.name is not None
+    optimizer = make_optimizer(
+        wanted.name,
+        network.named_parameters(),
+        lr=wanted.lr,
+        weight_decay=wanted.weight_decay,
+        options=dict(wanted.options),
+    )
+    if wanted.schedule is None:
+        return Configured([optimizer])
+    schedule: LRScheduler = make_schedule(
+        wanted.schedule,
+        optimizer,
+        num_steps(),
+        warmup_steps=wanted.warmup_steps,
+        min_lr_ratio=wanted.min_lr_ratio,
+    )
+    return Configured([optimizer], [LRSchedulerConfig(schedule, interval="step")])
+
+
+def prepare(
+    module: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    *,
+    plan: Plan | None = None,
+    max_steps: int | None = None,
+) -> EagerEngine:
+    """The engine the Trainer uses, for a training loop of your own.
+
+    ::
+
+        engine = roomier.prepare(model, optimizer, plan=roomier.Plan())
+        for batches in windows:
+            loss = engine.forward_backward(training_step, batches)
+            engine.clip(1.0)
+            engine.step()
+
+    Args:
+        module: any ``nn.Module``; moved and converted in place.
+        optimizer: over its parameters; None takes the one ``plan`` names.
+        max_steps: length of the run, for a schedule that ``plan`` names; step it as ``engine.scheduler``.
+
+    Raises:
+        PlanError: no optimizer, or two.
+    """
+    plan = plan or Plan()
+    given = [] if optimizer is None else [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+
+    def optimizers() -> Configured:
+        if given and plan.optimizer.name is not None:
+            raise PlanError(
+                "optimizer", plan.optimizer.name, "an optimizer was passed as well", "Remove one of the two"
+            )
+        if given:
+            return Configured(given)
+        if plan.optimizer.name is None:
+            raise PlanError("optimizer", None, "none was passed and the plan names none", "Pass one")
+        return configure_by_name(plan.optimizer, network_of(wrapped), lambda: max_steps or float("inf"))
+
+    wrapped = as_module(module)
+    engine, configured = build(plan, wrapped, optimizers)
+    engine.scheduler = configured.schedulers[0].scheduler if configured.schedulers else None
+    torch.set_float32_matmul_precision(plan.precision.matmul)
+    return engine
+
+
+def _say_which_steps_wait(optimizers: Sequence[Optimizer]) -> None:
+    for optimizer in optimizers:
+        if not torch_private.skips_on_device(optimizer):
+            notice(
+                f"16-mixed: {type(optimizer).__name__} is not fused, so each step waits for one flag of the device; "
+                "pass fused=True where the optimizer has it"
+            )

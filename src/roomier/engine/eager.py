@@ -1,0 +1,205 @@
+"""The eager engine: forward and backward as PyTorch runs them, on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from roomier.core.errors import TrainingError
+from roomier.core.tree import to_device
+from roomier.engine.engine import Step, StepHooks
+from roomier.engine.optimizer_state import load_optimizer, optimizer_state, parameter_names
+from roomier.plan import BatchPlan
+from roomier.precision.policy import Precision
+from roomier.precision.scaler import LossScaler
+
+CountTerms = Callable[[Any], int | Tensor]
+
+
+class EagerEngine:
+    """Single device. See :class:`roomier.engine.engine.Engine` for the contract.
+
+    Args:
+        module: whose parameters are trained and stored.
+        batch_plan: accumulation and clipping.
+        count_terms: how many terms the loss of a micro-batch is the mean of; None where it is a sum.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizers: Sequence[Optimizer],
+        *,
+        device: torch.device,
+        precision: Precision,
+        batch_plan: BatchPlan,
+        count_terms: CountTerms | None,
+    ) -> None:
+        self.module = module
+        self.optimizers = list(optimizers)
+        self.device = device
+        self.precision = precision
+        self.hooks = StepHooks()
+        self.scheduler: LRScheduler | None = None  # the one the Plan names, for loops of one's own
+        self.scaler = LossScaler(device) if precision.scales_loss else None
+        self._batch_plan = batch_plan
+        self._count_terms = count_terms
+        self._context = precision.forward_context()
+        self._moves = device.type != "cpu"
+        self._converts = precision.weight_dtype is not None
+        self._unscaled: set[int] = set()
+
+    def forward_backward(self, step: Step, batches: Sequence[Any]) -> Tensor | None:
+        hooks = self.hooks
+        if hooks.zero_grad is None:
+            self.zero_grad()
+        window_loss: Tensor | None = None
+        for index, (batch, weight) in enumerate(zip(batches, self._weights(batches), strict=True)):
+            if index and hooks.batch_end is not None:
+                hooks.batch_end()
+            on_device = self.move(batch)
+            if hooks.batch_start is not None:
+                hooks.batch_start(on_device)
+            with self._context():
+                output = step(on_device)
+            if index == 0 and hooks.zero_grad is not None:
+                for optimizer in self.optimizers:
+                    hooks.zero_grad(optimizer)
+            loss = loss_of(output)
+            # A micro-batch without a single term has the loss 0/0; it adds nothing, so it is left out.
+            if loss is None or (not isinstance(weight, Tensor) and weight == 0):
+                continue
+            if not (isinstance(weight, float) and weight == 1.0):
+                loss = loss * weight
+            self.backward(loss)
+            loss = loss.detach()
+            window_loss = loss if window_loss is None else window_loss + loss
+        return window_loss
+
+    def move(self, batch: Any) -> Any:
+        if self.hooks.transfer is not None:
+            batch = self.hooks.transfer(batch)
+        elif self._moves:
+            batch = to_device(batch, self.device)
+        return self.precision.convert_batch(batch) if self._converts else batch
+
+    def forward(self, step: Step, batch: Any) -> Any:
+        with self._context():
+            return step(batch)
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        hooks = self.hooks
+        for before in hooks.before_backward:
+            before(loss)
+        if self.scaler is not None:
+            loss = self.scaler.scale(loss)
+        if hooks.backward is None:
+            loss.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
+        else:
+            hooks.backward(loss, *args, **kwargs)
+        for after in hooks.after_backward:
+            after()
+
+    def unscale(self, optimizer: Optimizer | None = None) -> None:
+        """Bring gradients back to their size before anything reads them; a second call does nothing."""
+        if self.scaler is None:
+            return
+        for each in self.optimizers if optimizer is None else [optimizer]:
+            if id(each) not in self._unscaled:
+                self.scaler.unscale(each)
+                self._unscaled.add(id(each))
+
+    def clip(
+        self, max_norm: float | None = None, algorithm: str | None = None, *, optimizer: Optimizer | None = None
+    ) -> Tensor | None:
+        limit = self._batch_plan.gradient_clip_val if max_norm is None else max_norm
+        if limit is None:
+            return None
+        self.unscale(optimizer)
+        optimizers = self.optimizers if optimizer is None else [optimizer]
+        parameters = [p for each in optimizers for group in each.param_groups for p in group["params"]]
+        if (algorithm or self._batch_plan.gradient_clip_algorithm) == "value":
+            nn.utils.clip_grad_value_(parameters, limit)
+            return None
+        return nn.utils.clip_grad_norm_(parameters, limit)
+
+    def step(self, optimizer: Optimizer | None = None, closure: Any = None) -> None:
+        for each in self.optimizers if optimizer is None else [optimizer]:
+            if self.scaler is not None:
+                self.scaler.step(each, closure)
+            elif closure is None:
+                each.step()
+            else:
+                each.step(closure)
+        if self.scaler is not None:
+            self.scaler.update()
+            self._unscaled.clear()
+
+    def zero_grad(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+
+    def state(self) -> dict[str, Any]:
+        names = parameter_names(self.module)
+        return {
+            "module": self.module.state_dict(),
+            "optimizers": [optimizer_state(optimizer, names) for optimizer in self.optimizers],
+            "scaler": None if self.scaler is None else self.scaler.state(),
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.module.load_state_dict(state["module"])
+        names = parameter_names(self.module)
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            load_optimizer(optimizer, saved, names)
+        if self.scaler is not None and state["scaler"] is not None:
+            self.scaler.load(state["scaler"])
+
+    def _weights(self, batches: Sequence[Any]) -> Sequence[float | Tensor]:
+        if len(batches) == 1 or self._count_terms is None:
+            return [1.0] * len(batches)
+        counts = [self._count_terms(batch) for batch in batches]
+        total = sum(counts)
+        if not isinstance(total, Tensor) and total <= 0:
+            raise TrainingError(
+                "num_loss_terms",
+                counts,
+                "no micro-batch of this step has a single term to average over",
+                "Look at the targets: are all of them ignored?",
+            )
+        return [count / total for count in counts]
+
+
+def loss_of(output: Any) -> Tensor | None:
+    """The loss in what a training step returned.
+
+    Raises:
+        TrainingError: it is not a scalar tensor that depends on the parameters.
+    """
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    if loss is None and not isinstance(output, Mapping):
+        return None
+    if not isinstance(loss, Tensor):
+        raise TrainingError(
+            "training_step",
+            output,
+            f"returned {'a dict without a tensor under' if isinstance(output, Mapping) else 'no loss tensor:'} 'loss'",
+            "Return the loss as a 0-dim tensor, or {'loss': loss}",
+        )
+    if loss.numel() != 1:
+        raise TrainingError(
+            "training_step", tuple(loss.shape), "the loss is not a scalar", "Reduce it, e.g. return loss.mean()"
+        )
+    if not loss.requires_grad:
+        raise TrainingError(
+            "training_step",
+            loss,
+            "the loss does not depend on any parameter that requires a gradient",
+            "Do not detach it, and leave some parameters unfrozen",
+        )
+    return loss

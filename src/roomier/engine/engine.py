@@ -1,0 +1,85 @@
+"""Engine: the one thing that varies at step time."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+Step = Callable[[Any], Any]
+"""Takes a batch on the device; returns the loss, a mapping with the key ``"loss"``, or None to leave it out."""
+
+
+@dataclass
+class StepHooks:
+    """What the training loop wants called inside ``forward_backward``; empty costs nothing.
+
+    Attributes:
+        zero_grad: called in place of ``optimizer.zero_grad()`` after the first forward of a window, where
+            Lightning documents it; None frees the gradients before that forward, which lowers the peak.
+        backward: called in place of ``loss.backward()``.
+        transfer: called in place of the move to the device.
+        batch_start: called with each micro-batch on the device, before its forward.
+        batch_end: called after the backward of each micro-batch but the last, whose end comes after the update.
+    """
+
+    before_backward: tuple[Callable[[Tensor], Any], ...] = ()
+    after_backward: tuple[Callable[[], Any], ...] = ()
+    zero_grad: Callable[[Optimizer], Any] | None = None
+    backward: Callable[..., Any] | None = None
+    transfer: Callable[[Any], Any] | None = None
+    batch_start: Callable[[Any], Any] | None = None
+    batch_end: Callable[[], Any] | None = None
+
+
+class Engine(Protocol):
+    """Runs optimizer steps of one module under one Plan."""
+
+    module: nn.Module
+    optimizers: list[Optimizer]
+    device: torch.device
+    hooks: StepHooks
+
+    def forward_backward(self, step: Step, batches: Sequence[Any]) -> Tensor | None:
+        """Gradients of one optimizer step from its micro-batches, as if they were one batch.
+
+        Args:
+            step: computes the loss of one micro-batch.
+            batches: the micro-batches as the loader gave them.
+
+        Returns:
+            The loss of the whole batch (0-dim, detached, on the device); None where every step returned None.
+        """
+        ...
+
+    def move(self, batch: Any) -> Any:
+        """``batch`` on the device, in the dtype of the weights where the precision asks for it."""
+        ...
+
+    def forward(self, step: Step, batch: Any) -> Any:
+        """``step`` on a moved ``batch`` in the precision of the Plan, without a backward (evaluation, manual mode)."""
+        ...
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """The backward of one loss, for manual optimization."""
+        ...
+
+    def clip(
+        self, max_norm: float | None = None, algorithm: str | None = None, *, optimizer: Optimizer | None = None
+    ) -> Tensor | None:
+        """Clip the gradients; by default as the Plan says. Returns their norm before (``"norm"`` only)."""
+        ...
+
+    def step(self, optimizer: Optimizer | None = None, closure: Any = None) -> None:
+        """Update the parameters."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """Weights, optimizer states and loss scale by fully qualified name; tensors are not copied."""
+        ...
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Put back what :meth:`state` gave; weights are copied in place."""
+        ...

@@ -1,0 +1,85 @@
+"""Optimizer states by parameter name, so that a checkpoint does not know the order or layout that wrote it."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from roomier.core.errors import CheckpointError
+
+
+def parameter_names(module: nn.Module) -> dict[nn.Parameter, str]:
+    """The fully qualified name of each parameter; a tied one has the first of its names."""
+    names: dict[nn.Parameter, str] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, name)
+    return names
+
+
+def optimizer_state(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> dict[str, Any]:
+    """``{"state": {name: {...}}, "param_groups": [{..., "params": [name, ...]}]}``; tensors are not copied."""
+    packed = optimizer.state_dict()
+    named = _names_by_index(optimizer, names)
+    groups = [{**group, "params": [named[index] for index in group["params"]]} for group in packed["param_groups"]]
+    return {"state": {named[index]: state for index, state in packed["state"].items()}, "param_groups": groups}
+
+
+def load_optimizer(optimizer: Optimizer, saved: Mapping[str, Any], names: Mapping[nn.Parameter, str]) -> None:
+    """Put ``saved`` (from :func:`optimizer_state`) back.
+
+    Raises:
+        CheckpointError: the optimizer has other parameters or groups than the saved one.
+    """
+    named = _names_by_index(optimizer, names)
+    groups = optimizer.state_dict()["param_groups"]
+    now = [[named[index] for index in group["params"]] for group in groups]
+    then = [list(group["params"]) for group in saved["param_groups"]]
+    if now != then:
+        differing = sorted({name for group in now for name in group} ^ {name for group in then for name in group})
+        raise CheckpointError(
+            "optimizer",
+            type(optimizer).__name__,
+            f"its parameter groups are not those of the checkpoint (differing: {differing[:5] or 'their order'})",
+            "Build the optimizer as in the run that was saved, or load the weights alone",
+        )
+    index_of = {name: index for index, name in named.items()}
+    packed = {
+        "state": {index_of[name]: state for name, state in saved["state"].items()},
+        "param_groups": [
+            {**group, "params": indices["params"]} for group, indices in zip(saved["param_groups"], groups, strict=True)
+        ],
+    }
+    if type(optimizer).load_state_dict is not Optimizer.load_state_dict:
+        optimizer.load_state_dict(packed)
+    else:
+        _load_as_saved(optimizer, packed)
+
+
+def _load_as_saved(optimizer: Optimizer, packed: Mapping[str, Any]) -> None:
+    # Optimizer.load_state_dict casts every state to the dtype of its parameter; an fp32 state of a bf16 weight
+    # would lose its low bits, and a resume would not be exact.
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for group, saved in zip(optimizer.param_groups, packed["param_groups"], strict=True):
+        group.update({key: value for key, value in saved.items() if key != "params"})
+    on_device = {id(p) for group in optimizer.param_groups for p in group["params"] if _counts_on_device(group)}
+    optimizer.state.clear()
+    for index, state in packed["state"].items():
+        parameter = parameters[index]
+        # torch keeps step counts on the host unless the kernel reads them on the device.
+        count_device = parameter.device if id(parameter) in on_device else torch.device("cpu")
+        optimizer.state[parameter] = {
+            key: value.to(count_device if key == "step" else parameter.device) if isinstance(value, Tensor) else value
+            for key, value in state.items()
+        }
+
+
+def _counts_on_device(group: Mapping[str, Any]) -> bool:
+    return bool(group.get("fused") or group.get("capturable"))
+
+
+def _names_by_index(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> dict[int, str]:
+    # state_dict() numbers parameters in the order of the groups.
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    return {index: names.get(p, f"<parameter {index} outside the module>") for index, p in enumerate(parameters)}

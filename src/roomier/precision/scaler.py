@@ -1,0 +1,53 @@
+"""Loss scaling for 16-mixed: torch's GradScaler, with the skipped steps counted where they happen."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+
+from roomier.core import torch_private
+
+
+class LossScaler:
+    """Scales the loss up, gradients down, and leaves out a step whose gradients are not finite.
+
+    Dynamic loss scaling as in "Mixed Precision Training" (Micikevicius et al. 2018, section 3.2). With a fused
+    optimizer the step is left out on the device and the host never waits; with any other, torch reads one flag
+    on the host at each step. Skipped steps are counted on the device in ``num_skipped``.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._scaler = GradScaler(device.type)
+        self.num_skipped = torch.zeros((), dtype=torch.float32, device=device)
+
+    def scale(self, loss: Tensor) -> Tensor:
+        return self._scaler.scale(loss)
+
+    def unscale(self, optimizer: Optimizer) -> None:
+        """Bring the gradients back to their size; once per step and optimizer."""
+        self._scaler.unscale_(optimizer)
+
+    def step(self, optimizer: Optimizer, closure: Any = None) -> None:
+        assert closure is None, "a closure computes gradients anew, behind the scaler's back"
+        self._scaler.step(optimizer)
+        for flag in torch_private.found_inf(self._scaler, optimizer):
+            self.num_skipped += flag
+
+    def update(self) -> None:
+        """Adapt the scale; once per step, after all optimizers."""
+        self._scaler.update()
+
+    @property
+    def scale_factor(self) -> Tensor | None:
+        """The scale on its device; None before the first loss."""
+        return torch_private.scale_of(self._scaler)
+
+    def state(self) -> dict[str, Any]:
+        return {**self._scaler.state_dict(), "num_skipped": self.num_skipped.clone()}
+
+    def load(self, state: dict[str, Any]) -> None:
+        state = dict(state)
+        self.num_skipped.copy_(state.pop("num_skipped"))
+        self._scaler.load_state_dict(state)

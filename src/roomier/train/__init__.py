@@ -1,0 +1,1 @@
+"""The loop, evaluation, and the state of a run."""

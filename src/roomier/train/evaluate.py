@@ -1,0 +1,146 @@
+"""The evaluation loop: one for validate, test and predict."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import nn
+
+from roomier.core.rng import rng_state, set_rng_state
+from roomier.data.source import Source
+from roomier.train.run import Run, call
+from roomier.train.step import num_step_arguments, transfer_of
+
+STEP_NAMES = {"validation": "validation_step", "test": "test_step", "predict": "predict_step"}
+
+
+class EvaluationCutError(Exception):
+    """A signal came during an evaluation; what it measured so far is dropped."""
+
+
+def evaluate(run: Run, stage: str, sources: Sequence[Source], limits: Sequence[float]) -> list[list[Any]]:
+    """One pass over ``sources`` in evaluation mode, without gradients.
+
+    Args:
+        stage: ``"validation"``, ``"test"`` or ``"predict"``.
+        limits: how many batches of each source at the most.
+
+    Returns:
+        What the step returned for each batch, a list a source; kept for ``"predict"`` only.
+
+    Raises:
+        EvaluationCutError: a signal asked the run to stop.
+    """
+    module, hooks, results = run.module, run.hooks, run.results
+    outer_stage, results.stage, results.is_in_batch = results.stage, stage, False
+    kept: list[list[Any]] = []
+    try:
+        with evaluation_mode(module, run.options.inference_mode):
+            call(getattr(hooks, f"on_{stage}_start"))
+            call(getattr(hooks, f"on_{stage}_epoch_start"))
+            for index, (source, limit) in enumerate(zip(sources, limits, strict=True)):
+                results.dataloader_idx = index if len(sources) > 1 else None
+                outputs = _evaluate_source(run, stage, source, limit, index if len(sources) > 1 else None)
+                kept.append(outputs)
+            results.dataloader_idx, results.is_in_batch = None, False
+            call(getattr(hooks, f"on_{stage}_epoch_end"))
+            metrics = results.end_epoch(stage)
+            if not run.trainer.sanity_checking:
+                run.log_metrics(metrics)
+            call(getattr(hooks, f"on_{stage}_end"))
+    except EvaluationCutError:
+        results.abandon(stage)
+        raise
+    finally:
+        results.stage, results.dataloader_idx, results.is_in_batch = outer_stage, None, False
+    return kept
+
+
+def _evaluate_source(run: Run, stage: str, source: Source, limit: float, dataloader_idx: int | None) -> list[Any]:
+    module, results, engine = run.module, run.results, run.engine
+    starts = getattr(run.hooks, f"on_{stage}_batch_start")
+    ends = getattr(run.hooks, f"on_{stage}_batch_end")
+    step = getattr(module, STEP_NAMES[stage])
+    num_arguments = num_step_arguments(step)
+    last = () if dataloader_idx is None else (dataloader_idx,)
+    outer_transfer, engine.hooks.transfer = (
+        engine.hooks.transfer,
+        transfer_of(module, engine.device, dataloader_idx or 0),
+    )
+    kept = []
+    try:
+        for batch_idx, host_batch in enumerate(islice(source.start(0), None if limit == float("inf") else int(limit))):
+            if run.stop.received is not None:
+                raise EvaluationCutError
+            batch = results.batch = engine.move(host_batch)
+            for hook in starts:
+                hook(batch, batch_idx, *last)
+            arguments = (batch_idx, *last)[: num_arguments - 1]
+            results.is_in_batch = True
+            output = engine.forward(partial(_with_index, step, arguments), batch)
+            for hook in ends:
+                hook(output, batch, batch_idx, *last)
+            if stage == "predict" and run.keeps_predictions:
+                kept.append(output)
+    finally:
+        results.batch = None
+        engine.hooks.transfer = outer_transfer
+    return kept
+
+
+def _with_index(step: Callable[..., Any], rest: tuple[int, ...], batch: Any) -> Any:
+    return step(batch, *rest)
+
+
+def validate_within_fit(run: Run) -> None:
+    """The validation that is due in a fit; cut off by a signal, it is put off to the run that goes on.
+
+    It leaves the random states as it found them: training does not depend on how often it is validated.
+    """
+    trainer, progress = run.trainer, run.progress
+    progress.is_validation_due = True
+    if run.stop.received is not None:
+        return
+    with trainer.in_stage("validating"), preserved_rng():
+        try:
+            evaluate(run, "validation", run.val_sources, run.val_limits)
+        except EvaluationCutError:
+            return
+    progress.is_validation_due = False
+
+
+def sanity_check(run: Run, num_batches: float) -> None:
+    """A few validation batches before training, so that a mistake there shows now and not after an epoch."""
+    with run.trainer.in_stage("sanity_checking"), preserved_rng():
+        call(run.hooks.on_sanity_check_start)
+        limits = [min(limit, num_batches) for limit in run.val_limits]
+        evaluate(run, "validation", run.val_sources, limits)
+        call(run.hooks.on_sanity_check_end)
+    run.results.forget_epochs()
+
+
+@contextmanager
+def evaluation_mode(module: nn.Module, inference_mode: bool) -> Iterator[None]:
+    """No gradients, and ``eval()``; each submodule gets back the mode it had."""
+    training = [each for each in module.modules() if each.training]
+    module.eval()
+    try:
+        with torch.inference_mode() if inference_mode else torch.no_grad():
+            yield
+    finally:
+        for each in training:
+            each.training = True
+
+
+@contextmanager
+def preserved_rng() -> Iterator[None]:
+    state = rng_state()
+    try:
+        yield
+    finally:
+        set_rng_state(state)

@@ -1,0 +1,145 @@
+"""The training loop, top to bottom."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any
+
+from torch import Tensor
+
+from roomier.train.evaluate import validate_within_fit
+from roomier.train.run import Run, call
+from roomier.train.save import save_point
+from roomier.train.step import TrainingStep, install_step_hooks, update_of
+
+
+def fit(run: Run) -> None:
+    """Train until a limit, a callback or a signal says so.
+
+    For each epoch, for each optimizer step: gradients of its micro-batches, clip, update, schedule, log,
+    validate if due; then the save point, the one place where a checkpoint is taken and where training ends.
+    """
+    engine, hooks, progress, results, schedulers = run.engine, run.hooks, run.progress, run.results, run.schedulers
+    step, update = TrainingStep(run), update_of(run)
+    install_step_hooks(run, step)
+    is_automatic = run.module.automatic_optimization
+    forward_backward = engine.forward_backward if is_automatic else manual_step(run)
+    log_interval = run.options.log_every_n_steps
+
+    is_over = run.is_over()
+    call(hooks.on_train_start)
+    if progress.is_validation_due and not is_over:  # a signal cut it off in the run before
+        validate_within_fit(run)
+
+    while not is_over:
+        batches = run.source.start(progress.epoch)
+        if progress.batch_idx == 0:
+            call(hooks.on_train_epoch_start)
+        progress.batch_idx = run.source.num_batches_done  # a resumed epoch goes on behind them
+
+        for window in windows(run, batches, step):
+            run.is_in_step = True
+            first_batch, first_step = progress.batch_idx, progress.global_step
+            step.start_window(first_batch)
+            loss = forward_backward(step, window)
+            if loss is not None:
+                run.last_loss = loss
+                update()
+                progress.global_step += 1
+                if schedulers.steps_each_step:
+                    schedulers.step("step", progress.global_step, results)
+            progress.batch_idx += len(window)
+            progress.num_batches += len(window)
+            step.end()
+            if run.profiler is not None:
+                run.profiler.step()
+            if progress.global_step // log_interval > first_step // log_interval:
+                log_step(run)
+            if is_validation_due(run, first_batch):
+                validate_within_fit(run)
+            if (progress.batch_idx < run.num_training_batches or run.stop.received) and (is_over := save_point(run)):
+                break
+
+        if not is_over:
+            end_epoch(run)
+            is_over = save_point(run)
+
+    if progress.batch_idx and run.stop.received is None:  # ended within an epoch: tell what was measured in it
+        call(hooks.on_train_epoch_end)
+        run.log_metrics(results.end_epoch("train"))
+    if run.stop.received is None:
+        call(hooks.on_train_end)
+
+
+def windows(run: Run, batches: Iterator[Any], step: TrainingStep) -> Iterator[list[Any]]:
+    """The micro-batches of one optimizer step after another, until the epoch is over; the last may be fewer."""
+    size, progress = run.plan.batch.accumulate_grad_batches, run.progress
+    step.skips_epoch = False
+    while progress.batch_idx < run.num_training_batches and not step.skips_epoch:
+        window = list(islice(batches, int(min(size, run.num_training_batches - progress.batch_idx))))
+        if not window:
+            return
+        yield window
+
+
+def manual_step(run: Run) -> Callable[[TrainingStep, list[Any]], Tensor | None]:
+    """``forward_backward`` of a module that optimizes by hand: its training_step does all of it."""
+
+    def forward(step: TrainingStep, window: list[Any]) -> None:
+        batch = run.engine.move(window[0])
+        step.start(batch)
+        output = run.engine.forward(step, batch)
+        loss = output.get("loss") if isinstance(output, dict) else output
+        if isinstance(loss, Tensor):
+            run.last_loss = loss.detach()
+
+    return forward
+
+
+def log_step(run: Run) -> None:
+    """Write the row of a log step; the one place where the host waits for the device."""
+    run.check_finite("at a log step")
+    row = run.results.step_values()
+    if run.last_loss is not None:
+        row.setdefault("loss", run.last_loss)
+    if run.engine.scaler is not None:
+        row["num_skipped_steps"] = run.engine.scaler.num_skipped
+    run.log_metrics(row)
+
+
+def is_validation_due(run: Run, first_batch: int) -> bool:
+    """Whether the batches since ``first_batch`` crossed the point where validation is due."""
+    if not run.val_sources:
+        return False
+    progress, every_n_epoch = run.progress, run.options.check_val_every_n_epoch
+    if every_n_epoch is None:
+        done = progress.num_batches
+        return done // run.val_interval > (done - progress.batch_idx + first_batch) // run.val_interval
+    if (progress.epoch + 1) % every_n_epoch:
+        return False
+    return progress.batch_idx // run.val_interval > first_batch // run.val_interval
+
+
+def end_epoch(run: Run) -> None:
+    """Everything that comes after the last step of an epoch."""
+    progress, results = run.progress, run.results
+    if run.num_training_batches == float("inf") and is_validation_due_at_end(run):
+        validate_within_fit(run)
+    call(run.hooks.on_train_epoch_end)
+    run.log_metrics(results.end_epoch("train"))
+    if run.module.automatic_optimization:
+        run.schedulers.step("epoch", progress.epoch + 1, results)
+    progress.epoch += 1
+    progress.batch_idx = 0
+
+
+def is_validation_due_at_end(run: Run) -> bool:
+    """For a loader without a length, whose end shows only when it comes."""
+    every_n_epoch = run.options.check_val_every_n_epoch
+    return bool(
+        run.val_sources
+        and run.val_interval == float("inf")
+        and every_n_epoch is not None
+        and (run.progress.epoch + 1) % every_n_epoch == 0
+    )

@@ -1,0 +1,177 @@
+"""How long a run is and what it does along the way: the Trainer keywords that are not part of the Plan."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from roomier.core.errors import RoomierError
+from roomier.core.log import notice
+from roomier.core.units import parse_duration_s
+
+DEFAULT_MAX_EPOCHS = 1000
+
+
+@dataclass(frozen=True)
+class LoopOptions:
+    """Checked when made; the names are the Trainer's and mean what Lightning documents."""
+
+    max_epochs: int | None = None
+    min_epochs: int | None = None
+    max_steps: int = -1
+    min_steps: int | None = None
+    max_time: str | timedelta | dict[str, int] | None = None
+    limit_train_batches: int | float | None = None
+    limit_val_batches: int | float | None = None
+    limit_test_batches: int | float | None = None
+    limit_predict_batches: int | float | None = None
+    overfit_batches: int | float = 0.0
+    fast_dev_run: int | bool = False
+    val_check_interval: int | float | None = None
+    check_val_every_n_epoch: int | None = 1
+    num_sanity_val_steps: int = 2
+    log_every_n_steps: int = 50
+    inference_mode: bool = True
+    deterministic: bool | str | None = None
+    benchmark: bool | None = None
+    detect_anomaly: bool = False
+    profiler: Any = None
+    default_root_dir: str | Path | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_epochs", "min_epochs", "min_steps", "check_val_every_n_epoch"):
+            _check_count(name, getattr(self, name), minimum=-1 if name == "max_epochs" else 0, optional=True)
+        _check_count("max_steps", self.max_steps, minimum=-1)
+        _check_count("num_sanity_val_steps", self.num_sanity_val_steps, minimum=-1)
+        _check_count("log_every_n_steps", self.log_every_n_steps, minimum=1)
+        if self.check_val_every_n_epoch == 0:
+            raise RoomierError(
+                "check_val_every_n_epoch", 0, "is not positive", "Use 1 or more, or None to count batches"
+            )
+        for stage in ("train", "val", "test", "predict"):
+            _check_limit(f"limit_{stage}_batches", getattr(self, f"limit_{stage}_batches"))
+        _check_limit("overfit_batches", self.overfit_batches)
+        _check_limit("val_check_interval", self.val_check_interval)
+        if self.val_check_interval == 0:
+            raise RoomierError(
+                "val_check_interval", 0, "is not positive", "Use limit_val_batches=0 to turn validation off"
+            )
+        if self.check_val_every_n_epoch is None and not _is_count(self.val_check_interval):
+            raise RoomierError(
+                "val_check_interval",
+                self.val_check_interval,
+                "counts batches across epochs when check_val_every_n_epoch=None",
+                "Give it as an integer",
+            )
+        if not isinstance(self.fast_dev_run, (bool, int)) or self.fast_dev_run < 0:
+            raise RoomierError(
+                "fast_dev_run", self.fast_dev_run, "is neither a flag nor a count", "Use True or a number"
+            )
+        if self.deterministic not in (None, True, False, "warn"):
+            raise RoomierError("deterministic", self.deterministic, "is unknown", "Use True, False or 'warn'")
+        if self.max_time is not None:
+            parse_duration_s("max_time", self.max_time)
+        if self.default_root_dir is not None and not isinstance(self.default_root_dir, (str, Path)):
+            raise RoomierError("default_root_dir", self.default_root_dir, "is not a path", "Pass a string or a Path")
+
+    @property
+    def num_dev_batches(self) -> int:
+        """Batches of a fast development run; 0 where it is none."""
+        return int(self.fast_dev_run)
+
+    @property
+    def max_time_s(self) -> float | None:
+        return None if self.max_time is None else parse_duration_s("max_time", self.max_time)
+
+    def epoch_limit(self) -> float:
+        """The number of epochs after which training ends; infinite where steps or time decide."""
+        if self.num_dev_batches:
+            return 1
+        if self.max_epochs is not None:
+            return math.inf if self.max_epochs == -1 else self.max_epochs
+        if self.max_steps != -1 or self.max_time is not None:
+            return math.inf
+        notice(f"neither max_epochs, max_steps nor max_time is set: training for {DEFAULT_MAX_EPOCHS} epochs")
+        return DEFAULT_MAX_EPOCHS
+
+    def step_limit(self) -> float:
+        if self.num_dev_batches:
+            return self.num_dev_batches
+        return math.inf if self.max_steps == -1 else self.max_steps
+
+    def limit_batches(self, stage: str, num_batches: float) -> float:
+        """How many of ``num_batches`` (infinite where unknown) one epoch of ``stage`` takes.
+
+        Raises:
+            RoomierError: a fraction of an unknown number was asked for, or of so few that none is left.
+        """
+        if self.num_dev_batches:
+            return min(self.num_dev_batches, num_batches)
+        field = f"limit_{stage}_batches"
+        limit = getattr(self, field)
+        if stage in ("train", "val") and self.overfit_batches:
+            field, limit = "overfit_batches", self.overfit_batches
+        if limit is None:
+            return num_batches
+        if isinstance(limit, int):
+            return min(limit, num_batches)
+        return self._fraction(field, limit, num_batches)
+
+    def val_interval(self, num_train_batches: float) -> float:
+        """Validation is due after every so many training batches of an epoch; infinite: at its end."""
+        interval = self.val_check_interval
+        if interval is None or (interval == 1.0 and isinstance(interval, float)):
+            return num_train_batches
+        if isinstance(interval, int):
+            if interval > num_train_batches and self.check_val_every_n_epoch is not None:
+                raise RoomierError(
+                    "val_check_interval",
+                    interval,
+                    f"an epoch has only {num_train_batches:.0f} training batches",
+                    "Use fewer, or check_val_every_n_epoch=None to count across epochs",
+                )
+            return interval
+        return self._fraction("val_check_interval", interval, num_train_batches)
+
+    @staticmethod
+    def _fraction(field: str, fraction: float, num_batches: float) -> float:
+        if fraction == 1.0 or fraction == 0.0:
+            return num_batches * fraction if math.isfinite(num_batches) else (num_batches if fraction else 0)
+        if not math.isfinite(num_batches):
+            raise RoomierError(
+                field, fraction, "is a fraction of a loader without a length", "Give a number of batches"
+            )
+        count = int(num_batches * fraction)
+        if count == 0:
+            raise RoomierError(
+                field,
+                fraction,
+                f"leaves no batch of {num_batches:.0f}",
+                f"Use at least {1 / num_batches:.3g}, or a number of batches",
+            )
+        return count
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check_count(field: str, value: object, *, minimum: int, optional: bool = False) -> None:
+    if value is None and optional:
+        return
+    if not _is_count(value) or value < minimum:  # type: ignore[operator]
+        none = ", or None" if optional else ""
+        raise RoomierError(field, value, "is not a number it can be", f"Use an integer of {minimum} or more{none}")
+
+
+def _check_limit(field: str, value: object) -> None:
+    if value is None:
+        return
+    is_fraction = isinstance(value, float) and 0.0 <= value <= 1.0
+    if not is_fraction and not (_is_count(value) and value >= 0):  # type: ignore[operator]
+        raise RoomierError(
+            field, value, "is neither a count nor a fraction", "Use an integer of 0 or more, or a float in [0.0, 1.0]"
+        )

@@ -1,0 +1,146 @@
+"""Going on from a checkpoint: which one, and how its state comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from roomier import checkpoint
+from roomier.core.errors import CheckpointError
+from roomier.core.log import notice
+from roomier.core.rng import set_rng_state
+from roomier.plan import Plan
+from roomier.train.run import Run
+
+RUN_FOLDERS = "version_*"
+
+
+def resolve_checkpoint(ckpt_path: str | Path | None, root: Path, best_path: str | None) -> Path | None:
+    """The checkpoint that ``ckpt_path`` means.
+
+    Args:
+        ckpt_path: a checkpoint folder; ``"last"``, the newest complete one under ``root``, or none with a notice;
+            ``"best"``, that of the ModelCheckpoint; None for none.
+
+    Raises:
+        CheckpointError: it is not there.
+    """
+    if ckpt_path is None:
+        return None
+    if ckpt_path == "last":
+        found = checkpoint.find_last(root) if root.exists() else None
+        if found is None:
+            notice(f"ckpt_path='last': no complete checkpoint under {root}; starting from step 0")
+        return found
+    if ckpt_path == "best":
+        if not best_path:
+            raise CheckpointError(
+                "ckpt_path", "best", "no ModelCheckpoint of this Trainer has kept one", "Pass the path of a checkpoint"
+            )
+        return Path(best_path)
+    if not isinstance(ckpt_path, (str, Path)):
+        raise CheckpointError("ckpt_path", ckpt_path, "is not a path", "Pass a checkpoint folder, 'last' or 'best'")
+    return Path(ckpt_path)
+
+
+def restore_weights(run: Run, path: Path) -> None:
+    """Fill the weights of the module from ``path``; nothing else of the checkpoint is read."""
+    checkpoint.load(path, into={"module": run.engine.state()["module"]}, only=("module",))
+
+
+def restore(run: Run, path: Path) -> None:
+    """Bring ``run`` to the point where ``path`` was taken.
+
+    The weights are filled in place and optimizer states go to their device one by one: a resume needs no more
+    memory than the training it goes on with.
+
+    Raises:
+        CheckpointError: damaged, of another model or optimizer, or saved with weights only.
+    """
+    stored = checkpoint.peek(path)
+    _check_complete(path, stored)
+    _tell_differences(stored, run.plan)
+    state = checkpoint.load(path, into={"module": run.engine.state()["module"]})
+    _check_counts(path, state, run)
+    run.engine.load(state)
+    run.progress.load(state["progress"])
+    run.schedulers.load(state["schedulers"])
+    device = run.engine.device
+    run.results.load(state["results"], lambda value: value.to(device) if isinstance(value, Tensor) else value)
+    run.source.load_state_dict(state["data"])
+    if run.trainer.datamodule is not None:
+        run.trainer.datamodule.load_state_dict(state["datamodule"])
+    _restore_callbacks(run, state["callbacks"])
+    run.module.on_load_checkpoint(state)
+    for callback in run.trainer.callbacks:
+        callback.on_load_checkpoint(run.trainer, run.module, state)
+    run.saved_step = run.progress.global_step
+    set_rng_state(state["random"]["0"])
+
+
+def _restore_callbacks(run: Run, states: Mapping[str, Any]) -> None:
+    left = dict(states)
+    for callback in run.trainer.callbacks:
+        if callback.state_key in left:
+            callback.load_state_dict(left.pop(callback.state_key))
+    for key in (key for key, state in left.items() if state):
+        notice(f"the checkpoint has a state of callback {key!r}, which this Trainer does not have; it is left out")
+
+
+def _check_complete(path: Path, stored: Mapping[str, Any]) -> None:
+    needed = ("module", "optimizers", "progress", "schedulers", "random", "data", "callbacks", "results")
+    missing = [key for key in needed if key not in stored]
+    if missing:
+        raise CheckpointError(
+            "ckpt_path",
+            str(path),
+            f"holds no {', '.join(missing)}: it was saved with weights only",
+            "Load it with Module.load_from_checkpoint and start a new fit",
+        )
+
+
+def _check_counts(path: Path, state: Mapping[str, Any], run: Run) -> None:
+    for name, now in (("optimizers", run.engine.optimizers), ("schedulers", run.schedulers.configs)):
+        if len(state[name]) != len(now):
+            raise CheckpointError(
+                "ckpt_path",
+                str(path),
+                f"it has {len(state[name])} {name}, this run {len(now)}",
+                "Configure the optimizers as in the run that was saved",
+            )
+
+
+def _tell_differences(stored: Mapping[str, Any], plan: Plan) -> None:
+    differences = Plan.from_dict(stored["plan"]).diff(plan)
+    if differences:
+        notice("the plan is not that of the checkpoint: " + "; ".join(map(str, differences)))
+
+
+def run_folder(root: Path, resumed: Path | None) -> Path:
+    """The folder of a run: that of the checkpoint it goes on from, else a new ``version_N`` under ``root``.
+
+    Raises:
+        CheckpointError: it cannot be made.
+    """
+    if resumed is not None and resumed.parent.parent.parent.resolve() == root.resolve():
+        return resumed.parent.parent
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        while True:
+            taken = [int(p.name[8:]) for p in root.glob(RUN_FOLDERS) if p.name[8:].isdecimal()]
+            folder = root / f"version_{max(taken, default=-1) + 1}"
+            try:
+                folder.mkdir()
+                return folder
+            except FileExistsError:  # another process was quicker
+                continue
+    except OSError as error:
+        raise CheckpointError(
+            "default_root_dir",
+            str(root),
+            f"no run folder can be made there ({error.strerror})",
+            "Pass a folder you can write to",
+        ) from error

@@ -1,0 +1,125 @@
+"""Run: everything one call of fit, validate, test or predict works with."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from roomier.api.hooks import HookTable
+from roomier.api.module import Module
+from roomier.core.errors import TrainingError
+from roomier.data.source import Source
+from roomier.engine.eager import EagerEngine
+from roomier.loggers.group import LoggerGroup
+from roomier.plan import Plan
+from roomier.train.options import LoopOptions
+from roomier.train.progress import Progress
+from roomier.train.results import Results
+from roomier.train.schedulers import Schedulers
+from roomier.train.signals import GracefulStop
+
+if TYPE_CHECKING:
+    from roomier.trainer import Trainer
+
+
+@dataclass
+class Run:
+    """Made by :mod:`roomier.train.session`, worked through by the loops; plain data and a few questions to it.
+
+    Attributes:
+        deferred_saves: checkpoints asked for from a hook, written at the next save point.
+        is_in_step: between two save points, where the state of a run is not one to resume from.
+        is_finishing: the save point that is running is the last one.
+        saved_step: the step of the newest checkpoint this run wrote or was resumed from.
+        last_loss: loss of the last optimizer step (0-dim, on the device).
+    """
+
+    trainer: Trainer
+    module: Module
+    plan: Plan
+    options: LoopOptions
+    engine: EagerEngine
+    hooks: HookTable
+    schedulers: Schedulers
+    results: Results
+    loggers: LoggerGroup
+    stop: GracefulStop
+    folder: Path | None
+    progress: Progress = field(default_factory=Progress)
+    train_source: Source | None = None
+    val_sources: Sequence[Source] = ()
+    val_limits: Sequence[float] = ()
+    keeps_predictions: bool = True
+    num_training_batches: float = 0
+    val_interval: float = math.inf
+    deferred_saves: list[tuple[Path, bool]] = field(default_factory=list)
+    is_in_step: bool = False
+    is_finishing: bool = False
+    saved_step: int | None = None
+    profiler: torch.profiler.profile | None = None
+    last_loss: Tensor | None = None
+    started_s: float = field(default_factory=time.monotonic)
+    epoch_limit: float = math.inf
+    step_limit: float = math.inf
+
+    @property
+    def source(self) -> Source:
+        """The training data of a fit."""
+        assert self.train_source is not None
+        return self.train_source
+
+    def is_over(self) -> bool:
+        """Whether training ends at this save point."""
+        progress, options = self.progress, self.options
+        if self.stop.received is not None:
+            return True
+        if progress.global_step >= self.step_limit or progress.epoch >= self.epoch_limit:
+            return True
+        max_time_s = options.max_time_s
+        is_asked = self.trainer.should_stop or (
+            max_time_s is not None and time.monotonic() - self.started_s >= max_time_s
+        )
+        has_minimum = progress.epoch >= (options.min_epochs or 0) and progress.global_step >= (options.min_steps or 0)
+        return is_asked and has_minimum
+
+    def log_metrics(self, metrics: dict[str, Any]) -> None:
+        """Write one row to the loggers at the current step. Here, and only here, values leave their device."""
+        row = {name: float(value) for name, value in metrics.items()}
+        self.trainer.logged_metrics.update(row)
+        if self.loggers.loggers:
+            self.loggers.log_metrics({"epoch": self.progress.epoch, **row}, self.progress.global_step)
+
+    def check_finite(self, where: str) -> None:
+        """Stop before a loss that is no number reaches a log row or a checkpoint.
+
+        Raises:
+            TrainingError: the last loss is not finite, and no loss scale is there to deal with it.
+        """
+        if self.last_loss is None or self.engine.scaler is not None or bool(torch.isfinite(self.last_loss)):
+            return
+        raise TrainingError(
+            "loss",
+            float(self.last_loss),
+            f"is not finite at step {self.progress.global_step} ({where}; it is looked at every "
+            f"log_every_n_steps={self.options.log_every_n_steps} steps and before each checkpoint)",
+            f"{self._way_back()}Lower the learning rate, set gradient_clip_val, or find the operation with "
+            "Trainer(detect_anomaly=True)",
+        )
+
+    def _way_back(self) -> str:
+        if self.saved_step is None:
+            return "No checkpoint was written yet. "
+        return f"The checkpoint of step {self.saved_step} is untouched: fit(ckpt_path='last') goes on from it. "
+
+
+def call(hooks: Sequence[Callable[..., Any]], *arguments: Any) -> None:
+    """Each of ``hooks``, in order."""
+    for hook in hooks:
+        hook(*arguments)

@@ -1,0 +1,62 @@
+"""When learning-rate schedulers step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from roomier.api.hooks import overrides
+from roomier.api.module import Module
+from roomier.core.errors import TrainingError, did_you_mean
+from roomier.core.log import notice
+from roomier.optim.configured import LRSchedulerConfig
+from roomier.train.results import Results
+
+
+class Schedulers:
+    """The schedulers of a run, stepped as their configuration says."""
+
+    def __init__(self, module: Module, configs: Sequence[LRSchedulerConfig]) -> None:
+        self.configs = list(configs)
+        self._module = module
+        self._calls_module = overrides(module, "lr_scheduler_step", Module)
+        self.steps_each_step = any(config.interval == "step" for config in self.configs)
+
+    def step(self, interval: Literal["step", "epoch"], count: int, results: Results) -> None:
+        """Step those whose turn it is after ``count`` intervals; ``results`` holds what a plateau may watch."""
+        for config in self.configs:
+            if config.interval != interval or count % config.frequency:
+                continue
+            metric = None
+            if config.reduce_on_plateau:
+                metrics = results.callback_metrics
+                if config.monitor not in metrics:
+                    self._miss(config, metrics)
+                    continue
+                metric = metrics[config.monitor]
+            if self._calls_module:
+                self._module.lr_scheduler_step(config.scheduler, metric)
+            elif metric is None:
+                config.scheduler.step()
+            else:
+                config.scheduler.step(metric)
+
+    @staticmethod
+    def _miss(config: LRSchedulerConfig, metrics: Mapping[str, Any]) -> None:
+        problem = f"{type(config.scheduler).__name__} watches it, but nothing of that name was logged"
+        action = did_you_mean(str(config.monitor), metrics) if metrics else "Log it with self.log before it is needed"
+        if config.strict:
+            raise TrainingError("monitor", config.monitor, problem, action)
+        notice(f"monitor={config.monitor!r}: {problem}; the scheduler does not step")
+
+    def state(self) -> list[dict[str, Any]]:
+        return [_plain(config.scheduler.state_dict()) for config in self.configs]
+
+    def load(self, states: Sequence[dict[str, Any]]) -> None:
+        for config, state in zip(self.configs, states, strict=True):
+            config.scheduler.load_state_dict(state)
+
+
+def _plain(state: dict[str, Any]) -> dict[str, Any]:
+    # Bound methods in a scheduler's __dict__ are made anew when it is built; a checkpoint holds data only.
+    return {key: value for key, value in state.items() if not callable(value)}

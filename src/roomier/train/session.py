@@ -1,0 +1,306 @@
+"""What comes before a loop and after it: data, hooks, engine, run folder, loggers, restore; and the way out."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from roomier.api.callback import Callback
+from roomier.api.datamodule import DataModule
+from roomier.api.forward import as_module
+from roomier.api.hooks import HookTable
+from roomier.api.module import Module
+from roomier.core.errors import DataError, RoomierError
+from roomier.data.loaders import as_loaders
+from roomier.data.source import Source
+from roomier.engine.build import build, configure
+from roomier.loggers.group import LoggerGroup
+from roomier.optim.configured import Configured
+from roomier.train.evaluate import sanity_check
+from roomier.train.manual import ManualOptimizer
+from roomier.train.restore import resolve_checkpoint, restore, restore_weights, run_folder
+from roomier.train.results import Results
+from roomier.train.run import Run, call
+from roomier.train.schedulers import Schedulers
+from roomier.train.settings import process_settings, profiled
+from roomier.train.signals import GracefulStop
+
+if TYPE_CHECKING:
+    from roomier.trainer import Trainer
+
+LOADER_NAMES = {"validate": "val", "test": "test", "predict": "predict"}
+FLAGS = {"fit": "training", "validate": "validating", "test": "testing", "predict": "predicting"}
+
+
+@contextmanager
+def session(
+    trainer: Trainer,
+    stage: str,
+    model: nn.Module,
+    loaders: dict[str, Any],
+    datamodule: DataModule | None,
+    ckpt_path: str | Path | None,
+) -> Iterator[Run]:
+    """A run of ``stage``, ready for its loop.
+
+    Args:
+        stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
+        loaders: what the user passed, by ``"train"``, ``"val"``, ``"test"``, ``"predict"``.
+
+    Raises:
+        SystemExit: SIGTERM or Ctrl-C ended the run at a save point (128 + the number of the signal).
+    """
+    module = as_module(model)
+    module.__dict__["_trainer"] = trainer
+    trainer.attach(module, datamodule)
+    status = "failed"
+    run: Run | None = None
+    try:
+        with ExitStack() as stack:
+            stop = stack.enter_context(GracefulStop())
+            stack.enter_context(process_settings(trainer.plan, trainer.options))
+            run = _open(trainer, stage, module, loaders, ckpt_path, stop)
+            run.profiler = stack.enter_context(profiled(trainer.options.profiler, run.folder))
+            stack.enter_context(trainer.in_stage(FLAGS[stage]))
+            yield run
+        status = "success" if stop.received is None else "interrupted"
+    except BaseException as error:
+        if run is not None:
+            call(run.hooks.on_exception, error)
+        raise
+    finally:
+        trainer.interrupted = status == "interrupted"
+        if run is not None:
+            run.loggers.finalize(status)
+        trainer.teardown(stage)
+    if stop.received is not None:
+        raise SystemExit(128 + stop.received)
+
+
+def start_fit(run: Run) -> None:
+    """What comes between the setup and the first step: the hooks, the plan in print, the sanity check."""
+    trainer = run.trainer
+    if trainer.is_global_zero:
+        print(run.plan.table({"device": str(run.engine.device)}), file=sys.stderr, flush=True)
+    call(run.hooks.on_fit_start)
+    num_batches = run.options.num_sanity_val_steps
+    is_fresh = run.progress.global_step == 0 and not run.options.num_dev_batches
+    if run.val_sources and num_batches and is_fresh:
+        sanity_check(run, math.inf if num_batches == -1 else num_batches)
+
+
+def end_fit(run: Run) -> None:
+    """The hooks after a fit that came to its end."""
+    if run.stop.received is None:
+        call(run.hooks.on_fit_end)
+
+
+def _open(
+    trainer: Trainer,
+    stage: str,
+    module: Module,
+    loaders: dict[str, Any],
+    ckpt_path: str | Path | None,
+    stop: GracefulStop,
+) -> Run:
+    options, plan = trainer.options, trainer.plan
+    root = Path(options.default_root_dir or "runs")
+    best = trainer.checkpoint_callback
+    path = resolve_checkpoint(ckpt_path, root, None if best is None else best.best_model_path)
+    is_fit = stage == "fit"
+    folder = run_folder(root, path) if is_fit and trainer.keeps_files else None
+    trainer.log_dir = str(folder or root)
+    _setup(trainer, stage, module)
+    data = _Data(trainer, module, loaders)
+    trainer.estimate_steps = lambda: _estimate_steps(trainer, data)
+    engine, configured = build(
+        plan, module, lambda: configure(plan, module, trainer.estimate_steps) if is_fit else Configured()
+    )
+    _check_modes(trainer, module, configured, is_fit)
+    run = Run(
+        trainer=trainer,
+        module=module,
+        plan=plan,
+        options=options,
+        engine=engine,
+        hooks=HookTable(trainer, module, trainer.callbacks),
+        schedulers=Schedulers(module, configured.schedulers),
+        results=Results(),
+        loggers=LoggerGroup(trainer.loggers if folder is not None else ()),
+        stop=stop,
+        folder=folder,
+    )
+    trainer.run = run
+    trainer.manual_optimizers = [ManualOptimizer(optimizer, run) for optimizer in engine.optimizers]
+    if is_fit:
+        _open_fit(run, data, path)
+    else:
+        name = LOADER_NAMES[stage]
+        run.val_sources, run.val_limits = data.evaluation(name)
+        if not run.val_sources:
+            raise DataError(f"{name}_dataloaders", None, f"there is no data to {stage} on", f"Pass {name}_dataloaders")
+        if path is not None:
+            restore_weights(run, path)
+    return run
+
+
+def _open_fit(run: Run, data: _Data, path: Path | None) -> None:
+    options = run.options
+    run.train_source = data.train_source
+    run.num_training_batches = data.num_training_batches
+    run.epoch_limit, run.step_limit = options.epoch_limit(), options.step_limit()
+    if _defines(run.module, "validation_step"):
+        run.val_sources, run.val_limits = data.evaluation("val")
+    if run.val_sources:
+        run.val_interval = options.val_interval(run.num_training_batches)
+    if path is not None:
+        restore(run, path)
+    if run.folder is not None:
+        (run.folder / "plan.yaml").write_text(run.plan.to_yaml())
+        run.loggers.start(run.folder, run.progress.global_step if path is not None else None)
+        run.loggers.log_hyperparams(dict(run.module.hparams))
+    run.results.stage = "train"
+
+
+def _setup(trainer: Trainer, stage: str, module: Module) -> None:
+    trainer.add_callbacks_of(module)
+    datamodule = trainer.datamodule
+    if datamodule is not None:
+        datamodule.trainer = trainer
+        datamodule.prepare_data()
+    module.prepare_data()
+    if datamodule is not None:
+        datamodule.setup(stage)
+    for callback in trainer.callbacks:
+        callback.setup(trainer, module, stage)
+    module.setup(stage)
+    module.configure_model()
+
+
+class _Data:
+    """The loaders of a run, asked for when they are needed first."""
+
+    def __init__(self, trainer: Trainer, module: Module, loaders: dict[str, Any]) -> None:
+        self._trainer = trainer
+        self._module = module
+        self._loaders = loaders
+        self._train: Source | None = None
+        self._pins = torch.cuda.is_available() and trainer.plan.parallel.accelerator in ("auto", "cuda", "gpu")
+
+    @property
+    def train_source(self) -> Source:
+        if self._train is None:
+            name = "train_dataloaders"
+            loader = self._find("train")
+            if loader is None:
+                raise DataError(
+                    name, None, "there is no data to train on", "Pass it to fit, or define train_dataloader"
+                )
+            self._train = Source(
+                _only(as_loaders(loader, name), name),
+                name=name,
+                seed=torch.initial_seed() % 2**63,
+                shuffle_allowed=not self._trainer.options.overfit_batches,
+                pin_memory=self._pins,
+            )
+        return self._train
+
+    @property
+    def num_training_batches(self) -> float:
+        return self._trainer.options.limit_batches("train", self.train_source.num_batches)
+
+    def evaluation(self, name: str) -> tuple[list[Source], list[float]]:
+        """The sources of ``"val"``, ``"test"`` or ``"predict"`` and how many batches of each are taken."""
+        options, field = self._trainer.options, f"{name}_dataloaders"
+        if not options.num_dev_batches and getattr(options, f"limit_{name}_batches") == 0:
+            return [], []
+        sources = [
+            Source(loader, name=field, seed=0, training=False, pin_memory=self._pins)
+            for loader in as_loaders(self._find(name), field)
+        ]
+        return sources, [options.limit_batches(name, source.num_batches) for source in sources]
+
+    def _find(self, name: str) -> Any:
+        passed = self._loaders.get(name)
+        if passed is not None:
+            return passed
+        if self._trainer.datamodule is not None:
+            return getattr(self._trainer.datamodule, f"{name}_dataloader")()
+        return getattr(self._module, f"{name}_dataloader")()
+
+
+def _only(loaders: Sequence[Any], name: str) -> Any:
+    if len(loaders) != 1:
+        raise DataError(
+            name,
+            f"{len(loaders)} loaders",
+            "training reads one loader",
+            "Join the data sets (torch.utils.data.ConcatDataset), or draw from several in one IterableDataset",
+        )
+    return loaders[0]
+
+
+def _estimate_steps(trainer: Trainer, data: _Data) -> float:
+    options = trainer.options
+    per_epoch = math.inf
+    if math.isfinite(data.num_training_batches):
+        per_epoch = math.ceil(data.num_training_batches / trainer.plan.batch.accumulate_grad_batches)
+    epochs = options.epoch_limit()
+    steps = per_epoch * epochs if per_epoch and epochs else 0
+    return min(options.step_limit(), steps)
+
+
+def _defines(module: Module, name: str) -> bool:
+    return getattr(type(module), name) is not getattr(Module, name)
+
+
+def _check_modes(trainer: Trainer, module: Module, configured: Configured, is_fit: bool) -> None:
+    batch = trainer.plan.batch
+    if not is_fit:
+        return
+    if module.automatic_optimization:
+        if len(configured.optimizers) > 1:
+            raise RoomierError(
+                "configure_optimizers",
+                f"{len(configured.optimizers)} optimizers",
+                "automatic optimization steps one",
+                "Set self.automatic_optimization = False and step them in training_step, "
+                "or put the parameters into groups of one optimizer",
+            )
+        return
+    for field, value, default in (
+        ("accumulate_grad_batches", batch.accumulate_grad_batches, 1),
+        ("gradient_clip_val", batch.gradient_clip_val, None),
+    ):
+        if value != default:
+            raise RoomierError(
+                field,
+                value,
+                "the module optimizes by hand (automatic_optimization=False)",
+                "Do it in training_step: self.clip_gradients(optimizer, ...), step every n batches",
+            )
+
+
+def check_callbacks(callbacks: Sequence[Any]) -> None:
+    """Refuse what is no callback, and two whose states would be stored under one name."""
+    seen: dict[str, Any] = {}
+    for callback in callbacks:
+        if not isinstance(callback, Callback):
+            raise RoomierError(
+                "callbacks", callback, "is not a Callback", "Pass objects of subclasses of roomier.Callback"
+            )
+        if callback.state_key in seen and callback.state_dict():
+            raise RoomierError(
+                "callbacks",
+                callback.state_key,
+                "two callbacks have this state_key, so one state would overwrite the other",
+                "Remove one, or override state_key",
+            )
+        seen[callback.state_key] = callback

@@ -1,0 +1,487 @@
+"""Trainer: keywords -> Plan -> Engine -> fit. No logic of its own."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from roomier.api.callback import Callback
+from roomier.api.datamodule import DataModule
+from roomier.api.logger import Logger
+from roomier.api.module import Module
+from roomier.callbacks import EarlyStopping, ModelCheckpoint, ModelSummary, ProgressBar
+from roomier.core.errors import RoomierError, did_you_mean
+from roomier.core.world import World
+from roomier.engine.eager import EagerEngine
+from roomier.loggers.by_name import loggers_from_flag
+from roomier.optim.configured import LRSchedulerConfig
+from roomier.plan import Plan, plan_from_flags
+from roomier.train.evaluate import evaluate
+from roomier.train.fit import fit
+from roomier.train.manual import ManualOptimizer
+from roomier.train.options import LoopOptions
+from roomier.train.results import Results
+from roomier.train.run import Run
+from roomier.train.save import save_checkpoint
+from roomier.train.session import check_callbacks, end_fit, session, start_fit
+
+_STAGE_FLAGS = ("training", "validating", "testing", "predicting", "sanity_checking")
+
+
+def _explain_unknown_keywords(init: Callable[..., None]) -> Callable[..., None]:
+    known = [name for name in inspect.signature(init).parameters if name != "self"]
+
+    @functools.wraps(init)
+    def checked(self: Trainer, *args: Any, **kwargs: Any) -> None:
+        for name, value in kwargs.items():
+            if name not in known:
+                raise RoomierError(name, value, "Trainer has no such keyword", did_you_mean(name, known))
+        init(self, *args, **kwargs)
+
+    return checked
+
+
+class Trainer:
+    """Trains a module under a Plan. Keywords that Lightning's Trainer has mean the same here.
+
+    Args:
+        plan: a Plan, a mapping, or the path of a YAML file; instead of the keywords that make one.
+        strategy: how the model is spread over devices (``"single"``).
+        accelerator: ``"auto"``, ``"cpu"``, ``"gpu"``, ``"cuda"``, ``"mps"``.
+        devices: devices on each node. num_nodes: machines.
+        precision: ``"32-true"`` (the default: nothing is rounded below fp32), ``"bf16-mixed"``, ``"16-mixed"``,
+            ``"bf16-true"``, ``"64-true"``.
+        matmul_precision: fp32 matrix products in ``"highest"`` (fp32), ``"high"`` (tf32) or ``"medium"``.
+        optimizer: its name, or a dict with ``name`` and its options, for models without ``configure_optimizers``.
+        learning_rate: of that optimizer. lr_schedule: a name, or a dict with ``name``, ``warmup_steps``,
+            ``min_lr_ratio``.
+        activation_checkpointing, offload, compile: levers of the Plan.
+        accumulate_grad_batches: micro-batches of one optimizer step; their gradient is that of the whole batch.
+        gradient_clip_val, gradient_clip_algorithm: clip by ``"norm"`` or ``"value"``.
+        max_epochs, min_epochs, max_steps, min_steps, max_time: how long to train; steps are optimizer steps.
+        limit_train_batches, limit_val_batches, limit_test_batches, limit_predict_batches: a number of batches
+            (int) or a fraction (float) of an epoch.
+        overfit_batches: train and validate on that many batches, in fixed order.
+        fast_dev_run: run that many batches of everything (True: 1), without logs and checkpoints.
+        val_check_interval: validate after so many training batches (int) or a fraction of an epoch (float).
+        check_val_every_n_epoch: validate in every n-th epoch; None counts ``val_check_interval`` across epochs.
+        num_sanity_val_steps: validation batches before training begins; -1 for all.
+        log_every_n_steps: a row in the log every so many optimizer steps.
+        callbacks, logger: objects; loggers by name too. ``logger=True`` writes ``metrics.jsonl``, ``metrics.csv``.
+        enable_checkpointing, enable_progress_bar, enable_model_summary: the callbacks that are there by default.
+        deterministic: True, False or ``"warn"``, as ``torch.use_deterministic_algorithms``.
+        benchmark: let cuDNN try kernels. detect_anomaly: find the operation that gives NaN (slow).
+        inference_mode: evaluate under ``torch.inference_mode`` (else ``no_grad``).
+        profiler: ``"torch"`` or a ``torch.profiler.profile``.
+        default_root_dir: where run folders ``version_N`` go (``"runs"``).
+
+    Raises:
+        RoomierError: a keyword is unknown or wrong, or asks for what is not built.
+    """
+
+    @_explain_unknown_keywords
+    def __init__(
+        self,
+        *,
+        plan: Plan | dict[str, Any] | str | Path | None = None,
+        strategy: str = "single",
+        accelerator: str = "auto",
+        devices: int | str = "auto",
+        num_nodes: int = 1,
+        precision: str | int | None = "32-true",
+        matmul_precision: str = "highest",
+        optimizer: str | dict[str, Any] | None = None,
+        learning_rate: float | None = None,
+        lr_schedule: str | dict[str, Any] | None = None,
+        activation_checkpointing: str | bool | None = None,
+        offload: str | bool | dict[str, Any] | None = None,
+        compile: bool = False,
+        accumulate_grad_batches: int = 1,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+        max_epochs: int | None = None,
+        min_epochs: int | None = None,
+        max_steps: int = -1,
+        min_steps: int | None = None,
+        max_time: str | timedelta | dict[str, int] | None = None,
+        limit_train_batches: int | float | None = None,
+        limit_val_batches: int | float | None = None,
+        limit_test_batches: int | float | None = None,
+        limit_predict_batches: int | float | None = None,
+        overfit_batches: int | float = 0.0,
+        fast_dev_run: int | bool = False,
+        val_check_interval: int | float | None = None,
+        check_val_every_n_epoch: int | None = 1,
+        num_sanity_val_steps: int = 2,
+        log_every_n_steps: int = 50,
+        callbacks: list[Callback] | Callback | None = None,
+        logger: bool | str | Logger | list[str | Logger] | None = True,
+        enable_checkpointing: bool = True,
+        enable_progress_bar: bool = True,
+        enable_model_summary: bool = True,
+        deterministic: bool | str | None = None,
+        benchmark: bool | None = None,
+        detect_anomaly: bool = False,
+        inference_mode: bool = True,
+        profiler: Any = None,
+        default_root_dir: str | Path | None = None,
+    ) -> None:
+        given = locals()
+        self.plan = _plan_of(given)
+        self.options = LoopOptions(**{name: given[name] for name in LoopOptions.__dataclass_fields__})
+        self.world = World()
+        self.logger_is_on = bool(logger)
+        self.loggers = [] if self.options.num_dev_batches else loggers_from_flag(logger)
+        self.enable_checkpointing = enable_checkpointing and not self.options.num_dev_batches
+        self.callbacks = _ordered(_with_defaults(given, self.enable_checkpointing))
+        check_callbacks(self.callbacks)
+        self.run: Run | None = None
+        self.datamodule: DataModule | None = None
+        self.manual_optimizers: list[ManualOptimizer] = []
+        self.estimate_steps: Callable[[], float] = lambda: float("inf")
+        self.logged_metrics: dict[str, float] = {}
+        self.log_dir = str(self.default_root_dir)
+        self.should_stop = False
+        self.interrupted = False
+        self.training = self.validating = self.testing = self.predicting = self.sanity_checking = False
+        self._module: Module | None = None
+
+    # What a user calls --------------------------------------------------------------------------------------------
+
+    def fit(
+        self,
+        model: nn.Module,
+        train_dataloaders: Any = None,
+        val_dataloaders: Any = None,
+        datamodule: DataModule | None = None,
+        ckpt_path: str | Path | None = None,
+    ) -> None:
+        """Train ``model``.
+
+        Args:
+            model: a :class:`roomier.Module`, or any ``nn.Module`` whose forward returns a loss.
+            train_dataloaders: a list of batches, an iterable of batches, a DataLoader, or a DataModule.
+            val_dataloaders: the same, or several of them.
+            ckpt_path: a checkpoint to go on from, bit for bit; ``"last"``: the newest under ``default_root_dir``.
+
+        Raises:
+            RoomierError: what was given cannot be trained; it says what to do.
+            SystemExit: SIGTERM or Ctrl-C; the run was saved first.
+        """
+        if isinstance(train_dataloaders, DataModule):
+            train_dataloaders, datamodule = None, train_dataloaders
+        loaders = {"train": train_dataloaders, "val": val_dataloaders}
+        with session(self, "fit", model, loaders, datamodule, ckpt_path) as run:
+            start_fit(run)
+            fit(run)
+            end_fit(run)
+
+    def validate(
+        self,
+        model: nn.Module | None = None,
+        dataloaders: Any = None,
+        ckpt_path: str | Path | None = None,
+        datamodule: DataModule | None = None,
+    ) -> list[dict[str, float]]:
+        """One pass over the validation data; the logged metrics, a dict for each loader.
+
+        Args:
+            model: by default the one that was fitted.
+            ckpt_path: weights to load first: a path, ``"best"`` or ``"last"``; None takes those of ``model``.
+        """
+        return self._evaluate("validate", "validation", model, dataloaders, ckpt_path, datamodule)
+
+    def test(
+        self,
+        model: nn.Module | None = None,
+        dataloaders: Any = None,
+        ckpt_path: str | Path | None = None,
+        datamodule: DataModule | None = None,
+    ) -> list[dict[str, float]]:
+        """As :meth:`validate`, with ``test_step`` over the test data."""
+        return self._evaluate("test", "test", model, dataloaders, ckpt_path, datamodule)
+
+    def predict(
+        self,
+        model: nn.Module | None = None,
+        dataloaders: Any = None,
+        datamodule: DataModule | None = None,
+        return_predictions: bool = True,
+        ckpt_path: str | Path | None = None,
+    ) -> list[Any] | None:
+        """What ``predict_step`` returned for each batch; a list of such lists with several loaders.
+
+        Args:
+            return_predictions: False keeps none of them (a callback takes them in ``on_predict_batch_end``).
+        """
+        with self._evaluation("predict", model, dataloaders, ckpt_path, datamodule) as run:
+            run.keeps_predictions = return_predictions
+            outputs = evaluate(run, "predict", run.val_sources, run.val_limits)
+        if not return_predictions:
+            return None
+        return outputs[0] if len(outputs) == 1 else outputs
+
+    def save_checkpoint(self, filepath: str | Path, weights_only: bool = False) -> None:
+        """Save the run as the folder ``filepath``. From a hook of a running fit it is written at the end of the step,
+        where a resume is exact.
+
+        Raises:
+            CheckpointError: it could not be written.
+            RoomierError: nothing was fitted yet.
+        """
+        save_checkpoint(self._needs_run("save_checkpoint"), filepath, weights_only)
+
+    def log_metrics(self, metrics: Mapping[str, float]) -> None:
+        """Write a row to the loggers at the current step."""
+        self._needs_run("log_metrics").log_metrics(dict(metrics))
+
+    # What callbacks and modules read ------------------------------------------------------------------------------
+
+    @property
+    def global_step(self) -> int:
+        """Optimizer steps done."""
+        return self.run.progress.global_step if self.run else 0
+
+    @property
+    def current_epoch(self) -> int:
+        return self.run.progress.epoch if self.run else 0
+
+    @property
+    def is_last_save_point(self) -> bool:
+        """Whether training ends at the save point that is running."""
+        return self.run is not None and self.run.is_finishing
+
+    @property
+    def results(self) -> Results:
+        return self._needs_run("results").results
+
+    @property
+    def callback_metrics(self) -> dict[str, Tensor]:
+        """Everything logged so far by name."""
+        return self.run.results.callback_metrics if self.run else {}
+
+    @property
+    def progress_bar_metrics(self) -> dict[str, Any]:
+        return self.run.results.progress_bar_metrics if self.run else {}
+
+    @property
+    def engine(self) -> EagerEngine:
+        return self._needs_run("engine").engine
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        return self.run.engine.optimizers if self.run else []
+
+    @property
+    def lr_scheduler_configs(self) -> list[LRSchedulerConfig]:
+        return self.run.schedulers.configs if self.run else []
+
+    @property
+    def model(self) -> Module | None:
+        return self._module
+
+    @property
+    def lightning_module(self) -> Module | None:
+        return self._module
+
+    @property
+    def logger(self) -> Logger | None:
+        return self.loggers[0] if self.loggers else None
+
+    @property
+    def checkpoint_callback(self) -> ModelCheckpoint | None:
+        return next(iter(self.checkpoint_callbacks), None)
+
+    @property
+    def checkpoint_callbacks(self) -> list[ModelCheckpoint]:
+        return [each for each in self.callbacks if isinstance(each, ModelCheckpoint)]
+
+    @property
+    def early_stopping_callback(self) -> EarlyStopping | None:
+        return next((each for each in self.callbacks if isinstance(each, EarlyStopping)), None)
+
+    @property
+    def progress_bar_callback(self) -> ProgressBar | None:
+        return next((each for each in self.callbacks if isinstance(each, ProgressBar)), None)
+
+    @property
+    def estimated_stepping_batches(self) -> float:
+        """Optimizer steps of the whole run; infinite where it is not known."""
+        return self.estimate_steps()
+
+    @property
+    def num_training_batches(self) -> float:
+        return self.run.num_training_batches if self.run else 0
+
+    @property
+    def num_val_batches(self) -> list[float]:
+        return list(self.run.val_limits) if self.run else []
+
+    num_test_batches = num_predict_batches = num_val_batches
+
+    @property
+    def default_root_dir(self) -> Path:
+        return Path(self.options.default_root_dir or "runs")
+
+    @property
+    def keeps_files(self) -> bool:
+        """Whether a fit writes a run folder."""
+        return not self.options.num_dev_batches and (self.logger_is_on or self.enable_checkpointing)
+
+    @property
+    def accumulate_grad_batches(self) -> int:
+        return self.plan.batch.accumulate_grad_batches
+
+    @property
+    def gradient_clip_val(self) -> float | None:
+        return self.plan.batch.gradient_clip_val
+
+    @property
+    def gradient_clip_algorithm(self) -> str:
+        return self.plan.batch.gradient_clip_algorithm
+
+    @property
+    def precision(self) -> str:
+        return self.plan.precision.mode
+
+    @property
+    def world_size(self) -> int:
+        return self.world.size
+
+    @property
+    def global_rank(self) -> int:
+        return self.world.rank
+
+    @property
+    def local_rank(self) -> int:
+        return self.world.local_rank
+
+    @property
+    def node_rank(self) -> int:
+        return self.world.node_rank
+
+    @property
+    def is_global_zero(self) -> bool:
+        return self.world.is_global_zero
+
+    @property
+    def num_devices(self) -> int:
+        return self.plan.parallel.devices
+
+    def __getattr__(self, name: str) -> Any:
+        # max_steps, log_every_n_steps and the other loop keywords are read as attributes.
+        if name in LoopOptions.__dataclass_fields__:
+            return getattr(self.options, name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    # What the session calls ---------------------------------------------------------------------------------------
+
+    def attach(self, module: Module, datamodule: DataModule | None) -> None:
+        self._module, self.datamodule = module, datamodule
+        self.should_stop = self.interrupted = False
+
+    def add_callbacks_of(self, module: Module) -> None:
+        """Add what ``configure_callbacks`` returns; a callback of the same type here gives way."""
+        own = module.configure_callbacks()
+        own = [own] if isinstance(own, Callback) else list(own or ())
+        types = {type(each) for each in own}
+        self.callbacks = _ordered([each for each in self.callbacks if type(each) not in types] + own)
+        check_callbacks(self.callbacks)
+
+    @contextmanager
+    def in_stage(self, flag: str) -> Iterator[None]:
+        """Set one of the stage flags (``training``, ``validating``, ...) and clear the others, inside."""
+        before = {name: getattr(self, name) for name in _STAGE_FLAGS}
+        for name in _STAGE_FLAGS:
+            setattr(self, name, name == flag)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                setattr(self, name, value)
+
+    def teardown(self, stage: str) -> None:
+        """The teardown hooks, whatever happened."""
+        if self.datamodule is not None:
+            self.datamodule.teardown(stage)
+        if self._module is not None:
+            for callback in self.callbacks:
+                callback.teardown(self, self._module, stage)
+            self._module.teardown(stage)
+
+    # ----------------------------------------------------------------------------------------------------------------
+
+    def _evaluate(
+        self, stage: str, step: str, model: Any, dataloaders: Any, ckpt_path: Any, datamodule: Any
+    ) -> list[dict[str, float]]:
+        with self._evaluation(stage, model, dataloaders, ckpt_path, datamodule) as run:
+            evaluate(run, step, run.val_sources, run.val_limits)
+            metrics = {name: float(value) for name, value in run.results.callback_metrics.items()}
+            num_loaders = len(run.val_sources)
+        return _by_loader(metrics, num_loaders)
+
+    def _evaluation(self, stage: str, model: Any, dataloaders: Any, ckpt_path: Any, datamodule: Any) -> Any:
+        model = self._module if model is None else model
+        if model is None:
+            raise RoomierError("model", None, f"there is nothing to {stage}", "Pass a model, or call fit first")
+        if isinstance(dataloaders, DataModule):
+            dataloaders, datamodule = None, dataloaders
+        if datamodule is None and dataloaders is None:
+            datamodule = self.datamodule
+        name = {"validate": "val", "test": "test", "predict": "predict"}[stage]
+        return session(self, stage, model, {name: dataloaders}, datamodule, ckpt_path)
+
+    def _needs_run(self, name: str) -> Run:
+        if self.run is None:
+            raise RoomierError(name, None, "this Trainer has not run anything yet", "Call fit first")
+        return self.run
+
+
+def _plan_of(given: Mapping[str, Any]) -> Plan:
+    flags = {name: given[name] for name in inspect.signature(plan_from_flags).parameters}
+    if given["plan"] is None:
+        return plan_from_flags(**flags)
+    defaults = inspect.signature(Trainer.__init__).parameters
+    for name, value in flags.items():
+        if value != defaults[name].default:
+            raise RoomierError(name, value, "plan= was given as well", "Say it in the plan, or pass keywords alone")
+    return Plan.of(given["plan"])
+
+
+def _with_defaults(given: Mapping[str, Any], enable_checkpointing: bool) -> list[Any]:
+    callbacks = given["callbacks"]
+    found = [callbacks] if isinstance(callbacks, Callback) else list(callbacks or ())
+    has = {type(each) for each in found}
+    if given["enable_progress_bar"] and ProgressBar not in has:
+        found.append(ProgressBar())
+    if given["enable_model_summary"] and ModelSummary not in has:
+        found.append(ModelSummary())
+    has_checkpoint = any(isinstance(each, ModelCheckpoint) for each in found)
+    if has_checkpoint and not given["enable_checkpointing"]:
+        raise RoomierError(
+            "enable_checkpointing", False, "a ModelCheckpoint is among the callbacks", "Remove one of the two"
+        )
+    if enable_checkpointing and not has_checkpoint:
+        found.append(ModelCheckpoint())
+    return found
+
+
+def _ordered(callbacks: Sequence[Any]) -> list[Any]:
+    # Checkpoints last: they hold the state of all others, which must have seen the event first.
+    return sorted(callbacks, key=lambda each: isinstance(each, ModelCheckpoint))
+
+
+def _by_loader(metrics: Mapping[str, float], num_loaders: int) -> list[dict[str, float]]:
+    marks = [f"/dataloader_idx_{index}" for index in range(num_loaders)]
+    if num_loaders == 1:
+        return [dict(metrics)]
+    shared = {name: value for name, value in metrics.items() if not name.endswith(tuple(marks))}
+    return [{**shared, **{n: v for n, v in metrics.items() if n.endswith(mark)}} for mark in marks]
