@@ -1,4 +1,4 @@
-"""Resume of every kind of loader, against the run that was not interrupted."""
+"""What a Source reads, when, and what it refuses; going on with a saved run is in test_resume."""
 
 import math
 import random
@@ -12,20 +12,17 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import (
-    BatchSampler,
     DataLoader,
     Dataset,
     IterableDataset,
     RandomSampler,
     Sampler,
     SequentialSampler,
-    Subset,
     TensorDataset,
     WeightedRandomSampler,
 )
 
 from roomier.core.errors import DataError
-from roomier.core.rng import rng_state, seed_everything, set_rng_state
 from roomier.core.world import World
 from roomier.data.source import Source
 
@@ -49,143 +46,15 @@ class Noisy(Numbers):
         return torch.tensor([index, torch.rand(()).item(), np.random.rand(), random.random()])
 
 
-class NoisyAtOnce(Noisy):
-    def __getitems__(self, indices: list[int]) -> list[Tensor]:
-        noise = torch.rand(len(indices))
-        return [torch.tensor([float(index), float(noise[slot])]) for slot, index in enumerate(indices)]
-
-
-class OwnNoise(Numbers):
-    """Noise of a generator of the dataset's own."""
-
-    def __init__(self) -> None:
-        self.generator = torch.Generator().manual_seed(4)
-
-    def __getitem__(self, index: int) -> Tensor:
-        return torch.tensor([float(index), torch.rand((), generator=self.generator).item()])
-
-
 class NoisyStream(IterableDataset[Tensor]):
     def __iter__(self) -> Iterator[Tensor]:
         for number in range(NUM_SAMPLES):
             yield torch.tensor([number, torch.rand(()).item()])
 
 
-class NoisyIterable:
-    """An order drawn at the start of each pass, and noise per batch."""
-
-    def __iter__(self) -> Iterator[Tensor]:
-        order = torch.randperm(NUM_SAMPLES)
-        for number in order:
-            yield torch.stack([number, torch.randint(1000, ())])
-
-
-class Stateful:
-    """Keeps its own position and order; ``begins_anew``: whether a finished state begins the next epoch."""
-
-    def __init__(self, begins_anew: bool = True) -> None:
-        self.generator = random.Random(5)
-        self.order: list[int] = []
-        self.position = 0
-        self.begins_anew = begins_anew
-        self.is_loaded = False
-
-    def __iter__(self) -> Iterator[int]:
-        if not self.is_loaded or (self.begins_anew and self.position == NUM_SAMPLES):
-            self.order = self.generator.sample(range(NUM_SAMPLES), NUM_SAMPLES)
-            self.position = 0
-        self.is_loaded = False
-        while self.position < NUM_SAMPLES:
-            self.position += 1
-            yield self.order[self.position - 1]
-
-    def state_dict(self) -> dict[str, Any]:
-        version, internal, gauss = self.generator.getstate()
-        return {"position": self.position, "order": self.order, "generator": [version, list(internal), gauss]}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.position, self.order, self.is_loaded = state_dict["position"], state_dict["order"], True
-        version, internal, gauss = state_dict["generator"]
-        self.generator.setstate((version, tuple(internal), gauss))
-
-
-class OwnBatches(Sampler[list[int]]):
-    """Batches of growing size in an order drawn at the start of each epoch."""
-
-    def __init__(self) -> None:
-        self.told_epochs: list[int] = []
-
-    def set_epoch(self, epoch: int) -> None:
-        self.told_epochs.append(epoch)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        order = torch.randperm(NUM_SAMPLES).tolist()
-        size = 0
-        while order:
-            size += 1
-            yield [order.pop() for _ in range(min(size, len(order)))]
-
-
-class OwnLoader(DataLoader[Tensor]):
-    """A subclass with another constructor, that leaves iteration to torch."""
-
-    def __init__(self, num_samples: int) -> None:
-        super().__init__(Numbers(), batch_size=4, shuffle=True)
-        self.extra = num_samples
-
-
-class OwnIteration(DataLoader[Tensor]):
-    def __iter__(self) -> Iterator[Tensor]:
-        for batch in super().__iter__():
-            yield -batch
-
-
 def weighted(dataset: Dataset[Tensor], generator: torch.Generator | None = None, **options: Any) -> DataLoader[Tensor]:
     sampler = WeightedRandomSampler(torch.arange(1.0, NUM_SAMPLES + 1), NUM_SAMPLES, generator=generator)
     return DataLoader(dataset, batch_size=4, sampler=sampler, **options)
-
-
-def loader_of_batch_sampler(**options: Any) -> DataLoader[Tensor]:
-    numbers = Numbers()
-    return DataLoader(numbers, batch_sampler=BatchSampler(RandomSampler(numbers), 4, drop_last=True), **options)
-
-
-KINDS: dict[str, tuple[str, Callable[[], Any]]] = {
-    "list": ("list", lambda: [torch.tensor(i) for i in range(7)]),
-    "shuffled": ("ordered", lambda: DataLoader(Noisy(), batch_size=4, shuffle=True)),
-    "in order": ("ordered", lambda: DataLoader(Noisy(), batch_size=4, drop_last=True)),
-    "single samples": ("ordered", lambda: DataLoader(Noisy(), batch_size=None, shuffle=True)),
-    "torch's batch sampler": ("ordered", loader_of_batch_sampler),
-    "subclass": ("ordered", lambda: OwnLoader(3)),
-    "subset": ("ordered", lambda: DataLoader(Subset(Noisy(), range(15)), batch_size=4, shuffle=True)),
-    "dataset's own noise": ("ordered", lambda: DataLoader(OwnNoise(), batch_size=4, shuffle=True)),
-    "workers": ("ordered", lambda: DataLoader(Noisy(), batch_size=4, shuffle=True, num_workers=2)),
-    "workers that stay": (
-        "ordered",
-        lambda: DataLoader(NoisyAtOnce(), batch_size=4, shuffle=True, num_workers=1, persistent_workers=True),
-    ),
-    "weighted": ("walked", lambda: weighted(Noisy())),
-    "weighted, own generator": ("walked", lambda: weighted(Noisy(), torch.Generator().manual_seed(3))),
-    "weighted, workers": ("walked", lambda: weighted(Noisy(), num_workers=2)),
-    "weighted, workers, at once": ("walked", lambda: weighted(NoisyAtOnce(), num_workers=1)),
-    "weighted, dataset's own noise": ("walked", lambda: weighted(OwnNoise())),
-    "own batch sampler": ("walked", lambda: DataLoader(Noisy(), batch_sampler=OwnBatches())),
-    "own sampler of lists": (
-        "walked",
-        lambda: DataLoader(
-            TensorDataset(torch.rand(NUM_SAMPLES, generator=torch.Generator().manual_seed(0))),
-            sampler=OwnBatches(),
-            batch_size=None,
-            num_workers=1,
-        ),
-    ),
-    "iterable": ("replayed", NoisyIterable),
-    "stream": ("replayed", lambda: DataLoader(NoisyStream(), batch_size=4)),
-    "stream, worker": ("replayed", lambda: DataLoader(NoisyStream(), batch_size=4, num_workers=1)),
-    "own iteration": ("replayed", lambda: OwnIteration(Noisy(), batch_size=4, shuffle=True)),
-    "stateful": ("stateful", Stateful),
-    "stateful that ends": ("stateful", lambda: Stateful(begins_anew=False)),
-}
 
 
 def source(loader: Any, **options: Any) -> Source:
@@ -203,184 +72,6 @@ def same(left: list[Any], right: list[Any]) -> bool:
 
 def samples(batches: list[Tensor]) -> list[int]:
     return [int(sample) for batch in batches for sample in batch]
-
-
-def go_on(resumed: Source, state: dict[str, Any]) -> Iterator[Any]:
-    resumed.load_state_dict(state)
-    return resumed.start(state["epoch"])
-
-
-def with_step_noise(batches: Iterator[Any]) -> Iterator[Any]:
-    """The batches as a training loop reads them: each step draws from the global generators, as dropout does."""
-    for batch in batches:
-        torch.rand(3)
-        np.random.rand()
-        yield batch
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("num_done", [1, 3])
-def test_resume_is_exact_in_the_middle_of_the_second_epoch(kind: str, num_done: int):
-    feed_kind, make_loader = KINDS[kind]
-    seed_everything(0)
-    first = source(make_loader())
-    epoch_zero = list(with_step_noise(first.start(0)))
-    batches = with_step_noise(first.start(1))
-    done = list(islice(batches, num_done))
-    state, random_state = first.state_dict(), rng_state()
-    rest = list(batches)
-    epoch_two = list(with_step_noise(first.start(2)))
-    assert state["kind"] == feed_kind
-    assert (state["epoch"], state["num_batches"]) == (1, num_done)
-    assert rest
-    assert not same(epoch_zero, done + rest) or kind == "list" or kind == "own sampler of lists"
-
-    seed_everything(99)
-    second = source(make_loader())
-    second.load_state_dict(state)
-    set_rng_state(random_state)
-    resumed = second.start(1)
-    assert torch.equal(torch.get_rng_state(), random_state["torch"]), "start moved the restored generators"
-    assert second.num_batches_done == num_done
-    assert same(list(with_step_noise(resumed)), rest)
-    assert same(list(with_step_noise(second.start(2))), epoch_two)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_state_holds_plain_values_and_tensors(kind: str):
-    def check(value: Any) -> None:
-        if type(value) is dict:
-            assert all(type(key) is str for key in value)
-            value = list(value.values())
-        if type(value) in (list, tuple):
-            for part in value:
-                check(part)
-        else:
-            assert value is None or type(value) in (str, int, float, bool, Tensor)
-
-    mine = source(KINDS[kind][1]())
-    next(mine.start(0))
-    check(mine.state_dict())
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_resume_between_two_epochs(kind: str):
-    _, make_loader = KINDS[kind]
-    seed_everything(0)
-    first = source(make_loader())
-    list(with_step_noise(first.start(0)))
-    state, random_state = first.state_dict(), rng_state()
-    epoch_one = list(with_step_noise(first.start(1)))
-
-    for start_again in (False, True):
-        seed_everything(99)
-        second = source(make_loader())
-        second.load_state_dict(state)
-        set_rng_state(random_state)
-        if start_again:
-            assert list(second.start(0)) == []
-        assert same(list(with_step_noise(second.start(1))), epoch_one)
-
-
-def test_a_loop_that_counts_batches_ends_an_epoch_too():
-    """The loop may stop at ``num_batches`` without asking for one more: the epoch is over all the same."""
-    first = source(DataLoader(Numbers(), batch_size=4, shuffle=True))
-    list(islice(first.start(0), int(first.num_batches)))
-    second = source(DataLoader(Numbers(), batch_size=4, shuffle=True))
-    second.load_state_dict(first.state_dict())
-    assert list(second.start(0)) == []
-    assert len(list(second.start(1))) == 6
-
-
-def test_an_epoch_cut_short_is_not_gone_on_with_in_the_next():
-    first, second = source(Stateful()), source(Stateful())
-    list(islice(first.start(0), 5))
-    second.load_state_dict(first.state_dict())
-    assert len(list(second.start(1))) == NUM_SAMPLES
-
-
-@pytest.mark.parametrize("num_workers", [0, 1])
-@pytest.mark.parametrize(("before", "after"), [(4, 2), (4, 8), (4, 3)])
-def test_another_batch_size_neither_repeats_nor_skips(before: int, after: int, num_workers: int):
-    def make(batch_size: int) -> Source:
-        return source(DataLoader(Noisy(), batch_size=batch_size, shuffle=True, num_workers=num_workers))
-
-    whole = [sample for batch in make(before).start(1) for sample in batch]
-    first = make(before)
-    done = list(islice(first.start(1), 3))
-    second = make(after)
-    second.load_state_dict(first.state_dict())
-    rest = list(second.start(1))
-
-    indices = [int(sample[0]) for batch in done + rest for sample in batch]
-    assert indices == [int(sample[0]) for sample in whole]
-    assert sorted(indices) == list(range(NUM_SAMPLES))
-    assert [len(batch) for batch in rest[:-1]] == [after] * (len(rest) - 1)
-    # In workers even the noise of each sample stays: it depends on (seed, epoch, index) alone.
-    if num_workers:
-        assert same([sample for batch in done + rest for sample in batch], whole)
-
-
-@pytest.mark.parametrize(("batch_size", "drop_last"), [(2, False), (8, False), (8, True), (5, True)])
-def test_batches_done_and_to_come_make_up_the_epoch(batch_size: int, drop_last: bool):
-    first = source(DataLoader(Numbers(), batch_size=4, shuffle=True))
-    list(islice(first.start(0), 3))
-    second = source(DataLoader(Numbers(), batch_size=batch_size, drop_last=drop_last, shuffle=True))
-    second.load_state_dict(first.state_dict())
-    batches = second.start(0)
-    num_done = second.num_batches_done
-    assert num_done + len(list(batches)) == second.num_batches == second.num_batches_done
-
-
-def test_two_resumes_in_one_epoch_with_changing_batch_sizes():
-    read: list[Tensor] = []
-    state = None
-    for batch_size, num_batches in ((4, 2), (2, 3), (3, 100)):
-        part = source(DataLoader(Numbers(), batch_size=batch_size, shuffle=True))
-        if state is not None:
-            part.load_state_dict(state)
-        read += islice(part.start(0), num_batches)
-        state = part.state_dict()
-    assert state is not None
-    assert state["num_samples"] == NUM_SAMPLES
-    assert sorted(samples(read)) == list(range(NUM_SAMPLES))
-
-
-def test_another_number_of_ranks_neither_repeats_nor_skips():
-    def make(rank: int, size: int) -> Source:
-        return source(DataLoader(Numbers(), batch_size=2, shuffle=True), world=World(rank, size))
-
-    read: list[Tensor] = []
-    state: dict[str, Any] = {}
-    for rank in range(2):
-        part = make(rank, 2)
-        read += islice(part.start(0), 2)
-        state = part.state_dict()
-    assert state["num_samples"] == 8
-    alone = make(0, 1)
-    alone.load_state_dict(state)
-    read += alone.start(0)
-    assert sorted(samples(read)) == list(range(NUM_SAMPLES))
-
-
-def test_resume_loads_none_of_the_done_samples():
-    read: list[int] = []
-
-    class Recording(Numbers):
-        def __getitem__(self, index: int) -> Tensor:
-            read.append(index)
-            return super().__getitem__(index)
-
-    for make in (lambda: DataLoader(Recording(), batch_size=4, shuffle=True), lambda: weighted(Recording())):
-        first = source(make())
-        list(islice(first.start(0), 3))
-        read.clear()
-        second = source(make())
-        second.load_state_dict(first.state_dict())
-        batches = second.start(0)
-        assert read == []
-        next(batches)
-        assert len(read) == 4
 
 
 @pytest.mark.parametrize("make", [lambda data: DataLoader(data, batch_size=2, shuffle=True), iter, weighted])
@@ -513,43 +204,17 @@ def test_shuffling_can_be_frozen(capsys: pytest.CaptureFixture[str]):
 
 
 def test_set_epoch_is_called():
-    sampler = OwnBatches()
-    mine = source(DataLoader(Numbers(), batch_sampler=sampler))
-    for epoch in (0, 1):
-        list(mine.start(epoch))
-    assert sampler.told_epochs == [0, 1]
+    class ByEpoch(Sampler[int]):
+        epoch = -1
 
+        def set_epoch(self, epoch: int) -> None:
+            self.epoch = epoch
 
-def test_dataset_state_stands_for_the_loader():
-    class Stream(Stateful, IterableDataset[Tensor]):
-        pass
+        def __iter__(self) -> Iterator[int]:
+            return iter([self.epoch])
 
-    first = source(DataLoader(Stream(), batch_size=4))
-    batches = first.start(0)
-    next(batches)
-    state = first.state_dict()
-    rest = list(batches)
-    second = source(DataLoader(Stream(), batch_size=4))
-    second.load_state_dict(state)
-    assert state["kind"] == "stateful"
-    assert same(list(second.start(0)), rest)
-
-
-def test_generator_is_good_for_one_epoch():
-    def make() -> Iterator[int]:
-        return (number for number in range(5))
-
-    first = source(make())
-    assert first.num_batches == math.inf
-    batches = first.start(0)
-    assert [next(batches), next(batches)] == [0, 1]
-    state = first.state_dict()
-    assert list(batches) == [2, 3, 4]
-    with pytest.raises(DataError, match=r"train_dataloaders=.*read once only, and epoch 1 asks"):
-        first.start(1)
-    second = source(make())
-    second.load_state_dict(state)
-    assert list(second.start(0)) == [2, 3, 4]
+    mine = source(DataLoader(Numbers(), sampler=ByEpoch()))
+    assert [samples(list(mine.start(epoch))) for epoch in (3, 4)] == [[3], [4]]
 
 
 @pytest.mark.parametrize(
@@ -606,63 +271,6 @@ def test_dataset_without_length():
 
     with pytest.raises(DataError, match="without a length"):
         source(DataLoader(NoLength()))
-
-
-@pytest.mark.parametrize(
-    ("saved", "now", "problem"),
-    [
-        (DataLoader(range(8)), [1, 2, 3], "resumes as 'list'"),
-        (DataLoader(range(8)), DataLoader(range(9)), "has 9 samples"),
-        (DataLoader(range(8), shuffle=True), DataLoader(range(8)), "is read in order"),
-        ([1, 2, 3], [1], "has 1 batches"),
-        (NoisyIterable(), iter([1]), "has 1 batches"),
-        (weighted(Numbers()), DataLoader(Numbers(), batch_sampler=[[0]]), "ended after 1 batches"),
-    ],
-)
-def test_position_of_other_data_is_refused(saved: Any, now: Any, problem: str):
-    first = source(saved)
-    list(islice(first.start(0), 2))
-    second = source(now)
-    with pytest.raises(DataError, match=problem):
-        go_on(second, first.state_dict())
-
-
-def test_state_before_the_first_start():
-    first, second = source([1, 2]), source([1, 2])
-    second.load_state_dict(first.state_dict())
-    assert list(second.start(0)) == [1, 2]
-
-
-def test_loaded_state_is_given_back_until_it_is_used():
-    first, second = source([1, 2, 3]), source([1, 2, 3])
-    next(first.start(0))
-    second.load_state_dict(first.state_dict())
-    assert second.state_dict() == first.state_dict()
-
-
-def test_replay_and_foreign_iteration_are_told(capsys: pytest.CaptureFixture[str]):
-    first, second = source(NoisyIterable()), source(NoisyIterable())
-    next(first.start(0))
-    second.load_state_dict(first.state_dict())
-    assert capsys.readouterr().err == ""
-    second.start(0)
-    assert "train_dataloaders: reads and drops 1 batches" in capsys.readouterr().err
-    source(OwnIteration(Numbers()))
-    assert "OwnIteration iterates in its own way" in capsys.readouterr().err
-    source(DataLoader(Numbers(), num_workers=1, in_order=False))
-    assert "in_order=False" in capsys.readouterr().err
-
-
-def test_seed_of_the_saved_run_stays():
-    def make(seed: int) -> Source:
-        return Source(DataLoader(Numbers(), batch_size=4, shuffle=True), name="train", seed=seed)
-
-    first, second = make(1), make(2)
-    batches = first.start(0)
-    next(batches)
-    second.load_state_dict(first.state_dict())
-    assert same(list(second.start(0)), list(batches))
-    assert same(list(second.start(1)), list(first.start(1)))
 
 
 def test_cost_of_a_batch():
