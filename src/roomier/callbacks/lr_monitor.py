@@ -51,6 +51,7 @@ class LearningRateMonitor(Callback):
         self._step_rates: dict[str, float] = {}
         self._read_at_step = 0
         self._max_steps_per_batch = 1
+        self._log_every_n_steps = 1
         self._epoch_rates: dict[str, float] = {}
 
     def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
@@ -59,6 +60,7 @@ class LearningRateMonitor(Callback):
                 "callbacks", type(self).__name__, "the Trainer has no logger", "Take it out, or use logger=True"
             )
         # Manual optimization may step each optimizer in one batch, and each counts as a step.
+        self._log_every_n_steps = trainer.log_every_n_steps
         self._max_steps_per_batch = max(1, len(trainer.optimizers))
         # A run resumed within an epoch does not start it again; its rate is that of now.
         self._epoch_rates = self._rates(trainer, "epoch")
@@ -68,12 +70,12 @@ class LearningRateMonitor(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Module, batch: Any, batch_idx: int) -> None:
         # The schedulers step before on_train_batch_end: the rate of the coming step is to be read now.
-        step, every = trainer.global_step, trainer.log_every_n_steps
+        step, every = trainer.global_step, self._log_every_n_steps
         if (step + self._max_steps_per_batch) // every != step // every:
             self._step_rates, self._read_at_step = self._rates(trainer, "step"), step
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
-        every = trainer.log_every_n_steps
+        every = self._log_every_n_steps
         if self._step_rates and trainer.global_step // every != self._read_at_step // every:
             rates, self._step_rates = self._step_rates, {}
             self._log(trainer, rates)

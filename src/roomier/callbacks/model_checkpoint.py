@@ -6,6 +6,7 @@ import math
 import os
 import time
 from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -205,9 +206,20 @@ class ModelCheckpoint(Callback):
 
     def on_save_point(self, trainer: Trainer, pl_module: Module) -> None:
         step = trainer.global_step
-        if step == self._ledger.step or not self._is_due(step) or trainer.fast_dev_run:
+        if step == self._ledger.step or trainer.fast_dev_run:
             return
-        self._save(trainer)
+        if self._is_due(step):
+            self._save(trainer, self._score(trainer), self._keep)
+        elif trainer.is_last_save_point and not trainer.interrupted:
+            self._save_at_the_end(trainer)
+
+    def _save_at_the_end(self, trainer: Trainer) -> None:
+        """Training ends at a step that was not due: within an epoch, say. It is not lost where the newest is kept, or
+        where nothing was saved so far. It is not ranked: its metrics are those of an earlier step."""
+        keep = self._keep if self._ledger.paths or self.save_top_k == 0 else replace(self._keep, last=True)
+        is_cut_epoch = self._ended_epoch[0] != trainer.global_step and self._is_due_epoch(trainer.current_epoch)
+        if keep.last or (is_cut_epoch and not keep.monitored):
+            self._save(trainer, None, keep)
 
     def _is_due(self, step: int) -> bool:
         if step == self._due_step:
@@ -227,8 +239,11 @@ class ModelCheckpoint(Callback):
         return is_complete_at_epoch_end(trainer)
 
     def _epoch_is_over(self, trainer: Trainer) -> None:
-        if self._num_epochs_between and (trainer.current_epoch + 1) % self._num_epochs_between == 0:
+        if self._is_due_epoch(trainer.current_epoch):
             self._due_step = trainer.global_step
+
+    def _is_due_epoch(self, epoch: int) -> bool:
+        return self._num_epochs_between > 0 and (epoch + 1) % self._num_epochs_between == 0
 
     @property
     def _num_epochs_between(self) -> int:
@@ -238,25 +253,20 @@ class ModelCheckpoint(Callback):
 
     # What ---------------------------------------------------------------------------------------------------------
 
-    def _save(self, trainer: Trainer) -> None:
-        """Save if the run at this moment is among the best, or is to be kept as the newest."""
-        metrics = self._metrics(trainer)
-        score = self._score(trainer)
-        before, keep = self._ledger, self._keep
+    def _save(self, trainer: Trainer, score: float | None, keep: Keep) -> None:
+        """Save if a run of this score is among the best, or is to be kept as the newest."""
+        before = self._ledger
         if not before.enters(score, keep) and not keep.last:
             if self.verbose:
                 notice(
                     f"not saved at step {trainer.global_step}: {self.monitor} = {score} is not in the top {keep.top_k}"
                 )
             return
-        path = self._path(trainer, metrics, before.before_saving(score, keep).paths)
+        path = self._path(trainer, before.before_saving(score, keep).paths)
         # See [Note: the books before the save].
         self._ledger = before.after_saving(path, score, trainer.global_step, keep)
         try:
-            if self.save_weights_only:
-                trainer.save_checkpoint(path, weights_only=True)
-            else:
-                trainer.save_checkpoint(path)
+            trainer.save_checkpoint(path, weights_only=self.save_weights_only)
         except BaseException:
             self._ledger = before
             raise
@@ -279,10 +289,10 @@ class ModelCheckpoint(Callback):
             self._tell_once(f"{self.monitor} is NaN: such a checkpoint is never counted among the best")
         return score
 
-    def _path(self, trainer: Trainer, metrics: dict[str, Tensor | float], staying: set[str]) -> str:
+    def _path(self, trainer: Trainer, staying: set[str]) -> str:
         """Where to save: see [Note: names that are taken]."""
-        assert self.dirpath is not None, "setup() comes first"
-        name = format_name(self.filename, metrics, self.auto_insert_metric_name)
+        assert self.dirpath is not None, "on_fit_start() comes first"
+        name = format_name(self.filename, self._metrics(trainer), self.auto_insert_metric_name)
         if self.enable_version_counter:
             here = {path for path in staying | self._paths_of_others(trainer) if os.path.dirname(path) == self.dirpath}
             taken = {os.path.basename(path) for path in here}
@@ -340,8 +350,11 @@ class ModelCheckpoint(Callback):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Put the books back. Checkpoints that are gone are struck off; those in the folder of an earlier run stay
-        in the ranking and are never removed. Without a ``dirpath`` it waits for the run folder, for ``on_fit_start``."""
+        """Put the books back; without a ``dirpath`` that waits for ``on_fit_start``, when the run folder is known.
+
+        Checkpoints that are gone are struck off; those in the folder of an earlier run stay in the ranking and are
+        never removed.
+        """
         if self.dirpath is None:
             self._loaded_state = state_dict
         else:

@@ -37,6 +37,7 @@ class ProgressBar(Callback):
         self._console = console
         self._display: Display | None = None
         self._is_training = False
+        self._log_every_n_steps = 1
         self._log_interval = 0
         self._next_draw_s = math.inf
         self._metrics: dict[str, float] = {}
@@ -49,7 +50,8 @@ class ProgressBar(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
         self._is_training = True
-        self._log_interval = trainer.global_step // trainer.log_every_n_steps
+        self._log_every_n_steps = trainer.log_every_n_steps
+        self._log_interval = trainer.global_step // self._log_every_n_steps
         self._num_timed_batches = -1
         self._metrics = {}
         self._open(trainer)
@@ -57,7 +59,7 @@ class ProgressBar(Callback):
     def on_train_batch_end(self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         self._num_timed_batches += 1
         now_s = time.monotonic()
-        log_interval = trainer.global_step // trainer.log_every_n_steps
+        log_interval = trainer.global_step // self._log_every_n_steps
         if log_interval == self._log_interval and now_s < self._next_draw_s and self._num_timed_batches:
             return
         if self._num_timed_batches == 0:
@@ -205,7 +207,7 @@ def num_steps_of_run(trainer: Trainer) -> float:
     limits = [math.inf]
     if trainer.max_steps >= 0:
         limits.append(trainer.max_steps)
-    if trainer.max_epochs is not None and trainer.max_epochs >= 0 and math.isfinite(trainer.num_training_batches):
-        per_epoch = math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches)
-        limits.append(trainer.max_epochs * per_epoch)
+    max_epochs = 1 if trainer.fast_dev_run else trainer.max_epochs
+    if max_epochs is not None and max_epochs >= 0 and math.isfinite(trainer.num_training_batches):
+        limits.append(max_epochs * math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches))
     return min(limits)

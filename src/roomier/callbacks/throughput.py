@@ -53,6 +53,7 @@ class Throughput(Callback):
         self._num_flops_of: Callable[[Any], float] | None = None
         self._flops_per_token = 0.0
         self._device = torch.device("cpu")
+        self._log_every_n_steps = 1
         self._last_step = 0
         self._paused_s = 0.0
         self._start_window()
@@ -67,6 +68,7 @@ class Throughput(Callback):
         self._flops_per_token = flops_per_token(pl_module)
         self._device = pl_module.device
         self._peak = self._given_peak or _peak_of_plan(self._device, trainer.plan)
+        self._log_every_n_steps = trainer.log_every_n_steps
         self._last_step = trainer.global_step
         self._start_window()
 
@@ -83,7 +85,7 @@ class Throughput(Callback):
             self._num_flops += self._num_flops_of(batch)
         else:
             self._num_flops += self._flops_per_token * num_tokens
-        if step // trainer.log_every_n_steps != self._last_step // trainer.log_every_n_steps:
+        if step // self._log_every_n_steps != self._last_step // self._log_every_n_steps:
             self._log(trainer)
             self._last_step = step
 
