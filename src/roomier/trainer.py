@@ -19,6 +19,7 @@ from roomier.api.logger import Logger
 from roomier.api.module import Module
 from roomier.callbacks import EarlyStopping, ModelCheckpoint, ModelSummary, ProgressBar
 from roomier.core.errors import RoomierError, did_you_mean
+from roomier.core.log import notice
 from roomier.core.world import World
 from roomier.engine.eager import EagerEngine
 from roomier.loggers.by_name import loggers_from_flag
@@ -144,6 +145,7 @@ class Trainer:
         self.callbacks = _ordered(_with_defaults(given, self.enable_checkpointing))
         check_callbacks(self.callbacks)
         self.run: Run | None = None
+        self.fitted: Run | None = None
         self.datamodule: DataModule | None = None
         self.manual_optimizers: list[ManualOptimizer] = []
         self.estimate_steps: Callable[[], float] = lambda: float("inf")
@@ -195,7 +197,8 @@ class Trainer:
 
         Args:
             model: by default the one that was fitted.
-            ckpt_path: weights to load first: a path, ``"best"`` or ``"last"``; None takes those of ``model``.
+            ckpt_path: weights to load first: a path, ``"best"`` or ``"last"``. None takes those of ``model``; where no
+                model is passed either, the best checkpoint of the fit before, as Lightning does.
         """
         return self._evaluate("validate", "validation", model, dataloaders, ckpt_path, datamodule)
 
@@ -237,7 +240,11 @@ class Trainer:
             CheckpointError: it could not be written.
             RoomierError: nothing was fitted yet.
         """
-        save_checkpoint(self._needs_run("save_checkpoint"), filepath, weights_only)
+        if self.fitted is None:
+            raise RoomierError(
+                "save_checkpoint", str(filepath), "this Trainer has not fitted anything yet", "Call fit first"
+            )
+        save_checkpoint(self.fitted, filepath, weights_only)
 
     def log_metrics(self, metrics: Mapping[str, float]) -> None:
         """Write a row to the loggers at the current step."""
@@ -429,9 +436,14 @@ class Trainer:
         return _by_loader(metrics, num_loaders)
 
     def _evaluation(self, stage: str, model: Any, dataloaders: Any, ckpt_path: Any, datamodule: Any) -> Any:
-        model = self._module if model is None else model
         if model is None:
-            raise RoomierError("model", None, f"there is nothing to {stage}", "Pass a model, or call fit first")
+            model = self._module
+            if model is None:
+                raise RoomierError("model", None, f"there is nothing to {stage}", "Pass a model, or call fit first")
+            best = self.checkpoint_callback
+            if ckpt_path is None and best is not None and best.best_model_path:
+                ckpt_path = "best"
+                notice(f"{stage}: no model was passed, so it takes the weights of {best.best_model_path}")
         if isinstance(dataloaders, DataModule):
             dataloaders, datamodule = None, dataloaders
         if datamodule is None and dataloaders is None:

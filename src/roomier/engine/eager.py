@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from roomier.core.errors import TrainingError
-from roomier.core.tree import to_device
+from roomier.core.transfer import BatchMover
 from roomier.engine.engine import Step, StepHooks
 from roomier.engine.optimizer_state import load_optimizer, optimizer_state, parameter_names
 from roomier.plan import BatchPlan
@@ -50,7 +50,7 @@ class EagerEngine:
         self._batch_plan = batch_plan
         self._count_terms = count_terms
         self._context = precision.forward_context()
-        self._moves = device.type != "cpu"
+        self._to_device = BatchMover(device) if device.type != "cpu" else None
         self._converts = precision.weight_dtype is not None
         self._unscaled: set[int] = set()
 
@@ -84,8 +84,8 @@ class EagerEngine:
     def move(self, batch: Any) -> Any:
         if self.hooks.transfer is not None:
             batch = self.hooks.transfer(batch)
-        elif self._moves:
-            batch = to_device(batch, self.device)
+        elif self._to_device is not None:
+            batch = self._to_device(batch)
         return self.precision.convert_batch(batch) if self._converts else batch
 
     def forward(self, step: Step, batch: Any) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from roomier.core.rng import set_rng_state
 from roomier.train.evaluate import validate_within_fit
 from roomier.train.run import Run, call
 from roomier.train.save import save_point
@@ -28,7 +29,10 @@ def fit(run: Run) -> None:
     log_interval = run.options.log_every_n_steps
 
     is_over = run.is_over()
+    run.is_in_step = not is_over
     call(hooks.on_train_start)
+    if run.random_state is not None:  # here: nothing that is done once in a run may draw after it
+        set_rng_state(run.random_state)
     if progress.is_validation_due and not is_over:  # a signal cut it off in the run before
         validate_within_fit(run)
 
@@ -39,7 +43,6 @@ def fit(run: Run) -> None:
         progress.batch_idx = run.source.num_batches_done  # a resumed epoch goes on behind them
 
         for window in windows(run, batches, step):
-            run.is_in_step = True
             first_batch, first_step = progress.batch_idx, progress.global_step
             step.start_window(first_batch)
             loss = forward_backward(step, window)

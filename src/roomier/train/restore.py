@@ -11,7 +11,6 @@ from torch import Tensor
 from roomier import checkpoint
 from roomier.core.errors import CheckpointError
 from roomier.core.log import notice
-from roomier.core.rng import set_rng_state
 from roomier.plan import Plan
 from roomier.train.run import Run
 
@@ -78,7 +77,7 @@ def restore(run: Run, path: Path) -> None:
     for callback in run.trainer.callbacks:
         callback.on_load_checkpoint(run.trainer, run.module, state)
     run.saved_step = run.progress.global_step
-    set_rng_state(state["random"]["0"])
+    run.random_state = state["random"]["0"]
 
 
 def _restore_callbacks(run: Run, states: Mapping[str, Any]) -> None:

@@ -38,6 +38,7 @@ class Run:
         is_in_step: between two save points, where the state of a run is not one to resume from.
         is_finishing: the save point that is running is the last one.
         saved_step: the step of the newest checkpoint this run wrote or was resumed from.
+        random_state: of a checkpoint, put back when the loop begins.
         last_loss: loss of the last optimizer step (0-dim, on the device).
     """
 
@@ -63,6 +64,7 @@ class Run:
     is_in_step: bool = False
     is_finishing: bool = False
     saved_step: int | None = None
+    random_state: dict[str, Any] | None = None
     profiler: torch.profiler.profile | None = None
     last_loss: Tensor | None = None
     started_s: float = field(default_factory=time.monotonic)

@@ -26,6 +26,7 @@ def save_point(run: Run) -> bool:
     run.deferred_saves.clear()
     if run.stop.received is not None:
         _save_interrupted(run)
+    run.is_in_step = not is_over
     return is_over
 
 

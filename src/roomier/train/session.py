@@ -18,13 +18,15 @@ from roomier.api.forward import as_module
 from roomier.api.hooks import HookTable
 from roomier.api.module import Module
 from roomier.core.errors import DataError, RoomierError
+from roomier.core.log import notice
 from roomier.data.loaders import as_loaders
 from roomier.data.source import Source
 from roomier.engine.build import build, configure
 from roomier.loggers.group import LoggerGroup
 from roomier.optim.configured import Configured
-from roomier.train.evaluate import sanity_check
+from roomier.train.evaluate import EvaluationCutError, sanity_check
 from roomier.train.manual import ManualOptimizer
+from roomier.train.progress import Progress
 from roomier.train.restore import resolve_checkpoint, restore, restore_weights, run_folder
 from roomier.train.results import Results
 from roomier.train.run import Run, call
@@ -71,6 +73,8 @@ def session(
             stack.enter_context(trainer.in_stage(FLAGS[stage]))
             yield run
         status = "success" if stop.received is None else "interrupted"
+    except EvaluationCutError:
+        status = "interrupted"
     except BaseException as error:
         if run is not None:
             call(run.hooks.on_exception, error)
@@ -115,7 +119,11 @@ def _open(
     best = trainer.checkpoint_callback
     path = resolve_checkpoint(ckpt_path, root, None if best is None else best.best_model_path)
     is_fit = stage == "fit"
-    folder = run_folder(root, path) if is_fit and trainer.keeps_files else None
+    fitted = trainer.fitted
+    if is_fit:
+        folder = run_folder(root, path) if trainer.keeps_files else None
+    else:  # what is measured after a fit goes on in its log
+        folder = None if fitted is None else fitted.folder
     trainer.log_dir = str(folder or root)
     _setup(trainer, stage, module)
     data = _Data(trainer, module, loaders)
@@ -136,10 +144,12 @@ def _open(
         loggers=LoggerGroup(trainer.loggers if folder is not None else ()),
         stop=stop,
         folder=folder,
+        progress=Progress() if is_fit or fitted is None else fitted.progress,
     )
     trainer.run = run
     trainer.manual_optimizers = [ManualOptimizer(optimizer, run) for optimizer in engine.optimizers]
     if is_fit:
+        trainer.fitted = run
         _open_fit(run, data, path)
     else:
         name = LOADER_NAMES[stage]
@@ -148,6 +158,8 @@ def _open(
             raise DataError(f"{name}_dataloaders", None, f"there is no data to {stage} on", f"Pass {name}_dataloaders")
         if path is not None:
             restore_weights(run, path)
+        if folder is not None:
+            run.loggers.start(folder, run.progress.global_step)
     return run
 
 
@@ -156,8 +168,10 @@ def _open_fit(run: Run, data: _Data, path: Path | None) -> None:
     run.train_source = data.train_source
     run.num_training_batches = data.num_training_batches
     run.epoch_limit, run.step_limit = options.epoch_limit(), options.step_limit()
-    if _defines(run.module, "validation_step"):
-        run.val_sources, run.val_limits = data.evaluation("val")
+    run.val_sources, run.val_limits = data.evaluation("val")
+    if run.val_sources and not _defines(run.module, "validation_step"):
+        notice(f"{type(run.module).__name__} has no validation_step: val_dataloaders are not used")
+        run.val_sources, run.val_limits = (), ()
     if run.val_sources:
         run.val_interval = options.val_interval(run.num_training_batches)
     if path is not None:
