@@ -9,7 +9,6 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
 from roomier.api.callback import Callback
@@ -19,12 +18,11 @@ from roomier.api.hooks import HookTable
 from roomier.api.module import Module
 from roomier.core.errors import DataError, RoomierError
 from roomier.core.log import notice
-from roomier.data.loaders import as_loaders
-from roomier.data.source import Source
 from roomier.engine.build import build, configure
 from roomier.loggers.group import LoggerGroup
 from roomier.optim.configured import Configured
 from roomier.train.evaluate import EvaluationCutError, sanity_check
+from roomier.train.loaders import RunLoaders, estimate_steps
 from roomier.train.manual import ManualOptimizer
 from roomier.train.progress import Progress
 from roomier.train.restore import resolve_checkpoint, restore, restore_weights, run_folder
@@ -126,8 +124,8 @@ def _open(
         folder = None if fitted is None else fitted.folder
     trainer.log_dir = str(folder or root)
     _setup(trainer, stage, module)
-    data = _Data(trainer, module, loaders)
-    trainer.estimate_steps = lambda: _estimate_steps(trainer, data)
+    data = RunLoaders(trainer, module, loaders)
+    trainer.estimate_steps = lambda: estimate_steps(trainer, data)
     engine, configured = build(
         plan, module, lambda: configure(plan, module, trainer.estimate_steps) if is_fit else Configured()
     )
@@ -163,7 +161,7 @@ def _open(
     return run
 
 
-def _open_fit(run: Run, data: _Data, path: Path | None) -> None:
+def _open_fit(run: Run, data: RunLoaders, path: Path | None) -> None:
     options = run.options
     run.train_source = data.train_source
     run.num_training_batches = data.num_training_batches
@@ -196,79 +194,6 @@ def _setup(trainer: Trainer, stage: str, module: Module) -> None:
         callback.setup(trainer, module, stage)
     module.setup(stage)
     module.configure_model()
-
-
-class _Data:
-    """The loaders of a run, asked for when they are needed first."""
-
-    def __init__(self, trainer: Trainer, module: Module, loaders: dict[str, Any]) -> None:
-        self._trainer = trainer
-        self._module = module
-        self._loaders = loaders
-        self._train: Source | None = None
-        self._pins = torch.cuda.is_available() and trainer.plan.parallel.accelerator in ("auto", "cuda", "gpu")
-
-    @property
-    def train_source(self) -> Source:
-        if self._train is None:
-            name = "train_dataloaders"
-            loader = self._find("train")
-            if loader is None:
-                raise DataError(
-                    name, None, "there is no data to train on", "Pass it to fit, or define train_dataloader"
-                )
-            self._train = Source(
-                _only(as_loaders(loader, name), name),
-                name=name,
-                seed=torch.initial_seed() % 2**63,
-                shuffle_allowed=not self._trainer.options.overfit_batches,
-                pin_memory=self._pins,
-            )
-        return self._train
-
-    @property
-    def num_training_batches(self) -> float:
-        return self._trainer.options.limit_batches("train", self.train_source.num_batches)
-
-    def evaluation(self, name: str) -> tuple[list[Source], list[float]]:
-        """The sources of ``"val"``, ``"test"`` or ``"predict"`` and how many batches of each are taken."""
-        options, field = self._trainer.options, f"{name}_dataloaders"
-        if not options.num_dev_batches and getattr(options, f"limit_{name}_batches") == 0:
-            return [], []
-        sources = [
-            Source(loader, name=field, seed=0, training=False, pin_memory=self._pins)
-            for loader in as_loaders(self._find(name), field)
-        ]
-        return sources, [options.limit_batches(name, source.num_batches) for source in sources]
-
-    def _find(self, name: str) -> Any:
-        passed = self._loaders.get(name)
-        if passed is not None:
-            return passed
-        if self._trainer.datamodule is not None:
-            return getattr(self._trainer.datamodule, f"{name}_dataloader")()
-        return getattr(self._module, f"{name}_dataloader")()
-
-
-def _only(loaders: Sequence[Any], name: str) -> Any:
-    if len(loaders) != 1:
-        raise DataError(
-            name,
-            f"{len(loaders)} loaders",
-            "training reads one loader",
-            "Join the data sets (torch.utils.data.ConcatDataset), or draw from several in one IterableDataset",
-        )
-    return loaders[0]
-
-
-def _estimate_steps(trainer: Trainer, data: _Data) -> float:
-    options = trainer.options
-    per_epoch = math.inf
-    if math.isfinite(data.num_training_batches):
-        per_epoch = math.ceil(data.num_training_batches / trainer.plan.batch.accumulate_grad_batches)
-    epochs = options.epoch_limit()
-    steps = per_epoch * epochs if per_epoch and epochs else 0
-    return min(options.step_limit(), steps)
 
 
 def _defines(module: Module, name: str) -> bool:

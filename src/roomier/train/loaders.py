@@ -1,0 +1,91 @@
+"""The data of a run: what the user passed, or the DataModule or the module gives, as sources."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from roomier.api.module import Module
+from roomier.core.errors import DataError
+from roomier.data.loaders import as_loaders
+from roomier.data.source import Source
+
+if TYPE_CHECKING:
+    from roomier.trainer import Trainer
+
+
+class RunLoaders:
+    """The loaders of a run, asked for when they are needed first."""
+
+    def __init__(self, trainer: Trainer, module: Module, loaders: dict[str, Any]) -> None:
+        self._trainer = trainer
+        self._module = module
+        self._loaders = loaders
+        self._train: Source | None = None
+        self._pins = torch.cuda.is_available() and trainer.plan.parallel.accelerator in ("auto", "cuda", "gpu")
+
+    @property
+    def train_source(self) -> Source:
+        if self._train is None:
+            name = "train_dataloaders"
+            loader = self._find("train")
+            if loader is None:
+                raise DataError(
+                    name, None, "there is no data to train on", "Pass it to fit, or define train_dataloader"
+                )
+            self._train = Source(
+                _only(as_loaders(loader, name), name),
+                name=name,
+                seed=torch.initial_seed() % 2**63,
+                shuffle_allowed=not self._trainer.options.overfit_batches,
+                pin_memory=self._pins,
+            )
+        return self._train
+
+    @property
+    def num_training_batches(self) -> float:
+        return self._trainer.options.limit_batches("train", self.train_source.num_batches)
+
+    def evaluation(self, name: str) -> tuple[list[Source], list[float]]:
+        """The sources of ``"val"``, ``"test"`` or ``"predict"`` and how many batches of each are taken."""
+        options, field = self._trainer.options, f"{name}_dataloaders"
+        if not options.num_dev_batches and getattr(options, f"limit_{name}_batches") == 0:
+            return [], []
+        sources = [
+            Source(loader, name=field, seed=0, training=False, pin_memory=self._pins)
+            for loader in as_loaders(self._find(name), field)
+        ]
+        return sources, [options.limit_batches(name, source.num_batches) for source in sources]
+
+    def _find(self, name: str) -> Any:
+        passed = self._loaders.get(name)
+        if passed is not None:
+            return passed
+        if self._trainer.datamodule is not None:
+            return getattr(self._trainer.datamodule, f"{name}_dataloader")()
+        return getattr(self._module, f"{name}_dataloader")()
+
+
+def _only(loaders: Sequence[Any], name: str) -> Any:
+    if len(loaders) != 1:
+        raise DataError(
+            name,
+            f"{len(loaders)} loaders",
+            "training reads one loader",
+            "Join the data sets (torch.utils.data.ConcatDataset), or draw from several in one IterableDataset",
+        )
+    return loaders[0]
+
+
+def estimate_steps(trainer: Trainer, loaders: RunLoaders) -> float:
+    """Optimizer steps of a whole fit; infinite where nothing bounds it."""
+    options = trainer.options
+    per_epoch = math.inf
+    if math.isfinite(loaders.num_training_batches):
+        per_epoch = math.ceil(loaders.num_training_batches / trainer.plan.batch.accumulate_grad_batches)
+    epochs = options.epoch_limit()
+    steps = per_epoch * epochs if per_epoch and epochs else 0
+    return min(options.step_limit(), steps)
