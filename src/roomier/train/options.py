@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from roomier.core.errors import RoomierError
-from roomier.core.log import notice
 from roomier.core.units import parse_duration_s
 
 DEFAULT_MAX_EPOCHS = 1000
@@ -92,10 +91,12 @@ class LoopOptions:
             return 1
         if self.max_epochs is not None:
             return math.inf if self.max_epochs == -1 else self.max_epochs
-        if self.max_steps != -1 or self.max_time is not None:
-            return math.inf
-        notice(f"neither max_epochs, max_steps nor max_time is set: training for {DEFAULT_MAX_EPOCHS} epochs")
-        return DEFAULT_MAX_EPOCHS
+        return math.inf if self.is_bounded else DEFAULT_MAX_EPOCHS
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether the user said how long to train."""
+        return self.max_epochs is not None or self.max_steps != -1 or self.max_time is not None
 
     def step_limit(self) -> float:
         if self.num_dev_batches:

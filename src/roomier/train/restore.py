@@ -14,8 +14,6 @@ from roomier.core.log import notice
 from roomier.plan import Plan
 from roomier.train.run import Run
 
-RUN_FOLDERS = "version_*"
-
 
 def resolve_checkpoint(ckpt_path: str | Path | None, root: Path, best_path: str | None) -> Path | None:
     """The checkpoint that ``ckpt_path`` means.
@@ -116,30 +114,3 @@ def _tell_differences(stored: Mapping[str, Any], plan: Plan) -> None:
     differences = Plan.from_dict(stored["plan"]).diff(plan)
     if differences:
         notice("the plan is not that of the checkpoint: " + "; ".join(map(str, differences)))
-
-
-def run_folder(root: Path, resumed: Path | None) -> Path:
-    """The folder of a run: that of the checkpoint it goes on from, else a new ``version_N`` under ``root``.
-
-    Raises:
-        CheckpointError: it cannot be made.
-    """
-    if resumed is not None and resumed.parent.parent.parent.resolve() == root.resolve():
-        return resumed.parent.parent
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        while True:
-            taken = [int(p.name[8:]) for p in root.glob(RUN_FOLDERS) if p.name[8:].isdecimal()]
-            folder = root / f"version_{max(taken, default=-1) + 1}"
-            try:
-                folder.mkdir()
-                return folder
-            except FileExistsError:  # another process was quicker
-                continue
-    except OSError as error:
-        raise CheckpointError(
-            "default_root_dir",
-            str(root),
-            f"no run folder can be made there ({error.strerror})",
-            "Pass a folder you can write to",
-        ) from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,8 +24,10 @@ from roomier.optim.configured import Configured
 from roomier.train.evaluate import EvaluationCutError, sanity_check
 from roomier.train.loaders import RunLoaders, estimate_steps
 from roomier.train.manual import ManualOptimizer
+from roomier.train.options import DEFAULT_MAX_EPOCHS
 from roomier.train.progress import Progress
-from roomier.train.restore import resolve_checkpoint, restore, restore_weights, run_folder
+from roomier.train.restore import resolve_checkpoint, restore, restore_weights
+from roomier.train.run_folder import is_run_folder, run_folder
 from roomier.train.results import Results
 from roomier.train.run import Run, call
 from roomier.train.schedulers import Schedulers
@@ -79,6 +81,9 @@ def session(
         raise
     finally:
         trainer.interrupted = status == "interrupted"
+        if status == "failed" and is_run_folder(Path(trainer.log_dir)):
+            with suppress(OSError):  # it failed before anything was written
+                Path(trainer.log_dir).rmdir()
         if run is not None:
             run.loggers.finalize(status)
         trainer.teardown(stage)
@@ -172,6 +177,8 @@ def _open_fit(run: Run, data: RunLoaders, path: Path | None) -> None:
         run.val_sources, run.val_limits = (), ()
     if run.val_sources:
         run.val_interval = options.val_interval(run.num_training_batches)
+    if not (options.is_bounded or options.num_dev_batches):
+        notice(f"neither max_epochs, max_steps nor max_time is set: training for {DEFAULT_MAX_EPOCHS} epochs")
     if path is not None:
         restore(run, path)
     if run.folder is not None:

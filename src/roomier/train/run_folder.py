@@ -1,0 +1,38 @@
+"""Where a run keeps what it writes: ``version_N`` under ``default_root_dir``."""
+
+from pathlib import Path
+
+from roomier.core.errors import CheckpointError
+
+PREFIX = "version_"
+
+
+def is_run_folder(folder: Path) -> bool:
+    return folder.name.startswith(PREFIX) and folder.name[len(PREFIX) :].isdecimal()
+
+
+def run_folder(root: Path, resumed: Path | None) -> Path:
+    """The folder of a run: that of the checkpoint it goes on from, else a new ``version_N`` under ``root``.
+
+    Raises:
+        CheckpointError: it cannot be made.
+    """
+    if resumed is not None and resumed.parent.parent.parent.resolve() == root.resolve():
+        return resumed.parent.parent
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        while True:
+            taken = [int(path.name[len(PREFIX) :]) for path in root.iterdir() if is_run_folder(path)]
+            folder = root / f"{PREFIX}{max(taken, default=-1) + 1}"
+            try:
+                folder.mkdir()
+                return folder
+            except FileExistsError:  # another process was quicker
+                continue
+    except OSError as error:
+        raise CheckpointError(
+            "default_root_dir",
+            str(root),
+            f"no run folder can be made there ({error.strerror})",
+            "Pass a folder you can write to",
+        ) from error
