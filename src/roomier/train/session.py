@@ -27,9 +27,9 @@ from roomier.train.manual import ManualOptimizer
 from roomier.train.options import DEFAULT_MAX_EPOCHS
 from roomier.train.progress import Progress
 from roomier.train.restore import resolve_checkpoint, restore, restore_weights
-from roomier.train.run_folder import is_run_folder, run_folder
 from roomier.train.results import Results
 from roomier.train.run import Run, call
+from roomier.train.run_folder import is_run_folder, run_folder
 from roomier.train.schedulers import Schedulers
 from roomier.train.settings import process_settings, profiled
 from roomier.train.signals import GracefulStop
