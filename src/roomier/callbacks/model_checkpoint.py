@@ -340,7 +340,6 @@ class ModelCheckpoint(Callback):
         return {
             "monitor": self.monitor,
             "dirpath": self.dirpath,
-            "best_model_path": self.best_model_path,
             "kept": [[self._name(path), score] for path, score in ledger.kept],
             "last": self._name(ledger.last),
             "superseded": [self._name(path) for path in ledger.superseded],
