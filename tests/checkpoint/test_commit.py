@@ -7,8 +7,10 @@ import resource
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -147,19 +149,24 @@ def test_what_dead_processes_left_is_cleared_and_the_living_are_left_alone(tmp_p
 
 
 def test_a_reused_process_number_does_not_keep_what_is_stale(tmp_path):
-    stale = aside_of("tmp", tmp_path / "c", pid=0)
-    stale.mkdir()
-    process = subprocess.Popen([sys.executable, "-c", "import time; print(flush=True); time.sleep(60)"])
-    try:
-        reused = aside_of("tmp", tmp_path / "c", pid=process.pid)
-        reused.mkdir()
-        aside = commit._Aside.parse(reused)
-        assert aside is not None
-        assert not aside.is_stale()
-    finally:
+    folder_older_than_the_process = Path(os.__file__).parent
+    with subprocess.Popen(["sleep", "60"]) as process:
+        stale, live = (
+            commit._Aside(path, "tmp", tmp_path / "c", commit._host(), process.pid).is_stale()
+            for path in (folder_older_than_the_process, tmp_path)
+        )
         process.kill()
-        process.wait()
-    assert aside.is_stale()
+    assert (stale, live) == (True, False)
+
+
+def test_a_process_that_ended_but_is_not_waited_for_is_dead(tmp_path):
+    with subprocess.Popen(["true"]) as process:
+        while psutil.Process(process.pid).status() != psutil.STATUS_ZOMBIE:
+            time.sleep(0.01)
+        left = aside_of("tmp", tmp_path / "c", pid=process.pid)
+        left.mkdir()
+        checkpoint.save(tmp_path / "c", state_of(1))
+        assert os.listdir(tmp_path) == ["c"]
 
 
 def test_between_the_two_renames_the_old_checkpoint_is_found_and_later_put_back(tmp_path):
@@ -192,6 +199,27 @@ def test_a_superseded_checkpoint_is_not_listed_and_later_deleted(tmp_path):
 def _written_elsewhere(tmp_path: Path, state: dict) -> Path:
     checkpoint.save(tmp_path / "elsewhere" / "c", state)
     return tmp_path / "elsewhere" / "c"
+
+
+def test_deleting_begins_with_the_record(tmp_path, monkeypatch):
+    path = tmp_path / "last"
+    checkpoint.save(path, state_of(1))
+    monkeypatch.setattr(commit.shutil, "rmtree", lambda *args, **kwargs: None)
+    checkpoint.save(path, state_of(2))
+    (superseded,) = tmp_path.glob(".old-*")
+    assert not (superseded / "run.json").exists()
+    checkpoint.remove(path)
+    assert checkpoint.find_last(tmp_path) is None
+
+
+def test_a_link_is_replaced_and_what_it_points_to_is_kept(tmp_path):
+    target, link = tmp_path / "step=1", tmp_path / "last"
+    checkpoint.save(target, state_of(1))
+    link.symlink_to(target)
+    checkpoint.save(link, state_of(2))
+    assert sorted(os.listdir(tmp_path)) == ["last", "step=1"]
+    assert (step_in(target), step_in(link)) == (1, 2)
+    assert not link.is_symlink()
 
 
 def test_ctrl_c_between_the_two_renames_puts_the_old_one_back(tmp_path, monkeypatch):

@@ -65,7 +65,8 @@ class _Aside:
             return time.time() - changed_at_s > _FOREIGN_STALE_AFTER_S
         try:
             process = psutil.Process(self.pid)
-            # A process younger than the folder was given the number of the one that made it.
+            # A process younger than the folder was given the number of the one that made it; its start is
+            # known to a second.
             return process.status() == psutil.STATUS_ZOMBIE or process.create_time() > changed_at_s + 1
         except psutil.NoSuchProcess:
             return True
