@@ -1,0 +1,139 @@
+"""EarlyStopping in real runs whose validation losses are written down beforehand."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from roomier.callbacks import EarlyStopping, EarlyStoppingReason
+from roomier.core.errors import RoomierError
+from roomier.trainer import Trainer
+
+Make = Callable[..., Trainer]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "scores", "stopped_epoch", "reason", "best", "wait_count"),
+    [
+        # 3 2 | 2 2.5 2: three checks without an improvement after epoch 1
+        ({}, [3, 2, 2, 2.5, 2, 0], 4, "PATIENCE_EXHAUSTED", 2.0, 3),
+        ({"patience": 1}, [3, 2, 2, 1], 2, "PATIENCE_EXHAUSTED", 2.0, 1),
+        ({"patience": 0}, [3, 3], 1, "PATIENCE_EXHAUSTED", 3.0, 1),
+        ({"mode": "max", "patience": 2}, [1, 2, 2, 1, 5], 3, "PATIENCE_EXHAUSTED", 2.0, 2),
+        # a step of 0.5 is no improvement by more than 0.5; one of 0.75 is
+        ({"min_delta": 0.5, "patience": 2}, [3, 2.5, 2.25, 2.25, 1.75, 0], 4, "PATIENCE_EXHAUSTED", 2.25, 2),
+        ({"min_delta": 0.5, "patience": 2, "mode": "max"}, [1, 1.5, 1.75, 2, 2], 4, "PATIENCE_EXHAUSTED", 1.75, 2),
+        ({}, [3, math.nan], 1, "NON_FINITE_METRIC", 3.0, 0),
+        ({}, [3, math.inf], 1, "NON_FINITE_METRIC", 3.0, 0),
+        ({"check_finite": False, "patience": 2}, [3, math.nan, 2, math.nan, math.nan], 4, "PATIENCE_EXHAUSTED", 2.0, 2),
+        ({"stopping_threshold": 1.0}, [3, 1, 0.5], 2, "STOPPING_THRESHOLD", 1.0, 0),
+        ({"stopping_threshold": 1.0, "mode": "max"}, [0.5, 1.5], 1, "STOPPING_THRESHOLD", 0.5, 0),
+        ({"divergence_threshold": 9.0}, [3, 9, 10], 2, "DIVERGENCE_THRESHOLD", 3.0, 1),
+        ({"divergence_threshold": 1.0, "mode": "max"}, [3, 0.5], 1, "DIVERGENCE_THRESHOLD", 3.0, 0),
+    ],
+)
+def test_when_it_stops_and_why(
+    make_trainer: Make,
+    scripted: Any,
+    batches: Any,
+    arguments: dict[str, Any],
+    scores: list[float],
+    stopped_epoch: int,
+    reason: str,
+    best: float,
+    wait_count: int,
+) -> None:
+    stopping = EarlyStopping("val_loss", **arguments)
+    trainer = make_trainer(stopping, max_epochs=20, enable_checkpointing=False, logger=False)
+    trainer.fit(scripted([float(score) for score in scores]), batches[:2], batches[:1])
+    assert trainer.current_epoch == stopped_epoch + 1, "epochs that were finished"
+    assert (stopping.stopped_epoch, stopping.stopping_reason) == (stopped_epoch, EarlyStoppingReason[reason])
+    assert (stopping.best_score.item(), stopping.wait_count) == (best, wait_count)
+    assert stopping.stopping_reason_message is not None
+    assert "val_loss" in stopping.stopping_reason_message
+
+
+def test_a_run_that_goes_on_improving_is_not_stopped(make_trainer: Make, scripted: Any, batches: Any) -> None:
+    stopping = EarlyStopping("val_loss", patience=1)
+    trainer = make_trainer(stopping, max_epochs=4, enable_checkpointing=False, logger=False)
+    trainer.fit(scripted([4.0, 3.0, 2.0, 1.0]), batches[:2], batches[:1])
+    assert trainer.current_epoch == 4
+    assert stopping.stopping_reason is EarlyStoppingReason.NOT_STOPPED
+    assert (stopping.stopped_epoch, stopping.stopping_reason_message) == (0, None)
+
+
+def test_each_validation_is_a_check_where_an_epoch_has_several(make_trainer: Make, scripted: Any, batches: Any) -> None:
+    stopping = EarlyStopping("val_loss", patience=3)
+    trainer = make_trainer(stopping, max_epochs=9, val_check_interval=0.5, logger=False, enable_checkpointing=False)
+    trainer.fit(scripted([1.0]), batches, batches[:1])
+    assert trainer.global_step == 20, "checks at steps 5, 10, 15, 20; the first one improves on nothing"
+    at_epoch_end = EarlyStopping("val_loss", patience=3, check_on_train_epoch_end=True)
+    trainer = make_trainer(at_epoch_end, max_epochs=9, val_check_interval=0.5, logger=False, enable_checkpointing=False)
+    trainer.fit(scripted([1.0]), batches, batches[:1])
+    assert trainer.global_step == 40
+
+
+def test_a_metric_nobody_logs(
+    make_trainer: Make, scripted: Any, batches: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    quiet = {"max_epochs": 1, "logger": False, "enable_checkpointing": False}
+    with pytest.raises(RoomierError) as caught:
+        make_trainer(EarlyStopping("val_los"), **quiet).fit(scripted(), batches, batches[:1])
+    for words in ("EarlyStopping(monitor)='val_los'", "Did you mean 'val_loss'?"):
+        assert words in str(caught.value)
+    lax = EarlyStopping("val_los", strict=False, verbose=True)
+    make_trainer(lax, **quiet).fit(scripted(), batches, batches[:1])
+    assert "'val_los' was not logged; this check is left out" in capsys.readouterr().err
+
+
+def test_it_goes_on_counting_after_a_resume(
+    make_trainer: Make, scripted: Any, batches: Any, kill_at: Any, killed_error: Any
+) -> None:
+    scores = [3.0, 2.0, 2.0, 2.0, 2.0, 1.0]
+    with pytest.raises(killed_error):
+        make_trainer(EarlyStopping("val_loss"), kill_at(35), max_epochs=9).fit(scripted(scores), batches, batches[:1])
+    stopping = EarlyStopping("val_loss")
+    trainer = make_trainer(stopping, max_epochs=9)
+    trainer.fit(scripted(scores), batches, batches[:1], ckpt_path="last")
+    assert trainer.current_epoch == 5
+    assert (stopping.stopped_epoch, stopping.wait_count, stopping.best_score.item()) == (4, 3, 2.0)
+
+
+def test_verbose_tells_improvements_and_the_end(
+    make_trainer: Make, scripted: Any, batches: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stopping = EarlyStopping("val_loss", patience=1, verbose=True)
+    make_trainer(stopping, max_epochs=9, logger=False).fit(scripted([3.0, 2.0, 2.5]), batches[:2], batches[:1])
+    err = capsys.readouterr().err
+    assert "val_loss = 2 is the new best; it was 3" in err
+    assert "val_loss = 2.5 is the last of 1 checks without an improvement over 2" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"monitor": ""}, "EarlyStopping(monitor)=''"),
+        ({"monitor": "a", "mode": "up"}, "EarlyStopping(mode)='up'"),
+        ({"monitor": "a", "patience": -1}, "EarlyStopping(patience)=-1"),
+        ({"monitor": "a", "patience": 1.5}, "EarlyStopping(patience)=1.5"),
+        ({"monitor": "a", "min_delta": -0.1}, "EarlyStopping(min_delta)=-0.1"),
+        ({"monitor": "a", "min_delta": math.nan}, "EarlyStopping(min_delta)=nan"),
+    ],
+)
+def test_wrong_arguments_are_refused_by_name(arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(RoomierError) as caught:
+        EarlyStopping(**arguments)
+    assert words in str(caught.value)
+
+
+def test_the_state_is_what_lightning_stores() -> None:
+    stopping = EarlyStopping("val_loss", mode="max")
+    assert stopping.state_dict() == {
+        "wait_count": 0,
+        "stopped_epoch": 0,
+        "best_score": torch.tensor(-math.inf),
+        "patience": 3,
+    }
+    assert stopping.state_key != EarlyStopping("val_loss").state_key

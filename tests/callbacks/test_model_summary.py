@@ -1,0 +1,66 @@
+"""ModelSummary: sizes worked out by hand."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from roomier.callbacks import ModelSummary
+from roomier.callbacks.model_summary import Row, summarize
+from roomier.core.errors import RoomierError
+from roomier.trainer import Trainer
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 4, bias=False))
+        self.head = nn.Linear(4, 4, bias=False)
+        self.head.weight = self.body[2].weight  # tied
+        self.frozen = nn.Linear(2, 1, dtype=torch.bfloat16).requires_grad_(False)
+        self.scale = nn.Parameter(torch.ones(1))
+
+
+def test_rows_and_totals() -> None:
+    summary = summarize(Net())
+    assert summary.rows == (
+        Row("body", "Sequential", 16 + 16, 32, 128),
+        Row("head", "Linear", 16, 16, 64),
+        Row("frozen", "Linear", 3, 0, 6),
+    )
+    # the tied 16 count once: 16 + 16 + 3 + 1
+    assert summary.total == Row("total", "Net", 36, 33, 138)
+    assert summary.num_frozen == 3
+
+
+def test_depth() -> None:
+    assert [row.name for row in summarize(Net(), 0).rows] == []
+    assert [row.name for row in summarize(Net(), -1).rows] == ["body", "body.0", "body.1", "body.2", "head", "frozen"]
+    assert summarize(Net(), 2) == summarize(Net(), -1)
+
+
+def test_a_model_on_the_meta_device_has_sizes_too() -> None:
+    with torch.device("meta"):
+        model = nn.Linear(1000, 1000)
+    assert summarize(model).total == Row("total", "Linear", 1_001_000, 1_001_000, 4_004_000)
+
+
+def test_it_is_printed_when_a_fit_starts(
+    make_trainer: Callable[..., Trainer], scripted: Any, batches: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer = make_trainer(max_steps=1, enable_model_summary=True, logger=False, enable_checkpointing=False)
+    trainer.fit(scripted(), batches)
+    out, err = capsys.readouterr()
+    assert out == "", "standard output is for data"
+    lines = [line.split() for line in err.splitlines()]
+    assert ["layer", "Linear", "3", "12", "B", "all"] in lines
+    assert ["total", "Scripted", "3", "12", "B", "all"] in lines
+    assert ["SGD", "1", "0.01", "0", "2", "3"] in lines
+
+
+@pytest.mark.parametrize("depth", [-2, 1.5, True])
+def test_what_is_no_depth_is_refused(depth: Any) -> None:
+    with pytest.raises(RoomierError, match="max_depth="):
+        ModelSummary(max_depth=depth)

@@ -1,0 +1,165 @@
+"""ProgressBar: lines where nobody watches, a bar in a terminal, and next to no time in between."""
+
+import io
+import re
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from roomier.callbacks import ProgressBar
+from roomier.callbacks.progress_display import BarDisplay, Standing, duration_text
+from roomier.core.errors import RoomierError
+from roomier.trainer import Trainer
+
+Make = Callable[..., Trainer]
+
+
+def shown(**keywords: Any) -> tuple[ProgressBar, io.StringIO]:
+    stream = io.StringIO()
+    console = Console(file=stream, width=120, force_terminal=keywords.pop("terminal", False), **keywords)
+    return ProgressBar(console=console), stream
+
+
+def test_elsewhere_there_is_one_line_a_log_interval_and_one_a_validation(
+    make_trainer: Make, scripted: Any, batches: Any
+) -> None:
+    bar, stream = shown()
+    trainer = make_trainer(bar, max_epochs=2, log_every_n_steps=5, num_sanity_val_steps=1, logger=False)
+    trainer.fit(scripted(), batches, batches[:3])
+    lines = stream.getvalue().splitlines()
+    starts = [" | ".join(line.split(" | ")[:2]) for line in lines]
+    assert starts == [
+        "sanity check | batch 1/1",
+        "epoch 0/1 | step 5/20",
+        "epoch 0/1 | step 10/20",
+        "validation | batch 3/3",
+        "epoch 1/1 | step 15/20",
+        "epoch 1/1 | step 20/20",
+        "validation | batch 3/3",
+    ]
+    assert re.search(r"\| [\d.e+]+ it/s \| ETA \d+:\d\d", lines[1])
+    assert all("\x1b" not in line for line in lines), "no terminal codes"
+
+
+def test_accumulation_gives_one_line_a_log_interval(make_trainer: Make, scripted: Any, batches: Any) -> None:
+    bar, stream = shown()
+    make_trainer(bar, max_epochs=1, log_every_n_steps=1, accumulate_grad_batches=4, logger=False).fit(
+        scripted(), batches
+    )
+    assert [line.split(" | ")[1] for line in stream.getvalue().splitlines()] == ["step 1/3", "step 2/3", "step 3/3"]
+
+
+def test_metrics_of_the_bar_are_shown(make_trainer: Make, scripted: Any, batches: Any) -> None:
+    class Shown(scripted):  # type: ignore[misc]
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("acc", 0.25, prog_bar=True)
+            self.log("hidden", 1.0)
+            return super().training_step(batch, batch_idx)
+
+    bar, stream = shown()
+    make_trainer(bar, max_steps=2, log_every_n_steps=2, logger=False).fit(Shown(), batches)
+    [line] = stream.getvalue().splitlines()
+    assert line.endswith("| acc 0.25")
+
+
+def test_standard_error_is_where_it_goes(
+    make_trainer: Make, scripted: Any, batches: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_trainer(ProgressBar(), max_steps=2, log_every_n_steps=1, logger=False).fit(scripted(), batches)
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "step 2/2" in err
+
+
+def test_test_and_predict_have_theirs(make_trainer: Make, scripted: Any, batches: Any) -> None:
+    class Tested(scripted):  # type: ignore[misc]
+        def test_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("test_acc", 0.5, prog_bar=True)
+
+        def predict_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.layer(batch)
+
+    bar, stream = shown()
+    trainer = make_trainer(bar, logger=False)
+    trainer.test(Tested(), batches[:4])
+    trainer.predict(Tested(), batches[:3])
+    lines = stream.getvalue().splitlines()
+    assert [" | ".join(line.split(" | ")[:2]) for line in lines] == ["test | batch 4/4", "predict | batch 3/3"]
+    assert "test_acc 0.5" in lines[0]
+
+
+def test_a_terminal_gets_a_bar_that_is_put_away(make_trainer: Make, scripted: Any, batches: Any) -> None:
+    bar, stream = shown(terminal=True)
+    bar.refresh_interval_s = 1e-9  # draw at each batch
+    make_trainer(bar, max_epochs=2, log_every_n_steps=5, logger=False).fit(scripted(), batches, batches[:2])
+    text = stream.getvalue()
+    for words in ("epoch 0/1", "batch 7/10", "step 7/20", "validation", "batch 2/2", "it/s", "epoch 1/1", "step 20/20"):
+        assert words in text
+    assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 1, "the cursor is hidden once and comes back"
+
+
+def test_the_bar_is_put_away_when_training_fails(
+    make_trainer: Make, scripted: Any, batches: Any, kill_at: Any, killed_error: Any
+) -> None:
+    bar, stream = shown(terminal=True)
+    with pytest.raises(killed_error):
+        make_trainer(bar, kill_at(3), max_epochs=2, logger=False).fit(scripted(), batches)
+    assert stream.getvalue().count("\x1b[?25h") == 1
+
+
+def test_the_bar_is_drawn_by_the_clock(make_trainer: Make, scripted: Any, batches: Any) -> None:
+    bar, stream = shown(terminal=True)
+    bar.refresh_interval_s = 3600.0
+    make_trainer(bar, max_epochs=1, log_every_n_steps=10, logger=False).fit(scripted(), batches)
+    assert "batch 1/10" in stream.getvalue(), "the first batch shows at once"
+    assert "batch 5/10" not in stream.getvalue()
+    assert "batch 10/10" in stream.getvalue(), "a log step shows"
+
+
+def test_an_unknown_length_has_no_total() -> None:
+    stream = io.StringIO()
+    display = BarDisplay(Console(file=stream, force_terminal=True, width=120))
+    display.draw(Standing("epoch 0", 3, float("inf"), "step 3"))
+    display.close()
+    display.close()
+    assert "step 3 | batch 3" in stream.getvalue()
+    assert "batch 3/" not in stream.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "0:00"), (4.2, "0:05"), (65, "1:05"), (3725.2, "1:02:06"), (90000, "25:00:00")]
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert duration_text(seconds) == text
+
+
+def test_an_interval_of_nothing_is_refused() -> None:
+    with pytest.raises(RoomierError, match="refresh_interval_s=0"):
+        ProgressBar(refresh_interval_s=0)
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_step_that_draws_nothing_costs_next_to_nothing(
+    make_trainer: Make, scripted: Any, batches: Any, terminal: bool
+) -> None:
+    bar, _ = shown(terminal=terminal)
+    bar.refresh_interval_s = 3600.0
+    cost_s: list[float] = []
+
+    class Measure(scripted):  # type: ignore[misc]
+        def on_train_end(self) -> None: ...
+
+        def on_train_epoch_end(self) -> None:
+            bar._schedule_redraw()
+            for _ in range(50):
+                began_s = time.perf_counter()
+                for _ in range(200):
+                    bar.on_train_batch_end(self.trainer, self, None, None, 3)
+                cost_s.append((time.perf_counter() - began_s) / 200)
+
+    make_trainer(bar, max_epochs=1, log_every_n_steps=10**6, logger=False).fit(Measure(), batches)
+    print(f"{min(cost_s) * 1e9:.0f} ns")
+    assert min(cost_s) < 2e-6  # about 0.5 microseconds on an idle core; the test shares it with others

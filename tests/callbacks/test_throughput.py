@@ -1,0 +1,145 @@
+"""Throughput: counts worked out by hand, rates from a clock that is set by hand."""
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from roomier.api.module import Module
+from roomier.callbacks import Throughput
+from roomier.callbacks.throughput import CountsFlops, flops_per_token, num_tokens_of
+from roomier.core.errors import RoomierError
+from roomier.trainer import Trainer
+
+Make = Callable[..., Trainer]
+
+
+class Clock:
+    """Stands at a time until it is put forward."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 100.0
+        monkeypatch.setattr("roomier.callbacks.throughput.time.monotonic", lambda: self.now_s)
+
+
+class Tokens(Module):
+    """Each training batch takes 0.5 s on the clock, each validation batch 10 s."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(10, 4)  # looked up: it does not count
+        self.layer = nn.Linear(4, 3, bias=False)  # 12 parameters
+        self.clock = clock
+
+    def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+        self.clock.now_s += 0.5
+        return self.layer(self.embedding(batch["input_ids"])).square().mean()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.clock.now_s += 10.0
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def rows(trainer: Trainer) -> list[dict[str, float]]:
+    lines = (Path(trainer.log_dir) / "metrics.jsonl").read_text().splitlines()
+    found = [json.loads(line) for line in lines]
+    return [
+        {name: value for name, value in row.items() if name not in ("time", "epoch")}
+        for row in found
+        if "samples_per_s" in row
+    ]
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
+TOKENS = [{"input_ids": torch.zeros(2, 5, dtype=torch.long)}] * 8  # 2 samples and 10 tokens each
+
+
+def test_rates_by_hand(make_trainer: Make, clock: Clock) -> None:
+    trainer = make_trainer(Throughput(peak_flops_per_s=14400.0), max_steps=8, log_every_n_steps=4)
+    trainer.fit(Tokens(clock), TOKENS)
+    rate = {"samples_per_s": 4.0, "tokens_per_s": 20.0, "model_flops_per_s": 20.0 * 6 * 12, "mfu": 0.1}
+    # the first step only starts the clock: steps 2 to 4, then 5 to 8
+    assert rows(trainer) == [{"step": 4, **rate}, {"step": 8, **rate}]
+
+
+def test_validation_stops_the_clock(make_trainer: Make, clock: Clock) -> None:
+    trainer = make_trainer(Throughput(), max_steps=8, log_every_n_steps=4, val_check_interval=2)
+    trainer.fit(Tokens(clock), TOKENS, TOKENS[:1])
+    assert [row["samples_per_s"] for row in rows(trainer)] == [4.0, 4.0]
+    assert "mfu" not in rows(trainer)[0], "the peak of a CPU is not known"
+
+
+def test_accumulated_batches_all_count(make_trainer: Make, clock: Clock) -> None:
+    trainer = make_trainer(Throughput(), max_epochs=1, log_every_n_steps=2, accumulate_grad_batches=2)
+    trainer.fit(Tokens(clock), TOKENS)
+    # steps 2 and 3 to 4: 2 batches in 1 s, then 4 batches in 2 s
+    assert [(row["step"], row["samples_per_s"]) for row in rows(trainer)] == [(2, 4.0), (4, 4.0)]
+
+
+def test_a_module_that_counts_its_flops_is_asked(make_trainer: Make, clock: Clock) -> None:
+    class Counting(Tokens):
+        def num_flops(self, batch: Any) -> float:
+            return 1000.0
+
+    assert isinstance(Counting(clock), CountsFlops)
+    assert not isinstance(Tokens(clock), CountsFlops)
+    trainer = make_trainer(Throughput(), max_steps=4, log_every_n_steps=4)
+    trainer.fit(Counting(clock), TOKENS)
+    assert rows(trainer)[0]["model_flops_per_s"] == 2000.0
+
+
+def test_without_tokens_there_are_samples_only(make_trainer: Make, scripted: Any, batches: Any) -> None:
+    trainer = make_trainer(Throughput(), max_steps=4, log_every_n_steps=4)
+    trainer.fit(scripted(), batches)
+    assert list(rows(trainer)[0]) == ["step", "samples_per_s"]
+
+
+def test_what_counts_as_tokens() -> None:
+    ids = torch.zeros(3, 7, dtype=torch.int32)
+    assert num_tokens_of(ids) == 21
+    assert num_tokens_of((torch.zeros(3, 7), torch.zeros(3, dtype=torch.long), ids)) == 21
+    assert num_tokens_of({"mask": torch.ones(3, 9, dtype=torch.bool), "input_ids": ids}) == 21
+    assert num_tokens_of({"labels": torch.zeros(2, 2, dtype=torch.long), "input_ids": ids}) == 21
+    assert num_tokens_of({"x": torch.zeros(3, 7)}) == 0
+    assert num_tokens_of("text") == 0
+
+
+def test_flops_of_a_parameter() -> None:
+    model = nn.ModuleDict(
+        {"embed": nn.Embedding(10, 4), "layer": nn.Linear(4, 3), "head": nn.Linear(4, 10, bias=False)}
+    )
+    assert flops_per_token(model) == 6 * (12 + 3 + 40)
+    model["head"].weight = model["embed"].weight  # tied: multiplied after all
+    assert flops_per_token(model) == 6 * (12 + 3 + 40)
+    model["layer"].requires_grad_(False)
+    assert flops_per_token(model) == 4 * (12 + 3) + 6 * 40
+
+
+def test_what_is_no_peak_is_refused() -> None:
+    with pytest.raises(RoomierError, match="peak_flops_per_s=0"):
+        Throughput(peak_flops_per_s=0)
+
+
+def test_it_costs_little_between_log_steps(make_trainer: Make, clock: Clock) -> None:
+    throughput = Throughput()
+    trainer = make_trainer(throughput, max_steps=4, log_every_n_steps=10**6)
+    module = Tokens(clock)
+    trainer.fit(module, TOKENS)
+    best_s = float("inf")
+    for _ in range(20):
+        began_s = time.perf_counter()
+        for _ in range(100):
+            throughput.on_train_batch_end(trainer, module, None, TOKENS[0], 0)
+        best_s = min(best_s, (time.perf_counter() - began_s) / 100)
+    assert best_s < 20e-6
