@@ -1,0 +1,91 @@
+"""The toy step in Lightning's Trainer, where Lightning happens to be installed. Nothing here depends on it."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from tempfile import TemporaryDirectory
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from roomier.bench import toy
+from roomier.bench.timing import muted
+
+
+@dataclass(frozen=True)
+class Lightning:
+    """What a comparison needs of it.
+
+    Attributes:
+        run: as :func:`roomier.bench.toy.run_trainer`.
+        fit: the method whose frame is the user's door.
+        packages: where its frames come from.
+    """
+
+    version: str
+    run: Callable[..., None]
+    fit: Any
+    packages: tuple[ModuleType, ...]
+
+
+def load() -> Lightning | None:
+    """Lightning as it is installed here under either of its names; None where it is not."""
+    name = next((each for each in ("lightning", "pytorch_lightning") if find_spec(each) is not None), None)
+    if name is None:
+        return None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        package = import_module(name)
+        pytorch = import_module("lightning.pytorch") if name == "lightning" else package
+    for logger in ("lightning", "lightning.pytorch", "lightning.fabric", "pytorch_lightning"):
+        logging.getLogger(logger).setLevel(logging.ERROR)
+    fit = pytorch.Trainer.fit
+    return Lightning(str(package.__version__), _runner(pytorch), getattr(fit, "__wrapped__", fit), (package,))
+
+
+def _runner(pytorch: ModuleType) -> Callable[..., None]:
+    class PeerModule(pytorch.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self, probe: toy.Probe, num_logged: int) -> None:
+            super().__init__()
+            self.network = toy.toy_network()
+            self.probe = probe
+            self.logged_names = [f"metric_{index}" for index in range(num_logged)]
+
+        def training_step(self, batch: toy.Batch, batch_idx: int) -> torch.Tensor:
+            self.probe(batch_idx)
+            x, y = batch
+            loss = F.cross_entropy(self.network(x), y)
+            for name in self.logged_names:
+                self.log(name, loss)
+            return loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return toy.toy_optimizer(self.network)
+
+    def run(batches: list[toy.Batch], probe: toy.Probe, *, num_logged: int = 0) -> None:
+        with TemporaryDirectory() as folder, muted(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            trainer = pytorch.Trainer(max_epochs=1, default_root_dir=folder, accelerator="cpu", devices=1)
+            trainer.fit(PeerModule(probe, num_logged), _AsGiven(batches))
+
+    return run
+
+
+class _AsGiven:
+    """An iterable of batches: the cheapest loader Lightning takes."""
+
+    def __init__(self, batches: list[toy.Batch]) -> None:
+        self._batches = batches
+
+    def __iter__(self) -> Any:
+        return iter(self._batches)
+
+    def __len__(self) -> int:
+        return len(self._batches)

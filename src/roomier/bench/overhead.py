@@ -1,0 +1,198 @@
+"""``roomier bench overhead``: what a step of the Trainer costs above the same step in a bare PyTorch loop."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rich.console import RenderableType
+from rich.table import Table
+
+import roomier
+from roomier.api.callback import Callback
+from roomier.bench import lightning_peer, toy
+from roomier.bench.calls import CallCount, FrameCount, folder_of
+from roomier.bench.lightning_peer import Lightning
+from roomier.bench.machine import circumstances
+from roomier.bench.timing import Cost, Stamps, interleave, median_difference, one_thread, quartiles_of_difference
+from roomier.trainer import Trainer
+
+_NUM_LOGGED = 10  # the cost of one self.log is a tenth of what ten cost: as much less noise
+_NUM_CALLBACKS = 50
+_LOG_INTERVAL = 50  # log_every_n_steps as it is by default: costs and calls are counted over whole intervals
+_FIRST_COUNTED, _LAST_COUNTED = _LOG_INTERVAL, 3 * _LOG_INTERVAL
+
+
+class IdleCallback(Callback):
+    """Overrides nothing."""
+
+
+class EmptyCallback(Callback):
+    """Overrides one hook, which does nothing."""
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        pass
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--steps", type=_at_least(4 * _LOG_INTERVAL), default=1000, help="steps of a block (%(default)s)"
+    )
+    parser.add_argument("--repeats", type=_at_least(1), default=15, help="blocks of each kind (%(default)s)")
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """All figures of the case; times in microseconds per step unless their name ends otherwise."""
+    batches = toy.toy_batches(options.steps)
+    lightning = lightning_peer.load()
+    facts = circumstances()
+    with one_thread():
+        settings = toy.run_trainer(batches, Stamps())
+        samples = interleave(_blocks(batches, lightning), options.repeats)
+        wall = {name: [cost.wall_us for cost in costs] for name, costs in samples.items()}
+        cpu = {name: [cost.cpu_us for cost in costs] for name, costs in samples.items()}
+        result = {
+            "case": "overhead",
+            "bare_us": statistics.median(wall["bare"]),
+            **_figures("trainer", wall, cpu),
+            "idle_callback_us": median_difference(cpu["trainer_50_idle"], cpu["trainer"], _NUM_CALLBACKS),
+            "empty_hook_us": median_difference(cpu["trainer_50_empty"], cpu["trainer"], _NUM_CALLBACKS),
+            **_count(toy.run_trainer, batches, Trainer.fit, roomier),
+            **import_times(min(options.repeats, 5)),
+        }
+        if lightning is not None:
+            result["lightning"] = {
+                "version": lightning.version,
+                **_figures("lightning", wall, cpu),
+                **_count(lightning.run, batches, lightning.fit, *lightning.packages),
+            }
+    return {
+        **result,
+        "model": toy.MODEL_TEXT,
+        "trainer": settings,
+        "steps": options.steps,
+        "repeats": options.repeats,
+        "samples_wall_us": wall,
+        "samples_cpu_us": cpu,
+        **facts,
+    }
+
+
+def _blocks(batches: list[toy.Batch], peer: Lightning | None) -> dict[str, Callable[[], Cost]]:
+    def timed(run: Callable[..., Any], **settings: Any) -> Callable[[], Cost]:
+        def block() -> Cost:
+            stamps = Stamps()
+            run(batches, stamps, **settings)
+            return stamps.cost(num_warmup=_LOG_INTERVAL, window=_LOG_INTERVAL)
+
+        return block
+
+    blocks = {
+        "bare": timed(toy.run_bare),
+        "trainer": timed(toy.run_trainer),
+        "trainer_10_logs": timed(toy.run_trainer, num_logged=_NUM_LOGGED),
+        "trainer_50_idle": timed(toy.run_trainer, callbacks=_many(IdleCallback)),
+        "trainer_50_empty": timed(toy.run_trainer, callbacks=_many(EmptyCallback)),
+    }
+    if peer is not None:
+        blocks["lightning"] = timed(peer.run)
+        blocks["lightning_10_logs"] = timed(peer.run, num_logged=_NUM_LOGGED)
+    return blocks
+
+
+def _figures(who: str, wall: Mapping[str, list[float]], cpu: Mapping[str, list[float]]) -> dict[str, Any]:
+    """What ``who`` costs above the bare loop, and one ``self.log`` in it.
+
+    Small costs are differences of large ones, so they are read off processor time, which is the less noisy.
+    """
+    return {
+        f"{who}_us": statistics.median(wall[who]),
+        "overhead_us": median_difference(wall[who], wall["bare"]),
+        "overhead_quartiles_us": quartiles_of_difference(wall[who], wall["bare"]),
+        "overhead_cpu_us": median_difference(cpu[who], cpu["bare"]),
+        "log_us": median_difference(cpu[f"{who}_10_logs"], cpu[who], _NUM_LOGGED),
+    }
+
+
+def _count(run: Callable[..., Any], batches: list[toy.Batch], fit: Any, *packages: Any) -> dict[str, Any]:
+    """The frames between ``fit`` and ``training_step``, and the calls of a step, that lie in ``packages``."""
+    folders = tuple(map(folder_of, packages))
+    frames = FrameCount(fit.__code__, folders, at_index=_FIRST_COUNTED)
+    run(batches, frames)
+    calls = CallCount(folders, _FIRST_COUNTED, _LAST_COUNTED, exclude=os.path.dirname(__file__) + os.sep)
+    run(batches, calls)
+    return {
+        "frames_to_training_step": len(frames.frames),
+        "frames": frames.frames,
+        "calls_per_step": calls.per_step,
+    }
+
+
+def import_times(num_processes: int) -> dict[str, float]:
+    """Seconds to import the Trainer once torch is there, and torch itself: medians over fresh processes."""
+    code = (
+        "from time import perf_counter as now; a = now(); import torch; b = now(); from roomier import Trainer; "
+        "print(b - a, now() - b)"
+    )
+    runs = [
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+        for _ in range(num_processes)
+    ]
+    torch_s, roomier_s = (statistics.median(map(float, column)) for column in zip(*runs, strict=True))
+    return {"import_s": roomier_s, "import_torch_s": torch_s}
+
+
+def table(result: Mapping[str, Any]) -> RenderableType:
+    lightning = result.get("lightning")
+    low, high = result["overhead_quartiles_us"]
+    rows = [
+        ("step of the bare loop", "bare_us", "µs"),
+        ("step of the Trainer", "trainer_us", "µs"),
+        ("overhead per step", "overhead_us", "µs"),
+        ("the same in processor time", "overhead_cpu_us", "µs"),
+        ("one self.log", "log_us", "µs"),
+        ("a callback that overrides nothing", "idle_callback_us", "µs"),
+        ("a callback with one empty hook", "empty_hook_us", "µs"),
+        ("library frames from fit to training_step", "frames_to_training_step", ""),
+        ("library calls per step", "calls_per_step", ""),
+        ("import over torch", "import_s", "s"),
+    ]
+    found = Table(
+        title="overhead of a training step",
+        caption=f"{result['repeats']} x {result['steps']} steps, interleaved, medians; overhead in half of the rounds "
+        f"{low:.1f} to {high:.1f} µs\n{result['machine']['cpu']}, torch {result['torch']}",
+    )
+    found.add_column("")
+    found.add_column("roomier", justify="right")
+    if lightning is not None:
+        found.add_column(f"lightning {lightning['version']}", justify="right")
+    for label, key, unit in rows:
+        cells = [_shown(result[key], unit)]
+        if lightning is not None:
+            cells.append(_shown(lightning.get(key), unit))
+        found.add_row(label, *cells)
+    return found
+
+
+def _shown(value: float | None, unit: str) -> str:
+    if value is None:
+        return ""
+    return f"{value:.3g} {unit}".rstrip() if unit else f"{value:g}"
+
+
+def _many(kind: type[Callback]) -> list[Callback]:
+    return [kind() for _ in range(_NUM_CALLBACKS)]
+
+
+def _at_least(minimum: int) -> Callable[[str], int]:
+    def count(text: str) -> int:
+        if not text.isdecimal() or int(text) < minimum:
+            raise argparse.ArgumentTypeError(f"{text!r} is not an integer of {minimum} or more")
+        return int(text)
+
+    return count

@@ -1,0 +1,91 @@
+"""The toy step, so small that the loop around it shows: in a bare PyTorch loop and in a Trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from roomier.api.callback import Callback
+from roomier.api.module import Module
+from roomier.bench.timing import muted
+from roomier.trainer import Trainer
+
+MODEL_TEXT = "Linear(32, 32), ReLU, Linear(32, 2); batch 16, fp32, cross entropy, AdamW(fused=True), CPU, one thread"
+
+Batch = tuple[Tensor, Tensor]
+Probe = Callable[[int], None]
+"""Called first thing in each training_step, with its index."""
+
+
+def toy_network() -> nn.Module:
+    return nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 2))
+
+
+def toy_optimizer(network: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(network.parameters(), lr=1e-3, fused=True)
+
+
+def toy_batches(num_steps: int) -> list[Batch]:
+    """The same batch over and over: ``(16, 32)`` inputs, ``(16,)`` classes."""
+    return [(torch.randn(16, 32), torch.randint(0, 2, (16,)))] * num_steps
+
+
+def run_bare(batches: list[Batch], probe: Probe) -> None:
+    """The loop of every PyTorch tutorial, with nothing left out and nothing put in."""
+    network = toy_network()
+    optimizer = toy_optimizer(network)
+    for index, (x, y) in enumerate(batches):
+        probe(index)
+        optimizer.zero_grad()
+        loss = F.cross_entropy(network(x), y)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+
+
+class ToyModule(Module):
+    """The same step as a user writes it for the Trainer.
+
+    Args:
+        num_logged: calls of ``self.log`` in each step.
+    """
+
+    def __init__(self, probe: Probe, num_logged: int = 0) -> None:
+        super().__init__()
+        self.network = toy_network()
+        self.probe = probe
+        self.logged_names = [f"metric_{index}" for index in range(num_logged)]
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        self.probe(batch_idx)
+        x, y = batch
+        loss = F.cross_entropy(self.network(x), y)
+        for name in self.logged_names:
+            self.log(name, loss)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return toy_optimizer(self.network)
+
+
+def run_trainer(
+    batches: list[Batch], probe: Probe, *, num_logged: int = 0, callbacks: list[Callback] | None = None
+) -> dict[str, Any]:
+    """One ``Trainer.fit`` over ``batches``, all settings as they are by default, in a folder that is thrown away.
+
+    Returns:
+        What was switched on.
+    """
+    with TemporaryDirectory() as folder, muted():
+        trainer = Trainer(max_epochs=1, default_root_dir=Path(folder), callbacks=callbacks, accelerator="cpu")
+        trainer.fit(ToyModule(probe, num_logged), batches)
+        return {
+            "callbacks": [type(each).__name__ for each in trainer.callbacks],
+            "loggers": [type(each).__name__ for each in trainer.loggers],
+            "log_every_n_steps": trainer.log_every_n_steps,
+        }
