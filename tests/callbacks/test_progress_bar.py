@@ -110,6 +110,20 @@ def test_the_bar_is_put_away_when_training_fails(
     assert stream.getvalue().count("\x1b[?25h") == 1
 
 
+def test_what_is_printed_to_a_pipe_stays_there(
+    make_trainer: Make, scripted: Any, batches: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Printing(scripted):  # type: ignore[misc]
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            print("data", batch_idx)
+            return super().training_step(batch, batch_idx)
+
+    bar, stream = shown(terminal=True)
+    make_trainer(bar, max_steps=3, logger=False).fit(Printing(), batches)
+    assert capsys.readouterr().out == "data 0\ndata 1\ndata 2\n"
+    assert "data" not in stream.getvalue()
+
+
 def test_the_bar_is_drawn_by_the_clock(make_trainer: Make, scripted: Any, batches: Any) -> None:
     bar, stream = shown(terminal=True)
     bar.refresh_interval_s = 3600.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -103,7 +104,10 @@ class BarDisplay:
     def _started(self) -> Progress:
         if self._progress is None:
             columns = (TextColumn("{task.description}"), BarColumn(bar_width=20), TextColumn("{task.fields[text]}"))
-            self._progress = Progress(*columns, console=self._console, auto_refresh=False)
+            # What the user prints appears above the bar, but where standard output goes to a file or a pipe, there.
+            self._progress = Progress(
+                *columns, console=self._console, auto_refresh=False, redirect_stdout=sys.stdout.isatty()
+            )
             self._progress.start()
         return self._progress
 
