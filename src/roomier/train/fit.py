@@ -11,7 +11,7 @@ from torch import Tensor
 from roomier.core.rng import set_rng_state
 from roomier.train.evaluate import validate_within_fit
 from roomier.train.run import Run, call
-from roomier.train.save import save_point
+from roomier.train.save import save_point, tell_nothing_to_do
 from roomier.train.step import TrainingStep, install_step_hooks, update_of
 
 
@@ -28,13 +28,16 @@ def fit(run: Run) -> None:
     forward_backward = engine.forward_backward if is_automatic else manual_step(run)
     log_interval = run.options.log_every_n_steps
 
-    is_over = run.is_over()
-    run.is_in_step = not is_over
-    call(hooks.on_train_start)
+    has_work = not run.is_at_its_end()
+    run.is_in_step = has_work
+    if has_work:
+        call(hooks.on_train_start)
     if run.random_state is not None:  # here: nothing that is done once in a run may draw after it
         set_rng_state(run.random_state)
-    if progress.is_validation_due and not is_over:  # a signal cut it off in the run before
-        validate_within_fit(run)
+    if not has_work:
+        tell_nothing_to_do(run)
+        return
+    is_over = catch_up(run)
 
     while not is_over:
         batches = run.source.start(progress.epoch)
@@ -61,18 +64,27 @@ def fit(run: Run) -> None:
                 log_step(run)
             if is_validation_due(run, first_batch):
                 validate_within_fit(run)
-            if (progress.batch_idx < run.num_training_batches or run.stop.received) and (is_over := save_point(run)):
+            if is_over := save_point(run):
                 break
 
         if not is_over:
             end_epoch(run)
             is_over = save_point(run)
 
-    if progress.batch_idx and run.stop.received is None:  # ended within an epoch: tell what was measured in it
+    if run.is_interrupted:
+        return
+    if progress.batch_idx:  # ended within an epoch: tell what was measured in it
         call(hooks.on_train_epoch_end)
         run.log_metrics(results.end_epoch("train"))
-    if run.stop.received is None:
-        call(hooks.on_train_end)
+    call(hooks.on_train_end)
+
+
+def catch_up(run: Run) -> bool:
+    """Run the validation that a signal cut off in the run before; whether training ends with it."""
+    if not run.progress.is_validation_due or validates_at_unknown_end(run):  # the latter is done by end_epoch
+        return False
+    validate_within_fit(run)
+    return save_point(run)
 
 
 def windows(run: Run, batches: Iterator[Any], step: TrainingStep) -> Iterator[list[Any]]:
@@ -127,8 +139,10 @@ def is_validation_due(run: Run, first_batch: int) -> bool:
 def end_epoch(run: Run) -> None:
     """Everything that comes after the last step of an epoch."""
     progress, results = run.progress, run.results
-    if run.num_training_batches == float("inf") and is_validation_due_at_end(run):
+    if validates_at_unknown_end(run):
         validate_within_fit(run)
+        if progress.is_validation_due:  # cut off by a signal: the run that goes on ends this epoch
+            return
     call(run.hooks.on_train_epoch_end)
     run.log_metrics(results.end_epoch("train"))
     if run.module.automatic_optimization:
@@ -137,12 +151,12 @@ def end_epoch(run: Run) -> None:
     progress.batch_idx = 0
 
 
-def is_validation_due_at_end(run: Run) -> bool:
-    """For a loader without a length, whose end shows only when it comes."""
+def validates_at_unknown_end(run: Run) -> bool:
+    """Whether this epoch is validated at its end, and the loader has no length: its end shows only when it comes."""
     every_n_epoch = run.options.check_val_every_n_epoch
     return bool(
         run.val_sources
-        and run.val_interval == float("inf")
+        and run.num_training_batches == run.val_interval == float("inf")
         and every_n_epoch is not None
         and (run.progress.epoch + 1) % every_n_epoch == 0
     )

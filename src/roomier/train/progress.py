@@ -16,6 +16,7 @@ class Progress:
         batch_idx: micro-batches of the running epoch that are done.
         num_batches: micro-batches done in all epochs.
         is_validation_due: the validation of this step was cut off by a signal and is to be run first.
+        is_epoch_end_due: what comes after the last batch of an epoch was left to the run that goes on.
     """
 
     global_step: int = 0
@@ -23,6 +24,12 @@ class Progress:
     batch_idx: int = 0
     num_batches: int = 0
     is_validation_due: bool = False
+    is_epoch_end_due: bool = False
+
+    @property
+    def is_step_complete(self) -> bool:
+        """Whether all that is due at this step is done."""
+        return not (self.is_validation_due or self.is_epoch_end_due)
 
     def state(self) -> dict[str, Any]:
         return asdict(self)

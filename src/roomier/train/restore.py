@@ -74,7 +74,7 @@ def restore(run: Run, path: Path) -> None:
     run.module.on_load_checkpoint(state)
     for callback in run.trainer.callbacks:
         callback.on_load_checkpoint(run.trainer, run.module, state)
-    run.saved_step = run.progress.global_step
+    run.saved_step, run.saved_path = run.progress.global_step, path
     run.random_state = state["random"]["0"]
 
 

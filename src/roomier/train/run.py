@@ -37,7 +37,9 @@ class Run:
         deferred_saves: checkpoints asked for from a hook, written at the next save point.
         is_in_step: between two save points, where the state of a run is not one to resume from.
         is_finishing: the save point that is running is the last one.
-        saved_step: the step of the newest checkpoint this run wrote or was resumed from.
+        is_interrupted: a signal ended training at a save point; the rest of it is left to the run that goes on.
+        saved_step, saved_path: the newest complete checkpoint this run wrote or was resumed from.
+        state_at_end: all but the engine's part of a checkpoint, as training left it at its last save point.
         random_state: of a checkpoint, put back when the loop begins.
         last_loss: loss of the last optimizer step (0-dim, on the device).
     """
@@ -63,7 +65,10 @@ class Run:
     deferred_saves: list[tuple[Path, bool]] = field(default_factory=list)
     is_in_step: bool = False
     is_finishing: bool = False
+    is_interrupted: bool = False
     saved_step: int | None = None
+    saved_path: Path | None = None
+    state_at_end: dict[str, Any] | None = None
     random_state: dict[str, Any] | None = None
     profiler: torch.profiler.profile | None = None
     last_loss: Tensor | None = None
@@ -76,6 +81,12 @@ class Run:
         """The training data of a fit."""
         assert self.train_source is not None
         return self.train_source
+
+    def is_at_its_end(self) -> bool:
+        """Whether there is nothing to do for a fit that begins, or goes on, here."""
+        if self.stop.received is not None or self.num_training_batches == 0:
+            return True
+        return self.progress.is_step_complete and self.is_over()
 
     def is_over(self) -> bool:
         """Whether training ends at this save point."""

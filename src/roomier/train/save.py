@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -11,21 +12,31 @@ from roomier.core.log import notice
 from roomier.core.rng import rng_state
 from roomier.train.run import Run, call
 
+INTERRUPTED = "interrupted-step="
+
 
 def save_point(run: Run) -> bool:
     """The one place of a step where a checkpoint resumes bit for bit: everything due at this step is done.
 
+    After the last batch of an epoch that place is behind the end of the epoch. Only a signal is obeyed before it, or
+    where it cut off a validation: what is left of this step is then done by the run that goes on.
+
     Returns:
         Whether training ends here.
     """
-    run.is_in_step = False
-    run.is_finishing = is_over = run.is_over()
-    call(run.hooks.on_save_point)
-    for path, weights_only in run.deferred_saves:
-        write_checkpoint(run, path, weights_only)
-    run.deferred_saves.clear()
+    progress, is_over = run.progress, False
+    progress.is_epoch_end_due = progress.batch_idx >= run.num_training_batches
+    if progress.is_step_complete:
+        run.is_in_step = False
+        run.is_finishing = is_over = run.is_over()
+        run.trainer.interrupted = run.stop.received is not None
+        call(run.hooks.on_save_point)
+        _write_deferred(run)
     if run.stop.received is not None:
         _save_interrupted(run)
+        return True
+    if is_over:
+        run.state_at_end = deepcopy(_state_beside_engine(run))
     run.is_in_step = not is_over
     return is_over
 
@@ -51,7 +62,8 @@ def write_checkpoint(run: Run, path: Path, weights_only: bool = False) -> None:
         callback.on_save_checkpoint(run.trainer, run.module, state)
     run.module.on_save_checkpoint(state)
     checkpoint.save(path, state)
-    run.saved_step = run.progress.global_step
+    if not weights_only:
+        run.saved_step, run.saved_path = run.progress.global_step, path
 
 
 def weights(run: Run) -> dict[str, Any]:
@@ -65,11 +77,17 @@ def weights(run: Run) -> dict[str, Any]:
 
 
 def full_state(run: Run) -> dict[str, Any]:
-    """What a run needs to go on as if it had not stopped."""
+    """What a run needs to go on as if it had not stopped.
+
+    Training that ended within an epoch has told what was measured so far, and callbacks have acted on it; to a run that
+    goes on this never happened. So what is saved after the end is the state of the last save point.
+    """
+    return {**weights(run), **run.engine.state(), **(run.state_at_end or _state_beside_engine(run))}
+
+
+def _state_beside_engine(run: Run) -> dict[str, Any]:
     datamodule = run.trainer.datamodule
     return {
-        **weights(run),
-        **run.engine.state(),
         "schedulers": run.schedulers.state(),
         "random": {"0": rng_state()},  # by rank
         "data": run.source.state_dict(),
@@ -79,15 +97,52 @@ def full_state(run: Run) -> dict[str, Any]:
     }
 
 
+def _write_deferred(run: Run) -> None:
+    for path, weights_only in run.deferred_saves:
+        write_checkpoint(run, path, weights_only)
+    run.deferred_saves.clear()
+
+
 def _save_interrupted(run: Run) -> None:
-    step = run.progress.global_step
-    assert run.stop.received is not None
-    if run.saved_step != step and run.folder is not None and run.trainer.enable_checkpointing:
-        write_checkpoint(run, run.folder / "checkpoints" / f"interrupted-step={step}")
-    if run.saved_step == step:
-        notice(
-            f"stopped by {run.stop.received.name} at step {step}, saved; go on with "
-            "trainer.fit(..., ckpt_path='last'), or `roomier fit ... --ckpt_path last`"
-        )
+    """Save what no callback saved at this step, and say how to go on."""
+    step, signal = run.progress.global_step, run.stop.received
+    assert signal is not None
+    run.is_interrupted = run.trainer.interrupted = True
+    run.is_in_step = False
+    _write_deferred(run)
+    folder = None if run.folder is None else run.folder / "checkpoints"
+    if run.saved_step != step and folder is not None and run.trainer.enable_checkpointing:
+        write_checkpoint(run, folder / f"{INTERRUPTED}{step}")
+        _remove_earlier_interrupted(folder, step)
+    if run.saved_step != step:
+        notice(f"stopped by {signal.name} at step {step}; nothing was saved: checkpoints are turned off")
+        return
+    assert run.saved_path is not None
+    is_found_as_last = folder is not None and run.saved_path.absolute().parent == folder.absolute()
+    ckpt_path = "last" if is_found_as_last else str(run.saved_path)
+    notice(
+        f"stopped by {signal.name} at step {step}, saved at {run.saved_path}; go on with "
+        f"trainer.fit(..., ckpt_path={ckpt_path!r}), or `roomier fit ... --ckpt_path {ckpt_path}`"
+    )
+
+
+def _remove_earlier_interrupted(folder: Path, step: int) -> None:
+    """One such checkpoint is enough: no callback counts them, and each holds a whole run."""
+    for path in folder.glob(f"{INTERRUPTED}*"):
+        number = path.name.removeprefix(INTERRUPTED)
+        if number.isdecimal() and int(number) < step:
+            checkpoint.remove(path)
+
+
+def tell_nothing_to_do(run: Run) -> None:
+    """Say why a fit ends before its first step."""
+    progress, options = run.progress, run.options
+    at = f"step {progress.global_step}, epoch {progress.epoch}"
+    if run.stop.received is not None:
+        run.is_interrupted = True
+        notice(f"stopped by {run.stop.received.name} at {at}, before the first step: there is nothing to save")
+    elif run.num_training_batches == 0:
+        notice("nothing to train: limit_train_batches leaves no batch")
     else:
-        notice(f"stopped by {run.stop.received.name} at step {step}; nothing was saved: checkpoints are turned off")
+        limits = f"max_steps={options.max_steps}, max_epochs={options.max_epochs}, max_time={options.max_time}"
+        notice(f"nothing to train: the run is at {at}, its limits are {limits}. Raise them to go on")

@@ -75,6 +75,8 @@ def session(
         status = "success" if stop.received is None else "interrupted"
     except EvaluationCutError:
         status = "interrupted"
+        assert stop.received is not None
+        notice(f"stopped by {stop.received.name} during an evaluation; what it measured so far is dropped")
     except BaseException as error:
         if run is not None:
             call(run.hooks.on_exception, error)
@@ -105,8 +107,11 @@ def start_fit(run: Run) -> None:
 
 def end_fit(run: Run) -> None:
     """The hooks after a fit that came to its end."""
-    if run.stop.received is None:
-        call(run.hooks.on_fit_end)
+    if run.is_interrupted:
+        return
+    if run.stop.received is not None:
+        notice(f"{run.stop.received.name} came when training had ended: the run is complete")
+    call(run.hooks.on_fit_end)
 
 
 def _open(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Any, Self
 
@@ -38,4 +39,5 @@ class GracefulStop:
                 raise KeyboardInterrupt
             raise SystemExit(128 + number)
         self.received = signal.Signals(number)
-        notice(f"{self.received.name}: finishing this step, then saving (send it again to end at once)")
+        with suppress(RuntimeError):  # Python refuses to print from within a print that the signal interrupted
+            notice(f"{self.received.name}: finishing this step, then saving (send it again to end at once)")
