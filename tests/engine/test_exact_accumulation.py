@@ -1,0 +1,165 @@
+"""The accumulated gradient is that of the whole batch, whatever the sizes of the micro-batches."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
+
+import roomier
+from roomier.plan import BatchPlan, Plan
+
+WIDTH = 5
+NUM_CLASSES = 7
+
+
+class TokenMean(roomier.Module):
+    """A dict batch with -100 for the tokens that do not count."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(WIDTH, NUM_CLASSES)
+
+    def training_step(self, batch):
+        return F.cross_entropy(self.net(batch["x"]), batch["labels"])
+
+    @staticmethod
+    def make(size, generator):
+        labels = torch.randint(NUM_CLASSES, (size,), generator=generator)
+        labels[torch.rand(size, generator=generator) < 0.4] = -100
+        return {"x": torch.randn(size, WIDTH, generator=generator), "labels": labels}
+
+    @staticmethod
+    def join(batches):
+        return {key: torch.cat([batch[key] for batch in batches]) for key in ("x", "labels")}
+
+
+class Classifier(TokenMean):
+    """A tuple batch, a label a sample."""
+
+    def training_step(self, batch):
+        x, label = batch
+        return F.cross_entropy(self.net(x), label)
+
+    @staticmethod
+    def make(size, generator):
+        return torch.randn(size, WIDTH, generator=generator), torch.randint(NUM_CLASSES, (size,), generator=generator)
+
+    @staticmethod
+    def join(batches):
+        return tuple(torch.cat(parts) for parts in zip(*batches, strict=True))
+
+
+class Regression(Classifier):
+    """A tuple batch with floats to predict."""
+
+    def training_step(self, batch):
+        x, target = batch
+        return F.mse_loss(self.net(x), target)
+
+    @staticmethod
+    def make(size, generator):
+        return torch.randn(size, WIDTH, generator=generator), torch.randn(size, NUM_CLASSES, generator=generator)
+
+
+class Summed(Regression):
+    """The loss is a sum, and says so."""
+
+    loss_reduction = "sum"
+
+    def training_step(self, batch):
+        x, target = batch
+        return F.mse_loss(self.net(x), target, reduction="sum")
+
+
+class OwnCount(TokenMean):
+    """A mean over what only the module knows: the terms of a mask."""
+
+    def training_step(self, batch):
+        wrong = F.mse_loss(self.net(batch["x"]), batch["goal"], reduction="none").mean(-1)
+        return (wrong * batch["mask"]).sum() / batch["mask"].sum()
+
+    def num_loss_terms(self, batch):
+        return int(batch["mask"].sum())
+
+    @staticmethod
+    def make(size, generator):
+        mask = (torch.rand(size, generator=generator) < 0.5).float()
+        mask[0] = 1.0
+        x, goal = Regression.make(size, generator)
+        return {"x": x, "goal": goal, "mask": mask}
+
+    @staticmethod
+    def join(batches):
+        return {key: torch.cat([batch[key] for batch in batches]) for key in ("x", "goal", "mask")}
+
+
+KINDS = (TokenMean, Classifier, Regression, Summed, OwnCount)
+
+
+def gradient_of(kind, batches):
+    torch.manual_seed(0)
+    module = kind()
+    plan = Plan(batch=BatchPlan(accumulate_grad_batches=len(batches)))
+    engine = roomier.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1), plan=plan)
+    loss = engine.forward_backward(module.training_step, batches)
+    return loss, [parameter.grad.clone() for parameter in module.parameters()]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    kind=st.sampled_from(KINDS),
+    sizes=st.lists(st.integers(1, 9), min_size=1, max_size=5),
+    seed=st.integers(0, 2**16),
+)
+def test_the_gradient_of_the_parts_is_that_of_the_whole(kind, sizes, seed):
+    generator = torch.Generator().manual_seed(seed)
+    batches = [kind.make(size, generator) for size in sizes]
+    if kind is TokenMean:
+        batches[0]["labels"][0] = 1  # a step without a single term is refused
+        if len(batches) == 1 or not (batches[0]["labels"] != -100).any():
+            return
+    loss, parts = gradient_of(kind, batches)
+    whole_loss, whole = gradient_of(kind, [kind.join(batches)])
+    torch.testing.assert_close(loss, whole_loss, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(parts, whole, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", [TokenMean, Classifier, Regression, OwnCount])
+def test_a_mean_of_means_is_another_gradient(kind):
+    """What the property rules out: the same weight for every micro-batch."""
+    generator = torch.Generator().manual_seed(3)
+    batches = [kind.make(size, generator) for size in (1, 9)]
+    if kind is TokenMean:
+        batches[0]["labels"][0] = 1
+    _, whole = gradient_of(kind, [kind.join(batches)])
+    naive = [torch.stack(each).mean(0) for each in zip(*(gradient_of(kind, [b])[1] for b in batches), strict=True)]
+    assert (naive[0] - whole[0]).norm() > 0.1 * whole[0].norm()
+
+
+def test_a_micro_batch_without_terms_adds_nothing():
+    """Its own loss is 0/0; the step is that of the others."""
+    generator = torch.Generator().manual_seed(0)
+    full, empty = TokenMean.make(6, generator), TokenMean.make(6, generator)
+    full["labels"][0] = 1
+    empty["labels"][:] = -100
+    alone_loss, alone = gradient_of(TokenMean, [full])
+    for window in ([full, empty], [empty, full]):
+        loss, gradient = gradient_of(TokenMean, window)
+        assert torch.equal(loss, alone_loss)
+        assert all(torch.equal(a, b) for a, b in zip(gradient, alone, strict=True))
+
+
+def test_a_step_without_terms_is_refused():
+    batch = TokenMean.make(3, torch.Generator().manual_seed(0))
+    batch["labels"][:] = -100
+    with pytest.raises(roomier.TrainingError, match=r"num_loss_terms.*single term.*ignored"):
+        gradient_of(TokenMean, [batch, batch])
+
+
+def test_a_step_that_returns_none_is_left_out():
+    module = Classifier()
+    engine = roomier.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    assert engine.forward_backward(lambda batch: None, [1, 2]) is None
+    assert all(parameter.grad is None for parameter in module.parameters())

@@ -1,0 +1,118 @@
+"""Hugging Face models train without a wrapper, and as a bare loop would train them."""
+
+import copy
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+VOCABULARY = 23
+
+
+def gpt2():
+    config = transformers.GPT2Config(
+        vocab_size=VOCABULARY, n_positions=16, n_embd=16, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0
+    )
+    return transformers.GPT2LMHeadModel(config)
+
+
+def bert():
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    return transformers.BertForMaskedLM(
+        transformers.BertConfig(vocab_size=VOCABULARY, max_position_embeddings=16, **sizes)
+    )
+
+
+def bert_classifier():
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    config = transformers.BertConfig(vocab_size=VOCABULARY, max_position_embeddings=16, num_labels=3, **sizes)
+    return transformers.BertForSequenceClassification(config)
+
+
+def token_batches(count):
+    """Rows of which unequal shares count."""
+    generator = torch.Generator().manual_seed(0)
+    batches = []
+    for index in range(count):
+        tokens = torch.randint(VOCABULARY, (2, 8), generator=generator)
+        labels = tokens.clone()
+        labels[:, : index % 3 * 3] = -100
+        batches.append({"input_ids": tokens, "labels": labels})
+    return batches
+
+
+def sequence_batches(count):
+    generator = torch.Generator().manual_seed(0)
+    return [
+        {
+            "input_ids": torch.randint(VOCABULARY, (1 + index % 3, 8), generator=generator),
+            "labels": torch.randint(3, (1 + index % 3,), generator=generator),
+        }
+        for index in range(count)
+    ]
+
+
+CASES = {
+    # The number of labels a model's own mean runs over: a causal model drops the first of each row.
+    "gpt2": (gpt2, token_batches, lambda batch: int((batch["labels"][:, 1:] != -100).sum())),
+    "bert": (bert, token_batches, lambda batch: int((batch["labels"] != -100).sum())),
+    "bert classifier": (bert_classifier, sequence_batches, lambda batch: len(batch["labels"])),
+}
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("name", CASES)
+def test_parity_with_a_bare_loop(make_trainer, rows, name, accumulate):
+    make_model, make_batches, count = CASES[name]
+    torch.manual_seed(0)
+    model = make_model().train()
+    bare = copy.deepcopy(model)
+    batches = make_batches(6 * accumulate)
+
+    # Parameters of two and more dimensions decay, as the Plan's optimizers are made.
+    groups = [
+        {"params": [p for p in bare.parameters() if p.dim() >= 2], "weight_decay": 0.01},
+        {"params": [p for p in bare.parameters() if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3, fused=True)
+    torch.manual_seed(1)
+    expected = []
+    for start in range(0, len(batches), accumulate):
+        window = batches[start : start + accumulate]
+        total = sum(map(count, window))
+        optimizer.zero_grad()
+        losses = [bare(**batch).loss * (count(batch) / total) for batch in window]
+        sum(losses).backward()
+        optimizer.step()
+        expected.append(float(sum(losses).detach()))
+
+    torch.manual_seed(1)
+    trainer = make_trainer(
+        optimizer="adamw",
+        learning_rate=1e-3,
+        max_steps=6,
+        accumulate_grad_batches=accumulate,
+        logger=rows,
+        log_every_n_steps=1,
+    )
+    trainer.fit(model, batches)
+
+    assert trainer.global_step == 6
+    assert rows.column("loss") == pytest.approx(expected, rel=1e-6)
+    for ours, theirs in zip(model.parameters(), bare.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    assert "train_loss" in trainer.callback_metrics
+
+
+def test_a_loader_of_batch_encodings_and_validation(make_trainer, rows):
+    """The epoch's validation loss is the mean over all labels, not over batches."""
+    torch.manual_seed(0)
+    model = bert_classifier().eval()
+    batches = [transformers.BatchEncoding(batch) for batch in sequence_batches(3)]
+    trainer = make_trainer(optimizer="sgd", learning_rate=1e-3, max_epochs=1, logger=rows)
+    [metrics] = trainer.validate(model, batches)
+    with torch.no_grad():
+        weighted = sum(float(model(**batch).loss) * len(batch["labels"]) for batch in batches)
+    assert metrics["val_loss"] == pytest.approx(weighted / 6, rel=1e-6)
+    assert trainer.predict(model, batches)[0].logits.shape == (1, 3)
