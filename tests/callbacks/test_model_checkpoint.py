@@ -140,6 +140,14 @@ def test_a_run_that_ends_within_an_epoch_keeps_its_end(make_trainer: Make, scrip
     assert not os.path.exists(nothing.dirpath)
 
 
+def test_an_epoch_that_ends_with_the_run_is_ranked(make_trainer: Make, scripted: Any, batches: Any) -> None:
+    for limit in ({"max_steps": 20}, {"max_epochs": 2}, {"max_epochs": 2, "max_steps": 20}):
+        saver = ModelCheckpoint(monitor="val_loss")
+        make_trainer(saver, **limit).fit(scripted([2.0, 1.0]), batches, batches[:1])
+        assert names(saver.dirpath) == ["epoch=1-step=20"]
+        assert saver.best_model_score == torch.tensor(1.0)
+
+
 def test_a_sanity_check_and_a_development_run_save_nothing(make_trainer: Make, scripted: Any, batches: Any) -> None:
     saver = ModelCheckpoint(save_on_train_epoch_end=False, save_top_k=-1)
     make_trainer(saver, max_epochs=1, num_sanity_val_steps=1).fit(scripted(), batches, batches[:1])
