@@ -28,7 +28,7 @@ from roomier.plan import Plan, plan_from_flags
 from roomier.train.evaluate import evaluate
 from roomier.train.fit import fit
 from roomier.train.manual import ManualOptimizer
-from roomier.train.options import LoopOptions
+from roomier.train.options import LoopOptions, check_flag
 from roomier.train.results import Results
 from roomier.train.run import Run
 from roomier.train.save import save_checkpoint
@@ -42,10 +42,12 @@ def _explain_unknown_keywords(init: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(init)
     def checked(self: Trainer, *args: Any, **kwargs: Any) -> None:
+        if args:
+            raise RoomierError("Trainer", args[0], "takes no arguments without a name", "Write keywords: max_epochs=3")
         for name, value in kwargs.items():
             if name not in known:
                 raise RoomierError(name, value, "Trainer has no such keyword", did_you_mean(name, known))
-        init(self, *args, **kwargs)
+        init(self, **kwargs)
 
     return checked
 
@@ -136,6 +138,8 @@ class Trainer:
         default_root_dir: str | Path | None = None,
     ) -> None:
         given = locals()
+        for name in ("enable_checkpointing", "enable_progress_bar", "enable_model_summary"):
+            check_flag(name, given[name])
         self.plan = _plan_of(given)
         self.options = LoopOptions(**{name: given[name] for name in LoopOptions.__dataclass_fields__})
         self.world = World()
@@ -389,6 +393,11 @@ class Trainer:
             return getattr(self.options, name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in LoopOptions.__dataclass_fields__:
+            raise RoomierError(name, value, "is fixed when a Trainer is made", "Make a new Trainer with this keyword")
+        super().__setattr__(name, value)
+
     # What the session calls ---------------------------------------------------------------------------------------
 
     def attach(self, module: Module, datamodule: DataModule | None) -> None:
@@ -470,6 +479,10 @@ def _plan_of(given: Mapping[str, Any]) -> Plan:
 
 def _with_defaults(given: Mapping[str, Any], enable_checkpointing: bool) -> list[Any]:
     callbacks = given["callbacks"]
+    if callbacks is not None and not isinstance(callbacks, (Callback, list, tuple)):
+        raise RoomierError(
+            "callbacks", callbacks, "is not a list of callbacks", "Pass objects of subclasses of roomier.Callback"
+        )
     found = [callbacks] if isinstance(callbacks, Callback) else list(callbacks or ())
     has = {type(each) for each in found}
     if given["enable_progress_bar"] and ProgressBar not in has:

@@ -6,7 +6,10 @@ import math
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from types import NoneType
 from typing import Any
+
+import torch
 
 from roomier.core.errors import RoomierError
 from roomier.core.units import parse_duration_s
@@ -46,6 +49,9 @@ class LoopOptions:
         _check_count("max_steps", self.max_steps, minimum=-1)
         _check_count("num_sanity_val_steps", self.num_sanity_val_steps, minimum=-1)
         _check_count("log_every_n_steps", self.log_every_n_steps, minimum=1)
+        self._check_flags()
+        for least, most in (("min_epochs", "max_epochs"), ("min_steps", "max_steps")):
+            _check_order(least, getattr(self, least), most, getattr(self, most))
         if self.check_val_every_n_epoch == 0:
             raise RoomierError(
                 "check_val_every_n_epoch", 0, "is not positive", "Use 1 or more, or None to count batches"
@@ -69,12 +75,22 @@ class LoopOptions:
             raise RoomierError(
                 "fast_dev_run", self.fast_dev_run, "is neither a flag nor a count", "Use True or a number"
             )
-        if self.deterministic not in (None, True, False, "warn"):
-            raise RoomierError("deterministic", self.deterministic, "is unknown", "Use True, False or 'warn'")
         if self.max_time is not None:
             parse_duration_s("max_time", self.max_time)
         if self.default_root_dir is not None and not isinstance(self.default_root_dir, (str, Path)):
             raise RoomierError("default_root_dir", self.default_root_dir, "is not a path", "Pass a string or a Path")
+
+    def _check_flags(self) -> None:
+        for name in ("detect_anomaly", "inference_mode"):
+            check_flag(name, getattr(self, name))
+        check_flag("benchmark", self.benchmark, optional=True)
+        if self.deterministic != "warn" and not isinstance(self.deterministic, (bool, NoneType)):
+            raise RoomierError("deterministic", self.deterministic, "is unknown", "Use True, False or 'warn'")
+        is_profiler = self.profiler is None or isinstance(self.profiler, torch.profiler.profile)
+        if not is_profiler and self.profiler != "torch":
+            raise RoomierError(
+                "profiler", self.profiler, "is not a profiler", "Use 'torch' or a torch.profiler.profile object"
+            )
 
     @property
     def num_dev_batches(self) -> int:
@@ -154,6 +170,21 @@ class LoopOptions:
                 f"Use at least {1 / num_batches:.3g}, or a number of batches",
             )
         return count
+
+
+def check_flag(field: str, value: object, *, optional: bool = False) -> None:
+    """Refuse what is neither True nor False: ``"no"`` would count as True.
+
+    Raises:
+        RoomierError: says so.
+    """
+    if not isinstance(value, bool) and not (optional and value is None):
+        raise RoomierError(field, value, "is not a flag", f"Use True or False{', or None' if optional else ''}")
+
+
+def _check_order(least: str, minimum: int | None, most: str, maximum: int | None) -> None:
+    if minimum is not None and maximum is not None and maximum != -1 and minimum > maximum:
+        raise RoomierError(least, minimum, f"is more than {most}={maximum}", f"Lower it, or raise {most}")
 
 
 def _is_count(value: object) -> bool:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 
-from roomier.core.errors import RoomierError
 from roomier.core.log import notice
 from roomier.plan import Plan
 from roomier.precision.policy import matmul_precision
@@ -46,9 +45,6 @@ def profiled(profiler: object, folder: Path | None) -> Iterator[torch.profiler.p
 
     Yields:
         The profiler, to be stepped after each optimizer step; None without one.
-
-    Raises:
-        RoomierError: it is something else.
     """
     if profiler is None:
         yield None
@@ -59,8 +55,7 @@ def profiled(profiler: object, folder: Path | None) -> Iterator[torch.profiler.p
             on_trace_ready=_write_trace(folder),
             profile_memory=True,
         )
-    if not isinstance(profiler, torch.profiler.profile):
-        raise RoomierError("profiler", profiler, "is not a profiler", "Use 'torch' or a torch.profiler.profile object")
+    assert isinstance(profiler, torch.profiler.profile), "LoopOptions let something else through"
     with profiler:
         yield profiler
 

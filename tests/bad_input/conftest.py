@@ -1,0 +1,197 @@
+"""A desk to try wrong inputs at: a finished run with a good checkpoint lies there, and nothing may happen to it.
+
+Every test in this folder is wrapped by ``nothing_is_lost``: whatever the input was, the earlier checkpoint still
+loads bit for bit, no half-written folder stays behind, and the process is left as it was found.
+"""
+
+import shutil
+import signal
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import roomier
+from roomier import checkpoint
+from roomier.core.errors import RoomierError
+
+
+class Net(roomier.Module):
+    """Two classes from four features."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.body = nn.Linear(4, width)
+        self.head = nn.Linear(width, 2)
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        return F.cross_entropy(self.head(self.body(x).relu()), y)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.log("train_loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def make_batches(num_batches: int = 4, batch_size: int = 4) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        (torch.randn(batch_size, 4, generator=generator), torch.randint(0, 2, (batch_size,), generator=generator))
+        for _ in range(num_batches)
+    ]
+
+
+@dataclass
+class Desk:
+    """Where one test works.
+
+    Attributes:
+        root: ``default_root_dir``; ``version_0`` in it is a finished run of ``Net``.
+        good: its checkpoint, of step 4.
+        batches: four batches that suit ``Net``.
+    """
+
+    root: Path
+    good: Path
+    batches: list[Any] = field(default_factory=make_batches)
+
+    Net = Net
+
+    @staticmethod
+    def net(**overrides: Any) -> Net:
+        """A ``Net`` with methods of the class replaced."""
+        return type("Net", (Net,), overrides)()
+
+    def trainer(self, **keywords: Any) -> roomier.Trainer:
+        quiet: dict[str, Any] = {"enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+        return roomier.Trainer(**{"max_epochs": 2, "default_root_dir": self.root, **quiet, **keywords})
+
+    def fit(
+        self,
+        model: Any = None,
+        train: Any = None,
+        val: Any = None,
+        *,
+        datamodule: Any = None,
+        ckpt_path: Any = None,
+        **keywords: Any,
+    ) -> roomier.Trainer:
+        """Make a Trainer with ``keywords`` and fit; what is not given is as in the finished run."""
+        trainer = self.trainer(**keywords)
+        data = self.batches if train is None and datamodule is None else train
+        trainer.fit(Net() if model is None else model, data, val, datamodule=datamodule, ckpt_path=ckpt_path)
+        return trainer
+
+
+@pytest.fixture(scope="session")
+def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A root folder with one finished run in it."""
+    root = tmp_path_factory.mktemp("finished")
+    torch.manual_seed(1)
+    Desk(root, root).fit(max_epochs=1)
+    return root
+
+
+@pytest.fixture
+def desk(finished_run: Path, tmp_path: Path) -> Desk:
+    root = tmp_path / "runs"
+    shutil.copytree(finished_run, root, symlinks=True)
+    return Desk(root, root / "version_0" / "checkpoints" / "epoch=0-step=4")
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_lost(desk: Desk) -> Iterator[None]:
+    """Fails the test if its wrong input cost anything."""
+    files = _bytes_in(desk.good.parent)
+    state = checkpoint.load(desk.good)
+    before = _process_settings()
+    yield
+    assert _process_settings() == before
+    now = _bytes_in(desk.good.parent)
+    touched = {name for name in files if files[name] != now.get(name)}
+    if touched:  # a test that damages the checkpoint itself says so by leaving a mark
+        assert (desk.root / "damaged-on-purpose").exists(), touched
+    else:
+        assert _fingerprint(checkpoint.load(desk.good)) == _fingerprint(state)
+        assert checkpoint.find_last(desk.root) is not None
+    leftovers = [path for path in desk.root.parent.rglob("*") if path.name.startswith((".tmp-", ".old-"))]
+    assert not leftovers
+    for record in desk.root.glob("version_[1-9]*/checkpoints/*/run.json"):
+        checkpoint.verify(record.parent)
+
+
+def _bytes_in(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def _fingerprint(state: Any) -> Any:
+    """``state`` in a form that compares bit for bit: tensors as dtype, shape and bytes."""
+    if isinstance(state, Tensor):
+        return str(state.dtype), tuple(state.shape), state.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    if isinstance(state, dict):
+        return {key: _fingerprint(value) for key, value in state.items()}
+    if isinstance(state, (list, tuple)):
+        return [_fingerprint(value) for value in state]
+    return state
+
+
+def _process_settings() -> dict[str, Any]:
+    return {
+        "signal handlers": [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)],
+        "threads": threading.active_count(),
+        "worker processes": [p.pid for p in psutil.Process().children() if "resource_tracker" not in _command(p)],
+        "matmul": torch.get_float32_matmul_precision(),
+        "deterministic": (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        ),
+        "cudnn": (torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic),
+        "anomaly": (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
+        "grad": torch.is_grad_enabled(),
+        "inference": torch.is_inference_mode_enabled(),
+        "autocast": torch.is_autocast_enabled("cpu"),
+        "dtype": torch.get_default_dtype(),
+        "warnings": list(warnings.filters),
+    }
+
+
+def _command(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
+
+
+Act = Callable[[Desk], object]
+
+
+@pytest.fixture
+def refuses(desk: Desk) -> Callable[..., RoomierError]:
+    """``refuses(act, kind, field, received, action)``: what the user does is refused with an error of ``kind`` whose
+    text begins with ``field=``, shows ``received`` and tells ``action``, the next thing to do."""
+
+    def check(act: Act, kind: type[RoomierError], field: str, received: str, action: str) -> RoomierError:
+        with pytest.raises(RoomierError) as caught:
+            act(desk)
+        error = caught.value
+        assert type(error).__mro__.count(kind), f"{type(error).__name__}: {error}"
+        assert error.field == field, error
+        assert str(error).startswith(f"{field}="), error
+        assert received in str(error), error
+        assert action in str(error), error
+        assert action not in error.problem, f"{error}: this is what is wrong, not what to do"
+        return error
+
+    return check

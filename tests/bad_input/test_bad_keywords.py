@@ -1,0 +1,212 @@
+"""Wrong Trainer keywords: each of them, with wrong types and values, is refused when the Trainer is made."""
+
+import inspect
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+import roomier
+from roomier.callbacks import ModelCheckpoint
+from roomier.core.errors import PlanError, RoomierError
+
+# keyword -> (wrong value, what to do next), at least one a keyword
+WRONG = {
+    "plan": [
+        (5, "Give sections"),
+        ({"precsion": {}}, "Did you mean 'precision'?"),
+        ({"batch": {"acumulate_grad_batches": 2}}, "Did you mean 'accumulate_grad_batches'?"),
+        ("nowhere.yaml", "Give the path of a YAML or JSON file"),
+    ],
+    "strategy": [
+        (3, "Write its name in quotes"),
+        ("singel", "Did you mean 'single'?"),
+        ("ddp", "Use strategy='single'"),
+        ("zero2+offlod", "Did you mean 'offload'?"),
+    ],
+    "accelerator": [(None, "Write its name"), ("cudaa", "Did you mean 'cuda'?"), ("tpu", "Use accelerator='cuda'")],
+    "devices": [([0, 1], "Give a whole number"), (0, "Use 1"), (8, "Use devices=1"), ("two", "Give a whole number")],
+    "num_nodes": [(1.5, "Give a whole number"), (0, "Use 1"), (4, "Use num_nodes=1")],
+    "precision": [
+        ("bf16-mixd", "Did you mean 'bf16-mixed'?"),
+        (8, "Write its name"),
+        ("16-true", "Use precision='16-mixed'"),
+        ("fp8-mixed", "Use precision='bf16-mixed'"),
+    ],
+    "matmul_precision": [("hightest", "Did you mean 'highest'?"), (None, "Write its name")],
+    "optimizer": [
+        ("adamww", "Did you mean 'adamw'?"),
+        (object, "Write its name"),
+        ("lbfgs", "Use optimizer='adamw'"),
+        ({"lr": 0.1}, "Name the optimizer as well"),
+    ],
+    "learning_rate": [("fast", "without quotes"), (-1.0, "Use a learning rate such as"), (0.1, "Name the optimizer")],
+    "lr_schedule": [
+        ("cosin", "Did you mean 'cosine'?"),
+        ("cosine", "Name the optimizer as well"),
+        ({"name": "cosine", "warmup": 3}, "Did you mean 'warmup_steps'?"),
+    ],
+    "activation_checkpointing": [
+        (2, "Write its name"),
+        ("ful", "Did you mean 'full'?"),
+        (True, "smaller micro-batches"),
+    ],
+    "offload": [(2, "Write its name"), ("cpu", "Use optimizer='adafactor'"), ({"weights": "cpu"}, "parameters")],
+    "compile": [("yes", "Give True or False"), (True, "call torch.compile(model) yourself")],
+    "accumulate_grad_batches": [(0, "Use 1"), ({4: 2}, "Give a whole number"), (2.0, "Give a whole number")],
+    "gradient_clip_val": [("1.0", "without quotes"), (-1, "Use None to clip nothing"), (float("nan"), "Use None")],
+    "gradient_clip_algorithm": [
+        (2, "Write its name"),
+        ("nrom", "Did you mean 'norm'?"),
+        ("value", "Give gradient_clip_val as well"),
+    ],
+    "max_epochs": [(-2, "Use an integer of -1 or more"), (1.5, "Use an integer"), (True, "Use an integer")],
+    "min_epochs": [(-1, "Use an integer of 0 or more"), ("1", "Use an integer"), (3, "max_epochs")],
+    "max_steps": [(None, "Use an integer"), (-5, "Use an integer of -1 or more"), (1e3, "Use an integer")],
+    "min_steps": [(-1, "Use an integer of 0 or more"), (2.0, "Use an integer")],
+    "max_time": [
+        ("an hour", "Write 'DD:HH:MM:SS'"),
+        (timedelta(0), "Write"),
+        ({"hour": 1}, "{'hours': 1}"),
+        (60, "Write"),
+    ],
+    "limit_train_batches": [(1.5, "a float in [0.0, 1.0]"), ("all", "Use an integer"), (-1, "Use an integer of 0")],
+    "limit_val_batches": [(1.5, "a float in [0.0, 1.0]"), (True, "Use an integer")],
+    "limit_test_batches": [(float("nan"), "a float in [0.0, 1.0]")],
+    "limit_predict_batches": [([1], "Use an integer")],
+    "overfit_batches": [(-0.1, "a float in [0.0, 1.0]"), ("1", "Use an integer")],
+    "fast_dev_run": [(-1, "Use True or a number"), ("yes", "Use True or a number"), (0.5, "Use True or a number")],
+    "val_check_interval": [(0, "Use limit_val_batches=0"), (2.5, "a float in [0.0, 1.0]"), ("epoch", "Use an integer")],
+    "check_val_every_n_epoch": [(0, "Use 1 or more"), (0.5, "Use an integer"), (None, "Give it as an integer")],
+    "num_sanity_val_steps": [(-2, "Use an integer of -1 or more"), (None, "Use an integer")],
+    "log_every_n_steps": [(0, "Use an integer of 1 or more"), (0.5, "Use an integer")],
+    "callbacks": [
+        (5, "Pass objects of subclasses of roomier.Callback"),
+        ("early_stopping", "Pass objects of subclasses of roomier.Callback"),
+        ([roomier.Callback], "Pass objects of subclasses of roomier.Callback"),
+    ],
+    "logger": [
+        ("tensorbord", "Did you mean 'tensorboard'?"),
+        (3.5, "Pass True, False, a name"),
+        ("wandb", "Use 'tensor"),
+    ],
+    "enable_checkpointing": [("no", "Use True or False"), (None, "Use True or False")],
+    "enable_progress_bar": [(1, "Use True or False")],
+    "enable_model_summary": [("full", "Use True or False")],
+    "deterministic": [("warm", "Use True, False or 'warn'"), ([True], "Use True, False or 'warn'")],
+    "benchmark": [("auto", "Use True or False")],
+    "detect_anomaly": [("nan", "Use True or False")],
+    "inference_mode": [(None, "Use True or False")],
+    "profiler": [("simple", "Use 'torch' or a torch.profiler.profile object"), (True, "Use 'torch'")],
+    "default_root_dir": [(5, "Pass a string or a Path"), (b"runs", "Pass a string or a Path")],
+}
+ROWS = [
+    pytest.param(keyword, value, action, id=f"{keyword}-{index}")
+    for keyword, rows in WRONG.items()
+    for index, (value, action) in enumerate(rows)
+]
+# The error is about a field inside what the keyword holds, or about two keywords that do not go together.
+NAMED_OTHERWISE = {
+    "plan": ("plan", "batch"),
+    "optimizer": ("optimizer", "optimizer.lr"),
+    "lr_schedule": ("lr_schedule",),
+    "offload": ("offload", "offload.weights"),
+    "check_val_every_n_epoch": ("check_val_every_n_epoch", "val_check_interval"),
+}
+
+
+def test_the_table_has_every_keyword():
+    assert set(WRONG) == set(inspect.signature(roomier.Trainer.__init__).parameters) - {"self"}
+
+
+@pytest.mark.parametrize(("keyword", "value", "action"), ROWS)
+def test_every_keyword_is_checked_when_the_trainer_is_made(keyword, value, action, desk, monkeypatch):
+    monkeypatch.chdir(desk.root.parent)
+    others = {"max_epochs": 2} if keyword == "min_epochs" else {}
+    with pytest.raises(RoomierError) as caught:
+        roomier.Trainer(**{keyword: value}, **others)
+    assert caught.value.field in NAMED_OTHERWISE.get(keyword, (keyword,)), caught.value
+    assert f"{caught.value.field}=" in str(caught.value), caught.value
+    assert action in str(caught.value), caught.value
+
+
+ROWS_OF_TWO = [
+    pytest.param(
+        lambda d: d.trainer(max_epoch=3), RoomierError, "max_epoch", "3", "Did you mean 'max_epochs'?", id="a typo"
+    ),
+    pytest.param(
+        lambda d: d.trainer(gpus=2), RoomierError, "gpus", "2", "Use one of: accelerator", id="a keyword of long ago"
+    ),
+    pytest.param(
+        lambda d: roomier.Trainer(d.Net()), RoomierError, "Trainer", "Net", "Write keywords", id="a model as argument"
+    ),
+    pytest.param(
+        lambda d: roomier.Trainer(plan=roomier.Plan(), precision="bf16-mixed"),
+        RoomierError,
+        "precision",
+        "'bf16-mixed'",
+        "Say it in the plan, or pass keywords alone",
+        id="a plan and a keyword of it",
+    ),
+    pytest.param(
+        lambda d: d.trainer(max_steps=10, min_steps=20),
+        RoomierError,
+        "min_steps",
+        "20",
+        "Lower it, or raise max_steps",
+        id="at least more steps than at most",
+    ),
+    pytest.param(
+        lambda d: d.trainer(optimizer="adamw", learning_rate=1e-3, lr_schedule={"name": "cosine", "warmup_steps": -1}),
+        PlanError,
+        "lr_schedule.warmup_steps",
+        "-1",
+        "Use 0 for no warm-up",
+        id="a negative warm-up",
+    ),
+    pytest.param(
+        lambda d: d.trainer(accelerator="mps", precision="64-true"),
+        PlanError,
+        "precision",
+        "'64-true'",
+        "Use precision='32-true'",
+        id="float64 on a device without it",
+    ),
+    pytest.param(
+        lambda d: d.trainer(callbacks=[ModelCheckpoint()], enable_checkpointing=False),
+        RoomierError,
+        "enable_checkpointing",
+        "False",
+        "Remove one of the two",
+        id="checkpointing off and a ModelCheckpoint",
+    ),
+    pytest.param(
+        lambda d: setattr(d.trainer(), "max_epochs", 5),
+        RoomierError,
+        "max_epochs",
+        "5",
+        "Make a new Trainer",
+        id="a keyword changed on a Trainer",
+    ),
+]
+
+
+@pytest.mark.parametrize(("act", "kind", "field", "received", "action"), ROWS_OF_TWO)
+def test_keywords_that_do_not_exist_or_do_not_go_together(act, kind, field, received, action, refuses):
+    refuses(act, kind, field, received, action)
+
+
+@pytest.mark.parametrize(
+    ("text", "field", "received", "action"),
+    [
+        ("precision: {mode: bf16-mixd}", "precision.mode", "bf16-mixd", "Did you mean 'bf16-mixed'?"),
+        ("precision: {modus: 32-true}", "precision", "modus", "Did you mean 'mode'?"),
+        ("presicion: {mode: 32-true}", "plan", "presicion", "Did you mean 'precision'?"),
+        ("precision: [", "plan", "plan.yaml", "Correct the text at that place"),
+        ("batch: 4", "batch", "4", "Write its fields beneath it"),
+    ],
+)
+def test_a_plan_file_that_is_wrong(text, field, received, action, desk, refuses):
+    path = Path(desk.root.parent / "plan.yaml")
+    path.write_text(text)
+    refuses(lambda d: roomier.Trainer(plan=path), PlanError, field, received, action)
