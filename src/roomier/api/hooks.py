@@ -34,7 +34,7 @@ SHARED_HOOKS = (
         for moment in ("start", "end", "epoch_start", "epoch_end", "batch_start", "batch_end")
     ),
 )
-CALLBACK_HOOKS = ("on_sanity_check_start", "on_sanity_check_end", "on_save_point", "on_exception")
+CALLBACK_HOOKS = ("on_sanity_check_start", "on_sanity_check_end", "on_save_point")
 
 
 def overrides(obj: object, name: str, base: type) -> bool:

@@ -78,8 +78,8 @@ def session(
         assert stop.received is not None
         notice(f"stopped by {stop.received.name} during an evaluation; what it measured so far is dropped")
     except BaseException as error:
-        if run is not None:
-            call(run.hooks.on_exception, error)
+        for callback in trainer.callbacks:  # not from the hook table: there is none yet when the setup fails
+            callback.on_exception(trainer, module, error)
         raise
     finally:
         trainer.interrupted = status == "interrupted"
