@@ -190,6 +190,10 @@ class ModelCheckpoint(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
         self._interval_began_s = time.monotonic()
+        # A kill may have struck between a save and its link, which must not point to what is removed now.
+        last = self._ledger.last
+        if self._keep.last and last and os.path.dirname(last) == self.dirpath and trainer.is_global_zero:
+            self._point_last_to(last)
         self._remove_superseded(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: Module) -> None:
@@ -272,7 +276,7 @@ class ModelCheckpoint(Callback):
             raise
         if self.verbose:
             notice(f"saved {path}" + ("" if score is None else f" ({self.monitor} = {score})"))
-        if keep.last and trainer.is_global_zero:
+        if self._keep.last and trainer.is_global_zero:
             self._point_last_to(path)
         self._remove_superseded(trainer)
 
@@ -345,6 +349,7 @@ class ModelCheckpoint(Callback):
             "superseded": [self._name(path) for path in ledger.superseded],
             "current_score": ledger.current_score,
             "step": ledger.step,
+            "due_step": self._due_step,  # a signal may end the run between a validation and its save point
             "foreign_names": None if self._foreign_names is None else list(self._foreign_names),
         }
 
@@ -370,6 +375,7 @@ class ModelCheckpoint(Callback):
             current_score=state_dict["current_score"],
             step=state_dict["step"],
         )
+        self._due_step = state_dict["due_step"]
         gone = sorted(name for name, path in found.items() if name and not path)
         if gone:
             notice(f"{type(self).__name__}: no longer there and struck off: {', '.join(gone)}")

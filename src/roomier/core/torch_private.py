@@ -1,5 +1,6 @@
 """Every underscore name of torch that roomier uses, with the version it was checked on (2.11 and 2.13)."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -25,3 +26,12 @@ def scale_of(scaler: GradScaler) -> Tensor | None:
 def last_forward_value(metric: Any) -> Any:
     """What the last call of a torchmetrics metric returned (its underscore name; torchmetrics 1.4 to 1.9)."""
     return metric._forward_cache
+
+
+def load_metric_state(metric: Any, state: Mapping[str, Any], num_updates: int) -> None:
+    """Put back ``metric.metric_state`` and ``metric.update_count`` of a torchmetrics metric, which have no public
+    setter (torchmetrics 1.4 to 1.9)."""
+    for name, value in state.items():
+        setattr(metric, name, value)
+    metric._update_count = num_updates
+    metric._computed = None

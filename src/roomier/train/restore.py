@@ -12,6 +12,7 @@ from roomier import checkpoint
 from roomier.core.errors import CheckpointError
 from roomier.core.log import notice
 from roomier.plan import Plan
+from roomier.train.metric_state import load_metric_states, metrics_of
 from roomier.train.run import Run
 
 
@@ -66,7 +67,12 @@ def restore(run: Run, path: Path) -> None:
     run.progress.load(state["progress"])
     run.schedulers.load(state["schedulers"])
     device = run.engine.device
-    run.results.load(state["results"], lambda value: value.to(device) if isinstance(value, Tensor) else value)
+    load_metric_states(run.module, state["metrics"])
+    run.results.load(
+        state["results"],
+        metrics_of(run.module),
+        lambda value: value.to(device) if isinstance(value, Tensor) else value,
+    )
     run.source.load_state_dict(state["data"])
     if run.trainer.datamodule is not None:
         run.trainer.datamodule.load_state_dict(state["datamodule"])
@@ -88,7 +94,7 @@ def _restore_callbacks(run: Run, states: Mapping[str, Any]) -> None:
 
 
 def _check_complete(path: Path, stored: Mapping[str, Any]) -> None:
-    needed = ("module", "optimizers", "progress", "schedulers", "random", "data", "callbacks", "results")
+    needed = ("module", "optimizers", "progress", "schedulers", "random", "data", "callbacks", "results", "metrics")
     missing = [key for key in needed if key not in stored]
     if missing:
         raise CheckpointError(

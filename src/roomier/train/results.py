@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from roomier.core import torch_private
 from roomier.core.errors import RoomierError, did_you_mean
+from roomier.core.log import notice
 from roomier.core.tree import batch_size_of
 
 REDUCTIONS = ("mean", "sum", "min", "max")
@@ -87,6 +88,7 @@ class Results:
         self._entries: dict[str, dict[str, Entry]] = {"train": {}}
         self._epoch_values: dict[str, Tensor] = {}
         self._bar_values: dict[str, Tensor] = {}
+        self._unsaved: set[str] = set()
 
     def log(
         self,
@@ -218,25 +220,45 @@ class Results:
 
     # Resume -----------------------------------------------------------------------------------------------------
 
-    def state(self) -> dict[str, Any]:
-        """The running reductions of the training epoch and the last values of finished ones."""
-        running = {
-            name: {
+    def state(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
+        """The running reductions of the training epoch and the last values of finished ones.
+
+        Args:
+            metrics: the metric objects whose states are saved, by name.
+        """
+        name_of = {id(metric): name for name, metric in metrics.items()}
+        running = {}
+        for name, entry in self._entries["train"].items():
+            if entry.metric is not None and id(entry.metric) not in name_of:
+                self._tell_unsaved(name)
+                continue
+            running[name] = {
                 "total": entry.total,
                 "weight": entry.weight,
                 "value": entry.value,
                 "options": [entry.on_step, entry.on_epoch, entry.prog_bar, entry.logger, entry.reduce_fx],
+                "metric": None if entry.metric is None else name_of[id(entry.metric)],
             }
-            for name, entry in self._entries["train"].items()
-            if entry.metric is None
-        }
         return {"running": running, "epoch": dict(self._epoch_values), "bar": dict(self._bar_values)}
 
-    def load(self, state: dict[str, Any], move: Callable[[Any], Any]) -> None:
+    def _tell_unsaved(self, name: str) -> None:
+        if name not in self._unsaved:
+            self._unsaved.add(name)
+            notice(
+                f"log({name!r}): the metric is no submodule of the module, so a checkpoint does not hold what it "
+                "gathered in the running epoch. Make it an attribute (or an item of an nn.ModuleList or ModuleDict)"
+            )
+
+    def load(self, state: dict[str, Any], metrics: Mapping[str, Any], move: Callable[[Any], Any]) -> None:
         """Put back what :meth:`state` gave; ``move`` brings a tensor to the device of the run."""
         self._epoch_values, self._bar_values = dict(state["epoch"]), dict(state["bar"])
         restored: dict[str, Entry] = {}
         for name, saved in state["running"].items():
             restored[name] = entry = Entry(name, *saved["options"])
+            if saved["metric"] is not None:
+                entry.metric = metrics.get(saved["metric"])
+                if entry.metric is None:
+                    del restored[name]
+                    continue
             entry.value, entry.total, entry.weight = move(saved["value"]), move(saved["total"]), saved["weight"]
         self._entries["train"] = restored

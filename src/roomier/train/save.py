@@ -10,6 +10,7 @@ from roomier import checkpoint
 from roomier.api.hparams import is_plain
 from roomier.core.log import notice
 from roomier.core.rng import rng_state
+from roomier.train.metric_state import metric_states, metrics_of
 from roomier.train.run import Run, call
 
 INTERRUPTED = "interrupted-step="
@@ -92,7 +93,8 @@ def _state_beside_engine(run: Run) -> dict[str, Any]:
         "random": {"0": rng_state()},  # by rank
         "data": run.source.state_dict(),
         "datamodule": {} if datamodule is None else datamodule.state_dict(),
-        "results": run.results.state(),
+        "results": run.results.state(metrics_of(run.module)),
+        "metrics": metric_states(run.module),
         "callbacks": {callback.state_key: callback.state_dict() for callback in run.trainer.callbacks},
     }
 
