@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,27 @@ def test_books_and_folders_are_those_of_an_uninterrupted_run(
     assert (
         folders(resumed.dirpath) == folders(whole.dirpath) == ["epoch=1-step=20", "epoch=3-step=40", "epoch=4-step=50"]
     )
+
+
+@pytest.mark.parametrize("at_epoch_end", [True, False])
+def test_a_signal_between_a_validation_and_its_save_point_loses_no_save(
+    make_trainer: Make, scripted: Any, batches: Any, tmp_path: Path, at_epoch_end: bool
+) -> None:
+    class Terminate(Callback):
+        def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
+            if trainer.global_step == 20:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    def saver() -> ModelCheckpoint:
+        return saver_of(save_top_k=-1, save_on_train_epoch_end=at_epoch_end)
+
+    whole, cut, resumed = saver(), saver(), saver()
+    make_trainer(whole, max_epochs=3, default_root_dir=tmp_path / "whole").fit(scripted(SCORES), batches, batches[:1])
+    with pytest.raises(SystemExit):
+        make_trainer(Terminate(), cut, max_epochs=3).fit(scripted(SCORES), batches, batches[:1])
+    make_trainer(resumed, max_epochs=3).fit(scripted(SCORES), batches, batches[:1], ckpt_path="last")
+    assert books(resumed) == books(whole)
+    assert set(folders(whole.dirpath)) <= set(folders(resumed.dirpath))
 
 
 def test_the_killed_future_is_replaced_without_a_version_number(
