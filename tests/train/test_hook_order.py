@@ -278,4 +278,4 @@ def test_stage_flags(make_trainer):
         "test": ["testing"],
         "predict": ["predicting"],
     }
-    assert not (trainer.training or trainer.validating or trainer.testing or trainer.predicting)
+    assert not any(getattr(trainer, name) for name in ("training", "validating", "testing", "predicting"))

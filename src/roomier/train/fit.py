@@ -49,6 +49,9 @@ def fit(run: Run) -> None:
             first_batch, first_step = progress.batch_idx, progress.global_step
             step.start_window(first_batch)
             loss = forward_backward(step, window)
+            if step.skips_epoch:  # gradients of a step that is not to be are left
+                step.end()
+                break
             if loss is not None:
                 run.last_loss = loss
                 update()

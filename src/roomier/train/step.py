@@ -22,7 +22,7 @@ class TrainingStep:
     """``training_step`` of one micro-batch; its batch hooks are called by the engine around it.
 
     Attributes:
-        skips_epoch: a hook asked to leave out the rest of this epoch.
+        skips_epoch: a hook asked to leave out the rest of this epoch, this micro-batch and its step included.
     """
 
     def __init__(self, run: Run) -> None:
@@ -50,6 +50,8 @@ class TrainingStep:
 
     def start(self, batch: Any) -> None:
         """Before the forward of each micro-batch, which is on the device."""
+        if self.skips_epoch:
+            return
         self._batch_idx += 1
         self._batch = self._results.batch = batch
         self._results.is_in_batch = True
@@ -59,8 +61,9 @@ class TrainingStep:
 
     def end(self) -> None:
         """After everything of one micro-batch; for the last of a step, after the optimizer."""
-        for hook in self._ends:
-            hook(self._output, self._batch, self._batch_idx)
+        if not self.skips_epoch:
+            for hook in self._ends:
+                hook(self._output, self._batch, self._batch_idx)
         self._results.is_in_batch = False
         self._batch = self._output = self._results.batch = None
 
