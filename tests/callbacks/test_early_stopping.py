@@ -75,6 +75,15 @@ def test_each_validation_is_a_check_where_an_epoch_has_several(make_trainer: Mak
     assert trainer.global_step == 40
 
 
+def test_it_sees_what_the_module_logs_at_the_end_of_the_epoch(make_trainer: Make, scripted: Any, batches: Any) -> None:
+    module = scripted()
+    module.on_train_epoch_end = lambda: module.log("epoch_score", 1.0)
+    stopping = EarlyStopping("epoch_score", patience=1, check_on_train_epoch_end=True)
+    trainer = make_trainer(stopping, max_epochs=9, logger=False, enable_checkpointing=False)
+    trainer.fit(module, batches)
+    assert trainer.current_epoch == 2, "the first epoch sets the best, the second is no better"
+
+
 def test_a_metric_nobody_logs(
     make_trainer: Make, scripted: Any, batches: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -204,3 +204,11 @@ def test_a_damaged_checkpoint_alone_is_refused_without_an_offer(tmp_path):
     assert caught.value.action == "Use another checkpoint"
     truncate_tensors(tmp_path / "c")
     assert checkpoint.find_last(tmp_path) is None
+
+
+def test_a_link_to_a_checkpoint_is_not_a_second_one(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path / "step=1", state_of(1))
+    (tmp_path / "last").symlink_to("step=1")
+    assert checkpoint.list_complete(tmp_path) == [tmp_path / "step=1"]
+    assert checkpoint.find_last(tmp_path) == tmp_path / "step=1"
+    assert checkpoint.peek(tmp_path / "last")["progress"] == {"global_step": 1}

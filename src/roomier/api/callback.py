@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -18,6 +18,9 @@ class Callback:
     ``batch_idx`` counts micro-batches of the running epoch from 0. One hook is roomier's own:
     :meth:`on_save_point`, the one moment of a step at which a checkpoint resumes bit for bit.
     """
+
+    monitors: ClassVar[bool] = False
+    """Whether it watches a logged metric, and so must be called after those who log."""
 
     @property
     def state_key(self) -> str:

@@ -43,19 +43,22 @@ def overrides(obj: object, name: str, base: type) -> bool:
 
 
 class HookTable:
-    """``table.on_train_batch_start`` and so on: a tuple of what to call, callbacks first, then the module."""
+    """``table.on_train_batch_start`` and so on: a tuple of what to call, callbacks first, then the module.
+
+    At the end of a training epoch, callbacks that watch a metric come after the module, which may log it there.
+    """
 
     def __init__(self, trainer: Trainer, module: Module, callbacks: Iterable[Callback]) -> None:
         callbacks = tuple(callbacks)
         for name in (*SHARED_HOOKS, *CALLBACK_HOOKS):
-            hooks: list[Hook] = [
-                partial(getattr(callback, name), trainer, module)
-                for callback in callbacks
-                if overrides(callback, name, Callback)
-            ]
+            hooks, late_hooks = list[Hook](), list[Hook]()
+            for callback in callbacks:
+                if overrides(callback, name, Callback):
+                    is_late = callback.monitors and name == "on_train_epoch_end"
+                    (late_hooks if is_late else hooks).append(partial(getattr(callback, name), trainer, module))
             if name in SHARED_HOOKS and overrides(module, name, Module):
                 hooks.append(getattr(module, name))
-            setattr(self, name, tuple(hooks))
+            setattr(self, name, (*hooks, *late_hooks))
 
     if TYPE_CHECKING:
 

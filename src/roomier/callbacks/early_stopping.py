@@ -56,6 +56,8 @@ class EarlyStopping(Callback):
         RoomierError: an argument is wrong; at a check, with ``strict``, that the metric was not logged.
     """
 
+    monitors = True
+
     def __init__(
         self,
         monitor: str,

@@ -74,6 +74,8 @@ class ModelCheckpoint(Callback):
     save: what a resumed run reads is what the uninterrupted run had.
     """
 
+    monitors = True
+
     def __init__(
         self,
         dirpath: str | Path | None = None,

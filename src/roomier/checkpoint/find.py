@@ -108,8 +108,13 @@ def _survey(folders: list[Path], itself: Path | None = None) -> tuple[list[tuple
 def _candidates(folder: Path) -> list[Path]:
     if not folder.is_dir():
         return []
-    named = [path for path in sorted(folder.iterdir()) if not path.name.startswith(".") and path.is_dir()]
+    named = [path for path in sorted(folder.iterdir()) if _may_be_checkpoint(path)]
     return [*named, *replaced_in(folder)]
+
+
+def _may_be_checkpoint(path: Path) -> bool:
+    # A link such as ModelCheckpoint's "last" names a checkpoint a second time.
+    return path.is_dir() and not path.is_symlink() and not path.name.startswith(".")
 
 
 def _age_key(path: Path, record: Record | None) -> tuple[int, int]:
