@@ -78,10 +78,10 @@ def _evaluate_source(run: Run, stage: str, source: Source, limit: float, dataloa
             if run.stop.received is not None:
                 raise EvaluationCutError
             batch = results.batch = engine.move(host_batch)
+            results.is_in_batch = True
             for hook in starts:
                 hook(batch, batch_idx, *last)
             arguments = (batch_idx, *last)[: num_arguments - 1]
-            results.is_in_batch = True
             output = engine.forward(partial(_with_index, step, arguments), batch)
             for hook in ends:
                 hook(output, batch, batch_idx, *last)

@@ -54,12 +54,12 @@ class Entry:
             self.total = self.total + value
         else:
             extreme = torch.minimum if self.reduce_fx == "min" else torch.maximum
-            self.total = extreme(torch.as_tensor(self.total), torch.as_tensor(value))
+            self.total = extreme(as_tensor(self.total), as_tensor(value))
 
     def reduced(self) -> Any:
         """The value of the epoch so far; None where nothing was added."""
         if self.metric is not None:
-            return self.metric.compute()
+            return self.metric.compute() if self.metric.update_called else None
         if self.total is None or self.reduce_fx != "mean":
             return self.total
         return self.total / self.weight
@@ -68,6 +68,11 @@ class Entry:
         self.total, self.weight = None, 0.0
         if self.metric is not None:
             self.metric.reset()
+
+
+def as_tensor(value: Any) -> Tensor:
+    """``value``; a number as float64, for the default dtype may be one of 16 bits in the step of a bf16-true run."""
+    return value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
 
 
 class Results:
@@ -85,7 +90,9 @@ class Results:
         self.is_in_batch = False
         self.batch: Any = None
         self.dataloader_idx: int | None = None
-        self._entries: dict[str, dict[str, Entry]] = {"train": {}}
+        # By stage, then by name and whether a batch was running: a value that an epoch's hook logs under the name of
+        # one that the steps log is another value.
+        self._entries: dict[str, dict[tuple[str, bool], Entry]] = {"train": {}}
         self._epoch_values: dict[str, Tensor] = {}
         self._bar_values: dict[str, Tensor] = {}
         self._unsaved: set[str] = set()
@@ -109,9 +116,10 @@ class Results:
         if self.dataloader_idx is not None and add_dataloader_idx:
             name = f"{name}/dataloader_idx_{self.dataloader_idx}"
         table = self._entries.setdefault(self.stage, {})
-        entry = table.get(name)
+        key = (name, self.is_in_batch)
+        entry = table.get(key)
         if entry is None:
-            entry = table[name] = self._new_entry(name, on_step, on_epoch, prog_bar, logger, reduce_fx)
+            entry = table[key] = self._new_entry(name, on_step, on_epoch, prog_bar, logger, reduce_fx)
         if isinstance(value, Tensor):
             if value.numel() != 1:
                 raise RoomierError("log", (name, tuple(value.shape)), "the value is not a scalar", "Reduce it first")
@@ -178,7 +186,7 @@ class Results:
             value = entry.reduced() if entry.on_epoch else None
             if value is None:
                 continue
-            value = torch.as_tensor(value)
+            value = as_tensor(value)
             if entry.logger:
                 logged[entry.names_for_epoch()[-1]] = value
             self._epoch_values.update(dict.fromkeys(entry.names_for_epoch(), value))
@@ -201,13 +209,13 @@ class Results:
         for entry in self._entries["train"].values():
             if entry.on_step and entry.value is not None:
                 names = entry.names_for_step()
-                metrics.update(dict.fromkeys(names if len(names) == 1 else names[1:], torch.as_tensor(entry.value)))
-                metrics.setdefault(entry.name, torch.as_tensor(entry.value))
+                metrics.update(dict.fromkeys(names if len(names) == 1 else names[1:], as_tensor(entry.value)))
+                metrics.setdefault(entry.name, as_tensor(entry.value))
         if self.stage is not None and not self.is_in_batch:  # a hook at the end of an epoch sees what it gave so far
             for entry in self._entries.get(self.stage, {}).values():
                 reduced = entry.reduced() if entry.on_epoch else None
                 if reduced is not None:
-                    metrics.update(dict.fromkeys(entry.names_for_epoch(), torch.as_tensor(reduced)))
+                    metrics.update(dict.fromkeys(entry.names_for_epoch(), as_tensor(reduced)))
         return metrics
 
     @property
@@ -227,18 +235,22 @@ class Results:
             metrics: the metric objects whose states are saved, by name.
         """
         name_of = {id(metric): name for name, metric in metrics.items()}
-        running = {}
-        for name, entry in self._entries["train"].items():
+        running = []
+        for (name, is_in_batch), entry in self._entries["train"].items():
             if entry.metric is not None and id(entry.metric) not in name_of:
                 self._tell_unsaved(name)
                 continue
-            running[name] = {
-                "total": entry.total,
-                "weight": entry.weight,
-                "value": entry.value,
-                "options": [entry.on_step, entry.on_epoch, entry.prog_bar, entry.logger, entry.reduce_fx],
-                "metric": None if entry.metric is None else name_of[id(entry.metric)],
-            }
+            running.append(
+                {
+                    "name": name,
+                    "is_in_batch": is_in_batch,
+                    "total": entry.total,
+                    "weight": entry.weight,
+                    "value": entry.value,
+                    "options": [entry.on_step, entry.on_epoch, entry.prog_bar, entry.logger, entry.reduce_fx],
+                    "metric": None if entry.metric is None else name_of[id(entry.metric)],
+                }
+            )
         return {"running": running, "epoch": dict(self._epoch_values), "bar": dict(self._bar_values)}
 
     def _tell_unsaved(self, name: str) -> None:
@@ -252,13 +264,12 @@ class Results:
     def load(self, state: dict[str, Any], metrics: Mapping[str, Any], move: Callable[[Any], Any]) -> None:
         """Put back what :meth:`state` gave; ``move`` brings a tensor to the device of the run."""
         self._epoch_values, self._bar_values = dict(state["epoch"]), dict(state["bar"])
-        restored: dict[str, Entry] = {}
-        for name, saved in state["running"].items():
-            restored[name] = entry = Entry(name, *saved["options"])
+        self._entries["train"] = restored = {}
+        for saved in state["running"]:
+            entry = Entry(saved["name"], *saved["options"])
             if saved["metric"] is not None:
                 entry.metric = metrics.get(saved["metric"])
                 if entry.metric is None:
-                    del restored[name]
                     continue
             entry.value, entry.total, entry.weight = move(saved["value"]), move(saved["total"]), saved["weight"]
-        self._entries["train"] = restored
+            restored[saved["name"], saved["is_in_batch"]] = entry

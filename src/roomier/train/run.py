@@ -106,7 +106,7 @@ class Run:
         """Write one row to the loggers at the current step. Here, and only here, values leave their device."""
         row = {name: float(value) for name, value in metrics.items()}
         self.trainer.logged_metrics.update(row)
-        if self.loggers.loggers:
+        if row and self.loggers.loggers:
             self.loggers.log_metrics({"epoch": self.progress.epoch, **row}, self.progress.global_step)
 
     def check_finite(self, where: str) -> None:
