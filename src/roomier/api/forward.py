@@ -93,6 +93,8 @@ def as_module(model: nn.Module) -> Module:
     """
     if isinstance(model, Module):
         return model
+    if isinstance(model, type) and issubclass(model, nn.Module):
+        raise RoomierError("model", model, "is a class", f"Make an object of it: {model.__name__}(...)")
     if not isinstance(model, nn.Module):
         raise RoomierError("model", model, "is not an nn.Module", "Pass a roomier.Module or an nn.Module")
     return ForwardModule(model)

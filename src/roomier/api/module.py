@@ -286,7 +286,18 @@ class Module(nn.Module):
         return None if not found else found[0] if len(found) == 1 else found
 
     def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """``loss.backward()`` with the precision's loss scaling and the hooks around it."""
+        """``loss.backward()`` with the precision's loss scaling and the hooks around it.
+
+        Raises:
+            RoomierError: optimization is automatic, which calls the backward of what ``training_step`` returns.
+        """
+        if self.automatic_optimization:
+            raise RoomierError(
+                "manual_backward",
+                type(self).__name__,
+                "optimization is automatic: the backward comes after training_step",
+                "Set self.automatic_optimization = False in __init__, or return the loss and do not call it",
+            )
         self.trainer.engine.backward(loss, *args, **kwargs)
 
     def clip_gradients(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -13,11 +15,11 @@ from roomier.api.forward import as_module, network_of
 from roomier.api.module import Module
 from roomier.core import torch_private
 from roomier.core.device import resolve_device
-from roomier.core.errors import PlanError
+from roomier.core.errors import PlanError, RoomierError
 from roomier.core.log import notice
 from roomier.engine.eager import EagerEngine
 from roomier.optim.by_name import make_optimizer
-from roomier.optim.configured import Configured, LRSchedulerConfig, read_configured
+from roomier.optim.configured import Configured, LRSchedulerConfig, check_ownership, read_configured
 from roomier.optim.schedule import make_schedule
 from roomier.plan import OptimizerPlan, Plan
 from roomier.precision.policy import precision_of
@@ -37,9 +39,12 @@ def build(plan: Plan, module: Module, configure_optimizers: ConfigureOptimizers)
     device = resolve_device(plan.parallel.accelerator)
     precision = precision_of(plan.precision.mode, device)
     network = network_of(module)
+    _check_network(network)
+    _check_loss_reduction(module)
     precision.convert_module(network)  # first: everything after it sizes itself by the dtype of the weights
     module.to(device)  # before the optimizer, which makes its states beside the parameters
     configured = configure_optimizers()  # last: it must hold the parameters as they will be updated
+    check_ownership(configured, module.parameters())
     engine = EagerEngine(
         network,
         configured.optimizers,
@@ -51,6 +56,23 @@ def build(plan: Plan, module: Module, configure_optimizers: ConfigureOptimizers)
     if engine.scaler is not None:
         _say_which_steps_wait(configured.optimizers)
     return engine, configured
+
+
+def _check_network(network: nn.Module) -> None:
+    tensors = itertools.chain(network.named_parameters(), network.named_buffers())
+    for name, tensor in tensors:
+        if is_lazy(tensor):
+            action = "Call the model on one batch before fit: that gives its lazy layers their shapes"
+            raise RoomierError("model", name, "is lazy and has no shape yet", action)
+        if tensor.is_meta:
+            action = "Build the model on a real device, or fill it before fit: model.to_empty(device='cpu'), then init"
+            raise RoomierError("model", name, "is on the meta device and has no values", action)
+
+
+def _check_loss_reduction(module: Module) -> None:
+    if module.loss_reduction not in ("mean", "sum"):
+        action = "Use 'mean' or 'sum': what the loss of a micro-batch is of its terms"
+        raise RoomierError("loss_reduction", module.loss_reduction, "is not known", action)
 
 
 def configure(plan: Plan, module: Module, num_steps: Callable[[], float]) -> Configured:

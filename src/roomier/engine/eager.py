@@ -164,6 +164,10 @@ class EagerEngine:
         if len(batches) == 1 or self._count_terms is None:
             return [1.0] * len(batches)
         counts = [self._count_terms(batch) for batch in batches]
+        if not all(isinstance(count, (int, float, Tensor)) for count in counts):
+            raise TrainingError(
+                "num_loss_terms", counts, "these are no counts", "Return an integer or a 0-dim tensor for each batch"
+            )
         total = sum(counts)
         if not isinstance(total, Tensor) and total <= 0:
             raise TrainingError(
@@ -188,7 +192,7 @@ def loss_of(output: Any) -> Tensor | None:
         raise TrainingError(
             "training_step",
             output,
-            f"returned {'a dict without a tensor under' if isinstance(output, Mapping) else 'no loss tensor:'} 'loss'",
+            "returned a mapping without a tensor at 'loss'" if isinstance(output, Mapping) else "returned no tensor",
             "Return the loss as a 0-dim tensor, or {'loss': loss}",
         )
     if loss.numel() != 1:

@@ -1,11 +1,12 @@
 """What ``configure_optimizers`` may return, read into one form."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from roomier.core.errors import RoomierError, did_you_mean
 
@@ -76,6 +77,41 @@ def read_configured(returned: Any) -> Configured:
     )
 
 
+def check_ownership(configured: Configured, parameters: Iterable[nn.Parameter]) -> None:
+    """Refuse an optimizer of other parameters, and a scheduler of another optimizer: neither would train the model.
+
+    Args:
+        parameters: all of the model's.
+
+    Raises:
+        RoomierError: says which.
+    """
+    own = {id(parameter) for parameter in parameters}
+    groups = [group for optimizer in configured.optimizers for group in optimizer.param_groups]
+    for optimizer in configured.optimizers:
+        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        num_foreign = sum(id(parameter) not in own for parameter in held)
+        if num_foreign:
+            raise RoomierError(
+                FIELD,
+                type(optimizer).__name__,
+                f"{num_foreign} of its {len(held)} parameters do not belong to the module, so no checkpoint holds them",
+                "Make it over self.parameters(), after the last layer is built; "
+                "make tensors of your own parameters of the module",
+            )
+    for config in configured.schedulers:
+        if isinstance(config.scheduler, LRScheduler):
+            # Groups and not optimizers are compared: an optimizer around another one shares them.
+            steered = [id(group) for group in config.scheduler.optimizer.param_groups]
+            if not any(id(group) in steered for group in groups):
+                raise RoomierError(
+                    f"{FIELD}: lr_scheduler",
+                    type(config.scheduler).__name__,
+                    "belongs to another optimizer, so it would change nothing here",
+                    "Make it over the optimizer that is returned",
+                )
+
+
 def _from_mapping(returned: Mapping[str, Any]) -> Configured:
     known = {"optimizer", "lr_scheduler", "monitor"}
     for key in returned:
@@ -103,9 +139,9 @@ def _scheduler(given: Any, monitor: str | None = None) -> LRSchedulerConfig:
         config = LRSchedulerConfig(**{"monitor": monitor, **given})
     else:
         config = LRSchedulerConfig(given, monitor=monitor)
-    if not callable(getattr(config.scheduler, "step", None)):
+    if isinstance(config.scheduler, Optimizer) or not callable(getattr(config.scheduler, "step", None)):
         raise RoomierError(
-            f"{FIELD}: lr_scheduler", config.scheduler, "has no step()", "Pass a torch.optim.lr_scheduler object"
+            f"{FIELD}: lr_scheduler", config.scheduler, "is not a scheduler", "Pass a torch.optim.lr_scheduler object"
         )
     if config.interval not in ("epoch", "step"):
         raise RoomierError(f"{FIELD}: interval", config.interval, "is unknown", "Use 'epoch' or 'step'")
