@@ -99,6 +99,8 @@ def windows(run: Run, batches: Iterator[Any], step: TrainingStep) -> Iterator[li
         if not window:
             return
         yield window
+    if progress.batch_idx == run.source.num_batches:
+        next(batches, None)  # lets the loader come to its end, as a for loop does
 
 
 def manual_step(run: Run) -> Callable[[TrainingStep, list[Any]], Tensor | None]:
