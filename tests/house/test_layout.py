@@ -35,8 +35,7 @@ def test_files_and_functions_stay_small(path: Path) -> None:
     long = [
         f"{shown(path)}:{node.lineno} {node.name}"
         for node in ast.walk(ast.parse(text))
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
-        and num_code_lines(node) > MAX_LINES_OF_A_FUNCTION
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and num_code_lines(node) > MAX_LINES_OF_A_FUNCTION
     ]
     assert not long
 
@@ -126,12 +125,8 @@ def test_importing_roomier_costs_little_over_torch() -> None:
 
 
 def import_time_over_torch_s() -> float:
-    code = (
-        "import time, torch; begin = time.perf_counter(); import roomier; print(time.perf_counter() - begin)"
-    )
-    return float(
-        subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
-    )
+    code = "import time, torch; begin = time.perf_counter(); import roomier; print(time.perf_counter() - begin)"
+    return float(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout)
 
 
 def test_the_installed_version_is_that_of_the_sources() -> None:

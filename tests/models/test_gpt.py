@@ -64,9 +64,9 @@ def plain_gpt(model: GPT, idx_BT: Tensor) -> Tensor:
     for layer in range(model.config.num_layers):
         own = {name.removeprefix(f"blocks.{layer}."): value for name, value in p.items()}
         h = plain_norm(x, own["norm_attention.weight"], own["norm_attention.bias"])
-        q, k, v = (
-            h @ own["attention.query_key_value.weight"].T + own["attention.query_key_value.bias"]
-        ).split(D, dim=-1)
+        q, k, v = (h @ own["attention.query_key_value.weight"].T + own["attention.query_key_value.bias"]).split(
+            D, dim=-1
+        )
         heads = []
         for columns in torch.arange(D).chunk(H):
             scores = q[..., columns] @ k[..., columns].transpose(1, 2) / math.sqrt(D // H)

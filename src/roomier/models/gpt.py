@@ -169,9 +169,7 @@ class GPT(nn.Module):
         """
         if idx_BT.shape[1] > self.config.context:
             problem = f"is longer than the {self.config.context} positions of the model"
-            raise RoomierError(
-                "idx_BT", tuple(idx_BT.shape), problem, "Shorten the sequences or raise context"
-            )
+            raise RoomierError("idx_BT", tuple(idx_BT.shape), problem, "Shorten the sequences or raise context")
         positions_T = torch.arange(idx_BT.shape[1], device=idx_BT.device)
         x_BTD = self.dropout(self.tokens(idx_BT) + self.positions(positions_T))
         for block in self.blocks:
@@ -209,9 +207,7 @@ class GPT(nn.Module):
         return idx_BT
 
 
-def draw(
-    logits_BV: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None
-) -> Tensor:
+def draw(logits_BV: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:
     """One token for each row, ``[B, 1]``."""
     if temperature == 0.0:
         return logits_BV.argmax(dim=-1, keepdim=True)

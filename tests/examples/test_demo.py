@@ -1,0 +1,41 @@
+"""The demo in small: few steps of the real script, in a process of its own."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+DEMO = Path(__file__).parents[2] / "examples" / "demo.py"
+
+
+def run_demo(folder: Path, num_steps: int) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-W", "error", str(DEMO), "--num-steps", str(num_steps)]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize(("num_steps", "is_enough"), [(4, False), (32, True)])
+def test_the_demo_trains_resumes_draws_and_tells_the_truth(tmp_path: Path, num_steps: int, is_enough: bool) -> None:
+    (tmp_path / "runs" / "demo" / "version_7").mkdir(parents=True)  # of a demo before: it starts afresh
+    done = run_demo(tmp_path, num_steps)
+    assert done.returncode == (0 if is_enough else 1), done.stderr
+
+    (run,) = (tmp_path / "runs" / "demo").glob("version_*")
+    assert run.name == "version_0"
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    steps = [row["step"] for row in rows if "train_loss" in row]
+    assert steps == sorted(set(steps)), "the resumed run goes on where the first one stopped"
+    assert steps[-1] == num_steps
+
+    last_line = done.stdout.splitlines()[-1]
+    told = re.fullmatch(r"demo: val_loss (\d+\.\d\d) -> (\d+\.\d\d)", last_line)
+    assert told is not None, last_line
+    first, last = map(float, told.groups())
+    assert first == pytest.approx(7.62, abs=0.15)  # guessing among 2048 tokens
+    assert last == pytest.approx([row["val_loss"] for row in rows if "val_loss" in row][-1], abs=0.006)
+    assert (first - last >= 1.5) is is_enough
+
+    assert (run.parent / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert re.search(r"--- sample\nclass .{50}", done.stdout, re.DOTALL)
