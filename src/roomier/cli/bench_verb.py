@@ -1,0 +1,48 @@
+"""``roomier bench NAME``: run one measurement and print it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+
+from roomier.bench.cases import CASES
+from roomier.core.errors import RoomierError, did_you_mean
+
+
+def run(verb: str, arguments: Sequence[str]) -> int:
+    """One table, or with ``--json`` one JSON object and nothing else, on standard output.
+
+    Raises:
+        RoomierError: there is no such case, or it has no such option.
+    """
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(_help_text())
+        return 0
+    name = arguments[0]
+    if name not in CASES:
+        raise RoomierError("bench", name, "there is no such case", did_you_mean(name, CASES))
+    case = CASES[name].load()
+    parser = _Parser(prog=f"roomier {verb} {name}", description=CASES[name].summary, allow_abbrev=False)
+    parser.add_argument("--json", action="store_true", help="print one JSON object, with every single measurement")
+    case.add_arguments(parser)
+    options = parser.parse_args(list(arguments[1:]))
+    result = case.measure(options)
+    if options.json:
+        print(json.dumps(result))
+    else:
+        from rich.console import Console
+
+        Console().print(case.table(result))
+    return 0
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> None:  # type: ignore[override]
+        raise RoomierError(self.prog.removeprefix("roomier "), "options", message, f"See `{self.prog} --help`")
+
+
+def _help_text() -> str:
+    width = max(map(len, CASES))
+    lines = [f"  {name:{width}}  {case.summary}" for name, case in CASES.items()]
+    return "\n".join(["usage: roomier bench CASE [--json] [options]", "", *lines])

@@ -1,0 +1,86 @@
+"""What jsonargparse found wrong, in the one shape all errors of roomier have: field, value, problem, action."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterable
+from pydoc import locate
+
+from jsonargparse import ArgumentParser
+
+from roomier.core.errors import RoomierError, did_you_mean
+from roomier.trainer import Trainer
+
+_UNRECOGNIZED = re.compile(r"unrecognized arguments: (?P<option>\S+)(?: (?P<value>[^-]\S*))?")
+_UNKNOWN_IN_GROUP = re.compile(r"Group '(?P<group>[\w.]+)' does not accept option '(?P<name>[\w.]+)'")
+_UNKNOWN_IN_CLASS = re.compile(r"class_path '(?P<path>[\w.]+)':\s+Option '(?P<name>[\w.]+)' is not accepted")
+_BAD_VALUE = re.compile(r'Parser key "(?P<key>[\w.]+)":\s+Expected an? (?P<kind>.+)\. Got value: (?P<value>.*)')
+_PROBLEM_IN_CLASS = re.compile(r"Problem with given class_path '(?P<path>[\w.]+)':\s+(?P<problem>.+)")
+_NO_SUBCLASS = re.compile(r"does not correspond to a subclass of (?P<base>\w+)")
+_MISSING = re.compile(r"arguments are required: (?P<names>.+)")
+_NO_IMPORT_PATH = re.compile(r"Expected a dot import path string: (?P<value>.*)")
+_BAD_OPTION = re.compile(r"argument (?P<option>--[\w.]+): (?P<problem>.+)")
+_KEY = re.compile(r'Parser key "(?P<key>[\w.]+)"')
+
+
+def explain(message: str, parser: ArgumentParser) -> RoomierError:
+    """``message`` as an error that names the option and what to do; whole where its form is not known."""
+    options = [text for action in parser._actions for text in action.option_strings]
+    if found := _UNRECOGNIZED.search(message):
+        option = found["option"].partition("=")[0]
+        return RoomierError(option, found["value"], "there is no such option", did_you_mean(option, options))
+    if found := _UNKNOWN_IN_GROUP.search(message):
+        field = f"{found['group']}.{found['name']}"
+        return RoomierError(
+            field, "...", "Trainer has no such keyword", did_you_mean(found["name"], _names_of(Trainer))
+        )
+    if found := _UNKNOWN_IN_CLASS.search(message):
+        known = _names_of(locate(found["path"]))
+        return RoomierError(
+            _key(message), found["name"], f"{found['path']} has no such argument", did_you_mean(found["name"], known)
+        )
+    innermost = [*_BAD_VALUE.finditer(message)]
+    if innermost:
+        found = innermost[-1]
+        field = found["key"] if len(innermost) == 1 and found.start() == 0 else f"{_key(message)}.{found['key']}"
+        return RoomierError(field, found["value"], "is of the wrong type", f"Give {_kind(found['kind'])}")
+    if found := _NO_SUBCLASS.search(message):
+        base = found["base"]
+        return RoomierError(
+            _key(message), _given(message), f"is not a subclass of {base}", f"Name a class that is a {base}"
+        )
+    if found := _PROBLEM_IN_CLASS.search(message):
+        return RoomierError(_key(message), found["path"], found["problem"].strip(), _see_help(parser))
+    if found := _MISSING.search(message):
+        missing = f"--{found['names'].split(', ')[0]}"
+        return RoomierError(missing, None, "is required", "Give it, or put it into a --config file")
+    if found := _NO_IMPORT_PATH.search(message):
+        return RoomierError(_key(message), found["value"], "is not the path of a class", "Write package.module.Class")
+    if found := _BAD_OPTION.search(message):
+        return RoomierError(found["option"], None, found["problem"], _see_help(parser))
+    return RoomierError(_key(message), _given(message), " ".join(message.split()), _see_help(parser))
+
+
+def _key(message: str) -> str:
+    found = _KEY.search(message)
+    return found["key"] if found else "options"
+
+
+def _given(message: str) -> str:
+    return message.rpartition("Given value: ")[2].strip() if "Given value: " in message else "..."
+
+
+def _kind(text: str) -> str:
+    """``<class 'int'>`` -> ``int``."""
+    return re.sub(r"<class '([\w.]+)'>", r"\1", text)
+
+
+def _names_of(kind: object) -> Iterable[str]:
+    if not callable(kind):
+        return ()
+    return [name for name in inspect.signature(kind).parameters if name not in ("self", "args", "kwargs")]
+
+
+def _see_help(parser: ArgumentParser) -> str:
+    return f"See `{parser.prog} --help`"

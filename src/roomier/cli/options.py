@@ -1,0 +1,68 @@
+"""The options of ``fit``, ``validate``, ``test`` and ``predict``: made from the signatures of the classes."""
+
+from __future__ import annotations
+
+from argparse import ArgumentError
+from collections.abc import Sequence
+
+from jsonargparse import ArgumentParser, Namespace
+from torch import nn
+
+from roomier.api.datamodule import DataModule
+from roomier.cli.class_paths import check_class_paths
+from roomier.cli.explain import explain
+from roomier.trainer import Trainer
+
+_DESCRIPTIONS = {
+    "fit": "Train a model.",
+    "validate": "Measure a model on its validation data; prints the metrics as JSON.",
+    "test": "Measure a model on its test data; prints the metrics as JSON.",
+    "predict": "Run predict_step over the prediction data; callbacks take what it returns in on_predict_batch_end.",
+}
+
+
+def trainer_parser(verb: str) -> ArgumentParser:
+    """The parser of ``verb``. It knows every keyword of the Trainer, and those of any class it is given."""
+    parser = ArgumentParser(
+        prog=f"roomier {verb}", description=_DESCRIPTIONS[verb], exit_on_error=False, allow_abbrev=False
+    )
+    parser.add_argument("--config", action="config", help="YAML with these options; later ones win")
+    parser.add_argument("--seed_everything", type=int | None, default=None, help="seed of Python, NumPy and torch")
+    parser.add_class_arguments(Trainer, "trainer", fail_untyped=False)
+    parser.add_subclass_arguments(
+        nn.Module, "model", fail_untyped=False, required=True, help="import path of a roomier.Module or nn.Module"
+    )
+    parser.add_subclass_arguments(
+        DataModule,
+        "data",
+        fail_untyped=False,
+        required=False,
+        help="import path of a roomier.DataModule; without it the model's own loaders are asked",
+    )
+    parser.add_argument(
+        "--ckpt_path", type=str | None, default=None, help="a checkpoint folder, or 'last': the newest one"
+    )
+    return parser
+
+
+def text_of(parser: ArgumentParser, config: Namespace) -> str:
+    """YAML from which the same run starts: every option with its value, but the checkpoint it went on from."""
+    kept = config.clone()
+    kept.ckpt_path = None
+    text: str = parser.dump(kept, skip_unset=False)
+    return text
+
+
+def parse(parser: ArgumentParser, arguments: Sequence[str]) -> Namespace:
+    """The values of all options.
+
+    Raises:
+        RoomierError: one of them is wrong.
+        SystemExit: ``--help`` or ``--print_config`` was answered.
+        Exception: a module that was named raised it when it was imported.
+    """
+    check_class_paths(arguments)
+    try:
+        return parser.parse_args(list(arguments))
+    except ArgumentError as error:
+        raise explain(str(error), parser) from error
