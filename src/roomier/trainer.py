@@ -101,11 +101,11 @@ class Trainer:
         num_nodes: int = 1,
         precision: str | int | None = "32-true",
         matmul_precision: str = "highest",
-        optimizer: str | dict[str, Any] | None = None,
+        optimizer: dict[str, Any] | str | None = None,
         learning_rate: float | None = None,
-        lr_schedule: str | dict[str, Any] | None = None,
-        activation_checkpointing: str | bool | None = None,
-        offload: str | bool | dict[str, Any] | None = None,
+        lr_schedule: dict[str, Any] | str | None = None,
+        activation_checkpointing: bool | str | None = None,
+        offload: bool | dict[str, Any] | str | None = None,
         compile: bool = False,
         accumulate_grad_batches: int = 1,
         gradient_clip_val: float | None = None,
@@ -398,6 +398,11 @@ class Trainer:
             raise RoomierError(name, value, "is fixed when a Trainer is made", "Make a new Trainer with this keyword")
         super().__setattr__(name, value)
 
+    @staticmethod
+    def unwrapped_optimizer(optimizer: Any) -> Optimizer:
+        """The torch optimizer behind what ``Module.optimizers()`` or ``optimizer_step`` gave."""
+        return optimizer.optimizer if isinstance(optimizer, ManualOptimizer) else optimizer
+
     # What the session calls ---------------------------------------------------------------------------------------
 
     def attach(self, module: Module, datamodule: DataModule | None) -> None:
@@ -407,10 +412,18 @@ class Trainer:
     def add_callbacks_of(self, module: Module) -> None:
         """Add what ``configure_callbacks`` returns; a callback of the same type here gives way."""
         own = module.configure_callbacks()
+        if own is not None and not isinstance(own, (Callback, list, tuple)):
+            action = "Return a list of objects of subclasses of roomier.Callback"
+            raise RoomierError("configure_callbacks", own, "is not a list of callbacks", action)
         own = [own] if isinstance(own, Callback) else list(own or ())
         types = {type(each) for each in own}
         self.callbacks = _ordered([each for each in self.callbacks if type(each) not in types] + own)
         check_callbacks(self.callbacks)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a loop of this Trainer is running now."""
+        return any(getattr(self, flag) for flag in _STAGE_FLAGS)
 
     @contextmanager
     def in_stage(self, flag: str) -> Iterator[None]:
