@@ -15,7 +15,7 @@ import yaml
 
 from roomier.core.errors import RoomierError, did_you_mean
 
-_CLASS_OPTIONS = ("model", "data")
+_CLASS_OPTIONS = ("model", "data", "trainer.callbacks", "trainer.logger")
 
 
 def check_class_paths(arguments: Sequence[str]) -> None:
@@ -73,7 +73,7 @@ def _options(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
     for word, following in zip(arguments, [*arguments[1:], ""], strict=True):
         if word.startswith("--"):
             field, is_joined, value = word[2:].partition("=")
-            yield field, value if is_joined else following
+            yield field.removesuffix("+"), value if is_joined else following
 
 
 def _read(path: str) -> Any:

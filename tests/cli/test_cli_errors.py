@@ -1,0 +1,98 @@
+"""What a user types wrong is told in one message; what the user's code raises stays as it is."""
+
+from pathlib import Path
+
+import pytest
+
+from roomier.cli.main import main
+
+QUIET = ["--trainer.enable_progress_bar", "false", "--trainer.enable_model_summary", "false"]
+TOY = ["--model", "cli_toy.ToyModule", "--data", "cli_toy.ToyData"]
+
+
+@pytest.fixture(autouse=True)
+def in_the_project(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(Path(__file__).parent / "project")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ([], ["--model=None: is required"]),
+        (["--model"], ["--model=None: expected one argument"]),
+        (["--model", "no_such.Thing"], ["model='no_such.Thing'", "there is no module 'no_such' here"]),
+        (["--model", "cli_toy.ToyModul"], ["cli_toy has no 'ToyModul'", "Did you mean 'ToyModule'?"]),
+        (["--model", "ToyModul"], ["model='ToyModul': is not the path of a class"]),
+        (["--model", "cli_toy.ToyData"], ["model='cli_toy.ToyData': is not a subclass of Module"]),
+        ([*TOY[:2], "--data", "cli_toy.ToyModule"], ["data='cli_toy.ToyModule': is not a subclass of DataModule"]),
+        ([*TOY, "--model.lrr", "3"], ["cli_toy.ToyModule has no such argument", "Did you mean 'lr'?"]),
+        ([*TOY, "--model.lr", "x"], ["model.lr='x': is of the wrong type. Give float"]),
+        ([*TOY, "--trainer.max_step", "3"], ["--trainer.max_step='3'", "Did you mean '--trainer.max_steps'?"]),
+        ([*TOY, "--trainer.max_steps", "x"], ["trainer.max_steps='x': is of the wrong type. Give int"]),
+        ([*TOY, "--trainer.max_steps", "-5"], ["max_steps=-5", "Use an integer of -1 or more"]),
+        ([*TOY, "--trainer.strategy", "nonesuch"], ["strategy='nonesuch'"]),
+        ([*TOY, "--trainer.callbacks", "roomier.callbacks.EarlyStoppin"], ["Did you mean 'EarlyStopping'?"]),
+        ([*TOY, "--config", "none.yaml"], ["config='none.yaml': cannot be read: No such file"]),
+        ([*TOY, "--seed_everything", "x"], ["seed_everything='x'"]),
+        ([*TOY, "--trainer.max_steps", "2", "--ckpt_path", "no/such"], ["no/such"]),
+    ],
+)
+def test_a_wrong_option_is_one_message_and_exit_code_2(
+    words: list[str], told: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["fit", *words, *QUIET, "--trainer.default_root_dir", str(tmp_path)]) == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert "Traceback" not in output.err
+    message = [line for line in output.err.splitlines() if line.startswith("roomier: error: ")]
+    assert len(message) == 1
+    for text in told:
+        assert text in message[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("trainer: {max_step: 3}", ["trainer.max_step", "Did you mean 'max_steps'?"]),
+        ("trainer: [", ["is not YAML"]),
+        ("model: cli_toy.Nothing", ["cli_toy has no 'Nothing'"]),
+        ("model: {class_path: cli_toy.ToyModule, init_args: {lrr: 1}}", ["Did you mean 'lr'?"]),
+        ("trainer: {callbacks: [{class_path: cli_toy.CountsPrediction}]}", ["Did you mean 'CountsPredictions'?"]),
+        (
+            "trainer: {callbacks: [{class_path: roomier.callbacks.EarlyStopping, init_args: {monito: val_loss}}]}",
+            ["trainer.callbacks", "Did you mean 'monitor'?"],
+        ),
+    ],
+)
+def test_a_wrong_word_in_yaml_is_told_too(
+    text: str, told: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run.yaml").write_text(text)
+    assert main(["fit", *TOY, "--config", str(tmp_path / "run.yaml")]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("roomier: error: ")
+    for part in told:
+        assert part in error
+
+
+def test_an_error_within_a_step_says_where_the_users_code_stood(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--model", "cli_toy.LogsAVector", *TOY[2:], *QUIET, "--trainer.default_root_dir", str(tmp_path)]
+    assert main(["fit", *words, "--trainer.max_steps", "2"]) == 2
+    *_, message, place = capsys.readouterr().err.splitlines()
+    assert "the value is not a scalar" in message
+    assert place.startswith("  at ")
+    assert place.endswith("in training_step")
+    assert "cli_toy.py" in place
+
+
+def test_a_bug_of_the_user_keeps_its_traceback(tmp_path: Path) -> None:
+    words = ["--model", "cli_toy.HasABug", *TOY[2:], *QUIET, "--trainer.default_root_dir", str(tmp_path)]
+    with pytest.raises(KeyError, match="a bug of the user"):
+        main(["fit", *words, "--trainer.max_steps", "2"])
+
+
+def test_a_module_that_fails_at_import_keeps_its_traceback() -> None:
+    with pytest.raises(ZeroDivisionError, match="a bug at import"):
+        main(["fit", "--model", "cli_broken.Module"])

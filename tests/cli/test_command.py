@@ -1,0 +1,61 @@
+"""``roomier`` itself: its verbs, its exit codes, its one message."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from roomier.cli.main import VERBS, main
+
+ROOMIER = str(Path(sys.executable).with_name("roomier"))
+
+
+def test_help_shows_the_verbs_and_nothing_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    listed = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
+    assert listed[: len(VERBS)] == ["fit", "validate", "test", "predict", "bench"]
+
+
+def test_the_installed_command_tells_its_version() -> None:
+    done = subprocess.run([ROOMIER, "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout.split()[0] == "roomier"
+    assert done.stderr == ""
+
+
+def test_help_needs_neither_the_trainer_nor_the_option_parser() -> None:
+    # roomier's own __init__ may import torch; the command adds nothing heavy to it.
+    code = (
+        "import roomier, sys; before = set(sys.modules); from roomier.cli.main import main; main(['--help']); "
+        "print(sorted({name.split('.')[0] for name in set(sys.modules) - before}))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "jsonargparse" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["fti"], ["verb='fti'", "Did you mean 'fit'?"]),
+        (["plan"], ["verb='plan'", "Use one of: bench, fit, predict, test, validate"]),
+        (["bench", "overhed"], ["bench='overhed'", "Did you mean 'overhead'?"]),
+        (["bench", "overhead", "--step", "3"], ["unrecognized arguments: --step 3", "roomier bench overhead --help"]),
+        (["bench", "overhead", "--steps", "x"], ["'x' is not an integer of 200 or more"]),
+        (["bench", "overhead", "--repeats", "0"], ["'0' is not an integer of 1 or more"]),
+    ],
+)
+def test_a_wrong_word_is_one_message_and_exit_code_2(
+    words: list[str], told: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.startswith("roomier: error: ")
+    assert output.err.count("\n") == 1
+    for text in told:
+        assert text in output.err
+
+
+def test_bench_lists_its_cases(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench"]) == 0
+    assert "overhead" in capsys.readouterr().out

@@ -1,0 +1,189 @@
+"""``roomier fit``, ``validate``, ``test`` and ``predict`` in this process, on the classes of ``project/cli_toy.py``."""
+
+import inspect
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from roomier import Trainer, checkpoint
+from roomier.cli.main import main
+from roomier.cli.options import parse, trainer_parser
+
+QUIET = ["--trainer.enable_progress_bar", "false", "--trainer.enable_model_summary", "false"]
+TOY = ["--model", "cli_toy.ToyModule", "--data", "cli_toy.ToyData"]
+
+
+@pytest.fixture(autouse=True)
+def in_the_project(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(Path(__file__).parent / "project")
+
+
+def root(folder: Path) -> list[str]:
+    return ["--trainer.default_root_dir", str(folder)]
+
+
+def saved_steps(folder: Path) -> list[int]:
+    return sorted(checkpoint.peek(path)["progress"]["global_step"] for path in folder.glob("*/checkpoints/*"))
+
+
+def weights(path: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = checkpoint.load(path)["module"]
+    return found
+
+
+# Options ------------------------------------------------------------------------------------------------------------
+
+
+def test_every_keyword_of_the_trainer_is_an_option() -> None:
+    options = {text for action in trainer_parser("fit")._actions for text in action.option_strings}
+    keywords = set(inspect.signature(Trainer).parameters)
+    assert len(keywords) > 30
+    assert {f"--trainer.{name}" for name in keywords} <= options
+
+
+@pytest.mark.parametrize(
+    ("words", "name", "value"),
+    [
+        (["--trainer.max_steps", "7"], "max_steps", 7),
+        (["--trainer.max_steps=7"], "max_steps", 7),
+        (["--trainer.fast_dev_run", "true"], "fast_dev_run", True),
+        (["--trainer.fast_dev_run", "3"], "fast_dev_run", 3),
+        (["--trainer.limit_val_batches", "0.5"], "limit_val_batches", 0.5),
+        (["--trainer.limit_val_batches", "2"], "limit_val_batches", 2),
+        (["--trainer.offload", "false"], "offload", False),
+        (["--trainer.activation_checkpointing", "true"], "activation_checkpointing", True),
+        (["--trainer.learning_rate", "1e-3"], "learning_rate", 1e-3),
+        (["--trainer.optimizer", "adamw"], "optimizer", "adamw"),
+        (["--trainer.optimizer", '{"name": "sgd", "momentum": 0.9}'], "optimizer", {"name": "sgd", "momentum": 0.9}),
+        (["--trainer.optimizer.name", "sgd"], "optimizer", {"name": "sgd"}),
+        (["--trainer.max_time", "00:00:10:00"], "max_time", "00:00:10:00"),
+        (["--trainer.logger", '["jsonl", "csv"]'], "logger", ["jsonl", "csv"]),
+        (["--trainer.logger", "false"], "logger", False),
+        (["--trainer.check_val_every_n_epoch", "null"], "check_val_every_n_epoch", None),
+        (["--trainer.deterministic", "warn"], "deterministic", "warn"),
+    ],
+)
+def test_a_keyword_arrives_as_it_was_meant(words: list[str], name: str, value: Any) -> None:
+    config = parse(trainer_parser("fit"), [*TOY, *words])
+    assert config.trainer[name] == value
+    assert type(config.trainer[name]) is type(value)
+
+
+def test_print_config_is_a_configuration_to_begin_with(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["fit", *TOY, "--print_config"])
+    assert ended.value.code == 0
+    printed = yaml.safe_load(capsys.readouterr().out)
+    assert printed["model"] == {"class_path": "cli_toy.ToyModule", "init_args": {"lr": 0.1, "width": 4}}
+    assert set(inspect.signature(Trainer).parameters) <= set(printed["trainer"])
+
+
+# Runs ---------------------------------------------------------------------------------------------------------------
+
+
+def test_fit_trains_saves_and_keeps_its_configuration(tmp_path: Path) -> None:
+    words = ["--model.lr", "0.05", "--trainer.max_steps", "4", "--seed_everything", "7"]
+    assert main(["fit", *TOY, *words, *QUIET, *root(tmp_path)]) == 0
+    assert saved_steps(tmp_path) == [4]
+    kept = yaml.safe_load((tmp_path / "version_0" / "config.yaml").read_text())
+    assert kept["seed_everything"] == 7
+    assert kept["model"]["init_args"]["lr"] == 0.05
+    assert kept["trainer"]["max_steps"] == 4
+
+
+def test_the_kept_configuration_does_the_same_run_again(tmp_path: Path) -> None:
+    words = ["--trainer.max_steps", "4", "--seed_everything", "7"]
+    assert main(["fit", *TOY, *words, *QUIET, *root(tmp_path)]) == 0
+    assert main(["fit", "--config", str(tmp_path / "version_0" / "config.yaml")]) == 0
+    first, second = (weights(next((tmp_path / f"version_{i}" / "checkpoints").iterdir())) for i in (0, 1))
+    assert first.keys() == second.keys() == {"line.weight", "line.bias"}
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_the_command_line_wins_over_yaml_before_it(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("trainer: {max_steps: 50}\nmodel: cli_toy.ToyModule\ndata: cli_toy.ToyData\n")
+    words = ["--config", str(tmp_path / "run.yaml"), "--trainer.max_steps", "2", *QUIET, *root(tmp_path)]
+    assert main(["fit", *words]) == 0
+    assert saved_steps(tmp_path) == [2]
+
+
+def test_callbacks_and_loggers_come_by_class_path(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(
+        """
+trainer:
+  max_epochs: 3
+  logger: {class_path: roomier.loggers.CSVLogger}
+  callbacks:
+    - class_path: roomier.callbacks.ModelCheckpoint
+      init_args: {every_n_train_steps: 2, save_top_k: -1}
+    - class_path: LearningRateMonitor
+model: cli_toy.ToyModule
+data: {class_path: cli_toy.ToyData, init_args: {num_batches: 4}}
+"""
+    )
+    assert main(["fit", "--config", str(tmp_path / "run.yaml"), *QUIET, *root(tmp_path)]) == 0
+    assert {2, 4, 6, 8, 10, 12} <= set(saved_steps(tmp_path))
+    assert (tmp_path / "version_0" / "metrics.csv").exists()
+    assert not (tmp_path / "version_0" / "metrics.jsonl").exists()
+
+
+def test_a_plain_network_trains_with_an_optimizer_and_a_schedule_by_keyword(tmp_path: Path) -> None:
+    words = ["--trainer.optimizer", "adamw", "--trainer.learning_rate", "1e-3", "--trainer.lr_schedule", "cosine"]
+    model = ["--model", "cli_toy.PlainNetwork", "--model.width", "4", "--data", "cli_toy.ToyData"]
+    assert main(["fit", *model, *words, "--trainer.max_steps", "3", *QUIET, *root(tmp_path)]) == 0
+    assert saved_steps(tmp_path) == [3]
+
+
+def test_ckpt_path_last_goes_on(tmp_path: Path) -> None:
+    start = [*TOY, "--seed_everything", "1", *QUIET, *root(tmp_path)]
+    assert main(["fit", *start, "--trainer.max_steps", "3"]) == 0
+    assert main(["fit", *start, "--trainer.max_steps", "5", "--ckpt_path", "last"]) == 0
+    assert max(saved_steps(tmp_path)) == 5
+    configs = sorted(path.name for path in tmp_path.rglob("config*.yaml"))
+    assert configs == ["config-step=3.yaml", "config.yaml"]  # the second run was set differently
+
+
+def test_a_resume_with_the_same_settings_writes_no_second_configuration(tmp_path: Path) -> None:
+    words = [*TOY, "--trainer.max_steps", "3", *QUIET, *root(tmp_path)]
+    assert main(["fit", *words]) == 0
+    assert main(["fit", *words, "--ckpt_path", "last"]) == 0
+    assert [path.name for path in tmp_path.rglob("config*.yaml")] == ["config.yaml"]
+
+
+@pytest.mark.parametrize(("verb", "metric"), [("validate", "val_loss"), ("test", "test_loss")])
+def test_evaluation_prints_its_metrics_as_json(
+    verb: str, metric: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([verb, *TOY, *QUIET, *root(tmp_path)]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert [set(each) for each in printed] == [{metric}]
+
+
+def test_predict_hands_every_batch_to_the_callbacks(tmp_path: Path) -> None:
+    words = ["--model", "cli_toy.PlainNetwork", "--data", "cli_toy.ToyData"]
+    callback = ["--trainer.callbacks", "cli_toy.CountsPredictions"]
+    assert main(["predict", *words, *callback, *QUIET, *root(tmp_path)]) == 0
+    assert sys.modules["cli_toy"].CountsPredictions.num_seen == 2
+
+
+def test_sigterm_keeps_its_exit_code_and_the_run(tmp_path: Path) -> None:
+    words = ["--model", "cli_toy.IsTerminated", "--data", "cli_toy.ToyData", *QUIET, *root(tmp_path)]
+    with pytest.raises(SystemExit) as ended:
+        main(["fit", *words, "--trainer.max_steps", "6"])
+    assert ended.value.code == 143
+    assert main(["fit", *words, "--trainer.max_steps", "6", "--ckpt_path", "last"]) == 0
+    assert max(saved_steps(tmp_path)) == 6
+
+
+def test_the_installed_command_finds_classes_in_the_current_folder(tmp_path: Path) -> None:
+    command = [str(Path(sys.executable).with_name("roomier")), "fit", *TOY, "--trainer.max_steps", "2", *QUIET]
+    done = subprocess.run([*command, *root(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == ""
+    assert saved_steps(tmp_path) == [2]
