@@ -135,7 +135,8 @@ class Runs:
         states = [self.last_state(folder) for folder in (a, b)]
         for callbacks in (state["callbacks"] for state in states):
             for key in [key for key in callbacks if key.startswith("ModelCheckpoint")]:
-                del callbacks[key]["dirpath"]  # each run has a folder of its own
+                # Each run has a folder of its own; what is removed already is no longer listed after a resume.
+                del callbacks[key]["dirpath"], callbacks[key]["superseded"]
                 if not with_books:
                     del callbacks[key]
         return list(differing(*states))

@@ -89,10 +89,8 @@ class Run:
         return self.progress.is_step_complete and self.is_over()
 
     def is_over(self) -> bool:
-        """Whether training ends at this save point."""
+        """Whether training has come to its end at this save point; a signal is another matter."""
         progress, options = self.progress, self.options
-        if self.stop.received is not None:
-            return True
         if progress.global_step >= self.step_limit or progress.epoch >= self.epoch_limit:
             return True
         max_time_s = options.max_time_s

@@ -29,11 +29,12 @@ def save_point(run: Run) -> bool:
     progress.is_epoch_end_due = progress.batch_idx >= run.num_training_batches
     if progress.is_step_complete:
         run.is_in_step = False
-        run.is_finishing = is_over = run.is_over()
-        run.trainer.interrupted = run.stop.received is not None
+        is_over = run.is_over()
+        run.is_finishing = is_over or run.stop.received is not None
+        run.trainer.interrupted = run.is_finishing and not is_over
         call(run.hooks.on_save_point)
         _write_deferred(run)
-    if run.stop.received is not None:
+    if run.stop.received is not None and not is_over:
         _save_interrupted(run)
         return True
     if is_over:

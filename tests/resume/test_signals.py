@@ -1,0 +1,258 @@
+"""SIGTERM and Ctrl-C finish the step, save, and leave; the run that goes on is the undisturbed one."""
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+from roomier import Callback, Trainer
+from roomier.callbacks import EarlyStopping, ModelCheckpoint
+
+Make = Callable[..., Any]
+
+
+class Sender(Callback):
+    """Sends this process a signal from the hook ``where``, once ``step`` optimizer steps are done.
+
+    Args:
+        nth: at which such call of the hook; None never sends.
+    """
+
+    def __init__(self, where: str, step: int, nth: int | None, number: signal.Signals) -> None:
+        self.step, self.nth, self.number = step, nth, number
+        setattr(self, where, self.send)
+
+    def send(self, trainer: Trainer, *_: Any) -> None:
+        if self.nth is None or trainer.global_step < self.step:
+            return
+        self.nth -= 1
+        if self.nth == 0:
+            os.kill(os.getpid(), self.number)
+
+
+class Stream(IterableDataset[Tensor]):
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(torch.randn(22, 3))
+
+
+@dataclass
+class Moment:
+    """When the signal comes.
+
+    Attributes:
+        where, step, nth: the hook, see Sender.
+        saved_step: optimizer steps done when the run leaves.
+    """
+
+    where: str
+    step: int
+    saved_step: int
+    nth: int = 1
+    number: signal.Signals = signal.SIGTERM
+    options: dict[str, Any] = field(default_factory=dict)
+    loader: Make | None = None
+
+
+def unknown_length() -> DataLoader[Tensor]:
+    return DataLoader(Stream(), batch_size=2)
+
+
+ACCUMULATING = {"accumulate_grad_batches": 4}
+OFTEN = {"val_check_interval": 3}
+
+# 11 batches an epoch, 3 of validation; validated at the epoch's end where nothing else is said.
+MOMENTS = {
+    "within a step": Moment("on_before_backward", 4, 5),
+    "Ctrl-C within a step": Moment("on_before_backward", 4, 5, number=signal.SIGINT),
+    "after a step": Moment("on_train_batch_end", 4, 4),
+    "before the first step": Moment("on_train_start", 0, 1),
+    "in the last step of an epoch": Moment("on_before_backward", 10, 11),
+    "in the first step of an epoch": Moment("on_train_epoch_start", 11, 12),
+    "in an accumulation": Moment("on_train_batch_end", 1, 2, nth=2, options=ACCUMULATING),
+    "in the smaller last accumulation": Moment("on_train_batch_end", 2, 3, nth=3, options=ACCUMULATING),
+    "in a validation within an epoch": Moment("on_validation_batch_end", 3, 3, options=OFTEN),
+    "after the last batch of a validation": Moment("on_validation_batch_end", 3, 3, nth=3, options=OFTEN),
+    "at the end of a validation within an epoch": Moment("on_validation_end", 6, 6, options=OFTEN),
+    "in the validation of an epoch's end": Moment("on_validation_batch_end", 11, 11, nth=2),
+    "in the validation of the last epoch's end": Moment("on_validation_start", 22, 22, options={"max_steps": 22}),
+    "in a validation of the last step": Moment("on_validation_start", 36, 36, options={"max_steps": 36, **OFTEN}),
+    "at the end of an epoch": Moment("on_train_epoch_end", 11, 11),
+    "while callbacks save": Moment("on_save_point", 5, 5),
+    "without a length, within a step": Moment("on_before_backward", 4, 5, loader=unknown_length),
+    "without a length, in the validation at the end": Moment("on_validation_start", 11, 11, loader=unknown_length),
+    "without a length, at the end of an epoch": Moment("on_train_epoch_end", 11, 11, loader=unknown_length),
+}
+
+
+@pytest.mark.parametrize("name", MOMENTS)
+def test_the_run_that_goes_on_is_the_undisturbed_one(
+    name: str, runs: Any, net: Any, shuffled: Make, val_batches: Make, capfd: pytest.CaptureFixture[str]
+) -> None:
+    moment = MOMENTS[name]
+
+    def run(folder: str, nth: int | None, **options: Any) -> None:
+        watching = [
+            EarlyStopping("val_loss", patience=50),
+            ModelCheckpoint(monitor="val_loss", save_top_k=2),
+            ModelCheckpoint(every_n_train_steps=3, save_top_k=-1, filename="every-{step}"),
+            Sender(moment.where, moment.step, nth, moment.number),
+        ]
+        limits = {"max_steps": 18, **moment.options}
+        runs.fit(folder, net, moment.loader or shuffled, val_batches, callbacks=watching, **limits, **options)
+
+    run("straight", None)
+    handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    with pytest.raises(SystemExit) as left:
+        run("stopped", moment.nth)
+    assert left.value.code == 128 + moment.number
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == handlers
+    told = capfd.readouterr().err
+    assert f"{moment.number.name}: finishing this step, then saving" in told
+    assert f"stopped by {moment.number.name} at step {moment.saved_step}, saved at" in told
+    assert "go on with trainer.fit(..., ckpt_path='last')" in told
+    assert runs.last_state("stopped")["progress"]["global_step"] == moment.saved_step
+
+    run("stopped", None, ckpt_path="last")
+    assert runs.differences("straight", "stopped") == []
+    assert runs.rows("stopped") == runs.rows("straight")
+    assert saved_names(runs.root / "stopped") == saved_names(runs.root / "straight")
+
+
+def saved_names(root: Path) -> list[str]:
+    """What callbacks keep; the checkpoint of the interruption is nobody's."""
+    names = [path.name for path in root.glob("version_*/checkpoints/*")]
+    return sorted(name for name in names if not name.startswith("interrupted-"))
+
+
+def test_only_the_newest_interruption_is_kept(runs: Any, net: Any, shuffled: Make) -> None:
+    for step in (2, 4, 6):
+        with pytest.raises(SystemExit):
+            runs.fit(
+                "run",
+                net,
+                shuffled,
+                max_steps=18,
+                ckpt_path="last",
+                callbacks=[Sender("on_train_batch_end", step, 1, signal.SIGTERM)],
+            )
+    (folder,) = (runs.root / "run").glob("version_*/checkpoints")
+    assert [path.name for path in folder.iterdir()] == ["interrupted-step=6"]
+
+
+def test_a_checkpoint_outside_the_run_folder_is_named_in_the_message(
+    runs: Any, net: Any, shuffled: Make, capfd: pytest.CaptureFixture[str]
+) -> None:
+    saver = ModelCheckpoint(dirpath=runs.root / "elsewhere", every_n_train_steps=4)
+    sender = Sender("on_train_batch_end", 4, 1, signal.SIGTERM)
+    with pytest.raises(SystemExit):
+        runs.fit("run", net, shuffled, max_steps=18, callbacks=[sender, saver])
+    saved = runs.root / "elsewhere" / "epoch=0-step=4"
+    assert f"ckpt_path={str(saved)!r}" in capfd.readouterr().err
+    trainer = runs.fit("run", net, shuffled, max_steps=18, ckpt_path=saved)
+    assert trainer.global_step == 18
+
+
+def test_weights_alone_are_not_taken_for_a_saved_run(runs: Any, net: Any, shuffled: Make) -> None:
+    saver = ModelCheckpoint(save_weights_only=True, every_n_train_steps=4)
+    with pytest.raises(SystemExit):
+        runs.fit(
+            "run",
+            net,
+            shuffled,
+            max_steps=18,
+            callbacks=[saver, Sender("on_train_batch_end", 4, 1, signal.SIGTERM)],
+        )
+    assert "optimizers" in runs.last_state("run")
+
+
+def test_without_checkpointing_it_says_that_nothing_was_saved(
+    runs: Any, net: Any, shuffled: Make, capfd: pytest.CaptureFixture[str]
+) -> None:
+    sender = Sender("on_train_batch_end", 4, 1, signal.SIGTERM)
+    with pytest.raises(SystemExit):
+        runs.fit("run", net, shuffled, max_steps=18, callbacks=[sender], enable_checkpointing=False)
+    assert "at step 4; nothing was saved: checkpoints are turned off" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("where", "options", "message"),
+    [
+        ("on_fit_start", {"num_sanity_val_steps": 0}, "before the first step: there is nothing to save"),
+        ("on_sanity_check_start", {}, "during an evaluation; what it measured so far is dropped"),
+        ("on_train_end", {}, "came when training had ended: the run is complete"),
+    ],
+)
+def test_before_and_after_training(
+    where: str,
+    options: dict[str, Any],
+    message: str,
+    runs: Any,
+    net: Any,
+    shuffled: Make,
+    val_batches: Make,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    sender = Sender(where, 0, 1, signal.SIGTERM)
+    with pytest.raises(SystemExit) as left:
+        runs.fit("run", net, shuffled, val_batches, max_steps=3, callbacks=[sender], **options)
+    assert left.value.code == 143
+    assert message in capfd.readouterr().err
+
+
+def test_in_the_last_step_the_run_is_finished_first(
+    runs: Any, net: Any, shuffled: Make, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for folder, nth in (("straight", None), ("stopped", 1)):
+        sender = Sender("on_before_backward", 17, nth, signal.SIGTERM)
+        if nth is None:
+            runs.fit(folder, net, shuffled, max_steps=18, callbacks=[sender])
+        else:
+            with pytest.raises(SystemExit) as left:
+                runs.fit(folder, net, shuffled, max_steps=18, callbacks=[sender])
+    assert left.value.code == 143
+    assert "the run is complete" in capfd.readouterr().err
+    assert runs.differences("straight", "stopped") == []
+    assert runs.rows("stopped") == runs.rows("straight")
+
+
+def test_a_signal_ends_a_validation_alone(
+    runs: Any, net: Any, val_batches: Make, capfd: pytest.CaptureFixture[str]
+) -> None:
+    sender = Sender("on_validation_batch_end", 0, 1, signal.SIGINT)
+    trainer = Trainer(default_root_dir=runs.root, accelerator="cpu", callbacks=[sender], enable_progress_bar=False)
+    with pytest.raises(SystemExit) as left:
+        trainer.validate(net(), val_batches())
+    assert left.value.code == 130
+    assert "during an evaluation" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("second", "kind"), [(signal.SIGTERM, SystemExit), (signal.SIGINT, KeyboardInterrupt)], ids=["TERM", "INT"]
+)
+def test_a_second_signal_ends_at_once(
+    second: signal.Signals, kind: type[BaseException], runs: Any, net: Any, shuffled: Make
+) -> None:
+    class Impatient(Callback):
+        last_hook = ""
+
+        def on_before_backward(self, trainer: Trainer, *_: Any) -> None:
+            if trainer.global_step == 4:
+                os.kill(os.getpid(), signal.SIGTERM)
+                os.kill(os.getpid(), second)
+
+        def on_after_backward(self, trainer: Trainer, *_: Any) -> None:
+            assert trainer.global_step < 4, "the step went on"
+
+    handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    every = ModelCheckpoint(every_n_train_steps=3)
+    with pytest.raises(kind):
+        runs.fit("run", net, shuffled, max_steps=18, callbacks=[Impatient(), every])
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == handlers
+    assert runs.last_state("run")["progress"]["global_step"] == 3, "what was saved before is still there"
