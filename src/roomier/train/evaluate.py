@@ -66,7 +66,7 @@ def _evaluate_source(run: Run, stage: str, source: Source, limit: float, dataloa
     starts = getattr(run.hooks, f"on_{stage}_batch_start")
     ends = getattr(run.hooks, f"on_{stage}_batch_end")
     step = getattr(module, STEP_NAMES[stage])
-    num_arguments = num_step_arguments(step)
+    num_arguments = num_step_arguments(module, STEP_NAMES[stage], 2 if dataloader_idx is None else 3)
     last = () if dataloader_idx is None else (dataloader_idx,)
     outer_transfer, engine.hooks.transfer = (
         engine.hooks.transfer,

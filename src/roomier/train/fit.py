@@ -52,7 +52,9 @@ def fit(run: Run) -> None:
             if step.skips_epoch:  # gradients of a step that is not to be are left
                 step.end()
                 break
-            if loss is not None:
+            if loss is None:
+                run.check_trains()
+            else:
                 run.last_loss = loss
                 update()
                 progress.global_step += 1
@@ -76,6 +78,7 @@ def fit(run: Run) -> None:
 
     if run.is_interrupted:
         return
+    run.check_finite("at the end")
     if progress.batch_idx:  # ended within an epoch: tell what was measured in it
         call(hooks.on_train_epoch_end)
         run.log_metrics(results.end_epoch("train"))
@@ -144,6 +147,8 @@ def is_validation_due(run: Run, first_batch: int) -> bool:
 def end_epoch(run: Run) -> None:
     """Everything that comes after the last step of an epoch."""
     progress, results = run.progress, run.results
+    run.check_trains(is_epoch_over=True)
+    run.check_finite("at the end of an epoch")
     if validates_at_unknown_end(run):
         validate_within_fit(run)
         if progress.is_validation_due:  # cut off by a signal: the run that goes on ends this epoch

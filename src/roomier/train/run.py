@@ -28,6 +28,8 @@ from roomier.train.signals import GracefulStop
 if TYPE_CHECKING:
     from roomier.trainer import Trainer
 
+MAX_BATCHES_BEFORE_FIRST_STEP = 1000  # of an epoch whose end does not come
+
 
 @dataclass
 class Run:
@@ -119,15 +121,57 @@ class Run:
             "loss",
             float(self.last_loss),
             f"is not finite at step {self.progress.global_step} ({where}; it is looked at every "
-            f"log_every_n_steps={self.options.log_every_n_steps} steps and before each checkpoint)",
-            f"{self._way_back()}Lower the learning rate, set gradient_clip_val, or find the operation with "
-            "Trainer(detect_anomaly=True)",
+            f"log_every_n_steps={self.options.log_every_n_steps} steps, before each checkpoint and after each epoch)",
+            self._way_back(),
         )
 
+    def check_finite_weights(self) -> None:
+        """Stop before weights that are no numbers take the place of good ones: a finite loss can ruin them.
+
+        Raises:
+            TrainingError: a parameter that is trained holds NaN or infinity.
+        """
+        for name, parameter in self.engine.module.named_parameters():
+            if parameter.requires_grad and parameter.is_floating_point() and parameter.numel():
+                extremes = torch.stack(parameter.detach().aminmax())  # unlike isfinite(), needs no second tensor
+                if not bool(extremes.isfinite().all()):
+                    raise TrainingError(
+                        name,
+                        float(extremes.sum()),
+                        f"this parameter is not finite after step {self.progress.global_step} (before a checkpoint)",
+                        self._way_back(),
+                    )
+
+    def check_trains(self, *, is_epoch_over: bool = False) -> None:
+        """Stop a run that would go on for ever, or come to its end, without having trained anything.
+
+        Raises:
+            TrainingError: no batch of the first epoch led to an optimizer step.
+        """
+        num_batches = self.progress.num_batches
+        is_time_to_judge = num_batches > 0 if is_epoch_over else num_batches >= MAX_BATCHES_BEFORE_FIRST_STEP
+        if self.progress.global_step or not is_time_to_judge:
+            return
+        if self.module.automatic_optimization:
+            raise TrainingError(
+                "training_step",
+                None,
+                f"returned no loss for any of the first {num_batches} batches, so nothing was trained",
+                "Return the loss at its end; None leaves a batch out",
+            )
+        if math.isinf(self.epoch_limit) and self.options.max_time is None:
+            raise TrainingError(
+                "training_step",
+                type(self.module).__name__,
+                f"stepped no optimizer in the first {num_batches} batches, and max_steps counts such steps alone",
+                "Call self.optimizers().step() in it (not an optimizer kept elsewhere), or set max_epochs",
+            )
+
     def _way_back(self) -> str:
+        advice = "Lower the learning rate, set gradient_clip_val, or find the operation: Trainer(detect_anomaly=True)"
         if self.saved_step is None:
-            return "No checkpoint was written yet. "
-        return f"The checkpoint of step {self.saved_step} is untouched: fit(ckpt_path='last') goes on from it. "
+            return f"No checkpoint was written yet. {advice}"
+        return f"The checkpoint of step {self.saved_step} is untouched: fit(ckpt_path='last') goes on from it. {advice}"
 
 
 def call(hooks: Sequence[Callable[..., Any]], *arguments: Any) -> None:

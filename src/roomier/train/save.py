@@ -55,10 +55,11 @@ def write_checkpoint(run: Run, path: Path, weights_only: bool = False) -> None:
     """Write what a resume needs, or the weights with the hyperparameters alone.
 
     Raises:
-        TrainingError: the loss is not finite: such weights must not take the place of good ones.
+        TrainingError: the loss or a weight is not finite: it must not take the place of a good checkpoint.
         CheckpointError: it could not be written.
     """
     run.check_finite("before a checkpoint")
+    run.check_finite_weights()
     state = weights(run) if weights_only else full_state(run)
     for callback in run.trainer.callbacks:
         callback.on_save_checkpoint(run.trainer, run.module, state)

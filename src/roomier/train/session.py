@@ -14,7 +14,7 @@ from torch import nn
 from roomier.api.callback import Callback
 from roomier.api.datamodule import DataModule
 from roomier.api.forward import as_module
-from roomier.api.hooks import HookTable
+from roomier.api.hooks import HookTable, overrides
 from roomier.api.module import Module
 from roomier.core.errors import DataError, RoomierError
 from roomier.core.log import notice
@@ -62,6 +62,7 @@ def session(
     module = as_module(model)
     module.__dict__["_trainer"] = trainer
     trainer.attach(module, datamodule)
+    _check_call(trainer, stage, module, loaders, datamodule)
     status = "failed"
     run: Run | None = None
     try:
@@ -95,6 +96,28 @@ def session(
 
 def start_fit(run: Run) -> None:
     """What comes between the setup and the first step: the hooks, the plan in print, the sanity check."""
+def _check_call(
+    trainer: Trainer, stage: str, module: Module, loaders: dict[str, Any], datamodule: DataModule | None
+) -> None:
+    """What can be seen to be wrong before anything is touched."""
+    if trainer.is_running:
+        action = "Call it when that is over; to validate within a fit, use val_check_interval"
+        raise RoomierError(stage, type(module).__name__, "is called while this Trainer is running", action)
+    step = {"fit": "training_step", "validate": "validation_step", "test": "test_step"}.get(stage)
+    if step is not None and not overrides(module, step, Module):
+        action = f"Define {step}(self, batch, batch_idx){' and return the loss' * (stage == 'fit')}"
+        raise RoomierError(step, type(module).__name__, f"the module does not define {step}", action)
+    if datamodule is None:
+        return
+    if not isinstance(datamodule, DataModule):
+        action = "Pass an object of a subclass of roomier.DataModule; loaders go to the other arguments"
+        raise RoomierError("datamodule", datamodule, "is not a DataModule", action)
+    passed = [f"{name}_dataloaders" for name, loader in loaders.items() if loader is not None]
+    if passed:
+        problem = f"{' and '.join(passed)} were passed as well"
+        raise RoomierError("datamodule", type(datamodule).__name__, problem, "Pass one of the two")
+
+
     trainer = run.trainer
     if trainer.is_global_zero:
         print(run.plan.table({"device": str(run.engine.device)}), file=sys.stderr, flush=True)
@@ -177,7 +200,7 @@ def _open_fit(run: Run, data: RunLoaders, path: Path | None) -> None:
     run.num_training_batches = data.num_training_batches
     run.epoch_limit, run.step_limit = options.epoch_limit(), options.step_limit()
     run.val_sources, run.val_limits = data.evaluation("val")
-    if run.val_sources and not _defines(run.module, "validation_step"):
+    if run.val_sources and not overrides(run.module, "validation_step", Module):
         notice(f"{type(run.module).__name__} has no validation_step: val_dataloaders are not used")
         run.val_sources, run.val_limits = (), ()
     if run.val_sources:
@@ -206,10 +229,6 @@ def _setup(trainer: Trainer, stage: str, module: Module) -> None:
         callback.setup(trainer, module, stage)
     module.setup(stage)
     module.configure_model()
-
-
-def _defines(module: Module, name: str) -> bool:
-    return getattr(type(module), name) is not getattr(Module, name)
 
 
 def _check_modes(trainer: Trainer, module: Module, configured: Configured, is_fit: bool) -> None:

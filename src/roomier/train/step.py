@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from roomier.api.hooks import overrides
 from roomier.api.module import Module
+from roomier.core.errors import RoomierError
 from roomier.engine.engine import StepHooks
 from roomier.train.manual import ManualOptimizer
 from roomier.train.run import Run, call
@@ -31,7 +32,7 @@ class TrainingStep:
         self._starts = run.hooks.on_train_batch_start
         self._ends = run.hooks.on_train_batch_end
         self._training_step = run.module.training_step
-        self._num_arguments = num_step_arguments(run.module.training_step)
+        self._num_arguments = num_step_arguments(run.module, "training_step", 2)
         self._batch_idx = -1
         self._batch: Any = None
         self._output: Any = None
@@ -158,9 +159,19 @@ class _StepOnce(ManualOptimizer):
         self._run.engine.step(self.optimizer)
 
 
-def num_step_arguments(step: Callable[..., Any]) -> int:
-    """How many positional arguments a step method takes; 3 where it takes any number."""
-    parameters = inspect.signature(step).parameters.values()
+def num_step_arguments(module: Module, name: str, num_given: int) -> int:
+    """How many of the ``num_given`` arguments (batch, batch_idx, dataloader_idx) the method ``name`` takes.
+
+    Raises:
+        RoomierError: it takes none, or asks for more.
+    """
+    signature = inspect.signature(getattr(module, name))
+    parameters = signature.parameters.values()
     if any(p.kind is p.VAR_POSITIONAL for p in parameters):
-        return 3
-    return sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
+        return num_given
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if not named or sum(p.default is p.empty for p in named) > num_given:
+        arguments = ", ".join(("batch", "batch_idx", "dataloader_idx")[:num_given])
+        action = f"Define it as {name}(self, {arguments})"
+        raise RoomierError(name, str(signature), f"is called with ({arguments}) here", action)
+    return min(len(named), num_given)
