@@ -60,9 +60,9 @@ def session(
         SystemExit: SIGTERM or Ctrl-C ended the run at a save point (128 + the number of the signal).
     """
     module = as_module(model)
+    _check_call(trainer, stage, module, loaders, datamodule)
     module.__dict__["_trainer"] = trainer
     trainer.attach(module, datamodule)
-    _check_call(trainer, stage, module, loaders, datamodule)
     status = "failed"
     run: Run | None = None
     try:
@@ -94,8 +94,6 @@ def session(
         raise SystemExit(128 + stop.received)
 
 
-def start_fit(run: Run) -> None:
-    """What comes between the setup and the first step: the hooks, the plan in print, the sanity check."""
 def _check_call(
     trainer: Trainer, stage: str, module: Module, loaders: dict[str, Any], datamodule: DataModule | None
 ) -> None:
@@ -118,6 +116,8 @@ def _check_call(
         raise RoomierError("datamodule", type(datamodule).__name__, problem, "Pass one of the two")
 
 
+def start_fit(run: Run) -> None:
+    """What comes between the setup and the first step: the hooks, the plan in print, the sanity check."""
     trainer = run.trainer
     if trainer.is_global_zero:
         print(run.plan.table({"device": str(run.engine.device)}), file=sys.stderr, flush=True)
