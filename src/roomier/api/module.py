@@ -307,7 +307,8 @@ class Module(nn.Module):
         gradient_clip_algorithm: str | None = None,
     ) -> None:
         """Clip the gradients of ``optimizer`` by ``"norm"`` (default) or ``"value"``; None leaves them."""
-        self.trainer.engine.clip(gradient_clip_val, gradient_clip_algorithm, optimizer=optimizer)
+        unwrapped = self.trainer.unwrapped_optimizer(optimizer)
+        self.trainer.engine.clip(gradient_clip_val, gradient_clip_algorithm, optimizer=unwrapped)
 
     def toggle_optimizer(self, optimizer: Any) -> None:
         """Let only the parameters of ``optimizer`` require gradients, until :meth:`untoggle_optimizer`."""
