@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -19,7 +18,15 @@ from roomier.bench import lightning_peer, toy
 from roomier.bench.calls import CallCount, FrameCount, folder_of
 from roomier.bench.lightning_peer import Lightning
 from roomier.bench.machine import circumstances
-from roomier.bench.timing import Cost, Stamps, interleave, median_difference, one_thread, quartiles_of_difference
+from roomier.bench.timing import (
+    Cost,
+    Stamps,
+    interleave,
+    median,
+    median_difference,
+    one_thread,
+    quartiles_of_difference,
+)
 from roomier.trainer import Trainer
 
 _NUM_LOGGED = 10  # the cost of one self.log is a tenth of what ten cost: as much less noise
@@ -58,7 +65,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         cpu = {name: [cost.cpu_us for cost in costs] for name, costs in samples.items()}
         result = {
             "case": "overhead",
-            "bare_us": statistics.median(wall["bare"]),
+            "bare_us": median(wall["bare"]),
             **_figures("trainer", wall, cpu),
             "idle_callback_us": median_difference(cpu["trainer_50_idle"], cpu["trainer"], _NUM_CALLBACKS),
             "empty_hook_us": median_difference(cpu["trainer_50_empty"], cpu["trainer"], _NUM_CALLBACKS),
@@ -111,7 +118,7 @@ def _figures(who: str, wall: Mapping[str, list[float]], cpu: Mapping[str, list[f
     Small costs are differences of large ones, so they are read off processor time, which is the less noisy.
     """
     return {
-        f"{who}_us": statistics.median(wall[who]),
+        f"{who}_us": median(wall[who]),
         "overhead_us": median_difference(wall[who], wall["bare"]),
         "overhead_quartiles_us": quartiles_of_difference(wall[who], wall["bare"]),
         "overhead_cpu_us": median_difference(cpu[who], cpu["bare"]),
@@ -143,7 +150,7 @@ def import_times(num_processes: int) -> dict[str, float]:
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
         for _ in range(num_processes)
     ]
-    torch_s, roomier_s = (statistics.median(map(float, column)) for column in zip(*runs, strict=True))
+    torch_s, roomier_s = (median([float(text) for text in column]) for column in zip(*runs, strict=True))
     return {"import_s": roomier_s, "import_torch_s": torch_s}
 
 

@@ -66,21 +66,26 @@ class Stamps:
 
 def _typical_interval_us(stamps_ns: Sequence[int], window: int) -> float:
     ends = stamps_ns[::window]
-    return statistics.median(after - before for before, after in pairwise(ends)) / window / 1e3
+    return median([(after - before) / window / 1e3 for before, after in pairwise(ends)])
+
+
+def median(values: Sequence[float]) -> float:
+    """The median, to a thousandth: further digits of a time tell nothing."""
+    return round(statistics.median(values), 3)
 
 
 def median_difference(values: Sequence[float], base: Sequence[float], count: int = 1) -> float:
     """The difference of the medians, per one of ``count`` equal parts."""
-    return (statistics.median(values) - statistics.median(base)) / count
+    return round((statistics.median(values) - statistics.median(base)) / count, 3)
 
 
 def quartiles_of_difference(values: Sequence[float], base: Sequence[float]) -> tuple[float, float]:
     """The first and third quartile of the differences within a round: how far one round may be trusted."""
     differences = [value - other for value, other in zip(values, base, strict=True)]
     if len(differences) == 1:
-        return differences[0], differences[0]
+        return round(differences[0], 3), round(differences[0], 3)
     first, _, third = statistics.quantiles(differences, n=4, method="inclusive")
-    return first, third
+    return round(first, 3), round(third, 3)
 
 
 @contextmanager

@@ -1,0 +1,80 @@
+"""``roomier bench overhead --json`` as it is called: a process of its own, whose standard output is read whole."""
+
+import io
+import json
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from roomier.bench import overhead
+
+STEPS, REPEATS = 200, 3
+
+
+@pytest.fixture(scope="module")
+def result() -> dict[str, Any]:
+    command = [str(Path(sys.executable).with_name("roomier")), "bench", "overhead", "--json"]
+    words = ["--steps", str(STEPS), "--repeats", str(REPEATS)]
+    done = subprocess.run([*command, *words], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)  # fails if anything else stands there
+    return found
+
+
+def test_the_trainer_stays_close_to_the_bare_loop(result: dict[str, Any]) -> None:
+    # The goal, 60 us, is for a machine that does nothing else. Where tests run, others run too: processor time does
+    # not count their turns, and the rest of the slack is for caches that they share.
+    assert result["overhead_cpu_us"] < 200
+    assert result["overhead_cpu_us"] > 0  # the bare loop does the same work, so it cannot be slower
+    assert result["bare_us"] > 20
+
+
+def test_few_frames_lie_between_fit_and_the_users_step(result: dict[str, Any]) -> None:
+    assert 1 <= result["frames_to_training_step"] <= 4
+    assert len(result["frames"]) == result["frames_to_training_step"]
+    assert result["frames"][0].startswith("train/fit.py:")
+
+
+def test_few_calls_are_made_per_step(result: dict[str, Any]) -> None:
+    assert 5 < result["calls_per_step"] < 60
+
+
+def test_the_trainer_is_measured_as_it_is_by_default(result: dict[str, Any]) -> None:
+    assert set(result["trainer"]["callbacks"]) == {"ProgressBar", "ModelSummary", "ModelCheckpoint"}
+    assert len(result["trainer"]["loggers"]) == 2
+    assert result["trainer"]["log_every_n_steps"] == 50
+
+
+def test_a_result_tells_what_it_stands_on(result: dict[str, Any]) -> None:
+    assert result["case"] == "overhead"
+    assert result["command"].endswith(f"bench overhead --json --steps {STEPS} --repeats {REPEATS}")
+    assert {"torch", "roomier", "python", "commit", "has_uncommitted_changes", "measured_at"} <= set(result)
+    assert result["machine"]["num_cores"] >= 1
+    assert result["machine"]["cpu"]
+    for samples in (result["samples_wall_us"], result["samples_cpu_us"]):
+        assert {"bare", "trainer"} <= set(samples)
+        assert all(len(values) == REPEATS for values in samples.values())
+
+
+def test_the_small_costs_are_there(result: dict[str, Any]) -> None:
+    assert {"log_us", "idle_callback_us", "empty_hook_us"} <= set(result)
+    assert 0 < result["import_s"] < 30
+    assert result["import_torch_s"] > 0
+
+
+def test_lightning_is_compared_where_it_is_installed(result: dict[str, Any]) -> None:
+    is_here = any(find_spec(name) is not None for name in ("lightning", "pytorch_lightning"))
+    assert ("lightning" in result) == is_here
+
+
+def test_the_table_shows_the_same_figures(result: dict[str, Any]) -> None:
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(overhead.table(result))
+    text = console.export_text()
+    assert f"{result['overhead_us']:.3g} µs" in text
+    assert f"torch {result['torch']}" in text
