@@ -18,6 +18,11 @@ def skips_on_device(optimizer: Optimizer) -> bool:
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
+def tell_stepped(optimizer: Optimizer) -> None:
+    """Let schedulers take this step as done; else they warn where the first one was left out by a loss scale."""
+    optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
 def scale_of(scaler: GradScaler) -> Tensor | None:
     """The scale as a tensor on its device (``get_scale()`` waits for the device); None before first use."""
     return scaler._scale

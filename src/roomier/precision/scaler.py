@@ -32,6 +32,7 @@ class LossScaler:
     def step(self, optimizer: Optimizer, closure: Any = None) -> None:
         assert closure is None, "a closure computes gradients anew, behind the scaler's back"
         self._scaler.step(optimizer)
+        torch_private.tell_stepped(optimizer)
         for flag in torch_private.found_inf(self._scaler, optimizer):
             self.num_skipped += flag
 
