@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import sys
 from collections.abc import Iterator, Sequence
@@ -10,10 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
+from torch.optim import Optimizer
 
 from roomier.api.callback import Callback
 from roomier.api.datamodule import DataModule
-from roomier.api.forward import as_module
+from roomier.api.forward import ForwardModule, as_module
 from roomier.api.hooks import HookTable, overrides
 from roomier.api.module import Module
 from roomier.core.errors import DataError, RoomierError
@@ -88,6 +90,7 @@ def session(
             with suppress(OSError):  # it failed before anything was written
                 Path(trainer.log_dir).rmdir()
         if run is not None:
+            run.results.stage = None
             run.loggers.finalize(status)
         trainer.teardown(stage)
     if stop.received is not None:
@@ -200,7 +203,11 @@ def _open_fit(run: Run, data: RunLoaders, path: Path | None) -> None:
     run.num_training_batches = data.num_training_batches
     run.epoch_limit, run.step_limit = options.epoch_limit(), options.step_limit()
     run.val_sources, run.val_limits = data.evaluation("val")
-    if run.val_sources and not overrides(run.module, "validation_step", Module):
+    defines_validation = overrides(run.module, "validation_step", Module)
+    is_wanted = defines_validation and not isinstance(run.module, ForwardModule) and options.limit_val_batches != 0
+    if is_wanted and not run.val_sources:
+        notice(f"{type(run.module).__name__} has a validation_step, but there is no data to validate on")
+    if run.val_sources and not defines_validation:
         notice(f"{type(run.module).__name__} has no validation_step: val_dataloaders are not used")
         run.val_sources, run.val_limits = (), ()
     if run.val_sources:
@@ -244,6 +251,8 @@ def _check_modes(trainer: Trainer, module: Module, configured: Configured, is_fi
                 "Set self.automatic_optimization = False and step them in training_step, "
                 "or put the parameters into groups of one optimizer",
             )
+        for optimizer in configured.optimizers:
+            _check_needs_no_closure(optimizer)
         return
     for field, value, default in (
         ("accumulate_grad_batches", batch.accumulate_grad_batches, 1),
@@ -258,6 +267,17 @@ def _check_modes(trainer: Trainer, module: Module, configured: Configured, is_fi
             )
 
 
+def _check_needs_no_closure(optimizer: Optimizer) -> None:
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise RoomierError(
+            "configure_optimizers",
+            type(optimizer).__name__,
+            "it computes the loss several times a step; automatic optimization computes it once",
+            "Set self.automatic_optimization = False and call optimizer.step(closure=...) in training_step",
+        )
+
+
 def check_callbacks(callbacks: Sequence[Any]) -> None:
     """Refuse what is no callback, and two whose states would be stored under one name."""
     seen: dict[str, Any] = {}
@@ -266,6 +286,8 @@ def check_callbacks(callbacks: Sequence[Any]) -> None:
             raise RoomierError(
                 "callbacks", callback, "is not a Callback", "Pass objects of subclasses of roomier.Callback"
             )
+        if any(callback is other for other in seen.values()):
+            raise RoomierError("callbacks", callback, "is given twice, so it would be called twice", "Name it once")
         if callback.state_key in seen and callback.state_dict():
             raise RoomierError(
                 "callbacks",

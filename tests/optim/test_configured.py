@@ -1,0 +1,142 @@
+"""Every documented form of ``configure_optimizers``, and what is none."""
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+
+from roomier import RoomierError
+from roomier.optim.configured import LRSchedulerConfig, read_configured
+
+
+@pytest.fixture
+def optimizer():
+    return torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+
+
+@pytest.fixture
+def other():
+    return torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+
+
+@pytest.fixture
+def scheduler(optimizer):
+    return StepLR(optimizer, 1)
+
+
+def test_nothing():
+    configured = read_configured(None)
+    assert (configured.optimizers, configured.schedulers) == ([], [])
+
+
+def test_one_optimizer(optimizer):
+    configured = read_configured(optimizer)
+    assert (configured.optimizers, configured.schedulers) == ([optimizer], [])
+
+
+@pytest.mark.parametrize("form", [list, tuple])
+def test_several_optimizers(optimizer, other, form):
+    configured = read_configured(form([optimizer, other]))
+    assert configured.optimizers == [optimizer, other]
+    assert configured.schedulers == []
+
+
+@pytest.mark.parametrize("form", [list, tuple])
+def test_two_lists(optimizer, other, scheduler, form):
+    config = {"scheduler": StepLR(other, 1), "interval": "step"}
+    configured = read_configured(form([[optimizer, other], [scheduler, config]]))
+    assert configured.optimizers == [optimizer, other]
+    assert configured.schedulers == [
+        LRSchedulerConfig(scheduler),
+        LRSchedulerConfig(config["scheduler"], interval="step"),
+    ]
+
+
+def test_two_lists_without_schedulers(optimizer):
+    assert read_configured(([optimizer], [])).optimizers == [optimizer]
+
+
+def test_a_dictionary(optimizer, scheduler):
+    assert read_configured({"optimizer": optimizer}).optimizers == [optimizer]
+    configured = read_configured({"optimizer": optimizer, "lr_scheduler": scheduler})
+    assert configured.optimizers == [optimizer]
+    assert configured.schedulers == [LRSchedulerConfig(scheduler, interval="epoch", frequency=1, strict=True)]
+
+
+def test_every_key_of_the_scheduler_dictionary(optimizer):
+    plateau = ReduceLROnPlateau(optimizer)
+    given = {
+        "scheduler": plateau,
+        "interval": "step",
+        "frequency": 3,
+        "monitor": "loss",
+        "strict": False,
+        "name": "rate",
+    }
+    [config] = read_configured({"optimizer": optimizer, "lr_scheduler": given}).schedulers
+    assert config == LRSchedulerConfig(
+        plateau, interval="step", frequency=3, reduce_on_plateau=True, monitor="loss", strict=False, name="rate"
+    )
+
+
+def test_monitor_beside_the_scheduler(optimizer):
+    plateau = ReduceLROnPlateau(optimizer)
+    [config] = read_configured({"optimizer": optimizer, "lr_scheduler": plateau, "monitor": "loss"}).schedulers
+    assert config == LRSchedulerConfig(plateau, reduce_on_plateau=True, monitor="loss")
+
+
+def test_several_dictionaries(optimizer, other, scheduler):
+    configured = read_configured(
+        ({"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler}}, {"optimizer": other})
+    )
+    assert configured.optimizers == [optimizer, other]
+    assert configured.schedulers == [LRSchedulerConfig(scheduler)]
+
+
+def test_a_scheduler_of_ones_own(optimizer):
+    class Own:
+        def step(self, metric=None):
+            pass
+
+    own = Own()
+    given = {"scheduler": own, "reduce_on_plateau": True, "monitor": "loss"}
+    [config] = read_configured({"optimizer": optimizer, "lr_scheduler": given}).schedulers
+    assert config.reduce_on_plateau
+    assert config.scheduler is own
+
+
+def forms_that_are_none():
+    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    scheduler = StepLR(optimizer, 1)
+    plateau = ReduceLROnPlateau(optimizer)
+
+    def with_scheduler(**config):
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, **config}}
+
+    return [
+        ("a string", "adam", "none of the forms"),
+        ("an empty list", [], "none of the forms"),
+        ("a class", torch.optim.SGD, "none of the forms"),
+        ("parameters", [nn.Parameter(torch.zeros(1))], "none of the forms"),
+        ("optimizer and scheduler side by side", (optimizer, scheduler), "none of the forms"),
+        ("three lists", ([optimizer], [scheduler], [1]), "none of the forms"),
+        ("no optimizer", {"lr_scheduler": scheduler}, "not a torch.optim.Optimizer"),
+        ("a name", {"optimizer": "adam"}, "not a torch.optim.Optimizer"),
+        ("a misspelled key", {"optimizer": optimizer, "lr_schedular": scheduler}, "Did you mean 'lr_scheduler'"),
+        ("a misspelled scheduler key", with_scheduler(intervall="step"), "Did you mean 'interval'"),
+        ("no scheduler", {"optimizer": optimizer, "lr_scheduler": {"interval": "step"}}, "has no 'scheduler'"),
+        ("no step", {"optimizer": optimizer, "lr_scheduler": object()}, "is not a scheduler"),
+        ("an unknown interval", with_scheduler(interval="batch"), "Use 'epoch' or 'step'"),
+        ("a frequency of 0", with_scheduler(frequency=0), "not a positive integer"),
+        ("a fraction", with_scheduler(frequency=0.5), "not a positive integer"),
+        ("no monitor", {"optimizer": optimizer, "lr_scheduler": plateau}, "needs the name of a logged metric"),
+        ("no monitor in the list", ([optimizer], [plateau]), "needs the name of a logged metric"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("what", "returned", "problem"), forms_that_are_none(), ids=[each[0] for each in forms_that_are_none()]
+)
+def test_what_is_none_of_them(what, returned, problem):
+    with pytest.raises(RoomierError, match=f"(?s)configure_optimizers.*{problem}"):
+        read_configured(returned)

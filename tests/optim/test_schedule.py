@@ -1,0 +1,91 @@
+"""Learning-rate schedules by name, against their formulas."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from roomier import PlanError
+from roomier.optim.schedule import SCHEDULES, Factor, make_schedule
+
+NUM_STEPS, WARMUP, FLOOR = 20, 5, 0.1
+
+
+def sgd(lr=2.0):
+    return torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=lr)
+
+
+def rates(schedule, count):
+    """The learning rate of each of ``count`` steps."""
+    found = []
+    for _ in range(count):
+        found.append(schedule.optimizer.param_groups[0]["lr"])
+        schedule.optimizer.step()
+        schedule.step()
+    return found
+
+
+def warmup(step):
+    return (step + 1) / WARMUP
+
+
+SHAPES = {
+    "constant": lambda done: 1.0,
+    "linear": lambda done: FLOOR + (1 - FLOOR) * (1 - done),
+    "cosine": lambda done: FLOOR + (1 - FLOOR) * (1 + math.cos(math.pi * done)) / 2,
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_formula(name):
+    schedule = make_schedule(name, sgd(), NUM_STEPS, warmup_steps=WARMUP, min_lr_ratio=FLOOR)
+    shape = SHAPES[name]
+    expected = [
+        2.0 * (warmup(step) if step < WARMUP else shape((step - WARMUP) / (NUM_STEPS - WARMUP)))
+        for step in range(NUM_STEPS)
+    ]
+    assert rates(schedule, NUM_STEPS) == pytest.approx(expected, rel=1e-12)
+
+
+def test_the_ends():
+    """It begins above zero, reaches the full rate where the warm-up ends, and never goes below the floor."""
+    factor = Factor("cosine", NUM_STEPS, WARMUP, FLOOR)
+    assert factor(0) == pytest.approx(1 / WARMUP)
+    assert factor(WARMUP - 1) == factor(WARMUP) == 1.0
+    assert factor(NUM_STEPS) == factor(10 * NUM_STEPS) == pytest.approx(FLOOR)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_without_warmup_the_first_step_has_the_full_rate(name):
+    assert Factor(name, NUM_STEPS)(0) == 1.0
+
+
+def test_cosine_is_torch_s_own():
+    ours = rates(make_schedule("cosine", sgd(), NUM_STEPS), NUM_STEPS)
+    theirs = rates(torch.optim.lr_scheduler.CosineAnnealingLR(sgd(), NUM_STEPS), NUM_STEPS)
+    assert ours == pytest.approx(theirs, abs=1e-12)
+
+
+def test_every_group_keeps_its_own_rate():
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+    optimizer = torch.optim.SGD([{"params": first.parameters()}, {"params": second.parameters(), "lr": 0.5}], lr=2.0)
+    schedule = make_schedule("linear", optimizer, 4)
+    optimizer.step()
+    schedule.step()
+    assert [group["lr"] for group in optimizer.param_groups] == [1.5, 0.375]
+
+
+@pytest.mark.parametrize("name", ["linear", "cosine"])
+def test_a_run_without_an_end_is_refused(name):
+    with pytest.raises(PlanError, match="Set max_steps"):
+        make_schedule(name, sgd(), math.inf)
+
+
+def test_constant_needs_no_end():
+    assert rates(make_schedule("constant", sgd(), math.inf, warmup_steps=2), 4) == [1.0, 2.0, 2.0, 2.0]
+
+
+def test_a_warmup_longer_than_the_run_is_refused():
+    with pytest.raises(PlanError, match=r"warmup_steps=9.*only 5 steps"):
+        make_schedule("cosine", sgd(), 5, warmup_steps=9)

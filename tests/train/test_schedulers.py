@@ -1,0 +1,174 @@
+"""When schedulers step, and on what."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import roomier
+
+
+class Scheduled(roomier.Module):
+    """The scheduler dictionary is put in by the test; ``values`` are logged as ``watched`` in each validation."""
+
+    def __init__(self, make_config, values=()):
+        super().__init__()
+        self.net = nn.Linear(2, 1)
+        self.make_config, self.values, self.rates = make_config, list(values), []
+
+    def training_step(self, batch, batch_idx):
+        self.rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
+        self.log("step_loss", float(len(self.rates)))
+        return self.net(batch).mean()
+
+    def validation_step(self, batch, batch_idx):
+        if self.values:
+            self.log("watched", self.values[self.current_epoch])
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
+        return {"optimizer": optimizer, "lr_scheduler": self.make_config(optimizer)}
+
+
+@pytest.fixture
+def data():
+    return [torch.ones(1, 2)] * 4
+
+
+def halving(optimizer):
+    return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({}, [1, 1, 1, 1, 0.5, 0.5, 0.5, 0.5]),
+        ({"frequency": 2}, [1] * 8),
+        ({"interval": "step"}, [0.5**k for k in range(8)]),
+        ({"interval": "step", "frequency": 3}, [1, 1, 1, 0.5, 0.5, 0.5, 0.25, 0.25]),
+    ],
+)
+def test_interval_and_frequency(make_trainer, data, config, expected):
+    module = Scheduled(lambda optimizer: {"scheduler": halving(optimizer), **config})
+    make_trainer(max_epochs=2).fit(module, data)
+    assert module.rates == expected
+
+
+def test_a_step_is_an_optimizer_step(make_trainer, data):
+    module = Scheduled(lambda optimizer: {"scheduler": halving(optimizer), "interval": "step"})
+    make_trainer(max_epochs=2, accumulate_grad_batches=2).fit(module, data)
+    assert module.rates == [1, 1, 0.5, 0.5, 0.25, 0.25, 0.125, 0.125]
+
+
+def test_a_scheduler_alone_steps_each_epoch(make_trainer, data):
+    module = Scheduled(halving)
+    make_trainer(max_epochs=3).fit(module, data[:1])
+    assert module.rates == [1, 0.5, 0.25]
+
+
+def plateau(optimizer, **options):
+    return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, **options)
+
+
+def test_reduce_on_plateau_watches_its_metric(make_trainer, data):
+    module = Scheduled(
+        lambda optimizer: {"scheduler": plateau(optimizer), "monitor": "watched"}, values=[3.0, 2.0, 2.0, 2.0, 1.0]
+    )
+    make_trainer(max_epochs=5, num_sanity_val_steps=0).fit(module, data[:1], data[:1])
+    assert module.rates == [1, 1, 1, 0.5, 0.25]
+
+
+def test_reduce_on_plateau_each_step(make_trainer, data):
+    """It sees what this step logged."""
+    module = Scheduled(lambda optimizer: {"scheduler": plateau(optimizer), "interval": "step", "monitor": "step_loss"})
+    make_trainer(max_epochs=1).fit(module, data)
+    assert module.rates == [1, 1, 0.5, 0.25]
+
+
+def test_a_metric_that_is_not_there_is_an_error(make_trainer, data):
+    module = Scheduled(lambda optimizer: {"scheduler": plateau(optimizer), "monitor": "step_los"})
+    with pytest.raises(roomier.TrainingError, match=r"monitor='step_los'.*Did you mean 'step_loss'"):
+        make_trainer(max_epochs=1).fit(module, data)
+
+
+def test_or_a_notice_where_it_need_not_be_strict(make_trainer, data, capsys):
+    config = {"monitor": "watched", "strict": False}
+    module = Scheduled(lambda optimizer: {"scheduler": plateau(optimizer), **config})
+    make_trainer(max_epochs=2).fit(module, data)
+    assert module.rates == [1] * 8
+    assert "monitor='watched'" in capsys.readouterr().err
+
+
+def test_a_schedule_by_name(make_trainer, data):
+    """Its length is that of the run: two epochs of two steps."""
+
+    class Plain(Scheduled):
+        def configure_optimizers(self):
+            return None
+
+    module = Plain(None)
+    trainer = make_trainer(
+        max_epochs=2,
+        accumulate_grad_batches=2,
+        optimizer="sgd",
+        learning_rate=1.0,
+        lr_schedule={"name": "cosine", "warmup_steps": 1, "min_lr_ratio": 0.1},
+    )
+    trainer.fit(module, data)
+    assert trainer.estimated_stepping_batches == 4
+    cosine = [0.1 + 0.9 * (1 + math.cos(math.pi * step / 3)) / 2 for step in range(3)]
+    assert module.rates == pytest.approx([1, 1, *(rate for rate in cosine for _ in range(2))])
+
+
+@pytest.mark.parametrize(
+    ("keywords", "expected"),
+    [
+        ({"max_epochs": 3}, 9),
+        ({"max_epochs": 3, "max_steps": 5}, 5),
+        ({"max_steps": 50}, 50),
+        ({"max_epochs": 3, "limit_train_batches": 2}, 3),
+        ({"max_epochs": 3, "accumulate_grad_batches": 1}, 15),
+        ({"max_epochs": -1}, math.inf),
+        ({"fast_dev_run": 2}, 1),
+    ],
+)
+def test_estimated_stepping_batches(make_trainer, data, keywords, expected):
+    """Five batches by two: three steps an epoch. A scheduler may ask for it in configure_optimizers."""
+    seen = []
+
+    class Asks(Scheduled):
+        def configure_optimizers(self):
+            seen.append(self.trainer.estimated_stepping_batches)
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+        def on_train_start(self):
+            self.trainer.should_stop = True
+
+    trainer = make_trainer(**{"accumulate_grad_batches": 2, **keywords})
+    trainer.fit(Asks(None), [*data, data[0]])
+    assert seen == [expected]
+    assert trainer.estimated_stepping_batches == expected
+
+
+def test_schedulers_are_read_by_name(make_trainer, data):
+    module = Scheduled(lambda optimizer: {"scheduler": halving(optimizer), "name": "rate"})
+    trainer = make_trainer(max_epochs=1)
+    trainer.fit(module, data)
+    [config] = trainer.lr_scheduler_configs
+    assert config.name == "rate"
+    assert module.lr_schedulers() is config.scheduler
+
+
+def test_an_optimizer_from_both_sides_is_refused(make_trainer, data):
+    with pytest.raises(roomier.PlanError, match=r"optimizer='adamw'.*SGD as well"):
+        make_trainer(max_steps=1, optimizer="adamw").fit(Scheduled(halving), data)
+
+
+def test_an_optimizer_from_neither_is_refused(make_trainer, data):
+    class NoOptimizer(Scheduled):
+        def configure_optimizers(self):
+            return None
+
+    with pytest.raises(roomier.PlanError, match=r"NoOptimizer configures no optimizer.*Trainer\(optimizer="):
+        make_trainer(max_steps=1).fit(NoOptimizer(None), data)
