@@ -58,8 +58,9 @@ class EagerEngine:
         hooks = self.hooks
         if hooks.zero_grad is None:
             self.zero_grad()
+        weights = None if len(batches) == 1 else self._weights(batches)
         window_loss: Tensor | None = None
-        for index, (batch, weight) in enumerate(zip(batches, self._weights(batches), strict=True)):
+        for index, batch in enumerate(batches):
             if index and hooks.batch_end is not None:
                 hooks.batch_end()
             on_device = self.move(batch)
@@ -71,10 +72,13 @@ class EagerEngine:
                 for optimizer in self.optimizers:
                     hooks.zero_grad(optimizer)
             loss = loss_of(output)
-            # A micro-batch without a single term has the loss 0/0; it adds nothing, so it is left out.
-            if loss is None or (not isinstance(weight, Tensor) and weight == 0):
+            if loss is None:
                 continue
-            if not (isinstance(weight, float) and weight == 1.0):
+            if weights is not None:
+                weight = weights[index]
+                # A micro-batch without a single term has the loss 0/0; it adds nothing, so it is left out.
+                if not isinstance(weight, Tensor) and weight == 0:
+                    continue
                 loss = loss * weight
             self.backward(loss)
             loss = loss.detach()
@@ -160,9 +164,10 @@ class EagerEngine:
         if self.scaler is not None and state["scaler"] is not None:
             self.scaler.load(state["scaler"])
 
-    def _weights(self, batches: Sequence[Any]) -> Sequence[float | Tensor]:
-        if len(batches) == 1 or self._count_terms is None:
-            return [1.0] * len(batches)
+    def _weights(self, batches: Sequence[Any]) -> Sequence[float | Tensor] | None:
+        """The share of each micro-batch in the terms of all; None where losses are added as they are."""
+        if self._count_terms is None:
+            return None
         counts = [self._count_terms(batch) for batch in batches]
         if not all(isinstance(count, (int, float, Tensor)) for count in counts):
             raise TrainingError(
@@ -185,9 +190,10 @@ def loss_of(output: Any) -> Tensor | None:
     Raises:
         TrainingError: it is not a scalar tensor that depends on the parameters.
     """
-    loss = output.get("loss") if isinstance(output, Mapping) else output
-    if loss is None and not isinstance(output, Mapping):
+    if output is None:
         return None
+    # The tensor is tried first: asking an abstract class costs more than all the rest here.
+    loss = output if isinstance(output, Tensor) or not isinstance(output, Mapping) else output.get("loss")
     if not isinstance(loss, Tensor):
         raise TrainingError(
             "training_step",
