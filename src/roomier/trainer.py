@@ -272,7 +272,7 @@ class Trainer:
 
     @property
     def results(self) -> Results:
-        return self._needs_run("results").results
+        return Results() if self.run is None else self.run.results
 
     @property
     def callback_metrics(self) -> dict[str, Tensor]:

@@ -67,11 +67,24 @@ class ForwardModule(Module):
 
 def call_with_batch(network: nn.Module, batch: Any) -> Any:
     """``network`` called the way the form of ``batch`` suggests."""
+    try:
+        if isinstance(batch, Mapping):
+            return network(**batch)
+        if isinstance(batch, (list, tuple)):
+            return network(*batch)
+        return network(batch)
+    except TypeError as error:
+        error.add_note(_how_it_was_called(network, batch))
+        raise
+
+
+def _how_it_was_called(network: nn.Module, batch: Any) -> str:
+    name, kind = type(network).__name__, type(batch).__name__
     if isinstance(batch, Mapping):
-        return network(**batch)
+        return f"roomier called {name}(**batch) with the keys {sorted(map(str, batch))} of a {kind}"
     if isinstance(batch, (list, tuple)):
-        return network(*batch)
-    return network(batch)
+        return f"roomier called {name}(*batch) with the {len(batch)} items of a {kind}"
+    return f"roomier called {name}(batch) with a {kind}"
 
 
 def find_loss(output: Any) -> Tensor | None:

@@ -93,6 +93,8 @@ class ModelCheckpoint(Callback):
         save_on_train_epoch_end: bool | None = None,
         enable_version_counter: bool = True,
     ) -> None:
+        if dirpath is not None and not isinstance(dirpath, (str, os.PathLike)):
+            raise _wrong("dirpath", dirpath, "is not a path", "Pass a string or a Path")
         self.dirpath = None if dirpath is None else os.path.abspath(os.path.expanduser(dirpath))
         self.filename = DEFAULT_TEMPLATE if filename is None else check_template(filename)
         self.monitor = monitor

@@ -137,9 +137,20 @@ class Source:
         return stored["is_exhausted"] or (length is not None and stored["num_batches"] >= length)
 
     def _count(self, iterator: Iterator[Any], running: _Running) -> Iterator[Any]:
-        for batch in iterator:
-            running.num_batches += 1
-            yield batch
+        try:
+            for batch in iterator:
+                running.num_batches += 1
+                yield batch
+        except RuntimeError as error:
+            if "DataLoader worker (pid" not in str(error):
+                raise
+            raise DataError(
+                self.name,
+                self.loader,
+                f"lost a worker process before batch {running.num_batches}; often the machine had no memory left "
+                f"({error})",
+                "Use fewer workers; num_workers=0 shows an error in the data set itself",
+            ) from error
         running.is_exhausted = True
         if running.num_batches == 0:
             raise self._empty()

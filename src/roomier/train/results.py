@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import torch
@@ -20,7 +21,11 @@ REDUCTIONS = ("mean", "sum", "min", "max")
 
 @dataclass(slots=True)
 class Entry:
-    """One name that was logged, with how it is reduced and who sees it."""
+    """One name that was logged, with how it is reduced and who sees it.
+
+    Attributes:
+        asked: the arguments of the call that made it; None while it comes from a checkpoint.
+    """
 
     name: str
     on_step: bool
@@ -32,12 +37,19 @@ class Entry:
     total: Any = None
     weight: float = 0.0
     metric: Any = None
+    asked: tuple[Any, ...] | None = None
 
     def names_for_step(self) -> tuple[str, ...]:
         return (self.name, f"{self.name}_step") if self.on_step and self.on_epoch else (self.name,)
 
     def names_for_epoch(self) -> tuple[str, ...]:
         return (self.name, f"{self.name}_epoch") if self.on_step and self.on_epoch else (self.name,)
+
+    @property
+    def columns(self) -> set[str]:
+        """The names under which loggers see it."""
+        of_step = {self.names_for_step()[-1]} if self.on_step else set()
+        return of_step | ({self.names_for_epoch()[-1]} if self.on_epoch else set())
 
     def add(self, value: Any, weight: float) -> None:
         """Take one value into the epoch's reduction; a value of weight 0 counts for nothing."""
@@ -73,6 +85,15 @@ class Entry:
 def as_tensor(value: Any) -> Tensor:
     """``value``; a number as float64, for the default dtype may be one of 16 bits in the step of a bf16-true run."""
     return value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
+
+
+def _weight(batch_size: Any) -> Any:
+    """What was passed as ``batch_size``, a number; a tensor is taken as it is, to look at it would wait for it."""
+    is_number = isinstance(batch_size, Real) and float(batch_size) >= 0
+    if not is_number and not isinstance(batch_size, Tensor):
+        action = "Pass how many samples (or tokens) the value is the mean of"
+        raise RoomierError("log: batch_size", batch_size, "is not a weight", action)
+    return batch_size
 
 
 class Results:
@@ -117,9 +138,9 @@ class Results:
             name = f"{name}/dataloader_idx_{self.dataloader_idx}"
         table = self._entries.setdefault(self.stage, {})
         key = (name, self.is_in_batch)
-        entry = table.get(key)
-        if entry is None:
-            entry = table[key] = self._new_entry(name, on_step, on_epoch, prog_bar, logger, reduce_fx)
+        entry, asked = table.get(key), (on_step, on_epoch, prog_bar, logger, reduce_fx)
+        if entry is None or entry.asked != asked:
+            entry = table[key] = self._asked_anew(entry, table, name, asked)
         if isinstance(value, Tensor):
             if value.numel() != 1:
                 raise RoomierError("log", (name, tuple(value.shape)), "the value is not a scalar", "Reduce it first")
@@ -127,12 +148,40 @@ class Results:
             if value.dim():
                 value = value.reshape(())
         elif not isinstance(value, (float, int)):
-            self._log_metric(entry, value)
-            return
+            if not isinstance(value, Real):
+                self._log_metric(entry, value)
+                return
+            value = float(value)  # NumPy's
         entry.value = value
         if entry.on_epoch:
             is_mean = entry.reduce_fx == "mean"
-            entry.add(value, (batch_size_of(self.batch) if batch_size is None else batch_size) if is_mean else 1)
+            entry.add(
+                value, (batch_size_of(self.batch) if batch_size is None else _weight(batch_size)) if is_mean else 1
+            )
+
+    def _asked_anew(
+        self, entry: Entry | None, table: Mapping[tuple[str, bool], Entry], name: str, asked: tuple[Any, ...]
+    ) -> Entry:
+        """The entry for the first call of ``name``, or the first since ``entry`` came from a checkpoint."""
+        if not isinstance(name, str):
+            raise RoomierError("log", name, "is not the name of a metric", "Write self.log(name, value)")
+        if entry is not None and entry.asked is not None:
+            names = ("on_step", "on_epoch", "prog_bar", "logger", "reduce_fx")
+            changes = zip(names, entry.asked, asked, strict=True)
+            problem = ", ".join(f"{what}={old!r} before and {new!r} now" for what, old, new in changes if old != new)
+            raise RoomierError(
+                "log", name, f"is logged with {problem}", "Use the same arguments each time, or another name"
+            )
+        new = self._new_entry(name, *asked)
+        taken = {each: other.name for other in table.values() if other.name != name for each in other.columns}
+        for column in new.columns:
+            if column in taken:
+                problem = f"would be written to the column {column!r}, which belongs to {taken[column]!r}"
+                raise RoomierError("log", name, problem, "Use another name for one of the two")
+        if entry is not None and entry.reduce_fx == new.reduce_fx:
+            new.value, new.total, new.weight, new.metric = entry.value, entry.total, entry.weight, entry.metric
+        new.asked = asked
+        return new
 
     def _new_entry(
         self,
@@ -158,7 +207,7 @@ class Results:
                 "log",
                 (entry.name, type(value).__name__),
                 "the value is neither a number nor a torchmetrics metric",
-                "Log a float or a 0-dim tensor",
+                "Log a float or a 0-dim tensor; several numbers by name with self.log_dict",
             )
         entry.metric = value
         if entry.on_step:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from roomier.api.hooks import HookTable
 from roomier.api.module import Module
-from roomier.core.errors import TrainingError
+from roomier.core.errors import RoomierError, TrainingError
 from roomier.data.source import Source
 from roomier.engine.eager import EagerEngine
 from roomier.loggers.group import LoggerGroup
@@ -104,7 +104,7 @@ class Run:
 
     def log_metrics(self, metrics: dict[str, Any]) -> None:
         """Write one row to the loggers at the current step. Here, and only here, values leave their device."""
-        row = {name: float(value) for name, value in metrics.items()}
+        row = {name: _number(name, value) for name, value in metrics.items()}
         self.trainer.logged_metrics.update(row)
         if row and self.loggers.loggers:
             self.loggers.log_metrics({"epoch": self.progress.epoch, **row}, self.progress.global_step)
@@ -172,6 +172,13 @@ class Run:
         if self.saved_step is None:
             return f"No checkpoint was written yet. {advice}"
         return f"The checkpoint of step {self.saved_step} is untouched: fit(ckpt_path='last') goes on from it. {advice}"
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise RoomierError("log_metrics", (name, value), "is not a number", "Pass numbers and 0-dim tensors") from error
 
 
 def call(hooks: Sequence[Callable[..., Any]], *arguments: Any) -> None:

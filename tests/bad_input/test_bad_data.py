@@ -1,0 +1,298 @@
+"""Data that cannot be read, or not as often as is asked; and errors of the user's own code, which stay the user's."""
+
+import itertools
+import os
+import signal
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+import roomier
+from roomier.core.errors import DataError, RoomierError
+
+SAMPLES = TensorDataset(torch.randn(6, 4), torch.zeros(6, dtype=torch.int64))
+
+
+class Stream(IterableDataset):
+    def __init__(self, num_samples):
+        self.num_samples = num_samples
+
+    def __iter__(self):
+        return iter([SAMPLES[i % 6] for i in range(self.num_samples)])
+
+
+class Broken(Dataset):
+    """Its third sample cannot be read."""
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, index):
+        if index == 3:
+            raise FileNotFoundError("sample 3 is gone")
+        return SAMPLES[index]
+
+
+class Dies(Broken):
+    """Reading its third sample kills the process that reads it, as a full memory does."""
+
+    def __getitem__(self, index):
+        if index == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return SAMPLES[index]
+
+
+class NoLength(Dataset):
+    def __getitem__(self, index):
+        return SAMPLES[index]
+
+
+class Data(roomier.DataModule):
+    pass
+
+
+def validated(desk):
+    return desk.net(validation_step=lambda self, batch, batch_idx: self.log("val_loss", self.loss(batch)))
+
+
+LOADERS = {
+    "no data": (lambda d: roomier.Trainer().fit(d.Net()), "train_dataloaders", "None", "Pass it to fit, or define"),
+    "a datamodule without train_dataloader": (
+        lambda d: d.fit(datamodule=Data()),
+        "train_dataloaders",
+        "None",
+        "define train_dataloader",
+    ),
+    "an empty list": (lambda d: d.fit(train=[]), "train_dataloaders", "[]", "at least one batch"),
+    "a DataLoader whose batches are all dropped": (
+        lambda d: d.fit(train=DataLoader(SAMPLES, batch_size=8, drop_last=True)),
+        "train_dataloaders",
+        "DataLoader",
+        "smaller than batch_size, with drop_last?",
+    ),
+    "an iterable without a batch": (
+        lambda d: d.fit(train=DataLoader(Stream(0))),
+        "train_dataloaders",
+        "DataLoader",
+        "at least one batch",
+    ),
+    "an empty validation set": (
+        lambda d: d.fit(validated(d), val=[]),
+        "val_dataloaders",
+        "[]",
+        "at least one batch",
+    ),
+    "a number": (lambda d: d.fit(train=3), "train_dataloaders", "3", "Pass a DataLoader, a list of batches"),
+    "a tensor": (lambda d: d.fit(train=torch.ones(4, 4)), "train_dataloaders", "tensor(", "Pass a DataLoader"),
+    "a data set": (lambda d: d.fit(train=SAMPLES), "train_dataloaders", "TensorDataset", "DataLoader(dataset, batch"),
+    "a data set without a length": (
+        lambda d: d.fit(train=DataLoader(NoLength(), sampler=range(4), batch_size=2).dataset),
+        "train_dataloaders",
+        "NoLength",
+        "DataLoader(dataset, batch",
+    ),
+    "a batch in place of a list of batches": (
+        lambda d: d.fit(train={"x": torch.ones(4, 4)}),
+        "train_dataloaders",
+        "{'x'",
+        "Pass a loader, a list of batches",
+    ),
+    "several training loaders": (
+        lambda d: d.fit(train=[DataLoader(SAMPLES), DataLoader(SAMPLES)]),
+        "train_dataloaders",
+        "2 loaders",
+        "torch.utils.data.ConcatDataset",
+    ),
+    "a generator for two epochs": (
+        lambda d: d.fit(train=iter(d.batches)),
+        "train_dataloaders",
+        "iterator",
+        "or train for one epoch",
+    ),
+    "validate without data": (
+        lambda d: d.trainer().validate(validated(d)),
+        "val_dataloaders",
+        "None",
+        "Pass val_dataloaders",
+    ),
+    "a worker that dies": (
+        lambda d: d.fit(train=DataLoader(Dies(), num_workers=1)),
+        "train_dataloaders",
+        "DataLoader",
+        "num_workers=0",
+    ),
+}
+
+LIMITS = {
+    "validation after more batches than there are": (
+        lambda d: d.fit(validated(d), val=d.batches, val_check_interval=100),
+        "val_check_interval",
+        "100",
+        "check_val_every_n_epoch=None",
+    ),
+    "validation after a share of an unknown number": (
+        lambda d: d.fit(validated(d), train=DataLoader(Stream(6)), val=d.batches, val_check_interval=0.5),
+        "val_check_interval",
+        "0.5",
+        "Give a number of batches",
+    ),
+    "a share of a loader without a length": (
+        lambda d: d.fit(train=DataLoader(Stream(6)), limit_train_batches=0.5),
+        "limit_train_batches",
+        "0.5",
+        "Give a number of batches",
+    ),
+    "a share that leaves nothing": (
+        lambda d: d.fit(validated(d), val=d.batches, limit_val_batches=0.1),
+        "limit_val_batches",
+        "0.1",
+        "Use at least 0.25",
+    ),
+    "loaders and a datamodule": (
+        lambda d: d.fit(datamodule=Data(), train=d.batches),
+        "datamodule",
+        "'Data'",
+        "Pass one of the two",
+    ),
+    "validate without validation_step": (
+        lambda d: d.trainer().validate(d.Net(), d.batches),
+        "validation_step",
+        "'Net'",
+        "Define validation_step(self, batch, batch_idx)",
+    ),
+    "test without test_step": (
+        lambda d: d.trainer().test(d.Net(), d.batches),
+        "test_step",
+        "'Net'",
+        "Define test_step(self, batch, batch_idx)",
+    ),
+    "validate with nothing to validate": (
+        lambda d: d.trainer().validate(dataloaders=d.batches),
+        "model",
+        "None",
+        "Pass a model, or call fit first",
+    ),
+    "dataloader_idx with one loader": (
+        lambda d: d.fit(d.net(validation_step=lambda self, batch, batch_idx, dataloader_idx: None), val=d.batches),
+        "validation_step",
+        "dataloader_idx",
+        "Define it as validation_step(self, batch, batch_idx)",
+    ),
+}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("act", "field", "received", "action"), [pytest.param(*row, id=name) for name, row in LOADERS.items()]
+)
+def test_data_that_cannot_be_read(act, field, received, action, refuses, desk, monkeypatch):
+    monkeypatch.chdir(desk.root.parent)
+    refuses(act, DataError, field, received, action)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("act", "field", "received", "action"), [pytest.param(*row, id=name) for name, row in LIMITS.items()]
+)
+def test_parts_of_data_that_cannot_be_had(act, field, received, action, refuses):
+    refuses(act, RoomierError, field, received, action)
+
+
+# Errors of the user's own code ------------------------------------------------------------------------------------
+
+
+class Witness(roomier.Callback):
+    """Remembers how a run ended."""
+
+    def __init__(self):
+        self.exceptions, self.num_teardowns = [], 0
+
+    def on_exception(self, trainer, pl_module, exception):
+        self.exceptions.append(exception)
+
+    def teardown(self, trainer, pl_module, stage):
+        self.num_teardowns += 1
+
+
+def of_three(self, batch, batch_idx):
+    x, y, z = batch
+    return x + y + z
+
+
+def read_config(self, *_):
+    raise KeyError("learning_rate")
+
+
+USER_ERRORS = {
+    "a batch that cannot be unpacked": (lambda d: {"model": d.net(training_step=of_three)}, ValueError, "of_three"),
+    "a batch of other parts": (
+        lambda d: {"train": [{"x": 1}]},
+        ValueError,
+        "loss",
+    ),
+    "inputs of another width": (
+        lambda d: {"train": [(torch.ones(2, 5), torch.zeros(2, dtype=torch.int64))]},
+        RuntimeError,
+        "loss",
+    ),
+    "a sample that cannot be read": (
+        lambda d: {"train": DataLoader(Broken())},
+        FileNotFoundError,
+        "__getitem__",
+    ),
+    "an error in configure_optimizers": (
+        lambda d: {"model": d.net(configure_optimizers=read_config)},
+        KeyError,
+        "read_config",
+    ),
+    "an error in setup": (lambda d: {"model": d.net(setup=read_config)}, KeyError, "read_config"),
+    "an error in validation_step": (
+        lambda d: {"model": d.net(validation_step=read_config), "val": d.batches},
+        KeyError,
+        "read_config",
+    ),
+    "an error in a hook": (lambda d: {"model": d.net(on_train_epoch_end=read_config)}, KeyError, "read_config"),
+}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(("of", "kind", "frame"), [pytest.param(*row, id=name) for name, row in USER_ERRORS.items()])
+def test_the_users_own_error_passes_through(of, kind, frame, desk):
+    witness = Witness()
+    with pytest.raises(kind) as caught:
+        desk.fit(**of(desk), callbacks=[witness])
+    assert type(caught.value) is kind
+    assert not isinstance(caught.value, RoomierError)
+    assert frame in [entry.name for entry in caught.traceback]
+    assert witness.exceptions == [caught.value]
+    assert witness.num_teardowns == 1
+
+
+def test_the_error_of_a_sample_read_in_a_worker_keeps_its_kind_and_its_line(desk):
+    with pytest.raises(FileNotFoundError, match=r"(?s)sample 3 is gone"):
+        desk.fit(train=DataLoader(Broken(), num_workers=1))
+
+
+def test_a_plain_model_is_told_how_its_batch_was_passed(desk):
+    with pytest.raises(TypeError) as caught:
+        desk.fit(torch.nn.Linear(4, 2), optimizer="adamw")
+    assert caught.value.__notes__ == ["roomier called Linear(*batch) with the 2 items of a tuple"]
+
+
+@pytest.mark.parametrize(("model", "val"), [("validated", None), ("Net", "batches")])
+def test_validation_that_cannot_be_is_told_and_training_goes_on(model, val, desk, capsys):
+    net = validated(desk) if model == "validated" else desk.Net()
+    desk.fit(net, val=desk.batches if val else None, max_epochs=1)
+    told = capsys.readouterr().err
+    assert ("has no validation_step: val_dataloaders are not used" if val else "no data to validate on") in told
+
+
+def test_no_training_batches_train_nothing_and_end(desk):
+    trainer = desk.fit(limit_train_batches=0, max_epochs=None, max_steps=3)
+    assert trainer.global_step == 0
+
+
+def test_an_endless_loader_ends_at_max_steps(desk):
+    trainer = desk.fit(train=itertools.cycle(desk.batches), max_epochs=None, max_steps=3)
+    assert trainer.global_step == 3
