@@ -26,6 +26,7 @@ from roomier.optim.schedule import make_schedule
 VOCAB_SIZE = 2048
 CONTEXT = 128  # tokens
 BATCH_SIZE = 4  # sequences
+NUM_VALIDATIONS = 8
 OUT = Path("runs/demo")
 WANTED_FALL = 1.5  # of the validation loss, in nats per token
 END_OF_FILE = "<|end|>"
@@ -135,7 +136,7 @@ def main(num_steps: int) -> int:
     precision = faster_precision()
 
     def new_trainer(max_steps: int) -> roomier.Trainer:
-        every = max(1, num_steps // 8)
+        every = num_steps // NUM_VALIDATIONS
         return roomier.Trainer(
             max_steps=max_steps,
             precision=precision,
@@ -168,5 +169,8 @@ def main(num_steps: int) -> int:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--num-steps", type=int, default=650, help="optimizer steps in all")
-    sys.exit(main(parser.parse_args().num_steps))
+    parser.add_argument("--num-steps", type=int, default=720, help="optimizer steps in all, a multiple of 8")
+    arguments = parser.parse_args()
+    if arguments.num_steps < NUM_VALIDATIONS or arguments.num_steps % NUM_VALIDATIONS:
+        parser.error(f"--num-steps {arguments.num_steps} is not a multiple of {NUM_VALIDATIONS}")
+    sys.exit(main(arguments.num_steps))
