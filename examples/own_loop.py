@@ -1,0 +1,27 @@
+"""A training loop of one's own, with the objects the Trainer uses: python examples/own_loop.py"""
+
+import torch
+from torch import nn
+
+import roomier
+from roomier.plan import plan_from_flags
+
+roomier.seed_everything(0)
+model = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 1))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+engine = roomier.prepare(model, optimizer, plan=plan_from_flags(precision="bf16-mixed", gradient_clip_val=1.0))
+
+
+def training_step(batch):
+    x, y = batch
+    return nn.functional.mse_loss(model(x), y)
+
+
+inputs = torch.randn(240, 8)
+micro_batches = list(zip(inputs.split(8), inputs.sum(dim=1, keepdim=True).split(8), strict=True))
+for epoch in range(5):
+    for start in range(0, len(micro_batches), 2):  # two micro-batches a step, as exact as one batch of both
+        loss = engine.forward_backward(training_step, micro_batches[start : start + 2])
+        engine.clip()
+        engine.step()
+    print(f"epoch {epoch}: loss {loss:.3f}")
