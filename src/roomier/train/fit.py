@@ -97,8 +97,8 @@ def windows(run: Run, batches: Iterator[Any], step: TrainingStep) -> Iterator[li
     """The micro-batches of one optimizer step after another, until the epoch is over; the last may be fewer."""
     size, progress = run.plan.batch.accumulate_grad_batches, run.progress
     step.skips_epoch = False
-    while progress.batch_idx < run.num_training_batches and not step.skips_epoch:
-        window = list(islice(batches, int(min(size, run.num_training_batches - progress.batch_idx))))
+    while (num_left := run.num_training_batches - progress.batch_idx) > 0 and not step.skips_epoch:
+        window = list(islice(batches, size if size <= num_left else int(num_left)))
         if not window:
             return
         yield window
