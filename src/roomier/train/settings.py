@@ -22,9 +22,9 @@ def process_settings(plan: Plan, options: LoopOptions) -> Iterator[None]:
         if options.deterministic is not None:
             stack.enter_context(_deterministic(options.deterministic))
         if options.benchmark is not None:
-            stack.enter_context(torch.backends.cudnn.flags(enabled=True, benchmark=options.benchmark))
+            stack.enter_context(_benchmark(options.benchmark))
         if options.detect_anomaly:
-            stack.enter_context(torch.autograd.detect_anomaly())
+            stack.enter_context(torch.autograd.set_detect_anomaly(True))
         yield
 
 
@@ -40,6 +40,16 @@ def _deterministic(wanted: bool | str) -> Iterator[None]:
 
 
 @contextmanager
+def _benchmark(wanted: bool) -> Iterator[None]:
+    before = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = wanted
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = before
+
+
+@contextmanager
 def profiled(profiler: object, folder: Path | None) -> Iterator[torch.profiler.profile | None]:
     """``"torch"``: a trace of a few early steps, in ``<run>/profile``; or a ``torch.profiler.profile`` of yours.
 
@@ -50,6 +60,8 @@ def profiled(profiler: object, folder: Path | None) -> Iterator[torch.profiler.p
         yield None
         return
     if profiler == "torch":
+        if folder is None:
+            notice("profiler='torch': this run has no folder (logger=False or fast_dev_run), so no trace is written")
         profiler = torch.profiler.profile(
             schedule=torch.profiler.schedule(wait=1, warmup=1, active=3, repeat=1),
             on_trace_ready=_write_trace(folder),
