@@ -126,24 +126,23 @@ def test_the_run_that_goes_on_is_the_undisturbed_one(
 
 
 def saved_names(root: Path) -> list[str]:
-    """What callbacks keep; the checkpoint of the interruption is nobody's."""
+    """What callbacks keep. The checkpoint of an interruption is nobody's, and there where no later one was saved."""
     names = [path.name for path in root.glob("version_*/checkpoints/*")]
     return sorted(name for name in names if not name.startswith("interrupted-"))
 
 
-def test_only_the_newest_interruption_is_kept(runs: Any, net: Any, shuffled: Make) -> None:
+def test_an_interruption_is_kept_until_the_next_checkpoint(runs: Any, net: Any, shuffled: Make) -> None:
+    def kept() -> list[str]:
+        (folder,) = (runs.root / "run").glob("version_*/checkpoints")
+        return sorted(path.name for path in folder.iterdir())
+
     for step in (2, 4, 6):
+        sender = Sender("on_train_batch_end", step, 1, signal.SIGTERM)
         with pytest.raises(SystemExit):
-            runs.fit(
-                "run",
-                net,
-                shuffled,
-                max_steps=18,
-                ckpt_path="last",
-                callbacks=[Sender("on_train_batch_end", step, 1, signal.SIGTERM)],
-            )
-    (folder,) = (runs.root / "run").glob("version_*/checkpoints")
-    assert [path.name for path in folder.iterdir()] == ["interrupted-step=6"]
+            runs.fit("run", net, shuffled, max_steps=18, ckpt_path="last", callbacks=[sender])
+        assert kept() == [f"interrupted-step={step}"]
+    runs.fit("run", net, shuffled, max_steps=12, ckpt_path="last")
+    assert kept() == ["epoch=1-step=12"]
 
 
 def test_a_checkpoint_outside_the_run_folder_is_named_in_the_message(

@@ -191,14 +191,10 @@ class ModelCheckpoint(Callback):
         if self._foreign_names is None:
             is_in_run_folder = Path(self.dirpath).is_relative_to(run_folder)
             self._foreign_names = () if is_in_run_folder else _names_in(Path(self.dirpath))
+        self._finish_last_save(trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
         self._interval_began_s = time.monotonic()
-        # A kill may have struck between a save and its link, which must not point to what is removed now.
-        last = self._ledger.last
-        if self._keep.last and last and os.path.dirname(last) == self.dirpath and trainer.is_global_zero:
-            self._point_last_to(last)
-        self._remove_superseded(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: Module) -> None:
         if self._is_fitting and not trainer.sanity_checking:
@@ -282,6 +278,13 @@ class ModelCheckpoint(Callback):
             notice(f"saved {path}" + ("" if score is None else f" ({self.monitor} = {score})"))
         if self._keep.last and trainer.is_global_zero:
             self._point_last_to(path)
+        self._remove_superseded(trainer)
+
+    def _finish_last_save(self, trainer: Trainer) -> None:
+        """What a kill between a save and what follows it left undone. The link first: its target may be removed."""
+        last = self._ledger.last
+        if self._keep.last and last and os.path.dirname(last) == self.dirpath and trainer.is_global_zero:
+            self._point_last_to(last)
         self._remove_superseded(trainer)
 
     def _metrics(self, trainer: Trainer) -> dict[str, Tensor | float]:

@@ -4,9 +4,9 @@ A checkpoint folder holds ``run.json`` (all that is not a tensor, and the list o
 and safetensors files. Nothing in it is code, and nothing in it is ever executed.
 """
 
-from roomier.checkpoint.commit import remove
+from roomier.checkpoint.commit import clear_stale, remove
 from roomier.checkpoint.find import find_last, list_complete, verify
 from roomier.checkpoint.tree import TensorSpec
 from roomier.checkpoint.verbs import load, peek, save
 
-__all__ = ["TensorSpec", "find_last", "list_complete", "load", "peek", "remove", "save", "verify"]
+__all__ = ["TensorSpec", "clear_stale", "find_last", "list_complete", "load", "peek", "remove", "save", "verify"]

@@ -96,7 +96,7 @@ def committed_folder(target: Path, num_bytes: int) -> Iterator[Path]:
     try:
         _refuse_to_overwrite(target)
         _make_folder(target.parent)
-        _clear_stale(target.parent)
+        clear_stale(target.parent)
         aside.mkdir()
         yield aside
         _sync_folder(aside)
@@ -169,7 +169,8 @@ def replaced_in(folder: Path) -> list[Path]:
     return [aside.path for aside in asides if aside.kind == "old" and not os.path.lexists(aside.target)]
 
 
-def _clear_stale(folder: Path) -> None:
+def clear_stale(folder: Path) -> None:
+    """Clear what saves of dead processes left in ``folder``; what stood aside steps back. Raises OSError."""
     for path in folder.iterdir():
         aside = _Aside.parse(path)
         # Another process may clear the same folder: what is gone is gone.

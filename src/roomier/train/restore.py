@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from roomier.core.log import notice
 from roomier.plan import Plan
 from roomier.train.metric_state import load_metric_states, metrics_of
 from roomier.train.run import Run
+from roomier.train.run_folder import PREFIX
 
 
 def resolve_checkpoint(ckpt_path: str | Path | None, root: Path, best_path: str | None) -> Path | None:
@@ -21,7 +23,7 @@ def resolve_checkpoint(ckpt_path: str | Path | None, root: Path, best_path: str 
 
     Args:
         ckpt_path: a checkpoint folder; ``"last"``, the newest complete one under ``root``, or none with a notice;
-            ``"best"``, that of the ModelCheckpoint; None for none.
+            ``"best"``, that of the ModelCheckpoint; None for none. With ``"last"``, what killed saves left is cleared.
 
     Raises:
         CheckpointError: it is not there.
@@ -29,6 +31,9 @@ def resolve_checkpoint(ckpt_path: str | Path | None, root: Path, best_path: str 
     if ckpt_path is None:
         return None
     if ckpt_path == "last":
+        for folder in root.glob(f"{PREFIX}*/checkpoints"):
+            with suppress(OSError):  # nothing depends on it, and the folder may be somebody else's
+                checkpoint.clear_stale(folder)
         found = checkpoint.find_last(root) if root.exists() else None
         if found is None:
             notice(f"ckpt_path='last': no complete checkpoint under {root}; starting from step 0")
@@ -46,7 +51,8 @@ def resolve_checkpoint(ckpt_path: str | Path | None, root: Path, best_path: str 
 
 def restore_weights(run: Run, path: Path) -> None:
     """Fill the weights of the module from ``path``; nothing else of the checkpoint is read."""
-    checkpoint.load(path, into={"module": run.engine.state()["module"]}, only=("module",))
+    with _named_ckpt_path():
+        checkpoint.load(path, into={"module": run.engine.state()["module"]}, only=("module",))
 
 
 def restore(run: Run, path: Path) -> None:
@@ -57,12 +63,19 @@ def restore(run: Run, path: Path) -> None:
 
     Raises:
         CheckpointError: damaged, of another model or optimizer, or saved with weights only.
+        DataError: the data is not that of the saved run.
+        In both cases neither the model nor anything else was changed.
     """
-    stored = checkpoint.peek(path)
-    _check_complete(path, stored)
-    _tell_differences(stored, run.plan)
-    state = checkpoint.load(path, into={"module": run.engine.state()["module"]})
-    _check_counts(path, state, run)
+    with _named_ckpt_path():
+        stored = checkpoint.peek(path)
+        _check_complete(path, stored)
+        weights = run.engine.state()["module"]
+        if stored["module"].keys() == weights.keys():  # else load() tells that it is of another model
+            run.engine.check(stored)
+        run.schedulers.check(stored["schedulers"])
+        run.source.check(stored["data"], stored["progress"]["epoch"])
+        _tell_differences(stored, run.plan)
+        state = checkpoint.load(path, into={"module": weights})
     run.engine.load(state)
     run.progress.load(state["progress"])
     run.schedulers.load(state["schedulers"])
@@ -84,6 +97,17 @@ def restore(run: Run, path: Path) -> None:
     run.random_state = state["random"]["0"]
 
 
+@contextmanager
+def _named_ckpt_path() -> Iterator[None]:
+    """Errors about a checkpoint name the argument that the user gave it by."""
+    try:
+        yield
+    except CheckpointError as error:
+        if error.field != "checkpoint":
+            raise
+        raise type(error)("ckpt_path", error.received, error.problem, error.action) from error.__cause__
+
+
 def _restore_callbacks(run: Run, states: Mapping[str, Any]) -> None:
     left = dict(states)
     for callback in run.trainer.callbacks:
@@ -103,17 +127,6 @@ def _check_complete(path: Path, stored: Mapping[str, Any]) -> None:
             f"holds no {', '.join(missing)}: it was saved with weights only",
             "Load it with Module.load_from_checkpoint and start a new fit",
         )
-
-
-def _check_counts(path: Path, state: Mapping[str, Any], run: Run) -> None:
-    for name, now in (("optimizers", run.engine.optimizers), ("schedulers", run.schedulers.configs)):
-        if len(state[name]) != len(now):
-            raise CheckpointError(
-                "ckpt_path",
-                str(path),
-                f"it has {len(state[name])} {name}, this run {len(now)}",
-                "Configure the optimizers as in the run that was saved",
-            )
 
 
 def _tell_differences(stored: Mapping[str, Any], plan: Plan) -> None:

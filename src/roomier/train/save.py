@@ -67,6 +67,7 @@ def write_checkpoint(run: Run, path: Path, weights_only: bool = False) -> None:
     checkpoint.save(path, state)
     if not weights_only:
         run.saved_step, run.saved_path = run.progress.global_step, path
+        _remove_interrupted(run)
 
 
 def weights(run: Run) -> dict[str, Any]:
@@ -117,7 +118,6 @@ def _save_interrupted(run: Run) -> None:
     folder = None if run.folder is None else run.folder / "checkpoints"
     if run.saved_step != step and folder is not None and run.trainer.enable_checkpointing:
         write_checkpoint(run, folder / f"{INTERRUPTED}{step}")
-        _remove_earlier_interrupted(folder, step)
     if run.saved_step != step:
         notice(f"stopped by {signal.name} at step {step}; nothing was saved: checkpoints are turned off")
         return
@@ -130,11 +130,16 @@ def _save_interrupted(run: Run) -> None:
     )
 
 
-def _remove_earlier_interrupted(folder: Path, step: int) -> None:
-    """One such checkpoint is enough: no callback counts them, and each holds a whole run."""
+def _remove_interrupted(run: Run) -> None:
+    """A newer checkpoint is found as the last one: those of earlier interruptions, which no callback counts, can go."""
+    if run.folder is None or run.saved_path is None or run.saved_step is None:
+        return
+    folder = run.folder.absolute() / "checkpoints"
+    if run.saved_path.absolute().parent != folder:
+        return
     for path in folder.glob(f"{INTERRUPTED}*"):
         number = path.name.removeprefix(INTERRUPTED)
-        if number.isdecimal() and int(number) < step:
+        if number.isdecimal() and int(number) < run.saved_step:
             checkpoint.remove(path)
 
 

@@ -1,0 +1,25 @@
+"""``kill -9`` at random moments, and again after each resume: no committed checkpoint is lost, no bit differs."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).with_name("trained_and_killed.py")
+
+
+@pytest.mark.parametrize("seed", [20])
+def test_thirty_kills_leave_every_run_as_if_undisturbed(seed: int, tmp_path: Path) -> None:
+    command = [sys.executable, "-W", "error", str(SCRIPT), str(tmp_path), str(seed), "30"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment)
+    logs = "\n".join(f"{path.name}:\n{path.read_text()[-2000:]}" for path in sorted(tmp_path.glob("*.log")))
+    assert done.returncode == 0, f"with seed {seed}: {done.stderr}\n{logs}"
+    told = json.loads(done.stdout)
+    assert told["kills"] == 30
+    assert told["kills_in_save"] >= 8
+    assert told["num_read_beside"] > 0
+    assert len(set(told["resumed_at"])) > 3, "they went on from many places"
