@@ -55,6 +55,14 @@ class Feed(ABC):
         """The batches behind ``position``, and how many of :attr:`num_batches` are done. May move the global
         generators; the caller puts them back."""
 
+    def check(self, position: dict[str, Any]) -> None:
+        """Whether :meth:`resume` fits the loader, as far as can be told without reading it.
+
+        Raises:
+            DataError: the loader is not that of the saved run.
+        """
+        del position
+
     def adopt(self, position: dict[str, Any], *, is_complete: bool) -> None:
         """Take over from ``position`` what later epochs need; the epoch it lies in is over.
 
@@ -85,10 +93,13 @@ class ListFeed(Feed):
     def start(self, epoch: int) -> Iterator[Any]:
         return iter(self._batches)
 
+    def check(self, position: dict[str, Any]) -> None:
+        if position["num_batches"] > len(self._batches):
+            raise _too_short(self.name, self._batches, len(self._batches), position["num_batches"])
+
     def resume(self, position: dict[str, Any]) -> tuple[Iterator[Any], int]:
+        self.check(position)
         num_done = position["num_batches"]
-        if num_done > len(self._batches):
-            raise _too_short(self.name, self._batches, len(self._batches), num_done)
         return islice(self._batches, num_done, None), num_done
 
 
@@ -186,7 +197,7 @@ class OrderedFeed(Feed):
         return iter(self._loader)
 
     def resume(self, position: dict[str, Any]) -> tuple[Iterator[Any], int]:
-        self._check_same_order(position)
+        self.check(position)
         self._sampler.seed = position["seed"]
         iterator = self._start_at(position["epoch"], position["num_samples"])
         self._own_generators.set_states(position["random_now"])
@@ -206,7 +217,7 @@ class OrderedFeed(Feed):
             "random_now": self._own_generators.states(),
         }
 
-    def _check_same_order(self, position: dict[str, Any]) -> None:
+    def check(self, position: dict[str, Any]) -> None:
         action = "Resume with the data of the saved run, or start a new run from its weights"
         if position["dataset_size"] != self._sampler.num_samples:
             raise DataError(

@@ -176,11 +176,11 @@ class Source:
             **self._feed.position(self._running.num_batches),
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take a position of :meth:`state_dict`; the next :meth:`start` goes on from there.
+    def check(self, state: dict[str, Any], epoch: int) -> None:
+        """Whether a run that goes on in ``epoch`` can go on from ``state``, whose tensors need not be read yet.
 
         Raises:
-            DataError: the position belongs to another kind of loader.
+            DataError: the position belongs to another kind of loader, or to other data.
         """
         if state["kind"] != self._feed.kind:
             raise DataError(
@@ -189,6 +189,16 @@ class Source:
                 f"resumes as {self._feed.kind!r}; the saved position is of a loader that resumes as {state['kind']!r}",
                 "Pass the same kind of loader as in the saved run, or start a new run from its weights",
             )
+        if 0 <= state["epoch"] == epoch and not self._is_complete(state):
+            self._feed.check(state)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take a position of :meth:`state_dict`; the next :meth:`start` goes on from there.
+
+        Raises:
+            DataError: the position belongs to another kind of loader.
+        """
+        self.check(state, epoch=-1)
         self._stored = state
 
     def _empty(self) -> DataError:

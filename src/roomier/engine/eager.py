@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from roomier.core.errors import TrainingError
+from roomier.core.errors import CheckpointError, TrainingError
 from roomier.core.transfer import BatchMover
 from roomier.engine.engine import Step, StepHooks
-from roomier.engine.optimizer_state import load_optimizer, optimizer_state, parameter_names
+from roomier.engine.optimizer_state import check_optimizer, load_optimizer, optimizer_state, parameter_names
 from roomier.plan import BatchPlan
 from roomier.precision.policy import Precision
 from roomier.precision.scaler import LossScaler
@@ -155,6 +155,18 @@ class EagerEngine:
             "optimizers": [optimizer_state(optimizer, names) for optimizer in self.optimizers],
             "scaler": None if self.scaler is None else self.scaler.state(),
         }
+
+    def check(self, state: Mapping[str, Any]) -> None:
+        if len(state["optimizers"]) != len(self.optimizers):
+            raise CheckpointError(
+                "optimizer",
+                [type(optimizer).__name__ for optimizer in self.optimizers],
+                f"the checkpoint has {len(state['optimizers'])} optimizers, this run {len(self.optimizers)}",
+                "Configure the optimizers as in the run that was saved",
+            )
+        names = parameter_names(self.module)
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            check_optimizer(optimizer, saved, names)
 
     def load(self, state: dict[str, Any]) -> None:
         self.module.load_state_dict(state["module"])

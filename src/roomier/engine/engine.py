@@ -1,6 +1,6 @@
 """Engine: the one thing that varies at step time."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -78,6 +78,14 @@ class Engine(Protocol):
 
     def state(self) -> dict[str, Any]:
         """Weights, optimizer states and loss scale by fully qualified name; tensors are not copied."""
+        ...
+
+    def check(self, state: Mapping[str, Any]) -> None:
+        """Whether the optimizers' part of ``state``, its tensors not read yet, can be loaded.
+
+        Raises:
+            CheckpointError: it belongs to other optimizers.
+        """
         ...
 
     def load(self, state: dict[str, Any]) -> None:

@@ -19,19 +19,27 @@ def parameter_names(module: nn.Module) -> dict[nn.Parameter, str]:
 
 
 def optimizer_state(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> dict[str, Any]:
-    """``{"state": {name: {...}}, "param_groups": [{..., "params": [name, ...]}]}``; tensors are not copied."""
+    """``{"type": class name, "state": {name: {...}}, "param_groups": [{..., "params": [name, ...]}]}``; tensors are not
+    copied."""
     packed = optimizer.state_dict()
     named = _names_by_index(optimizer, names)
     groups = [{**group, "params": [named[index] for index in group["params"]]} for group in packed["param_groups"]]
-    return {"state": {named[index]: state for index, state in packed["state"].items()}, "param_groups": groups}
+    state = {named[index]: state for index, state in packed["state"].items()}
+    return {"type": type(optimizer).__name__, "state": state, "param_groups": groups}
 
 
-def load_optimizer(optimizer: Optimizer, saved: Mapping[str, Any], names: Mapping[nn.Parameter, str]) -> None:
-    """Put ``saved`` (from :func:`optimizer_state`) back.
+def check_optimizer(optimizer: Optimizer, saved: Mapping[str, Any], names: Mapping[nn.Parameter, str]) -> None:
+    """Whether ``saved``, of which the tensors need not be read yet, is a state of ``optimizer``.
 
     Raises:
-        CheckpointError: the optimizer has other parameters or groups than the saved one.
+        CheckpointError: the optimizer is of another class, or has other parameters or groups than the saved one.
     """
+    action = "Build the optimizer as in the run that was saved, or load the weights alone"
+    if saved["type"] != type(optimizer).__name__:
+        # Another one's states would be taken for its own: those of Adam fit AdamW by name, and it would not decay.
+        raise CheckpointError(
+            "optimizer", type(optimizer).__name__, f"the checkpoint holds the states of {saved['type']}", action
+        )
     named = _names_by_index(optimizer, names)
     groups = optimizer.state_dict()["param_groups"]
     now = [[named[index] for index in group["params"]] for group in groups]
@@ -42,8 +50,19 @@ def load_optimizer(optimizer: Optimizer, saved: Mapping[str, Any], names: Mappin
             "optimizer",
             type(optimizer).__name__,
             f"its parameter groups are not those of the checkpoint (differing: {differing[:5] or 'their order'})",
-            "Build the optimizer as in the run that was saved, or load the weights alone",
+            action,
         )
+
+
+def load_optimizer(optimizer: Optimizer, saved: Mapping[str, Any], names: Mapping[nn.Parameter, str]) -> None:
+    """Put ``saved`` (from :func:`optimizer_state`) back.
+
+    Raises:
+        CheckpointError: as :func:`check_optimizer`.
+    """
+    check_optimizer(optimizer, saved, names)
+    named = _names_by_index(optimizer, names)
+    groups = optimizer.state_dict()["param_groups"]
     index_of = {name: index for index, name in named.items()}
     packed = {
         "state": {index_of[name]: state for name, state in saved["state"].items()},

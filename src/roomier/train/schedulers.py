@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from roomier.api.hooks import overrides
 from roomier.api.module import Module
-from roomier.core.errors import TrainingError, did_you_mean
+from roomier.core.errors import CheckpointError, TrainingError, did_you_mean
 from roomier.core.log import notice
 from roomier.optim.configured import LRSchedulerConfig
 from roomier.train.results import Results
@@ -50,11 +50,29 @@ class Schedulers:
         notice(f"monitor={config.monitor!r}: {problem}; the scheduler does not step")
 
     def state(self) -> list[dict[str, Any]]:
-        return [_plain(config.scheduler.state_dict()) for config in self.configs]
+        return [
+            {"type": type(config.scheduler).__name__, "state": _plain(config.scheduler.state_dict())}
+            for config in self.configs
+        ]
 
-    def load(self, states: Sequence[dict[str, Any]]) -> None:
-        for config, state in zip(self.configs, states, strict=True):
-            config.scheduler.load_state_dict(state)
+    def check(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Whether ``states`` are of these schedulers.
+
+        Raises:
+            CheckpointError: they are of others.
+        """
+        now, then = [type(config.scheduler).__name__ for config in self.configs], [each["type"] for each in states]
+        if now != then:
+            raise CheckpointError(
+                "lr_scheduler",
+                now,
+                f"the checkpoint holds the states of {then}",
+                "Configure the schedulers as in the run that was saved, or load the weights alone",
+            )
+
+    def load(self, states: Sequence[Mapping[str, Any]]) -> None:
+        for config, saved in zip(self.configs, states, strict=True):
+            config.scheduler.load_state_dict(saved["state"])
 
 
 def _plain(state: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,361 @@
+"""Checkpoints that are missing, damaged, or of something else: the run is refused, and neither it nor they change."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Adam, AdamW
+from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
+from torch.utils.data import DataLoader, TensorDataset
+
+import roomier
+from roomier import checkpoint
+from roomier.core.errors import CheckpointError, DataError, RoomierError
+
+MORE = {"max_epochs": 3}
+
+
+def resume(desk, model=None, **keywords):
+    """Go on from the good checkpoint; a refusal must leave the model as it was."""
+    model = desk.Net() if model is None else model
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    try:
+        return desk.fit(model, **{"ckpt_path": desk.good, **MORE, **keywords})
+    except RoomierError:
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+        raise
+
+
+def configured(desk, make):
+    return desk.net(configure_optimizers=make)
+
+
+def with_scheduler(make):
+    def configure(self):
+        optimizer = AdamW(self.parameters(), lr=1e-3)
+        return [optimizer], [make(optimizer)]
+
+    return configure
+
+
+class Renamed(roomier.Module):
+    """The layers of Net under other names."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 2)
+
+    def training_step(self, batch, batch_idx):
+        raise AssertionError("never reached")
+
+    def configure_optimizers(self):
+        return AdamW(self.parameters())
+
+
+def damage(desk, change, pattern="*.safetensors"):
+    """Change the bytes of a file of the good checkpoint, and resume from it."""
+    (desk.root / "damaged-on-purpose").touch()
+    path = sorted(desk.good.glob(pattern))[0]
+    data = change(path.read_bytes())
+    path.unlink() if data is None else path.write_bytes(data)
+    return resume(desk)
+
+
+def flipped(data):
+    middle = len(data) // 2
+    return data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
+
+
+def from_a_file(desk):
+    path = desk.root.parent / "model.ckpt"
+    path.write_bytes(b"a pickle, say")
+    return resume(desk, ckpt_path=path)
+
+
+def from_weights_only(desk):
+    trainer = desk.fit(max_epochs=1, default_root_dir=desk.root.parent / "other")
+    path = desk.root.parent / "weights"
+    trainer.save_checkpoint(path, weights_only=True)
+    return resume(desk, ckpt_path=path)
+
+
+def mid_epoch(desk, loader):
+    """A checkpoint of the middle of an epoch over ``loader``."""
+    trainer = desk.fit(train=loader, max_epochs=None, max_steps=2, default_root_dir=desk.root.parent / "other")
+    return trainer.checkpoint_callback.best_model_path
+
+
+def from_other_data(desk):
+    path = mid_epoch(desk, loader_of(16))
+    return resume(desk, train=loader_of(20), ckpt_path=path)
+
+
+def from_shuffled_data(desk):
+    path = mid_epoch(desk, loader_of(16, shuffle=True))
+    return resume(desk, train=loader_of(16), ckpt_path=path)
+
+
+def from_another_loader(desk):
+    path = mid_epoch(desk, loader_of(16))
+    return resume(desk, ckpt_path=path)
+
+
+def from_a_shorter_list(desk):
+    path = mid_epoch(desk, desk.batches)
+    return resume(desk, train=desk.batches[:1], ckpt_path=path)
+
+
+def loader_of(num_samples, shuffle=False):
+    samples = TensorDataset(torch.randn(num_samples, 4), torch.zeros(num_samples, dtype=torch.int64))
+    return DataLoader(samples, batch_size=4, shuffle=shuffle)
+
+
+class Sized(roomier.Module):
+    """A module that does not call save_hyperparameters."""
+
+    def __init__(self, width, activation):
+        super().__init__()
+        self.layer = nn.Linear(4, width)
+
+
+WRONG = {
+    "of a model with other names": (
+        lambda d: resume(d, Renamed()),
+        CheckpointError,
+        "ckpt_path",
+        "epoch=0-step=4",
+        "Give the checkpoint of this model",
+    ),
+    "weights of a model with other names": (
+        lambda d: d.trainer().test(type("Other", (Renamed,), {"test_step": print})(), d.batches, ckpt_path=d.good),
+        CheckpointError,
+        "ckpt_path",
+        "epoch=0-step=4",
+        "Give the checkpoint of this model",
+    ),
+    "of a model with other shapes": (
+        lambda d: resume(d, d.Net(width=6)),
+        CheckpointError,
+        "ckpt_path",
+        "epoch=0-step=4",
+        "Give the checkpoint of this model",
+    ),
+    "of another optimizer": (
+        lambda d: resume(d, configured(d, lambda self: SGD(self.parameters(), lr=0.1))),
+        CheckpointError,
+        "optimizer",
+        "'SGD'",
+        "Build the optimizer as in the run that was saved",
+    ),
+    "of an optimizer with the same states": (
+        lambda d: resume(d, configured(d, lambda self: Adam(self.parameters()))),
+        CheckpointError,
+        "optimizer",
+        "'Adam'",
+        "Build the optimizer as in the run that was saved",
+    ),
+    "of other parameter groups": (
+        lambda d: resume(
+            d,
+            configured(
+                d, lambda self: AdamW([{"params": part.parameters()} for part in (self.body, self.head)], lr=0.1)
+            ),
+        ),
+        CheckpointError,
+        "optimizer",
+        "'AdamW'",
+        "Build the optimizer as in the run that was saved",
+    ),
+    "of fewer parameters": (
+        lambda d: resume(d, configured(d, lambda self: AdamW(self.head.parameters()))),
+        CheckpointError,
+        "optimizer",
+        "'AdamW'",
+        "Build the optimizer as in the run that was saved",
+    ),
+    "of fewer schedulers": (
+        lambda d: resume(d, configured(d, with_scheduler(lambda o: StepLR(o, 1)))),
+        CheckpointError,
+        "lr_scheduler",
+        "['StepLR']",
+        "Configure the schedulers as in the run that was saved",
+    ),
+    "cut off": (
+        lambda d: damage(d, lambda data: data[: len(data) // 2]),
+        CheckpointError,
+        "ckpt_path",
+        "epoch=0-step=4",
+        "Use another checkpoint",
+    ),
+    "with a flipped bit": (
+        lambda d: damage(d, flipped),
+        CheckpointError,
+        "ckpt_path",
+        "epoch=0-step=4",
+        "Use another checkpoint",
+    ),
+    "with a file missing": (
+        lambda d: damage(d, lambda data: None),
+        CheckpointError,
+        "ckpt_path",
+        "epoch=0-step=4",
+        "Use another checkpoint",
+    ),
+    "with a damaged run.json": (
+        lambda d: damage(d, flipped, "run.json"),
+        CheckpointError,
+        "ckpt_path",
+        "epoch=0-step=4",
+        "Use another checkpoint",
+    ),
+    "with an empty run.json": (
+        lambda d: damage(d, lambda data: b"", "run.json"),
+        CheckpointError,
+        "ckpt_path",
+        "epoch=0-step=4",
+        "Use another checkpoint",
+    ),
+    "without run.json": (
+        lambda d: damage(d, lambda data: None, "run.json"),
+        CheckpointError,
+        "ckpt_path",
+        "epoch=0-step=4",
+        "Use another checkpoint",
+    ),
+    "of another program": (
+        lambda d: damage(d, lambda data: json.dumps({"name": "run"}).encode(), "run.json"),
+        CheckpointError,
+        "ckpt_path",
+        "epoch=0-step=4",
+        "Give the path of a checkpoint folder",
+    ),
+    "that does not exist": (
+        lambda d: resume(d, ckpt_path=d.good.with_name("epoch=9-step=99")),
+        CheckpointError,
+        "ckpt_path",
+        "epoch=9-step=99",
+        "epoch=0-step=4', the newest good one beside it",
+    ),
+    "nowhere near": (
+        lambda d: resume(d, ckpt_path="/nowhere/at/all"),
+        CheckpointError,
+        "ckpt_path",
+        "'/nowhere/at/all'",
+        "Give the path of a checkpoint folder",
+    ),
+    "that is a file": (from_a_file, CheckpointError, "ckpt_path", "model.ckpt", "Give the path of a checkpoint folder"),
+    "that is a number": (
+        lambda d: resume(d, ckpt_path=4),
+        CheckpointError,
+        "ckpt_path",
+        "4",
+        "Pass a checkpoint folder, 'last' or 'best'",
+    ),
+    "of weights alone": (from_weights_only, CheckpointError, "ckpt_path", "weights", "Load it with Module.load_from"),
+    "the best, where there is none": (
+        lambda d: d.fit(ckpt_path="best"),
+        CheckpointError,
+        "ckpt_path",
+        "'best'",
+        "Pass the path of a checkpoint",
+    ),
+    "in the middle of other data": (
+        from_other_data,
+        DataError,
+        "train_dataloaders",
+        "TensorDataset",
+        "Resume with the data",
+    ),
+    "in the middle of data in another order": (
+        from_shuffled_data,
+        DataError,
+        "train_dataloaders",
+        "DataLoader",
+        "Resume with the data",
+    ),
+    "of another kind of loader": (
+        from_another_loader,
+        DataError,
+        "train_dataloaders",
+        "[",
+        "Pass the same kind of loader",
+    ),
+    "behind the end of a list": (from_a_shorter_list, DataError, "train_dataloaders", "[", "Resume with the data"),
+    "for a module whose arguments were not stored": (
+        lambda d: Sized.load_from_checkpoint(d.good, width=8),
+        CheckpointError,
+        "checkpoint_path",
+        "epoch=0-step=4",
+        "Pass the missing arguments to load_from_checkpoint",
+    ),
+    "written before a fit": (
+        lambda d: d.trainer().save_checkpoint(d.root / "early"),
+        RoomierError,
+        "save_checkpoint",
+        "early",
+        "Call fit first",
+    ),
+    "written over a folder of something else": (
+        lambda d: d.fit(default_root_dir=d.root.parent / "other", max_epochs=1).save_checkpoint(d.root),
+        CheckpointError,
+        "path",
+        "runs",
+        "Choose another path",
+    ),
+    "asked of a module without a Trainer": (
+        lambda d: d.Net().trainer,
+        RoomierError,
+        "trainer",
+        "None",
+        "Call Trainer.fit first",
+    ),
+}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("act", "kind", "field", "received", "action"), [pytest.param(*row, id=name) for name, row in WRONG.items()]
+)
+def test_a_checkpoint_that_cannot_be_used(act, kind, field, received, action, refuses):
+    refuses(act, kind, field, received, action)
+
+
+def test_schedulers_of_another_class_are_refused(desk):
+    root = desk.root.parent / "other"
+    before = configured(desk, with_scheduler(lambda optimizer: StepLR(optimizer, 1)))
+    desk.fit(before, max_epochs=1, default_root_dir=root)
+    now = configured(desk, with_scheduler(lambda optimizer: CosineAnnealingLR(optimizer, 10)))
+    with pytest.raises(CheckpointError, match=r"lr_scheduler=\['CosineAnnealingLR'\].*\['StepLR'\]"):
+        desk.fit(now, max_epochs=2, default_root_dir=root, ckpt_path="last")
+
+
+def test_last_passes_over_a_damaged_one_and_says_so(desk, capsys):
+    newer = desk.good.with_name("epoch=1-step=8")
+    checkpoint.save(newer, {**checkpoint.load(desk.good), "progress": {"global_step": 8}})
+    (newer / "run.json").write_bytes(b"")
+    resumed = resume(desk, ckpt_path="last", max_epochs=1)
+    assert resumed.global_step == 4
+    told = capsys.readouterr().err
+    assert "passed over the newer checkpoint" in told
+    assert "epoch=1-step=8" in told
+
+
+def test_hyperparameters_that_cannot_be_stored_are_named_at_once(desk, capsys):
+    class Built(desk.Net):
+        def __init__(self, network):
+            super().__init__()
+            self.save_hyperparameters()
+
+    root = desk.root.parent / "other"
+    trainer = desk.fit(Built(nn.Linear(2, 2)), max_epochs=1, default_root_dir=root)
+    assert "hyperparameter 'network' of Built is a Linear: it is not stored" in capsys.readouterr().err
+    with pytest.raises(CheckpointError, match="'network'"):
+        Built.load_from_checkpoint(trainer.checkpoint_callback.best_model_path)
+
+
+def test_a_refused_resume_loses_no_row_of_the_log(desk):
+    rows = (desk.root / "version_0" / "metrics.jsonl").read_bytes()
+    with pytest.raises(CheckpointError):
+        resume(desk, desk.Net(width=6))
+    assert (desk.root / "version_0" / "metrics.jsonl").read_bytes() == rows
