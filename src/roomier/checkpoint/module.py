@@ -1,5 +1,6 @@
 """A module back from a checkpoint: its hyperparameters, then its weights."""
 
+import inspect
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,14 +21,14 @@ def load_module(
         CheckpointError: damaged; ``cls`` cannot be made from what is stored; or its weights have other names
             or shapes (with ``strict=False``, other shapes only).
     """
-    stored = {**peek(path).get("hyperparameters", {}), **init_arguments}
+    arguments = {**_taken_by(cls, peek(path).get("hyperparameters", {})), **init_arguments}
     try:
-        module = cls(**stored)
+        module = cls(**arguments)
     except TypeError as error:
         raise CheckpointError(
             "checkpoint_path",
             str(path),
-            f"{cls.__name__} cannot be made from the stored hyperparameters {sorted(stored)} ({error})",
+            f"{cls.__name__} cannot be made from the stored hyperparameters {sorted(arguments)} ({error})",
             "Pass the missing arguments to load_from_checkpoint, and call save_hyperparameters in __init__",
         ) from error
     module.configure_model()
@@ -35,6 +36,25 @@ def load_module(
     if strict:
         load(path, into={"module": weights}, only=("module",))
     else:
-        found = load(path, only=("module",))["module"]
-        module.load_state_dict(found, strict=False)
+        _load_what_is_there(module, load(path, only=("module",))["module"], path)
     return module
+
+
+def _taken_by(cls: type, stored: Mapping[str, Any]) -> dict[str, Any]:
+    # A subclass that fixes arguments of its parent has the parent's among the stored ones, but does not take them.
+    parameters = inspect.signature(cls).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return dict(stored)
+    return {name: value for name, value in stored.items() if name in parameters}
+
+
+def _load_what_is_there(module: Module, found: Mapping[str, Any], path: str | Path) -> None:
+    try:
+        module.load_state_dict(found, strict=False)
+    except RuntimeError as error:
+        raise CheckpointError(
+            "checkpoint_path",
+            str(path),
+            f"its weights do not fit {type(module).__name__} ({' '.join(str(error).split())})",
+            "Make the module with the arguments it was saved with",
+        ) from error

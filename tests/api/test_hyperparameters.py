@@ -1,0 +1,183 @@
+"""``save_hyperparameters`` and ``load_from_checkpoint``."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import roomier
+from roomier.api.hparams import is_plain
+
+
+class Net(roomier.Module):
+    def __init__(self, width, depth=2, *, names=("a", "b"), loss=None):
+        super().__init__()
+        self.save_hyperparameters(ignore="loss")
+        self.layers = nn.Sequential(*(nn.Linear(width, width) for _ in range(depth)))
+
+    def training_step(self, batch, batch_idx):
+        return self.layers(batch).mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fitted(module, tmp_path, **keywords):
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
+    trainer = roomier.Trainer(max_steps=1, default_root_dir=tmp_path, **{**quiet, **keywords})
+    trainer.fit(module, [torch.ones(1, 3)])
+    return trainer
+
+
+def saved(module, tmp_path):
+    path = tmp_path / "saved"
+    fitted(module, tmp_path).save_checkpoint(path)
+    return path
+
+
+def same_bits(one, other):
+    return all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+
+
+def test_arguments_are_kept_with_their_defaults():
+    net = Net(3, names=("x",))
+    assert dict(net.hparams) == {"width": 3, "depth": 2, "names": ("x",)}
+    assert net.hparams.width == net.hparams["width"] == 3
+    with pytest.raises(AttributeError, match=r"no hyperparameter 'wide'; there are: width, depth, names"):
+        _ = net.hparams.wide
+
+
+def test_some_names_only():
+    class Some(roomier.Module):
+        def __init__(self, a, b, c):
+            super().__init__()
+            self.save_hyperparameters("a", "c")
+
+    assert dict(Some(1, 2, 3).hparams) == {"a": 1, "c": 3}
+
+
+def test_a_name_that_is_no_argument_is_refused():
+    class Wrong(roomier.Module):
+        def __init__(self, a):
+            super().__init__()
+            self.save_hyperparameters("b")
+
+    with pytest.raises(roomier.RoomierError, match=r"save_hyperparameters='b'.*Use one of: a"):
+        Wrong(1)
+
+
+def test_keyword_arguments_of_any_name():
+    class Any(roomier.Module):
+        def __init__(self, a, **rest):
+            super().__init__()
+            self.save_hyperparameters()
+
+    assert dict(Any(1, b=2, c=3).hparams) == {"a": 1, "b": 2, "c": 3}
+
+
+def test_the_outer_class_wins():
+    class Twice(Net):
+        def __init__(self, width, factor=2):
+            super().__init__(width * factor)
+
+    hparams = Twice(3).hparams
+    assert (hparams.width, hparams.factor, hparams.depth) == (3, 2, 2)
+
+
+def test_what_cannot_be_stored_is_said(capsys):
+    class Keeps(roomier.Module):
+        def __init__(self, net, size):
+            super().__init__()
+            self.save_hyperparameters()
+
+    module = Keeps(nn.Linear(1, 1), 3)
+    assert isinstance(module.hparams.net, nn.Linear)
+    assert "hyperparameter 'net' of Keeps is a Linear: it is not stored" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (1, True),
+        (None, True),
+        ([1, ("a", {"b": 2.0})], True),
+        ({1: "a"}, False),
+        (torch.zeros(1), False),
+        ([nn.Identity()], False),
+        ({1, 2}, False),
+    ],
+    ids=str,
+)
+def test_is_plain(value, expected):
+    assert is_plain(value) is expected
+
+
+def test_they_are_written_to_the_log(tmp_path):
+    fitted(Net(3), tmp_path, logger=True)
+    stored = json.loads((tmp_path / "version_0" / "hparams.json").read_text())
+    assert stored["width"] == 3
+    assert stored["depth"] == 2
+
+
+def test_load_from_checkpoint(tmp_path):
+    net = Net(3, depth=4, names=("x", "y"))
+    path = saved(net, tmp_path)
+    loaded = Net.load_from_checkpoint(path)
+    assert same_bits(net, loaded)
+    assert dict(loaded.hparams) == {"width": 3, "depth": 4, "names": ("x", "y")}
+    assert not loaded.is_attached
+
+
+def test_arguments_that_take_the_place_of_stored_ones(tmp_path):
+    path = saved(Net(3, depth=1), tmp_path)
+    loss = nn.MSELoss()
+    loaded = Net.load_from_checkpoint(path, names=("new",), loss=loss)
+    assert loaded.hparams.names == ("new",)
+
+
+def test_a_subclass_that_fixes_arguments_of_its_parent(tmp_path):
+    """The parent's arguments are among the hyperparameters, though the subclass does not take them."""
+
+    class Deep(Net):
+        def __init__(self, width):
+            super().__init__(width, depth=5)
+
+    net = Deep(3)
+    loaded = Deep.load_from_checkpoint(saved(net, tmp_path))
+    assert same_bits(net, loaded)
+    assert len(loaded.layers) == 5
+
+
+def test_an_argument_that_was_not_stored_is_asked_for(tmp_path):
+    class Needs(Net):
+        def __init__(self, width, table):
+            super().__init__(width)
+            self.hparams.pop("table")
+
+    path = saved(Needs(3, {"a": 1}), tmp_path)
+    with pytest.raises(roomier.CheckpointError, match=r"Needs cannot be made.*Pass the missing arguments"):
+        Needs.load_from_checkpoint(path)
+    assert Needs.load_from_checkpoint(path, table={}).hparams.width == 3
+
+
+def test_an_argument_that_the_class_does_not_have_is_an_error(tmp_path):
+    path = saved(Net(3), tmp_path)
+    with pytest.raises(roomier.CheckpointError, match="widht"):
+        Net.load_from_checkpoint(path, widht=3)
+
+
+def test_weights_that_do_not_fit(tmp_path):
+    path = saved(Net(3, depth=1), tmp_path)
+    with pytest.raises(roomier.CheckpointError, match=r"layers\.1"):
+        Net.load_from_checkpoint(path, depth=2)
+    loaded = Net.load_from_checkpoint(path, depth=2, strict=False)
+    assert torch.equal(loaded.layers[0].weight, Net.load_from_checkpoint(path).layers[0].weight)
+
+
+def test_weights_of_other_shapes_never_fit(tmp_path):
+    path = saved(Net(3), tmp_path)
+    with pytest.raises(roomier.CheckpointError):
+        Net.load_from_checkpoint(path, width=4)
+    with pytest.raises(roomier.CheckpointError):
+        Net.load_from_checkpoint(path, width=4, strict=False)

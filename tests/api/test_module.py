@@ -1,0 +1,110 @@
+"""Module: what it is without a Trainer, copies of it, and what it tells about itself."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import roomier
+
+
+class Net(roomier.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(2, 1)
+
+    def training_step(self, batch, batch_idx):
+        self.log("loss", 1.0)
+        return self.net(batch).mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.fixture
+def attached(tmp_path):
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
+    module = Net()
+    roomier.Trainer(max_steps=2, default_root_dir=tmp_path, **quiet).fit(module, [torch.ones(1, 2)] * 2)
+    return module
+
+
+def test_without_a_trainer():
+    module = Net()
+    assert not module.is_attached
+    assert (module.current_epoch, module.global_step, module.logger, module.loggers) == (0, 0, None, [])
+    assert (module.global_rank, module.local_rank) == (0, 0)
+    with pytest.raises(roomier.RoomierError, match="Net is not attached to a Trainer"):
+        _ = module.trainer
+
+
+def test_attached(attached):
+    assert attached.trainer.model is attached
+    assert attached.global_step == 2
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
+def test_a_copy_leaves_the_trainer_behind(attached, duplicate):
+    other = duplicate(attached)
+    assert attached.is_attached
+    assert not other.is_attached
+    assert torch.equal(other.net.weight, attached.net.weight)
+    assert other.net.weight is not attached.net.weight
+    assert other.training_step(torch.ones(1, 2), 0).shape == ()
+
+
+def test_a_copy_within_a_fit(tmp_path):
+    """As an averaged model makes one."""
+    copies = []
+
+    class Copies(Net):
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            copies.append(copy.deepcopy(self))
+
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
+    module = Copies()
+    roomier.Trainer(max_steps=2, default_root_dir=tmp_path, **quiet).fit(module, [torch.ones(1, 2)] * 2)
+    assert [each.is_attached for each in copies] == [False, False]
+    assert not torch.equal(copies[0].net.weight, copies[1].net.weight)
+
+
+def test_the_trainer_is_no_part_of_the_state(attached):
+    assert set(attached.state_dict()) == {"net.weight", "net.bias"}
+    assert [name for name, _ in attached.named_modules()] == ["", "net"]
+
+
+def test_device_and_dtype():
+    module = Net().double()
+    assert (module.device, module.dtype) == (torch.device("cpu"), torch.float64)
+    empty = roomier.Module()
+    assert (empty.device, empty.dtype) == (torch.device("cpu"), torch.float32)
+
+
+def test_freeze_and_unfreeze():
+    module = Net()
+    module.freeze()
+    assert not any(p.requires_grad for p in module.parameters())
+    assert not module.training
+    module.unfreeze()
+    assert all(p.requires_grad for p in module.parameters())
+    assert module.training
+
+
+def test_what_is_not_defined_is_said(tmp_path):
+    with pytest.raises(roomier.RoomierError, match="does not define training_step"):
+        roomier.Module().training_step(1, 0)
+
+
+def test_print(capsys):
+    Net().print("a", 1, sep="-")
+    assert capsys.readouterr().out == "a-1\n"
+
+
+def test_predict_step_is_forward():
+    class Doubles(roomier.Module):
+        def forward(self, x):
+            return 2 * x
+
+    assert Doubles().predict_step(3, 0) == 6
