@@ -1,5 +1,7 @@
 """What is known about the device a run computes on."""
 
+import re
+
 import torch
 
 from roomier.core.errors import RoomierError
@@ -49,4 +51,6 @@ def peak_flops_per_s(device: torch.device, precision: str) -> float | None:
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
-    return next((rates.get(precision) for key, rates in _PEAK_FLOPS_PER_S if key in name), None)
+    # Whole words: an L40 is no L4, an A10G no A10.
+    found = (rates for key, rates in _PEAK_FLOPS_PER_S if re.search(rf"\b{key}\b", name))
+    return next(found, {}).get(precision)

@@ -1,0 +1,42 @@
+"""One shape of error: field, value, problem, what to do."""
+
+import pickle
+
+import pytest
+
+from roomier import CheckpointError, DataError, PlanError, RoomierError, TrainingError
+from roomier.core.errors import did_you_mean, shorten
+
+
+@pytest.mark.parametrize("kind", [RoomierError, PlanError, DataError, CheckpointError, TrainingError])
+def test_the_text_names_all_four(kind):
+    error = kind("max_steps", -7, "is not a count.", "Use 1 or more.")
+    assert str(error) == "max_steps=-7: is not a count. Use 1 or more."
+    assert (error.field, error.received, error.problem, error.action) == (
+        "max_steps",
+        -7,
+        "is not a count.",
+        "Use 1 or more.",
+    )
+    assert isinstance(error, ValueError)
+
+
+def test_a_question_keeps_its_mark():
+    assert str(RoomierError("a", 1, "is unknown", "Did you mean 'b'?")).endswith("Did you mean 'b'?")
+
+
+def test_it_travels_between_processes():
+    error = pickle.loads(pickle.dumps(PlanError("a", [1, 2], "is wrong", "Do b")))
+    assert type(error) is PlanError
+    assert error.received == [1, 2]
+    assert str(error) == "a=[1, 2]: is wrong. Do b."
+
+
+@pytest.mark.parametrize(("length", "expected"), [(10, 12), (118, 120), (119, 120), (5000, 120)])
+def test_a_long_value_is_shortened(length, expected):
+    assert len(shorten("x" * length)) == expected
+
+
+def test_did_you_mean():
+    assert did_you_mean("max_step", ["max_steps", "min_steps"]) == "Did you mean 'max_steps'?"
+    assert did_you_mean("zzz", ["b", "a"]) == "Use one of: a, b"

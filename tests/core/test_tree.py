@@ -1,0 +1,93 @@
+"""Nested batches: every form comes back as itself, with its tensors changed."""
+
+from collections import OrderedDict, UserDict, namedtuple
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from roomier.core.tree import batch_size_of, map_tensors, tensors, to_device
+
+Pair = namedtuple("Pair", "x y")
+ONE, TWO = torch.ones(2, 3), torch.zeros(4)
+
+
+@dataclass
+class Graph:
+    nodes: torch.Tensor
+    name: str
+    num_nodes: int = field(init=False)
+
+    def __post_init__(self):
+        self.num_nodes = len(self.nodes)
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        ONE,
+        [ONE, TWO],
+        (ONE, "text", None),
+        {"a": ONE, "b": [TWO, 3]},
+        OrderedDict(b=ONE, a=TWO),
+        UserDict({"a": ONE}),
+        Pair(ONE, TWO),
+        {"deep": [(Pair(ONE, {"x": TWO}),)]},
+        "text",
+        7,
+        None,
+        [],
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_the_form_stays(batch):
+    mapped = map_tensors(lambda t: t + 1, batch)
+    assert type(mapped) is type(batch)
+    before, after = list(tensors(batch)), list(tensors(mapped))
+    assert len(before) == len(after)
+    assert all(torch.equal(a + 1, b) for a, b in zip(before, after, strict=True))
+
+
+def test_a_dataclass():
+    graph = map_tensors(lambda t: t[:1], Graph(ONE, "g"))
+    assert (graph.nodes.shape, graph.name, graph.num_nodes) == ((1, 3), "g", 1)
+    assert next(iter(tensors(graph))) is graph.nodes
+
+
+def test_the_order_of_tensors_is_that_of_the_form():
+    first, second, third = torch.tensor(1), torch.tensor(2), torch.tensor(3)
+    found = list(tensors({"b": [first, "no"], "a": (second, {"x": third})}))
+    assert [int(t) for t in found] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("batch", "size"),
+    [
+        (ONE, 2),
+        (torch.tensor(5.0), 1),
+        ({"a": TWO, "b": ONE}, 4),
+        (["text", ONE], 2),
+        ("text", 1),
+        ({}, 1),
+        ((torch.tensor(1), ONE), 1),
+    ],
+    ids=str,
+)
+def test_batch_size(batch, size):
+    assert batch_size_of(batch) == size
+
+
+def test_to_device_moves_and_leaves_what_is_there():
+    batch = {"x": ONE, "name": "a"}
+    same = to_device(batch, torch.device("cpu"))
+    assert same["x"] is ONE
+    moved = to_device(batch, torch.device("meta"))
+    assert (moved["x"].device.type, moved["name"]) == ("meta", "a")
+
+
+def test_an_object_that_moves_itself():
+    class Own:
+        def to(self, device):
+            return ("moved", device)
+
+    assert to_device(Own(), torch.device("cpu")) == ("moved", torch.device("cpu"))
