@@ -147,7 +147,7 @@ def import_times(num_processes: int) -> dict[str, float]:
         "print(b - a, now() - b)"
     )
     runs = [
-        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+        subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True).stdout.split()
         for _ in range(num_processes)
     ]
     torch_s, roomier_s = (median([float(text) for text in column]) for column in zip(*runs, strict=True))
