@@ -30,6 +30,13 @@ def bert_classifier():
     return transformers.BertForSequenceClassification(config)
 
 
+def t5():
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}
+    return transformers.T5ForConditionalGeneration(
+        transformers.T5Config(vocab_size=VOCABULARY, decoder_start_token_id=0, **sizes)
+    )
+
+
 def token_batches(count):
     """Rows of which unequal shares count."""
     generator = torch.Generator().manual_seed(0)
@@ -57,6 +64,7 @@ CASES = {
     # The number of labels a model's own mean runs over: a causal model drops the first of each row.
     "gpt2": (gpt2, token_batches, lambda batch: int((batch["labels"][:, 1:] != -100).sum())),
     "bert": (bert, token_batches, lambda batch: int((batch["labels"] != -100).sum())),
+    "t5": (t5, token_batches, lambda batch: int((batch["labels"] != -100).sum())),
     "bert classifier": (bert_classifier, sequence_batches, lambda batch: len(batch["labels"])),
 }
 
@@ -116,3 +124,16 @@ def test_a_loader_of_batch_encodings_and_validation(make_trainer, rows):
         weighted = sum(float(model(**batch).loss) * len(batch["labels"]) for batch in batches)
     assert metrics["val_loss"] == pytest.approx(weighted / 6, rel=1e-6)
     assert trainer.predict(model, batches)[0].logits.shape == (1, 3)
+
+
+def test_a_model_in_evaluation_mode_stays_in_it_and_that_is_said(make_trainer, capsys):
+    """``from_pretrained`` gives models like that: their dropout would be off in silence."""
+    trainer = make_trainer(optimizer="sgd", max_steps=1)
+    model = bert().train()
+    model.bert.embeddings.eval()
+    trainer.fit(model, token_batches(1))
+    said = "modules are in evaluation mode and stay in it, without dropout (the first: bert.embeddings)"
+    assert said in capsys.readouterr().err
+    assert not model.bert.embeddings.training
+    trainer.fit(model.train(), token_batches(1))
+    assert "evaluation mode" not in capsys.readouterr().err

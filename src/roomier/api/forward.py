@@ -25,7 +25,8 @@ class ForwardModule(Module):
         self.network = network
         names = [cls.__name__ for cls in type(network).__mro__]
         config = getattr(network, "config", None)
-        is_causal = any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in names)
+        # Models of images and text that continue a text are named ForConditionalGeneration, as encoder-decoders are.
+        is_causal = any(name.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")) for name in names)
         self._is_shifted_inside = is_causal and not getattr(config, "is_encoder_decoder", False)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from roomier.api.callback import Callback
 from roomier.api.datamodule import DataModule
-from roomier.api.forward import ForwardModule, as_module
+from roomier.api.forward import ForwardModule, as_module, network_of
 from roomier.api.hooks import HookTable, overrides
 from roomier.api.module import Module
 from roomier.core.errors import DataError, RoomierError
@@ -124,11 +124,23 @@ def start_fit(run: Run) -> None:
     trainer = run.trainer
     if trainer.is_global_zero:
         print(run.plan.table({"device": str(run.engine.device)}), file=sys.stderr, flush=True)
+    _tell_evaluation_mode(run.module)
     call(run.hooks.on_fit_start)
     num_batches = run.options.num_sanity_val_steps
     is_fresh = run.progress.global_step == 0 and not run.options.num_dev_batches
     if run.val_sources and num_batches and is_fresh:
         sanity_check(run, math.inf if num_batches == -1 else num_batches)
+
+
+def _tell_evaluation_mode(module: Module) -> None:
+    # Models from the Hugging Face hub come like that; parts frozen on purpose do too, so they are left as they are.
+    network = network_of(module)
+    names = [name or type(network).__name__ for name, each in network.named_modules() if not each.training]
+    if names:
+        notice(
+            f"{len(names)} modules are in evaluation mode and stay in it, without dropout (the first: {names[0]}); "
+            "call model.train() before fit if that is not meant"
+        )
 
 
 def end_fit(run: Run) -> None:
