@@ -45,7 +45,7 @@ def test_the_cost_of_a_step_counts_rare_work_at_its_share_and_no_disturbance() -
         stamps._cpu_ns.append(now_ns // 2)
         now_ns += 1_000 + (10_000 if index % 10 == 9 else 0)  # each tenth step logs
         now_ns += 5_000_000 if index in (3, 25) else 0  # warm-up; another process
-    cost = stamps.cost(num_warmup=10, window=10)
+    cost = stamps.cost(num_warmup=10, period=10)
     assert cost.wall_us == pytest.approx(2.0)
     assert cost.cpu_us == pytest.approx(1.0)
 
@@ -55,7 +55,7 @@ def test_stamps_note_both_clocks() -> None:
     for index in range(40):
         stamps(index)
         sum(range(2000))
-    cost = stamps.cost(num_warmup=10, window=10)
+    cost = stamps.cost(num_warmup=10, period=10)
     assert cost.wall_us > 1
     assert cost.cpu_us > 1
 

@@ -95,7 +95,7 @@ def _blocks(batches: list[toy.Batch], peer: Lightning | None) -> dict[str, Calla
         def block() -> Cost:
             stamps = Stamps()
             run(batches, stamps, **settings)
-            return stamps.cost(num_warmup=_LOG_INTERVAL, window=_LOG_INTERVAL)
+            return stamps.cost(num_warmup=_LOG_INTERVAL, period=_LOG_INTERVAL)
 
         return block
 
@@ -118,7 +118,7 @@ def _figures(who: str, wall: Mapping[str, list[float]], cpu: Mapping[str, list[f
     Small costs are differences of large ones, so they are read off processor time, which is the less noisy.
     """
     return {
-        f"{who}_us": median(wall[who]),
+        "trainer_us": median(wall[who]),
         "overhead_us": median_difference(wall[who], wall["bare"]),
         "overhead_quartiles_us": quartiles_of_difference(wall[who], wall["bare"]),
         "overhead_cpu_us": median_difference(cpu[who], cpu["bare"]),

@@ -55,18 +55,20 @@ class Stamps:
         self._wall_ns.append(time.perf_counter_ns())
         self._cpu_ns.append(time.thread_time_ns())
 
-    def cost(self, num_warmup: int, window: int) -> Cost:
-        """The cost of a step: its mean over ``window`` steps, and of all windows behind the warm-up the median.
+    def cost(self, num_warmup: int, period: int) -> Cost:
+        """The cost of a step behind the warm-up: for each of the ``period`` places a step can have in a log interval the
+        median, and of these the mean.
 
-        What happens every so many steps counts at its share, if ``window`` is a multiple of that; what another
-        process did to one window does not count.
+        So what happens every ``period`` steps counts at its share, and the steps in which another process took the
+        processor do not count, as long as they are fewer than half.
         """
-        return Cost(*(_typical_interval_us(stamps[num_warmup:], window) for stamps in (self._wall_ns, self._cpu_ns)))
+        return Cost(*(_typical_interval_us(stamps[num_warmup:], period) for stamps in (self._wall_ns, self._cpu_ns)))
 
 
-def _typical_interval_us(stamps_ns: Sequence[int], window: int) -> float:
-    ends = stamps_ns[::window]
-    return median([(after - before) / window / 1e3 for before, after in pairwise(ends)])
+def _typical_interval_us(stamps_ns: Sequence[int], period: int) -> float:
+    intervals = [after - before for before, after in pairwise(stamps_ns)]
+    end = len(intervals) // period * period
+    return round(statistics.mean(statistics.median(intervals[i:end:period]) for i in range(period)) / 1e3, 3)
 
 
 def median(values: Sequence[float]) -> float:
