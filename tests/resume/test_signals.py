@@ -2,11 +2,14 @@
 
 import os
 import signal
+import subprocess
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch import Tensor
@@ -129,6 +132,41 @@ def saved_names(root: Path) -> list[str]:
     """What callbacks keep. The checkpoint of an interruption is nobody's, and there where no later one was saved."""
     names = [path.name for path in root.glob("version_*/checkpoints/*")]
     return sorted(name for name in names if not name.startswith("interrupted-"))
+
+
+class SenderToAll(Sender):
+    """Sends the signal to the worker processes too, from outside, as a terminal or a job scheduler does."""
+
+    def send(self, trainer: Trainer, *_: Any) -> None:
+        if self.nth is None or trainer.global_step < self.step:
+            return
+        self.nth = None
+        workers = [child.pid for child in psutil.Process().children()]
+        assert workers
+        pids = [str(pid) for pid in (os.getpid(), *workers)]
+        subprocess.run(["kill", f"-{self.number.name.removeprefix('SIG')}", *pids], check=True)
+        time.sleep(0.2)  # in which a worker that ends is noticed
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(("where", "saved_step"), [("on_before_backward", 2), ("on_validation_batch_start", 3)])
+def test_workers_outlive_a_signal_to_the_whole_job(
+    where: str, saved_step: int, number: signal.Signals, runs: Any, net: Any, noisy: Any
+) -> None:
+    def loader() -> DataLoader[Tensor]:
+        return DataLoader(noisy(), batch_size=2, shuffle=True, num_workers=1)
+
+    def run(folder: str, nth: int | None, **options: Any) -> None:
+        sender = SenderToAll(where, 1, nth, number)
+        runs.fit(folder, net, loader, loader, callbacks=[sender], max_steps=5, **ACCUMULATING, **options)
+
+    run("straight", None)
+    with pytest.raises(SystemExit) as left:
+        run("stopped", 1, num_sanity_val_steps=0)
+    assert left.value.code == 128 + number
+    assert runs.last_state("stopped")["progress"]["global_step"] == saved_step
+    run("stopped", None, ckpt_path="last")
+    assert runs.differences("straight", "stopped") == []
 
 
 def test_an_interruption_is_kept_until_the_next_checkpoint(runs: Any, net: Any, shuffled: Make) -> None:

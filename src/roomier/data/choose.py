@@ -13,6 +13,7 @@ from roomier.data.loaders import check_gives_batches, is_loader_collection
 from roomier.data.rebuild import can_be_rebuilt, plain_sampler, rebuilt, with_ordered_sampler
 from roomier.data.sampler import OrderedSampler, WalkedSampler
 from roomier.data.seeding import EpochSeed, NumberSeededDataset, seeded_by_sample
+from roomier.data.workers import OutlivesSignals
 
 
 def evaluation_feed(loader: Any, *, name: str, pin_memory: bool) -> Feed:
@@ -24,9 +25,7 @@ def evaluation_feed(loader: Any, *, name: str, pin_memory: bool) -> Feed:
     _check_is_one_loader(loader, name)
     if isinstance(loader, (list, tuple)):
         return ListFeed(loader, name=name)
-    if isinstance(loader, DataLoader) and can_be_rebuilt(loader) and pin_memory:
-        return ReplayedFeed(rebuilt(loader, pin_memory=True), name=name)
-    return ReplayedFeed(loader, name=name)
+    return _replayed(loader, name, pin_memory)
 
 
 def training_feed(loader: Any, *, name: str, seed: int, world: World, shuffle_allowed: bool, pin_memory: bool) -> Feed:
@@ -46,7 +45,7 @@ def training_feed(loader: Any, *, name: str, seed: int, world: World, shuffle_al
         # Workers read ahead in copies of the dataset: its state here would say nothing about theirs.
         if not loader.num_workers and speaks_state(loader.dataset):
             return StatefulFeed(loader, loader.dataset, name=name)
-        return ReplayedFeed(loader, name=name)
+        return _replayed(loader, name, pin_memory)
     if not can_be_rebuilt(loader):
         notice(
             f"{name}: {type(loader).__name__} iterates in its own way, so its sampler stays; a resume in the "
@@ -79,10 +78,25 @@ def _check_is_one_loader(loader: Any, name: str) -> None:
     check_gives_batches(loader, name)
 
 
-def _changes(loader: DataLoader[Any], name: str, pin_memory: bool) -> dict[str, Any]:
+def _replayed(loader: Any, name: str, pin_memory: bool) -> Feed:
+    changes = {}
+    if isinstance(loader, DataLoader) and can_be_rebuilt(loader):
+        changes = _process_changes(loader, pin_memory)
+    return ReplayedFeed(rebuilt(loader, **changes) if changes else loader, name=name)
+
+
+def _process_changes(loader: DataLoader[Any], pin_memory: bool) -> dict[str, Any]:
+    """What a loader's processes do differently here; no batch depends on it."""
     changes: dict[str, Any] = {}
     if pin_memory:
         changes["pin_memory"] = True
+    if loader.num_workers:
+        changes["worker_init_fn"] = OutlivesSignals(loader.worker_init_fn)
+    return changes
+
+
+def _changes(loader: DataLoader[Any], name: str, pin_memory: bool) -> dict[str, Any]:
+    changes = _process_changes(loader, pin_memory)
     if loader.num_workers and not loader.in_order:
         notice(f"{name}: in_order=False has no position to resume from; batches are given in order.")
         changes["in_order"] = True
