@@ -56,7 +56,7 @@ class Stamps:
         self._cpu_ns.append(time.thread_time_ns())
 
     def cost(self, num_warmup: int, period: int) -> Cost:
-        """The cost of a step behind the warm-up: for each of the ``period`` places a step can have in a log interval the
+        """The cost of a step behind the warm-up: for each of the ``period`` places of a step in a log interval the
         median, and of these the mean.
 
         So what happens every ``period`` steps counts at its share, and the steps in which another process took the
