@@ -163,3 +163,24 @@ def test_a_step_that_returns_none_is_left_out():
     engine = roomier.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))
     assert engine.forward_backward(lambda batch: None, [1, 2]) is None
     assert all(parameter.grad is None for parameter in module.parameters())
+
+
+@pytest.mark.parametrize("kind", [TokenMean, Regression, Summed])
+@pytest.mark.parametrize("left_out", [(0,), (1,), (0, 2), (1, 2)])
+def test_the_others_make_up_the_whole_where_a_micro_batch_is_left_out(kind, left_out):
+    """The gradient is that of the batch without it, not one that counts its terms as zeros."""
+    generator = torch.Generator().manual_seed(0)
+    batches = [kind.make(size, generator) for size in (3, 8, 5)]
+    kept = [batch for index, batch in enumerate(batches) if index not in left_out]
+    expected_loss, expected = gradient_of(kind, kept)
+
+    torch.manual_seed(0)
+    module = kind()
+    plan = plan_from_flags(accelerator="cpu", precision="64-true")
+    engine = roomier.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1), plan=plan)
+    indices = iter(range(3))
+    loss = engine.forward_backward(
+        lambda batch: None if next(indices) in left_out else module.training_step(batch), batches
+    )
+    torch.testing.assert_close(loss, expected_loss, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close([p.grad for p in module.parameters()], expected, rtol=1e-10, atol=1e-12)

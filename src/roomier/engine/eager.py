@@ -60,6 +60,7 @@ class EagerEngine:
             self.zero_grad()
         weights = None if len(batches) == 1 else self._weights(batches)
         window_loss: Tensor | None = None
+        left_out: list[float | Tensor] = []
         for index, batch in enumerate(batches):
             if index and hooks.batch_end is not None:
                 hooks.batch_end()
@@ -73,6 +74,8 @@ class EagerEngine:
                     hooks.zero_grad(optimizer)
             loss = loss_of(output)
             if loss is None:
+                if weights is not None:
+                    left_out.append(weights[index])
                 continue
             if weights is not None:
                 weight = weights[index]
@@ -83,7 +86,19 @@ class EagerEngine:
             self.backward(loss)
             loss = loss.detach()
             window_loss = loss if window_loss is None else window_loss + loss
+        if left_out and window_loss is not None:
+            window_loss = window_loss * self._weigh_again(left_out)
         return window_loss
+
+    def _weigh_again(self, left_out: Sequence[float | Tensor]) -> float | Tensor:
+        # The step returned None for these: the mean is over the terms of the others, which were weighed too lightly.
+        factor = 1 / (1 - sum(left_out))
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        parameter.grad.mul_(factor)
+        return factor
 
     def move(self, batch: Any) -> Any:
         if self.hooks.transfer is not None:
