@@ -233,6 +233,9 @@ SITUATIONS = {
     "a loader that keeps its position": Situation(loader=lambda noisy: Counting(), stops=(5, 11)),
     "a sampler of one's own": Situation(loader=weighted, stops=(5, 11)),
     "a batch sampler of one's own": Situation(loader=batched_by_hand, stops=(5, 11)),
+    "an iterable in workers": Situation(
+        loader=lambda noisy: DataLoader(Stream(), batch_size=2, num_workers=2), stops=(5, 22), num_steps=30
+    ),
     "workers": Situation(loader=two_workers, stops=(5,)),
     "workers and a sampler of one's own": Situation(loader=lambda noisy: weighted(noisy, num_workers=2), stops=(5,)),
 }

@@ -1,6 +1,8 @@
 """Where a run goes on, what it takes with it, and when there is nothing to go on with."""
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from roomier import Callback, CheckpointError, Module, Trainer, checkpoint
 from roomier.callbacks import EarlyStopping, ModelCheckpoint
+from roomier.checkpoint.commit import committed_folder
 
 Make = Callable[..., Any]
 
@@ -125,6 +128,34 @@ def test_a_save_from_a_hook_is_one_to_go_on_from(
     runs.fit("resumed", net, shuffled, max_steps=18, ckpt_path=runs.root / "by hook", callbacks=done, **validated)
     assert runs.differences("straight", "resumed", with_books=False) == []
     assert runs.rows("resumed") == [row for row in runs.rows("straight") if row["step"] > first]
+
+
+def test_a_link_that_a_kill_left_behind_is_put_right(runs: Any, net: Any, shuffled: Make) -> None:
+    """Even where nothing is left to train: the kill may have come after the last save of all."""
+
+    def saving() -> dict[str, Any]:
+        return {"callbacks": [ModelCheckpoint(every_n_train_steps=5, save_last=True)], "max_steps": 10}
+
+    trainer = runs.fit("run", net, shuffled, **saving())
+    link = Path(trainer.log_dir) / "checkpoints" / "last"
+    assert os.readlink(link) == "epoch=0-step=10"
+    link.unlink()
+    link.symlink_to("epoch=0-step=5")
+    runs.fit("run", net, shuffled, ckpt_path="last", **saving())
+    assert os.readlink(link) == "epoch=0-step=10"
+
+
+def test_last_clears_what_a_killed_save_left(runs: Any, net: Any, shuffled: Make) -> None:
+    trainer = runs.fit("run", net, shuffled, max_steps=2)
+    folder = Path(trainer.log_dir) / "checkpoints"
+    killed = subprocess.Popen([sys.executable, "-c", ""])
+    killed.wait()
+    with committed_folder(folder / "alive", 0) as aside:
+        ours = aside.with_name(aside.name.replace("alive", "step=1").replace(str(os.getpid()), str(killed.pid)))
+        ours.mkdir()
+        runs.fit("run", net, shuffled, max_steps=2, ckpt_path="last")
+        assert not ours.exists(), "the process that made it is dead"
+        assert aside.exists(), "a save that is running is left alone"
 
 
 # What callbacks know ------------------------------------------------------------------------------------------------
