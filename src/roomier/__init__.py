@@ -1,18 +1,50 @@
 """roomier trains PyTorch models that do not fit: one Trainer, one strategy flag, planned before it runs."""
 
+from importlib import import_module
 from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
 
-from roomier.api.callback import Callback
-from roomier.api.datamodule import DataModule
-from roomier.api.logger import Logger
-from roomier.api.module import Module
-from roomier.core.errors import CheckpointError, DataError, PlanError, RoomierError, TrainingError
-from roomier.core.rng import seed_everything
-from roomier.engine.build import prepare
-from roomier.plan import Plan
-from roomier.trainer import Trainer
+if TYPE_CHECKING:
+    from roomier.api.callback import Callback
+    from roomier.api.datamodule import DataModule
+    from roomier.api.logger import Logger
+    from roomier.api.module import Module
+    from roomier.core.errors import CheckpointError, DataError, PlanError, RoomierError, TrainingError
+    from roomier.core.rng import seed_everything
+    from roomier.engine.build import prepare
+    from roomier.plan import Plan
+    from roomier.trainer import Trainer
 
 __version__ = version("roomier")
+
+# Loaded when first asked for: a Plan, or the command's help, must not wait for torch.
+_HOMES = {
+    "Callback": "roomier.api.callback",
+    "CheckpointError": "roomier.core.errors",
+    "DataError": "roomier.core.errors",
+    "DataModule": "roomier.api.datamodule",
+    "Logger": "roomier.api.logger",
+    "Module": "roomier.api.module",
+    "Plan": "roomier.plan",
+    "PlanError": "roomier.core.errors",
+    "RoomierError": "roomier.core.errors",
+    "Trainer": "roomier.trainer",
+    "TrainingError": "roomier.core.errors",
+    "prepare": "roomier.engine.build",
+    "seed_everything": "roomier.core.rng",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = globals()[name] = getattr(import_module(_HOMES[name]), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})
+
 
 __all__ = [
     "Callback",

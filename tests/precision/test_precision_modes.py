@@ -251,3 +251,57 @@ def test_accumulation_under_a_loss_scale(make_trainer, module, data):
     torch.manual_seed(1)
     make_trainer(max_steps=4, precision="16-mixed", accumulate_grad_batches=2).fit(module, data)
     assert_same_bits(module, bare)
+
+
+@pytest.mark.parametrize(("level", "allows_tf32"), [("highest", False), ("high", True)])
+def test_convolutions_follow_the_matmul_mode(make_trainer, module, data, level, allows_tf32):
+    seen = []
+    plain_step = module.training_step
+
+    def looks(batch, batch_idx):
+        seen.append(torch.backends.cudnn.allow_tf32)
+        return plain_step(batch, batch_idx)
+
+    module.training_step = looks
+    before = torch.backends.cudnn.allow_tf32
+    make_trainer(max_steps=1, matmul_precision=level).fit(module, data)
+    assert seen == [allows_tf32]
+    assert torch.backends.cudnn.allow_tf32 == before
+
+
+def test_two_optimizers_clipped_before_either_steps(make_trainer):
+    """Each is unscaled once, and the scale moves once for both."""
+
+    class Pair(roomier.Module):
+        automatic_optimization = False
+
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(2, 1), nn.Linear(2, 1)
+
+        def training_step(self, batch, batch_idx):
+            first, second = self.optimizers()
+            loss = (self.a(batch) + self.b(batch)).float().square().mean()
+            self.manual_backward(loss)
+            for optimizer in (first, second):
+                self.clip_gradients(optimizer, 1e6)
+            self.norms = [p.grad.norm().item() for p in self.parameters()]
+            first.step()
+            second.step()
+            for optimizer in (first, second):
+                optimizer.zero_grad()
+
+        def configure_optimizers(self):
+            return [torch.optim.SGD(part.parameters(), lr=0.1, fused=True) for part in (self.a, self.b)]
+
+    torch.manual_seed(0)
+    module = Pair()
+    bare = copy.deepcopy(module)
+    batch = torch.randn(4, 2)
+    make_trainer(max_steps=2, precision="16-mixed").fit(module, [batch])
+    with torch.autocast("cpu", dtype=torch.float16):
+        loss = (bare.a(batch) + bare.b(batch)).float().square().mean()
+    loss.backward()
+    for ours, theirs, norm in zip(module.parameters(), bare.parameters(), module.norms, strict=True):
+        assert norm == pytest.approx(theirs.grad.norm().item(), rel=1e-2)
+        assert torch.allclose(ours, theirs - 0.1 * theirs.grad, rtol=1e-2, atol=1e-4)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
@@ -22,7 +21,7 @@ from roomier.optim.by_name import make_optimizer
 from roomier.optim.configured import Configured, LRSchedulerConfig, check_ownership, read_configured
 from roomier.optim.schedule import make_schedule
 from roomier.plan import OptimizerPlan, Plan
-from roomier.precision.policy import precision_of
+from roomier.precision.policy import precision_of, set_matmul_precision
 
 ConfigureOptimizers = Callable[[], Configured]
 
@@ -169,7 +168,7 @@ def prepare(
     wrapped = as_module(module)
     engine, configured = build(plan, wrapped, optimizers)
     engine.scheduler = configured.schedulers[0].scheduler if configured.schedulers else None
-    torch.set_float32_matmul_precision(plan.precision.matmul)
+    set_matmul_precision(plan.precision.matmul)
     return engine
 
 

@@ -155,9 +155,10 @@ class EagerEngine:
                 each.step()
             else:
                 each.step(closure)
-        if self.scaler is not None:
+            self._unscaled.discard(id(each))
+        # An update forgets whose gradients are unscaled; one that was, to be clipped, is still to step.
+        if self.scaler is not None and not self._unscaled:
             self.scaler.update()
-            self._unscaled.clear()
 
     def zero_grad(self) -> None:
         for optimizer in self.optimizers:

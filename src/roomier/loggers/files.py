@@ -17,11 +17,15 @@ def replacing(path: Path) -> Iterator[TextIO]:
     Whenever the process is killed, ``path`` is the old file or the new one, whole.
     """
     aside = path.with_name(f".{path.name}.aside")
-    with aside.open("w", encoding="utf-8", newline="") as file:
-        yield file
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(aside, path)
+    try:
+        with aside.open("w", encoding="utf-8", newline="") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(aside, path)
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise
 
 
 def write_hyperparams(run_dir: Path, params: Mapping[str, Any]) -> None:

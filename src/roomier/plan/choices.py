@@ -61,7 +61,7 @@ CHOICES: dict[str, dict[str, Choice]] = {
         "64-true": _exact("weights, gradients and states in float64"),
     },
     "precision.matmul": {
-        "highest": _exact("float32 matmuls are computed in float32"),
+        "highest": _exact("float32 matmuls and convolutions are computed in float32"),
         "high": Choice(Kind.NEAR, "float32 matmuls may round their inputs to TF32 (10 bits)"),
         "medium": Choice(Kind.NEAR, "float32 matmuls may round their inputs to bfloat16 (7 bits)"),
     },

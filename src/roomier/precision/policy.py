@@ -77,15 +77,22 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
+def set_matmul_precision(level: str) -> None:
+    """fp32 matrix products run in ``"highest"`` (fp32), ``"high"`` (tf32) or ``"medium"`` (bf16) from here on.
+
+    cuDNN's convolutions go along: torch lets them use tf32 by default, whatever was asked of matrix products.
+    """
+    torch.set_float32_matmul_precision(level)
+    torch.backends.cudnn.allow_tf32 = level != "highest"
+
+
 @contextmanager
 def matmul_precision(level: str) -> Iterator[None]:
-    """fp32 matrix products run in ``"highest"`` (fp32), ``"high"`` (tf32) or ``"medium"`` (bf16) inside.
-
-    It is a setting of the process, so it is put back as it was.
-    """
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(level)
+    """:func:`set_matmul_precision` inside; these are settings of the process, so they are put back as they were."""
+    before, convolutions_before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    set_matmul_precision(level)
     try:
         yield
     finally:
         torch.set_float32_matmul_precision(before)
+        torch.backends.cudnn.allow_tf32 = convolutions_before

@@ -9,8 +9,9 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch import nn
 
+from roomier.api.hooks import overrides
+from roomier.api.module import Module
 from roomier.core.rng import rng_state, set_rng_state
 from roomier.data.source import Source
 from roomier.train.run import Run, call
@@ -40,7 +41,7 @@ def evaluate(run: Run, stage: str, sources: Sequence[Source], limits: Sequence[f
     outer_stage, results.stage, results.is_in_batch = results.stage, stage, False
     kept: list[list[Any]] = []
     try:
-        with evaluation_mode(module, run.options.inference_mode):
+        with evaluation_mode(module, stage, run.options.inference_mode):
             call(getattr(hooks, f"on_{stage}_start"))
             call(getattr(hooks, f"on_{stage}_epoch_start"))
             for index, (source, limit) in enumerate(zip(sources, limits, strict=True)):
@@ -125,16 +126,19 @@ def sanity_check(run: Run, num_batches: float) -> None:
 
 
 @contextmanager
-def evaluation_mode(module: nn.Module, inference_mode: bool) -> Iterator[None]:
-    """No gradients, and ``eval()``; each submodule gets back the mode it had."""
+def evaluation_mode(module: Module, stage: str, inference_mode: bool) -> Iterator[None]:
+    """No gradients, and ``eval()``; each submodule gets back the mode it had, unless the module's hooks differ."""
     training = [each for each in module.modules() if each.training]
-    module.eval()
+    getattr(module, f"on_{stage}_model_eval")()
     try:
         with torch.inference_mode() if inference_mode else torch.no_grad():
             yield
     finally:
-        for each in training:
-            each.training = True
+        if overrides(module, f"on_{stage}_model_train", Module):
+            getattr(module, f"on_{stage}_model_train")()
+        else:
+            for each in training:
+                each.training = True
 
 
 @contextmanager

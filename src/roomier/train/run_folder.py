@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from roomier.core.errors import CheckpointError
+from roomier.loggers.files import replacing
 
 PREFIX = "version_"
 
@@ -35,4 +36,22 @@ def run_folder(root: Path, resumed: Path | None) -> Path:
             str(root),
             f"no run folder can be made there ({error.strerror})",
             "Pass a folder you can write to",
+        ) from error
+
+
+def write_plan(folder: Path, text: str) -> None:
+    """Write ``plan.yaml``, the old one or the new one being there at every moment.
+
+    Raises:
+        CheckpointError: it cannot be written.
+    """
+    try:
+        with replacing(folder / "plan.yaml") as file:
+            file.write(text)
+    except OSError as error:
+        raise CheckpointError(
+            "default_root_dir",
+            str(folder.parent),
+            f"plan.yaml cannot be written to {folder.name} there ({error.strerror})",
+            "Free space, or pass another folder",
         ) from error

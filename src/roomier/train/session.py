@@ -31,7 +31,7 @@ from roomier.train.progress import Progress
 from roomier.train.restore import resolve_checkpoint, restore, restore_weights
 from roomier.train.results import Results
 from roomier.train.run import Run, call
-from roomier.train.run_folder import is_run_folder, run_folder
+from roomier.train.run_folder import is_run_folder, run_folder, write_plan
 from roomier.train.schedulers import Schedulers
 from roomier.train.settings import process_settings, profiled
 from roomier.train.signals import GracefulStop
@@ -63,7 +63,9 @@ def session(
     """
     module = as_module(model)
     _check_call(trainer, stage, module, loaders, datamodule)
-    module.__dict__["_trainer"] = trainer
+    for part in module.modules():  # a Module inside another logs as well
+        if isinstance(part, Module):
+            part.__dict__["_trainer"] = trainer
     trainer.attach(module, datamodule)
     status = "failed"
     run: Run | None = None
@@ -229,7 +231,7 @@ def _open_fit(run: Run, data: RunLoaders, path: Path | None) -> None:
     if path is not None:
         restore(run, path)
     if run.folder is not None:
-        (run.folder / "plan.yaml").write_text(run.plan.to_yaml())
+        write_plan(run.folder, run.plan.to_yaml())
         run.loggers.start(run.folder, run.progress.global_step if path is not None else None)
         run.loggers.log_hyperparams(dict(run.module.hparams))
     run.results.stage = "train"

@@ -1,0 +1,70 @@
+"""Modules inside a module, and the hooks that put a module into evaluation and back."""
+
+import torch
+from torch import nn
+
+import roomier
+
+
+class Inner(roomier.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+
+    def forward(self, x):
+        out = self.layer(x)
+        self.log("inner_mean", out.mean())
+        return out
+
+
+class Outer(roomier.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = Inner()
+        self.frozen = nn.BatchNorm1d(2)
+        self.frozen.eval()
+
+    def training_step(self, batch, batch_idx):
+        return self.inner(self.frozen(batch)).square().mean()
+
+    def validation_step(self, batch, batch_idx):
+        assert not self.training
+        self.inner(batch)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_a_module_inside_a_module_logs(make_trainer, rows):
+    data = [torch.randn(4, 2) for _ in range(3)]
+    trainer = make_trainer(max_epochs=1, log_every_n_steps=1, logger=rows, num_sanity_val_steps=0)
+    trainer.fit(Outer(), data, data[:1])
+    assert rows.steps("inner_mean") == [1, 2, 3, 3], "each step, and the validation"
+    assert "inner_mean" in trainer.callback_metrics
+
+
+def test_validation_gives_each_part_its_mode_back(make_trainer):
+    module = Outer()
+    data = [torch.randn(4, 2) for _ in range(3)]
+    make_trainer(max_epochs=1).fit(module, data, data[:1])
+    assert module.training
+    assert not module.frozen.training, "it was frozen before"
+
+
+def test_the_mode_hooks_replace_the_default(make_trainer):
+    calls = []
+
+    class Modes(Outer):
+        def on_validation_model_eval(self):
+            calls.append("eval")
+            super().on_validation_model_eval()
+
+        def on_validation_model_train(self):
+            calls.append("train")
+            self.train()
+
+    module = Modes()
+    data = [torch.randn(4, 2) for _ in range(2)]
+    make_trainer(max_epochs=1, num_sanity_val_steps=0).fit(module, data, data[:1])
+    assert calls == ["eval", "train"]
+    assert module.frozen.training, "train() of the hook decides"
