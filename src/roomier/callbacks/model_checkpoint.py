@@ -210,11 +210,14 @@ class ModelCheckpoint(Callback):
 
     def on_save_point(self, trainer: Trainer, pl_module: Module) -> None:
         step = trainer.global_step
-        if step == self._ledger.step or trainer.fast_dev_run:
+        if step == self._ledger.step:
             return
-        if self._is_due(step):
+        is_due = self._is_due(step)
+        if not (is_due or trainer.is_last_save_point) or trainer.fast_dev_run:
+            return
+        if is_due:
             self._save(trainer, self._score(trainer), self._keep)
-        elif trainer.is_last_save_point and not trainer.interrupted:
+        elif not trainer.interrupted:
             self._save_at_the_end(trainer)
 
     def _save_at_the_end(self, trainer: Trainer) -> None:

@@ -126,7 +126,8 @@ class LineDisplay:
 
     def draw(self, standing: Standing) -> None:
         texts = standing.texts("" if standing.step_text else _count_text(standing))
-        self._console.out(" | ".join([standing.title, *texts]), highlight=False)
+        # Not through rich, which takes a third of a millisecond for a plain line.
+        print(" | ".join([standing.title, *texts]), file=self._console.file, flush=True)
 
     def end(self, standing: Standing) -> None:
         if not standing.step_text:

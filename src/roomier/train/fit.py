@@ -21,28 +21,19 @@ def fit(run: Run) -> None:
     For each epoch, for each optimizer step: gradients of its micro-batches, clip, update, schedule, log,
     validate if due; then the save point, the one place where a checkpoint is taken and where training ends.
     """
-    engine, hooks, progress, results, schedulers = run.engine, run.hooks, run.progress, run.results, run.schedulers
+    engine, progress, results, schedulers = run.engine, run.progress, run.results, run.schedulers
     step, update = TrainingStep(run), update_of(run)
     install_step_hooks(run, step)
-    is_automatic = run.module.automatic_optimization
-    forward_backward = engine.forward_backward if is_automatic else manual_step(run)
+    forward_backward = engine.forward_backward if run.module.automatic_optimization else manual_step(run)
     log_interval = run.options.log_every_n_steps
-
-    has_work = not run.is_at_its_end()
-    run.is_in_step = has_work
-    if has_work:
-        call(hooks.on_train_start)
-    if run.random_state is not None:  # here: nothing that is done once in a run may draw after it
-        set_rng_state(run.random_state)
-    if not has_work:
-        tell_nothing_to_do(run)
+    if not begin(run):
         return
     is_over = catch_up(run)
 
     while not is_over:
         batches = run.source.start(progress.epoch)
         if progress.batch_idx == 0:
-            call(hooks.on_train_epoch_start)
+            call(run.hooks.on_train_epoch_start)
         progress.batch_idx = run.source.num_batches_done  # a resumed epoch goes on behind them
 
         for window in windows(run, batches, step):
@@ -76,13 +67,21 @@ def fit(run: Run) -> None:
             end_epoch(run)
             is_over = save_point(run)
 
-    if run.is_interrupted:
-        return
-    run.check_finite("at the end")
-    if progress.batch_idx:  # ended within an epoch: tell what was measured in it
-        call(hooks.on_train_epoch_end)
-        run.log_metrics(results.end_epoch("train"))
-    call(hooks.on_train_end)
+    if not run.is_interrupted:
+        finish(run)
+
+
+def begin(run: Run) -> bool:
+    """What comes before the first step; whether there is one to do."""
+    has_work = not run.is_at_its_end()
+    run.is_in_step = has_work
+    if has_work:
+        call(run.hooks.on_train_start)
+    if run.random_state is not None:  # here: nothing that is done once in a run may draw after it
+        set_rng_state(run.random_state)
+    if not has_work:
+        tell_nothing_to_do(run)
+    return has_work
 
 
 def catch_up(run: Run) -> bool:
@@ -91,6 +90,15 @@ def catch_up(run: Run) -> bool:
         return False
     validate_within_fit(run)
     return save_point(run)
+
+
+def finish(run: Run) -> None:
+    """What comes after the last step."""
+    run.check_finite("at the end")
+    if run.progress.batch_idx:  # ended within an epoch: what was measured in it is still told
+        call(run.hooks.on_train_epoch_end)
+        run.log_metrics(run.results.end_epoch("train"))
+    call(run.hooks.on_train_end)
 
 
 def windows(run: Run, batches: Iterator[Any], step: TrainingStep) -> Iterator[list[Any]]:

@@ -30,10 +30,11 @@ def save_point(run: Run) -> bool:
     if progress.is_step_complete:
         run.is_in_step = False
         is_over = run.is_over()
-        run.is_finishing = is_over or run.stop.received is not None
-        run.trainer.interrupted = run.is_finishing and not is_over
+        if is_over or run.stop.received is not None:
+            run.is_finishing, run.trainer.interrupted = True, not is_over
         call(run.hooks.on_save_point)
-        _write_deferred(run)
+        if run.deferred_saves:
+            _write_deferred(run)
     if run.stop.received is not None and not is_over:
         _save_interrupted(run)
         return True

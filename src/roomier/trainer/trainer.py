@@ -2,57 +2,36 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from roomier.api.callback import Callback
 from roomier.api.datamodule import DataModule
 from roomier.api.logger import Logger
 from roomier.api.module import Module
-from roomier.callbacks import EarlyStopping, ModelCheckpoint, ModelSummary, ProgressBar
-from roomier.core.errors import RoomierError, did_you_mean
+from roomier.core.errors import RoomierError
 from roomier.core.log import notice
 from roomier.core.world import World
-from roomier.engine.eager import EagerEngine
 from roomier.loggers.by_name import loggers_from_flag
-from roomier.optim.configured import LRSchedulerConfig
-from roomier.plan import Plan, plan_from_flags
+from roomier.plan import Plan
 from roomier.train.evaluate import evaluate
 from roomier.train.fit import fit
 from roomier.train.manual import ManualOptimizer
 from roomier.train.options import LoopOptions, check_flag
-from roomier.train.results import Results
 from roomier.train.run import Run
 from roomier.train.save import save_checkpoint
 from roomier.train.session import check_callbacks, end_fit, session, start_fit
-
-_STAGE_FLAGS = ("training", "validating", "testing", "predicting", "sanity_checking")
-
-
-def _explain_unknown_keywords(init: Callable[..., None]) -> Callable[..., None]:
-    known = [name for name in inspect.signature(init).parameters if name != "self"]
-
-    @functools.wraps(init)
-    def checked(self: Trainer, *args: Any, **kwargs: Any) -> None:
-        if args:
-            raise RoomierError("Trainer", args[0], "takes no arguments without a name", "Write keywords: max_epochs=3")
-        for name, value in kwargs.items():
-            if name not in known:
-                raise RoomierError(name, value, "Trainer has no such keyword", did_you_mean(name, known))
-        init(self, **kwargs)
-
-    return checked
+from roomier.trainer.attributes import STAGE_FLAGS, TrainerAttributes
+from roomier.trainer.keywords import callbacks_of, explain_unknown_keywords, ordered, plan_of
 
 
-class Trainer:
+class Trainer(TrainerAttributes):
     """Trains a module under a Plan. Keywords that Lightning's Trainer has mean the same here.
 
     Args:
@@ -90,7 +69,7 @@ class Trainer:
         RoomierError: a keyword is unknown or wrong, or asks for what is not built.
     """
 
-    @_explain_unknown_keywords
+    @explain_unknown_keywords
     def __init__(
         self,
         *,
@@ -140,13 +119,13 @@ class Trainer:
         given = locals()
         for name in ("enable_checkpointing", "enable_progress_bar", "enable_model_summary"):
             check_flag(name, given[name])
-        self.plan = _plan_of(given)
+        self.plan = plan_of(given, Trainer.__init__)
         self.options = LoopOptions(**{name: given[name] for name in LoopOptions.__dataclass_fields__})
         self.world = World()
         self.logger_is_on = bool(logger)
         self.loggers = [] if self.options.num_dev_batches else loggers_from_flag(logger)
         self.enable_checkpointing = enable_checkpointing and not self.options.num_dev_batches
-        self.callbacks = _ordered(_with_defaults(given, self.enable_checkpointing))
+        self.callbacks = ordered(callbacks_of(given, self.enable_checkpointing))
         check_callbacks(self.callbacks)
         self.run: Run | None = None
         self.fitted: Run | None = None
@@ -252,151 +231,7 @@ class Trainer:
 
     def log_metrics(self, metrics: Mapping[str, float]) -> None:
         """Write a row to the loggers at the current step."""
-        self._needs_run("log_metrics").log_metrics(dict(metrics))
-
-    # What callbacks and modules read ------------------------------------------------------------------------------
-
-    @property
-    def global_step(self) -> int:
-        """Optimizer steps done."""
-        return self.run.progress.global_step if self.run else 0
-
-    @property
-    def current_epoch(self) -> int:
-        return self.run.progress.epoch if self.run else 0
-
-    @property
-    def is_last_save_point(self) -> bool:
-        """Whether training ends at the save point that is running."""
-        return self.run is not None and self.run.is_finishing
-
-    @property
-    def results(self) -> Results:
-        return Results() if self.run is None else self.run.results
-
-    @property
-    def callback_metrics(self) -> dict[str, Tensor]:
-        """Everything logged so far by name."""
-        return self.run.results.callback_metrics if self.run else {}
-
-    @property
-    def progress_bar_metrics(self) -> dict[str, Any]:
-        return self.run.results.progress_bar_metrics if self.run else {}
-
-    @property
-    def engine(self) -> EagerEngine:
-        return self._needs_run("engine").engine
-
-    @property
-    def optimizers(self) -> list[Optimizer]:
-        return self.run.engine.optimizers if self.run else []
-
-    @property
-    def lr_scheduler_configs(self) -> list[LRSchedulerConfig]:
-        return self.run.schedulers.configs if self.run else []
-
-    @property
-    def model(self) -> Module | None:
-        return self._module
-
-    @property
-    def lightning_module(self) -> Module | None:
-        return self._module
-
-    @property
-    def logger(self) -> Logger | None:
-        return self.loggers[0] if self.loggers else None
-
-    @property
-    def checkpoint_callback(self) -> ModelCheckpoint | None:
-        return next(iter(self.checkpoint_callbacks), None)
-
-    @property
-    def checkpoint_callbacks(self) -> list[ModelCheckpoint]:
-        return [each for each in self.callbacks if isinstance(each, ModelCheckpoint)]
-
-    @property
-    def early_stopping_callback(self) -> EarlyStopping | None:
-        return next((each for each in self.callbacks if isinstance(each, EarlyStopping)), None)
-
-    @property
-    def progress_bar_callback(self) -> ProgressBar | None:
-        return next((each for each in self.callbacks if isinstance(each, ProgressBar)), None)
-
-    @property
-    def estimated_stepping_batches(self) -> float:
-        """Optimizer steps of the whole run; infinite where it is not known."""
-        return self.estimate_steps()
-
-    @property
-    def num_training_batches(self) -> float:
-        return self.run.num_training_batches if self.run else 0
-
-    @property
-    def num_val_batches(self) -> list[float]:
-        return list(self.run.val_limits) if self.run else []
-
-    num_test_batches = num_predict_batches = num_val_batches
-
-    @property
-    def default_root_dir(self) -> Path:
-        return Path(self.options.default_root_dir or "runs")
-
-    @property
-    def keeps_files(self) -> bool:
-        """Whether a fit writes a run folder."""
-        return not self.options.num_dev_batches and (self.logger_is_on or self.enable_checkpointing)
-
-    @property
-    def accumulate_grad_batches(self) -> int:
-        return self.plan.batch.accumulate_grad_batches
-
-    @property
-    def gradient_clip_val(self) -> float | None:
-        return self.plan.batch.gradient_clip_val
-
-    @property
-    def gradient_clip_algorithm(self) -> str:
-        return self.plan.batch.gradient_clip_algorithm
-
-    @property
-    def precision(self) -> str:
-        return self.plan.precision.mode
-
-    @property
-    def world_size(self) -> int:
-        return self.world.size
-
-    @property
-    def global_rank(self) -> int:
-        return self.world.rank
-
-    @property
-    def local_rank(self) -> int:
-        return self.world.local_rank
-
-    @property
-    def node_rank(self) -> int:
-        return self.world.node_rank
-
-    @property
-    def is_global_zero(self) -> bool:
-        return self.world.is_global_zero
-
-    @property
-    def num_devices(self) -> int:
-        return self.plan.parallel.devices
-
-    def __getattr__(self, name: str) -> Any:
-        # max_steps, log_every_n_steps and the other loop keywords are read as attributes.
-        if name in LoopOptions.__dataclass_fields__:
-            return getattr(self.options, name)
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in LoopOptions.__dataclass_fields__:
-            raise RoomierError(name, value, "is fixed when a Trainer is made", "Make a new Trainer with this keyword")
-        super().__setattr__(name, value)
+        self.needs_run("log_metrics").log_metrics(dict(metrics))
 
     @staticmethod
     def unwrapped_optimizer(optimizer: Any) -> Optimizer:
@@ -417,19 +252,14 @@ class Trainer:
             raise RoomierError("configure_callbacks", own, "is not a list of callbacks", action)
         own = [own] if isinstance(own, Callback) else list(own or ())
         types = {type(each) for each in own}
-        self.callbacks = _ordered([each for each in self.callbacks if type(each) not in types] + own)
+        self.callbacks = ordered([each for each in self.callbacks if type(each) not in types] + own)
         check_callbacks(self.callbacks)
-
-    @property
-    def is_running(self) -> bool:
-        """Whether a loop of this Trainer is running now."""
-        return any(getattr(self, flag) for flag in _STAGE_FLAGS)
 
     @contextmanager
     def in_stage(self, flag: str) -> Iterator[None]:
         """Set one of the stage flags (``training``, ``validating``, ...) and clear the others, inside."""
-        before = {name: getattr(self, name) for name in _STAGE_FLAGS}
-        for name in _STAGE_FLAGS:
+        before = {name: getattr(self, name) for name in STAGE_FLAGS}
+        for name in STAGE_FLAGS:
             setattr(self, name, name == flag)
         try:
             yield
@@ -472,49 +302,6 @@ class Trainer:
             datamodule = self.datamodule
         name = {"validate": "val", "test": "test", "predict": "predict"}[stage]
         return session(self, stage, model, {name: dataloaders}, datamodule, ckpt_path)
-
-    def _needs_run(self, name: str) -> Run:
-        if self.run is None:
-            raise RoomierError(name, None, "this Trainer has not run anything yet", "Call fit first")
-        return self.run
-
-
-def _plan_of(given: Mapping[str, Any]) -> Plan:
-    flags = {name: given[name] for name in inspect.signature(plan_from_flags).parameters}
-    if given["plan"] is None:
-        return plan_from_flags(**flags)
-    defaults = inspect.signature(Trainer.__init__).parameters
-    for name, value in flags.items():
-        if value != defaults[name].default:
-            raise RoomierError(name, value, "plan= was given as well", "Say it in the plan, or pass keywords alone")
-    return Plan.of(given["plan"])
-
-
-def _with_defaults(given: Mapping[str, Any], enable_checkpointing: bool) -> list[Any]:
-    callbacks = given["callbacks"]
-    if callbacks is not None and not isinstance(callbacks, (Callback, list, tuple)):
-        raise RoomierError(
-            "callbacks", callbacks, "is not a list of callbacks", "Pass objects of subclasses of roomier.Callback"
-        )
-    found = [callbacks] if isinstance(callbacks, Callback) else list(callbacks or ())
-    has = {type(each) for each in found}
-    if given["enable_progress_bar"] and ProgressBar not in has:
-        found.append(ProgressBar())
-    if given["enable_model_summary"] and ModelSummary not in has:
-        found.append(ModelSummary())
-    has_checkpoint = any(isinstance(each, ModelCheckpoint) for each in found)
-    if has_checkpoint and not given["enable_checkpointing"]:
-        raise RoomierError(
-            "enable_checkpointing", False, "a ModelCheckpoint is among the callbacks", "Remove one of the two"
-        )
-    if enable_checkpointing and not has_checkpoint:
-        found.append(ModelCheckpoint())
-    return found
-
-
-def _ordered(callbacks: Sequence[Any]) -> list[Any]:
-    # Checkpoints last: they hold the state of all others, which must have seen the event first.
-    return sorted(callbacks, key=lambda each: isinstance(each, ModelCheckpoint))
 
 
 def _by_loader(metrics: Mapping[str, float], num_loaders: int) -> list[dict[str, float]]:
