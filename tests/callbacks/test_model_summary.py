@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from roomier.callbacks import ModelSummary
-from roomier.callbacks.model_summary import Row, summarize
+from roomier.callbacks.model_summary import Row, optimizer_table, summarize
 from roomier.core.errors import RoomierError
 from roomier.trainer import Trainer
 
@@ -64,3 +64,13 @@ def test_it_is_printed_when_a_fit_starts(
 def test_what_is_no_depth_is_refused(depth: Any) -> None:
     with pytest.raises(RoomierError, match="max_depth="):
         ModelSummary(max_depth=depth)
+
+
+def test_an_optimizer_without_a_learning_rate_is_shown_all_the_same() -> None:
+    class Signless(torch.optim.Optimizer):
+        def __init__(self, params: list[nn.Parameter]) -> None:
+            super().__init__(params, {})
+
+    table = optimizer_table([Signless([nn.Parameter(torch.zeros(3))])])
+    cells = [next(iter(column.cells)) for column in table.columns]
+    assert cells == ["Signless", "1", "-", "-", "1", "3"]

@@ -105,12 +105,17 @@ def optimizer_table(optimizers: list[Optimizer]) -> Table:
             table.add_row(
                 type(optimizer).__name__,
                 str(group.get("name") or number),
-                f"{float(group['lr']):g}",
-                f"{float(group.get('weight_decay', 0.0)):g}",
+                _number(group.get("lr")),
+                _number(group.get("weight_decay")),
                 str(len(parameters)),
                 format_count(sum(p.numel() for p in parameters)),
             )
     return table
+
+
+def _number(value: float | None) -> str:
+    """A setting of an optimizer; some have neither learning rate nor weight decay."""
+    return "-" if value is None else f"{float(value):g}"
 
 
 def _plain_table(*texts: str, numbers: tuple[str, ...]) -> Table:

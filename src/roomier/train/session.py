@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
-from torch.optim import Optimizer
 
-from roomier.api.callback import Callback
 from roomier.api.datamodule import DataModule
 from roomier.api.forward import ForwardModule, as_module, network_of
 from roomier.api.hooks import HookTable, overrides
 from roomier.api.module import Module
-from roomier.core.errors import DataError, RoomierError
+from roomier.core.errors import DataError
 from roomier.core.log import notice
 from roomier.engine.build import build, configure
 from roomier.loggers.group import LoggerGroup
 from roomier.optim.configured import Configured
+from roomier.train.checks import check_call, check_modes
 from roomier.train.evaluate import EvaluationCutError, sanity_check
 from roomier.train.loaders import RunLoaders, estimate_steps
 from roomier.train.manual import ManualOptimizer
@@ -62,7 +60,7 @@ def session(
         SystemExit: SIGTERM or Ctrl-C ended the run at a save point (128 + the number of the signal).
     """
     module = as_module(model)
-    _check_call(trainer, stage, module, loaders, datamodule)
+    check_call(trainer, stage, module, loaders, datamodule)
     for part in module.modules():  # a Module inside another logs as well
         if isinstance(part, Module):
             part.__dict__["_trainer"] = trainer
@@ -97,28 +95,6 @@ def session(
         trainer.teardown(stage)
     if stop.received is not None:
         raise SystemExit(128 + stop.received)
-
-
-def _check_call(
-    trainer: Trainer, stage: str, module: Module, loaders: dict[str, Any], datamodule: DataModule | None
-) -> None:
-    """What can be seen to be wrong before anything is touched."""
-    if trainer.is_running:
-        action = "Call it when that is over; to validate within a fit, use val_check_interval"
-        raise RoomierError(stage, type(module).__name__, "is called while this Trainer is running", action)
-    step = {"fit": "training_step", "validate": "validation_step", "test": "test_step"}.get(stage)
-    if step is not None and not overrides(module, step, Module):
-        action = f"Define {step}(self, batch, batch_idx){' and return the loss' * (stage == 'fit')}"
-        raise RoomierError(step, type(module).__name__, f"the module does not define {step}", action)
-    if datamodule is None:
-        return
-    if not isinstance(datamodule, DataModule):
-        action = "Pass an object of a subclass of roomier.DataModule; loaders go to the other arguments"
-        raise RoomierError("datamodule", datamodule, "is not a DataModule", action)
-    passed = [f"{name}_dataloaders" for name, loader in loaders.items() if loader is not None]
-    if passed:
-        problem = f"{' and '.join(passed)} were passed as well"
-        raise RoomierError("datamodule", type(datamodule).__name__, problem, "Pass one of the two")
 
 
 def start_fit(run: Run) -> None:
@@ -179,7 +155,7 @@ def _open(
     engine, configured = build(
         plan, module, lambda: configure(plan, module, trainer.estimate_steps) if is_fit else Configured()
     )
-    _check_modes(trainer, module, configured, is_fit)
+    check_modes(trainer, module, configured, is_fit)
     run = Run(
         trainer=trainer,
         module=module,
@@ -250,63 +226,3 @@ def _setup(trainer: Trainer, stage: str, module: Module) -> None:
         callback.setup(trainer, module, stage)
     module.setup(stage)
     module.configure_model()
-
-
-def _check_modes(trainer: Trainer, module: Module, configured: Configured, is_fit: bool) -> None:
-    batch = trainer.plan.batch
-    if not is_fit:
-        return
-    if module.automatic_optimization:
-        if len(configured.optimizers) > 1:
-            raise RoomierError(
-                "configure_optimizers",
-                f"{len(configured.optimizers)} optimizers",
-                "automatic optimization steps one",
-                "Set self.automatic_optimization = False and step them in training_step, "
-                "or put the parameters into groups of one optimizer",
-            )
-        for optimizer in configured.optimizers:
-            _check_needs_no_closure(optimizer)
-        return
-    for field, value, default in (
-        ("accumulate_grad_batches", batch.accumulate_grad_batches, 1),
-        ("gradient_clip_val", batch.gradient_clip_val, None),
-    ):
-        if value != default:
-            raise RoomierError(
-                field,
-                value,
-                "the module optimizes by hand (automatic_optimization=False)",
-                "Do it in training_step: self.clip_gradients(optimizer, ...), step every n batches",
-            )
-
-
-def _check_needs_no_closure(optimizer: Optimizer) -> None:
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise RoomierError(
-            "configure_optimizers",
-            type(optimizer).__name__,
-            "it computes the loss several times a step; automatic optimization computes it once",
-            "Set self.automatic_optimization = False and call optimizer.step(closure=...) in training_step",
-        )
-
-
-def check_callbacks(callbacks: Sequence[Any]) -> None:
-    """Refuse what is no callback, and two whose states would be stored under one name."""
-    seen: dict[str, Any] = {}
-    for callback in callbacks:
-        if not isinstance(callback, Callback):
-            raise RoomierError(
-                "callbacks", callback, "is not a Callback", "Pass objects of subclasses of roomier.Callback"
-            )
-        if any(callback is other for other in seen.values()):
-            raise RoomierError("callbacks", callback, "is given twice, so it would be called twice", "Name it once")
-        if callback.state_key in seen and callback.state_dict():
-            raise RoomierError(
-                "callbacks",
-                callback.state_key,
-                "two callbacks have this state_key, so one state would overwrite the other",
-                "Remove one, or override state_key",
-            )
-        seen[callback.state_key] = callback

@@ -20,13 +20,14 @@ from roomier.core.log import notice
 from roomier.core.world import World
 from roomier.loggers.by_name import loggers_from_flag
 from roomier.plan import Plan
+from roomier.train.checks import check_callbacks
 from roomier.train.evaluate import evaluate
 from roomier.train.fit import fit
 from roomier.train.manual import ManualOptimizer
 from roomier.train.options import LoopOptions, check_flag
 from roomier.train.run import Run
 from roomier.train.save import save_checkpoint
-from roomier.train.session import check_callbacks, end_fit, session, start_fit
+from roomier.train.session import end_fit, session, start_fit
 from roomier.trainer.attributes import STAGE_FLAGS, TrainerAttributes
 from roomier.trainer.keywords import callbacks_of, explain_unknown_keywords, ordered, plan_of
 
