@@ -36,7 +36,7 @@ BULK = {"test", "tests", "idlelib", "encodings", "pydoc_data", "site-packages", 
 class LanguageModel(roomier.Module):
     """How the GPT is trained: next-token loss, AdamW, warm-up and a cosine over ``num_steps``."""
 
-    def __init__(self, num_steps: int, learning_rate: float = 1e-3) -> None:
+    def __init__(self, num_steps: int, learning_rate: float = 6e-4) -> None:
         super().__init__()
         self.save_hyperparameters()
         self.num_steps, self.learning_rate = num_steps, learning_rate
@@ -53,7 +53,7 @@ class LanguageModel(roomier.Module):
 
     def configure_optimizers(self):
         optimizer = torch.optim.AdamW(
-            self.parameters(), lr=self.learning_rate, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+            self.parameters(), lr=self.learning_rate, betas=(0.9, 0.99), weight_decay=0.1, fused=True
         )
         schedule = make_schedule(
             "cosine", optimizer, self.num_steps, warmup_steps=self.num_steps // 10, min_lr_ratio=0.05
@@ -112,8 +112,9 @@ def faster_precision() -> str:
     return "bf16-mixed" if elapsed_s[torch.bfloat16] < elapsed_s[torch.float32] else "32-true"
 
 
-def draw_losses(metrics: Path, stopped_at: int, image: Path) -> None:
-    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+def draw_losses(metrics: Path, first_loss: float, stopped_at: int, image: Path) -> None:
+    """The log of the run as a picture; ``first_loss`` is that of validation before the first step."""
+    rows = [{"step": 0, "val_loss": first_loss}] + [json.loads(line) for line in metrics.read_text().splitlines()]
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     for name, style in (("train_loss", "-"), ("val_loss", "o-")):
@@ -157,10 +158,10 @@ def main(num_steps: int) -> int:
     trainer.fit(module, *loaders, ckpt_path="last")
     last_loss = float(trainer.callback_metrics["val_loss"])
 
-    draw_losses(Path(trainer.log_dir) / "metrics.jsonl", num_steps // 2, OUT / "loss.png")
-    prompt = torch.tensor([tokenizer.encode("class ").ids], device=module.device)
+    draw_losses(Path(trainer.log_dir) / "metrics.jsonl", first_loss, num_steps // 2, OUT / "loss.png")
+    prompt = torch.tensor([tokenizer.encode("def ").ids], device=module.device)
     generator = torch.Generator(module.device).manual_seed(0)
-    sample = module.gpt.generate(prompt, 200, temperature=0.8, top_k=50, generator=generator)
+    sample = module.gpt.generate(prompt, 200, temperature=0.7, top_k=40, generator=generator)
     print(f"--- sample\n{tokenizer.decode(sample[0].tolist())}\n---")
     print(f"{time.perf_counter() - begin_s:.0f} s; loss curve: {OUT / 'loss.png'}; run: {trainer.log_dir}")
     print(f"demo: val_loss {first_loss:.2f} -> {last_loss:.2f}", flush=True)
@@ -169,7 +170,7 @@ def main(num_steps: int) -> int:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--num-steps", type=int, default=720, help="optimizer steps in all, a multiple of 8")
+    parser.add_argument("--num-steps", type=int, default=640, help="optimizer steps in all, a multiple of 8")
     arguments = parser.parse_args()
     if arguments.num_steps < NUM_VALIDATIONS or arguments.num_steps % NUM_VALIDATIONS:
         parser.error(f"--num-steps {arguments.num_steps} is not a multiple of {NUM_VALIDATIONS}")

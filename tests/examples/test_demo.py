@@ -38,4 +38,4 @@ def test_the_demo_trains_resumes_draws_and_tells_the_truth(tmp_path: Path, num_s
     assert (first - last >= 1.5) is is_enough
 
     assert (run.parent / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert re.search(r"--- sample\nclass .{50}", done.stdout, re.DOTALL)
+    assert re.search(r"--- sample\ndef .{50}", done.stdout, re.DOTALL)
