@@ -120,7 +120,8 @@ def nothing_is_lost(desk: Desk) -> Iterator[None]:
     state = checkpoint.load(desk.good)
     before = _process_settings()
     yield
-    gc.collect()  # the error that was caught held the workers of its loader
+    if _process_settings() != before:
+        gc.collect()  # the error that was caught held the workers of its loader
     deadline_s = time.monotonic() + 5
     while _process_settings() != before and time.monotonic() < deadline_s:
         time.sleep(0.01)  # the threads that fed a worker end when they find it gone
@@ -132,7 +133,7 @@ def nothing_is_lost(desk: Desk) -> Iterator[None]:
     else:
         assert _fingerprint(checkpoint.load(desk.good)) == _fingerprint(state)
         assert checkpoint.find_last(desk.root) is not None
-    leftovers = [path for path in desk.root.parent.rglob("*") if path.name.startswith((".tmp-", ".old-"))]
+    leftovers = [path for path in desk.root.parent.rglob("*") if path.name.startswith(".")]
     assert not leftovers
     for record in desk.root.glob("version_[1-9]*/checkpoints/*/run.json"):
         checkpoint.verify(record.parent)
