@@ -60,3 +60,20 @@ def test_an_epoch_end_hook_may_read_it(make_trainer):
     [metrics] = make_trainer().validate(Reads(), [torch.full((2, 1), 3.0)])
     assert seen == [9.0]
     assert metrics["val_error"] == 9.0
+
+
+def test_a_logged_metric_keeps_no_graph_and_the_run_can_be_saved_after_its_end(make_trainer, tmp_path):
+    """What a differentiable metric returned for a step depends on the parameters."""
+
+    class OfPredictions(Measures):
+        def training_step(self, batch, batch_idx):
+            predicted = self.net(batch)
+            self.error(predicted, torch.zeros_like(predicted))
+            self.log("error", self.error, on_step=True, on_epoch=True)
+            return predicted.mean()
+
+    trainer = make_trainer(max_steps=3)
+    trainer.fit(OfPredictions(), [torch.ones(2, 1)] * 2)
+    assert not trainer.callback_metrics["error_step"].requires_grad
+    trainer.save_checkpoint(tmp_path / "end")
+    assert (tmp_path / "end").is_dir()

@@ -211,7 +211,8 @@ class Results:
             )
         entry.metric = value
         if entry.on_step:
-            entry.value = torch_private.last_forward_value(value)
+            last = torch_private.last_forward_value(value)
+            entry.value = last.detach() if isinstance(last, Tensor) else last
 
     def forget_epochs(self) -> None:
         """Forget the values of finished epochs (a sanity check is none)."""

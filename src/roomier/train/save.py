@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from copy import deepcopy
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from roomier import checkpoint
 from roomier.api.hparams import is_plain
 from roomier.core.log import notice
 from roomier.core.rng import rng_state
+from roomier.core.tree import map_tensors
 from roomier.train.metric_state import metric_states, metrics_of
 from roomier.train.run import Run, call
 
@@ -39,7 +41,7 @@ def save_point(run: Run) -> bool:
         _save_interrupted(run)
         return True
     if is_over:
-        run.state_at_end = deepcopy(_state_beside_engine(run))
+        run.state_at_end = map_tensors(_kept_on_host, _state_beside_engine(run))
     run.is_in_step = not is_over
     return is_over
 
@@ -101,6 +103,11 @@ def _state_beside_engine(run: Run) -> dict[str, Any]:
         "metrics": metric_states(run.module),
         "callbacks": {callback.state_key: callback.state_dict() for callback in run.trainer.callbacks},
     }
+
+
+def _kept_on_host(tensor: Tensor) -> Tensor:
+    # It outlives training: what a callback holds on the device (averaged weights, say) must not be there twice.
+    return tensor.detach().to("cpu", copy=True)
 
 
 def _write_deferred(run: Run) -> None:
