@@ -91,3 +91,18 @@ def test_an_object_that_moves_itself():
             return ("moved", device)
 
     assert to_device(Own(), torch.device("cpu")) == ("moved", torch.device("cpu"))
+
+
+def test_objects_that_move_themselves_are_found_anywhere():
+    class Own:
+        def to(self, device):
+            return ("moved", device)
+
+    cpu = torch.device("cpu")
+    assert to_device({"pair": (Own(), ONE)}, cpu) == {"pair": (("moved", cpu), ONE)}
+
+
+def test_a_packed_sequence_keeps_its_lengths_on_the_cpu():
+    packed = torch.nn.utils.rnn.pack_sequence([torch.ones(3), torch.ones(2)])
+    [moved] = to_device([packed], torch.device("meta"))
+    assert (moved.data.device.type, moved.batch_sizes.device.type) == ("meta", "cpu")

@@ -40,3 +40,11 @@ def load_metric_state(metric: Any, state: Mapping[str, Any], num_updates: int) -
         setattr(metric, name, value)
     metric._update_count = num_updates
     metric._computed = None
+
+
+def end_workers(iterator: Any) -> None:
+    """End the worker processes of the iterator of a DataLoader now, unless they are to outlive it."""
+    from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
+
+    if isinstance(iterator, _MultiProcessingDataLoaderIter) and not iterator._persistent_workers:
+        iterator._shutdown_workers()

@@ -3,8 +3,9 @@
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from roomier.core.tree import tensors, to_device
+from roomier.core.tree import map_tensors, moved, moves_itself, to_device
 
 
 class BatchMover:
@@ -22,11 +23,17 @@ class BatchMover:
     def __call__(self, batch: Any) -> Any:
         if self._stream is None:
             return to_device(batch, self.device)
-        with torch.cuda.stream(self._stream):
-            moved = to_device(batch, self.device)
         computing = torch.cuda.current_stream(self.device)
+
+        def move(leaf: Any) -> Any:
+            if isinstance(leaf, Tensor):
+                copied = moved(leaf, self.device)
+                copied.record_stream(computing)  # freed memory must not be reused while kernels still read it
+                return copied
+            with torch.cuda.stream(computing):  # the tensors in it are not known here, so none could be recorded
+                return moved(leaf, self.device)
+
+        with torch.cuda.stream(self._stream):
+            on_device = map_tensors(move, batch, moves_itself)
         computing.wait_stream(self._stream)
-        for tensor in tensors(moved):
-            if tensor.is_cuda:
-                tensor.record_stream(computing)  # freed memory must not be reused while kernels still read it
-        return moved
+        return on_device

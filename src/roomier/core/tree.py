@@ -6,21 +6,26 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 
-def map_tensors(fn: Callable[[Tensor], Tensor], batch: Any) -> Any:
-    """A copy of ``batch`` of the same form with ``fn`` applied to each tensor; other leaves stay."""
-    if isinstance(batch, Tensor):
+def map_tensors(fn: Callable[[Any], Any], batch: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:
+    """A copy of ``batch`` of the same form with ``fn`` applied to each tensor; other leaves stay.
+
+    Args:
+        is_leaf: says of what it stands for as a whole; ``fn`` is applied to that too.
+    """
+    if isinstance(batch, Tensor) or (is_leaf is not None and is_leaf(batch)):
         return fn(batch)
     if isinstance(batch, Mapping):
-        mapped = {key: map_tensors(fn, value) for key, value in batch.items()}
+        mapped = {key: map_tensors(fn, value, is_leaf) for key, value in batch.items()}
         return mapped if type(batch) is dict else _same_mapping(batch, mapped)
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(map_tensors(fn, value) for value in batch))
+        return type(batch)(*(map_tensors(fn, value, is_leaf) for value in batch))
     if isinstance(batch, (list, tuple)):
-        return type(batch)(map_tensors(fn, value) for value in batch)
+        return type(batch)(map_tensors(fn, value, is_leaf) for value in batch)
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        values = {f.name: map_tensors(fn, getattr(batch, f.name)) for f in dataclasses.fields(batch) if f.init}
+        values = {f.name: map_tensors(fn, getattr(batch, f.name), is_leaf) for f in dataclasses.fields(batch) if f.init}
         return dataclasses.replace(batch, **values)
     return batch
 
@@ -53,9 +58,21 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
     An object with its own ``to(device)`` (a graph batch, say) is asked to move itself.
     """
-    if not isinstance(batch, (Tensor, Mapping, list, tuple)) and callable(getattr(batch, "to", None)):
-        return batch.to(device)
-    return map_tensors(lambda t: t.to(device, non_blocking=t.is_pinned()) if t.device != device else t, batch)
+    return map_tensors(lambda leaf: moved(leaf, device), batch, moves_itself)
+
+
+def moves_itself(batch: Any) -> bool:
+    """Whether ``batch`` knows best how it is moved: its form is its own, or one of its tensors must stay."""
+    if isinstance(batch, (Mapping, list, tuple)):
+        return isinstance(batch, PackedSequence)
+    return callable(getattr(batch, "to", None))
+
+
+def moved(leaf: Any, device: torch.device) -> Any:
+    """A tensor, or what moves itself, on ``device``."""
+    if not isinstance(leaf, Tensor):
+        return leaf.to(device)
+    return leaf if leaf.device == device else leaf.to(device, non_blocking=leaf.is_pinned())
 
 
 def batch_size_of(batch: Any) -> int:
