@@ -139,10 +139,19 @@ def test_the_batch_size_may_be_given(make_trainer):
     assert metrics == {"x": pytest.approx(1.1)}
 
 
-def test_a_batch_of_weight_zero_counts_for_nothing(make_trainer):
-    module = Logs(validation_step=lambda m, batch, i: m.log("x", batch[0, 0], batch_size=(0, 4)[i]))
+@pytest.mark.parametrize("weights", [(0, 4), torch.tensor([0, 4])], ids=["ints", "tensors"])
+def test_a_batch_of_weight_zero_counts_for_nothing(make_trainer, weights):
+    module = Logs(validation_step=lambda m, batch, i: m.log("x", batch[0, 0], batch_size=weights[i]))
     [metrics] = make_trainer().validate(module, [batch_of(float("nan")), batch_of(2)])
     assert metrics == {"x": 2.0}
+
+
+def test_the_mean_of_values_of_16_bits_has_more(make_trainer):
+    """1.0078125 is a bfloat16, 511 times that is none."""
+    value = torch.tensor(1.0078125, dtype=torch.bfloat16)
+    module = Logs(validation_step=lambda m, batch, i: m.log("x", value, batch_size=511))
+    [metrics] = make_trainer().validate(module, [batch_of(0)])
+    assert metrics == {"x": 1.0078125}
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])

@@ -21,6 +21,7 @@ class Logs(roomier.Module):
         loss = F.cross_entropy(self.net(batch["x"]), batch["labels"])
         self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True)
         self.log("largest", loss, on_step=False, on_epoch=True, reduce_fx="max")
+        self.log("by_labels", loss, on_step=False, on_epoch=True, batch_size=(batch["labels"] >= 0).sum())
         return loss
 
 

@@ -51,7 +51,7 @@ class ForwardModule(Module):
 
     def _log_loss(self, name: str, batch: Any) -> None:
         # Weighted by terms, the epoch's figure is the mean over all of them, whatever the batches were.
-        self.log(name, self._loss(batch), prog_bar=True, batch_size=int(self.num_loss_terms(batch)))
+        self.log(name, self._loss(batch), prog_bar=True, batch_size=self.num_loss_terms(batch))
 
     def _loss(self, batch: Any) -> Tensor:
         output = call_with_batch(self.network, batch)

@@ -247,7 +247,7 @@ class Module(nn.Module):
         reduce_fx: Any = "mean",
         sync_dist: bool = False,
         add_dataloader_idx: bool = True,
-        batch_size: int | None = None,
+        batch_size: int | Tensor | None = None,
         rank_zero_only: bool = False,
     ) -> None:
         """Log a number (a 0-dim tensor, a float, or a torchmetrics metric) under ``name``.
@@ -261,7 +261,8 @@ class Module(nn.Module):
             sync_dist: reduce over ranks as well.
             add_dataloader_idx: with several loaders, put ``/dataloader_idx_N`` behind the name.
             batch_size: the weight of this value in the epoch's mean; by default the first dimension of the
-                first tensor of the batch. Pass the number of tokens where the value is a mean over tokens.
+                first tensor of the batch. Pass the number of tokens where the value is a mean over tokens; one that is
+                counted on the device may stay there.
             rank_zero_only: only rank 0 logs it.
 
         The value stays on its device: nothing here waits for it.

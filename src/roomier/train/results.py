@@ -35,7 +35,7 @@ class Entry:
     reduce_fx: str
     value: Any = None
     total: Any = None
-    weight: float = 0.0
+    weight: Any = 0.0
     metric: Any = None
     asked: tuple[Any, ...] | None = None
 
@@ -51,15 +51,18 @@ class Entry:
         of_step = {self.names_for_step()[-1]} if self.on_step else set()
         return of_step | ({self.names_for_epoch()[-1]} if self.on_epoch else set())
 
-    def add(self, value: Any, weight: float) -> None:
+    def add(self, value: Any, weight: Any) -> None:
         """Take one value into the epoch's reduction; a value of weight 0 counts for nothing."""
+        if isinstance(value, Tensor):  # thousands of steps are added up: fp32 would drift, bf16 lose digits at once
+            value = value.float() if value.device.type == "mps" else value.double()
         if self.reduce_fx == "mean":
-            if weight == 0:
+            if isinstance(weight, Tensor):  # asking whether it is 0 would wait for it
+                value = torch.where(weight == 0, 0.0, value * weight)
+            elif weight == 0:
                 return
-            value = value * weight
-            self.weight += weight
-        if isinstance(value, Tensor) and value.device.type != "mps":
-            value = value.double()  # thousands of steps are added up: fp32 would drift
+            else:
+                value = value * weight
+            self.weight = self.weight + weight
         if self.total is None:
             self.total = value
         elif self.reduce_fx in ("mean", "sum"):
@@ -129,7 +132,7 @@ class Results:
         on_epoch: bool | None,
         reduce_fx: Any,
         add_dataloader_idx: bool,
-        batch_size: int | None,
+        batch_size: int | Tensor | None,
     ) -> None:
         """Behind :meth:`roomier.Module.log`, which tells the arguments."""
         if self.stage is None:
@@ -321,5 +324,5 @@ class Results:
                 entry.metric = metrics.get(saved["metric"])
                 if entry.metric is None:
                     continue
-            entry.value, entry.total, entry.weight = move(saved["value"]), move(saved["total"]), saved["weight"]
+            entry.value, entry.total, entry.weight = (move(saved[each]) for each in ("value", "total", "weight"))
             restored[saved["name"], saved["is_in_batch"]] = entry
