@@ -4,10 +4,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from roomier.core.errors import CheckpointError
+from roomier.core.tree import to_device
 
 
 def parameter_names(module: nn.Module) -> dict[nn.Parameter, str]:
@@ -89,8 +90,7 @@ def _load_as_saved(optimizer: Optimizer, packed: Mapping[str, Any]) -> None:
         # torch keeps step counts on the host unless the kernel reads them on the device.
         count_device = parameter.device if id(parameter) in on_device else torch.device("cpu")
         optimizer.state[parameter] = {
-            key: value.to(count_device if key == "step" else parameter.device) if isinstance(value, Tensor) else value
-            for key, value in state.items()
+            key: to_device(value, count_device if key == "step" else parameter.device) for key, value in state.items()
         }
 
 
