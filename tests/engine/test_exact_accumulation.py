@@ -151,6 +151,24 @@ def test_a_micro_batch_without_terms_adds_nothing():
         assert all(torch.equal(a, b) for a, b in zip(gradient, alone, strict=True))
 
 
+def test_a_count_may_be_a_tensor():
+    """Also that of a micro-batch without terms."""
+
+    class Counts(TokenMean):
+        def num_loss_terms(self, batch):
+            return (batch["labels"] != -100).sum()
+
+    generator = torch.Generator().manual_seed(0)
+    full, empty = Counts.make(6, generator), Counts.make(6, generator)
+    full["labels"][0] = 1
+    empty["labels"][:] = -100
+    for window in ([full, empty], [full, Counts.make(9, generator)]):
+        expected_loss, expected = gradient_of(TokenMean, window)
+        loss, gradient = gradient_of(Counts, window)
+        assert torch.equal(loss, expected_loss)
+        assert all(torch.equal(a, b) for a, b in zip(gradient, expected, strict=True))
+
+
 def test_a_step_without_terms_is_refused():
     batch = TokenMean.make(3, torch.Generator().manual_seed(0))
     batch["labels"][:] = -100

@@ -196,7 +196,7 @@ class EagerEngine:
         """The share of each micro-batch in the terms of all; None where losses are added as they are."""
         if self._count_terms is None:
             return None
-        counts = [self._count_terms(batch) for batch in batches]
+        counts = [_on_host(self._count_terms(batch)) for batch in batches]
         if not all(isinstance(count, (int, float, Tensor)) for count in counts):
             raise TrainingError(
                 "num_loss_terms", counts, "these are no counts", "Return an integer or a 0-dim tensor for each batch"
@@ -210,6 +210,11 @@ class EagerEngine:
                 "Look at the targets: are all of them ignored?",
             )
         return [count / total for count in counts]
+
+
+def _on_host(count: Any) -> Any:
+    """A count that is there without waiting, as a number: only of numbers can be seen that there is no term."""
+    return count.item() if isinstance(count, Tensor) and count.is_cpu else count
 
 
 def loss_of(output: Any) -> Tensor | None:
