@@ -3,6 +3,8 @@
 import itertools
 import os
 import signal
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -35,12 +37,10 @@ class Broken(Dataset):
 
 
 class Dies(Broken):
-    """Reading its third sample kills the process that reads it, as a full memory does."""
+    """Reading kills the process that reads, as a full memory does."""
 
     def __getitem__(self, index):
-        if index == 3:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return SAMPLES[index]
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 class NoLength(Dataset):
@@ -272,6 +272,35 @@ def test_the_users_own_error_passes_through(of, kind, frame, desk):
 def test_the_error_of_a_sample_read_in_a_worker_keeps_its_kind_and_its_line(desk):
     with pytest.raises(FileNotFoundError, match=r"(?s)sample 3 is gone"):
         desk.fit(train=DataLoader(Broken(), num_workers=1))
+
+
+ENDS_WITH_AN_ERROR = """
+import torch, roomier
+from torch.utils.data import DataLoader, TensorDataset
+
+class Net(roomier.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 2)
+
+    def training_step(self, batch, batch_idx):
+        raise KeyError("learning_rate")
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters())
+
+loader = DataLoader(TensorDataset(torch.randn(64, 4)), num_workers=1)
+roomier.Trainer(accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False).fit(Net(), loader)
+"""
+
+
+@pytest.mark.timeout(90)
+def test_a_script_that_ends_with_an_error_does_not_wait_for_its_workers(desk):
+    done = subprocess.run(
+        [sys.executable, "-c", ENDS_WITH_AN_ERROR], cwd=desk.root, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 1
+    assert done.stderr.rstrip().endswith("KeyError: 'learning_rate'")
 
 
 def test_a_plain_model_is_told_how_its_batch_was_passed(desk):

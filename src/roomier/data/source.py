@@ -1,10 +1,11 @@
 """Source: batches of one loader, epoch by epoch, with a position that a checkpoint can hold."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from roomier.core import torch_private
 from roomier.core.errors import DataError
 from roomier.core.rng import rng_state, set_rng_state
 from roomier.core.world import World
@@ -89,6 +90,7 @@ class Source:
         if self._feed.num_batches == 0:
             raise self._empty()
         self._running: _Running | None = None
+        self._batches: Generator[Any, None, None] | None = None
         self._stored: dict[str, Any] | None = None
 
     @property
@@ -123,7 +125,14 @@ class Source:
             iterator, running.num_batches = self._resume(stored)
             set_rng_state(random_state)
         self._running = running
-        return self._count(iterator, running)
+        self._batches = self._count(iterator, running)
+        return self._batches
+
+    def close(self) -> None:
+        """End the worker processes of the epoch that is being read. Left alone they live as long as the error that
+        ended a run is looked at, and the death of any other child process would be taken for theirs."""
+        if self._batches is not None:
+            self._batches.close()
 
     def _resume(self, stored: dict[str, Any]) -> tuple[Iterator[Any], int]:
         if self._is_complete(stored):
@@ -136,13 +145,14 @@ class Source:
         length = stored["num_batches_of_epoch"]
         return stored["is_exhausted"] or (length is not None and stored["num_batches"] >= length)
 
-    def _count(self, iterator: Iterator[Any], running: _Running) -> Iterator[Any]:
+    def _count(self, iterator: Iterator[Any], running: _Running) -> Generator[Any, None, None]:
         try:
             for batch in iterator:
                 running.num_batches += 1
                 yield batch
-        except RuntimeError as error:
-            if "DataLoader worker (pid" not in str(error):
+        except BaseException as error:
+            torch_private.end_workers(iterator)
+            if not isinstance(error, RuntimeError) or "DataLoader worker (pid" not in str(error):
                 raise
             raise DataError(
                 self.name,

@@ -17,6 +17,7 @@ from roomier.api.hooks import HookTable, overrides
 from roomier.api.module import Module
 from roomier.core.errors import DataError
 from roomier.core.log import notice
+from roomier.data.workers import workers_outlive_signals
 from roomier.engine.build import build, configure
 from roomier.loggers.group import LoggerGroup
 from roomier.optim.configured import Configured
@@ -70,6 +71,7 @@ def session(
     try:
         with ExitStack() as stack:
             stop = stack.enter_context(GracefulStop())
+            stack.enter_context(workers_outlive_signals())
             stack.enter_context(process_settings(trainer.plan, trainer.options))
             run = _open(trainer, stage, module, loaders, ckpt_path, stop)
             run.profiler = stack.enter_context(profiled(trainer.options.profiler, run.folder))
@@ -91,6 +93,8 @@ def session(
                 Path(trainer.log_dir).rmdir()
         if run is not None:
             run.results.stage = None
+            for source in (*([run.train_source] if run.train_source else []), *run.val_sources):
+                source.close()
             run.loggers.finalize(status)
         trainer.teardown(stage)
     if stop.received is not None:
