@@ -1,5 +1,7 @@
 """The accumulated gradient is that of the whole batch, whatever the sizes of the micro-batches."""
 
+import weakref
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -174,6 +176,22 @@ def test_a_step_without_terms_is_refused():
     batch["labels"][:] = -100
     with pytest.raises(roomier.TrainingError, match=r"num_loss_terms.*single term.*ignored"):
         gradient_of(TokenMean, [batch, batch])
+
+
+def test_what_a_step_returned_makes_room_for_the_next():
+    module = Classifier()
+    engine = roomier.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    outputs, num_alive = [], []
+
+    def step(batch):
+        num_alive.append(sum(output() is not None for output in outputs))
+        logits = module.net(batch[0])
+        outputs.append(weakref.ref(logits))
+        return {"loss": F.cross_entropy(logits, batch[1]), "logits": logits}
+
+    generator = torch.Generator().manual_seed(0)
+    engine.forward_backward(step, [Classifier.make(3, generator) for _ in range(3)])
+    assert num_alive == [0, 0, 0]
 
 
 def test_a_step_that_returns_none_is_left_out():

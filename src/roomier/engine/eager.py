@@ -64,6 +64,7 @@ class EagerEngine:
         for index, batch in enumerate(batches):
             if index and hooks.batch_end is not None:
                 hooks.batch_end()
+            on_device = output = loss = None  # what the step before used makes room for this one
             on_device = self.move(batch)
             if hooks.batch_start is not None:
                 hooks.batch_start(on_device)

@@ -88,6 +88,7 @@ def _evaluate_source(run: Run, stage: str, source: Source, limit: float, dataloa
                 hook(output, batch, batch_idx, *last)
             if stage == "predict" and run.keeps_predictions:
                 kept.append(output)
+            results.batch = batch = output = None  # makes room for the next
     finally:
         results.batch = None
         engine.hooks.transfer = outer_transfer
