@@ -139,8 +139,7 @@ def update_of(run: Run) -> Callable[[], None]:
         return step
 
     def update() -> None:
-        if before or clip is not engine.clip:
-            engine.unscale()
+        engine.unscale()
         for hook in before:
             hook(optimizer)
         if clip is not None:
