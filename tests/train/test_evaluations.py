@@ -95,6 +95,26 @@ def test_weights_of_a_checkpoint(make_trainer, tmp_path, verb):
     assert module.net.weight.item() == 7.0
 
 
+def test_what_a_module_keeps_beside_its_tensors_comes_with_them(make_trainer, tmp_path):
+    class Line2(Line):
+        scale = 1.0
+
+        def get_extra_state(self):
+            return {"scale": self.scale}
+
+        def set_extra_state(self, state):
+            self.scale = state["scale"]
+
+    saved = Line2()
+    saved.scale = 3.0
+    trainer = make_trainer(max_epochs=0)
+    trainer.fit(saved, numbers(1))
+    trainer.save_checkpoint(tmp_path / "three")
+    module = Line2()
+    make_trainer().validate(module, numbers(1), ckpt_path=tmp_path / "three")
+    assert module.scale == Line2.load_from_checkpoint(tmp_path / "three").scale == 3.0
+
+
 def test_the_best_checkpoint(make_trainer):
     """The third epoch is the best by what the module says of it; the last is another."""
 

@@ -32,9 +32,9 @@ def load_module(
             "Pass the missing arguments to load_from_checkpoint, and call save_hyperparameters in __init__",
         ) from error
     module.configure_model()
-    weights = module.state_dict()
     if strict:
-        load(path, into={"module": weights}, only=("module",))
+        # Filled in place; what a module keeps beside its tensors (get_extra_state) is set behind that.
+        module.load_state_dict(load(path, into={"module": module.state_dict()}, only=("module",))["module"])
     else:
         _load_what_is_there(module, load(path, only=("module",))["module"], path)
     return module

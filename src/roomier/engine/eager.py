@@ -165,10 +165,13 @@ class EagerEngine:
         for optimizer in self.optimizers:
             optimizer.zero_grad()
 
+    def weights(self) -> dict[str, Any]:
+        return self.module.state_dict()
+
     def state(self) -> dict[str, Any]:
         names = parameter_names(self.module)
         return {
-            "module": self.module.state_dict(),
+            "module": self.weights(),
             "optimizers": [optimizer_state(optimizer, names) for optimizer in self.optimizers],
             "scaler": None if self.scaler is None else self.scaler.state(),
         }

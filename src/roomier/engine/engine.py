@@ -76,6 +76,10 @@ class Engine(Protocol):
         """Update the parameters."""
         ...
 
+    def weights(self) -> dict[str, Any]:
+        """The weights and buffers of :meth:`state` alone."""
+        ...
+
     def state(self) -> dict[str, Any]:
         """Weights, optimizer states and loss scale by fully qualified name; tensors are not copied."""
         ...

@@ -52,7 +52,9 @@ def resolve_checkpoint(ckpt_path: str | Path | None, root: Path, best_path: str 
 def restore_weights(run: Run, path: Path) -> None:
     """Fill the weights of the module from ``path``; nothing else of the checkpoint is read."""
     with _named_ckpt_path():
-        checkpoint.load(path, into={"module": run.engine.state()["module"]}, only=("module",))
+        weights = run.engine.weights()
+        weights = checkpoint.load(path, into={"module": weights}, only=("module",))["module"]
+    run.engine.module.load_state_dict(weights)  # they are there already; what a module keeps beside them is not
 
 
 def restore(run: Run, path: Path) -> None:
@@ -69,7 +71,7 @@ def restore(run: Run, path: Path) -> None:
     with _named_ckpt_path():
         stored = checkpoint.peek(path)
         _check_complete(path, stored)
-        weights = run.engine.state()["module"]
+        weights = run.engine.weights()
         if stored["module"].keys() == weights.keys():  # else load() tells that it is of another model
             run.engine.check(stored)
         run.schedulers.check(stored["schedulers"])

@@ -75,12 +75,7 @@ def write_checkpoint(run: Run, path: Path, weights_only: bool = False) -> None:
 
 def weights(run: Run) -> dict[str, Any]:
     """What evaluation needs."""
-    return {
-        "plan": run.plan.to_dict(),
-        "progress": run.progress.state(),
-        "hyperparameters": {name: value for name, value in run.module.hparams.items() if is_plain(value)},
-        "module": run.engine.state()["module"],
-    }
+    return {**_description(run), "module": run.engine.weights()}
 
 
 def full_state(run: Run) -> dict[str, Any]:
@@ -89,7 +84,15 @@ def full_state(run: Run) -> dict[str, Any]:
     Training that ended within an epoch has told what was measured so far, and callbacks have acted on it; to a run that
     goes on this never happened. So what is saved after the end is the state of the last save point.
     """
-    return {**weights(run), **run.engine.state(), **(run.state_at_end or _state_beside_engine(run))}
+    return {**_description(run), **run.engine.state(), **(run.state_at_end or _state_beside_engine(run))}
+
+
+def _description(run: Run) -> dict[str, Any]:
+    return {
+        "plan": run.plan.to_dict(),
+        "progress": run.progress.state(),
+        "hyperparameters": {name: value for name, value in run.module.hparams.items() if is_plain(value)},
+    }
 
 
 def _state_beside_engine(run: Run) -> dict[str, Any]:
