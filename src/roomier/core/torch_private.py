@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 
 def found_inf(scaler: GradScaler, optimizer: Optimizer) -> list[Tensor]:
@@ -40,6 +41,11 @@ def load_metric_state(metric: Any, state: Mapping[str, Any], num_updates: int) -
         setattr(metric, name, value)
     metric._update_count = num_updates
     metric._computed = None
+
+
+def forget_iterator(loader: DataLoader[Any]) -> None:
+    """Let a copy of a DataLoader start workers of its own: the iterator of persistent ones is kept on the loader."""
+    loader._iterator = None
 
 
 def end_workers(iterator: Any) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
+from roomier.core import torch_private
 from roomier.data.sampler import OrderedSampler
 
 
@@ -23,9 +24,9 @@ def rebuilt(loader: DataLoader[Any], **changes: Any) -> DataLoader[Any]:
     be forgotten. The user's loader stays as it is, its workers too.
     """
     copied = copy.copy(loader)
-    # torch refuses to set these on a finished loader, because workers may run: none do here. `_iterator` holds
-    # the persistent workers of the original (checked on torch 2.13).
-    vars(copied).update(changes, _iterator=None)
+    torch_private.forget_iterator(copied)
+    # torch refuses to set these on a finished loader, because workers may run: none do here.
+    vars(copied).update(changes)
     return copied
 
 
