@@ -1,9 +1,6 @@
-"""The library's own messages: one logger, one way to tell the user something that matters."""
+"""The library's own messages: one way to tell the user something that matters."""
 
-import logging
 import sys
-
-logger = logging.getLogger("roomier")
 
 
 def notice(message: str) -> None:

@@ -16,13 +16,11 @@ class Precision:
     """One mode on one device.
 
     Attributes:
-        mode: its name, as in the Plan.
         weight_dtype: what floating-point weights and inputs are converted to; None leaves them.
         autocast_dtype: what autocast computes matrix products in; None for no autocast.
         scales_loss: gradients of 16-bit floats underflow without a loss scale.
     """
 
-    mode: str
     device: torch.device
     weight_dtype: torch.dtype | None = None
     autocast_dtype: torch.dtype | None = None
@@ -53,15 +51,15 @@ def precision_of(mode: str, device: torch.device) -> Precision:
     """The :class:`Precision` for a mode the Plan has checked."""
     match mode:
         case "32-true":
-            return Precision(mode, device)
+            return Precision(device)
         case "64-true":
-            return Precision(mode, device, weight_dtype=torch.float64)
+            return Precision(device, weight_dtype=torch.float64)
         case "bf16-true":
-            return Precision(mode, device, weight_dtype=torch.bfloat16)
+            return Precision(device, weight_dtype=torch.bfloat16)
         case "bf16-mixed":
-            return Precision(mode, device, autocast_dtype=torch.bfloat16)
+            return Precision(device, autocast_dtype=torch.bfloat16)
         case "16-mixed":
-            return Precision(mode, device, autocast_dtype=torch.float16, scales_loss=True)
+            return Precision(device, autocast_dtype=torch.float16, scales_loss=True)
         case _:
             raise AssertionError(f"the Plan let precision mode {mode!r} through")
 

@@ -143,7 +143,7 @@ def _open(
     stop: GracefulStop,
 ) -> Run:
     options, plan = trainer.options, trainer.plan
-    root = Path(options.default_root_dir or "runs")
+    root = trainer.default_root_dir
     best = trainer.checkpoint_callback
     path = resolve_checkpoint(ckpt_path, root, None if best is None else best.best_model_path)
     is_fit = stage == "fit"

@@ -27,7 +27,7 @@ from roomier.train.manual import ManualOptimizer
 from roomier.train.options import LoopOptions, check_flag
 from roomier.train.run import Run
 from roomier.train.save import save_checkpoint
-from roomier.train.session import end_fit, session, start_fit
+from roomier.train.session import LOADER_NAMES, end_fit, session, start_fit
 from roomier.trainer.attributes import STAGE_FLAGS, TrainerAttributes
 from roomier.trainer.keywords import callbacks_of, explain_unknown_keywords, ordered, plan_of
 
@@ -301,8 +301,7 @@ class Trainer(TrainerAttributes):
             dataloaders, datamodule = None, dataloaders
         if datamodule is None and dataloaders is None:
             datamodule = self.datamodule
-        name = {"validate": "val", "test": "test", "predict": "predict"}[stage]
-        return session(self, stage, model, {name: dataloaders}, datamodule, ckpt_path)
+        return session(self, stage, model, {LOADER_NAMES[stage]: dataloaders}, datamodule, ckpt_path)
 
 
 def _by_loader(metrics: Mapping[str, float], num_loaders: int) -> list[dict[str, float]]:
