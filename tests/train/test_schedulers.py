@@ -121,6 +121,29 @@ def test_a_schedule_by_name(make_trainer, data):
     assert module.rates == pytest.approx([1, 1, *(rate for rate in cosine for _ in range(2))])
 
 
+@pytest.mark.parametrize("by_name", [True, False])
+def test_a_longer_run_is_told_that_its_schedule_is_the_old_one(
+    make_trainer, data, capsys, tmp_path, by_name
+):
+    class Cosine(Scheduled):
+        def configure_optimizers(self):
+            if by_name:
+                return None
+            optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
+            schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.trainer.max_epochs)
+            return [optimizer], [schedule]
+
+    keywords = {"optimizer": "sgd", "lr_schedule": "cosine"} if by_name else {}
+    trainer = make_trainer(max_epochs=2, **keywords)
+    trainer.fit(Cosine(None), data)
+    trainer.save_checkpoint(tmp_path / "two")
+    make_trainer(max_epochs=2, **keywords).fit(Cosine(None), data, ckpt_path=tmp_path / "two")
+    assert "goes on as the checkpoint has it" not in capsys.readouterr().err
+    make_trainer(max_epochs=3, **keywords).fit(Cosine(None), data, ckpt_path=tmp_path / "two")
+    told = capsys.readouterr().err
+    assert ("'num_steps': 8" in told and "'num_steps': 12" in told) if by_name else "T_max=2, and not" in told
+
+
 @pytest.mark.parametrize(
     ("keywords", "expected"),
     [

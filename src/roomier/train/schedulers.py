@@ -12,6 +12,8 @@ from roomier.core.log import notice
 from roomier.optim.configured import LRSchedulerConfig
 from roomier.train.results import Results
 
+LENGTHS = ("T_max", "total_steps", "total_iters", "lr_lambdas")  # where torch keeps how long one goes on
+
 
 class Schedulers:
     """The schedulers of a run, stepped as their configuration says."""
@@ -72,7 +74,19 @@ class Schedulers:
 
     def load(self, states: Sequence[Mapping[str, Any]]) -> None:
         for config, saved in zip(self.configs, states, strict=True):
+            _tell_other_length(config.scheduler, saved["state"])
             config.scheduler.load_state_dict(saved["state"])
+
+
+def _tell_other_length(scheduler: Any, saved: Mapping[str, Any]) -> None:
+    # torch puts these back with the rest: a cosine that was at its end stays at zero for all of a longer run.
+    now = scheduler.state_dict()
+    for name in LENGTHS:
+        if name in saved and repr(saved[name]) != repr(now.get(name)):
+            notice(
+                f"{type(scheduler).__name__} goes on as the checkpoint has it, {name}={saved[name]}, and not as it was "
+                f"made now, {name}={now.get(name)}; for another schedule start a new fit from the weights"
+            )
 
 
 def _plain(state: dict[str, Any]) -> dict[str, Any]:
