@@ -213,6 +213,11 @@ def test_the_matmul_mode_holds_inside_the_fit_and_is_put_back(make_trainer, modu
     assert torch.get_float32_matmul_precision() == before
 
 
+def test_a_mode_the_device_has_not():
+    with pytest.raises(roomier.PlanError, match="precision='64-true': the device is mps"):
+        precision_of("64-true", torch.device("mps"))
+
+
 def test_convert_batch_leaves_integers():
     precision = precision_of("bf16-true", CPU)
     batch = precision.convert_batch({"x": torch.zeros(2), "label": torch.zeros(2, dtype=torch.long), "name": "a"})

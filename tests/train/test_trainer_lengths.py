@@ -317,3 +317,16 @@ def test_limits_of_evaluations(make_trainer, stage, limit, expected):
 @pytest.mark.parametrize("num_dev_batches", [1, 3])
 def test_a_fast_dev_run_limits_evaluations_too(make_trainer, num_dev_batches):
     assert len(make_trainer(fast_dev_run=num_dev_batches).predict(Counts(), numbered(5))) == num_dev_batches
+
+
+def test_a_loader_that_gives_fewer_batches_than_it_says_is_validated_all_the_same(make_trainer):
+    class Boastful:
+        def __len__(self):
+            return 5
+
+        def __iter__(self):
+            return iter(numbered(3))
+
+    module = Counts()
+    make_trainer(max_epochs=2).fit(module, Boastful(), numbered(1))
+    assert module.validated == [3, 6]

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from roomier.core.errors import PlanError
 from roomier.core.tree import map_tensors
 
 
@@ -48,7 +49,14 @@ class Precision:
 
 
 def precision_of(mode: str, device: torch.device) -> Precision:
-    """The :class:`Precision` for a mode the Plan has checked."""
+    """The :class:`Precision` for a mode the Plan has checked.
+
+    Raises:
+        PlanError: the device, which the Plan may have left open, has no such numbers.
+    """
+    if mode == "64-true" and device.type == "mps":
+        action = "Use accelerator='cpu', or '32-true'"
+        raise PlanError("precision", mode, "the device is mps, which has no float64", action)
     match mode:
         case "32-true":
             return Precision(device)

@@ -170,11 +170,11 @@ def end_epoch(run: Run) -> None:
 
 
 def validates_at_unknown_end(run: Run) -> bool:
-    """Whether this epoch is validated at its end, and the loader has no length: its end shows only when it comes."""
+    """Whether this epoch is validated at its end, and that came unforeseen: the loader has no length, or gave less."""
     every_n_epoch = run.options.check_val_every_n_epoch
     return bool(
         run.val_sources
-        and run.num_training_batches == run.val_interval == float("inf")
+        and run.val_interval == run.num_training_batches > run.progress.batch_idx
         and every_n_epoch is not None
         and (run.progress.epoch + 1) % every_n_epoch == 0
     )
