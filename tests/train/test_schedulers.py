@@ -122,9 +122,7 @@ def test_a_schedule_by_name(make_trainer, data):
 
 
 @pytest.mark.parametrize("by_name", [True, False])
-def test_a_longer_run_is_told_that_its_schedule_is_the_old_one(
-    make_trainer, data, capsys, tmp_path, by_name
-):
+def test_a_longer_run_is_told_that_its_schedule_is_the_old_one(make_trainer, data, capsys, tmp_path, by_name):
     class Cosine(Scheduled):
         def configure_optimizers(self):
             if by_name:
