@@ -7,11 +7,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from roomier import checkpoint
 from roomier.core.errors import CheckpointError
 from roomier.core.log import notice
+from roomier.core.tree import map_tensors
 from roomier.plan import Plan
 from roomier.train.metric_state import load_metric_states, metrics_of
 from roomier.train.run import Run
@@ -60,8 +62,8 @@ def restore_weights(run: Run, path: Path) -> None:
 def restore(run: Run, path: Path) -> None:
     """Bring ``run`` to the point where ``path`` was taken.
 
-    The weights are filled in place and optimizer states go to their device one by one: a resume needs no more
-    memory than the training it goes on with.
+    The weights are filled in place and optimizer states are read onto their device: a resume needs no more memory than
+    the training it goes on with, nor a copy of the states on the host.
 
     Raises:
         CheckpointError: damaged, of another model or optimizer, or saved with weights only.
@@ -77,7 +79,8 @@ def restore(run: Run, path: Path) -> None:
         run.schedulers.check(stored["schedulers"])
         run.source.check(stored["data"], stored["progress"]["epoch"])
         _tell_differences(stored, run.plan)
-        state = checkpoint.load(path, into={"module": weights})
+        places = places_on(run.engine.device, stored["optimizers"])
+        state = checkpoint.load(path, into={"module": weights, "optimizers": places})
     run.engine.load(state)
     run.progress.load(state["progress"])
     run.schedulers.load(state["schedulers"])
@@ -97,6 +100,16 @@ def restore(run: Run, path: Path) -> None:
         callback.on_load_checkpoint(run.trainer, run.module, state)
     run.saved_step, run.saved_path = run.progress.global_step, path
     run.random_state = state["random"]["0"]
+
+
+def places_on(device: torch.device, stored: Any) -> Any:
+    """``stored`` with an empty tensor on ``device`` for each that is to be read; on the CPU for step counts, which the
+    engine puts where the optimizer wants them."""
+    return map_tensors(
+        lambda spec: torch.empty(spec.shape, dtype=spec.dtype, device=device if spec.shape else "cpu"),
+        stored,
+        is_leaf=lambda each: isinstance(each, checkpoint.TensorSpec),
+    )
 
 
 @contextmanager
