@@ -170,7 +170,7 @@ def main(num_steps: int) -> int:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--num-steps", type=int, default=640, help="optimizer steps in all, a multiple of 8")
+    parser.add_argument("--num-steps", type=int, default=560, help="optimizer steps in all, a multiple of 8")
     arguments = parser.parse_args()
     if arguments.num_steps < NUM_VALIDATIONS or arguments.num_steps % NUM_VALIDATIONS:
         parser.error(f"--num-steps {arguments.num_steps} is not a multiple of {NUM_VALIDATIONS}")
