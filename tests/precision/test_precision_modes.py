@@ -100,7 +100,7 @@ def test_16_mixed_is_a_bare_scaler_loop(make_trainer, module, data, is_fused, cl
     trainer = make_trainer(max_epochs=1, precision="16-mixed", gradient_clip_val=clip)
     trainer.fit(module, data)
     assert_same_bits(module, bare)
-    assert float(trainer.engine.scaler.scale_factor) == scaler.get_scale()
+    assert trainer.engine.scaler.factor == scaler.get_scale()
     assert module.seen == {"input": torch.float32, "logits": torch.float16}
 
 
@@ -126,7 +126,7 @@ def test_steps_with_infinite_gradients_are_left_out_counted_and_logged(make_trai
     assert all(torch.isfinite(p).all() for p in module.parameters())
     assert trainer.global_step == 8
     assert float(trainer.engine.scaler.num_skipped) == 2
-    assert float(trainer.engine.scaler.scale_factor) == 65536 / 4
+    assert trainer.engine.scaler.factor == 65536 / 4
     rows = [json.loads(line) for line in (tmp_path / "version_0" / "metrics.jsonl").read_text().splitlines()]
     assert [(row["step"], row["num_skipped_steps"]) for row in rows] == [(4, 1.0), (8, 2.0)]
 
@@ -310,3 +310,9 @@ def test_two_optimizers_clipped_before_either_steps(make_trainer):
     for ours, theirs, norm in zip(module.parameters(), bare.parameters(), module.norms, strict=True):
         assert norm == pytest.approx(theirs.grad.norm().item(), rel=1e-2)
         assert torch.allclose(ours, theirs - 0.1 * theirs.grad, rtol=1e-2, atol=1e-4)
+
+
+def test_a_loss_that_stays_nan_ends_a_scaled_run_too(make_trainer, module, data):
+    module.loss_scale = float("nan")
+    with pytest.raises(roomier.TrainingError, match="loss=nan: is not finite at step 20"):
+        make_trainer(max_steps=100, precision="16-mixed", log_every_n_steps=20).fit(module, data)

@@ -1,5 +1,8 @@
 """Modules inside a module, and the hooks that put a module into evaluation and back."""
 
+import gc
+import weakref
+
 import torch
 from torch import nn
 
@@ -68,3 +71,19 @@ def test_the_mode_hooks_replace_the_default(make_trainer):
     make_trainer(max_epochs=1, num_sanity_val_steps=0).fit(module, data, data[:1])
     assert calls == ["eval", "train"]
     assert module.frozen.training, "train() of the hook decides"
+
+
+def test_the_optimizer_states_of_an_earlier_fit_are_let_go(make_trainer):
+    """Without the garbage collector: on a device that is full, it would come too late."""
+    module, data = Outer(), [torch.randn(4, 2) for _ in range(2)]
+    trainer = make_trainer(max_epochs=1)
+    gc.collect()
+    gc.disable()
+    try:
+        trainer.fit(module, data)
+        trainer.fit(module, data)
+        earlier = weakref.ref(trainer.fitted)
+        trainer.fit(module, data)
+        assert earlier() is None
+    finally:
+        gc.enable()

@@ -38,6 +38,8 @@ def rng_state() -> dict[str, Any]:
     }
     if torch.cuda.is_available():
         state["cuda"] = {str(i): s for i, s in enumerate(torch.cuda.get_rng_state_all())}
+    if torch.backends.mps.is_available():
+        state["mps"] = torch.mps.get_rng_state()
     return state
 
 
@@ -58,3 +60,5 @@ def set_rng_state(state: dict[str, Any]) -> None:
     for index, cuda_state in state.get("cuda", {}).items():
         if int(index) < torch.cuda.device_count():
             torch.cuda.set_rng_state(cuda_state.cpu(), int(index))
+    if "mps" in state and torch.backends.mps.is_available():
+        torch.mps.set_rng_state(state["mps"].cpu())

@@ -24,11 +24,6 @@ def tell_stepped(optimizer: Optimizer) -> None:
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
-def scale_of(scaler: GradScaler) -> Tensor | None:
-    """The scale as a tensor on its device (``get_scale()`` waits for the device); None before first use."""
-    return scaler._scale
-
-
 def last_forward_value(metric: Any) -> Any:
     """What the last call of a torchmetrics metric returned (its underscore name; torchmetrics 1.4 to 1.9)."""
     return metric._forward_cache

@@ -41,9 +41,9 @@ class LossScaler:
         self._scaler.update()
 
     @property
-    def scale_factor(self) -> Tensor | None:
-        """The scale on its device; None before the first loss."""
-        return torch_private.scale_of(self._scaler)
+    def factor(self) -> float:
+        """The scale as a number; reading it waits for the device."""
+        return float(self._scaler.get_scale())
 
     def state(self) -> dict[str, Any]:
         return {**self._scaler.state_dict(), "num_skipped": self.num_skipped.clone()}

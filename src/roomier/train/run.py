@@ -112,10 +112,15 @@ class Run:
     def check_finite(self, where: str) -> None:
         """Stop before a loss that is no number reaches a log row or a checkpoint.
 
+        A loss scale leaves out the steps of such losses and halves itself each time: below 1 it has done so many times
+        in a row, and no scale will help.
+
         Raises:
-            TrainingError: the last loss is not finite, and no loss scale is there to deal with it.
+            TrainingError: the last loss is not finite, and no loss scale is there to deal with it, or it has given up.
         """
-        if self.last_loss is None or self.engine.scaler is not None or bool(torch.isfinite(self.last_loss)):
+        if self.last_loss is None or bool(torch.isfinite(self.last_loss)):
+            return
+        if self.engine.scaler is not None and self.engine.scaler.factor >= 1.0:
             return
         raise TrainingError(
             "loss",

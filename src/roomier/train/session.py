@@ -19,6 +19,7 @@ from roomier.core.errors import DataError
 from roomier.core.log import notice
 from roomier.data.workers import workers_outlive_signals
 from roomier.engine.build import build, configure
+from roomier.engine.engine import StepHooks
 from roomier.loggers.group import LoggerGroup
 from roomier.optim.configured import Configured
 from roomier.train.checks import check_call, check_modes
@@ -93,6 +94,7 @@ def session(
                 Path(trainer.log_dir).rmdir()
         if run is not None:
             run.results.stage = None
+            run.engine.hooks = StepHooks()  # they hold the run, which holds the engine and its optimizer states
             for source in (*([run.train_source] if run.train_source else []), *run.val_sources):
                 source.close()
             run.loggers.finalize(status)
