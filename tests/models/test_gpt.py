@@ -1,13 +1,17 @@
 """The GPT: its size, its arithmetic against a plain one written out here, and that it cannot see ahead."""
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.data import DataLoader
 
+from roomier import Trainer
 from roomier.core.errors import RoomierError
+from roomier.data.tokens import TokenDataset, write_tokens
 from roomier.models.gpt import GPT, SIZES, GPTConfig
 
 SMALL = GPTConfig(vocab_size=97, context=16, num_layers=2, num_heads=4, width=32)
@@ -218,3 +222,18 @@ def test_uses_the_cross_entropy_of_torch_for_half_precision_too() -> None:
         logits_BTV, loss = model(idx_BT, idx_BT)
     assert loss.dtype == torch.float32
     torch.testing.assert_close(loss, F.cross_entropy(logits_BTV.float().flatten(0, 1), idx_BT.flatten()))
+
+
+def test_it_trains_on_a_token_file_as_it_is(tmp_path: Path) -> None:
+    """The keys of the dataset's items are the names of forward's arguments: nothing to write in between."""
+    path = tmp_path / "text.tokens"
+    write_tokens(path, [list(range(97)) * 20], vocab_size=97, end_of_document=None)
+    torch.manual_seed(0)
+    trainer = Trainer(
+        optimizer="adamw", learning_rate=1e-3, max_steps=40, accelerator="cpu", default_root_dir=tmp_path / "runs"
+    )
+    data = DataLoader(TokenDataset(path, block_size=16), batch_size=8, shuffle=True)
+    trainer.fit(GPT(SMALL), data, DataLoader(TokenDataset(path, block_size=16), batch_size=8))
+    assert trainer.global_step == 40
+    assert float(trainer.callback_metrics["train_loss"]) < 0.9 * math.log(97)
+    assert float(trainer.callback_metrics["val_loss"]) < 0.9 * math.log(97)

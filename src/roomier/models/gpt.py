@@ -159,52 +159,58 @@ class GPT(nn.Module):
                 if isinstance(module, nn.Linear) and module.bias is not None:
                     nn.init.zeros_(module.bias)
 
-    def forward(self, idx_BT: Tensor, targets_BT: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+    def forward(self, input_ids: Tensor, targets: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """Logits ``[B, T, V]``; with targets, also the mean cross-entropy in nats per target token.
 
-        A target of -100 does not count. ``T`` is at most ``config.context``.
+        The arguments have the names that the items of :class:`roomier.data.tokens.TokenDataset` have.
+
+        Args:
+            input_ids: tokens ``[B, T]``, of which ``T`` is at most ``config.context``.
+            targets: the token that follows each of them, ``[B, T]``; -100 does not count.
 
         Raises:
             RoomierError: the sequences are longer than the context.
         """
-        if idx_BT.shape[1] > self.config.context:
+        T = input_ids.shape[1]
+        if self.config.context < T:
             problem = f"is longer than the {self.config.context} positions of the model"
-            raise RoomierError("idx_BT", tuple(idx_BT.shape), problem, "Shorten the sequences or raise context")
-        positions_T = torch.arange(idx_BT.shape[1], device=idx_BT.device)
-        x_BTD = self.dropout(self.tokens(idx_BT) + self.positions(positions_T))
+            raise RoomierError("input_ids", tuple(input_ids.shape), problem, "Shorten the sequences or raise context")
+        positions_T = torch.arange(T, device=input_ids.device)
+        x_BTD = self.dropout(self.tokens(input_ids) + self.positions(positions_T))
         for block in self.blocks:
             x_BTD = block(x_BTD)
         logits_BTV: Tensor = self.head(self.norm(x_BTD))
-        if targets_BT is None:
+        if targets is None:
             return logits_BTV
-        return logits_BTV, F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten())
+        return logits_BTV, F.cross_entropy(logits_BTV.flatten(0, 1), targets.flatten())
 
     @torch.no_grad()
     def generate(
         self,
-        idx_BT: Tensor,
+        input_ids: Tensor,
         max_new_tokens: int,
         temperature: float = 1.0,
         top_k: int | None = None,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """``idx_BT`` continued by ``max_new_tokens`` tokens, each drawn given those before it (dropout off).
+        """``input_ids`` continued by ``max_new_tokens`` tokens, each drawn given those before it (dropout off).
 
         Args:
             temperature: below 1 sharpens the choice; 0 always takes the likeliest token.
             top_k: draw from the ``top_k`` likeliest tokens only.
-            generator: where the draws come from, on the device of ``idx_BT``.
+            generator: where the draws come from, on the device of ``input_ids``.
         """
+        tokens_BT = input_ids
         was_training = self.training
         self.eval()
         try:
             for _ in range(max_new_tokens):
-                logits_BTV = self(idx_BT[:, -self.config.context :])
+                logits_BTV = self(tokens_BT[:, -self.config.context :])
                 next_B1 = draw(logits_BTV[:, -1].float(), temperature, top_k, generator)
-                idx_BT = torch.cat([idx_BT, next_B1], dim=1)
+                tokens_BT = torch.cat([tokens_BT, next_B1], dim=1)
         finally:
             self.train(was_training)
-        return idx_BT
+        return tokens_BT
 
 
 def draw(logits_BV: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:
