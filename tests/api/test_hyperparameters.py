@@ -129,6 +129,24 @@ def test_load_from_checkpoint(tmp_path):
     assert not loaded.is_attached
 
 
+@pytest.mark.parametrize("device", ["cpu", torch.device("cpu")], ids=repr)
+def test_load_from_checkpoint_to_a_device(tmp_path, device):
+    net = Net(3)
+    loaded = Net.load_from_checkpoint(saved(net, tmp_path), map_location=device)
+    assert same_bits(net, loaded)
+
+
+def test_load_from_checkpoint_moves_to_the_device(tmp_path):
+    assert Net.load_from_checkpoint(saved(Net(3), tmp_path), map_location="meta").device.type == "meta"
+
+
+@pytest.mark.parametrize("device", ["gpu", {"cuda:0": "cpu"}, "cuda:99"], ids=repr)
+def test_a_device_that_is_not_there(tmp_path, device):
+    path = saved(Net(3), tmp_path)
+    with pytest.raises(roomier.RoomierError, match=r"map_location=.*is no device of this machine"):
+        Net.load_from_checkpoint(path, map_location=device)
+
+
 def test_arguments_that_take_the_place_of_stored_ones(tmp_path):
     path = saved(Net(3, depth=1), tmp_path)
     loss = nn.MSELoss()

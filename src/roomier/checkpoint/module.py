@@ -5,22 +5,31 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
+
 from roomier.api.module import Module
 from roomier.checkpoint.verbs import load, peek
-from roomier.core.errors import CheckpointError
+from roomier.core.errors import CheckpointError, RoomierError
 
 AnyModule = TypeVar("AnyModule", bound=Module)
 
 
 def load_module(
-    cls: type[AnyModule], path: str | Path, *, strict: bool, init_arguments: Mapping[str, Any]
+    cls: type[AnyModule],
+    path: str | Path,
+    *,
+    map_location: str | torch.device | None,
+    strict: bool,
+    init_arguments: Mapping[str, Any],
 ) -> AnyModule:
     """Behind :meth:`roomier.Module.load_from_checkpoint`, which tells the arguments.
 
     Raises:
+        RoomierError: ``map_location`` is no device that is here.
         CheckpointError: damaged; ``cls`` cannot be made from what is stored; or its weights have other names
             or shapes (with ``strict=False``, other shapes only).
     """
+    device = None if map_location is None else _device(map_location)
     arguments = {**_taken_by(cls, peek(path).get("hyperparameters", {})), **init_arguments}
     try:
         module = cls(**arguments)
@@ -37,7 +46,17 @@ def load_module(
         module.load_state_dict(load(path, into={"module": module.state_dict()}, only=("module",))["module"])
     else:
         _load_what_is_there(module, load(path, only=("module",))["module"], path)
-    return module
+    return module if device is None else module.to(device)
+
+
+def _device(map_location: str | torch.device) -> torch.device:
+    try:
+        device = torch.device(map_location)
+        torch.empty(0, device=device)
+    except (TypeError, RuntimeError, AssertionError) as error:  # the last from a torch built without CUDA
+        problem = "is no device of this machine"
+        raise RoomierError("map_location", map_location, problem, "Pass 'cpu', 'cuda', 'cuda:1' or 'mps'") from error
+    return device
 
 
 def _taken_by(cls: type, stored: Mapping[str, Any]) -> dict[str, Any]:
