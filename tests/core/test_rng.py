@@ -34,6 +34,13 @@ def test_a_seed_fixes_all():
     assert draw() != first
 
 
+def test_workers_is_taken_and_changes_nothing():
+    seed_everything(7)
+    first = draw()
+    assert seed_everything(7, workers=True) == 7
+    assert draw() == first
+
+
 def test_capturing_draws_nothing():
     seed_everything(1)
     first = draw()

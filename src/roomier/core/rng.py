@@ -9,8 +9,13 @@ import torch
 _LIMIT = 2**32
 
 
-def seed_everything(seed: int) -> int:
-    """Seed Python, NumPy and torch (all devices) with ``seed`` in ``[0, 2**32)``; returns it."""
+def seed_everything(seed: int, workers: bool = False) -> int:
+    """Seed Python, NumPy and torch (all devices) with ``seed`` in ``[0, 2**32)``; returns it.
+
+    Args:
+        workers: taken for Lightning's sake, changes nothing: roomier seeds the workers of a DataLoader anyway, for
+            each sample.
+    """
     if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < _LIMIT:
         from roomier.core.errors import RoomierError
 
