@@ -36,6 +36,13 @@ def test_round_trip(tmp_path: Path, vocab_size: int, token_bytes: int):
     assert os.listdir(path.parent) == ["some.tokens"]
 
 
+def test_nothing_stands_between_documents_unless_it_is_asked_for(tmp_path: Path):
+    assert write_tokens(tmp_path / "plain", [[1, 2], [3]], vocab_size=5) == 3
+    dataset = TokenDataset(tmp_path / "plain", 3, labels="same")
+    assert dataset.end_of_document is None
+    assert dataset[0]["input_ids"].tolist() == [1, 2, 3]
+
+
 def test_targets_follow_the_inputs(hundred: Path):
     blocks = TokenDataset(hundred, 8)
     assert len(blocks) == 12

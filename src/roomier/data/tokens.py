@@ -42,7 +42,7 @@ class _Header(NamedTuple):
 
 
 def write_tokens(
-    path: str | Path, documents: Iterable[Document], *, vocab_size: int, end_of_document: int | None
+    path: str | Path, documents: Iterable[Document], *, vocab_size: int, end_of_document: int | None = None
 ) -> int:
     """Write ``documents`` one behind the other into a token file, each followed by ``end_of_document``.
 
