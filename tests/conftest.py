@@ -1,6 +1,36 @@
-"""Before torch is imported: one thread, so that tests and the processes they start compute the same
-numbers on every machine and do not compete for its cores."""
+"""One thread, and a quiet Trainer, for all tests.
+
+The threads are set before torch is imported: tests and the processes they start compute the same numbers on every
+machine and do not compete for its cores.
+"""
 
 import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from roomier import Trainer
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture
+def make_trainer(tmp_path: Path) -> Callable[..., "Trainer"]:
+    """Makes a Trainer that writes and prints nothing unless it is asked to."""
+    from roomier import Trainer
+
+    def make(**keywords: Any) -> Trainer:
+        quiet = {
+            "default_root_dir": tmp_path,
+            "accelerator": "cpu",
+            "logger": False,
+            "enable_checkpointing": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+        }
+        return Trainer(**{**quiet, **keywords})
+
+    return make

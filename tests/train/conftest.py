@@ -1,12 +1,10 @@
-"""What the tests of the loop share: a Trainer that writes and prints nothing unless it is asked to."""
+"""What the tests of the loop share: a logger that keeps its rows."""
 
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any
+from collections.abc import Mapping
 
 import pytest
 
-from roomier import Logger, Trainer
+from roomier import Logger
 
 
 class Rows(Logger):
@@ -30,19 +28,3 @@ class Rows(Logger):
 @pytest.fixture
 def rows() -> Rows:
     return Rows()
-
-
-@pytest.fixture
-def make_trainer(tmp_path: Path) -> Callable[..., Trainer]:
-    def make(**keywords: Any) -> Trainer:
-        quiet = {
-            "default_root_dir": tmp_path,
-            "accelerator": "cpu",
-            "logger": False,
-            "enable_checkpointing": False,
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
-        }
-        return Trainer(**{**quiet, **keywords})
-
-    return make

@@ -6,15 +6,13 @@ import csv
 import time
 from collections.abc import Iterable, Mapping
 from itertools import chain
-from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
-from roomier.api.logger import Logger
 from roomier.core.log import notice
-from roomier.loggers.files import replacing, write_hyperparams
+from roomier.loggers.files import FileLogger, replacing
 
 
-class CSVLogger(Logger):
+class CSVLogger(FileLogger):
     """Appends rows to ``<run folder>/metrics.csv``: ``step``, ``time`` and one column per metric.
 
     ``step`` counts optimizer steps, ``time`` is the wall clock in seconds since 1970 (UTC). A metric that is
@@ -28,20 +26,8 @@ class CSVLogger(Logger):
     file_name = "metrics.csv"
 
     def __init__(self) -> None:
-        self._run_dir: Path | None = None
-        self._file: TextIO | None = None
+        super().__init__()
         self._columns: list[str] = []
-
-    def start(self, run_dir: Path, resumed_step: int | None = None) -> None:
-        """Open the file for appending. A torn row and rows after ``resumed_step`` are dropped, in one move."""
-        run_dir.mkdir(parents=True, exist_ok=True)
-        self._run_dir = run_dir
-        self._columns = ["step", "time"]
-        if self._path.exists() and self._path.stat().st_size:
-            self._take_over(resumed_step)
-        else:
-            self._rewrite([])
-        self._file = self._path.open("a", encoding="utf-8", newline="")
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         assert self._file is not None, "start() comes first"
@@ -54,22 +40,11 @@ class CSVLogger(Logger):
         csv.writer(self._file, lineterminator="\n").writerow([row.get(name, "") for name in self._columns])
         self._file.flush()
 
-    def log_hyperparams(self, params: Mapping[str, Any]) -> None:
-        """Write them to ``<run folder>/hparams.json``."""
-        assert self._run_dir is not None, "start() comes first"
-        write_hyperparams(self._run_dir, params)
-
-    def finalize(self, status: str) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-
-    @property
-    def _path(self) -> Path:
-        assert self._run_dir is not None, "start() comes first"
-        return self._run_dir / self.file_name
-
     def _take_over(self, resumed_step: int | None) -> None:
+        self._columns = ["step", "time"]
+        if not self._path.exists() or not self._path.stat().st_size:
+            self._rewrite([])
+            return
         with self._path.open(encoding="utf-8", errors="replace", newline="") as file:
             lines = file.readlines()
         # A line that does not end was cut off while it was written, also where it looks whole.

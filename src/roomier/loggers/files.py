@@ -1,13 +1,16 @@
-"""What the file loggers share: replacing a file in one move, and the hyperparameters beside it."""
+"""What the file loggers share: a file that is appended to or replaced in one move, and hyperparameters beside it."""
 
 from __future__ import annotations
 
 import json
 import os
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, ClassVar, TextIO
+
+from roomier.api.logger import Logger
 
 
 @contextmanager
@@ -33,3 +36,39 @@ def write_hyperparams(run_dir: Path, params: Mapping[str, Any]) -> None:
     with replacing(run_dir / "hparams.json") as file:
         json.dump(dict(params), file, indent=2, default=repr)
         file.write("\n")
+
+
+class FileLogger(Logger):
+    """Appends rows to one file of the run folder; a subclass names the file and knows the form of a row."""
+
+    file_name: ClassVar[str]
+
+    def __init__(self) -> None:
+        self._run_dir: Path | None = None
+        self._file: TextIO | None = None
+
+    def start(self, run_dir: Path, resumed_step: int | None = None) -> None:
+        """Open the file for appending. A torn row and rows after ``resumed_step`` are dropped, in one move."""
+        run_dir.mkdir(parents=True, exist_ok=True)
+        self._run_dir = run_dir
+        self._take_over(resumed_step)
+        self._file = self._path.open("a", encoding="utf-8", newline="")
+
+    def log_hyperparams(self, params: Mapping[str, Any]) -> None:
+        """Write them to ``<run folder>/hparams.json``."""
+        assert self._run_dir is not None, "start() comes first"
+        write_hyperparams(self._run_dir, params)
+
+    def finalize(self, status: str) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    @property
+    def _path(self) -> Path:
+        assert self._run_dir is not None, "start() comes first"
+        return self._run_dir / self.file_name
+
+    @abstractmethod
+    def _take_over(self, resumed_step: int | None) -> None:
+        """Bring what an earlier part of the run wrote, if anything, to where this part goes on."""

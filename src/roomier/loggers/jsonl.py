@@ -7,14 +7,13 @@ import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
-from roomier.api.logger import Logger
 from roomier.core.log import notice
-from roomier.loggers.files import replacing, write_hyperparams
+from roomier.loggers.files import FileLogger, replacing
 
 
-class JSONLLogger(Logger):
+class JSONLLogger(FileLogger):
     """Appends ``{"step": 50, "time": 1767225600.123, "train_loss": 2.5}`` to ``<run folder>/metrics.jsonl``.
 
     ``step`` counts optimizer steps, ``time`` is the wall clock in seconds since 1970 (UTC). A metric that is
@@ -27,19 +26,6 @@ class JSONLLogger(Logger):
     name = "jsonl"
     file_name = "metrics.jsonl"
 
-    def __init__(self) -> None:
-        self._run_dir: Path | None = None
-        self._file: TextIO | None = None
-
-    def start(self, run_dir: Path, resumed_step: int | None = None) -> None:
-        """Open the file for appending. A torn row and rows after ``resumed_step`` are dropped, in one move."""
-        run_dir.mkdir(parents=True, exist_ok=True)
-        self._run_dir = run_dir
-        path = run_dir / self.file_name
-        if path.exists():
-            drop_rows(path, resumed_step)
-        self._file = path.open("a", encoding="utf-8", newline="")
-
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         assert self._file is not None, "start() comes first"
         row: dict[str, Any] = {"step": step, "time": round(time.time(), 3)}
@@ -48,15 +34,9 @@ class JSONLLogger(Logger):
         self._file.write(json.dumps(row, allow_nan=False) + "\n")
         self._file.flush()
 
-    def log_hyperparams(self, params: Mapping[str, Any]) -> None:
-        """Write them to ``<run folder>/hparams.json``."""
-        assert self._run_dir is not None, "start() comes first"
-        write_hyperparams(self._run_dir, params)
-
-    def finalize(self, status: str) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+    def _take_over(self, resumed_step: int | None) -> None:
+        if self._path.exists():
+            drop_rows(self._path, resumed_step)
 
 
 def json_number(value: float) -> float | str:
