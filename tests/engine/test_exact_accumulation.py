@@ -97,7 +97,21 @@ class OwnCount(TokenMean):
         return {key: torch.cat([batch[key] for batch in batches]) for key in ("x", "goal", "mask")}
 
 
-KINDS = (TokenMean, Classifier, Regression, Summed, OwnCount)
+CLASS_WEIGHTS = torch.arange(1.0, NUM_CLASSES + 1, dtype=torch.float64)
+
+
+class ClassWeighted(Classifier):
+    """A mean over the weights of the targets' classes, as torch defines ``cross_entropy(weight=...)``."""
+
+    def training_step(self, batch):
+        x, label = batch
+        return F.cross_entropy(self.net(x), label, weight=CLASS_WEIGHTS)
+
+    def num_loss_terms(self, batch):
+        return CLASS_WEIGHTS[batch[1]].sum()
+
+
+KINDS = (TokenMean, Classifier, Regression, Summed, OwnCount, ClassWeighted)
 
 
 def gradient_of(kind, batches):
@@ -128,7 +142,7 @@ def test_the_gradient_of_the_parts_is_that_of_the_whole(kind, sizes, seed):
     torch.testing.assert_close(parts, whole, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("kind", [TokenMean, Classifier, Regression, OwnCount])
+@pytest.mark.parametrize("kind", [TokenMean, Classifier, Regression, OwnCount, ClassWeighted])
 def test_a_mean_of_means_is_another_gradient(kind):
     """What the property rules out: the same weight for every micro-batch."""
     generator = torch.Generator().manual_seed(3)

@@ -90,8 +90,9 @@ class Module(nn.Module):
         Accumulated gradients equal those of the whole batch when each micro-batch counts by its number of
         terms. The default counts target entries other than -100 where the batch has integer targets with two
         or more dimensions or ignored entries (``labels``, ``targets``, ``target`` or ``y`` of a mapping, the last
-        item of a tuple), else samples. Override it where your loss averages over something else. Called on the
-        batch as the loader gave it, before it is moved to the device.
+        item of a tuple), else samples. Override it where your loss averages over something else: one with
+        class weights, ``cross_entropy(weight=...)``, divides by the sum of the weights of its targets, so that sum
+        is to be returned. Called on the batch as the loader gave it, before it is moved to the device.
         """
         return count_loss_terms(batch)
 

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from roomier.trainer import Trainer
 
 LOADER_NAMES = {"validate": "val", "test": "test", "predict": "predict"}
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 FLAGS = {"fit": "training", "validate": "validating", "test": "testing", "predict": "predicting"}
 
 
@@ -109,6 +110,8 @@ def start_fit(run: Run) -> None:
     if trainer.is_global_zero:
         print(run.plan.table({"device": str(run.engine.device)}), file=sys.stderr, flush=True)
     _tell_evaluation_mode(run.module)
+    if run.plan.batch.accumulate_grad_batches > 1:
+        _tell_batch_statistics(run.module)
     call(run.hooks.on_fit_start)
     num_batches = run.options.num_sanity_val_steps
     is_fresh = run.progress.global_step == 0 and not run.options.num_dev_batches
@@ -124,6 +127,21 @@ def _tell_evaluation_mode(module: Module) -> None:
         notice(
             f"{len(names)} modules are in evaluation mode and stay in it, without dropout (the first: {names[0]}); "
             "call model.train() before fit if that is not meant"
+        )
+
+
+def _tell_batch_statistics(module: Module) -> None:
+    # Weights of the losses make up for the cut of a batch; nothing does for statistics taken within each part of it.
+    found = [
+        name or type(each).__name__
+        for name, each in network_of(module).named_modules()
+        if isinstance(each, BATCH_NORMS) and each.training
+    ]
+    if found:
+        notice(
+            f"accumulated gradients are not those of the whole batch: {len(found)} BatchNorm modules (the first: "
+            f"{found[0]}) use the statistics of each micro-batch; GroupNorm, LayerNorm, or BatchNorm in evaluation "
+            "mode do not"
         )
 
 
