@@ -1,6 +1,7 @@
 """Wrong Trainer keywords: each of them, with wrong types and values, is refused when the Trainer is made."""
 
 import inspect
+import re
 from datetime import timedelta
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 import roomier
 from roomier.callbacks import ModelCheckpoint
 from roomier.core.errors import PlanError, RoomierError
+from roomier.trainer.keywords import FORMER_KEYWORDS
 
 # keyword -> (wrong value, what to do next), at least one a keyword
 WRONG = {
@@ -130,12 +132,44 @@ def test_every_keyword_is_checked_when_the_trainer_is_made(keyword, value, actio
     assert action in str(caught.value), caught.value
 
 
+def test_no_former_keyword_is_one_of_today_and_what_is_said_to_write_is():
+    known = set(inspect.signature(roomier.Trainer.__init__).parameters)
+    assert not known & set(FORMER_KEYWORDS)
+    for sentence in FORMER_KEYWORDS.values():
+        for name in re.findall(r"(?:^Write |, )(\w+)=", sentence.partition("(")[0]):
+            assert name in known, sentence
+
+
 ROWS_OF_TWO = [
     pytest.param(
         lambda d: d.trainer(max_epoch=3), RoomierError, "max_epoch", "3", "Did you mean 'max_epochs'?", id="a typo"
     ),
     pytest.param(
-        lambda d: d.trainer(gpus=2), RoomierError, "gpus", "2", "Use one of: accelerator", id="a keyword of long ago"
+        lambda d: d.trainer(gpus=2), RoomierError, "gpus", "2", "Write accelerator='gpu'", id="a keyword of long ago"
+    ),
+    pytest.param(
+        lambda d: d.trainer(resume_from_checkpoint="last"),
+        RoomierError,
+        "resume_from_checkpoint",
+        "'last'",
+        "Pass it to fit: trainer.fit(model, ckpt_path=...)",
+        id="a keyword that became an argument of fit",
+    ),
+    pytest.param(
+        lambda d: d.trainer(per_device_train_batch_size=8),
+        RoomierError,
+        "per_device_train_batch_size",
+        "8",
+        "Give batch_size to your DataLoader",
+        id="a keyword of another trainer",
+    ),
+    pytest.param(
+        lambda d: d.trainer(zebra=1),
+        RoomierError,
+        "zebra",
+        "1",
+        "help(roomier.Trainer) lists them",
+        id="a keyword like no other",
     ),
     pytest.param(
         lambda d: roomier.Trainer(d.Net()), RoomierError, "Trainer", "Net", "Write keywords", id="a model as argument"

@@ -5,7 +5,7 @@ import pickle
 import pytest
 
 from roomier import CheckpointError, DataError, PlanError, RoomierError, TrainingError
-from roomier.core.errors import did_you_mean, shorten
+from roomier.core.errors import did_you_mean, nearest, shorten
 
 
 @pytest.mark.parametrize("kind", [RoomierError, PlanError, DataError, CheckpointError, TrainingError])
@@ -40,3 +40,10 @@ def test_a_long_value_is_shortened(length, expected):
 def test_did_you_mean():
     assert did_you_mean("max_step", ["max_steps", "min_steps"]) == "Did you mean 'max_steps'?"
     assert did_you_mean("zzz", ["b", "a"]) == "Use one of: a, b"
+
+
+def test_a_name_that_begins_with_the_received_one_comes_first():
+    known = ["val_lss", "val_loss/dataloader_idx_0", "val_loss/dataloader_idx_1"]
+    assert did_you_mean("val_loss", known) == "Did you mean 'val_loss/dataloader_idx_0'?"
+    assert nearest("val_lass", known) == "val_lss"
+    assert nearest("val_lass", known, cutoff=0.99) is None

@@ -10,7 +10,11 @@ from pydoc import locate
 from jsonargparse import ArgumentParser
 
 from roomier.core.errors import RoomierError, did_you_mean
+from roomier.core.keywords import what_to_write
 from roomier.trainer import Trainer
+from roomier.trainer.keywords import FORMER_KEYWORDS
+
+_TRAINER = "--trainer."
 
 _UNRECOGNIZED = re.compile(r"unrecognized arguments: (?P<option>\S+)(?: (?P<value>[^-]\S*))?")
 _UNKNOWN_IN_GROUP = re.compile(r"Group '(?P<group>[\w.]+)' does not accept option '(?P<name>[\w.]+)'")
@@ -29,12 +33,15 @@ def explain(message: str, parser: ArgumentParser) -> RoomierError:
     options = [text for action in parser._actions for text in action.option_strings]
     if found := _UNRECOGNIZED.search(message):
         option = found["option"].partition("=")[0]
+        if option.startswith(_TRAINER):
+            names = [text.removeprefix(_TRAINER) for text in options if text.startswith(_TRAINER)]
+            action = what_to_write("Trainer", option.removeprefix(_TRAINER), names, FORMER_KEYWORDS, prefix=_TRAINER)
+            return RoomierError(option, found["value"], "Trainer has no such keyword", action)
         return RoomierError(option, found["value"], "there is no such option", did_you_mean(option, options))
     if found := _UNKNOWN_IN_GROUP.search(message):
         field = f"{found['group']}.{found['name']}"
-        return RoomierError(
-            field, "...", "Trainer has no such keyword", did_you_mean(found["name"], _names_of(Trainer))
-        )
+        action = what_to_write("Trainer", found["name"], _names_of(Trainer), FORMER_KEYWORDS)
+        return RoomierError(field, "...", "Trainer has no such keyword", action)
     if found := _UNKNOWN_IN_CLASS.search(message):
         known = _names_of(locate(found["path"]))
         return RoomierError(

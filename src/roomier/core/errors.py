@@ -48,8 +48,21 @@ def shorten(value: object, limit: int = 120) -> str:
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """``"did you mean 'x'?"`` for the nearest of ``known``, else the list of all of them."""
+def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """The one of ``known`` that ``name`` was most likely meant to be: the shortest that begins with it, else the most
+    alike; None where none is alike.
+
+    Args:
+        cutoff: how alike at least, from 0 to 1 (``difflib.SequenceMatcher.ratio``).
+    """
     names = sorted(known)
-    near = difflib.get_close_matches(str(name), names, n=1)
-    return f"Did you mean {near[0]!r}?" if near else f"Use one of: {', '.join(names)}"
+    longer = [each for each in names if name and each.startswith(name)]
+    near = [min(longer, key=len)] if longer else difflib.get_close_matches(name, names, n=1, cutoff=cutoff)
+    return near[0] if near else None
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """``"Did you mean 'x'?"`` for the nearest of ``known``, else the list of all of them."""
+    names = sorted(known)
+    near = nearest(str(name), names)
+    return f"Use one of: {', '.join(names)}" if near is None else f"Did you mean {near!r}?"

@@ -2,31 +2,90 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from roomier.api.callback import Callback
 from roomier.callbacks import ModelCheckpoint, ModelSummary, ProgressBar
-from roomier.core.errors import RoomierError, did_you_mean
+from roomier.core.errors import RoomierError
 from roomier.plan import Plan, plan_from_flags
 
+_NO_SUCH_DEVICE = "It is not built: write accelerator='cpu', 'cuda' or 'mps'"
+_ONE_PROCESS = "Leave it out: the run is one process"
+_TORCH_AMP = "Write precision='16-mixed' or 'bf16-mixed', which are torch's own mixed precision"
+_NAMED_OPTIMIZER = "Write it into the optimizer: optimizer={'name': 'adamw', 'weight_decay': 0.1, 'betas': [0.9, 0.95]}"
+_WARM_UP = "Write lr_schedule={'name': 'cosine', 'warmup_steps': 100}"
+_OF_DATA_LOADER = "Give batch_size to your DataLoader"
+_SAVES = "Write callbacks=[ModelCheckpoint(every_n_train_steps=...)]"
 
-def explain_unknown_keywords(init: Callable[..., None]) -> Callable[..., None]:
-    """``init`` with an error for an unknown keyword that names the nearest known one."""
-    known = [name for name in inspect.signature(init).parameters if name != "self"]
-
-    @functools.wraps(init)
-    def checked(self: Any, *args: Any, **kwargs: Any) -> None:
-        if args:
-            raise RoomierError("Trainer", args[0], "takes no arguments without a name", "Write keywords: max_epochs=3")
-        for name, value in kwargs.items():
-            if name not in known:
-                raise RoomierError(name, value, "Trainer has no such keyword", did_you_mean(name, known))
-        init(self, **kwargs)
-
-    return checked
+FORMER_KEYWORDS: dict[str, str] = {
+    # Lightning's Trainer, of today and of earlier versions
+    "gpus": "Write accelerator='gpu', devices=1",
+    "num_gpus": "Write accelerator='gpu', devices=1",
+    "tpu_cores": _NO_SUCH_DEVICE,
+    "ipus": _NO_SUCH_DEVICE,
+    "num_processes": "Write devices=1: more processes than one are not built",
+    "auto_select_gpus": "Leave it out: the run takes torch's current CUDA device",
+    "auto_lr_find": "It is not built: choose the learning rate yourself",
+    "auto_scale_batch_size": "It is not built: choose the batch size of your DataLoader yourself",
+    "checkpoint_callback": "Write enable_checkpointing, or put a ModelCheckpoint into callbacks",
+    "resume_from_checkpoint": "Pass it to fit: trainer.fit(model, ckpt_path=...)",
+    "progress_bar_refresh_rate": "Write callbacks=[ProgressBar(refresh_interval_s=0.1)], or enable_progress_bar=False",
+    "weights_summary": "Write enable_model_summary",
+    "weights_save_path": "Write default_root_dir, or callbacks=[ModelCheckpoint(dirpath=...)]",
+    "track_grad_norm": "It is not built: log the norm in the module's on_before_optimizer_step",
+    "replace_sampler_ddp": _ONE_PROCESS,
+    "use_distributed_sampler": _ONE_PROCESS,
+    "sync_batchnorm": _ONE_PROCESS,
+    "prepare_data_per_node": _ONE_PROCESS,
+    "amp_backend": _TORCH_AMP,
+    "amp_level": _TORCH_AMP,
+    "plugins": "It is not built: strategy, precision and logger are keywords of their own",
+    "reload_dataloaders_every_n_epochs": "It is not built: loaders are made once in each fit",
+    "barebones": (
+        "Write logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False"
+    ),
+    "terminate_on_nan": "Leave it out: a loss that is not finite ends the run at the next log step",
+    "stochastic_weight_avg": "It is not built: update a torch.optim.swa_utils.AveragedModel in a callback",
+    "process_position": "Leave it out: there is one progress bar",
+    "flush_logs_every_n_steps": "Leave it out: each row is in its file when it was logged",
+    "log_gpu_memory": "It is not built: log torch.cuda.max_memory_allocated() in training_step",
+    "multiple_trainloader_mode": "It is not built: fit reads one training loader",
+    "move_metrics_to_cpu": "Leave it out: logged values leave their device at log steps only",
+    # Hugging Face's TrainingArguments
+    "num_train_epochs": "Write max_epochs",
+    "per_device_train_batch_size": _OF_DATA_LOADER,
+    "per_device_eval_batch_size": _OF_DATA_LOADER,
+    "gradient_accumulation_steps": "Write accumulate_grad_batches",
+    "gradient_checkpointing": "It is not built, as activation_checkpointing is not: use smaller micro-batches",
+    "max_grad_norm": "Write gradient_clip_val",
+    "fp16": "Write precision='16-mixed'",
+    "bf16": "Write precision='bf16-mixed'",
+    "optim": "Write optimizer='adamw'",
+    "weight_decay": _NAMED_OPTIMIZER,
+    "adam_beta1": _NAMED_OPTIMIZER,
+    "adam_beta2": _NAMED_OPTIMIZER,
+    "lr_scheduler_type": "Write lr_schedule='cosine', 'linear' or 'constant'",
+    "warmup_steps": _WARM_UP,
+    "warmup_ratio": f"{_WARM_UP}: warm-up is a number of steps",
+    "logging_steps": "Write log_every_n_steps",
+    "eval_steps": "Write val_check_interval, which counts micro-batches",
+    "save_steps": _SAVES,
+    "save_total_limit": "Write callbacks=[ModelCheckpoint(save_top_k=...)]",
+    "output_dir": "Write default_root_dir",
+    "report_to": "Write logger='tensorboard', or logger=True for files",
+    "seed": "Call roomier.seed_everything before the model is made",
+    # What else is tried
+    "lr": "Write learning_rate",
+    "lr_scheduler": "Write lr_schedule, or return a scheduler from configure_optimizers",
+    "epochs": "Write max_epochs",
+    "num_epochs": "Write max_epochs",
+    "steps": "Write max_steps",
+    "batch_size": _OF_DATA_LOADER,
+    "device": "Write accelerator='cpu', 'cuda' or 'mps'",
+}
+"""Keywords of other Trainers and of earlier ones: what to write instead, or that it is not built."""
 
 
 def plan_of(given: Mapping[str, Any], init: Callable[..., None]) -> Plan:

@@ -16,6 +16,7 @@ from roomier.api.datamodule import DataModule
 from roomier.api.logger import Logger
 from roomier.api.module import Module
 from roomier.core.errors import RoomierError
+from roomier.core.keywords import explain_unknown_keywords
 from roomier.core.log import notice
 from roomier.core.world import World
 from roomier.loggers.by_name import loggers_from_flag
@@ -29,7 +30,7 @@ from roomier.train.run import Run
 from roomier.train.save import save_checkpoint
 from roomier.train.session import LOADER_NAMES, end_fit, session, start_fit
 from roomier.trainer.attributes import STAGE_FLAGS, TrainerAttributes
-from roomier.trainer.keywords import callbacks_of, explain_unknown_keywords, ordered, plan_of
+from roomier.trainer.keywords import FORMER_KEYWORDS, callbacks_of, ordered, plan_of
 
 
 class Trainer(TrainerAttributes):
@@ -70,7 +71,7 @@ class Trainer(TrainerAttributes):
         RoomierError: a keyword is unknown or wrong, or asks for what is not built.
     """
 
-    @explain_unknown_keywords
+    @explain_unknown_keywords("Trainer", FORMER_KEYWORDS)
     def __init__(
         self,
         *,
