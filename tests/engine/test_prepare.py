@@ -93,12 +93,99 @@ def test_clip_returns_the_norm_before():
     assert max(float(p.grad.abs().max()) for p in model.parameters()) == pytest.approx(0.01)
 
 
+LIMIT = 0.01
+CLIPS = plan_from_flags(gradient_clip_val=LIMIT, **ON_CPU)
+
+
+def prepared_sgd(model, plan):
+    """The gradient of each step is what the parameters moved by."""
+    return roomier.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0), plan=plan)
+
+
+def moved_by(model, before):
+    pairs = zip(model.parameters(), before.parameters(), strict=True)
+    return sum(float((a - b).detach().pow(2).sum()) for a, b in pairs) ** 0.5
+
+
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
+def test_a_step_clips_as_the_plan_says(precision):
+    model = nn.Linear(3, 1)
+    engine = prepared_sgd(model, plan_from_flags(gradient_clip_val=LIMIT, precision=precision, **ON_CPU))
+    for _ in range(2):
+        before = copy.deepcopy(model)
+        engine.forward_backward(lambda x: model(x).float().sum() / 2, [torch.ones(1, 3)])
+        engine.step()
+        assert moved_by(model, before) == pytest.approx(LIMIT, rel=1e-3)
+
+
+def test_a_clip_before_the_step_is_the_one_that_counts():
+    model = nn.Linear(3, 1)
+    engine = prepared_sgd(model, CLIPS)
+    for bound, expected in ((0.5, 0.5), (None, LIMIT)):
+        before = copy.deepcopy(model)
+        engine.forward_backward(lambda x: model(x).sum(), [torch.full((1, 3), 5.0)])
+        engine.clip(bound)
+        engine.step()
+        assert moved_by(model, before) == pytest.approx(expected, rel=1e-3)
+
+
+def test_a_clip_counts_for_one_step_only():
+    model = nn.Linear(3, 1)
+    engine = prepared_sgd(model, CLIPS)
+    for clips_itself, expected in ((True, 0.5), (False, LIMIT)):
+        before = copy.deepcopy(model)
+        engine.forward_backward(lambda x: model(x).sum(), [torch.full((1, 3), 5.0)])
+        if clips_itself:
+            engine.clip(0.5)
+        engine.step()
+        assert moved_by(model, before) == pytest.approx(expected, rel=1e-3)
+
+
+def test_each_of_several_optimizers_is_clipped():
+    first, second = nn.Linear(3, 1), nn.Linear(3, 1)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=1.0) for each in (first, second)]
+    engine = roomier.prepare(nn.ModuleList([first, second]), optimizers, plan=CLIPS)
+    before = copy.deepcopy([first, second])
+    engine.forward_backward(lambda x: (first(x) + second(x)).sum(), [torch.full((1, 3), 5.0)])
+    engine.clip(0.5, optimizer=optimizers[0])
+    engine.step()
+    assert moved_by(first, before[0]) == pytest.approx(0.5, rel=1e-3)
+    assert moved_by(second, before[1]) == pytest.approx(LIMIT, rel=1e-3)
+
+
+def test_a_step_needs_a_backward_before_it():
+    model = nn.Linear(2, 1)
+    engine = prepared_sgd(model, plan_from_flags(**ON_CPU))
+    with pytest.raises(roomier.TrainingError, match=r"there are no gradients.*engine\.forward_backward"):
+        engine.step()
+    model(torch.ones(1, 2)).sum().backward()  # a backward of one's own will do
+    engine.step()
+
+
+@pytest.mark.parametrize("form", ["mapping", "path", "plan"])
+def test_the_plan_in_any_of_its_forms(tmp_path, form):
+    path = tmp_path / "plan.yaml"
+    path.write_text(CLIPS.to_yaml())
+    model = nn.Linear(3, 1)
+    engine = prepared_sgd(model, {"mapping": CLIPS.to_dict(), "path": str(path), "plan": CLIPS}[form])
+    before = copy.deepcopy(model)
+    engine.forward_backward(lambda x: model(x).sum(), [torch.full((1, 3), 5.0)])
+    engine.step()
+    assert moved_by(model, before) == pytest.approx(LIMIT, rel=1e-3)
+
+
+@pytest.mark.parametrize("plan", ["bf16-mixed", 3, {"precison": {}}], ids=repr)
+def test_what_is_no_plan_is_refused(plan):
+    with pytest.raises(roomier.PlanError):
+        prepared_sgd(nn.Linear(3, 1), plan)
+
+
 def test_it_is_the_engine_of_the_trainer(tmp_path):
     model = Net()
     engine = roomier.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), plan=plan_from_flags(**ON_CPU))
     trainer = roomier.Trainer(max_steps=1, default_root_dir=tmp_path, logger=False, optimizer="sgd", **ON_CPU)
     trainer.fit(Net(), batches(1))
-    assert type(engine) is type(trainer.engine)
+    assert isinstance(engine, type(trainer.engine))
 
 
 def test_gradients_of_one_step_are_not_added_to_those_of_the_next():

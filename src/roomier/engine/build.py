@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
 
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -17,6 +19,7 @@ from roomier.core.device import resolve_device
 from roomier.core.errors import PlanError, RoomierError
 from roomier.core.log import notice
 from roomier.engine.eager import EagerEngine
+from roomier.engine.prepared import PreparedEngine
 from roomier.optim.by_name import make_optimizer
 from roomier.optim.configured import Configured, LRSchedulerConfig, check_ownership, read_configured
 from roomier.optim.schedule import make_schedule
@@ -24,9 +27,12 @@ from roomier.plan import OptimizerPlan, Plan
 from roomier.precision.policy import precision_of, set_matmul_precision
 
 ConfigureOptimizers = Callable[[], Configured]
+AnyEngine = TypeVar("AnyEngine", bound=EagerEngine)
 
 
-def build(plan: Plan, module: Module, configure_optimizers: ConfigureOptimizers) -> tuple[EagerEngine, Configured]:
+def build(
+    plan: Plan, module: Module, configure_optimizers: ConfigureOptimizers, engine_class: type[AnyEngine]
+) -> tuple[AnyEngine, Configured]:
     """Apply the techniques of ``plan`` to ``module``, in place, and return what runs it.
 
     Args:
@@ -44,7 +50,7 @@ def build(plan: Plan, module: Module, configure_optimizers: ConfigureOptimizers)
     module.to(device)  # before the optimizer, which makes its states beside the parameters
     configured = configure_optimizers()  # last: it must hold the parameters as they will be updated
     check_ownership(configured, module.parameters())
-    engine = EagerEngine(
+    engine = engine_class(
         network,
         configured.optimizers,
         device=device,
@@ -130,9 +136,9 @@ def prepare(
     module: nn.Module,
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
     *,
-    plan: Plan | None = None,
+    plan: Plan | Mapping[str, Any] | str | Path | None = None,
     max_steps: int | None = None,
-) -> EagerEngine:
+) -> PreparedEngine:
     """The engine the Trainer uses, for a training loop of your own.
 
     ::
@@ -140,18 +146,21 @@ def prepare(
         engine = roomier.prepare(model, optimizer, plan=roomier.Plan())
         for batches in windows:
             loss = engine.forward_backward(training_step, batches)
-            engine.clip(1.0)
             engine.step()
+
+    ``engine.step()`` clips the gradients as ``plan`` says. Where you call ``engine.clip(...)`` before it, your call
+    is the one that counts: for another bound, or for the norm it returns.
 
     Args:
         module: any ``nn.Module``; moved and converted in place.
         optimizer: over its parameters; None takes the one ``plan`` names.
+        plan: a Plan, a mapping, or the path of a YAML or JSON file; None is ``Plan()``.
         max_steps: length of the run, for a schedule that ``plan`` names; step it as ``engine.scheduler``.
 
     Raises:
-        PlanError: no optimizer, or two.
+        PlanError: no optimizer, or two; or ``plan`` is none.
     """
-    plan = plan or Plan()
+    plan = Plan() if plan is None else Plan.of(plan)
     given = [] if optimizer is None else [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
 
     def optimizers() -> Configured:
@@ -166,7 +175,7 @@ def prepare(
         return configure_by_name(plan.optimizer, network_of(wrapped), lambda: max_steps or float("inf"))
 
     wrapped = as_module(module)
-    engine, configured = build(plan, wrapped, optimizers)
+    engine, configured = build(plan, wrapped, optimizers, PreparedEngine)
     engine.scheduler = configured.schedulers[0].scheduler if configured.schedulers else None
     set_matmul_precision(plan.precision.matmul)
     return engine

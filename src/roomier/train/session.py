@@ -19,6 +19,7 @@ from roomier.core.errors import DataError
 from roomier.core.log import notice
 from roomier.data.workers import workers_outlive_signals
 from roomier.engine.build import build, configure
+from roomier.engine.eager import EagerEngine
 from roomier.engine.engine import StepHooks
 from roomier.loggers.group import LoggerGroup
 from roomier.optim.configured import Configured
@@ -177,7 +178,7 @@ def _open(
     data = RunLoaders(trainer, module, loaders)
     trainer.estimate_steps = lambda: estimate_steps(trainer, data)
     engine, configured = build(
-        plan, module, lambda: configure(plan, module, trainer.estimate_steps) if is_fit else Configured()
+        plan, module, lambda: configure(plan, module, trainer.estimate_steps) if is_fit else Configured(), EagerEngine
     )
     check_modes(trainer, module, configured, is_fit)
     run = Run(
