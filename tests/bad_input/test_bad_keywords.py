@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import roomier
-from roomier.callbacks import ModelCheckpoint
+from roomier.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from roomier.core.errors import PlanError, RoomierError
 from roomier.trainer.keywords import FORMER_KEYWORDS
 
@@ -171,6 +171,24 @@ ROWS_OF_TWO = [
         "help(roomier.Trainer) lists them",
         id="a keyword like no other",
     ),
+    *[
+        pytest.param(act, RoomierError, field, "5", action, id=f"{field} is no argument")
+        for act, field, action in [
+            (lambda d: d.trainer().fit(d.net(), train_loader=5), "train_loader", "Write train_dataloaders"),
+            (lambda d: d.trainer().fit(d.net(), train_dataloader=5), "train_dataloader", "Write train_dataloaders"),
+            (lambda d: d.trainer().fit(d.net(), val_dataloader=5), "val_dataloader", "Write val_dataloaders to fit"),
+            (lambda d: d.trainer().fit(d.net(), ckpt_pth=5), "ckpt_pth", "Did you mean 'ckpt_path'?"),
+            (lambda d: d.trainer().fit(d.net(), zebra=5), "zebra", "help(roomier.Trainer.fit) lists them"),
+            (lambda d: d.trainer().validate(d.net(), dataloder=5), "dataloder", "Did you mean 'dataloaders'?"),
+            (lambda d: d.trainer().test(d.net(), verbose=5), "verbose", "the metrics are what the call returns"),
+            (lambda d: d.trainer().predict(d.net(), return_prediction=5), "return_prediction", "'return_predictions'?"),
+            (lambda d: ModelCheckpoint(monitr=5), "monitr", "Did you mean 'monitor'?"),
+            (lambda d: ModelCheckpoint(period=5), "period", "Write every_n_epochs"),
+            (lambda d: ModelCheckpoint(zebra=5), "zebra", "help(roomier.callbacks.ModelCheckpoint) lists them"),
+            (lambda d: EarlyStopping("loss", patence=5), "patence", "Did you mean 'patience'?"),
+            (lambda d: LearningRateMonitor(log_momentm=5), "log_momentm", "Did you mean 'log_momentum'?"),
+        ]
+    ],
     pytest.param(
         lambda d: roomier.Trainer(d.Net()), RoomierError, "Trainer", "Net", "Write keywords", id="a model as argument"
     ),

@@ -12,6 +12,7 @@ from torch import Tensor
 from roomier.api.callback import Callback
 from roomier.callbacks.monitored import Monitored, check_mode, is_complete_at_epoch_end
 from roomier.core.errors import RoomierError
+from roomier.core.keywords import explain_unknown_keywords
 from roomier.core.log import notice
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ class EarlyStopping(Callback):
 
     monitors = True
 
+    @explain_unknown_keywords("callbacks.EarlyStopping")
     def __init__(
         self,
         monitor: str,

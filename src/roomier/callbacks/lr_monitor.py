@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from roomier.api.callback import Callback
 from roomier.core.errors import RoomierError
+from roomier.core.keywords import explain_unknown_keywords
 
 if TYPE_CHECKING:
     from roomier.api.module import Module
@@ -36,6 +37,7 @@ class LearningRateMonitor(Callback):
             optimizer have one name.
     """
 
+    @explain_unknown_keywords("callbacks.LearningRateMonitor")
     def __init__(
         self,
         logging_interval: Literal["step", "epoch"] | None = None,

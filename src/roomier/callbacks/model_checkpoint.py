@@ -20,6 +20,7 @@ from roomier.callbacks.checkpoint_ledger import Keep, Ledger
 from roomier.callbacks.checkpoint_name import DEFAULT_TEMPLATE, check_template, first_free_name, format_name
 from roomier.callbacks.monitored import Monitored, check_mode, is_complete_at_epoch_end
 from roomier.core.errors import CheckpointError, RoomierError
+from roomier.core.keywords import explain_unknown_keywords
 from roomier.core.log import notice
 from roomier.core.units import parse_duration_s
 
@@ -28,6 +29,12 @@ if TYPE_CHECKING:
     from roomier.trainer import Trainer
 
 LAST = "last"
+_FORMER = {
+    "period": "Write every_n_epochs",
+    "every_n_val_epochs": "Write every_n_epochs",
+    "prefix": "Write it into filename",
+    "save_best_only": "Write save_top_k=1 and monitor",
+}
 
 
 class ModelCheckpoint(Callback):
@@ -76,6 +83,7 @@ class ModelCheckpoint(Callback):
 
     monitors = True
 
+    @explain_unknown_keywords("callbacks.ModelCheckpoint", _FORMER)
     def __init__(
         self,
         dirpath: str | Path | None = None,

@@ -41,6 +41,19 @@ def what_to_write(
     return f"help(roomier.{owner}) lists them" if near is None else f"Did you mean {prefix + near!r}?"
 
 
+def refuse_keywords(
+    method: Callable[..., object], unknown: Mapping[str, object], former: Mapping[str, str] = _NONE
+) -> None:
+    """Raise for what ``method`` received beyond its parameters; called first in its body, as a decorator would
+    stand on the stack of everything below.
+
+    Raises:
+        RoomierError: ``unknown`` is not empty.
+    """
+    for name, value in unknown.items():
+        raise unknown_keyword(method.__qualname__, name, value, names_of(method), former)
+
+
 def explain_unknown_keywords(owner: str, former: Mapping[str, str] = _NONE) -> Callable[[_Init], _Init]:
     """A decorator for the ``__init__`` of the class ``owner``: an unknown keyword is told with what to write."""
 

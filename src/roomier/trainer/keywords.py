@@ -87,6 +87,24 @@ FORMER_KEYWORDS: dict[str, str] = {
 }
 """Keywords of other Trainers and of earlier ones: what to write instead, or that it is not built."""
 
+FORMER_ARGUMENTS: dict[str, str] = {
+    "train_dataloader": "Write train_dataloaders",
+    "train_loader": "Write train_dataloaders",
+    "trainloader": "Write train_dataloaders",
+    "val_dataloader": "Write val_dataloaders to fit, dataloaders to validate",
+    "val_loader": "Write val_dataloaders to fit, dataloaders to validate",
+    "test_dataloaders": "Write dataloaders",
+    "test_dataloader": "Write dataloaders",
+    "loader": "Write train_dataloaders to fit, dataloaders to the others",
+    "dataloader": "Write train_dataloaders to fit, dataloaders to the others",
+    "verbose": "Leave it out: the metrics are what the call returns",
+    "resume_from_checkpoint": "Write ckpt_path",
+    "weights_only": "Leave it out: loading a checkpoint executes no code",
+    "max_epochs": "Pass it to the Trainer: Trainer(max_epochs=...)",
+    "epochs": "Pass it to the Trainer: Trainer(max_epochs=...)",
+}
+"""Arguments of fit, validate, test and predict elsewhere: what to write instead."""
+
 
 def plan_of(given: Mapping[str, Any], init: Callable[..., None]) -> Plan:
     """The Plan that the keywords ``given`` to ``init`` ask for, or the one among them."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Never
 
 from torch import nn
 from torch.optim import Optimizer
@@ -16,7 +16,7 @@ from roomier.api.datamodule import DataModule
 from roomier.api.logger import Logger
 from roomier.api.module import Module
 from roomier.core.errors import RoomierError
-from roomier.core.keywords import explain_unknown_keywords
+from roomier.core.keywords import explain_unknown_keywords, refuse_keywords
 from roomier.core.log import notice
 from roomier.core.world import World
 from roomier.loggers.by_name import loggers_from_flag
@@ -30,7 +30,7 @@ from roomier.train.run import Run
 from roomier.train.save import save_checkpoint
 from roomier.train.session import LOADER_NAMES, end_fit, session, start_fit
 from roomier.trainer.attributes import STAGE_FLAGS, TrainerAttributes
-from roomier.trainer.keywords import FORMER_KEYWORDS, callbacks_of, ordered, plan_of
+from roomier.trainer.keywords import FORMER_ARGUMENTS, FORMER_KEYWORDS, callbacks_of, ordered, plan_of
 
 
 class Trainer(TrainerAttributes):
@@ -150,6 +150,7 @@ class Trainer(TrainerAttributes):
         val_dataloaders: Any = None,
         datamodule: DataModule | None = None,
         ckpt_path: str | Path | None = None,
+        **unknown: Never,
     ) -> None:
         """Train ``model``.
 
@@ -163,6 +164,7 @@ class Trainer(TrainerAttributes):
             RoomierError: what was given cannot be trained; it says what to do.
             SystemExit: SIGTERM or Ctrl-C; the run was saved first.
         """
+        refuse_keywords(Trainer.fit, unknown, FORMER_ARGUMENTS)
         if isinstance(train_dataloaders, DataModule):
             train_dataloaders, datamodule = None, train_dataloaders
         loaders = {"train": train_dataloaders, "val": val_dataloaders}
@@ -177,6 +179,7 @@ class Trainer(TrainerAttributes):
         dataloaders: Any = None,
         ckpt_path: str | Path | None = None,
         datamodule: DataModule | None = None,
+        **unknown: Never,
     ) -> list[dict[str, float]]:
         """One pass over the validation data; the logged metrics, a dict for each loader.
 
@@ -185,6 +188,7 @@ class Trainer(TrainerAttributes):
             ckpt_path: weights to load first: a path, ``"best"`` or ``"last"``. None takes those of ``model``; where no
                 model is passed either, the best checkpoint of the fit before, as Lightning does.
         """
+        refuse_keywords(Trainer.validate, unknown, FORMER_ARGUMENTS)
         return self._evaluate("validate", "validation", model, dataloaders, ckpt_path, datamodule)
 
     def test(
@@ -193,8 +197,10 @@ class Trainer(TrainerAttributes):
         dataloaders: Any = None,
         ckpt_path: str | Path | None = None,
         datamodule: DataModule | None = None,
+        **unknown: Never,
     ) -> list[dict[str, float]]:
         """As :meth:`validate`, with ``test_step`` over the test data."""
+        refuse_keywords(Trainer.test, unknown, FORMER_ARGUMENTS)
         return self._evaluate("test", "test", model, dataloaders, ckpt_path, datamodule)
 
     def predict(
@@ -204,12 +210,14 @@ class Trainer(TrainerAttributes):
         datamodule: DataModule | None = None,
         return_predictions: bool = True,
         ckpt_path: str | Path | None = None,
+        **unknown: Never,
     ) -> list[Any] | None:
         """What ``predict_step`` returned for each batch; a list of such lists with several loaders.
 
         Args:
             return_predictions: False keeps none of them (a callback takes them in ``on_predict_batch_end``).
         """
+        refuse_keywords(Trainer.predict, unknown, FORMER_ARGUMENTS)
         with self._evaluation("predict", model, dataloaders, ckpt_path, datamodule) as run:
             run.keeps_predictions = return_predictions
             outputs = evaluate(run, "predict", run.val_sources, run.val_limits)
