@@ -6,6 +6,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
 
 import roomier
 from roomier.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
@@ -39,6 +40,8 @@ WRONG = {
     "optimizer": [
         ("adamww", "Did you mean 'adamw'?"),
         (object, "Write its name"),
+        (torch.optim.AdamW, "a dict with name and options, or return an optimizer of your own from configure_opt"),
+        (torch.optim.AdamW([torch.zeros(1)]), "a dict with name and options, or return an optimizer of your own"),
         ("lbfgs", "Use optimizer='adamw'"),
         ({"lr": 0.1}, "Name the optimizer as well"),
     ],
@@ -261,4 +264,11 @@ def test_keywords_that_do_not_exist_or_do_not_go_together(act, kind, field, rece
 def test_a_plan_file_that_is_wrong(text, field, received, action, desk, refuses):
     path = Path(desk.root.parent / "plan.yaml")
     path.write_text(text)
-    refuses(lambda d: roomier.Trainer(plan=path), PlanError, field, received, action)
+    error = refuses(lambda d: roomier.Trainer(plan=path), PlanError, field, received, action)
+    assert str(path) in str(error), "which file it is"
+
+
+def test_a_word_already_found_wrong_is_not_judged_again():
+    with pytest.raises(PlanError) as caught:
+        roomier.Trainer(gradient_clip_algorithm="nrom")
+    assert str(caught.value) == "gradient_clip_algorithm='nrom': is not known. Did you mean 'norm'?"

@@ -92,9 +92,24 @@ def test_a_metric_nobody_logs(
         make_trainer(EarlyStopping("val_los"), **quiet).fit(scripted(), batches, batches[:1])
     for words in ("EarlyStopping(monitor)='val_los'", "Did you mean 'val_loss'?"):
         assert words in str(caught.value)
+    with pytest.raises(RoomierError) as caught:
+        make_trainer(EarlyStopping("val_loss"), **quiet).fit(scripted(), batches)
+    assert "there is no validation data. Pass val_dataloaders to fit" in str(caught.value)
+    assert "Did you mean" not in str(caught.value), "train_loss is another thing"
     lax = EarlyStopping("val_los", strict=False, verbose=True)
     make_trainer(lax, **quiet).fit(scripted(), batches, batches[:1])
     assert "'val_los' was not logged; this check is left out" in capsys.readouterr().err
+
+
+def test_the_name_without_its_loader_is_answered_with_the_first_loaders(
+    make_trainer: Make, scripted: Any, batches: Any
+) -> None:
+    module = scripted()
+    module.validation_step = lambda batch, batch_idx, dataloader_idx: module.log("val_loss", 1.0)
+    with pytest.raises(RoomierError, match=r"Did you mean 'val_loss/dataloader_idx_0'\?"):
+        make_trainer(EarlyStopping("val_loss"), max_epochs=1).fit(
+            module, batches, {"a": batches[:1], "b": batches[1:2]}
+        )
 
 
 def test_it_goes_on_counting_after_a_resume(

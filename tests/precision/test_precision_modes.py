@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import roomier
+from roomier.engine.build import _say_which_steps_wait
 from roomier.precision.policy import precision_of
 
 NUM_STEPS = 20
@@ -227,15 +228,17 @@ def test_convert_batch_leaves_integers():
 
 
 def test_the_notice_about_an_optimizer_that_waits(make_trainer, module, data, capsys):
-    make_trainer(max_steps=1, precision="16-mixed").fit(module, data)
-    assert "is not fused" not in capsys.readouterr().err
-
     class Unfused(Classifier):
         def configure_optimizers(self):
             return torch.optim.RMSprop(self.parameters())
 
     module.__class__ = Unfused
     make_trainer(max_steps=1, precision="16-mixed").fit(module, data)
+    assert "is not fused" not in capsys.readouterr().err, "a CPU has nothing to wait for"
+    cuda = torch.device("cuda")
+    _say_which_steps_wait([torch.optim.AdamW(module.parameters(), fused=True)], cuda)
+    assert "is not fused" not in capsys.readouterr().err
+    _say_which_steps_wait([torch.optim.RMSprop(module.parameters())], cuda)
     assert "RMSprop is not fused, so each step waits" in capsys.readouterr().err
 
 

@@ -6,11 +6,13 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from roomier.core.errors import RoomierError, did_you_mean
+from roomier.core.errors import RoomierError, nearest
 from roomier.core.log import notice
 
 if TYPE_CHECKING:
     from roomier.trainer import Trainer
+
+_IS_MEANT = 0.75  # val_loss is not train_loss
 
 
 class Monitored:
@@ -44,11 +46,12 @@ class Monitored:
                 self._told = True
                 notice(f"{self.callback_name}: {self.name!r} is not logged before the first validation; waiting for it")
             return None
-        if not metrics:
-            problem, action = "nothing was logged yet", ""
-        else:
-            problem = f"it was not logged; there are: {', '.join(sorted(metrics))}"
-            action = did_you_mean(self.name, metrics) + " "
+        problem = f"it was not logged; there are: {', '.join(sorted(metrics))}" if metrics else "nothing was logged yet"
+        near = nearest(self.name, metrics, _IS_MEANT)
+        action = f"Did you mean {near!r}? " if near else ""
+        if sum(trainer.num_val_batches) == 0:
+            problem += "; there is no validation data"
+            action += "Pass val_dataloaders to fit if validation_step logs it. "
         action += f"Call self.log({self.name!r}, value) in the module, or name another metric"
         raise RoomierError(f"{self.callback_name}(monitor)", self.name, problem, action)
 

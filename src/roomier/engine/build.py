@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
@@ -59,7 +60,7 @@ def build(
         count_terms=module.num_loss_terms if module.loss_reduction == "mean" else None,
     )
     if engine.scaler is not None:
-        _say_which_steps_wait(configured.optimizers)
+        _say_which_steps_wait(configured.optimizers, device)
     return engine, configured
 
 
@@ -181,7 +182,9 @@ def prepare(
     return engine
 
 
-def _say_which_steps_wait(optimizers: Sequence[Optimizer]) -> None:
+def _say_which_steps_wait(optimizers: Sequence[Optimizer], device: torch.device) -> None:
+    if device.type == "cpu":
+        return  # there is no queue of work to wait for
     for optimizer in optimizers:
         if not torch_private.skips_on_device(optimizer):
             notice(

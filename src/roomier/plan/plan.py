@@ -67,8 +67,18 @@ class Plan:
         if isinstance(value, Plan):
             return value
         if isinstance(value, (str, PathLike)):
-            return cls.from_dict(text.read_file(Path(value)))
+            return cls._from_file(Path(value))
         return cls.from_dict(value)
+
+    @classmethod
+    def _from_file(cls, path: Path) -> "Plan":
+        values = text.read_file(path)
+        try:
+            return cls.from_dict(values)
+        except PlanError as error:
+            where = f"(in {path})"
+            found = [PlanError(e.field, e.received, f"{e.problem} {where}", e.action) for e in rules.each_error(error)]
+            raise rules.one_of(found) from error
 
     @classmethod
     def from_dict(cls, values: object) -> "Plan":

@@ -41,7 +41,12 @@ def refuse(errors: list[PlanError]) -> None:
         PlanError: ``errors`` is not empty.
     """
     if errors:
-        raise errors[0] if len(errors) == 1 else CombinedPlanError(errors)
+        raise one_of(errors)
+
+
+def one_of(errors: list[PlanError]) -> PlanError:
+    """One error that tells all of ``errors``, at least one."""
+    return errors[0] if len(errors) == 1 else CombinedPlanError(errors)
 
 
 def each_error(error: PlanError) -> tuple[PlanError, ...]:
@@ -57,7 +62,8 @@ def check(plan: "Plan") -> None:
     """
     errors = [error for section in PARTS for error in _check_part(section, getattr(plan, section))]
     if not any(isinstance(error, _WrongTypeError) for error in errors):
-        errors += [error for rule in RULES for error in rule(plan)]
+        wrong = {error.field for error in errors}
+        errors += [error for rule in RULES for error in rule(plan) if error.field not in wrong]
     refuse(errors)
 
 
@@ -106,6 +112,11 @@ _TYPE_WORDS: dict[object, tuple[str, str]] = {
     Mapping[str, object]: ("a mapping", "Give keyword arguments such as {'betas': (0.9, 0.95)}"),
 }
 
+_TYPE_ACTIONS = {
+    "optimizer.name": "Write its name such as 'adamw', a dict with name and options, or return an optimizer of your own"
+    " from configure_optimizers",
+}
+
 
 def _check_part(section: str, part: object) -> Iterator[PlanError]:
     expected = PARTS[section]
@@ -127,7 +138,7 @@ def _check_field(field: str, value: object, hint: object) -> Iterator[PlanError]
     if wanted == Mapping[str, object] or type(value) is not wanted:
         what, action = _TYPE_WORDS[wanted]
         nothing = "" if wanted == hint else " or None"
-        yield _WrongTypeError(field, value, f"is not {what}{nothing}", action)
+        yield _WrongTypeError(field, value, f"is not {what}{nothing}", _TYPE_ACTIONS.get(field, action))
     elif field in CHOICES:
         yield from _check_word(field, str(value))
     elif field in RANGES and isinstance(value, (int, float)) and not RANGES[field].holds(value):
