@@ -1,4 +1,4 @@
-"""Hyperparameters: the arguments a module was made with, as a dict that also reads as attributes."""
+"""Hyperparameters: the arguments an object was made with, as a dict that also reads as attributes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import inspect
 from collections.abc import Iterable, Mapping
 from types import FrameType
 from typing import Any
+
+from roomier.core.errors import RoomierError
+from roomier.core.log import notice
 
 
 class HyperParameters(dict[str, Any]):
@@ -45,3 +48,47 @@ def init_arguments(frame: FrameType | None, obj: object, ignore: Iterable[str]) 
             found.update(frame.f_locals[arguments.keywords])
         frame = frame.f_back
     return {name: value for name, value in found.items() if name not in set(ignore)}
+
+
+class HasHyperParameters:
+    """What Module and DataModule share: ``save_hyperparameters`` and ``hparams``."""
+
+    def save_hyperparameters(self, *names: str, ignore: str | Iterable[str] = (), logger: bool = True) -> None:
+        """Keep the arguments of ``__init__`` in ``self.hparams``; those of a Module go into checkpoints as well.
+
+        Call it in ``__init__``. ``names`` restricts it to some arguments; ``ignore`` leaves some out. Values that
+        are not plain data (a network, say) are kept on ``hparams`` but cannot be stored: one line says so.
+        ``logger=False`` leaves all of them out of the log.
+        """
+        current = inspect.currentframe()
+        assert current is not None
+        ignored = (ignore,) if isinstance(ignore, str) else tuple(ignore)
+        arguments = init_arguments(current.f_back, self, ignored)
+        for name in names:
+            if name not in arguments:
+                raise RoomierError(
+                    "save_hyperparameters",
+                    name,
+                    "is no argument of __init__",
+                    f"Use one of: {', '.join(arguments)}",
+                )
+        chosen = {name: arguments[name] for name in names} if names else arguments
+        for name, value in chosen.items():
+            if not is_plain(value):
+                notice(
+                    f"hyperparameter {name!r} of {type(self).__name__} is a {type(value).__name__}: "
+                    f"it is not stored; pass ignore=[{name!r}] to save_hyperparameters"
+                )
+        self.hparams.update(chosen)
+        self.__dict__["_logs_hyperparameters"] = logger
+
+    @property
+    def hparams(self) -> HyperParameters:
+        """What :meth:`save_hyperparameters` kept."""
+        found: HyperParameters = self.__dict__.setdefault("_hparams", HyperParameters())
+        return found
+
+    @property
+    def logged_hparams(self) -> dict[str, Any]:
+        """Those of :attr:`hparams` that go to the loggers."""
+        return dict(self.hparams) if self.__dict__.get("_logs_hyperparameters", True) else {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -11,10 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from roomier.api.hparams import HyperParameters, init_arguments, is_plain
+from roomier.api.hparams import HasHyperParameters
 from roomier.api.loss_terms import count_loss_terms
 from roomier.core.errors import RoomierError
-from roomier.core.log import notice
 from roomier.core.tree import to_device
 
 if TYPE_CHECKING:
@@ -22,7 +20,7 @@ if TYPE_CHECKING:
     from roomier.trainer import Trainer
 
 
-class Module(nn.Module):
+class Module(HasHyperParameters, nn.Module):
     """Subclass it, write ``training_step`` and ``configure_optimizers``, give it to ``Trainer.fit``.
 
     Attributes:
@@ -350,40 +348,6 @@ class Module(nn.Module):
     def unfreeze(self) -> None:
         """Every parameter requires a gradient; training mode."""
         self.requires_grad_(True).train()
-
-    def save_hyperparameters(self, *names: str, ignore: str | Iterable[str] = (), logger: bool = True) -> None:
-        """Keep the arguments of ``__init__`` in ``self.hparams``, in the log and in the checkpoint.
-
-        Call it in ``__init__``. ``names`` restricts it to some arguments; ``ignore`` leaves some out. Values that
-        are not plain data (a network, say) are kept on ``hparams`` but cannot be stored: one line says so.
-        """
-        current = inspect.currentframe()
-        assert current is not None
-        ignored = (ignore,) if isinstance(ignore, str) else tuple(ignore)
-        arguments = init_arguments(current.f_back, self, ignored)
-        for name in names:
-            if name not in arguments:
-                raise RoomierError(
-                    "save_hyperparameters",
-                    name,
-                    "is no argument of __init__",
-                    f"Use one of: {', '.join(arguments)}",
-                )
-        chosen = {name: arguments[name] for name in names} if names else arguments
-        for name, value in chosen.items():
-            if not is_plain(value):
-                notice(
-                    f"hyperparameter {name!r} of {type(self).__name__} is a {type(value).__name__}: "
-                    f"it is not stored; pass ignore=[{name!r}] to save_hyperparameters"
-                )
-        self.hparams.update(chosen)
-        self.__dict__["_log_hyperparams"] = logger
-
-    @property
-    def hparams(self) -> HyperParameters:
-        """What :meth:`save_hyperparameters` kept."""
-        found: HyperParameters = self.__dict__.setdefault("_hparams", HyperParameters())
-        return found
 
     @classmethod
     def load_from_checkpoint(

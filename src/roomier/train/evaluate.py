@@ -69,10 +69,7 @@ def _evaluate_source(run: Run, stage: str, source: Source, limit: float, dataloa
     step = getattr(module, STEP_NAMES[stage])
     num_arguments = num_step_arguments(module, STEP_NAMES[stage], 2 if dataloader_idx is None else 3)
     last = () if dataloader_idx is None else (dataloader_idx,)
-    outer_transfer, engine.hooks.transfer = (
-        engine.hooks.transfer,
-        transfer_of(module, engine.device, dataloader_idx or 0),
-    )
+    outer_transfer, engine.hooks.transfer = engine.hooks.transfer, transfer_of(run, dataloader_idx or 0)
     kept = []
     try:
         for batch_idx, host_batch in enumerate(islice(source.start(0), None if limit == float("inf") else int(limit))):

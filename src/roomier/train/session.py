@@ -15,7 +15,7 @@ from roomier.api.datamodule import DataModule
 from roomier.api.forward import ForwardModule, as_module, network_of
 from roomier.api.hooks import HookTable, overrides
 from roomier.api.module import Module
-from roomier.core.errors import DataError
+from roomier.core.errors import DataError, RoomierError
 from roomier.core.log import notice
 from roomier.data.workers import workers_outlive_signals
 from roomier.engine.build import build, configure
@@ -36,6 +36,7 @@ from roomier.train.run_folder import is_run_folder, run_folder, write_plan
 from roomier.train.schedulers import Schedulers
 from roomier.train.settings import process_settings, profiled
 from roomier.train.signals import GracefulStop
+from roomier.train.step import TRANSFER_HOOKS
 
 if TYPE_CHECKING:
     from roomier.trainer import Trainer
@@ -113,6 +114,7 @@ def start_fit(run: Run) -> None:
     _tell_evaluation_mode(run.module)
     if run.plan.batch.accumulate_grad_batches > 1:
         _tell_batch_statistics(run.module)
+    _tell_transfer_hooks(run.module, trainer.datamodule)
     call(run.hooks.on_fit_start)
     num_batches = run.options.num_sanity_val_steps
     is_fresh = run.progress.global_step == 0 and not run.options.num_dev_batches
@@ -144,6 +146,17 @@ def _tell_batch_statistics(module: Module) -> None:
             f"{found[0]}) use the statistics of each micro-batch; GroupNorm, LayerNorm, or BatchNorm in evaluation "
             "mode do not"
         )
+
+
+def _tell_transfer_hooks(module: Module, datamodule: DataModule | None) -> None:
+    if datamodule is None:
+        return
+    for name in TRANSFER_HOOKS:
+        if overrides(module, name, Module) and overrides(datamodule, name, DataModule):
+            notice(
+                f"{type(module).__name__} and {type(datamodule).__name__} both define {name}: that of the module is "
+                "used (Lightning uses the other)"
+            )
 
 
 def end_fit(run: Run) -> None:
@@ -227,6 +240,7 @@ def _open_fit(run: Run, data: RunLoaders, path: Path | None) -> None:
         run.val_sources, run.val_limits = (), ()
     if run.val_sources:
         run.val_interval = options.val_interval(run.num_training_batches)
+    hyperparameters = _hyperparameters_to_log(run.module, run.trainer.datamodule)
     if not (options.is_bounded or options.num_dev_batches):
         notice(f"neither max_epochs, max_steps nor max_time is set: training for {DEFAULT_MAX_EPOCHS} epochs")
     if path is not None:
@@ -234,8 +248,21 @@ def _open_fit(run: Run, data: RunLoaders, path: Path | None) -> None:
     if run.folder is not None:
         write_plan(run.folder, run.plan.to_yaml())
         run.loggers.start(run.folder, run.progress.global_step if path is not None else None)
-        run.loggers.log_hyperparams(dict(run.module.hparams))
+        run.loggers.log_hyperparams(hyperparameters)
     run.results.stage = "train"
+
+
+def _hyperparameters_to_log(module: Module, datamodule: DataModule | None) -> dict[str, Any]:
+    of_module, of_data = module.logged_hparams, {} if datamodule is None else datamodule.logged_hparams
+    for name in of_module.keys() & of_data.keys():
+        if repr(of_module[name]) != repr(of_data[name]):  # values of any type: not all of them can be compared
+            raise RoomierError(
+                "hparams",
+                {name: (of_module[name], of_data[name])},
+                "the module and the DataModule have this hyperparameter with different values",
+                f"Rename one, or leave one out: save_hyperparameters(ignore={name!r})",
+            )
+    return {**of_data, **of_module}
 
 
 def _setup(trainer: Trainer, stage: str, module: Module) -> None:

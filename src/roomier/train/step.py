@@ -9,6 +9,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from roomier.api.datamodule import DataModule
 from roomier.api.hooks import overrides
 from roomier.api.module import Module
 from roomier.core.errors import RoomierError
@@ -16,6 +17,7 @@ from roomier.engine.engine import StepHooks
 from roomier.train.manual import ManualOptimizer
 from roomier.train.run import Run, call
 
+TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 SKIP_EPOCH = -1  # what on_train_batch_start returns to leave out the rest of the epoch, as in Lightning
 
 
@@ -79,7 +81,7 @@ def install_step_hooks(run: Run, step: TrainingStep) -> None:
         batch_end=step.end,
         zero_grad=_zero_grad(run),
         backward=module.backward if overrides(module, "backward", Module) else None,
-        transfer=transfer_of(module, engine.device),
+        transfer=transfer_of(run),
     )
 
 
@@ -96,16 +98,21 @@ def _zero_grad(run: Run) -> Callable[[Optimizer], None] | None:
     return zero_grad
 
 
-def transfer_of(module: Module, device: Any, dataloader_idx: int = 0) -> Callable[[Any], Any] | None:
-    """The three transfer hooks as one function; None where none of them is overridden."""
-    names = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
-    if not any(overrides(module, name, Module) for name in names):
+def transfer_of(run: Run, dataloader_idx: int = 0) -> Callable[[Any], Any] | None:
+    """The three transfer hooks of the module and the DataModule as one function; None where none is overridden."""
+    module, datamodule, device = run.module, run.trainer.datamodule, run.engine.device
+    in_data = [] if datamodule is None else [name for name in TRANSFER_HOOKS if overrides(datamodule, name, DataModule)]
+    in_module = [name for name in TRANSFER_HOOKS if overrides(module, name, Module)]
+    if not (in_data or in_module):
         return None
+    prepare, move, finish = (
+        getattr(datamodule if name in in_data and name not in in_module else module, name) for name in TRANSFER_HOOKS
+    )
 
     def transfer(batch: Any) -> Any:
-        batch = module.on_before_batch_transfer(batch, dataloader_idx)
-        batch = module.transfer_batch_to_device(batch, device, dataloader_idx)
-        return module.on_after_batch_transfer(batch, dataloader_idx)
+        batch = prepare(batch, dataloader_idx)
+        batch = move(batch, device, dataloader_idx)
+        return finish(batch, dataloader_idx)
 
     return transfer
 
