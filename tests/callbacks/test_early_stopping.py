@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from roomier.callbacks import EarlyStopping, EarlyStoppingReason
 from roomier.core.errors import RoomierError
@@ -106,10 +107,9 @@ def test_the_name_without_its_loader_is_answered_with_the_first_loaders(
 ) -> None:
     module = scripted()
     module.validation_step = lambda batch, batch_idx, dataloader_idx: module.log("val_loss", 1.0)
+    loaders = [DataLoader([each], batch_size=None) for each in batches[:2]]
     with pytest.raises(RoomierError, match=r"Did you mean 'val_loss/dataloader_idx_0'\?"):
-        make_trainer(EarlyStopping("val_loss"), max_epochs=1).fit(
-            module, batches, {"a": batches[:1], "b": batches[1:2]}
-        )
+        make_trainer(EarlyStopping("val_loss"), max_epochs=1).fit(module, batches, loaders)
 
 
 def test_it_goes_on_counting_after_a_resume(
