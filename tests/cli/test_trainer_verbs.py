@@ -165,11 +165,21 @@ def test_evaluation_prints_its_metrics_as_json(
     assert [set(each) for each in printed] == [{metric}]
 
 
-def test_predict_hands_every_batch_to_the_callbacks(tmp_path: Path) -> None:
+def test_predict_hands_every_batch_to_the_callbacks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--model", "cli_toy.PlainNetwork", "--data", "cli_toy.ToyData"]
     callback = ["--trainer.callbacks", "cli_toy.CountsPredictions"]
     assert main(["predict", *words, *callback, *QUIET, *root(tmp_path)]) == 0
     assert sys.modules["cli_toy"].CountsPredictions.num_seen == 2
+    assert "predictions are not kept" not in capsys.readouterr().err
+
+
+def test_predict_says_once_that_nobody_takes_the_predictions(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["predict", *TOY, *QUIET, *root(tmp_path)]) == 0
+    told = capsys.readouterr().err
+    assert told.count("predictions are not kept") == 1
+    assert "on_predict_batch_end" in told
 
 
 def test_sigterm_keeps_its_exit_code_and_the_run(tmp_path: Path) -> None:

@@ -9,9 +9,16 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from torch import nn
+
+from roomier.api.callback import Callback
+from roomier.api.hooks import overrides
+from roomier.api.module import Module
 from roomier.cli.options import parse, text_of, trainer_parser
 from roomier.cli.saved_config import SavedConfig
+from roomier.core.log import notice
 from roomier.core.rng import seed_everything
+from roomier.trainer import Trainer
 
 
 def run(verb: str, arguments: Sequence[str]) -> int:
@@ -33,11 +40,22 @@ def run(verb: str, arguments: Sequence[str]) -> int:
             trainer.callbacks.insert(0, SavedConfig(text_of(parser, config)))
             trainer.fit(model, datamodule=data, ckpt_path=ckpt_path)
         elif verb == "predict":
+            _say_if_nobody_takes_the_predictions(trainer, model)
             trainer.predict(model, datamodule=data, ckpt_path=ckpt_path, return_predictions=False)
         else:
             evaluate: Any = {"validate": trainer.validate, "test": trainer.test}[verb]
             print(json.dumps(evaluate(model, datamodule=data, ckpt_path=ckpt_path)))
     return 0
+
+
+def _say_if_nobody_takes_the_predictions(trainer: Trainer, model: nn.Module) -> None:
+    hook = "on_predict_batch_end"
+    is_taken = isinstance(model, Module) and overrides(model, hook, Module)
+    if not is_taken and not any(overrides(each, hook, Callback) for each in trainer.callbacks):
+        notice(
+            f"predictions are not kept: pass a callback whose {hook} writes the outputs it gets, as in "
+            "--trainer.callbacks my_code.WritesPredictions"
+        )
 
 
 @contextlib.contextmanager
