@@ -69,7 +69,10 @@ def test_every_keyword_of_the_trainer_is_an_option() -> None:
         (["--trainer.deterministic", "warn"], "deterministic", "warn"),
     ],
 )
-def test_a_keyword_arrives_as_it_was_meant(words: list[str], name: str, value: Any) -> None:
+def test_a_keyword_arrives_as_it_was_meant(
+    words: list[str], name: str, value: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(Path.cwd())  # as the command does, in whose place this calls the parser
     config = parse(trainer_parser("fit"), [*TOY, *words])
     assert config.trainer[name] == value
     assert type(config.trainer[name]) is type(value)
@@ -176,7 +179,8 @@ def test_predict_hands_every_batch_to_the_callbacks(tmp_path: Path, capsys: pyte
 def test_predict_says_once_that_nobody_takes_the_predictions(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["predict", *TOY, *QUIET, *root(tmp_path)]) == 0
+    words = ["--model", "cli_toy.PlainNetwork", "--data", "cli_toy.ToyData"]
+    assert main(["predict", *words, *QUIET, *root(tmp_path)]) == 0
     told = capsys.readouterr().err
     assert told.count("predictions are not kept") == 1
     assert "on_predict_batch_end" in told

@@ -46,6 +46,8 @@ FORMER_KEYWORDS: dict[str, str] = {
     "barebones": (
         "Write logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False"
     ),
+    "enable_autolog_hparams": "Leave it out: save_hyperparameters(logger=False) keeps them out of the log",
+    "model_registry": "It is not built",
     "terminate_on_nan": "Leave it out: a loss that is not finite ends the run at the next log step",
     "stochastic_weight_avg": "It is not built: update a torch.optim.swa_utils.AveragedModel in a callback",
     "process_position": "Leave it out: there is one progress bar",
