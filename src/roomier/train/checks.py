@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from roomier.api.callback import Callback
 from roomier.api.datamodule import DataModule
 from roomier.api.hooks import overrides
+from roomier.api.misspelled import check_hook_names
 from roomier.api.module import Module
 from roomier.core.errors import RoomierError
 from roomier.optim.configured import Configured
@@ -30,6 +31,7 @@ def check_call(
     if step is not None and not overrides(module, step, Module):
         action = f"Define {step}(self, batch, batch_idx){' and return the loss' * (stage == 'fit')}"
         raise RoomierError(step, type(module).__name__, f"the module does not define {step}", action)
+    check_hook_names(module, Module)
     if datamodule is None:
         return
     if not isinstance(datamodule, DataModule):
@@ -39,6 +41,7 @@ def check_call(
     if passed:
         problem = f"{' and '.join(passed)} were passed as well"
         raise RoomierError("datamodule", type(datamodule).__name__, problem, "Pass one of the two")
+    check_hook_names(datamodule, DataModule)
 
 
 def check_modes(trainer: Trainer, module: Module, configured: Configured, is_fit: bool) -> None:

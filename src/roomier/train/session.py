@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from roomier.api.callback import Callback
 from roomier.api.datamodule import DataModule
 from roomier.api.forward import ForwardModule, as_module, network_of
 from roomier.api.hooks import HookTable, overrides
+from roomier.api.misspelled import check_hook_names
 from roomier.api.module import Module
 from roomier.core.errors import DataError, RoomierError
 from roomier.core.log import notice
@@ -267,6 +269,8 @@ def _hyperparameters_to_log(module: Module, datamodule: DataModule | None) -> di
 
 def _setup(trainer: Trainer, stage: str, module: Module) -> None:
     trainer.add_callbacks_of(module)
+    for callback in trainer.callbacks:
+        check_hook_names(callback, Callback)
     datamodule = trainer.datamodule
     if datamodule is not None:
         datamodule.trainer = trainer
