@@ -79,6 +79,9 @@ def test_a_near_miss_is_said(capsys, name, meant):
     [
         "on_train_epoch_end_extra",
         "training_step_end_loss",
+        "prepare_dataset",
+        "prepare_datasets",
+        "global_steps",
         "my_training_step",
         "_training_step",
         "validate_step_shapes",

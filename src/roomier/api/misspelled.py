@@ -39,7 +39,7 @@ def check_hook_names(obj: object, base: type) -> None:
     """Look at the methods that the classes of ``obj`` add to ``base`` for names that are nearly those of hooks.
 
     A removed hook of Lightning is refused, a near miss is said. A name that a hook's is a part of
-    (``on_train_epoch_end_extra``) is meant, and so is one whose near hook stands in the same class.
+    (``on_train_epoch_end_extra``, ``prepare_datasets``) is meant, and so is one whose near hook stands in the same class.
 
     Args:
         base: Module, DataModule or Callback.
@@ -48,7 +48,7 @@ def check_hook_names(obj: object, base: type) -> None:
         RoomierError: a hook was removed in Lightning 2.
     """
     known = {name for name in dir(base) if not name.startswith("_")}
-    hooks = {name for name in known if _is_hook(name)}
+    hooks = {name for name in known if _is_hook(name) and inspect.isfunction(getattr(base, name))}
     for cls, name in _methods(type(obj), base):
         if name in known:
             continue
@@ -78,7 +78,7 @@ def _methods(cls: type, base: type) -> Iterator[tuple[type, str]]:
 
 
 def _near_hook(name: str, hooks: set[str]) -> str | None:
-    if any(name.startswith(f"{hook}_") or name.endswith(f"_{hook}") for hook in hooks):
+    if any(name.endswith(f"_{hook}") or (name.startswith(hook) and len(name) > len(hook) + 1) for hook in hooks):
         return None
     near = difflib.get_close_matches(name, sorted(hooks), n=1, cutoff=_IS_NEAR)
     return near[0] if near else None
