@@ -39,7 +39,8 @@ def check_hook_names(obj: object, base: type) -> None:
     """Look at the methods that the classes of ``obj`` add to ``base`` for names that are nearly those of hooks.
 
     A removed hook of Lightning is refused, a near miss is said. A name that a hook's is a part of
-    (``on_train_epoch_end_extra``, ``prepare_datasets``) is meant, and so is one whose near hook stands in the same class.
+    (``on_train_epoch_end_extra``, ``prepare_datasets``) is meant, and so is one whose near hook stands in the same
+    class.
 
     Args:
         base: Module, DataModule or Callback.
