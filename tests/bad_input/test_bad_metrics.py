@@ -134,7 +134,7 @@ CALLBACKS = {
         RoomierError,
         "ModelCheckpoint(monitor)",
         "'val_loss'",
-        "Did you mean 'train_loss'? Call self.log('val_loss', value)",
+        "Pass val_dataloaders to fit if validation_step logs it. Call self.log('val_loss', value)",
     ),
     "nothing is logged at all": (
         lambda d: d.fit(d.net(training_step=lambda self, batch, i: self.loss(batch)), callbacks=EarlyStopping("loss")),

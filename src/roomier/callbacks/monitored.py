@@ -49,7 +49,7 @@ class Monitored:
         problem = f"it was not logged; there are: {', '.join(sorted(metrics))}" if metrics else "nothing was logged yet"
         near = nearest(self.name, metrics, _IS_MEANT)
         action = f"Did you mean {near!r}? " if near else ""
-        if sum(trainer.num_val_batches) == 0:
+        if not near and sum(trainer.num_val_batches) == 0:
             problem += "; there is no validation data"
             action += "Pass val_dataloaders to fit if validation_step logs it. "
         action += f"Call self.log({self.name!r}, value) in the module, or name another metric"
