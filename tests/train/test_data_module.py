@@ -83,15 +83,15 @@ def test_its_transfer_hooks_are_used(make_trainer):
     assert net.seen == [25.0, 25.0, 25.0]  # sanity check, training, validation: (1 + 1) * 10 + 5
 
 
-def test_a_hook_of_the_module_goes_before_and_it_is_said(make_trainer, capsys):
+def test_its_hook_goes_before_that_of_the_module_and_it_is_said(make_trainer, capsys):
     class Also(Net):
         def on_after_batch_transfer(self, batch, dataloader_idx):
             return [-batch[0]]
 
     net = Also()
     make_trainer(max_steps=1, num_sanity_val_steps=0).fit(net, datamodule=Moves())
-    assert net.seen == [-20.0, -20.0]
-    assert "Also and Moves both define on_after_batch_transfer: that of the module" in capsys.readouterr().err
+    assert net.seen == [25.0, 25.0]
+    assert "Also and Moves both define on_after_batch_transfer: that of the DataModule" in capsys.readouterr().err
 
 
 def numbers(*values):

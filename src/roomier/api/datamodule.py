@@ -65,7 +65,7 @@ class DataModule(HasHyperParameters):
         return None
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """As the hook of the same name of :class:`roomier.Module`, which is the one used where both are overridden."""
+        """As the hook of the same name of :class:`roomier.Module`, which it goes before where both are overridden."""
         return batch
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:

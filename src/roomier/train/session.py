@@ -156,8 +156,8 @@ def _tell_transfer_hooks(module: Module, datamodule: DataModule | None) -> None:
     for name in TRANSFER_HOOKS:
         if overrides(module, name, Module) and overrides(datamodule, name, DataModule):
             notice(
-                f"{type(module).__name__} and {type(datamodule).__name__} both define {name}: that of the module is "
-                "used (Lightning uses the other)"
+                f"{type(module).__name__} and {type(datamodule).__name__} both define {name}: that of the DataModule "
+                "is used, as in Lightning"
             )
 
 

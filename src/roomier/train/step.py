@@ -105,9 +105,7 @@ def transfer_of(run: Run, dataloader_idx: int = 0) -> Callable[[Any], Any] | Non
     in_module = [name for name in TRANSFER_HOOKS if overrides(module, name, Module)]
     if not (in_data or in_module):
         return None
-    prepare, move, finish = (
-        getattr(datamodule if name in in_data and name not in in_module else module, name) for name in TRANSFER_HOOKS
-    )
+    prepare, move, finish = (getattr(datamodule if name in in_data else module, name) for name in TRANSFER_HOOKS)
 
     def transfer(batch: Any) -> Any:
         batch = prepare(batch, dataloader_idx)
