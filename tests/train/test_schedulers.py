@@ -103,11 +103,7 @@ def test_or_a_notice_where_it_need_not_be_strict(make_trainer, data, capsys):
 def test_a_schedule_by_name(make_trainer, data):
     """Its length is that of the run: two epochs of two steps."""
 
-    class Plain(Scheduled):
-        def configure_optimizers(self):
-            return None
-
-    module = Plain(None)
+    module = Plain()
     trainer = make_trainer(
         max_epochs=2,
         accumulate_grad_batches=2,
@@ -121,25 +117,67 @@ def test_a_schedule_by_name(make_trainer, data):
     assert module.rates == pytest.approx([1, 1, *(rate for rate in cosine for _ in range(2))])
 
 
-@pytest.mark.parametrize("by_name", [True, False])
-def test_a_longer_run_is_told_that_its_schedule_is_the_old_one(make_trainer, data, capsys, tmp_path, by_name):
+def test_a_longer_run_is_told_that_its_schedule_is_the_old_one(make_trainer, data, capsys, tmp_path):
     class Cosine(Scheduled):
         def configure_optimizers(self):
-            if by_name:
-                return None
             optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
             schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.trainer.max_epochs)
             return [optimizer], [schedule]
 
-    keywords = {"optimizer": "sgd", "lr_schedule": "cosine"} if by_name else {}
-    trainer = make_trainer(max_epochs=2, **keywords)
+    trainer = make_trainer(max_epochs=2)
     trainer.fit(Cosine(None), data)
     trainer.save_checkpoint(tmp_path / "two")
-    make_trainer(max_epochs=2, **keywords).fit(Cosine(None), data, ckpt_path=tmp_path / "two")
+    make_trainer(max_epochs=2).fit(Cosine(None), data, ckpt_path=tmp_path / "two")
     assert "goes on as the checkpoint has it" not in capsys.readouterr().err
-    make_trainer(max_epochs=3, **keywords).fit(Cosine(None), data, ckpt_path=tmp_path / "two")
-    told = capsys.readouterr().err
-    assert ("'num_steps': 8" in told and "'num_steps': 12" in told) if by_name else "T_max=2, and not" in told
+    make_trainer(max_epochs=3).fit(Cosine(None), data, ckpt_path=tmp_path / "two")
+    assert "T_max=2, and not" in capsys.readouterr().err
+
+
+class Plain(Scheduled):
+    def __init__(self):
+        super().__init__(None)
+
+    def configure_optimizers(self):
+        return None
+
+
+def cosine(step, num_steps):
+    return (1 + math.cos(math.pi * step / num_steps)) / 2
+
+
+@pytest.mark.parametrize(
+    ("changed", "num_steps"),
+    [({"max_epochs": 4}, 16), ({"max_epochs": 4, "accumulate_grad_batches": 2}, 8 + 4), ({"max_steps": 10}, 10)],
+    ids=str,
+)
+def test_a_schedule_by_name_ends_with_the_run_that_goes_on(make_trainer, data, capsys, tmp_path, changed, num_steps):
+    keywords = {"optimizer": "sgd", "learning_rate": 1.0, "lr_schedule": "cosine"}
+    trainer = make_trainer(max_epochs=2, **keywords)
+    trainer.fit(Plain(), data)
+    trainer.save_checkpoint(tmp_path / "two")
+    module = Plain()
+    trainer = make_trainer(**keywords, **changed)
+    trainer.fit(module, data, ckpt_path=tmp_path / "two")
+    size = changed.get("accumulate_grad_batches", 1)
+    expected = [cosine(step, num_steps) for step in range(8, num_steps) for _ in range(size)]
+    assert module.rates == pytest.approx(expected, rel=1e-12)
+    assert f"now ends at step {num_steps}; in the checkpoint it ended at 8" in capsys.readouterr().err
+    trainer.save_checkpoint(tmp_path / "all")
+    make_trainer(**keywords, **changed).fit(Plain(), data, ckpt_path=tmp_path / "all")
+    assert "the schedule now ends" not in capsys.readouterr().err
+
+
+def test_a_schedule_by_name_goes_on_to_the_bit_where_nothing_changed(make_trainer, data, capsys, tmp_path):
+    keywords = {"max_epochs": 3, "optimizer": "sgd", "learning_rate": 0.3, "lr_schedule": "cosine"}
+    straight, first, second = Plain(), Plain(), Plain()
+    make_trainer(**keywords).fit(straight, data)
+    first.on_train_batch_end = lambda *_: (
+        first.trainer.save_checkpoint(tmp_path / "5") if len(first.rates) == 5 else None
+    )
+    make_trainer(**keywords).fit(first, data)
+    make_trainer(**keywords).fit(second, data, ckpt_path=tmp_path / "5")
+    assert second.rates == straight.rates[5:]
+    assert "the schedule now ends" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,15 @@
 """Learning-rate schedules by name: warm-up, then constant, linear or cosine down to a floor."""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from roomier.core.errors import PlanError
+from roomier.core.log import notice
 
 SCHEDULES = ("constant", "linear", "cosine")
 
@@ -53,3 +56,35 @@ def make_schedule(
         )
     length = int(num_steps) if math.isfinite(num_steps) else 0
     return LambdaLR(optimizer, Factor(name, length, warmup_steps, min_lr_ratio))
+
+
+def go_on(schedule: LambdaLR, saved: Mapping[str, Any], num_steps: float | None) -> None:
+    """Bring a ``schedule`` from :func:`make_schedule`, which a Plan names, to the step of ``saved``.
+
+    Of the state nothing but that step is taken: shape and length are those of the run that goes on, and the highest
+    rates those of its optimizer (``initial_lr``), whose state must be there already. Where none of them changed, the
+    learning rate stays as it is, to the bit.
+
+    Args:
+        saved: the scheduler's state.
+        num_steps: optimizer steps of the whole run, those done in its earlier parts included; None where ``schedule``
+            was made for as many as that of ``saved``.
+    """
+    (factor,) = {id(each): each for each in schedule.lr_lambdas}.values()
+    assert isinstance(factor, Factor)
+    before = Factor(**saved["lr_lambdas"][0])
+    if num_steps is not None and math.isfinite(num_steps):
+        factor.num_steps = int(num_steps)
+    schedule.load_state_dict({**saved, "lr_lambdas": [None] * len(schedule.lr_lambdas)})
+    groups = schedule.optimizer.param_groups
+    schedule.base_lrs = [group["initial_lr"] for group in groups]
+    if asdict(factor) == asdict(before) and schedule.base_lrs == saved["base_lrs"]:
+        return
+    for group, highest in zip(groups, schedule.base_lrs, strict=True):
+        group["lr"] = highest * factor(schedule.last_epoch)
+    schedule._last_lr = [group["lr"] for group in groups]
+    if factor.name != "constant" and factor.num_steps != before.num_steps:
+        notice(
+            f"the schedule now ends at step {factor.num_steps}; in the checkpoint it ended at {before.num_steps}. "
+            f"From step {schedule.last_epoch} on the learning rate is that of the new one"
+        )

@@ -83,7 +83,6 @@ def restore(run: Run, path: Path) -> None:
         state = checkpoint.load(path, into={"module": weights, "optimizers": places})
     run.engine.load(state)
     run.progress.load(state["progress"])
-    run.schedulers.load(state["schedulers"])
     device = run.engine.device
     load_metric_states(run.module, state["metrics"])
     run.results.load(
@@ -92,6 +91,7 @@ def restore(run: Run, path: Path) -> None:
         lambda value: value.to(device) if isinstance(value, Tensor) else value,
     )
     run.source.load_state_dict(state["data"])
+    _restore_schedulers(run, state)
     if run.trainer.datamodule is not None:
         run.trainer.datamodule.load_state_dict(state["datamodule"])
     _restore_callbacks(run, state["callbacks"])
@@ -121,6 +121,15 @@ def _named_ckpt_path() -> Iterator[None]:
         if error.field != "checkpoint":
             raise
         raise type(error)("ckpt_path", error.received, error.problem, error.action) from error.__cause__
+
+
+def _restore_schedulers(run: Run, state: Mapping[str, Any]) -> None:
+    if run.plan.optimizer.name is None:
+        run.schedulers.load(state["schedulers"])
+        return
+    size_before = Plan.from_dict(state["plan"]).batch.accumulate_grad_batches
+    is_cut_anew = size_before != run.plan.batch.accumulate_grad_batches
+    run.schedulers.load_planned(state["schedulers"], run.num_steps_in_all, is_cut_anew=is_cut_anew)
 
 
 def _restore_callbacks(run: Run, states: Mapping[str, Any]) -> None:

@@ -102,6 +102,20 @@ class Run:
         has_minimum = progress.epoch >= (options.min_epochs or 0) and progress.global_step >= (options.min_steps or 0)
         return is_asked and has_minimum
 
+    @property
+    def num_steps_in_all(self) -> float:
+        """Optimizer steps done and still to do if nothing ends the run early; infinite where that is not known."""
+        if not self.module.automatic_optimization:
+            return math.inf
+        size, progress = self.plan.batch.accumulate_grad_batches, self.progress
+        num_epochs_left = self.epoch_limit - progress.epoch
+        num_left = 0.0
+        if num_epochs_left > 0:
+            num_left = _ceil((self.num_training_batches - progress.batch_idx) / size)
+        if num_epochs_left > 1:
+            num_left += (num_epochs_left - 1) * _ceil(self.num_training_batches / size)
+        return max(progress.global_step, min(progress.global_step + num_left, self.step_limit))
+
     def log_metrics(self, metrics: dict[str, Any]) -> None:
         """Write one row to the loggers at the current step. Here, and only here, values leave their device."""
         row = {name: _number(name, value) for name, value in metrics.items()}
@@ -177,6 +191,10 @@ class Run:
         if self.saved_step is None:
             return f"No checkpoint was written yet. {advice}"
         return f"The checkpoint of step {self.saved_step} is untouched: fit(ckpt_path='last') goes on from it. {advice}"
+
+
+def _ceil(number: float) -> float:
+    return math.ceil(number) if math.isfinite(number) else number
 
 
 def _number(name: str, value: Any) -> float:

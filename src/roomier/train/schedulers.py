@@ -10,6 +10,7 @@ from roomier.api.module import Module
 from roomier.core.errors import CheckpointError, TrainingError, did_you_mean
 from roomier.core.log import notice
 from roomier.optim.configured import LRSchedulerConfig
+from roomier.optim.schedule import go_on
 from roomier.train.results import Results
 
 LENGTHS = ("T_max", "total_steps", "total_iters", "lr_lambdas")  # where torch keeps how long one goes on
@@ -73,9 +74,25 @@ class Schedulers:
             )
 
     def load(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Go on from ``states``, as they were saved: with the lengths they had."""
         for config, saved in zip(self.configs, states, strict=True):
             _tell_other_length(config.scheduler, saved["state"])
             config.scheduler.load_state_dict(saved["state"])
+
+    def load_planned(self, states: Sequence[Mapping[str, Any]], num_steps: float, *, is_cut_anew: bool) -> None:
+        """Go on from ``states`` with the schedule the Plan names, to the end of this run.
+
+        Args:
+            num_steps: optimizer steps of the whole run, those done in its earlier parts included.
+            is_cut_anew: the batches of an epoch make another number of steps than before.
+        """
+        for config, saved in zip(self.configs, states, strict=True):
+            # Steps that a None for a loss left out are not to make the schedule of the same run a shorter one.
+            made_for, was_made_for = (
+                each["lr_lambdas"][0]["num_steps"] for each in (config.scheduler.state_dict(), saved["state"])
+            )
+            is_other = is_cut_anew or made_for != was_made_for
+            go_on(config.scheduler, saved["state"], num_steps if is_other else None)
 
 
 def _tell_other_length(scheduler: Any, saved: Mapping[str, Any]) -> None:
