@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from roomier.core.errors import CheckpointError
 from roomier.core.log import notice
 from roomier.core.tree import map_tensors
 from roomier.plan import Plan
+from roomier.train.group_values import changed_in_plan, put_changed, tell_kept
 from roomier.train.metric_state import load_metric_states, metrics_of
 from roomier.train.run import Run
 from roomier.train.run_folder import PREFIX
@@ -78,9 +79,14 @@ def restore(run: Run, path: Path) -> None:
             run.engine.check(stored)
         run.schedulers.check(stored["schedulers"])
         run.source.check(stored["data"], stored["progress"]["epoch"])
-        _tell_differences(stored, run.plan)
+        stored_plan = Plan.from_dict(stored["plan"])
+        changed = changed_in_plan(stored_plan, run.plan, run.engine.optimizers)
+        _tell_differences(stored_plan, run.plan)
         places = places_on(run.engine.device, stored["optimizers"])
         state = checkpoint.load(path, into={"module": weights, "optimizers": places})
+    if run.plan.optimizer.name is None:
+        tell_kept(run.engine.optimizers, state["optimizers"], has_schedulers=bool(run.schedulers.configs))
+    put_changed(run.engine.optimizers, state["optimizers"], changed)
     run.engine.load(state)
     run.progress.load(state["progress"])
     device = run.engine.device
@@ -91,7 +97,7 @@ def restore(run: Run, path: Path) -> None:
         lambda value: value.to(device) if isinstance(value, Tensor) else value,
     )
     run.source.load_state_dict(state["data"])
-    _restore_schedulers(run, state)
+    _restore_schedulers(run, stored_plan, state["schedulers"])
     if run.trainer.datamodule is not None:
         run.trainer.datamodule.load_state_dict(state["datamodule"])
     _restore_callbacks(run, state["callbacks"])
@@ -123,13 +129,12 @@ def _named_ckpt_path() -> Iterator[None]:
         raise type(error)("ckpt_path", error.received, error.problem, error.action) from error.__cause__
 
 
-def _restore_schedulers(run: Run, state: Mapping[str, Any]) -> None:
+def _restore_schedulers(run: Run, stored: Plan, states: Sequence[Mapping[str, Any]]) -> None:
     if run.plan.optimizer.name is None:
-        run.schedulers.load(state["schedulers"])
+        run.schedulers.load(states)
         return
-    size_before = Plan.from_dict(state["plan"]).batch.accumulate_grad_batches
-    is_cut_anew = size_before != run.plan.batch.accumulate_grad_batches
-    run.schedulers.load_planned(state["schedulers"], run.num_steps_in_all, is_cut_anew=is_cut_anew)
+    is_cut_anew = stored.batch.accumulate_grad_batches != run.plan.batch.accumulate_grad_batches
+    run.schedulers.load_planned(states, run.num_steps_in_all, is_cut_anew=is_cut_anew)
 
 
 def _restore_callbacks(run: Run, states: Mapping[str, Any]) -> None:
@@ -153,7 +158,7 @@ def _check_complete(path: Path, stored: Mapping[str, Any]) -> None:
         )
 
 
-def _tell_differences(stored: Mapping[str, Any], plan: Plan) -> None:
-    differences = Plan.from_dict(stored["plan"]).diff(plan)
+def _tell_differences(stored: Plan, plan: Plan) -> None:
+    differences = stored.diff(plan)
     if differences:
         notice("the plan is not that of the checkpoint: " + "; ".join(map(str, differences)))
