@@ -151,3 +151,17 @@ def test_hyperparameters_stand_beside_the_rows(tmp_path: Path, kind: type[JSONLL
     assert params["lr"] == 0.1
     assert params["model"] == {"depth": 2}
     assert "x" in params["path"]
+
+
+def test_a_resumed_run_leaves_the_hyperparameters_of_its_beginning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for resumed_step, rate in ((None, 0.1), (20, 0.1), (40, 0.5)):
+        for logger in (JSONLLogger(), CSVLogger()):
+            logger.start(tmp_path, resumed_step)
+            logger.log_hyperparams({"lr": rate})
+            logger.finalize("success")
+    assert json.loads((tmp_path / "hparams.json").read_text()) == {"lr": 0.1}
+    assert json.loads((tmp_path / "hparams-from-step=40.json").read_text()) == {"lr": 0.5}
+    assert not (tmp_path / "hparams-from-step=20.json").exists(), "they were the same"
+    assert capsys.readouterr().err.count("these are in hparams-from-step=40.json") == 1

@@ -57,7 +57,8 @@ def test_what_the_plan_names_otherwise_is_used(resumed):
     assert module.rates == [0.05] * 4
     assert values(trainer, "weight_decay") == [0.2, 0.0], "biases do not decay"
     assert [tuple(each) for each in values(trainer, "betas")] == [(0.8, 0.99)] * 2
-    assert "optimizer.lr: 0.1 -> 0.05" in told and "optimizer.weight_decay: 0.1 -> 0.2" in told
+    assert "optimizer.lr: 0.1 -> 0.05" in told
+    assert "optimizer.weight_decay: 0.1 -> 0.2" in told
     assert "is used" not in told
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar, TextIO
 
 from roomier.api.logger import Logger
+from roomier.core.log import notice
 
 
 @contextmanager
@@ -31,11 +32,23 @@ def replacing(path: Path) -> Iterator[TextIO]:
         raise
 
 
-def write_hyperparams(run_dir: Path, params: Mapping[str, Any]) -> None:
-    """Write ``hparams.json``; a value JSON has no form for stands there as its ``repr``."""
-    with replacing(run_dir / "hparams.json") as file:
-        json.dump(dict(params), file, indent=2, default=repr)
-        file.write("\n")
+def write_hyperparams(run_dir: Path, params: Mapping[str, Any], resumed_step: int | None = None) -> None:
+    """Write ``hparams.json``; a value JSON has no form for stands there as its ``repr``.
+
+    That of the run's beginning stays: a resumed run does not use all that it was given (the learning rate is the
+    checkpoint's, say). Where it was given other values, these go to ``hparams-from-step=N.json``, and a notice says so.
+    """
+    text = json.dumps(dict(params), indent=2, default=repr) + "\n"
+    path = run_dir / "hparams.json"
+    if resumed_step is not None and path.is_file():
+        if path.read_text(encoding="utf-8") == text:
+            return
+        path = run_dir / f"hparams-from-step={resumed_step}.json"
+        if path.is_file() and path.read_text(encoding="utf-8") == text:  # another logger of this run wrote it
+            return
+        notice(f"the hyperparameters are not those the run began with: hparams.json stays, these are in {path.name}")
+    with replacing(path) as file:
+        file.write(text)
 
 
 class FileLogger(Logger):
@@ -45,19 +58,20 @@ class FileLogger(Logger):
 
     def __init__(self) -> None:
         self._run_dir: Path | None = None
+        self._resumed_step: int | None = None
         self._file: TextIO | None = None
 
     def start(self, run_dir: Path, resumed_step: int | None = None) -> None:
         """Open the file for appending. A torn row and rows after ``resumed_step`` are dropped, in one move."""
         run_dir.mkdir(parents=True, exist_ok=True)
-        self._run_dir = run_dir
+        self._run_dir, self._resumed_step = run_dir, resumed_step
         self._take_over(resumed_step)
         self._file = self._path.open("a", encoding="utf-8", newline="")
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
-        """Write them to ``<run folder>/hparams.json``."""
+        """Write them to ``<run folder>/hparams.json``: see :func:`write_hyperparams`."""
         assert self._run_dir is not None, "start() comes first"
-        write_hyperparams(self._run_dir, params)
+        write_hyperparams(self._run_dir, params, self._resumed_step)
 
     def finalize(self, status: str) -> None:
         if self._file is not None:
