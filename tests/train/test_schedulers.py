@@ -231,3 +231,21 @@ def test_an_optimizer_from_neither_is_refused(make_trainer, data):
 
     with pytest.raises(roomier.PlanError, match=r"NoOptimizer configures no optimizer.*Trainer\(optimizer="):
         make_trainer(max_steps=1).fit(NoOptimizer(None), data)
+
+
+def test_a_schedule_that_runs_out_says_how_long_it_was_and_what_to_do(make_trainer, data, capsys, tmp_path):
+    def one_cycle(optimizer):
+        total_steps = module.trainer.estimated_stepping_batches
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1.0, total_steps=total_steps)
+        return {"scheduler": schedule, "interval": "step"}
+
+    module = Scheduled(one_cycle)
+    trainer = make_trainer(max_epochs=2)
+    trainer.fit(module, data)
+    trainer.save_checkpoint(tmp_path / "two")
+    module = Scheduled(one_cycle)
+    with pytest.raises(
+        roomier.TrainingError, match=r"OneCycleLR.*total_steps=8 and is at its end.*new fit from the we"
+    ):
+        make_trainer(max_epochs=3).fit(module, data, ckpt_path=tmp_path / "two")
+    assert "total_steps=8, and not as it was made now, total_steps=12" in capsys.readouterr().err

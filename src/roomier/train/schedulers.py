@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from torch.optim.lr_scheduler import OneCycleLR
+
 from roomier.api.hooks import overrides
 from roomier.api.module import Module
 from roomier.core.errors import CheckpointError, TrainingError, did_you_mean
@@ -40,7 +42,7 @@ class Schedulers:
             if self._calls_module:
                 self._module.lr_scheduler_step(config.scheduler, metric)
             elif metric is None:
-                config.scheduler.step()
+                _step(config.scheduler)
             else:
                 config.scheduler.step(metric)
 
@@ -93,6 +95,21 @@ class Schedulers:
             )
             is_other = is_cut_anew or made_for != was_made_for
             go_on(config.scheduler, saved["state"], num_steps if is_other else None)
+
+
+def _step(scheduler: Any) -> None:
+    try:
+        scheduler.step()
+    except ValueError as error:
+        if not isinstance(scheduler, OneCycleLR):
+            raise
+        raise TrainingError(
+            "lr_scheduler",
+            "OneCycleLR",
+            f"was made for total_steps={scheduler.total_steps} and is at its end, but training goes on",
+            "Make it with total_steps=self.trainer.estimated_stepping_batches and interval='step'. A resumed run has "
+            "the length in its checkpoint: to train for longer, start a new fit from the weights",
+        ) from error
 
 
 def _tell_other_length(scheduler: Any, saved: Mapping[str, Any]) -> None:
