@@ -53,6 +53,23 @@ def test_by_default_the_newest_epoch_is_kept(make_trainer: Make, scripted: Any, 
     assert saver.last_model_path == ""
 
 
+def test_a_metric_in_the_name_that_is_not_logged_is_refused(make_trainer: Make, scripted: Any, batches: Any) -> None:
+    saver = ModelCheckpoint(filename="{epoch}-{val_los:.2f}")
+    with pytest.raises(RoomierError, match=r"ModelCheckpoint\(filename\)='val_los'.*Did you mean 'val_loss'"):
+        make_trainer(saver, max_epochs=1).fit(scripted(), batches, batches[:1])
+    with pytest.raises(RoomierError, match=r"ModelCheckpoint\(filename\)='val_loss'.*there is no validation data"):
+        make_trainer(ModelCheckpoint(filename="{val_loss}"), max_epochs=1).fit(scripted(), batches)
+
+
+def test_a_name_before_the_first_validation_reads_none_and_that_is_told_once(
+    make_trainer: Make, scripted: Any, batches: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saver = ModelCheckpoint(filename="{val_loss:.1f}-{step}", every_n_train_steps=4, save_top_k=-1)
+    make_trainer(saver, max_steps=12).fit(scripted([3.0]), batches, batches[:1])
+    assert names(saver.dirpath) == ["val_loss=none-step=4", "val_loss=none-step=8", "val_loss=3.0-step=12"]
+    assert capsys.readouterr().err.count("until then the name reads none") == 1
+
+
 def test_the_best_two_of_five_epochs_stay(make_trainer: Make, scripted: Any, batches: Any) -> None:
     saver = ModelCheckpoint(monitor="val_loss", save_top_k=2, filename="{epoch}-{val_loss:.1f}-{step}")
     make_trainer(saver, max_epochs=5).fit(scripted([3.0, 5.0, 4.0, 4.0, 1.0]), batches, batches[:1])

@@ -37,6 +37,12 @@ def check_template(template: str) -> str:
     return template
 
 
+def metrics_named_in(template: str) -> list[str]:
+    """The logged metrics that ``template`` names."""
+    fields = {field: None for _, field, _, _ in Formatter().parse(template) if field}
+    return [field for field in fields if field not in ("epoch", "step")]
+
+
 def format_name(template: str, metrics: Mapping[str, Tensor | float], auto_insert_metric_name: bool = True) -> str:
     """Fill in ``template`` with ``epoch``, ``step`` and metrics.
 

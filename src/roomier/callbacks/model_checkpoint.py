@@ -17,7 +17,13 @@ from torch import Tensor
 from roomier import checkpoint
 from roomier.api.callback import Callback
 from roomier.callbacks.checkpoint_ledger import Keep, Ledger
-from roomier.callbacks.checkpoint_name import DEFAULT_TEMPLATE, check_template, first_free_name, format_name
+from roomier.callbacks.checkpoint_name import (
+    DEFAULT_TEMPLATE,
+    check_template,
+    first_free_name,
+    format_name,
+    metrics_named_in,
+)
 from roomier.callbacks.monitored import Monitored, check_mode, is_complete_at_epoch_end
 from roomier.core.errors import CheckpointError, RoomierError
 from roomier.core.keywords import explain_unknown_keywords
@@ -46,7 +52,8 @@ class ModelCheckpoint(Callback):
     Args:
         dirpath: where checkpoints go; by default ``checkpoints`` in the run folder.
         filename: a template of the folder's name with ``{epoch}``, ``{step}`` and logged metrics, with formats as in
-            ``str.format``; by default ``"{epoch}-{step}"``, which gives ``epoch=0-step=100``.
+            ``str.format``; by default ``"{epoch}-{step}"``, which gives ``epoch=0-step=100``. Before its first
+            validation a metric reads ``none``; one that was not logged then is an error.
         monitor: the logged metric that ranks checkpoints; by default the newer is the better. NaN never ranks.
         verbose: tell of each save on standard error.
         save_last: keep the newest checkpoint too when it is not among the best, and a link ``last`` to it beside it.
@@ -129,6 +136,8 @@ class ModelCheckpoint(Callback):
         self._loaded_state: dict[str, Any] | None = None
         self._is_fitting = False
         self._monitored = None if monitor is None else Monitored(type(self).__name__, monitor)
+        named = [each for each in metrics_named_in(self.filename) if each != monitor]
+        self._named = [Monitored(type(self).__name__, each, "filename") for each in named]
         self._due_step = -1
         self._ended_epoch = (-1, 0)
         self._interval_began_s = 0.0
@@ -206,8 +215,8 @@ class ModelCheckpoint(Callback):
 
     def on_validation_end(self, trainer: Trainer, pl_module: Module) -> None:
         if self._is_fitting and not trainer.sanity_checking:
-            if self._monitored is not None:
-                self._monitored.was_validated = True
+            for each in (*self._named, *([] if self._monitored is None else [self._monitored])):
+                each.was_validated = True
             if not self._saves_after_training_epoch(trainer):
                 self._epoch_is_over(trainer)
 
@@ -314,6 +323,8 @@ class ModelCheckpoint(Callback):
     def _path(self, trainer: Trainer, staying: set[str]) -> str:
         """Where to save: see [Note: names that are taken]."""
         assert self.dirpath is not None, "on_fit_start() comes first"
+        for each in self._named:
+            each.read(trainer)  # refuses what is not logged
         name = format_name(self.filename, self._metrics(trainer), self.auto_insert_metric_name)
         if self.enable_version_counter:
             here = {path for path in staying | self._paths_of_others(trainer) if os.path.dirname(path) == self.dirpath}

@@ -18,17 +18,21 @@ _IS_MEANT = 0.75  # val_loss is not train_loss
 class Monitored:
     """One logged metric, by name, in the eyes of one callback.
 
+    Args:
+        argument: of the callback, which names it.
+
     Attributes:
         was_validated: a validation has ended since the run began or was resumed; set by the callback.
     """
 
-    def __init__(self, callback_name: str, name: str) -> None:
+    def __init__(self, callback_name: str, name: str, argument: str = "monitor") -> None:
         if not isinstance(name, str) or not name:
             raise RoomierError(
-                f"{callback_name}(monitor)", name, "is not the name of a metric", "Use the name given to self.log"
+                f"{callback_name}({argument})", name, "is not the name of a metric", "Use the name given to self.log"
             )
         self.callback_name = callback_name
         self.name = name
+        self._argument = argument
         self.was_validated = False
         self._told = False
 
@@ -44,7 +48,8 @@ class Monitored:
         if not self.was_validated and sum(trainer.num_val_batches) > 0:
             if not self._told:
                 self._told = True
-                notice(f"{self.callback_name}: {self.name!r} is not logged before the first validation; waiting for it")
+                until_then = "until then the name reads none" if self._argument == "filename" else "waiting for it"
+                notice(f"{self.callback_name}: {self.name!r} is not logged before the first validation; {until_then}")
             return None
         problem = f"it was not logged; there are: {', '.join(sorted(metrics))}" if metrics else "nothing was logged yet"
         near = nearest(self.name, metrics, _IS_MEANT)
@@ -53,7 +58,7 @@ class Monitored:
             problem += "; there is no validation data"
             action += "Pass val_dataloaders to fit if validation_step logs it. "
         action += f"Call self.log({self.name!r}, value) in the module, or name another metric"
-        raise RoomierError(f"{self.callback_name}(monitor)", self.name, problem, action)
+        raise RoomierError(f"{self.callback_name}({self._argument})", self.name, problem, action)
 
 
 def check_mode(callback_name: str, mode: str) -> str:
