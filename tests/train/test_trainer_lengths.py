@@ -211,6 +211,25 @@ def test_a_loader_without_a_length(make_trainer, keywords, expected):
 
 
 @pytest.mark.parametrize(
+    ("keywords", "limit"),
+    [
+        ({"max_steps": 4}, "max_steps=4"),
+        ({"max_time": {"hours": 1}, "max_epochs": 1}, "max_time={'hours': 1}"),
+        ({"max_steps": 4, "val_check_interval": 2}, None),
+        ({"max_steps": 4, "limit_train_batches": 2}, None),
+        ({"max_steps": 4, "limit_val_batches": 0}, None),
+        ({"max_epochs": 1}, None),
+    ],
+    ids=str,
+)
+def test_that_an_unknown_end_may_never_be_validated_is_told(make_trainer, capsys, keywords, limit):
+    make_trainer(num_sanity_val_steps=0, **keywords).fit(Counts(), stream(6), stream(1))
+    told = capsys.readouterr().err
+    assert ("the training loader has no length" in told) == (limit is not None)
+    assert limit is None or f"not at all if {limit} comes before; set val_check_interval" in told
+
+
+@pytest.mark.parametrize(
     ("keywords", "field"),
     [
         ({"limit_train_batches": 0.5}, "limit_train_batches"),

@@ -242,6 +242,7 @@ def _open_fit(run: Run, data: RunLoaders, path: Path | None) -> None:
         run.val_sources, run.val_limits = (), ()
     if run.val_sources:
         run.val_interval = options.val_interval(run.num_training_batches)
+        _tell_validation_at_unknown_end(run)
     hyperparameters = _hyperparameters_to_log(run.module, run.trainer.datamodule)
     if not (options.is_bounded or options.num_dev_batches):
         notice(f"neither max_epochs, max_steps nor max_time is set: training for {DEFAULT_MAX_EPOCHS} epochs")
@@ -252,6 +253,17 @@ def _open_fit(run: Run, data: RunLoaders, path: Path | None) -> None:
         run.loggers.start(run.folder, run.progress.global_step if path is not None else None)
         run.loggers.log_hyperparams(hyperparameters)
     run.results.stage = "train"
+
+
+def _tell_validation_at_unknown_end(run: Run) -> None:
+    options = run.options
+    limits = {"max_steps": options.max_steps} if options.max_steps != -1 else {"max_time": options.max_time}
+    [(limit, value)] = limits.items()
+    if math.isinf(run.val_interval) and math.isinf(run.num_training_batches) and value is not None:
+        notice(
+            "the training loader has no length, so validation runs when it comes to an end, and not at all if "
+            f"{limit}={value} comes before; set val_check_interval to a number of batches to validate within an epoch"
+        )
 
 
 def _hyperparameters_to_log(module: Module, datamodule: DataModule | None) -> dict[str, Any]:
