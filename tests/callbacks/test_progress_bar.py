@@ -4,13 +4,15 @@ import io
 import re
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
 from roomier.callbacks import ProgressBar
-from roomier.callbacks.progress_display import BarDisplay, Standing, duration_text
+from roomier.callbacks.progress import num_batches_left
+from roomier.callbacks.progress_display import BarDisplay, Standing, duration_text, rate_text
 from roomier.core.errors import RoomierError
 from roomier.trainer import Trainer
 
@@ -40,7 +42,7 @@ def test_elsewhere_there_is_one_line_a_log_interval_and_one_a_validation(
         "epoch 1/1 | step 20/20",
         "validation | batch 3/3",
     ]
-    assert re.search(r"\| [\d.e+]+ it/s \| ETA \d+:\d\d", lines[1])
+    assert re.search(r"\| [\d.]+ it/s \| ETA \d+:\d\d", lines[1])
     assert all("\x1b" not in line for line in lines), "no terminal codes"
 
 
@@ -148,6 +150,82 @@ def test_an_unknown_length_has_no_total() -> None:
 )
 def test_durations(seconds: float, text: str) -> None:
     assert duration_text(seconds) == text
+
+
+@pytest.mark.parametrize(("rate", "text"), [(1384.2, "1384"), (99.96, "100"), (12.345, "12.3"), (0.01234, "0.0123")])
+def test_rates(rate: float, text: str) -> None:
+    assert rate_text(rate) == text
+
+
+def steps_shown(stream: io.StringIO) -> list[str]:
+    return [part for line in stream.getvalue().splitlines() for part in line.split(" | ") if part.startswith("step ")]
+
+
+def test_steps_by_hand_have_no_total(make_trainer: Make, scripted: Any, batches: Any) -> None:
+    class ByHand(scripted):  # type: ignore[misc]
+        automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            for _ in range(2):
+                self.optimizers().zero_grad()
+                self.manual_backward(self.layer(batch).square().mean())
+                self.optimizers().step()
+
+    for limit in ({"max_epochs": 1}, {"max_steps": 20}):
+        bar, stream = shown()
+        make_trainer(bar, log_every_n_steps=10, logger=False, **limit).fit(ByHand(), batches)
+        assert steps_shown(stream) == ["step 10", "step 20"]
+
+
+def test_the_total_of_a_resumed_run_counts_the_steps_as_they_are(
+    make_trainer: Make, scripted: Any, batches: Any, tmp_path: Path
+) -> None:
+    trainer = make_trainer(max_epochs=1)
+    trainer.fit(scripted(), batches)
+    trainer.save_checkpoint(tmp_path / "one")
+    bar, stream = shown()
+    keywords = {"accumulate_grad_batches": 4, "log_every_n_steps": 1, "logger": False}
+    trainer = make_trainer(bar, max_epochs=3, **keywords)
+    trainer.fit(scripted(), batches, ckpt_path=tmp_path / "one")
+    assert steps_shown(stream) == [f"step {step}/16" for step in range(11, 17)]
+    assert trainer.global_step == trainer.num_steps_in_all == 16
+
+
+def test_the_time_left_is_that_of_the_batches(make_trainer: Make, scripted: Any, batches: Any) -> None:
+    left: list[float] = []
+
+    class Asks(scripted):  # type: ignore[misc]
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            left.append(num_batches_left(self.trainer, batch_idx + 1))
+
+    make_trainer(max_epochs=2, accumulate_grad_batches=4, logger=False).fit(Asks(), batches)
+    assert left[-10:] == [9, 8, 7, 6, 5, 4, 3, 2, 1, 0]
+    assert left[3] == 16
+    left.clear()
+    make_trainer(max_steps=4, logger=False).fit(Asks(), iter(batches))
+    assert left == [3, 2, 1, 0]
+
+
+def test_the_rate_leaves_out_validations_and_saves(
+    make_trainer: Make, scripted: Any, batches: Any, tmp_path: Path
+) -> None:
+    class Slow(scripted):  # type: ignore[misc]
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            time.sleep(0.1)
+
+        def on_save_checkpoint(self, checkpoint: Any) -> None:
+            time.sleep(0.1)
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx in (3, 6):
+                self.trainer.save_checkpoint(tmp_path / f"{batch_idx}")
+
+    bar, stream = shown()
+    trainer = make_trainer(bar, max_epochs=1, val_check_interval=2, log_every_n_steps=1, logger=False)
+    trainer.fit(Slow(), batches, batches[:1])
+    trained = [line for line in stream.getvalue().splitlines() if line.startswith("epoch")]
+    # Six times 0.1 s were spent before the last batch; its mean rate would be below 15.
+    assert float(re.search(r"([\d.]+) it/s", trained[-1])[1]) > 30  # type: ignore[index]
 
 
 def test_an_interval_of_nothing_is_refused() -> None:

@@ -23,7 +23,7 @@ class ProgressBar(Callback):
 
     The metrics logged with ``prog_bar=True`` are read at log steps only; in between, the bar moves by the clock and
     a step costs well under a microsecond. The rate is the mean since training began, without the first batch (which
-    pays for warming up) and without validation.
+    pays for warming up), without validation and without saving.
 
     Args:
         refresh_interval_s: the bar is redrawn at most that often.
@@ -45,6 +45,7 @@ class ProgressBar(Callback):
         self._clock_began_s = 0.0
         self._title, self._num_total, self._num_evaluated = "", math.inf, 0
         self._evaluation_began_s = 0.0
+        self._rest_began_s: float | None = None
 
     # Training -----------------------------------------------------------------------------------------------------
 
@@ -54,7 +55,21 @@ class ProgressBar(Callback):
         self._log_interval = trainer.global_step // self._log_every_n_steps
         self._num_timed_batches = -1
         self._metrics = {}
+        self._rest_began_s = None
         self._open(trainer)
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: Module, checkpoint: dict[str, Any]) -> None:
+        self._rest_clock()
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Module, batch: Any, batch_idx: int) -> None:
+        if self._rest_began_s is not None:
+            self._clock_began_s += time.monotonic() - self._rest_began_s
+            self._rest_began_s = None
+
+    def _rest_clock(self) -> None:
+        """Until the next batch."""
+        if self._rest_began_s is None:
+            self._rest_began_s = time.monotonic()
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         self._num_timed_batches += 1
@@ -85,14 +100,11 @@ class ProgressBar(Callback):
             return
         last_epoch = trainer.max_epochs
         of_epochs = f"/{last_epoch - 1}" if last_epoch is not None and last_epoch > 0 else ""
-        num_steps = num_steps_of_run(trainer)
+        num_steps = trainer.num_steps_in_all
         of_steps = f"/{num_steps:.0f}" if math.isfinite(num_steps) else ""
         elapsed_s = time.monotonic() - self._clock_began_s
         batches_per_s = self._num_timed_batches / elapsed_s if self._num_timed_batches > 0 and elapsed_s > 0 else 0.0
-        if math.isfinite(num_steps):
-            num_left = (num_steps - trainer.global_step) * trainer.accumulate_grad_batches
-        else:
-            num_left = trainer.num_training_batches - num_done
+        num_left = num_batches_left(trainer, num_done)
         self._display.draw(
             Standing(
                 title=f"epoch {trainer.current_epoch}{of_epochs}",
@@ -150,6 +162,7 @@ class ProgressBar(Callback):
         self._open(trainer)
         self._title, self._num_total, self._num_evaluated = title, num_total, 0
         self._evaluation_began_s = time.monotonic()
+        self._rest_clock()
 
     def _evaluation_standing(self, metrics: dict[str, float]) -> Standing:
         elapsed_s = max(time.monotonic() - self._evaluation_began_s, 1e-9)
@@ -169,7 +182,6 @@ class ProgressBar(Callback):
             metrics = {name: float(value) for name, value in trainer.progress_bar_metrics.items()}
             self._display.end(self._evaluation_standing(metrics))
         if self._is_training:
-            self._clock_began_s += time.monotonic() - self._evaluation_began_s
             self._schedule_redraw()
         else:
             self._close()
@@ -202,12 +214,15 @@ class ProgressBar(Callback):
         self._close()
 
 
-def num_steps_of_run(trainer: Trainer) -> float:
-    """Optimizer steps after which the run ends if nothing ends it early; infinite where that is not known."""
-    limits = [math.inf]
-    if trainer.max_steps >= 0:
-        limits.append(trainer.max_steps)
+def num_batches_left(trainer: Trainer, num_done: int) -> float:
+    """Training batches until the run ends if nothing ends it early; infinite where that is not known.
+
+    Args:
+        num_done: batches of the running epoch that are done.
+    """
+    by_steps = (trainer.num_steps_in_all - trainer.global_step) * trainer.accumulate_grad_batches
     max_epochs = 1 if trainer.fast_dev_run else trainer.max_epochs
-    if max_epochs is not None and max_epochs >= 0 and math.isfinite(trainer.num_training_batches):
-        limits.append(max_epochs * math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches))
-    return min(limits)
+    if max_epochs is None or max_epochs < 0 or math.isinf(trainer.num_training_batches):
+        return by_steps
+    num_later_epochs = max_epochs - trainer.current_epoch - 1
+    return min(by_steps, trainer.num_training_batches - num_done + num_later_epochs * trainer.num_training_batches)

@@ -34,10 +34,15 @@ class Standing:
 
     def texts(self, done: str) -> list[str]:
         """The parts of a line, ``done`` among them."""
-        rate = f"{self.batches_per_s:.3g} it/s" if self.batches_per_s else ""
+        rate = f"{rate_text(self.batches_per_s)} it/s" if self.batches_per_s else ""
         left = f"ETA {duration_text(self.left_s)}" if math.isfinite(self.left_s) else ""
         metrics = " ".join(f"{name} {value:.4g}" for name, value in self.metrics.items())
         return [text for text in (self.step_text, done, rate, left, metrics) if text]
+
+
+def rate_text(rate: float) -> str:
+    """Three digits at least, and no exponent: ``1380``, ``99.5``, ``0.0125``."""
+    return f"{rate:.0f}" if rate >= 100 else f"{rate:.3g}"
 
 
 def duration_text(seconds: float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -111,6 +112,11 @@ class TrainerAttributes:
     def estimated_stepping_batches(self) -> float:
         """Optimizer steps of the whole run; infinite where it is not known."""
         return self.estimate_steps()
+
+    @property
+    def num_steps_in_all(self) -> float:
+        """Optimizer steps done and still to do if nothing ends the run early; infinite where that is not known."""
+        return self.run.num_steps_in_all if self.run else math.inf
 
     @property
     def num_training_batches(self) -> float:
