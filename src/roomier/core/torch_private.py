@@ -1,8 +1,9 @@
 """Every underscore name of torch that roomier uses, with the version it was checked on (2.11 and 2.13)."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import Optimizer
@@ -49,3 +50,9 @@ def end_workers(iterator: Any) -> None:
 
     if isinstance(iterator, _MultiProcessingDataLoaderIter) and not iterator._persistent_workers:
         iterator._shutdown_workers()
+
+
+def scale_each(tensors: Sequence[Tensor], factor: Tensor) -> None:
+    """Multiply each of ``tensors`` by ``factor`` (0-dim), in place and in one call."""
+    if tensors:
+        torch._foreach_mul_(list(tensors), factor.to(tensors[0].device))

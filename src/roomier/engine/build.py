@@ -19,25 +19,34 @@ from roomier.core import torch_private
 from roomier.core.device import resolve_device
 from roomier.core.errors import PlanError, RoomierError
 from roomier.core.log import notice
+from roomier.core.ranks import Ranks
 from roomier.engine.eager import EagerEngine
 from roomier.engine.prepared import PreparedEngine
 from roomier.optim.by_name import make_optimizer
 from roomier.optim.configured import Configured, LRSchedulerConfig, check_ownership, read_configured
 from roomier.optim.schedule import make_schedule
+from roomier.parallel.mesh import make_mesh
+from roomier.parallel.replicate import Replicas
+from roomier.parallel.shard import Sharding, Shards, check_shardable
 from roomier.plan import OptimizerPlan, Plan
-from roomier.precision.policy import precision_of, set_matmul_precision
+from roomier.precision.policy import Precision, precision_of, set_matmul_precision
 
 ConfigureOptimizers = Callable[[], Configured]
 AnyEngine = TypeVar("AnyEngine", bound=EagerEngine)
 
 
 def build(
-    plan: Plan, module: Module, configure_optimizers: ConfigureOptimizers, engine_class: type[AnyEngine]
+    plan: Plan,
+    module: Module,
+    configure_optimizers: ConfigureOptimizers,
+    engine_class: type[AnyEngine],
+    ranks: Ranks,
 ) -> tuple[AnyEngine, Configured]:
     """Apply the techniques of ``plan`` to ``module``, in place, and return what runs it.
 
     Args:
         configure_optimizers: called once the parameters are final; returns optimizers and schedulers.
+        ranks: among which the model and each batch are divided.
 
     Raises:
         RoomierError: the device is not there, or the optimizer cannot be made.
@@ -49,6 +58,7 @@ def build(
     _check_loss_reduction(module)
     precision.convert_module(network)  # first: everything after it sizes itself by the dtype of the weights
     module.to(device)  # before the optimizer, which makes its states beside the parameters
+    parallel = apply_parallel(plan, module, network, device, precision, ranks)  # it replaces what it cuts
     configured = configure_optimizers()  # last: it must hold the parameters as they will be updated
     check_ownership(configured, module.parameters())
     engine = engine_class(
@@ -58,10 +68,38 @@ def build(
         precision=precision,
         batch_plan=plan.batch,
         count_terms=module.num_loss_terms if module.loss_reduction == "mean" else None,
+        ranks=ranks,
+        parallel=parallel,
     )
     if engine.scaler is not None:
         _say_which_steps_wait(configured.optimizers, device)
     return engine, configured
+
+
+def apply_parallel(
+    plan: Plan, module: Module, network: nn.Module, device: torch.device, precision: Precision, ranks: Ranks
+) -> Replicas | Shards | None:
+    """``network`` divided among the ranks, in place; with one rank there is nothing to divide.
+
+    Raises:
+        RoomierError: it cannot be divided in this way.
+    """
+    wanted = plan.parallel
+    if ranks.is_alone:
+        return None
+    wire_dtype = torch.bfloat16 if wanted.reduce_dtype == "bf16" else None
+    if wanted.strategy == "ddp":
+        return Replicas(network, device, wire_dtype=wire_dtype, compression=wanted.gradient_compression)
+    check_shardable(network)
+    sharding = Sharding(
+        mesh=make_mesh(device.type, ranks.world.size, wanted.num_shards),
+        frees_parameters=wanted.strategy in ("zero3", "hsdp"),
+        reduces_each_micro_batch=wanted.strategy != "zero1" or plan.batch.accumulate_grad_batches == 1,
+        compute_dtype=precision.autocast_dtype,
+        wire_dtype=wire_dtype,
+        averages=not module.automatic_optimization,
+    )
+    return Shards(network, sharding)
 
 
 def _check_network(network: nn.Module) -> None:
@@ -176,7 +214,7 @@ def prepare(
         return configure_by_name(plan.optimizer, network_of(wrapped), lambda: max_steps or float("inf"))
 
     wrapped = as_module(module)
-    engine, configured = build(plan, wrapped, optimizers, PreparedEngine)
+    engine, configured = build(plan, wrapped, optimizers, PreparedEngine, Ranks())
     engine.scheduler = configured.schedulers[0].scheduler if configured.schedulers else None
     set_matmul_precision(plan.precision.matmul)
     return engine

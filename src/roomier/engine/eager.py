@@ -1,4 +1,4 @@
-"""The eager engine: forward and backward as PyTorch runs them, on one device."""
+"""The eager engine: forward and backward as PyTorch runs them, on this rank's device."""
 
 from __future__ import annotations
 
@@ -11,9 +11,13 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from roomier.core.errors import CheckpointError, TrainingError
+from roomier.core.ranks import Ranks
 from roomier.core.transfer import BatchMover
 from roomier.engine.engine import Step, StepHooks
 from roomier.engine.optimizer_state import check_optimizer, load_optimizer, optimizer_state, parameter_names
+from roomier.parallel.norm import clip_grad_norm, clip_grad_value
+from roomier.parallel.replicate import Replicas
+from roomier.parallel.shard import Shards
 from roomier.plan import BatchPlan
 from roomier.precision.policy import Precision
 from roomier.precision.scaler import LossScaler
@@ -22,10 +26,12 @@ CountTerms = Callable[[Any], int | Tensor]
 
 
 class EagerEngine:
-    """Single device. See :class:`roomier.engine.engine.Engine` for the contract.
+    """See :class:`roomier.engine.engine.Engine` for the contract.
 
     Args:
         module: whose parameters are trained and stored.
+        ranks: among which a batch is divided.
+        parallel: what the module was made into for several ranks; None for one.
         batch_plan: accumulation and clipping.
         count_terms: how many terms the loss of a micro-batch is the mean of; None where it is a sum.
     """
@@ -39,8 +45,11 @@ class EagerEngine:
         precision: Precision,
         batch_plan: BatchPlan,
         count_terms: CountTerms | None,
+        ranks: Ranks,
+        parallel: Replicas | Shards | None = None,
     ) -> None:
         self.module = module
+        self.ranks = ranks
         self.optimizers = list(optimizers)
         self.device = device
         self.precision = precision
@@ -49,6 +58,9 @@ class EagerEngine:
         self.scaler = LossScaler(device) if precision.scales_loss else None
         self._batch_plan = batch_plan
         self._count_terms = count_terms
+        self._parallel = parallel
+        # Replicas are averaged; losses are weighed for a sum.
+        self._loss_factor = ranks.world.size if isinstance(parallel, Replicas) else 1
         self._context = precision.forward_context()
         self._to_device = BatchMover(device) if device.type != "cpu" else None
         self._converts = precision.weight_dtype is not None
@@ -58,7 +70,8 @@ class EagerEngine:
         hooks = self.hooks
         if hooks.zero_grad is None:
             self.zero_grad()
-        weights = None if len(batches) == 1 else self._weights(batches)
+        is_alone = self.ranks.is_alone
+        weights = None if is_alone and len(batches) == 1 else self._weights(batches)
         window_loss: Tensor | None = None
         left_out: list[float | Tensor] = []
         for index, batch in enumerate(batches):
@@ -68,28 +81,47 @@ class EagerEngine:
             on_device = self.move(batch)
             if hooks.batch_start is not None:
                 hooks.batch_start(on_device)
+            if self._parallel is not None:
+                self._parallel.begin_micro_batch(is_last=index == len(batches) - 1)
             with self._context():
-                output = step(on_device)
+                output = self._run(step, on_device)
             if index == 0 and hooks.zero_grad is not None:
                 for optimizer in self.optimizers:
                     hooks.zero_grad(optimizer)
             loss = loss_of(output)
             if loss is None:
+                self._check_may_be_left_out()
                 if weights is not None:
                     left_out.append(weights[index])
                 continue
             if weights is not None:
                 weight = weights[index]
-                # A micro-batch without a single term has the loss 0/0; it adds nothing, so it is left out.
+                # A micro-batch without a single term has the loss 0/0; it adds nothing, so it is left out. Where others
+                # wait for this rank's gradients they get zeros.
                 if not isinstance(weight, Tensor) and weight == 0:
-                    continue
+                    if is_alone:
+                        continue
+                    loss = torch.nan_to_num(loss)
                 loss = loss * weight
-            self.backward(loss)
+            self.backward(loss if self._loss_factor == 1 else loss * self._loss_factor)
             loss = loss.detach()
             window_loss = loss if window_loss is None else window_loss + loss
         if left_out and window_loss is not None:
             window_loss = window_loss * self._weigh_again(left_out)
         return window_loss
+
+    def _run(self, step: Step, batch: Any) -> Any:
+        return step(batch) if self._parallel is None else self._parallel.runner(step, batch)
+
+    def _check_may_be_left_out(self) -> None:
+        if self.ranks.is_alone or (self.hooks.is_skipping is not None and self.hooks.is_skipping()):
+            return
+        raise TrainingError(
+            "training_step",
+            None,
+            f"returned no loss on rank {self.ranks.world.rank}; the other ranks wait for its gradients",
+            "Return a loss of zero that depends on the parameters: 0.0 * loss",
+        )
 
     def _weigh_again(self, left_out: Sequence[float | Tensor]) -> float | Tensor:
         # The step returned None for these: the mean is over the terms of the others, which were weighed too lightly.
@@ -109,8 +141,15 @@ class EagerEngine:
         return self.precision.convert_batch(batch) if self._converts else batch
 
     def forward(self, step: Step, batch: Any) -> Any:
+        if self._parallel is not None:
+            self._parallel.begin_micro_batch(is_last=True)
         with self._context():
-            return step(batch)
+            return self._run(step, batch)
+
+    def release(self) -> None:
+        """Free what was gathered from other ranks for an evaluation."""
+        if self._parallel is not None:
+            self._parallel.release()
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         hooks = self.hooks
@@ -144,9 +183,9 @@ class EagerEngine:
         optimizers = self.optimizers if optimizer is None else [optimizer]
         parameters = [p for each in optimizers for group in each.param_groups for p in group["params"]]
         if (algorithm or self._batch_plan.gradient_clip_algorithm) == "value":
-            nn.utils.clip_grad_value_(parameters, limit)
+            clip_grad_value(parameters, limit)
             return None
-        return nn.utils.clip_grad_norm_(parameters, limit)
+        return clip_grad_norm(parameters, limit)
 
     def step(self, optimizer: Optimizer | None = None, closure: Any = None) -> None:
         for each in self.optimizers if optimizer is None else [optimizer]:
@@ -205,7 +244,7 @@ class EagerEngine:
             raise TrainingError(
                 "num_loss_terms", counts, "these are no counts", "Return an integer or a 0-dim tensor for each batch"
             )
-        total = sum(counts)
+        total = self._over_ranks(sum(counts))
         if not isinstance(total, Tensor) and total <= 0:
             raise TrainingError(
                 "num_loss_terms",
@@ -214,6 +253,12 @@ class EagerEngine:
                 "Look at the targets: are all of them ignored?",
             )
         return [count / total for count in counts]
+
+    def _over_ranks(self, count: Any) -> Any:
+        if self.ranks.is_alone:
+            return count
+        total = self.ranks.sum(count if isinstance(count, Tensor) else torch.tensor(float(count), dtype=torch.float64))
+        return total if isinstance(count, Tensor) else total.item()
 
 
 def _on_host(count: Any) -> Any:

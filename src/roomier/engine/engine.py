@@ -23,6 +23,7 @@ class StepHooks:
         transfer: called in place of the move to the device.
         batch_start: called with each micro-batch on the device, before its forward.
         batch_end: called after the backward of each micro-batch but the last, whose end comes after the update.
+        is_skipping: whether a hook asked to leave out this step, on every rank.
     """
 
     before_backward: tuple[Callable[[Tensor], Any], ...] = ()
@@ -32,6 +33,7 @@ class StepHooks:
     transfer: Callable[[Any], Any] | None = None
     batch_start: Callable[[Any], Any] | None = None
     batch_end: Callable[[], Any] | None = None
+    is_skipping: Callable[[], bool] | None = None
 
 
 class Engine(Protocol):
@@ -50,7 +52,8 @@ class Engine(Protocol):
             batches: the micro-batches as the loader gave them.
 
         Returns:
-            The loss of the whole batch (0-dim, detached, on the device); None where every step returned None.
+            This rank's share of the loss of the whole batch (0-dim, detached, on the device); the sum over the ranks is
+            that loss. None where every step returned None.
         """
         ...
 
@@ -60,6 +63,10 @@ class Engine(Protocol):
 
     def forward(self, step: Step, batch: Any) -> Any:
         """``step`` on a moved ``batch`` in the precision of the Plan, without a backward (evaluation, manual mode)."""
+        ...
+
+    def release(self) -> None:
+        """Free what :meth:`forward` gathered from other ranks; called when an evaluation is over."""
         ...
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:

@@ -45,7 +45,22 @@ def _torch_optimizer(class_name: str) -> Choice:
 
 
 CHOICES: dict[str, dict[str, Choice]] = {
-    "parallel.strategy": {"single": _exact("one process, nothing is sharded")},
+    "parallel.strategy": {
+        "single": _exact("one process, nothing is sharded"),
+        "ddp": _exact("each rank holds all; gradients are added up once a step"),
+        "zero1": _exact("optimizer states and fp32 weights are cut among the ranks"),
+        "zero2": _exact("gradients too are cut among the ranks"),
+        "zero3": _exact("weights too: each block is gathered when it computes"),
+        "hsdp": _exact("zero3 within groups of ranks, each group with a copy of its own"),
+    },
+    "parallel.reduce_dtype": {
+        "32": _exact("gradients are added up in float32"),
+        "bf16": Choice(Kind.NEAR, "gradients are rounded to bfloat16 on their way between ranks"),
+    },
+    "parallel.gradient_compression": {
+        "none": _exact(),
+        "powersgd": Choice(Kind.APPROXIMATE, "gradients of low rank, with error feedback, after a warm-up"),
+    },
     "parallel.accelerator": {
         "auto": _exact("cuda, else mps, else cpu"),
         "cpu": _exact(),
@@ -90,8 +105,6 @@ CHOICES: dict[str, dict[str, Choice]] = {
     "offload.activations": {"none": _exact()},
 }
 
-_SINGLE = "Use strategy='single' with devices=1"
-_SINGLE_HALVED = f"{_SINGLE}; precision='bf16-true' halves weights, gradients and states"
 _OWN_OPTIMIZER = "Use optimizer='adamw', or return your own optimizer from configure_optimizers"
 _SMALL_STATES = "Use optimizer='adafactor', whose states are small, or 'adamw'"
 _OWN_SCHEDULE = "Use lr_schedule='cosine', or return your own scheduler from configure_optimizers"
@@ -102,23 +115,16 @@ _BF16_MIXED = "Use precision='bf16-mixed'"
 
 REFUSED: dict[str, dict[str, Refusal]] = {
     "parallel.strategy": {
-        "ddp": Refusal(f"{_SINGLE} and accumulate_grad_batches for the same global batch"),
-        "ddp_find_unused_parameters_true": Refusal(f"{_SINGLE}, where unused parameters need no setting"),
-        "ddp_find_unused_parameters_false": Refusal(_SINGLE),
-        "ddp_spawn": Refusal(_SINGLE),
-        "ddp_fork": Refusal(_SINGLE),
-        "ddp_notebook": Refusal(_SINGLE),
-        "dp": Refusal(_SINGLE, problem="is left out: PyTorch itself advises against DataParallel"),
-        "zero1": Refusal(_SINGLE_HALVED),
-        "zero2": Refusal(_SINGLE_HALVED),
-        "zero3": Refusal(_SINGLE_HALVED),
-        "hsdp": Refusal(_SINGLE_HALVED),
-        "deepspeed": Refusal(_SINGLE_HALVED),
-        "model_parallel": Refusal(_SINGLE_HALVED),
-        "tensor_parallel": Refusal(_SINGLE_HALVED),
-        "pipeline_parallel": Refusal(_SINGLE_HALVED),
-        "context_parallel": Refusal(_SINGLE_HALVED),
-        "auto": Refusal(f"{_SINGLE}, and choose precision and accumulate_grad_batches yourself"),
+        "ddp_find_unused_parameters_true": Refusal("Use strategy='ddp', where unused parameters need no setting"),
+        "ddp_find_unused_parameters_false": Refusal("Use strategy='ddp'"),
+        "ddp_notebook": Refusal("Run a script: `python train.py` with Trainer(strategy='ddp', devices=...)"),
+        "dp": Refusal("Use strategy='ddp'", problem="is left out: PyTorch itself advises against DataParallel"),
+        "deepspeed": Refusal("Use strategy='zero2' or 'zero3', which need no DeepSpeed"),
+        "model_parallel": Refusal("Use strategy='zero3'"),
+        "tensor_parallel": Refusal("Use strategy='zero3'"),
+        "pipeline_parallel": Refusal("Use strategy='zero3'"),
+        "context_parallel": Refusal("Use strategy='zero3'"),
+        "auto": Refusal("Use strategy='zero2', or 'zero3' where that does not fit"),
     },
     "parallel.accelerator": {
         "tpu": Refusal(_KNOWN_DEVICES),
@@ -184,11 +190,16 @@ ALIASES: dict[str, dict[str, str]] = {
         "ddp_sharded": "zero2",
         "fsdp": "zero3",
         "fsdp2": "zero3",
+        "hybrid_shard": "hsdp",
+        "ddp_spawn": "ddp",
+        "ddp_fork": "ddp",
         "deepspeed_stage_1": "zero1",
         "deepspeed_stage_2": "zero2",
         "deepspeed_stage_3": "zero3",
     },
     "parallel.accelerator": {"xla": "tpu"},
+    "parallel.reduce_dtype": {"fp32": "32", "float32": "32", "bfloat16": "bf16"},
+    "parallel.gradient_compression": {"power_sgd": "powersgd"},
     "precision.mode": {
         "16": "16-mixed",
         "fp16": "16-mixed",

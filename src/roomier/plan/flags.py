@@ -11,7 +11,7 @@ from roomier.plan.rules import each_error, refuse
 
 def plan_from_flags(
     *,
-    strategy: str = "single",
+    strategy: str | Mapping[str, object] = "single",
     accelerator: str = "auto",
     devices: int | str = "auto",
     num_nodes: int = 1,
@@ -30,7 +30,8 @@ def plan_from_flags(
     """The Plan that Trainer keywords ask for.
 
     Args:
-        strategy: a strategy's name; ``"zero2+offload"`` and ``"zero3+disk"`` add where the states live.
+        strategy: a strategy's name; ``"zero2+offload"`` and ``"zero3+disk"`` add where the states live. Or
+            ``{"name": "hsdp", "shard_size": 4, "reduce_dtype": "bf16"}``: further fields of ``ParallelPlan``.
         accelerator: ``"auto"``, ``"cpu"``, ``"gpu"``, ``"cuda"``, ``"mps"``.
         devices: devices per node; ``"auto"`` is as many as the strategy uses: 1 for ``"single"``.
         num_nodes: number of machines.
@@ -117,6 +118,15 @@ class _Draft:
 
 def _ask_strategy(draft: _Draft, strategy: object) -> None:
     """``"zero2+offload"`` is ``"zero2"`` with the optimizer states in host memory; ``"+disk"`` on disk."""
+    if isinstance(strategy, Mapping):
+        own = {"name", "shard_size", "reduce_dtype", "gradient_compression"}
+        for name, value in strategy.items():
+            if name not in own:
+                action = did_you_mean(str(name), own)
+                draft.errors.append(PlanError("strategy", name, "is not a setting of a strategy", action))
+            elif name != "name":
+                draft.ask(f"parallel.{name}", value, f"strategy.{name}")
+        strategy = strategy.get("name", "single")
     if not isinstance(strategy, str):
         draft.ask("parallel.strategy", strategy, "strategy")
         return

@@ -63,14 +63,19 @@ class Part:
 
 @dataclass(frozen=True)
 class ParallelPlan(Part):
-    """How the work is spread over devices.
+    """How the work is spread over devices. A rank is one process with one device.
 
     Args:
-        strategy: ``"single"``: one process, one device. The names of the strategies to come are known and refused.
+        strategy: ``"single"`` (one rank), ``"ddp"``, ``"zero1"``, ``"zero2"``, ``"zero3"``, ``"hsdp"``. The
+            names of the strategies to come are known and refused.
         accelerator: ``"auto"`` (cuda, else mps, else cpu), ``"cpu"``, ``"gpu"`` (cuda, else mps), ``"cuda"``,
             ``"mps"``.
-        devices: number of devices on each node.
+        devices: ranks on each node.
         num_nodes: number of machines.
+        shard_size: of ``"hsdp"``, how many ranks share one copy of the model; None is the ranks of a node.
+        reduce_dtype: in which numbers gradients are added up over the ranks: ``"32"``, or ``"bf16"`` for half the
+            bytes on the way.
+        gradient_compression: of ``"ddp"``: ``"none"`` or ``"powersgd"`` (Vogels et al. 2019, with error feedback).
     """
 
     SECTION: ClassVar[str] = "parallel"
@@ -78,6 +83,20 @@ class ParallelPlan(Part):
     accelerator: str = "auto"
     devices: int = 1
     num_nodes: int = 1
+    shard_size: int | None = None
+    reduce_dtype: str = "32"
+    gradient_compression: str = "none"
+
+    @property
+    def num_ranks(self) -> int:
+        return self.devices * self.num_nodes
+
+    @property
+    def num_shards(self) -> int:
+        """Among how many ranks one copy of the optimizer states is cut."""
+        if self.strategy in ("single", "ddp"):
+            return 1
+        return (self.shard_size or self.devices) if self.strategy == "hsdp" else self.num_ranks
 
 
 @dataclass(frozen=True)

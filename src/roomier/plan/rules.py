@@ -96,6 +96,7 @@ class _Range:
 RANGES: dict[str, _Range] = {
     "parallel.devices": _Range(1, "Use 1"),
     "parallel.num_nodes": _Range(1, "Use 1"),
+    "parallel.shard_size": _Range(1, "Give the number of ranks that share one copy of the model"),
     "batch.accumulate_grad_batches": _Range(1, "Use 1 for one micro-batch per optimizer step"),
     "batch.gradient_clip_val": _Range(0, "Use None to clip nothing, or 1.0", low_is_allowed=False),
     "optimizer.lr": _Range(0, "Use a learning rate such as 3e-4", low_is_allowed=False),
@@ -190,19 +191,45 @@ def _is_plain(value: object) -> bool:
 # ---- the Plan as a whole -------------------------------------------------------------------------------------
 
 
-def one_device(plan: "Plan") -> Iterator[PlanError]:
-    """More than one device waits for the first strategy that uses it."""
-    devices = plan.parallel.devices
-    if devices > 1:
-        action = "Use devices=1; accumulate_grad_batches gives the same global batch"
-        yield PlanError("parallel.devices", devices, "more than one device is not built yet", action)
+def single_has_one_rank(plan: "Plan") -> Iterator[PlanError]:
+    """One process cannot use several devices."""
+    parallel = plan.parallel
+    for name, value in (("devices", parallel.devices), ("num_nodes", parallel.num_nodes)):
+        if parallel.strategy == "single" and value > 1:
+            action = "Name one: strategy='ddp', 'zero2' (half the memory on 2 ranks) or 'zero3' (the least memory)"
+            yield PlanError(f"parallel.{name}", value, "needs a strategy that uses several", action)
 
 
-def one_node(plan: "Plan") -> Iterator[PlanError]:
-    """More than one machine waits for the first strategy that uses it."""
-    num_nodes = plan.parallel.num_nodes
-    if num_nodes > 1:
-        yield PlanError("parallel.num_nodes", num_nodes, "more than one node is not built yet", "Use num_nodes=1")
+def shards_fill_the_ranks(plan: "Plan") -> Iterator[PlanError]:
+    """The groups of hsdp are of one size, and no other strategy has groups."""
+    parallel = plan.parallel
+    if parallel.strategy != "hsdp":
+        if parallel.shard_size is not None:
+            action = "Use strategy='hsdp', or leave it out"
+            problem = f"has no meaning for strategy {parallel.strategy!r}"
+            yield PlanError("parallel.shard_size", parallel.shard_size, problem, action)
+        return
+    if parallel.num_ranks % parallel.num_shards:
+        fitting = [size for size in range(1, parallel.num_ranks + 1) if parallel.num_ranks % size == 0]
+        problem = f"does not divide the {parallel.num_ranks} ranks"
+        yield PlanError("parallel.shard_size", parallel.shard_size, problem, f"Use one of {fitting}")
+
+
+def mps_is_one_device(plan: "Plan") -> Iterator[PlanError]:
+    """Apple's GPU is one, and torch has no collectives for it."""
+    if plan.parallel.accelerator == "mps" and plan.parallel.strategy != "single":
+        problem = "runs on several ranks, which mps does not have"
+        action = "Use strategy='single', or accelerator='cpu'"
+        yield PlanError("parallel.strategy", plan.parallel.strategy, problem, action)
+
+
+def compression_is_of_ddp(plan: "Plan") -> Iterator[PlanError]:
+    """What is cut among ranks is reduced by other collectives."""
+    parallel = plan.parallel
+    if parallel.gradient_compression != "none" and parallel.strategy != "ddp":
+        problem = f"does not work with strategy {parallel.strategy!r}"
+        action = "Use strategy='ddp', or reduce_dtype='bf16' for half the bytes"
+        yield PlanError("parallel.gradient_compression", parallel.gradient_compression, problem, action)
 
 
 def eager_only(plan: "Plan") -> Iterator[PlanError]:
@@ -254,8 +281,10 @@ def schedule_settings_have_a_schedule(plan: "Plan") -> Iterator[PlanError]:
 
 
 RULES: list[Rule] = [
-    one_device,
-    one_node,
+    single_has_one_rank,
+    shards_fill_the_ranks,
+    mps_is_one_device,
+    compression_is_of_ddp,
     eager_only,
     float64_needs_hardware,
     clipping_has_a_bound,

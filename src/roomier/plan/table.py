@@ -10,7 +10,7 @@ from roomier.plan.parts import FIELDS
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from roomier.plan.parts import OffloadPlan, OptimizerPlan
+    from roomier.plan.parts import OffloadPlan, OptimizerPlan, ParallelPlan
     from roomier.plan.plan import Plan
 
 _NUM_COLUMNS = 100
@@ -34,7 +34,7 @@ def rows(plan: "Plan", facts: Mapping[str, str] | None = None) -> list[Row]:
     """The lines of the table, in the order of the Plan; ``facts`` follow without a label."""
     parallel, precision = plan.parallel, plan.precision
     return [
-        Row("strategy", parallel.strategy, *_label("parallel.strategy", parallel.strategy)),
+        *_strategy_rows(parallel),
         Row("accelerator", parallel.accelerator, *_label("parallel.accelerator", parallel.accelerator)),
         Row("precision", precision.mode, *_label("precision.mode", precision.mode)),
         Row("matmul", precision.matmul, *_label("precision.matmul", precision.matmul)),
@@ -92,6 +92,18 @@ def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
 
 def _label(field: str, value: str) -> tuple[Kind, str]:
     return kind_of(field, value), note_of(field, value)
+
+
+def _strategy_rows(parallel: "ParallelPlan") -> Iterator[Row]:
+    ranks = f" on {parallel.num_ranks} ranks" if parallel.strategy != "single" else ""
+    groups = f" in groups of {parallel.num_shards}" if parallel.strategy == "hsdp" else ""
+    choice = f"{parallel.strategy}{ranks}{groups}"
+    yield Row("strategy", choice, *_label("parallel.strategy", parallel.strategy))
+    if parallel.strategy != "single":
+        yield Row("reduce", parallel.reduce_dtype, *_label("parallel.reduce_dtype", parallel.reduce_dtype))
+    if parallel.gradient_compression != "none":
+        compression = parallel.gradient_compression
+        yield Row("compression", compression, *_label("parallel.gradient_compression", compression))
 
 
 def _batch_rows(plan: "Plan") -> Iterator[Row]:

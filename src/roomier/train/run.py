@@ -15,6 +15,7 @@ from torch import Tensor
 from roomier.api.hooks import HookTable
 from roomier.api.module import Module
 from roomier.core.errors import RoomierError, TrainingError
+from roomier.core.ranks import Ranks
 from roomier.data.source import Source
 from roomier.engine.eager import EagerEngine
 from roomier.loggers.group import LoggerGroup
@@ -36,6 +37,7 @@ class Run:
     """Made by :mod:`roomier.train.session`, worked through by the loops; plain data and a few questions to it.
 
     Attributes:
+        ranks: what the ranks of the run tell each other; alone where there is one.
         deferred_saves: checkpoints asked for from a hook, written at the next save point.
         is_in_step: between two save points, where the state of a run is not one to resume from.
         is_finishing: the save point that is running is the last one.
@@ -57,6 +59,7 @@ class Run:
     loggers: LoggerGroup
     stop: GracefulStop
     folder: Path | None
+    ranks: Ranks = field(default_factory=Ranks)
     progress: Progress = field(default_factory=Progress)
     train_source: Source | None = None
     val_sources: Sequence[Source] = ()

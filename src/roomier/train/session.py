@@ -193,7 +193,11 @@ def _open(
     data = RunLoaders(trainer, module, loaders)
     trainer.estimate_steps = lambda: estimate_steps(trainer, data)
     engine, configured = build(
-        plan, module, lambda: configure(plan, module, trainer.estimate_steps) if is_fit else Configured(), EagerEngine
+        plan,
+        module,
+        lambda: configure(plan, module, trainer.estimate_steps) if is_fit else Configured(),
+        EagerEngine,
+        trainer.ranks,
     )
     check_modes(trainer, module, configured, is_fit)
     run = Run(
@@ -208,6 +212,7 @@ def _open(
         loggers=LoggerGroup(trainer.loggers if folder is not None else ()),
         stop=stop,
         folder=folder,
+        ranks=trainer.ranks,
         progress=Progress() if is_fit or fitted is None else fitted.progress,
     )
     trainer.run = run

@@ -79,6 +79,7 @@ def install_step_hooks(run: Run, step: TrainingStep) -> None:
         after_backward=hooks.on_after_backward,
         batch_start=step.start,
         batch_end=step.end,
+        is_skipping=lambda: step.skips_epoch,
         zero_grad=_zero_grad(run),
         backward=module.backward if overrides(module, "backward", Module) else None,
         transfer=transfer_of(run),

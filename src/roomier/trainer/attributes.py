@@ -15,6 +15,7 @@ from roomier.api.logger import Logger
 from roomier.api.module import Module
 from roomier.callbacks import EarlyStopping, ModelCheckpoint, ProgressBar
 from roomier.core.errors import RoomierError
+from roomier.core.ranks import Ranks
 from roomier.core.world import World
 from roomier.engine.eager import EagerEngine
 from roomier.optim.configured import LRSchedulerConfig
@@ -32,6 +33,7 @@ class TrainerAttributes:
     plan: Plan
     options: LoopOptions
     world: World
+    ranks: Ranks
     callbacks: list[Callback]
     loggers: list[Logger]
     logger_is_on: bool

@@ -18,6 +18,7 @@ from roomier.api.module import Module
 from roomier.core.errors import RoomierError
 from roomier.core.keywords import explain_unknown_keywords, refuse_keywords
 from roomier.core.log import notice
+from roomier.core.ranks import Ranks
 from roomier.core.world import World
 from roomier.loggers.by_name import loggers_from_flag
 from roomier.plan import Plan
@@ -38,7 +39,8 @@ class Trainer(TrainerAttributes):
 
     Args:
         plan: a Plan, a mapping, or the path of a YAML file; instead of the keywords that make one.
-        strategy: how the model is spread over devices (``"single"``).
+        strategy: how the model is spread over ranks: ``"single"``, ``"ddp"``, ``"zero1"``, ``"zero2"``, ``"zero3"``,
+            ``"hsdp"``; or a dict with ``name`` and fields of ``ParallelPlan``.
         accelerator: ``"auto"``, ``"cpu"``, ``"gpu"``, ``"cuda"``, ``"mps"``.
         devices: devices on each node. num_nodes: machines.
         precision: ``"32-true"`` (the default: nothing is rounded below fp32), ``"bf16-mixed"``, ``"16-mixed"``,
@@ -76,7 +78,7 @@ class Trainer(TrainerAttributes):
         self,
         *,
         plan: Plan | dict[str, Any] | str | Path | None = None,
-        strategy: str = "single",
+        strategy: dict[str, Any] | str = "single",
         accelerator: str = "auto",
         devices: int | str = "auto",
         num_nodes: int = 1,
@@ -124,6 +126,7 @@ class Trainer(TrainerAttributes):
         self.plan = plan_of(given, Trainer.__init__)
         self.options = LoopOptions(**{name: given[name] for name in LoopOptions.__dataclass_fields__})
         self.world = World()
+        self.ranks = Ranks()
         self.logger_is_on = bool(logger)
         self.loggers = [] if self.options.num_dev_batches else loggers_from_flag(logger)
         self.enable_checkpointing = enable_checkpointing and not self.options.num_dev_batches

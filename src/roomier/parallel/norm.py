@@ -1,0 +1,51 @@
+"""Gradient clipping where each rank holds a part of the gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.utils import get_total_norm
+
+from roomier.core import torch_private
+
+
+def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
+    """As ``torch.nn.utils.clip_grad_norm_``, over the whole of gradients that are cut among ranks; one collective.
+
+    Returns:
+        The norm before (0-dim), the same on all ranks.
+    """
+    gradients = [each.grad for each in parameters if each.grad is not None]
+    cut = [(_local(each), group) for each in gradients if (group := _shard_group(each)) is not None]
+    whole = [_local(each) for each in gradients if _shard_group(each) is None]
+    norm = get_total_norm(whole)
+    if cut:
+        square = get_total_norm([local for local, _ in cut]).square()
+        dist.all_reduce(square, group=cut[0][1])
+        norm = (square + norm.square()).sqrt()
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    torch_private.scale_each([*whole, *(local for local, _ in cut)], factor)
+    return norm
+
+
+def clip_grad_value(parameters: Iterable[Tensor], max_value: float) -> None:
+    """As ``torch.nn.utils.clip_grad_value_``, each rank on its part."""
+    for each in parameters:
+        if each.grad is not None:
+            _local(each.grad).clamp_(-max_value, max_value)
+
+
+def _local(gradient: Tensor) -> Tensor:
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+
+
+def _shard_group(gradient: Tensor) -> dist.ProcessGroup | None:
+    if not isinstance(gradient, DTensor):
+        return None
+    for dim, placement in enumerate(gradient.placements):
+        if isinstance(placement, Shard):
+            return gradient.device_mesh.get_group(dim)
+    return None

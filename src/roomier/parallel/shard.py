@@ -1,0 +1,185 @@
+"""ZeRO with ``fully_shard``: which parameters travel together, in which dtype, and when.
+
+[Note: the stages are two choices]
+ZeRO (Rajbhandari et al. 2020, section 5) cuts optimizer states (1), gradients (2) and parameters (3) among the ranks.
+On ``fully_shard`` these are *when gradients are reduced* (stage 1 once a step, 2 and 3 after each micro-batch) and
+*when gathered parameters are freed* (stages 1 and 2 after the backward, 3 after each block, to be gathered again).
+
+[Note: units]
+A unit is gathered by one collective. Blocks are units, and so is what else is large and stands alone (an embedding, the
+output layer); the rest, and whatever shares a tensor with it, belongs to the root, which stays gathered for the step.
+
+[Note: two dtypes in mixed precision]
+Under autocast, matrix products and convolutions compute in 16 bits, embeddings, norms and additions in float32. So what
+is multiplied is gathered in 16 bits, and the embeddings and norms of a unit in float32, as a unit of their own: the
+arithmetic of a sharded run is that of autocast on one device, where ``fully_shard`` alone would round all of it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from roomier.core.errors import RoomierError
+from roomier.parallel.blocks import find_blocks
+from roomier.parallel.collectives import PairwiseAllGather, PairwiseReduceScatter
+from roomier.parallel.runner import StepRunner
+
+MULTIPLYING = (
+    nn.Linear,
+    nn.Bilinear,
+    nn.modules.conv._ConvNd,
+    nn.MultiheadAttention,
+    nn.RNNBase,
+    nn.RNNCellBase,
+)
+_LARGE = 0.02  # of the model's parameters: what stands alone outside all blocks
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How a model is cut.
+
+    Args:
+        mesh: from :func:`roomier.parallel.mesh.make_mesh`.
+        frees_parameters: after the forward of each unit (ZeRO-3).
+        reduces_each_micro_batch: gradients are cut at once (ZeRO-2 and 3).
+        compute_dtype: of autocast; None for none.
+        wire_dtype: in which gradients travel; None is the dtype they have where they are not added up before.
+        averages: gradients are the mean over the ranks, not their sum.
+    """
+
+    mesh: DeviceMesh
+    frees_parameters: bool
+    reduces_each_micro_batch: bool
+    compute_dtype: torch.dtype | None = None
+    wire_dtype: torch.dtype | None = None
+    averages: bool = False
+
+
+class Shards:
+    """A network cut among the ranks: what the engine tells it at each step.
+
+    Attributes:
+        runner: calls steps, with the network gathered as far as they need it.
+    """
+
+    def __init__(self, network: nn.Module, sharding: Sharding) -> None:
+        self._sharding = sharding
+        self.runner = StepRunner(network)
+        for unit in units_of(network):
+            _cut_unit(unit, sharding)
+        # The rest is small: norms, positions, tied embeddings. Autocast itself casts what of it is multiplied.
+        _cut([self.runner], sharding, None)
+        self._units = [each for each in self.runner.modules() if isinstance(each, FSDPModule)]
+
+    def begin_micro_batch(self, *, is_last: bool) -> None:
+        """Before the forward of each micro-batch of a step."""
+        if self._sharding.reduces_each_micro_batch:
+            return
+        root = self._units[0]
+        root.set_requires_gradient_sync(is_last)
+        root.set_reshard_after_backward(is_last)
+
+    def release(self) -> None:
+        """Free what is gathered: after an evaluation, and before parameters are looked at by name."""
+        for unit in self._units:
+            unit.reshard()
+
+
+def units_of(network: nn.Module) -> list[nn.Module]:
+    """What is gathered by one collective each, except the root: the blocks, and what else is large and stands alone.
+
+    None of them shares a parameter with what is outside it.
+    """
+    num_owners = Counter(
+        parameter for module in network.modules() for parameter in module.parameters(recurse=False)
+    )  # a module that is registered twice is one module
+    blocks = [block for block in find_blocks(network) if _is_closed(block, num_owners)]
+    in_blocks = {part for block in blocks for part in block.modules()}
+    num_elements = sum(parameter.numel() for parameter in num_owners)
+    alone = [
+        each
+        for each in network.modules()
+        if each not in in_blocks
+        and each is not network
+        and not any(True for _ in each.children())
+        and sum(parameter.numel() for parameter in each.parameters()) > _LARGE * num_elements
+        and _is_closed(each, num_owners)
+    ]
+    wanted = {*blocks, *alone}
+    return [each for each in network.modules() if each in wanted]
+
+
+def _is_closed(module: nn.Module, num_owners: Counter[nn.Parameter]) -> bool:
+    own = Counter(parameter for part in module.modules() for parameter in part.parameters(recurse=False))
+    return all(count == num_owners[parameter] for parameter, count in own.items())
+
+
+def _cut_unit(unit: nn.Module, sharding: Sharding) -> None:
+    if sharding.compute_dtype is None:
+        _cut([unit], sharding, None)
+        return
+    exact = [each for each in unit.modules() if _is_leaf_with_parameters(each) and not isinstance(each, MULTIPLYING)]
+    if exact == [unit]:
+        _cut([unit], sharding, None)
+        return
+    if exact:
+        _cut(exact, sharding, None)
+    _cut([unit], sharding, sharding.compute_dtype)
+
+
+def _cut(modules: list[nn.Module], sharding: Sharding, compute_dtype: torch.dtype | None) -> None:
+    """Make ``modules`` one unit, gathered in ``compute_dtype`` (None: as they are)."""
+    sum_dtype = _dtype_of_sums(modules)
+    on_gloo = sharding.mesh.device_type == "cpu"
+    # Inputs are left to autocast. torch 2.15 changes what reduce_dtype=None means, so it is always named.
+    policy = MixedPrecisionPolicy(
+        param_dtype=compute_dtype,
+        reduce_dtype=sum_dtype if on_gloo else (sharding.wire_dtype or sum_dtype),
+        cast_forward_inputs=False,
+    )
+    is_root = isinstance(modules[0], StepRunner)
+    frees = sharding.frees_parameters and not is_root  # the root is needed until the step ends
+    (unit, *_) = fully_shard(modules, mesh=sharding.mesh, reshard_after_forward=frees, mp_policy=policy)
+    # A sum, on every backend: the weights of the losses make it the gradient of the global batch.
+    unit.set_force_sum_reduction_for_comms(True)
+    unit.set_gradient_divide_factor(float(sharding.mesh.size()) if sharding.averages else 1.0)
+    if on_gloo:
+        # Gradients that no earlier micro-batch was added to go out as they are; the sum is taken in full.
+        own = compute_dtype if sharding.reduces_each_micro_batch else None
+        unit.set_custom_all_gather(PairwiseAllGather())  # type: ignore[arg-type]
+        unit.set_custom_reduce_scatter(PairwiseReduceScatter(sharding.wire_dtype or own))  # type: ignore[arg-type]
+
+
+def _dtype_of_sums(modules: list[nn.Module]) -> torch.dtype:
+    dtypes = {each.dtype for module in modules for each in module.parameters()}
+    return torch.float64 if torch.float64 in dtypes else torch.float32
+
+
+def _is_leaf_with_parameters(module: nn.Module) -> bool:
+    return not any(True for _ in module.children()) and next(module.parameters(), None) is not None
+
+
+def check_shardable(network: nn.Module) -> None:
+    """Refuse what ``fully_shard`` cannot cut.
+
+    Raises:
+        RoomierError: a parameter has no dimension, or those that are trained are of several dtypes.
+    """
+    dtypes: dict[torch.dtype, str] = {}
+    for name, parameter in network.named_parameters():
+        if not parameter.dim():
+            action = "Give it the shape [1]: nn.Parameter(torch.zeros(1))"
+            raise RoomierError(name, tuple(parameter.shape), "has no dimension along which it could be cut", action)
+        if parameter.requires_grad:
+            dtypes.setdefault(parameter.dtype, name)
+    if len(dtypes) > 1:
+        found = ", ".join(f"{name}: {dtype}" for dtype, name in dtypes.items())
+        action = "Convert the model to one dtype (model.float()), or use strategy='ddp'"
+        raise RoomierError("model", found, "trained parameters that travel together must be of one dtype", action)
