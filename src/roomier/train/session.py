@@ -17,12 +17,14 @@ from roomier.api.forward import ForwardModule, as_module, network_of
 from roomier.api.hooks import HookTable, overrides
 from roomier.api.misspelled import check_hook_names
 from roomier.api.module import Module
+from roomier.core.device import resolve_device
 from roomier.core.errors import DataError, RoomierError
 from roomier.core.log import notice
 from roomier.data.workers import workers_outlive_signals
 from roomier.engine.build import build, configure
 from roomier.engine.eager import EagerEngine
 from roomier.engine.engine import StepHooks
+from roomier.launch import join
 from roomier.loggers.group import LoggerGroup
 from roomier.optim.configured import Configured
 from roomier.train.checks import check_call, check_modes
@@ -68,6 +70,7 @@ def session(
     """
     module = as_module(model)
     check_call(trainer, stage, module, loaders, datamodule)
+    trainer.ranks = join(trainer.world, resolve_device(trainer.plan.parallel.accelerator).type)
     for part in module.modules():  # a Module inside another logs as well
         if isinstance(part, Module):
             part.__dict__["_trainer"] = trainer
@@ -94,7 +97,7 @@ def session(
         raise
     finally:
         trainer.interrupted = status == "interrupted"
-        if status == "failed" and is_run_folder(Path(trainer.log_dir)):
+        if status == "failed" and trainer.is_global_zero and is_run_folder(Path(trainer.log_dir)):
             with suppress(OSError):  # it failed before anything was written
                 Path(trainer.log_dir).rmdir()
         if run is not None:
@@ -178,14 +181,15 @@ def _open(
     ckpt_path: str | Path | None,
     stop: GracefulStop,
 ) -> Run:
-    options, plan = trainer.options, trainer.plan
+    options, plan, ranks = trainer.options, trainer.plan, trainer.ranks
     root = trainer.default_root_dir
     best = trainer.checkpoint_callback
-    path = resolve_checkpoint(ckpt_path, root, None if best is None else best.best_model_path)
+    best_path = None if best is None else best.best_model_path
+    path = ranks.on_zero(lambda: resolve_checkpoint(ckpt_path, root, best_path))
     is_fit = stage == "fit"
     fitted = trainer.fitted
     if is_fit:
-        folder = run_folder(root, path) if trainer.keeps_files else None
+        folder = ranks.on_zero(lambda: run_folder(root, path)) if trainer.keeps_files else None
     else:  # what is measured after a fit goes on in its log
         folder = None if fitted is None else fitted.folder
     trainer.log_dir = str(folder or root)
@@ -197,7 +201,7 @@ def _open(
         module,
         lambda: configure(plan, module, trainer.estimate_steps) if is_fit else Configured(),
         EagerEngine,
-        trainer.ranks,
+        ranks,
     )
     check_modes(trainer, module, configured, is_fit)
     run = Run(
@@ -209,10 +213,10 @@ def _open(
         hooks=HookTable(trainer, module, trainer.callbacks),
         schedulers=Schedulers(module, configured.schedulers),
         results=Results(),
-        loggers=LoggerGroup(trainer.loggers if folder is not None else ()),
+        loggers=LoggerGroup(trainer.loggers if folder is not None and ranks.is_zero else ()),
         stop=stop,
         folder=folder,
-        ranks=trainer.ranks,
+        ranks=ranks,
         progress=Progress() if is_fit or fitted is None else fitted.progress,
     )
     trainer.run = run
@@ -254,7 +258,8 @@ def _open_fit(run: Run, data: RunLoaders, path: Path | None) -> None:
     if path is not None:
         restore(run, path)
     if run.folder is not None:
-        write_plan(run.folder, run.plan.to_yaml())
+        folder, text = run.folder, run.plan.to_yaml()
+        run.ranks.on_zero(lambda: write_plan(folder, text))
         run.loggers.start(run.folder, run.progress.global_step if path is not None else None)
         run.loggers.log_hyperparams(hyperparameters)
     run.results.stage = "train"

@@ -9,7 +9,9 @@ from typing import Any
 from roomier.api.callback import Callback
 from roomier.callbacks import ModelCheckpoint, ModelSummary, ProgressBar
 from roomier.core.errors import RoomierError
+from roomier.launch import Launch
 from roomier.plan import Plan, plan_from_flags
+from roomier.trainer.world import check_launch, resolve_auto
 
 _NO_SUCH_DEVICE = "It is not built: write accelerator='cpu', 'cuda' or 'mps'"
 _ONE_PROCESS = "Leave it out: the run is one process"
@@ -108,16 +110,27 @@ FORMER_ARGUMENTS: dict[str, str] = {
 """Arguments of fit, validate, test and predict elsewhere: what to write instead."""
 
 
-def plan_of(given: Mapping[str, Any], init: Callable[..., None]) -> Plan:
-    """The Plan that the keywords ``given`` to ``init`` ask for, or the one among them."""
+def plan_of(given: Mapping[str, Any], init: Callable[..., None], launch: Launch | None) -> Plan:
+    """The Plan that the keywords ``given`` to ``init`` ask for, or the one among them.
+
+    Args:
+        launch: what started this process; it says what ``"auto"`` is, and must agree with what is said otherwise.
+
+    Raises:
+        PlanError: it cannot work, or not with the ranks that were started.
+    """
     flags = {name: given[name] for name in inspect.signature(plan_from_flags).parameters}
     if given["plan"] is None:
-        return plan_from_flags(**flags)
+        plan = plan_from_flags(**resolve_auto(flags, launch))
+        check_launch(plan, launch)
+        return plan
     defaults = inspect.signature(init).parameters
     for name, value in flags.items():
         if value != defaults[name].default:
             raise RoomierError(name, value, "plan= was given as well", "Say it in the plan, or pass keywords alone")
-    return Plan.of(given["plan"])
+    plan = Plan.of(given["plan"])
+    check_launch(plan, launch)
+    return plan
 
 
 def callbacks_of(given: Mapping[str, Any], enable_checkpointing: bool) -> list[Any]:

@@ -19,7 +19,6 @@ from roomier.core.errors import RoomierError
 from roomier.core.keywords import explain_unknown_keywords, refuse_keywords
 from roomier.core.log import notice
 from roomier.core.ranks import Ranks
-from roomier.core.world import World
 from roomier.loggers.by_name import loggers_from_flag
 from roomier.plan import Plan
 from roomier.train.checks import check_callbacks
@@ -32,6 +31,7 @@ from roomier.train.save import save_checkpoint
 from roomier.train.session import LOADER_NAMES, end_fit, session, start_fit
 from roomier.trainer.attributes import STAGE_FLAGS, TrainerAttributes
 from roomier.trainer.keywords import FORMER_ARGUMENTS, FORMER_KEYWORDS, callbacks_of, ordered, plan_of
+from roomier.trainer.world import present_launch, world_of
 
 
 class Trainer(TrainerAttributes):
@@ -42,7 +42,8 @@ class Trainer(TrainerAttributes):
         strategy: how the model is spread over ranks: ``"single"``, ``"ddp"``, ``"zero1"``, ``"zero2"``, ``"zero3"``,
             ``"hsdp"``; or a dict with ``name`` and fields of ``ParallelPlan``.
         accelerator: ``"auto"``, ``"cpu"``, ``"gpu"``, ``"cuda"``, ``"mps"``.
-        devices: devices on each node. num_nodes: machines.
+        devices: processes on each node, each with a device of its own; ``"auto"``: what torchrun, SLURM or MPI started,
+            else all CUDA devices, or one process without any. num_nodes: machines.
         precision: ``"32-true"`` (the default: nothing is rounded below fp32), ``"bf16-mixed"``, ``"16-mixed"``,
             ``"bf16-true"``, ``"64-true"``.
         matmul_precision: fp32 matrix products in ``"highest"`` (fp32), ``"high"`` (tf32) or ``"medium"``.
@@ -81,7 +82,7 @@ class Trainer(TrainerAttributes):
         strategy: dict[str, Any] | str = "single",
         accelerator: str = "auto",
         devices: int | str = "auto",
-        num_nodes: int = 1,
+        num_nodes: int | str = "auto",
         precision: str | int | None = "32-true",
         matmul_precision: str = "highest",
         optimizer: dict[str, Any] | str | None = None,
@@ -123,10 +124,11 @@ class Trainer(TrainerAttributes):
         given = locals()
         for name in ("enable_checkpointing", "enable_progress_bar", "enable_model_summary"):
             check_flag(name, given[name])
-        self.plan = plan_of(given, Trainer.__init__)
+        launch = present_launch()
+        self.plan = plan_of(given, Trainer.__init__, launch)
         self.options = LoopOptions(**{name: given[name] for name in LoopOptions.__dataclass_fields__})
-        self.world = World()
-        self.ranks = Ranks()
+        self.world = world_of(self.plan, launch)
+        self.ranks = Ranks()  # alone, until a run begins
         self.logger_is_on = bool(logger)
         self.loggers = [] if self.options.num_dev_batches else loggers_from_flag(logger)
         self.enable_checkpointing = enable_checkpointing and not self.options.num_dev_batches

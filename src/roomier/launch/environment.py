@@ -1,0 +1,189 @@
+"""Which launcher started this process, and as which rank: torchrun, SLURM, MPI, or roomier itself.
+
+All of them tell it in environment variables. Once recognised, the answer is written back in torchrun's names
+(:func:`export`), so that everything else, in the library and in torch, reads one truth.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+
+from roomier.core.errors import RoomierError
+from roomier.core.world import World
+from roomier.launch.hostlist import first_host, tasks_per_node
+
+LOOPBACK = "127.0.0.1"
+STARTED_BY_ROOMIER = "ROOMIER_LAUNCH"
+"""Set in the ranks that a rank 0 started (``launch/start.py``): which launch they belong to."""
+
+_FIRST_SPECIAL_STEP = 0xFFFFFFF0  # SLURM numbers batch scripts and interactive shells from here
+_DEFAULT_PORT = 29500  # torch's
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What a launcher told this process.
+
+    Attributes:
+        launcher: its name, for messages.
+        world: the place of this process in the job.
+        address, port: where rank 0 listens; None where the launcher does not say.
+    """
+
+    launcher: str
+    world: World
+    address: str | None = None
+    port: int | None = None
+
+    @property
+    def num_nodes(self) -> int:
+        return self.world.size // self.world.local_size
+
+
+def launch_of(environ: Mapping[str, str]) -> Launch | None:
+    """The launch that ``environ`` tells of; None where this process was started by hand.
+
+    torchrun comes first: inside an allocation of SLURM it is what started this process.
+
+    Raises:
+        RoomierError: the variables contradict each other.
+    """
+    launch = _of_torchrun(environ) or _of_slurm(environ) or _of_mpi(environ)
+    if launch is not None:
+        _check(launch)
+    return launch
+
+
+def export(launch: Launch, environ: MutableMapping[str, str]) -> None:
+    """Write ``launch`` into ``environ`` in torchrun's names; an address or port that is there already stays."""
+    world = launch.world
+    environ.update(
+        RANK=str(world.rank),
+        WORLD_SIZE=str(world.size),
+        LOCAL_RANK=str(world.local_rank),
+        LOCAL_WORLD_SIZE=str(world.local_size),
+        GROUP_RANK=str(world.node_rank),
+    )
+    if launch.address is not None:
+        environ.setdefault("MASTER_ADDR", launch.address)
+    if launch.port is not None:
+        environ.setdefault("MASTER_PORT", str(launch.port))
+
+
+def _of_torchrun(environ: Mapping[str, str]) -> Launch | None:
+    if "RANK" not in environ or "WORLD_SIZE" not in environ:
+        return None
+    rank, size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
+    # Some schedulers (Kubernetes' PyTorchJob) start one process a machine and tell its rank alone.
+    local_rank = _number(environ, "LOCAL_RANK", 0)
+    local_size = _number(environ, "LOCAL_WORLD_SIZE", size if "LOCAL_RANK" in environ else 1)
+    node_rank = _number(environ, "GROUP_RANK", rank // local_size)
+    name = "roomier" if STARTED_BY_ROOMIER in environ else "torchrun"
+    return Launch(
+        name,
+        World(rank, size, local_rank=local_rank, node_rank=node_rank, local_size=local_size),
+        environ.get("MASTER_ADDR", LOOPBACK if local_size == size else None),
+        _number(environ, "MASTER_PORT", _DEFAULT_PORT),
+    )
+
+
+def _of_slurm(environ: Mapping[str, str]) -> Launch | None:
+    """One task of many that ``srun`` started. A batch script or a shell in an allocation is no task of a job step."""
+    if "SLURM_PROCID" not in environ or "SLURM_STEP_ID" not in environ:
+        return None
+    step = _number(environ, "SLURM_STEP_ID")
+    size = _number(environ, "SLURM_STEP_NUM_TASKS", _number(environ, "SLURM_NTASKS", 1))
+    if step >= _FIRST_SPECIAL_STEP or size == 1:
+        return None
+    node_rank = _number(environ, "SLURM_NODEID", 0)
+    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST")
+    # Every task must come to the same port, and two jobs on a machine to different ones.
+    port = 12000 + (_number(environ, "SLURM_JOB_ID", 0) * 7 + step) % 20000
+    return Launch(
+        "SLURM",
+        World(
+            _number(environ, "SLURM_PROCID"),
+            size,
+            local_rank=_number(environ, "SLURM_LOCALID", 0),
+            node_rank=node_rank,
+            local_size=_tasks_here(environ, node_rank, size),
+        ),
+        environ.get("MASTER_ADDR") or (_first_host(nodes) if nodes else None),
+        _number(environ, "MASTER_PORT", port),
+    )
+
+
+def _tasks_here(environ: Mapping[str, str], node_rank: int, size: int) -> int:
+    for name in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"):
+        if name in environ:
+            try:
+                return tasks_per_node(environ[name])[node_rank]
+            except (ValueError, IndexError) as error:
+                raise _wrong(name, environ[name], "is not SLURM's list of tasks per node") from error
+    return size // _number(environ, "SLURM_STEP_NUM_NODES", _number(environ, "SLURM_NNODES", 1))
+
+
+def _first_host(nodes: str) -> str:
+    try:
+        return first_host(nodes)
+    except ValueError as error:
+        raise _wrong("SLURM_STEP_NODELIST", nodes, "is not SLURM's list of hosts") from error
+
+
+def _of_mpi(environ: Mapping[str, str]) -> Launch | None:
+    names = {
+        "OMPI_COMM_WORLD_RANK": ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+        "PMI_RANK": ("PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    }
+    for rank_name, (size_name, local_rank_name, local_size_name) in names.items():
+        if rank_name not in environ or size_name not in environ:
+            continue
+        rank, size = _number(environ, rank_name), _number(environ, size_name)
+        if size == 1:
+            return None
+        local_size = _number(environ, local_size_name, size)
+        is_one_node = local_size == size
+        job = environ.get("PMIX_NAMESPACE")
+        return Launch(
+            "MPI",
+            World(
+                rank,
+                size,
+                local_rank=_number(environ, local_rank_name, rank % local_size),
+                node_rank=rank // local_size,
+                local_size=local_size,
+            ),
+            environ.get("MASTER_ADDR") or (LOOPBACK if is_one_node else None),
+            _number(environ, "MASTER_PORT", 12000 + zlib.crc32(job.encode()) % 20000 if job else _DEFAULT_PORT),
+        )
+    return None
+
+
+def _check(launch: Launch) -> None:
+    world, launcher = launch.world, launch.launcher
+    if not (0 <= world.rank < world.size and 0 <= world.local_rank < world.local_size <= world.size):
+        problem = f"{launcher} tells a rank that is not among its ranks"
+        raise RoomierError("RANK", str(world), problem, "Check RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE")
+    if world.size % world.local_size:
+        problem = f"does not fill nodes of {world.local_size}: each node needs as many ranks as the others"
+        raise RoomierError("WORLD_SIZE", world.size, problem, "Start the same number of processes on each node")
+    if launch.address is None:
+        problem = f"{launcher} started {world.size} ranks on {launch.num_nodes} nodes and does not say where rank 0 is"
+        raise RoomierError("MASTER_ADDR", None, problem, "Set MASTER_ADDR to the host name of the first node")
+
+
+def _number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = environ.get(name)
+    if text is None and default is not None:
+        return default
+    try:
+        return int(text or "")
+    except ValueError as error:
+        raise _wrong(name, text, "is not a whole number") from error
+
+
+def _wrong(name: str, value: str | None, problem: str) -> RoomierError:
+    action = "It is an environment variable of the launcher: unset it if no launcher started this process"
+    return RoomierError(name, value, problem, action)
