@@ -24,12 +24,18 @@ WRONG = {
     "strategy": [
         (3, "Write its name in quotes"),
         ("singel", "Did you mean 'single'?"),
-        ("ddp", "Use strategy='single'"),
+        ("dp", "Use strategy='ddp'"),
+        ({"name": "zero2", "shards": 2}, "Did you mean 'shard_size'?"),
         ("zero2+offlod", "Did you mean 'offload'?"),
     ],
     "accelerator": [(None, "Write its name"), ("cudaa", "Did you mean 'cuda'?"), ("tpu", "Use accelerator='cuda'")],
-    "devices": [([0, 1], "Give a whole number"), (0, "Use 1"), (8, "Use devices=1"), ("two", "Give a whole number")],
-    "num_nodes": [(1.5, "Give a whole number"), (0, "Use 1"), (4, "Use num_nodes=1")],
+    "devices": [
+        ([0, 1], "Give a whole number"),
+        (0, "Use 1"),
+        (8, "Name one: strategy='ddp'"),
+        ("two", "Give a whole number"),
+    ],
+    "num_nodes": [(1.5, "Give a whole number"), (0, "Use 1"), (4, "Name one: strategy='ddp'")],
     "precision": [
         ("bf16-mixd", "Did you mean 'bf16-mixed'?"),
         (8, "Write its name"),

@@ -13,22 +13,36 @@ ADAMW = {"name": "adamw"}
 
 WRONG_VALUES = [
     # what is given, the field, the value in the message, a piece of the advice
-    ({"parallel": {"strategy": "ddp"}}, "parallel.strategy", "'ddp'", "Use strategy='single' with devices=1"),
-    ({"parallel": {"strategy": "zero1"}}, "parallel.strategy", "'zero1'", "precision='bf16-true' halves"),
-    ({"parallel": {"strategy": "fsdp"}}, "parallel.strategy", "'zero3'", "fsdp2, deepspeed_stage_3 mean 'zero3'"),
-    ({"parallel": {"strategy": "auto"}}, "parallel.strategy", "'auto'", "choose precision"),
-    ({"parallel": {"strategy": "deepspeed"}}, "parallel.strategy", "'deepspeed'", "Use strategy='single'"),
+    ({"parallel": {"strategy": "auto"}}, "parallel.strategy", "'auto'", "'zero2'"),
+    ({"parallel": {"strategy": "deepspeed"}}, "parallel.strategy", "'deepspeed'", "Use strategy='zero2' or 'zero3'"),
     ({"parallel": {"strategy": "singel"}}, "parallel.strategy", "'singel'", "Did you mean 'single'?"),
-    ({"parallel": {"strategy": "fdsp"}}, "parallel.strategy", "'fdsp'", "Did you mean 'fsdp'? It is not built yet"),
-    ({"parallel": {"strategy": "qqq"}}, "parallel.strategy", "'qqq'", "Use one of: single"),
+    ({"parallel": {"strategy": "fdsp"}}, "parallel.strategy", "'fdsp'", "Did you mean 'fsdp'?"),
+    ({"parallel": {"strategy": "qqq"}}, "parallel.strategy", "'qqq'", "Use one of: ddp"),
+    (
+        {"parallel": {"strategy": "hsdp", "devices": 4, "shard_size": 3}},
+        "parallel.shard_size",
+        "3",
+        "Use one of [1, 2, 4]",
+    ),
+    ({"parallel": {"strategy": "zero2", "shard_size": 2}}, "parallel.shard_size", "2", "Use strategy='hsdp'"),
+    ({"parallel": {"strategy": "hsdp", "shard_size": 0}}, "parallel.shard_size", "0", "at least 1"),
+    ({"parallel": {"strategy": "ddp", "accelerator": "mps"}}, "parallel.strategy", "'ddp'", "accelerator='cpu'"),
+    (
+        {"parallel": {"strategy": "zero1", "gradient_compression": "powersgd"}},
+        "parallel.gradient_compression",
+        "'powersgd'",
+        "Use strategy='ddp', or reduce_dtype='bf16'",
+    ),
+    ({"parallel": {"reduce_dtype": "16"}}, "parallel.reduce_dtype", "'16'", "Did you mean 'bf16'?"),
+    ({"parallel": {"find_unused_parameters": 1}}, "parallel.find_unused_parameters", "1", "True or False"),
     ({"parallel": {"accelerator": "tpu"}}, "parallel.accelerator", "'tpu'", "Use accelerator='cuda'"),
     ({"parallel": {"accelerator": "cpuu"}}, "parallel.accelerator", "'cpuu'", "Did you mean 'cpu'?"),
-    ({"parallel": {"devices": 2}}, "parallel.devices", "2", "Use devices=1"),
+    ({"parallel": {"devices": 2}}, "parallel.devices", "2", "Name one: strategy='ddp'"),
     ({"parallel": {"devices": 0}}, "parallel.devices", "0", "at least 1"),
     ({"parallel": {"devices": -1}}, "parallel.devices", "-1", "at least 1"),
     ({"parallel": {"devices": "2"}}, "parallel.devices", "'2'", "is not an integer"),
     ({"parallel": {"devices": True}}, "parallel.devices", "True", "is not an integer"),
-    ({"parallel": {"num_nodes": 2}}, "parallel.num_nodes", "2", "Use num_nodes=1"),
+    ({"parallel": {"num_nodes": 2}}, "parallel.num_nodes", "2", "Name one: strategy='ddp'"),
     ({"precision": {"mode": "16-true"}}, "precision.mode", "'16-true'", "Use precision='16-mixed'"),
     ({"precision": {"mode": "transformer-engine"}}, "precision.mode", "'transformer-engine'", "'bf16-mixed'"),
     ({"precision": {"mode": "fp8"}}, "precision.mode", "'fp8-mixed'", "fp8 means 'fp8-mixed'"),
@@ -152,7 +166,11 @@ def test_every_built_word_is_accepted(field: str, word: str) -> None:
 
 
 def _plan_with(section: str, fields: Mapping[str, object]) -> Plan:
-    needed: dict[str, Mapping[str, object]] = {"optimizer": ADAMW, "batch": {"gradient_clip_val": 1.0}}
+    needed: dict[str, Mapping[str, object]] = {
+        "optimizer": ADAMW,
+        "batch": {"gradient_clip_val": 1.0},
+        "parallel": {"strategy": "ddp"} if "gradient_compression" in fields else {},
+    }
     return Plan.from_dict({section: {**needed.get(section, {}), **fields}})
 
 
@@ -160,7 +178,7 @@ def test_all_findings_are_told_together() -> None:
     with pytest.raises(CombinedPlanError) as caught:
         Plan.from_dict(
             {
-                "parallel": {"strategy": "ddp", "devices": 8},
+                "parallel": {"strategy": "dp", "num_nodes": 8, "shard_size": 3},
                 "precision": {"mode": "bf17-mixed"},
                 "batch": {"gradient_clip_val": -1.0},
                 "optimizer": {"lr": 1e-3},
@@ -172,7 +190,7 @@ def test_all_findings_are_told_together() -> None:
         "parallel.strategy",
         "precision.mode",
         "batch.gradient_clip_val",
-        "parallel.devices",
+        "parallel.shard_size",
         "optimizer.lr",
     ]
     assert error.field == "parallel.strategy"

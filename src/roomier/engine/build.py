@@ -89,7 +89,14 @@ def apply_parallel(
         return None
     wire_dtype = torch.bfloat16 if wanted.reduce_dtype == "bf16" else None
     if wanted.strategy == "ddp":
-        return Replicas(network, device, wire_dtype=wire_dtype, compression=wanted.gradient_compression)
+        return Replicas(
+            network,
+            device,
+            by_hand=not module.automatic_optimization,
+            finds_unused=wanted.find_unused_parameters,
+            wire_dtype=wire_dtype,
+            compression=wanted.gradient_compression,
+        )
     check_shardable(network)
     sharding = Sharding(
         mesh=make_mesh(device.type, ranks.world.size, wanted.num_shards),
@@ -97,7 +104,7 @@ def apply_parallel(
         reduces_each_micro_batch=wanted.strategy != "zero1" or plan.batch.accumulate_grad_batches == 1,
         compute_dtype=precision.autocast_dtype,
         wire_dtype=wire_dtype,
-        averages=not module.automatic_optimization,
+        by_hand=not module.automatic_optimization,
     )
     return Shards(network, sharding)
 

@@ -103,9 +103,11 @@ class EagerEngine:
                         continue
                     loss = torch.nan_to_num(loss)
                 loss = loss * weight
-            self.backward(loss if self._loss_factor == 1 else loss * self._loss_factor)
+            self._backward(loss if self._loss_factor == 1 else loss * self._loss_factor)
             loss = loss.detach()
             window_loss = loss if window_loss is None else window_loss + loss
+        if self._parallel is not None and window_loss is not None:
+            self._parallel.end_backward()
         if left_out and window_loss is not None:
             window_loss = window_loss * self._weigh_again(left_out)
         return window_loss
@@ -152,6 +154,11 @@ class EagerEngine:
             self._parallel.release()
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        self._backward(loss, *args, **kwargs)
+        if self._parallel is not None:
+            self._parallel.end_backward()
+
+    def _backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         hooks = self.hooks
         for before in hooks.before_backward:
             before(loss)
@@ -196,6 +203,8 @@ class EagerEngine:
             else:
                 each.step(closure)
             self._unscaled.discard(id(each))
+        if self._parallel is not None:
+            self._parallel.end_update()
         # An update forgets whose gradients are unscaled; one that was, to be clipped, is still to step.
         if self.scaler is not None and not self._unscaled:
             self.scaler.update()
@@ -205,9 +214,11 @@ class EagerEngine:
             optimizer.zero_grad()
 
     def weights(self) -> dict[str, Any]:
+        self.release()  # what a checkpoint holds are the parts, not what was gathered from them
         return self.module.state_dict()
 
     def state(self) -> dict[str, Any]:
+        self.release()
         names = parameter_names(self.module)
         return {
             "module": self.weights(),
@@ -216,6 +227,7 @@ class EagerEngine:
         }
 
     def check(self, state: Mapping[str, Any]) -> None:
+        self.release()
         if len(state["optimizers"]) != len(self.optimizers):
             raise CheckpointError(
                 "optimizer",
@@ -228,6 +240,7 @@ class EagerEngine:
             check_optimizer(optimizer, saved, names)
 
     def load(self, state: dict[str, Any]) -> None:
+        self.release()
         self.module.load_state_dict(state["module"])
         names = parameter_names(self.module)
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):

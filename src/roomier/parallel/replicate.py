@@ -1,12 +1,17 @@
-"""DDP: every rank holds the whole model, and gradients are added up while the backward still runs."""
+"""DDP: every rank holds the whole model, and gradients are averaged while the backward still runs."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import groupby
+
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from roomier.core.errors import TrainingError
 from roomier.parallel.runner import StepRunner
 
 POWERSGD_WARMUP_STEPS = 10
@@ -18,7 +23,15 @@ class Replicas:
 
     torch's DDP averages over the ranks; the engine weighs its losses for a sum and multiplies by their number.
 
+    [Note: parameters without a gradient]
+    DDP must be told before the first step whether some parameters may get none, and pays for looking at each step. So
+    the first step is taken without it: which gradients there are is looked at, they are averaged by hand, and only then
+    is DDP made. A model that leaves out a parameter in the first step, or is said to (``finds_unused``), is looked at
+    in each; one that does so only later is refused, by name.
+
     Args:
+        by_hand: gradients are averaged after each backward, since it runs within a training step (manual optimization).
+        finds_unused: a step may leave out parameters, others on other ranks.
         wire_dtype: in which gradients travel; None as they are.
         compression: ``"none"`` or ``"powersgd"``.
 
@@ -27,28 +40,108 @@ class Replicas:
     """
 
     def __init__(
-        self, network: nn.Module, device: torch.device, *, wire_dtype: torch.dtype | None, compression: str
+        self,
+        network: nn.Module,
+        device: torch.device,
+        *,
+        by_hand: bool,
+        finds_unused: bool,
+        wire_dtype: torch.dtype | None,
+        compression: str,
     ) -> None:
-        # Unused parameters are found, not asked about: a model that skips some layers trains without a setting.
-        self.runner = DistributedDataParallel(
-            StepRunner(network),
-            device_ids=[device.index] if device.type == "cuda" else None,
+        self.runner: nn.Module = StepRunner(network)
+        self._device = device
+        self._by_hand = by_hand
+        self._finds_unused = finds_unused
+        self._wire_dtype = wire_dtype
+        self._compression = compression
+        self._ddp: DistributedDataParallel | None = None
+        self._trained = [each for each in network.parameters() if each.requires_grad]
+
+    def begin_micro_batch(self, *, is_last: bool) -> None:
+        """Before the forward of each micro-batch of a step."""
+        if self._ddp is not None:
+            self._ddp.require_backward_grad_sync = is_last
+
+    def end_backward(self) -> None:
+        """After the last backward of a step.
+
+        Raises:
+            TrainingError: a parameter got no gradient that got one before.
+        """
+        if self._ddp is None:
+            is_unused = average_gradients(self._trained)
+            if not self._by_hand:
+                self._wrap(finds_unused=self._finds_unused or is_unused)
+        elif not self._finds_unused and any(each.grad is None for each in self._trained):
+            raise self._left_out()
+
+    def end_update(self) -> None:
+        """After each update of the parameters."""
+
+    def release(self) -> None:
+        """Nothing is gathered."""
+
+    def _wrap(self, *, finds_unused: bool) -> None:
+        runner = self.runner
+        assert isinstance(runner, StepRunner)
+        self._finds_unused = finds_unused
+        if finds_unused:
+            # torch warns where it looked for unused parameters and found none in a step: this one it always finds.
+            runner.register_parameter("never_used", nn.Parameter(torch.zeros(1, device=self._device)))
+        self.runner = self._ddp = DistributedDataParallel(
+            runner,
+            device_ids=[self._device.index] if self._device.type == "cuda" else None,
             gradient_as_bucket_view=True,  # else gradients stand in memory twice
-            find_unused_parameters=True,
+            find_unused_parameters=finds_unused,
         )
-        if compression == "powersgd":
+        if self._compression == "powersgd":
             state = powerSGD_hook.PowerSGDState(
                 process_group=None,
                 matrix_approximation_rank=POWERSGD_RANK,
                 start_powerSGD_iter=POWERSGD_WARMUP_STEPS,
             )
-            self.runner.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-        elif wire_dtype is torch.bfloat16:
-            self.runner.register_comm_hook(None, default_hooks.bf16_compress_hook)
+            self._ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        elif self._wire_dtype is torch.bfloat16:
+            self._ddp.register_comm_hook(None, default_hooks.bf16_compress_hook)
 
-    def begin_micro_batch(self, *, is_last: bool) -> None:
-        """Before the forward of each micro-batch of a step."""
-        self.runner.require_backward_grad_sync = is_last
+    def _left_out(self) -> TrainingError:
+        assert self._ddp is not None
+        names = [name for name, each in self._ddp.module.network.named_parameters() if each.grad is None]
+        problem = f"got no gradient in this step on rank {dist.get_rank()}, and got one in the first"
+        action = (
+            "Tell that steps leave out parameters: Trainer(strategy={'name': 'ddp', 'find_unused_parameters': True})"
+        )
+        return TrainingError("training_step", names[:5], problem, action)
 
-    def release(self) -> None:
-        """Nothing is gathered."""
+
+def average_gradients(parameters: Sequence[nn.Parameter]) -> bool:
+    """Average the gradients of ``parameters`` over all ranks, in place; one that is missing on some counts as zero.
+
+    Returns:
+        Whether one was missing on any rank. A gradient that is missing on all stays so.
+    """
+    num_with = torch.tensor([float(each.grad is not None) for each in parameters])
+    if parameters:
+        num_with = num_with.to(parameters[0].device)
+        dist.all_reduce(num_with)
+    counts = num_with.tolist()
+    used = [each for each, count in zip(parameters, counts, strict=True) if count]
+    for each in used:
+        if each.grad is None:
+            each.grad = torch.zeros_like(each)
+    for _, group in groupby(sorted(used, key=_dtype_name), _dtype_name):
+        _average([each.grad for each in group if each.grad is not None])
+    return any(count < dist.get_world_size() for count in counts)
+
+
+def _average(gradients: list[Tensor]) -> None:
+    flat = torch.cat([each.flatten() for each in gradients])
+    dist.all_reduce(flat)
+    flat /= dist.get_world_size()
+    for gradient, part in zip(gradients, torch.split(flat, [each.numel() for each in gradients]), strict=True):
+        gradient.copy_(part.view_as(gradient))
+
+
+def _dtype_name(parameter: nn.Parameter) -> str:
+    return str(parameter.dtype)

@@ -51,7 +51,8 @@ class Sharding:
         reduces_each_micro_batch: gradients are cut at once (ZeRO-2 and 3).
         compute_dtype: of autocast; None for none.
         wire_dtype: in which gradients travel; None is the dtype they have where they are not added up before.
-        averages: gradients are the mean over the ranks, not their sum.
+        by_hand: backward and update run within a training step (manual optimization); gradients are then the mean over
+            the ranks, not their sum.
     """
 
     mesh: DeviceMesh
@@ -59,7 +60,7 @@ class Sharding:
     reduces_each_micro_batch: bool
     compute_dtype: torch.dtype | None = None
     wire_dtype: torch.dtype | None = None
-    averages: bool = False
+    by_hand: bool = False
 
 
 class Shards:
@@ -85,6 +86,21 @@ class Shards:
         root = self._units[0]
         root.set_requires_gradient_sync(is_last)
         root.set_reshard_after_backward(is_last)
+
+    def end_backward(self) -> None:
+        """After the last backward of a step: the gradients are there, each rank's part."""
+        self._gather_root_again()
+
+    def end_update(self) -> None:
+        """After each update of the parameters."""
+        self._gather_root_again()
+
+    def _gather_root_again(self) -> None:
+        # A backward frees what is gathered. A training step that runs it by hand goes on and needs the root again, with
+        # the values of the update; blocks are gathered at their forward.
+        if self._sharding.by_hand:
+            self._units[0].reshard()
+            self._units[0].unshard()
 
     def release(self) -> None:
         """Free what is gathered: after an evaluation, and before parameters are looked at by name."""
@@ -149,7 +165,7 @@ def _cut(modules: list[nn.Module], sharding: Sharding, compute_dtype: torch.dtyp
     (unit, *_) = fully_shard(modules, mesh=sharding.mesh, reshard_after_forward=frees, mp_policy=policy)
     # A sum, on every backend: the weights of the losses make it the gradient of the global batch.
     unit.set_force_sum_reduction_for_comms(True)
-    unit.set_gradient_divide_factor(float(sharding.mesh.size()) if sharding.averages else 1.0)
+    unit.set_gradient_divide_factor(float(sharding.mesh.size()) if sharding.by_hand else 1.0)
     if on_gloo:
         # Gradients that no earlier micro-batch was added to go out as they are; the sum is taken in full.
         own = compute_dtype if sharding.reduces_each_micro_batch else None

@@ -115,9 +115,7 @@ _BF16_MIXED = "Use precision='bf16-mixed'"
 
 REFUSED: dict[str, dict[str, Refusal]] = {
     "parallel.strategy": {
-        "ddp_find_unused_parameters_true": Refusal("Use strategy='ddp', where unused parameters need no setting"),
-        "ddp_find_unused_parameters_false": Refusal("Use strategy='ddp'"),
-        "ddp_notebook": Refusal("Run a script: `python train.py` with Trainer(strategy='ddp', devices=...)"),
+        "ddp_notebook": Refusal("Use strategy='ddp' in a script; a notebook has one process"),
         "dp": Refusal("Use strategy='ddp'", problem="is left out: PyTorch itself advises against DataParallel"),
         "deepspeed": Refusal("Use strategy='zero2' or 'zero3', which need no DeepSpeed"),
         "model_parallel": Refusal("Use strategy='zero3'"),

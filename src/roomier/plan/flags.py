@@ -119,7 +119,7 @@ class _Draft:
 def _ask_strategy(draft: _Draft, strategy: object) -> None:
     """``"zero2+offload"`` is ``"zero2"`` with the optimizer states in host memory; ``"+disk"`` on disk."""
     if isinstance(strategy, Mapping):
-        own = {"name", "shard_size", "reduce_dtype", "gradient_compression"}
+        own = {"name", *FIELDS["parallel"]} - {"strategy", "accelerator", "devices", "num_nodes"}
         for name, value in strategy.items():
             if name not in own:
                 action = did_you_mean(str(name), own)
@@ -131,6 +131,9 @@ def _ask_strategy(draft: _Draft, strategy: object) -> None:
         draft.ask("parallel.strategy", strategy, "strategy")
         return
     spelled = _WITH_OFFLOAD.get(strategy.lower(), strategy)
+    spelled, finds_unused = _with_unused(spelled)
+    if finds_unused is not None:
+        draft.ask("parallel.find_unused_parameters", strategy, "strategy", meaning=finds_unused)
     base, plus, suffix = spelled.partition("+")
     place = {"offload": "cpu", "disk": "disk"}.get(suffix.lower())
     if place is not None:
@@ -139,6 +142,14 @@ def _ask_strategy(draft: _Draft, strategy: object) -> None:
         action = did_you_mean(suffix, ["offload", "disk"])
         draft.errors.append(PlanError("strategy", strategy, f"'+{suffix}' is not known", action))
     draft.ask("parallel.strategy", strategy, "strategy", meaning=base)
+
+
+def _with_unused(name: str) -> tuple[str, bool | None]:
+    """Lightning's names for DDP that does or does not look for unused parameters."""
+    for suffix, finds in (("_find_unused_parameters_true", True), ("_find_unused_parameters_false", False)):
+        if name.lower().endswith(suffix):
+            return name[: -len(suffix)], finds
+    return name, None
 
 
 _WITH_OFFLOAD = {

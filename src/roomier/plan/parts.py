@@ -76,6 +76,8 @@ class ParallelPlan(Part):
         reduce_dtype: in which numbers gradients are added up over the ranks: ``"32"``, or ``"bf16"`` for half the
             bytes on the way.
         gradient_compression: of ``"ddp"``: ``"none"`` or ``"powersgd"`` (Vogels et al. 2019, with error feedback).
+        find_unused_parameters: a step may leave out parameters that another step, or another rank, uses. What the first
+            step leaves out on every rank needs no setting.
     """
 
     SECTION: ClassVar[str] = "parallel"
@@ -86,6 +88,7 @@ class ParallelPlan(Part):
     shard_size: int | None = None
     reduce_dtype: str = "32"
     gradient_compression: str = "none"
+    find_unused_parameters: bool = False
 
     @property
     def num_ranks(self) -> int:

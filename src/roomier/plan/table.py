@@ -101,6 +101,8 @@ def _strategy_rows(parallel: "ParallelPlan") -> Iterator[Row]:
     yield Row("strategy", choice, *_label("parallel.strategy", parallel.strategy))
     if parallel.strategy != "single":
         yield Row("reduce", parallel.reduce_dtype, *_label("parallel.reduce_dtype", parallel.reduce_dtype))
+    if parallel.find_unused_parameters:
+        yield Row("unused", "looked for", Kind.EXACT, "a step may leave out parameters")
     if parallel.gradient_compression != "none":
         compression = parallel.gradient_compression
         yield Row("compression", compression, *_label("parallel.gradient_compression", compression))
