@@ -5,11 +5,13 @@ machine and do not compete for its cores.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+
+from tests.ranks.pool import RankPool
 
 if TYPE_CHECKING:
     from roomier import Trainer
@@ -34,3 +36,11 @@ def make_trainer(tmp_path: Path) -> Callable[..., "Trainer"]:
         return Trainer(**{**quiet, **keywords})
 
     return make
+
+
+@pytest.fixture(scope="session")
+def on_ranks() -> Iterator[RankPool]:
+    """``on_ranks(num_ranks, function, *args, **kwargs)``: what ``function`` returns on each rank, by rank."""
+    pool = RankPool()
+    yield pool
+    pool.close()

@@ -1,0 +1,279 @@
+"""The process from which ranks are forked; a script that ``pool.py`` starts. See [Note: forked ranks] there."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import importlib.util
+import os
+import pickle
+import random
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, Pipe, wait
+from pathlib import Path
+from typing import IO, Any, NoReturn
+
+import numpy as np
+import torch
+import torch._dynamo  # what follows is imported on first use elsewhere: here once, not by each rank of each call
+import torch.distributed as dist
+import torch.distributed.checkpoint
+import torch.distributed.fsdp
+import torch.distributed.tensor
+
+import roomier  # noqa: F401
+
+GROUP_TIMEOUT_S = 30.0
+GRACE_S = 3.0  # for the other ranks to end, once one has failed
+# What a rank says when the one it talks to is gone: never the first cause.
+_SIGNS_OF_A_LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket Timeout")
+
+
+@dataclass
+class Rank:
+    """A running rank, as the server sees it."""
+
+    pid: int
+    connection: Connection
+    printed: IO[bytes]
+    result: bytes | None = None
+    report: str | None = None
+    failed_at: float | None = None
+
+    @property
+    def is_done(self) -> bool:
+        return self.result is not None or self.report is not None
+
+    def fail(self, at: float, report: str) -> None:
+        self.failed_at, self.report = at, report
+
+    def output(self) -> str:
+        self.printed.seek(0)
+        return self.printed.read().decode(errors="replace")
+
+
+def main(requests: Connection) -> None:
+    torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # else a collection in a rank would copy what is shared with the server
+    while True:
+        try:
+            request = requests.recv()
+        except EOFError:
+            return
+        requests.send(answer(request, requests))
+
+
+def answer(request: dict[str, Any], requests: Connection) -> dict[str, Any]:
+    sys.path[:] = request["path"]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            load(request["module"], request["file"])
+    except Exception:
+        report = f"could not import {request['file']}\n{traceback.format_exc()}"
+        return {"results": [], "reports": {0: report}, "first": 0, "printed": []}
+    meeting = Path(tempfile.mkdtemp(prefix="ranks-"))
+    try:
+        request = {**request, "port": free_port(), "store": str(meeting / "store")}
+        ranks = [start(rank, request, requests) for rank in range(request["num_ranks"])]
+        try:
+            attend(ranks, time.monotonic() + request["timeout_s"], requests)
+        finally:
+            for rank in ranks:
+                end(rank)
+    finally:
+        shutil.rmtree(meeting, ignore_errors=True)
+    return summary(ranks)
+
+
+def load(name: str, file: str) -> Any:
+    """The module ``name``; read from ``file`` once, under the name the test process has it by."""
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, file)
+        assert spec is not None
+        assert spec.loader is not None
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(sys.modules[name])
+        except BaseException:
+            del sys.modules[name]
+            raise
+    return sys.modules[name]
+
+
+def start(rank: int, request: dict[str, Any], requests: Connection) -> Rank:
+    ours, theirs = Pipe()
+    printed = tempfile.TemporaryFile()  # noqa: SIM115 - closed when the call ends
+    pid = os.fork()
+    if pid == 0:
+        ours.close()
+        requests.close()
+        be_rank(rank, request, theirs, printed)
+    theirs.close()
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.setpgid(pid, pid)  # the rank does so as well: whoever comes first
+    return Rank(pid, ours, printed)
+
+
+def attend(ranks: list[Rank], end_at: float, requests: Connection) -> None:
+    """Until every rank is done, or one has failed and the others had their time to end."""
+    while waiting := [rank for rank in ranks if not rank.is_done]:
+        now = time.monotonic()
+        if any(rank.failed_at is not None for rank in ranks):
+            end_at = min(end_at, min(rank.failed_at for rank in ranks if rank.failed_at is not None) + GRACE_S)
+        if now >= end_at:
+            give_up(waiting, has_failure=any(rank.report is not None for rank in ranks))
+            return
+        ready = wait([*(rank.connection for rank in waiting), requests], end_at - now)
+        if requests in ready:  # it asks one thing at a time: it is gone
+            return
+        for rank in waiting:
+            if rank.connection in ready:
+                hear(rank)
+
+
+def hear(rank: Rank) -> None:
+    try:
+        kind, at, content = rank.connection.recv()
+    except (EOFError, OSError):
+        rank.fail(time.monotonic(), f"it {how_it_ended(rank.pid)} without a word\n{rank.output()[-6000:]}")
+        return
+    if kind == "result":
+        rank.result = content
+    else:
+        rank.fail(at, content)
+
+
+def how_it_ended(pid: int) -> str:
+    _, status = os.waitpid(pid, 0)
+    if os.WIFSIGNALED(status):
+        return f"was killed by {signal.Signals(os.WTERMSIG(status)).name}"
+    return f"ended with exit status {os.waitstatus_to_exitcode(status)}"
+
+
+def give_up(waiting: list[Rank], *, has_failure: bool) -> None:
+    """Ask those that still run where they are."""
+    for rank in waiting:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(rank.pid, signal.SIGUSR1)
+    time.sleep(0.3)
+    why = "had to be killed, for another rank failed" if has_failure else "did not end in time"
+    for rank in waiting:
+        rank.fail(time.monotonic(), f"it {why}; where it was:\n{rank.output()[-6000:]}")
+
+
+def end(rank: Rank) -> None:
+    with contextlib.suppress(OSError):
+        rank.connection.send("leave")  # what a rank that is done waits for
+    rank.connection.close()
+    if rank.result is not None:
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(rank.pid, 0)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(rank.pid, signal.SIGKILL)  # with the processes it started
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(rank.pid, 0)
+
+
+def summary(ranks: list[Rank]) -> dict[str, Any]:
+    failed = {index: rank for index, rank in enumerate(ranks) if rank.report is not None}
+
+    def order(index: int) -> tuple[bool, float]:
+        rank = failed[index]
+        assert rank.report is not None
+        assert rank.failed_at is not None
+        return any(sign in rank.report for sign in _SIGNS_OF_A_LOST_PEER), rank.failed_at
+
+    printed = [rank.output() for rank in ranks]
+    for rank in ranks:
+        rank.printed.close()
+    return {
+        "results": [rank.result for rank in ranks],
+        "reports": {index: rank.report for index, rank in failed.items()},
+        "first": min(failed, key=order) if failed else None,
+        "printed": printed,
+    }
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+# In the rank ----------------------------------------------------------------------------------------------------
+
+
+def be_rank(rank: int, request: dict[str, Any], connection: Connection, printed: IO[bytes]) -> NoReturn:
+    """Everything a forked process does; it never returns to the server's loop."""
+    try:
+        os.setpgid(0, 0)
+        for stream in (1, 2):
+            os.dup2(printed.fileno(), stream)
+        sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+        sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+        faulthandler.enable(sys.stderr)
+        faulthandler.register(signal.SIGUSR1, sys.stderr)
+        try:
+            result = pickle.dumps(call(rank, request))
+            message = ("result", time.monotonic(), result)
+        except BaseException:
+            message = ("error", time.monotonic(), traceback.format_exc())
+        sys.stdout.flush()
+        connection.send(message)
+        if message[0] == "result":
+            # Others may still be talking to this rank. If they do not come to an end, its leaving tells them.
+            connection.poll(GRACE_S)
+    finally:
+        os._exit(0)
+
+
+def call(rank: int, request: dict[str, Any]) -> Any:
+    num_ranks = request["num_ranks"]
+    os.chdir(request["folder"])
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(num_ranks),
+        LOCAL_RANK=str(rank),
+        LOCAL_WORLD_SIZE=str(num_ranks),
+        GROUP_RANK="0",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(request["port"]),
+        OMP_NUM_THREADS="1",
+    )
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+    warnings.resetwarnings()
+    warnings.simplefilter("error")
+    if request["joins"]:
+        timeout_s = min(GROUP_TIMEOUT_S, request["timeout_s"])
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{request['store']}",
+            rank=rank,
+            world_size=num_ranks,
+            timeout=timedelta(seconds=timeout_s),
+        )
+    function = load(request["module"], request["file"])
+    for name in request["function"].split("."):
+        function = getattr(function, name)
+    args, kwargs = pickle.loads(request["payload"])
+    return function(*args, **kwargs)
+
+
+if __name__ == "__main__":
+    main(Connection(int(sys.argv[1])))
