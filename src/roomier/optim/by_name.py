@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from roomier.core.errors import PlanError, did_you_mean
@@ -34,7 +35,8 @@ def make_optimizer(
     """The torch optimizer ``name`` over the parameters that require gradients.
 
     Weights with two dimensions or more decay; biases and the scales of norms (fewer than two) do not. AdamW, Adam
-    and SGD use torch's fused kernels: one pass over memory, and under a loss scale no wait for the device.
+    and SGD (not of cut parameters) use torch's fused kernels: one pass over memory, and under a loss scale no wait
+    for the device.
 
     Args:
         parameters: names and parameters; a tied parameter comes once.
@@ -56,7 +58,7 @@ def make_optimizer(
     if lr is not None:
         options["lr"] = lr
     if name in _FUSED and not {"fused", "foreach", "differentiable"} & set(options):
-        options["fused"] = all(p.is_floating_point() for _, p in trainable) and _has_fused(trainable[0][1].device)
+        options["fused"] = all(_has_fused(name, p) for _, p in trainable)
     decayed = [p for _, p in trainable if p.dim() >= 2]
     others = [p for _, p in trainable if p.dim() < 2]
     if weight_decay is None:
@@ -67,5 +69,7 @@ def make_optimizer(
     return kind(groups, **options)
 
 
-def _has_fused(device: torch.device) -> bool:
-    return device.type in ("cpu", "cuda", "mps")
+def _has_fused(name: str, parameter: nn.Parameter) -> bool:
+    if name == "sgd" and isinstance(parameter, DTensor):  # torch 2.13 has Adam's kernels alone for cut parameters
+        return False
+    return parameter.is_floating_point() and parameter.device.type in ("cpu", "cuda", "mps")
