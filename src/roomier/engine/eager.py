@@ -82,7 +82,8 @@ class EagerEngine:
             if hooks.batch_start is not None:
                 hooks.batch_start(on_device)
             if self._parallel is not None:
-                self._parallel.begin_micro_batch(is_last=index == len(batches) - 1)
+                is_first = index == 0 and hooks.zero_grad is None  # a hook in its place may keep gradients
+                self._parallel.begin_micro_batch(is_first=is_first, is_last=index == len(batches) - 1)
             with self._context():
                 output = self._run(step, on_device)
             if index == 0 and hooks.zero_grad is not None:
@@ -103,11 +104,9 @@ class EagerEngine:
                         continue
                     loss = torch.nan_to_num(loss)
                 loss = loss * weight
-            self._backward(loss if self._loss_factor == 1 else loss * self._loss_factor)
+            self.backward(loss if self._loss_factor == 1 else loss * self._loss_factor)
             loss = loss.detach()
             window_loss = loss if window_loss is None else window_loss + loss
-        if self._parallel is not None and window_loss is not None:
-            self._parallel.end_backward()
         if left_out and window_loss is not None:
             window_loss = window_loss * self._weigh_again(left_out)
         return window_loss
@@ -144,7 +143,7 @@ class EagerEngine:
 
     def forward(self, step: Step, batch: Any) -> Any:
         if self._parallel is not None:
-            self._parallel.begin_micro_batch(is_last=True)
+            self._parallel.begin_micro_batch(is_first=False, is_last=True)
         with self._context():
             return self._run(step, batch)
 
@@ -154,11 +153,6 @@ class EagerEngine:
             self._parallel.release()
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        self._backward(loss, *args, **kwargs)
-        if self._parallel is not None:
-            self._parallel.end_backward()
-
-    def _backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         hooks = self.hooks
         for before in hooks.before_backward:
             before(loss)
@@ -168,6 +162,8 @@ class EagerEngine:
             loss.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
         else:
             hooks.backward(loss, *args, **kwargs)
+        if self._parallel is not None:
+            self._parallel.end_backward()
         for after in hooks.after_backward:
             after()
 

@@ -26,9 +26,9 @@ class PreparedEngine(EagerEngine):
         self._is_before_any_backward = False  # also where every step returned None, which runs no backward
         return loss
 
-    def _backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         self._clipped.clear()
-        super()._backward(loss, *args, **kwargs)
+        super().backward(loss, *args, **kwargs)
         self._is_before_any_backward = False
 
     def clip(

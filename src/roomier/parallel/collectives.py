@@ -1,12 +1,15 @@
-"""All-gather and reduce-scatter for ranks on gloo.
+"""All-gather and reduce-scatter for ranks on gloo, beside the computation.
 
 Each rank sends each other rank the one part it needs. gloo's own collectives go through full-size copies: 8 Mi floats
-on two ranks over loopback take 30 ms to gather and 40 ms to reduce there, 10 and 11 ms here (2 cores, torch 2.13).
+on two ranks over loopback take 30 ms to gather and 40 ms to reduce there, 10 and 11 ms here (2 cores, torch 2.13). On a
+CPU ``fully_shard`` has no streams, so what runs beside the computation is told here: a gather is waited for when its
+result is unpacked, a reduction when the next one begins or the backward is over.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -22,27 +25,57 @@ class PairwiseAllGather:
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
-    ) -> None:
-        parts = output_tensor.chunk(group.size())
-        work = _exchange([input_tensor] * group.size(), list(parts), group)
+    ) -> dist.Work:
+        parts = list(output_tensor.chunk(group.size()))
+        work = exchange([input_tensor] * group.size(), parts, group)
         own = parts[group.rank()]
         if own.data_ptr() != input_tensor.data_ptr():
             own.copy_(input_tensor)
-        for each in work:
-            each.wait()
+        return _AllOf(work)
+
+
+class Reductions:
+    """The reduction that was begun and is not yet waited for, of all units of a model.
+
+    Attributes:
+        window: number of the optimizer step that is running.
+    """
+
+    def __init__(self) -> None:
+        self.window = 0
+        self._finish: Callable[[], None] | None = None
+
+    def begin(self, finish: Callable[[], None]) -> None:
+        """Take over a reduction, of which ``finish`` does the rest; the one before is finished first."""
+        self.finish()
+        self._finish = finish
+
+    def finish(self) -> None:
+        """Do the rest of what was begun."""
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
 
 
 class PairwiseReduceScatter:
     """What :meth:`FSDPModule.set_custom_reduce_scatter` takes. Parts travel in ``wire_dtype`` and are added up in the
-    dtype of the result, in the order of the ranks, so that every layout gives the same sum.
+    dtype of the result, in the order of the ranks, so that every rank adds in one order.
+
+    ``fully_shard`` makes gradients of the result without looking at it, unless it adds them to those of an earlier
+    micro-batch or of an earlier use of the unit. So the first reduction of a unit in a step may come in later.
 
     Args:
+        reductions: shared by all units of a model.
+        may_wait: False where ``fully_shard`` goes on to compute with each result.
         wire_dtype: None sends what is there.
     """
 
-    def __init__(self, wire_dtype: torch.dtype | None = None) -> None:
+    def __init__(self, reductions: Reductions, *, may_wait: bool, wire_dtype: torch.dtype | None = None) -> None:
+        self._reductions = reductions
+        self._may_wait = may_wait
         self._wire_dtype = wire_dtype
         self._num_sent = 0
+        self._last_window = reductions.window
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         # fully_shard asks for what is sent, and then for the smaller result.
@@ -59,20 +92,39 @@ class PairwiseReduceScatter:
         assert op == dist.ReduceOp.SUM
         parts, rank = list(input_tensor.chunk(group.size())), group.rank()
         received = [part if index == rank else torch.empty_like(part) for index, part in enumerate(parts)]
-        for each in _exchange(parts, received, group):
-            each.wait()
-        output_tensor.copy_(received[0])
-        for part in received[1:]:
-            output_tensor.add_(part)
+        work = exchange(parts, received, group)
+
+        def finish() -> None:
+            for each in work:
+                each.wait()
+            output_tensor.copy_(received[0])
+            for part in received[1:]:
+                output_tensor.add_(part)
+
+        self._reductions.begin(finish)
+        if not self._may_wait or self._last_window == self._reductions.window:
+            self._reductions.finish()
+        self._last_window = self._reductions.window
 
 
-def _exchange(sent: list[Tensor], received: list[Tensor], group: dist.ProcessGroup) -> list[dist.Work]:
-    """Send ``sent[i]`` to rank i of ``group`` and receive ``received[i]`` from it; nothing goes to oneself."""
+def exchange(sent: list[Tensor], received: list[Tensor], group: dist.ProcessGroup) -> list[dist.Work]:
+    """Begin to send ``sent[i]`` to rank i of ``group`` and to receive ``received[i]`` from it, for all other ranks."""
     operations = [
         dist.P2POp(function, tensors[peer], group=group, group_peer=peer)
         for peer in range(group.size())
         if peer != group.rank()
         for function, tensors in ((dist.isend, sent), (dist.irecv, received))
     ]
-    work: list[dist.Work] = dist.batch_isend_irecv(operations)
+    work: list[dist.Work] = dist.batch_isend_irecv(operations) if operations else []
     return work
+
+
+class _AllOf(dist.Work):
+    """Several pieces of work as one."""
+
+    def __init__(self, work: Sequence[dist.Work]) -> None:
+        super().__init__()
+        self._work = work
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        return all(each.wait() for each in self._work)

@@ -56,19 +56,23 @@ class Replicas:
         self._wire_dtype = wire_dtype
         self._compression = compression
         self._ddp: DistributedDataParallel | None = None
+        self._is_last = True
         self._trained = [each for each in network.parameters() if each.requires_grad]
 
-    def begin_micro_batch(self, *, is_last: bool) -> None:
+    def begin_micro_batch(self, *, is_first: bool, is_last: bool) -> None:
         """Before the forward of each micro-batch of a step."""
+        self._is_last = is_last
         if self._ddp is not None:
             self._ddp.require_backward_grad_sync = is_last
 
     def end_backward(self) -> None:
-        """After the last backward of a step.
+        """After each backward.
 
         Raises:
             TrainingError: a parameter got no gradient that got one before.
         """
+        if not self._is_last:
+            return
         if self._ddp is None:
             is_unused = average_gradients(self._trained)
             if not self._by_hand:

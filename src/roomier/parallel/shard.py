@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -27,7 +28,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from roomier.core.errors import RoomierError
 from roomier.parallel.blocks import find_blocks
-from roomier.parallel.collectives import PairwiseAllGather, PairwiseReduceScatter
+from roomier.parallel.collectives import PairwiseAllGather, PairwiseReduceScatter, Reductions
 from roomier.parallel.runner import StepRunner
 
 MULTIPLYING = (
@@ -62,6 +63,11 @@ class Sharding:
     wire_dtype: torch.dtype | None = None
     by_hand: bool = False
 
+    @property
+    def has_copies(self) -> bool:
+        """Whether the model is there more than once, each copy cut among a group of ranks."""
+        return self.mesh.ndim > 1
+
 
 class Shards:
     """A network cut among the ranks: what the engine tells it at each step.
@@ -72,15 +78,18 @@ class Shards:
 
     def __init__(self, network: nn.Module, sharding: Sharding) -> None:
         self._sharding = sharding
+        self._reductions = Reductions()
         self.runner = StepRunner(network)
-        for unit in units_of(network):
-            _cut_unit(unit, sharding)
+        parts = [self._cut_unit(unit) for unit in units_of(network)]
         # The rest is small: norms, positions, tied embeddings. Autocast itself casts what of it is multiplied.
-        _cut([self.runner], sharding, None)
+        root = self._cut([self.runner], None)
+        if sharding.mesh.device_type == "cpu":
+            _gather_ahead([[root], *parts])
         self._units = [each for each in self.runner.modules() if isinstance(each, FSDPModule)]
 
-    def begin_micro_batch(self, *, is_last: bool) -> None:
+    def begin_micro_batch(self, *, is_first: bool, is_last: bool) -> None:
         """Before the forward of each micro-batch of a step."""
+        self._reductions.window += is_first
         if self._sharding.reduces_each_micro_batch:
             return
         root = self._units[0]
@@ -88,7 +97,8 @@ class Shards:
         root.set_reshard_after_backward(is_last)
 
     def end_backward(self) -> None:
-        """After the last backward of a step: the gradients are there, each rank's part."""
+        """After each backward."""
+        self._reductions.finish()
         self._gather_root_again()
 
     def end_update(self) -> None:
@@ -106,6 +116,51 @@ class Shards:
         """Free what is gathered: after an evaluation, and before parameters are looked at by name."""
         for unit in self._units:
             unit.reshard()
+
+    def _cut_unit(self, unit: nn.Module) -> list[FSDPModule]:
+        """Cut ``unit``: as one, or what it multiplies with and the rest of it as two."""
+        low = self._sharding.compute_dtype
+        leaves = [each for each in unit.modules() if _is_leaf_with_parameters(each)]
+        exact = [each for each in leaves if not isinstance(each, MULTIPLYING)]
+        if low is None or exact == [unit]:
+            return [self._cut([unit], None)]
+        return [*([self._cut(exact, None)] if exact else []), self._cut([unit], low)]
+
+    def _cut(self, modules: list[nn.Module], compute_dtype: torch.dtype | None) -> FSDPModule:
+        """Make ``modules`` one unit, gathered in ``compute_dtype`` (None: as they are)."""
+        sharding = self._sharding
+        dtypes = {each.dtype for module in modules for each in module.parameters() if each.requires_grad}
+        sum_dtype = torch.float64 if torch.float64 in dtypes else torch.float32
+        on_gloo = sharding.mesh.device_type == "cpu"
+        # Inputs are left to autocast. torch 2.15 changes what reduce_dtype=None means, so it is always named.
+        policy = MixedPrecisionPolicy(
+            param_dtype=compute_dtype,
+            reduce_dtype=sum_dtype if on_gloo else (sharding.wire_dtype or sum_dtype),
+            cast_forward_inputs=False,
+        )
+        is_root = isinstance(modules[0], StepRunner)
+        frees = sharding.frees_parameters and not is_root  # the root is needed until the step ends
+        unit: FSDPModule = fully_shard(modules, mesh=sharding.mesh, reshard_after_forward=frees, mp_policy=policy)[0]
+        # A sum, on every backend: the weights of the losses make it the gradient of the global batch.
+        unit.set_force_sum_reduction_for_comms(True)
+        unit.set_gradient_divide_factor(float(sharding.mesh.size()) if sharding.by_hand else 1.0)
+        if on_gloo:
+            # Gradients that no earlier micro-batch was added to go out as they are; the sum is taken in full.
+            own = compute_dtype if sharding.reduces_each_micro_batch else None
+            reduce_scatter = PairwiseReduceScatter(
+                self._reductions,
+                may_wait=dtypes <= {sum_dtype} and not sharding.has_copies and not sharding.by_hand,
+                wire_dtype=sharding.wire_dtype or own,
+            )
+            unit.set_custom_all_gather(PairwiseAllGather())  # type: ignore[arg-type]
+            unit.set_custom_reduce_scatter(reduce_scatter)  # type: ignore[arg-type]
+        return unit
+
+
+def _gather_ahead(units: list[list[FSDPModule]]) -> None:
+    # On a GPU fully_shard itself gathers beside the computation; without streams it has to be told what comes next.
+    for parts, following in pairwise(units):
+        parts[-1].set_modules_to_forward_prefetch([*parts[:-1], *following])
 
 
 def units_of(network: nn.Module) -> list[nn.Module]:
@@ -135,47 +190,6 @@ def units_of(network: nn.Module) -> list[nn.Module]:
 def _is_closed(module: nn.Module, num_owners: Counter[nn.Parameter]) -> bool:
     own = Counter(parameter for part in module.modules() for parameter in part.parameters(recurse=False))
     return all(count == num_owners[parameter] for parameter, count in own.items())
-
-
-def _cut_unit(unit: nn.Module, sharding: Sharding) -> None:
-    if sharding.compute_dtype is None:
-        _cut([unit], sharding, None)
-        return
-    exact = [each for each in unit.modules() if _is_leaf_with_parameters(each) and not isinstance(each, MULTIPLYING)]
-    if exact == [unit]:
-        _cut([unit], sharding, None)
-        return
-    if exact:
-        _cut(exact, sharding, None)
-    _cut([unit], sharding, sharding.compute_dtype)
-
-
-def _cut(modules: list[nn.Module], sharding: Sharding, compute_dtype: torch.dtype | None) -> None:
-    """Make ``modules`` one unit, gathered in ``compute_dtype`` (None: as they are)."""
-    sum_dtype = _dtype_of_sums(modules)
-    on_gloo = sharding.mesh.device_type == "cpu"
-    # Inputs are left to autocast. torch 2.15 changes what reduce_dtype=None means, so it is always named.
-    policy = MixedPrecisionPolicy(
-        param_dtype=compute_dtype,
-        reduce_dtype=sum_dtype if on_gloo else (sharding.wire_dtype or sum_dtype),
-        cast_forward_inputs=False,
-    )
-    is_root = isinstance(modules[0], StepRunner)
-    frees = sharding.frees_parameters and not is_root  # the root is needed until the step ends
-    (unit, *_) = fully_shard(modules, mesh=sharding.mesh, reshard_after_forward=frees, mp_policy=policy)
-    # A sum, on every backend: the weights of the losses make it the gradient of the global batch.
-    unit.set_force_sum_reduction_for_comms(True)
-    unit.set_gradient_divide_factor(float(sharding.mesh.size()) if sharding.by_hand else 1.0)
-    if on_gloo:
-        # Gradients that no earlier micro-batch was added to go out as they are; the sum is taken in full.
-        own = compute_dtype if sharding.reduces_each_micro_batch else None
-        unit.set_custom_all_gather(PairwiseAllGather())  # type: ignore[arg-type]
-        unit.set_custom_reduce_scatter(PairwiseReduceScatter(sharding.wire_dtype or own))  # type: ignore[arg-type]
-
-
-def _dtype_of_sums(modules: list[nn.Module]) -> torch.dtype:
-    dtypes = {each.dtype for module in modules for each in module.parameters()}
-    return torch.float64 if torch.float64 in dtypes else torch.float32
 
 
 def _is_leaf_with_parameters(module: nn.Module) -> bool:
