@@ -13,11 +13,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from roomier.core.errors import CheckpointError, TrainingError
 from roomier.core.ranks import Ranks
 from roomier.core.transfer import BatchMover
-from roomier.engine.engine import Step, StepHooks
+from roomier.engine.engine import Parallel, Step, StepHooks
 from roomier.engine.optimizer_state import check_optimizer, load_optimizer, optimizer_state, parameter_names
-from roomier.parallel.norm import clip_grad_norm, clip_grad_value
-from roomier.parallel.replicate import Replicas
-from roomier.parallel.shard import Shards
 from roomier.plan import BatchPlan
 from roomier.precision.policy import Precision
 from roomier.precision.scaler import LossScaler
@@ -46,7 +43,7 @@ class EagerEngine:
         batch_plan: BatchPlan,
         count_terms: CountTerms | None,
         ranks: Ranks,
-        parallel: Replicas | Shards | None = None,
+        parallel: Parallel | None = None,
     ) -> None:
         self.module = module
         self.ranks = ranks
@@ -59,8 +56,7 @@ class EagerEngine:
         self._batch_plan = batch_plan
         self._count_terms = count_terms
         self._parallel = parallel
-        # Replicas are averaged; losses are weighed for a sum.
-        self._loss_factor = ranks.world.size if isinstance(parallel, Replicas) else 1
+        self._loss_factor = 1 if parallel is None else parallel.loss_factor
         self._context = precision.forward_context()
         self._to_device = BatchMover(device) if device.type != "cpu" else None
         self._converts = precision.weight_dtype is not None
@@ -185,10 +181,11 @@ class EagerEngine:
         self.unscale(optimizer)
         optimizers = self.optimizers if optimizer is None else [optimizer]
         parameters = [p for each in optimizers for group in each.param_groups for p in group["params"]]
+        clipping = self._parallel or nn.utils
         if (algorithm or self._batch_plan.gradient_clip_algorithm) == "value":
-            clip_grad_value(parameters, limit)
+            clipping.clip_grad_value_(parameters, limit)
             return None
-        return clip_grad_norm(parameters, limit)
+        return clipping.clip_grad_norm_(parameters, limit)
 
     def step(self, optimizer: Optimizer | None = None, closure: Any = None) -> None:
         for each in self.optimizers if optimizer is None else [optimizer]:

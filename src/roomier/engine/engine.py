@@ -36,6 +36,42 @@ class StepHooks:
     is_skipping: Callable[[], bool] | None = None
 
 
+class Parallel(Protocol):
+    """What a module was made into for several ranks: what the engine tells it at each step.
+
+    Attributes:
+        runner: calls a step on a batch, with the parameters there that it needs.
+        loss_factor: what each loss is multiplied by, so that the gradients are their sum over the ranks.
+    """
+
+    runner: nn.Module
+    loss_factor: float
+
+    def begin_micro_batch(self, *, is_first: bool, is_last: bool) -> None:
+        """Before the forward of each micro-batch of a step."""
+        ...
+
+    def end_backward(self) -> None:
+        """After each backward."""
+        ...
+
+    def end_update(self) -> None:
+        """After each update of parameters."""
+        ...
+
+    def release(self) -> None:
+        """Free what is gathered: after an evaluation, and before parameters are looked at by name."""
+        ...
+
+    def clip_grad_norm_(self, parameters: Sequence[Tensor], max_norm: float) -> Tensor:
+        """Scale the gradients down to ``max_norm``; their norm before, over all ranks."""
+        ...
+
+    def clip_grad_value_(self, parameters: Sequence[Tensor], max_value: float) -> None:
+        """Clamp each element of the gradients."""
+        ...
+
+
 class Engine(Protocol):
     """Runs optimizer steps of one module under one Plan."""
 

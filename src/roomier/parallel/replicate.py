@@ -37,6 +37,7 @@ class Replicas:
 
     Attributes:
         runner: calls steps.
+        loss_factor: the number of ranks, which DDP divides by.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class Replicas:
         compression: str,
     ) -> None:
         self.runner: nn.Module = StepRunner(network)
+        self.loss_factor = float(dist.get_world_size())
         self._device = device
         self._by_hand = by_hand
         self._finds_unused = finds_unused
@@ -85,6 +87,12 @@ class Replicas:
 
     def release(self) -> None:
         """Nothing is gathered."""
+
+    def clip_grad_norm_(self, parameters: Sequence[Tensor], max_norm: float) -> Tensor:
+        return nn.utils.clip_grad_norm_(parameters, max_norm)
+
+    def clip_grad_value_(self, parameters: Sequence[Tensor], max_value: float) -> None:
+        nn.utils.clip_grad_value_(parameters, max_value)
 
     def _wrap(self, *, finds_unused: bool) -> None:
         runner = self.runner

@@ -18,17 +18,19 @@ arithmetic of a sharded run is that of autocast on one device, where ``fully_sha
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from roomier.core.errors import RoomierError
 from roomier.parallel.blocks import find_blocks
 from roomier.parallel.collectives import PairwiseAllGather, PairwiseReduceScatter, Reductions
+from roomier.parallel.norm import clip_grad_norm, clip_grad_value
 from roomier.parallel.runner import StepRunner
 
 MULTIPLYING = (
@@ -74,12 +76,15 @@ class Shards:
 
     Attributes:
         runner: calls steps, with the network gathered as far as they need it.
+        loss_factor: 1, since gradients are added up.
     """
+
+    loss_factor = 1.0
 
     def __init__(self, network: nn.Module, sharding: Sharding) -> None:
         self._sharding = sharding
         self._reductions = Reductions()
-        self.runner = StepRunner(network)
+        self.runner: nn.Module = StepRunner(network)
         parts = [self._cut_unit(unit) for unit in units_of(network)]
         # The rest is small: norms, positions, tied embeddings. Autocast itself casts what of it is multiplied.
         root = self._cut([self.runner], None)
@@ -116,6 +121,12 @@ class Shards:
         """Free what is gathered: after an evaluation, and before parameters are looked at by name."""
         for unit in self._units:
             unit.reshard()
+
+    def clip_grad_norm_(self, parameters: Sequence[Tensor], max_norm: float) -> Tensor:
+        return clip_grad_norm(parameters, max_norm)
+
+    def clip_grad_value_(self, parameters: Sequence[Tensor], max_value: float) -> None:
+        clip_grad_value(parameters, max_value)
 
     def _cut_unit(self, unit: nn.Module) -> list[FSDPModule]:
         """Cut ``unit``: as one, or what it multiplies with and the rest of it as two."""

@@ -1,0 +1,53 @@
+"""From the Plan's strategy to a module divided among ranks. What it takes is imported where it is needed: half a second
+that one process does not pay."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from roomier.core.ranks import Ranks
+from roomier.engine.engine import Parallel
+from roomier.plan import Plan
+from roomier.precision.policy import Precision
+
+
+def divide(
+    plan: Plan, network: nn.Module, device: torch.device, precision: Precision, ranks: Ranks, *, by_hand: bool
+) -> Parallel | None:
+    """``network`` divided among the ranks, in place; with one rank there is nothing to divide.
+
+    Args:
+        by_hand: backward and update run within a training step (manual optimization).
+
+    Raises:
+        RoomierError: it cannot be divided in this way.
+    """
+    if ranks.is_alone:
+        return None
+    wanted = plan.parallel
+    wire_dtype = torch.bfloat16 if wanted.reduce_dtype == "bf16" else None
+    if wanted.strategy == "ddp":
+        from roomier.parallel.replicate import Replicas
+
+        return Replicas(
+            network,
+            device,
+            by_hand=by_hand,
+            finds_unused=wanted.find_unused_parameters,
+            wire_dtype=wire_dtype,
+            compression=wanted.gradient_compression,
+        )
+    from roomier.parallel.mesh import make_mesh
+    from roomier.parallel.shard import Sharding, Shards, check_shardable
+
+    check_shardable(network)
+    sharding = Sharding(
+        mesh=make_mesh(device.type, ranks.world.size, wanted.num_shards),
+        frees_parameters=wanted.strategy in ("zero3", "hsdp"),
+        reduces_each_micro_batch=wanted.strategy != "zero1" or plan.batch.accumulate_grad_batches == 1,
+        compute_dtype=precision.autocast_dtype,
+        wire_dtype=wire_dtype,
+        by_hand=by_hand,
+    )
+    return Shards(network, sharding)
