@@ -15,8 +15,20 @@ from roomier.core.world import World
 from roomier.launch.hostlist import first_host, tasks_per_node
 
 LOOPBACK = "127.0.0.1"
-STARTED_BY_ROOMIER = "ROOMIER_LAUNCH"
-"""Set in the ranks that a rank 0 started (``launch/start.py``): which launch they belong to."""
+STARTED_BY_ROOMIER = "ROOMIER_STARTER_PID"
+"""In ranks that roomier started (``launch/start.py``): the id of the process that started those of this machine."""
+
+RANK_VARIABLES = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    STARTED_BY_ROOMIER,
+)
+"""All that a rank which roomier started has in its environment."""
 
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0  # SLURM numbers batch scripts and interactive shells from here
 _DEFAULT_PORT = 29500  # torch's
@@ -75,17 +87,17 @@ def export(launch: Launch, environ: MutableMapping[str, str]) -> None:
 def _of_torchrun(environ: Mapping[str, str]) -> Launch | None:
     if "RANK" not in environ or "WORLD_SIZE" not in environ:
         return None
-    rank, size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
+    rank, size = number_in(environ, "RANK"), number_in(environ, "WORLD_SIZE")
     # Some schedulers (Kubernetes' PyTorchJob) start one process a machine and tell its rank alone.
-    local_rank = _number(environ, "LOCAL_RANK", 0)
-    local_size = _number(environ, "LOCAL_WORLD_SIZE", size if "LOCAL_RANK" in environ else 1)
-    node_rank = _number(environ, "GROUP_RANK", rank // local_size)
+    local_rank = number_in(environ, "LOCAL_RANK", 0)
+    local_size = number_in(environ, "LOCAL_WORLD_SIZE", size if "LOCAL_RANK" in environ else 1)
+    node_rank = number_in(environ, "GROUP_RANK", rank // local_size)
     name = "roomier" if STARTED_BY_ROOMIER in environ else "torchrun"
     return Launch(
         name,
         World(rank, size, local_rank=local_rank, node_rank=node_rank, local_size=local_size),
         environ.get("MASTER_ADDR", LOOPBACK if local_size == size else None),
-        _number(environ, "MASTER_PORT", _DEFAULT_PORT),
+        number_in(environ, "MASTER_PORT", _DEFAULT_PORT),
     )
 
 
@@ -93,25 +105,25 @@ def _of_slurm(environ: Mapping[str, str]) -> Launch | None:
     """One task of many that ``srun`` started. A batch script or a shell in an allocation is no task of a job step."""
     if "SLURM_PROCID" not in environ or "SLURM_STEP_ID" not in environ:
         return None
-    step = _number(environ, "SLURM_STEP_ID")
-    size = _number(environ, "SLURM_STEP_NUM_TASKS", _number(environ, "SLURM_NTASKS", 1))
+    step = number_in(environ, "SLURM_STEP_ID")
+    size = number_in(environ, "SLURM_STEP_NUM_TASKS", number_in(environ, "SLURM_NTASKS", 1))
     if step >= _FIRST_SPECIAL_STEP or size == 1:
         return None
-    node_rank = _number(environ, "SLURM_NODEID", 0)
+    node_rank = number_in(environ, "SLURM_NODEID", 0)
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST")
     # Every task must come to the same port, and two jobs on a machine to different ones.
-    port = 12000 + (_number(environ, "SLURM_JOB_ID", 0) * 7 + step) % 20000
+    port = 12000 + (number_in(environ, "SLURM_JOB_ID", 0) * 7 + step) % 20000
     return Launch(
         "SLURM",
         World(
-            _number(environ, "SLURM_PROCID"),
+            number_in(environ, "SLURM_PROCID"),
             size,
-            local_rank=_number(environ, "SLURM_LOCALID", 0),
+            local_rank=number_in(environ, "SLURM_LOCALID", 0),
             node_rank=node_rank,
             local_size=_tasks_here(environ, node_rank, size),
         ),
         environ.get("MASTER_ADDR") or (_first_host(nodes) if nodes else None),
-        _number(environ, "MASTER_PORT", port),
+        number_in(environ, "MASTER_PORT", port),
     )
 
 
@@ -122,7 +134,7 @@ def _tasks_here(environ: Mapping[str, str], node_rank: int, size: int) -> int:
                 return tasks_per_node(environ[name])[node_rank]
             except (ValueError, IndexError) as error:
                 raise _wrong(name, environ[name], "is not SLURM's list of tasks per node") from error
-    return size // _number(environ, "SLURM_STEP_NUM_NODES", _number(environ, "SLURM_NNODES", 1))
+    return size // number_in(environ, "SLURM_STEP_NUM_NODES", number_in(environ, "SLURM_NNODES", 1))
 
 
 def _first_host(nodes: str) -> str:
@@ -140,10 +152,10 @@ def _of_mpi(environ: Mapping[str, str]) -> Launch | None:
     for rank_name, (size_name, local_rank_name, local_size_name) in names.items():
         if rank_name not in environ or size_name not in environ:
             continue
-        rank, size = _number(environ, rank_name), _number(environ, size_name)
+        rank, size = number_in(environ, rank_name), number_in(environ, size_name)
         if size == 1:
             return None
-        local_size = _number(environ, local_size_name, size)
+        local_size = number_in(environ, local_size_name, size)
         is_one_node = local_size == size
         job = environ.get("PMIX_NAMESPACE")
         return Launch(
@@ -151,12 +163,12 @@ def _of_mpi(environ: Mapping[str, str]) -> Launch | None:
             World(
                 rank,
                 size,
-                local_rank=_number(environ, local_rank_name, rank % local_size),
+                local_rank=number_in(environ, local_rank_name, rank % local_size),
                 node_rank=rank // local_size,
                 local_size=local_size,
             ),
             environ.get("MASTER_ADDR") or (LOOPBACK if is_one_node else None),
-            _number(environ, "MASTER_PORT", 12000 + zlib.crc32(job.encode()) % 20000 if job else _DEFAULT_PORT),
+            number_in(environ, "MASTER_PORT", 12000 + zlib.crc32(job.encode()) % 20000 if job else _DEFAULT_PORT),
         )
     return None
 
@@ -174,7 +186,12 @@ def _check(launch: Launch) -> None:
         raise RoomierError("MASTER_ADDR", None, problem, "Set MASTER_ADDR to the host name of the first node")
 
 
-def _number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
+def number_in(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
+    """The whole number in a variable, ``default`` where it is not set.
+
+    Raises:
+        RoomierError: it is none.
+    """
     text = environ.get(name)
     if text is None and default is not None:
         return default

@@ -11,7 +11,7 @@ from roomier.callbacks import ModelCheckpoint, ModelSummary, ProgressBar
 from roomier.core.errors import RoomierError
 from roomier.launch import Launch
 from roomier.plan import Plan, plan_from_flags
-from roomier.trainer.world import check_launch, resolve_auto
+from roomier.trainer.devices import resolve_auto
 
 _NO_SUCH_DEVICE = "It is not built: write accelerator='cpu', 'cuda' or 'mps'"
 _ONE_PROCESS = "Leave it out: the run is one process"
@@ -114,23 +114,19 @@ def plan_of(given: Mapping[str, Any], init: Callable[..., None], launch: Launch 
     """The Plan that the keywords ``given`` to ``init`` ask for, or the one among them.
 
     Args:
-        launch: what started this process; it says what ``"auto"`` is, and must agree with what is said otherwise.
+        launch: what started this process; it says what ``"auto"`` is.
 
     Raises:
-        PlanError: it cannot work, or not with the ranks that were started.
+        PlanError: it cannot work.
     """
     flags = {name: given[name] for name in inspect.signature(plan_from_flags).parameters}
     if given["plan"] is None:
-        plan = plan_from_flags(**resolve_auto(flags, launch))
-        check_launch(plan, launch)
-        return plan
+        return plan_from_flags(**resolve_auto(flags, launch))
     defaults = inspect.signature(init).parameters
     for name, value in flags.items():
         if value != defaults[name].default:
             raise RoomierError(name, value, "plan= was given as well", "Say it in the plan, or pass keywords alone")
-    plan = Plan.of(given["plan"])
-    check_launch(plan, launch)
-    return plan
+    return Plan.of(given["plan"])
 
 
 def callbacks_of(given: Mapping[str, Any], enable_checkpointing: bool) -> list[Any]:

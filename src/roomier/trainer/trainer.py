@@ -19,6 +19,7 @@ from roomier.core.errors import RoomierError
 from roomier.core.keywords import explain_unknown_keywords, refuse_keywords
 from roomier.core.log import notice
 from roomier.core.ranks import Ranks
+from roomier.launch import place, present_launch
 from roomier.loggers.by_name import loggers_from_flag
 from roomier.plan import Plan
 from roomier.train.checks import check_callbacks
@@ -31,7 +32,6 @@ from roomier.train.save import save_checkpoint
 from roomier.train.session import LOADER_NAMES, end_fit, session, start_fit
 from roomier.trainer.attributes import STAGE_FLAGS, TrainerAttributes
 from roomier.trainer.keywords import FORMER_ARGUMENTS, FORMER_KEYWORDS, callbacks_of, ordered, plan_of
-from roomier.trainer.world import present_launch, world_of
 
 
 class Trainer(TrainerAttributes):
@@ -127,7 +127,7 @@ class Trainer(TrainerAttributes):
         launch = present_launch()
         self.plan = plan_of(given, Trainer.__init__, launch)
         self.options = LoopOptions(**{name: given[name] for name in LoopOptions.__dataclass_fields__})
-        self.world = world_of(self.plan, launch)
+        self.world = place(self.plan.parallel.devices, self.plan.parallel.num_nodes, launch)
         self.ranks = Ranks()  # alone, until a run begins
         self.logger_is_on = bool(logger)
         self.loggers = [] if self.options.num_dev_batches else loggers_from_flag(logger)

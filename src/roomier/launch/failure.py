@@ -1,0 +1,134 @@
+"""The end of a rank that fails: the rank with the error tells it first, the others end without adding noise.
+
+When a rank dies, all others fail too, in whatever they were exchanging: tracebacks that say "connection closed by
+peer", of no use and often printed last. So an error that only says that a peer is gone waits a moment, for the news of
+another rank's failure or for the launcher that ends this one, and is printed only if neither comes.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from types import TracebackType
+
+from torch.distributed import DistError
+from torch.distributed.distributed_c10d import Store
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+from roomier.core.world import World
+
+PATIENCE_S = 3.0
+_END_S = 5.0  # what ending may take, handlers at exit included
+_FIRST = "roomier/first_failure"
+_GLOO_SIGNS = ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "Broken pipe", "gloo::")
+
+Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
+
+
+class FailureNews:
+    """What the ranks of a run know of each other's failures.
+
+    Args:
+        ask_watcher: what the process that started the ranks of this machine knows, None where it knows nothing.
+
+    Attributes:
+        is_failing: this rank ends with an error of its own.
+        store: seen by all ranks, once they have met; its own connection, for it is used while others may hang.
+    """
+
+    def __init__(self, world: World, ask_watcher: Callable[[], str | None] = lambda: None) -> None:
+        self.world = world
+        self.is_failing = False
+        self.store: Store | None = None
+        self._ask_watcher = ask_watcher
+        self._before: Hook = sys.excepthook
+
+    def install(self) -> None:
+        """Become what Python calls for an uncaught exception."""
+        self._before, sys.excepthook = sys.excepthook, self._end
+
+    def claim(self, text: str) -> bool:
+        """Whether this rank is the first to fail, or the first with this ``text``: else it need not say it again."""
+        self.is_failing = True
+        first = f"{self.world.rank}\n{text}"
+        if self.store is not None:
+            with suppress(DistError, RuntimeError):  # rank 0 is gone, and what it kept with it
+                first = self.store.compare_set(_FIRST, "", first).decode()
+        rank, _, told = first.partition("\n")
+        return int(rank) == self.world.rank or told != text
+
+    def wait_for_peer(self) -> str | None:
+        """What is known of another rank's end within ``PATIENCE_S``; None for nothing."""
+        until = time.monotonic() + PATIENCE_S
+        while time.monotonic() < until:
+            if (known := self._ask_watcher()) is not None:
+                return known
+            try:
+                if self.store is not None and self.store.check([_FIRST]):
+                    rank = self.store.get(_FIRST).decode().partition("\n")[0]
+                    return f"rank {rank} failed"
+            except (DistError, RuntimeError):
+                return "rank 0 has ended"
+            time.sleep(0.05)
+        return None
+
+    def _end(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        end_in_time()
+        if issubclass(kind, KeyboardInterrupt) and self.world.rank > 0:
+            return
+        if is_of_lost_peer(error):
+            known = self.wait_for_peer()
+            if known is not None:
+                return  # who watches this rank says so
+            self.is_failing = True
+            self._before(kind, error, trace)
+            return
+        _tell_torchrun(error)
+        if not self.claim(f"{kind.__name__}: {error}"):
+            return
+        if self._before is sys.__excepthook__:  # in one write: ranks share the terminal
+            told = "".join(traceback.format_exception(kind, error, trace))
+            sys.stderr.write(f"roomier: rank {self.world.rank} of {self.world.size} failed:\n{told}")
+            sys.stderr.flush()
+        else:
+            self._before(kind, error, trace)
+
+
+def is_of_lost_peer(error: BaseException) -> bool:
+    """Whether ``error``, or what it comes from, only says that a rank cannot be reached any more."""
+    return any(
+        isinstance(each, DistError)
+        or (isinstance(each, RuntimeError) and any(sign in str(each) for sign in _GLOO_SIGNS))
+        for each in _chain(error)
+    )
+
+
+def end_in_time() -> None:
+    """End the process with status 1 in ``_END_S``, whatever still hangs then."""
+
+    def end() -> None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+
+    timer = threading.Timer(_END_S, end)
+    timer.daemon = True
+    timer.start()
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+
+
+def _tell_torchrun(error: BaseException) -> None:
+    """torchrun's summary then names the rank and shows its error."""
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:
+        with suppress(OSError):
+            get_error_handler().record_exception(error)

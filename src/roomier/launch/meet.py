@@ -1,0 +1,115 @@
+"""The rendezvous: every rank says that it is there, and rank 0 answers when all are.
+
+torch's own waits without knowing for whom. This one names who is missing, and gives each meeting keys of its own: when
+torchrun restarts the ranks, the store may still hold what the ranks before them left.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import asdict
+from datetime import timedelta
+
+from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import Store
+
+from roomier.core.errors import RoomierError
+from roomier.core.world import World
+
+_POLL_S = 0.02
+_ROUND = "roomier/round"
+
+
+def meet(world: World, store: Store, timeout_s: float) -> str:
+    """Wait until all ranks are here.
+
+    Returns:
+        A prefix for keys that only the ranks of this meeting know.
+
+    Raises:
+        RoomierError: they did not come within ``timeout_s``, or each of them was told something else.
+    """
+    until = time.monotonic() + timeout_s
+    return _call(world, store, until, timeout_s) if world.rank == 0 else _answer(world, store, until, timeout_s)
+
+
+def open_store(world: World, environ: Mapping[str, str], timeout_s: float) -> TCPStore:
+    """The store at ``MASTER_ADDR:MASTER_PORT``: rank 0 serves it, unless torchrun does.
+
+    Raises:
+        RoomierError: it cannot be reached within ``timeout_s``, or the port is taken.
+    """
+    address, port = environ["MASTER_ADDR"], environ["MASTER_PORT"]
+    is_server = world.rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    try:
+        return TCPStore(
+            address, int(port), is_master=is_server, timeout=timedelta(seconds=timeout_s), wait_for_workers=False
+        )
+    except DistError as error:
+        if is_server:
+            action = "Set MASTER_PORT to a free one, the same for all ranks"
+            raise RoomierError("MASTER_PORT", port, "rank 0 cannot serve there: the port is taken", action) from error
+        problem = f"rank {world.rank} reached no rank 0 there within {timeout_s:g} s"
+        action = "See whether rank 0 runs, whether its name resolves from here, and whether the port is open"
+        raise RoomierError("MASTER_ADDR", f"{address}:{port}", problem, action) from error
+
+
+def connect_again(store: TCPStore, timeout_s: float) -> TCPStore:
+    """A further connection to what ``store`` is connected to."""
+    return TCPStore(store.host, store.port, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
+
+
+def _call(world: World, store: Store, until: float, timeout_s: float) -> str:
+    """Rank 0's part: call, gather the answers, and tell who answered."""
+    meeting = f"roomier/{uuid.uuid4().hex}"
+    store.set(_ROUND, meeting)
+    answers: dict[str, str] = {}
+    while missing := [rank for rank in range(1, world.size) if str(rank) not in answers]:
+        for rank in missing:
+            if store.check([f"{meeting}/{rank}"]):
+                answers[str(rank)] = store.get(f"{meeting}/{rank}").decode()
+        if time.monotonic() > until:
+            problem = f"of {world.size} ranks these did not come within {timeout_s:g} s: {_shown(missing)}"
+            raise RoomierError("rank", missing[0], problem, "See what they were doing: each must reach the same call")
+        time.sleep(_POLL_S)
+    store.set(f"{meeting}/all", json.dumps({"answers": answers, "world": asdict(world)}))
+    _check_equal(world, answers)
+    return meeting
+
+
+def _answer(world: World, store: Store, until: float, timeout_s: float) -> str:
+    """The part of the others: answer the call until rank 0 has heard it. A call may be one of an earlier meeting."""
+    mine = json.dumps({"name": uuid.uuid4().hex, "size": world.size, "local_size": world.local_size})
+    answered = None
+    while True:
+        if store.check([_ROUND]):
+            meeting = store.get(_ROUND).decode()
+            if meeting != answered:
+                store.set(f"{meeting}/{world.rank}", mine)
+                answered = meeting
+            if store.check([f"{meeting}/all"]):
+                heard = json.loads(store.get(f"{meeting}/all"))
+                if heard["answers"].get(str(world.rank)) == mine:
+                    _check_equal(World(**heard["world"]), heard["answers"])
+                    return meeting
+        if time.monotonic() > until:
+            problem = f"rank 0 has not called the {world.size} ranks together within {timeout_s:g} s"
+            raise RoomierError("rank", world.rank, problem, "See what rank 0 and the others were doing")
+        time.sleep(_POLL_S)
+
+
+def _check_equal(zero: World, answers: Mapping[str, str]) -> None:
+    for rank, answer in sorted(answers.items(), key=lambda item: int(item[0])):
+        told = json.loads(answer)
+        if (told["size"], told["local_size"]) != (zero.size, zero.local_size):
+            theirs = f"{told['size']} ranks, {told['local_size']} on its node"
+            problem = f"rank {rank} was told of {theirs}; rank 0 of {zero.size} and {zero.local_size}"
+            raise RoomierError("devices", zero.local_size, problem, "Start the same number of processes on each node")
+
+
+def _shown(ranks: list[int], limit: int = 16) -> str:
+    text = ", ".join(map(str, ranks[:limit]))
+    return text if len(ranks) <= limit else f"{text} and {len(ranks) - limit} more"

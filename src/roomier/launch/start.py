@@ -1,0 +1,129 @@
+"""Start the other ranks of this machine: the same command again, with the environment of a rank.
+
+The process that the user started becomes the first rank of its node, when its first run begins. Up to there the other
+ranks run the same script by themselves, as under torchrun.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import subprocess
+import sys
+from collections.abc import MutableMapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from datetime import timedelta
+
+import psutil
+import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from roomier.core.errors import RoomierError
+from roomier.core.world import World
+from roomier.launch.environment import LOOPBACK, RANK_VARIABLES, STARTED_BY_ROOMIER, Launch, export
+from roomier.launch.watch import Children, watch_parent
+
+_NUM_THREADS_AT_IMPORT = torch.get_num_threads()
+_FOLDER_AT_IMPORT = None
+with suppress(OSError):  # it was removed
+    _FOLDER_AT_IMPORT = os.getcwd()  # relative paths of the command line are meant from here
+
+
+def forget_if_stale(environ: MutableMapping[str, str]) -> None:
+    """Remove the variables of a rank that roomier started where they were only inherited: by a program that a rank
+    started for a purpose of its own. A rank begins to watch the process that started it.
+
+    Raises:
+        SystemExit: the process that started this rank is gone.
+    """
+    if STARTED_BY_ROOMIER not in environ:
+        return
+    starter = int(environ[STARTED_BY_ROOMIER])
+    if os.getpid() == starter:
+        return
+    if os.getppid() == starter and environ.get("LOCAL_RANK") != "0":
+        watch_parent(starter)
+        return
+    if not psutil.pid_exists(starter):
+        raise SystemExit("roomier: the process that started this rank has ended")
+    for name in RANK_VARIABLES:
+        environ.pop(name, None)
+
+
+def start_ranks(world: World) -> tuple[TCPStore | None, Children]:
+    """Start the other ranks of this node, and make this process the first of them.
+
+    Returns:
+        The store where the ranks meet, if this process serves it alone; and the ranks that were started.
+
+    Raises:
+        RoomierError: it is not known how this process was started, or where rank 0 is.
+    """
+    command = command_again()
+    store = None
+    if world.local_size == world.size:
+        # Served before anybody is told the port: no other process can take it.
+        store = TCPStore(LOOPBACK, 0, is_master=True, timeout=timedelta(seconds=60), wait_for_workers=False)
+        address, port = LOOPBACK, store.port
+    else:
+        address, port = _given_address(world)
+    environ = os.environ
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        environ.pop(name, None)
+    export(Launch("roomier", world, address, port), environ)
+    environ[STARTED_BY_ROOMIER] = str(os.getpid())
+    num_threads = _share_cores(world.local_size)
+    processes = {}
+    for local_rank in range(1, world.local_size):
+        theirs = dict(environ)
+        export(Launch("roomier", replace(world, rank=world.rank + local_rank, local_rank=local_rank)), theirs)
+        theirs.setdefault("OMP_NUM_THREADS", str(num_threads))
+        processes[world.rank + local_rank] = subprocess.Popen(
+            command, env=theirs, stdin=subprocess.DEVNULL, cwd=_FOLDER_AT_IMPORT
+        )
+    return store, Children(processes)
+
+
+def command_again() -> Sequence[str]:
+    """The command that started this process.
+
+    Raises:
+        RoomierError: there is none that could be run again.
+    """
+    main = sys.modules.get("__main__")
+    problem = None
+    if "ipykernel" in sys.modules or hasattr(sys, "ps1"):
+        problem = "a notebook or an interactive session cannot start further ranks"
+    elif multiprocessing.parent_process() is not None:
+        problem = "a process of multiprocessing cannot start further ranks"
+    elif "PYTEST_CURRENT_TEST" in os.environ:
+        problem = "under pytest, further ranks would run the tests again"
+    elif getattr(main, "__file__", None) is None:
+        problem = "code from `python -c` or from standard input cannot be run again by further ranks"
+    if problem is not None:
+        action = "Put the run into a script and call `python script.py`, or `torchrun --nproc-per-node=N script.py`"
+        raise RoomierError("devices", "several", problem, action)
+    return [sys.executable, *sys.orig_argv[1:]]
+
+
+def _given_address(world: World) -> tuple[str, int]:
+    names = ("NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
+    missing = [name for name in names if name not in os.environ]
+    if missing:
+        num_nodes = world.size // world.local_size
+        torchrun = f"torchrun --nnodes={num_nodes} --nproc-per-node={world.local_size} --rdzv-endpoint=HOST:PORT ..."
+        action = (
+            f"Start it on each node: `srun` in an allocation of SLURM, or `{torchrun}`, or set {', '.join(missing)}"
+        )
+        raise RoomierError("num_nodes", num_nodes, "roomier itself starts the ranks of one machine", action)
+    return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+
+
+def _share_cores(num_ranks: int) -> int:
+    """Threads of each rank: its share of the cores. The user's choice, in the environment or in torch, stays."""
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    num_threads = max(1, num_cores // num_ranks)
+    if "OMP_NUM_THREADS" not in os.environ and torch.get_num_threads() == _NUM_THREADS_AT_IMPORT:
+        torch.set_num_threads(min(num_threads, _NUM_THREADS_AT_IMPORT))
+    return num_threads

@@ -1,0 +1,134 @@
+"""Ranks that end together: the process that started them watches them, and they watch it."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+_POLL_S = 0.1
+_GRACE_S = 1.0  # in which the other ranks may end, and tell, by themselves
+_MAIN_GRACE_S = 4.0  # the same for the process that started them
+_LAST_S = 60.0  # in which ranks may come to their end after the first one came to its
+_STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)  # what a run exits with that a signal ended in good order
+
+
+class Children:
+    """The ranks that this process started. If one fails, all end within seconds, this process included.
+
+    Args:
+        processes: by rank.
+    """
+
+    def __init__(self, processes: Mapping[int, subprocess.Popen[bytes]]) -> None:
+        self._processes = dict(processes)
+        self._failed: tuple[int, int] | None = None
+        self._is_ending = threading.Lock()
+        self.main_is_failing: Callable[[], bool] = lambda: False  # by itself, not with a rank that it lost
+        threading.Thread(target=self._watch, name="roomier-ranks", daemon=True).start()
+        os.register_at_fork(after_in_child=self._forget)
+        atexit.register(self._end)
+
+    def news(self) -> str | None:
+        """What became of a rank that has ended, in words."""
+        for rank, process in self._processes.items():
+            if process.poll() is not None:
+                return f"rank {rank} {_how(process.returncode)}"
+        return None
+
+    def _forget(self) -> None:  # a worker of a DataLoader is no parent of the ranks
+        self._processes = {}
+        atexit.unregister(self._end)
+
+    def _watch(self) -> None:
+        while self._processes and self._failed is None:
+            for rank, process in self._processes.items():
+                code = process.poll()
+                if code not in (None, 0, *_STOPPED):
+                    self._failed = rank, code
+                    break
+            else:
+                time.sleep(_POLL_S)
+        if self._failed is not None:
+            self._wait(_GRACE_S)
+            self._kill()
+            time.sleep(_MAIN_GRACE_S)
+            self._end_badly()
+
+    def _end(self) -> None:
+        """At the exit of this process: the others come to their end too, or are ended."""
+        if self.main_is_failing():
+            self._wait(_GRACE_S)
+            self._kill()
+            return
+        if self._failed is None:
+            self._wait(_LAST_S)
+        if self._failed is None and (late := [rank for rank, each in self._processes.items() if each.poll() is None]):
+            _say(f"rank 0 has ended, and {_LAST_S:g} s later these ranks had not: {late}; they were killed")
+            self._kill()
+            _exit(1)
+        for rank, process in self._processes.items():  # the watching thread may not have seen it yet
+            code = process.poll()
+            if self._failed is None and code not in (None, 0, *_STOPPED):
+                self._failed = rank, code
+        if self._failed is not None:
+            self._kill()
+            self._end_badly()
+
+    def _end_badly(self) -> None:
+        self._is_ending.acquire()  # never given back: one thread says the last word
+        assert self._failed is not None
+        if self.main_is_failing():
+            _exit(1)
+        rank, code = self._failed
+        _say(f"rank {rank} {_how(code)}, and the run with it")
+        _exit(code if code > 0 else 128 - code)
+
+    def _wait(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while time.monotonic() < until and any(each.poll() is None for each in self._processes.values()):
+            if self._failed is not None:
+                seconds, until = 0.0, min(until, time.monotonic() + _GRACE_S)
+            time.sleep(0.02)
+
+    def _kill(self) -> None:
+        for process in self._processes.values():
+            if process.poll() is None:
+                process.kill()
+        for process in self._processes.values():
+            process.wait()
+
+
+def watch_parent(pid: int) -> None:
+    """End this process when the one that started it, ``pid``, has ended without waiting for it."""
+    if any(thread.name == "roomier-parent" for thread in threading.enumerate()):
+        return
+
+    def watch() -> None:
+        while os.getppid() == pid:
+            time.sleep(_POLL_S * 5)
+        _exit(1)
+
+    threading.Thread(target=watch, name="roomier-parent", daemon=True).start()
+
+
+def _how(code: int) -> str:
+    if code >= 0:
+        return f"ended with exit code {code}"
+    name = signal.Signals(-code).name
+    return f"was ended by {name}" + (" (often: the machine ran out of memory)" if name == "SIGKILL" else "")
+
+
+def _say(message: str) -> None:
+    print(f"roomier: {message}", file=sys.stderr, flush=True)
+
+
+def _exit(code: int) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

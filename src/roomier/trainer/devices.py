@@ -1,0 +1,51 @@
+"""What ``devices="auto"`` and ``num_nodes="auto"`` are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from roomier.core.errors import PlanError
+from roomier.core.log import notice
+from roomier.launch import Launch
+from roomier.plan.choices import canonical
+
+_PARALLEL = "Pass strategy='ddp', 'zero2' (half the memory on 2 ranks) or 'zero3' (the least memory)"
+
+
+def resolve_auto(flags: Mapping[str, Any], launch: Launch | None) -> dict[str, Any]:
+    """``flags`` with numbers for ``devices="auto"`` and ``num_nodes="auto"``.
+
+    They are what the launcher started; without one, a strategy for several ranks takes all CUDA devices of the machine.
+
+    Raises:
+        PlanError: a launcher started several ranks for a strategy that has one.
+    """
+    flags = dict(flags)
+    is_single = _is_single(flags["strategy"])
+    if launch is not None and launch.world.size > 1 and is_single:
+        problem = f"{launch.launcher} started {launch.world.size} processes, and this strategy uses one"
+        raise PlanError("strategy", flags["strategy"], problem, f"{_PARALLEL}; or start one process")
+    if flags["num_nodes"] == "auto":
+        flags["num_nodes"] = 1 if launch is None else launch.num_nodes
+    if flags["devices"] == "auto":
+        if launch is not None:
+            flags["devices"] = launch.world.local_size
+        elif not is_single:
+            flags["devices"] = _all_devices(flags["strategy"], flags["accelerator"])
+    return flags
+
+
+def _is_single(strategy: object) -> bool:
+    if isinstance(strategy, Mapping):
+        strategy = strategy.get("name", "single")
+    return isinstance(strategy, str) and canonical("parallel.strategy", strategy.partition("+")[0]) == "single"
+
+
+def _all_devices(strategy: object, accelerator: object) -> int:
+    if accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available():
+        return torch.cuda.device_count()
+    notice(f"strategy={strategy!r} with devices='auto' is one process on this machine; devices=N starts N of them")
+    return 1
