@@ -24,8 +24,8 @@ from torch.utils.data import (
 
 from roomier.core.errors import DataError
 from roomier.core.rng import rng_state, seed_everything, set_rng_state
-from roomier.core.world import World
 from roomier.data.source import Source
+from tests.data.pretended import Pretended
 
 NUM_SAMPLES = 22
 
@@ -340,7 +340,7 @@ def test_two_resumes_in_one_epoch_with_changing_batch_sizes():
 
 def test_another_number_of_ranks_neither_repeats_nor_skips():
     def make(rank: int, size: int) -> Source:
-        return source(DataLoader(Numbers(), batch_size=2, shuffle=True), world=World(rank, size))
+        return source(DataLoader(Numbers(), batch_size=2, shuffle=True), ranks=Pretended(rank, size))
 
     read: list[Tensor] = []
     state: dict[str, Any] = {}

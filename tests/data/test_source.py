@@ -23,8 +23,8 @@ from torch.utils.data import (
 )
 
 from roomier.core.errors import DataError
-from roomier.core.world import World
 from roomier.data.source import Source
+from tests.data.pretended import Pretended
 
 NUM_SAMPLES = 22
 
@@ -234,7 +234,7 @@ def test_empty_loader_is_refused_at_once(loader: Any):
 
 def test_fewer_samples_than_ranks():
     with pytest.raises(DataError, match="gives no batch"):
-        source(DataLoader([1, 2]), world=World(0, 3))
+        source(DataLoader([1, 2]), ranks=Pretended(0, 3))
 
 
 @pytest.mark.parametrize("loader", [iter([]), (x for x in ()), DataLoader(NoisyStream(), 100, drop_last=True)])

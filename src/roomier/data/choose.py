@@ -7,58 +7,65 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 
 from roomier.core.errors import DataError
 from roomier.core.log import notice
-from roomier.core.world import World
-from roomier.data.feeds import Feed, ListFeed, OrderedFeed, OwnGenerators, ReplayedFeed, StatefulFeed, WalkedFeed
+from roomier.core.ranks import Ranks
+from roomier.data.batch_feeds import BatchFeed, ListFeed, ReplayedFeed, StatefulFeed, WalkedFeed
+from roomier.data.divided import share_of
+from roomier.data.feeds import Feed, OrderedFeed, OwnGenerators
 from roomier.data.loaders import check_gives_batches, is_loader_collection
 from roomier.data.rebuild import can_be_rebuilt, plain_sampler, rebuilt, with_ordered_sampler
 from roomier.data.sampler import OrderedSampler, WalkedSampler
 from roomier.data.seeding import EpochSeed, NumberSeededDataset, seeded_by_sample
+from roomier.data.share import Share
 from roomier.data.workers import OutlivesSignals
 
 
-def evaluation_feed(loader: Any, *, name: str, pin_memory: bool) -> Feed:
-    """The user's loader as it is: nothing of it is shuffled anew.
-
-    Raises:
-        DataError: ``loader`` gives no batches.
-    """
-    _check_is_one_loader(loader, name)
-    if isinstance(loader, (list, tuple)):
-        return ListFeed(loader, name=name)
-    return _replayed(loader, name, pin_memory)
-
-
-def training_feed(loader: Any, *, name: str, seed: int, world: World, shuffle_allowed: bool, pin_memory: bool) -> Feed:
+def training_feed(loader: Any, *, name: str, seed: int, ranks: Ranks, shuffle_allowed: bool, pin_memory: bool) -> Feed:
     """The feed that resumes ``loader`` at the least cost. For the arguments, see :class:`Source`.
 
     Raises:
         DataError: ``loader`` gives no batches, or is several loaders.
     """
-    _check_is_one_loader(loader, name)
+    check_is_one_loader(loader, name)
+    seed = ranks.from_zero(seed)
+    common: dict[str, Any] = {"name": name, "share": share_of(loader, ranks.world), "ranks": ranks, "seed": seed}
     if isinstance(loader, (list, tuple)):
-        return ListFeed(loader, name=name)
+        return _told(ListFeed(loader, **common), common["share"])
     if speaks_state(loader):
-        return StatefulFeed(loader, loader, name=name)
+        return _told(StatefulFeed(loader, loader, **common), common["share"])
     if not isinstance(loader, DataLoader):
-        return ReplayedFeed(loader, name=name)
+        return _told(ReplayedFeed(loader, **common), common["share"])
     if isinstance(loader.dataset, IterableDataset):
         # Workers read ahead in copies of the dataset: its state here would say nothing about theirs.
         if not loader.num_workers and speaks_state(loader.dataset):
-            return StatefulFeed(loader, loader.dataset, name=name)
-        return _replayed(loader, name, pin_memory)
+            return _told(StatefulFeed(loader, loader.dataset, **common), common["share"])
+        return _told(ReplayedFeed(in_own_processes(loader, pin_memory), **common), common["share"])
     if not can_be_rebuilt(loader):
         notice(
             f"{name}: {type(loader).__name__} iterates in its own way, so its sampler stays; a resume in the "
             "middle of an epoch will read and drop the batches that were done."
         )
-        return ReplayedFeed(loader, name=name)
+        return _told(ReplayedFeed(loader, **common), common["share"])
     changes = _changes(loader, name, pin_memory)
     sampler = plain_sampler(loader)
     if sampler is not None:
-        return _ordered(loader, sampler, changes, name, seed, world, shuffle_allowed)
+        return _ordered(loader, sampler, changes, name, seed, ranks, shuffle_allowed)
     if not shuffle_allowed:
         notice(f"{name}: its order is that of its own sampler, which roomier cannot keep from shuffling.")
-    return _walked(loader, changes, name, seed)
+    return _told(_walked(loader, changes, common), common["share"])
+
+
+def _told(feed: BatchFeed, share: Share) -> BatchFeed:
+    """``feed``, once it was told who divides it among several ranks, and what of an epoch is left out."""
+    num_ranks = share.world.size
+    if share.divided_by is not None:
+        notice(f"{feed.name}: {share.divided_by} divides it among the ranks; roomier does not divide it again")
+    elif num_ranks > 1:
+        reads_all = "reads all of them and " if feed.kind in ("replayed", "stateful") else ""
+        notice(
+            f"{feed.name}: whole batches are divided among {num_ranks} ranks: each {reads_all}takes every "
+            f"{num_ranks}th; where an epoch ends with fewer than {num_ranks}, these are left out"
+        )
+    return feed
 
 
 def speaks_state(loader: object) -> TypeGuard[Any]:
@@ -67,7 +74,7 @@ def speaks_state(loader: object) -> TypeGuard[Any]:
     return all(callable(getattr(loader, method, None)) for method in methods)
 
 
-def _check_is_one_loader(loader: Any, name: str) -> None:
+def check_is_one_loader(loader: Any, name: str) -> None:
     if is_loader_collection(loader):
         raise DataError(
             name,
@@ -78,11 +85,10 @@ def _check_is_one_loader(loader: Any, name: str) -> None:
     check_gives_batches(loader, name)
 
 
-def _replayed(loader: Any, name: str, pin_memory: bool) -> Feed:
-    changes = {}
-    if isinstance(loader, DataLoader) and can_be_rebuilt(loader):
-        changes = _process_changes(loader, pin_memory)
-    return ReplayedFeed(rebuilt(loader, **changes) if changes else loader, name=name)
+def in_own_processes(loader: DataLoader[Any], pin_memory: bool) -> DataLoader[Any]:
+    """``loader``, or a copy whose processes are as a run needs them."""
+    changes = _process_changes(loader, pin_memory) if can_be_rebuilt(loader) else {}
+    return rebuilt(loader, **changes) if changes else loader
 
 
 def _process_changes(loader: DataLoader[Any], pin_memory: bool) -> dict[str, Any]:
@@ -109,7 +115,7 @@ def _ordered(
     changes: dict[str, Any],
     name: str,
     seed: int,
-    world: World,
+    ranks: Ranks,
     shuffle_allowed: bool,
 ) -> Feed:
     num_samples = _num_samples(own_sampler, loader, name)
@@ -118,16 +124,19 @@ def _ordered(
         shuffle = True
         if own_sampler.generator is not None:
             # Who gave a generator of their own chose the order by its seed.
-            seed = own_sampler.generator.initial_seed()
-    sampler = OrderedSampler(num_samples, shuffle=shuffle, seed=seed, world=world)
-    epoch_seed = None
-    if loader.num_workers:
-        epoch_seed = EpochSeed()
-        changes["dataset"] = seeded_by_sample(loader.dataset, epoch_seed)
+            seed = ranks.from_zero(own_sampler.generator.initial_seed())
     batching = loader.batch_sampler
     batch_size, drop_last = 1, False
     if isinstance(batching, BatchSampler):
         batch_size, drop_last = batching.batch_size, batching.drop_last
+    sampler = OrderedSampler(num_samples, shuffle=shuffle, seed=seed, world=ranks.world, batch_size=batch_size)
+    num_left_out = num_samples - sampler.num_read_after(0)
+    if num_left_out and not drop_last:
+        notice(f"{name}: each epoch leaves out {num_left_out} of {num_samples} samples, fewer than there are ranks")
+    epoch_seed = None
+    if loader.num_workers:
+        epoch_seed = EpochSeed()
+        changes["dataset"] = seeded_by_sample(loader.dataset, epoch_seed)
     return OrderedFeed(
         with_ordered_sampler(loader, sampler, **changes),
         sampler,
@@ -150,7 +159,7 @@ def _num_samples(sampler: RandomSampler | SequentialSampler, loader: DataLoader[
     return num_samples
 
 
-def _walked(loader: DataLoader[Any], changes: dict[str, Any], name: str, seed: int) -> Feed:
+def _walked(loader: DataLoader[Any], changes: dict[str, Any], common: dict[str, Any]) -> BatchFeed:
     epoch_seed = None
     if loader.num_workers:
         epoch_seed = EpochSeed()
@@ -159,13 +168,11 @@ def _walked(loader: DataLoader[Any], changes: dict[str, Any], name: str, seed: i
     field, index_sampler = (
         ("sampler", loader.sampler) if loader.batch_sampler is None else ("batch_sampler", loader.batch_sampler)
     )
-    sampler = WalkedSampler(index_sampler, numbered=epoch_seed is not None)
+    sampler = WalkedSampler(index_sampler, numbered=epoch_seed is not None, share=common["share"])
     changes[field] = sampler
+    own_generators = OwnGenerators(loader)
+    if common["share"].divides:
+        own_generators.agree(common["ranks"])
     return WalkedFeed(
-        rebuilt(loader, **changes),
-        sampler,
-        name=name,
-        own_generators=OwnGenerators(loader),
-        seed=seed,
-        epoch_seed=epoch_seed,
+        rebuilt(loader, **changes), sampler, own_generators=own_generators, epoch_seed=epoch_seed, **common
     )

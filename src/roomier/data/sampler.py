@@ -1,7 +1,8 @@
 """Samplers that know where they are: an order fixed by (seed, epoch), and a walk along a user's sampler."""
 
+import math
 from collections.abc import Iterable, Iterator
-from itertools import islice
+from itertools import count, islice
 from typing import Any
 
 import torch
@@ -9,12 +10,12 @@ from torch.utils.data import Sampler
 
 from roomier.core.errors import DataError
 from roomier.core.world import World
+from roomier.data.common_draws import CommonDraws
 from roomier.data.seeding import NumberedIndices, mix_seed
+from roomier.data.share import ALONE, Share
 
 # Indices are turned into Python integers this many at a time: a list of 100 million takes 4 GB.
 _CHUNK = 1 << 16
-
-ALONE = World()
 
 
 class OrderedSampler(Sampler[int]):
@@ -22,8 +23,9 @@ class OrderedSampler(Sampler[int]):
 
     The position is counted in samples of the *global* order, the one all ranks share: rank ``r`` of ``N`` takes
     every ``N``-th sample behind it. So a run goes on where it stopped under another batch size or number of
-    ranks, and no sample comes twice. All ranks take the same number of samples; the last
-    ``num_samples % N`` of an epoch's order are left out (with shuffling, other ones each epoch).
+    ranks, and no sample comes twice. All ranks take the same number of batches: the last one may hold a sample less
+    on some ranks, and where it has fewer samples than there are ranks, these are left out (with shuffling, other ones
+    each epoch).
 
     The global generators are neither read nor moved.
 
@@ -32,18 +34,22 @@ class OrderedSampler(Sampler[int]):
         shuffle: a new permutation each epoch; otherwise the indices rise.
         seed: of the permutations.
         world: which share of the order is this rank's.
+        batch_size: samples that a rank takes at a time.
 
     Raises:
         DataError: ``num_samples`` is not a positive integer.
     """
 
-    def __init__(self, num_samples: int, *, shuffle: bool, seed: int, world: World = ALONE) -> None:
+    def __init__(
+        self, num_samples: int, *, shuffle: bool, seed: int, world: World = ALONE, batch_size: int = 1
+    ) -> None:
         if not isinstance(num_samples, int) or num_samples < 1:
             raise DataError("num_samples", num_samples, "is not a positive integer", "Pass the length of the dataset")
         self.num_samples = num_samples
         self.shuffle = shuffle
         self.seed = seed
         self.world = world
+        self.batch_size = batch_size
         self._epoch = 0
         self._num_samples_done = 0
 
@@ -66,7 +72,13 @@ class OrderedSampler(Sampler[int]):
 
     def num_left_after(self, num_samples_done: int) -> int:
         """How many samples of an epoch are left for this rank behind ``num_samples_done`` global ones."""
-        return (self.num_samples - num_samples_done) // self.world.size
+        return math.ceil((self.num_read_after(num_samples_done) - self.world.rank) / self.world.size)
+
+    def num_read_after(self, num_samples_done: int) -> int:
+        """How many samples of an epoch are left for all ranks behind ``num_samples_done``, without those left out."""
+        num_left = self.num_samples - num_samples_done
+        num_in_last = num_left % (self.batch_size * self.world.size)
+        return num_left - num_in_last if num_in_last < self.world.size else num_left
 
     def __len__(self) -> int:
         """Samples of one whole epoch on this rank, wherever the position stands."""
@@ -74,7 +86,7 @@ class OrderedSampler(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         first = self._num_samples_done + self.world.rank
-        stop = self._num_samples_done + self.num_left_after(self._num_samples_done) * self.world.size
+        stop = self._num_samples_done + self.num_read_after(self._num_samples_done)
         if not self.shuffle:
             yield from range(first, stop, self.world.size)
             return
@@ -90,16 +102,22 @@ class WalkedSampler(Sampler[Any]):
     Args:
         inner: gives indices, or lists of indices.
         numbered: give :class:`NumberedIndices` in their place.
+        share: which of them are this rank's.
+
+    Attributes:
+        draws: the randomness of ``inner``; None for the global generators.
     """
 
-    def __init__(self, inner: Iterable[Any], *, numbered: bool) -> None:
-        self._inner = inner
+    def __init__(self, inner: Iterable[Any], *, numbered: bool, share: Share | None = None) -> None:
+        self.inner = inner
+        self.draws: CommonDraws | None = None
         self._numbered = numbered
+        self._share = share or Share()
         self._num_skipped = 0
         self._walked: Iterator[Any] | None = None
 
     def skip(self, num_batches: int) -> None:
-        """Let the next iteration begin behind the first ``num_batches``."""
+        """Let the next iteration begin behind the first ``num_batches``, those of other ranks included."""
         self._num_skipped = num_batches
         self._walked = None
 
@@ -108,26 +126,35 @@ class WalkedSampler(Sampler[Any]):
         self._walked = self._at_position()
 
     def _at_position(self) -> Iterator[Any]:
-        iterator = iter(self._inner)
+        iterator = self._drawn()
         num_walked = sum(1 for _ in islice(iterator, self._num_skipped))
         if num_walked < self._num_skipped:
             raise DataError(
                 "sampler",
-                self._inner,
+                self.inner,
                 f"ended after {num_walked} batches; the position to go on from is {self._num_skipped}",
                 "Resume with the data and the sampler of the saved run",
             )
         return iterator
 
+    def _drawn(self) -> Iterator[Any]:
+        if self.draws is None:
+            return iter(self.inner)
+        with self.draws.inside():
+            iterator = iter(self.inner)
+        return self.draws.read(iterator)
+
     def __len__(self) -> int:
-        return len(self._inner)  # type: ignore[arg-type]  # TypeError where there is none, as torch expects
+        return int(self._share.count(len(self.inner)))  # type: ignore[arg-type]  # TypeError where there is none
 
     def __iter__(self) -> Iterator[Any]:
         # A loader with workers makes two iterators and reads the second only: nothing may happen before
         # the first read.
         iterator, self._walked = self._walked or self._at_position(), None
-        if not self._numbered:
-            yield from iterator
-            return
-        for number, indices in enumerate(iterator, start=self._num_skipped):
-            yield NumberedIndices(number, indices)
+        if self._numbered:
+            numbers = count(self._num_skipped)
+            if self._share.divided_by is not None:  # by number among the batches of all ranks
+                world = self._share.world
+                numbers = count(self._num_skipped * world.size + world.rank, world.size)
+            iterator = (NumberedIndices(number, indices) for number, indices in zip(numbers, iterator, strict=False))
+        yield from self._share.of(iterator)

@@ -3,15 +3,21 @@
 import math
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
+
+from torch.utils.data import DataLoader
 
 from roomier.core import torch_private
 from roomier.core.errors import DataError
+from roomier.core.ranks import Ranks
 from roomier.core.rng import rng_state, set_rng_state
-from roomier.core.world import World
-from roomier.data.choose import evaluation_feed, training_feed
+from roomier.data.batch_feeds import ListFeed, ReplayedFeed
+from roomier.data.choose import check_is_one_loader, in_own_processes, training_feed
+from roomier.data.feeds import Feed
 from roomier.data.rebuild import tell_epoch
-from roomier.data.sampler import ALONE
+from roomier.data.share import Share
+from roomier.data.turns import Turn, Turns, without_padding
 
 
 @dataclass
@@ -48,12 +54,16 @@ class Source:
 
     A loader, dataset or sampler with ``set_epoch`` is told each epoch.
 
+    On several ranks the global order is the one that all of them share. Of a DataLoader that torch batches, each takes
+    its samples (:class:`OrderedSampler`); of anything else every ``N``-th batch, unless the loader divides itself
+    (:func:`roomier.data.divided.share_of`). All ranks get the same number of batches, and positions hold under another
+    number of ranks.
+
     Args:
         loader: what the user passed.
         name: what the user calls it (``"train_dataloaders"``), for errors.
-        seed: of the order and of the samples' randomness.
-        world: the share of the global order that this rank reads. It matters for DataLoaders whose sampler is
-            replaced; of other loaders each rank reads what its own gives.
+        seed: of the order and of the samples' randomness; that of rank 0 counts.
+        ranks: those that share the data.
         shuffle_allowed: False freezes ``shuffle=True`` to the sequential order, as overfitting on a few
             batches needs.
         training: False keeps the user's sampler, always.
@@ -69,24 +79,34 @@ class Source:
         *,
         name: str,
         seed: int,
-        world: World = ALONE,
+        ranks: Ranks | None = None,
         shuffle_allowed: bool = True,
         training: bool = True,
         pin_memory: bool = False,
     ) -> None:
         self.loader = loader
         self.name = name
+        self._ranks = ranks = ranks or Ranks()
+        self._turns: Turns | None = None
+        self._feed: Feed
         if training:
             self._feed = training_feed(
                 loader,
                 name=name,
                 seed=seed,
-                world=world,
+                ranks=ranks,
                 shuffle_allowed=shuffle_allowed,
                 pin_memory=pin_memory,
             )
-        else:
-            self._feed = evaluation_feed(loader, name=name, pin_memory=pin_memory)
+        else:  # the user's loader as it is: nothing of it is shuffled anew
+            check_is_one_loader(loader, name)
+            whole = without_padding(loader, name, ranks.world)
+            if isinstance(whole, DataLoader):
+                whole = in_own_processes(whole, pin_memory)
+            kind = ListFeed if isinstance(whole, (list, tuple)) else ReplayedFeed
+            self._feed = kind(whole, name=name, share=Share(), ranks=ranks, seed=seed)
+            if not ranks.is_alone:
+                self._turns = Turns(whole, name=name, ranks=ranks, seed=ranks.from_zero(seed))
         if self._feed.num_batches == 0:
             raise self._empty()
         self._running: _Running | None = None
@@ -95,8 +115,14 @@ class Source:
 
     @property
     def num_batches(self) -> int | float:
-        """Batches of one whole epoch on this rank; ``inf`` where the loader has no length."""
-        return self._feed.num_batches
+        """Batches of one whole epoch, of this rank in training and of all ranks in evaluation; ``inf`` where the loader
+        has no length."""
+        return self._feed.num_batches if self._turns is None else self._turns.num_batches
+
+    @property
+    def may_end_apart(self) -> bool:
+        """Whether batches may be fewer than :attr:`num_batches`, or end at different times on different ranks."""
+        return self._feed.may_end_apart
 
     @property
     def num_batches_done(self) -> int:
@@ -118,14 +144,28 @@ class Source:
         tell_epoch(self.loader, epoch)
         if stored is None or stored["epoch"] != epoch:
             if stored is not None and stored["epoch"] >= 0:
-                self._feed.adopt(stored, is_complete=self._is_complete(stored))
+                self._feed.adopt(stored, is_complete=stored["is_exhausted"])
             iterator = self._feed.start(epoch)
         else:
             random_state = rng_state()
             iterator, running.num_batches = self._resume(stored)
             set_rng_state(random_state)
         self._running = running
-        self._batches = self._count(iterator, running)
+        self._batches = self._count(iterator, running, self._feed.reading)
+        return self._batches
+
+    def turns(self, limit: float) -> Iterator[Turn]:
+        """The forwards of this rank in an evaluation of at most ``limit`` batches; see [Note: turns].
+
+        Raises:
+            DataError: the loader is empty, or cannot be divided.
+        """
+        if self._turns is None:
+            batches = islice(self.start(0), None if limit == math.inf else int(limit))
+            return (Turn(batch, number) for number, batch in enumerate(batches))
+        tell_epoch(self.loader, 0)
+        self._running = _Running(0, 0)
+        self._batches = self._count(self._turns(limit), self._running)
         return self._batches
 
     def close(self) -> None:
@@ -135,23 +175,21 @@ class Source:
             self._batches.close()
 
     def _resume(self, stored: dict[str, Any]) -> tuple[Iterator[Any], int]:
-        if self._is_complete(stored):
+        if stored["is_exhausted"]:
             self._feed.adopt(stored, is_complete=True)
-            return iter(()), stored["num_batches"]
+            length = self._feed.num_batches
+            return iter(()), int(length) if math.isfinite(length) else stored["num_batches"] // self._ranks.world.size
         return self._feed.resume(stored)
 
-    @staticmethod
-    def _is_complete(stored: dict[str, Any]) -> bool:
-        length = stored["num_batches_of_epoch"]
-        return stored["is_exhausted"] or (length is not None and stored["num_batches"] >= length)
-
-    def _count(self, iterator: Iterator[Any], running: _Running) -> Generator[Any, None, None]:
+    def _count(
+        self, iterator: Iterator[Any], running: _Running, reading: Iterator[Any] | None = None
+    ) -> Generator[Any, None, None]:
         try:
             for batch in iterator:
                 running.num_batches += 1
                 yield batch
         except BaseException as error:
-            torch_private.end_workers(iterator)
+            torch_private.end_workers(iterator if reading is None else reading)
             if not isinstance(error, RuntimeError) or "DataLoader worker (pid" not in str(error):
                 raise
             raise DataError(
@@ -166,7 +204,8 @@ class Source:
             raise self._empty()
 
     def state_dict(self) -> dict[str, Any]:
-        """The position behind the last batch handed out: nested dicts of numbers, text and tensors.
+        """The position behind the last batch handed out: nested dicts of numbers, text and tensors. Every rank must ask
+        for it at the same time; it is the same on all.
 
         ``epoch`` is -1 before the first ``start``. ``num_samples``, in the global order, stands where the
         sampler was replaced.
@@ -176,14 +215,13 @@ class Source:
         state = {"kind": self._feed.kind, "epoch": -1, "num_batches": 0, "is_exhausted": False}
         if self._running is None:
             return state
-        length = self._feed.num_batches
+        num_batches = self._running.num_batches
         return {
             **state,
             "epoch": self._running.epoch,
-            "num_batches": self._running.num_batches,
-            "num_batches_of_epoch": None if length == math.inf else int(length),
-            "is_exhausted": self._running.is_exhausted,
-            **self._feed.position(self._running.num_batches),
+            "num_batches": num_batches,
+            "is_exhausted": self._running.is_exhausted or num_batches >= self._feed.num_batches,
+            **self._feed.position(num_batches),  # where it counts batches, those of all ranks
         }
 
     def check(self, state: dict[str, Any], epoch: int) -> None:
@@ -199,7 +237,7 @@ class Source:
                 f"resumes as {self._feed.kind!r}; the saved position is of a loader that resumes as {state['kind']!r}",
                 "Pass the same kind of loader as in the saved run, or start a new run from its weights",
             )
-        if 0 <= state["epoch"] == epoch and not self._is_complete(state):
+        if 0 <= state["epoch"] == epoch and not state["is_exhausted"]:
             self._feed.check(state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -25,6 +25,7 @@ class RunLoaders:
         self._module = module
         self._loaders = loaders
         self._train: Source | None = None
+        self._num_training_batches: float | None = None
         self._pins = torch.cuda.is_available() and trainer.plan.parallel.accelerator in ("auto", "cuda", "gpu")
 
     @property
@@ -40,6 +41,7 @@ class RunLoaders:
                 _only(as_loaders(loader, name), name),
                 name=name,
                 seed=torch.initial_seed() % 2**63,
+                ranks=self._trainer.ranks,
                 shuffle_allowed=not self._trainer.options.overfit_batches,
                 pin_memory=self._pins,
             )
@@ -47,15 +49,20 @@ class RunLoaders:
 
     @property
     def num_training_batches(self) -> float:
-        return self._trainer.options.limit_batches("train", self.train_source.num_batches)
+        """Batches of an epoch on each rank: those of the rank that has the fewest."""
+        if self._num_training_batches is None:
+            num_batches = self._trainer.options.limit_batches("train", self.train_source.num_batches)
+            self._num_training_batches = min(self._trainer.ranks.gather(num_batches))
+        return self._num_training_batches
 
     def evaluation(self, name: str) -> tuple[list[Source], list[float]]:
-        """The sources of ``"val"``, ``"test"`` or ``"predict"`` and how many batches of each are taken."""
+        """The sources of ``"val"``, ``"test"`` or ``"predict"`` and how many batches of each are taken, by all ranks."""
         options, field = self._trainer.options, f"{name}_dataloaders"
         if not options.num_dev_batches and getattr(options, f"limit_{name}_batches") == 0:
             return [], []
+        seed, ranks = torch.initial_seed() % 2**63, self._trainer.ranks
         sources = [
-            Source(loader, name=field, seed=0, training=False, pin_memory=self._pins)
+            Source(loader, name=field, seed=seed, ranks=ranks, training=False, pin_memory=self._pins)
             for loader in as_loaders(self._find(name), field)
         ]
         return sources, [options.limit_batches(name, source.num_batches) for source in sources]

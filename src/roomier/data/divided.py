@@ -1,0 +1,70 @@
+"""Who divides a loader among the ranks: the user's code, or roomier."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import CodeType, FunctionType
+from typing import Any
+
+from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data.distributed import DistributedSampler
+
+from roomier.core.world import World
+from roomier.data.rebuild import can_be_rebuilt, parts_of
+from roomier.data.share import Share
+
+SHARD_MARK = "shards_by_rank"
+_ASKS_FOR_RANK = {"get_rank", "get_world_size", "get_node_local_rank", "RANK", "WORLD_SIZE", "LOCAL_RANK"}
+
+
+def share_of(loader: object, world: World) -> Share:
+    """How ``loader`` is divided among the ranks: by itself where it says or shows so, else by whole batches.
+
+    It says so with the attribute ``shards_by_rank`` (of the loader or its dataset). It shows so by a
+    ``DistributedSampler``, by Hugging Face's ``split_dataset_by_node``, or by code of a stream that names the rank.
+    """
+    if world.size == 1:
+        return Share()
+    for part in parts_of(loader):
+        if isinstance(part, DistributedSampler):
+            return Share(world, type(part).__name__, keeps_order=type(part) is DistributedSampler)
+    for part in (loader, getattr(loader, "dataset", None)):
+        says = getattr(part, SHARD_MARK, None)
+        if says is not None:
+            return Share(world, f"{type(part).__name__} ({SHARD_MARK}={says})" if says else None)
+        # Hugging Face's IterableDataset behind split_dataset_by_node
+        if getattr(part, "_distributed", None) is not None:
+            return Share(world, f"{type(part).__name__} (split_dataset_by_node)")
+    for part in _streams(loader):
+        if _asks_for_rank(part):
+            return Share(world, f"{type(part).__name__}, which asks for its rank")
+    return Share(world)
+
+
+def _streams(loader: object) -> Iterator[object]:
+    """What of ``loader`` decides in code of its own which batches come."""
+    if isinstance(loader, DataLoader):
+        if not can_be_rebuilt(loader):
+            yield loader
+        if isinstance(loader.dataset, IterableDataset):
+            yield loader.dataset
+    elif not isinstance(loader, (list, tuple)):
+        yield loader
+
+
+def _asks_for_rank(part: object) -> bool:
+    """Whether the code of ``part`` (its methods, or it itself where it is a generator) names the rank."""
+    codes = [code for code in (getattr(part, "gi_code", None),) if code is not None]
+    for kind in type(part).__mro__:
+        if kind.__module__.partition(".")[0] in ("torch", "builtins", "typing"):
+            continue
+        codes += [each.__code__ for each in vars(kind).values() if isinstance(each, FunctionType)]
+    return any(_names(code) & _ASKS_FOR_RANK for code in codes)
+
+
+def _names(code: CodeType) -> set[Any]:
+    found: set[Any] = {*code.co_names, *(each for each in code.co_consts if isinstance(each, str))}
+    for each in code.co_consts:
+        if isinstance(each, CodeType):
+            found |= _names(each)
+    return found

@@ -1,0 +1,201 @@
+"""Evaluation on several ranks: they take turns with the batches that one rank would see, all of them, each once.
+
+[Note: turns]
+Rank ``r`` of ``N`` evaluates the batches ``r``, ``r + N``, ... The ranks gather the parameters of a model that is cut
+among them together, so all run the same number of forwards. In the last round some may have no batch left: they run
+the last one of all once more, and nothing of it counts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Iterator
+from itertools import count, islice
+from typing import Any, NamedTuple
+
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, SequentialSampler
+from torch.utils.data.distributed import DistributedSampler
+
+from roomier.core.errors import DataError
+from roomier.core.log import notice
+from roomier.core.ranks import Ranks
+from roomier.core.world import World
+from roomier.data.batch_feeds import length_of
+from roomier.data.common_draws import CommonDraws
+from roomier.data.divided import share_of
+from roomier.data.rebuild import can_be_rebuilt, rebuilt
+
+
+class Turn(NamedTuple):
+    """One forward of an evaluation on this rank.
+
+    Attributes:
+        number: of the batch, among those of all ranks.
+        counts: whether it is this rank's; else the forward runs for the sake of the other ranks.
+    """
+
+    batch: Any
+    number: int
+    counts: bool = True
+
+
+class TurnSampler(Sampler[Any]):
+    """This rank's indices of those that ``inner`` gives, with one round filled up where batches run out.
+
+    Attributes:
+        limit: how many batches of all ranks at the most.
+        order: ``(number, counts)`` of what was given and not yet taken from here, in order.
+    """
+
+    def __init__(self, inner: Iterable[Any], world: World, draws: CommonDraws) -> None:
+        self.limit = math.inf
+        self.order: deque[tuple[int, bool]] = deque()
+        self.inner = inner
+        self._world = world
+        self._draws = draws
+
+    def __len__(self) -> int:
+        return math.ceil(min(len(self.inner), self.limit) / self._world.size)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Any]:
+        with self._draws.inside():
+            iterator = iter(self.inner)
+        for indices, number, counts in in_rounds(self._draws.read(iterator), self._world, self.limit):
+            self.order.append((number, counts))
+            yield indices
+
+
+def in_rounds(batches: Iterator[Any], world: World, limit: float) -> Iterator[Turn]:
+    """The turns of this rank over ``batches``, which are those of all ranks, at most ``limit`` of them."""
+    for start in count(0, world.size):
+        own, num_read = None, 0
+        for batch in islice(batches, int(min(world.size, limit - start))):
+            if num_read <= world.rank:
+                own = batch
+            num_read += 1
+        if num_read:
+            yield Turn(own, start + min(world.rank, num_read - 1), world.rank < num_read)
+        if num_read < world.size:
+            return
+
+
+class Turns:
+    """The turns of this rank with the batches of one loader. Every rank must ask for them, and come to their end.
+
+    Args:
+        loader: as one rank would read it.
+        name: what the user calls it.
+        seed: of what the loader draws, the same on all ranks.
+    """
+
+    def __init__(self, loader: Any, *, name: str, ranks: Ranks, seed: int) -> None:
+        self._loader = loader
+        self._name = name
+        self._ranks = ranks
+        self._seed = seed
+        self._draws = CommonDraws()
+        self._divided_by = share_of(loader, ranks.world).divided_by
+        self._sampler: TurnSampler | None = None
+        is_map = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
+        if self._divided_by is not None:
+            notice(f"{name}: {self._divided_by} divides it among the ranks; roomier does not divide it again")
+        elif is_map and can_be_rebuilt(loader):
+            field = "sampler" if loader.batch_sampler is None else "batch_sampler"
+            self._sampler = TurnSampler(getattr(loader, field), ranks.world, self._draws)
+            changes = {"in_order": True} if loader.num_workers else {}
+            self._loader = rebuilt(loader, **{field: self._sampler}, **changes)
+
+    @property
+    def num_batches(self) -> int | float:
+        """Batches of all ranks; ``inf`` where nothing tells."""
+        if self._sampler is not None:
+            return length_of(self._sampler.inner)
+        num_batches = length_of(self._loader)
+        return num_batches if self._divided_by is None else num_batches * self._ranks.world.size
+
+    def __call__(self, limit: float) -> Iterator[Turn]:
+        """At most ``limit`` batches of all ranks.
+
+        Raises:
+            DataError: the loader divides itself and leaves a rank without any batch, or gives the ranks different
+                streams.
+        """
+        world, draws, loader = self._ranks.world, self._draws, self._loader
+        draws.seed(self._seed, 0)
+        if isinstance(loader, (list, tuple)):
+            return _of_list(loader, world, int(min(limit, len(loader))))
+        if self._divided_by is not None:
+            return self._of_own(limit)
+        if self._sampler is not None:
+            return self._of_indices(self._sampler, limit)
+        with draws.inside():
+            iterator = iter(loader)
+        return self._checked(in_rounds(draws.read(iterator), world, limit))
+
+    def _of_indices(self, sampler: TurnSampler, limit: float) -> Iterator[Turn]:
+        """No rank loads what is another's."""
+        sampler.limit = limit
+        sampler.order.clear()
+        for batch in self._loader:
+            yield Turn(batch, *sampler.order.popleft())
+
+    def _of_own(self, limit: float) -> Iterator[Turn]:
+        rank, size = self._ranks.world.rank, self._ranks.world.size
+        iterator, batch = iter(self._loader), None
+        for start in count(0, size):
+            if start >= limit:
+                return
+            got = list(islice(iterator, 1))
+            have_one = self._ranks.gather(bool(got))
+            if not any(have_one):
+                return
+            if start == 0 and not all(have_one):
+                raise DataError(
+                    self._name,
+                    self._loader,
+                    f"is divided by {self._divided_by}, which gives rank {have_one.index(False)} no batch",
+                    "Let it give each rank one, or let roomier divide it: shards_by_rank = False on the dataset",
+                )
+            batch = got[0] if got else batch
+            yield Turn(batch, start + rank, bool(got) and start + rank < limit)
+
+    def _checked(self, stream: Iterator[Turn]) -> Iterator[Turn]:
+        """Streams that differ would leave one rank waiting for the others."""
+        while True:
+            turn = next(stream, None)
+            numbers = self._ranks.gather(None if turn is None else turn.number // self._ranks.world.size)
+            if any(number != numbers[0] for number in numbers):
+                raise DataError(
+                    self._name,
+                    self._loader,
+                    "does not give the same batches on all ranks, which read it alike",
+                    "Fix its order, or set shards_by_rank = True on it where it gives each rank its own part",
+                )
+            if turn is None:
+                return
+            yield turn
+
+
+def _of_list(batches: Any, world: World, length: int) -> Iterator[Turn]:
+    for start in range(0, length, world.size):
+        number = min(start + world.rank, length - 1)
+        yield Turn(batches[number], number, start + world.rank < length)
+
+
+def without_padding(loader: Any, name: str, world: World) -> Any:
+    """``loader`` as one rank would see it: torch's DistributedSampler repeats samples until all ranks have as many, and
+    a figure over them is not that of the data."""
+    if not isinstance(loader, DataLoader) or not can_be_rebuilt(loader):
+        return loader
+    batching = loader.batch_sampler
+    sampler = loader.sampler if batching is None else getattr(batching, "sampler", None)
+    if type(sampler) is not DistributedSampler or type(batching) not in (BatchSampler, type(None)):
+        return loader
+    if world.size > 1:
+        notice(f"{name}: its DistributedSampler repeats samples to fill up the ranks; here each sample counts once")
+    whole = SequentialSampler(loader.dataset)  # type: ignore[arg-type]
+    if batching is None:
+        return rebuilt(loader, sampler=whole)
+    assert isinstance(batching, BatchSampler)
+    return rebuilt(loader, sampler=whole, batch_sampler=BatchSampler(whole, batching.batch_size, batching.drop_last))
