@@ -1,13 +1,87 @@
 """Every underscore name of torch that roomier uses, with the version it was checked on (2.11 and 2.13)."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter, tree_map
 from torch.utils.data import DataLoader
+
+AnyTensor = TypeVar("AnyTensor", bound=Tensor)
+
+disabled_torch_function = torch._C._disabled_torch_function_impl
+iter_leaves, map_leaves = tree_iter, tree_map
+
+
+def make_wrapper(cls: type[AnyTensor], shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> AnyTensor:
+    """A tensor of ``cls`` that looks contiguous, of this shape, and has no memory."""
+    made: AnyTensor = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+    return made
+
+
+def writes_to_arguments(operator: torch._ops.OpOverload) -> bool:
+    """Whether it works in place, or has an ``out=``."""
+    return bool(operator._schema.is_mutable)
+
+
+def is_shared(tensor: Tensor) -> bool:
+    """Whether another tensor uses the memory of ``tensor``."""
+    use_count = torch._C._storage_Use_Count  # the tensor, the Python object of its storage, and others
+    return int(use_count(tensor.untyped_storage()._cdata)) > 2
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often ``tensor``, or a view of it, was written to in place."""
+    return int(tensor._version)
+
+
+def convert_tensors(module: nn.Module, convert: Callable[[Tensor], Tensor]) -> None:
+    """Replace each parameter and buffer as ``Module.to`` does, which takes the device and dtype alone."""
+    module._apply(convert)  # type: ignore[no-untyped-call]
+
+
+def reset_of_torch(module: nn.Module) -> Callable[[], None] | None:
+    """``_reset_parameters`` of the two modules of torch that have it in the place of ``reset_parameters``."""
+    if isinstance(module, (nn.MultiheadAttention, nn.Transformer)):
+        return module._reset_parameters
+    return None
+
+
+def initializer_of_transformers(module: nn.Module) -> Callable[[], None] | None:
+    """What gives a model of Hugging Face its first values (``initialize_weights``, transformers 4.48 to 5)."""
+    found = getattr(module, "initialize_weights", None)
+    return found if callable(found) and callable(getattr(module, "_init_weights", None)) else None
+
+
+def non_persistent_buffers(module: nn.Module) -> set[str]:
+    """Names of the buffers of ``module`` itself that are not in its ``state_dict``."""
+    return set(module._non_persistent_buffers_set)
+
+
+def offsets_of_shard(tensor: Any) -> tuple[int, ...]:
+    """Where this rank's part of a DTensor begins in the whole, for each dimension (what DCP asks it for)."""
+    (chunk,) = tensor.__create_chunk_list__()
+    return tuple(chunk.offsets)
+
+
+def intercept(handler: Callable[..., Any]) -> AbstractContextManager[Any]:
+    """A context in which ``handler(func, types, args, kwargs)`` is called in place of each operation that torch
+    dispatches, those of a backward included. It may return NotImplemented to leave it to a tensor subclass."""
+    return _Interception(handler)
+
+
+class _Interception(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, handler: Callable[..., Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._handler = handler
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._handler(func, types, args, kwargs or {})
 
 
 def found_inf(scaler: GradScaler, optimizer: Optimizer) -> list[Tensor]:

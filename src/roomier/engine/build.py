@@ -20,16 +20,16 @@ from roomier.core.device import resolve_device
 from roomier.core.errors import PlanError, RoomierError
 from roomier.core.log import notice
 from roomier.core.ranks import Ranks
+from roomier.engine.divide import divide
 from roomier.engine.eager import EagerEngine
+from roomier.engine.materialise import cuts_parameters, take_weights
 from roomier.engine.prepared import PreparedEngine
+from roomier.engine.weights_file import WeightsFile
 from roomier.optim.by_name import make_optimizer
 from roomier.optim.configured import Configured, LRSchedulerConfig, check_ownership, read_configured
 from roomier.optim.schedule import make_schedule
-from roomier.parallel.mesh import make_mesh
-from roomier.parallel.replicate import Replicas
-from roomier.parallel.shard import Sharding, Shards, check_shardable
 from roomier.plan import OptimizerPlan, Plan
-from roomier.precision.policy import Precision, precision_of, set_matmul_precision
+from roomier.precision.policy import precision_of, set_matmul_precision
 
 ConfigureOptimizers = Callable[[], Configured]
 AnyEngine = TypeVar("AnyEngine", bound=EagerEngine)
@@ -41,24 +41,37 @@ def build(
     configure_optimizers: ConfigureOptimizers,
     engine_class: type[AnyEngine],
     ranks: Ranks,
+    weights: WeightsFile | None = None,
 ) -> tuple[AnyEngine, Configured]:
     """Apply the techniques of ``plan`` to ``module``, in place, and return what runs it.
 
     Args:
         configure_optimizers: called once the parameters are final; returns optimizers and schedulers.
         ranks: among which the model and each batch are divided.
+        weights: what ``module`` begins with, in the place of the values it has.
 
     Raises:
-        RoomierError: the device is not there, or the optimizer cannot be made.
+        RoomierError: the device is not there, the optimizer cannot be made, ``weights`` does not fit, or a part of a
+            model that is on ``meta`` gets no values.
     """
     device = resolve_device(plan.parallel.accelerator)
     precision = precision_of(plan.precision.mode, device)
     network = network_of(module)
     _check_network(network)
     _check_loss_reduction(module)
-    precision.convert_module(network)  # first: everything after it sizes itself by the dtype of the weights
-    module.to(device)  # before the optimizer, which makes its states beside the parameters
-    parallel = apply_parallel(plan, module, network, device, precision, ranks)  # it replaces what it cuts
+    given = None if weights is None else weights.check(network)
+    taken = take_weights(network, plan, ranks, given=given)  # first: what is cut later is not held whole until then
+    precision.convert_module(network)  # everything after it sizes itself by the dtype of the weights
+    if taken is None:
+        module.to(device)  # before the optimizer, which makes its states beside the parameters
+    elif not cuts_parameters(plan, ranks):
+        taken.put_back(network, network, device)  # DDP reads what it wraps
+    by_hand = not module.automatic_optimization
+    parallel = divide(plan, network, device, precision, ranks, by_hand=by_hand)  # it replaces what it cuts
+    if taken is not None and parallel is not None and cuts_parameters(plan, ranks):
+        taken.put_back(parallel.runner, network, device)  # each rank has memory for its part alone
+    if weights is not None:
+        weights.read_into(network)
     configured = configure_optimizers()  # last: it must hold the parameters as they will be updated
     check_ownership(configured, module.parameters())
     engine = engine_class(
@@ -76,48 +89,12 @@ def build(
     return engine, configured
 
 
-def apply_parallel(
-    plan: Plan, module: Module, network: nn.Module, device: torch.device, precision: Precision, ranks: Ranks
-) -> Replicas | Shards | None:
-    """``network`` divided among the ranks, in place; with one rank there is nothing to divide.
-
-    Raises:
-        RoomierError: it cannot be divided in this way.
-    """
-    wanted = plan.parallel
-    if ranks.is_alone:
-        return None
-    wire_dtype = torch.bfloat16 if wanted.reduce_dtype == "bf16" else None
-    if wanted.strategy == "ddp":
-        return Replicas(
-            network,
-            device,
-            by_hand=not module.automatic_optimization,
-            finds_unused=wanted.find_unused_parameters,
-            wire_dtype=wire_dtype,
-            compression=wanted.gradient_compression,
-        )
-    check_shardable(network)
-    sharding = Sharding(
-        mesh=make_mesh(device.type, ranks.world.size, wanted.num_shards),
-        frees_parameters=wanted.strategy in ("zero3", "hsdp"),
-        reduces_each_micro_batch=wanted.strategy != "zero1" or plan.batch.accumulate_grad_batches == 1,
-        compute_dtype=precision.autocast_dtype,
-        wire_dtype=wire_dtype,
-        by_hand=not module.automatic_optimization,
-    )
-    return Shards(network, sharding)
-
-
 def _check_network(network: nn.Module) -> None:
     tensors = itertools.chain(network.named_parameters(), network.named_buffers())
     for name, tensor in tensors:
         if is_lazy(tensor):
             action = "Call the model on one batch before fit: that gives its lazy layers their shapes"
             raise RoomierError("model", name, "is lazy and has no shape yet", action)
-        if tensor.is_meta:
-            action = "Build the model on a real device, or fill it before fit: model.to_empty(device='cpu'), then init"
-            raise RoomierError("model", name, "is on the meta device and has no values", action)
 
 
 def _check_loss_reduction(module: Module) -> None:
