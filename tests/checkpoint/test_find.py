@@ -125,7 +125,7 @@ def test_the_last_is_the_one_committed_last_whatever_its_name_or_mtime(tmp_path)
 
 
 def test_equal_commit_times_are_ordered_by_step(tmp_path, monkeypatch):
-    monkeypatch.setattr("roomier.checkpoint.verbs.time.time_ns", lambda: 1)
+    monkeypatch.setattr("roomier.checkpoint.saving.time.time_ns", lambda: 1)
     for step in (2, 10, 9):
         checkpoint.save(tmp_path / str(step), state_of(step))
     assert checkpoint.find_last(tmp_path) == tmp_path / "10"
@@ -179,12 +179,12 @@ def test_what_is_no_checkpoint_is_named_as_such(tmp_path, name):
 
 def test_a_newer_format_is_refused_with_the_version_that_wrote_it(tmp_path, monkeypatch, capsys):
     checkpoint.save(tmp_path / "old", state_of(1))
-    monkeypatch.setattr("roomier.checkpoint.verbs.FORMAT_VERSION", record.FORMAT_VERSION + 1)
+    monkeypatch.setattr("roomier.checkpoint.saving.FORMAT_VERSION", record.FORMAT_VERSION + 1)
     checkpoint.save(tmp_path / "new", state_of(2))
-    with pytest.raises(CheckpointError, match=r"has format version 2, .* reads 1\. Load it with roomier \d"):
+    with pytest.raises(CheckpointError, match=r"has format version 3, .* reads up to 2\. Load it with roomier \d"):
         checkpoint.load(tmp_path / "new")
     assert checkpoint.find_last(tmp_path) == tmp_path / "old"
-    assert "format version 2" in capsys.readouterr().err
+    assert "format version 3" in capsys.readouterr().err
 
 
 def test_a_record_that_points_out_of_its_folder_is_refused(tmp_path):

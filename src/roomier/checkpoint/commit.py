@@ -99,13 +99,23 @@ def committed_folder(target: Path, num_bytes: int) -> Iterator[Path]:
         clear_stale(target.parent)
         aside.mkdir()
         yield aside
-        _sync_folder(aside)
+        sync_folder(aside)
         _put_in_place(aside, target)
     except BaseException as error:
         _delete(aside)
         if isinstance(error, OSError):
             raise _cannot_write(target, num_bytes, error) from error
         raise
+
+
+@contextmanager
+def disk_errors(target: Path, num_bytes: int, aside: Path) -> Iterator[None]:
+    """What the system says of a file in ``aside``, as an error about the checkpoint ``target``, of which this rank
+    writes ``num_bytes``."""
+    try:
+        yield
+    except OSError as error:
+        raise _cannot_write(target, num_bytes, error, aside) from error
 
 
 def _refuse_to_overwrite(target: Path) -> None:
@@ -127,7 +137,7 @@ def _put_in_place(aside: Path, target: Path) -> None:
         if replaced is not None and replaced.exists():
             os.rename(replaced, target)
         raise
-    _sync_folder(target.parent)
+    sync_folder(target.parent)
     if replaced is not None:
         _delete(replaced)
 
@@ -146,7 +156,7 @@ def remove(path: str | Path) -> None:
     doomed = _aside_path("tmp", target)
     try:
         os.rename(target, doomed)
-        _sync_folder(target.parent)
+        sync_folder(target.parent)
     except OSError as error:
         raise CheckpointError(
             "path", str(target), f"cannot be removed: {error.strerror}", "Check who owns it and its parent folder"
@@ -199,10 +209,10 @@ def _make_folder(folder: Path) -> None:
         return
     _make_folder(folder.parent)
     folder.mkdir(exist_ok=True)
-    _sync_folder(folder.parent)
+    sync_folder(folder.parent)
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     """Flush the names in ``folder`` to the disk: a rename is not durable before that."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -211,13 +221,15 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _cannot_write(target: Path, num_bytes: int, error: OSError) -> CheckpointError:
+def _cannot_write(target: Path, num_bytes: int, error: OSError, aside: Path | None = None) -> CheckpointError:
     folder = target.parent
     while not folder.is_dir() and folder != folder.parent:
         folder = folder.parent
     reason = error.strerror or str(error)
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        free_bytes = shutil.disk_usage(folder).free
+        # What was written so far is about to be deleted.
+        half_done = list(aside.iterdir()) if aside is not None and aside.is_dir() else []
+        free_bytes = shutil.disk_usage(folder).free + sum(path.stat().st_blocks * 512 for path in half_done)
         problem = (
             f"cannot be written: {reason}; it needs {format_bytes(num_bytes)} and {format_bytes(free_bytes)} "
             f"are free in {folder}"

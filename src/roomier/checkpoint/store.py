@@ -1,59 +1,78 @@
-"""Tensors to and from safetensors files, through torch.distributed.checkpoint (DCP). No pickle on any way.
+"""Tensors to and from safetensors files that torch.distributed.checkpoint (DCP) reads. No pickle on any way.
 
-[Note: memory while saving]
-DCP builds the bytes of a whole file in memory before it writes them, and safetensors holds them twice for a
-moment. So the tensors are spread over files of about ``_FILE_BYTES``: saving takes twice such a file (or twice
-the largest tensor) beyond the state itself, and once more for those of its tensors that must be copied first: on a
-device, not contiguous, tied, or a view of something larger. Measured, a state of 1 GiB: 256 MiB in 64 tensors,
-417 MiB when all of them are transposed, 1 GiB in two tensors of 512 MiB.
+[Note: the files]
+Each rank writes files of its own, ``shard-<rank>-model-<file>-of-<files>.safetensors``, in the layout of DCP's
+``HuggingFaceStorageWriter``: boxes of tensors under the names of the whole tensors, and in the header where each box
+begins. DCP's reader puts them together again for any other layout; here and in any other program.
+DCP's writer is not used: it builds the bytes of each file in memory twice, agrees with the other ranks in calls of
+its own, and knows no checksum. Here bytes go to the file as they are; what is needed beyond the state is one tensor
+that is not contiguous, or 16 MiB of one on a device.
 """
 
+import json
 import threading
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
-import torch.distributed as dist
-from safetensors import safe_open
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
-from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from roomier.checkpoint.record import TENSOR_SUFFIX, StoredFile, crc32_of
+from roomier.checkpoint.parts import Part
+from roomier.checkpoint.record import TENSOR_SUFFIX, StoredFile
+from roomier.checkpoint.tensor_file import TensorFile, bytes_of
 from roomier.checkpoint.tree import TensorSpec
 
 _FILE_BYTES = 128 * 2**20
 _WARNING_FILTERS = threading.Lock()  # they belong to the whole process
 
 
-def write_tensors(folder: Path, tensors: Mapping[str, Tensor], section_of: Mapping[str, Any]) -> None:
-    """Write ``tensors`` into ``folder``, flushed to the disk; tensors of two sections never share a file.
+def write_parts(folder: Path, parts: Sequence[Part], section_of: Mapping[str, Any], rank: int) -> list[StoredFile]:
+    """Write ``parts`` into files of this rank in ``folder``, flushed to the disk; parts of two sections never share
+    a file.
 
     Raises:
         OSError: the disk is full, say.
     """
-    writer = HuggingFaceStorageWriter(
-        str(folder), fqn_to_index_mapping=_file_indices(tensors, section_of), save_distributed=True
-    )
-    with _dcp_errors():
-        dcp_save(dict(tensors), storage_writer=writer, planner=_SavePlanner(), no_dist=_is_alone())
+    groups = _file_groups(parts, section_of)
+    return [
+        _write_file(folder / f"shard-{rank + 1:05}-model-{index:05}-of-{len(groups):05}{TENSOR_SUFFIX}", group)
+        for index, group in enumerate(groups, start=1)
+    ]
 
 
-def stored_files(folder: Path) -> tuple[StoredFile, ...]:
-    """What the tensor files in ``folder`` are, by name. Reads each once. Raises OSError."""
-    files = []
-    for path in sorted(folder.glob(f"*{TENSOR_SUFFIX}")):
-        with safe_open(path, framework="pt") as file:
-            names = tuple(file.keys())
-        files.append(StoredFile(path.name, path.stat().st_size, crc32_of(path), names))
-    return tuple(files)
+def _write_file(path: Path, parts: Sequence[Part]) -> StoredFile:
+    by_name = {part.name: part for part in parts}
+    metadata = {
+        "DCP_SHARDING_INFO": json.dumps({part.name: {"saved_offsets": part.offsets} for part in parts}),
+        "DCP_VERSION": "1.0",
+        "format": "pt",
+    }
+    specs = {part.name: (part.tensor.dtype, tuple(part.tensor.shape)) for part in parts}
+    with TensorFile(path, specs, metadata) as file:
+        for name in file.names:
+            for data in bytes_of(by_name[name].tensor):
+                file.append(data)
+    return StoredFile(path.name, file.size_bytes, file.crc32, tuple(file.names))
+
+
+def _file_groups(parts: Sequence[Part], section_of: Mapping[str, Any]) -> list[list[Part]]:
+    """``parts`` in files: a new one for each section, and when one is full."""
+    groups: list[list[Part]] = []
+    held_bytes, section = 0, object()
+    for part in parts:
+        if section_of[part.name] != section or held_bytes + part.tensor.nbytes > _FILE_BYTES:
+            groups.append([])
+            held_bytes, section = 0, section_of[part.name]
+        groups[-1].append(part)
+        held_bytes += part.tensor.nbytes
+    return groups
 
 
 def stored_specs(folder: Path) -> dict[str, TensorSpec]:
@@ -74,60 +93,19 @@ def read_tensors(folder: Path, targets: Mapping[str, Tensor]) -> None:
     """
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     with _dcp_errors():
+        # Without DCP's collectives: who reads what depends on nothing but the files and the targets.
         dcp_load(
             dict(targets),
             storage_reader=HuggingFaceStorageReader(str(folder)),
             planner=planner,
-            no_dist=_is_alone(),
+            no_dist=True,
         )
-
-
-def _file_indices(tensors: Mapping[str, Tensor], section_of: Mapping[str, Any]) -> dict[str, int] | None:
-    """File number (from 1) of each tensor: a new file for each section, and when one is full."""
-    indices: dict[str, int] = {}
-    index, held_bytes, section = 0, 0, object()
-    for name, tensor in tensors.items():
-        if section_of[name] != section or held_bytes + tensor.nbytes > _FILE_BYTES:
-            index, held_bytes, section = index + 1, 0, section_of[name]
-        indices[name] = index
-        held_bytes += tensor.nbytes
-    return indices or None
-
-
-class _SavePlanner(DefaultSavePlanner):
-    """Hands each tensor to the writer in the form safetensors takes: contiguous, with memory of its own.
-
-    It is asked for a tensor when that tensor's file is due, so at most one file's tensors are copied at a time.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._storages_seen: set[int] = set()
-
-    def transform_object(self, write_item: WriteItem, object: Tensor) -> Tensor:
-        tensor = object.detach()
-        packed = tensor.resolve_conj().resolve_neg().contiguous()
-        if packed.data_ptr() != tensor.data_ptr() or not tensor.is_cpu:
-            return packed
-        # Tied weights: the same memory under several names. The state keeps it alive, so a pointer is an identity.
-        storage = tensor.untyped_storage().data_ptr()
-        if storage in self._storages_seen:
-            return packed.clone()
-        self._storages_seen.add(storage)
-        return packed
-
-
-def _is_alone() -> bool:
-    return not (dist.is_available() and dist.is_initialized())
 
 
 @contextmanager
 def _dcp_errors() -> Iterator[None]:
     """Let the error that stopped DCP through as itself: DCP wraps it, even KeyboardInterrupt."""
     try:
-        if not _is_alone():
-            yield
-            return
         with _WARNING_FILTERS, warnings.catch_warnings():
             # It warns that there is one process; that is what was asked for.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")

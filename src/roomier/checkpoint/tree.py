@@ -3,7 +3,7 @@
 In the tree a dict with one key that begins with ``~`` is a tag: it stands for what JSON has no word for.
 
 =====================================  =========================================================
-``{"~tensor": [name, dtype, shape]}``   a tensor, stored elsewhere under ``name``
+``{"~tensor": [name, dtype, shape]}``   a tensor, stored elsewhere under ``name``; tied ones have one name
 ``{"~tuple": [...]}``                   a tuple
 ``{"~dict": [[key, value], ...]}``      a dict with a key that is no string, or begins with ``~``
 ``{"~float": "inf"}``                   ``inf``, ``-inf`` or ``nan``
@@ -22,6 +22,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from roomier.checkpoint.parts import is_cut
 from roomier.core.errors import CheckpointError
 
 Path: TypeAlias = tuple[Any, ...]
@@ -77,8 +78,9 @@ class StoredTensor:
 def split(state: Mapping[Any, Any]) -> tuple[dict[str, Tensor], Json]:
     """The tensors of ``state`` by name, in the order they stand, and the tree that says where each belongs.
 
-    No tensor is copied. Mappings of any class are stored as dicts; every other type must be exactly one of
-    dict, list, tuple, str, int, float, bool, None and Tensor, so that what is loaded is what was saved.
+    No tensor is copied; where several are one (tied weights), it stands once among the tensors. Mappings of any class
+    are stored as dicts; every other type must be exactly one of dict, list, tuple, str, int, float, bool, None and
+    Tensor, so that what is loaded is what was saved.
 
     Raises:
         CheckpointError: something else is in ``state``; it names the place and the type.
@@ -98,6 +100,7 @@ def split(state: Mapping[Any, Any]) -> tuple[dict[str, Tensor], Json]:
 class _Splitter:
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
+        self._name_of_memory: dict[tuple[Any, ...], str] = {}
 
     def encode(self, value: Any, path: Path) -> Json:
         if isinstance(value, Tensor):
@@ -119,8 +122,13 @@ class _Splitter:
 
     def _encode_tensor(self, tensor: Tensor, path: Path) -> Json:
         _refuse_unstorable(tensor, path)
-        name = self._free_name(path)
-        self.tensors[name] = tensor
+        memory = _memory_of(tensor)
+        name = None if memory is None else self._name_of_memory.get(memory)
+        if name is None:
+            name = self._free_name(path)
+            self.tensors[name] = tensor
+            if memory is not None:
+                self._name_of_memory[memory] = name
         return {"~tensor": [name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]}
 
     def _free_name(self, path: Path) -> str:
@@ -131,6 +139,16 @@ class _Splitter:
             count += 1
             name = f"{base}#{count}"
         return name
+
+
+def _memory_of(tensor: Tensor) -> tuple[Any, ...] | None:
+    """What two tensors have in common if they are one (tied weights); None where that cannot be told."""
+    local = tensor.to_local() if is_cut(tensor) else tensor
+    if not local.numel():
+        return None
+    # The state keeps the memory alive, so that a pointer is an identity.
+    place = (local.device, local.data_ptr(), local.stride(), tuple(local.shape), tuple(tensor.shape))
+    return (*place, local.dtype, local.is_conj(), local.is_neg())
 
 
 def _encode_scalar(value: Any, path: Path) -> Json:
@@ -160,6 +178,8 @@ def _refuse_unstorable(tensor: Tensor, path: Path) -> None:
 
     if not _is_plain(tensor):
         refuse("is a tensor subclass whose data a checkpoint cannot see", "Store its parts as plain tensors")
+    if is_cut(tensor) and any(placement.is_partial() for placement in tensor.placements):
+        refuse("holds sums that are still spread over ranks", "Redistribute it to Shard or Replicate first")
     if tensor.layout is not torch.strided or tensor.is_quantized:
         refuse(f"is a tensor of layout {tensor.layout}, not dense", "Store its parts as dense tensors")
     if tensor.is_meta:
@@ -174,9 +194,7 @@ def _is_plain(tensor: Tensor) -> bool:
     # isinstance() would also accept a subclass that is merely marked as a parameter.
     if issubclass(type(tensor), torch.nn.Parameter):
         return not torch.nn.parameter.is_lazy(tensor)
-    from torch.distributed.tensor import DTensor  # slow to import, and needed only here
-
-    return isinstance(tensor, DTensor)
+    return is_cut(tensor)
 
 
 def _refusal(path: Path, value: object, problem: str, action: str) -> CheckpointError:
@@ -245,4 +263,15 @@ def fill(node: Any, value_of: Callable[[StoredTensor], Any]) -> Any:
         return [fill(item, value_of) for item in node]
     if isinstance(node, tuple):
         return tuple(fill(item, value_of) for item in node)
+    return node
+
+
+def fill_by_path(node: Any, values: Mapping[Path, Any], path: Path = ()) -> Any:
+    """A copy of :func:`join`'s result with the one of ``values`` at its path in the place of each stored tensor."""
+    if isinstance(node, StoredTensor):
+        return values[path]
+    if isinstance(node, dict):
+        return {key: fill_by_path(item, values, (*path, key)) for key, item in node.items()}
+    if isinstance(node, (list, tuple)):
+        return type(node)(fill_by_path(item, values, (*path, index)) for index, item in enumerate(node))
     return node

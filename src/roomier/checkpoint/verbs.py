@@ -1,8 +1,6 @@
 """Save, load and peek."""
 
-import importlib.metadata
 import os
-import time
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,10 +9,10 @@ import torch
 from torch import Tensor
 
 from roomier.checkpoint import tree
-from roomier.checkpoint.commit import committed_folder, standing
+from roomier.checkpoint.agree import all_ranks, together
+from roomier.checkpoint.commit import standing
 from roomier.checkpoint.find import with_alternative
 from roomier.checkpoint.record import (
-    FORMAT_VERSION,
     DamagedCheckpointError,
     NotACheckpointError,
     Record,
@@ -22,43 +20,37 @@ from roomier.checkpoint.record import (
     check_sums,
     damage,
     read_record,
-    write_record,
 )
+from roomier.checkpoint.saving import prepare, write
 from roomier.checkpoint.tree import StoredTensor, leaves
 from roomier.core.errors import CheckpointError, did_you_mean
+from roomier.core.ranks import Ranks
 
 _NUM_NAMES_SHOWN = 5
 
 
-def save(path: str | Path, state: Mapping[str, Any]) -> None:
+def save(path: str | Path, state: Mapping[str, Any], ranks: Ranks | None = None) -> None:
     """Write ``state`` as the checkpoint folder ``path``, whole or not at all.
 
     ``state`` is nested dicts, lists and tuples of tensors (of any shape and device), str, int, float, bool and
     None. A checkpoint that stands at ``path`` is replaced; at every moment, also after a kill, the old or the new one
     can be loaded. When this returns, the data is on the disk, not only in the page cache. Parent folders are made.
 
-    Memory beyond ``state`` itself: 256 to 384 MiB, or two to three times the largest tensor if that is more.
+    With several ranks every rank calls this, and ``path`` is on a file system they share. Each writes its part of the
+    tensors that are cut (DTensors); all else is that of rank 0.
+
+    Memory beyond ``state`` itself: a tensor that is not contiguous, or 16 MiB of one on a device.
+
+    Args:
+        ranks: that save together; None takes those of torch's process group, or this process alone.
 
     Raises:
         CheckpointError: ``state`` holds something else (nothing was written then), ``path`` is not a
-            checkpoint, the disk is full, or the folder cannot be written. Earlier checkpoints are untouched.
+            checkpoint, the disk is full, or the folder cannot be written. With several ranks it is raised on all of
+            them, whichever failed. Earlier checkpoints are untouched.
     """
-    from roomier.checkpoint import store  # DCP takes half a second to import; peek and find_last do without
-
-    _refuse_many_ranks()
-    target = Path(os.path.abspath(path))
-    tensors, json_tree = tree.split(state)
-    with committed_folder(target, num_bytes=sum(tensor.nbytes for tensor in tensors.values())) as folder:
-        store.write_tensors(folder, tensors, section_of=_sections(json_tree))
-        record = Record(
-            format_version=FORMAT_VERSION,
-            roomier_version=importlib.metadata.version("roomier"),
-            torch_version=str(torch.__version__),
-            saved_at_ns=time.time_ns(),
-            files=store.stored_files(folder),
-            tree=json_tree,
-        )
-        write_record(folder, record)
+    ranks = all_ranks() if ranks is None else ranks
+    write(prepare(Path(os.path.abspath(path)), state, ranks), ranks)
 
 
 def peek(path: str | Path) -> dict[str, Any]:
@@ -77,12 +69,18 @@ def peek(path: str | Path) -> dict[str, Any]:
 
 
 def load(
-    path: str | Path, into: Mapping[str, Any] | None = None, only: Collection[str] | None = None
+    path: str | Path,
+    into: Mapping[str, Any] | None = None,
+    only: Collection[str] | None = None,
+    ranks: Ranks | None = None,
 ) -> dict[str, Any]:
     """The state of the checkpoint ``path``, its tensors filled into ``into`` where they have a place there.
 
     First everything is verified: the format version, that all files are there with their full size, and the
     checksum of each file that will be read. Then ``into`` is compared, and only then is anything changed.
+
+    Neither the number of ranks nor the way tensors were cut has to be that of the save: a DTensor in ``into`` receives
+    its own part, which alone is read, any other tensor the whole.
 
     Args:
         path: the checkpoint folder.
@@ -92,32 +90,60 @@ def load(
             equal shape and dtype. Other stored tensors are allocated on the CPU. Values that are no tensors
             are ignored.
         only: top-level keys to read; the result holds these alone, and files of other entries are not read.
+        ranks: that load together, which shares the work of verifying; each of them calls this, and what fails on one
+            fails on all. None loads on this process alone, whatever others do.
 
     Raises:
         CheckpointError: the checkpoint is damaged (it names the file, and the newest good checkpoint beside it), or
             does not fit ``into`` or ``only``. ``into`` is unchanged.
-        OSError: the disk failed while tensors were read; ``into`` may be filled in part.
+        OSError: the disk failed while tensors were read; ``into`` may be filled in part. (A CheckpointError where
+            several ranks load.)
     """
-    from roomier.checkpoint import store
+    from roomier.checkpoint import store  # DCP takes half a second to import; peek and find_last do without
 
+    ranks = Ranks() if ranks is None else ranks
     folder = standing(Path(path))
-    try:
+    targets: dict[tree.Path, Tensor] = {}
+    skeleton: dict[str, Any] = {}
+
+    def check() -> None:
         record = read_record(folder)
         check_sizes(folder, record)
-        skeleton = _skeleton(record, only)
+        skeleton.update(_skeleton(record, only))
         wanted = {key: into[key] for key in into if only is None or key in only} if into else {}
-        targets = _match(folder, skeleton, wanted)
+        targets.update(_match(folder, skeleton, wanted))
         names = {stored.name for _, stored in leaves(skeleton, StoredTensor)}
-        check_sums(folder, [file for file in record.files if not names.isdisjoint(file.tensors)])
+        needed = [file for file in record.files if not names.isdisjoint(file.tensors)]
+        check_sums(folder, needed[ranks.world.rank :: ranks.world.size])
         _check_headers(folder, skeleton, store.stored_specs(folder))
+
+    try:
+        together(ranks, check)
     except (DamagedCheckpointError, NotACheckpointError) as error:
-        raise with_alternative(error, folder) from None
-    for _, stored in leaves(skeleton, StoredTensor):
-        if stored.name not in targets:
-            targets[stored.name] = torch.empty(stored.spec.shape, dtype=stored.spec.dtype)
-    store.read_tensors(folder, targets)
-    state: dict[str, Any] = tree.fill(skeleton, lambda stored: targets[stored.name])
+        # The others are read to be offered: once, not by every rank.
+        raise ranks.from_zero(with_alternative(error, folder) if ranks.is_zero else error) from None
+
+    def read() -> None:
+        for path, stored in leaves(skeleton, StoredTensor):
+            if path not in targets:
+                targets[path] = torch.empty(stored.spec.shape, dtype=stored.spec.dtype)
+        for batch in _by_name(skeleton, targets):
+            store.read_tensors(folder, batch)
+
+    together(ranks, read)
+    state: dict[str, Any] = tree.fill_by_path(skeleton, targets)
     return state
+
+
+def _by_name(skeleton: dict[str, Any], targets: Mapping[tree.Path, Tensor]) -> list[dict[str, Tensor]]:
+    """The targets by stored name; those of tied tensors, which have one name, in a batch for each."""
+    batches: list[dict[str, Tensor]] = []
+    for path, stored in leaves(skeleton, StoredTensor):
+        batch = next((each for each in batches if stored.name not in each), None)
+        if batch is None:
+            batches.append(batch := {})
+        batch[stored.name] = targets[path]
+    return batches
 
 
 def _skeleton(record: Record, only: Collection[str] | None) -> dict[str, Any]:
@@ -132,13 +158,8 @@ def _skeleton(record: Record, only: Collection[str] | None) -> dict[str, Any]:
     return {key: value for key, value in skeleton.items() if key in only}
 
 
-def _sections(json_tree: tree.Json) -> dict[str, Any]:
-    """Top-level key of each tensor, by name."""
-    return {stored.name: path[0] for path, stored in leaves(tree.join(json_tree), StoredTensor)}
-
-
-def _match(folder: Path, skeleton: dict[str, Any], into: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The tensors of ``into`` by stored name; raises if they are not the stored ones."""
+def _match(folder: Path, skeleton: dict[str, Any], into: Mapping[str, Any]) -> dict[tree.Path, Tensor]:
+    """The tensors of ``into`` by their path; raises if they are not the stored ones."""
     stored_at: dict[tree.Path, StoredTensor] = dict(leaves(skeleton, StoredTensor))
     wanted: dict[tree.Path, Tensor] = dict(leaves(into, Tensor))
     sections = {path[0] for path in wanted}
@@ -163,7 +184,7 @@ def _match(folder: Path, skeleton: dict[str, Any], into: Mapping[str, Any]) -> d
             problem,
             "Give the checkpoint of this model, or build the model it was saved from",
         )
-    return {stored_at[path].name: tensor for path, tensor in wanted.items()}
+    return wanted
 
 
 def _shown(tensor: Tensor) -> str:
@@ -182,12 +203,3 @@ def _check_headers(folder: Path, skeleton: dict[str, Any], specs: dict[str, tree
     for path, stored in leaves(skeleton, StoredTensor):
         if specs.get(stored.name) != stored.spec:
             raise damage(folder, f"its files and its record disagree about {tree.show_path(path)}")
-
-
-def _refuse_many_ranks() -> None:
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        num_ranks = torch.distributed.get_world_size()
-        if num_ranks > 1:
-            raise CheckpointError(
-                "world_size", num_ranks, "saving from several ranks is not built yet", "Save from one process"
-            )

@@ -21,10 +21,12 @@ class Ranks:
     Args:
         world: the place of this process among them. More than one need ``torch.distributed`` to be initialised with
             a backend for the CPU (gloo).
+        group: another process group of the same ranks, for calls from another thread; None is the default one.
     """
 
-    def __init__(self, world: World | None = None) -> None:
+    def __init__(self, world: World | None = None, group: dist.ProcessGroup | None = None) -> None:
         self.world = world or World()
+        self._group = group
         assert self.world.size == 1 or self.world.size == dist.get_world_size()
 
     @property
@@ -41,7 +43,7 @@ class Ranks:
         if self.is_alone:
             return values
         total = values.clone()
-        dist.all_reduce(total)
+        dist.all_reduce(total, group=self._group)
         return total
 
     def any(self, flag: bool) -> bool:
@@ -53,7 +55,7 @@ class Ranks:
         if self.is_alone:
             return [value]
         gathered: list[Any] = [None] * self.world.size
-        dist.all_gather_object(gathered, value)
+        dist.all_gather_object(gathered, value, group=self._group)
         return gathered
 
     def from_zero(self, value: T) -> T:
@@ -61,7 +63,7 @@ class Ranks:
         if self.is_alone:
             return value
         box = [value]
-        dist.broadcast_object_list(box, src=0)
+        dist.broadcast_object_list(box, src=0, group=self._group)
         return box[0]
 
     def on_zero(self, function: Callable[[], T]) -> T:
@@ -83,4 +85,4 @@ class Ranks:
     def barrier(self) -> None:
         """Wait until every rank is here."""
         if not self.is_alone:
-            dist.barrier()
+            dist.barrier(group=self._group)
