@@ -1,0 +1,88 @@
+"""The formula of model states for a Plan: of a network that is not built yet, and of an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from roomier.core.errors import PlanError
+from roomier.engine.engine import Engine
+from roomier.memory.model_states import Layout, ModelStates, StateBytes, model_states
+from roomier.memory.optimizer_states import state_bytes
+from roomier.memory.weights import Weight, units_with_weights
+from roomier.optim.by_name import OPTIMIZERS
+from roomier.plan import Plan
+from roomier.precision.policy import precision_of
+
+
+def predict(network: nn.Module, plan: Plan, device: torch.device | None = None, rank: int = 0) -> ModelStates:
+    """The model states of ``network`` under ``plan``, which names the optimizer; shapes are enough (``meta`` device).
+
+    Args:
+        device: where it will run; None is the CPU.
+        rank: of which rank. None needs more than the first.
+
+    Raises:
+        PlanError: the plan names no optimizer.
+    """
+    wanted = plan.optimizer
+    if wanted.name is None:
+        action = "Name one: Trainer(optimizer='adamw'), or build the engine and use predict_built"
+        raise PlanError("optimizer", None, "the plan names no optimizer", action)
+    kind, options = OPTIMIZERS[wanted.name], wanted.options
+    return _model_states(network, plan, device or torch.device("cpu"), rank, lambda weight: (kind, options))
+
+
+def predict_built(engine: Engine, plan: Plan, rank: int = 0) -> ModelStates:
+    """The model states that ``engine``, built from ``plan``, is to have; nothing of it is gathered now."""
+    names = {parameter: name for name, parameter in engine.module.named_parameters()}
+    chosen = {
+        names[parameter]: (type(optimizer), group)
+        for optimizer in engine.optimizers
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if parameter in names
+    }
+    return _model_states(engine.module, plan, engine.device, rank, lambda weight: chosen.get(weight.name))
+
+
+def layout_of(plan: Plan, rank: int = 0) -> Layout:
+    """What of ``plan`` decides the bytes of model states on ``rank``."""
+    parallel = plan.parallel
+    return Layout(
+        # A single rank is not wrapped: nothing is cut, and there are no buckets.
+        strategy=parallel.strategy if parallel.num_ranks > 1 else "single",
+        num_shards=parallel.num_shards,
+        shard=rank % parallel.num_shards,
+        num_micro_batches=plan.batch.accumulate_grad_batches,
+        wire_dtype=torch.bfloat16 if parallel.reduce_dtype == "bf16" else None,
+    )
+
+
+def _model_states(
+    network: nn.Module,
+    plan: Plan,
+    device: torch.device,
+    rank: int,
+    optimizer_of: Callable[[Weight], tuple[type[Optimizer], Mapping[str, Any]] | None],
+) -> ModelStates:
+    precision = precision_of(plan.precision.mode, device)
+    units = units_with_weights(network, precision.autocast_dtype, precision.weight_dtype)
+    return model_states(units, layout_of(plan, rank), _states_by(optimizer_of))
+
+
+def _states_by(
+    optimizer_of: Callable[[Weight], tuple[type[Optimizer], Mapping[str, Any]] | None],
+) -> StateBytes:
+    def of_weight(weight: Weight, own: tuple[int, ...]) -> int:
+        found = optimizer_of(weight)
+        if found is None:  # no optimizer updates it
+            return 0
+        kind, options = found
+        return state_bytes(kind, options, own, weight.dtype)
+
+    return of_weight

@@ -1,0 +1,115 @@
+"""Bytes per rank by kind: formula beside measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.table import Table
+
+from roomier.core.ranks import Ranks
+from roomier.core.units import format_bytes
+from roomier.engine.engine import Engine
+from roomier.memory.kinds import MODEL_STATES, Kind, total_bytes
+from roomier.memory.predict import predict_built
+from roomier.memory.tracker import MemoryTracker
+from roomier.plan import Plan
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """One rank, in bytes by kind.
+
+    Attributes:
+        formula: model states between two steps.
+        measured: those that are there now.
+        formula_peak: model states when they are largest in a step.
+        measured_peak: the same, of a tracked step; None where none was.
+        whole_peak: all tensors when they together are largest; None where no step was tracked.
+        allocator_peak_bytes: of CUDA's allocator in that step; None elsewhere.
+    """
+
+    rank: int
+    formula: dict[Kind, int]
+    measured: dict[Kind, int]
+    formula_peak: dict[Kind, int]
+    measured_peak: dict[Kind, int] | None = None
+    whole_peak: dict[Kind, int] | None = None
+    allocator_peak_bytes: int | None = None
+
+    @property
+    def worst_bytes(self) -> int:
+        return max(total_bytes(each or {}) for each in (self.measured, self.measured_peak, self.whole_peak))
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """All ranks of a run, the same object on each.
+
+    Attributes:
+        strategy: of the Plan.
+        ranks: by rank.
+    """
+
+    strategy: str
+    ranks: list[RankReport]
+
+    @property
+    def worst(self) -> RankReport:
+        """The rank that holds the most."""
+        return max(self.ranks, key=lambda each: each.worst_bytes)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data; kinds by their names."""
+        return {
+            "strategy": self.strategy,
+            "worst_rank": self.worst.rank,
+            "ranks": [asdict(each) for each in self.ranks],
+        }
+
+    def table(self) -> Table:
+        """The worst rank: a row for each kind."""
+        worst = self.worst
+        columns: list[tuple[str, Mapping[Kind, int]]] = [
+            ("between steps, formula", worst.formula),
+            ("now, measured", worst.measured),
+            ("peak of model states, formula", worst.formula_peak),
+        ]
+        if worst.measured_peak is not None and worst.whole_peak is not None:
+            columns += [("measured", worst.measured_peak), ("peak of all, measured", worst.whole_peak)]
+        table = Table(title=f"memory of rank {worst.rank} of {len(self.ranks)}, the fullest; strategy {self.strategy}")
+        table.add_column("")
+        for name, _ in columns:
+            table.add_column(name, justify="right")
+        for kind in Kind:
+            if any(num_bytes.get(kind) for _, num_bytes in columns):
+                cells = [format_bytes(num_bytes.get(kind, 0)) for _, num_bytes in columns]
+                table.add_row(kind.value.replace("_", " "), *cells)
+        sums = [format_bytes(total_bytes(num_bytes, MODEL_STATES)) for _, num_bytes in columns]
+        table.add_row("model states", *sums, style="bold")
+        return table
+
+
+def report_of(engine: Engine, plan: Plan, ranks: Ranks, tracker: MemoryTracker | None = None) -> MemoryReport:
+    """What each rank holds now, between two steps, beside the formula. Every rank calls this.
+
+    Args:
+        plan: from which ``engine`` was built.
+        tracker: of a step that was tracked, for the peaks.
+    """
+    engine.release()
+    with MemoryTracker(engine.module, engine.optimizers, engine.device) as look:
+        pass
+    rank = ranks.world.rank
+    formula = predict_built(engine, plan, rank)
+    own = RankReport(
+        rank=rank,
+        formula=formula.between_steps.num_bytes,
+        measured=look.now().num_bytes,
+        formula_peak=formula.peak.num_bytes,
+        measured_peak=None if tracker is None else tracker.peak(MODEL_STATES).num_bytes,
+        whole_peak=None if tracker is None else tracker.peak().num_bytes,
+        allocator_peak_bytes=None if tracker is None else tracker.allocator_peak_bytes,
+    )
+    return MemoryReport(plan.parallel.strategy, ranks.gather(own))

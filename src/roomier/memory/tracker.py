@@ -1,0 +1,301 @@
+"""The bytes a rank holds, by kind, over a step: measured.
+
+[Note: how bytes are counted]
+While a :class:`MemoryTracker` is entered it sees each operation torch dispatches on this rank, with those of a
+backward and of an optimizer. Every storage among arguments and results is counted once, however many tensors look into
+it, from when it is first seen (as a result) or from the start (as an argument: it was there before) until Python tells
+that it died. Sizes are looked at before each operation, since ``fully_shard`` frees and allocates by resizing. What is
+written down is a timeline of sizes. What a storage was for is often known only later, say when a result becomes a
+gradient, so kinds are given to storages, not to moments, and sums by kind are taken at the end.
+
+Not seen: what a kernel allocates and frees within one operation, the buffers of a communication library, and what the
+allocator rounds up. On CUDA the allocator's own peak is noted beside.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from roomier.core import torch_private
+from roomier.engine.engine import Engine
+from roomier.memory.kinds import Kind, total_bytes
+
+_COMMUNICATION = ("c10d", "_c10d_functional")  # namespaces of operations whose tensors travel
+_PACKS_GRADIENTS = ("fsdp::chunk_cat", "aten::_chunk_cat")
+# What a storage turned out to be for, the strongest last.
+_STRENGTH = {
+    kind: index
+    for index, kind in enumerate(
+        (
+            Kind.TEMPORARY,
+            Kind.ACTIVATION,
+            Kind.COMMUNICATION,
+            Kind.GRADIENT,
+            Kind.OPTIMIZER_STATE,
+            Kind.GATHERED,
+            Kind.PARAMETER,
+        )
+    )
+}
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """One moment of a step.
+
+    Attributes:
+        phase: the part of the step: ``"forward"``, ``"backward"``, ``"update"``, or what it was called.
+    """
+
+    phase: str
+    num_bytes: dict[Kind, int]
+
+    def total(self, kinds: Iterable[Kind] = tuple(Kind)) -> int:
+        return total_bytes(self.num_bytes, kinds)
+
+
+@dataclass(eq=False, slots=True)
+class _Storage:
+    reference: weakref.ref[torch.UntypedStorage]
+    num_bytes: int
+    phase: str  # in which it was first seen
+    kind: Kind = Kind.TEMPORARY
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    storage: _Storage
+    num_bytes: int  # more than before
+    phase: str
+
+
+class MemoryTracker:
+    """Counts the bytes of what runs inside; see [Note: how bytes are counted].
+
+    Enter it between two steps, take one step, :meth:`restart`, and take the step that counts.
+
+    Args:
+        module: whose parameters and buffers are known by kind.
+        optimizers: over its parameters.
+        device: storages elsewhere are not counted.
+    """
+
+    def __init__(self, module: nn.Module, optimizers: Sequence[Optimizer], device: torch.device) -> None:
+        self.phase = "rest"
+        self._interception = torch_private.intercept(self._on_operation)
+        self._module = module
+        self._modules = [each for each in module.modules() if next(each.parameters(recurse=False), None) is not None]
+        self._optimizers = optimizers
+        self._device = device
+        self._is_cut = any(isinstance(each, DTensor) for each in self._owned())
+        self._num_parameters = len(set(module.parameters()))
+        self._storages: dict[int, _Storage] = {}
+        self._resizing: dict[int, _Storage] = {}
+        self._gathered: dict[int, nn.Parameter] = {}
+        self._at_start: list[_Change] = []
+        self._changes: list[_Change] = []
+        self.allocator_peak_bytes: int | None = None
+
+    def __enter__(self) -> MemoryTracker:
+        self._note_roles()
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+        self._interception.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._interception.__exit__(*error)
+        self._note_sizes()
+        self._note_roles()
+        if self._device.type == "cuda":
+            self.allocator_peak_bytes = torch.cuda.max_memory_allocated(self._device)
+        self._storages.clear()  # what dies later is not written down
+
+    def restart(self) -> None:
+        """Forget what was before; what is alive now is the start.
+
+        A step inside, before the one that counts, tells of each storage what it is for, those that are empty now too.
+        """
+        self._note_sizes()
+        alive = list(self._storages.values())
+        self._at_start = [_Change(each, each.num_bytes, "rest") for each in alive]
+        self._changes = []
+        for each in alive:
+            each.phase = "rest"
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+
+    def enter(self, phase: str) -> None:
+        """What runs from here on belongs to ``phase``; what outlives ``"forward"`` counts as activation."""
+        self._note_sizes()
+        self._note_roles()
+        if self.phase == "forward" and phase != "forward":
+            for storage in list(self._storages.values()):
+                if storage.phase == "forward":
+                    _strengthen(storage, Kind.ACTIVATION)
+        self.phase = phase
+
+    def peak(self, kinds: Iterable[Kind] = tuple(Kind)) -> Snapshot:
+        """The moment at which ``kinds`` together took the most bytes."""
+        kinds = tuple(kinds)
+        best: Snapshot | None = None
+        for phase, num_bytes in self._moments():
+            if best is None or total_bytes(num_bytes, kinds) > best.total(kinds):
+                best = Snapshot(phase, dict(num_bytes))
+        assert best is not None
+        return best
+
+    def now(self) -> Snapshot:
+        """The last moment."""
+        *_, (phase, num_bytes) = self._moments()
+        return Snapshot(phase, num_bytes)
+
+    def _on_operation(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        if any(issubclass(each, DTensor) for each in types):
+            return NotImplemented  # it runs operations on its part, and those come here
+        self._note_sizes()
+        if self._is_cut:
+            self._note_gathered()
+        self._note_arguments(func, [*_tensors_in(args), *_tensors_in(kwargs)])
+        result = func(*args, **kwargs)
+        for tensor in _tensors_in(result):
+            self._see(tensor)
+        return result
+
+    def _moments(self) -> Iterator[tuple[str, dict[Kind, int]]]:
+        num_bytes = dict.fromkeys(Kind, 0)
+        for change in self._at_start:
+            num_bytes[change.storage.kind] += change.num_bytes
+        yield "rest", num_bytes
+        for change in self._changes:
+            num_bytes[change.storage.kind] += change.num_bytes
+            yield change.phase, num_bytes
+
+    def _note_arguments(self, func: Any, tensors: list[Tensor]) -> None:
+        name = func.name()
+        kind = Kind.TEMPORARY
+        if func.namespace in _COMMUNICATION:
+            kind = Kind.COMMUNICATION
+        packs = name.startswith(_PACKS_GRADIENTS)
+        for tensor in tensors:
+            self._see(tensor, kind, was_there=True)  # what nobody made here is a batch
+        if packs:
+            for tensor in tensors[:-1]:  # the last is what they are packed into
+                self._see(tensor, Kind.GRADIENT)
+
+    def _see(self, tensor: Tensor, kind: Kind = Kind.TEMPORARY, *, was_there: bool = False) -> None:
+        if isinstance(tensor, DTensor):
+            tensor = tensor.to_local()
+        if tensor.device.type != self._device.type or tensor.layout is not torch.strided:
+            return
+        storage = tensor.untyped_storage()
+        known = self._storages.get(id(storage))
+        if known is None:
+            known = self._begin(storage, was_there)
+        _strengthen(known, kind)
+        if known.kind is Kind.GATHERED:
+            self._resizing[id(storage)] = known
+        elif known.num_bytes != storage.nbytes():
+            self._note_size(known)
+
+    def _begin(self, storage: torch.UntypedStorage, was_there: bool) -> _Storage:
+        key, num_bytes = id(storage), storage.nbytes()
+        known = _Storage(weakref.ref(storage, lambda _: self._end(key)), num_bytes, "rest" if was_there else self.phase)
+        if was_there:
+            known.kind = Kind.ACTIVATION
+        self._storages[key] = known
+        (self._at_start if was_there else self._changes).append(_Change(known, num_bytes, self.phase))
+        return known
+
+    def _end(self, key: int) -> None:
+        self._resizing.pop(key, None)
+        gone = self._storages.pop(key, None)
+        if gone is not None:
+            self._changes.append(_Change(gone, -gone.num_bytes, self.phase))
+
+    def _note_sizes(self) -> None:
+        for known in list(self._resizing.values()):
+            self._note_size(known)
+
+    def _note_size(self, known: _Storage) -> None:
+        storage = known.reference()
+        if storage is not None and (num_bytes := storage.nbytes()) != known.num_bytes:
+            self._changes.append(_Change(known, num_bytes - known.num_bytes, self.phase))
+            known.num_bytes = num_bytes
+
+    @torch.no_grad()
+    def _note_gathered(self) -> None:
+        # fully_shard makes the whole parameter once and fills it again and again.
+        for module in self._modules if len(self._gathered) < self._num_parameters else ():
+            for parameter in module.parameters(recurse=False):
+                if not isinstance(parameter, DTensor) and id(parameter) not in self._gathered:
+                    self._gathered[id(parameter)] = parameter  # kept, so that its id stays its own
+                    self._see(parameter, Kind.GATHERED)
+        for parameter in self._gathered.values():
+            if parameter.grad is not None:
+                self._see(parameter.grad, Kind.GRADIENT)
+
+    @torch.no_grad()
+    def _note_roles(self) -> None:
+        if self._is_cut:
+            self._note_gathered()
+        for parameter in self._owned():
+            if self._is_cut and not isinstance(parameter, DTensor):
+                continue
+            self._see(parameter, Kind.PARAMETER, was_there=True)
+            if parameter.grad is not None:
+                self._see(parameter.grad, Kind.GRADIENT, was_there=True)
+        for buffer in self._module.buffers():
+            self._see(buffer, Kind.PARAMETER, was_there=True)
+        for optimizer in self._optimizers:
+            for state in optimizer.state.values():
+                for tensor in _tensors_in(state):
+                    self._see(tensor, Kind.OPTIMIZER_STATE, was_there=True)
+
+    def _owned(self) -> Iterator[nn.Parameter]:
+        yield from self._module.parameters()
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                yield from group["params"]
+
+
+@contextmanager
+def tracking(engine: Engine) -> Iterator[MemoryTracker]:
+    """Track the steps of ``engine`` taken inside. Its ``forward_backward`` tells the phases ``"forward"`` and
+    ``"backward"``; around ``engine.step()`` the caller may enter ``"update"``."""
+    tracker = MemoryTracker(engine.module, engine.optimizers, engine.device)
+    hooks = engine.hooks
+    before, after = hooks.before_backward, hooks.after_backward
+    hooks.before_backward = (*before, lambda loss: tracker.enter("backward"))
+    hooks.after_backward = (*after, lambda: tracker.enter("forward"))
+    try:
+        with tracker:
+            tracker.enter("forward")
+            yield tracker
+    finally:
+        hooks.before_backward, hooks.after_backward = before, after
+
+
+def _strengthen(storage: _Storage, kind: Kind) -> None:
+    if _STRENGTH[kind] > _STRENGTH[storage.kind]:
+        storage.kind = kind
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _tensors_in(each)
+    elif isinstance(value, dict):
+        for each in value.values():
+            yield from _tensors_in(each)

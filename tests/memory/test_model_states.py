@@ -1,0 +1,192 @@
+"""The formula of model states against what a step of each strategy holds, on each rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from roomier.api.module import Module
+from roomier.core.ranks import Ranks
+from roomier.core.world import World
+from roomier.engine.build import build, configure
+from roomier.engine.eager import EagerEngine
+from roomier.memory.kinds import MODEL_STATES, Kind
+from roomier.memory.predict import predict, predict_built
+from roomier.memory.report import report_of
+from roomier.memory.tracker import MemoryTracker, tracking
+from roomier.models.gpt import GPT, GPTConfig
+from roomier.plan import Plan
+from tests.ranks.pool import RankPool
+
+TOLERANCE = 0.03
+CASES = [
+    # precision, tied output layer, micro-batches, optimizer
+    ("32-true", False, 1, {"name": "adamw"}),
+    ("bf16-mixed", False, 1, {"name": "adamw"}),
+    ("bf16-mixed", True, 1, {"name": "sgd", "lr": 0.1, "options": {"momentum": 0.9}}),
+    ("32-true", True, 2, {"name": "adamw"}),
+    ("bf16-mixed", False, 2, {"name": "adamw"}),
+    ("bf16-true", False, 2, {"name": "rmsprop"}),
+]
+
+
+class Model(Module):
+    """101 tokens: rows that no number of ranks divides."""
+
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.net = GPT(
+            GPTConfig(vocab_size=101, context=16, num_layers=2, num_heads=2, width=32, dropout=0.0, tied_head=tied)
+        )
+
+    def training_step(self, batch: Any, batch_idx: int = 0) -> Any:
+        return self.net(*batch)[1]
+
+
+def make_plan(strategy: str, num_ranks: int, precision: str, num_micro_batches: int, optimizer: dict[str, Any]) -> Plan:
+    parallel = {"strategy": strategy, "devices": num_ranks, "accelerator": "cpu"}
+    if strategy == "hsdp":
+        parallel["shard_size"] = 2
+    return Plan.from_dict(
+        {
+            "parallel": parallel,
+            "precision": {"mode": precision},
+            "batch": {"accumulate_grad_batches": num_micro_batches},
+            "optimizer": optimizer,
+        }
+    )
+
+
+def make_engine(plan: Plan, module: Model, ranks: Ranks) -> EagerEngine:
+    engine, _ = build(plan, module, lambda: configure(plan, module, lambda: 1.0), EagerEngine, ranks)
+    return engine
+
+
+def ranks_here() -> Ranks:
+    return Ranks(World(dist.get_rank(), dist.get_world_size(), dist.get_rank(), 0, dist.get_world_size()))
+
+
+def tracked_step(engine: EagerEngine, module: Model, num_micro_batches: int) -> MemoryTracker:
+    batch = (torch.randint(0, 101, (1, 16)), torch.randint(0, 101, (1, 16)))
+
+    def step(tracker: MemoryTracker | None = None) -> None:
+        if tracker is not None:
+            tracker.enter("forward")
+        engine.forward_backward(module.training_step, [batch] * num_micro_batches)
+        if tracker is not None:
+            tracker.enter("update")
+        engine.step()
+
+    for _ in range(2):
+        step()
+    with tracking(engine) as tracker:
+        step(tracker)
+        tracker.restart()
+        step(tracker)
+    return tracker
+
+
+def measured_and_formula(strategy: str) -> list[dict[str, Any]]:
+    """Of each case, on this rank: bytes by kind between steps, and at the peak of model states."""
+    found = []
+    for precision, tied, num_micro_batches, optimizer in CASES if dist.get_world_size() == 2 else CASES[1:5]:
+        ranks, module = ranks_here(), Model(tied)
+        plan = make_plan(strategy, ranks.world.size, precision, num_micro_batches, optimizer)
+        before = predict(module, plan, rank=ranks.world.rank)
+        engine = make_engine(plan, module, ranks)
+        tracker = tracked_step(engine, module, num_micro_batches)
+        engine.release()
+        after = predict_built(engine, plan, ranks.world.rank)
+        found.append(
+            {
+                "case": (precision, tied, num_micro_batches, optimizer["name"]),
+                "measured": tracker.now().num_bytes,
+                "formula": before.between_steps.num_bytes,
+                "measured_peak": tracker.peak(MODEL_STATES).num_bytes,
+                "formula_peak": before.peak.num_bytes,
+                "is_the_same_when_built": before == after,
+            }
+        )
+    return found
+
+
+@pytest.mark.parametrize(
+    ("strategy", "num_ranks"),
+    [*((each, n) for n in (2, 4) for each in ("ddp", "zero1", "zero2", "zero3")), ("hsdp", 4)],
+)
+def test_the_formula_is_what_is_measured_on_every_rank(on_ranks: RankPool, strategy: str, num_ranks: int) -> None:
+    by_rank = on_ranks(num_ranks, measured_and_formula, strategy)
+    for rank, cases in enumerate(by_rank):
+        for case in cases:
+            where = (rank, case["case"])
+            for kind in MODEL_STATES:
+                assert case["measured"][kind] == pytest.approx(case["formula"][kind], rel=TOLERANCE), (where, kind)
+            peaks = [sum(case[name][kind] for kind in MODEL_STATES) for name in ("measured_peak", "formula_peak")]
+            assert peaks[0] == pytest.approx(peaks[1], rel=TOLERANCE), where
+            assert case["is_the_same_when_built"], where
+
+
+def test_one_rank_holds_all_of_it() -> None:
+    module = Model(tied=False)
+    plan = make_plan("single", 1, "bf16-mixed", 2, {"name": "adamw"})
+    num_parameters = sum(each.numel() for each in module.parameters())
+    num_tensors = len(list(module.parameters()))
+    tracker = tracked_step(make_engine(plan, module, Ranks()), module, 2)
+    formula = predict(module, plan)
+    assert formula.peak.total() == 16 * num_parameters + 4 * num_tensors
+    assert tracker.peak(MODEL_STATES).total(MODEL_STATES) == pytest.approx(formula.peak.total(), rel=TOLERANCE)
+
+
+def test_the_table_of_the_strategies() -> None:
+    """Bytes per parameter as the design promises them, on a model whose units are small against the whole."""
+    module = Model(tied=False)
+    module.net = GPT(GPTConfig(vocab_size=64, context=16, num_layers=24, num_heads=2, width=64, dropout=0.0))
+    num_parameters = sum(each.numel() for each in module.parameters())
+
+    def per_parameter(strategy: str, num_ranks: int, num_micro_batches: int = 1) -> float:
+        plan = make_plan(strategy, num_ranks, "bf16-mixed", num_micro_batches, {"name": "adamw"})
+        return predict(module, plan).peak.total() / num_parameters
+
+    assert per_parameter("ddp", 4) == pytest.approx(16, rel=0.01)
+    assert per_parameter("ddp", 4, 2) == pytest.approx(20, rel=0.01)  # gradients beside the buckets
+    assert per_parameter("zero1", 4, 2) == pytest.approx(2 + 4 + 12 / 4, rel=0.05)
+    assert per_parameter("zero2", 4, 2) == pytest.approx(2 + 16 / 4, rel=0.05)
+    assert per_parameter("zero2", 4) < 2 + 16 / 4  # gathered weights leave as gradients come
+    assert per_parameter("zero3", 4, 2) == pytest.approx(16 / 4, rel=0.08)
+    assert per_parameter("hsdp", 4, 2) == pytest.approx(16 / 2, rel=0.08)
+
+
+def test_the_formula_needs_no_memory_for_the_weights() -> None:
+    with torch.device("meta"):
+        network = GPT(GPTConfig(num_layers=48, num_heads=25, width=1600))
+    plan = make_plan("zero3", 4, "bf16-mixed", 1, {"name": "adamw"})
+    num_parameters = sum(each.numel() for each in network.parameters())
+    assert predict(network, plan).between_steps.total() == pytest.approx(4 * num_parameters, rel=0.001)
+
+
+def report(strategy: str) -> dict[str, Any]:
+    ranks, module = ranks_here(), Model(tied=False)
+    plan = make_plan(strategy, ranks.world.size, "bf16-mixed", 1, {"name": "adamw"})
+    engine = make_engine(plan, module, ranks)
+    tracker = tracked_step(engine, module, 1)
+    found = report_of(engine, plan, ranks, tracker)
+    return {**found.as_dict(), "columns": len(found.table().columns), "rows": found.table().row_count}
+
+
+def test_a_report_shows_all_ranks_and_names_the_fullest(on_ranks: RankPool) -> None:
+    by_rank = on_ranks(2, report, "zero3")
+    assert by_rank[0] == by_rank[1]
+    found = by_rank[0]
+    assert [each["rank"] for each in found["ranks"]] == [0, 1]
+    assert found["worst_rank"] == 0  # 101 rows: the last rank owns fewer
+    first = found["ranks"][0]
+    for kind in MODEL_STATES:
+        assert first["measured"][kind] == pytest.approx(first["formula"][kind], rel=TOLERANCE)
+    assert first["measured"][Kind.GATHERED] == 0
+    assert first["measured_peak"][Kind.GATHERED] > 0
+    assert first["whole_peak"][Kind.ACTIVATION] > 0
+    assert found["columns"] == 6
+    assert found["rows"] == 8
