@@ -21,7 +21,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from roomier.core import torch_private
@@ -270,14 +269,27 @@ def is_pageable(parameter: object) -> bool:
 
 def local_part(tensor: Tensor) -> Tensor:
     """What this rank has of ``tensor``: all of it, unless it is sharded."""
+    if not _may_be_sharded(tensor):
+        return tensor
+    from torch.distributed.tensor import DTensor
+
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def local_rows(tensor: Tensor) -> slice:
     """Which rows of ``tensor`` this rank has; it is whole, or sharded along its first dimension."""
+    if not _may_be_sharded(tensor):
+        return slice(0, tensor.shape[0])
+    from torch.distributed.tensor import DTensor
+
     if isinstance(tensor, DTensor):
         for dimension, placement in enumerate(tensor.placements):
             if placement.is_shard():
                 cut = Cut(tensor.device_mesh.size(dimension), tensor.device_mesh.get_local_rank(dimension))
                 return cut.rows(tensor.shape[0])
     return slice(0, tensor.shape[0])
+
+
+def _may_be_sharded(tensor: Tensor) -> bool:
+    # DTensor takes half a second to import, which one process does not pay.
+    return type(tensor) not in (Tensor, nn.Parameter)

@@ -20,15 +20,18 @@ from roomier.api.module import Module
 from roomier.core.device import resolve_device
 from roomier.core.errors import DataError, RoomierError
 from roomier.core.log import notice
+from roomier.core.rng import separate_rng
 from roomier.data.workers import workers_outlive_signals
 from roomier.engine.build import build, configure
 from roomier.engine.eager import EagerEngine
 from roomier.engine.engine import StepHooks
+from roomier.engine.materialise import built_in_parts
 from roomier.launch import join
 from roomier.loggers.group import LoggerGroup
 from roomier.optim.configured import Configured
 from roomier.train.checks import check_call, check_modes
 from roomier.train.evaluate import EvaluationCutError, sanity_check
+from roomier.train.first_weights import first_weights
 from roomier.train.loaders import RunLoaders, estimate_steps
 from roomier.train.manual import ManualOptimizer
 from roomier.train.options import DEFAULT_MAX_EPOCHS
@@ -58,12 +61,14 @@ def session(
     loaders: dict[str, Any],
     datamodule: DataModule | None,
     ckpt_path: str | Path | None,
+    weights: str | Path | None = None,
 ) -> Iterator[Run]:
     """A run of ``stage``, ready for its loop.
 
     Args:
         stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
         loaders: what the user passed, by ``"train"``, ``"val"``, ``"test"``, ``"predict"``.
+        weights: what the model begins with, see :func:`roomier.train.first_weights.first_weights`.
 
     Raises:
         SystemExit: SIGTERM or Ctrl-C ended the run at a save point (128 + the number of the signal).
@@ -82,7 +87,7 @@ def session(
             stop = stack.enter_context(GracefulStop())
             stack.enter_context(workers_outlive_signals())
             stack.enter_context(process_settings(trainer.plan, trainer.options))
-            run = _open(trainer, stage, module, loaders, ckpt_path, stop)
+            run = _open(trainer, stage, module, loaders, ckpt_path, weights, stop)
             run.profiler = stack.enter_context(profiled(trainer.options.profiler, run.folder))
             stack.enter_context(trainer.in_stage(FLAGS[stage]))
             yield run
@@ -125,6 +130,8 @@ def start_fit(run: Run) -> None:
     is_fresh = run.progress.global_step == 0 and not run.options.num_dev_batches
     if run.val_sources and num_batches and is_fresh:
         sanity_check(run, math.inf if num_batches == -1 else num_batches)
+    if run.random_state is None:  # up to here ranks that were seeded alike draw alike: they made one model
+        separate_rng(run.ranks.world.rank)
 
 
 def _tell_evaluation_mode(module: Module) -> None:
@@ -179,6 +186,7 @@ def _open(
     module: Module,
     loaders: dict[str, Any],
     ckpt_path: str | Path | None,
+    weights: str | Path | None,
     stop: GracefulStop,
 ) -> Run:
     options, plan, ranks = trainer.options, trainer.plan, trainer.ranks
@@ -193,7 +201,8 @@ def _open(
     else:  # what is measured after a fit goes on in its log
         folder = None if fitted is None else fitted.folder
     trainer.log_dir = str(folder or root)
-    _setup(trainer, stage, module)
+    first = first_weights(weights, path)
+    _setup(trainer, stage, module, has_weights=first.file is not None)
     data = RunLoaders(trainer, module, loaders)
     trainer.estimate_steps = lambda: estimate_steps(trainer, data)
     engine, configured = build(
@@ -202,6 +211,7 @@ def _open(
         lambda: configure(plan, module, trainer.estimate_steps) if is_fit else Configured(),
         EagerEngine,
         ranks,
+        first.file,
     )
     check_modes(trainer, module, configured, is_fit)
     run = Run(
@@ -212,7 +222,7 @@ def _open(
         engine=engine,
         hooks=HookTable(trainer, module, trainer.callbacks),
         schedulers=Schedulers(module, configured.schedulers),
-        results=Results(),
+        results=Results(ranks),
         loggers=LoggerGroup(trainer.loggers if folder is not None and ranks.is_zero else ()),
         stop=stop,
         folder=folder,
@@ -221,6 +231,7 @@ def _open(
     )
     trainer.run = run
     trainer.manual_optimizers = [ManualOptimizer(optimizer, run) for optimizer in engine.optimizers]
+    first.restore(run)
     if is_fit:
         trainer.fitted = run
         _open_fit(run, data, path)
@@ -289,7 +300,7 @@ def _hyperparameters_to_log(module: Module, datamodule: DataModule | None) -> di
     return {**of_data, **of_module}
 
 
-def _setup(trainer: Trainer, stage: str, module: Module) -> None:
+def _setup(trainer: Trainer, stage: str, module: Module, *, has_weights: bool) -> None:
     trainer.add_callbacks_of(module)
     for callback in trainer.callbacks:
         check_hook_names(callback, Callback)
@@ -303,4 +314,5 @@ def _setup(trainer: Trainer, stage: str, module: Module) -> None:
     for callback in trainer.callbacks:
         callback.setup(trainer, module, stage)
     module.setup(stage)
-    module.configure_model()
+    with built_in_parts(trainer.plan, trainer.ranks, has_weights=has_weights):
+        module.configure_model()

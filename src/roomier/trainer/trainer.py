@@ -155,6 +155,7 @@ class Trainer(TrainerAttributes):
         val_dataloaders: Any = None,
         datamodule: DataModule | None = None,
         ckpt_path: str | Path | None = None,
+        weights: str | Path | None = None,
         **unknown: Never,
     ) -> None:
         """Train ``model``.
@@ -164,6 +165,8 @@ class Trainer(TrainerAttributes):
             train_dataloaders: a list of batches, an iterable of batches, a DataLoader, or a DataModule.
             val_dataloaders: the same, or several of them.
             ckpt_path: a checkpoint to go on from, bit for bit; ``"last"``: the newest under ``default_root_dir``.
+            weights: what ``model`` begins with: a ``.safetensors`` file, a folder with ``model.safetensors`` or its
+                index, or a checkpoint. Each rank reads its part. Not read where ``ckpt_path`` is found.
 
         Raises:
             RoomierError: what was given cannot be trained; it says what to do.
@@ -173,7 +176,7 @@ class Trainer(TrainerAttributes):
         if isinstance(train_dataloaders, DataModule):
             train_dataloaders, datamodule = None, train_dataloaders
         loaders = {"train": train_dataloaders, "val": val_dataloaders}
-        with session(self, "fit", model, loaders, datamodule, ckpt_path) as run:
+        with session(self, "fit", model, loaders, datamodule, ckpt_path, weights) as run:
             start_fit(run)
             fit(run)
             end_fit(run)
