@@ -68,7 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise RoomierError("verb", name, "is not a verb of roomier", did_you_mean(name, VERBS))
         return VERBS[name].run(name, arguments[1:])
     except RoomierError as error:
-        print(f"roomier: error: {error}{_place_in_user_code(error)}", file=sys.stderr)
+        if _is_worth_telling(error):
+            print(f"roomier: error: {error}{_place_in_user_code(error)}", file=sys.stderr, flush=True)
         return EXIT_USER_ERROR
 
 
@@ -89,6 +90,12 @@ def help_text() -> str:
             "  roomier fit --config run.yaml --ckpt_path last",
         ]
     )
+
+
+def _is_worth_telling(error: RoomierError) -> bool:
+    """Whether no other rank has told it already; where several were never thought of, there is no need to ask."""
+    group = sys.modules.get("roomier.launch.group")
+    return group is None or bool(group.is_worth_telling(error))
 
 
 def _place_in_user_code(error: RoomierError) -> str:

@@ -44,7 +44,9 @@ def run(verb: str, arguments: Sequence[str]) -> int:
             trainer.predict(model, datamodule=data, ckpt_path=ckpt_path, return_predictions=False)
         else:
             evaluate: Any = {"validate": trainer.validate, "test": trainer.test}[verb]
-            print(json.dumps(evaluate(model, datamodule=data, ckpt_path=ckpt_path)))
+            metrics = evaluate(model, datamodule=data, ckpt_path=ckpt_path)
+            if trainer.is_global_zero:
+                print(json.dumps(metrics))
     return 0
 
 

@@ -26,6 +26,18 @@ def seed_everything(seed: int, workers: bool = False) -> int:
     return seed
 
 
+def separate_rng(rank: int) -> None:
+    """Let this rank draw other numbers than the ranks that were seeded like it; rank 0 goes on with its own.
+
+    What it draws depends on the states it came with and on ``rank`` alone.
+    """
+    if rank == 0:
+        return
+    random.seed(random.getrandbits(64) + rank)
+    np.random.seed((int(np.random.randint(_LIMIT, dtype=np.uint64)) + rank) % _LIMIT)
+    torch.manual_seed(int(torch.randint(2**62, ())) + rank)
+
+
 def rng_state() -> dict[str, Any]:
     """The state of all generators, as tensors, numbers and lists (it fits into a checkpoint)."""
     version, internal, gauss = random.getstate()

@@ -25,6 +25,7 @@ from roomier.engine.eager import EagerEngine
 from roomier.engine.materialise import cuts_parameters, take_weights
 from roomier.engine.prepared import PreparedEngine
 from roomier.engine.weights_file import WeightsFile
+from roomier.launch import join, place, present_launch
 from roomier.optim.by_name import make_optimizer
 from roomier.optim.configured import Configured, LRSchedulerConfig, check_ownership, read_configured
 from roomier.optim.schedule import make_schedule
@@ -198,7 +199,9 @@ def prepare(
         return configure_by_name(plan.optimizer, network_of(wrapped), lambda: max_steps or float("inf"))
 
     wrapped = as_module(module)
-    engine, configured = build(plan, wrapped, optimizers, PreparedEngine, Ranks())
+    world = place(plan.parallel.devices, plan.parallel.num_nodes, present_launch())
+    ranks = join(world, resolve_device(plan.parallel.accelerator).type)
+    engine, configured = build(plan, wrapped, optimizers, PreparedEngine, ranks)
     engine.scheduler = configured.schedulers[0].scheduler if configured.schedulers else None
     set_matmul_precision(plan.precision.matmul)
     return engine

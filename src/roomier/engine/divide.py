@@ -38,10 +38,12 @@ def divide(
             wire_dtype=wire_dtype,
             compression=wanted.gradient_compression,
         )
+    from roomier.parallel.agree import take_values_of_rank_zero
     from roomier.parallel.mesh import make_mesh
     from roomier.parallel.shard import Sharding, Shards, check_shardable
 
     check_shardable(network)
+    take_values_of_rank_zero(network, ranks)
     sharding = Sharding(
         mesh=make_mesh(device.type, ranks.world.size, wanted.num_shards),
         frees_parameters=wanted.strategy in ("zero3", "hsdp"),

@@ -18,7 +18,6 @@ from types import TracebackType
 
 from torch.distributed import DistError
 from torch.distributed.distributed_c10d import Store
-from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from roomier.core.world import World
 
@@ -92,8 +91,7 @@ class FailureNews:
         if not self.claim(f"{kind.__name__}: {error}"):
             return
         if self._before is sys.__excepthook__:  # in one write: ranks share the terminal
-            told = "".join(traceback.format_exception(kind, error, trace))
-            sys.stderr.write(f"roomier: rank {self.world.rank} of {self.world.size} failed:\n{told}")
+            sys.stderr.write("".join(traceback.format_exception(kind, error, trace)))
             sys.stderr.flush()
         else:
             self._before(kind, error, trace)
@@ -130,5 +128,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 def _tell_torchrun(error: BaseException) -> None:
     """torchrun's summary then names the rank and shows its error."""
     if "TORCHELASTIC_ERROR_FILE" in os.environ:
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
         with suppress(OSError):
             get_error_handler().record_exception(error)

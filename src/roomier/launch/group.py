@@ -1,0 +1,67 @@
+"""The process group of all ranks, made once in a process: they are started where needed, meet, and connect."""
+
+from __future__ import annotations
+
+import atexit
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+
+from roomier.core.world import World
+from roomier.launch.environment import launch_of
+from roomier.launch.failure import FailureNews
+from roomier.launch.meet import connect_again, meet, open_store
+from roomier.launch.network import choose_interface
+from roomier.launch.start import start_ranks
+
+JOIN_TIMEOUT = "ROOMIER_JOIN_TIMEOUT_S"
+"""Environment variable: how many seconds the ranks wait for each other at the start (600)."""
+
+_BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
+# Longer than rank 0 takes for what it does alone, such as a download or a large file.
+_COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+
+_news: FailureNews | None = None
+
+
+def is_worth_telling(error: BaseException) -> bool:
+    """Whether ``error``, which ends this rank, has not been told by another rank already."""
+    return _news is None or _news.claim(f"{type(error).__name__}: {error}")
+
+
+def initialise(world: World, device_type: str) -> None:
+    """Make the default process group.
+
+    Raises:
+        RoomierError: the ranks cannot be started, or did not come.
+    """
+    global _news
+    timeout_s = float(os.environ.get(JOIN_TIMEOUT, 600))
+    if launch_of(os.environ) is None:
+        store, children = start_ranks(world)
+        _news = news = FailureNews(world, children.news)
+        children.main_is_failing = lambda: news.is_failing
+    else:
+        store, _news = None, FailureNews(world)
+    _news.install()
+    choose_interface(world, os.environ["MASTER_ADDR"], os.environ)
+    store = store or open_store(world, os.environ, timeout_s)
+    meeting = meet(world, store, timeout_s)
+    _news.store = PrefixStore(meeting, connect_again(store, timeout_s))
+    dist.init_process_group(
+        _BACKENDS[device_type],
+        store=PrefixStore(meeting, store),
+        rank=world.rank,
+        world_size=world.size,
+        timeout=_COLLECTIVE_TIMEOUT,
+        device_id=torch.device("cuda", torch.cuda.current_device()) if device_type == "cuda" else None,
+    )
+    atexit.register(_leave)
+
+
+def _leave() -> None:
+    if dist.is_initialized():  # else threads of the group abort the process when the interpreter ends
+        dist.destroy_process_group()

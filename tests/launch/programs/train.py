@@ -1,0 +1,73 @@
+"""A small run that goes wrong in the way named by its arguments: ``WHAT RANK [Trainer keywords as JSON]``."""
+
+import json
+import os
+import signal
+import sys
+import time
+
+import torch
+
+import roomier
+
+WHAT, RANK = sys.argv[1], int(sys.argv[2])
+KEYWORDS = json.loads(sys.argv[3]) if len(sys.argv) > 3 else {}
+
+
+def go_wrong(what: str) -> None:
+    if what != WHAT or os.environ.get("RANK", "0") != str(RANK):
+        return
+    if what.endswith("raises"):
+        raise ValueError(f"rank {RANK} cannot go on")
+    if what.endswith("killed"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    if what.endswith("leaves"):
+        sys.exit(int(what == "step leaves"))
+    if what.endswith("sleeps"):
+        time.sleep(600)
+
+
+class Model(roomier.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 1))
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 1:
+            go_wrong("step raises")
+            go_wrong("step killed")
+            go_wrong("step leaves")
+            go_wrong("step sleeps")
+        if WHAT == "all raise" and batch_idx == 1:
+            raise ValueError("no rank can go on")
+        return self.net(batch).pow(2).mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.01)
+
+
+def main() -> None:
+    if os.environ.get("PIDS"):
+        with open(os.environ["PIDS"], "a") as file:
+            file.write(f"{os.getpid()}\n")
+    go_wrong("start raises")
+    go_wrong("start sleeps")
+    torch.manual_seed(0)
+    quiet = {
+        "accelerator": "cpu",
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    trainer = roomier.Trainer(**{"strategy": "zero2", "max_steps": 4, **quiet, **KEYWORDS})
+    model = Model()
+    trainer.fit(model, torch.utils.data.DataLoader(torch.ones(32, 8), batch_size=2))
+    go_wrong("end raises")
+    world = trainer.world
+    told = [world.rank, world.size, world.local_rank, world.local_size, world.node_rank, trainer.global_step]
+    sys.stdout.write(f"ranks {json.dumps(told)}\n")
+
+
+if __name__ == "__main__":
+    main()
