@@ -28,8 +28,9 @@ from roomier.engine.weights_file import WeightsFile
 from roomier.launch import join, place, present_launch
 from roomier.optim.by_name import make_optimizer
 from roomier.optim.configured import Configured, LRSchedulerConfig, check_ownership, read_configured
+from roomier.optim.onebit_adam import onebit_options
 from roomier.optim.schedule import make_schedule
-from roomier.plan import OptimizerPlan, Plan
+from roomier.plan import Plan
 from roomier.precision.policy import precision_of, set_matmul_precision
 
 ConfigureOptimizers = Callable[[], Configured]
@@ -131,18 +132,21 @@ def configure(plan: Plan, module: Module, num_steps: Callable[[], float]) -> Con
             f"{type(module).__name__}.configure_optimizers returns {type(configured.optimizers[0]).__name__} as well",
             "Remove one of the two",
         )
-    return configure_by_name(wanted, network_of(module), num_steps)
+    return configure_by_name(plan, network_of(module), num_steps)
 
 
-def configure_by_name(wanted: OptimizerPlan, network: nn.Module, num_steps: Callable[[], float]) -> Configured:
+def configure_by_name(plan: Plan, network: nn.Module, num_steps: Callable[[], float]) -> Configured:
     """The optimizer and schedule that a Plan names."""
+    wanted, options = plan.optimizer, dict(plan.optimizer.options)
     assert wanted.name is not None
+    if wanted.name == "onebit_adam":
+        options = onebit_options(options, num_steps, wanted.warmup_steps, cuts=plan.parallel.strategy == "zero1")
     optimizer = make_optimizer(
         wanted.name,
         network.named_parameters(),
         lr=wanted.lr,
         weight_decay=wanted.weight_decay,
-        options=dict(wanted.options),
+        options=options,
     )
     if wanted.schedule is None:
         return Configured([optimizer])
@@ -196,7 +200,7 @@ def prepare(
             return Configured(given)
         if plan.optimizer.name is None:
             raise PlanError("optimizer", None, "none was passed and the plan names none", "Pass one")
-        return configure_by_name(plan.optimizer, network_of(wrapped), lambda: max_steps or float("inf"))
+        return configure_by_name(plan, network_of(wrapped), lambda: max_steps or float("inf"))
 
     wrapped = as_module(module)
     world = place(plan.parallel.devices, plan.parallel.num_nodes, present_launch())

@@ -26,6 +26,10 @@ def divide(
     if ranks.is_alone:
         return None
     wanted = plan.parallel
+    if plan.optimizer.name == "onebit_adam":
+        from roomier.parallel.own_gradients import OwnGradients
+
+        return OwnGradients(network, ranks)
     wire_dtype = torch.bfloat16 if wanted.reduce_dtype == "bf16" else None
     if wanted.strategy == "ddp":
         from roomier.parallel.replicate import Replicas

@@ -114,7 +114,8 @@ def take_weights(network: nn.Module, plan: Plan, ranks: Ranks, *, given: set[str
 
 def cuts_parameters(plan: Plan, ranks: Ranks) -> bool:
     """Whether the strategy of ``plan`` leaves each rank a part of each parameter."""
-    return not ranks.is_alone and plan.parallel.strategy not in ("single", "ddp")
+    is_whole = plan.parallel.strategy in ("single", "ddp") or plan.optimizer.name == "onebit_adam"
+    return not ranks.is_alone and not is_whole
 
 
 def _cut_of(plan: Plan, ranks: Ranks) -> Cut:

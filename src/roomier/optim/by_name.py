@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from roomier.core.errors import PlanError, did_you_mean
+from roomier.optim.onebit_adam import OneBitAdam
 
 OPTIMIZERS: dict[str, type[Optimizer]] = {
     "adamw": torch.optim.AdamW,
@@ -20,6 +21,7 @@ OPTIMIZERS: dict[str, type[Optimizer]] = {
     "adagrad": torch.optim.Adagrad,
     "nadam": torch.optim.NAdam,
     "radam": torch.optim.RAdam,
+    "onebit_adam": OneBitAdam,
 }
 _FUSED = {"adamw", "adam", "sgd"}
 

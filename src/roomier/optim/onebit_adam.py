@@ -28,21 +28,23 @@ the signs save.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
-from roomier.core.errors import CheckpointError
+from roomier.core.errors import CheckpointError, PlanError
 from roomier.core.exchange import Exchange, all_reduce_bytes
 from roomier.core.log import notice
 from roomier.core.units import format_bytes
 from roomier.optim.sign_code import Pieces, SignCode
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
 LEAST_VARIANCE = 0.01
+DEFAULT_FREEZE = 0.2  # of the steps of a run
 _BUCKET_ELEMENTS = 2**23  # 32 MiB of fp32: what is averaged at once before the freeze
 
 
@@ -275,15 +277,11 @@ class OneBitAdam(Optimizer):
         yield "server_error", state["server_error"]
         yield "worker_error", state["worker_error"][None]
 
-    def place(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
-        """An empty tensor for a state of :meth:`state_dict` that is to be read, cut as this rank needs it; None where
-        it is of no use: errors of another number of ranks."""
+    def place(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """An empty tensor for the state ``name`` of :meth:`state_dict` that is to be read, cut as this rank needs it."""
         if not shape:
             return torch.empty(shape, dtype=dtype)
-        if name == "worker_error" and shape[0] != self._exchange.num_ranks:
-            return None
-        rows, rank = shape[0], self._exchange.rank
-        inside = Pieces(rows, self._exchange.num_ranks).slice_of(rank)
+        inside = Pieces(shape[0], self._exchange.num_ranks).slice_of(self._exchange.rank)
         device = self._entries[0][0].device
         return self._as_shard(torch.empty(inside.stop - inside.start, *shape[1:], dtype=dtype, device=device), shape)
 
@@ -291,7 +289,8 @@ class OneBitAdam(Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Put back what :meth:`state_dict` gave; tensors may be whole or cut. Every rank must call it.
 
-        Where ranks are other in number, their errors start again at zero, and a notice says so.
+        Where ranks are other in number, the errors of several become that of one, or some ranks begin without: their
+        mean, which is what the average of all ranks lacks, stays.
 
         Raises:
             CheckpointError: a parameter has no states in it.
@@ -313,39 +312,35 @@ class OneBitAdam(Optimizer):
         self._num_steps = int(first["step"])
         if "denominator" in first:
             self._start_code()
-        is_as_saved = True
         for index, (parameter, group) in enumerate(self._entries):
-            stored = states[indices[parameter]].items()
-            saved = {name: self._local(index, name, value) for name, value in stored if value is not None}
+            saved = {name: self._local(value) for name, value in states[indices[parameter]].items()}
             if self._momentum is None:
                 kept = {name: saved[name].to(parameter.device) for name in ("exp_avg", "exp_avg_sq")}
                 self.state[parameter] = kept
             else:
-                is_as_saved &= self._load_frozen(index, parameter, group["betas"][0], saved)
+                num_ranks_then = states[indices[parameter]]["worker_error"].shape[0]
+                self._load_frozen(index, parameter, group["betas"][0], saved, num_ranks_then)
         if self._momentum is not None:
             self._exchange.all_gather(self._momentum)
-            if not is_as_saved:
-                notice(
-                    f"onebit_adam: the checkpoint is of another number of ranks than {self._exchange.num_ranks}; what "
-                    "the signs of each rank had left out so far is not carried over"
-                )
 
-    def _load_frozen(self, index: int, parameter: nn.Parameter, beta1: float, saved: Mapping[str, Tensor]) -> bool:
+    def _load_frozen(
+        self, index: int, parameter: nn.Parameter, beta1: float, saved: Mapping[str, Tensor], num_ranks_then: int
+    ) -> None:
         assert self._code is not None
         assert self._momentum is not None
-        dtype, device, rank = _state_dtype(parameter), parameter.device, self._exchange.rank
+        dtype, device = _state_dtype(parameter), parameter.device
+        rank, num_ranks = self._exchange.rank, self._exchange.num_ranks
         momentum, error = (saved[name].to(device, dtype) for name in ("exp_avg", "server_error"))
-        worker_error = saved.get("worker_error")
-        is_as_saved = worker_error is not None
         self._hold_denominator(parameter, self._gather(index, saved["denominator"].to(device, dtype)))
         # Cut otherwise, it is no longer of one size in each block. What the code leaves out goes into the error.
         row = self._momentum[rank]
-        coded = self._code.encode_piece(index, momentum, row, rank, takes_largest=is_as_saved)
+        coded = self._code.encode_piece(index, momentum, row, rank, takes_largest=num_ranks == num_ranks_then)
         error = error.add(momentum - coded, alpha=beta1)
-        if worker_error is None:
-            worker_error = torch.zeros(parameter.numel(), dtype=dtype, device=device)
-        self.state[parameter].update(server_error=error, worker_error=worker_error.reshape(-1).to(device, dtype))
-        return is_as_saved
+        rows = saved["worker_error"].to(device, dtype)
+        worker_error = rows[0] if len(rows) == 1 else rows.sum(0)
+        if num_ranks != num_ranks_then:
+            worker_error = worker_error * (num_ranks / num_ranks_then)
+        self.state[parameter].update(server_error=error, worker_error=worker_error)
 
     def _indices(self) -> dict[nn.Parameter, int]:
         parameters = [p for group in self.param_groups for p in group["params"]]
@@ -354,6 +349,9 @@ class OneBitAdam(Optimizer):
     def _as_shard(self, local: Tensor, shape: tuple[int, ...]) -> Tensor:
         if self._exchange.num_ranks == 1:
             return local
+        from torch.distributed.device_mesh import init_device_mesh  # slow to import: one process does without
+        from torch.distributed.tensor import DTensor, Shard
+
         if self._mesh is None:
             self._mesh = init_device_mesh(local.device.type, (self._exchange.num_ranks,))
         stride = (shape[-1], 1) if len(shape) == 2 else (1,)
@@ -361,13 +359,48 @@ class OneBitAdam(Optimizer):
             local, self._mesh, [Shard(0)], run_check=False, shape=torch.Size(shape), stride=stride
         )
 
-    def _local(self, index: int, name: str, value: Tensor) -> Tensor:
+    def _local(self, value: Tensor) -> Tensor:
         """This rank's part of a stored tensor; it keeps no other part alive."""
+        if not value.dim() or self._exchange.num_ranks == 1:
+            return value
+        from torch.distributed.tensor import DTensor
+
         if isinstance(value, DTensor):
             return value.to_local()
-        if name == "step" or self._exchange.num_ranks == 1:
-            return value
-        return value[self._exchange.rank].clone() if name == "worker_error" else self._own(index, value).clone()
+        return value[Pieces(len(value), self._exchange.num_ranks).slice_of(self._exchange.rank)].clone()
+
+
+def onebit_options(
+    options: Mapping[str, Any], num_steps: Callable[[], float], lr_warmup_steps: int, *, cuts: bool
+) -> dict[str, Any]:
+    """``options`` with what a run decides: when the variance is frozen, and whether it is rounded.
+
+    Args:
+        num_steps: gives the optimizer steps of the run, infinite where unknown.
+        lr_warmup_steps: steps in which the learning rate still rises.
+        cuts: the strategy is zero1.
+
+    Raises:
+        PlanError: ``freeze_step`` is no count of steps; or it is not given and the run has no length.
+    """
+    length, given = num_steps(), options.get("freeze_step")
+    if given is None and length == float("inf"):
+        action = "Give it: optimizer={'name': 'onebit_adam', 'freeze_step': 1000}, about a fifth of the run"
+        raise PlanError(
+            "optimizer.options.freeze_step", None, "is needed where the length of the run is not known", action
+        )
+    if given is not None and (not isinstance(given, int) or isinstance(given, bool) or given < 1):
+        action = "Give the steps in full precision, about a fifth of the run"
+        raise PlanError("optimizer.options.freeze_step", given, "is not a positive whole number", action)
+    freeze_step: int = max(1, round(DEFAULT_FREEZE * length), lr_warmup_steps) if given is None else given
+    if freeze_step >= length:
+        notice(f"onebit_adam: nothing is compressed: the run has {length:.0f} steps, freeze_step is {freeze_step}")
+    elif freeze_step < lr_warmup_steps:
+        notice(
+            f"onebit_adam: the variance is frozen at step {freeze_step}, while the learning rate still rises "
+            f"(warmup_steps={lr_warmup_steps}); a freeze_step of at least that is safer"
+        )
+    return {"rounds_variance": cuts, **options, "freeze_step": freeze_step}
 
 
 def _state_dtype(parameter: Tensor) -> torch.dtype:

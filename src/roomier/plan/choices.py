@@ -93,6 +93,9 @@ CHOICES: dict[str, dict[str, Choice]] = {
         "adagrad": _torch_optimizer("Adagrad"),
         "nadam": _torch_optimizer("NAdam"),
         "radam": _torch_optimizer("RAdam"),
+        "onebit_adam": Choice(
+            Kind.APPROXIMATE, "Adam; once the variance is frozen, momentum travels as signs, with error feedback"
+        ),
     },
     "optimizer.schedule": {
         "constant": _exact("the learning rate stays after warm-up"),
@@ -211,7 +214,14 @@ ALIASES: dict[str, dict[str, str]] = {
         "fp8": "fp8-mixed",
     },
     "precision.matmul": {"tf32": "high"},
-    "optimizer.name": {"adamw_8bit": "adamw8bit", "adam8bit": "adamw8bit", "adamw_4bit": "adamw4bit"},
+    "optimizer.name": {
+        "adamw_8bit": "adamw8bit",
+        "adam8bit": "adamw8bit",
+        "adamw_4bit": "adamw4bit",
+        "onebitadam": "onebit_adam",
+        "1bit_adam": "onebit_adam",
+        "one_bit_adam": "onebit_adam",
+    },
     "optimizer.schedule": {"onecycle": "one_cycle"},
 }
 

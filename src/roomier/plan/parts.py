@@ -139,7 +139,8 @@ class OptimizerPlan(Part):
 
     Args:
         name: ``"adamw"``, ``"adam"``, ``"sgd"``, ``"adafactor"``, ``"rmsprop"``, ``"adagrad"``, ``"nadam"``,
-            ``"radam"``; None leaves the choice to the module's ``configure_optimizers``.
+            ``"radam"``, ``"onebit_adam"`` (option ``freeze_step``); None leaves the choice to the module's
+            ``configure_optimizers``.
         lr: the (highest) learning rate; None takes that of the ``torch.optim`` class.
         weight_decay: None takes that of the ``torch.optim`` class.
         options: further keyword arguments of that class (``{"betas": (0.9, 0.95)}``); immutable, lists become

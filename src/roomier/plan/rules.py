@@ -232,6 +232,31 @@ def compression_is_of_ddp(plan: "Plan") -> Iterator[PlanError]:
         yield PlanError("parallel.gradient_compression", parallel.gradient_compression, problem, action)
 
 
+def onebit_adam_sends_for_itself(plan: "Plan") -> Iterator[PlanError]:
+    """It needs the gradients of each rank as they are, and leaves none of all ranks to clip, round or compress."""
+    if plan.optimizer.name != "onebit_adam":
+        return
+    parallel, batch = plan.parallel, plan.batch
+    if parallel.strategy not in ("ddp", "zero1"):
+        action = "Use strategy='ddp' or 'zero1', or optimizer='adamw'"
+        problem = "does not go with optimizer 'onebit_adam': each rank needs all weights and gradients of its own"
+        yield PlanError("parallel.strategy", parallel.strategy, problem, action)
+    if parallel.gradient_compression != "none":
+        problem = "does not go with optimizer 'onebit_adam', which sends signs of the momentum and no gradients"
+        action = "Leave it 'none', or use optimizer='adamw'"
+        yield PlanError("parallel.gradient_compression", parallel.gradient_compression, problem, action)
+    if parallel.reduce_dtype != "32":
+        problem = "does not go with optimizer 'onebit_adam': full precision until the variance is frozen, then signs"
+        yield PlanError("parallel.reduce_dtype", parallel.reduce_dtype, problem, "Leave it '32'")
+    if batch.gradient_clip_val is not None:
+        problem = "does not go with optimizer 'onebit_adam': no rank has the gradient of the whole batch to clip"
+        action = "Leave it None, or use optimizer='adamw'"
+        yield PlanError("batch.gradient_clip_val", batch.gradient_clip_val, problem, action)
+    if plan.precision.mode == "16-mixed":
+        problem = "does not go with optimizer 'onebit_adam', which cannot leave out a step: ranks would part"
+        yield PlanError("precision.mode", "16-mixed", problem, "Use precision='bf16-mixed'")
+
+
 def eager_only(plan: "Plan") -> Iterator[PlanError]:
     """Compiling block by block is not part of the build yet."""
     if plan.compile.enabled:
@@ -285,6 +310,7 @@ RULES: list[Rule] = [
     shards_fill_the_ranks,
     mps_is_one_device,
     compression_is_of_ddp,
+    onebit_adam_sends_for_itself,
     eager_only,
     float64_needs_hardware,
     clipping_has_a_bound,
