@@ -143,6 +143,11 @@ class EagerEngine:
         with self._context():
             return self._run(step, batch)
 
+    @property
+    def allows_inference_mode(self) -> bool:
+        """Whether :meth:`forward` may be called in ``torch.inference_mode``; else in ``no_grad``."""
+        return self._parallel is None or self._parallel.allows_inference_mode
+
     def release(self) -> None:
         """Free what was gathered from other ranks for an evaluation."""
         if self._parallel is not None:

@@ -42,10 +42,12 @@ class Parallel(Protocol):
     Attributes:
         runner: calls a step on a batch, with the parameters there that it needs.
         loss_factor: what each loss is multiplied by, so that the gradients are their sum over the ranks.
+        allows_inference_mode: what is gathered in ``torch.inference_mode`` serves training afterwards.
     """
 
     runner: nn.Module
     loss_factor: float
+    allows_inference_mode: bool
 
     def begin_micro_batch(self, *, is_first: bool, is_last: bool) -> None:
         """Before the forward of each micro-batch of a step."""

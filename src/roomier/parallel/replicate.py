@@ -40,6 +40,8 @@ class Replicas:
         loss_factor: the number of ranks, which DDP divides by.
     """
 
+    allows_inference_mode = True
+
     def __init__(
         self,
         network: nn.Module,

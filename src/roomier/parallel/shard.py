@@ -77,9 +77,11 @@ class Shards:
     Attributes:
         runner: calls steps, with the network gathered as far as they need it.
         loss_factor: 1, since gradients are added up.
+        allows_inference_mode: memory that is first gathered into in inference mode can never be trained with.
     """
 
     loss_factor = 1.0
+    allows_inference_mode = False
 
     def __init__(self, network: nn.Module, sharding: Sharding) -> None:
         self._sharding = sharding
