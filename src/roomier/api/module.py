@@ -257,12 +257,14 @@ class Module(HasHyperParameters, nn.Module):
             on_step: log the value of this step. Default: True in ``training_step``.
             on_epoch: log the value reduced over the epoch. Default: True in validation and test.
             reduce_fx: ``"mean"`` (weighted by ``batch_size``), ``"sum"``, ``"min"`` or ``"max"``.
-            sync_dist: reduce over ranks as well.
+            sync_dist: on several ranks, let the rows of the log hold the mean over them (weighted by ``batch_size``; or
+                the sum, minimum, maximum that ``reduce_fx`` names) in place of the first rank's value. Values of an
+                epoch are those of all ranks in any case.
             add_dataloader_idx: with several loaders, put ``/dataloader_idx_N`` behind the name.
             batch_size: the weight of this value in the epoch's mean; by default the first dimension of the
                 first tensor of the batch. Pass the number of tokens where the value is a mean over tokens; one that is
                 counted on the device may stay there.
-            rank_zero_only: only rank 0 logs it.
+            rank_zero_only: take the value of rank 0 alone.
 
         The value stays on its device: nothing here waits for it.
         """
@@ -277,6 +279,8 @@ class Module(HasHyperParameters, nn.Module):
                 reduce_fx=reduce_fx,
                 add_dataloader_idx=add_dataloader_idx,
                 batch_size=batch_size,
+                sync_dist=sync_dist,
+                rank_zero_only=rank_zero_only,
             )
 
     def log_dict(self, dictionary: Mapping[str, Any], **kwargs: Any) -> None:

@@ -1,5 +1,6 @@
 """Every underscore name of torch that roomier uses, with the version it was checked on (2.11 and 2.13)."""
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
@@ -111,6 +112,26 @@ def load_metric_state(metric: Any, state: Mapping[str, Any], num_updates: int) -
         setattr(metric, name, value)
     metric._update_count = num_updates
     metric._computed = None
+
+
+def compute_metric_anew(metric: Any) -> Any:
+    """``metric.compute()`` of a torchmetrics metric, on all ranks together: its stored result is not used, which some
+    ranks may have and others not, nor is it told that this rank had nothing to add."""
+    metric._computed = None
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*``compute`` method of metric.*", category=UserWarning)
+        return metric.compute()
+
+
+def metric_reductions(metric: Any) -> dict[str, tuple[str | None, bool]]:
+    """By state of a torchmetrics metric: how the states of several ranks become one (``"sum"``, ``"mean"``, ``"cat"``,
+    ``"min"``, ``"max"``, or None for another way), and whether it is a list."""
+    names = {"dim_zero_sum": "sum", "dim_zero_mean": "mean", "dim_zero_cat": "cat"}
+    names |= {"dim_zero_min": "min", "dim_zero_max": "max"}
+    return {
+        name: (names.get(getattr(reduction, "__name__", "")), isinstance(metric._defaults[name], list))
+        for name, reduction in metric._reductions.items()
+    }
 
 
 def forget_iterator(loader: DataLoader[Any]) -> None:

@@ -168,6 +168,11 @@ class Source:
         self._batches = self._count(self._turns(limit), self._running)
         return self._batches
 
+    def end_epoch(self) -> None:
+        """The running epoch is over, though this rank may have batches left."""
+        if self._running is not None:
+            self._running.is_exhausted = True
+
     def close(self) -> None:
         """End the worker processes of the epoch that is being read. Left alone they live as long as the error that
         ended a run is looked at, and the death of any other child process would be taken for theirs."""

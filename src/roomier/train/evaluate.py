@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import islice
 from typing import Any
 
 import torch
@@ -13,7 +12,9 @@ import torch
 from roomier.api.hooks import overrides
 from roomier.api.module import Module
 from roomier.core.rng import rng_state, set_rng_state
+from roomier.core.tree import map_tensors
 from roomier.data.source import Source
+from roomier.train.muted import muted
 from roomier.train.run import Run, call
 from roomier.train.step import num_step_arguments, transfer_of
 
@@ -29,10 +30,11 @@ def evaluate(run: Run, stage: str, sources: Sequence[Source], limits: Sequence[f
 
     Args:
         stage: ``"validation"``, ``"test"`` or ``"predict"``.
-        limits: how many batches of each source at the most.
+        limits: how many batches of each source at the most, over all ranks.
 
     Returns:
-        What the step returned for each batch, a list a source; kept for ``"predict"`` only.
+        What the step returned for each batch, a list a source; kept for ``"predict"`` only. On several ranks it is that
+        of all of them, in the order of the batches, on the host of each.
 
     Raises:
         EvaluationCutError: a signal asked the run to stop.
@@ -41,7 +43,7 @@ def evaluate(run: Run, stage: str, sources: Sequence[Source], limits: Sequence[f
     outer_stage, results.stage, results.is_in_batch = results.stage, stage, False
     kept: list[list[Any]] = []
     try:
-        with evaluation_mode(module, stage, run.options.inference_mode):
+        with evaluation_mode(module, stage, run.options.inference_mode and run.engine.allows_inference_mode):
             call(getattr(hooks, f"on_{stage}_start"))
             call(getattr(hooks, f"on_{stage}_epoch_start"))
             for index, (source, limit) in enumerate(zip(sources, limits, strict=True)):
@@ -49,16 +51,18 @@ def evaluate(run: Run, stage: str, sources: Sequence[Source], limits: Sequence[f
                 outputs = _evaluate_source(run, stage, source, limit, index if len(sources) > 1 else None)
                 kept.append(outputs)
             results.dataloader_idx, results.is_in_batch = None, False
-            call(getattr(hooks, f"on_{stage}_epoch_end"))
+            results.call(getattr(hooks, f"on_{stage}_epoch_end"))
             metrics = results.end_epoch(stage)
             if not run.trainer.sanity_checking:
                 run.log_metrics(metrics)
             call(getattr(hooks, f"on_{stage}_end"))
+        run.vote(waits=True)  # callbacks have judged what was measured
     except EvaluationCutError:
         results.abandon(stage)
         raise
     finally:
         results.stage, results.dataloader_idx, results.is_in_batch = outer_stage, None, False
+        run.engine.release()
     return kept
 
 
@@ -70,26 +74,39 @@ def _evaluate_source(run: Run, stage: str, source: Source, limit: float, dataloa
     num_arguments = num_step_arguments(module, STEP_NAMES[stage], 2 if dataloader_idx is None else 3)
     last = () if dataloader_idx is None else (dataloader_idx,)
     outer_transfer, engine.hooks.transfer = engine.hooks.transfer, transfer_of(run, dataloader_idx or 0)
-    kept = []
+    kept: dict[int, Any] = {}
     try:
-        for batch_idx, host_batch in enumerate(islice(source.start(0), None if limit == float("inf") else int(limit))):
+        for host_batch, batch_idx, counts in source.turns(limit):
+            run.vote()
             if run.stop.received is not None:
                 raise EvaluationCutError
             batch = results.batch = engine.move(host_batch)
+            arguments = (batch_idx, *last)[: num_arguments - 1]
+            if not counts:
+                with muted(module, results):
+                    engine.forward(partial(_with_index, step, arguments), batch)
+                continue
             results.is_in_batch = True
             for hook in starts:
                 hook(batch, batch_idx, *last)
-            arguments = (batch_idx, *last)[: num_arguments - 1]
             output = engine.forward(partial(_with_index, step, arguments), batch)
             for hook in ends:
                 hook(output, batch, batch_idx, *last)
             if stage == "predict" and run.keeps_predictions:
-                kept.append(output)
+                kept[batch_idx] = output
             results.batch = batch = output = None  # makes room for the next
     finally:
         results.batch = None
         engine.hooks.transfer = outer_transfer
-    return kept
+    return list(kept.values()) if run.ranks.is_alone else _of_all_ranks(run, kept)
+
+
+def _of_all_ranks(run: Run, kept: dict[int, Any]) -> list[Any]:
+    if not run.keeps_predictions:
+        return []
+    on_host = {number: map_tensors(lambda tensor: tensor.cpu(), output) for number, output in kept.items()}
+    outputs = {number: output for of_rank in run.ranks.gather(on_host) for number, output in of_rank.items()}
+    return [outputs[number] for number in sorted(outputs)]
 
 
 def _with_index(step: Callable[..., Any], rest: tuple[int, ...], batch: Any) -> Any:

@@ -60,19 +60,23 @@ def fit(run: Run) -> None:
                 log_step(run)
             if is_validation_due(run, first_batch):
                 validate_within_fit(run)
+            run.vote()
             if is_over := save_point(run):
                 break
 
         if not is_over:
             end_epoch(run)
+            run.vote(waits=True)
             is_over = save_point(run)
 
     if not run.is_interrupted:
         finish(run)
+    run.vote(waits=True)
 
 
 def begin(run: Run) -> bool:
     """What comes before the first step; whether there is one to do."""
+    run.vote(waits=True)
     has_work = not run.is_at_its_end()
     run.is_in_step = has_work
     if has_work:
@@ -96,20 +100,31 @@ def finish(run: Run) -> None:
     """What comes after the last step."""
     run.check_finite("at the end")
     if run.progress.batch_idx:  # ended within an epoch: what was measured in it is still told
-        call(run.hooks.on_train_epoch_end)
+        run.results.call(run.hooks.on_train_epoch_end)
         run.log_metrics(run.results.end_epoch("train"))
     call(run.hooks.on_train_end)
 
 
 def windows(run: Run, batches: Iterator[Any], step: TrainingStep) -> Iterator[list[Any]]:
-    """The micro-batches of one optimizer step after another, until the epoch is over; the last may be fewer."""
+    """The micro-batches of one optimizer step after another, until the epoch is over; the last may be fewer.
+
+    All ranks get as many: where a loader may end on one before the others, its epoch ends with the first.
+    """
     size, progress = run.plan.batch.accumulate_grad_batches, run.progress
+    agrees = run.source.may_end_apart and not run.ranks.is_alone
     step.skips_epoch = False
     while (num_left := run.num_training_batches - progress.batch_idx) > 0 and not step.skips_epoch:
-        window = list(islice(batches, size if size <= num_left else int(num_left)))
+        num_wanted = size if size <= num_left else int(num_left)
+        window = list(islice(batches, num_wanted))
+        if agrees:
+            window = window[: min(run.ranks.gather(len(window)))]
         if not window:
-            return
+            break
         yield window
+        if agrees and len(window) < num_wanted:
+            break
+    if agrees:
+        run.source.end_epoch()
     if progress.batch_idx == run.source.num_batches:
         next(batches, None)  # lets the loader come to its end, as a for loop does
 
@@ -130,10 +145,12 @@ def manual_step(run: Run) -> Callable[[TrainingStep, list[Any]], Tensor | None]:
 
 def log_step(run: Run) -> None:
     """Write the row of a log step; the one place where the host waits for the device."""
-    run.check_finite("at a log step")
+    losses = None if run.ranks.is_alone else run.results.settle(run.loss_number())
+    run.check_finite("at a log step", losses)
     row = run.results.step_values()
-    if run.last_loss is not None:
-        row.setdefault("loss", run.last_loss)
+    loss = run.last_loss if losses is None else run.loss_of_all(losses)
+    if loss is not None:
+        row.setdefault("loss", loss)
     if run.engine.scaler is not None:
         row["num_skipped_steps"] = run.engine.scaler.num_skipped
     run.log_metrics(row)
@@ -161,7 +178,7 @@ def end_epoch(run: Run) -> None:
         validate_within_fit(run)
         if progress.is_validation_due:  # cut off by a signal: the run that goes on ends this epoch
             return
-    call(run.hooks.on_train_epoch_end)
+    results.call(run.hooks.on_train_epoch_end)
     run.log_metrics(results.end_epoch("train"))
     if run.module.automatic_optimization:
         run.schedulers.step("epoch", progress.epoch + 1, results)

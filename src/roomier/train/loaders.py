@@ -10,6 +10,7 @@ import torch
 
 from roomier.api.module import Module
 from roomier.core.errors import DataError
+from roomier.data.batch_size import batch_size_of, with_batch_size
 from roomier.data.loaders import as_loaders
 from roomier.data.source import Source
 
@@ -24,22 +25,39 @@ class RunLoaders:
         self._trainer = trainer
         self._module = module
         self._loaders = loaders
+        self._train_loader: Any = None
         self._train: Source | None = None
         self._num_training_batches: float | None = None
         self._pins = torch.cuda.is_available() and trainer.plan.parallel.accelerator in ("auto", "cuda", "gpu")
 
     @property
-    def train_source(self) -> Source:
-        if self._train is None:
+    def train_loader(self) -> Any:
+        if self._train_loader is None:
             name = "train_dataloaders"
             loader = self._find("train")
             if loader is None:
                 raise DataError(
                     name, None, "there is no data to train on", "Pass it to fit, or define train_dataloader"
                 )
+            self._train_loader = _only(as_loaders(loader, name), name)
+        return self._train_loader
+
+    @property
+    def batch_size(self) -> int | None:
+        """Samples of a micro-batch on each rank; None where they cannot be told, nor changed."""
+        return batch_size_of(self.train_loader)
+
+    def set_batch_size(self, batch_size: int) -> None:
+        """Train on micro-batches of ``batch_size`` samples. Before anything asked for the source."""
+        assert self._train is None
+        self._train_loader = with_batch_size(self.train_loader, batch_size)
+
+    @property
+    def train_source(self) -> Source:
+        if self._train is None:
             self._train = Source(
-                _only(as_loaders(loader, name), name),
-                name=name,
+                self.train_loader,
+                name="train_dataloaders",
                 seed=torch.initial_seed() % 2**63,
                 ranks=self._trainer.ranks,
                 shuffle_allowed=not self._trainer.options.overfit_batches,
@@ -56,7 +74,7 @@ class RunLoaders:
         return self._num_training_batches
 
     def evaluation(self, name: str) -> tuple[list[Source], list[float]]:
-        """The sources of ``"val"``, ``"test"`` or ``"predict"`` and how many batches of each are taken, by all ranks."""
+        """The sources of ``"val"``, ``"test"`` or ``"predict"``; how many batches of each are taken, by all ranks."""
         options, field = self._trainer.options, f"{name}_dataloaders"
         if not options.num_dev_batches and getattr(options, f"limit_{name}_batches") == 0:
             return [], []

@@ -1,9 +1,15 @@
-"""What a module logged: the value of this step, and the reduction over the epoch, both left on their device."""
+"""What a module logged: the value of this step, and the reduction over the epoch, both left on their device.
+
+[Note: one figure for all ranks]
+A step brings no collective for what it logs. Values come together where a row is written and where an epoch or an
+evaluation ends: before its hooks, and after each of them, for a hook may log. From there on all ranks read the same, so
+callbacks that watch a metric decide alike. There is no way to get the figure of one rank under the name of all.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
@@ -14,9 +20,9 @@ from torch import Tensor
 from roomier.core import torch_private
 from roomier.core.errors import RoomierError, did_you_mean
 from roomier.core.log import notice
+from roomier.core.ranks import Ranks
 from roomier.core.tree import batch_size_of
-
-REDUCTIONS = ("mean", "sum", "min", "max")
+from roomier.train.over_ranks import REDUCTIONS, Told, reduce_over_ranks
 
 
 @dataclass(slots=True)
@@ -24,7 +30,11 @@ class Entry:
     """One name that was logged, with how it is reduced and who sees it.
 
     Attributes:
-        asked: the arguments of the call that made it; None while it comes from a checkpoint.
+        asked: the arguments of the call that made it; None while it comes from a checkpoint, or from another rank.
+        syncs: at a log step, the value is that of all ranks.
+        step_weight: of ``value`` among those of other ranks.
+        agreed, agreed_step: what all ranks have together, where that was asked; None where something came since.
+        updates: of ``metric`` on each rank, when ``agreed`` was computed from it.
     """
 
     name: str
@@ -38,6 +48,15 @@ class Entry:
     weight: Any = 0.0
     metric: Any = None
     asked: tuple[Any, ...] | None = None
+    syncs: bool = False
+    step_weight: Any = 1
+    agreed: Any = None
+    agreed_step: Any = None
+    updates: list[int] | None = None
+
+    @property
+    def options(self) -> tuple[bool, bool, bool, bool, str]:
+        return self.on_step, self.on_epoch, self.prog_bar, self.logger, self.reduce_fx
 
     def names_for_step(self) -> tuple[str, ...]:
         return (self.name, f"{self.name}_step") if self.on_step and self.on_epoch else (self.name,)
@@ -80,9 +99,22 @@ class Entry:
         return self.total / self.weight
 
     def reset(self) -> None:
-        self.total, self.weight = None, 0.0
+        self.total, self.weight, self.agreed, self.updates = None, 0.0, None, None
         if self.metric is not None:
             self.metric.reset()
+
+    def told(self) -> Told:
+        """What the other ranks need to know of it, as plain numbers: this waits for the device."""
+        is_updated = self.metric is not None and self.metric.update_called
+        return Told(
+            self.options,
+            total=None if self.total is None else float(self.total),
+            weight=float(self.weight),
+            step_value=None if self.value is None or not self.on_step else float(self.value),
+            step_weight=float(self.step_weight),
+            num_updates=self.metric.update_count if is_updated else 0,
+            has_metric=self.metric is not None,
+        )
 
 
 def as_tensor(value: Any) -> Tensor:
@@ -107,9 +139,12 @@ class Results:
         is_in_batch: a batch is running, so that ``on_step`` is the default in training.
         batch: the batch that is running, for its size.
         dataloader_idx: set where a stage has several loaders.
+        is_muted: what runs, runs for the sake of other ranks: nothing it logs counts.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: Ranks | None = None) -> None:
+        self._ranks = ranks or Ranks()
+        self.is_muted = False
         self.stage: str | None = None
         self.is_in_batch = False
         self.batch: Any = None
@@ -133,8 +168,12 @@ class Results:
         reduce_fx: Any,
         add_dataloader_idx: bool,
         batch_size: int | Tensor | None,
+        sync_dist: bool = False,
+        rank_zero_only: bool = False,
     ) -> None:
         """Behind :meth:`roomier.Module.log`, which tells the arguments."""
+        if rank_zero_only and not self._ranks.is_zero:
+            return
         if self.stage is None:
             raise RoomierError("log", name, "no step or epoch is running", "Log from a step or a hook of the loop")
         if self.dataloader_idx is not None and add_dataloader_idx:
@@ -144,10 +183,14 @@ class Results:
         entry, asked = table.get(key), (on_step, on_epoch, prog_bar, logger, reduce_fx)
         if entry is None or entry.asked != asked:
             entry = table[key] = self._asked_anew(entry, table, name, asked)
+        if self.is_muted and isinstance(value, (Tensor, Real)):
+            return
         if isinstance(value, Tensor):
             if value.numel() != 1:
                 raise RoomierError("log", (name, tuple(value.shape)), "the value is not a scalar", "Reduce it first")
             value = value.detach()
+            if not self._ranks.is_alone and hasattr(value, "full_tensor"):  # made of parameters that are cut
+                value = value.full_tensor()
             if value.dim():
                 value = value.reshape(())
         elif not isinstance(value, (float, int)):
@@ -156,11 +199,16 @@ class Results:
                 return
             value = float(value)  # NumPy's
         entry.value = value
+        if entry.agreed_step is not None:
+            entry.agreed = entry.agreed_step = None
+        if not (entry.on_epoch or (sync_dist and not self._ranks.is_alone)):
+            return
+        weight: Any = 1
+        if entry.reduce_fx == "mean":
+            weight = batch_size_of(self.batch) if batch_size is None else _weight(batch_size)
         if entry.on_epoch:
-            is_mean = entry.reduce_fx == "mean"
-            entry.add(
-                value, (batch_size_of(self.batch) if batch_size is None else _weight(batch_size)) if is_mean else 1
-            )
+            entry.add(value, weight)
+        entry.syncs, entry.step_weight, entry.agreed, entry.agreed_step = sync_dist, weight, None, None
 
     def _asked_anew(
         self, entry: Entry | None, table: Mapping[tuple[str, bool], Entry], name: str, asked: tuple[Any, ...]
@@ -213,7 +261,7 @@ class Results:
                 "Log a float or a 0-dim tensor; several numbers by name with self.log_dict",
             )
         entry.metric = value
-        if entry.on_step:
+        if entry.on_step and not self.is_muted:
             last = torch_private.last_forward_value(value)
             entry.value = last.detach() if isinstance(last, Tensor) else last
 
@@ -224,19 +272,67 @@ class Results:
 
     # Reading ----------------------------------------------------------------------------------------------------
 
+    def settle(self, beside: Any = None) -> list[Any]:
+        """Bring together what the ranks logged: see [Note: one figure for all ranks]. Every rank must call it at the
+        same time; with one rank there is nothing to do.
+
+        Args:
+            beside: something else to tell the other ranks.
+
+        Returns:
+            ``beside`` of each rank.
+
+        Raises:
+            RoomierError: ranks logged a name with different arguments, or a torchmetrics object on some of them only.
+        """
+        if self._ranks.is_alone:
+            return [beside]
+        stages = dict.fromkeys(("train", self.stage or "train"))
+        own = {(stage, *key): entry.told() for stage in stages for key, entry in self._entries.get(stage, {}).items()}
+        gathered = self._ranks.gather((beside, own))
+        for (stage, name, is_in_batch), of_all in reduce_over_ranks([told for _, told in gathered]).items():
+            table = self._entries.setdefault(stage, {})
+            entry = table.get((name, is_in_batch))
+            if entry is None:
+                entry = table[name, is_in_batch] = Entry(name, *of_all.options)
+            if entry.metric is None or not any(of_all.updates):
+                entry.agreed = of_all.epoch_value
+            elif entry.on_epoch and entry.updates != of_all.updates:
+                entry.agreed, entry.updates = torch_private.compute_metric_anew(entry.metric), of_all.updates
+            entry.agreed_step = of_all.step_value
+        return [each for each, _ in gathered]
+
+    def call(self, hooks: Sequence[Callable[[], Any]]) -> None:
+        """Call ``hooks`` of the end of an epoch: each reads what was logged before it, by all ranks."""
+        self.settle()
+        for hook in hooks:
+            hook()
+            self.settle()
+
+    def _reduced(self, entry: Entry) -> Any:
+        """The value of the epoch so far, over all ranks as far as they told it; None where nothing was added."""
+        if not entry.on_epoch:
+            return None
+        if self._ranks.is_alone:
+            return entry.reduced()
+        if entry.agreed is None and entry.metric is None:
+            return entry.reduced()
+        return entry.agreed
+
     def step_values(self) -> dict[str, Any]:
         """What the loggers get at a log step: the ``on_step`` values of training."""
         return {
-            entry.names_for_step()[-1]: entry.value
+            entry.names_for_step()[-1]: entry.agreed_step if entry.syncs and entry.agreed_step is not None else value
             for entry in self._entries["train"].values()
-            if entry.on_step and entry.logger and entry.value is not None
+            if entry.on_step and entry.logger and (value := entry.value) is not None
         }
 
     def end_epoch(self, stage: str) -> dict[str, Tensor]:
-        """Reduce the epoch of ``stage`` and forget it; returns what the loggers get."""
+        """Reduce the epoch of ``stage`` over all ranks and forget it; returns what the loggers get."""
+        self.settle()
         logged: dict[str, Tensor] = {}
         for entry in self._entries.get(stage, {}).values():
-            value = entry.reduced() if entry.on_epoch else None
+            value = self._reduced(entry)
             if value is None:
                 continue
             value = as_tensor(value)
@@ -260,13 +356,14 @@ class Results:
         """Everything logged so far by name: the value of the epoch, else of the step."""
         metrics = dict(self._epoch_values)
         for entry in self._entries["train"].values():
-            if entry.on_step and entry.value is not None:
+            value = entry.value if entry.agreed_step is None else entry.agreed_step
+            if entry.on_step and value is not None:
                 names = entry.names_for_step()
-                metrics.update(dict.fromkeys(names if len(names) == 1 else names[1:], as_tensor(entry.value)))
-                metrics.setdefault(entry.name, as_tensor(entry.value))
+                metrics.update(dict.fromkeys(names if len(names) == 1 else names[1:], as_tensor(value)))
+                metrics.setdefault(entry.name, as_tensor(value))
         if self.stage is not None and not self.is_in_batch:  # a hook at the end of an epoch sees what it gave so far
             for entry in self._entries.get(self.stage, {}).values():
-                reduced = entry.reduced() if entry.on_epoch else None
+                reduced = self._reduced(entry)
                 if reduced is not None:
                     metrics.update(dict.fromkeys(entry.names_for_epoch(), as_tensor(reduced)))
         return metrics
@@ -282,25 +379,34 @@ class Results:
     # Resume -----------------------------------------------------------------------------------------------------
 
     def state(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
-        """The running reductions of the training epoch and the last values of finished ones.
+        """The running reductions of the training epoch and the last values of finished ones, over all ranks, which must
+        ask for it at the same time.
 
         Args:
             metrics: the metric objects whose states are saved, by name.
         """
         name_of = {id(metric): name for name, metric in metrics.items()}
         running = []
+        own = {key: entry.told() for key, entry in self._entries["train"].items()}
+        over_ranks = {} if self._ranks.is_alone else reduce_over_ranks(self._ranks.gather(own))
+        for key, of_all in over_ranks.items():  # what other ranks alone logged
+            self._entries["train"].setdefault(key, Entry(key[0], *of_all.options))
         for (name, is_in_batch), entry in self._entries["train"].items():
             if entry.metric is not None and id(entry.metric) not in name_of:
                 self._tell_unsaved(name)
                 continue
+            total, weight, value = entry.total, entry.weight, entry.value
+            if over_ranks:
+                of_all = over_ranks[name, is_in_batch]
+                total, weight, value = of_all.total, of_all.weight, of_all.step_value
             running.append(
                 {
                     "name": name,
                     "is_in_batch": is_in_batch,
-                    "total": entry.total,
-                    "weight": entry.weight,
-                    "value": entry.value,
-                    "options": [entry.on_step, entry.on_epoch, entry.prog_bar, entry.logger, entry.reduce_fx],
+                    "total": total,
+                    "weight": weight,
+                    "value": value,
+                    "options": list(entry.options),
                     "metric": None if entry.metric is None else name_of[id(entry.metric)],
                 }
             )
@@ -324,5 +430,7 @@ class Results:
                 entry.metric = metrics.get(saved["metric"])
                 if entry.metric is None:
                     continue
-            entry.value, entry.total, entry.weight = (move(saved[each]) for each in ("value", "total", "weight"))
+            entry.value = move(saved["value"])
+            if self._ranks.is_zero:  # it is of all ranks: one of them carries it on
+                entry.total, entry.weight = move(saved["total"]), move(saved["weight"])
             restored[saved["name"], saved["is_in_batch"]] = entry

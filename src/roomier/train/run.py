@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from roomier.api.hooks import HookTable
 from roomier.api.module import Module
 from roomier.core.errors import RoomierError, TrainingError
 from roomier.core.ranks import Ranks
+from roomier.core.vote import Vote
 from roomier.data.source import Source
 from roomier.engine.eager import EagerEngine
 from roomier.loggers.group import LoggerGroup
@@ -45,7 +47,8 @@ class Run:
         saved_step, saved_path: the newest complete checkpoint this run wrote or was resumed from.
         state_at_end: all but the engine's part of a checkpoint, as training left it at its last save point.
         random_state: of a checkpoint, put back when the loop begins.
-        last_loss: loss of the last optimizer step (0-dim, on the device).
+        last_loss: loss of the last optimizer step (0-dim, on the device); on several ranks, this rank's share of it.
+        is_stop_agreed: on several ranks, all know that one of them wants training to end.
     """
 
     trainer: Trainer
@@ -77,9 +80,13 @@ class Run:
     random_state: dict[str, Any] | None = None
     profiler: torch.profiler.profile | None = None
     last_loss: Tensor | None = None
+    is_stop_agreed: bool = False
     started_s: float = field(default_factory=time.monotonic)
     epoch_limit: float = math.inf
     step_limit: float = math.inf
+
+    def __post_init__(self) -> None:
+        self._vote = Vote(self.ranks)
 
     @property
     def source(self) -> Source:
@@ -98,12 +105,32 @@ class Run:
         progress, options = self.progress, self.options
         if progress.global_step >= self.step_limit or progress.epoch >= self.epoch_limit:
             return True
-        max_time_s = options.max_time_s
-        is_asked = self.trainer.should_stop or (
-            max_time_s is not None and time.monotonic() - self.started_s >= max_time_s
-        )
+        is_asked = self._wants_to_stop() if self.ranks.is_alone else self.is_stop_agreed
         has_minimum = progress.epoch >= (options.min_epochs or 0) and progress.global_step >= (options.min_steps or 0)
         return is_asked and has_minimum
+
+    def _wants_to_stop(self) -> bool:
+        max_time_s = self.options.max_time_s
+        return self.trainer.should_stop or (max_time_s is not None and time.monotonic() - self.started_s >= max_time_s)
+
+    def vote(self, *, waits: bool = False) -> None:
+        """Let all ranks obey a signal, or end training, at the same place: every rank must call it there.
+
+        See [Note: ranks end together] in ``docs/design/train.md``.
+
+        Args:
+            waits: for the other ranks: what one of them wants now holds now. Else it holds at the next vote.
+        """
+        if self.ranks.is_alone:
+            return
+        wishes = [int(self.stop.noted or 0), int(self._wants_to_stop())]
+        outcome = self._vote.settle(wishes) if waits else self._vote.cast(wishes)
+        if outcome is None:
+            return
+        number, wants_to_stop = outcome
+        self.is_stop_agreed = bool(wants_to_stop)
+        if number:
+            self.stop.received = signal.Signals(number)
 
     @property
     def num_steps_in_all(self) -> float:
@@ -126,43 +153,83 @@ class Run:
         if row and self.loggers.loggers:
             self.loggers.log_metrics({"epoch": self.progress.epoch, **row}, self.progress.global_step)
 
-    def check_finite(self, where: str) -> None:
-        """Stop before a loss that is no number reaches a log row or a checkpoint.
+    def loss_number(self) -> float | None:
+        """:attr:`last_loss` as a number; waits for the device."""
+        return None if self.last_loss is None else float(self.last_loss)
+
+    def loss_of_all(self, losses: Sequence[float | None]) -> float | None:
+        """The loss of the last step over all ranks, from that of each: shares of a batch are added up, losses of steps
+        that the module takes by itself are averaged."""
+        there = [loss for loss in losses if loss is not None]
+        if not there:
+            return None
+        return sum(there) if self.module.automatic_optimization else sum(there) / len(there)
+
+    def check_finite(self, where: str, losses: Sequence[float | None] | None = None) -> None:
+        """Stop before a loss that is no number reaches a log row or a checkpoint. Every rank must call it.
 
         A loss scale leaves out the steps of such losses and halves itself each time: below 1 it has done so many times
         in a row, and no scale will help.
 
+        Args:
+            losses: of the last step on each rank, where they are known.
+
         Raises:
-            TrainingError: the last loss is not finite, and no loss scale is there to deal with it, or it has given up.
+            TrainingError: the last loss is not finite on a rank, and no loss scale is there to deal with it, or it has
+                given up.
         """
-        if self.last_loss is None or bool(torch.isfinite(self.last_loss)):
-            return
+        if self.ranks.is_alone:
+            if self.last_loss is None or bool(torch.isfinite(self.last_loss)):
+                return
+        elif losses is None:
+            losses = self.ranks.gather(self.loss_number())
         if self.engine.scaler is not None and self.engine.scaler.factor >= 1.0:
             return
-        raise TrainingError(
-            "loss",
-            float(self.last_loss),
-            f"is not finite at step {self.progress.global_step} ({where}; it is looked at every "
-            f"log_every_n_steps={self.options.log_every_n_steps} steps, before each checkpoint and after each epoch)",
-            self._way_back(),
-        )
+        for rank, loss in enumerate(losses or [self.loss_number()]):
+            if loss is None or math.isfinite(loss):
+                continue
+            on_rank = "" if self.ranks.is_alone else f" on rank {rank}"
+            raise TrainingError(
+                "loss",
+                loss,
+                f"is not finite{on_rank} at step {self.progress.global_step} ({where}; it is looked at every "
+                f"log_every_n_steps={self.options.log_every_n_steps} steps, before each checkpoint and after each "
+                "epoch)",
+                self._way_back(),
+            )
 
     def check_finite_weights(self) -> None:
-        """Stop before weights that are no numbers take the place of good ones: a finite loss can ruin them.
+        """Stop before weights that are no numbers take the place of good ones: a finite loss can ruin them. Every rank
+        must call it; each looks at its part.
 
         Raises:
             TrainingError: a parameter that is trained holds NaN or infinity.
         """
+        for rank, found in enumerate(self.ranks.gather(self._not_finite())):
+            if found is not None:
+                name, value = found
+                on_rank = "" if self.ranks.is_alone else f" on rank {rank}"
+                raise TrainingError(
+                    name,
+                    value,
+                    f"this parameter is not finite{on_rank} after step {self.progress.global_step} (before a "
+                    "checkpoint)",
+                    self._way_back(),
+                )
+
+    def _not_finite(self) -> tuple[str, float] | None:
+        """The name of a parameter that holds NaN or infinity here, and one of them."""
         for name, parameter in self.engine.module.named_parameters():
-            if parameter.requires_grad and parameter.is_floating_point() and parameter.numel():
-                extremes = torch.stack(parameter.detach().aminmax())  # unlike isfinite(), needs no second tensor
+            if not (parameter.requires_grad and parameter.is_floating_point()):
+                continue
+            own = parameter.detach()
+            to_local = getattr(own, "to_local", None)  # of a parameter that is cut among the ranks
+            own = own if to_local is None else to_local()
+            if own.numel():
+                extremes = torch.stack(own.aminmax())  # unlike isfinite(), needs no second tensor
                 if not bool(extremes.isfinite().all()):
-                    raise TrainingError(
-                        name,
-                        float(extremes.sum()),
-                        f"this parameter is not finite after step {self.progress.global_step} (before a checkpoint)",
-                        self._way_back(),
-                    )
+                    return name, float(extremes.sum())
+        return None
 
     def check_trains(self, *, is_epoch_over: bool = False) -> None:
         """Stop a run that would go on for ever, or come to its end, without having trained anything.

@@ -34,6 +34,7 @@ class Schedulers:
                 continue
             metric = None
             if config.reduce_on_plateau:
+                results.settle()
                 metrics = results.callback_metrics
                 if config.monitor not in metrics:
                     self._miss(config, metrics)

@@ -14,13 +14,22 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class GracefulStop:
-    """Inside, the first SIGINT or SIGTERM is noted in ``received``; a second one ends the process at once.
+    """Inside, the first SIGINT or SIGTERM is noted; a second one ends the process at once.
 
     Signals can only be caught in the main thread: elsewhere this does nothing.
+
+    Args:
+        is_alone: there are no other ranks that must obey it at the same step.
+
+    Attributes:
+        noted: what this process got.
+        received: what the run obeys: what was noted, where there are several ranks once all know of it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, is_alone: bool = True) -> None:
+        self.noted: signal.Signals | None = None
         self.received: signal.Signals | None = None
+        self._is_alone = is_alone
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
@@ -34,10 +43,12 @@ class GracefulStop:
         self._before = {}
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.received is not None:
+        if self.noted is not None:
             if number == signal.SIGINT:
                 raise KeyboardInterrupt
             raise SystemExit(128 + number)
-        self.received = signal.Signals(number)
+        self.noted = signal.Signals(number)
+        if self._is_alone:
+            self.received = self.noted
         with suppress(RuntimeError):  # Python refuses to print from within a print that the signal interrupted
-            notice(f"{self.received.name}: finishing this step, then saving (send it again to end at once)")
+            notice(f"{self.noted.name}: finishing this step, then saving (send it again to end at once)")
