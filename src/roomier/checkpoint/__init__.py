@@ -7,6 +7,17 @@ and safetensors files. Nothing in it is code, and nothing in it is ever executed
 from roomier.checkpoint.commit import clear_stale, remove
 from roomier.checkpoint.find import find_last, list_complete, verify
 from roomier.checkpoint.tree import TensorSpec
-from roomier.checkpoint.verbs import load, peek, save
+from roomier.checkpoint.verbs import UNREAD, load, peek, save
 
-__all__ = ["TensorSpec", "clear_stale", "find_last", "list_complete", "load", "peek", "remove", "save", "verify"]
+__all__ = [
+    "UNREAD",
+    "TensorSpec",
+    "clear_stale",
+    "find_last",
+    "list_complete",
+    "load",
+    "peek",
+    "remove",
+    "save",
+    "verify",
+]

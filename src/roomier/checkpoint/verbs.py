@@ -1,5 +1,6 @@
 """Save, load and peek."""
 
+import enum
 import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -27,6 +28,15 @@ from roomier.core.errors import CheckpointError, did_you_mean
 from roomier.core.ranks import Ranks
 
 _NUM_NAMES_SHOWN = 5
+
+
+class Unread(enum.Enum):
+    """What stands in ``load(into=...)`` for a tensor that is not to be read."""
+
+    UNREAD = "UNREAD"
+
+
+UNREAD = Unread.UNREAD
 
 
 def save(path: str | Path, state: Mapping[str, Any], ranks: Ranks | None = None) -> None:
@@ -87,8 +97,8 @@ def load(
         into: a nested state like the one that was saved, or a part of it. A tensor in it receives, in place
             and on its own device, the stored tensor of the same path, and is what the result holds there.
             A top-level entry of ``into`` that holds tensors must hold exactly the stored ones, each with
-            equal shape and dtype. Other stored tensors are allocated on the CPU. Values that are no tensors
-            are ignored.
+            equal shape and dtype, or :data:`UNREAD` for one that is not wanted: the result has None there. Other stored
+            tensors are allocated on the CPU. Values that are no tensors are ignored.
         only: top-level keys to read; the result holds these alone, and files of other entries are not read.
         ranks: that load together, which shares the work of verifying; each of them calls this, and what fails on one
             fails on all. None loads on this process alone, whatever others do.
@@ -109,7 +119,7 @@ def load(
     def check() -> None:
         record = read_record(folder)
         check_sizes(folder, record)
-        skeleton.update(_skeleton(record, only))
+        skeleton.update(_without_unread(_skeleton(record, only), into or {}))
         wanted = {key: into[key] for key in into if only is None or key in only} if into else {}
         targets.update(_match(folder, skeleton, wanted))
         names = {stored.name for _, stored in leaves(skeleton, StoredTensor)}
@@ -133,6 +143,17 @@ def load(
     together(ranks, read)
     state: dict[str, Any] = tree.fill_by_path(skeleton, targets)
     return state
+
+
+def _without_unread(node: Any, into: Any) -> Any:
+    """``node`` with None for each stored tensor that is :data:`UNREAD` in ``into``."""
+    if isinstance(node, StoredTensor) and into is UNREAD:
+        return None
+    if isinstance(node, dict) and isinstance(into, Mapping):
+        return {key: _without_unread(item, into.get(key)) for key, item in node.items()}
+    if isinstance(node, (list, tuple)) and isinstance(into, (list, tuple)) and len(node) == len(into):
+        return type(node)(_without_unread(item, other) for item, other in zip(node, into, strict=True))
+    return node
 
 
 def _by_name(skeleton: dict[str, Any], targets: Mapping[tree.Path, Tensor]) -> list[dict[str, Tensor]]:

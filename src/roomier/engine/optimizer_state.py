@@ -1,14 +1,26 @@
 """Optimizer states by parameter name, so that a checkpoint does not know the order or layout that wrote it."""
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, runtime_checkable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from roomier.core.errors import CheckpointError
-from roomier.core.tree import to_device
+from roomier.core.tree import map_tensors, to_device
+
+Spec = Any
+"""Shape and dtype of a stored tensor."""
+
+
+@runtime_checkable
+class PlacesStates(Protocol):
+    """An optimizer whose states are cut otherwise than its parameters."""
+
+    def place(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
+        """An empty tensor for the state ``name`` of a parameter; None where it is not needed."""
+        ...
 
 
 def parameter_names(module: nn.Module) -> dict[nn.Parameter, str]:
@@ -53,6 +65,54 @@ def check_optimizer(optimizer: Optimizer, saved: Mapping[str, Any], names: Mappi
             f"its parameter groups are not those of the checkpoint (differing: {differing[:5] or 'their order'})",
             action,
         )
+
+
+def state_places(
+    optimizer: Optimizer,
+    saved: Mapping[str, Any],
+    names: Mapping[nn.Parameter, str],
+    *,
+    is_spec: Callable[[Any], bool],
+    unneeded: Any,
+) -> dict[str, Any]:
+    """``saved`` with an empty tensor in the place of each that is to be read.
+
+    A state of its parameter's shape is cut like the parameter, so that no rank holds more of it than it trains with.
+    Any other stands on the parameter's device, on every rank; one without dimensions, such as a step count, on the CPU,
+    from where the engine puts it where the optimizer wants it.
+
+    Args:
+        is_spec: tells what stands for a tensor: it has ``shape`` and ``dtype``.
+        unneeded: stands where the optimizer has no use for a tensor.
+    """
+    parameters = {name: parameter for parameter, name in names.items()}
+
+    def place(parameter: nn.Parameter, key: str, spec: Spec) -> Any:
+        if isinstance(optimizer, PlacesStates):
+            tensor = optimizer.place(key, spec.shape, spec.dtype)
+            return unneeded if tensor is None else tensor
+        if not spec.shape:
+            return torch.empty((), dtype=spec.dtype)
+        return _empty_beside(parameter, spec.shape, spec.dtype)
+
+    def places_of(name: str, state: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            key: map_tensors(lambda spec: place(parameters[name], key, spec), value, is_leaf=is_spec)  # noqa: B023 - called at once
+            for key, value in state.items()
+        }
+
+    return {**saved, "state": {name: places_of(name, state) for name, state in saved["state"].items()}}
+
+
+def _empty_beside(parameter: nn.Parameter, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    if type(parameter) is not nn.Parameter:
+        from torch.distributed.tensor import DTensor, Replicate, empty  # slow to import, and needed only here
+
+        if isinstance(parameter, DTensor):
+            mesh = parameter.device_mesh
+            placements = parameter.placements if shape == tuple(parameter.shape) else [Replicate()] * mesh.ndim
+            return empty(shape, dtype=dtype, device_mesh=mesh, placements=placements)
+    return torch.empty(shape, dtype=dtype, device=parameter.device)
 
 
 def load_optimizer(optimizer: Optimizer, saved: Mapping[str, Any], names: Mapping[nn.Parameter, str]) -> None:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from roomier import checkpoint
 from roomier.core.errors import CheckpointError
 from roomier.core.log import notice
-from roomier.core.tree import map_tensors
+from roomier.core.rng import rng_state, seed_everything, set_rng_state
+from roomier.engine.eager import EagerEngine
+from roomier.engine.optimizer_state import parameter_names, state_places
 from roomier.plan import Plan
 from roomier.train.group_values import changed_in_plan, put_changed, tell_kept
 from roomier.train.metric_state import load_metric_states, metrics_of
@@ -56,15 +58,16 @@ def restore_weights(run: Run, path: Path) -> None:
     """Fill the weights of the module from ``path``; nothing else of the checkpoint is read."""
     with _named_ckpt_path():
         weights = run.engine.weights()
-        weights = checkpoint.load(path, into={"module": weights}, only=("module",))["module"]
+        weights = checkpoint.load(path, into={"module": weights}, only=("module",), ranks=run.ranks)["module"]
     run.engine.module.load_state_dict(weights)  # they are there already; what a module keeps beside them is not
 
 
 def restore(run: Run, path: Path) -> None:
     """Bring ``run`` to the point where ``path`` was taken.
 
-    The weights are filled in place and optimizer states are read onto their device: a resume needs no more memory than
-    the training it goes on with, nor a copy of the states on the host.
+    The weights are filled in place and optimizer states are read onto their device, of both only what this rank trains
+    with: a resume needs no more memory than the training it goes on with, nor a copy of the states on the host. Every
+    rank calls this; neither their number nor the strategy has to be that of the saved run.
 
     Raises:
         CheckpointError: damaged, of another model or optimizer, or saved with weights only.
@@ -75,15 +78,16 @@ def restore(run: Run, path: Path) -> None:
         stored = checkpoint.peek(path)
         _check_complete(path, stored)
         weights = run.engine.weights()
+        into: dict[str, Any] = {"module": weights}
         if stored["module"].keys() == weights.keys():  # else load() tells that it is of another model
             run.engine.check(stored)
+            into["optimizers"] = optimizer_places(run.engine, stored["optimizers"])
         run.schedulers.check(stored["schedulers"])
         run.source.check(stored["data"], stored["progress"]["epoch"])
         stored_plan = Plan.from_dict(stored["plan"])
         changed = changed_in_plan(stored_plan, run.plan, run.engine.optimizers)
         _tell_differences(stored_plan, run.plan)
-        places = places_on(run.engine.device, stored["optimizers"])
-        state = checkpoint.load(path, into={"module": weights, "optimizers": places})
+        state = checkpoint.load(path, into=into, ranks=run.ranks)
     if run.plan.optimizer.name is None:
         tell_kept(run.engine.optimizers, state["optimizers"], has_schedulers=bool(run.schedulers.configs))
     put_changed(run.engine.optimizers, state["optimizers"], changed)
@@ -105,17 +109,41 @@ def restore(run: Run, path: Path) -> None:
     for callback in run.trainer.callbacks:
         callback.on_load_checkpoint(run.trainer, run.module, state)
     run.saved_step, run.saved_path = run.progress.global_step, path
-    run.random_state = state["random"]["0"]
+    run.random_state = random_state_of(run.ranks.world.rank, state["random"])
+    num_stored, num_ranks = len(state["random"]), run.ranks.world.size
+    if num_stored < num_ranks:
+        notice(
+            f"the checkpoint has random states of {num_stored} ranks, this run has {num_ranks}: the others begin with "
+            "states derived from that of rank 0"
+        )
 
 
-def places_on(device: torch.device, stored: Any) -> Any:
-    """``stored`` with an empty tensor on ``device`` for each that is to be read; on the CPU for step counts, which the
-    engine puts where the optimizer wants them."""
-    return map_tensors(
-        lambda spec: torch.empty(spec.shape, dtype=spec.dtype, device=device if spec.shape else "cpu"),
-        stored,
-        is_leaf=lambda each: isinstance(each, checkpoint.TensorSpec),
-    )
+def optimizer_places(engine: EagerEngine, stored: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """``stored``, the optimizers' part of a checkpoint, with an empty tensor for each that is to be read."""
+    names = parameter_names(engine.module)
+    return [
+        state_places(
+            optimizer,
+            saved,
+            names,
+            is_spec=lambda each: isinstance(each, checkpoint.TensorSpec),
+            unneeded=checkpoint.UNREAD,
+        )
+        for optimizer, saved in zip(engine.optimizers, stored, strict=True)
+    ]
+
+
+def random_state_of(rank: int, stored: Mapping[str, Any]) -> dict[str, Any]:
+    """The stored random state of ``rank``; where it has none, one of its own, the same in each resume."""
+    own: dict[str, Any] | None = stored.get(str(rank))
+    if own is not None:
+        return own
+    seed = zlib.crc32(stored["0"]["torch"].numpy().tobytes()) ^ zlib.crc32(rank.to_bytes(8, "little"))
+    before = rng_state()
+    seed_everything(seed)
+    derived = rng_state()
+    set_rng_state(before)
+    return derived
 
 
 @contextmanager
