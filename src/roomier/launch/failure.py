@@ -87,7 +87,7 @@ class FailureNews:
             self.is_failing = True
             self._before(kind, error, trace)
             return
-        _tell_torchrun(error)
+        _tell_torchrun(error, trace)
         if not self.claim(f"{kind.__name__}: {error}"):
             return
         if self._before is sys.__excepthook__:  # in one write: ranks share the terminal
@@ -125,10 +125,14 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
 
 
-def _tell_torchrun(error: BaseException) -> None:
+def _tell_torchrun(error: BaseException, trace: TracebackType | None) -> None:
     """torchrun's summary then names the rank and shows its error."""
     if "TORCHELASTIC_ERROR_FILE" in os.environ:
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-        with suppress(OSError):
-            get_error_handler().record_exception(error)
+        try:
+            raise error  # it records the traceback of what is being handled
+        except BaseException:
+            with suppress(OSError):
+                get_error_handler().record_exception(error)
+            error.__traceback__ = trace

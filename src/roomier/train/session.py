@@ -32,6 +32,7 @@ from roomier.optim.configured import Configured
 from roomier.train.checks import check_call, check_modes
 from roomier.train.evaluate import EvaluationCutError, sanity_check
 from roomier.train.first_weights import first_weights
+from roomier.train.job import global_batch_of, job_of_fit, keep_global_batch
 from roomier.train.loaders import RunLoaders, estimate_steps
 from roomier.train.manual import ManualOptimizer
 from roomier.train.options import DEFAULT_MAX_EPOCHS
@@ -84,7 +85,7 @@ def session(
     run: Run | None = None
     try:
         with ExitStack() as stack:
-            stop = stack.enter_context(GracefulStop())
+            stop = stack.enter_context(GracefulStop(trainer.ranks.is_alone))
             stack.enter_context(workers_outlive_signals())
             stack.enter_context(process_settings(trainer.plan, trainer.options))
             run = _open(trainer, stage, module, loaders, ckpt_path, weights, stop)
@@ -112,8 +113,8 @@ def session(
                 source.close()
             run.loggers.finalize(status)
         trainer.teardown(stage)
-    if stop.received is not None:
-        raise SystemExit(128 + stop.received)
+    if stop.noted is not None or stop.received is not None:
+        raise SystemExit(128 + (stop.noted or stop.received or 0))
 
 
 def start_fit(run: Run) -> None:
@@ -189,13 +190,17 @@ def _open(
     weights: str | Path | None,
     stop: GracefulStop,
 ) -> Run:
-    options, plan, ranks = trainer.options, trainer.plan, trainer.ranks
+    options, ranks = trainer.options, trainer.ranks
     root = trainer.default_root_dir
     best = trainer.checkpoint_callback
     best_path = None if best is None else best.best_model_path
     path = ranks.on_zero(lambda: resolve_checkpoint(ckpt_path, root, best_path))
     is_fit = stage == "fit"
     fitted = trainer.fitted
+    job = job_of_fit(root, ranks) if is_fit and trainer.keeps_files else None
+    earlier = None if job is None else ranks.on_zero(lambda: job.find_earlier(root))
+    if earlier is not None:
+        path = earlier.checkpoint
     if is_fit:
         folder = ranks.on_zero(lambda: run_folder(root, path)) if trainer.keeps_files else None
     else:  # what is measured after a fit goes on in its log
@@ -205,6 +210,12 @@ def _open(
     _setup(trainer, stage, module, has_weights=first.file is not None)
     data = RunLoaders(trainer, module, loaders)
     trainer.estimate_steps = lambda: estimate_steps(trainer, data)
+    if earlier is not None:
+        keep_global_batch(trainer, module, data, earlier.batch)
+    if job is not None and folder is not None:
+        batch = global_batch_of(trainer, data)
+        ranks.on_zero(lambda: job.write(folder, batch))
+    plan = trainer.plan
     engine, configured = build(
         plan,
         module,

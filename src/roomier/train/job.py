@@ -1,0 +1,112 @@
+"""A job that its launcher restarts goes on by itself, from the last complete checkpoint that it wrote.
+
+[Note: whose checkpoint]
+Many runs write under one root, and ``"last"`` is the newest of all of them. A restarted job must take its own. So each
+run folder says in ``job.json`` which job wrote it (``launch/job.py``), and which fit of its script: a script may call
+fit several times. Restarted, the same script comes to the same fits in the same order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from roomier import checkpoint
+from roomier.api.module import Module
+from roomier.core.log import notice
+from roomier.core.ranks import Ranks
+from roomier.launch.job import job_names, num_restarts
+from roomier.loggers.files import replacing
+from roomier.train.global_batch import GlobalBatch
+from roomier.train.run_folder import is_run_folder
+
+if TYPE_CHECKING:
+    from roomier.train.loaders import RunLoaders
+    from roomier.trainer import Trainer
+
+FILE_NAME = "job.json"
+
+_num_fits: Counter[Path] = Counter()  # of this process, by root
+
+
+@dataclass(frozen=True)
+class Earlier:
+    """What the same fit of the same job left before it was restarted."""
+
+    checkpoint: Path
+    batch: GlobalBatch
+
+
+@dataclass(frozen=True)
+class Job:
+    """The job of a fit.
+
+    Args:
+        names: by which it is known again; any one of them will do, since nodes come and go.
+        fit: which fit of the script, from 0.
+    """
+
+    names: frozenset[str]
+    fit: int
+
+    def find_earlier(self, root: Path) -> Earlier | None:
+        """The newest complete checkpoint of this fit under ``root``."""
+        folders = [each for each in root.glob("*") if is_run_folder(each)]
+        for folder in sorted(folders, key=lambda each: int(each.name.rpartition("_")[2]), reverse=True):
+            try:
+                record = json.loads((folder / FILE_NAME).read_text())
+            except (OSError, ValueError):
+                continue
+            if record["fit"] != self.fit or self.names.isdisjoint(record["names"]):
+                continue
+            found = checkpoint.find_last(folder)
+            if found is not None:
+                notice(f"this job was restarted: it goes on from {found}")
+                return Earlier(found, GlobalBatch(**record["batch"]))
+        if num_restarts(os.environ):
+            notice(f"this job was restarted and has no complete checkpoint under {root}: it begins anew")
+        return None
+
+    def write(self, folder: Path, batch: GlobalBatch) -> None:
+        """Say in the run folder ``folder`` that it is of this job."""
+        record = {"names": sorted(self.names), "fit": self.fit, "batch": dataclasses.asdict(batch)}
+        with replacing(folder / FILE_NAME) as file:
+            json.dump(record, file, indent=2)
+
+
+def job_of_fit(root: Path, ranks: Ranks) -> Job | None:
+    """The job of the fit that begins; None where nobody would restart it. All ranks ask together, once in each fit."""
+    fit = _num_fits[root.absolute()]
+    _num_fits[root.absolute()] += 1
+    names = frozenset(name for names in ranks.gather(job_names(os.environ)) for name in names)
+    return Job(names, fit) if names else None
+
+
+def keep_global_batch(trainer: Trainer, module: Module, data: RunLoaders, earlier: GlobalBatch) -> None:
+    """Let a step be made of the samples that made it before the job was restarted, with the ranks there are now.
+
+    Raises:
+        RoomierError: it cannot be divided among them.
+    """
+    now = global_batch_of(trainer, data)
+    if now.size == earlier.size and (now.batch_size is None) == (earlier.batch_size is None):
+        return
+    if not module.automatic_optimization:
+        notice(f"the global batch was {earlier} and is now {now}: a module that optimizes by hand cuts its own steps")
+        return
+    kept = earlier.on(now.num_ranks, now.batch_size)
+    if kept.batch_size is not None and kept.batch_size != now.batch_size:
+        data.set_batch_size(kept.batch_size)
+    batch = dataclasses.replace(trainer.plan.batch, accumulate_grad_batches=kept.accumulate)
+    trainer.plan = dataclasses.replace(trainer.plan, batch=batch)
+    notice(f"the global batch was {earlier} and is kept as {kept}")
+
+
+def global_batch_of(trainer: Trainer, data: RunLoaders) -> GlobalBatch:
+    """What a step of this fit is made of."""
+    return GlobalBatch(data.batch_size, trainer.plan.batch.accumulate_grad_batches, trainer.world.size)
