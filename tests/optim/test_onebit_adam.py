@@ -9,10 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from roomier.core.errors import CheckpointError
 from roomier.core.exchange import all_reduce_bytes
 from roomier.optim.onebit_adam import LEAST_VARIANCE, OneBitAdam
-from roomier.optim.sign_code import BLOCK, SignCode
+from roomier.optim.sign_code import BLOCK
 from tests.ranks.pool import RankPool
 
 # Sizes that divide evenly and that do not, less than a rank each, and more than a block.
@@ -110,3 +112,164 @@ def test_it_is_algorithm_1(on_ranks: RankPool, num_ranks: int, rounds: bool) -> 
     for weights, _ in on_ranks(num_ranks, train, 25, freeze_step=8, rounds_variance=rounds):
         for weight, reference_weight in zip(weights, expected, strict=True):
             torch.testing.assert_close(weight, reference_weight, rtol=1e-7, atol=1e-9)
+
+
+def test_in_float32_it_is_the_same_up_to_rounding(on_ranks: RankPool) -> None:
+    # Few steps: an element near zero may get another sign by rounding, and then goes another way for a while.
+    expected = reference(2, 11, 8)
+    weights, _ = on_ranks(2, train, 11, torch.float32, freeze_step=8)[0]
+    for weight, reference_weight in zip(weights, expected, strict=True):
+        torch.testing.assert_close(weight.double(), reference_weight, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_until_the_freeze_it_is_adamw_on_averaged_gradients(on_ranks: RankPool, num_ranks: int) -> None:
+    parameters = [nn.Parameter(each) for each in first_weights(torch.float32)]
+    adamw = torch.optim.AdamW(parameters, LR, BETAS, EPS, DECAY)
+    for step in range(1, 11):
+        by_rank = [gradients(step, rank, torch.float32) for rank in range(num_ranks)]
+        for index, parameter in enumerate(parameters):
+            parameter.grad = torch.stack([of_rank[index] for of_rank in by_rank]).mean(0)
+        adamw.step()
+    for weights, _ in on_ranks(num_ranks, train, 10, torch.float32, freeze_step=10):
+        for weight, parameter in zip(weights, parameters, strict=True):
+            torch.testing.assert_close(weight, parameter.detach(), rtol=1e-5, atol=1e-6)
+
+
+def bytes_of_steps(num_steps: int, freeze_step: int) -> list[int]:
+    parameters = [nn.Parameter(torch.ones(256, 300)), nn.Parameter(torch.ones(300))]
+    optimizer = OneBitAdam(parameters, freeze_step=freeze_step)
+    sent = []
+    for _ in range(num_steps):
+        for parameter in parameters:
+            parameter.grad = torch.randn(parameter.shape)
+        before = optimizer.bytes_sent
+        optimizer.step()
+        sent.append(optimizer.bytes_sent - before)
+    return sent
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_bytes_sent_against_ddp(on_ranks: RankPool, num_ranks: int) -> None:
+    ddp = all_reduce_bytes(4 * (256 * 300 + 300), num_ranks)
+    for sent in on_ranks(num_ranks, bytes_of_steps, 6, 3):
+        assert sent[:3] == [pytest.approx(ddp, rel=0.01)] * 3
+        assert ddp < sent[3] < 2.1 * ddp  # both moments are gathered, once
+        assert sent[4] == sent[5]
+        assert ddp / sent[5] > 20
+        assert ddp / sent[5] == pytest.approx(32 / 1.25, rel=0.05)
+
+
+def resumed(num_steps: int, at: int, **keywords: Any) -> bool:
+    """Whether a new optimizer with the states of step ``at`` goes on to the same bits."""
+    expected, _ = train(num_steps, torch.float32, **keywords)
+    parameters = [nn.Parameter(each) for each in first_weights(torch.float32)]
+    first = OneBitAdam(parameters, LR, BETAS, EPS, DECAY, **keywords)
+    run(first, parameters, range(1, at + 1))
+    second = OneBitAdam(parameters, 1.0, **keywords)
+    second.load_state_dict(first.state_dict())
+    run(second, parameters, range(at + 1, num_steps + 1))
+    return all(torch.equal(a, b) for a, b in zip(parameters, expected, strict=True))
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("at", [0, 6, 10])
+def test_states_put_back_go_on_to_the_same_bits(on_ranks: RankPool, num_ranks: int, at: int) -> None:
+    assert all(on_ranks(num_ranks, resumed, 14, at, freeze_step=6))
+    assert all(on_ranks(num_ranks, resumed, 14, at, freeze_step=6, rounds_variance=True))
+
+
+def whole_states(at: int, freeze_step: int) -> dict[str, Any]:
+    """The states after ``at`` steps, every tensor whole."""
+    parameters = [nn.Parameter(each) for each in first_weights(torch.float64)]
+    optimizer = OneBitAdam(parameters, LR, BETAS, EPS, DECAY, freeze_step=freeze_step)
+    run(optimizer, parameters, range(1, at + 1))
+    return whole(optimizer.state_dict())
+
+
+def whole(packed: dict[str, Any]) -> dict[str, Any]:
+    states = {
+        index: {
+            name: (value.full_tensor() if isinstance(value, DTensor) else value).clone()
+            for name, value in state.items()
+        }
+        for index, state in packed["state"].items()
+    }
+    return {"state": states, "param_groups": packed["param_groups"]}
+
+
+def loaded_and_read_back(states: dict[str, Any]) -> dict[str, Any]:
+    parameters = [nn.Parameter(each) for each in first_weights(torch.float64)]
+    optimizer = OneBitAdam(parameters, freeze_step=6)
+    optimizer.load_state_dict(states)
+    result = whole(optimizer.state_dict())["state"]
+    run(optimizer, parameters, range(11, 13))
+    assert all(parameter.isfinite().all() for parameter in parameters)
+    return result
+
+
+@pytest.mark.parametrize(("saved_on", "loaded_on"), [(4, 2), (2, 4), (3, 1), (1, 3)])
+@pytest.mark.parametrize("at", [4, 10])
+def test_states_go_to_another_number_of_ranks(on_ranks: RankPool, saved_on: int, loaded_on: int, at: int) -> None:
+    saved = on_ranks(saved_on, whole_states, at, 6)[0]
+    for loaded in on_ranks(loaded_on, loaded_and_read_back, saved):
+        for index, before in saved["state"].items():
+            after = loaded[index]
+            if at == 4:
+                assert torch.equal(after["exp_avg"], before["exp_avg"])
+                assert torch.equal(after["exp_avg_sq"], before["exp_avg_sq"])
+                continue
+            assert torch.equal(after["denominator"], before["denominator"])
+            # What the average of all ranks has left out so far is what it was.
+            torch.testing.assert_close(after["worker_error"].mean(0), before["worker_error"].mean(0))
+            # The code of the momentum has other blocks now; what it lost is in the error, to come back.
+            torch.testing.assert_close(
+                BETAS[0] * after["exp_avg"] + after["server_error"],
+                BETAS[0] * before["exp_avg"] + before["server_error"],
+            )
+
+
+def steps_of_odd_parameters() -> list[bool]:
+    """Parameters in bfloat16, not contiguous, without a gradient on some ranks, empty, frozen."""
+    torch.manual_seed(0)
+    halved = nn.Parameter(torch.randn(40, 10).bfloat16())
+    last = nn.Parameter(torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last))
+    sometimes, never = nn.Parameter(torch.randn(30)), nn.Parameter(torch.ones(3))
+    parameters = [halved, last, sometimes, never, nn.Parameter(torch.empty(0, 3))]
+    before = [each.detach().clone() for each in parameters]
+    optimizer = OneBitAdam(parameters, 0.1, weight_decay=0.0, freeze_step=2)
+    for _ in range(5):
+        optimizer.zero_grad()
+        loss = halved.float().square().sum() + last.square().sum()
+        if dist.get_rank() == 0:
+            loss = loss + sometimes.square().sum()
+        loss.backward()
+        optimizer.step()
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, [each.detach() for each in parameters])
+    assert all(torch.equal(a, b) for other in gathered for a, b in zip(gathered[0], other, strict=True))
+    optimizer.load_state_dict(optimizer.state_dict())
+    return [torch.equal(each, was) for each, was in zip(parameters, before, strict=True)]
+
+
+def test_parameters_of_all_kinds(on_ranks: RankPool) -> None:
+    assert on_ranks(2, steps_of_odd_parameters) == [[False, False, False, True, True]] * 2
+
+
+def test_states_of_other_parameters_are_refused() -> None:
+    one, two = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))
+    optimizer = OneBitAdam([one, two], freeze_step=1)
+    one.grad, two.grad = torch.ones(3), torch.ones(2)
+    optimizer.step()
+    states = optimizer.state_dict()
+    del states["state"][1]
+    with pytest.raises(CheckpointError, match="no states of these parameters"):
+        optimizer.load_state_dict(states)
+
+
+def test_the_freeze_and_what_it_saves_are_told(on_ranks: RankPool, capfd: pytest.CaptureFixture[str]) -> None:
+    on_ranks(2, bytes_of_steps, 3, 2)
+    told = [line for line in capfd.readouterr().out.splitlines() if "frozen" in line]
+    assert len(told) == 1
+    assert "frozen after 2 steps" in told[0]
+    assert "25.5 times less than float32 gradients (301.2 KiB)" in told[0]

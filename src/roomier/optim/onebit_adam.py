@@ -73,7 +73,7 @@ class OneBitAdam(Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
         *,
-        freeze_step: int,
+        freeze_step: int = 1000,
         rounds_variance: bool = False,
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
@@ -278,7 +278,7 @@ class OneBitAdam(Optimizer):
         yield "worker_error", state["worker_error"][None]
 
     def place(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """An empty tensor for the state ``name`` of :meth:`state_dict` that is to be read, cut as this rank needs it."""
+        """An empty tensor for a state of :meth:`state_dict` that is to be read, cut as this rank needs it."""
         if not shape:
             return torch.empty(shape, dtype=dtype)
         inside = Pieces(shape[0], self._exchange.num_ranks).slice_of(self._exchange.rank)
