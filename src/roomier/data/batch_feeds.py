@@ -193,7 +193,7 @@ class WalkedFeed(BatchFeed):
         self._begin(epoch)
         with self._alike():
             self._epoch_start.remember()
-        return self._start_at(epoch, 0)
+            return self._start_at(epoch, 0)
 
     def _start_at(self, epoch: int, num_skipped: int) -> Iterator[Any]:
         if self._epoch_seed is not None:
@@ -211,11 +211,11 @@ class WalkedFeed(BatchFeed):
         self._begin(position["epoch"], position["num_batches"])
         with self._alike():
             self._epoch_start.put_back(position)
-        iterator = self._start_at(position["epoch"], num_skipped)
-        if num_skipped and not self._loader.num_workers:
-            # With workers the iterator has drawn indices already; without, it would wait for the first read,
-            # when the random states of the epoch's start are gone.
-            self._sampler.walk()
+            iterator = self._start_at(position["epoch"], num_skipped)
+            if num_skipped and not self._loader.num_workers:
+                # With workers the iterator has drawn indices already; without, it would wait for the first read,
+                # when the random states of the epoch's start are gone.
+                self._sampler.walk()
         self._epoch_start.leave(position)
         return iterator, self._first
 

@@ -62,8 +62,8 @@ def _told(feed: BatchFeed, share: Share) -> BatchFeed:
     elif num_ranks > 1:
         reads_all = "reads all of them and " if feed.kind in ("replayed", "stateful") else ""
         notice(
-            f"{feed.name}: whole batches are divided among {num_ranks} ranks: each {reads_all}takes every "
-            f"{num_ranks}th; where an epoch ends with fewer than {num_ranks}, these are left out"
+            f"{feed.name}: whole batches are divided among {num_ranks} ranks: each {reads_all}takes one in "
+            f"{num_ranks}; where an epoch ends with fewer than {num_ranks}, these are left out"
         )
     return feed
 
@@ -129,7 +129,9 @@ def _ordered(
     batch_size, drop_last = 1, False
     if isinstance(batching, BatchSampler):
         batch_size, drop_last = batching.batch_size, batching.drop_last
-    sampler = OrderedSampler(num_samples, shuffle=shuffle, seed=seed, world=ranks.world, batch_size=batch_size)
+    sampler = OrderedSampler(
+        num_samples, shuffle=shuffle, seed=seed, world=ranks.world, batch_size=batch_size, drop_last=drop_last
+    )
     num_left_out = num_samples - sampler.num_read_after(0)
     if num_left_out and not drop_last:
         notice(f"{name}: each epoch leaves out {num_left_out} of {num_samples} samples, fewer than there are ranks")
@@ -141,8 +143,6 @@ def _ordered(
         with_ordered_sampler(loader, sampler, **changes),
         sampler,
         name=name,
-        batch_size=batch_size,
-        drop_last=drop_last,
         own_generators=OwnGenerators(loader),
         epoch_seed=epoch_seed,
     )

@@ -22,6 +22,7 @@ class CommonDraws:
 
     def __init__(self) -> None:
         self._states: tuple[Any, ...] | None = None
+        self._is_inside = False
 
     def seed(self, seed: int, epoch: int) -> None:
         """Begin anew with what depends on ``seed`` and ``epoch`` alone."""
@@ -32,8 +33,12 @@ class CommonDraws:
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """Draw in here; the generators of this rank are as before behind it."""
+        """Draw in here; the generators of this rank are as before behind it. One inside another is the same as one."""
+        if self._is_inside:
+            yield
+            return
         assert self._states is not None, "seed() comes first"
+        self._is_inside = True
         outer = _states()
         _set_states(self._states)
         try:
@@ -41,6 +46,7 @@ class CommonDraws:
         finally:
             self._states = _states()
             _set_states(outer)
+            self._is_inside = False
 
     def read(self, iterator: Iterator[Any]) -> Iterator[Any]:
         """What ``iterator`` gives, each drawn inside."""

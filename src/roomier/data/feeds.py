@@ -102,8 +102,7 @@ class OrderedFeed(Feed):
     """A DataLoader over an :class:`OrderedSampler`: resumes at a sample, at no cost, under any batch size.
 
     Args:
-        loader: draws from ``sampler`` and groups its samples by ``batch_size``.
-        drop_last: leaves out a smaller last batch.
+        loader: draws from ``sampler`` and groups its samples.
         own_generators: of the user's loader.
         epoch_seed: fixes the randomness of samples in worker processes; None without workers.
     """
@@ -116,16 +115,13 @@ class OrderedFeed(Feed):
         sampler: OrderedSampler,
         *,
         name: str,
-        batch_size: int,
-        drop_last: bool,
         own_generators: OwnGenerators,
         epoch_seed: EpochSeed | None,
     ) -> None:
         super().__init__(name)
         self._loader = loader
         self._sampler = sampler
-        self._batch_size = batch_size
-        self._drop_last = drop_last
+        self._batch_size = sampler.batch_size
         self._own_generators = own_generators
         self._epoch_seed = epoch_seed
         self._first_sample = 0  # where the running epoch began to be read: in samples of the global order,
@@ -137,8 +133,7 @@ class OrderedFeed(Feed):
 
     def _num_batches_after(self, num_samples_done: int) -> int:
         num_left = self._sampler.num_read_after(num_samples_done)  # the number of batches is that of all ranks
-        batch_size = self._batch_size * self._sampler.world.size
-        return num_left // batch_size if self._drop_last else math.ceil(num_left / batch_size)
+        return math.ceil(num_left / (self._batch_size * self._sampler.world.size))
 
     def start(self, epoch: int) -> Iterator[Any]:
         return self._start_at(epoch, num_samples_done=0)

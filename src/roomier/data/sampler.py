@@ -35,13 +35,21 @@ class OrderedSampler(Sampler[int]):
         seed: of the permutations.
         world: which share of the order is this rank's.
         batch_size: samples that a rank takes at a time.
+        drop_last: leave out a last batch that is not whole on all ranks.
 
     Raises:
         DataError: ``num_samples`` is not a positive integer.
     """
 
     def __init__(
-        self, num_samples: int, *, shuffle: bool, seed: int, world: World = ALONE, batch_size: int = 1
+        self,
+        num_samples: int,
+        *,
+        shuffle: bool,
+        seed: int,
+        world: World = ALONE,
+        batch_size: int = 1,
+        drop_last: bool = False,
     ) -> None:
         if not isinstance(num_samples, int) or num_samples < 1:
             raise DataError("num_samples", num_samples, "is not a positive integer", "Pass the length of the dataset")
@@ -50,6 +58,7 @@ class OrderedSampler(Sampler[int]):
         self.seed = seed
         self.world = world
         self.batch_size = batch_size
+        self.drop_last = drop_last
         self._epoch = 0
         self._num_samples_done = 0
 
@@ -78,7 +87,7 @@ class OrderedSampler(Sampler[int]):
         """How many samples of an epoch are left for all ranks behind ``num_samples_done``, without those left out."""
         num_left = self.num_samples - num_samples_done
         num_in_last = num_left % (self.batch_size * self.world.size)
-        return num_left - num_in_last if num_in_last < self.world.size else num_left
+        return num_left - num_in_last if self.drop_last or num_in_last < self.world.size else num_left
 
     def __len__(self) -> int:
         """Samples of one whole epoch on this rank, wherever the position stands."""
