@@ -1,0 +1,237 @@
+"""Trains one model in two ways, on several ranks and in a bare loop, and tells how far apart they end."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from roomier import Module
+from roomier.core.ranks import Ranks
+from roomier.core.world import World
+from roomier.engine.build import build, configure
+from roomier.engine.eager import EagerEngine
+from roomier.plan import Plan, plan_from_flags
+
+Batch = dict[str, Tensor]
+
+
+class Task(Module):
+    """A network, and the batches it learns from: tensors whose first dimension is the samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.network = self.make_network()
+
+    def make_network(self) -> nn.Module:
+        raise NotImplementedError
+
+    def make_batch(self, num_samples: int, generator: torch.Generator) -> Batch:
+        raise NotImplementedError
+
+    def loss(self, batch: Batch) -> Tensor:
+        """The mean over the terms of ``batch``, or their sum."""
+        raise NotImplementedError
+
+    def count_terms(self, batch: Batch) -> int:
+        """What the loss is the mean of, by another way than roomier's."""
+        return int((batch["labels"] != -100).sum())
+
+    def training_step(self, batch: Batch) -> Tensor:
+        return self.loss(batch)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How a model is trained, on ranks and off.
+
+    Args:
+        terms: ``"all"``; ``"some"``, where targets are left out at random; ``"none on one"``, where besides the last
+            micro-batch of the last rank has none.
+    """
+
+    strategy: str = "zero2"
+    num_ranks: int = 2
+    shard_size: int | None = None
+    accumulate: int = 1
+    micro_batch: int = 2
+    precision: str = "32-true"
+    clip: float | None = None
+    clip_algorithm: str = "norm"
+    optimizer: str = "adamw"
+    terms: str = "all"
+    num_steps: int = 20
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def plan(self) -> Plan:
+        strategy = {"name": self.strategy, **({"shard_size": self.shard_size} if self.shard_size else {})}
+        return plan_from_flags(
+            strategy={**strategy, **self.options} if self.num_ranks > 1 else "single",
+            accelerator="cpu",
+            devices=self.num_ranks,
+            precision=self.precision,
+            accumulate_grad_batches=self.accumulate,
+            gradient_clip_val=self.clip,
+            gradient_clip_algorithm=self.clip_algorithm,
+            optimizer=OPTIMIZERS.get(self.optimizer, {"name": self.optimizer, "lr": 1e-3}),
+        )
+
+
+# Adam divides by the size of a gradient, and so makes noise of a gradient that is zero up to rounding (attention's key
+# bias). Its eps is far above that noise here, that equal runs can be told from unequal ones.
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "adamw": {"name": "adamw", "lr": 3e-3, "eps": 1e-3},
+    "sgd": {"name": "sgd", "lr": 0.003, "momentum": 0.9},
+}
+
+
+@dataclass
+class Trained:
+    """What came out: the loss of each step, the norm of its gradient, the weights by name."""
+
+    losses: list[float]
+    norms: list[float]
+    weights: dict[str, Tensor]
+
+
+def batches_of(task: Task, setup: Setup) -> list[list[list[Batch]]]:
+    """``[step][rank][micro-batch]``."""
+    generator = torch.Generator().manual_seed(1)
+    num_parts = setup.num_ranks * setup.accumulate
+    steps = []
+    for _ in range(setup.num_steps):
+        whole = task.make_batch(num_parts * setup.micro_batch, generator)
+        if setup.terms != "all":
+            ignored = torch.rand(whole["labels"].shape, generator=generator) < 0.4
+            ignored.view(-1)[0] = False  # a step without a single term is an error
+            if setup.terms == "none on one" and num_parts > 1:
+                ignored[-setup.micro_batch :] = True
+            whole["labels"] = whole["labels"].masked_fill(ignored, -100)
+        parts = [
+            dict(zip(whole, values, strict=True))
+            for values in zip(*(value.chunk(num_parts) for value in whole.values()), strict=True)
+        ]
+        steps.append([parts[rank :: setup.num_ranks] for rank in range(setup.num_ranks)])
+    return steps
+
+
+def joined(parts: Sequence[Batch]) -> Batch:
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+def train_bare(make_task: Callable[[], Task], setup: Setup, *, in_parts: bool = False) -> Trained:
+    """A loop that knows nothing of roomier's: one process, one batch a step.
+
+    Args:
+        in_parts: gradients are added up over the micro-batches of all ranks instead.
+    """
+    task = make_task()
+    bare = copy.deepcopy(task)
+    dtype = torch.float64 if setup.precision == "64-true" else torch.float32
+    bare.to(dtype)
+    optimizer = bare_optimizer(setup.optimizer, bare)
+    trained = Trained([], [], {})
+    for parts_of_ranks in batches_of(task, setup):
+        parts = [part for micro in zip(*parts_of_ranks, strict=True) for part in micro]
+        batches = parts if in_parts else [joined(parts)]
+        num_terms = sum(map(task.count_terms, batches))
+        optimizer.zero_grad()
+        trained.losses.append(0.0)
+        for batch in batches:
+            weight = 1.0 if task.loss_reduction == "sum" else task.count_terms(batch) / num_terms
+            if not weight:
+                continue
+            batch = {name: value.to(dtype) if value.is_floating_point() else value for name, value in batch.items()}
+            with torch.autocast("cpu", torch.bfloat16, enabled=setup.precision == "bf16-mixed"):
+                loss = bare.loss(batch) * weight
+            loss.backward()
+            trained.losses[-1] += loss.item()
+        if setup.clip is not None and setup.clip_algorithm == "value":
+            nn.utils.clip_grad_value_(bare.parameters(), setup.clip)
+        elif setup.clip is not None:
+            trained.norms.append(nn.utils.clip_grad_norm_(bare.parameters(), setup.clip).item())
+        optimizer.step()
+    trained.weights = {name: each.detach() for name, each in bare.named_parameters()}
+    return trained
+
+
+def bare_optimizer(name: str, module: nn.Module) -> torch.optim.Optimizer:
+    # As the optimizers that a Plan names: what has two dimensions or more decays.
+    options = {key: value for key, value in OPTIMIZERS[name].items() if key != "name"}
+    trained = [each for each in module.parameters() if each.requires_grad]
+    if name == "sgd":
+        return torch.optim.SGD(trained, **options)
+    groups = [
+        {"params": [each for each in trained if each.dim() >= 2], "weight_decay": 0.01},
+        {"params": [each for each in trained if each.dim() < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW([group for group in groups if group["params"]], **options)
+
+
+def train_on_ranks(make_task: Callable[[], Task], setup: Setup) -> Trained:
+    """The same on each rank of a group. Losses are those of the global batch, weights are whole."""
+    task = make_task()
+    engine, ranks = engine_of(task, setup.plan())
+    trained = Trained([], [], {})
+    for parts_of_ranks in batches_of(task, setup):
+        loss = engine.forward_backward(task.training_step, parts_of_ranks[ranks.world.rank])
+        trained.losses.append(ranks.sum(loss.detach().double() if loss is not None else torch.zeros(1)).item())
+        norm = engine.clip()
+        if norm is not None:
+            trained.norms.append(norm.item())
+        engine.step()
+    engine.release()
+    trained.weights = whole_weights(task)
+    return trained
+
+
+def engine_of(task: Module, plan: Plan) -> tuple[EagerEngine, Ranks]:
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    assert not dist.is_initialized() or dist.get_world_size() == size
+    ranks = Ranks(World(rank, size, rank, 0, size))
+    engine, _ = build(plan, task, lambda: configure(plan, task, lambda: 1), EagerEngine, ranks)
+    return engine, ranks
+
+
+def whole_weights(module: nn.Module) -> dict[str, Tensor]:
+    return {
+        name: (each.full_tensor() if isinstance(each, DTensor) else each).detach().clone()
+        for name, each in module.named_parameters()
+    }
+
+
+@dataclass(frozen=True)
+class Distance:
+    """How far two trainings are apart, relative: of the losses the largest, of weights that of the worst tensor.
+
+    Weights below 0.1 count as 0.1: a bias that began at zero holds little but the noise of its gradient.
+    """
+
+    losses: float
+    norms: float
+    weights: float
+    worst: str
+
+
+def distance(one: Trained, other: Trained) -> Distance:
+    assert one.weights.keys() == other.weights.keys()
+    assert len(one.losses) == len(other.losses)
+    assert len(one.norms) == len(other.norms)
+    apart = {
+        name: ((one.weights[name] - weight).norm() / weight.norm().clamp(min=0.1 * weight.numel() ** 0.5)).item()
+        for name, weight in other.weights.items()
+    }
+    worst = max(apart, key=lambda name: apart[name])
+    return Distance(furthest(one.losses, other.losses), furthest(one.norms, other.norms), apart[worst], worst)
+
+
+def furthest(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    return max((abs(a - b) / max(abs(b), 1e-6) for a, b in zip(ours, theirs, strict=True)), default=0.0)
