@@ -34,6 +34,7 @@ class Ledger:
             listed until the next one, so that a run killed in between can finish the removal when it resumes.
         current_score: the score of the latest save.
         step: optimizer steps done at the latest save, -1 before the first.
+        newest_path: where the latest save went; not known after a resume.
     """
 
     kept: tuple[Scored, ...] = ()
@@ -41,6 +42,7 @@ class Ledger:
     superseded: tuple[str, ...] = ()
     current_score: float | None = None
     step: int = -1
+    newest_path: str = ""
 
     @property
     def paths(self) -> set[str]:
@@ -91,6 +93,7 @@ class Ledger:
             last=path if keep.last else "",
             current_score=score,
             step=step,
+            newest_path=path,
         )
         return replace(new, superseded=tuple(sorted(self.paths - new.paths)))
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import os
-import time
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from roomier import checkpoint
 from roomier.api.callback import Callback
+from roomier.callbacks.checkpoint_folder import find_complete, names_in
 from roomier.callbacks.checkpoint_ledger import Keep, Ledger
 from roomier.callbacks.checkpoint_name import (
     DEFAULT_TEMPLATE,
@@ -24,6 +25,7 @@ from roomier.callbacks.checkpoint_name import (
     format_name,
     metrics_named_in,
 )
+from roomier.callbacks.interval import Interval
 from roomier.callbacks.monitored import Monitored, check_mode, is_complete_at_epoch_end
 from roomier.core.errors import CheckpointError, RoomierError
 from roomier.core.keywords import explain_unknown_keywords
@@ -69,6 +71,8 @@ class ModelCheckpoint(Callback):
         every_n_epochs: save every so many epochs.
         save_on_train_epoch_end: save epochs at their end (True) or when a validation ends (False); by default at the
             end unless an epoch has several validations, or not every one has one.
+        async_save: train on while a checkpoint is written. Training waits only until the state is copied to host
+            memory, of which that takes as much again (of each rank's part). What is not committed yet has no name here.
         enable_version_counter: where the name is that of another checkpoint that must stay, append ``-v1``, ``-v2``,
             ...; else replace it. See the note below.
 
@@ -107,6 +111,7 @@ class ModelCheckpoint(Callback):
         every_n_epochs: int | None = None,
         save_on_train_epoch_end: bool | None = None,
         enable_version_counter: bool = True,
+        async_save: bool = False,
     ) -> None:
         if dirpath is not None and not isinstance(dirpath, (str, os.PathLike)):
             raise _wrong("dirpath", dirpath, "is not a path", "Pass a string or a Path")
@@ -124,6 +129,7 @@ class ModelCheckpoint(Callback):
         self.every_n_epochs = every_n_epochs
         self.save_on_train_epoch_end = save_on_train_epoch_end
         self.enable_version_counter = enable_version_counter
+        self.async_save = async_save
         self._interval_s = (
             None
             if train_time_interval is None
@@ -132,6 +138,7 @@ class ModelCheckpoint(Callback):
         self._keep = Keep(save_top_k, mode == "min", monitor is not None, bool(save_last))
         self._check_arguments()
         self._ledger = Ledger()
+        self._uncommitted: Ledger | None = None
         self._foreign_names: tuple[str, ...] | None = None
         self._loaded_state: dict[str, Any] | None = None
         self._is_fitting = False
@@ -140,7 +147,7 @@ class ModelCheckpoint(Callback):
         self._named = [Monitored(type(self).__name__, each, "filename") for each in named]
         self._due_step = -1
         self._ended_epoch = (-1, 0)
-        self._interval_began_s = 0.0
+        self._interval = Interval(self._interval_s) if self._interval_s is not None else None
         self._told: set[str] = set()
 
     # What is known ------------------------------------------------------------------------------------------------
@@ -199,19 +206,27 @@ class ModelCheckpoint(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: Module) -> None:
         if trainer.fast_dev_run:
             return
+        self._uncommitted = None
         run_folder = Path(trainer.log_dir).absolute()
         if self.dirpath is None:
             self.dirpath = str(run_folder / "checkpoints")
+        # What is on the disk is looked at by rank 0: another may look when it is changing already.
+        trainer.ranks.on_zero(partial(self._look_at_folder, Path(self.dirpath).is_relative_to(run_folder)))
+        books = (self._ledger, self._foreign_names, self._due_step)
+        self._ledger, self._foreign_names, self._due_step = trainer.ranks.from_zero(books)
+        self._loaded_state = None
+        trainer.ranks.on_zero(partial(self._finish_last_save, self._paths_of_others(trainer)))
+
+    def _look_at_folder(self, is_in_run_folder: bool) -> None:
+        assert self.dirpath is not None
         if self._loaded_state is not None:
             self._take_over(self._loaded_state)
-            self._loaded_state = None
         if self._foreign_names is None:
-            is_in_run_folder = Path(self.dirpath).is_relative_to(run_folder)
-            self._foreign_names = () if is_in_run_folder else _names_in(Path(self.dirpath))
-        self._finish_last_save(trainer)
+            self._foreign_names = () if is_in_run_folder else names_in(Path(self.dirpath))
 
     def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
-        self._interval_began_s = time.monotonic()
+        if self._interval is not None:
+            self._interval.begin()
 
     def on_validation_end(self, trainer: Trainer, pl_module: Module) -> None:
         if self._is_fitting and not trainer.sanity_checking:
@@ -227,35 +242,33 @@ class ModelCheckpoint(Callback):
 
     def on_save_point(self, trainer: Trainer, pl_module: Module) -> None:
         step = trainer.global_step
-        if step == self._ledger.step:
+        if step == self._books.step:
             return
-        is_due = self._is_due(step)
+        is_due = self._is_due(trainer)
         if not (is_due or trainer.is_last_save_point) or trainer.fast_dev_run:
             return
         if is_due:
-            self._save(trainer, self._score(trainer), self._keep)
+            self._save(trainer, trainer.ranks.from_zero(self._score(trainer)), self._keep)
         elif not trainer.interrupted:
             self._save_at_the_end(trainer)
 
     def _save_at_the_end(self, trainer: Trainer) -> None:
         """Training ends at a step that was not due: within an epoch, say. It is not lost where the newest is kept, or
         where nothing was saved so far. It is not ranked: its metrics are those of an earlier step."""
-        keep = self._keep if self._ledger.paths or self.save_top_k == 0 else replace(self._keep, last=True)
+        keep = self._keep if self._books.paths or self.save_top_k == 0 else replace(self._keep, last=True)
         is_cut_epoch = self._ended_epoch[0] != trainer.global_step and self._is_due_epoch(trainer.current_epoch)
         if keep.last or (is_cut_epoch and not keep.monitored):
             self._save(trainer, None, keep)
 
-    def _is_due(self, step: int) -> bool:
+    def _is_due(self, trainer: Trainer) -> bool:
+        step = trainer.global_step
+        # The interval counts steps: it is asked at each.
+        is_over = self._interval is not None and self._interval.is_over(trainer.ranks)
         if step == self._due_step:
             return True
         if self.every_n_train_steps:
             return step > 0 and step % self.every_n_train_steps == 0
-        if self._interval_s is not None:
-            now_s = time.monotonic()
-            if now_s - self._interval_began_s >= self._interval_s:
-                self._interval_began_s = now_s
-                return True
-        return False
+        return is_over
 
     def _saves_after_training_epoch(self, trainer: Trainer) -> bool:
         if self.save_on_train_epoch_end is not None:
@@ -277,9 +290,14 @@ class ModelCheckpoint(Callback):
 
     # What ---------------------------------------------------------------------------------------------------------
 
+    @property
+    def _books(self) -> Ledger:
+        """With a checkpoint that is still being written."""
+        return self._ledger if self._uncommitted is None else self._uncommitted
+
     def _save(self, trainer: Trainer, score: float | None, keep: Keep) -> None:
         """Save if a run of this score is among the best, or is to be kept as the newest."""
-        before = self._ledger
+        before = self._books
         if not before.enters(score, keep) and not keep.last:
             if self.verbose:
                 notice(
@@ -288,24 +306,40 @@ class ModelCheckpoint(Callback):
             return
         path = self._path(trainer, before.before_saving(score, keep).paths)
         # See [Note: the books before the save].
-        self._ledger = before.after_saving(path, score, trainer.global_step, keep)
+        books = self._uncommitted = before.after_saving(path, score, trainer.global_step, keep)
         try:
-            trainer.save_checkpoint(path, weights_only=self.save_weights_only)
+            trainer.save_checkpoint(
+                path,
+                weights_only=self.save_weights_only,
+                asynchronous=self.async_save,
+                when_committed=partial(self._committed, trainer, books),
+            )
         except BaseException:
-            self._ledger = before
+            self._uncommitted = None
             raise
+
+    def _committed(self, trainer: Trainer, books: Ledger) -> None:
+        """The checkpoint is there: ``books`` hold from now on."""
+        self._ledger = books
+        if self._uncommitted is books:
+            self._uncommitted = None
+        path, score = books.newest_path, books.current_score
         if self.verbose:
             notice(f"saved {path}" + ("" if score is None else f" ({self.monitor} = {score})"))
-        if self._keep.last and trainer.is_global_zero:
-            self._point_last_to(path)
-        self._remove_superseded(trainer)
+        others = self._paths_of_others(trainer)
+        trainer.ranks.on_zero(partial(self._follow_up, path, others))
 
-    def _finish_last_save(self, trainer: Trainer) -> None:
+    def _follow_up(self, path: str, paths_of_others: set[str]) -> None:
+        if self._keep.last:
+            self._point_last_to(path)
+        self._remove_superseded(paths_of_others)
+
+    def _finish_last_save(self, paths_of_others: set[str]) -> None:
         """What a kill between a save and what follows it left undone. The link first: its target may be removed."""
         last = self._ledger.last
-        if self._keep.last and last and os.path.dirname(last) == self.dirpath and trainer.is_global_zero:
+        if self._keep.last and last and os.path.dirname(last) == self.dirpath:
             self._point_last_to(last)
-        self._remove_superseded(trainer)
+        self._remove_superseded(paths_of_others)
 
     def _metrics(self, trainer: Trainer) -> dict[str, Tensor | float]:
         # At the save point of an epoch's end the Trainer may already count the next epoch.
@@ -326,6 +360,7 @@ class ModelCheckpoint(Callback):
         for each in self._named:
             each.read(trainer)  # refuses what is not logged
         name = format_name(self.filename, self._metrics(trainer), self.auto_insert_metric_name)
+        name = trainer.ranks.from_zero(name)
         if self.enable_version_counter:
             here = {path for path in staying | self._paths_of_others(trainer) if os.path.dirname(path) == self.dirpath}
             taken = {os.path.basename(path) for path in here}
@@ -334,14 +369,14 @@ class ModelCheckpoint(Callback):
 
     def _paths_of_others(self, trainer: Trainer) -> set[str]:
         others = [each for each in trainer.callbacks if isinstance(each, ModelCheckpoint) and each is not self]
-        return {path for other in others for path in other._ledger.paths}
+        return {path for other in others for path in other._ledger.paths | other._books.paths}
 
-    def _remove_superseded(self, trainer: Trainer) -> None:
+    def _remove_superseded(self, paths_of_others: set[str]) -> None:
         """Remove what the latest save made obsolete, if it is ours alone and something that must stay is there."""
         ledger = self._ledger
-        if not trainer.is_global_zero or not any(os.path.isdir(path) for path in ledger.paths):
+        if not any(os.path.isdir(path) for path in ledger.paths):
             return
-        for path in set(ledger.superseded) - self._paths_of_others(trainer):
+        for path in set(ledger.superseded) - paths_of_others:
             if os.path.dirname(path) != self.dirpath or not os.path.isdir(path):
                 continue
             try:
@@ -369,7 +404,7 @@ class ModelCheckpoint(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """The books, with paths relative to ``dirpath``: a run folder may be moved before it is resumed."""
-        ledger = self._ledger
+        ledger = self._books
         return {
             "monitor": self.monitor,
             "dirpath": self.dirpath,
@@ -396,11 +431,14 @@ class ModelCheckpoint(Callback):
     def _take_over(self, state_dict: dict[str, Any]) -> None:
         saved_dirpath = state_dict["dirpath"]
         folders = [folder for folder in (self.dirpath, saved_dirpath) if folder is not None]
-        found = {name: _find(name, folders) for name in [state_dict["last"], *(name for name, _ in state_dict["kept"])]}
+        found = {
+            name: find_complete(name, folders)
+            for name in [state_dict["last"], *(name for name, _ in state_dict["kept"])]
+        }
         self._ledger = Ledger(
             kept=tuple((path, score) for name, score in state_dict["kept"] if (path := found[name])),
             last=found[state_dict["last"]],
-            superseded=tuple(path for name in state_dict["superseded"] if (path := _find(name, folders))),
+            superseded=tuple(path for name in state_dict["superseded"] if (path := find_complete(name, folders))),
             current_score=state_dict["current_score"],
             step=state_dict["step"],
         )
@@ -458,21 +496,3 @@ def _is_count(value: object, *, at_least: int) -> bool:
 def _tensor(score: float | None) -> Tensor | None:
     # float64 holds a Python float as it is.
     return None if score is None else torch.tensor(score, dtype=torch.float64)
-
-
-def _names_in(folder: Path) -> tuple[str, ...]:
-    """The checkpoints, or what could be some, in ``folder``."""
-    if not folder.is_dir():
-        return ()
-    entries = [path for path in folder.iterdir() if not path.is_symlink() and not path.name.startswith(".")]
-    return tuple(sorted(path.name for path in entries))
-
-
-def _find(name: str, folders: list[str]) -> str:
-    """The path of the complete checkpoint ``name`` in the first of ``folders`` that has it; ``""`` if none has."""
-    for folder in folders if name else ():
-        path = os.path.join(folder, name)
-        with suppress(CheckpointError):
-            checkpoint.peek(path)
-            return path
-    return ""

@@ -4,6 +4,7 @@ A checkpoint folder holds ``run.json`` (all that is not a tensor, and the list o
 and safetensors files. Nothing in it is code, and nothing in it is ever executed.
 """
 
+from roomier.checkpoint.background import BackgroundSaver
 from roomier.checkpoint.commit import clear_stale, remove
 from roomier.checkpoint.find import find_last, list_complete, verify
 from roomier.checkpoint.tree import TensorSpec
@@ -11,6 +12,7 @@ from roomier.checkpoint.verbs import UNREAD, load, peek, save
 
 __all__ = [
     "UNREAD",
+    "BackgroundSaver",
     "TensorSpec",
     "clear_stale",
     "find_last",

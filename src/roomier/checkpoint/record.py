@@ -18,7 +18,6 @@ from roomier.core.errors import CheckpointError
 RECORD_NAME = "run.json"
 TENSOR_SUFFIX = ".safetensors"
 FORMAT_VERSION = 2
-_READABLE_VERSIONS = (1, 2)  # 1 stored tied tensors twice
 
 _HEAD = b'{"crc32": "%08x", "content": '
 _HEAD_BYTES = len(_HEAD % 0)
@@ -125,11 +124,11 @@ def _is_foreign_json(data: bytes) -> bool:
 
 def _parse(folder: Path, content: dict[str, Any]) -> Record:
     version = content.get("format_version")
-    if version not in _READABLE_VERSIONS:
+    if version != FORMAT_VERSION:
         raise CheckpointError(
             "checkpoint",
             str(folder),
-            f"has format version {version}, this version of roomier reads up to {FORMAT_VERSION}",
+            f"has format version {version}, this version of roomier reads {FORMAT_VERSION}",
             f"Load it with roomier {content.get('roomier_version')}, which wrote it",
         )
     try:

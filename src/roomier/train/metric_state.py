@@ -1,5 +1,8 @@
 """torchmetrics objects in a checkpoint: what they gathered so far, which no ``state_dict`` of a module holds.
 
+Each rank gathers for itself, and so it is stored: ``{"0": {...}, "1": {...}}``. Fewer ranks merge what more of them
+had gathered; what fewer had gathered stays with them.
+
 torchmetrics is never imported here: who has such an object has imported it.
 """
 
@@ -15,6 +18,7 @@ from torch import Tensor, nn
 
 from roomier.core import torch_private
 from roomier.core.log import notice
+from roomier.core.world import World
 
 
 def metrics_of(module: nn.Module) -> dict[str, Any]:
@@ -37,15 +41,33 @@ def metric_states(module: nn.Module) -> dict[str, Any]:
     }
 
 
-def load_metric_states(module: nn.Module, states: Mapping[str, Any]) -> None:
-    """Put back what :func:`metric_states` gave; says so where a metric is no longer there."""
+def load_metric_states(module: nn.Module, by_rank: Mapping[str, Mapping[str, Any]], world: World) -> None:
+    """Put back what :func:`metric_states` gave on each rank; says so where a metric is no longer there, or cannot be
+    merged."""
     metrics = metrics_of(module)
-    for name, saved in states.items():
-        if name not in metrics:
-            notice(f"the checkpoint has a state of metric {name!r}, which this module does not have; it is left out")
-            continue
-        state = _mapped(saved["state"], partial(_moved, device=metrics[name].device))
-        torch_private.load_metric_state(metrics[name], state, saved["num_updates"])
+    for rank in sorted(map(int, by_rank)):
+        for name, saved in by_rank[str(rank)].items():
+            if name not in metrics:
+                action = "which this module does not have; it is left out"
+                notice(f"the checkpoint has a state of metric {name!r}, {action}")
+            elif rank % world.size == world.rank:
+                _load(metrics[name], name, saved, merges=rank >= world.size)
+
+
+def _load(metric: Any, name: str, saved: Mapping[str, Any], *, merges: bool) -> None:
+    state = _mapped(saved["state"], partial(_moved, device=metric.device))
+    num_updates = saved["num_updates"]
+    if merges and metric.update_called:
+        own, num_own = dict(metric.metric_state), metric.update_count
+        try:
+            metric.merge_state(state)
+        except RuntimeError as error:
+            notice(f"metric {name!r} cannot be merged for fewer ranks, so a part of its epoch is left out ({error})")
+            state, num_updates = own, 0
+        else:
+            state = dict(metric.metric_state)
+        num_updates += num_own
+    torch_private.load_metric_state(metric, state, num_updates)
 
 
 def _moved(tensor: Tensor, device: torch.device) -> Tensor:

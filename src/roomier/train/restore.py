@@ -94,7 +94,7 @@ def restore(run: Run, path: Path) -> None:
     run.engine.load(state)
     run.progress.load(state["progress"])
     device = run.engine.device
-    load_metric_states(run.module, state["metrics"])
+    load_metric_states(run.module, state["metrics"], run.ranks.world)
     run.results.load(
         state["results"],
         metrics_of(run.module),

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from roomier.api.hooks import HookTable
 from roomier.api.module import Module
+from roomier.checkpoint import BackgroundSaver
 from roomier.core.errors import RoomierError, TrainingError
 from roomier.core.ranks import Ranks
 from roomier.core.vote import Vote
@@ -34,6 +35,16 @@ if TYPE_CHECKING:
 MAX_BATCHES_BEFORE_FIRST_STEP = 1000  # of an epoch whose end does not come
 
 
+@dataclass(frozen=True)
+class WantedSave:
+    """A checkpoint that was asked for; the arguments are those of :func:`roomier.train.save.save_checkpoint`."""
+
+    path: Path
+    weights_only: bool = False
+    asynchronous: bool = False
+    when_committed: Callable[[], None] | None = None
+
+
 @dataclass
 class Run:
     """Made by :mod:`roomier.train.session`, worked through by the loops; plain data and a few questions to it.
@@ -41,6 +52,8 @@ class Run:
     Attributes:
         ranks: what the ranks of the run tell each other; alone where there is one.
         deferred_saves: checkpoints asked for from a hook, written at the next save point.
+        background: writes checkpoints beside the training; made by the first that is asked for.
+        when_settled: what is due when the one it is writing is committed.
         is_in_step: between two save points, where the state of a run is not one to resume from.
         is_finishing: the save point that is running is the last one.
         is_interrupted: a signal ended training at a save point; the rest of it is left to the run that goes on.
@@ -49,6 +62,7 @@ class Run:
         random_state: of a checkpoint, put back when the loop begins.
         last_loss: loss of the last optimizer step (0-dim, on the device); on several ranks, this rank's share of it.
         is_stop_agreed: on several ranks, all know that one of them wants training to end.
+        num_saves_ended: how many checkpoints that were written beside the training all know to have come to their end.
     """
 
     trainer: Trainer
@@ -70,7 +84,9 @@ class Run:
     keeps_predictions: bool = True
     num_training_batches: float = 0
     val_interval: float = math.inf
-    deferred_saves: list[tuple[Path, bool]] = field(default_factory=list)
+    deferred_saves: list[WantedSave] = field(default_factory=list)
+    background: BackgroundSaver | None = None
+    when_settled: Callable[[], None] | None = None
     is_in_step: bool = False
     is_finishing: bool = False
     is_interrupted: bool = False
@@ -81,6 +97,7 @@ class Run:
     profiler: torch.profiler.profile | None = None
     last_loss: Tensor | None = None
     is_stop_agreed: bool = False
+    num_saves_ended: int = 0
     started_s: float = field(default_factory=time.monotonic)
     epoch_limit: float = math.inf
     step_limit: float = math.inf
@@ -123,14 +140,22 @@ class Run:
         """
         if self.ranks.is_alone:
             return
-        wishes = [int(self.stop.noted or 0), int(self._wants_to_stop())]
+        num_ended = 0 if self.background is None else self.background.num_ended
+        wishes = [int(self.stop.noted or 0), int(self._wants_to_stop()), num_ended]
         outcome = self._vote.settle(wishes) if waits else self._vote.cast(wishes)
         if outcome is None:
             return
-        number, wants_to_stop = outcome
+        number, wants_to_stop, self.num_saves_ended = outcome
         self.is_stop_agreed = bool(wants_to_stop)
         if number:
             self.stop.received = signal.Signals(number)
+
+    def is_background_save_over(self) -> bool:
+        """Whether the checkpoint that is written beside the training has come to its end, as far as all ranks know."""
+        if self.background is None or not self.background.is_busy:
+            return False
+        num_ended = self.background.num_ended if self.ranks.is_alone else self.num_saves_ended
+        return num_ended == self.background.num_started
 
     @property
     def num_steps_in_all(self) -> float:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,10 @@ from roomier.core.log import notice
 from roomier.core.rng import rng_state
 from roomier.core.tree import map_tensors
 from roomier.train.metric_state import metric_states, metrics_of
-from roomier.train.run import Run, call
+from roomier.train.run import Run, WantedSave, call
 
 INTERRUPTED = "interrupted-step="
+_GRACE_S = 30.0
 
 
 def save_point(run: Run) -> bool:
@@ -37,6 +40,8 @@ def save_point(run: Run) -> bool:
         call(run.hooks.on_save_point)
         if run.deferred_saves:
             _write_deferred(run)
+        if is_over or run.is_background_save_over():
+            settle_background_save(run)
     if run.stop.received is not None and not is_over:
         _save_interrupted(run)
         return True
@@ -46,31 +51,87 @@ def save_point(run: Run) -> bool:
     return is_over
 
 
-def save_checkpoint(run: Run, path: str | Path, weights_only: bool) -> None:
-    """Write a checkpoint at ``path``: now, or from within a step at its save point."""
+def save_checkpoint(
+    run: Run,
+    path: str | Path,
+    weights_only: bool,
+    *,
+    asynchronous: bool = False,
+    when_committed: Callable[[], None] | None = None,
+) -> None:
+    """Write a checkpoint at ``path``: now, or from within a step at its save point. Every rank must call it.
+
+    Args:
+        asynchronous: go on as soon as the state is copied to host memory, and write it beside the training.
+        when_committed: called in this thread, on every rank, once it is.
+    """
+    wanted = WantedSave(Path(path), weights_only, asynchronous, when_committed)
     if run.is_in_step:
-        run.deferred_saves.append((Path(path), weights_only))
+        run.deferred_saves.append(wanted)
     else:
-        write_checkpoint(run, Path(path), weights_only)
+        write_checkpoint(run, wanted)
 
 
-def write_checkpoint(run: Run, path: Path, weights_only: bool = False) -> None:
-    """Write what a resume needs, or the weights with the hyperparameters alone.
+def write_checkpoint(run: Run, wanted: WantedSave) -> None:
+    """Write what a resume needs, or the weights with the hyperparameters alone. Every rank must call it.
 
     Raises:
         TrainingError: the loss or a weight is not finite: it must not take the place of a good checkpoint.
-        CheckpointError: it could not be written.
+        CheckpointError: it could not be written, or the one before it, which was written beside the training.
     """
+    settle_background_save(run)
     run.check_finite("before a checkpoint")
     run.check_finite_weights()
-    state = weights(run) if weights_only else full_state(run)
+    state = weights(run) if wanted.weights_only else full_state(run)
     for callback in run.trainer.callbacks:
         callback.on_save_checkpoint(run.trainer, run.module, state)
     run.module.on_save_checkpoint(state)
-    checkpoint.save(path, state)
-    if not weights_only:
-        run.saved_step, run.saved_path = run.progress.global_step, path
-        _remove_interrupted(run)
+    then = partial(_committed, run, wanted, run.progress.global_step)
+    if not wanted.asynchronous or run.is_finishing or not run.trainer.training:  # a run waits for it before it ends
+        checkpoint.save(wanted.path, state, run.ranks)
+        then()
+        return
+    if run.background is None:
+        run.background = checkpoint.BackgroundSaver(run.ranks)
+    run.background.start(wanted.path, state)
+    run.when_settled = then
+
+
+def settle_background_save(run: Run) -> None:
+    """Wait for a checkpoint that is being written beside the training, and do what is due once it is there. Every rank
+    must call it.
+
+    Raises:
+        CheckpointError: it could not be written.
+    """
+    if run.background is None or not run.background.is_busy:
+        return
+    then, run.when_settled = run.when_settled, None
+    run.background.wait()
+    if then is not None:
+        then()
+
+
+def end_background_save(run: Run) -> None:
+    """What is left when a run ends with an error: a checkpoint that is nearly there is worth a moment."""
+    if run.background is None:
+        return
+    try:
+        is_over = run.background.wait(_GRACE_S)
+    except Exception as error:
+        notice(f"a checkpoint that was being written failed as well: {error}")
+        is_over = True
+    if is_over:
+        run.background.close()
+    run.background = run.when_settled = None
+
+
+def _committed(run: Run, wanted: WantedSave, step: int) -> None:
+    if not wanted.weights_only:
+        run.saved_step, run.saved_path = step, wanted.path
+        run.ranks.on_zero(partial(_remove_interrupted, run))
+    if wanted.when_committed is not None:
+        wanted.when_committed()
 
 
 def weights(run: Run) -> dict[str, Any]:
@@ -99,13 +160,17 @@ def _state_beside_engine(run: Run) -> dict[str, Any]:
     datamodule = run.trainer.datamodule
     return {
         "schedulers": run.schedulers.state(),
-        "random": {"0": rng_state()},  # by rank
+        "random": _by_rank(run, rng_state()),
         "data": run.source.state_dict(),
         "datamodule": {} if datamodule is None else datamodule.state_dict(),
         "results": run.results.state(metrics_of(run.module)),
-        "metrics": metric_states(run.module),
+        "metrics": _by_rank(run, map_tensors(_kept_on_host, metric_states(run.module))),
         "callbacks": {callback.state_key: callback.state_dict() for callback in run.trainer.callbacks},
     }
+
+
+def _by_rank(run: Run, value: Any) -> dict[str, Any]:
+    return {str(rank): each for rank, each in enumerate(run.ranks.gather(value))}
 
 
 def _kept_on_host(tensor: Tensor) -> Tensor:
@@ -114,8 +179,8 @@ def _kept_on_host(tensor: Tensor) -> Tensor:
 
 
 def _write_deferred(run: Run) -> None:
-    for path, weights_only in run.deferred_saves:
-        write_checkpoint(run, path, weights_only)
+    for wanted in run.deferred_saves:
+        write_checkpoint(run, wanted)
     run.deferred_saves.clear()
 
 
@@ -126,9 +191,10 @@ def _save_interrupted(run: Run) -> None:
     run.is_interrupted = run.trainer.interrupted = True
     run.is_in_step = False
     _write_deferred(run)
+    settle_background_save(run)
     folder = None if run.folder is None else run.folder / "checkpoints"
     if run.saved_step != step and folder is not None and run.trainer.enable_checkpointing:
-        write_checkpoint(run, folder / f"{INTERRUPTED}{step}")
+        write_checkpoint(run, WantedSave(folder / f"{INTERRUPTED}{step}"))
     if run.saved_step != step:
         notice(f"stopped by {signal.name} at step {step}; nothing was saved: checkpoints are turned off")
         return

@@ -41,6 +41,7 @@ from roomier.train.restore import resolve_checkpoint, restore, restore_weights
 from roomier.train.results import Results
 from roomier.train.run import Run, call
 from roomier.train.run_folder import is_run_folder, run_folder, write_plan
+from roomier.train.save import end_background_save
 from roomier.train.schedulers import Schedulers
 from roomier.train.settings import process_settings, profiled
 from roomier.train.signals import GracefulStop
@@ -108,6 +109,7 @@ def session(
                 Path(trainer.log_dir).rmdir()
         if run is not None:
             run.results.stage = None
+            end_background_save(run)
             run.engine.hooks = StepHooks()  # they hold the run, which holds the engine and its optimizer states
             for source in (*([run.train_source] if run.train_source else []), *run.val_sources):
                 source.close()

@@ -233,19 +233,33 @@ class Trainer(TrainerAttributes):
             return None
         return outputs[0] if len(outputs) == 1 else outputs
 
-    def save_checkpoint(self, filepath: str | Path, weights_only: bool = False) -> None:
+    def save_checkpoint(
+        self,
+        filepath: str | Path,
+        weights_only: bool = False,
+        *,
+        asynchronous: bool = False,
+        when_committed: Callable[[], None] | None = None,
+    ) -> None:
         """Save the run as the folder ``filepath``. From a hook of a running fit it is written at the end of the step,
-        where a resume is exact.
+        where a resume is exact. On several ranks every rank calls it.
+
+        Args:
+            weights_only: leave out what only a resumed run needs.
+            asynchronous: within a fit, go on as soon as the state is copied to host memory; it is written and committed
+                beside the training. One at a time: the next save waits for it, and so do a signal and the end of the
+                fit. If it fails, the fit ends with that error at its next save point.
+            when_committed: called, in this thread, once the checkpoint is complete.
 
         Raises:
-            CheckpointError: it could not be written.
+            CheckpointError: it could not be written, or the one before it.
             RoomierError: nothing was fitted yet.
         """
         if self.fitted is None:
             raise RoomierError(
                 "save_checkpoint", str(filepath), "this Trainer has not fitted anything yet", "Call fit first"
             )
-        save_checkpoint(self.fitted, filepath, weights_only)
+        save_checkpoint(self.fitted, filepath, weights_only, asynchronous=asynchronous, when_committed=when_committed)
 
     def log_metrics(self, metrics: Mapping[str, float]) -> None:
         """Write a row to the loggers at the current step."""

@@ -1,0 +1,28 @@
+"""What stands in a folder of checkpoints."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+from roomier import checkpoint
+from roomier.core.errors import CheckpointError
+
+
+def names_in(folder: Path) -> tuple[str, ...]:
+    """The checkpoints, or what could be some, in ``folder``."""
+    if not folder.is_dir():
+        return ()
+    entries = [path for path in folder.iterdir() if not path.is_symlink() and not path.name.startswith(".")]
+    return tuple(sorted(path.name for path in entries))
+
+
+def find_complete(name: str, folders: list[str]) -> str:
+    """The path of the complete checkpoint ``name`` in the first of ``folders`` that has it; ``""`` if none has."""
+    for folder in folders if name else ():
+        path = os.path.join(folder, name)
+        with suppress(CheckpointError):
+            checkpoint.peek(path)
+            return path
+    return ""
