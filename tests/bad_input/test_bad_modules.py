@@ -72,11 +72,11 @@ MODELS = {
         "Define training_step(self, batch, batch_idx)",
     ),
     "weights on the meta device": (
-        lambda d: d.fit(d.Net().to("meta")),
+        lambda d: d.fit(nn.Sequential(nn.ParameterList([torch.ones(2, device="meta")])), optimizer="adamw"),
         RoomierError,
         "model",
-        "'body.weight'",
-        "to_empty",
+        "'0.0'",
+        "Define reset_parameters() in ParameterList",
     ),
     "weights without a shape": (
         lambda d: d.fit(nn.LazyLinear(2), optimizer="adamw"),

@@ -21,7 +21,16 @@ from roomier.engine.initial_weights import (
     same_random_numbers,
     tell_what_is_lost,
 )
-from roomier.parallel.pages import Cut, Page, PagedTensor, Pages, is_pageable, local_part, paged_parameters
+from roomier.parallel.pages import (
+    Cut,
+    Page,
+    PagedTensor,
+    Pages,
+    is_pageable,
+    local_part,
+    paged_parameters,
+    with_local_part,
+)
 from roomier.plan import Plan
 
 
@@ -65,16 +74,26 @@ class TakenWeights:
         Args:
             root: what ``network`` was wrapped in to be cut, or ``network``.
         """
-        _replace_parameters(
-            network, lambda each: _whole_on(each, device)
-        )  # keeps tied ones tied, which _apply does not
-        torch_private.convert_tensors(root, lambda tensor: _with_memory(tensor, device))
-        for name, parameter in network.named_parameters():
-            page = self._pages.pop(name, None)  # freed when its values are in place
-            if page is not None and not self._has_weights:
-                assert page.part is not None
-                local_part(parameter).copy_(page.part)
-        self._pages.clear()
+        pages = {id(each): self._pages.pop(name) for name, each in network.named_parameters() if name in self._pages}
+
+        def real(tensor: Tensor) -> Tensor:
+            page = pages.pop(id(tensor), None)  # one by one: on another device, each is there twice for a moment only
+            return tensor.to(device) if page is None else self._real(tensor, page, device)
+
+        def whole(parameter: nn.Parameter) -> nn.Parameter:
+            is_whole = parameter.is_meta and type(parameter) is nn.Parameter
+            return _with_attributes(parameter, real(parameter)) if is_whole else parameter
+
+        _replace_parameters(network, whole)  # it keeps tied ones tied, and convert_tensors those that are sharded
+        torch_private.convert_tensors(root, real)
+
+    def _real(self, tensor: Tensor, page: Page, device: torch.device) -> Tensor:
+        shape = local_part(tensor).shape
+        if self._has_weights:
+            return with_local_part(tensor, torch.empty(shape, dtype=tensor.dtype, device=device))
+        assert page.part is not None
+        assert page.part.shape == shape
+        return with_local_part(tensor, page.part.to(device, tensor.dtype))
 
 
 def take_weights(network: nn.Module, plan: Plan, ranks: Ranks, *, given: set[str] | None = None) -> TakenWeights | None:
@@ -135,21 +154,14 @@ def _replace_parameters(network: nn.Module, replace: Callable[[nn.Parameter], nn
 
 
 def _on_meta(parameter: nn.Parameter) -> nn.Parameter:
-    return _empty_like(parameter, torch.device("meta")) if isinstance(parameter, PagedTensor) else parameter
+    if not isinstance(parameter, PagedTensor):
+        return parameter
+    return _with_attributes(parameter, torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"))
 
 
-def _whole_on(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
-    return _empty_like(parameter, device) if parameter.is_meta and type(parameter) is nn.Parameter else parameter
-
-
-def _empty_like(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
-    """A plain parameter of the same shape and dtype, and with what users wrote on it."""
-    empty = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
-    made = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+def _with_attributes(parameter: nn.Parameter, data: Tensor) -> nn.Parameter:
+    """A plain parameter of ``data``, and what users wrote on ``parameter``."""
+    made = nn.Parameter(data, requires_grad=parameter.requires_grad)
     own = ("page", "pages", "_paged_as")
     made.__dict__.update({key: each for key, each in parameter.__dict__.items() if key not in own})
     return made
-
-
-def _with_memory(tensor: Tensor, device: torch.device) -> Tensor:
-    return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)

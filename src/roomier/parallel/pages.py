@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from roomier.core import torch_private
+from roomier.core.host_memory import give_back_freed
 
 _aten = torch.ops.aten
 _OVERWRITING = {
@@ -39,6 +40,7 @@ _OVERWRITING = {
     _aten.log_normal_,
     _aten.geometric_,
 }
+_LARGE_BYTES = 4 * 2**20
 _CHECKED_BY_NAN = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -62,14 +64,24 @@ class Cut:
 class Page:
     """One parameter: its part on this rank, and the whole of it while it is open.
 
+    Args:
+        discards: no values are kept, and all that is read is zeros.
+
     Attributes:
         part: rows of this rank ``[rows, ...]``; None while nothing was ever written.
     """
 
-    def __init__(self, cut: Cut, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> None:
-        self.cut, self.shape, self.dtype, self.device = cut, shape, dtype, device
+    def __init__(
+        self, cut: Cut, shape: torch.Size, dtype: torch.dtype, device: torch.device, *, discards: bool
+    ) -> None:
+        self.cut, self.shape, self.dtype, self.device, self.discards = cut, shape, dtype, device, discards
         self.part: Tensor | None = None
+        self._was_closed = False
         self._whole: Tensor | None = None  # there longer than it is open where somebody holds a view of it
+
+    @property
+    def num_bytes(self) -> int:
+        return self.shape.numel() * self.dtype.itemsize
 
     def adopt(self, whole: Tensor) -> None:
         """``whole``, which may have values and may be written to by its owner, is the open page."""
@@ -77,8 +89,15 @@ class Page:
 
     def open(self, *, is_overwritten: bool) -> Tensor:
         """The whole tensor. Every rank calls this."""
-        if not is_overwritten and self.part is not None and self.cut.num_parts > 1:
-            gathered = self._gather(self._take_part() if self._whole is not None else self.part)
+        if self.discards:
+            if self._whole is None:
+                self._whole = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+            return self._whole
+        if not is_overwritten and self._was_closed and self.cut.num_parts > 1:
+            # Also where the whole is still here: whether a view of it lives may differ from rank to rank.
+            own = self.part if self._whole is None else self._own_rows()
+            assert own is not None
+            gathered = self._gather(own)
             if self._whole is None:
                 self._whole = gathered
         elif self._whole is None:
@@ -89,12 +108,21 @@ class Page:
                     self._whole.fill_(torch.nan)  # so that what is never written is found
         return self._whole
 
-    def close(self) -> bool:
-        """Keep the part; free the whole unless it is in use elsewhere. Whether it is freed."""
+    def close(self, *, is_final: bool = False) -> bool:
+        """Keep the part and free the whole, unless it is in use elsewhere. Whether it was freed."""
         assert self._whole is not None
-        self.part = self._take_part()
-        if torch_private.is_shared(self._whole):
+        if self.discards:
+            self._whole = None
+            return True
+        self._was_closed = True
+        if torch_private.is_shared(self._whole) and not is_final:
             return False
+        if self.cut.num_parts == 1:
+            self.part = self._whole
+        elif self.part is None:
+            self.part = self._own_rows().clone(memory_format=torch.contiguous_format)
+        else:
+            self.part.copy_(self._own_rows())
         self._whole = None
         return True
 
@@ -107,11 +135,9 @@ class Page:
             return False
         return self.dtype not in _CHECKED_BY_NAN or not bool(self.part.isnan().any())
 
-    def _take_part(self) -> Tensor:
+    def _own_rows(self) -> Tensor:
         assert self._whole is not None
-        if not self._whole.dim() or self.cut.num_parts == 1:
-            return self._whole
-        return self._whole[self.cut.rows(len(self._whole))].clone(memory_format=torch.contiguous_format)
+        return self._whole[self.cut.rows(len(self._whole))]
 
     def _gather(self, part: Tensor) -> Tensor:
         step = -(-self.shape[0] // self.cut.num_parts)
@@ -199,8 +225,8 @@ class Pages:
             return known
         is_meta = parameter.is_meta
         device = torch.device("cpu") if is_meta else parameter.device
-        page = Page(self.cut, parameter.shape, parameter.dtype, device)
-        if not is_meta:
+        page = Page(self.cut, parameter.shape, parameter.dtype, device, discards=self.discards)
+        if not is_meta and not self.discards:
             self._close_others([page])
             page.adopt(parameter.detach())
             self._open = [page]
@@ -237,13 +263,18 @@ class Pages:
 
     def close(self) -> None:
         """Nothing is open any more; whoever still holds a view of a parameter holds a copy of its own."""
-        self._close_others([])
-        self._in_use = []
+        for page in dict.fromkeys((*self._open, *self._in_use)):
+            page.close(is_final=True)
+        self._open, self._in_use = [], []
 
     def _close_others(self, wanted: list[Page]) -> None:
         closing = [page for page in (*self._open, *self._in_use) if page not in wanted]
         self._in_use = [page for page in self._in_use if page in wanted]
-        self._in_use += [page for page in dict.fromkeys(closing) if not page.close()]
+        for page in dict.fromkeys(closing):
+            if not page.close():
+                self._in_use.append(page)
+            elif page.num_bytes >= _LARGE_BYTES:
+                give_back_freed()
         self._open = [page for page in self._open if page in wanted]
 
 
@@ -274,6 +305,19 @@ def local_part(tensor: Tensor) -> Tensor:
     from torch.distributed.tensor import DTensor
 
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def with_local_part(tensor: Tensor, part: Tensor) -> Tensor:
+    """``part`` as what this rank has of a tensor that is cut as ``tensor`` is."""
+    if not _may_be_sharded(tensor):
+        return part
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(tensor, DTensor):
+        return part
+    return DTensor.from_local(
+        part, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
 
 
 def local_rows(tensor: Tensor) -> slice:
