@@ -44,4 +44,5 @@ CASES: dict[str, Case] = {
     "overhead": Case(
         "what a step of the Trainer costs above the same step in a bare PyTorch loop", "roomier.bench.overhead"
     ),
+    "strategies": Case("memory and step time of each strategy beside plain PyTorch DDP", "roomier.bench.strategies"),
 }

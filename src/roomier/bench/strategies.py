@@ -1,0 +1,177 @@
+"""``roomier bench strategies``: memory and step time of each strategy beside plain PyTorch DDP."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from rich.console import RenderableType
+from rich.table import Table
+
+from roomier.bench.machine import circumstances
+from roomier.core.errors import RoomierError, did_you_mean
+from roomier.core.units import format_bytes, format_count
+from roomier.models.gpt import SIZES, GPTConfig
+from roomier.plan import Plan
+
+PEER = "torch_ddp"
+STRATEGIES = (PEER, "ddp", "zero1", "zero2", "zero3", "hsdp")
+MODELS = ("mingpt", *SIZES)
+_NUM_COPIES = 2  # of the model, under hsdp
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model", default="mingpt", help="mingpt (34M parameters) or a size minGPT names, such as gpt2"
+    )
+    parser.add_argument("--ranks", type=_at_least(2), default=2, help="processes on this machine (%(default)s)")
+    parser.add_argument("--precision", default="bf16-mixed", help="as Trainer(precision=...) (%(default)s)")
+    parser.add_argument("--batch-size", type=_at_least(1), default=2, help="sequences of a rank (%(default)s)")
+    parser.add_argument("--seq-len", type=_at_least(1), default=128, help="tokens of a sequence (%(default)s)")
+    parser.add_argument("--steps", type=_at_least(1), default=5, help="steps of a turn (%(default)s)")
+    parser.add_argument("--repeats", type=_at_least(1), default=7, help="turns of each strategy (%(default)s)")
+    parser.add_argument("--strategies", default="", help=f"separated by commas; all by default: {','.join(STRATEGIES)}")
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """All figures of the case: bytes of the worst rank, seconds per step."""
+    facts = circumstances()
+    settings = {
+        "model": _known("--model", options.model, MODELS),
+        "ranks": options.ranks,
+        "precision": options.precision,
+        "batch_size": options.batch_size,
+        "seq_len": options.seq_len,
+        "steps": options.steps,
+        "repeats": options.repeats,
+        "strategies": _strategies(options.strategies, options.ranks),
+        "shard_size": options.ranks // _NUM_COPIES,
+    }
+    for name in settings["strategies"]:
+        plan_of(name, settings)  # what cannot work is refused before a process starts
+    return {"case": "strategies", **settings, **_run_ranks(settings), **facts}
+
+
+def config_of(settings: Mapping[str, Any]) -> GPTConfig:
+    """The model that ``--model`` names, without dropout, so that all strategies have the same losses."""
+    if settings["model"] == "mingpt":
+        return GPTConfig(8192, settings["seq_len"], num_layers=8, num_heads=8, width=512, dropout=0.0)
+    return GPTConfig.named(settings["model"], context=settings["seq_len"], dropout=0.0)
+
+
+def plan_of(name: str, settings: Mapping[str, Any]) -> Plan:
+    parallel: dict[str, Any] = {"strategy": "ddp" if name == PEER else name, "accelerator": "cpu"}
+    if name == "hsdp":
+        parallel["shard_size"] = settings["shard_size"]
+    return Plan.from_dict(
+        {
+            "parallel": {**parallel, "devices": settings["ranks"]},
+            "precision": {"mode": settings["precision"]},
+            "optimizer": {"name": "adamw"},
+        }
+    )
+
+
+def _strategies(text: str, num_ranks: int) -> list[str]:
+    has_copies = num_ranks >= 2 * _NUM_COPIES and num_ranks % _NUM_COPIES == 0
+    possible = [each for each in STRATEGIES if each != "hsdp" or has_copies]
+    wanted = [_known("--strategies", each.strip(), possible) for each in text.split(",") if each.strip()] or possible
+    return [each for each in possible if each == PEER or each in wanted]  # what all are compared with is always there
+
+
+def _known(field: str, name: str, known: Any) -> str:
+    if name not in known:
+        raise RoomierError(field, name, "is not known here", did_you_mean(name, known))
+    return name
+
+
+def _run_ranks(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """One process for each rank, of one thread; what rank 0 wrote when all are done."""
+    with TemporaryDirectory() as folder:
+        path = Path(folder)
+        files = [(path / f"rank{rank}.txt").open("w+") for rank in range(settings["ranks"])]
+        try:
+            processes = [
+                subprocess.Popen(
+                    [sys.executable, "-P", "-m", "roomier.bench.strategy_ranks", str(path), json.dumps(settings)],
+                    env={**os.environ, "OMP_NUM_THREADS": "1", "RANK": str(rank)},
+                    stdin=subprocess.DEVNULL,
+                    stdout=file,
+                    stderr=subprocess.STDOUT,
+                )
+                for rank, file in enumerate(files)
+            ]
+            _wait(processes, path)
+            found: dict[str, Any] = json.loads((path / "result.json").read_text())
+            return found
+        finally:
+            for file in files:
+                file.close()
+
+
+def _wait(processes: Sequence[subprocess.Popen[bytes]], folder: Path) -> None:
+    try:
+        while any(each.poll() is None for each in processes):
+            failed = [rank for rank, each in enumerate(processes) if each.poll()]
+            if failed:
+                raise _failure(failed[0], processes, folder)
+            time.sleep(0.05)
+    finally:
+        for each in processes:
+            if each.poll() is None:
+                each.kill()
+            each.wait()
+    failed = [rank for rank, each in enumerate(processes) if each.returncode]
+    if failed:
+        raise _failure(failed[0], processes, folder)
+
+
+def _failure(rank: int, processes: Sequence[subprocess.Popen[bytes]], folder: Path) -> RoomierError:
+    lines = (folder / f"rank{rank}.txt").read_text().splitlines()
+    problem = "\n".join([f"ended with code {processes[rank].returncode}; its last lines:", *lines[-20:], ""])
+    action = "Where the code is -9 memory ran out: choose a smaller --model, or fewer --ranks"
+    return RoomierError("bench strategies", f"rank {rank}", problem, action)
+
+
+def table(result: Mapping[str, Any]) -> RenderableType:
+    peer = next(row for row in result["rows"] if row["strategy"] == PEER)
+    collectives = ", ".join(
+        f"{name.removesuffix('_s')} {value * 1e3:.0f} ms" for name, value in result["collectives"].items()
+    )
+    found = Table(
+        title=f"{result['model']}, {format_count(result['num_parameters'])} parameters, {result['ranks']} ranks, "
+        f"{result['precision']}",
+        caption=f"bytes of the worst rank; {result['repeats']} x {result['steps']} steps, interleaved, medians\n"
+        f"collectives alone: {collectives}\n{result['machine']['cpu']}, torch {result['torch']}",
+    )
+    found.add_column("")
+    for name in ("model states", "of DDP's", "formula", "peak of all", "step", "of DDP's"):
+        found.add_column(name, justify="right")
+    for row in result["rows"]:
+        found.add_row(
+            row["strategy"],
+            format_bytes(row["model_state_bytes"]),
+            f"{row['model_state_bytes'] / peer['model_state_bytes']:.2f}",
+            format_bytes(row["formula_bytes"]),
+            format_bytes(row["peak_bytes"]),
+            f"{row['step_s'] * 1e3:.0f} ms",
+            f"{row['ratio_to_torch_ddp']:.2f}",
+        )
+    return found
+
+
+def _at_least(minimum: int) -> Any:
+    def count(text: str) -> int:
+        if not text.isdecimal() or int(text) < minimum:
+            raise argparse.ArgumentTypeError(f"{text!r} is not an integer of {minimum} or more")
+        return int(text)
+
+    return count

@@ -1,0 +1,240 @@
+"""One rank of ``roomier bench strategies``: ``python -m roomier.bench.strategy_ranks FOLDER SETTINGS``.
+
+Memory and time are measured apart: the tracker makes steps slow. Both stand on the same objects, which are made once,
+or anew for each turn where they do not fit beside each other.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from roomier.api.module import Module
+from roomier.bench.raw_collectives import time_collectives
+from roomier.bench.strategies import PEER, config_of, plan_of
+from roomier.core.ranks import Ranks
+from roomier.core.world import World
+from roomier.engine.build import build, configure
+from roomier.engine.eager import EagerEngine
+from roomier.memory.kinds import MODEL_STATES, Kind
+from roomier.memory.model_states import ModelStates
+from roomier.memory.predict import predict
+from roomier.memory.tracker import MemoryTracker, tracking
+from roomier.memory.weights import units_with_weights
+from roomier.models.gpt import GPT, GPTConfig
+from roomier.plan import Plan
+from roomier.precision.policy import precision_of
+
+Batch = tuple[Tensor, Tensor]
+_WARMUP_STEPS = 3
+_DEVICE = torch.device("cpu")
+
+
+class TrainedGPT(Module):
+    """The model as a user writes it for the Trainer."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.network = GPT(config)
+
+    def training_step(self, batch: Batch, batch_idx: int = 0) -> Tensor:
+        loss: Tensor = self.network(*batch)[1]
+        return loss
+
+
+class PlainLoop:
+    """The step of PyTorch's own tutorials: DDP, autocast, the fused optimizer."""
+
+    def __init__(self, config: GPTConfig, plan: Plan, ranks: Ranks) -> None:
+        precision = precision_of(plan.precision.mode, _DEVICE)
+        self.network = DistributedDataParallel(precision.convert_module(GPT(config)), gradient_as_bucket_view=True)
+        weights = list(self.network.parameters())
+        groups = [
+            {"params": [each for each in weights if each.dim() >= 2], "weight_decay": 0.01},
+            {"params": [each for each in weights if each.dim() < 2], "weight_decay": 0.0},
+        ]
+        self.optimizer = torch.optim.AdamW(groups, fused=True)
+        self._context = precision.forward_context()
+
+    def step(self, batch: Batch, enter: Callable[[str], None]) -> Tensor:
+        enter("forward")
+        self.optimizer.zero_grad()
+        with self._context():
+            loss: Tensor = self.network(*batch)[1]
+        enter("backward")
+        loss.backward()  # type: ignore[no-untyped-call]
+        enter("update")
+        self.optimizer.step()
+        return loss.detach()
+
+    @contextmanager
+    def tracked(self) -> Iterator[MemoryTracker]:
+        with MemoryTracker(self.network, [self.optimizer], _DEVICE) as tracker:
+            yield tracker
+
+
+class EngineLoop:
+    """The same step in a roomier engine."""
+
+    def __init__(self, config: GPTConfig, plan: Plan, ranks: Ranks) -> None:
+        self.module = TrainedGPT(config)
+        self.engine, _ = build(plan, self.module, lambda: configure(plan, self.module, lambda: 1.0), EagerEngine, ranks)
+        self._num_ranks = ranks.world.size
+
+    def step(self, batch: Batch, enter: Callable[[str], None]) -> Tensor:
+        enter("forward")
+        loss = self.engine.forward_backward(self.module.training_step, [batch])
+        enter("update")
+        self.engine.step()
+        assert loss is not None
+        return loss * self._num_ranks
+
+    @contextmanager
+    def tracked(self) -> Iterator[MemoryTracker]:
+        with tracking(self.engine) as tracker:
+            yield tracker
+
+
+Loop = PlainLoop | EngineLoop
+
+
+class Strategy:
+    """One row of the result.
+
+    Args:
+        keeps: the loop stays in memory between its turns.
+    """
+
+    def __init__(self, name: str, settings: dict[str, Any], ranks: Ranks, *, keeps: bool) -> None:
+        self.name = name
+        self.step_s: list[float] = []
+        self.loss = float("nan")
+        self._config = config_of(settings)
+        self._plan = plan_of(name, settings)
+        self._ranks = ranks
+        self._keeps = keeps
+        self._loop: Loop | None = None
+        generator = torch.Generator().manual_seed(ranks.world.rank)
+        tokens = torch.randint(
+            self._config.vocab_size, (settings["batch_size"], settings["seq_len"] + 1), generator=generator
+        )
+        self._batch = (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+
+    def formula(self, rank: int = 0) -> ModelStates:
+        with torch.device("meta"):
+            network = GPT(self._config)
+        return predict(network, self._plan, rank=rank)
+
+    def measure_memory(self) -> dict[str, Any]:
+        """Bytes of the rank that holds most, at the peak of a step."""
+        with self._running() as loop:
+            with loop.tracked() as tracker:
+                loop.step(self._batch, tracker.enter)
+                tracker.restart()
+                loop.step(self._batch, tracker.enter)
+            states, whole, rest = tracker.peak(MODEL_STATES), tracker.peak(), tracker.now()
+        found: dict[str, Any] = {
+            "model_state_bytes": states.total(MODEL_STATES),
+            "peak_bytes": whole.total(),
+            "model_states": {kind.value: states.num_bytes[kind] for kind in MODEL_STATES},
+            "peak": {kind.value: whole.num_bytes[kind] for kind in Kind},
+            "between_steps_bytes": rest.total(MODEL_STATES),
+            "formula_bytes": self.formula(self._ranks.world.rank).peak.total(),
+        }
+        by_rank = self._ranks.gather(found)
+        worst = max(by_rank, key=lambda each: each["model_state_bytes"])
+        return {**worst, "peak_bytes": max(each["peak_bytes"] for each in by_rank)}
+
+    def time_turn(self, num_steps: int) -> None:
+        """One turn: the median of its steps, of the slowest rank."""
+        with self._running() as loop:
+            loop.step(self._batch, _ignore)  # brings its memory back to the processor's caches
+            dist.barrier()
+            durations = []
+            loss = torch.tensor(0.0)
+            for _ in range(num_steps):
+                start = time.perf_counter()
+                loss = loop.step(self._batch, _ignore)
+                durations.append(time.perf_counter() - start)
+        self.step_s.append(max(self._ranks.gather(statistics.median(durations))))
+        self.loss = statistics.mean(self._ranks.gather(float(loss)))
+
+    @contextmanager
+    def _running(self) -> Iterator[Loop]:
+        loop = self._loop
+        if loop is None:
+            torch.manual_seed(0)
+            loop = (PlainLoop if self.name == PEER else EngineLoop)(self._config, self._plan, self._ranks)
+            for _ in range(_WARMUP_STEPS):
+                loop.step(self._batch, _ignore)
+        self._loop = loop if self._keeps else None
+        yield loop
+        gc.collect()  # no strategy pays for the garbage of the one before
+
+
+def run(settings: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
+    names: list[str] = settings["strategies"]
+    num_bytes = sum(Strategy(name, settings, ranks, keeps=False).formula().peak.total() for name in names)
+    keeps = ranks.from_zero(num_bytes * ranks.world.size < psutil.virtual_memory().available / 2)
+    strategies = [Strategy(name, settings, ranks, keeps=keeps) for name in names]
+    memory = {each.name: each.measure_memory() for each in strategies}
+    with torch.device("meta"):
+        network: nn.Module = GPT(config_of(settings))
+    precision = precision_of(settings["precision"], _DEVICE)
+    units = units_with_weights(network, precision.autocast_dtype, precision.weight_dtype)
+    collectives: list[dict[str, float]] = []
+    for index in range(settings["repeats"]):
+        for each in reversed(strategies) if index % 2 else strategies:
+            each.time_turn(settings["steps"])
+        collectives.append(time_collectives(units))
+    base = statistics.median(strategies[0].step_s)
+    return {
+        "num_parameters": sum(each.numel() for each in network.parameters()),
+        "rows": [
+            {
+                "strategy": each.name,
+                "ranks": ranks.world.size,
+                "step_s": statistics.median(each.step_s),
+                "step_s_all": each.step_s,
+                "ratio_to_torch_ddp": statistics.median(each.step_s) / base,
+                "loss": each.loss,
+                **memory[each.name],
+            }
+            for each in strategies
+        ],
+        "collectives": {
+            name: statistics.median(max(ranks.gather(each[name])) for each in collectives) for name in collectives[0]
+        },
+    }
+
+
+def main(folder: Path, settings: dict[str, Any]) -> None:
+    torch.set_num_threads(1)
+    rank, size = int(os.environ["RANK"]), settings["ranks"]
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=size)
+    result = run(settings, Ranks(World(rank, size, rank, 0, size)))
+    if rank == 0:
+        (folder / "result.json").write_text(json.dumps(result))
+    dist.destroy_process_group()
+
+
+def _ignore(phase: str) -> None:
+    pass
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), json.loads(sys.argv[2]))

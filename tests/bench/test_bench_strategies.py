@@ -1,0 +1,114 @@
+"""``roomier bench strategies --json`` as it is called, on a model so small that its times mean nothing."""
+
+import argparse
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from roomier.bench import strategies
+from roomier.core.errors import RoomierError
+
+COMMAND = [str(Path(sys.executable).with_name("roomier")), "bench", "strategies"]
+
+
+@pytest.fixture(scope="module")
+def result() -> dict[str, Any]:
+    words = ["--model", "gpt-nano", "--seq-len", "16", "--batch-size", "1", "--steps", "1", "--repeats", "2"]
+    words += ["--strategies", "zero3, zero2, ddp"]
+    done = subprocess.run([*COMMAND, "--json", "--ranks", "2", *words], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)  # fails if anything else stands there
+    return found
+
+
+def test_a_row_for_each_strategy_in_one_order(result: dict[str, Any]) -> None:
+    assert [row["strategy"] for row in result["rows"]] == ["torch_ddp", "ddp", "zero2", "zero3"]
+    for row in result["rows"]:
+        assert row["ranks"] == 2
+        assert row["peak_bytes"] > row["model_state_bytes"] >= row["between_steps_bytes"] > 0
+        assert sum(row["model_states"].values()) == row["model_state_bytes"]
+        assert sum(row["peak"].values()) <= row["peak_bytes"]
+        assert len(row["step_s_all"]) == 2
+        assert min(row["step_s_all"]) <= row["step_s"] <= max(row["step_s_all"])
+        assert row["ratio_to_torch_ddp"] == pytest.approx(row["step_s"] / result["rows"][0]["step_s"])
+
+
+def test_the_formula_stands_beside_what_is_measured(result: dict[str, Any]) -> None:
+    for row in result["rows"]:
+        assert row["model_state_bytes"] == pytest.approx(row["formula_bytes"], rel=0.03), row["strategy"]
+
+
+def test_strategies_hold_less_than_ddp(result: dict[str, Any]) -> None:
+    held = {row["strategy"]: row["model_state_bytes"] / result["num_parameters"] for row in result["rows"]}
+    assert held["torch_ddp"] == pytest.approx(16, rel=0.01)
+    assert held["ddp"] == pytest.approx(16, rel=0.01)
+    assert held["zero2"] < 13
+    # Nearly all of this model is its embedding, which is whole where it is used.
+    assert held["zero3"] <= held["zero2"]
+
+
+def test_all_strategies_train_alike(result: dict[str, Any]) -> None:
+    losses = [row["loss"] for row in result["rows"]]
+    assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-3)
+
+
+def test_collectives_and_circumstances_are_told(result: dict[str, Any]) -> None:
+    assert {"all_reduce_s", "all_gather_s", "reduce_scatter_s"} <= set(result["collectives"])
+    assert all(value > 0 for value in result["collectives"].values())
+    assert result["case"] == "strategies"
+    assert (result["precision"], result["model"], result["ranks"]) == ("bf16-mixed", "gpt-nano", 2)
+    assert {"torch", "commit", "machine", "command"} <= set(result)
+
+
+def test_the_table_shows_the_same_figures(result: dict[str, Any]) -> None:
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(strategies.table(result))
+    text = console.export_text()
+    assert "zero3" in text
+    assert f"{result['rows'][-1]['step_s'] * 1e3:.0f} ms" in text
+
+
+def test_all_strategies_are_measured_by_default() -> None:
+    assert strategies._strategies("", 2) == ["torch_ddp", "ddp", "zero1", "zero2", "zero3"]
+    assert strategies._strategies("", 4) == ["torch_ddp", "ddp", "zero1", "zero2", "zero3", "hsdp"]
+
+
+def options(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    strategies.add_arguments(parser)
+    return parser.parse_args(words)
+
+
+@pytest.mark.parametrize(
+    ("words", "field"),
+    [
+        (["--model", "gpt-nan"], "--model"),
+        (["--strategies", "zero4"], "--strategies"),
+        (["--strategies", "hsdp", "--ranks", "2"], "--strategies"),
+        (["--precision", "bf17-mixed"], "precision.mode"),
+    ],
+)
+def test_what_is_not_known_is_refused_before_a_process_starts(words: list[str], field: str) -> None:
+    with pytest.raises(RoomierError) as caught:
+        strategies.measure(options(*words))
+    assert caught.value.field == field
+
+
+def test_the_rank_that_failed_is_told_and_the_others_end(tmp_path: Path) -> None:
+    code = (
+        "import sys, time; rank = sys.argv[1]; print('no more', rank); time.sleep(60) if rank == '0' else sys.exit(3)"
+    )
+    processes = []
+    for rank in range(2):
+        with (tmp_path / f"rank{rank}.txt").open("w") as file:
+            processes.append(subprocess.Popen([sys.executable, "-c", code, str(rank)], stdout=file))
+    with pytest.raises(RoomierError, match=r"rank 1.*code 3") as caught:
+        strategies._wait(processes, tmp_path)
+    assert "no more 1" in str(caught.value)
+    assert processes[0].poll() is not None
