@@ -1,0 +1,113 @@
+"""A run goes on under any strategy, on any number of ranks, as if it had never stopped."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from roomier import checkpoint
+from tests.ranks.pool import RankPool
+from tests.resume.conftest import differing
+from tests.resume.reshard import GLOBAL_BATCH, LAYOUTS, NUM_STEPS, STOPS_AT, Classifier, train
+
+# From one process to many and back, between strategies, between numbers of ranks, and to a layout of its own.
+COVERING = [
+    (("single", 1), ("zero3", 2)),
+    (("zero3", 4), ("single", 1)),
+    (("zero2", 2), ("hsdp", 4)),
+    (("hsdp", 4), ("ddp", 2)),
+    (("ddp", 4), ("zero1", 2)),
+    (("zero1", 2), ("zero3", 4)),
+    (("zero3", 2), ("zero3", 2)),
+]
+ALL = [(first, second) for first in LAYOUTS for second in LAYOUTS]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(on_ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The run in one process that never stops."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    result: dict[str, Any] = on_ranks(1, train, folder, "single", 1, NUM_STEPS)[0]
+    return result
+
+
+@pytest.fixture(scope="module")
+def saved(on_ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """``saved(layout)``: the first part of the run under it, trained once."""
+    parts: dict[tuple[str, int], dict[str, Any]] = {}
+
+    def first_part(layout: tuple[str, int]) -> dict[str, Any]:
+        if layout not in parts:
+            strategy, num_ranks = layout
+            folder = tmp_path_factory.mktemp(f"{strategy}-{num_ranks}")
+            parts[layout] = on_ranks(num_ranks, train, folder, strategy, num_ranks, STOPS_AT)[0]
+        return parts[layout]
+
+    return first_part
+
+
+def check(first: Any, second: Any, saved: Any, undisturbed: Any, on_ranks: RankPool, folder: Path) -> None:
+    begun = saved(first)
+    strategy, num_ranks = second
+    ended = on_ranks(num_ranks, train, folder, strategy, num_ranks, NUM_STEPS, begun["best"])[0]
+    assert begun["step"] == STOPS_AT
+    assert ended["step"] == NUM_STEPS
+    assert begun["ids"] + ended["ids"] == undisturbed["ids"], "each sample once, in the same steps"
+    assert len(begun["losses"] + ended["losses"]) == NUM_STEPS
+    for ours, theirs in zip(begun["losses"] + ended["losses"], undisturbed["losses"], strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5)
+    assert ended["train_loss"][0] == pytest.approx(undisturbed["train_loss"][0], rel=1e-5), "sums over a resume"
+
+
+@pytest.mark.parametrize(("first", "second"), COVERING, ids=str)
+def test_saved_under_one_layout_and_continued_under_another(
+    first: Any, second: Any, saved: Any, undisturbed: Any, on_ranks: RankPool, tmp_path: Path
+) -> None:
+    check(first, second, saved, undisturbed, on_ranks, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("first", "second"), [pair for pair in ALL if pair not in COVERING], ids=str)
+def test_saved_under_any_layout_and_continued_under_any_other(
+    first: Any, second: Any, saved: Any, undisturbed: Any, on_ranks: RankPool, tmp_path: Path
+) -> None:
+    check(first, second, saved, undisturbed, on_ranks, tmp_path)
+
+
+@pytest.mark.parametrize("layout", [("zero3", 2), ("zero1", 2), ("ddp", 2)], ids=str)
+def test_under_the_same_layout_not_one_bit_differs(
+    layout: tuple[str, int], saved: Any, on_ranks: RankPool, tmp_path: Path
+) -> None:
+    strategy, num_ranks = layout
+    begun = saved(layout)
+    ended = on_ranks(num_ranks, train, tmp_path / "cut", strategy, num_ranks, NUM_STEPS, begun["best"])[0]
+    whole = on_ranks(num_ranks, train, tmp_path / "whole", strategy, num_ranks, NUM_STEPS)[0]
+    assert begun["losses"] + ended["losses"] == whole["losses"]
+    ours, theirs = (checkpoint.load(each["best"]) for each in (ended, whole))
+    for section in ("module", "optimizers", "random", "progress", "data"):
+        assert list(differing(ours[section], theirs[section], section)) == []
+
+
+def test_what_is_stored_does_not_depend_on_the_layout(saved: Any) -> None:
+    single, cut = (checkpoint.load(saved(layout)["best"]) for layout in (("single", 1), ("zero3", 2)))
+    assert single["module"].keys() == cut["module"].keys()
+    for name, tensor in single["module"].items():
+        torch.testing.assert_close(cut["module"][name], tensor)
+    [single_states], [cut_states] = (each["optimizers"] for each in (single, cut))
+    assert single_states["state"].keys() == cut_states["state"].keys()
+    for name, state in single_states["state"].items():
+        torch.testing.assert_close(cut_states["state"][name], state)
+    assert single["data"]["num_samples"] == cut["data"]["num_samples"] == STOPS_AT * GLOBAL_BATCH
+    assert list(cut["random"]) == ["0", "1"]
+
+
+def test_one_process_reads_the_weights_of_many(saved: Any) -> None:
+    path = saved(("zero3", 2))["best"]
+    module = Classifier.load_from_checkpoint(path)
+    assert module.head.weight is module.embedding.weight
+    stored = checkpoint.load(path, only=("module",))["module"]
+    for name, tensor in module.state_dict().items():
+        assert torch.equal(tensor, stored[name]), name
