@@ -218,14 +218,11 @@ def _open(
         batch = global_batch_of(trainer, data)
         ranks.on_zero(lambda: job.write(folder, batch))
     plan = trainer.plan
-    engine, configured = build(
-        plan,
-        module,
-        lambda: configure(plan, module, trainer.estimate_steps) if is_fit else Configured(),
-        EagerEngine,
-        ranks,
-        first.file,
-    )
+
+    def optimizers() -> Configured:
+        return configure(plan, module, trainer.estimate_steps) if is_fit else Configured()
+
+    engine, configured = build(plan, module, optimizers, EagerEngine, ranks, first.file)
     check_modes(trainer, module, configured, is_fit)
     run = Run(
         trainer=trainer,
@@ -249,15 +246,19 @@ def _open(
         trainer.fitted = run
         _open_fit(run, data, path)
     else:
-        name = LOADER_NAMES[stage]
-        run.val_sources, run.val_limits = data.evaluation(name)
-        if not run.val_sources:
-            raise DataError(f"{name}_dataloaders", None, f"there is no data to {stage} on", f"Pass {name}_dataloaders")
-        if path is not None:
-            restore_weights(run, path)
-        if folder is not None:
-            run.loggers.start(folder, run.progress.global_step)
+        _open_evaluation(run, data, stage, path)
     return run
+
+
+def _open_evaluation(run: Run, data: RunLoaders, stage: str, path: Path | None) -> None:
+    name = LOADER_NAMES[stage]
+    run.val_sources, run.val_limits = data.evaluation(name)
+    if not run.val_sources:
+        raise DataError(f"{name}_dataloaders", None, f"there is no data to {stage} on", f"Pass {name}_dataloaders")
+    if path is not None:
+        restore_weights(run, path)
+    if run.folder is not None:
+        run.loggers.start(run.folder, run.progress.global_step)
 
 
 def _open_fit(run: Run, data: RunLoaders, path: Path | None) -> None:
