@@ -33,6 +33,33 @@ WRONG_VALUES = [
         "'powersgd'",
         "Use strategy='ddp', or reduce_dtype='bf16'",
     ),
+    (
+        {"parallel": {"strategy": "ddp", "compression_rank": 2}},
+        "parallel.compression_rank",
+        "2",
+        "set gradient_compression='powersgd'",
+    ),
+    (
+        {"parallel": {"strategy": "ddp", "gradient_compression": "powersgd", "compression_warmup_steps": 2}},
+        "parallel.compression_warmup_steps",
+        "2",
+        "Use 3 or more",
+    ),
+    (
+        {"parallel": {"strategy": "ddp", "gradient_compression": "powersgd", "reduce_dtype": "bf16"}},
+        "parallel.reduce_dtype",
+        "'bf16'",
+        "Keep one of the two",
+    ),
+    (
+        {
+            "parallel": {"strategy": "ddp", "gradient_compression": "powersgd"},
+            "precision": {"mode": "16-mixed"},
+        },
+        "parallel.gradient_compression",
+        "'powersgd'",
+        "Use precision='bf16-mixed'",
+    ),
     ({"parallel": {"reduce_dtype": "16"}}, "parallel.reduce_dtype", "'16'", "Did you mean 'bf16'?"),
     ({"parallel": {"find_unused_parameters": 1}}, "parallel.find_unused_parameters", "1", "True or False"),
     ({"parallel": {"accelerator": "tpu"}}, "parallel.accelerator", "'tpu'", "Use accelerator='cuda'"),
@@ -171,7 +198,8 @@ def _plan_with(section: str, fields: Mapping[str, object]) -> Plan:
         "batch": {"gradient_clip_val": 1.0},
         "parallel": {"strategy": "ddp"} if "gradient_compression" in fields else {},
     }
-    return Plan.from_dict({section: {**needed.get(section, {}), **fields}})
+    elsewhere = {"parallel": {"strategy": "ddp"}} if fields.get("name") == "onebit_adam" else {}
+    return Plan.from_dict({**elsewhere, section: {**needed.get(section, {}), **fields}})
 
 
 def test_all_findings_are_told_together() -> None:

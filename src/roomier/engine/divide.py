@@ -32,15 +32,17 @@ def divide(
         return OwnGradients(network, ranks)
     wire_dtype = torch.bfloat16 if wanted.reduce_dtype == "bf16" else None
     if wanted.strategy == "ddp":
+        from roomier.parallel.powersgd import PowerSGD
         from roomier.parallel.replicate import Replicas
 
+        compresses = wanted.gradient_compression == "powersgd"
         return Replicas(
             network,
             device,
             by_hand=by_hand,
             finds_unused=wanted.find_unused_parameters,
             wire_dtype=wire_dtype,
-            compression=wanted.gradient_compression,
+            compression=PowerSGD(wanted.compression_rank, wanted.compression_warmup_steps) if compresses else None,
         )
     from roomier.parallel.agree import take_values_of_rank_zero
     from roomier.parallel.mesh import make_mesh

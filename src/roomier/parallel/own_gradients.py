@@ -27,6 +27,8 @@ class OwnGradients:
         loss_factor: the number of ranks: the optimizer averages over them.
     """
 
+    allows_inference_mode = True
+
     def __init__(self, network: nn.Module, ranks: Ranks) -> None:
         take_values_of_rank_zero(network, ranks)
         self.runner: nn.Module = StepRunner(network)

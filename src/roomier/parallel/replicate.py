@@ -8,14 +8,12 @@ from itertools import groupby
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from roomier.core.errors import TrainingError
+from roomier.core.errors import RoomierError, TrainingError
+from roomier.parallel.powersgd import PowerSGD
+from roomier.parallel.rounded import send_rounded
 from roomier.parallel.runner import StepRunner
-
-POWERSGD_WARMUP_STEPS = 10
-POWERSGD_RANK = 4
 
 
 class Replicas:
@@ -33,7 +31,7 @@ class Replicas:
         by_hand: gradients are averaged after each backward, since it runs within a training step (manual optimization).
         finds_unused: a step may leave out parameters, others on other ranks.
         wire_dtype: in which gradients travel; None as they are.
-        compression: ``"none"`` or ``"powersgd"``.
+        compression: how they are made smaller; None for not at all.
 
     Attributes:
         runner: calls steps.
@@ -50,8 +48,11 @@ class Replicas:
         by_hand: bool,
         finds_unused: bool,
         wire_dtype: torch.dtype | None,
-        compression: str,
+        compression: PowerSGD | None,
     ) -> None:
+        if compression is not None and by_hand:
+            problem = "needs automatic optimization: DDP's backward, which it is a part of, does not run here"
+            raise RoomierError("gradient_compression", "powersgd", problem, "Leave it 'none'")
         self.runner: nn.Module = StepRunner(network)
         self.loss_factor = float(dist.get_world_size())
         self._device = device
@@ -78,7 +79,7 @@ class Replicas:
         if not self._is_last:
             return
         if self._ddp is None:
-            is_unused = average_gradients(self._trained)
+            is_unused = average_gradients(self._trained, self._wire_dtype)
             if not self._by_hand:
                 self._wrap(finds_unused=self._finds_unused or is_unused)
         elif not self._finds_unused and any(each.grad is None for each in self._trained):
@@ -109,15 +110,10 @@ class Replicas:
             gradient_as_bucket_view=True,  # else gradients stand in memory twice
             find_unused_parameters=finds_unused,
         )
-        if self._compression == "powersgd":
-            state = powerSGD_hook.PowerSGDState(
-                process_group=None,
-                matrix_approximation_rank=POWERSGD_RANK,
-                start_powerSGD_iter=POWERSGD_WARMUP_STEPS,
-            )
-            self._ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-        elif self._wire_dtype is torch.bfloat16:
-            self._ddp.register_comm_hook(None, default_hooks.bf16_compress_hook)
+        if self._compression is not None:
+            self._compression.register(self._ddp)
+        elif self._wire_dtype is not None:
+            self._ddp.register_comm_hook(self._wire_dtype, send_rounded)
 
     def _left_out(self) -> TrainingError:
         assert self._ddp is not None
@@ -129,8 +125,11 @@ class Replicas:
         return TrainingError("training_step", names[:5], problem, action)
 
 
-def average_gradients(parameters: Sequence[nn.Parameter]) -> bool:
+def average_gradients(parameters: Sequence[nn.Parameter], wire_dtype: torch.dtype | None = None) -> bool:
     """Average the gradients of ``parameters`` over all ranks, in place; one that is missing on some counts as zero.
+
+    Args:
+        wire_dtype: in which they travel; None as they are.
 
     Returns:
         Whether one was missing on any rank. A gradient that is missing on all stays so.
@@ -145,12 +144,12 @@ def average_gradients(parameters: Sequence[nn.Parameter]) -> bool:
         if each.grad is None:
             each.grad = torch.zeros_like(each)
     for _, group in groupby(sorted(used, key=_dtype_name), _dtype_name):
-        _average([each.grad for each in group if each.grad is not None])
+        _average([each.grad for each in group if each.grad is not None], wire_dtype)
     return any(count < dist.get_world_size() for count in counts)
 
 
-def _average(gradients: list[Tensor]) -> None:
-    flat = torch.cat([each.flatten() for each in gradients])
+def _average(gradients: list[Tensor], wire_dtype: torch.dtype | None) -> None:
+    flat = torch.cat([each.flatten() for each in gradients]).to(wire_dtype)
     dist.all_reduce(flat)
     flat /= dist.get_world_size()
     for gradient, part in zip(gradients, torch.split(flat, [each.numel() for each in gradients]), strict=True):

@@ -76,6 +76,8 @@ class ParallelPlan(Part):
         reduce_dtype: in which numbers gradients are added up over the ranks: ``"32"``, or ``"bf16"`` for half the
             bytes on the way.
         gradient_compression: of ``"ddp"``: ``"none"`` or ``"powersgd"`` (Vogels et al. 2019, with error feedback).
+        compression_rank: of ``"powersgd"``: a gradient of n x m numbers travels as this many times n + m; None is 4.
+        compression_warmup_steps: steps of each run in which gradients travel whole, at least 3; None is 100.
         find_unused_parameters: a step may leave out parameters that another step, or another rank, uses. What the first
             step leaves out on every rank needs no setting.
     """
@@ -88,6 +90,8 @@ class ParallelPlan(Part):
     shard_size: int | None = None
     reduce_dtype: str = "32"
     gradient_compression: str = "none"
+    compression_rank: int | None = None
+    compression_warmup_steps: int | None = None
     find_unused_parameters: bool = False
 
     @property

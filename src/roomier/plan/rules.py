@@ -97,6 +97,8 @@ RANGES: dict[str, _Range] = {
     "parallel.devices": _Range(1, "Use 1"),
     "parallel.num_nodes": _Range(1, "Use 1"),
     "parallel.shard_size": _Range(1, "Give the number of ranks that share one copy of the model"),
+    "parallel.compression_rank": _Range(1, "Use 4, or 1 for the fewest bytes"),
+    "parallel.compression_warmup_steps": _Range(3, "Use 3 or more, about a tenth of the run"),
     "batch.accumulate_grad_batches": _Range(1, "Use 1 for one micro-batch per optimizer step"),
     "batch.gradient_clip_val": _Range(0, "Use None to clip nothing, or 1.0", low_is_allowed=False),
     "optimizer.lr": _Range(0, "Use a learning rate such as 3e-4", low_is_allowed=False),
@@ -232,6 +234,25 @@ def compression_is_of_ddp(plan: "Plan") -> Iterator[PlanError]:
         yield PlanError("parallel.gradient_compression", parallel.gradient_compression, problem, action)
 
 
+def compression_has_what_it_needs(plan: "Plan") -> Iterator[PlanError]:
+    """Its settings belong to it, and it keeps what it left out from step to step: one infinity would stay for good."""
+    parallel = plan.parallel
+    if parallel.gradient_compression == "none":
+        for name in ("compression_rank", "compression_warmup_steps"):
+            if getattr(parallel, name) is not None:
+                problem = "has no effect while gradient_compression is 'none'"
+                action = "Leave it out, or set gradient_compression='powersgd'"
+                yield PlanError(f"parallel.{name}", getattr(parallel, name), problem, action)
+        return
+    if plan.precision.mode == "16-mixed":
+        problem = "does not go with 16-mixed, where gradients may be infinite for a step"
+        action = "Use precision='bf16-mixed', or leave it 'none'"
+        yield PlanError("parallel.gradient_compression", parallel.gradient_compression, problem, action)
+    if parallel.reduce_dtype != "32":
+        problem = "has no effect with gradient_compression: its factors travel in the dtype of the weights"
+        yield PlanError("parallel.reduce_dtype", parallel.reduce_dtype, problem, "Keep one of the two")
+
+
 def onebit_adam_sends_for_itself(plan: "Plan") -> Iterator[PlanError]:
     """It needs the gradients of each rank as they are, and leaves none of all ranks to clip, round or compress."""
     if plan.optimizer.name != "onebit_adam":
@@ -310,6 +331,7 @@ RULES: list[Rule] = [
     shards_fill_the_ranks,
     mps_is_one_device,
     compression_is_of_ddp,
+    compression_has_what_it_needs,
     onebit_adam_sends_for_itself,
     eager_only,
     float64_needs_hardware,

@@ -105,7 +105,9 @@ def _strategy_rows(parallel: "ParallelPlan") -> Iterator[Row]:
         yield Row("unused", "looked for", Kind.EXACT, "a step may leave out parameters")
     if parallel.gradient_compression != "none":
         compression = parallel.gradient_compression
-        yield Row("compression", compression, *_label("parallel.gradient_compression", compression))
+        settings = {"rank": parallel.compression_rank, "warm-up": parallel.compression_warmup_steps}
+        words = " ".join([compression, *(f"{name}={value}" for name, value in settings.items() if value is not None)])
+        yield Row("compression", words, *_label("parallel.gradient_compression", compression))
 
 
 def _batch_rows(plan: "Plan") -> Iterator[Row]:

@@ -1,0 +1,160 @@
+"""Gradients that travel in fewer bytes under ddp: PowerSGD, and bfloat16."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
+from torch.nn import functional as F
+
+import roomier
+from roomier.core.errors import RoomierError
+from roomier.plan import plan_from_flags
+from tests.parallel.parity import engine_of, whole_weights
+from tests.ranks.pool import RankPool
+
+
+class Regression(roomier.Module):
+    """Learns what a network of the same shape computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = network(seed=1).requires_grad_(False)
+        self.network = network(seed=0)
+
+    def training_step(self, x: Tensor) -> Tensor:
+        return F.mse_loss(self.network(x), self.teacher(x))
+
+
+def network(seed: int) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(64, 96), nn.Tanh(), nn.Linear(96, 48), nn.Tanh(), nn.Linear(48, 4))
+
+
+def learn(num_steps: int, accumulate: int = 1, **strategy: Any) -> tuple[list[float], dict[str, Tensor]]:
+    """The loss of each step over all ranks, and the weights."""
+    module, num_ranks = Regression(), int(os.environ["WORLD_SIZE"])
+    plan = plan_from_flags(
+        strategy={"name": "ddp", **strategy},
+        accelerator="cpu",
+        devices=num_ranks,
+        accumulate_grad_batches=accumulate,
+        optimizer={"name": "adamw", "lr": 3e-3},
+    )
+    engine, ranks = engine_of(module, plan)
+    losses = []
+    for step in range(num_steps):
+        batch = torch.randn(32, 64, generator=torch.Generator().manual_seed(step))
+        own = batch.chunk(num_ranks * accumulate)[ranks.world.rank :: num_ranks]
+        loss = engine.forward_backward(module.training_step, own)
+        assert loss is not None
+        engine.step()
+        losses.append(ranks.sum(loss).item())
+    return losses, whole_weights(module.network)
+
+
+def last(losses: list[float]) -> float:
+    return sum(losses[-20:]) / 20
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_powersgd_learns_nearly_as_fast(on_ranks: RankPool, num_ranks: int) -> None:
+    plain, _ = on_ranks(num_ranks, learn, 150)[0]
+    settings = {"gradient_compression": "powersgd", "compression_warmup_steps": 20}
+    results = on_ranks(num_ranks, learn, 150, **settings)
+    losses, weights = results[0]
+    assert losses[:20] == pytest.approx(plain[:20], rel=1e-4)  # gradients travel whole
+    assert losses[22:] != pytest.approx(plain[22:], rel=1e-3)
+    assert last(plain) < 0.2 * plain[0]
+    assert last(losses) == pytest.approx(last(plain), rel=0.1)
+    for _, other in results[1:]:  # all ranks took the same steps
+        assert all(torch.equal(other[name], weight) for name, weight in weights.items())
+
+
+def test_factors_of_higher_rank_lose_less(on_ranks: RankPool) -> None:
+    plain = on_ranks(2, learn, 60)[0][1]
+
+    def distance(rank: int) -> float:
+        settings = {"gradient_compression": "powersgd", "compression_warmup_steps": 3, "compression_rank": rank}
+        weights = on_ranks(2, learn, 60, **settings)[0][1]
+        return sum((weights[name] - weight).square().sum().item() for name, weight in plain.items())
+
+    assert distance(12) < 0.7 * distance(1)
+
+
+def test_powersgd_with_accumulation(on_ranks: RankPool) -> None:
+    settings = {"gradient_compression": "powersgd", "compression_warmup_steps": 5}
+    once = on_ranks(2, learn, 30, 1, **settings)[0][0]
+    twice = on_ranks(2, learn, 30, 2, **settings)[0][0]
+    # The gradient of each rank is that of other samples, so the factors are not the same, and their losses nearly.
+    assert twice[:5] == pytest.approx(once[:5], rel=1e-4)
+    assert twice == pytest.approx(once, rel=0.05)
+
+
+def test_what_travels_is_told(on_ranks: RankPool, capsys: pytest.CaptureFixture[str]) -> None:
+    on_ranks(2, learn, 6, gradient_compression="powersgd", compression_warmup_steps=4)
+    told = [line for line in capsys.readouterr().out.splitlines() if "powersgd" in line]
+    assert len(told) == 2
+    assert "whole for the first 4 steps of this run, then as factors of rank 4" in told[0]
+    assert "a resumed run begins in this way again" in told[0]
+    whole = 64 * 96 + 96 + 96 * 48 + 48 + 48 * 4 + 4
+    factors = 4 * (64 + 96) + 96 + 4 * (96 + 48) + 48 + 48 * 4 + 4
+    assert f"{factors} numbers travel a step in the place of {whole}, {whole / factors:.1f} times less" in told[1]
+
+
+def first_compressed_step() -> list[int]:
+    seen: list[int] = []
+    original = PowerSGDState.maybe_increase_iter
+    steps = 0
+
+    def count(state: PowerSGDState, bucket: Any) -> None:
+        if state.total_numel_before_compression and not seen:
+            seen.append(steps)
+        original(state, bucket)
+
+    PowerSGDState.maybe_increase_iter = count  # type: ignore[method-assign]
+    module = Regression()
+    strategy = {"name": "ddp", "gradient_compression": "powersgd", "compression_warmup_steps": 7}
+    plan = plan_from_flags(strategy=strategy, accelerator="cpu", devices=2, optimizer="adamw")
+    engine, _ = engine_of(module, plan)
+    for steps in range(1, 12):  # noqa: B007 - count() reads it
+        engine.forward_backward(module.training_step, [torch.randn(4, 64)])
+        engine.step()
+    return seen
+
+
+def test_the_warm_up_is_as_long_as_it_says(on_ranks: RankPool) -> None:
+    assert on_ranks(2, first_compressed_step) == [[8], [8]]
+
+
+class ByHand(Regression):
+    automatic_optimization = False
+
+
+def refused_by_hand() -> None:
+    plan = plan_from_flags(
+        strategy={"name": "ddp", "gradient_compression": "powersgd"}, accelerator="cpu", devices=2, optimizer="adamw"
+    )
+    with pytest.raises(RoomierError, match=r"gradient_compression.*needs automatic optimization"):
+        engine_of(ByHand(), plan)
+
+
+def test_manual_optimization_is_refused(on_ranks: RankPool) -> None:
+    on_ranks(2, refused_by_hand)
+
+
+# ---- bfloat16 ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "accumulate"), [("ddp", 1), ("ddp", 2), ("zero1", 2), ("zero2", 2), ("zero3", 1)])
+def test_gradients_in_bfloat16_give_nearly_the_same(on_ranks: RankPool, name: str, accumulate: int) -> None:
+    exact, weights = on_ranks(2, learn, 40, accumulate, name=name)[0]
+    rounded, near = on_ranks(2, learn, 40, accumulate, name=name, reduce_dtype="bf16")[0]
+    # One rounding is at most 2^-9 of a gradient, and Adam's steps are of its sign for the most part.
+    assert rounded == pytest.approx(exact, rel=0.01)
+    apart = [(near[each] - weight).norm() / weight.norm() for each, weight in weights.items()]
+    assert 0 < max(apart) < 0.02
