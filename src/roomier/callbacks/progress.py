@@ -43,7 +43,8 @@ class ProgressBar(Callback):
         self._metrics: dict[str, float] = {}
         self._num_timed_batches = -1  # the first batch starts the clock
         self._clock_began_s = 0.0
-        self._title, self._num_total, self._num_evaluated = "", math.inf, 0
+        self._title, self._num_total = "", math.inf
+        self._num_evaluated = 0.0
         self._evaluation_began_s = 0.0
         self._rest_began_s: float | None = None
 
@@ -142,7 +143,8 @@ class ProgressBar(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        self._num_evaluated += 1
+        # The first rank's batches are as many as those of each other one, but in the last round.
+        self._num_evaluated = min(self._num_evaluated + trainer.world_size, self._num_total)
         if time.monotonic() >= self._next_draw_s:
             self._draw_evaluation()
 
@@ -169,7 +171,7 @@ class ProgressBar(Callback):
         rate = self._num_evaluated / elapsed_s
         num_left = self._num_total - self._num_evaluated
         left_s = num_left / rate if rate and num_left > 0 else math.inf
-        return Standing(self._title, self._num_evaluated, self._num_total, "", rate, left_s, metrics)
+        return Standing(self._title, int(self._num_evaluated), self._num_total, "", rate, left_s, metrics)
 
     def _draw_evaluation(self) -> None:
         if self._display is None:

@@ -32,11 +32,11 @@ class CountsFlops(Protocol):
 class Throughput(Callback):
     """Logs, at log steps, what was done per second since the log step before.
 
-    ``samples_per_s`` and ``tokens_per_s`` count what the batches of this rank hold; tokens are the elements of
+    ``samples_per_s`` and ``tokens_per_s`` count what the batches of all ranks hold; tokens are the elements of
     ``input_ids``, or of the first integer tensor with two dimensions. ``model_flops_per_s`` counts the operations of
     the model, not those of the hardware: recomputed activations are no progress. A module that defines
     ``num_flops(batch)`` is asked; for others it is :func:`flops_per_token` times tokens, and is not logged where there
-    are no tokens. ``mfu`` is its share of the device's peak, logged where the peak is known.
+    are no tokens. ``mfu`` is its share of the peak of all devices, logged where the peak is known.
 
     The clock starts after the first optimizer step, which pays for warming up, and rests during validation. Time in
     checkpoints counts. Counts come from shapes; the device is waited for at log steps only.
@@ -102,13 +102,15 @@ class Throughput(Callback):
         now_s = time.monotonic()
         assert self._began_s is not None
         elapsed_s = max(now_s - self._began_s, 1e-9)
-        rates = {"samples_per_s": self._num_samples / elapsed_s}
-        if self._num_tokens:
-            rates["tokens_per_s"] = self._num_tokens / elapsed_s
-        if self._num_flops:
-            rates["model_flops_per_s"] = self._num_flops / elapsed_s
+        counts = torch.tensor([self._num_samples, self._num_tokens, self._num_flops], dtype=torch.float64)
+        num_samples, num_tokens, num_flops = trainer.ranks.sum(counts).tolist()
+        rates = {"samples_per_s": num_samples / elapsed_s}
+        if num_tokens:
+            rates["tokens_per_s"] = num_tokens / elapsed_s
+        if num_flops:
+            rates["model_flops_per_s"] = num_flops / elapsed_s
             if self._peak is not None:
-                rates["mfu"] = rates["model_flops_per_s"] / self._peak
+                rates["mfu"] = rates["model_flops_per_s"] / (self._peak * trainer.world_size)
         trainer.log_metrics(rates)
         self._start_window()
         self._began_s = now_s

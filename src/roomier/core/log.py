@@ -4,10 +4,15 @@ import os
 import sys
 
 
+def is_first_rank() -> bool:
+    """Whether this process is the only one, or the first, of its job: launchers tell each its number in ``RANK``."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def notice(message: str) -> None:
     """Print one line the user must see, on standard error, so that standard output stays data.
 
-    Of several ranks the first one alone prints: launchers tell each process its number in ``RANK``.
+    Of several ranks the first one alone prints.
     """
-    if os.environ.get("RANK", "0") == "0":
+    if is_first_rank():
         print(f"roomier: {message}", file=sys.stderr, flush=True)

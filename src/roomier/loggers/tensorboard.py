@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from roomier.api.logger import Logger
 from roomier.core.errors import RoomierError
+from roomier.core.log import is_first_rank
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -17,7 +18,8 @@ class TensorBoardLogger(Logger):
     """Writes scalars, and the hyperparameters for TensorBoard's table of runs.
 
     Attributes:
-        experiment: the ``SummaryWriter``, for images, histograms and the rest; there after ``start``.
+        experiment: the ``SummaryWriter``, for images, histograms and the rest; there after ``start``. Of several ranks
+            the first one writes: on the others it takes every call and does nothing.
 
     Raises:
         RoomierError: the package ``tensorboard`` is not installed.
@@ -42,6 +44,8 @@ class TensorBoardLogger(Logger):
 
     @property
     def experiment(self) -> SummaryWriter:
+        if self._writer is None and not is_first_rank():
+            return cast("SummaryWriter", _Nothing())
         assert self._writer is not None, "start() comes first"
         return self._writer
 
@@ -69,6 +73,16 @@ class TensorBoardLogger(Logger):
         if self._writer is not None:
             self._writer.close()
             self._writer = None
+
+
+class _Nothing:
+    """Whatever is asked of it, it does nothing."""
+
+    def __getattr__(self, name: str) -> _Nothing:
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> _Nothing:
+        return self
 
 
 def _flat(params: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, bool | float | str]]:

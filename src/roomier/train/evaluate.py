@@ -82,11 +82,11 @@ def _evaluate_source(run: Run, stage: str, source: Source, limit: float, dataloa
                 raise EvaluationCutError
             batch = results.batch = engine.move(host_batch)
             arguments = (batch_idx, *last)[: num_arguments - 1]
+            results.is_in_batch = True
             if not counts:
                 with muted(module, results):
                     engine.forward(partial(_with_index, step, arguments), batch)
                 continue
-            results.is_in_batch = True
             for hook in starts:
                 hook(batch, batch_idx, *last)
             output = engine.forward(partial(_with_index, step, arguments), batch)

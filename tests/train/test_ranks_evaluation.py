@@ -1,0 +1,187 @@
+"""Validation, test and predict on several ranks give the figures of one rank, uneven last batches included."""
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MeanMetric
+from torchmetrics.classification import BinaryAccuracy
+
+import roomier
+
+STRATEGIES = ["ddp", "zero2", "zero3"]
+QUIET = {
+    "accelerator": "cpu",
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+
+
+class Measures(roomier.Module):
+    """Logs in each way there is, and notes what it was called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(3, 3), nn.Tanh()) for _ in range(2))
+        self.head = nn.Linear(3, 1)
+        self.accuracy = BinaryAccuracy()
+        self.by_hand = MeanMetric()
+        self.seen: list[int] = []
+        self.outputs: list[float] = []
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).squeeze(-1)
+
+    def training_step(self, batch, batch_idx):
+        return self(batch[0]).square().mean()
+
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
+        x, y = batch
+        out = self(x)
+        loss = (out - y).square()
+        self.accuracy(out, y)
+        self.by_hand.update(loss)
+        self.outputs.extend(loss.tolist())
+        self.seen.append(batch_idx)
+        self.log("mean", loss.mean())
+        self.log("sum", loss.sum(), reduce_fx="sum")
+        self.log("min", loss.min(), reduce_fx="min")
+        self.log("max", loss.max(), reduce_fx="max")
+        self.log("half", loss.mean(), batch_size=0.5)
+        if len(self.trainer.num_val_batches) == 1:  # one object is for one loader
+            self.log("accuracy", self.accuracy)
+        if batch_idx == 1:
+            self.log("of one", loss.mean())
+
+    test_step = validation_step
+
+    def on_validation_epoch_end(self):
+        with warnings.catch_warnings():  # torchmetrics', on a rank that has no batch
+            warnings.simplefilter("ignore")
+            self.log("by hand", self.by_hand.compute())
+        self.log("listed", sum(self.outputs) / max(len(self.outputs), 1), batch_size=len(self.outputs))
+        self.by_hand.reset()
+
+    def predict_step(self, batch, batch_idx, dataloader_idx=0):
+        self.seen.append(batch_idx)
+        return {"out": self(batch[0]), "idx": batch_idx}
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def data(num_samples: int) -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(num_samples, 3, generator=generator)
+    return TensorDataset(x, torch.randint(2, (num_samples,), generator=generator))
+
+
+def evaluated(verb: str, strategy: str, size: int, num_samples: int, **keywords: Any) -> tuple[Any, list[int], Any]:
+    module = Measures()
+    spread = {"strategy": strategy, "devices": size} if size > 1 else {}
+    trainer = roomier.Trainer(**QUIET, **spread, **keywords)
+    with torch.no_grad():
+        result = getattr(trainer, verb)(module, DataLoader(data(num_samples), batch_size=4))
+    return result, module.seen, len(module.outputs)
+
+
+@pytest.mark.parametrize("num_samples", [3, 17, 40])  # 1, 5 and 10 batches
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("verb", ["validate", "test"])
+def test_figures_are_those_of_one_rank(on_ranks, verb: str, size: int, num_samples: int):
+    (alone,), seen_alone, num_outputs = evaluated(verb, "single", 1, num_samples)
+    assert "mean" in alone
+    of_ranks = on_ranks(size, evaluated, verb, STRATEGIES[num_samples % 3], size, num_samples)
+    for (metrics,), _, _ in of_ranks:
+        assert metrics == of_ranks[0][0][0]  # to the last bit on all
+        assert metrics == pytest.approx(alone, rel=1e-6)
+    assert sorted(idx for _, seen, _ in of_ranks for idx in seen) == seen_alone
+    assert sum(number for _, _, number in of_ranks) == num_outputs
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_limit_counts_the_batches_of_all_ranks(on_ranks, strategy: str):
+    (alone,), _, _ = evaluated("validate", "single", 1, 40, limit_val_batches=3)
+    for (metrics,), _, _ in on_ranks(2, evaluated, "validate", strategy, 2, 40, limit_val_batches=3):
+        assert metrics == pytest.approx(alone, rel=1e-6)
+
+
+@pytest.mark.parametrize("num_samples", [3, 17])
+def test_predictions_of_all_ranks_in_order(on_ranks, num_samples: int):
+    alone, _, _ = evaluated("predict", "single", 1, num_samples)
+    of_ranks = on_ranks(4, evaluated, "predict", "zero3", 4, num_samples)
+    for predictions, _, _ in of_ranks:
+        assert [each["idx"] for each in predictions] == list(range(len(alone)))
+        for mine, theirs in zip(predictions, alone, strict=True):
+            torch.testing.assert_close(mine["out"], theirs["out"])
+    assert sorted(idx for _, seen, _ in of_ranks for idx in seen) == list(range(len(alone)))
+
+
+def two_loaders(size: int) -> Any:
+    spread = {"strategy": "zero3", "devices": size} if size > 1 else {}
+    loaders = [DataLoader(data(number), batch_size=4) for number in (9, 3)]
+    return roomier.Trainer(**QUIET, **spread).validate(Measures(), loaders)
+
+
+def test_several_loaders(on_ranks):
+    alone = two_loaders(1)
+    for each in on_ranks(2, two_loaders, 2):
+        assert each == [pytest.approx(metrics, rel=1e-6) for metrics in alone]
+
+
+def kept_attributes() -> dict[str, Any]:
+    """A rank without a batch of its own runs one for the others: the module is as if it had not."""
+
+    class Keeps(Measures):
+        def __init__(self) -> None:
+            super().__init__()
+            self.nested = {"lists": [[]], "count": 0}
+            self.count = 0
+            self.last = None
+            self.register_buffer("total", torch.zeros(1))
+
+        def validation_step(self, batch, batch_idx):
+            self.nested["lists"][0].append(batch_idx)
+            self.nested["count"] += 1
+            self.count += 1
+            self.last = self.total + 1
+            self.total += 1
+            self.made_here = True
+            return self(batch[0])
+
+        def on_validation_epoch_end(self):
+            self.result = [self.nested, self.count, self.last, self.total.item(), hasattr(self, "made_here")]
+
+    module = Keeps()
+    roomier.Trainer(**QUIET, strategy="zero3", devices=2).validate(module, DataLoader(data(4), batch_size=4))
+    return module.result
+
+
+def test_a_forward_for_other_ranks_leaves_no_trace(on_ranks):
+    first, second = on_ranks(2, kept_attributes)
+    assert first[:2] == [{"lists": [[0]], "count": 1}, 1]
+    assert (first[3], first[4]) == (1.0, True)
+    assert second == [{"lists": [[]], "count": 0}, 0, None, 0.0, False]
+
+
+def fitted(size: int) -> dict[str, float]:
+    module = Measures()
+    spread = {"strategy": "zero2", "devices": size} if size > 1 else {}
+    trainer = roomier.Trainer(**QUIET, **spread, max_epochs=2)
+    batches = DataLoader(data(16), batch_size=8 // size)
+    trainer.fit(module, batches, DataLoader(data(17), batch_size=4))
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+def test_validation_within_fit(on_ranks):
+    alone = fitted(1)
+    for metrics in on_ranks(2, fitted, 2):
+        assert metrics == pytest.approx(alone, rel=1e-5)
