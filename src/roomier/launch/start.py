@@ -97,7 +97,7 @@ def command_again() -> Sequence[str]:
         problem = "a notebook or an interactive session cannot start further ranks"
     elif multiprocessing.parent_process() is not None:
         problem = "a process of multiprocessing cannot start further ranks"
-    elif "PYTEST_CURRENT_TEST" in os.environ:
+    elif "PYTEST_CURRENT_TEST" in os.environ and "pytest" in sys.modules:
         problem = "under pytest, further ranks would run the tests again"
     elif getattr(main, "__file__", None) is None:
         problem = "code from `python -c` or from standard input cannot be run again by further ranks"

@@ -1,4 +1,4 @@
-"""A run that can be killed at a step and restarted: ``ROOT KILL_RANK KILL_STEP``. Ranks write which samples made a step."""
+"""A run that can be killed at a step: ``ROOT KILL_RANK KILL_STEP``. Each rank writes which samples made a step."""
 
 import json
 import os

@@ -1,22 +1,28 @@
-"""A small run that goes wrong in the way named by its arguments: ``WHAT RANK [Trainer keywords as JSON]``."""
+"""A small run that goes wrong in the way named by its arguments: ``WHAT RANK [Trainer keywords as JSON]``.
+
+In the folder that ``NOTES`` names it leaves a file with the id of each process, and one when it goes wrong.
+"""
 
 import json
 import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 import torch
 
 import roomier
 
 WHAT, RANK = sys.argv[1], int(sys.argv[2])
+NOTES = Path(os.environ["NOTES"])
 KEYWORDS = json.loads(sys.argv[3]) if len(sys.argv) > 3 else {}
 
 
 def go_wrong(what: str) -> None:
     if what != WHAT or os.environ.get("RANK", "0") != str(RANK):
         return
+    (NOTES / "gone-wrong").touch()
     if what.endswith("raises"):
         raise ValueError(f"rank {RANK} cannot go on")
     if what.endswith("killed"):
@@ -39,6 +45,7 @@ class Model(roomier.Module):
             go_wrong("step leaves")
             go_wrong("step sleeps")
         if WHAT == "all raise" and batch_idx == 1:
+            (NOTES / "gone-wrong").touch()
             raise ValueError("no rank can go on")
         return self.net(batch).pow(2).mean()
 
@@ -47,9 +54,7 @@ class Model(roomier.Module):
 
 
 def main() -> None:
-    if os.environ.get("PIDS"):
-        with open(os.environ["PIDS"], "a") as file:
-            file.write(f"{os.getpid()}\n")
+    (NOTES / f"{os.getpid()}.pid").touch()
     go_wrong("start raises")
     go_wrong("start sleeps")
     torch.manual_seed(0)

@@ -1,0 +1,158 @@
+"""What each launcher tells its processes, and what is read from it."""
+
+import pytest
+
+from roomier.core.errors import RoomierError
+from roomier.core.world import World
+from roomier.launch.environment import RANK_VARIABLES, export, launch_of
+from roomier.launch.hostlist import hosts, tasks_per_node
+from roomier.launch.job import job_names, num_restarts
+
+TORCHRUN = {
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+    "GROUP_RANK": "1",
+    "MASTER_ADDR": "node1",
+    "MASTER_PORT": "4000",
+}
+SLURM = {
+    "SLURM_JOB_ID": "123",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "3",
+    "SLURM_NTASKS": "5",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+    "SLURM_STEP_NODELIST": "gpu[07-08]",
+}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}
+
+
+def test_a_process_started_by_hand_is_no_rank() -> None:
+    assert launch_of({"PATH": "/bin", "MASTER_ADDR": "left over", "WORLD_SIZE": "4"}) is None
+
+
+def test_torchrun() -> None:
+    launch = launch_of(TORCHRUN)
+    assert launch is not None
+    assert launch.launcher == "torchrun"
+    assert launch.world == World(5, 8, local_rank=1, node_rank=1, local_size=4)
+    assert (launch.address, launch.port, launch.num_nodes) == ("node1", 4000, 2)
+
+
+def test_one_process_a_machine_that_tells_its_rank_alone() -> None:
+    launch = launch_of({"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "master-0", "MASTER_PORT": "23456"})
+    assert launch is not None
+    assert launch.world == World(1, 3, local_rank=0, node_rank=1, local_size=1)
+
+
+def test_slurm() -> None:
+    launch = launch_of(SLURM)
+    assert launch is not None
+    assert launch.launcher == "SLURM"
+    assert launch.world == World(3, 4, local_rank=1, node_rank=1, local_size=2)
+    assert launch.address == "gpu07"
+    others = launch_of({**SLURM, "SLURM_PROCID": "0", "SLURM_NODEID": "0", "SLURM_LOCALID": "0"})
+    assert others is not None
+    assert launch.port == others.port
+    other_job = launch_of({**SLURM, "SLURM_JOB_ID": "124"})
+    assert other_job is not None
+    assert launch.port != other_job.port
+
+
+def test_torchrun_within_slurm_is_torchrun() -> None:
+    launch = launch_of({**SLURM, **TORCHRUN})
+    assert launch is not None
+    assert launch.launcher == "torchrun"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"SLURM_STEP_ID": None},  # the script of sbatch
+        {"SLURM_STEP_ID": str(0xFFFFFFFA)},  # the shell of salloc
+        {"SLURM_STEP_NUM_TASKS": "1"},  # srun --pty bash; one task that starts its ranks itself
+    ],
+)
+def test_no_task_of_a_job_step_of_several(changes: dict[str, str | None]) -> None:
+    environ = {name: value for name, value in {**SLURM, **changes}.items() if value is not None}
+    assert launch_of(environ) is None
+
+
+def test_open_mpi_and_its_relatives() -> None:
+    for environ in (
+        OPEN_MPI,
+        {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"},
+    ):
+        launch = launch_of(environ)
+        assert launch is not None
+        assert launch.launcher == "MPI"
+        assert launch.world == World(1, 2, local_rank=1, node_rank=0, local_size=2)
+        assert launch.address == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("environ", "field", "text"),
+    [
+        ({**TORCHRUN, "RANK": "first"}, "RANK", "is not a whole number"),
+        ({**TORCHRUN, "RANK": "8"}, "RANK", "not among its ranks"),
+        ({**TORCHRUN, "WORLD_SIZE": "7"}, "WORLD_SIZE", "as many ranks as the others"),
+        ({**SLURM, "SLURM_STEP_NODELIST": "gpu[07-"}, "SLURM_STEP_NODELIST", "list of hosts"),
+        ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "two"}, "SLURM_STEP_TASKS_PER_NODE", "tasks per node"),
+        ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "3,1"}, "RANK", "not among its ranks"),
+        ({**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "4"}, "MASTER_ADDR", "Set MASTER_ADDR"),
+    ],
+)
+def test_contradictions_are_named(environ: dict[str, str], field: str, text: str) -> None:
+    with pytest.raises(RoomierError, match=text) as caught:
+        launch_of(environ)
+    assert caught.value.field == field
+
+
+def test_what_was_recognised_reads_as_torchrun_s_afterwards() -> None:
+    launch = launch_of(SLURM)
+    assert launch is not None
+    environ: dict[str, str] = {"MASTER_PORT": "999"}  # the user's own choice stays
+    export(launch, environ)
+    again = launch_of(environ)
+    assert again is not None
+    assert again.world == launch.world
+    assert (again.address, again.port) == ("gpu07", 999)
+    assert set(environ) < set(RANK_VARIABLES)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("n1", ["n1"]),
+        ("n[1-3]", ["n1", "n2", "n3"]),
+        ("n[08-11],login", ["n08", "n09", "n10", "n11", "login"]),
+        ("a[1,3-4]-ib,b[2]", ["a1-ib", "a3-ib", "a4-ib", "b2"]),
+        ("r[1-2]c[5-6]", ["r1c5", "r1c6", "r2c5", "r2c6"]),
+    ],
+)
+def test_lists_of_hosts(text: str, expected: list[str]) -> None:
+    assert list(hosts(text)) == expected
+
+
+def test_tasks_per_node() -> None:
+    assert tasks_per_node("2(x3),1") == [2, 2, 2, 1]
+
+
+def test_names_of_a_job() -> None:
+    assert job_names(TORCHRUN) == []
+    assert job_names({"TORCHELASTIC_RUN_ID": "a"}) != job_names({"TORCHELASTIC_RUN_ID": "b"})
+    assert job_names({"TORCHELASTIC_RUN_ID": "a"}) == job_names({"TORCHELASTIC_RUN_ID": "a"})
+    assert job_names(SLURM) == ["slurm  123 0"]
+    assert job_names({**SLURM, "SLURM_STEP_ID": "1"}) != job_names(SLURM)
+    assert num_restarts({}) == 0
+    assert num_restarts({"TORCHELASTIC_RESTART_COUNT": "2"}) == 2
+    assert num_restarts({"SLURM_RESTART_COUNT": "1"}) == 1

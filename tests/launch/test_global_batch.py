@@ -1,0 +1,44 @@
+"""The same samples make a step, on any number of ranks that divides them."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from roomier.core.errors import RoomierError
+from roomier.train.global_batch import GlobalBatch
+
+
+@pytest.mark.parametrize(
+    ("before", "num_ranks", "batch_size", "after"),
+    [
+        (GlobalBatch(8, 2, 4), 2, 8, GlobalBatch(8, 4, 2)),  # fewer ranks: more micro-batches
+        (GlobalBatch(8, 2, 2), 4, 8, GlobalBatch(8, 1, 4)),
+        (GlobalBatch(8, 1, 2), 4, 8, GlobalBatch(4, 1, 4)),  # more ranks than micro-batches: smaller ones
+        (GlobalBatch(8, 1, 4), 3, 8, None),
+        (GlobalBatch(6, 1, 4), 3, 6, GlobalBatch(4, 2, 3)),
+        (GlobalBatch(8, 1, 4), 2, 16, GlobalBatch(16, 1, 2)),  # a script that divides its batch itself
+        (GlobalBatch(None, 2, 2), 4, None, GlobalBatch(None, 1, 4)),
+        (GlobalBatch(None, 1, 2), 4, None, None),
+    ],
+)
+def test_examples(before: GlobalBatch, num_ranks: int, batch_size: int | None, after: GlobalBatch | None) -> None:
+    if after is not None:
+        assert before.on(num_ranks, batch_size) == after
+        return
+    with pytest.raises(RoomierError, match="Restart on one of these numbers of ranks: 1, 2"):
+        before.on(num_ranks, batch_size)
+
+
+@given(
+    batch=st.builds(GlobalBatch, st.integers(1, 64), st.integers(1, 8), st.integers(1, 8)),
+    num_ranks=st.integers(1, 16),
+    batch_size=st.integers(1, 64),
+)
+def test_the_size_is_kept_and_no_micro_batch_grows(batch: GlobalBatch, num_ranks: int, batch_size: int) -> None:
+    if batch.size % num_ranks:
+        return
+    after = batch.on(num_ranks, batch_size)
+    assert after.size == batch.size
+    assert after.num_ranks == num_ranks
+    assert after.batch_size is not None
+    assert after.batch_size <= batch_size

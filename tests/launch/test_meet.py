@@ -1,0 +1,102 @@
+"""The rendezvous, with threads for ranks."""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+from torch.distributed import HashStore, TCPStore
+
+from roomier.core.errors import RoomierError
+from roomier.core.world import World
+from roomier.launch.failure import FailureNews, is_of_lost_peer
+from roomier.launch.meet import connect_again, meet
+
+
+@pytest.fixture
+def store() -> HashStore:
+    return HashStore()
+
+
+def together(store: HashStore, worlds: list[World], timeout_s: float = 20.0) -> list[str | RoomierError]:
+    def one(world: World) -> str | RoomierError:
+        try:
+            return meet(world, store, timeout_s)
+        except RoomierError as error:
+            return error
+
+    with ThreadPoolExecutor(len(worlds)) as pool:
+        return list(pool.map(one, worlds))
+
+
+def ranks(size: int) -> list[World]:
+    return [World(rank, size, local_rank=rank, local_size=size) for rank in range(size)]
+
+
+def test_all_come_to_one_meeting(store: HashStore) -> None:
+    names = together(store, ranks(4))
+    assert isinstance(names[0], str)
+    assert names == [names[0]] * 4
+
+
+def test_a_later_meeting_is_not_taken_for_an_earlier_one(store: HashStore) -> None:
+    first = together(store, ranks(3))
+    late_zero: list[str | RoomierError] = []
+    thread = threading.Timer(0.3, lambda: late_zero.extend(together(store, ranks(3)[:1])))
+    thread.start()  # the others come before rank 0 has called again, and find the old call
+    others = together(store, ranks(3)[1:])
+    thread.join()
+    assert others == late_zero * 2
+    assert late_zero[0] != first[0]
+
+
+def test_who_is_missing_is_named(store: HashStore) -> None:
+    zero, one = together(store, [ranks(4)[0], ranks(4)[2]], timeout_s=0.3)
+    assert isinstance(zero, RoomierError)
+    assert "of 4 ranks these did not come within 0.3 s: 1, 3" in str(zero)
+    assert "rank 0 has not called the 4 ranks together within 0.3 s" in str(one)
+
+
+def test_ranks_that_were_told_something_else_are_told_so(store: HashStore) -> None:
+    zero, one = ranks(2)
+    errors = together(store, [zero, replace(one, size=4)])
+    assert all("rank 1 was told of 4 ranks, 2 on its node; rank 0 of 2 and 2" in str(error) for error in errors)
+
+
+# News of failures -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def news() -> Callable[[int], FailureNews]:
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
+
+    def of(rank: int) -> FailureNews:
+        made = FailureNews(World(rank, 3))
+        made.store = connect_again(server, 20.0)
+        return made
+
+    return of
+
+
+def test_an_error_of_all_ranks_is_told_once(news: Callable[[int], FailureNews]) -> None:
+    assert news(1).claim("ValueError: the data is not there")
+    assert not news(0).claim("ValueError: the data is not there")
+    assert news(2).claim("KeyError: something else")
+
+
+def test_a_rank_that_lost_another_learns_which_failed(news: Callable[[int], FailureNews]) -> None:
+    threading.Timer(0.3, lambda: news(1).claim("ValueError: late")).start()
+    assert news(0).wait_for_peer() == "rank 1 failed"
+
+
+def test_errors_that_only_tell_of_a_lost_rank() -> None:
+    lost = RuntimeError("[gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:1")
+    assert is_of_lost_peer(lost)
+    assert is_of_lost_peer(dist.DistBackendError("NCCL error"))
+    outer = KeyError("in a hook")
+    outer.__cause__ = lost
+    assert is_of_lost_peer(outer)
+    assert not is_of_lost_peer(RuntimeError("shapes do not match"))

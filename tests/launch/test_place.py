@@ -1,0 +1,154 @@
+"""What a Trainer makes of the ranks that were started, and of those that it would have to start."""
+
+import os
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from roomier import Plan, PlanError, RoomierError, Trainer
+from roomier.core.world import World
+from roomier.launch.environment import RANK_VARIABLES
+from roomier.launch.start import command_again
+
+MakeTrainer = Callable[..., Trainer]
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*RANK_VARIABLES, "NODE_RANK"):
+        monkeypatch.setenv(name, "")  # so that what a Trainer exports is undone
+        monkeypatch.delenv(name)
+
+
+def torchrun(monkeypatch: pytest.MonkeyPatch, *, size: int, local_size: int) -> None:
+    values = {"RANK": 1, "WORLD_SIZE": size, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": local_size, "GROUP_RANK": 0}
+    for name, value in values.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+
+
+def test_auto_is_what_the_launcher_started(make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    torchrun(monkeypatch, size=4, local_size=2)
+    trainer = make_trainer(strategy="zero2")
+    assert (trainer.plan.parallel.devices, trainer.plan.parallel.num_nodes) == (2, 2)
+    assert trainer.world == World(1, 4, local_rank=1, node_rank=0, local_size=2)
+    assert (trainer.global_rank, trainer.world_size, trainer.is_global_zero) == (1, 4, False)
+
+
+@pytest.mark.parametrize(
+    ("keywords", "text"),
+    [
+        ({"devices": 4, "strategy": "ddp"}, "devices=4: torchrun started 2 processes on each node.*nproc-per-node=4"),
+        ({"num_nodes": 3, "strategy": "ddp"}, "num_nodes=3: torchrun started 2 nodes.*--nnodes=3"),
+        ({}, "strategy='single': torchrun started 4 processes, and this strategy uses one.*'ddp'.*start one process"),
+        ({"plan": Plan(), "accelerator": "auto"}, "devices=1: torchrun started 2 processes on each node"),
+        (
+            {"plan": {"parallel": {"strategy": "ddp", "devices": 2}}, "accelerator": "auto"},
+            "num_nodes=1: torchrun started 2 nodes",
+        ),
+    ],
+)
+def test_other_ranks_than_were_started_are_refused(
+    make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch, keywords: dict[str, Any], text: str
+) -> None:
+    torchrun(monkeypatch, size=4, local_size=2)
+    with pytest.raises(PlanError, match=text):
+        make_trainer(**keywords)
+
+
+def test_without_a_launcher_auto_is_one_process_on_a_cpu(
+    make_trainer: MakeTrainer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert make_trainer().world == World()
+    assert capsys.readouterr().err == ""
+    assert make_trainer(strategy="zero3").world == World()
+    assert "devices=N starts N of them" in capsys.readouterr().err
+
+
+def test_without_a_launcher_auto_is_all_cuda_devices(
+    make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    assert make_trainer(strategy="ddp", accelerator="auto").world == World(0, 3, local_size=3)
+    assert make_trainer(strategy="ddp", accelerator="cpu").world == World()
+    assert make_trainer(accelerator="auto").world == World()
+
+
+def test_a_trainer_alone_is_the_first_rank_of_those_to_come(make_trainer: MakeTrainer) -> None:
+    assert make_trainer(strategy="ddp", devices=4).world == World(0, 4, local_size=4)
+    assert "RANK" not in os.environ
+
+
+def test_several_nodes_by_hand(make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NODE_RANK", "1")
+    trainer = make_trainer(strategy="ddp", devices=2, num_nodes=3)
+    assert trainer.world == World(2, 6, local_rank=0, node_rank=1, local_size=2)
+    monkeypatch.setenv("NODE_RANK", "3")
+    with pytest.raises(RoomierError, match="NODE_RANK=3: there are 3 nodes"):
+        make_trainer(strategy="ddp", devices=2, num_nodes=3)
+
+
+# Where no ranks can be started ----------------------------------------------------------------------------------------
+
+
+def as_in_a_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTEST_CURRENT_TEST")
+    main = ModuleType("__main__")
+    main.__file__ = "train.py"
+    monkeypatch.setitem(sys.modules, "__main__", main)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["python", "train.py", "--lr", "0.1"],
+        ["python", "-X", "dev", "-m", "project.train"],
+        ["/bin/python3", "/bin/roomier", "fit", "--trainer.devices", "2"],
+    ],
+)
+def test_ranks_are_started_with_the_same_command(monkeypatch: pytest.MonkeyPatch, words: list[str]) -> None:
+    as_in_a_script(monkeypatch)
+    monkeypatch.setattr(sys, "orig_argv", words)
+    assert command_again() == [sys.executable, *words[1:]]
+
+
+def test_not_in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
+    as_in_a_script(monkeypatch)
+    monkeypatch.setitem(sys.modules, "ipykernel", ModuleType("ipykernel"))
+    with pytest.raises(RoomierError, match=r"a notebook .* cannot start further ranks. Put the run into a script"):
+        command_again()
+
+
+def test_not_from_a_command_line_or_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    as_in_a_script(monkeypatch)
+    monkeypatch.setitem(sys.modules, "__main__", ModuleType("__main__"))
+    with pytest.raises(RoomierError, match=r"code from `python -c` or from standard input"):
+        command_again()
+
+
+def test_not_in_a_test(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer(strategy="ddp", devices=2, max_steps=1)
+    with pytest.raises(RoomierError, match="under pytest, further ranks would run the tests again"):
+        trainer.fit(torch.nn.Linear(1, 1), [torch.ones(1, 1)])
+
+
+def test_several_nodes_need_to_be_told_where_rank_0_is(
+    make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    as_in_a_script(monkeypatch)
+    trainer = make_trainer(strategy="ddp", devices=2, num_nodes=2, max_steps=1)
+    with pytest.raises(RoomierError, match=r"num_nodes=2: .* starts the ranks of one machine. .*torchrun --nnodes=2"):
+        trainer.fit(torch.nn.Linear(1, 1), [torch.ones(1, 1)])
+
+
+def test_ranks_cannot_exchange_tensors_of_mps(make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    trainer = make_trainer(strategy="ddp", devices=2, accelerator="auto", max_steps=1)
+    with pytest.raises(RoomierError, match="accelerator='mps': several ranks cannot exchange"):
+        trainer.fit(torch.nn.Linear(1, 1), [torch.ones(1, 1)])

@@ -1,0 +1,191 @@
+"""Real processes: ranks that a script or a launcher starts, and how they end when one of them fails.
+
+What is looked at below is run once, several at a time, by the fixture ``outcomes``. ``test_meet.py`` and
+``test_place.py`` look at some of it without processes.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+from roomier.launch.environment import RANK_VARIABLES
+
+PROGRAMS = Path(__file__).parent / "programs"
+TRAIN = str(PROGRAMS / "train.py")
+SECONDS_TO_END = 20.0  # on a machine that is busy; some 2 s on one that is not
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a program ended.
+
+    Attributes:
+        seconds: from where it went wrong to its end.
+        left: those of its processes that were still there.
+    """
+
+    code: int
+    stdout: str
+    stderr: str
+    seconds: float
+    left: list[int]
+
+    @property
+    def ranks(self) -> list[list[int]]:
+        """What each rank told at its end: rank, size, local rank, local size, node, steps."""
+        return sorted(json.loads(line) for line in re.findall(r"^ranks (.*)$", self.stdout, re.MULTILINE))
+
+
+def run(notes: Path, words: list[str], changes: Mapping[str, str] | None = None) -> Outcome:
+    notes.mkdir()
+    environ = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
+    environ |= {"NOTES": str(notes), "OMP_NUM_THREADS": "1", **(changes or {})}
+    done = subprocess.run(words, env=environ, cwd=notes, capture_output=True, text=True, timeout=240)
+    end = time.time()
+    wrong = notes / "gone-wrong"
+    pids = [int(path.stem) for path in notes.glob("*.pid")]
+    left = [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
+    seconds = end - wrong.stat().st_mtime if wrong.exists() else 0.0
+    return Outcome(done.returncode, done.stdout, done.stderr, seconds, left)
+
+
+def script(what: str, rank: int, **keywords: object) -> list[str]:
+    return [sys.executable, TRAIN, what, str(rank), json.dumps({"devices": 2, **keywords})]
+
+
+RUNS: dict[str, tuple[list[str], dict[str, str]]] = {
+    "well": (script("nothing", 0), {}),
+    "step raises 1": (script("step raises", 1, devices=3), {}),
+    "step raises 0": (script("step raises", 0), {}),
+    "step killed 1": (script("step killed", 1, strategy="ddp"), {}),
+    "start raises 1": (script("start raises", 1), {}),
+    "end raises 1": (script("end raises", 1), {}),
+    "all raise": (script("all raise", 0), {}),
+    "start sleeps 1": (script("start sleeps", 1), {"ROOMIER_JOIN_TIMEOUT_S": "15"}),
+    "command": (
+        [
+            *(str(Path(sys.executable).with_name("roomier")), "validate", "--model", "cli_toy.ToyModule"),
+            *("--data", "cli_toy.ToyData", "--seed_everything", "1", "--trainer.accelerator", "cpu"),
+            *("--trainer.strategy", "ddp", "--trainer.devices", "2", "--trainer.enable_progress_bar", "false"),
+        ],
+        {"PYTHONPATH": str(PROGRAMS.parents[1] / "cli" / "project")},
+    ),
+    "no script": (
+        [
+            sys.executable,
+            "-c",
+            f"import sys; sys.argv = ['', 'nothing', '0', '{{\"devices\": 2}}']\n"
+            f"exec(compile(open({TRAIN!r}).read(), 'inline', 'exec'))",
+        ],
+        {},
+    ),
+}
+
+
+QUICK = ("well", "step raises 1", "step raises 0", "step killed 1", "start raises 1", "command")
+
+
+def run_all(folder: Path, names: Iterable[str]) -> dict[str, Outcome]:
+    with ThreadPoolExecutor(3) as pool:
+        found = {name: pool.submit(run, folder / name.replace(" ", "-"), *RUNS[name]) for name in names}
+        return {name: each.result() for name, each in found.items()}
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
+    return run_all(tmp_path_factory.mktemp("runs"), QUICK)
+
+
+@pytest.fixture(scope="module")
+def more_outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
+    return run_all(tmp_path_factory.mktemp("runs"), RUNS.keys() - QUICK)
+
+
+def test_a_script_starts_the_ranks_it_asks_for(outcomes: dict[str, Outcome]) -> None:
+    outcome = outcomes["well"]
+    assert outcome.code == 0, outcome.stderr
+    assert outcome.ranks == [[0, 2, 0, 2, 0, 4], [1, 2, 1, 2, 0, 4]]
+    assert outcome.stderr.count("zero2 on 2 ranks") == 1
+    assert outcome.left == []
+
+
+@pytest.mark.parametrize("name", [name for name in QUICK if "raise" in name])
+def test_the_traceback_of_the_rank_that_failed_comes_first_and_alone(outcomes: dict[str, Outcome], name: str) -> None:
+    check_failure(name, outcomes[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in RUNS if "raise" in name and name not in QUICK])
+def test_so_does_that_of_several_ranks_and_of_one_that_fails_late(more_outcomes: dict[str, Outcome], name: str) -> None:
+    check_failure(name, more_outcomes[name])
+
+
+def check_failure(name: str, outcome: Outcome) -> None:
+    assert outcome.code == 1
+    assert outcome.seconds < SECONDS_TO_END
+    assert outcome.left == []
+    errors = re.findall(r"^(?:\[rank\d\]: )?(\w*Error.*)$", outcome.stderr, re.MULTILINE)
+    who = "no rank can" if name == "all raise" else f"rank {name[-1]} cannot"
+    assert errors == [f"ValueError: {who} go on"]
+    if name[-1] == "1":
+        assert outcome.stderr.splitlines()[-1] == "roomier: rank 1 ended with exit code 1, and the run with it"
+
+
+def test_a_rank_that_is_killed_ends_the_run(outcomes: dict[str, Outcome]) -> None:
+    outcome = outcomes["step killed 1"]
+    assert outcome.code == 128 + 9
+    assert outcome.seconds < SECONDS_TO_END
+    assert outcome.left == []
+    assert "Traceback" not in outcome.stderr
+    assert outcome.stderr.splitlines()[-1].startswith("roomier: rank 1 was ended by SIGKILL (often: the machine ran")
+
+
+@pytest.mark.slow
+def test_a_rank_that_does_not_come_is_named(more_outcomes: dict[str, Outcome]) -> None:
+    outcome = more_outcomes["start sleeps 1"]
+    assert outcome.code == 1
+    assert "rank=1: of 2 ranks these did not come within 15 s: 1. See what" in outcome.stderr
+    assert outcome.left == []
+
+
+def test_the_command_starts_ranks_and_prints_its_result_once(outcomes: dict[str, Outcome]) -> None:
+    outcome = outcomes["command"]
+    assert outcome.code == 0, outcome.stderr
+    [metrics] = json.loads(outcome.stdout)
+    assert metrics["val_loss"] > 0
+
+
+@pytest.mark.slow
+def test_code_without_a_script_is_told_what_to_do(more_outcomes: dict[str, Outcome]) -> None:
+    outcome = more_outcomes["no script"]
+    assert outcome.code == 1
+    last = outcome.stderr.splitlines()[-1]
+    assert "code from `python -c` or from standard input cannot be run again" in last
+    assert "Put the run into a script" in last
+
+
+def test_tasks_of_slurm_find_each_other(tmp_path: Path) -> None:
+    slurm = {
+        "SLURM_JOB_ID": str(os.getpid()),
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+        "SLURM_STEP_NODELIST": "localhost,another",
+        "SLURM_LOCALID": "0",
+    }
+    words = script("nothing", 0, devices="auto")
+    with ThreadPoolExecutor(2) as pool:
+        tasks = [{**slurm, "SLURM_PROCID": str(task), "SLURM_NODEID": str(task)} for task in range(2)]
+        started = [pool.submit(run, tmp_path / str(task), words, changes) for task, changes in enumerate(tasks)]
+        ranks = [outcome.result().ranks for outcome in started]
+    assert ranks == [[[0, 2, 0, 1, 0, 4]], [[1, 2, 0, 1, 1, 4]]]
