@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roomier.core.errors import PlanError
-from roomier.plan import BatchPlan, Difference, OptimizerPlan, Plan, PrecisionPlan
+from roomier.plan import BatchPlan, Difference, OptimizerPlan, ParallelPlan, Plan, PrecisionPlan
 from roomier.plan.choices import CHOICES
 
 positive = st.floats(min_value=0, exclude_min=True, allow_infinity=False)
@@ -42,12 +42,16 @@ def optimizers(draw: st.DrawFn) -> OptimizerPlan:
 
 @st.composite
 def plans(draw: st.DrawFn) -> Plan:
-    bound = draw(st.none() | positive)
+    optimizer = draw(optimizers())
+    is_onebit = optimizer.name == "onebit_adam"  # it goes with less than others
+    bound = None if is_onebit else draw(st.none() | positive)
     algorithm = draw(words("batch.gradient_clip_algorithm")) if bound is not None else "norm"
+    mode = draw(words("precision.mode").filter(lambda word: not is_onebit or word != "16-mixed"))
     return Plan(
-        precision=PrecisionPlan(draw(words("precision.mode")), draw(words("precision.matmul"))),
+        parallel=ParallelPlan("ddp" if is_onebit else "single"),
+        precision=PrecisionPlan(mode, draw(words("precision.matmul"))),
         batch=BatchPlan(draw(st.integers(1, 10**6)), bound, algorithm),
-        optimizer=draw(optimizers()),
+        optimizer=optimizer,
     )
 
 
