@@ -1,0 +1,181 @@
+"""A job restarted on as many ranks as before, fewer, or more: which samples made which step, and the weights."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+import roomier
+from roomier.callbacks import ModelCheckpoint
+from tests.ranks.pool import RankFailed, RankPool
+
+NUM_SAMPLES = 48
+Steps = dict[tuple[int, int], set[int]]
+
+
+class Numbered(Dataset[Any]):
+    """Each sample tells its index."""
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return torch.linspace(index / NUM_SAMPLES, 1.0, 4), index
+
+
+class Model(roomier.Module):
+    def __init__(self, notes: Path, killed_at: tuple[int, int] | None) -> None:
+        super().__init__()
+        self.notes, self.killed_at = notes, killed_at
+        self.net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        values, indices = batch
+        rank, step = self.trainer.global_rank, self.trainer.global_step
+        if self.killed_at == (rank, step):
+            os.kill(os.getpid(), signal.SIGKILL)
+        with (self.notes / f"samples-{rank}.jsonl").open("a") as file:
+            file.write(json.dumps([self.trainer.current_epoch, step, indices.tolist()]) + "\n")
+        return (self.net(values) - indices[:, None] / NUM_SAMPLES).pow(2).mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), 0.05)
+
+
+def train(
+    root: Path, job: str | None, batch_size: int, accumulate: int, killed_at: tuple[int, int] | None, num_fits: int = 1
+) -> list[tuple[int, dict[str, Tensor]]]:
+    """Steps and weights at the end of each fit."""
+    if job is not None:
+        os.environ["TORCHELASTIC_RUN_ID"] = job
+    notes = root / "notes"
+    notes.mkdir(exist_ok=True, parents=True)
+    ended = []
+    for fit in range(num_fits):
+        roomier.seed_everything(7 + fit)
+        trainer = roomier.Trainer(
+            strategy="zero2" if int(os.environ["WORLD_SIZE"]) > 1 else "single",
+            accelerator="cpu",
+            accumulate_grad_batches=accumulate,
+            max_epochs=2,
+            logger=False,
+            callbacks=[ModelCheckpoint(every_n_train_steps=2)],
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            default_root_dir=root / "runs",
+        )
+        model = Model(notes, killed_at if fit == num_fits - 1 else None)
+        trainer.fit(model, DataLoader(Numbered(), batch_size=batch_size, shuffle=True))
+        named = trainer.engine.weights()
+        whole = {name: each.full_tensor() if hasattr(each, "full_tensor") else each for name, each in named.items()}
+        ended.append((trainer.global_step, {name: each.detach().clone() for name, each in whole.items()}))
+    return ended
+
+
+def samples_of(root: Path) -> Steps:
+    """Which samples made each (epoch, step). A step that was done again must have been made of the same ones."""
+    found: Steps = defaultdict(set)
+    for path in (root / "notes").glob("*.jsonl"):
+        for line in path.read_text().splitlines():
+            epoch, step, indices = json.loads(line)
+            found[epoch, step] |= set(indices)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "notices"),
+    [
+        ((2, 4, 1), (2, 4, 1), None),
+        ((2, 4, 1), (1, 4, 1), "2 ranks x 1 micro-batches x 4 samples and is kept as 1 ranks x 2 micro-batches x 4"),
+        ((1, 4, 2), (2, 4, 2), "1 ranks x 2 micro-batches x 4 samples and is kept as 2 ranks x 1 micro-batches x 4"),
+        ((2, 4, 1), (4, 4, 1), "kept as 4 ranks x 1 micro-batches x 2 samples"),
+    ],
+    ids=["as before", "fewer", "more, fewer micro-batches", "more, smaller micro-batches"],
+)
+def test_it_goes_on_with_the_same_global_batch(
+    on_ranks: RankPool,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    before: tuple[int, int, int],
+    after: tuple[int, int, int],
+    notices: str | None,
+) -> None:
+    num_ranks, batch_size, accumulate = before
+    [(num_steps, undisturbed)] = on_ranks(
+        num_ranks, train, tmp_path / "undisturbed", None, batch_size, accumulate, None
+    )[0]
+    with pytest.raises(RankFailed):
+        on_ranks(num_ranks, train, tmp_path / "killed", "job", batch_size, accumulate, (num_ranks - 1, 8))
+    told = capfd.readouterr().out
+    assert "it goes on from" not in told
+    num_ranks, batch_size, accumulate = after
+    [(steps_after, weights)] = on_ranks(num_ranks, train, tmp_path / "killed", "job", batch_size, accumulate, None)[0]
+    told = capfd.readouterr().out
+    assert "this job was restarted: it goes on from" in told
+    assert (notices or "") in told
+    assert ("the global batch was" in told) == (notices is not None)
+    assert steps_after == num_steps == 12
+    assert samples_of(tmp_path / "killed") == samples_of(tmp_path / "undisturbed")
+    for name, expected in undisturbed.items():
+        torch.testing.assert_close(weights[name], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_each_sample_is_seen_once_in_an_epoch(on_ranks: RankPool, tmp_path: Path) -> None:
+    with pytest.raises(RankFailed):
+        on_ranks(2, train, tmp_path, "job", 4, 1, (0, 3))
+    on_ranks(1, train, tmp_path, "job", 4, 1, None)
+    for epoch in (0, 1):
+        steps = [indices for (each, _), indices in samples_of(tmp_path).items() if each == epoch]
+        assert sorted(index for indices in steps for index in indices) == list(range(NUM_SAMPLES))
+
+
+def test_only_the_same_job_goes_on(on_ranks: RankPool, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    on_ranks(2, train, tmp_path, "job", 4, 1, None)
+    on_ranks(2, train, tmp_path, "another job", 4, 1, None)
+    on_ranks(2, train, tmp_path, None, 4, 1, None)
+    assert "restarted" not in capfd.readouterr().out
+    assert len(list((tmp_path / "runs").glob("version_*"))) == 3
+
+
+def test_a_script_with_two_fits_goes_on_in_the_one_that_was_cut_off(
+    on_ranks: RankPool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(RankFailed):
+        on_ranks(2, train, tmp_path, "job", 4, 1, (1, 7), num_fits=2)
+    capfd.readouterr()
+    ended = on_ranks(2, train, tmp_path, "job", 4, 1, None, num_fits=2)[0]
+    told = capfd.readouterr().out
+    assert [steps for steps, _ in ended] == [12, 12]
+    assert len(re_found := [line for line in told.splitlines() if "it goes on from" in line]) == 2, told
+    assert "version_0" in re_found[0]
+    assert "version_1" in re_found[1]
+
+
+def test_a_number_of_ranks_that_does_not_divide_the_batch_is_refused(on_ranks: RankPool, tmp_path: Path) -> None:
+    with pytest.raises(RankFailed):
+        on_ranks(2, train, tmp_path, "job", 4, 1, (0, 5))
+    with pytest.raises(RankFailed, match=r"8 samples of a step cannot be divided evenly among 3 ranks.*1, 2, 4"):
+        on_ranks(3, train, tmp_path, "job", 4, 1, None)
+
+
+@pytest.mark.slow
+def test_torchrun_restarts_a_rank_that_was_killed(tmp_path: Path) -> None:
+    program = Path(__file__).parent / "programs" / "elastic.py"
+    torchrun = [str(Path(sys.executable).with_name("torchrun")), "--nproc-per-node=2", "--max-restarts=1", str(program)]
+    weights = {}
+    for name, rank in (("undisturbed", "9"), ("killed", "1")):
+        (tmp_path / name).mkdir()
+        subprocess.run([*torchrun, str(tmp_path / name), rank, "4"], check=True, timeout=240)
+        weights[name] = torch.load(tmp_path / name / "weights.pt")
+    assert (tmp_path / "killed" / "killed").exists()
+    for name, expected in weights["undisturbed"].items():
+        assert torch.equal(weights["killed"][name], expected)
