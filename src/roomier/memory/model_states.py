@@ -195,7 +195,8 @@ class _Walk:
         root, *others = self._units
         late = [root, *(unit for unit in others if unit.ends_late)]
         for unit in reversed(others):
-            self._gather(unit, "backward", keeps_buffer=False)
+            if not unit.is_looked_up:
+                self._gather(unit, "backward", keeps_buffer=False)
             self._make_gradients(unit, is_first)
             if unit not in late:
                 self._end_backward(unit, is_first=is_first, reduces=reduces)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
-from roomier.parallel.shard import MULTIPLYING, units_of
+from roomier.parallel.shard import parts_of, units_of
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class Unit:
         gathered_dtype: in which they compute, and their gradients come.
         sum_dtype: in which gradients are added up.
         ends_late: its inputs have no gradient, so that its backward counts as over when all of it is.
+        is_looked_up: an embedding, which is not gathered again for its backward.
     """
 
     name: str
@@ -43,6 +45,7 @@ class Unit:
     sum_dtype: torch.dtype
     is_root: bool = False
     ends_late: bool = False
+    is_looked_up: bool = False
 
     def gradient_bytes(self, num_elements: Callable[[Weight], int]) -> int:
         """Of the weights that are trained, in the dtype of each."""
@@ -62,19 +65,26 @@ def units_with_weights(
     of_parameters: dict[nn.Parameter, str] = {}
     for name, parameter in network.named_parameters():
         of_parameters.setdefault(parameter, name)
+    rest = dict(of_parameters)
     units: list[Unit] = []
-    taken: set[nn.Parameter] = set()
-    for modules, dtype in _travelling_together(network, compute_dtype):
-        parameters = [each for module in modules for each in module.parameters() if each not in taken]
-        unique = list(dict.fromkeys(parameters))
-        if not unique:
-            continue
-        taken.update(unique)
-        ends_late = all(isinstance(each, (nn.Embedding, nn.EmbeddingBag)) for each in modules)
-        weights = [_weight(each, of_parameters[each], weight_dtype) for each in unique]
-        units.append(_unit(names[modules[0]], weights, dtype, ends_late=ends_late))
-    rest = [_weight(each, name, weight_dtype) for each, name in of_parameters.items() if each not in taken]
-    return [_unit("", rest, None, is_root=True), *units] if rest else units
+    for unit in units_of(network):
+        for modules, dtype in parts_of(unit, compute_dtype):
+            parameters = dict.fromkeys(each for module in modules for each in module.parameters() if each in rest)
+            weights = tuple(_weight(each, rest.pop(each), weight_dtype) for each in parameters)
+            units.append(
+                Unit(
+                    names[modules[0]],
+                    weights,
+                    gathered_dtype=dtype or weights[0].dtype,
+                    sum_dtype=_sum_dtype(weights),
+                    ends_late=all(isinstance(each, (nn.Embedding, nn.EmbeddingBag)) for each in modules),
+                    is_looked_up=_is_embedding_itself(unit),
+                )
+            )
+    if rest:
+        weights = tuple(_weight(parameter, name, weight_dtype) for parameter, name in rest.items())
+        units.insert(0, Unit("", weights, weights[0].dtype, _sum_dtype(weights), is_root=True))
+    return units
 
 
 def _weight(parameter: nn.Parameter, name: str, weight_dtype: torch.dtype | None) -> Weight:
@@ -82,28 +92,10 @@ def _weight(parameter: nn.Parameter, name: str, weight_dtype: torch.dtype | None
     return Weight(name, tuple(parameter.shape), dtype, parameter.requires_grad)
 
 
-def _unit(
-    name: str,
-    weights: list[Weight],
-    compute_dtype: torch.dtype | None,
-    *,
-    is_root: bool = False,
-    ends_late: bool = False,
-) -> Unit:
-    sum_dtype = torch.float64 if any(each.dtype is torch.float64 for each in weights) else torch.float32
-    return Unit(name, tuple(weights), compute_dtype or weights[0].dtype, sum_dtype, is_root, ends_late)
+def _sum_dtype(weights: tuple[Weight, ...]) -> torch.dtype:
+    return torch.float64 if any(each.dtype is torch.float64 for each in weights) else torch.float32
 
 
-def _travelling_together(
-    network: nn.Module, compute_dtype: torch.dtype | None
-) -> Iterator[tuple[list[nn.Module], torch.dtype | None]]:
-    # See [Note: two dtypes in mixed precision] in parallel/shard.py.
-    for unit in units_of(network):
-        leaves = [each for each in unit.modules() if not any(True for _ in each.children())]
-        exact = [each for each in leaves if not isinstance(each, MULTIPLYING) and any(True for _ in each.parameters())]
-        if compute_dtype is None or exact == [unit]:
-            yield [unit], None
-            continue
-        if exact:
-            yield exact, None
-        yield [unit], compute_dtype
+def _is_embedding_itself(module: nn.Module) -> bool:
+    # fully_shard puts a class of its own in front.
+    return type(module) is nn.Embedding or (isinstance(module, FSDPModule) and nn.Embedding in type(module).__bases__)

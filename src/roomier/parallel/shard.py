@@ -132,12 +132,11 @@ class Shards:
 
     def _cut_unit(self, unit: nn.Module) -> list[FSDPModule]:
         """Cut ``unit``: as one, or what it multiplies with and the rest of it as two."""
-        low = self._sharding.compute_dtype
-        leaves = [each for each in unit.modules() if _is_leaf_with_parameters(each)]
-        exact = [each for each in leaves if not isinstance(each, MULTIPLYING)]
-        if low is None or exact == [unit]:
-            return [self._cut([unit], None)]
-        return [*([self._cut(exact, None)] if exact else []), self._cut([unit], low)]
+        needs_no_weights = type(unit) is nn.Embedding  # for its backward; the class of what is cut changes
+        parts = [self._cut(modules, dtype) for modules, dtype in parts_of(unit, self._sharding.compute_dtype)]
+        if needs_no_weights:
+            parts[0].set_unshard_in_backward(False)
+        return parts
 
     def _cut(self, modules: list[nn.Module], compute_dtype: torch.dtype | None) -> FSDPModule:
         """Make ``modules`` one unit, gathered in ``compute_dtype`` (None: as they are)."""
@@ -198,6 +197,16 @@ def units_of(network: nn.Module) -> list[nn.Module]:
     ]
     wanted = {*blocks, *alone}
     return [each for each in network.modules() if each in wanted]
+
+
+def parts_of(unit: nn.Module, compute_dtype: torch.dtype | None) -> list[tuple[list[nn.Module], torch.dtype | None]]:
+    """The modules of ``unit`` that are gathered together, and in which dtype (None: as they are): all of it, or what it
+    does not multiply with and the rest. See [Note: two dtypes in mixed precision]."""
+    leaves = [each for each in unit.modules() if _is_leaf_with_parameters(each)]
+    exact = [each for each in leaves if not isinstance(each, MULTIPLYING)]
+    if compute_dtype is None or exact == [unit]:
+        return [([unit], None)]
+    return [*([(exact, None)] if exact else []), ([unit], compute_dtype)]
 
 
 def _is_closed(module: nn.Module, num_owners: Counter[nn.Parameter]) -> bool:
