@@ -1,0 +1,147 @@
+"""ModelCheckpoint(async_save=True): training goes on, and only what is committed has a name."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from roomier import Callback, checkpoint
+from roomier.callbacks import ModelCheckpoint
+from roomier.checkpoint import store
+from roomier.core.errors import CheckpointError
+from tests.callbacks.conftest import Batches, Scripted
+from tests.ranks.pool import RankPool
+from tests.resume.conftest import differing
+from tests.resume.reshard import NUM_STEPS, train
+
+
+class Slow(Callback):
+    """Holds writers from ``first`` to ``last`` training step, and notes what has a name at each."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, last: int, saver: ModelCheckpoint) -> None:
+        self.opened = threading.Event()
+        self.last, self.saver = last, saver
+        self.named: list[str] = []
+        write = store._write_file
+
+        def write_later(*arguments: Any) -> Any:
+            assert self.opened.wait(30)
+            return write(*arguments)
+
+        monkeypatch.setattr(store, "_write_file", write_later)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.named.append(os.path.basename(self.saver.best_model_path))
+        if trainer.global_step >= self.last:
+            self.opened.set()
+
+
+def test_training_goes_on_while_it_is_written(
+    make_trainer: Any, batches: Batches, monkeypatch: Any, tmp_path: Path
+) -> None:
+    saver = ModelCheckpoint(dirpath=tmp_path / "kept", every_n_train_steps=2, save_last=True, async_save=True)
+    slow = Slow(monkeypatch, 3, saver)
+    trainer = make_trainer(saver, slow, max_steps=5)
+    trainer.fit(Scripted(), batches)
+    assert slow.named[:3] == ["", "", ""], "step 3 was reached while the checkpoint of step 2 was written"
+    assert os.path.basename(saver.best_model_path) == "epoch=0-step=5", "the last one is saved at the end"
+    assert os.readlink(tmp_path / "kept" / "last") == "epoch=0-step=5"
+    assert [path.name for path in checkpoint.list_complete(tmp_path / "kept")] == ["epoch=0-step=5"]
+    assert checkpoint.load(saver.best_model_path)["progress"]["global_step"] == 5
+
+
+def test_what_is_saved_is_what_a_save_that_waits_would_hold(
+    make_trainer: Any, batches: Batches, tmp_path: Path
+) -> None:
+    states = []
+    for is_async in (False, True):
+        torch.manual_seed(0)
+        folder = tmp_path / str(is_async)
+        saver = ModelCheckpoint(dirpath=folder, every_n_train_steps=1, save_top_k=-1, async_save=is_async)
+        make_trainer(saver, max_steps=6).fit(Scripted(), batches)
+        states.append({path.name: checkpoint.load(path) for path in checkpoint.list_complete(folder)})
+    waited, beside = states
+    assert len(beside) == 6
+    for name, state in waited.items():
+        for section in ("module", "optimizers", "random", "progress", "data", "results", "schedulers"):
+            assert list(differing(beside[name][section], state[section], section)) == []
+        [ours], [theirs] = (list(each["callbacks"].values()) for each in (beside[name], state))
+        assert {**ours, "dirpath": None} == {**theirs, "dirpath": None}, "the books hold the checkpoint they are in"
+
+
+def test_a_failure_ends_the_fit_at_a_later_save_point(
+    make_trainer: Any, batches: Batches, monkeypatch: Any, tmp_path: Path
+) -> None:
+    def no_space(*_: Any) -> None:
+        raise OSError(28, os.strerror(28))
+
+    saver = ModelCheckpoint(dirpath=tmp_path / "kept", every_n_train_steps=4, async_save=True)
+    steps: list[int] = []
+
+    class Fails(Callback):
+        def on_save_point(self, trainer: Any, pl_module: Any) -> None:
+            steps.append(trainer.global_step)
+            if trainer.global_step == 7:  # the checkpoint of step 4 is complete by then
+                monkeypatch.setattr(store.TensorFile, "append", no_space)
+            thread = trainer.run.background and trainer.run.background._thread
+            if trainer.global_step == 9 and thread:
+                thread.join()
+
+    trainer = make_trainer(saver, Fails(), max_steps=100, max_epochs=20)
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        trainer.fit(Scripted(), batches)
+    assert steps[-1] in (8, 9), "step 8 was saved, and failed beside it or step 9"
+    assert os.path.basename(saver.best_model_path) == "epoch=0-step=4"
+    assert [path.name for path in (tmp_path / "kept").iterdir()] == ["epoch=0-step=4"]
+
+
+def test_a_signal_waits_for_what_is_being_written(
+    make_trainer: Any, batches: Batches, monkeypatch: Any, tmp_path: Path
+) -> None:
+    saver = ModelCheckpoint(dirpath=tmp_path / "kept", every_n_train_steps=2, async_save=True)
+
+    class Signalled(Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if trainer.global_step == 3:
+                assert trainer.run.background.is_busy
+                threading.Timer(0.2, slow.opened.set).start()
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    slow = Slow(monkeypatch, 100, saver)
+    trainer = make_trainer(saver, slow, Signalled(), max_steps=50)
+    with pytest.raises(SystemExit):
+        trainer.fit(Scripted(), batches)
+    assert os.path.basename(saver.best_model_path) == "epoch=0-step=2"
+    assert checkpoint.load(saver.best_model_path)["progress"]["global_step"] == 2
+    found = checkpoint.find_last(tmp_path / "runs")
+    assert found is not None
+    assert checkpoint.load(found)["progress"]["global_step"] == 3
+
+
+def test_asked_for_after_a_fit_it_is_there_at_once(make_trainer: Any, batches: Batches, tmp_path: Path) -> None:
+    trainer = make_trainer(max_steps=2)
+    trainer.fit(Scripted(), batches)
+    told: list[str] = []
+    trainer.save_checkpoint(tmp_path / "c", asynchronous=True, when_committed=lambda: told.append("there"))
+    assert told == ["there"]
+    checkpoint.verify(tmp_path / "c")
+
+
+def test_on_several_ranks_it_saves_what_a_save_that_waits_does(on_ranks: RankPool, tmp_path: Path) -> None:
+    options = {"every_n_train_steps": 1}
+    waited = on_ranks(2, train, tmp_path / "a", "zero3", 2, NUM_STEPS, **options)[0]
+    beside = on_ranks(2, train, tmp_path / "b", "zero3", 2, NUM_STEPS, async_save=True, **options)[0]
+    assert beside["losses"] == waited["losses"]
+    ours, theirs = (checkpoint.list_complete(Path(each["best"]).parent) for each in (beside, waited))
+    assert [path.name for path in ours] == [path.name for path in theirs]
+    assert len(ours) == NUM_STEPS
+    for our_path, their_path in zip(ours, theirs, strict=True):
+        our, their = checkpoint.load(our_path), checkpoint.load(their_path)
+        assert list(differing(our["module"], their["module"])) == []
+        assert list(differing(our["optimizers"], their["optimizers"])) == []
