@@ -246,6 +246,34 @@ def test_a_real_part_beside_one_on_meta_keeps_its_weights() -> None:
     assert network[1].weight.isfinite().all()
 
 
+class Hiding(nn.Module):
+    """Keeps a network where no strategy finds it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        dropped = nn.Linear(5, 5)
+        dropped.itself = [dropped]  # a cycle: it is there until the next collection
+        self.seen = nn.Linear(3, 3)
+        self.hidden = [nn.Linear(2, 4, bias=False)]
+
+
+def error_of_hidden_network() -> str:
+    plan, ranks = plan_for("zero3", 2), ranks_here()
+    with built_in_parts(plan, ranks):
+        network = Hiding()
+    try:
+        built(network, plan, ranks)
+    except RoomierError as error:
+        return str(error)
+    return "no error"
+
+
+def test_what_is_built_outside_the_model_is_refused(on_ranks: RankPool) -> None:
+    first, second = on_ranks(2, error_of_hidden_network)
+    assert first == second
+    assert first.startswith("configure_model=[(4, 2)]: made 1 parameters")
+
+
 class Learner(Module):
     """Two classes of four features; the network is made in ``configure_model``, as ``Trainer.fit`` calls it."""
 

@@ -6,6 +6,7 @@ keeps of it, and its part of each weight is put in. No rank holds more of a mode
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from roomier.core import torch_private
+from roomier.core.errors import RoomierError
 from roomier.core.ranks import Ranks
 from roomier.engine.initial_weights import (
     check_written,
@@ -121,14 +123,32 @@ def take_weights(network: nn.Module, plan: Plan, ranks: Ranks, *, given: set[str
         buffers = empty_buffers(network)
         with same_random_numbers(ranks):
             initialise(network, meta_tensors)
-    tables = [each.pages for each in network.parameters() if isinstance(each, PagedTensor)]
-    for table in dict.fromkeys(tables):
+    tables = {each.pages: None for each in network.parameters() if isinstance(each, PagedTensor)}
+    for table in tables:
         table.close()
+    _refuse_strays(network, list(tables))
     if meta_tensors:
         check_written(network, buffers, given or set(), ranks)
     taken = {name: each.page for name, each in network.named_parameters() if isinstance(each, PagedTensor)}
     _replace_parameters(network, _on_meta)
     return TakenWeights(taken, has_weights=given is not None)
+
+
+def _refuse_strays(network: nn.Module, tables: list[Pages]) -> None:
+    # One that is not a part of the model would stay paged, and be gathered by each operation on it.
+    known = {each.page for each in network.parameters() if isinstance(each, PagedTensor)}
+
+    def strays() -> list[Page]:
+        return [page for table in tables for page in table.in_use() if page not in known]
+
+    if not strays():
+        return
+    gc.collect()  # what was built and dropped may wait for it
+    found = [tuple(page.shape) for page in strays()]
+    if found:
+        problem = f"made {len(found)} parameters (of these shapes) that are not parameters of the module"
+        action = "Assign the module that has them to an attribute of self, or build it in setup()"
+        raise RoomierError("configure_model", found, problem, action)
 
 
 def cuts_parameters(plan: Plan, ranks: Ranks) -> bool:

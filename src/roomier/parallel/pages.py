@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -215,6 +216,7 @@ class Pages:
 
     def __init__(self, cut: Cut, *, discards: bool = False) -> None:
         self.cut, self.discards = cut, discards
+        self._made: WeakSet[Page] = WeakSet()
         self._open: list[Page] = []
         self._in_use: list[Page] = []  # closed, but a view of the whole is held by somebody
 
@@ -226,6 +228,7 @@ class Pages:
         is_meta = parameter.is_meta
         device = torch.device("cpu") if is_meta else parameter.device
         page = Page(self.cut, parameter.shape, parameter.dtype, device, discards=self.discards)
+        self._made.add(page)
         if not is_meta and not self.discards:
             self._close_others([page])
             page.adopt(parameter.detach())
@@ -260,6 +263,10 @@ class Pages:
             if each.page.holds(result):  # an operation in place returns what it was given
                 return each
         return result
+
+    def in_use(self) -> list[Page]:
+        """The pages that somebody holds a parameter of."""
+        return list(self._made)
 
     def close(self) -> None:
         """Nothing is open any more; whoever still holds a view of a parameter holds a copy of its own."""
