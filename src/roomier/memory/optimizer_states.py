@@ -45,6 +45,13 @@ def state_bytes(kind: type[Optimizer], options: Mapping[str, Any], shape: tuple[
     return num_states * math.prod(shape) * dtype.itemsize + num_counters * _COUNTER_BYTES
 
 
+def onebit_adam_bytes(num_elements: int, num_ranks: int, *, rounds_variance: bool) -> int:
+    """What 1-bit Adam keeps for a parameter after its freeze: the error of this rank, the denominator, the error of the
+    piece it owns. Before the freeze it is less: two moments of that piece. Its messages are not counted."""
+    piece = math.ceil(num_elements / num_ranks)
+    return num_elements * (4 + (2 if rounds_variance else 4)) + piece * 4
+
+
 def _measured_bytes(
     kind: type[Optimizer], options: Mapping[str, Any], shape: tuple[int, ...], dtype: torch.dtype
 ) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,10 +12,11 @@ from torch.optim import Optimizer
 
 from roomier.core.errors import PlanError
 from roomier.engine.engine import Engine
-from roomier.memory.model_states import Layout, ModelStates, StateBytes, model_states
-from roomier.memory.optimizer_states import state_bytes
+from roomier.memory.model_states import Layout, ModelStates, model_states
+from roomier.memory.optimizer_states import onebit_adam_bytes, state_bytes
 from roomier.memory.weights import Weight, units_with_weights
 from roomier.optim.by_name import OPTIMIZERS
+from roomier.optim.onebit_adam import OneBitAdam
 from roomier.plan import Plan
 from roomier.precision.policy import precision_of
 
@@ -53,12 +55,15 @@ def predict_built(engine: Engine, plan: Plan, rank: int = 0) -> ModelStates:
 def layout_of(plan: Plan, rank: int = 0) -> Layout:
     """What of ``plan`` decides the bytes of model states on ``rank``."""
     parallel = plan.parallel
+    num_micro_batches = plan.batch.accumulate_grad_batches
+    if parallel.num_ranks == 1 or plan.optimizer.name == "onebit_adam":
+        # One rank is not wrapped; nor is a model of which each rank has the gradients of its own batches.
+        return Layout("single", num_micro_batches=num_micro_batches)
     return Layout(
-        # A single rank is not wrapped: nothing is cut, and there are no buckets.
-        strategy=parallel.strategy if parallel.num_ranks > 1 else "single",
+        strategy=parallel.strategy,
         num_shards=parallel.num_shards,
         shard=rank % parallel.num_shards,
-        num_micro_batches=plan.batch.accumulate_grad_batches,
+        num_micro_batches=num_micro_batches,
         wire_dtype=torch.bfloat16 if parallel.reduce_dtype == "bf16" else None,
     )
 
@@ -72,17 +77,15 @@ def _model_states(
 ) -> ModelStates:
     precision = precision_of(plan.precision.mode, device)
     units = units_with_weights(network, precision.autocast_dtype, precision.weight_dtype)
-    return model_states(units, layout_of(plan, rank), _states_by(optimizer_of))
 
-
-def _states_by(
-    optimizer_of: Callable[[Weight], tuple[type[Optimizer], Mapping[str, Any]] | None],
-) -> StateBytes:
-    def of_weight(weight: Weight, own: tuple[int, ...]) -> int:
+    def states_of(weight: Weight, own: tuple[int, ...]) -> int:
         found = optimizer_of(weight)
         if found is None:  # no optimizer updates it
             return 0
         kind, options = found
+        if kind is OneBitAdam:
+            rounds = options.get("rounds_variance", plan.parallel.strategy == "zero1")
+            return onebit_adam_bytes(math.prod(own), plan.parallel.num_ranks, rounds_variance=bool(rounds))
         return state_bytes(kind, options, own, weight.dtype)
 
-    return of_weight
+    return model_states(units, layout_of(plan, rank), states_of)
