@@ -87,11 +87,11 @@ def test_a_failure_ends_the_fit_at_a_later_save_point(
     class Fails(Callback):
         def on_save_point(self, trainer: Any, pl_module: Any) -> None:
             steps.append(trainer.global_step)
-            if trainer.global_step == 7:  # the checkpoint of step 4 is complete by then
-                monkeypatch.setattr(store.TensorFile, "append", no_space)
             thread = trainer.run.background and trainer.run.background._thread
-            if trainer.global_step == 9 and thread:
+            if trainer.global_step in (7, 9) and thread:
                 thread.join()
+            if trainer.global_step == 7:  # the checkpoint of step 4 is complete
+                monkeypatch.setattr(store.TensorFile, "append", no_space)
 
     trainer = make_trainer(saver, Fails(), max_steps=100, max_epochs=20)
     with pytest.raises(CheckpointError, match="No space left on device"):
