@@ -21,13 +21,16 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from roomier.core import torch_private
 from roomier.core.errors import RoomierError
+from roomier.core.tree import map_tensors
 from roomier.parallel.blocks import find_blocks
 from roomier.parallel.collectives import PairwiseAllGather, PairwiseReduceScatter, Reductions
 from roomier.parallel.norm import clip_grad_norm, clip_grad_value
@@ -36,11 +39,18 @@ from roomier.parallel.runner import StepRunner
 MULTIPLYING = (
     nn.Linear,
     nn.Bilinear,
-    nn.modules.conv._ConvNd,
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
     nn.MultiheadAttention,
     nn.RNNBase,
     nn.RNNCellBase,
 )
+# Their forward reads the weights of parts that it does not call: nothing would gather those.
+READING_PARTS = (nn.MultiheadAttention,)
 _LARGE = 0.02  # of the model's parameters: what stands alone outside all blocks
 
 
@@ -75,6 +85,7 @@ class Shards:
     """A network cut among the ranks: what the engine tells it at each step.
 
     Attributes:
+        sharding: how it is cut.
         runner: calls steps, with the network gathered as far as they need it.
         loss_factor: 1, since gradients are added up.
         allows_inference_mode: memory that is first gathered into in inference mode can never be trained with.
@@ -84,8 +95,9 @@ class Shards:
     allows_inference_mode = False
 
     def __init__(self, network: nn.Module, sharding: Sharding) -> None:
-        self._sharding = sharding
+        self.sharding = sharding
         self._reductions = Reductions()
+        self._was_gathered = False
         self.runner: nn.Module = StepRunner(network)
         parts = [self._cut_unit(unit) for unit in units_of(network)]
         # The rest is small: norms, positions, tied embeddings. Autocast itself casts what of it is multiplied.
@@ -97,8 +109,13 @@ class Shards:
     def begin_micro_batch(self, *, is_first: bool, is_last: bool) -> None:
         """Before the forward of each micro-batch of a step."""
         self._reductions.window += is_first
-        if self._sharding.reduces_each_micro_batch:
+        if self.sharding.reduces_each_micro_batch:
             return
+        if not self._was_gathered:
+            # Where gradients wait for the last micro-batch, torch 2.13 fails on a unit that no forward ever gathered.
+            self._was_gathered = True
+            for unit in self._units:
+                unit.unshard()
         root = self._units[0]
         root.set_requires_gradient_sync(is_last)
         root.set_reshard_after_backward(is_last)
@@ -115,7 +132,7 @@ class Shards:
     def _gather_root_again(self) -> None:
         # A backward frees what is gathered. A training step that runs it by hand goes on and needs the root again, with
         # the values of the update; blocks are gathered at their forward.
-        if self._sharding.by_hand:
+        if self.sharding.by_hand:
             self._units[0].reshard()
             self._units[0].unshard()
 
@@ -133,14 +150,14 @@ class Shards:
     def _cut_unit(self, unit: nn.Module) -> list[FSDPModule]:
         """Cut ``unit``: as one, or what it multiplies with and the rest of it as two."""
         needs_no_weights = type(unit) is nn.Embedding  # for its backward; the class of what is cut changes
-        parts = [self._cut(modules, dtype) for modules, dtype in parts_of(unit, self._sharding.compute_dtype)]
+        parts = [self._cut(modules, dtype) for modules, dtype in parts_of(unit, self.sharding.compute_dtype)]
         if needs_no_weights:
             parts[0].set_unshard_in_backward(False)
         return parts
 
     def _cut(self, modules: list[nn.Module], compute_dtype: torch.dtype | None) -> FSDPModule:
         """Make ``modules`` one unit, gathered in ``compute_dtype`` (None: as they are)."""
-        sharding = self._sharding
+        sharding = self.sharding
         dtypes = {each.dtype for module in modules for each in module.parameters() if each.requires_grad}
         sum_dtype = torch.float64 if torch.float64 in dtypes else torch.float32
         on_gloo = sharding.mesh.device_type == "cpu"
@@ -152,6 +169,9 @@ class Shards:
         )
         is_root = isinstance(modules[0], StepRunner)
         frees = sharding.frees_parameters and not is_root  # the root is needed until the step ends
+        if not is_root:
+            for each in modules:
+                each.register_forward_hook(_without_views)  # before those of fully_shard: hooks run in their order
         unit: FSDPModule = fully_shard(modules, mesh=sharding.mesh, reshard_after_forward=frees, mp_policy=policy)[0]
         # A sum, on every backend: the weights of the losses make it the gradient of the global batch.
         unit.set_force_sum_reduction_for_comms(True)
@@ -167,6 +187,21 @@ class Shards:
             unit.set_custom_all_gather(PairwiseAllGather())  # type: ignore[arg-type]
             unit.set_custom_reduce_scatter(reduce_scatter)  # type: ignore[arg-type]
         return unit
+
+
+def _without_views(module: nn.Module, args: Any, output: Any) -> Any:
+    """``output`` with views replaced by tensors of their own.
+
+    ``fully_shard`` gathers for the backward when a gradient comes to an output of a unit. An operation in place on one
+    that is a view makes it a new node of the graph, which nothing waits at.
+    """
+    if not torch.is_grad_enabled():
+        return output
+    # A linear layer does not keep its output for its backward, so that the memory may be shared.
+    may_share = isinstance(module, nn.Linear)
+    if isinstance(output, Tensor):
+        return torch_private.without_view(output, may_share=may_share)
+    return map_tensors(lambda each: torch_private.without_view(each, may_share=may_share), output)
 
 
 def _gather_ahead(units: list[list[FSDPModule]]) -> None:
@@ -185,13 +220,15 @@ def units_of(network: nn.Module) -> list[nn.Module]:
     )  # a module that is registered twice is one module
     blocks = [block for block in find_blocks(network) if _is_closed(block, num_owners)]
     in_blocks = {part for block in blocks for part in block.modules()}
+    readers = [each for each in network.modules() if isinstance(each, READING_PARTS)]
+    read = {part for reader in readers for part in reader.modules() if part is not reader}
     num_elements = sum(parameter.numel() for parameter in num_owners)
     alone = [
         each
         for each in network.modules()
-        if each not in in_blocks
+        if each not in in_blocks | read
         and each is not network
-        and not any(True for _ in each.children())
+        and (each in readers or not any(True for _ in each.children()))
         and sum(parameter.numel() for parameter in each.parameters()) > _LARGE * num_elements
         and _is_closed(each, num_owners)
     ]
