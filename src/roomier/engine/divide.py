@@ -3,13 +3,21 @@ that one process does not pay."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import nn
 
+from roomier.core.errors import RoomierError
 from roomier.core.ranks import Ranks
 from roomier.engine.engine import Parallel
 from roomier.plan import Plan
 from roomier.precision.policy import Precision
+
+if TYPE_CHECKING:
+    from roomier.parallel.shard import Sharding, Shards
+
+_SHARDS = "_roomier_shards"
 
 
 def divide(
@@ -48,8 +56,6 @@ def divide(
     from roomier.parallel.mesh import make_mesh
     from roomier.parallel.shard import Sharding, Shards, check_shardable
 
-    check_shardable(network)
-    take_values_of_rank_zero(network, ranks)
     sharding = Sharding(
         mesh=make_mesh(device.type, ranks.world.size, wanted.num_shards),
         frees_parameters=wanted.strategy in ("zero3", "hsdp"),
@@ -58,4 +64,20 @@ def divide(
         wire_dtype=wire_dtype,
         by_hand=by_hand,
     )
-    return Shards(network, sharding)
+    earlier: Shards | None = network.__dict__.get(_SHARDS)
+    if earlier is not None:  # a fit before: the model is evaluated, or fitted again, as it was cut
+        _check_cut_alike(earlier, sharding, network)
+        earlier.release()
+        return earlier
+    check_shardable(network)
+    take_values_of_rank_zero(network, ranks)
+    shards = Shards(network, sharding)
+    network.__dict__[_SHARDS] = shards  # past __setattr__, for which it would be a part of the model
+    return shards
+
+
+def _check_cut_alike(earlier: Shards, wanted: Sharding, network: nn.Module) -> None:
+    if earlier.sharding != wanted:
+        action = "Use the strategy, precision and accumulation of that run, or load its checkpoint into a new model"
+        problem = "an earlier run divided it among the ranks in another way, which cannot be undone"
+        raise RoomierError("model", type(network).__name__, problem, action)

@@ -30,7 +30,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from roomier.core import torch_private
 from roomier.core.errors import RoomierError
-from roomier.core.tree import map_tensors
+from roomier.core.tree import map_tensors, tensors
 from roomier.parallel.blocks import find_blocks
 from roomier.parallel.collectives import PairwiseAllGather, PairwiseReduceScatter, Reductions
 from roomier.parallel.norm import clip_grad_norm, clip_grad_value
@@ -195,12 +195,10 @@ def _without_views(module: nn.Module, args: Any, output: Any) -> Any:
     ``fully_shard`` gathers for the backward when a gradient comes to an output of a unit. An operation in place on one
     that is a view makes it a new node of the graph, which nothing waits at.
     """
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() or not any(torch_private.is_view(each) for each in tensors(output)):
         return output
     # A linear layer does not keep its output for its backward, so that the memory may be shared.
     may_share = isinstance(module, nn.Linear)
-    if isinstance(output, Tensor):
-        return torch_private.without_view(output, may_share=may_share)
     return map_tensors(lambda each: torch_private.without_view(each, may_share=may_share), output)
 
 

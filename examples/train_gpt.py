@@ -1,0 +1,102 @@
+"""A GPT that reads bytes learns Python from the standard library, on as many devices as there are.
+
+One machine, the ranks are started for you::
+
+    python examples/train_gpt.py --strategy zero2 --devices 2
+
+Two nodes with torchrun: the same line on each of them, the end point being a port that is open on the first::
+
+    torchrun --nnodes=2 --nproc-per-node=4 --max-restarts=3 --rdzv-backend=c10d --rdzv-id=gpt \\
+        --rdzv-endpoint=node1:29400 examples/train_gpt.py --strategy zero3
+
+SLURM: ``sbatch examples/slurm_train.sh``. The script does not know which of these it is. A job that torchrun or SLURM
+restarts goes on from its last checkpoint by itself.
+"""
+
+import argparse
+import sysconfig
+from pathlib import Path
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+import roomier
+from roomier.callbacks import ModelCheckpoint
+from roomier.models.gpt import GPT, SIZES, GPTConfig
+
+NUM_BYTES = 2_000_000
+
+
+class Text(Dataset):
+    """Windows of ``context`` bytes, and the bytes that follow each."""
+
+    def __init__(self, text: bytes, context: int) -> None:
+        self.bytes = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        self.context = context
+
+    def __len__(self) -> int:
+        return (len(self.bytes) - 1) // self.context
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        start = index * self.context
+        window = self.bytes[start : start + self.context + 1].long()
+        return window[:-1], window[1:]
+
+
+class LanguageModel(roomier.Module):
+    def __init__(self, size: str, context: int) -> None:
+        super().__init__()
+        num_layers, num_heads, width = SIZES[size]
+        self.gpt = GPT(GPTConfig(256, context, num_layers, num_heads, width, dropout=0.0))
+
+    def training_step(self, batch, batch_idx):
+        _, loss = self.gpt(*batch)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        _, loss = self.gpt(*batch)
+        self.log("val_loss", loss, sync_dist=True, prog_bar=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Train a GPT on bytes.")
+    parser.add_argument("--strategy", default="zero2", help="single, ddp, zero1, zero2, zero3 or hsdp")
+    parser.add_argument("--devices", default="auto", help="processes on each node")
+    parser.add_argument("--precision", default="32-true")
+    parser.add_argument("--size", default="gpt-micro", choices=SIZES)
+    parser.add_argument("--context", type=int, default=64)
+    parser.add_argument("--batch_size", type=int, default=8, help="windows of a micro-batch on each rank")
+    parser.add_argument("--accumulate", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--out", type=Path, default=Path("runs/gpt"))
+    given = parser.parse_args()
+
+    roomier.seed_everything(1)
+    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+    text = b"".join(file.read_bytes() for file in files)[:NUM_BYTES]
+    cut = len(text) * 9 // 10
+    trainer = roomier.Trainer(
+        strategy=given.strategy,
+        devices=given.devices,
+        precision=given.precision,
+        accumulate_grad_batches=given.accumulate,
+        optimizer="adamw",
+        learning_rate=1e-3,
+        gradient_clip_val=1.0,
+        max_steps=given.steps,
+        limit_val_batches=10,
+        callbacks=[ModelCheckpoint(every_n_train_steps=50)],
+        default_root_dir=given.out,
+    )
+    trainer.fit(
+        LanguageModel(given.size, given.context),
+        DataLoader(Text(text[:cut], given.context), given.batch_size, shuffle=True),
+        DataLoader(Text(text[cut:], given.context), given.batch_size),
+    )
+    [metrics] = trainer.validate(dataloaders=DataLoader(Text(text[cut:], given.context), given.batch_size))
+    if trainer.is_global_zero:
+        print(f"{trainer.world_size} ranks, step {trainer.global_step}: val_loss {metrics['val_loss']:.3f}")
+
+
+if __name__ == "__main__":
+    main()
