@@ -185,3 +185,30 @@ def test_validation_within_fit(on_ranks):
     alone = fitted(1)
     for metrics in on_ranks(2, fitted, 2):
         assert metrics == pytest.approx(alone, rel=1e-5)
+
+
+class Normalises(Measures):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+
+    def forward(self, x):
+        return super().forward(self.norm(x))
+
+    def on_validation_epoch_end(self):
+        self.statistics = self.norm.running_mean.tolist()
+
+
+def normalised(strategy: str) -> list[float]:
+    module = Normalises()
+    trainer = roomier.Trainer(**QUIET, strategy=strategy, devices=2, max_steps=3, num_sanity_val_steps=0)
+    trainer.fit(module, DataLoader(data(16), batch_size=2), DataLoader(data(8), batch_size=4))
+    trainer.validate(module, DataLoader(data(8), batch_size=4))
+    return module.statistics
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero2"])
+def test_all_ranks_evaluate_with_the_statistics_of_the_first(on_ranks, strategy: str):
+    first, second = on_ranks(2, normalised, strategy)
+    assert first == second
+    assert first != [0.0, 0.0, 0.0]

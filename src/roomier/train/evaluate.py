@@ -42,6 +42,7 @@ def evaluate(run: Run, stage: str, sources: Sequence[Source], limits: Sequence[f
     module, hooks, results = run.module, run.hooks, run.results
     outer_stage, results.stage, results.is_in_batch = results.stage, stage, False
     kept: list[list[Any]] = []
+    _take_statistics_of_rank_zero(run)
     try:
         with evaluation_mode(module, stage, run.options.inference_mode and run.engine.allows_inference_mode):
             call(getattr(hooks, f"on_{stage}_start"))
@@ -64,6 +65,17 @@ def evaluate(run: Run, stage: str, sources: Sequence[Source], limits: Sequence[f
         results.stage, results.dataloader_idx, results.is_in_batch = outer_stage, None, False
         run.engine.release()
     return kept
+
+
+@torch.no_grad()
+def _take_statistics_of_rank_zero(run: Run) -> None:
+    """Running statistics (of BatchNorm, say) are those of each rank's own batches; a figure is that of one model. Those
+    of rank 0 are the ones that a checkpoint holds."""
+    if run.ranks.is_alone:
+        return
+    buffers = [each for each in run.engine.module.buffers() if each.is_floating_point()]
+    for own, of_zero in zip(buffers, run.ranks.from_zero([each.cpu() for each in buffers]), strict=True):
+        own.copy_(of_zero)
 
 
 def _evaluate_source(run: Run, stage: str, source: Source, limit: float, dataloader_idx: int | None) -> list[Any]:
