@@ -22,11 +22,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.futures import Future
 
 from roomier.checkpoint.parts import Part
 from roomier.checkpoint.record import TENSOR_SUFFIX, StoredFile
-from roomier.checkpoint.tensor_file import TensorFile, bytes_of
+from roomier.checkpoint.tensor_file import TensorFile, bytes_of, read_box, read_header
 from roomier.checkpoint.tree import TensorSpec
 
 _FILE_BYTES = 128 * 2**20
@@ -96,10 +98,33 @@ def read_tensors(folder: Path, targets: Mapping[str, Tensor]) -> None:
         # Without DCP's collectives: who reads what depends on nothing but the files and the targets.
         dcp_load(
             dict(targets),
-            storage_reader=HuggingFaceStorageReader(str(folder)),
+            storage_reader=_InPlaceReader(str(folder)),
             planner=planner,
             no_dist=True,
         )
+
+
+class _InPlaceReader(HuggingFaceStorageReader):
+    """Reads from the files into the memory of the tensors. What it is derived from maps whole files into memory and
+    makes a copy of each box."""
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        by_file: dict[str, list[ReadItem]] = {}
+        for item in plan.items:
+            by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
+        for path, items in by_file.items():
+            stored = read_header(Path(path)).tensors
+            with open(path, "rb", buffering=0) as file:
+                for item in items:
+                    _, shape, first = stored[item.storage_index.fqn]
+                    ends = zip(item.storage_offsets, item.lengths, strict=True)
+                    box = [slice(begin, begin + length) for begin, length in ends]
+                    target = planner.resolve_tensor(item).detach()
+                    read_box(file, first, shape, box, target)
+                    planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
 
 
 @contextmanager

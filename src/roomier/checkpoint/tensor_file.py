@@ -7,6 +7,7 @@ gathered in memory, and the checksum is taken on the way.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import struct
@@ -15,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -142,3 +143,39 @@ def read_header(path: Path) -> Header:
     except KeyError as error:
         raise ValueError(f"{path.name}: {error} is not known") from None
     return Header(tensors, metadata)
+
+
+def read_box(file: BinaryIO, first: int, shape: Sequence[int], box: Sequence[slice], target: Tensor) -> None:
+    """Fill ``target`` with a box of a stored tensor, ``CHUNK_BYTES`` at a time: where whole rows are wanted, from the
+    file into its memory.
+
+    Args:
+        file: opened without a buffer.
+        first: where the tensor begins in it.
+        shape: of the stored tensor.
+        box: the part that is wanted, a slice for each dimension.
+        target: of the box's shape and the stored dtype, on any device.
+
+    Raises:
+        OSError: the file cannot be read, or ends before.
+    """
+    if not target.numel():
+        return
+    if not shape:
+        shape, box, target = (1,), (slice(0, 1),), target.reshape(1)  # a view: there is nothing to copy
+    row_bytes = num_bytes_of(target.dtype, shape[1:])
+    num_rows = max(1, CHUNK_BYTES // row_bytes)
+    takes_whole_rows = all(each == slice(0, size) for each, size in zip(box[1:], shape[1:], strict=True))
+    goes_in_place = takes_whole_rows and target.is_cpu and target.is_contiguous()
+    for row in range(0, target.shape[0], num_rows):
+        place = target[row : row + num_rows]
+        rows = place if goes_in_place else torch.empty((place.shape[0], *shape[1:]), dtype=target.dtype)
+        file.seek(first + (box[0].start + row) * row_bytes)
+        view = memoryview(rows.detach().reshape(-1).view(torch.uint8).numpy().data)
+        while len(view):
+            num_read = file.readinto(view)  # type: ignore[attr-defined]
+            if not num_read:
+                raise OSError(errno.EIO, "the file ends before its tensors", file.name)
+            view = view[num_read:]
+        if not goes_in_place:
+            place.copy_(rows[(slice(None), *box[1:])])

@@ -1,0 +1,115 @@
+"""A resume holds no more than the training it goes on with: no rank ever has a whole model or all optimizer states."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from roomier import Module, Trainer
+from roomier.core.rng import seed_everything
+from tests.ranks.pool import RankPool
+
+MIB = 2**20
+WIDTH, NUM_LAYERS = 1024, 8
+WEIGHT_BYTES = NUM_LAYERS * WIDTH * WIDTH * 4
+STATE_BYTES = 2 * WEIGHT_BYTES  # of AdamW
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.linear(x))
+
+
+class Deep(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(NUM_LAYERS))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        for layer in self.layers:
+            batch = layer(batch)
+        return batch.square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def memory_bytes(what: str) -> int:
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith(what)) * 1024
+
+
+def forget_peak() -> None:
+    gc.collect()
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")
+
+
+def train(folder: Path, strategy: str, num_ranks: int, max_steps: int, path: Path | None = None) -> dict[str, int]:
+    """What this rank's memory grew by while it was restored, and how large it was then and in training."""
+    from roomier.train import session
+
+    seed_everything(0)
+    restore, measured = session.restore, {"grown": 0, "restoring": 0}
+
+    def measuring(run: Any, path: Path) -> None:
+        forget_peak()
+        before = memory_bytes("VmRSS")
+        restore(run, path)
+        measured["restoring"] = memory_bytes("VmHWM")
+        measured["grown"] = measured["restoring"] - before
+        forget_peak()
+
+    session.restore = measuring
+    trainer = Trainer(
+        default_root_dir=folder,
+        accelerator="cpu",
+        devices=num_ranks,
+        strategy=strategy,
+        max_steps=max_steps,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    batches = [torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(0))] * 20
+    trainer.fit(Deep(), batches, ckpt_path=path)
+    measured["training"] = memory_bytes("VmHWM")
+    if path is None:
+        trainer.save_checkpoint(folder / "saved")
+    return measured
+
+
+@pytest.fixture(scope="module")
+def saved(on_ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A checkpoint of one process, and one of four ranks."""
+    folders = {name: tmp_path_factory.mktemp(name) for name in ("single", "zero3")}
+    on_ranks(1, train, folders["single"], "single", 1, 1)
+    on_ranks(4, train, folders["zero3"], "zero3", 4, 1)
+    return {name: folder / "saved" for name, folder in folders.items()}
+
+
+@pytest.mark.parametrize("of", ["single", "zero3"])
+def test_four_ranks_take_their_parts_alone(of: str, saved: dict[str, Path], on_ranks: RankPool, tmp_path: Path) -> None:
+    for measured in on_ranks(4, train, tmp_path, "zero3", 4, 4, saved[of]):
+        # The weights are there already. Beside the states, a little for reading.
+        assert STATE_BYTES / 4 < measured["grown"] < STATE_BYTES / 4 + 12 * MIB < STATE_BYTES / 2
+        assert measured["restoring"] <= measured["training"]
+
+
+def test_one_process_reads_what_four_ranks_wrote_without_a_second_copy(
+    saved: dict[str, Path], on_ranks: RankPool, tmp_path: Path
+) -> None:
+    [measured] = on_ranks(1, train, tmp_path, "single", 1, 4, saved["zero3"])
+    assert STATE_BYTES < measured["grown"] < STATE_BYTES + 12 * MIB
+    assert measured["restoring"] <= measured["training"]
