@@ -248,6 +248,7 @@ class ModelCheckpoint(Callback):
         if not (is_due or trainer.is_last_save_point) or trainer.fast_dev_run:
             return
         if is_due:
+            trainer.results.settle()  # the score and the name are of what all ranks logged
             self._save(trainer, trainer.ranks.from_zero(self._score(trainer)), self._keep)
         elif not trainer.interrupted:
             self._save_at_the_end(trainer)

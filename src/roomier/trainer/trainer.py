@@ -55,7 +55,7 @@ class Trainer(TrainerAttributes):
         gradient_clip_val, gradient_clip_algorithm: clip by ``"norm"`` or ``"value"``.
         max_epochs, min_epochs, max_steps, min_steps, max_time: how long to train; steps are optimizer steps.
         limit_train_batches, limit_val_batches, limit_test_batches, limit_predict_batches: a number of batches
-            (int) or a fraction (float) of an epoch.
+            (int) or a fraction (float) of an epoch; of each rank in training, of all ranks together in evaluation.
         overfit_batches: train and validate on that many batches, in fixed order.
         fast_dev_run: run that many batches of everything (True: 1), without logs and checkpoints.
         val_check_interval: validate after so many training batches (int) or a fraction of an epoch (float).
@@ -220,7 +220,8 @@ class Trainer(TrainerAttributes):
         ckpt_path: str | Path | None = None,
         **unknown: Never,
     ) -> list[Any] | None:
-        """What ``predict_step`` returned for each batch; a list of such lists with several loaders.
+        """What ``predict_step`` returned for each batch; a list of such lists with several loaders. On several ranks each
+        gets the predictions of all, in the order of the batches, in host memory.
 
         Args:
             return_predictions: False keeps none of them (a callback takes them in ``on_predict_batch_end``).
