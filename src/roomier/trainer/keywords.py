@@ -38,8 +38,8 @@ FORMER_KEYWORDS: dict[str, str] = {
     "weights_save_path": "Write default_root_dir, or callbacks=[ModelCheckpoint(dirpath=...)]",
     "track_grad_norm": "It is not built: log the norm in the module's on_before_optimizer_step",
     "replace_sampler_ddp": _ONE_PROCESS,
-    "use_distributed_sampler": "Leave it out: each rank gets its share of any loader, and one with a DistributedSampler, "
-    "or with shards_by_rank = True, divides itself",
+    "use_distributed_sampler": "Leave it out: each rank gets its share of any loader, and one with a "
+    "DistributedSampler, or with shards_by_rank = True, divides itself",
     "sync_batchnorm": _ONE_PROCESS,
     "prepare_data_per_node": _ONE_PROCESS,
     "amp_backend": _TORCH_AMP,
