@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -93,6 +94,37 @@ def test_powersgd_with_accumulation(on_ranks: RankPool) -> None:
     # The gradient of each rank is that of other samples, so the factors are not the same, and their losses nearly.
     assert twice[:5] == pytest.approx(once[:5], rel=1e-4)
     assert twice == pytest.approx(once, rel=0.05)
+
+
+def learn_in_several_buckets(num_steps: int) -> list[Tensor]:
+    torch.manual_seed(0)
+    module = Wide()
+    strategy = {"name": "ddp", "gradient_compression": "powersgd", "compression_warmup_steps": 3}
+    plan = plan_from_flags(strategy=strategy, accelerator="cpu", devices=2, optimizer="adamw")
+    engine, ranks = engine_of(module, plan)
+    for step in range(num_steps):
+        generator = torch.Generator().manual_seed(10 * step + ranks.world.rank)
+        engine.forward_backward(module.training_step, [torch.randn(2, 64, generator=generator)])
+        engine.step()
+    return [each.detach() for each in module.parameters()]
+
+
+class Wide(roomier.Module):
+    """6.6 MB in layers of many sizes: DDP makes several buckets, the first of 1 MB."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = [64, 400, 600, 500, 700, 600, 64]
+        self.network = nn.Sequential(*(nn.Linear(a, b) for a, b in pairwise(sizes)))
+
+    def training_step(self, x: Tensor) -> Tensor:
+        loss: Tensor = self.network(x).square().mean()
+        return loss
+
+
+def test_several_buckets_do_not_mix(on_ranks: RankPool) -> None:
+    for one, other in zip(*on_ranks(2, learn_in_several_buckets, 30), strict=True):
+        assert torch.equal(one, other)
 
 
 def test_what_travels_is_told(on_ranks: RankPool, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,6 +20,10 @@ class PowerSGD:
     What the factors leave out stays on each rank for the next step. It is not stored: after a resume it is zero, and
     gradients travel whole for the warm-up again.
 
+    [Note: one bucket at a time on the CPU]
+    The second and third collective of a bucket begin in a callback of the one before. gloo runs callbacks on threads of
+    its own, so with several buckets under way the ranks would begin them in different orders, and sums would mix.
+
     Args:
         rank: of the factors: ``n x m`` numbers become ``rank * (n + m)``, where these are at most half as many.
         warmup_steps: in which gradients travel whole; at least 3.
@@ -47,6 +51,8 @@ class PowerSGD:
 
     def _send(self, state: PowerSGDState, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         sent = powerSGD_hook(state, bucket)
+        if bucket.buffer().is_cpu:
+            sent.wait()
         if not self._is_told and bucket.is_last() and state.total_numel_before_compression:
             self._is_told = True
             before, after = state.total_numel_before_compression, state.total_numel_after_compression
