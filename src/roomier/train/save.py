@@ -15,6 +15,7 @@ from roomier.core.log import notice
 from roomier.core.rng import rng_state
 from roomier.core.tree import map_tensors
 from roomier.train.metric_state import metric_states, metrics_of
+from roomier.train.pretrained import pretrained_config
 from roomier.train.run import Run, WantedSave, call
 
 INTERRUPTED = "interrupted-step="
@@ -149,7 +150,9 @@ def full_state(run: Run) -> dict[str, Any]:
 
 
 def _description(run: Run) -> dict[str, Any]:
+    pretrained = pretrained_config(run.engine.module)
     return {
+        **({} if pretrained is None else {"pretrained": pretrained}),
         "plan": run.plan.to_dict(),
         "progress": run.progress.state(),
         "hyperparameters": {name: value for name, value in run.module.hparams.items() if is_plain(value)},

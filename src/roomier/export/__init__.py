@@ -1,0 +1,1 @@
+"""From a checkpoint to files that other programs read."""

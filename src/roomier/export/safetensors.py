@@ -1,0 +1,201 @@
+"""Weights in the layout of the Hugging Face hub: whole tensors in safetensors files, and an index of several.
+
+[Note: memory of an export]
+A tensor is read from the files of the ranks that wrote it, converted, and written, 16 MiB at a time: a safetensors file
+begins with all names and shapes, and these are known. Only a tensor that was cut otherwise than into rows is put
+together first. So the size of the model does not matter.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from roomier import checkpoint
+from roomier.checkpoint.commit import committed_folder
+from roomier.checkpoint.stored_tensors import StoredTensors
+from roomier.checkpoint.tensor_file import TensorFile, bytes_of, num_bytes_of
+from roomier.core.errors import RoomierError, did_you_mean
+from roomier.core.log import notice
+
+DTYPES = {
+    "fp32": torch.float32,
+    "float32": torch.float32,
+    "bf16": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+    "fp16": torch.float16,
+    "float16": torch.float16,
+}
+DEFAULT_SHARD_BYTES = 5 * 10**9
+_CONFIG, _INDEX = "config.json", "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written.
+
+    Attributes:
+        folder: where it stands. files: the names of the files of tensors in it.
+        num_bytes: of the tensors.
+    """
+
+    folder: Path
+    files: tuple[str, ...]
+    num_bytes: int
+
+
+def export_safetensors(
+    path: str | Path,
+    output: str | Path,
+    *,
+    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+    dtype: str | None = None,
+    prefix: str | None = None,
+) -> Exported:
+    """Write the weights of the checkpoint ``path`` as the folder ``output``, whole or not at all.
+
+    One file is ``model.safetensors``; several are ``model-00001-of-0000N.safetensors`` with
+    ``model.safetensors.index.json``. Of tied weights the first is written, as Hugging Face expects it; the others are
+    named in the file's metadata, where ``safetensors.torch.load_model`` finds them. The ``config.json`` of a Hugging
+    Face model goes with it.
+
+    Args:
+        max_shard_bytes: of tensors in a file, unless one alone is larger.
+        dtype: of all floating-point tensors; one of ``DTYPES``; None leaves each as it is.
+        prefix: only tensors under it, without it; None is the place of the Hugging Face model in the module that was
+            trained, if there is one; ``""`` is all of them.
+
+    Raises:
+        RoomierError: ``dtype`` or ``prefix`` is unknown, or ``output`` is there already.
+        CheckpointError: the checkpoint is damaged, or the disk is full.
+    """
+    if dtype is not None and dtype not in DTYPES:
+        raise RoomierError("dtype", dtype, "is unknown", did_you_mean(dtype, DTYPES))
+    target = Path(os.path.abspath(output))
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise RoomierError("output", str(output), "is there already and not empty", "Choose another folder")
+    stored = StoredTensors(path, "module")
+    described = checkpoint.peek(path)
+    found_prefix, config = _pretrained(described)
+    prefix = found_prefix if prefix is None else prefix
+    names = _names(stored, prefix)
+    dtypes = {key: _dtype(stored.specs[key].dtype, dtype) for key in names}
+    shards = _shards(stored, names, dtypes, max_shard_bytes)
+    num_bytes = sum(_num_bytes(stored, key, dtypes) for key in names)
+    with committed_folder(target, num_bytes) as folder:
+        files = _file_names(len(shards))
+        for file_name, keys in zip(files, shards, strict=True):
+            _write_shard(folder / file_name, stored, keys, names, dtypes)
+        if len(shards) > 1:
+            weight_map = {names[key]: file for file, keys in zip(files, shards, strict=True) for key in keys}
+            _write_json(folder / _INDEX, {"metadata": {"total_size": num_bytes}, "weight_map": weight_map})
+        if config is not None and prefix == found_prefix:
+            _write_json(folder / _CONFIG, _with_dtype(config, dtype))
+        else:
+            notice(f"no {_CONFIG}: the checkpoint holds no configuration of a Hugging Face model under {prefix!r}")
+    return Exported(target, tuple(files), num_bytes)
+
+
+def _pretrained(described: Mapping[str, Any]) -> tuple[str, dict[str, Any] | None]:
+    """Where the Hugging Face model stands in the module, with a dot behind, and its configuration."""
+    found = described.get("pretrained")
+    if found:
+        return found["prefix"], found["config"]
+    for value in described.get("hyperparameters", {}).values():
+        if isinstance(value, dict) and "model_type" in value:
+            return "", value
+    return "", None
+
+
+def _names(stored: StoredTensors, prefix: str) -> dict[str, str]:
+    """Key in the checkpoint -> name in the files; of tied ones the first alone."""
+    under = [key for key in stored.specs if key.startswith(prefix)]
+    if not under:
+        nearest = did_you_mean(prefix, {key.partition(".")[0] + "." for key in stored.specs})
+        raise RoomierError("prefix", prefix, "no weight begins with it", nearest)
+    left_out = [key for key in (*stored.specs, *stored.others) if key not in under]
+    if left_out:
+        notice(f"{len(left_out)} entries are left out: not tensors under {prefix!r} (the first: {left_out[0]!r})")
+    first: dict[str, str] = {}
+    for key in under:
+        first.setdefault(stored.tied_to.get(key, key), key)
+    return {key: key[len(prefix) :] for key in first.values()}
+
+
+def _dtype(stored: torch.dtype, wanted: str | None) -> torch.dtype:
+    return stored if wanted is None or not stored.is_floating_point else DTYPES[wanted]
+
+
+def _num_bytes(stored: StoredTensors, key: str, dtypes: Mapping[str, torch.dtype]) -> int:
+    return num_bytes_of(dtypes[key], stored.specs[key].shape)
+
+
+def _shards(
+    stored: StoredTensors, names: Mapping[str, str], dtypes: Mapping[str, torch.dtype], max_shard_bytes: int
+) -> list[list[str]]:
+    shards: list[list[str]] = [[]]
+    held_bytes = 0
+    for key in names:
+        num_bytes = _num_bytes(stored, key, dtypes)
+        if shards[-1] and held_bytes + num_bytes > max_shard_bytes:
+            shards.append([])
+            held_bytes = 0
+        shards[-1].append(key)
+        held_bytes += num_bytes
+    return shards
+
+
+def _file_names(num_files: int) -> list[str]:
+    if num_files == 1:
+        return ["model.safetensors"]
+    return [f"model-{index:05}-of-{num_files:05}.safetensors" for index in range(1, num_files + 1)]
+
+
+def _write_shard(
+    path: Path,
+    stored: StoredTensors,
+    keys: list[str],
+    names: Mapping[str, str],
+    dtypes: Mapping[str, torch.dtype],
+) -> None:
+    key_of = {names[key]: key for key in keys}
+    specs = {name: (dtypes[key], stored.specs[key].shape) for name, key in key_of.items()}
+    with TensorFile(path, specs, {**_tied_names(stored, names, keys), "format": "pt"}) as file:
+        for name in file.names:
+            key = key_of[name]
+            for chunk in stored.chunks(key):
+                for data in bytes_of(chunk.to(dtypes[key])):
+                    file.append(data)
+
+
+def _tied_names(stored: StoredTensors, names: Mapping[str, str], keys: list[str]) -> dict[str, str]:
+    """Names that are not written -> the name of the same tensor that is, as safetensors' own ``save_model`` has it."""
+    tied: dict[str, str] = {}
+    for key in keys:
+        root, prefix = stored.tied_to.get(key, key), key[: len(key) - len(names[key])]
+        for other in stored.specs:
+            is_same = other != key and stored.tied_to.get(other, other) == root
+            if is_same and other.startswith(prefix):
+                tied[other[len(prefix) :]] = names[key]
+    return tied
+
+
+def _with_dtype(config: dict[str, Any], dtype: str | None) -> dict[str, Any]:
+    if dtype is None:
+        return config
+    key = "torch_dtype" if "torch_dtype" in config else "dtype"
+    return {**config, key: str(DTYPES[dtype]).removeprefix("torch.")}
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        json.dump(content, file, indent=2)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
