@@ -226,6 +226,11 @@ def test_a_distributed_sampler_stays_and_is_told_the_epoch(on_ranks, capsys):
     assert sorted(each for part in (first, second, *rest) for each in part) == list(range(NUM_SAMPLES))
 
 
+def test_a_distributed_sampler_for_other_ranks_is_refused():
+    with pytest.raises(DataError, match="is made for rank 1 of 4; this is rank 0 of 2"):
+        source(distributed(1, 4), 0, 2)
+
+
 def read_on_three(state: Any) -> str:
     try:
         read_distributed(1, state)

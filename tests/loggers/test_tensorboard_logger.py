@@ -60,3 +60,13 @@ def test_the_writer_is_there_after_start(tmp_path: Path) -> None:
     logger.start(tmp_path)
     assert Path(logger.experiment.log_dir) == tmp_path
     logger.finalize("success")
+
+
+def test_on_other_ranks_the_experiment_takes_everything_and_does_nothing(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    logger = TensorBoardLogger()  # never started there
+    logger.experiment.add_scalar("loss", 1.0, 1)
+    logger.experiment.get_logdir().strip()
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(AssertionError, match="start"):
+        _ = logger.experiment

@@ -56,11 +56,17 @@ def _row(name: str, part: nn.Module) -> Row:
     parameters = list(part.parameters())
     return Row(
         name,
-        type(part).__name__,
+        _class_name(part),
         sum(p.numel() for p in parameters),
         sum(p.numel() for p in parameters if p.requires_grad),
         sum(p.numel() * p.element_size() for p in parameters),
     )
+
+
+def _class_name(part: nn.Module) -> str:
+    """The name of its class as the user knows it: a part that ``fully_shard`` cut is of a class made for it."""
+    kinds = [kind.__name__ for kind in type(part).__mro__]
+    return next(name for name in kinds if not name.startswith("FSDP")) if "FSDPModule" in kinds else kinds[0]
 
 
 class ModelSummary(Callback):

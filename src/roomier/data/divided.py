@@ -9,6 +9,7 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
+from roomier.core.errors import DataError
 from roomier.core.world import World
 from roomier.data.rebuild import can_be_rebuilt, parts_of
 from roomier.data.share import Share
@@ -22,11 +23,15 @@ def share_of(loader: object, world: World) -> Share:
 
     It says so with the attribute ``shards_by_rank`` (of the loader or its dataset). It shows so by a
     ``DistributedSampler``, by Hugging Face's ``split_dataset_by_node``, or by code of a stream that names the rank.
+
+    Raises:
+        DataError: a ``DistributedSampler`` was made for another number of ranks.
     """
     if world.size == 1:
         return Share()
     for part in parts_of(loader):
         if isinstance(part, DistributedSampler):
+            _check_made_for(part, world)
             return Share(world, type(part).__name__, keeps_order=type(part) is DistributedSampler)
     for part in (loader, getattr(loader, "dataset", None)):
         says = getattr(part, SHARD_MARK, None)
@@ -39,6 +44,14 @@ def share_of(loader: object, world: World) -> Share:
         if _asks_for_rank(part):
             return Share(world, f"{type(part).__name__}, which asks for its rank")
     return Share(world)
+
+
+def _check_made_for(sampler: DistributedSampler[Any], world: World) -> None:
+    made_for = (sampler.rank, sampler.num_replicas)
+    if made_for != (world.rank, world.size):
+        problem = f"is made for rank {made_for[0]} of {made_for[1]}; this is rank {world.rank} of {world.size}"
+        action = "Make it in train_dataloader, where the ranks are known, or leave it out: roomier divides the data"
+        raise DataError("DistributedSampler", sampler, problem, action)
 
 
 def _streams(loader: object) -> Iterator[object]:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
+from roomier.core import torch_private
 from roomier.core.errors import DataError
 from roomier.core.log import notice
 from roomier.core.ranks import Ranks
@@ -137,8 +138,12 @@ class Turns:
         """No rank loads what is another's."""
         sampler.limit = limit
         sampler.order.clear()
-        for batch in self._loader:
-            yield Turn(batch, *sampler.order.popleft())
+        iterator = iter(self._loader)
+        try:
+            for batch in iterator:
+                yield Turn(batch, *sampler.order.popleft())
+        finally:
+            torch_private.end_workers(iterator)
 
     def _of_own(self, limit: float) -> Iterator[Turn]:
         rank, size = self._ranks.world.rank, self._ranks.world.size

@@ -220,8 +220,8 @@ class Trainer(TrainerAttributes):
         ckpt_path: str | Path | None = None,
         **unknown: Never,
     ) -> list[Any] | None:
-        """What ``predict_step`` returned for each batch; a list of such lists with several loaders. Each of several ranks
-        gets the predictions of all, in the order of the batches, in host memory.
+        """What ``predict_step`` returned for each batch; a list of such lists with several loaders. On several ranks
+        each gets the predictions of all, in the order of the batches, in host memory.
 
         Args:
             return_predictions: False keeps none of them (a callback takes them in ``on_predict_batch_end``).
