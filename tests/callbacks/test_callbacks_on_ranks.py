@@ -46,6 +46,7 @@ def fit(root: Path) -> Summary:
         log_every_n_steps=1,
         default_root_dir=root,
         callbacks=[summary],
+        enable_model_summary=False,  # there is one already
     )
     trainer.fit(Net(), [torch.ones(2, 5)] * 4, [torch.ones(2, 5)] * 3)
     return summary.summary
