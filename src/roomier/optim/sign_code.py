@@ -125,7 +125,7 @@ class SignCode:
         sizes = blocks.abs()
         scales.copy_(sizes.amax(-1) if counts is None else sizes.sum(-1) / counts)
         eights = torch.signbit(blocks).view(len(padded), -1).view(torch.int64)
-        bits.copy_((eights * _PACK) >> 56)  # the cast keeps the lowest byte
+        bits.copy_(eights.mul_(_PACK).bitwise_right_shift_(56))  # the cast keeps the lowest byte
         return torch.copysign(scales.to(blocks.dtype)[..., None], blocks).view_as(padded)
 
     def _decode(self, index: int, rows: Tensor, dtype: torch.dtype) -> Tensor:
