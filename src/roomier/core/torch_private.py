@@ -151,3 +151,20 @@ def scale_each(tensors: Sequence[Tensor], factor: Tensor) -> None:
     """Multiply each of ``tensors`` by ``factor`` (0-dim), in place and in one call."""
     if tensors:
         torch._foreach_mul_(list(tensors), factor.to(tensors[0].device))
+
+
+def is_view(tensor: Tensor) -> bool:
+    """Whether autograd knows ``tensor`` as a view of another."""
+    return tensor._base is not None
+
+
+def without_view(tensor: Tensor, *, may_share: bool) -> Tensor:
+    """``tensor``, or where it is a view a tensor of the same values that is none.
+
+    Args:
+        may_share: the memory, in a way that autograd does not know of: what is written to one is not seen as a change
+            of the other.
+    """
+    if not is_view(tensor):
+        return tensor
+    return torch.ops.aten._unsafe_view(tensor, tensor.shape) if may_share else tensor.clone()

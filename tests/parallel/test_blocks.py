@@ -1,0 +1,136 @@
+"""Which parts of a model are gathered together."""
+
+import pytest
+import torch
+from torch import nn
+
+from roomier.core.errors import RoomierError
+from roomier.models.gpt import GPT, GPTConfig
+from roomier.parallel.blocks import find_blocks
+from roomier.parallel.shard import parts_of, units_of
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 8)
+        self.norm = nn.LayerNorm(8)
+        self.down = nn.Linear(8, 4)
+
+
+class Deep(nn.Module):
+    """Layers of layers, beside a stack of plain linear ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList([nn.Sequential(Layer(), Layer()) for _ in range(2)])
+        self.mlp = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+        self.lone = nn.ModuleList([Layer()])
+
+
+def gpt(*, tied_head: bool = False) -> GPT:
+    return GPT(GPTConfig(vocab_size=50, context=8, num_layers=3, num_heads=2, width=8, tied_head=tied_head))
+
+
+def test_the_layers_of_a_list_are_blocks() -> None:
+    model = gpt()
+    assert find_blocks(model) == list(model.blocks)
+
+
+def test_only_the_outermost_of_what_repeats() -> None:
+    model = Deep()
+    assert find_blocks(model) == list(model.stages)
+
+
+def test_what_does_not_repeat_or_has_no_parts_is_none() -> None:
+    assert find_blocks(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))) == []
+    assert find_blocks(nn.Sequential(Layer(), nn.Linear(4, 4))) == []
+    assert find_blocks(nn.Linear(2, 2)) == []
+
+
+def test_a_layer_at_two_places_is_one_block() -> None:
+    shared, other = Layer(), Layer()
+    assert find_blocks(nn.Sequential(shared, other, shared)) == [shared, other]
+
+
+def test_layers_of_a_dict() -> None:
+    model = nn.ModuleDict({"a": Layer(), "b": Layer()})
+    assert find_blocks(model) == [model["a"], model["b"]]
+
+
+class Declares(Deep):
+    def model_blocks(self) -> list[nn.Module]:
+        return [self.lone[0], self.mlp]
+
+
+def test_what_a_model_declares_counts() -> None:
+    model = Declares()
+    assert find_blocks(model) == [model.mlp, model.lone[0]]  # in the order they are registered
+
+
+class DeclaresStranger(Deep):
+    def model_blocks(self) -> list[nn.Module]:
+        return [Layer()]
+
+
+def test_a_declared_block_that_is_no_part_is_refused() -> None:
+    with pytest.raises(RoomierError, match=r"model_blocks.*Layer.*not a part of the model"):
+        find_blocks(DeclaresStranger())
+
+
+class NamesClasses(Deep):
+    _no_split_modules = ("Layer",)
+
+
+def test_the_classes_that_hugging_face_names() -> None:
+    holder = nn.Module()
+    holder.model = NamesClasses()  # a module around the model
+    layers = [each for each in holder.modules() if isinstance(each, Layer)]
+    assert len(layers) == 5
+    assert find_blocks(holder) == layers
+
+
+def test_units_are_blocks_and_what_is_large() -> None:
+    model = gpt()
+    small = {model.norm, model.positions}
+    assert units_of(model) == [model.tokens, *model.blocks, model.head] or small & set(units_of(model))
+    assert model.norm not in units_of(model)
+
+
+def test_what_is_tied_belongs_to_the_root() -> None:
+    model = gpt(tied_head=True)
+    units = units_of(model)
+    assert model.tokens not in units
+    assert model.head not in units
+    assert set(model.blocks) <= set(units)
+
+
+def test_a_block_that_shares_a_tensor_with_the_outside_belongs_to_the_root() -> None:
+    model = nn.Sequential(Layer(), Layer(), Layer(), nn.Linear(8, 4))
+    model[3].weight = model[1].down.weight
+    units = units_of(model)
+    assert model[0] in units
+    assert model[2] in units
+    assert model[1] not in units
+
+
+def test_the_parts_of_attention_are_not_units() -> None:
+    """Its forward reads their weights without calling them."""
+    model = nn.ModuleDict({"attention": nn.MultiheadAttention(8, 2), "head": nn.Linear(8, 8)})
+    assert units_of(model) == [model["attention"], model["head"]]
+
+
+def test_no_parameter_is_in_two_units() -> None:
+    model = nn.ModuleDict({"gpt": gpt(), "deep": Deep(), "attention": nn.MultiheadAttention(8, 2)})
+    owned = [parameter for unit in units_of(model) for parameter in unit.parameters()]
+    assert len(owned) == len(set(owned))
+
+
+def test_what_is_multiplied_is_gathered_in_low_precision_and_the_rest_is_not() -> None:
+    block = Layer()
+    assert parts_of(block, torch.bfloat16) == [([block.norm], None), ([block], torch.bfloat16)]
+    assert parts_of(block, None) == [([block], None)]
+    embedding = nn.Embedding(3, 4)
+    assert parts_of(embedding, torch.bfloat16) == [([embedding], None)]
+    linear = nn.Linear(3, 4)
+    assert parts_of(linear, torch.bfloat16) == [([linear], torch.bfloat16)]

@@ -1,0 +1,101 @@
+"""Gradients that are cut among ranks are clipped by the norm of the whole."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from roomier.parallel.mesh import make_mesh
+from roomier.parallel.norm import clip_grad_norm, clip_grad_value
+from tests.ranks.pool import RankPool
+
+
+class Uneven(nn.Module):
+    """Sizes that leave some ranks without a part of some parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.ModuleList([nn.Linear(4, 3), nn.Linear(3, 5), nn.Linear(5, 1)])
+        self.whole = nn.Linear(1, 2)  # not cut
+        self.unused = nn.Linear(2, 2)
+
+
+def with_gradients(seed: int) -> Uneven:
+    torch.manual_seed(seed)
+    model = Uneven()
+    for name, each in model.named_parameters():
+        if "unused" not in name:
+            each.grad = torch.randn_like(each)
+    return model
+
+
+def clip_both(num_ranks: int, num_shards: int, limit: float, by_value: bool) -> None:
+    bare = with_gradients(0)
+    model = copy.deepcopy(bare)
+    gradients = {name: each.grad for name, each in bare.named_parameters()}
+    mesh = make_mesh("cpu", num_ranks, num_shards)
+    for each in (*model.inner, model.unused):
+        fully_shard(each, mesh=mesh)
+    for name, each in model.named_parameters():
+        gradient = gradients[name]
+        if isinstance(each, DTensor) and gradient is not None:
+            each.grad = distributed_like(gradient, each)
+        else:
+            each.grad = None if gradient is None else gradient.clone()
+
+    if by_value:
+        clip_grad_value(model.parameters(), limit)
+        nn.utils.clip_grad_value_(bare.parameters(), limit)
+    else:
+        norm = clip_grad_norm(model.parameters(), limit)
+        torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(bare.parameters(), limit), rtol=1e-6, atol=0)
+    for (name, ours), theirs in zip(model.named_parameters(), bare.parameters(), strict=True):
+        if theirs.grad is None:
+            assert ours.grad is None, name
+        else:
+            whole = ours.grad.full_tensor() if isinstance(ours.grad, DTensor) else ours.grad
+            torch.testing.assert_close(whole, theirs.grad, rtol=1e-6, atol=0, msg=name)
+
+
+def distributed_like(whole: torch.Tensor, parameter: DTensor) -> DTensor:
+    dim = next(index for index, placement in enumerate(parameter.placements) if placement.is_shard())
+    group_size = parameter.device_mesh.size(dim)
+    parts = whole.chunk(group_size)
+    index = parameter.device_mesh.get_local_rank(dim)
+    local = parts[index] if index < len(parts) else whole[:0]
+    return DTensor.from_local(
+        local.clone(),
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=whole.shape,
+        stride=whole.stride(),
+    )
+
+
+@pytest.mark.parametrize(("num_ranks", "num_shards"), [(2, 2), (4, 4), (4, 2)])
+@pytest.mark.parametrize("limit", [0.1, 100.0])
+def test_the_norm_is_that_of_the_whole(on_ranks: RankPool, num_ranks: int, num_shards: int, limit: float) -> None:
+    on_ranks(num_ranks, clip_both, num_ranks, num_shards, limit, False)
+
+
+def test_values(on_ranks: RankPool) -> None:
+    on_ranks(4, clip_both, 4, 2, 0.1, True)
+
+
+def clip_infinite() -> list[float]:
+    torch.manual_seed(0)
+    layer = nn.Linear(2, 4, bias=False)
+    fully_shard(layer, mesh=make_mesh("cpu", 2, 2))
+    gradient = torch.ones(4, 2)
+    gradient[3, 1] = float("nan")
+    layer.weight.grad = distributed_like(gradient, layer.weight)
+    return [clip_grad_norm(layer.parameters(), 1.0).item(), *layer.weight.grad.full_tensor().flatten().tolist()]
+
+
+def test_a_gradient_that_is_not_finite_on_one_rank_is_seen_by_all(on_ranks: RankPool) -> None:
+    for found in on_ranks(2, clip_infinite):
+        assert all(each != each for each in found)

@@ -1,0 +1,153 @@
+"""The exchange of parts over gloo gives what torch's own collectives give."""
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from roomier.parallel.collectives import PairwiseAllGather, PairwiseReduceScatter, Reductions
+from roomier.parallel.mesh import REPLICATE, SHARD, make_mesh
+from tests.ranks.pool import RankPool
+
+SIZES = [1, 7, 64]
+
+
+def of_rank(num_elements: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * seed + dist.get_rank())
+    return torch.randn(num_elements, generator=generator).to(dtype)
+
+
+def gather_both() -> None:
+    group, gather = dist.group.WORLD, PairwiseAllGather()
+    assert group is not None
+    for size, dtype in itertools.product(SIZES, (torch.float32, torch.bfloat16, torch.float64, torch.uint8)):
+        part = of_rank(size, dtype)
+        ours = gather.allocate([size * group.size()], dtype=dtype, device=part.device)
+        gather(ours, part, group).wait()
+        theirs = [torch.empty_like(part) for _ in range(group.size())]
+        dist.all_gather(theirs, part)
+        assert torch.equal(ours, torch.cat(theirs))
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_gathered(on_ranks: RankPool, num_ranks: int) -> None:
+    on_ranks(num_ranks, gather_both)
+
+
+def gather_in_place() -> None:
+    """The part of a rank may be a view of the result, as ``fully_shard`` does it."""
+    group = dist.group.WORLD
+    assert group is not None
+    whole = torch.full((3 * group.size(),), -1.0)
+    part = whole.chunk(group.size())[group.rank()]
+    part.fill_(group.rank())
+    PairwiseAllGather()(whole, part, group).wait()
+    assert whole.tolist() == [float(rank) for rank in range(group.size()) for _ in range(3)]
+
+
+def test_gathered_in_place(on_ranks: RankPool) -> None:
+    on_ranks(3, gather_in_place)
+
+
+def reduce_both(dtype: torch.dtype, may_wait: bool) -> None:
+    group, reductions = dist.group.WORLD, Reductions()
+    assert group is not None
+    units = [PairwiseReduceScatter(reductions, may_wait=may_wait) for _ in SIZES]
+    done = []
+    for step in range(3):
+        reductions.window += 1
+        for unit, size in zip(units, SIZES, strict=True):
+            sent = of_rank(size * group.size(), dtype, seed=step)
+            ours = run(unit, sent, group)
+            total = sent.double()
+            dist.all_reduce(total)
+            done.append((ours, total.chunk(group.size())[group.rank()]))
+        reductions.finish()
+    for ours, theirs in done:
+        # Sums of 4 numbers of size 1, each rounded once.
+        torch.testing.assert_close(ours.double(), theirs, rtol=0, atol=8 * torch.finfo(ours.dtype).eps)
+
+
+def run(unit: PairwiseReduceScatter, whole: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """As ``fully_shard`` calls it: what is sent is allocated first, then the result."""
+    result_dtype = torch.float64 if whole.dtype == torch.float64 else torch.float32
+    sent = unit.allocate([whole.numel()], dtype=result_dtype, device=whole.device)
+    sent.copy_(whole)
+    result = unit.allocate([whole.numel() // group.size()], dtype=result_dtype, device=whole.device)
+    unit(result, sent, group, dist.ReduceOp.SUM)
+    return result
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("may_wait", [False, True])
+def test_reduced(on_ranks: RankPool, num_ranks: int, dtype: torch.dtype, may_wait: bool) -> None:
+    on_ranks(num_ranks, reduce_both, dtype, may_wait)
+
+
+def reduce_in_bf16() -> None:
+    group = dist.group.WORLD
+    assert group is not None
+    unit = PairwiseReduceScatter(Reductions(), may_wait=False, wire_dtype=torch.bfloat16)
+    whole = of_rank(8 * group.size(), torch.float32)
+    sent = unit.allocate([whole.numel()], dtype=torch.float32, device=whole.device)
+    assert sent.dtype == torch.bfloat16
+    result = run(unit, whole, group)
+    assert result.dtype == torch.float32
+    rounded = [torch.empty_like(whole) for _ in range(group.size())]
+    dist.all_gather(rounded, whole.bfloat16().float())
+    expected = torch.zeros(8)
+    for each in rounded:  # in the order of the ranks: to the bit
+        expected += each.chunk(group.size())[group.rank()]
+    assert torch.equal(result, expected)
+
+
+def test_what_travels_in_bf16_is_added_up_in_full(on_ranks: RankPool) -> None:
+    on_ranks(4, reduce_in_bf16)
+
+
+def reduce_twice_in_a_window() -> None:
+    """``fully_shard`` adds a later micro-batch to the result of the first at once: that must be there."""
+    group, reductions = dist.group.WORLD, Reductions()
+    assert group is not None
+    unit = PairwiseReduceScatter(reductions, may_wait=True)
+    for window in range(2):
+        reductions.window += 1
+        first = run(unit, torch.ones(4 * group.size()), group)
+        second = run(unit, torch.ones(4 * group.size()), group)
+        assert first.tolist() == [group.size()] * 4, window
+        assert second.tolist() == [group.size()] * 4, window
+
+
+def test_a_second_reduction_in_a_step_is_there_at_once(on_ranks: RankPool) -> None:
+    on_ranks(2, reduce_twice_in_a_window)
+
+
+def within_copies() -> tuple[list[float], float]:
+    """Two copies on four ranks: what is gathered and reduced stays within a copy."""
+    mesh = make_mesh("cpu", 4, 2)
+    group, rank = mesh.get_group(SHARD), dist.get_rank()
+    gathered = torch.empty(2)
+    PairwiseAllGather()(gathered, torch.tensor([float(rank)]), group).wait()
+    reduced = run(PairwiseReduceScatter(Reductions(), may_wait=False), torch.tensor([10.0 + rank, 20.0 + rank]), group)
+    assert dist.get_process_group_ranks(mesh.get_group(REPLICATE)) == [rank % 2, rank % 2 + 2]
+    return gathered.tolist(), reduced.item()
+
+
+def test_a_group_of_some_ranks(on_ranks: RankPool) -> None:
+    results = on_ranks(4, within_copies)
+    assert [gathered for gathered, _ in results] == [[0.0, 1.0], [0.0, 1.0], [2.0, 3.0], [2.0, 3.0]]
+    assert [reduced for _, reduced in results] == [21.0, 41.0, 25.0, 45.0]
+
+
+@pytest.mark.parametrize(("num_ranks", "num_shards"), [(2, 2), (3, 3), (4, 4), (4, 1), (4, 2)])
+def test_neighbouring_ranks_share_a_copy(on_ranks: RankPool, num_ranks: int, num_shards: int) -> None:
+    copies = on_ranks(num_ranks, ranks_of_copy, num_ranks, num_shards)
+    expected = [list(range(start, start + num_shards)) for start in range(0, num_ranks, num_shards)]
+    assert copies == list(itertools.chain.from_iterable([copy] * num_shards for copy in expected))
+
+
+def ranks_of_copy(num_ranks: int, num_shards: int) -> list[int]:
+    ranks: list[int] = dist.get_process_group_ranks(make_mesh("cpu", num_ranks, num_shards).get_group(SHARD))
+    return ranks

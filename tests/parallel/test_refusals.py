@@ -1,0 +1,106 @@
+"""What cannot be divided is refused with a word on what to do, on every rank and without a hang."""
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from roomier.core.errors import RoomierError, TrainingError
+from tests.parallel.parity import Batch, Setup, batches_of, engine_of
+from tests.parallel.test_shapes import Regression
+from tests.ranks.pool import RankFailed, RankPool
+
+CUT = ["zero1", "zero2", "zero3"]
+
+
+class Scalar(Regression):
+    def make_network(self) -> nn.Module:
+        network = nn.Sequential(nn.Flatten(), nn.Linear(18, 1))
+        network.scale = nn.Parameter(torch.tensor(1.0))
+        return network
+
+
+class Mixed(Regression):
+    def make_network(self) -> nn.Module:
+        return nn.Sequential(nn.Flatten(), nn.Linear(18, 4), nn.Linear(4, 1, dtype=torch.bfloat16))
+
+
+def message_of_build(task: type[Regression], strategy: str) -> str:
+    try:
+        engine_of(task(), Setup(strategy).plan())
+    except RoomierError as error:
+        return str(error)
+    return "built"
+
+
+@pytest.mark.parametrize("strategy", CUT)
+def test_a_parameter_without_dimensions(on_ranks: RankPool, strategy: str) -> None:
+    for message in on_ranks(2, message_of_build, Scalar, strategy):
+        assert "scale" in message
+        assert "no dimension" in message
+        assert "shape [1]" in message
+
+
+def test_ddp_takes_it(on_ranks: RankPool) -> None:
+    assert on_ranks(2, message_of_build, Scalar, "ddp") == ["built", "built"]
+
+
+@pytest.mark.parametrize("strategy", CUT)
+def test_trained_parameters_of_two_dtypes(on_ranks: RankPool, strategy: str) -> None:
+    for message in on_ranks(2, message_of_build, Mixed, strategy):
+        assert "float32" in message
+        assert "bfloat16" in message
+        assert "strategy='ddp'" in message
+
+
+class NoLoss(Regression):
+    """The step of one rank leaves its batch out."""
+
+    def make_network(self) -> nn.Module:
+        return nn.Sequential(nn.Flatten(), nn.Linear(18, 1))
+
+    def training_step(self, batch: Batch) -> Tensor | None:  # type: ignore[override]
+        return None if dist.get_rank() == 1 else self.loss(batch)
+
+
+def run_one_step(task: type[Regression], strategy: str) -> None:
+    module, setup = task(), Setup(strategy, num_steps=1)
+    engine, ranks = engine_of(module, setup.plan())
+    engine.forward_backward(module.training_step, batches_of(module, setup)[0][ranks.world.rank])
+
+
+@pytest.mark.parametrize("strategy", ["ddp", *CUT])
+def test_a_step_without_a_loss_on_one_rank_ends_the_call(on_ranks: RankPool, strategy: str) -> None:
+    begin = time.perf_counter()
+    with pytest.raises(RankFailed, match=r"(?s)rank 1 failed first.*returned no loss on rank 1.*0\.0 \* loss"):
+        on_ranks(2, run_one_step, NoLoss, strategy)
+    assert time.perf_counter() - begin < 20
+
+
+class ReadsWeight(Regression):
+    """Multiplies by the weight of a layer that it does not call."""
+
+    def make_network(self) -> nn.Module:
+        return nn.ModuleDict({"read": nn.Linear(6, 6), "head": nn.Linear(6, 1)})
+
+    def predict(self, x: Tensor) -> Tensor:
+        assert isinstance(self.network, nn.ModuleDict)
+        prediction: Tensor = self.network["head"]((x @ self.network["read"].weight).mean(dim=1))
+        return prediction
+
+
+def message_of_step(task: type[Regression], strategy: str) -> str:
+    try:
+        run_one_step(task, strategy)
+    except TrainingError as error:
+        return str(error)
+    return "ran"
+
+
+@pytest.mark.parametrize("strategy", CUT)
+def test_a_weight_that_is_read_without_a_call_of_its_layer(on_ranks: RankPool, strategy: str) -> None:
+    for message in on_ranks(2, message_of_step, ReadsWeight, strategy):
+        assert "training_step" in message
+        assert "model_blocks" in message

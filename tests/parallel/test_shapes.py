@@ -1,0 +1,326 @@
+"""Models of many shapes train under every strategy as they do in one process, without a word from their authors."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.parallel.parity import Batch, Setup, Task, Trained, distance, train_bare, train_on_ranks
+from tests.parallel.tasks import Language
+from tests.ranks.pool import RankPool
+
+WIDTH = 6
+
+
+class Regression(Task):
+    """``x [B, T, WIDTH]`` to a number for each sample."""
+
+    num_tokens = 3
+
+    def make_batch(self, num_samples: int, generator: torch.Generator) -> Batch:
+        x = torch.randn(num_samples, self.num_tokens, WIDTH, generator=generator)
+        return {"x": x, "y": x.mean(dim=(1, 2)).sin()[:, None]}
+
+    def count_terms(self, batch: Batch) -> int:
+        return len(batch["y"])
+
+    def loss(self, batch: Batch) -> Tensor:
+        return F.mse_loss(self.predict(batch["x"]), batch["y"])
+
+    def predict(self, x: Tensor) -> Tensor:
+        prediction: Tensor = self.network(x)
+        return prediction
+
+
+class Residual(nn.Module):
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.down(torch.tanh(self.up(self.norm(x))))
+        return y
+
+
+class Mean(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean(dim=1)
+
+
+class FrozenSome(Language):
+    """The token embedding, and all biases."""
+
+    def make_network(self) -> nn.Module:
+        network = super().make_network()
+        for name, each in network.named_parameters():
+            each.requires_grad_("tokens" not in name and "bias" not in name)
+        return network
+
+
+class FrozenBlock(Language):
+    """The first block and what comes before it, as where a pretrained model is fine-tuned."""
+
+    def make_network(self) -> nn.Module:
+        network = super().make_network()
+        for module in (network.tokens, network.positions, network.blocks[0]):
+            module.requires_grad_(False)
+        return network
+
+
+class Uneven(Regression):
+    """First dimensions of 1, 3 and 5."""
+
+    def make_network(self) -> nn.Module:
+        mlp = [nn.Linear(WIDTH, 5), nn.Tanh(), nn.Linear(5, 3), nn.Tanh(), nn.Linear(3, 1)]
+        return nn.Sequential(Residual(), Residual(), Mean(), *mlp)
+
+
+class UsedTwice(Regression):
+    """Each block runs twice in a step."""
+
+    def make_network(self) -> nn.Module:
+        return nn.ModuleDict(
+            {"blocks": nn.ModuleList([Residual(), Residual()]), "head": nn.Linear(WIDTH, 1)},
+        )
+
+    def predict(self, x: Tensor) -> Tensor:
+        assert isinstance(self.network, nn.ModuleDict)
+        for _ in range(2):
+            for block in self.network["blocks"]:
+                x = block(x)
+        prediction: Tensor = self.network["head"](x.mean(dim=1))
+        return prediction
+
+
+class RegisteredTwice(Regression):
+    """One block at two places of a Sequential, as ALBERT shares its layers."""
+
+    def make_network(self) -> nn.Module:
+        shared, other = Residual(), Residual()
+        return nn.Sequential(shared, other, shared, Mean(), nn.Linear(WIDTH, 1))
+
+
+class Unused(Regression):
+    """A block, and a layer outside of all blocks, that no step uses."""
+
+    def make_network(self) -> nn.Module:
+        network = nn.Sequential(Residual(), Residual(), Mean(), nn.Linear(WIDTH, 1))
+        network.spare_block = Residual()
+        network.spare = nn.Linear(WIDTH, WIDTH)
+        return network
+
+    def predict(self, x: Tensor) -> Tensor:
+        assert isinstance(self.network, nn.Sequential)
+        for layer in self.network[:4]:
+            x = layer(x)
+        return x
+
+
+class Bare(Regression):
+    """Parameters that belong to no layer, one of them of one element, and a buffer that is trained with."""
+
+    def make_network(self) -> nn.Module:
+        network = nn.Sequential(Residual(), Residual(), Mean(), nn.Linear(WIDTH, 1))
+        network.scale = nn.Parameter(torch.ones(1))
+        network.shift = nn.Parameter(torch.zeros(1, WIDTH))
+        network.register_buffer("mask", torch.tensor([1.0, 1.0, 0.0, 1.0, 1.0, 1.0]))
+        return network
+
+    def predict(self, x: Tensor) -> Tensor:
+        prediction: Tensor = self.network(x * self.network.mask + self.network.shift) * self.network.scale
+        return prediction
+
+
+class Attention(Regression):
+    """torch's own attention, which reads weights of its parts without calling them."""
+
+    def make_network(self) -> nn.Module:
+        layers = [
+            nn.TransformerEncoderLayer(WIDTH, nhead=2, dim_feedforward=8, dropout=0.0, batch_first=True)
+            for _ in range(2)
+        ]
+        return nn.ModuleDict(
+            {
+                "encoder": nn.Sequential(*layers),
+                "attention": nn.MultiheadAttention(WIDTH, 3, batch_first=True),
+                "head": nn.Linear(WIDTH, 1),
+            }
+        )
+
+    def predict(self, x: Tensor) -> Tensor:
+        assert isinstance(self.network, nn.ModuleDict)
+        x = self.network["encoder"](x)
+        x = x + self.network["attention"](x, x, x)[0]
+        prediction: Tensor = self.network["head"](x.mean(dim=1))
+        return prediction
+
+
+class Recurrent(Regression):
+    """An LSTM and a GRU, which keep lists of their weights, and a cell."""
+
+    def make_network(self) -> nn.Module:
+        return nn.ModuleDict(
+            {
+                "lstm": nn.LSTM(WIDTH, 5, num_layers=2, batch_first=True),
+                "gru": nn.GRU(5, 7, batch_first=True),
+                "cell": nn.GRUCell(7, 4),
+                "head": nn.Linear(4, 1),
+            }
+        )
+
+    def predict(self, x: Tensor) -> Tensor:
+        assert isinstance(self.network, nn.ModuleDict)
+        x = self.network["gru"](self.network["lstm"](x)[0])[0]
+        prediction: Tensor = self.network["head"](self.network["cell"](x[:, -1]))
+        return prediction
+
+
+class Convolutions(Regression):
+    """One, two and three dimensions, transposed too; norms of groups."""
+
+    def make_network(self) -> nn.Module:
+        return nn.Sequential(
+            nn.Unflatten(2, (1, WIDTH)),
+            nn.Conv2d(self.num_tokens, 5, kernel_size=1),
+            nn.GroupNorm(1, 5),
+            nn.ReLU(),
+            nn.ConvTranspose2d(5, 3, kernel_size=1),
+            nn.Flatten(2),
+            nn.Conv1d(3, 4, kernel_size=3, padding=1),
+            nn.Unflatten(1, (4, 1, 1)),
+            nn.Conv3d(4, 2, kernel_size=1),
+            nn.Flatten(1),
+            nn.Linear(2 * WIDTH, 1),
+        )
+
+
+class Normed(Regression):
+    """Weights that are computed from others before each forward."""
+
+    def make_network(self) -> nn.Module:
+        normed = nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH))
+        return nn.Sequential(Residual(), Residual(), normed, Mean(), nn.Linear(WIDTH, 1))
+
+
+class InPlace(Regression):
+    """Adds in place to what a linear layer returned, a view where its input has more than two dimensions."""
+
+    def make_network(self) -> nn.Module:
+        return nn.ModuleDict(
+            {
+                "wide": nn.Linear(WIDTH, 8),
+                "head": nn.Linear(8, 1),
+            }
+        )
+
+    def predict(self, x: Tensor) -> Tensor:
+        assert isinstance(self.network, nn.ModuleDict)
+        z = self.network["wide"](x)
+        z += 1.0
+        prediction: Tensor = self.network["head"](z.mean(dim=1))
+        return prediction
+
+
+class AloneInRoot(Regression):
+    """The whole network is one layer."""
+
+    def make_network(self) -> nn.Module:
+        return nn.Linear(WIDTH, 1)
+
+    def predict(self, x: Tensor) -> Tensor:
+        prediction: Tensor = self.network(x.mean(dim=1))
+        return prediction
+
+
+TASKS = [
+    FrozenSome,
+    FrozenBlock,
+    Uneven,
+    UsedTwice,
+    RegisteredTwice,
+    Unused,
+    Bare,
+    Attention,
+    Recurrent,
+    Convolutions,
+    Normed,
+    InPlace,
+    AloneInRoot,
+]
+LAYOUTS = [("ddp", 2), ("zero1", 2), ("zero2", 2), ("zero3", 4)]
+
+
+@pytest.mark.parametrize(("strategy", "num_ranks"), LAYOUTS)
+@pytest.mark.parametrize("task", TASKS, ids=lambda task: task.__name__)
+def test_a_shape(on_ranks: RankPool, task: type[Task], strategy: str, num_ranks: int) -> None:
+    setup = Setup(strategy, num_ranks, accumulate=2, clip=0.5, num_steps=6)
+    [trained, *_] = on_ranks(num_ranks, train_on_ranks, task, setup)
+    apart = distance(trained, train_bare(task, setup))
+    assert max(apart.losses, apart.norms, apart.weights) < 1e-5, apart
+
+
+# Attention that is a unit gets its one input as three: what was one product in bf16 are three, each rounded.
+BF16_TOLERANCES = {Attention: 2**-8, Recurrent: 1e-5, Convolutions: 1e-5, UsedTwice: 1e-5}
+
+
+@pytest.mark.parametrize("task", BF16_TOLERANCES, ids=lambda task: task.__name__)
+def test_a_shape_in_bf16(on_ranks: RankPool, task: type[Task]) -> None:
+    """One step has no past in which roundings grow, see ``test_equivalence.py``."""
+    setup = Setup("zero3", 2, accumulate=2, precision="bf16-mixed", num_steps=1)
+    [trained, *_] = on_ranks(2, train_on_ranks, task, setup)
+    apart = distance(trained, train_bare(task, setup, in_parts=True))
+    assert apart.losses < 1e-5, apart
+    assert apart.weights < BF16_TOLERANCES[task], apart
+
+
+class Dropped(Language):
+    dropout = 0.3
+
+
+def test_dropout_draws_the_same_under_every_strategy(on_ranks: RankPool) -> None:
+    setup = Setup("ddp", 2, accumulate=2, num_steps=6)
+    [expected, *_] = on_ranks(2, train_on_ranks, Dropped, setup)
+    for strategy in ("zero1", "zero2", "zero3"):
+        [trained, *_] = on_ranks(2, train_on_ranks, Dropped, replace(setup, strategy=strategy))
+        apart = distance(trained, expected)
+        assert max(apart.losses, apart.weights) < 1e-5, (strategy, apart)
+
+
+class BatchNormed(Regression):
+    def make_network(self) -> nn.Module:
+        return nn.Sequential(
+            Mean(),
+            nn.Linear(WIDTH, 5),
+            nn.BatchNorm1d(5),
+            nn.ReLU(),
+            nn.Linear(5, 4),
+            nn.BatchNorm1d(4),
+            nn.Linear(4, 1),
+        )
+
+
+def train_and_show_buffers(task: type[Task], setup: Setup) -> tuple[Trained, dict[str, Tensor]]:
+    made: list[Task] = []
+
+    def make() -> Task:
+        made.append(task())
+        return made[-1]
+
+    trained = train_on_ranks(make, setup)
+    return trained, {name: each.clone() for name, each in made[0].named_buffers()}
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3"])
+def test_batch_norm_normalises_over_the_micro_batch_of_each_rank(on_ranks: RankPool, strategy: str) -> None:
+    """As in a bare loop over the same micro-batches; running statistics are those of the rank's own samples."""
+    setup = Setup(strategy, 2, micro_batch=4, num_steps=6)
+    results = on_ranks(2, train_and_show_buffers, BatchNormed, setup)
+    apart = distance(results[0][0], train_bare(BatchNormed, setup, in_parts=True))
+    assert max(apart.losses, apart.weights) < 1e-5, apart
+    (_, ours), (_, others) = results
+    assert int(ours["network.2.num_batches_tracked"]) == setup.num_steps
+    assert not torch.equal(ours["network.2.running_mean"], others["network.2.running_mean"])

@@ -1,0 +1,159 @@
+"""Hugging Face's models train under every strategy as they are: made from a config, no wrapper, blocks found."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from roomier.parallel.blocks import find_blocks
+from tests.parallel.parity import Batch, Setup, Task, distance, train_bare, train_on_ranks
+from tests.ranks.pool import RankPool
+
+transformers = pytest.importorskip("transformers")
+
+VOCABULARY = 23
+LENGTH = 8
+
+
+class FromConfig(Task):
+    """A language model: inputs and labels are tokens, some of them left out."""
+
+    is_causal = True
+
+    def make_batch(self, num_samples: int, generator: torch.Generator) -> Batch:
+        tokens = torch.randint(VOCABULARY, (num_samples, LENGTH), generator=generator)
+        labels = tokens.masked_fill(torch.rand(tokens.shape, generator=generator) < 0.3, -100)
+        labels[:, -1] = tokens[:, -1]  # each sample has a term
+        return {"input_ids": tokens, "labels": labels}
+
+    def loss(self, batch: Batch) -> Tensor:
+        loss: Tensor = self.network(**batch).loss
+        return loss
+
+    def count_terms(self, batch: Batch) -> int:
+        labels = batch["labels"][:, 1:] if self.is_causal else batch["labels"]
+        return int((labels != -100).sum())
+
+    def num_loss_terms(self, batch: Any) -> int:
+        return self.count_terms(batch)
+
+
+class GPT2(FromConfig):
+    """Its head is its token embedding."""
+
+    def make_network(self) -> nn.Module:
+        config = transformers.GPT2Config(
+            vocab_size=VOCABULARY, n_positions=16, n_embd=16, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0
+        )
+        config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
+        return transformers.GPT2LMHeadModel(config).train()
+
+
+class Llama(FromConfig):
+    def make_network(self) -> nn.Module:
+        config = transformers.LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=16,
+            intermediate_size=24,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            bos_token_id=0,
+            eos_token_id=0,
+        )
+        return transformers.LlamaForCausalLM(config).train()
+
+
+class Bert(FromConfig):
+    is_causal = False
+
+    def make_network(self) -> nn.Module:
+        config = transformers.BertConfig(
+            vocab_size=VOCABULARY,
+            max_position_embeddings=16,
+            hidden_size=16,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            intermediate_size=32,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+        )
+        return transformers.BertForMaskedLM(config).train()
+
+
+class T5(FromConfig):
+    """Encoder and decoder share an embedding."""
+
+    is_causal = False
+
+    def make_network(self) -> nn.Module:
+        config = transformers.T5Config(
+            vocab_size=VOCABULARY,
+            d_model=16,
+            d_kv=8,
+            d_ff=32,
+            num_layers=2,
+            num_heads=2,
+            decoder_start_token_id=0,
+            dropout_rate=0.0,
+        )
+        return transformers.T5ForConditionalGeneration(config).train()
+
+
+class ViT(FromConfig):
+    def make_network(self) -> nn.Module:
+        config = transformers.ViTConfig(
+            hidden_size=16,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            intermediate_size=32,
+            image_size=8,
+            patch_size=4,
+            num_labels=3,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+        )
+        return transformers.ViTForImageClassification(config).train()
+
+    def make_batch(self, num_samples: int, generator: torch.Generator) -> Batch:
+        return {
+            "pixel_values": torch.randn(num_samples, 3, 8, 8, generator=generator),
+            "labels": torch.randint(3, (num_samples,), generator=generator),
+        }
+
+    def count_terms(self, batch: Batch) -> int:
+        return len(batch["labels"])
+
+
+TASKS = [GPT2, Llama, Bert, T5, ViT]
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+@pytest.mark.parametrize("task", TASKS, ids=lambda task: task.__name__)
+def test_a_model_trains_as_in_one_process(on_ranks: RankPool, task: type[FromConfig], strategy: str) -> None:
+    setup = Setup(strategy, 2, accumulate=2, clip=1.0, num_steps=5)
+    [trained, *_] = on_ranks(2, train_on_ranks, task, setup)
+    apart = distance(trained, train_bare(task, setup))
+    assert max(apart.losses, apart.norms, apart.weights) < 1e-5, apart
+
+
+# ViT's embeddings are a unit that holds parameters of its own; these are gathered in bf16, as no layer says otherwise.
+@pytest.mark.parametrize(("task", "tolerance"), [(GPT2, 1e-5), (Llama, 1e-5), (ViT, 1e-3)])
+def test_a_model_in_bf16(on_ranks: RankPool, task: type[FromConfig], tolerance: float) -> None:
+    """One step has no past in which roundings grow: see ``test_equivalence.py``."""
+    setup = Setup("zero3", 2, precision="bf16-mixed", num_steps=1)
+    [trained, *_] = on_ranks(2, train_on_ranks, task, setup)
+    apart = distance(trained, train_bare(task, setup, in_parts=True))
+    assert apart.losses < tolerance, apart
+    assert apart.weights < 2**-8, apart
+
+
+@pytest.mark.parametrize(("task", "num_blocks"), [(GPT2, 2), (Llama, 2), (Bert, 2), (T5, 4), (ViT, 2)])
+def test_its_blocks_are_its_layers(task: Callable[[], FromConfig], num_blocks: int) -> None:
+    blocks = find_blocks(task().network)
+    # Bert names its embeddings, too, among what must not be split.
+    layers = [block for block in blocks if "Embeddings" not in type(block).__name__]
+    assert len(layers) == num_blocks, [type(block).__name__ for block in blocks]
+    assert len({type(block) for block in layers}) == 1
