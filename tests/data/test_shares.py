@@ -243,7 +243,7 @@ def test_a_distributed_sampler_that_cannot_be_cut_anew_is_refused(on_ranks):
     state = on_ranks(2, read_distributed, 4)[0][1]
     errors = on_ranks(3, read_on_three, state)
     for error in errors:
-        assert "Resume on 2 ranks, or take DistributedSampler out" in error
+        assert "Resume on 2 ranks, or let roomier divide" in error
 
 
 class Sharded(IterableDataset[int]):
@@ -302,3 +302,18 @@ def read_sharded() -> list[int]:
 
 def test_a_stream_that_divides_itself_is_not_divided_again(on_ranks):
     assert on_ranks(2, read_sharded) == [list(range(0, NUM_SAMPLES, 2)), list(range(1, NUM_SAMPLES, 2))]
+
+
+def stop_within_sharded() -> Any:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    part = source(DataLoader(Sharded(), batch_size=2), rank, size, ranks=Ranks(World(rank, size)))
+    list(islice(part.start(0), 3))
+    return part.state_dict()
+
+
+def test_a_stream_that_divided_itself_is_refused_on_other_ranks(on_ranks):
+    first, second = on_ranks(2, stop_within_sharded)
+    assert first["num_batches"] == second["num_batches"] == 6
+    alone = source(DataLoader(Sharded(), batch_size=2), 0, 1)
+    with pytest.raises(DataError, match="what 2 ranks read of this epoch cannot be told on 1"):
+        alone.check(first, 0)

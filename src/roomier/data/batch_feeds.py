@@ -102,17 +102,20 @@ class BatchFeed(Feed):
         position = {
             "num_batches": self._num_before + (num_batches - self._first) * num_ranks,
             "num_ranks": num_ranks,
+            "seed": self._seed,
         }
-        own = self._own_position()
-        if self._share.divided_by is None:
+        own, share = self._own_position(), self._share
+        if share.divided_by is None:
             return {**position, **own}
-        return {**position, "by_rank": self._ranks.gather(own)}
+        divided = {"divided_by": share.divided_by, "keeps_order": share.keeps_order}
+        return {**position, **divided, "by_rank": self._ranks.gather(own)}
 
     def _own_position(self) -> dict[str, Any]:
         """What of a position may differ by rank where a loader divides itself."""
         return {}
 
     def _of_this_rank(self, position: dict[str, Any]) -> dict[str, Any]:
+        self._seed = position["seed"]
         by_rank = position.get("by_rank")
         if by_rank is None:
             return position
@@ -207,7 +210,6 @@ class WalkedFeed(BatchFeed):
     def resume(self, position: dict[str, Any]) -> tuple[Iterator[Any], int]:
         position = self._of_this_rank(position)
         num_skipped = self._share.num_skipped(position, self.name, self._loader)
-        self._seed = position["seed"]
         self._begin(position["epoch"], position["num_batches"])
         with self._alike():
             self._epoch_start.put_back(position)
@@ -220,12 +222,10 @@ class WalkedFeed(BatchFeed):
         return iterator, self._first
 
     def adopt(self, position: dict[str, Any], *, is_complete: bool) -> None:
-        position = self._of_this_rank(position)
-        self._seed = position["seed"]
-        self._epoch_start.leave(position)
+        self._epoch_start.leave(self._of_this_rank(position))
 
     def _own_position(self) -> dict[str, Any]:
-        return {"seed": self._seed, **self._epoch_start.position()}
+        return self._epoch_start.position()
 
 
 class ReplayedFeed(BatchFeed):

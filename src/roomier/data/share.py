@@ -61,16 +61,17 @@ class Share:
             DataError: the loader divides itself, and what it gave to another number of ranks is not known.
         """
         num_batches: int = position["num_batches"]
-        if self.divided_by is None:
-            return num_batches
         size, before = self.world.size, position.get("num_ranks", 1)
-        own, rest = divmod(num_batches, size)
-        if before != size and (rest or not self.keeps_order):
+        was_divided_by, kept_order = position.get("divided_by"), position.get("keeps_order", True)
+        own, rest = (num_batches, 0) if self.divided_by is None else divmod(num_batches, size)
+        is_known = kept_order and (self.divided_by is None or (self.keeps_order and not rest))
+        if before != size and not is_known:
+            divided_by = self.divided_by or was_divided_by
             raise DataError(
                 name,
                 loader,
-                f"is divided among the ranks by {self.divided_by}, so what {before} ranks read of this epoch cannot be "
+                f"is divided among the ranks by {divided_by}, so what {before} ranks read of this epoch cannot be "
                 f"told on {size}",
-                f"Resume on {before} ranks, or take {self.divided_by} out: roomier divides what all ranks read alike",
+                f"Resume on {before} ranks, or let roomier divide what all ranks read alike: take out {divided_by}",
             )
         return own
