@@ -264,6 +264,6 @@ def test_memory_does_not_grow_with_the_model(tmp_path: Path, on_ranks: RankPool)
         text=True,
         check=True,
     )
-    assert int(done.stdout) < 64 * 2**20, "two chunks, one in each dtype, and what the allocator keeps"
+    assert int(done.stdout) < 32 * 2**20, "less than its largest tensor"
     found = load_file(tmp_path / "out" / "large" / "model-00002-of-00002.safetensors")
     assert torch.equal(found["w9"], torch.full((2048, 4096), 9.0, dtype=torch.bfloat16))

@@ -109,6 +109,7 @@ def train(
     max_steps: int,
     ckpt_path: Path | str | None = None,
     *,
+    curve: Curve | None = None,
     async_save: bool = False,
     every_n_train_steps: int = STOPS_AT,
     accumulate: int = 1,
@@ -116,7 +117,7 @@ def train(
     """Called on each rank: what rank 0 saw, and the paths of the checkpoints that were kept."""
     seed_everything(0)
     module = Classifier()
-    curve = Curve()
+    curve = curve or Curve()
     saver = ModelCheckpoint(every_n_train_steps=every_n_train_steps, save_top_k=-1, async_save=async_save)
     trainer = Trainer(
         default_root_dir=folder,

@@ -6,7 +6,7 @@ Each rank writes files of its own, ``shard-<rank>-model-<file>-of-<files>.safete
 begins. DCP's reader puts them together again for any other layout; here and in any other program.
 DCP's writer is not used: it builds the bytes of each file in memory twice, agrees with the other ranks in calls of
 its own, and knows no checksum. Here bytes go to the file as they are; what is needed beyond the state is one tensor
-that is not contiguous, or 16 MiB of one on a device.
+that is not contiguous, or 4 MiB of one on a device.
 """
 
 import json

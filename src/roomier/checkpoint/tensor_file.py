@@ -44,7 +44,7 @@ CODES: dict[torch.dtype, str] = {
 _DTYPES = {code: dtype for dtype, code in CODES.items()}
 _LENGTH = struct.Struct("<Q")
 _ALIGNMENT_BYTES = 8
-CHUNK_BYTES = 16 * 2**20
+CHUNK_BYTES = 4 * 2**20
 
 
 @dataclass(frozen=True)

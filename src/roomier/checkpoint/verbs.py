@@ -49,7 +49,7 @@ def save(path: str | Path, state: Mapping[str, Any], ranks: Ranks | None = None)
     With several ranks every rank calls this, and ``path`` is on a file system they share. Each writes its part of the
     tensors that are cut (DTensors); all else is that of rank 0.
 
-    Memory beyond ``state`` itself: a tensor that is not contiguous, or 16 MiB of one on a device.
+    Memory beyond ``state`` itself: a tensor that is not contiguous, or 4 MiB of one on a device.
 
     Args:
         ranks: that save together; None takes those of torch's process group, or this process alone.

@@ -1,7 +1,7 @@
 """Weights in the layout of the Hugging Face hub: whole tensors in safetensors files, and an index of several.
 
 [Note: memory of an export]
-A tensor is read from the files of the ranks that wrote it, converted, and written, 16 MiB at a time: a safetensors file
+A tensor is read from the files of the ranks that wrote it, converted, and written, 4 MiB at a time: a safetensors file
 begins with all names and shapes, and these are known. Only a tensor that was cut otherwise than into rows is put
 together first. So the size of the model does not matter.
 """
