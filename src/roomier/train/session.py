@@ -126,7 +126,9 @@ def start_fit(run: Run) -> None:
         print(run.plan.table({"device": str(run.engine.device)}), file=sys.stderr, flush=True)
     _tell_evaluation_mode(run.module)
     if run.plan.batch.accumulate_grad_batches > 1:
-        _tell_batch_statistics(run.module)
+        _tell_batch_statistics(run.module, "accumulated gradients")
+    elif not run.ranks.is_alone:
+        _tell_batch_statistics(run.module, "gradients added up over ranks")
     _tell_transfer_hooks(run.module, trainer.datamodule)
     call(run.hooks.on_fit_start)
     num_batches = run.options.num_sanity_val_steps
@@ -148,7 +150,7 @@ def _tell_evaluation_mode(module: Module) -> None:
         )
 
 
-def _tell_batch_statistics(module: Module) -> None:
+def _tell_batch_statistics(module: Module, gradients: str) -> None:
     # Weights of the losses make up for the cut of a batch; nothing does for statistics taken within each part of it.
     found = [
         name or type(each).__name__
@@ -157,7 +159,7 @@ def _tell_batch_statistics(module: Module) -> None:
     ]
     if found:
         notice(
-            f"accumulated gradients are not those of the whole batch: {len(found)} BatchNorm modules (the first: "
+            f"{gradients} are not those of the whole batch: {len(found)} BatchNorm modules (the first: "
             f"{found[0]}) use the statistics of each micro-batch; GroupNorm, LayerNorm, or BatchNorm in evaluation "
             "mode do not"
         )
@@ -321,8 +323,11 @@ def _setup(trainer: Trainer, stage: str, module: Module, *, has_weights: bool) -
     datamodule = trainer.datamodule
     if datamodule is not None:
         datamodule.trainer = trainer
-        datamodule.prepare_data()
-    module.prepare_data()
+    if trainer.local_rank == 0:  # each machine has files of its own
+        if datamodule is not None:
+            datamodule.prepare_data()
+        module.prepare_data()
+    trainer.ranks.barrier()  # setup reads what was prepared
     if datamodule is not None:
         datamodule.setup(stage)
     for callback in trainer.callbacks:

@@ -14,7 +14,10 @@ from roomier.plan import Plan, plan_from_flags
 from roomier.trainer.devices import resolve_auto
 
 _NO_SUCH_DEVICE = "It is not built: write accelerator='cpu', 'cuda' or 'mps'"
-_ONE_PROCESS = "Leave it out: the run is one process"
+_SHARES = (
+    "Leave it out: each rank gets its share of any loader, and one with a DistributedSampler, or with "
+    "shards_by_rank = True, divides itself"
+)
 _TORCH_AMP = "Write precision='16-mixed' or 'bf16-mixed', which are torch's own mixed precision"
 _NAMED_OPTIMIZER = "Write it into the optimizer: optimizer={'name': 'adamw', 'weight_decay': 0.1, 'betas': [0.9, 0.95]}"
 _WARM_UP = "Write lr_schedule={'name': 'cosine', 'warmup_steps': 100}"
@@ -23,12 +26,12 @@ _SAVES = "Write callbacks=[ModelCheckpoint(every_n_train_steps=...)]"
 
 FORMER_KEYWORDS: dict[str, str] = {
     # Lightning's Trainer, of today and of earlier versions
-    "gpus": "Write accelerator='gpu', devices=1",
-    "num_gpus": "Write accelerator='gpu', devices=1",
+    "gpus": "Write accelerator='gpu', devices=N",
+    "num_gpus": "Write accelerator='gpu', devices=N",
     "tpu_cores": _NO_SUCH_DEVICE,
     "ipus": _NO_SUCH_DEVICE,
-    "num_processes": "Write devices=1: more processes than one are not built",
-    "auto_select_gpus": "Leave it out: the run takes torch's current CUDA device",
+    "num_processes": "Write devices=N: each process has a device",
+    "auto_select_gpus": "Leave it out: each process takes the CUDA device of its number; CUDA_VISIBLE_DEVICES chooses",
     "auto_lr_find": "It is not built: choose the learning rate yourself",
     "auto_scale_batch_size": "It is not built: choose the batch size of your DataLoader yourself",
     "checkpoint_callback": "Write enable_checkpointing, or put a ModelCheckpoint into callbacks",
@@ -37,11 +40,10 @@ FORMER_KEYWORDS: dict[str, str] = {
     "weights_summary": "Write enable_model_summary",
     "weights_save_path": "Write default_root_dir, or callbacks=[ModelCheckpoint(dirpath=...)]",
     "track_grad_norm": "It is not built: log the norm in the module's on_before_optimizer_step",
-    "replace_sampler_ddp": _ONE_PROCESS,
-    "use_distributed_sampler": "Leave it out: each rank gets its share of any loader, and one with a "
-    "DistributedSampler, or with shards_by_rank = True, divides itself",
-    "sync_batchnorm": _ONE_PROCESS,
-    "prepare_data_per_node": _ONE_PROCESS,
+    "replace_sampler_ddp": _SHARES,
+    "use_distributed_sampler": _SHARES,
+    "sync_batchnorm": "Convert the model: torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)",
+    "prepare_data_per_node": "Leave it out: prepare_data runs in the first process of each node",
     "amp_backend": _TORCH_AMP,
     "amp_level": _TORCH_AMP,
     "plugins": "It is not built: strategy, precision and logger are keywords of their own",
@@ -51,6 +53,7 @@ FORMER_KEYWORDS: dict[str, str] = {
     ),
     "enable_autolog_hparams": "Leave it out: save_hyperparameters(logger=False) keeps them out of the log",
     "model_registry": "It is not built",
+    "backend": "Leave it out: gloo on the CPU, nccl on CUDA",
     "terminate_on_nan": "Leave it out: a loss that is not finite ends the run at the next log step",
     "stochastic_weight_avg": "It is not built: update a torch.optim.swa_utils.AveragedModel in a callback",
     "process_position": "Leave it out: there is one progress bar",
