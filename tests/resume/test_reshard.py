@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
-from roomier import checkpoint
+from roomier import Trainer, checkpoint
 from tests.ranks.pool import RankPool
 from tests.resume.conftest import differing
-from tests.resume.reshard import GLOBAL_BATCH, LAYOUTS, NUM_STEPS, STOPS_AT, Classifier, train
+from tests.resume.reshard import GLOBAL_BATCH, LAYOUTS, NUM_STEPS, STOPS_AT, Classifier, Samples, train
 
 # From one process to many and back, between strategies, between numbers of ranks, and to a layout of its own.
 COVERING = [
@@ -111,3 +112,26 @@ def test_one_process_reads_the_weights_of_many(saved: Any) -> None:
     stored = checkpoint.load(path, only=("module",))["module"]
     for name, tensor in module.state_dict().items():
         assert torch.equal(tensor, stored[name]), name
+
+
+def validate(folder: Path, strategy: str, num_ranks: int, path: str) -> float:
+    trainer = Trainer(
+        default_root_dir=folder,
+        accelerator="cpu",
+        devices=num_ranks,
+        strategy=strategy,
+        logger=False,
+        enable_progress_bar=False,
+    )
+    [metrics] = trainer.validate(Classifier(), DataLoader(Samples(), batch_size=5), ckpt_path=path)
+    return float(metrics["val_loss"])
+
+
+def test_any_layout_validates_what_another_saved(saved: Any, on_ranks: RankPool, tmp_path: Path) -> None:
+    path = saved(("zero3", 2))["best"]
+    losses = [
+        loss
+        for strategy, num_ranks in (("single", 1), ("zero3", 4), ("ddp", 2))
+        for loss in on_ranks(num_ranks, validate, tmp_path, strategy, num_ranks, path)
+    ]
+    assert losses == pytest.approx([losses[0]] * 7, rel=1e-6)
