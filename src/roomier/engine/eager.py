@@ -14,7 +14,13 @@ from roomier.core.errors import CheckpointError, TrainingError
 from roomier.core.ranks import Ranks
 from roomier.core.transfer import BatchMover
 from roomier.engine.engine import Parallel, Step, StepHooks
-from roomier.engine.optimizer_state import check_optimizer, load_optimizer, optimizer_state, parameter_names
+from roomier.engine.optimizer_state import (
+    check_optimizer,
+    cut_like,
+    load_optimizer,
+    optimizer_state,
+    parameter_names,
+)
 from roomier.plan import BatchPlan
 from roomier.precision.policy import Precision
 from roomier.precision.scaler import LossScaler
@@ -239,7 +245,8 @@ class EagerEngine:
 
     def load(self, state: dict[str, Any]) -> None:
         self.release()
-        self.module.load_state_dict(state["module"])
+        own = self.weights()
+        self.module.load_state_dict({name: cut_like(own.get(name), each) for name, each in state["module"].items()})
         names = parameter_names(self.module)
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             load_optimizer(optimizer, saved, names)

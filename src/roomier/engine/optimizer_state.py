@@ -115,6 +115,19 @@ def _empty_beside(parameter: nn.Parameter, shape: tuple[int, ...], dtype: torch.
     return torch.empty(shape, dtype=dtype, device=parameter.device)
 
 
+def cut_like(own: Any, value: Any) -> Any:
+    """``value``, the whole of a tensor, cut as ``own`` is, which has its shape; anything else as it is. No rank waits
+    for another."""
+    is_whole = isinstance(value, Tensor) and isinstance(own, Tensor) and own.shape == value.shape
+    if not is_whole or type(own) in (Tensor, nn.Parameter):
+        return value
+    from torch.distributed.tensor import DTensor, distribute_tensor  # slow to import, and needed only here
+
+    if not isinstance(own, DTensor) or isinstance(value, DTensor):
+        return value
+    return distribute_tensor(value.to(own.device), own.device_mesh, own.placements, src_data_rank=None)
+
+
 def load_optimizer(optimizer: Optimizer, saved: Mapping[str, Any], names: Mapping[nn.Parameter, str]) -> None:
     """Put ``saved`` (from :func:`optimizer_state`) back.
 
@@ -150,8 +163,15 @@ def _load_as_saved(optimizer: Optimizer, packed: Mapping[str, Any]) -> None:
         # torch keeps step counts on the host unless the kernel reads them on the device.
         count_device = parameter.device if id(parameter) in on_device else torch.device("cpu")
         optimizer.state[parameter] = {
-            key: to_device(value, count_device if key == "step" else parameter.device) for key, value in state.items()
+            key: _owned(to_device(value, count_device if key == "step" else parameter.device), parameter)
+            for key, value in state.items()
         }
+
+
+def _owned(value: Any, parameter: nn.Parameter) -> Any:
+    cut = cut_like(parameter, value)
+    # A part of a whole would keep all of it in memory.
+    return value if cut is value else cut.clone()
 
 
 def _counts_on_device(group: Mapping[str, Any]) -> bool:
