@@ -37,7 +37,7 @@ def test_help_needs_neither_the_trainer_nor_the_option_parser() -> None:
     ("words", "told"),
     [
         (["fti"], ["verb='fti'", "Did you mean 'fit'?"]),
-        (["plan"], ["verb='plan'", "Use one of: bench, fit, predict, test, validate"]),
+        (["plan"], ["verb='plan'", "Use one of: bench, export, fit, predict, test, validate"]),
         (["bench", "overhed"], ["bench='overhed'", "Did you mean 'overhead'?"]),
         (["bench", "overhead", "--step", "3"], ["unrecognized arguments: --step 3", "roomier bench overhead --help"]),
         (["bench", "overhead", "--steps", "x"], ["'x' is not an integer of 200 or more"]),
