@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from roomier.api.module import Module
 from roomier.core.ranks import Ranks
@@ -60,7 +61,7 @@ def make_plan(strategy: str, num_ranks: int, precision: str, num_micro_batches: 
     )
 
 
-def make_engine(plan: Plan, module: Model, ranks: Ranks) -> EagerEngine:
+def make_engine(plan: Plan, module: Module, ranks: Ranks) -> EagerEngine:
     engine, _ = build(plan, module, lambda: configure(plan, module, lambda: 1.0), EagerEngine, ranks)
     return engine
 
@@ -69,7 +70,7 @@ def ranks_here() -> Ranks:
     return Ranks(World(dist.get_rank(), dist.get_world_size(), dist.get_rank(), 0, dist.get_world_size()))
 
 
-def tracked_step(engine: EagerEngine, module: Model, num_micro_batches: int) -> MemoryTracker:
+def tracked_step(engine: EagerEngine, module: Module, num_micro_batches: int) -> MemoryTracker:
     batch = (torch.randint(0, 101, (1, 16)), torch.randint(0, 101, (1, 16)))
 
     def step(tracker: MemoryTracker | None = None) -> None:
@@ -107,6 +108,8 @@ def measured_and_formula(strategy: str) -> list[dict[str, Any]]:
                 "formula": before.between_steps.num_bytes,
                 "measured_peak": tracker.peak(MODEL_STATES).num_bytes,
                 "formula_peak": before.peak.num_bytes,
+                "buffers": tracker.peak([Kind.COMMUNICATION]).num_bytes[Kind.COMMUNICATION],
+                "formula_buffers": max(each.num_bytes[Kind.COMMUNICATION] for each in before.moments),
                 "is_the_same_when_built": before == after,
             }
         )
@@ -126,6 +129,7 @@ def test_the_formula_is_what_is_measured_on_every_rank(on_ranks: RankPool, strat
                 assert case["measured"][kind] == pytest.approx(case["formula"][kind], rel=TOLERANCE), (where, kind)
             peaks = [sum(case[name][kind] for kind in MODEL_STATES) for name in ("measured_peak", "formula_peak")]
             assert peaks[0] == pytest.approx(peaks[1], rel=TOLERANCE), where
+            assert case["buffers"] == pytest.approx(case["formula_buffers"], rel=TOLERANCE, abs=64), where
             assert case["is_the_same_when_built"], where
 
 
@@ -157,6 +161,36 @@ def test_the_table_of_the_strategies() -> None:
     assert per_parameter("zero2", 4) < 2 + 16 / 4  # gathered weights leave as gradients come
     assert per_parameter("zero3", 4, 2) == pytest.approx(16 / 4, rel=0.08)
     assert per_parameter("hsdp", 4, 2) == pytest.approx(16 / 2, rel=0.08)
+
+
+class Scales(Module):
+    """Blocks of which nothing is multiplied, and a frozen layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(32, 32)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(32), nn.ReLU(), nn.LayerNorm(32)) for _ in range(2))
+        self.head = nn.Linear(32, 5).requires_grad_(False)
+
+    def training_step(self, batch: Any, batch_idx: int = 0) -> Any:
+        hidden = self.first(batch[0][:, :1] * torch.ones(1, 32))
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden).square().mean()
+
+
+def peaks_of_scales(strategy: str) -> tuple[int, int]:
+    ranks, module = ranks_here(), Scales()
+    plan = make_plan(strategy, ranks.world.size, "bf16-mixed", 1, {"name": "adamw"})
+    formula = predict(module, plan, rank=ranks.world.rank)
+    tracker = tracked_step(make_engine(plan, module, ranks), module, 1)
+    return tracker.peak(MODEL_STATES).total(MODEL_STATES), formula.peak.total()
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+def test_blocks_of_norms_and_frozen_layers(on_ranks: RankPool, strategy: str) -> None:
+    for measured, formula in on_ranks(2, peaks_of_scales, strategy):
+        assert measured == pytest.approx(formula, rel=TOLERANCE)
 
 
 def test_the_formula_needs_no_memory_for_the_weights() -> None:

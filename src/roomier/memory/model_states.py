@@ -18,11 +18,11 @@ where it does not divide, gathered parameters and communication buffers are padd
 own less.
 
 [Note: when ``fully_shard`` allocates]
-A unit is gathered into one buffer and copied from there into its parameters; the buffer lives until the next unit has
-copied (forward), or until the copy is done (backward, where the next unit's buffer is filled meanwhile). After the
-backward of a unit its parameters are freed, its gradients are copied into one buffer and freed, and the buffer lives
-until the next unit's. The sum of this rank's part is its gradient. The root, and embeddings, whose inputs have no
-gradient, do this when the whole backward is over.
+A unit is gathered into one buffer and copied from there into its parameters; while it computes, the next unit's buffer
+is filled. After the backward of a unit its parameters are freed, its gradients are copied into one buffer and freed.
+On gloo the parts of the other ranks come into buffers of their own, and all these live until the reduction of the next
+unit has begun; elsewhere the one buffer does. The sum of this rank's part is its gradient. The root, and embeddings,
+whose inputs have no gradient, do this when the whole backward is over.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ class Layout:
         shard: which part this rank has. The first is never smaller than another.
         num_micro_batches: of one optimizer step.
         wire_dtype: in which gradients are sent; None as they are.
+        on_gloo: ranks send each other their parts.
     """
 
     strategy: str
@@ -57,6 +58,7 @@ class Layout:
     shard: int = 0
     num_micro_batches: int = 1
     wire_dtype: torch.dtype | None = None
+    on_gloo: bool = True
 
     @property
     def is_cut(self) -> bool:
@@ -153,8 +155,9 @@ class _Walk:
         self._layout = layout
         self._now = dict.fromkeys(Kind, 0)
         self._gathered: set[Unit] = set()
-        self._buffer_bytes = 0  # of the last collective, which is kept until the next
-        self._are_there = False  # this rank's gradients, from an earlier micro-batch
+        self._ahead: Unit | None = None  # whose buffer is being filled
+        self._sent_bytes = 0  # of the last reduction
+        self._summed_bytes = 0
 
     def add(self, kind: Kind, num_bytes: int) -> None:
         self._now[kind] += num_bytes
@@ -183,45 +186,52 @@ class _Walk:
         self.note("update")
 
     def _forward(self) -> None:
-        for unit in self._units:
-            self._gather(unit, "forward", keeps_buffer=True)
+        for unit, following in zip(self._units, [*self._units[1:], None], strict=True):
+            self._gather(unit, following, "forward")
             if self._layout.frees_parameters and not unit.is_root:
                 self._free(unit)
-        self._keep_buffer(0)
 
     def _backward(self, *, is_first: bool, is_last: bool) -> None:
-        layout = self._layout
-        reduces = is_last or not layout.accumulates_whole
+        reduces = is_last or not self._layout.accumulates_whole
         root, *others = self._units
         late = [root, *(unit for unit in others if unit.ends_late)]
+        waiting = _in_order_of_gathering(others)
         for unit in reversed(others):
-            if not unit.is_looked_up:
-                self._gather(unit, "backward", keeps_buffer=False)
+            while unit in waiting:
+                self._gather(waiting.pop(0), waiting[0] if waiting else None, "backward")
             self._make_gradients(unit, is_first)
             if unit not in late:
                 self._end_backward(unit, is_first=is_first, reduces=reduces)
         self._make_gradients(root, is_first)
         for unit in late:
             self._end_backward(unit, is_first=is_first, reduces=reduces)
-        self._keep_buffer(0)
+        self._let_go_of_sent()
+        self.add(Kind.COMMUNICATION, -self._summed_bytes)
+        self._summed_bytes = 0
 
-    def _gather(self, unit: Unit, when: str, *, keeps_buffer: bool) -> None:
-        if unit in self._gathered:
+    def _gather(self, unit: Unit, following: Unit | None, when: str) -> None:
+        if unit not in self._gathered:
+            self._begin_gather(unit, when)
+            num_bytes = self._whole_elements(unit) * unit.gathered_dtype.itemsize
+            self.add(Kind.GATHERED, num_bytes)
+            self.note(f"{when}, {unit.name} gathered")
+            self.add(Kind.COMMUNICATION, -num_bytes)
+            self._gathered.add(unit)
+            self._ahead = None
+        if following is not None and following not in self._gathered:
+            self._begin_gather(following, when)
+
+    def _begin_gather(self, unit: Unit, when: str) -> None:
+        if self._ahead is unit:
             return
+        self._ahead = unit
         num_bytes = self._whole_elements(unit) * unit.gathered_dtype.itemsize
-        cast_bytes = 0 if all(each.dtype == unit.gathered_dtype for each in unit.weights) else num_bytes
-        # The buffer of the unit before lives until this one's is filled.
+        is_cast = any(each.dtype != unit.gathered_dtype for each in unit.weights)
+        cast_bytes = num_bytes // self._layout.num_shards if is_cast else 0
         self.add(Kind.COMMUNICATION, num_bytes)
-        self.add(Kind.TEMPORARY, cast_bytes // self._layout.num_shards)
+        self.add(Kind.TEMPORARY, cast_bytes)
         self.note(f"{when}, {unit.name} sent")
-        self.add(Kind.TEMPORARY, -(cast_bytes // self._layout.num_shards))
-        self.add(Kind.COMMUNICATION, -num_bytes)
-        self._keep_buffer(num_bytes)
-        self.add(Kind.GATHERED, num_bytes)
-        self._gathered.add(unit)
-        self.note(f"{when}, {unit.name} gathered")
-        if not keeps_buffer:
-            self._keep_buffer(0)
+        self.add(Kind.TEMPORARY, -cast_bytes)
 
     def _free(self, unit: Unit) -> None:
         if unit in self._gathered:
@@ -245,32 +255,55 @@ class _Walk:
                 self.add(Kind.GRADIENT, sum_bytes)
             return
         self._free(unit)
+        if not own_bytes:  # all of it is frozen
+            return
         whole_bytes = own_bytes
         if layout.accumulates_whole and unit.sum_dtype != unit.gathered_dtype:
             self.add(Kind.GRADIENT, -own_bytes)
             whole_bytes = sum_bytes
-        sent_bytes = self._reduced_elements(unit) * self._wire_dtype(unit).itemsize
-        self._keep_buffer(sent_bytes)
-        self.note(f"backward, {unit.name} packed")
-        self.add(Kind.GRADIENT, -whole_bytes)
-        part_bytes = self._reduced_elements(unit) // layout.num_shards * unit.weights[0].dtype.itemsize
-        received_bytes = sent_bytes - sent_bytes // layout.num_shards
-        is_new = is_first or layout.accumulates_whole
-        self.add(Kind.COMMUNICATION, received_bytes)
-        self.add(Kind.GRADIENT if is_new else Kind.TEMPORARY, part_bytes)
-        self.note(f"backward, {unit.name} reduced")
-        self.add(Kind.COMMUNICATION, -received_bytes)
-        if not is_new:
-            self.add(Kind.TEMPORARY, -part_bytes)
+        self._reduce(unit, whole_bytes, is_new=is_first or layout.accumulates_whole)
 
-    def _keep_buffer(self, num_bytes: int) -> None:
-        self.add(Kind.COMMUNICATION, num_bytes - self._buffer_bytes)
-        self._buffer_bytes = num_bytes
+    def _reduce(self, unit: Unit, whole_bytes: int, *, is_new: bool) -> None:
+        layout = self._layout
+        sent_bytes = self._reduced_elements(unit) * self._wire_dtype(unit).itemsize
+        received_bytes = sent_bytes - sent_bytes // layout.num_shards if layout.on_gloo else 0
+        part_bytes = self._reduced_elements(unit) // layout.num_shards * unit.weights[0].dtype.itemsize
+        # What is added to gradients of an earlier micro-batch, or to those of other copies, is waited for.
+        comes_late = layout.on_gloo and is_new and layout.strategy != "hsdp" and unit.weights[0].dtype == unit.sum_dtype
+        if not comes_late:
+            self._let_go_of_sent()
+        self.add(Kind.COMMUNICATION, sent_bytes)
+        self.note(f"backward, {unit.name} packed")
+        # fully_shard holds the last of them until it is done.
+        *_, last = (math.prod(each.shape) for each in unit.weights if each.is_trained)
+        last_bytes = whole_bytes * last // self._trained_elements(unit)
+        self.add(Kind.GRADIENT, last_bytes - whole_bytes)
+        self.add(Kind.COMMUNICATION, received_bytes)
+        is_summed_again = layout.strategy == "hsdp" and not is_new
+        part_kind = Kind.GRADIENT if is_new else Kind.COMMUNICATION if is_summed_again else Kind.TEMPORARY
+        self.add(part_kind, part_bytes)
+        self.note(f"backward, {unit.name} reduced")
+        self.add(Kind.GRADIENT, -last_bytes)
+        if is_summed_again:
+            self._summed_bytes += part_bytes  # what went over the copies is held until the backward is over
+        elif not is_new:
+            self.add(part_kind, -part_bytes)
+        self._let_go_of_sent()
+        self._sent_bytes = sent_bytes + received_bytes if comes_late else sent_bytes
+        if not comes_late:
+            self.add(Kind.COMMUNICATION, -received_bytes)
+
+    def _let_go_of_sent(self) -> None:
+        self.add(Kind.COMMUNICATION, -self._sent_bytes)
+        self._sent_bytes = 0
 
     def _wire_dtype(self, unit: Unit) -> torch.dtype:
         if self._layout.wire_dtype is not None:
             return self._layout.wire_dtype
-        return unit.sum_dtype if self._layout.accumulates_whole else unit.gathered_dtype
+        is_cast = unit.weights[0].dtype != unit.gathered_dtype
+        # Only between ranks that add up for themselves can gradients go out in 16 bits and be added up in 32.
+        is_low = is_cast and self._layout.on_gloo and not self._layout.accumulates_whole
+        return unit.gathered_dtype if is_low else unit.sum_dtype
 
     def _whole_elements(self, unit: Unit) -> int:
         return sum(_padded_elements(each.shape, self._layout) for each in unit.weights)
@@ -279,4 +312,18 @@ class _Walk:
         return sum(_padded_elements(each.shape, self._layout) for each in unit.weights if each.is_trained)
 
     def _whole_gradient_bytes(self, unit: Unit, dtype: torch.dtype) -> int:
-        return sum(math.prod(each.shape) for each in unit.weights if each.is_trained) * dtype.itemsize
+        return self._trained_elements(unit) * dtype.itemsize
+
+    def _trained_elements(self, unit: Unit) -> int:
+        return sum(math.prod(each.shape) for each in unit.weights if each.is_trained)
+
+
+def _in_order_of_gathering(units: list[Unit]) -> list[Unit]:
+    """``units`` as a backward gathers them: the last first, but a block before its norms, which it ends before."""
+    blocks: list[list[Unit]] = []
+    for unit in units:
+        if unit.is_inner:
+            blocks[-1].append(unit)
+        elif not unit.is_looked_up:
+            blocks.append([unit])
+    return [unit for block in reversed(blocks) for unit in block]

@@ -52,7 +52,7 @@ def predict_built(engine: Engine, plan: Plan, rank: int = 0) -> ModelStates:
     return _model_states(engine.module, plan, engine.device, rank, lambda weight: chosen.get(weight.name))
 
 
-def layout_of(plan: Plan, rank: int = 0) -> Layout:
+def layout_of(plan: Plan, device: torch.device, rank: int = 0) -> Layout:
     """What of ``plan`` decides the bytes of model states on ``rank``."""
     parallel = plan.parallel
     num_micro_batches = plan.batch.accumulate_grad_batches
@@ -65,6 +65,7 @@ def layout_of(plan: Plan, rank: int = 0) -> Layout:
         shard=rank % parallel.num_shards,
         num_micro_batches=num_micro_batches,
         wire_dtype=torch.bfloat16 if parallel.reduce_dtype == "bf16" else None,
+        on_gloo=device.type == "cpu",
     )
 
 
@@ -88,4 +89,4 @@ def _model_states(
             return onebit_adam_bytes(math.prod(own), plan.parallel.num_ranks, rounds_variance=bool(rounds))
         return state_bytes(kind, options, own, weight.dtype)
 
-    return model_states(units, layout_of(plan, rank), states_of)
+    return model_states(units, layout_of(plan, device, rank), states_of)

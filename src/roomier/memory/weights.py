@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -37,6 +37,7 @@ class Unit:
         sum_dtype: in which gradients are added up.
         ends_late: its inputs have no gradient, so that its backward counts as over when all of it is.
         is_looked_up: an embedding, which is not gathered again for its backward.
+        is_inner: the norms and embeddings of a block, which is the unit before.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Unit:
     is_root: bool = False
     ends_late: bool = False
     is_looked_up: bool = False
+    is_inner: bool = False
 
     def gradient_bytes(self, num_elements: Callable[[Weight], int]) -> int:
         """Of the weights that are trained, in the dtype of each."""
@@ -68,10 +70,13 @@ def units_with_weights(
     rest = dict(of_parameters)
     units: list[Unit] = []
     for unit in units_of(network):
+        parts: list[Unit] = []
         for modules, dtype in parts_of(unit, compute_dtype):
             parameters = dict.fromkeys(each for module in modules for each in module.parameters() if each in rest)
+            if not parameters:  # all of the block is norms
+                continue
             weights = tuple(_weight(each, rest.pop(each), weight_dtype) for each in parameters)
-            units.append(
+            parts.append(
                 Unit(
                     names[modules[0]],
                     weights,
@@ -79,8 +84,12 @@ def units_with_weights(
                     sum_dtype=_sum_dtype(weights),
                     ends_late=all(isinstance(each, (nn.Embedding, nn.EmbeddingBag)) for each in modules),
                     is_looked_up=_is_embedding_itself(unit),
+                    is_inner=modules != [unit],
                 )
             )
+        if len(parts) == 1:
+            parts = [replace(parts[0], is_inner=False)]
+        units += reversed(parts)  # the block is entered first, then the norms in it
     if rest:
         weights = tuple(_weight(parameter, name, weight_dtype) for parameter, name in rest.items())
         units.insert(0, Unit("", weights, weights[0].dtype, _sum_dtype(weights), is_root=True))
