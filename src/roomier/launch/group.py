@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 from datetime import timedelta
 
@@ -63,5 +64,8 @@ def initialise(world: World, device_type: str) -> None:
 
 
 def _leave() -> None:
-    if dist.is_initialized():  # else threads of the group abort the process when the interpreter ends
+    # Threads of a group that is still there when the interpreter ends can abort the process. They are joined when the
+    # last reference is gone, and models that were cut hold some, in cycles.
+    if dist.is_initialized():
+        gc.collect()
         dist.destroy_process_group()
