@@ -193,8 +193,9 @@ class _Walk:
 
     def _backward(self, *, is_first: bool, is_last: bool) -> None:
         reduces = is_last or not self._layout.accumulates_whole
-        root, *others = self._units
-        late = [root, *(unit for unit in others if unit.ends_late)]
+        root = [unit for unit in self._units if unit.is_root]  # none where all parameters belong to other units
+        others = [unit for unit in self._units if not unit.is_root]
+        late = [*root, *(unit for unit in others if unit.ends_late)]
         waiting = _in_order_of_gathering(others)
         for unit in reversed(others):
             while unit in waiting:
@@ -202,7 +203,8 @@ class _Walk:
             self._make_gradients(unit, is_first)
             if unit not in late:
                 self._end_backward(unit, is_first=is_first, reduces=reduces)
-        self._make_gradients(root, is_first)
+        for unit in root:
+            self._make_gradients(unit, is_first)
         for unit in late:
             self._end_backward(unit, is_first=is_first, reduces=reduces)
         self._let_go_of_sent()
