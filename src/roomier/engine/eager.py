@@ -154,6 +154,11 @@ class EagerEngine:
         """Whether :meth:`forward` may be called in ``torch.inference_mode``; else in ``no_grad``."""
         return self._parallel is None or self._parallel.allows_inference_mode
 
+    @property
+    def trace(self) -> int:
+        """What should be the same on all ranks: see :class:`roomier.engine.engine.Parallel`."""
+        return 0 if self._parallel is None else self._parallel.trace
+
     def release(self) -> None:
         """Free what was gathered from other ranks for an evaluation."""
         if self._parallel is not None:

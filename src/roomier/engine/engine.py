@@ -43,11 +43,14 @@ class Parallel(Protocol):
         runner: calls a step on a batch, with the parameters there that it needs.
         loss_factor: what each loss is multiplied by, so that the gradients are their sum over the ranks.
         allows_inference_mode: what is gathered in ``torch.inference_mode`` serves training afterwards.
+        trace: stands for the parts of the model that were run so far, in their order; the same on all ranks, or one
+            rank took what it gathered for another part.
     """
 
     runner: nn.Module
     loss_factor: float
     allows_inference_mode: bool
+    trace: int
 
     def begin_micro_batch(self, *, is_first: bool, is_last: bool) -> None:
         """Before the forward of each micro-batch of a step."""

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -89,6 +90,8 @@ class Shards:
         runner: calls steps, with the network gathered as far as they need it.
         loss_factor: 1, since gradients are added up.
         allows_inference_mode: memory that is first gathered into in inference mode can never be trained with.
+        trace: a digest of the units whose forward was run, in their order. Collectives go by their order: a rank that
+            runs other units gathers these with parts of others, which nothing else would notice.
     """
 
     loss_factor = 1.0
@@ -99,12 +102,19 @@ class Shards:
         self._reductions = Reductions()
         self._was_gathered = False
         self.runner: nn.Module = StepRunner(network)
-        parts = [self._cut_unit(unit) for unit in units_of(network)]
+        self.trace = 0
+        units = units_of(network)
+        parts = [self._cut_unit(unit) for unit in units]
+        for number, unit in enumerate(units, start=1):
+            unit.register_forward_pre_hook(partial(self._note, number))
         # The rest is small: norms, positions, tied embeddings. Autocast itself casts what of it is multiplied.
         root = self._cut([self.runner], None)
         if sharding.mesh.device_type == "cpu":
             _gather_ahead([[root], *parts])
         self._units = [each for each in self.runner.modules() if isinstance(each, FSDPModule)]
+
+    def _note(self, number: int, *_: Any) -> None:
+        self.trace = (self.trace * 1_000_003 + number) % 2**31
 
     def begin_micro_batch(self, *, is_first: bool, is_last: bool) -> None:
         """Before the forward of each micro-batch of a step."""

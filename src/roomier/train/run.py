@@ -137,18 +137,35 @@ class Run:
 
         Args:
             waits: for the other ranks: what one of them wants now holds now. Else it holds at the next vote.
+
+        Raises:
+            TrainingError: the ranks did not run the same parts of a model that is cut among them.
         """
         if self.ranks.is_alone:
             return
         num_ended = 0 if self.background is None else self.background.num_ended
-        wishes = [int(self.stop.noted or 0), int(self._wants_to_stop()), num_ended]
-        outcome = self._vote.settle(wishes) if waits else self._vote.cast(wishes)
+        wishes = [int(self.stop.noted or 0), int(self._wants_to_stop()), -num_ended]
+        outcome = (self._vote.settle if waits else self._vote.cast)(wishes, self.engine.trace)
+        if self._vote.is_split:
+            raise self._ran_other_parts()
         if outcome is None:
             return
-        number, wants_to_stop, self.num_saves_ended = outcome
+        number, wants_to_stop, least_ended = outcome
+        self.num_saves_ended = -least_ended
         self.is_stop_agreed = bool(wants_to_stop)
         if number:
             self.stop.received = signal.Signals(number)
+
+    def _ran_other_parts(self) -> TrainingError:
+        step = self.progress.global_step
+        return TrainingError(
+            "strategy",
+            self.plan.parallel.strategy,
+            f"the ranks ran different parts of the model in step {step} or the one before, or in another order: "
+            "what was gathered for one part was taken for another",
+            "Let all ranks run the same parts, or use strategy={'name': 'ddp', 'find_unused_parameters': True}; "
+            "go on from a checkpoint of an earlier step",
+        )
 
     def is_background_save_over(self) -> bool:
         """Whether the checkpoint that is written beside the training has come to its end, as far as all ranks know."""

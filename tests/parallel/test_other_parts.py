@@ -1,0 +1,72 @@
+"""A model cut among ranks that do not run the same parts of it: told, where plain collectives would train on noise."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import roomier
+from tests.ranks.pool import RankFailed, RankPool
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class LayerDrop(roomier.Module):
+    """Leaves out one of its blocks; which one depends on the step, and on the rank if so wished."""
+
+    def __init__(self, by_rank: bool) -> None:
+        super().__init__()
+        self.by_rank = by_rank
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        (x,) = batch
+        left_out = 1 + (batch_idx + self.by_rank * self.trainer.global_rank) % 2
+        for index, block in enumerate(self.blocks):
+            if index != left_out:
+                x = block(x)
+        return x.square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def fit(strategy: Any, by_rank: bool, num_ranks: int) -> int:
+    roomier.seed_everything(0)
+    data = torch.utils.data.TensorDataset(torch.randn(64, 8))
+    trainer = roomier.Trainer(
+        max_steps=8,
+        strategy=strategy,
+        devices=num_ranks,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(LayerDrop(by_rank), torch.utils.data.DataLoader(data, batch_size=4))
+    return trainer.global_step
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
+def test_ranks_that_run_other_blocks_are_stopped(on_ranks: RankPool, strategy: str) -> None:
+    with pytest.raises(RankFailed, match=r"ran different parts of the model in step [12] or"):
+        on_ranks(2, fit, strategy, True, 2)
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
+def test_blocks_that_all_ranks_leave_out_are_no_matter(on_ranks: RankPool, strategy: str) -> None:
+    assert on_ranks(2, fit, strategy, False, 2) == [8, 8]
+
+
+def test_ddp_takes_any_block_on_any_rank(on_ranks: RankPool) -> None:
+    strategy = {"name": "ddp", "find_unused_parameters": True}
+    assert on_ranks(2, fit, strategy, True, 2) == [8, 8]
