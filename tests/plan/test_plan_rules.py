@@ -60,6 +60,12 @@ WRONG_VALUES = [
         "'powersgd'",
         "Use precision='bf16-mixed'",
     ),
+    (
+        {"parallel": {"strategy": "zero3"}, "optimizer": {"name": "adafactor"}},
+        "optimizer.name",
+        "'adafactor'",
+        "Use optimizer='adamw', whose states are cut",
+    ),
     ({"parallel": {"reduce_dtype": "16"}}, "parallel.reduce_dtype", "'16'", "Did you mean 'bf16'?"),
     ({"parallel": {"find_unused_parameters": 1}}, "parallel.find_unused_parameters", "1", "True or False"),
     ({"parallel": {"accelerator": "tpu"}}, "parallel.accelerator", "'tpu'", "Use accelerator='cuda'"),

@@ -278,6 +278,15 @@ def onebit_adam_sends_for_itself(plan: "Plan") -> Iterator[PlanError]:
         yield PlanError("precision.mode", "16-mixed", problem, "Use precision='bf16-mixed'")
 
 
+def adafactor_is_not_cut(plan: "Plan") -> Iterator[PlanError]:
+    """torch's Adafactor takes norms of rows and columns, which it cannot of parameters that are cut."""
+    parallel = plan.parallel
+    if plan.optimizer.name == "adafactor" and parallel.strategy not in ("single", "ddp"):
+        problem = f"does not work on parameters that are cut (strategy {parallel.strategy!r})"
+        action = "Use optimizer='adamw', whose states are cut among the ranks, or strategy='ddp'"
+        yield PlanError("optimizer.name", "adafactor", problem, action)
+
+
 def eager_only(plan: "Plan") -> Iterator[PlanError]:
     """Compiling block by block is not part of the build yet."""
     if plan.compile.enabled:
@@ -331,6 +340,7 @@ RULES: list[Rule] = [
     shards_fill_the_ranks,
     mps_is_one_device,
     compression_is_of_ddp,
+    adafactor_is_not_cut,
     compression_has_what_it_needs,
     onebit_adam_sends_for_itself,
     eager_only,
