@@ -30,7 +30,7 @@ def find_blocks(network: nn.Module) -> list[nn.Module]:
         return _declared(network, list(declared()))
     names = _no_split_names(network)
     if names:
-        found = [each for each in network.modules() if type(each).__name__ in names and _has_parameters(each)]
+        found = [each for each in network.modules() if names & _class_names(each) and _has_parameters(each)]
     else:
         found = [each for container in network.modules() for each in _repeated_in(container)]
     return _outermost(network, found)
@@ -51,6 +51,10 @@ def _no_split_names(network: nn.Module) -> set[str]:
     for each in network.modules():
         names.update(getattr(each, "_no_split_modules", None) or ())
     return names
+
+
+def _class_names(module: nn.Module) -> set[str]:
+    return {each.__name__ for each in type(module).__mro__}  # fully_shard puts a class of its own before the user's
 
 
 def _repeated_in(container: nn.Module) -> Iterator[nn.Module]:
