@@ -146,7 +146,11 @@ class ListFeed(BatchFeed):
 
     def resume(self, position: dict[str, Any]) -> tuple[Iterator[Any], int]:
         self.check(position)
+        position = self._of_this_rank(position)
         return self._start_at(position["epoch"], position["num_batches"]), self._first
+
+    def adopt(self, position: dict[str, Any], *, is_complete: bool) -> None:
+        self._of_this_rank(position)
 
 
 class WalkedFeed(BatchFeed):
