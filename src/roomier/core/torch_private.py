@@ -70,6 +70,12 @@ def offsets_of_shard(tensor: Any) -> tuple[int, ...]:
     return tuple(chunk.offsets)
 
 
+def is_being_gathered(unit: Any) -> bool:
+    """Whether the parameters of a unit of ``fully_shard`` are under way, and nothing has waited for them yet."""
+    group = unit._get_fsdp_state()._fsdp_param_group
+    return group is not None and group._all_gather_result is not None
+
+
 def intercept(handler: Callable[..., Any]) -> AbstractContextManager[Any]:
     """A context in which ``handler(func, types, args, kwargs)`` is called in place of each operation that torch
     dispatches, those of a backward included. It may return NotImplemented to leave it to a tensor subclass."""

@@ -38,11 +38,14 @@ def divide(
         from roomier.parallel.own_gradients import OwnGradients
 
         return OwnGradients(network, ranks)
+    from roomier.parallel.agree import take_values_of_rank_zero
+
     wire_dtype = torch.bfloat16 if wanted.reduce_dtype == "bf16" else None
     if wanted.strategy == "ddp":
         from roomier.parallel.powersgd import PowerSGD
         from roomier.parallel.replicate import Replicas
 
+        take_values_of_rank_zero(network, ranks)  # DDP does so too, but is made after the first step, or never
         compresses = wanted.gradient_compression == "powersgd"
         return Replicas(
             network,
@@ -52,7 +55,6 @@ def divide(
             wire_dtype=wire_dtype,
             compression=PowerSGD(wanted.compression_rank, wanted.compression_warmup_steps) if compresses else None,
         )
-    from roomier.parallel.agree import take_values_of_rank_zero
     from roomier.parallel.mesh import make_mesh
     from roomier.parallel.shard import Sharding, Shards, check_shardable
 

@@ -101,6 +101,7 @@ class Shards:
         self.sharding = sharding
         self._reductions = Reductions()
         self._was_gathered = False
+        self._parameters: list[nn.Parameter] | None = None  # all of them, as they are between steps
         self.runner: nn.Module = StepRunner(network)
         self.trace = 0
         units = units_of(network)
@@ -118,7 +119,8 @@ class Shards:
 
     def begin_micro_batch(self, *, is_first: bool, is_last: bool) -> None:
         """Before the forward of each micro-batch of a step."""
-        self._reductions.window += is_first
+        on_gloo = self.sharding.mesh.device_type == "cpu"
+        self._reductions.window += is_first and on_gloo and self._has_no_gradients()
         if self.sharding.reduces_each_micro_batch:
             return
         if not self._was_gathered:
@@ -130,6 +132,13 @@ class Shards:
         root.set_requires_gradient_sync(is_last)
         root.set_reshard_after_backward(is_last)
 
+    def _has_no_gradients(self) -> bool:
+        # fully_shard adds to a gradient that is there. So may an optimizer leave it whose zero_grad fills with zeros.
+        if self._parameters is None:
+            self.release()
+            self._parameters = list(self.runner.parameters())
+        return all(each.grad is None for each in self._parameters)
+
     def end_backward(self) -> None:
         """After each backward."""
         self._reductions.finish()
@@ -137,6 +146,8 @@ class Shards:
 
     def end_update(self) -> None:
         """After each update of the parameters."""
+        # What a hook gathered between the backward and the update has the values of before.
+        self.release()
         self._gather_root_again()
 
     def _gather_root_again(self) -> None:
@@ -149,6 +160,8 @@ class Shards:
     def release(self) -> None:
         """Free what is gathered: after an evaluation, and before parameters are looked at by name."""
         for unit in self._units:
+            if torch_private.is_being_gathered(unit):  # ahead of a forward that did not come
+                unit.unshard()
             unit.reshard()
 
     def clip_grad_norm_(self, parameters: Sequence[Tensor], max_norm: float) -> Tensor:

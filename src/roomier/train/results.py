@@ -172,6 +172,8 @@ class Results:
         rank_zero_only: bool = False,
     ) -> None:
         """Behind :meth:`roomier.Module.log`, which tells the arguments."""
+        if not self._ranks.is_alone and hasattr(value, "full_tensor"):
+            value = value.full_tensor()  # made of parameters that are cut: all ranks, also those that do not count
         if rank_zero_only and not self._ranks.is_zero:
             return
         if self.stage is None:
@@ -189,8 +191,6 @@ class Results:
             if value.numel() != 1:
                 raise RoomierError("log", (name, tuple(value.shape)), "the value is not a scalar", "Reduce it first")
             value = value.detach()
-            if not self._ranks.is_alone and hasattr(value, "full_tensor"):  # made of parameters that are cut
-                value = value.full_tensor()
             if value.dim():
                 value = value.reshape(())
         elif not isinstance(value, (float, int)):

@@ -1,0 +1,153 @@
+"""What happens between a backward and the next forward, and where ranks begin: no rank trains on other values."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import roomier
+from roomier.core.ranks import Ranks
+from roomier.core.world import World
+from roomier.engine.build import build
+from roomier.engine.eager import EagerEngine
+from roomier.optim.configured import Configured
+from roomier.plan import Plan
+from tests.ranks.pool import RankPool
+
+CUT = ["zero1", "zero2", "zero3"]
+
+
+class Layers(roomier.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)) for _ in range(3))
+        self.head = nn.Linear(64, 1)
+
+    def training_step(self, batch: Tensor, batch_idx: int = 0) -> Tensor:
+        for block in self.blocks:
+            batch = block(batch)
+        loss: Tensor = (self.head(batch) - 1).square().mean()
+        return loss
+
+
+class FillsWithZeros(torch.optim.SGD):
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        super().zero_grad(set_to_none=False)
+
+
+def losses(
+    strategy: str, optimizer: type[torch.optim.Optimizer], looks_at_block: bool, num_ranks: int, rank: int
+) -> list[float]:
+    torch.manual_seed(0)
+    module = Layers()
+    ranks = Ranks(World(rank, num_ranks, rank, 0, num_ranks))
+    plan = Plan.from_dict({"parallel": {"strategy": strategy, "devices": num_ranks, "accelerator": "cpu"}})
+    made = lambda: Configured([optimizer(module.parameters(), lr=0.05)])  # noqa: E731
+    engine, _ = build(plan, module, made, EagerEngine, ranks)
+    generator = torch.Generator().manual_seed(rank)
+
+    @torch.no_grad()
+    def look() -> None:
+        module.blocks[0](torch.ones(2, 64))
+
+    found = []
+    for _ in range(4):
+        loss = engine.forward_backward(module.training_step, [torch.randn(8, 64, generator=generator)])
+        if looks_at_block:
+            look()
+        engine.step()
+        assert loss is not None
+        found.append(ranks.sum(loss).item())
+    return found
+
+
+def losses_on_rank(*args: Any) -> list[float]:
+    return losses(*args, rank=torch.distributed.get_rank())
+
+
+@pytest.mark.parametrize("strategy", CUT)
+def test_gradients_that_zero_grad_leaves_there_are_added_to_once_they_are_reduced(
+    on_ranks: RankPool, strategy: str
+) -> None:
+    plain = on_ranks(2, losses_on_rank, strategy, torch.optim.SGD, False, 2)
+    filled = on_ranks(2, losses_on_rank, strategy, FillsWithZeros, False, 2)
+    assert filled == plain
+
+
+@pytest.mark.parametrize("strategy", CUT)
+def test_what_is_gathered_between_backward_and_update_is_gathered_again(on_ranks: RankPool, strategy: str) -> None:
+    plain = on_ranks(2, losses_on_rank, strategy, torch.optim.SGD, False, 2)
+    looked = on_ranks(2, losses_on_rank, strategy, torch.optim.SGD, True, 2)
+    assert looked == plain
+
+
+class ByHand(Layers):
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int = 0) -> None:  # type: ignore[override]
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch[0]))
+        optimizer.step()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+def weights_after_unseeded_fit(num_ranks: int) -> list[Tensor]:
+    torch.manual_seed(torch.distributed.get_rank())
+    module = ByHand()
+    data = torch.utils.data.TensorDataset(torch.ones(16, 64))
+    trainer = roomier.Trainer(
+        max_steps=2,
+        strategy="ddp",
+        devices=num_ranks,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=4))
+    return [each.detach().clone() for each in module.parameters()]
+
+
+def test_ranks_that_drew_other_weights_train_one_model_by_hand(on_ranks: RankPool) -> None:
+    first, second = on_ranks(2, weights_after_unseeded_fit, 2)
+    assert all(map(torch.equal, first, second))
+
+
+class LogsPartOfWeight(Layers):
+    def training_step(self, batch: Any, batch_idx: int = 0) -> Tensor:  # type: ignore[override]
+        return super().training_step(batch[0])
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.log("norm", self.head.weight.norm(), on_step=True, rank_zero_only=True)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+def logged_norm(num_ranks: int) -> float:
+    torch.manual_seed(0)
+    module = LogsPartOfWeight()
+    expected = float(module.head.weight.detach().norm())
+    data = torch.utils.data.TensorDataset(torch.ones(16, 64))
+    trainer = roomier.Trainer(
+        max_steps=1,
+        log_every_n_steps=1,
+        strategy="zero2",
+        devices=num_ranks,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=4))
+    return float(trainer.callback_metrics.get("norm", expected)) - expected
+
+
+def test_rank_zero_may_log_what_is_made_of_parameters_that_are_cut(on_ranks: RankPool) -> None:
+    assert on_ranks(2, logged_norm, 2) == pytest.approx([0.0, 0.0], abs=1e-5)
