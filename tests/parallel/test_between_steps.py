@@ -62,6 +62,24 @@ def losses(
     return found
 
 
+class StepsInBackward(torch.optim.SGD):
+    """Updates each weight as soon as its gradient is there."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(list(parameters), lr=lr)
+        for each in self.param_groups[0]["params"]:
+            each.register_post_accumulate_grad_hook(self._update)
+
+    @torch.no_grad()
+    def _update(self, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.sub_(parameter.grad, alpha=self.param_groups[0]["lr"])
+        parameter.grad = None
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        pass
+
+
 def losses_on_rank(*args: Any) -> list[float]:
     return losses(*args, rank=torch.distributed.get_rank())
 
@@ -73,6 +91,13 @@ def test_gradients_that_zero_grad_leaves_there_are_added_to_once_they_are_reduce
     plain = on_ranks(2, losses_on_rank, strategy, torch.optim.SGD, False, 2)
     filled = on_ranks(2, losses_on_rank, strategy, FillsWithZeros, False, 2)
     assert filled == plain
+
+
+@pytest.mark.parametrize("strategy", CUT)
+def test_hooks_of_gradients_see_them_reduced(on_ranks: RankPool, strategy: str) -> None:
+    plain = on_ranks(2, losses_on_rank, strategy, torch.optim.SGD, False, 2)
+    in_backward = on_ranks(2, losses_on_rank, strategy, StepsInBackward, False, 2)
+    assert in_backward == [pytest.approx(each, rel=1e-4) for each in plain]
 
 
 @pytest.mark.parametrize("strategy", CUT)

@@ -76,6 +76,11 @@ def is_being_gathered(unit: Any) -> bool:
     return group is not None and group._all_gather_result is not None
 
 
+def has_gradient_hooks(parameter: Tensor) -> bool:
+    """Whether it has hooks of ``register_post_accumulate_grad_hook``."""
+    return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
+
+
 def intercept(handler: Callable[..., Any]) -> AbstractContextManager[Any]:
     """A context in which ``handler(func, types, args, kwargs)`` is called in place of each operation that torch
     dispatches, those of a backward included. It may return NotImplemented to leave it to a tensor subclass."""

@@ -120,7 +120,7 @@ class Shards:
     def begin_micro_batch(self, *, is_first: bool, is_last: bool) -> None:
         """Before the forward of each micro-batch of a step."""
         on_gloo = self.sharding.mesh.device_type == "cpu"
-        self._reductions.window += is_first and on_gloo and self._has_no_gradients()
+        self._reductions.window += is_first and on_gloo and self._may_gradients_come_later()
         if self.sharding.reduces_each_micro_batch:
             return
         if not self._was_gathered:
@@ -132,12 +132,13 @@ class Shards:
         root.set_requires_gradient_sync(is_last)
         root.set_reshard_after_backward(is_last)
 
-    def _has_no_gradients(self) -> bool:
-        # fully_shard adds to a gradient that is there. So may an optimizer leave it whose zero_grad fills with zeros.
+    def _may_gradients_come_later(self) -> bool:
+        # fully_shard adds to a gradient that is there, as an optimizer leaves it whose zero_grad fills with zeros; and
+        # hooks of users look at it.
         if self._parameters is None:
             self.release()
             self._parameters = list(self.runner.parameters())
-        return all(each.grad is None for each in self._parameters)
+        return all(each.grad is None and not torch_private.has_gradient_hooks(each) for each in self._parameters)
 
     def end_backward(self) -> None:
         """After each backward."""
