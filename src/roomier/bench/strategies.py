@@ -36,8 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--precision", default="bf16-mixed", help="as Trainer(precision=...) (%(default)s)")
     parser.add_argument("--batch-size", type=_at_least(1), default=2, help="sequences of a rank (%(default)s)")
     parser.add_argument("--seq-len", type=_at_least(1), default=128, help="tokens of a sequence (%(default)s)")
-    parser.add_argument("--steps", type=_at_least(1), default=5, help="steps of a turn (%(default)s)")
-    parser.add_argument("--repeats", type=_at_least(1), default=7, help="turns of each strategy (%(default)s)")
+    parser.add_argument("--steps", type=_at_least(1), default=3, help="steps of a turn (%(default)s)")
+    parser.add_argument("--repeats", type=_at_least(1), default=5, help="turns of each strategy (%(default)s)")
     parser.add_argument("--strategies", default="", help=f"separated by commas; all by default: {','.join(STRATEGIES)}")
 
 

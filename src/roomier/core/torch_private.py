@@ -179,3 +179,12 @@ def without_view(tensor: Tensor, *, may_share: bool) -> Tensor:
     if not is_view(tensor):
         return tensor
     return torch.ops.aten._unsafe_view(tensor, tensor.shape) if may_share else tensor.clone()
+
+
+def forget_unreduced_gradients(unit: Any) -> None:
+    """Drop the gradients that a module of ``fully_shard`` keeps whole until they are reduced."""
+    for group in unit._get_fsdp_state()._fsdp_param_groups:
+        for each in group.fsdp_params:
+            each.unsharded_accumulated_grad = None
+            if hasattr(each, "_unsharded_param"):  # gathered once at least
+                each._unsharded_param.grad = None

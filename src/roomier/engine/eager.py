@@ -14,6 +14,7 @@ from roomier.core.errors import CheckpointError, TrainingError
 from roomier.core.ranks import Ranks
 from roomier.core.transfer import BatchMover
 from roomier.engine.engine import Parallel, Step, StepHooks
+from roomier.engine.no_terms import zero_gradients
 from roomier.engine.optimizer_state import (
     check_optimizer,
     cut_like,
@@ -102,9 +103,11 @@ class EagerEngine:
                 # A micro-batch without a single term has the loss 0/0; it adds nothing, so it is left out. Where others
                 # wait for this rank's gradients they get zeros.
                 if not isinstance(weight, Tensor) and weight == 0:
-                    if is_alone:
-                        continue
-                    loss = torch.nan_to_num(loss)
+                    if not is_alone:
+                        with zero_gradients(loss) as zero:
+                            self.backward(zero)
+                        window_loss = zero.detach() if window_loss is None else window_loss
+                    continue
                 loss = loss * weight
             self.backward(loss if self._loss_factor == 1 else loss * self._loss_factor)
             loss = loss.detach()

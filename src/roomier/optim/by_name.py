@@ -1,12 +1,12 @@
 """Optimizers by name, with the parameter groups the field has settled on."""
 
 import inspect
+import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from roomier.core.errors import PlanError, did_you_mean
@@ -72,6 +72,11 @@ def make_optimizer(
 
 
 def _has_fused(name: str, parameter: nn.Parameter) -> bool:
-    if name == "sgd" and isinstance(parameter, DTensor):  # torch 2.13 has Adam's kernels alone for cut parameters
+    if name == "sgd" and not _is_whole(parameter):  # torch 2.13 has Adam's kernels alone for cut parameters
         return False
     return parameter.is_floating_point() and parameter.device.type in ("cpu", "cuda", "mps")
+
+
+def _is_whole(parameter: nn.Parameter) -> bool:
+    distributed = sys.modules.get("torch.distributed.tensor")  # who cut a parameter has imported it
+    return distributed is None or not isinstance(parameter, distributed.DTensor)

@@ -128,6 +128,9 @@ class Shards:
             self._was_gathered = True
             for unit in self._units:
                 unit.unshard()
+        if is_first:  # of a step that a hook broke off, some micro-batches may be there
+            for unit in self._units:
+                torch_private.forget_unreduced_gradients(unit)
         root = self._units[0]
         root.set_requires_gradient_sync(is_last)
         root.set_reshard_after_backward(is_last)
