@@ -1,5 +1,6 @@
 """A model cut among ranks that do not run the same parts of it: told, where plain collectives would train on noise."""
 
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -70,3 +71,55 @@ def test_blocks_that_all_ranks_leave_out_are_no_matter(on_ranks: RankPool, strat
 def test_ddp_takes_any_block_on_any_rank(on_ranks: RankPool) -> None:
     strategy = {"name": "ddp", "find_unused_parameters": True}
     assert on_ranks(2, fit, strategy, True, 2) == [8, 8]
+
+
+class ExtraLayer(LayerDrop):
+    """Uses one more layer on rank 1."""
+
+    def __init__(self) -> None:
+        super().__init__(by_rank=False)
+        self.extra = nn.Linear(8, 8)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        (x,) = batch
+        for block in self.blocks:
+            x = block(x)
+        if self.trainer.global_rank:
+            x = x + self.extra(x)
+        return x.square().mean()
+
+
+def fit_with_extra_layer(strategy: Any, patience_s: float) -> list[float]:
+    from roomier.parallel import collectives
+
+    collectives.PATIENCE = timedelta(seconds=patience_s)
+    roomier.seed_everything(0)
+    data = torch.utils.data.TensorDataset(torch.randn(64, 8))
+    trainer = roomier.Trainer(
+        max_steps=4,
+        strategy=strategy,
+        devices=2,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    module = ExtraLayer()
+    trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=4))
+    weights = trainer.engine.weights()["extra.weight"]
+    return (weights.full_tensor() if hasattr(weights, "full_tensor") else weights).flatten().tolist()
+
+
+def test_a_layer_of_one_rank_trains_where_it_is_looked_for(on_ranks: RankPool) -> None:
+    found = [
+        on_ranks(2, fit_with_extra_layer, {"name": name, "find_unused_parameters": True}, 60.0)[0]
+        for name in ("ddp", "zero2", "zero3")
+    ]
+    for other in found[1:]:
+        assert other == pytest.approx(found[0], rel=1e-5, abs=1e-7)
+
+
+def test_a_layer_of_one_rank_does_not_wait_for_ever(on_ranks: RankPool) -> None:
+    with pytest.raises(RankFailed, match=r"waited 0:00:03 for a part|Connection closed|collective mismatch|ended"):
+        on_ranks(2, fit_with_extra_layer, "zero2", 3.0)

@@ -13,6 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map
 from torch.utils.data import DataLoader
 
+from roomier.core.errors import PlanError
+
 AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 
 disabled_torch_function = torch._C._disabled_torch_function_impl
@@ -188,3 +190,16 @@ def forget_unreduced_gradients(unit: Any) -> None:
             each.unsharded_accumulated_grad = None
             if hasattr(each, "_unsharded_param"):  # gathered once at least
                 each._unsharded_param.grad = None
+
+
+def reduce_missing_gradients_as_zeros(unit: Any) -> None:
+    """Let a module of ``fully_shard`` reduce zeros for a parameter without a gradient, as the other ranks may have one.
+
+    ``FSDPModule.set_reduce_scatter_unused_params`` of torch 2.13; earlier versions have no such setting.
+    """
+    for group in unit._get_fsdp_state()._fsdp_param_groups:
+        if not hasattr(group, "reduce_scatter_unused_params"):
+            raise PlanError(
+                "parallel.find_unused_parameters", True, f"torch {torch.__version__} cannot", "Install torch 2.13"
+            )
+        group.reduce_scatter_unused_params = True

@@ -64,6 +64,7 @@ def divide(
         reduces_each_micro_batch=wanted.strategy != "zero1" or plan.batch.accumulate_grad_batches == 1,
         compute_dtype=precision.autocast_dtype,
         wire_dtype=wire_dtype,
+        finds_unused=wanted.find_unused_parameters,
         by_hand=by_hand,
     )
     earlier: Shards | None = network.__dict__.get(_SHARDS)

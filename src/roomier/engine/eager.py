@@ -125,7 +125,8 @@ class EagerEngine:
         raise TrainingError(
             "training_step",
             None,
-            f"returned no loss on rank {self.ranks.world.rank}; the other ranks wait for its gradients",
+            f"returned no loss on rank {self.ranks.world.rank}; of several ranks each must return one, for all reduce "
+            "their gradients together",
             "Return a loss of zero that depends on the parameters: 0.0 * loss",
         )
 

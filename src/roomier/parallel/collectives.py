@@ -16,6 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from roomier.core.errors import TrainingError
+
+PATIENCE = timedelta(minutes=10)  # with a rank that is behind: within a step all run the same
+
 
 class PairwiseAllGather:
     """What :meth:`FSDPModule.set_custom_all_gather` takes."""
@@ -95,8 +99,7 @@ class PairwiseReduceScatter:
         work = exchange(parts, received, group)
 
         def finish() -> None:
-            for each in work:
-                each.wait()
+            wait_for(work)
             output_tensor.copy_(received[0])
             for part in received[1:]:
                 output_tensor.add_(part)
@@ -119,6 +122,26 @@ def exchange(sent: list[Tensor], received: list[Tensor], group: dist.ProcessGrou
     return work
 
 
+def wait_for(work: Sequence[dist.Work]) -> None:
+    """Wait until all of ``work`` is done.
+
+    Raises:
+        TrainingError: another rank did not send its part within ``PATIENCE``.
+    """
+    try:
+        for each in work:
+            each.wait(PATIENCE)
+    except RuntimeError as error:
+        if "timed out" not in str(error).lower():
+            raise
+        raise TrainingError(
+            "strategy",
+            f"rank {dist.get_rank()}",
+            f"waited {PATIENCE} for a part that another rank did not send: it is stuck, or it left out a layer",
+            "See what the other ranks do; where steps leave out layers, set find_unused_parameters in the strategy",
+        ) from error
+
+
 class _AllOf(dist.Work):
     """Several pieces of work as one."""
 
@@ -127,4 +150,5 @@ class _AllOf(dist.Work):
         self._work = work
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        return all(each.wait() for each in self._work)
+        wait_for(self._work)
+        return True

@@ -65,6 +65,8 @@ class Sharding:
         reduces_each_micro_batch: gradients are cut at once (ZeRO-2 and 3).
         compute_dtype: of autocast; None for none.
         wire_dtype: in which gradients travel; None is the dtype they have where they are not added up before.
+        finds_unused: a step may leave out parameters on some ranks only: what has no gradient on a rank counts as zero
+            there, and everywhere if no rank has one.
         by_hand: backward and update run within a training step (manual optimization); gradients are then the mean over
             the ranks, not their sum.
     """
@@ -74,6 +76,7 @@ class Sharding:
     reduces_each_micro_batch: bool
     compute_dtype: torch.dtype | None = None
     wire_dtype: torch.dtype | None = None
+    finds_unused: bool = False
     by_hand: bool = False
 
     @property
@@ -104,7 +107,8 @@ class Shards:
         self._parameters: list[nn.Parameter] | None = None  # all of them, as they are between steps
         self.runner: nn.Module = StepRunner(network)
         self.trace = 0
-        units = units_of(network)
+        # A layer that some ranks leave out must not be gathered by its own forward: it belongs to the root.
+        units = find_closed_blocks(network) if sharding.finds_unused else units_of(network)
         parts = [self._cut_unit(unit) for unit in units]
         for number, unit in enumerate(units, start=1):
             unit.register_forward_pre_hook(partial(self._note, number))
@@ -202,6 +206,8 @@ class Shards:
         unit: FSDPModule = fully_shard(modules, mesh=sharding.mesh, reshard_after_forward=frees, mp_policy=policy)[0]
         # A sum, on every backend: the weights of the losses make it the gradient of the global batch.
         unit.set_force_sum_reduction_for_comms(True)
+        if sharding.finds_unused:
+            torch_private.reduce_missing_gradients_as_zeros(unit)
         unit.set_gradient_divide_factor(float(sharding.mesh.size()) if sharding.by_hand else 1.0)
         if on_gloo:
             # Gradients that no earlier micro-batch was added to go out as they are; the sum is taken in full.
@@ -240,10 +246,8 @@ def units_of(network: nn.Module) -> list[nn.Module]:
 
     None of them shares a parameter with what is outside it.
     """
-    num_owners = Counter(
-        parameter for module in network.modules() for parameter in module.parameters(recurse=False)
-    )  # a module that is registered twice is one module
-    blocks = [block for block in find_blocks(network) if _is_closed(block, num_owners)]
+    num_owners = _num_owners(network)
+    blocks = find_closed_blocks(network)
     in_blocks = {part for block in blocks for part in block.modules()}
     readers = [each for each in network.modules() if isinstance(each, READING_PARTS)]
     read = {part for reader in readers for part in reader.modules() if part is not reader}
@@ -259,6 +263,17 @@ def units_of(network: nn.Module) -> list[nn.Module]:
     ]
     wanted = {*blocks, *alone}
     return [each for each in network.modules() if each in wanted]
+
+
+def find_closed_blocks(network: nn.Module) -> list[nn.Module]:
+    """The blocks that share no parameter with what is outside them."""
+    num_owners = _num_owners(network)
+    return [block for block in find_blocks(network) if _is_closed(block, num_owners)]
+
+
+def _num_owners(network: nn.Module) -> Counter[nn.Parameter]:
+    # A module that is registered twice is one module.
+    return Counter(parameter for module in network.modules() for parameter in module.parameters(recurse=False))
 
 
 def parts_of(unit: nn.Module, compute_dtype: torch.dtype | None) -> list[tuple[list[nn.Module], torch.dtype | None]]:
