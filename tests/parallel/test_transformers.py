@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from roomier.parallel.blocks import find_blocks
+from roomier.api.blocks import find_blocks
 from tests.parallel.parity import Batch, Setup, Task, distance, train_bare, train_on_ranks
 from tests.ranks.pool import RankPool
 

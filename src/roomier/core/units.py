@@ -1,5 +1,6 @@
 """Numbers as people read them, and durations as people write them."""
 
+import re
 from datetime import timedelta
 
 from roomier.core.errors import RoomierError
@@ -21,6 +22,28 @@ def format_count(count: float) -> str:
             return f"{count:.0f}" if unit == "" else f"{count:.1f}{unit}"
         count /= 1000
     return f"{count:.1f} T"
+
+
+_SIZE = re.compile(r"\s*(?P<number>[0-9]+(?:\.[0-9]+)?)\s*(?P<unit>[A-Za-z]*)\s*")
+_UNIT_BYTES: dict[str, int] = {
+    "b": 1,
+    **{f"{prefix}{end}": 1024**power for power, prefix in enumerate("kmgt", start=1) for end in ("ib", "i")},
+    **{f"{prefix}{end}": 1000**power for power, prefix in enumerate("kmgt", start=1) for end in ("b", "")},
+}
+
+
+def parse_bytes(field: str, text: str) -> int:
+    """``"6GiB"`` -> 6442450944; ``"6 GB"`` -> 6000000000; a number alone is bytes.
+
+    Raises:
+        RoomierError: it is no number with a unit of bytes.
+    """
+    action = "Write a number and a unit, such as '6GiB' or '500MB'"
+    found = _SIZE.fullmatch(text)
+    unit_bytes = None if found is None else _UNIT_BYTES.get(found["unit"].lower() or "b")
+    if found is None or unit_bytes is None:
+        raise RoomierError(field, text, "is not a number of bytes", action)
+    return round(float(found["number"]) * unit_bytes)
 
 
 def parse_duration_s(field: str, value: object) -> float:

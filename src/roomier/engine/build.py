@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,6 +14,8 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from roomier.adapters.lora import apply_lora, quantise_base
+from roomier.api.blocks import find_blocks
 from roomier.api.forward import as_module, network_of
 from roomier.api.module import Module
 from roomier.core import torch_private
@@ -22,6 +25,7 @@ from roomier.core.log import notice
 from roomier.core.ranks import Ranks
 from roomier.engine.divide import divide
 from roomier.engine.eager import EagerEngine
+from roomier.engine.levers import apply_levers
 from roomier.engine.materialise import cuts_parameters, take_weights
 from roomier.engine.prepared import PreparedEngine
 from roomier.engine.weights_file import WeightsFile
@@ -62,30 +66,39 @@ def build(
     _check_network(network)
     _check_loss_reduction(module)
     given = None if weights is None else weights.check(network)
+    if plan.adapter.lora_rank is not None:
+        apply_lora(network, find_blocks(network), plan.adapter)  # parameters of its own; files have none of them
     taken = take_weights(network, plan, ranks, given=given)  # first: what is cut later is not held whole until then
     precision.convert_module(network)  # everything after it sizes itself by the dtype of the weights
     if taken is None:
         module.to(device)  # before the optimizer, which makes its states beside the parameters
     elif not cuts_parameters(plan, ranks):
         taken.put_back(network, network, device)  # DDP reads what it wraps
-    by_hand = not module.automatic_optimization
-    parallel = divide(plan, network, device, precision, ranks, by_hand=by_hand)  # it replaces what it cuts
-    if taken is not None and parallel is not None and cuts_parameters(plan, ranks):
-        taken.put_back(parallel.runner, network, device)  # each rank has memory for its part alone
-    if weights is not None:
-        weights.read_into(network)
-    configured = configure_optimizers()  # last: it must hold the parameters as they will be updated
-    check_ownership(configured, module.parameters())
-    engine = engine_class(
-        network,
-        configured.optimizers,
-        device=device,
-        precision=precision,
-        batch_plan=plan.batch,
-        count_terms=module.num_loss_terms if module.loss_reduction == "mean" else None,
-        ranks=ranks,
-        parallel=parallel,
-    )
+    levers = apply_levers(plan, network, device, precision, ranks)  # before what gathers around them
+    with ExitStack() as on_failure:
+        on_failure.callback(levers.undo)
+        by_hand = not module.automatic_optimization
+        parallel = divide(plan, network, device, precision, ranks, by_hand=by_hand)  # it replaces what it cuts
+        if taken is not None and parallel is not None and cuts_parameters(plan, ranks):
+            taken.put_back(parallel.runner, network, device)  # each rank has memory for its part alone
+        if weights is not None:
+            weights.read_into(network)
+        if plan.adapter.frozen_base != "as_is":
+            quantise_base(network, plan.adapter)  # of the values that the model begins with
+        configured = configure_optimizers()  # last: it must hold the parameters as they will be updated
+        check_ownership(configured, module.parameters())
+        engine = engine_class(
+            network,
+            configured.optimizers,
+            device=device,
+            precision=precision,
+            batch_plan=plan.batch,
+            count_terms=module.num_loss_terms if module.loss_reduction == "mean" else None,
+            ranks=ranks,
+            parallel=parallel,
+            levers=levers,
+        )
+        on_failure.pop_all()
     if engine.scaler is not None:
         _say_which_steps_wait(configured.optimizers, device)
     return engine, configured

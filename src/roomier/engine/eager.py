@@ -14,6 +14,7 @@ from roomier.core.errors import CheckpointError, TrainingError
 from roomier.core.ranks import Ranks
 from roomier.core.transfer import BatchMover
 from roomier.engine.engine import Parallel, Step, StepHooks
+from roomier.engine.levers import Levers
 from roomier.engine.no_terms import zero_gradients
 from roomier.engine.optimizer_state import (
     check_optimizer,
@@ -36,6 +37,7 @@ class EagerEngine:
         module: whose parameters are trained and stored.
         ranks: among which a batch is divided.
         parallel: what the module was made into for several ranks; None for one.
+        levers: what works inside its forward.
         batch_plan: accumulation and clipping.
         count_terms: how many terms the loss of a micro-batch is the mean of; None where it is a sum.
     """
@@ -51,6 +53,7 @@ class EagerEngine:
         count_terms: CountTerms | None,
         ranks: Ranks,
         parallel: Parallel | None = None,
+        levers: Levers | None = None,
     ) -> None:
         self.module = module
         self.ranks = ranks
@@ -64,7 +67,9 @@ class EagerEngine:
         self._count_terms = count_terms
         self._parallel = parallel
         self._loss_factor = 1 if parallel is None else parallel.loss_factor
-        self._context = precision.forward_context()
+        self._levers = levers
+        self._recompute = None if levers is None else levers.recompute
+        self._context = precision.forward_context() if levers is None else levers.forward_context
         self._to_device = BatchMover(device) if device.type != "cpu" else None
         self._converts = precision.weight_dtype is not None
         self._unscaled: set[int] = set()
@@ -73,6 +78,8 @@ class EagerEngine:
         hooks = self.hooks
         if hooks.zero_grad is None:
             self.zero_grad()
+        if self._recompute is not None:
+            self._recompute.begin_step(self.optimizers)
         is_alone = self.ranks.is_alone
         weights = None if is_alone and len(batches) == 1 else self._weights(batches)
         window_loss: Tensor | None = None
@@ -112,6 +119,8 @@ class EagerEngine:
             self.backward(loss if self._loss_factor == 1 else loss * self._loss_factor)
             loss = loss.detach()
             window_loss = loss if window_loss is None else window_loss + loss
+        if self._recompute is not None:
+            self._recompute.end_step()
         if left_out and window_loss is not None:
             window_loss = window_loss * self._weigh_again(left_out)
         return window_loss
@@ -167,6 +176,11 @@ class EagerEngine:
         """Free what was gathered from other ranks for an evaluation."""
         if self._parallel is not None:
             self._parallel.release()
+
+    def close(self) -> None:
+        """Give the module its own forward back; called when the run is over, and no step follows."""
+        if self._levers is not None:
+            self._levers.undo()
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         hooks = self.hooks

@@ -110,6 +110,10 @@ class Engine(Protocol):
         """Free what :meth:`forward` gathered from other ranks; called when an evaluation is over."""
         ...
 
+    def close(self) -> None:
+        """Give the module its own forward back; called when the run is over, and no step follows."""
+        ...
+
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """The backward of one loss, for manual optimization."""
         ...

@@ -29,10 +29,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from roomier.api.blocks import find_blocks
 from roomier.core import torch_private
 from roomier.core.errors import RoomierError
 from roomier.core.tree import map_tensors, tensors
-from roomier.parallel.blocks import find_blocks
 from roomier.parallel.collectives import PairwiseAllGather, PairwiseReduceScatter, Reductions
 from roomier.parallel.norm import clip_grad_norm, clip_grad_value
 from roomier.parallel.runner import StepRunner

@@ -5,8 +5,11 @@ from roomier.plan.diff import Difference
 from roomier.plan.flags import plan_from_flags
 from roomier.plan.parts import (
     ActivationPlan,
+    AdapterPlan,
+    AttentionPlan,
     BatchPlan,
     CompilePlan,
+    LossPlan,
     OffloadPlan,
     OptimizerPlan,
     Options,
@@ -18,11 +21,14 @@ from roomier.plan.rules import CombinedPlanError
 
 __all__ = [
     "ActivationPlan",
+    "AdapterPlan",
+    "AttentionPlan",
     "BatchPlan",
     "CombinedPlanError",
     "CompilePlan",
     "Difference",
     "Kind",
+    "LossPlan",
     "OffloadPlan",
     "OptimizerPlan",
     "Options",

@@ -93,6 +93,10 @@ CHOICES: dict[str, dict[str, Choice]] = {
         "adagrad": _torch_optimizer("Adagrad"),
         "nadam": _torch_optimizer("NAdam"),
         "radam": _torch_optimizer("RAdam"),
+        "adamw8bit": Choice(Kind.APPROXIMATE, "AdamW; states of large matrices in 8 bits, block by block"),
+        "adamw4bit": Choice(Kind.APPROXIMATE, "AdamW; states of large matrices in 4 bits, block by block"),
+        "lion": _exact("Lion (Chen et al. 2023): the sign of the momentum"),
+        "muon": _exact("torch.optim.Muon for hidden matrices, AdamW for the rest"),
         "onebit_adam": Choice(
             Kind.APPROXIMATE, "Adam; once the variance is frozen, momentum travels as signs, with error feedback"
         ),
@@ -102,16 +106,45 @@ CHOICES: dict[str, dict[str, Choice]] = {
         "linear": _exact("the learning rate falls on a line to the last step"),
         "cosine": _exact("the learning rate falls on half a cosine to the last step"),
     },
-    "activation.policy": {"none": _exact("every activation is kept until backward")},
+    "optimizer.weight_rounding": {
+        "split": _exact("bfloat16 weights with 16 more bits beside: updates as of float32 weights"),
+        "stochastic": Choice(
+            Kind.APPROXIMATE, "updates are rounded to bfloat16 up or down at random, right on average"
+        ),
+        "nearest": Choice(Kind.APPROXIMATE, "bfloat16 weights lose updates below 2^-9 of a weight"),
+    },
+    "optimizer.step_in_backward": {
+        "none": _exact("after backward"),
+        "exact": _exact("each parameter when its gradient is complete; clipping by norm takes a second backward"),
+        "stale_norm": Choice(Kind.APPROXIMATE, "each parameter at once, clipped by the norm of the step before"),
+    },
+    "activation.policy": {
+        "none": _exact("every activation is kept until backward"),
+        "full": _exact("each block keeps its input and is computed again in backward"),
+        "every_n": _exact("one block of every n keeps its input alone"),
+        "selective": _exact("blocks keep matrix products and attention; the rest is computed again"),
+        "budget": _exact("as much is computed again as the budget asks for"),
+    },
     "offload.optimizer_states": {"none": _exact("all stays on the device")},
     "offload.parameters": {"none": _exact()},
-    "offload.activations": {"none": _exact()},
+    "offload.activations": {"none": _exact(), "cpu": _exact("what blocks keep waits in host memory")},
+    "attention.kernel": {
+        "auto": _exact("torch chooses"),
+        "flash": _exact("FlashAttention"),
+        "efficient": _exact("memory-efficient attention"),
+        "cudnn": _exact("cuDNN's"),
+        "math": _exact("scores in memory, as written"),
+    },
+    "adapter.frozen_base": {
+        "as_is": _exact("frozen weights as they are"),
+        "int8": Choice(Kind.APPROXIMATE, "frozen weights in 8 bits, a scale for each block"),
+        "nf4": Choice(Kind.APPROXIMATE, "frozen weights in 4-bit NormalFloat (Dettmers et al. 2023)"),
+    },
 }
 
 _OWN_OPTIMIZER = "Use optimizer='adamw', or return your own optimizer from configure_optimizers"
-_SMALL_STATES = "Use optimizer='adafactor', whose states are small, or 'adamw'"
+_SMALL_STATES = "Use optimizer='adamw8bit', whose states take a quarter, or 'adafactor'"
 _OWN_SCHEDULE = "Use lr_schedule='cosine', or return your own scheduler from configure_optimizers"
-_SMALLER_MICRO_BATCHES = "Use smaller micro-batches and a higher accumulate_grad_batches: the step stays the same"
 _KNOWN_DEVICES = "Use accelerator='cuda', 'mps' or 'cpu'"
 _BF16_MIXED = "Use precision='bf16-mixed'"
 
@@ -142,12 +175,8 @@ REFUSED: dict[str, dict[str, Refusal]] = {
         "fp8-mixed": Refusal(_BF16_MIXED),
     },
     "optimizer.name": {
-        "adamw8bit": Refusal(_SMALL_STATES),
-        "adamw4bit": Refusal(_SMALL_STATES),
         "adamwfp8": Refusal(_SMALL_STATES),
-        "lion": Refusal(_OWN_OPTIMIZER),
         "lamb": Refusal(_OWN_OPTIMIZER),
-        "muon": Refusal(_OWN_OPTIMIZER),
         "shampoo": Refusal(_OWN_OPTIMIZER),
         "soap": Refusal(_OWN_OPTIMIZER),
         "galore": Refusal(_SMALL_STATES),
@@ -170,18 +199,17 @@ REFUSED: dict[str, dict[str, Refusal]] = {
         "one_cycle": Refusal(_OWN_SCHEDULE),
         "plateau": Refusal(_OWN_SCHEDULE),
     },
-    "activation.policy": {
-        "full": Refusal(_SMALLER_MICRO_BATCHES),
-        "every_n": Refusal(_SMALLER_MICRO_BATCHES),
-        "selective": Refusal(_SMALLER_MICRO_BATCHES),
-        "budget": Refusal(_SMALLER_MICRO_BATCHES),
-    },
     "offload.optimizer_states": {"cpu": Refusal(_SMALL_STATES), "disk": Refusal(_SMALL_STATES)},
     "offload.parameters": {
         "cpu": Refusal("Use precision='bf16-true', which halves the bytes of the weights"),
         "disk": Refusal("Use precision='bf16-true', which halves the bytes of the weights"),
     },
-    "offload.activations": {"cpu": Refusal(_SMALLER_MICRO_BATCHES), "disk": Refusal(_SMALLER_MICRO_BATCHES)},
+    "offload.activations": {"disk": Refusal("Use offload={'activations': 'cpu'}, or activation_checkpointing='full'")},
+    "attention.kernel": {"flex": Refusal("Call torch.nn.attention.flex_attention in the model, or use 'auto'")},
+    "adapter.frozen_base": {
+        "fp4": Refusal("Use 'nf4', which is closer at the same size"),
+        "int4": Refusal("Use 'nf4'"),
+    },
 }
 
 ALIASES: dict[str, dict[str, str]] = {
@@ -223,6 +251,9 @@ ALIASES: dict[str, dict[str, str]] = {
         "one_bit_adam": "onebit_adam",
     },
     "optimizer.schedule": {"onecycle": "one_cycle"},
+    "optimizer.weight_rounding": {"split_master": "split"},
+    "attention.kernel": {"flash_attention": "flash", "mem_efficient": "efficient", "efficient_attention": "efficient"},
+    "adapter.frozen_base": {"8bit": "int8", "4bit": "nf4"},
 }
 
 

@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from numbers import Real
 
-from roomier.core.errors import PlanError, did_you_mean
+from roomier.core.errors import PlanError, RoomierError, did_you_mean
+from roomier.core.units import parse_bytes
 from roomier.plan.parts import FIELDS
 from roomier.plan.plan import Plan
 from roomier.plan.rules import each_error, refuse
@@ -23,8 +24,12 @@ def plan_from_flags(
     optimizer: str | Mapping[str, object] | None = None,
     learning_rate: float | None = None,
     lr_schedule: str | Mapping[str, object] | None = None,
-    activation_checkpointing: str | bool | None = None,
+    step_in_backward: bool | str = False,
+    activation_checkpointing: str | bool | float | Mapping[str, object] | None = None,
     offload: str | bool | Mapping[str, object] | None = None,
+    chunked_loss: bool | int = False,
+    attention: str = "auto",
+    lora: int | Mapping[str, object] | None = None,
     compile: bool = False,
 ) -> Plan:
     """The Plan that Trainer keywords ask for.
@@ -44,9 +49,15 @@ def plan_from_flags(
             ``OptimizerPlan`` becomes one of its options.
         learning_rate: the learning rate, where ``optimizer`` is a name.
         lr_schedule: a name, or ``{"name": "cosine", "warmup_steps": 100, "min_lr_ratio": 0.1}``.
-        activation_checkpointing: a policy; True is ``"full"``, None and False are ``"none"``.
+        step_in_backward: update each parameter as its gradient is complete; True is ``"exact"``, or ``"stale_norm"``.
+        activation_checkpointing: a policy; True is ``"full"``, None and False are ``"none"``. Bytes (``"6GiB"``) and
+            fractions (0.5) are a budget. Or ``{"policy": "every_n", "every_n": 3}``, ``{"budget": "6GiB"}``.
         offload: where optimizer states live; or ``{"optimizer_states": "cpu", "activations": "cpu"}``. True is
             ``"cpu"``, None and False are ``"none"``.
+        chunked_loss: True, or the number of tokens of a chunk.
+        attention: the kernel: ``"auto"``, ``"flash"``, ``"efficient"``, ``"cudnn"``, ``"math"``.
+        lora: the rank of adapters, or ``{"rank": 8, "alpha": 16, "dropout": 0.05, "targets": ["query", "value"],
+            "base": "nf4"}``.
         compile: whether blocks are compiled.
 
     Raises:
@@ -69,9 +80,14 @@ def plan_from_flags(
     if learning_rate is not None:
         draft.ask("optimizer.lr", learning_rate, "learning_rate")
     _ask_schedule(draft, lr_schedule)
-    policy = _word(activation_checkpointing, "full")
-    draft.ask("activation.policy", activation_checkpointing, "activation_checkpointing", meaning=policy)
+    if step_in_backward is not False:
+        meaning = _word(step_in_backward, "exact")
+        draft.ask("optimizer.step_in_backward", step_in_backward, "step_in_backward", meaning=meaning)
+    _ask_recompute(draft, activation_checkpointing)
     _ask_offload(draft, offload)
+    _ask_loss(draft, chunked_loss)
+    draft.ask("attention.kernel", attention, "attention")
+    _ask_adapter(draft, lora)
     draft.ask("compile.enabled", compile, "compile")
     return draft.plan()
 
@@ -214,3 +230,60 @@ def _ask_offload(draft: _Draft, offload: object) -> None:
             draft.ask(f"offload.{name}", value, f"offload.{name}")
     elif offload is not None and offload is not False:
         draft.ask("offload.optimizer_states", offload, "offload", meaning=_word(offload, "cpu"))
+
+
+def _ask_recompute(draft: _Draft, given: object) -> None:
+    keyword = "activation_checkpointing"
+    if isinstance(given, Mapping):
+        for name, value in given.items():
+            if name == "budget":
+                _ask_budget(draft, value, f"{keyword}.{name}")
+            else:
+                draft.ask(f"activation.{name}", value, f"{keyword}.{name}")
+        if "policy" not in given:
+            implied = "every_n" if "every_n" in given else "budget"
+            draft.ask("activation.policy", given, keyword, meaning=implied)
+        return
+    is_number = isinstance(given, Real) and not isinstance(given, bool)
+    if is_number or (isinstance(given, str) and given[:1].isdigit()):
+        draft.ask("activation.policy", given, keyword, meaning="budget")
+        _ask_budget(draft, given, keyword)
+    else:
+        draft.ask("activation.policy", given, keyword, meaning=_word(given, "full"))
+
+
+def _ask_budget(draft: _Draft, value: object, keyword: str) -> None:
+    """Text is bytes; a number of at most 1 is a fraction, a larger one bytes."""
+    if isinstance(value, str):
+        try:
+            value = parse_bytes(keyword, value)
+        except RoomierError as error:
+            draft.errors.append(PlanError(keyword, value, error.problem, error.action))
+            return
+    is_fraction = isinstance(value, Real) and value <= 1
+    draft.ask(f"activation.budget_{'fraction' if is_fraction else 'bytes'}", value, keyword)
+
+
+def _ask_loss(draft: _Draft, given: object) -> None:
+    if isinstance(given, bool) or not isinstance(given, Real):
+        draft.ask("loss.chunked", given, "chunked_loss")
+    else:
+        draft.ask("loss.chunked", given, "chunked_loss", meaning=True)
+        draft.ask("loss.chunk_tokens", given, "chunked_loss")
+
+
+def _ask_adapter(draft: _Draft, given: object) -> None:
+    if not isinstance(given, Mapping):
+        if given is not None:
+            draft.ask("adapter.lora_rank", given, "lora")
+        return
+    fields = {name: f"lora_{name}" for name in ("rank", "alpha", "dropout", "targets")} | {"base": "frozen_base"}
+    for name, value in given.items():
+        if name not in fields:
+            draft.errors.append(
+                PlanError("lora", name, "is not a setting of adapters", did_you_mean(str(name), fields))
+            )
+            continue
+        is_list = name == "targets" and isinstance(value, (list, tuple))
+        meaning = ",".join(map(str, value)) if is_list else value
+        draft.ask(f"adapter.{fields[name]}", value, f"lora.{name}", meaning=meaning)

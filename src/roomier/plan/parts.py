@@ -143,8 +143,9 @@ class OptimizerPlan(Part):
 
     Args:
         name: ``"adamw"``, ``"adam"``, ``"sgd"``, ``"adafactor"``, ``"rmsprop"``, ``"adagrad"``, ``"nadam"``,
-            ``"radam"``, ``"onebit_adam"`` (option ``freeze_step``); None leaves the choice to the module's
-            ``configure_optimizers``.
+            ``"radam"``, ``"adamw8bit"``, ``"adamw4bit"`` (states in 8 or 4 bits), ``"lion"``, ``"muon"`` (with AdamW
+            for what is no hidden matrix), ``"onebit_adam"`` (option ``freeze_step``); None leaves the choice to the
+            module's ``configure_optimizers``.
         lr: the (highest) learning rate; None takes that of the ``torch.optim`` class.
         weight_decay: None takes that of the ``torch.optim`` class.
         options: further keyword arguments of that class (``{"betas": (0.9, 0.95)}``); immutable, lists become
@@ -152,6 +153,11 @@ class OptimizerPlan(Part):
         schedule: ``"constant"``, ``"linear"``, ``"cosine"``, set anew each optimizer step; None keeps ``lr``.
         warmup_steps: optimizer steps in which the learning rate rises linearly to ``lr``; needs a schedule.
         min_lr_ratio: where ``"linear"`` and ``"cosine"`` end, as a share of ``lr``, in [0, 1].
+        weight_rounding: how ``"bf16-true"`` keeps weights: ``"split"`` (16 more bits beside each: updates as of fp32
+            weights), ``"stochastic"``, ``"nearest"`` (small updates are lost); None is ``"split"``.
+        step_in_backward: each parameter is updated when its gradient is complete, which is then freed: ``"none"``;
+            ``"exact"`` (where the norm of all gradients is clipped, a first backward finds it); ``"stale_norm"``
+            (clips by the norm of the step before).
     """
 
     SECTION: ClassVar[str] = "optimizer"
@@ -162,18 +168,31 @@ class OptimizerPlan(Part):
     schedule: str | None = None
     warmup_steps: int = 0
     min_lr_ratio: float = 0.0
+    weight_rounding: str | None = None
+    step_in_backward: str = "none"
 
 
 @dataclass(frozen=True)
 class ActivationPlan(Part):
-    """What is kept of the forward pass for backward.
+    """What is kept of the forward pass for backward; the rest is computed again. By block, the layer that repeats.
 
     Args:
-        policy: ``"none"``: every activation is kept, nothing is computed again.
+        policy: ``"none"``: every activation is kept. ``"full"``: of each block its input alone. ``"every_n"``: the same
+            for one block of every ``every_n``. ``"selective"``: of each block its input and the results of matrix
+            products and attention. ``"budget"``: each block keeps all, these results, or its input alone, so that the
+            peak stays within the budget at the least computation.
+        every_n: of ``"every_n"``; None is 2.
+        budget_bytes: of ``"budget"``: how many bytes all tensors on the device may take together, at the peak of a
+            step.
+        budget_fraction: of ``"budget"``, instead: in [0, 1], where between the peak with all blocks computed again (0)
+            and that with none (1) the budget lies.
     """
 
     SECTION: ClassVar[str] = "activation"
     policy: str = "none"
+    every_n: int | None = None
+    budget_bytes: int | None = None
+    budget_fraction: float | None = None
 
 
 @dataclass(frozen=True)
@@ -183,7 +202,7 @@ class OffloadPlan(Part):
     Args:
         optimizer_states: where the optimizer's states live.
         parameters: where the parameters live.
-        activations: where activations wait for backward.
+        activations: ``"cpu"``: what blocks keep for backward waits in host memory (pinned where the device is a GPU).
     """
 
     SECTION: ClassVar[str] = "offload"
@@ -193,11 +212,58 @@ class OffloadPlan(Part):
 
 
 @dataclass(frozen=True)
+class LossPlan(Part):
+    """How the loss of a language model is computed.
+
+    Args:
+        chunked: logits and their cross-entropy are computed for some tokens at a time and never whole in memory.
+        chunk_tokens: how many; None takes as many as make logits of 64 MiB.
+    """
+
+    SECTION: ClassVar[str] = "loss"
+    chunked: bool = False
+    chunk_tokens: int | None = None
+
+
+@dataclass(frozen=True)
+class AttentionPlan(Part):
+    """Which kernel ``scaled_dot_product_attention`` takes.
+
+    Args:
+        kernel: ``"auto"`` (torch chooses), ``"flash"``, ``"efficient"``, ``"cudnn"``, ``"math"``.
+    """
+
+    SECTION: ClassVar[str] = "attention"
+    kernel: str = "auto"
+
+
+@dataclass(frozen=True)
+class AdapterPlan(Part):
+    """Low-rank adapters on linear layers (LoRA, Hu et al. 2021): all else of the model is frozen.
+
+    Args:
+        lora_rank: inner width ``r`` of the adapters; None adds none.
+        lora_alpha: their output is scaled by ``alpha / r``; None is ``r``.
+        lora_dropout: probability on their input.
+        lora_targets: ``"blocks"`` (all linear layers of the blocks), or names separated by commas: a layer is adapted
+            if its qualified name ends in one of them, wildcards as in :mod:`fnmatch`.
+        frozen_base: in which numbers the adapted layers keep their frozen weights: ``"as_is"``, ``"int8"``, ``"nf4"``.
+    """
+
+    SECTION: ClassVar[str] = "adapter"
+    lora_rank: int | None = None
+    lora_alpha: float | None = None
+    lora_dropout: float = 0.0
+    lora_targets: str = "blocks"
+    frozen_base: str = "as_is"
+
+
+@dataclass(frozen=True)
 class CompilePlan(Part):
     """Whether the model's blocks are compiled.
 
     Args:
-        enabled: compile each block with ``torch.compile``.
+        enabled: compile each block with ``torch.compile``; equal blocks are compiled once.
     """
 
     SECTION: ClassVar[str] = "compile"
@@ -213,6 +279,9 @@ PARTS: dict[str, type[Part]] = {
         OptimizerPlan,
         ActivationPlan,
         OffloadPlan,
+        LossPlan,
+        AttentionPlan,
+        AdapterPlan,
         CompilePlan,
     )
 }

@@ -12,8 +12,11 @@ from roomier.plan.diff import Difference, differences
 from roomier.plan.parts import (
     PARTS,
     ActivationPlan,
+    AdapterPlan,
+    AttentionPlan,
     BatchPlan,
     CompilePlan,
+    LossPlan,
     OffloadPlan,
     OptimizerPlan,
     ParallelPlan,
@@ -39,6 +42,9 @@ class Plan:
         optimizer: optimizer and schedule by name.
         activation: what is kept of the forward pass.
         offload: what leaves the device between its uses.
+        loss: how the loss of a language model is computed.
+        attention: which kernel computes it.
+        adapter: low-rank adapters on a frozen model.
         compile: whether blocks are compiled.
 
     Raises:
@@ -52,6 +58,9 @@ class Plan:
     optimizer: OptimizerPlan = field(default_factory=OptimizerPlan)
     activation: ActivationPlan = field(default_factory=ActivationPlan)
     offload: OffloadPlan = field(default_factory=OffloadPlan)
+    loss: LossPlan = field(default_factory=LossPlan)
+    attention: AttentionPlan = field(default_factory=AttentionPlan)
+    adapter: AdapterPlan = field(default_factory=AdapterPlan)
     compile: CompilePlan = field(default_factory=CompilePlan)
 
     def __post_init__(self) -> None:

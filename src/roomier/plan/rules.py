@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, get_args
 
 from roomier.core.errors import PlanError, did_you_mean
 from roomier.plan.choices import ALIASES, CHOICES, REFUSED, aliases_of
+from roomier.plan.lever_rules import LEVER_RULES
 from roomier.plan.parts import FIELDS, PARTS, Options
 
 if TYPE_CHECKING:
@@ -105,6 +106,13 @@ RANGES: dict[str, _Range] = {
     "optimizer.weight_decay": _Range(0, "Use 0.0 for no weight decay"),
     "optimizer.warmup_steps": _Range(0, "Use 0 for no warm-up"),
     "optimizer.min_lr_ratio": _Range(0, "Give the last learning rate as a share of the highest", high=1),
+    "activation.every_n": _Range(1, "Use 2 for every second block"),
+    "activation.budget_bytes": _Range(1, "Give the bytes of the device, such as '6GiB'"),
+    "activation.budget_fraction": _Range(0, "Use 0 for the least memory, 1 for the least computation", high=1),
+    "loss.chunk_tokens": _Range(1, "Use None, or 1024"),
+    "adapter.lora_rank": _Range(1, "Use 8, or None for no adapters"),
+    "adapter.lora_alpha": _Range(0, "Use twice lora_rank, or None", low_is_allowed=False),
+    "adapter.lora_dropout": _Range(0, "Use a probability such as 0.05", high=1),
 }
 
 _TYPE_WORDS: dict[object, tuple[str, str]] = {
@@ -287,13 +295,6 @@ def adafactor_is_not_cut(plan: "Plan") -> Iterator[PlanError]:
         yield PlanError("optimizer.name", "adafactor", problem, action)
 
 
-def eager_only(plan: "Plan") -> Iterator[PlanError]:
-    """Compiling block by block is not part of the build yet."""
-    if plan.compile.enabled:
-        action = "Leave it False, and call torch.compile(model) yourself before fit"
-        yield PlanError("compile.enabled", True, "is not built yet", action)
-
-
 def float64_needs_hardware(plan: "Plan") -> Iterator[PlanError]:
     """Apple's GPUs have no float64."""
     if plan.precision.mode == "64-true" and plan.parallel.accelerator == "mps":
@@ -343,9 +344,9 @@ RULES: list[Rule] = [
     adafactor_is_not_cut,
     compression_has_what_it_needs,
     onebit_adam_sends_for_itself,
-    eager_only,
     float64_needs_hardware,
     clipping_has_a_bound,
     optimizer_settings_have_an_optimizer,
     schedule_settings_have_a_schedule,
+    *LEVER_RULES,
 ]

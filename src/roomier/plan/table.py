@@ -4,13 +4,14 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from roomier.core.units import format_bytes
 from roomier.plan.choices import Kind, kind_of, note_of
 from roomier.plan.parts import FIELDS
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from roomier.plan.parts import OffloadPlan, OptimizerPlan, ParallelPlan
+    from roomier.plan.parts import ActivationPlan, OffloadPlan, OptimizerPlan, ParallelPlan
     from roomier.plan.plan import Plan
 
 _NUM_COLUMNS = 100
@@ -40,8 +41,9 @@ def rows(plan: "Plan", facts: Mapping[str, str] | None = None) -> list[Row]:
         Row("matmul", precision.matmul, *_label("precision.matmul", precision.matmul)),
         *_batch_rows(plan),
         *_optimizer_rows(plan.optimizer),
-        Row("recompute", plan.activation.policy, *_label("activation.policy", plan.activation.policy)),
+        *_activation_rows(plan.activation),
         *_offload_rows(plan.offload),
+        *_lever_rows(plan),
         Row("compile", "on" if plan.compile.enabled else "off", Kind.EXACT),
         *(Row(name, text) for name, text in (facts or {}).items()),
     ]
@@ -123,6 +125,31 @@ def _batch_rows(plan: "Plan") -> Iterator[Row]:
         yield Row("clip", choice, *_label("batch.gradient_clip_algorithm", algorithm))
 
 
+def _activation_rows(activation: "ActivationPlan") -> Iterator[Row]:
+    settings = {
+        "every_n": f" with n = {activation.every_n or 2}",
+        "budget": f" of {format_bytes(activation.budget_bytes)}"
+        if activation.budget_bytes is not None
+        else f", fraction {activation.budget_fraction}",
+    }
+    choice = activation.policy + settings.get(activation.policy, "")
+    yield Row("recompute", choice, *_label("activation.policy", activation.policy))
+
+
+def _lever_rows(plan: "Plan") -> Iterator[Row]:
+    """What most plans leave as it is has a line only where it was asked for."""
+    if plan.loss.chunked:
+        size = "64 MiB of logits" if plan.loss.chunk_tokens is None else f"{plan.loss.chunk_tokens} tokens"
+        yield Row("loss", f"chunks of {size}", Kind.EXACT, "logits are never whole in memory")
+    if plan.attention.kernel != "auto":
+        yield Row("attention", plan.attention.kernel, *_label("attention.kernel", plan.attention.kernel))
+    adapter = plan.adapter
+    if adapter.lora_rank is not None:
+        words = f"LoRA, rank {adapter.lora_rank}, on {adapter.lora_targets}"
+        yield Row("adapter", words, Kind.EXACT, "all else is frozen")
+        yield Row("frozen base", adapter.frozen_base, *_label("adapter.frozen_base", adapter.frozen_base))
+
+
 def _offload_rows(offload: "OffloadPlan") -> Iterator[Row]:
     places = {name: getattr(offload, name) for name in FIELDS["offload"]}
     moved = {name: place for name, place in places.items() if place != "none"}
@@ -133,6 +160,9 @@ def _offload_rows(offload: "OffloadPlan") -> Iterator[Row]:
 
 
 def _optimizer_rows(optimizer: "OptimizerPlan") -> Iterator[Row]:
+    if optimizer.step_in_backward != "none":
+        way = optimizer.step_in_backward
+        yield Row("update", f"in backward, {way}", *_label("optimizer.step_in_backward", way))
     if optimizer.name is None:
         yield Row("optimizer", "the module's own", Kind.EXACT, "from configure_optimizers")
         return

@@ -110,6 +110,7 @@ def session(
         if run is not None:
             run.results.stage = None
             end_background_save(run)
+            run.engine.close()
             run.engine.hooks = StepHooks()  # they hold the run, which holds the engine and its optimizer states
             for source in (*([run.train_source] if run.train_source else []), *run.val_sources):
                 source.close()

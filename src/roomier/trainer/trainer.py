@@ -50,7 +50,15 @@ class Trainer(TrainerAttributes):
         optimizer: its name, or a dict with ``name`` and its options, for models without ``configure_optimizers``.
         learning_rate: of that optimizer. lr_schedule: a name, or a dict with ``name``, ``warmup_steps``,
             ``min_lr_ratio``.
-        activation_checkpointing, offload, compile: levers of the Plan.
+        step_in_backward: update each parameter as its gradient is complete, and free the gradient.
+        activation_checkpointing: what blocks compute again in backward: ``"full"``, ``"selective"``, ``"every_n"``, or
+            a budget for the peak, such as ``"6GiB"``.
+        offload: what waits in host memory: ``{"activations": "cpu"}``.
+        chunked_loss: never hold the logits of a language model whole; True, or the tokens of a chunk.
+        attention: the kernel of scaled_dot_product_attention: ``"auto"``, ``"flash"``, ``"efficient"``, ``"math"``.
+        lora: the rank of low-rank adapters on a frozen model, or a dict with ``rank``, ``alpha``, ``dropout``,
+            ``targets``, ``base`` (``"int8"``, ``"nf4"``).
+        compile: compile each block.
         accumulate_grad_batches: micro-batches of one optimizer step; their gradient is that of the whole batch.
         gradient_clip_val, gradient_clip_algorithm: clip by ``"norm"`` or ``"value"``.
         max_epochs, min_epochs, max_steps, min_steps, max_time: how long to train; steps are optimizer steps.
@@ -88,8 +96,12 @@ class Trainer(TrainerAttributes):
         optimizer: dict[str, Any] | str | None = None,
         learning_rate: float | None = None,
         lr_schedule: dict[str, Any] | str | None = None,
-        activation_checkpointing: bool | str | None = None,
+        step_in_backward: bool | str = False,
+        activation_checkpointing: bool | float | dict[str, Any] | str | None = None,
         offload: bool | dict[str, Any] | str | None = None,
+        chunked_loss: bool | int = False,
+        attention: str = "auto",
+        lora: int | dict[str, Any] | None = None,
         compile: bool = False,
         accumulate_grad_batches: int = 1,
         gradient_clip_val: float | None = None,

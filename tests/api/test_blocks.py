@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
+from roomier.api.blocks import find_blocks
 from roomier.core.errors import RoomierError
 from roomier.models.gpt import GPT, GPTConfig
-from roomier.parallel.blocks import find_blocks
 from roomier.parallel.shard import parts_of, units_of
 
 

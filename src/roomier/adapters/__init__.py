@@ -1,0 +1,1 @@
+"""Small trained parts on a frozen model, and frozen weights in few bits."""

@@ -1,0 +1,114 @@
+"""Rules of the levers that work on one device as on several: what cannot go together, and what would gain nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from roomier.core.errors import PlanError
+
+if TYPE_CHECKING:
+    from roomier.plan.plan import Plan
+
+KEEPS_MASTERS = ("adamw", "adamw8bit", "adamw4bit", "lion")
+"""Optimizers that can keep what bfloat16 weights round away."""
+
+
+def recompute_settings_have_their_policy(plan: Plan) -> Iterator[PlanError]:
+    """A number without its policy would be ignored; a budget is one number."""
+    activation = plan.activation
+    owners = {"every_n": "every_n", "budget_bytes": "budget", "budget_fraction": "budget"}
+    for name, policy in owners.items():
+        value = getattr(activation, name)
+        if value is not None and activation.policy != policy:
+            action = f"Set activation.policy to {policy!r}, or leave it out"
+            problem = f"has no effect with policy {activation.policy!r}"
+            yield PlanError(f"activation.{name}", value, problem, action)
+    if activation.policy != "budget":
+        return
+    given = [name for name in ("budget_bytes", "budget_fraction") if getattr(activation, name) is not None]
+    if len(given) != 1:
+        received = {name: getattr(activation, name) for name in given} or None
+        action = "Write activation_checkpointing='6GiB', or a fraction such as 0.5"
+        yield PlanError("activation.policy", received, "a budget is either bytes or a fraction", action)
+
+
+def chunks_have_a_chunked_loss(plan: Plan) -> Iterator[PlanError]:
+    """A chunk size alone would be ignored."""
+    if plan.loss.chunk_tokens is not None and not plan.loss.chunked:
+        problem = "has no effect while loss.chunked is False"
+        yield PlanError(
+            "loss.chunk_tokens", plan.loss.chunk_tokens, problem, "Set loss.chunked to True, or leave it out"
+        )
+
+
+def adapter_settings_have_adapters(plan: Plan) -> Iterator[PlanError]:
+    """Without a rank there are no adapters, and no frozen base."""
+    adapter = plan.adapter
+    if adapter.lora_rank is not None:
+        return
+    settings = {"lora_alpha": None, "lora_dropout": 0.0, "lora_targets": "blocks", "frozen_base": "as_is"}
+    for name, default in settings.items():
+        if getattr(adapter, name) != default:
+            action = "Give lora_rank as well, such as 8, or leave it out"
+            yield PlanError(f"adapter.{name}", getattr(adapter, name), "has no effect without lora_rank", action)
+
+
+def rounding_is_of_bf16_weights(plan: Plan) -> Iterator[PlanError]:
+    """Weights of 32 bits need no care; bfloat16 weights lose updates, which is never done silently."""
+    optimizer, mode = plan.optimizer, plan.precision.mode
+    rounding = optimizer.weight_rounding
+    if mode != "bf16-true":
+        if rounding is not None:
+            problem = f"has no effect in precision {mode!r}, whose weights are not bfloat16"
+            yield PlanError("optimizer.weight_rounding", rounding, problem, "Leave it out, or use 'bf16-true'")
+        return
+    if optimizer.name is None:
+        if rounding is not None:
+            problem = "is of optimizers by name; the module's own rounds as it does"
+            yield PlanError("optimizer.weight_rounding", rounding, problem, f"Name one of {', '.join(KEEPS_MASTERS)}")
+    elif optimizer.name not in KEEPS_MASTERS and rounding != "nearest":
+        problem = f"optimizer {optimizer.name!r} loses the updates that bfloat16 weights round away"
+        action = "Use optimizer='adamw', which keeps them, or accept it: optimizer.weight_rounding='nearest'"
+        field, value = ("optimizer.weight_rounding", rounding) if rounding else ("precision.mode", mode)
+        yield PlanError(field, value, problem, action)
+
+
+def step_in_backward_gains_something(plan: Plan) -> Iterator[PlanError]:
+    """Where gradients must live until all are there, updating them one by one saves nothing."""
+    way = plan.optimizer.step_in_backward
+    if way == "none":
+        return
+    field = "optimizer.step_in_backward"
+    if plan.batch.accumulate_grad_batches > 1:
+        problem = "saves nothing with accumulate_grad_batches above 1: whole gradients live until the last micro-batch"
+        action = "Use larger micro-batches with activation_checkpointing='full' instead of accumulation, or zero2"
+        yield PlanError(field, way, problem, action)
+    if plan.precision.mode == "16-mixed":
+        problem = "does not go with 16-mixed, where one infinite gradient leaves out the whole step"
+        yield PlanError(field, way, problem, "Use precision='bf16-mixed'")
+    if plan.parallel.strategy in ("ddp", "zero1") or plan.optimizer.name == "onebit_adam":
+        problem = f"saves nothing with strategy {plan.parallel.strategy!r}, which keeps whole gradients to reduce them"
+        yield PlanError(field, way, problem, "Use strategy='zero2' or 'zero3', which cut the gradients")
+    if way == "stale_norm" and (plan.batch.gradient_clip_val is None or plan.batch.gradient_clip_algorithm == "value"):
+        problem = "clips by the norm of the step before, but no norm is clipped"
+        yield PlanError(field, way, problem, "Use 'exact', or set gradient_clip_val")
+
+
+def base_in_few_bits_is_whole(plan: Plan) -> Iterator[PlanError]:
+    """Codes are no numbers that could be cut among ranks and gathered in another dtype."""
+    adapter, strategy = plan.adapter, plan.parallel.strategy
+    if adapter.frozen_base != "as_is" and strategy not in ("single", "ddp"):
+        problem = f"does not go with strategy {strategy!r}, which cuts weights among the ranks"
+        action = "Use 'as_is', whose frozen weights are cut, or strategy='ddp'"
+        yield PlanError("adapter.frozen_base", adapter.frozen_base, problem, action)
+
+
+LEVER_RULES: list[Callable[[Plan], Iterator[PlanError]]] = [
+    recompute_settings_have_their_policy,
+    chunks_have_a_chunked_loss,
+    adapter_settings_have_adapters,
+    rounding_is_of_bf16_weights,
+    step_in_backward_gains_something,
+    base_in_few_bits_is_whole,
+]
