@@ -205,7 +205,7 @@ REFUSED: dict[str, dict[str, Refusal]] = {
         "disk": Refusal("Use precision='bf16-true', which halves the bytes of the weights"),
     },
     "offload.activations": {"disk": Refusal("Use offload={'activations': 'cpu'}, or activation_checkpointing='full'")},
-    "attention.kernel": {"flex": Refusal("Call torch.nn.attention.flex_attention in the model, or use 'auto'")},
+    "attention.kernel": {"flex": Refusal("Use 'auto', or call torch.nn.attention.flex_attention in the model")},
     "adapter.frozen_base": {
         "fp4": Refusal("Use 'nf4', which is closer at the same size"),
         "int4": Refusal("Use 'nf4'"),

@@ -234,34 +234,33 @@ def _ask_offload(draft: _Draft, offload: object) -> None:
 
 def _ask_recompute(draft: _Draft, given: object) -> None:
     keyword = "activation_checkpointing"
-    if isinstance(given, Mapping):
-        for name, value in given.items():
-            if name == "budget":
-                _ask_budget(draft, value, f"{keyword}.{name}")
-            else:
-                draft.ask(f"activation.{name}", value, f"{keyword}.{name}")
-        if "policy" not in given:
-            implied = "every_n" if "every_n" in given else "budget"
-            draft.ask("activation.policy", given, keyword, meaning=implied)
-        return
     is_number = isinstance(given, Real) and not isinstance(given, bool)
     if is_number or (isinstance(given, str) and given[:1].isdigit()):
-        draft.ask("activation.policy", given, keyword, meaning="budget")
-        _ask_budget(draft, given, keyword)
+        given = {"budget": given}
+        budget_keyword = keyword
     else:
+        budget_keyword = f"{keyword}.budget"
+    if not isinstance(given, Mapping):
         draft.ask("activation.policy", given, keyword, meaning=_word(given, "full"))
+        return
+    for name, value in given.items():
+        is_asked = name != "budget" or _ask_budget(draft, value, budget_keyword)
+        if name != "budget":
+            draft.ask(f"activation.{name}", value, f"{keyword}.{name}")
+        if name in ("budget", "every_n") and is_asked and "policy" not in given:
+            draft.ask("activation.policy", value, f"{keyword}.{name}", meaning=name)
 
 
-def _ask_budget(draft: _Draft, value: object, keyword: str) -> None:
-    """Text is bytes; a number of at most 1 is a fraction, a larger one bytes."""
-    if isinstance(value, str):
-        try:
-            value = parse_bytes(keyword, value)
-        except RoomierError as error:
-            draft.errors.append(PlanError(keyword, value, error.problem, error.action))
-            return
+def _ask_budget(draft: _Draft, given: object, keyword: str) -> bool:
+    """Text is bytes; a number of at most 1 is a fraction, a larger one bytes. Whether it could be read."""
+    try:
+        value = parse_bytes(keyword, given) if isinstance(given, str) else given
+    except RoomierError as error:
+        draft.errors.append(PlanError(keyword, given, error.problem, error.action))
+        return False
     is_fraction = isinstance(value, Real) and value <= 1
-    draft.ask(f"activation.budget_{'fraction' if is_fraction else 'bytes'}", value, keyword)
+    draft.ask(f"activation.budget_{'fraction' if is_fraction else 'bytes'}", given, keyword, meaning=value)
+    return True
 
 
 def _ask_loss(draft: _Draft, given: object) -> None:

@@ -107,7 +107,7 @@ RANGES: dict[str, _Range] = {
     "optimizer.warmup_steps": _Range(0, "Use 0 for no warm-up"),
     "optimizer.min_lr_ratio": _Range(0, "Give the last learning rate as a share of the highest", high=1),
     "activation.every_n": _Range(1, "Use 2 for every second block"),
-    "activation.budget_bytes": _Range(1, "Give the bytes of the device, such as '6GiB'"),
+    "activation.budget_bytes": _Range(2**20, "Give the bytes of the device, such as '6GiB', or a fraction up to 1"),
     "activation.budget_fraction": _Range(0, "Use 0 for the least memory, 1 for the least computation", high=1),
     "loss.chunk_tokens": _Range(1, "Use None, or 1024"),
     "adapter.lora_rank": _Range(1, "Use 8, or None for no adapters"),
