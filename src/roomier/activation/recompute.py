@@ -6,20 +6,12 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
+from roomier.activation.block_forward import BlockForward, Keep, Recompute
+from roomier.core.errors import RoomierError
 from roomier.core.ranks import Ranks
+from roomier.core.wrapped_forward import install
 from roomier.plan.parts import ActivationPlan, OffloadPlan
-
-
-class Recompute:
-    """What the engine tells the blocks at each step."""
-
-    def begin_step(self, optimizers: Sequence[Optimizer]) -> None:
-        """Before the first micro-batch of a training step."""
-
-    def end_step(self) -> None:
-        """After the last backward of a training step, before the update."""
 
 
 def apply_recompute(
@@ -34,4 +26,35 @@ def apply_recompute(
     Raises:
         RoomierError: there are no blocks.
     """
-    return None
+    may_offload = offload.activations == "cpu"
+    if activation.policy == "none" and not may_offload:
+        return None
+    if not blocks:
+        problem = "has no repeated layers, by which activations are kept or computed again"
+        action = "Define model_blocks() on it, which returns them: return list(self.layers)"
+        raise RoomierError("model", None, problem, action)
+    forwards = [
+        BlockForward(block, keep, offloads=may_offload)
+        for block, keep in zip(blocks, keeps_of(activation, len(blocks)), strict=True)
+    ]
+    for forward in forwards:
+        install(forward.module, forward)
+    if activation.policy == "budget":
+        from roomier.activation.budget import BudgetedRecompute
+
+        return BudgetedRecompute(forwards, activation, may_offload=may_offload, device=device, ranks=ranks)
+    return Recompute(forwards)
+
+
+def keeps_of(activation: ActivationPlan, num_blocks: int) -> list[Keep]:
+    """What each block keeps at the start. Of every ``n`` the last is computed again: the blocks n-1, 2n-1, ..."""
+    match activation.policy:
+        case "full":
+            return [Keep.INPUT] * num_blocks
+        case "selective":
+            return [Keep.PRODUCTS] * num_blocks
+        case "every_n":
+            n = activation.every_n or 2
+            return [Keep.INPUT if index % n == n - 1 else Keep.ALL for index in range(num_blocks)]
+        case _:
+            return [Keep.ALL] * num_blocks

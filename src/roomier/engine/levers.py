@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from roomier.activation.recompute import Recompute, apply_recompute
+from roomier.activation.block_forward import Recompute
+from roomier.activation.recompute import apply_recompute
 from roomier.api.blocks import find_blocks
 from roomier.attention.kernels import attention_context
 from roomier.core.log import notice
