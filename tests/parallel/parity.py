@@ -56,6 +56,8 @@ class Setup:
     Args:
         terms: ``"all"``; ``"some"``, where targets are left out at random; ``"none on one"``, where besides the last
             micro-batch of the last rank has none.
+        options: further fields of the strategy.
+        levers: further keywords of ``plan_from_flags``.
     """
 
     strategy: str = "zero2"
@@ -70,6 +72,7 @@ class Setup:
     terms: str = "all"
     num_steps: int = 20
     options: dict[str, Any] = field(default_factory=dict)
+    levers: dict[str, Any] = field(default_factory=dict)
 
     def plan(self) -> Plan:
         strategy = {"name": self.strategy, **({"shard_size": self.shard_size} if self.shard_size else {})}
@@ -82,6 +85,7 @@ class Setup:
             gradient_clip_val=self.clip,
             gradient_clip_algorithm=self.clip_algorithm,
             optimizer=OPTIMIZERS.get(self.optimizer, {"name": self.optimizer, "lr": 1e-3}),
+            **self.levers,
         )
 
 
