@@ -83,10 +83,15 @@ def has_gradient_hooks(parameter: Tensor) -> bool:
     return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
-def intercept(handler: Callable[..., Any]) -> AbstractContextManager[Any]:
+def intercept(handler: Callable[..., Any], *, lets_compile: bool = False) -> AbstractContextManager[Any]:
     """A context in which ``handler(func, types, args, kwargs)`` is called in place of each operation that torch
-    dispatches, those of a backward included. It may return NotImplemented to leave it to a tensor subclass."""
-    return _Interception(handler)
+    dispatches, those of a backward included. It may return NotImplemented to leave it to a tensor subclass.
+
+    Args:
+        lets_compile: what is compiled runs compiled inside, where only the operators it calls are seen; else it runs
+            operation by operation.
+    """
+    return _CompiledInterception(handler) if lets_compile else _Interception(handler)
 
 
 class _Interception(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -96,6 +101,12 @@ class _Interception(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self._handler(func, types, args, kwargs or {})
+
+
+class _CompiledInterception(_Interception):  # type: ignore[no-untyped-call]
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
 
 
 def found_inf(scaler: GradScaler, optimizer: Optimizer) -> list[Tensor]:
@@ -203,3 +214,34 @@ def reduce_missing_gradients_as_zeros(unit: Any) -> None:
                 "parallel.find_unused_parameters", True, f"torch {torch.__version__} cannot", "Install torch 2.13"
             )
         group.reduce_scatter_unused_params = True
+
+
+def compile_s() -> float:
+    """Seconds that this process spent in ``torch.compile`` so far, in forwards and their backwards."""
+    from torch._dynamo.utils import compilation_time_metrics
+
+    return float(sum(compilation_time_metrics.get("_compile.compile_inner", ())))
+
+
+def num_compiled_graphs() -> int:
+    """How many graphs this process compiled since the compiler was reset."""
+    from torch._dynamo.utils import counters
+
+    return int(counters["stats"]["unique_graphs"])
+
+
+def missing_compiler(device: torch.device) -> str | None:
+    """What ``torch.compile`` needs for ``device`` and does not find; None where all is there."""
+    if device.type == "cpu":
+        from torch._inductor.cpp_builder import get_cpp_compiler
+        from torch._inductor.exc import InvalidCxxCompiler
+
+        try:
+            get_cpp_compiler()
+        except InvalidCxxCompiler:
+            return "a C++ compiler"
+    elif device.type == "cuda":
+        from torch.utils._triton import has_triton
+
+        return None if has_triton() else "Triton"
+    return None

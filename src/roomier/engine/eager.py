@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -67,9 +68,10 @@ class EagerEngine:
         self._count_terms = count_terms
         self._parallel = parallel
         self._loss_factor = 1 if parallel is None else parallel.loss_factor
-        self._levers = levers
+        self.levers = levers
         self._recompute = None if levers is None else levers.recompute
         self._context = precision.forward_context() if levers is None else levers.forward_context
+        self._backward_context = nullcontext if levers is None else levers.backward_context
         self._to_device = BatchMover(device) if device.type != "cpu" else None
         self._converts = precision.weight_dtype is not None
         self._unscaled: set[int] = set()
@@ -179,8 +181,8 @@ class EagerEngine:
 
     def close(self) -> None:
         """Give the module its own forward back; called when the run is over, and no step follows."""
-        if self._levers is not None:
-            self._levers.undo()
+        if self.levers is not None:
+            self.levers.undo()
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         hooks = self.hooks
@@ -188,10 +190,11 @@ class EagerEngine:
             before(loss)
         if self.scaler is not None:
             loss = self.scaler.scale(loss)
-        if hooks.backward is None:
-            loss.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
-        else:
-            hooks.backward(loss, *args, **kwargs)
+        with self._backward_context():
+            if hooks.backward is None:
+                loss.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
+            else:
+                hooks.backward(loss, *args, **kwargs)
         if self._parallel is not None:
             self._parallel.end_backward()
         for after in hooks.after_backward:

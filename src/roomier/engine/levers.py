@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +14,12 @@ from roomier.activation.block_forward import Recompute
 from roomier.activation.recompute import apply_recompute
 from roomier.api.blocks import find_blocks
 from roomier.attention.kernels import attention_context
+from roomier.attention.watch import AttentionReport, AttentionWatch
 from roomier.core.log import notice
 from roomier.core.ranks import Ranks
 from roomier.core.wrapped_forward import unwrap
-from roomier.engine.compile import compile_blocks, undo_compile
+from roomier.engine.compile import CompileClock, compile_blocks
+from roomier.engine.first_forward import FirstForward, MakeContext, both
 from roomier.loss.chunked import apply_chunked_loss
 from roomier.plan import Plan
 from roomier.precision.policy import Precision
@@ -30,17 +32,22 @@ class Levers:
 
     Attributes:
         forward_context: what a step runs in.
+        backward_context: what its backward runs in, where blocks are computed again.
         recompute: what blocks compute again; None where nothing is.
     """
 
     network: nn.Module
-    forward_context: Callable[[], AbstractContextManager[Any]]
+    forward_context: FirstForward
+    backward_context: MakeContext
     recompute: Recompute | None = None
 
     def undo(self) -> None:
         """The network as it was; what was trained stays."""
-        undo_compile(self.network)
         unwrap(self.network)
+
+    def watch_attention(self, tell: Callable[[AttentionReport], Any]) -> None:
+        """Call ``tell`` once, after the next forward of training, with the kernels that computed attention in it."""
+        self.forward_context.watches.append(AttentionWatch(tell))
 
 
 def apply_levers(plan: Plan, network: nn.Module, device: torch.device, precision: Precision, ranks: Ranks) -> Levers:
@@ -49,7 +56,9 @@ def apply_levers(plan: Plan, network: nn.Module, device: torch.device, precision
     Raises:
         RoomierError: the network has no blocks, or no output layer, that a lever needs.
     """
-    levers = Levers(network, attention_context(plan.attention, precision.forward_context()))
+    kernel = attention_context(plan.attention, device, precision.autocast_dtype or precision.weight_dtype)
+    context = precision.forward_context()
+    levers = Levers(network, FirstForward(context if kernel is nullcontext else both(context, kernel)), kernel)
     levers.undo()  # those of an engine before this one
     for warning in size_warnings(network, precision, device):
         notice(warning)
@@ -59,7 +68,8 @@ def apply_levers(plan: Plan, network: nn.Module, device: torch.device, precision
             apply_chunked_loss(network, plan.loss.chunk_tokens)
         levers.recompute = apply_recompute(blocks, plan.activation, plan.offload, device, ranks)
         if plan.compile.enabled:
-            compile_blocks(blocks)  # around what is computed again, so that the compiler sees it
+            compile_blocks(blocks, device)  # around what is computed again, so that the compiler sees it
+            levers.forward_context.watches.append(CompileClock())
     except BaseException:
         levers.undo()
         raise
