@@ -2,11 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from roomier.adapters.layers import (
+    Adapted,
+    InFewBits,
+    add_adapter,
+    is_adaptable,
+    is_adapter,
+    is_transposed,
+    plain_class,
+    put_in_few_bits,
+    rank_of,
+    remove_adapter,
+)
+from roomier.core.errors import RoomierError, did_you_mean
 from roomier.plan.parts import AdapterPlan
+
+_FIELD = "lora.targets"
 
 
 def apply_lora(network: nn.Module, blocks: Sequence[nn.Module], plan: AdapterPlan) -> None:
@@ -16,7 +34,167 @@ def apply_lora(network: nn.Module, blocks: Sequence[nn.Module], plan: AdapterPla
     Raises:
         RoomierError: no layer has such a name, or the adapters that are there are of another rank.
     """
+    rank = plan.lora_rank
+    assert rank is not None
+    alpha = rank if plan.lora_alpha is None else plan.lora_alpha
+    targets = _targets(network, blocks, plan.lora_targets)
+    for name, layer in targets.items():
+        _check(name, layer, rank, alpha / rank)
+    _calls_layers_always(network)
+    for name, each in network.named_parameters():
+        each.requires_grad_(is_adapter(name))
+    for layer in targets.values():
+        if isinstance(layer, Adapted):
+            layer.lora_dropout = plan.lora_dropout
+        else:
+            add_adapter(layer, rank, alpha / rank, plan.lora_dropout)
 
 
 def quantise_base(network: nn.Module, plan: AdapterPlan) -> None:
-    """Keep the frozen weights of adapted layers in the few bits that ``plan`` names, in place."""
+    """Keep the frozen weights of adapted layers in the few bits that ``plan`` names, in place. A weight that another
+    layer has as well (a tied output layer) stays as it is.
+
+    Raises:
+        RoomierError: they are in other bits already, or a weight is not finite.
+    """
+    num_owners = Counter(each for part in network.modules() for each in part.parameters(recurse=False))
+    for name, layer in network.named_modules():
+        if not isinstance(layer, Adapted):
+            continue
+        if isinstance(layer, InFewBits):
+            if layer.weight_format != plan.frozen_base:
+                problem = f"{name} has its weight in {layer.weight_format} from an earlier run"
+                action = f"Use {layer.weight_format!r}, or build the model anew"
+                raise RoomierError("lora.base", plan.frozen_base, problem, action)
+            continue
+        weight = layer.weight
+        assert isinstance(weight, nn.Parameter)
+        if num_owners[weight] > 1:
+            continue
+        _check_codable(name, layer, weight, plan.frozen_base)
+        put_in_few_bits(layer, plan.frozen_base)
+
+
+def merge_lora(network: nn.Module) -> nn.Module:
+    """``network`` with what its adapters add put into the weights, and without adapters, in place: a plain model again.
+
+    Weights in few bits become what they were before they were put into them, up to rounding. All that was frozen stays
+    frozen; ``network.requires_grad_()`` changes that.
+
+    Raises:
+        RoomierError: it has no adapters, or is divided among ranks.
+    """
+    layers = [(name, each) for name, each in network.named_modules() if isinstance(each, Adapted)]
+    if not layers:
+        action = "Pass the network that was trained with lora=..."
+        raise RoomierError("network", type(network).__name__, "has no adapters", action)
+    for name, layer in layers:
+        _check_whole(name, layer.lora_A)
+    num_owners = Counter(each for part in network.modules() for each in part.parameters(recurse=False))
+    for name, layer in layers:
+        if not isinstance(layer, InFewBits) and num_owners[_weight_of(layer)] > 1:
+            problem = "has adapters, and another layer has the same weight, which would change as well"
+            raise RoomierError("network", name, problem, "Give it a weight of its own before training")
+    for _, layer in layers:
+        remove_adapter(layer)
+    return network
+
+
+def adapter_state(network: nn.Module) -> dict[str, Tensor]:
+    """The tensors of the adapters alone, by name: some megabytes for a model of gigabytes.
+
+    ``network.load_state_dict(state, strict=False)`` puts them back on the same model with adapters.
+    """
+    return {name: each.detach() for name, each in network.named_parameters() if is_adapter(name)}
+
+
+def _targets(network: nn.Module, blocks: Sequence[nn.Module], targets: str) -> dict[str, nn.Module]:
+    """Name -> layer, in the order of the network."""
+    reading = _read_by_others(network)
+    named = dict(network.named_modules())
+    layers = {name: each for name, each in named.items() if is_adaptable(each) and each not in reading}
+    if targets == "blocks":
+        in_blocks = {part for block in blocks for part in block.modules()}
+        found = {name: each for name, each in layers.items() if each in in_blocks}
+        if not found:
+            problem = f"{type(network).__name__} has no blocks with linear layers"
+            raise RoomierError(_FIELD, targets, problem, f"Name layers; {_some(layers)}")
+        return found
+    wanted: set[str] = set()
+    for pattern in filter(None, (each.strip() for each in targets.split(","))):
+        matching = {name for name in layers if _matches(name, pattern)}
+        if not matching:
+            raise RoomierError(_FIELD, pattern, _why_none(named, reading, pattern), _nearest(layers, pattern))
+        wanted |= matching
+    return {name: each for name, each in layers.items() if name in wanted}
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
+
+
+def _why_none(named: dict[str, nn.Module], reading: set[nn.Module], pattern: str) -> str:
+    others = [name for name in named if name and _matches(name, pattern)]
+    if not others:
+        return "no layer has a name that ends in it"
+    if named[others[0]] in reading:
+        return f"{others[0]} is not called: the attention around it reads its weight"
+    return f"{others[0]} is a {type(named[others[0]]).__name__}, not a linear layer"
+
+
+def _nearest(layers: Iterable[str], pattern: str) -> str:
+    return did_you_mean(pattern.rpartition(".")[2], {name.rpartition(".")[2] for name in layers})
+
+
+def _some(layers: Iterable[str]) -> str:
+    names = sorted({name.rpartition(".")[2] for name in layers})
+    return f"there are {', '.join(names[:8])}" if names else "there are none outside of blocks either"
+
+
+def _read_by_others(network: nn.Module) -> set[nn.Module]:
+    # They would never run: nn.MultiheadAttention multiplies with the weight of its out_proj itself.
+    readers = (each for each in network.modules() if isinstance(each, nn.MultiheadAttention))
+    return {part for reader in readers for part in reader.modules()}
+
+
+def _calls_layers_always(network: nn.Module) -> None:
+    # In evaluation nn.TransformerEncoderLayer takes a kernel that reads the weights of its layers past their adapters,
+    # unless its activation is one that this kernel does not have.
+    for each in network.modules():
+        if isinstance(each, nn.TransformerEncoderLayer):
+            each.activation_relu_or_gelu = 0
+
+
+def _check(name: str, layer: nn.Module, rank: int, scale: float) -> None:
+    if isinstance(layer, Adapted):
+        if rank_of(layer) != rank or layer.lora_scale != scale:
+            problem = f"{name} has an adapter of rank {rank_of(layer)}, scaled by {layer.lora_scale:g}, already"
+            action = "Train on with the same rank and alpha, or merge_lora(model) first"
+            raise RoomierError("lora", {"rank": rank, "alpha": scale * rank}, problem, action)
+        return
+    weight = _weight_of(layer)
+    _check_whole(name, weight)
+    if is_transposed(layer) and rank >= min(weight.shape):
+        problem = f"{name} is of shape {list(weight.shape)}: there is no lower rank to gain from"
+        raise RoomierError("lora.rank", rank, problem, f"Use less than {min(weight.shape)}")
+
+
+def _check_whole(name: str, weight: Tensor) -> None:
+    if hasattr(weight, "placements"):
+        problem = f"{name} was divided among the ranks by an earlier run, which cannot be undone"
+        raise RoomierError("lora", name, problem, "Save a checkpoint, and load it into a new model")
+
+
+def _check_codable(name: str, layer: nn.Module, weight: Tensor, code_format: str) -> None:
+    plain = plain_class(layer)
+    if isinstance(layer, nn.Linear) and plain.forward is not nn.Linear.forward:
+        problem = f"{name} is a {plain.__name__}, whose forward is not that of nn.Linear"
+        raise RoomierError("lora.base", code_format, problem, "Leave it out of lora.targets, or use base='as_is'")
+    if not weight.is_meta and not torch.isfinite(weight).all():
+        raise RoomierError("lora.base", code_format, f"the weight of {name} is not finite", "Look at the weights")
+
+
+def _weight_of(layer: nn.Module) -> Tensor:
+    weight = layer.weight
+    assert isinstance(weight, Tensor)
+    return weight
