@@ -44,5 +44,8 @@ CASES: dict[str, Case] = {
     "overhead": Case(
         "what a step of the Trainer costs above the same step in a bare PyTorch loop", "roomier.bench.overhead"
     ),
+    "levers": Case(
+        "time and memory of each lever of one device, beside the Hugging Face Trainer", "roomier.bench.levers"
+    ),
     "strategies": Case("memory and step time of each strategy beside plain PyTorch DDP", "roomier.bench.strategies"),
 }

@@ -1,0 +1,75 @@
+"""The table of levers as Markdown and as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from roomier.bench.lever_rows import ROWS
+from roomier.bench.levers import FRAMEWORKS, lines
+from roomier.core.errors import RoomierError
+
+_HEADER = ("lever", "framework", "samples/s", "of vanilla", "peak", "of vanilla")
+_COLOURS = {"roomier": "#2a6f97", "transformers": "#c9a227"}
+
+
+def write_report(result: Mapping[str, Any], folder: Path) -> None:
+    """``levers.md`` and ``levers.png`` in ``folder``, which is made.
+
+    Raises:
+        RoomierError: matplotlib is not installed.
+    """
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise RoomierError("--output", str(folder), "needs matplotlib", "pip install matplotlib") from error
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "levers.md").write_text(markdown(result))
+    matplotlib.use("Agg")
+    _draw(result, folder / "levers.png")
+
+
+def markdown(result: Mapping[str, Any]) -> str:
+    """The table, and what it stands on."""
+    rows = [_HEADER, tuple("---" if index < 2 else "---:" for index in range(len(_HEADER))), *lines(result)]
+    commit = (result["commit"] or "unknown")[:10]
+    return "\n".join(
+        [
+            f"# {result['model']}, {result['batch_size']} sequences of {result['seq_len']} tokens a step",
+            "",
+            *(f"| {' | '.join(row)} |" for row in rows),
+            "",
+            f"Peak of {result['peak_is_of']}; {result['repeats']} turns of {result['steps']} steps, medians. "
+            f"{result['machine']['cpu']}, {result['threads']} threads, torch {result['torch']}, commit {commit}.",
+            "",
+            f"    {result['command']}",
+            "",
+        ]
+    )
+
+
+def _draw(result: Mapping[str, Any], path: Path) -> None:
+    from matplotlib import pyplot
+
+    rows = {(row["framework"], row["lever"]): row for row in result["rows"] if row["samples_per_s"]}
+    levers = [name for name in ROWS if any(lever == name for _, lever in rows)]
+    figure, axes = pyplot.subplots(1, 2, sharey=True, figsize=(10, 1.5 + 0.45 * len(levers)), layout="constrained")
+    for axis, key, scale, title in zip(
+        axes, ("samples_per_s", "peak_bytes"), (1.0, 2**20), ("samples per second", "peak memory, MiB"), strict=True
+    ):
+        for index, framework in enumerate(FRAMEWORKS):
+            places = [place for place, lever in enumerate(levers) if (framework, lever) in rows]
+            values = [rows[framework, levers[place]][key] / scale for place in places]
+            heights = [place + 0.4 * index - 0.2 for place in places]
+            bars = axis.barh(heights, values, height=0.38, color=_COLOURS[framework], label=framework)
+            axis.bar_label(bars, fmt="%.3g", padding=3, fontsize=8)
+        axis.set_title(title)
+        axis.margins(x=0.15)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0].set_yticks(range(len(levers)), levers)
+    axes[0].invert_yaxis()
+    axes[1].legend(loc="lower right")
+    figure.suptitle(f"{result['model']}, {result['batch_size']} sequences of {result['seq_len']} tokens a step")
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)

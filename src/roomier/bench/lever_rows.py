@@ -1,0 +1,107 @@
+"""The rows of ``roomier bench levers``: what each is called, and how roomier and the Hugging Face Trainer are told it.
+
+The first nine are the table of Hugging Face's guide "Efficient Training on a Single GPU" (transformers 4.30, one V100,
+bert-large, 4 sequences of 512 tokens a step); the rest are roomier's alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+BATCH_SIZE = 4
+"""Sequences of an optimizer step in every row."""
+
+_ACCUMULATED = {"accumulate_grad_batches": BATCH_SIZE}
+_ACCUMULATED_PEER = {"gradient_accumulation_steps": BATCH_SIZE}
+_ALL = {**_ACCUMULATED, "activation_checkpointing": "full", "precision": "16"}
+_ALL_PEER = {**_ACCUMULATED_PEER, "gradient_checkpointing": True, "precision": "16"}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One lever, or several together.
+
+    Args:
+        roomier: keywords of its Trainer. The precision ``"16"`` stands for fp16 on a GPU, for bf16 on a CPU.
+        transformers: fields of TrainingArguments, with ``precision`` likewise; None where it has no such lever.
+        needs: a package without which transformers cannot.
+        published: the guide's own figures: samples per second, MB.
+        only_causal: makes sense for language models with a large output layer alone.
+    """
+
+    roomier: Mapping[str, Any]
+    transformers: Mapping[str, Any] | None = None
+    needs: str | None = None
+    published: tuple[float, int] | None = None
+    only_causal: bool = False
+
+
+ROWS: dict[str, Row] = {
+    "vanilla": Row({}, {}, published=(8.86, 14949)),
+    "accumulation": Row(_ACCUMULATED, _ACCUMULATED_PEER, published=(7.75, 8681)),
+    "checkpointing": Row(
+        {**_ACCUMULATED, "activation_checkpointing": "full"},
+        {**_ACCUMULATED_PEER, "gradient_checkpointing": True},
+        published=(5.99, 6775),
+    ),
+    "mixed": Row({"precision": "16"}, {"precision": "16"}, published=(18.64, 13939)),
+    "all": Row(_ALL, _ALL_PEER, published=(10.09, 7275)),
+    "adafactor": Row({"optimizer": "adafactor"}, {"optim": "adafactor"}, published=(7.96, 12295)),
+    "adafactor+all": Row(
+        {**_ALL, "optimizer": "adafactor"}, {**_ALL_PEER, "optim": "adafactor"}, published=(9.06, 4847)
+    ),
+    "adam8bit": Row(
+        {"optimizer": "adamw8bit"}, {"optim": "adamw_bnb_8bit"}, needs="bitsandbytes", published=(9.15, 13085)
+    ),
+    "adam8bit+all": Row(
+        {**_ALL, "optimizer": "adamw8bit"},
+        {**_ALL_PEER, "optim": "adamw_bnb_8bit"},
+        needs="bitsandbytes",
+        published=(10.35, 5363),
+    ),
+    "adam4bit": Row({"optimizer": "adamw4bit"}),
+    "selective": Row({"activation_checkpointing": "selective"}),
+    "budget 0.5": Row({"activation_checkpointing": 0.5}),
+    "step in backward": Row({"step_in_backward": True}),
+    "chunked loss": Row({"chunked_loss": True}, only_causal=True),
+    "offload": Row({"offload": {"activations": "cpu"}}),
+    "most": Row(
+        {
+            **{name: value for name, value in _ALL.items() if name != "accumulate_grad_batches"},
+            "optimizer": "adamw8bit",
+            "step_in_backward": True,
+        }
+    ),
+}
+"""Name -> row, in the order of the table."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """A model of the table.
+
+    Args:
+        family: ``"bert"`` (classifies a sequence) or ``"gpt2"`` (predicts the next token).
+    """
+
+    family: str
+    num_layers: int
+    num_heads: int
+    width: int
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+
+BERT_SIZES: dict[str, Sizes] = {
+    name: Sizes("bert", num_layers, num_heads, width)
+    for name, num_layers, num_heads, width in (
+        ("bert-large", 24, 16, 1024),
+        ("bert-base", 12, 12, 768),
+        ("bert-medium", 8, 8, 512),
+        ("bert-small", 4, 8, 512),
+        ("bert-mini", 4, 4, 256),
+        ("bert-tiny", 2, 2, 128),
+    )
+}
+"""BERT's own two sizes (Devlin et al. 2018) and the smaller ones of the family (Turc et al. 2019)."""

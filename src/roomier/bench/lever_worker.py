@@ -1,0 +1,224 @@
+"""One row of ``roomier bench levers`` in a process of its own: ``python -m roomier.bench.lever_worker SETTINGS``.
+
+Both Trainers run as a user calls them. What is measured sits in a callback that each has: the end of an optimizer step.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from roomier.api.callback import Callback
+from roomier.bench.lever_rows import BATCH_SIZE, BERT_SIZES, ROWS, Sizes
+from roomier.memory.tracker import MemoryTracker
+from roomier.models.gpt import SIZES
+
+_WARMUP_STEPS = 4  # a recompute budget takes its measure in the first of them
+_NUM_BATCHES = 10**6
+
+
+class Measurement:
+    """Called at the end of each optimizer step; says when there is nothing more to do.
+
+    Attributes:
+        result: bytes and seconds; the peak is of a step that is not timed, for counting makes it slow.
+    """
+
+    def __init__(self, num_steps: int) -> None:
+        self.result: dict[str, Any] = {}
+        self._num_steps = num_steps
+        self._steps: Iterator[None] | None = None
+
+    def end_step(self, network: nn.Module, optimizers: list[Optimizer]) -> bool:
+        if self._steps is None:
+            self._steps = self._measure(network, optimizers)
+        return next(self._steps, self) is self
+
+    def _measure(self, network: nn.Module, optimizers: list[Optimizer]) -> Iterator[None]:
+        device = next(network.parameters()).device
+        for _ in range(_WARMUP_STEPS):
+            yield
+        _restart_peak_rss()
+        yield
+        self.result["peak_rss_bytes"] = _peak_rss_bytes()
+        with MemoryTracker(network, optimizers, device) as tracker:
+            yield  # tells what each storage is for
+            tracker.restart()
+            yield
+        self.result["peak_bytes"] = tracker.allocator_peak_bytes or tracker.peak().total()
+        self.result["peak_by_kind"] = {kind.value: count for kind, count in tracker.peak().num_bytes.items()}
+        yield
+        durations: list[float] = []
+        for _ in range(self._num_steps):
+            start = time.perf_counter()
+            yield
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            durations.append(time.perf_counter() - start)
+        self.result["step_s"] = durations
+
+
+def run_roomier(settings: dict[str, Any], measurement: Measurement, folder: str) -> None:
+    from roomier import Trainer
+
+    class AtStepEnd(Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            is_step_end = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
+            if is_step_end and measurement.end_step(module.network, trainer.optimizers):
+                trainer.should_stop = True
+
+    keywords = {"optimizer": "adamw", **ROWS[settings["lever"]].roomier}
+    if keywords.get("precision") == "16":
+        keywords["precision"] = "16-mixed" if torch.cuda.is_available() else "bf16-mixed"
+    micro_batch = BATCH_SIZE // keywords.get("accumulate_grad_batches", 1)
+    trainer = Trainer(
+        **keywords,
+        learning_rate=1e-5,
+        accelerator="gpu" if torch.cuda.is_available() else "cpu",
+        devices=1,
+        max_epochs=1,
+        callbacks=[AtStepEnd()],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+    )
+    samples = make_samples(settings)
+    batches = DataLoader(Repeated(samples), batch_size=micro_batch)
+    trainer.fit(make_model(settings), batches)
+
+
+def run_transformers(settings: dict[str, Any], measurement: Measurement, folder: str) -> None:
+    import transformers
+
+    class AtStepEnd(transformers.TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **facts: Any) -> Any:
+            optimizer = facts["optimizer"]
+            if measurement.end_step(facts["model"], [getattr(optimizer, "optimizer", optimizer)]):
+                control.should_training_stop = True
+            return control
+
+    fields = dict(ROWS[settings["lever"]].transformers or {})
+    if fields.pop("precision", None) == "16":
+        fields["fp16" if torch.cuda.is_available() else "bf16"] = True
+    arguments = transformers.TrainingArguments(
+        output_dir=folder,
+        per_device_train_batch_size=BATCH_SIZE // fields.get("gradient_accumulation_steps", 1),
+        max_steps=_NUM_BATCHES,
+        learning_rate=1e-5,
+        lr_scheduler_type="constant",
+        max_grad_norm=0.0,  # as without it: the guide does not mean to measure clipping
+        use_cpu=not torch.cuda.is_available(),
+        report_to="none",
+        log_level="error",
+        logging_strategy="no",
+        save_strategy="no",
+        disable_tqdm=True,
+        **fields,
+    )
+    trainer = transformers.Trainer(
+        model=make_model(settings),
+        args=arguments,
+        train_dataset=Repeated(make_samples(settings)),
+        callbacks=[AtStepEnd()],
+    )
+    trainer.train()
+
+
+RUNNERS: dict[str, Callable[[dict[str, Any], Measurement, str], None]] = {
+    "roomier": run_roomier,
+    "transformers": run_transformers,
+}
+
+
+class Repeated(torch.utils.data.Dataset[dict[str, Tensor]]):
+    """A few samples, again and again."""
+
+    def __init__(self, samples: list[dict[str, Tensor]]) -> None:
+        self._samples = samples
+
+    def __len__(self) -> int:
+        return _NUM_BATCHES
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return self._samples[index % len(self._samples)]
+
+
+def sizes_of(model: str) -> Sizes:
+    return BERT_SIZES[model] if model in BERT_SIZES else Sizes("gpt2", *SIZES[model])
+
+
+def make_model(settings: dict[str, Any]) -> nn.Module:
+    """The Hugging Face model, from its configuration; no weights are loaded."""
+    import transformers
+
+    torch.manual_seed(0)
+    sizes, seq_len = sizes_of(settings["model"]), settings["seq_len"]
+    if sizes.family == "bert":
+        config = transformers.BertConfig(
+            hidden_size=sizes.width,
+            num_hidden_layers=sizes.num_layers,
+            num_attention_heads=sizes.num_heads,
+            intermediate_size=4 * sizes.width,
+            max_position_embeddings=max(seq_len, 512),
+        )
+        return transformers.BertForSequenceClassification(config)
+    gpt_config = transformers.GPT2Config(
+        n_embd=sizes.width,
+        n_layer=sizes.num_layers,
+        n_head=sizes.num_heads,
+        n_positions=max(seq_len, 1024),
+        use_cache=False,
+    )
+    return transformers.GPT2LMHeadModel(gpt_config)
+
+
+def make_samples(settings: dict[str, Any]) -> list[dict[str, Tensor]]:
+    """As many random sequences as a few steps take."""
+    generator = torch.Generator().manual_seed(0)
+    samples = []
+    for _ in range(4 * BATCH_SIZE):
+        tokens = torch.randint(100, 30_000, (settings["seq_len"],), generator=generator)
+        is_bert = sizes_of(settings["model"]).family == "bert"
+        labels = torch.randint(0, 2, (), generator=generator) if is_bert else tokens
+        samples.append({"input_ids": tokens, "labels": labels})
+    return samples
+
+
+def _restart_peak_rss() -> None:
+    path = Path("/proc/self/clear_refs")
+    if path.exists():
+        path.write_text("5")
+
+
+def _peak_rss_bytes() -> int | None:
+    path = Path("/proc/self/status")
+    if not path.exists():
+        return None
+    line = next(line for line in path.read_text().splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024
+
+
+def main(settings: dict[str, Any]) -> None:
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(settings["threads"])
+    measurement = Measurement(settings["steps"])
+    with TemporaryDirectory() as folder:
+        RUNNERS[settings["framework"]](settings, measurement, folder)
+        Path(settings["result"]).write_text(json.dumps(measurement.result))
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

@@ -1,0 +1,179 @@
+"""``roomier bench levers``: what each lever of one device costs in time and saves in memory, beside the same levers of
+the Hugging Face Trainer."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from rich.console import RenderableType
+from rich.table import Table
+
+from roomier.bench.lever_rows import BATCH_SIZE, BERT_SIZES, ROWS
+from roomier.bench.machine import circumstances
+from roomier.core.errors import RoomierError, did_you_mean
+from roomier.core.log import notice
+from roomier.core.units import format_bytes
+from roomier.models.gpt import SIZES
+
+FRAMEWORKS = ("roomier", "transformers")
+_NUM_LAST_LINES = 15
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", default="bert-small", help=f"{', '.join([*BERT_SIZES, *SIZES])} (%(default)s)")
+    parser.add_argument("--seq-len", type=int, default=None, help="tokens of a sequence (512 on a GPU, 128 on a CPU)")
+    parser.add_argument("--levers", default="", help=f"separated by commas; all by default: {','.join(ROWS)}")
+    parser.add_argument("--frameworks", default="", help=f"separated by commas; {','.join(FRAMEWORKS)} where installed")
+    parser.add_argument("--steps", type=int, default=5, help="timed optimizer steps of a turn (%(default)s)")
+    parser.add_argument("--repeats", type=int, default=3, help="turns of each row (%(default)s)")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="of torch (%(default)s)")
+    parser.add_argument("--output", default=None, help="a folder for levers.md and levers.png")
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """All rows: seconds a step and bytes at its peak. Every turn of a row is a process of its own, turns go round."""
+    import torch
+
+    has_gpu = torch.cuda.is_available()
+    facts = circumstances()
+    settings = {
+        "model": _known("--model", options.model, [*BERT_SIZES, *SIZES]),
+        "seq_len": options.seq_len or (512 if has_gpu else 128),
+        "steps": options.steps,
+        "repeats": options.repeats,
+        "threads": options.threads,
+    }
+    turns = _turns(options)
+    found: dict[tuple[str, str], list[dict[str, Any]]] = {turn: [] for turn in turns}
+    for index in range(options.repeats):
+        for framework, lever in reversed(turns) if index % 2 else turns:
+            found[framework, lever].append(_run({**settings, "framework": framework, "lever": lever}))
+    result = {
+        "case": "levers",
+        **settings,
+        "batch_size": BATCH_SIZE,
+        "peak_is_of": "the CUDA allocator" if has_gpu else "all tensors of the process, counted operation by operation",
+        "rows": [_row(*turn, runs) for turn, runs in found.items()],
+        **facts,
+    }
+    if options.output is not None:
+        from roomier.bench.lever_report import write_report
+
+        write_report(result, Path(options.output))
+    return result
+
+
+def _turns(options: argparse.Namespace) -> list[tuple[str, str]]:
+    if find_spec("transformers") is None:
+        action = "pip install transformers accelerate"
+        raise RoomierError("bench levers", "transformers", "is not installed; its models are measured", action)
+    can_compare = find_spec("accelerate") is not None
+    possible = [each for each in FRAMEWORKS if each != "transformers" or can_compare]
+    frameworks = _chosen("--frameworks", options.frameworks, possible)
+    levers = _chosen("--levers", options.levers, list(ROWS))
+    return [
+        (framework, lever)
+        for lever in levers
+        for framework in frameworks
+        if not (ROWS[lever].only_causal and options.model in BERT_SIZES)
+        and (framework == "roomier" or _has_peer(lever))
+    ]
+
+
+def _has_peer(lever: str) -> bool:
+    row = ROWS[lever]
+    return row.transformers is not None and (row.needs is None or find_spec(row.needs) is not None)
+
+
+def _chosen(field: str, text: str, possible: list[str]) -> list[str]:
+    return [_known(field, each.strip(), possible) for each in text.split(",") if each.strip()] or possible
+
+
+def _known(field: str, name: str, known: list[str]) -> str:
+    if name not in known:
+        raise RoomierError(field, name, "is not known here", did_you_mean(name, known))
+    return name
+
+
+def _run(settings: dict[str, Any]) -> dict[str, Any]:
+    """One turn; what its process wrote, or how it ended."""
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "result.json"
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", "roomier.bench.lever_worker", json.dumps({**settings, "result": str(path)})],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "OMP_WAIT_POLICY": "passive"},  # threads that wait do not take the cores of others
+        )
+        if done.returncode or not path.exists():
+            notice(f"bench levers: {settings['framework']}, {settings['lever']} failed:\n{done.stdout[-2000:]}")
+            return {"error": "\n".join(done.stdout.splitlines()[-_NUM_LAST_LINES:]), "code": done.returncode}
+        found: dict[str, Any] = json.loads(path.read_text())
+        return found
+
+
+def _row(framework: str, lever: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
+    row: dict[str, Any] = {"framework": framework, "lever": lever}
+    failed = next((run for run in runs if "error" in run), None)
+    if failed is not None:
+        return {**row, "samples_per_s": None, "peak_bytes": None, **failed}
+    steps_s = [statistics.median(run["step_s"]) for run in runs]
+    step_s = statistics.median(steps_s)
+    return {
+        **row,
+        "samples_per_s": round(BATCH_SIZE / step_s, 3),
+        "peak_bytes": max(run["peak_bytes"] for run in runs),
+        "peak_rss_bytes": max((run["peak_rss_bytes"] or 0) for run in runs) or None,
+        "peak_by_kind": runs[0]["peak_by_kind"],
+        "step_s": step_s,
+        "step_s_all": steps_s,
+    }
+
+
+def table(result: Mapping[str, Any]) -> RenderableType:
+    found = Table(
+        title=f"{result['model']}, {result['batch_size']} sequences of {result['seq_len']} tokens a step",
+        caption=f"peak of {result['peak_is_of']}; {result['repeats']} turns of {result['steps']} steps, medians\n"
+        f"{result['machine']['cpu']}, torch {result['torch']}",
+    )
+    for name, justify in (("lever", "left"), ("framework", "left"), ("samples/s", "right"), ("of vanilla", "right")):
+        found.add_column(name, justify=justify)  # type: ignore[arg-type]
+    for name in ("peak", "of vanilla"):
+        found.add_column(name, justify="right")
+    for cells in lines(result):
+        found.add_row(*cells)
+    return found
+
+
+def lines(result: Mapping[str, Any]) -> list[list[str]]:
+    """The cells of the table, row by row; each beside roomier's first row."""
+    rows = result["rows"]
+    base = next((row for row in rows if row["lever"] == "vanilla" and row["samples_per_s"]), None)
+    cells = []
+    for row in rows:
+        if row["samples_per_s"] is None:
+            cells.append([row["lever"], row["framework"], "failed", "", "", ""])
+            continue
+        ratios = (
+            ("", "")
+            if base is None
+            else (
+                f"{row['samples_per_s'] / base['samples_per_s']:.2f}",
+                f"{row['peak_bytes'] / base['peak_bytes']:.2f}",
+            )
+        )
+        speed, peak = f"{row['samples_per_s']:.2f}", format_bytes(row["peak_bytes"])
+        cells.append([row["lever"], row["framework"], speed, ratios[0], peak, ratios[1]])
+    return cells

@@ -1,0 +1,96 @@
+"""``roomier bench levers --json`` as it is called, on a model so small that its times mean nothing."""
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from roomier.bench import levers
+from roomier.bench.lever_report import markdown
+from roomier.bench.lever_rows import BERT_SIZES, ROWS
+from roomier.core.errors import RoomierError
+from roomier.plan import plan_from_flags
+
+COMMAND = [str(Path(sys.executable).with_name("roomier")), "bench", "levers", "--json"]
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    words = ["--model", "bert-tiny", "--seq-len", "64", "--steps", "1", "--repeats", "1", "--threads", "1"]
+    words += ["--levers", "vanilla, all", "--output", str(tmp_path_factory.mktemp("levers"))]
+    done = subprocess.run([*COMMAND, *words], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)  # fails if anything else stands there
+    return {**found, "folder": words[-1], "errors": done.stderr}
+
+
+def test_both_trainers_run_the_rows_that_were_asked_for(result: dict[str, Any]) -> None:
+    turns = [(row["lever"], row["framework"]) for row in result["rows"]]
+    assert turns == [
+        ("vanilla", "roomier"),
+        ("vanilla", "transformers"),
+        ("all", "roomier"),
+        ("all", "transformers"),
+    ]
+    for row in result["rows"]:
+        assert "error" not in row, row["error"]
+        assert row["samples_per_s"] == pytest.approx(4 / row["step_s"], rel=1e-2)
+        assert sum(row["peak_by_kind"].values()) == row["peak_bytes"] > 0
+
+
+def test_both_are_measured_alike(result: dict[str, Any]) -> None:
+    """The same model, batch and optimizer: without a lever both hold the same tensors, to a few small ones."""
+    ours, theirs = result["rows"][:2]
+    assert ours["peak_bytes"] == pytest.approx(theirs["peak_bytes"], rel=0.02)
+    assert ours["peak_by_kind"]["optimizer_state"] == theirs["peak_by_kind"]["optimizer_state"]
+
+
+def test_the_report_is_written(result: dict[str, Any]) -> None:
+    folder = Path(result["folder"])
+    assert (folder / "levers.png").read_bytes().startswith(b"\x89PNG")
+    text = (folder / "levers.md").read_text()
+    assert text == markdown(result)
+    assert text.count("| vanilla |") == 2
+    assert "roomier bench levers" in text
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_every_row_is_a_plan(name: str) -> None:
+    keywords = {"optimizer": "adamw", **ROWS[name].roomier}
+    if keywords.get("precision") == "16":
+        keywords["precision"] = "bf16-mixed"
+    plan_from_flags(**keywords)
+
+
+def test_a_row_without_a_peer_or_a_sense_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = argparse.Namespace(model="bert-tiny", levers="", frameworks="")
+    monkeypatch.setattr(levers, "find_spec", lambda name: None if name == "bitsandbytes" else name)
+    turns = levers._turns(options)
+    assert ("transformers", "adafactor") in turns
+    assert ("transformers", "adam8bit") not in turns
+    assert ("roomier", "adam8bit") in turns
+    assert ("roomier", "chunked loss") not in turns
+    options.model = "gpt-nano"
+    assert ("roomier", "chunked loss") in levers._turns(options)
+    monkeypatch.setattr(levers, "find_spec", lambda name: None if name == "accelerate" else name)
+    assert {framework for framework, _ in levers._turns(options)} == {"roomier"}
+
+
+def test_what_is_not_known_is_refused_before_anything_runs() -> None:
+    options = argparse.Namespace(model="bert-tiny", levers="vanila", frameworks="")
+    with pytest.raises(RoomierError, match=r"--levers=.vanila.: is not known here\. Did you mean .vanilla."):
+        levers._turns(options)
+    assert set(BERT_SIZES) >= {"bert-large", "bert-base", "bert-tiny"}
+
+
+def test_a_row_that_fails_is_told_and_the_others_stand() -> None:
+    runs = [{"step_s": [0.5, 0.25, 0.5], "peak_bytes": 10, "peak_rss_bytes": None, "peak_by_kind": {}}]
+    good = levers._row("roomier", "vanilla", runs)
+    bad = levers._row("roomier", "all", [*runs, {"error": "out of memory", "code": -9}])
+    assert (good["samples_per_s"], good["peak_bytes"]) == (8.0, 10)
+    assert (bad["samples_per_s"], bad["error"]) == (None, "out of memory")
+    assert levers.lines({"rows": [good, bad]})[1][2] == "failed"
