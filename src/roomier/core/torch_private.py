@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map
@@ -46,6 +47,11 @@ def version_of(tensor: Tensor) -> int:
 def convert_tensors(module: nn.Module, convert: Callable[[Tensor], Tensor]) -> None:
     """Replace each parameter and buffer as ``Module.to`` does, which takes the device and dtype alone."""
     module._apply(convert)  # type: ignore[no-untyped-call]
+
+
+def leave_out_of_ddp(module: nn.Module, names: Sequence[str]) -> None:
+    """Parameters and buffers of ``module`` that DDP, which will wrap it, sends to no other rank."""
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)
 
 
 def reset_of_torch(module: nn.Module) -> Callable[[], None] | None:
@@ -95,6 +101,8 @@ def intercept(handler: Callable[..., Any], *, lets_compile: bool = False) -> Abs
 
 
 class _Interception(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    supports_higher_order_operators = True  # flex_attention is one; others would be an error inside
+
     def __init__(self, handler: Callable[..., Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._handler = handler
@@ -245,3 +253,35 @@ def missing_compiler(device: torch.device) -> str | None:
 
         return None if has_triton() else "Triton"
     return None
+
+
+def norm_of(tensor: Tensor) -> Tensor:
+    """Its 2-norm (0-dim), by the kernel that ``torch.nn.utils.clip_grad_norm_`` calls for many at once."""
+    (norm,) = torch._foreach_norm([tensor], 2.0)
+    return norm
+
+
+def join_norms(norms: Sequence[Tensor]) -> Tensor:
+    """The norm of tensors from the norm of each, as ``torch.nn.utils.get_total_norm`` joins them: by device and dtype.
+
+    Args:
+        norms: 0-dim, each on the device and in the dtype of what it was taken of.
+    """
+    if not norms:
+        return torch.tensor(0.0)
+    groups = Optimizer._group_tensors_by_device_and_dtype([list(norms)])  # type: ignore[list-item]
+    joined = [norm.to(norms[0].device) for ([group], _) in groups.values() for norm in group if norm is not None]
+    return torch.linalg.vector_norm(torch.stack(joined), 2.0)
+
+
+def step_without_hooks(optimizer: Optimizer) -> None:
+    """Its update alone: no hooks, no name in a profile, and nothing that a scheduler counts."""
+    step: Any = type(optimizer).step
+    if getattr(step, "hooked", False):  # by Optimizer._patch_step_function
+        step = step.__wrapped__
+    step(optimizer)
+
+
+def has_step_pre_hooks(optimizer: Optimizer) -> bool:
+    """Whether it has hooks of ``register_step_pre_hook``."""
+    return bool(optimizer._optimizer_step_pre_hooks)
