@@ -22,10 +22,19 @@ disabled_torch_function = torch._C._disabled_torch_function_impl
 iter_leaves, map_leaves = tree_iter, tree_map
 
 
-def make_wrapper(cls: type[AnyTensor], shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> AnyTensor:
+def make_wrapper(
+    cls: type[AnyTensor], shape: Sequence[int], dtype: torch.dtype, device: torch.device, requires_grad: bool = False
+) -> AnyTensor:
     """A tensor of ``cls`` that looks contiguous, of this shape, and has no memory."""
-    made: AnyTensor = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+    made: AnyTensor = torch.Tensor._make_wrapper_subclass(
+        cls, shape, dtype=dtype, device=device, requires_grad=requires_grad
+    )
     return made
+
+
+def keeps_graph() -> bool:
+    """Within a backward: whether it was asked to retain the graph for another."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())  # type: ignore[attr-defined]
 
 
 def writes_to_arguments(operator: torch._ops.OpOverload) -> bool:
