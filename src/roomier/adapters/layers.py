@@ -52,10 +52,12 @@ class Adapted(nn.Module):
     lora_B: nn.Parameter
     lora_scale: float
     lora_dropout: float
+    is_in_out: bool  # how the weight is stored
+    plain_class: type[nn.Module]
 
     def forward(self, x: Tensor) -> Tensor:
         output: Tensor = super().forward(x)
-        a, b = (self.lora_A, self.lora_B) if is_transposed(self) else (self.lora_A.T, self.lora_B.T)
+        a, b = (self.lora_A, self.lora_B) if self.is_in_out else (self.lora_A.T, self.lora_B.T)
         if not torch.is_autocast_enabled(x.device.type):
             x = x.to(a.dtype)  # adapters of 16-bit weights are kept in float32
         if self.lora_dropout and self.training:
@@ -75,6 +77,7 @@ class InFewBits(nn.Module):
     weight_format: str
     weight_shape: torch.Size
     weight_dtype: torch.dtype
+    is_in_out: bool
     constant_buffers = ("weight_codes", "weight_scales")  # not sent to other ranks at each step
 
     @property
@@ -99,19 +102,20 @@ class _ProductWithFrozen(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, layer: InFewBits) -> Tensor:
         ctx.layer = layer
         weight = layer.decoded(x.dtype)
-        return x @ (weight if is_transposed(layer) else weight.T)
+        return x @ (weight if layer.is_in_out else weight.T)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         weight = ctx.layer.decoded(gradient.dtype)
-        return gradient @ (weight.T if is_transposed(ctx.layer) else weight), None
+        return gradient @ (weight.T if ctx.layer.is_in_out else weight), None
 
 
 @cache
 def _class_of(plain: type[nn.Module], mixins: tuple[type[nn.Module], ...]) -> type[nn.Module]:
     name = "".join(each.__name__ for each in (*mixins, plain))
-    return type(name, (*mixins, plain), {"plain_class": plain, "__module__": plain.__module__})
+    facts = {"plain_class": plain, "is_in_out": not issubclass(plain, nn.Linear), "__module__": plain.__module__}
+    return type(name, (*mixins, plain), facts)
 
 
 def plain_class(layer: nn.Module) -> type[nn.Module]:
@@ -142,7 +146,7 @@ def add_adapter(layer: nn.Module, rank: int, scale: float, dropout: float) -> No
 
 
 def rank_of(layer: Adapted) -> int:
-    return layer.lora_A.shape[1 if is_transposed(layer) else 0]
+    return layer.lora_A.shape[1 if layer.is_in_out else 0]
 
 
 def put_in_few_bits(layer: Adapted, code_format: str) -> None:
@@ -158,19 +162,17 @@ def put_in_few_bits(layer: Adapted, code_format: str) -> None:
     layer.weight_format, layer.weight_shape, layer.weight_dtype = code_format, weight.shape, weight.dtype
 
 
-def product_of(a: Tensor, b: Tensor, scale: float, rank: int) -> Tensor:
-    """What an adapter adds to the weight, in the layout of the weight and in float32 at least; which layout that is, the
-    shapes tell."""
+def product_of(a: Tensor, b: Tensor, scale: float, *, is_in_out: bool) -> Tensor:
+    """What an adapter adds to the weight, in the layout of the weight and in float32 at least."""
     dtype = torch.float64 if a.dtype == torch.float64 else torch.float32
     a, b = a.to(dtype), b.to(dtype)
-    is_out_in = a.shape[0] == rank and b.shape[1] == rank
-    return (b @ a if is_out_in else a @ b) * scale
+    return (a @ b if is_in_out else b @ a) * scale
 
 
 def remove_adapter(layer: Adapted) -> None:
     """Give ``layer`` the class and the weight it had, with what the adapter adds."""
     weight = layer.weight.detach()
-    added = product_of(layer.lora_A.detach(), layer.lora_B.detach(), layer.lora_scale, rank_of(layer))
+    added = product_of(layer.lora_A.detach(), layer.lora_B.detach(), layer.lora_scale, is_in_out=layer.is_in_out)
     merged = nn.Parameter((weight.to(added.dtype) + added).to(weight.dtype), requires_grad=False)
     own = ["lora_A", "lora_B", "lora_scale", "lora_dropout"]
     if isinstance(layer, InFewBits):

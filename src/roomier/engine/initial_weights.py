@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from roomier.adapters.layers import is_adapter
 from roomier.core import torch_private
 from roomier.core.errors import RoomierError
 from roomier.core.log import notice
@@ -144,7 +145,8 @@ def _initializer_of(module: nn.Module) -> Callable[[], object] | None:
 
 
 def _is_new(name: str, module: nn.Module, meta_tensors: set[str]) -> bool:
-    names = [each for each, _ in module.named_parameters(name)] or [each for each, _ in module.named_buffers(name)]
+    names = [each for each, _ in module.named_parameters(name) if not is_adapter(each)]
+    names = names or [each for each, _ in module.named_buffers(name)]
     return bool(names) and meta_tensors.issuperset(names)
 
 

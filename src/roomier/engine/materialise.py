@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch import Tensor, nn
 
+from roomier.adapters.layers import is_adapter
 from roomier.core import torch_private
 from roomier.core.errors import RoomierError
 from roomier.core.ranks import Ranks
@@ -116,7 +117,8 @@ def take_weights(network: nn.Module, plan: Plan, ranks: Ranks, *, given: set[str
         return None
     cut = _cut_of(plan, ranks) if cuts_parameters(plan, ranks) else Cut()
     pages = Pages(cut, discards=given is not None)
-    _replace_parameters(network, lambda each: pages.page_of(each) if is_pageable(each) else each)
+    small = {each for name, each in parameters if is_adapter(name)}  # they have values, which no file holds
+    _replace_parameters(network, lambda each: pages.page_of(each) if is_pageable(each) and each not in small else each)
     if meta_tensors:
         if given is None:
             tell_what_is_lost(network)

@@ -11,6 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from roomier.adapters.layers import is_adapter
 from roomier.core.errors import RoomierError
 from roomier.core.log import notice
 from roomier.parallel.pages import local_part, local_rows
@@ -44,6 +45,7 @@ class WeightsFile:
 
     def check(self, network: nn.Module) -> set[str]:
         """Compare names and shapes with those of ``network``; the names there that will be filled, tied ones included.
+        Adapters may be missing in the file.
 
         Where all names of the file are those of one part of ``network`` (``model.`` and the name), that part is meant.
 
@@ -54,7 +56,8 @@ class WeightsFile:
         prefix = self._prefix(network, wanted)
         found = {f"{prefix}{name}": name for name in self._file_of}
         present = {id(wanted[name]) for name in found if name in wanted}
-        missing = [name for name, tensor in wanted.items() if name not in found and id(tensor) not in present]
+        lacking = [name for name, tensor in wanted.items() if name not in found and id(tensor) not in present]
+        missing = [name for name in lacking if not is_adapter(name)]  # adapters begin with values of their own
         unexpected = [name for key, name in found.items() if key not in wanted]
         different = [
             f"{name} {list(self._shapes[found[name]])} for {list(tensor.shape)}"
@@ -70,7 +73,7 @@ class WeightsFile:
             action = "Give the weights of this model, or build the model they were saved from"
             raise RoomierError("weights", str(self.path), f"does not fit the model: {'; '.join(problems)}", action)
         self._name_in_file = {name: found[name] for name in wanted if name in found}
-        return set(wanted)
+        return wanted.keys() - set(lacking)
 
     @torch.no_grad()
     def read_into(self, network: nn.Module) -> None:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from roomier.core import torch_private
 from roomier.core.errors import RoomierError, TrainingError
 from roomier.parallel.powersgd import PowerSGD
 from roomier.parallel.rounded import send_rounded
@@ -105,6 +106,7 @@ class Replicas:
         if finds_unused:
             # torch warns where it looked for unused parameters and found none in a step: this one it always finds.
             runner.register_parameter("never_used", nn.Parameter(torch.zeros(1, device=self._device)))
+        torch_private.leave_out_of_ddp(runner, _constant_buffers(runner))
         self.runner = self._ddp = DistributedDataParallel(
             runner,
             device_ids=[self._device.index] if self._device.type == "cuda" else None,
@@ -118,12 +120,18 @@ class Replicas:
 
     def _left_out(self) -> TrainingError:
         assert self._ddp is not None
-        names = [name for name, each in self._ddp.module.network.named_parameters() if each.grad is None]
+        names = [name for name, each in self._ddp.module.network.named_parameters() if each.requires_grad and each.grad is None]
         problem = f"got no gradient in this step on rank {dist.get_rank()}, and got one in the first"
         action = (
             "Tell that steps leave out parameters: Trainer(strategy={'name': 'ddp', 'find_unused_parameters': True})"
         )
         return TrainingError("training_step", names[:5], problem, action)
+
+
+def _constant_buffers(module: nn.Module) -> list[str]:
+    # DDP sends buffers to all ranks in each forward; codes of frozen weights never change.
+    names = ((prefix, getattr(each, "constant_buffers", ())) for prefix, each in module.named_modules())
+    return [f"{prefix}.{name}" for prefix, own in names for name in own]
 
 
 def average_gradients(parameters: Sequence[nn.Parameter], wire_dtype: torch.dtype | None = None) -> bool:
