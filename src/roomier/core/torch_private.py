@@ -126,6 +126,17 @@ class _CompiledInterception(_Interception):  # type: ignore[no-untyped-call]
         return True
 
 
+def handles_dispatch(kind: type) -> bool:
+    """Whether tensors of this class turn operations into others on the tensors they hold, as a DTensor does."""
+    own = getattr(kind, "__torch_dispatch__", None)
+    return own is not None and own is not torch._C._disabled_torch_dispatch_impl
+
+
+def is_in_backward() -> bool:
+    """Whether this thread runs a backward, as it does while a block is computed again."""
+    return int(torch._C._current_graph_task_id()) != -1
+
+
 def found_inf(scaler: GradScaler, optimizer: Optimizer) -> list[Tensor]:
     """The flags (0-dim float, one a device) that ``scaler`` set while it unscaled ``optimizer``."""
     return list(scaler._found_inf_per_device(optimizer).values())
