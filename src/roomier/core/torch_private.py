@@ -53,6 +53,39 @@ def version_of(tensor: Tensor) -> int:
     return int(tensor._version)
 
 
+def detached(tensor: Tensor) -> Tensor:
+    """``tensor`` without its graph, also inside :func:`intercept`, where ``detach`` alone would not see later writes."""
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return tensor.detach()
+
+
+def viewed(tensor: Tensor) -> Tensor:
+    """What ``tensor`` is a view of; itself where it is none."""
+    return tensor if tensor._base is None else tensor._base
+
+
+def product_operators() -> frozenset[torch._ops.OpOverload]:
+    """What multiplies matrices or convolves, as dispatched below autograd."""
+    names = "mm addmm bmm baddbmm linear convolution convolution_overrideable mkldnn_convolution _addmm_activation"
+    names += " _scaled_mm _scaled_mm_v2 _grouped_mm _scaled_grouped_mm _int_mm _trilinear"
+    return _overloads(names.split())
+
+
+def attention_operators() -> frozenset[torch._ops.OpOverload]:
+    """The kernels of ``scaled_dot_product_attention`` (its ``math`` way is made of matrix products), and attention of
+    sequences of different lengths."""
+    ways = "flash_attention flash_attention_for_cpu efficient_attention cudnn_attention fused_attention_overrideable"
+    ways += " attention_math_for_mps"
+    names = [f"_scaled_dot_product_{way}" for way in ways.split()]
+    return _overloads([*names, "_flash_attention_forward", "_efficient_attention_forward", "_cudnn_attention_forward"])
+
+
+def _overloads(names: Sequence[str]) -> frozenset[torch._ops.OpOverload]:
+    packets = [getattr(torch.ops.aten, name) for name in names if hasattr(torch.ops.aten, name)]  # by version
+    overloads = [getattr(packet, name) for packet in packets for name in packet.overloads()]
+    return frozenset(each for each in overloads if not writes_to_arguments(each))
+
+
 def convert_tensors(module: nn.Module, convert: Callable[[Tensor], Tensor]) -> None:
     """Replace each parameter and buffer as ``Module.to`` does, which takes the device and dtype alone."""
     module._apply(convert)  # type: ignore[no-untyped-call]
@@ -305,3 +338,8 @@ def step_without_hooks(optimizer: Optimizer) -> None:
 def has_step_pre_hooks(optimizer: Optimizer) -> bool:
     """Whether it has hooks of ``register_step_pre_hook``."""
     return bool(optimizer._optimizer_step_pre_hooks)
+
+
+def has_amx() -> bool:
+    """Whether this CPU multiplies matrices of bfloat16 in tiles."""
+    return bool(torch.cpu._is_amx_tile_supported())
