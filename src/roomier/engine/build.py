@@ -25,9 +25,11 @@ from roomier.core.log import notice
 from roomier.core.ranks import Ranks
 from roomier.engine.divide import divide
 from roomier.engine.eager import EagerEngine
+from roomier.engine.engine import Parallel
 from roomier.engine.levers import apply_levers
 from roomier.engine.materialise import cuts_parameters, take_weights
 from roomier.engine.prepared import PreparedEngine
+from roomier.engine.step_in_backward import StepInBackward
 from roomier.engine.weights_file import WeightsFile
 from roomier.launch import join, place, present_launch
 from roomier.optim.by_name import make_optimizer
@@ -87,6 +89,7 @@ def build(
             quantise_base(network, plan.adapter)  # of the values that the model begins with
         configured = configure_optimizers()  # last: it must hold the parameters as they will be updated
         check_ownership(configured, module.parameters())
+        updates = _updates_in_backward(plan, module, configured.optimizers, parallel)
         engine = engine_class(
             network,
             configured.optimizers,
@@ -97,11 +100,28 @@ def build(
             ranks=ranks,
             parallel=parallel,
             levers=levers,
+            updates=updates,
         )
         on_failure.pop_all()
     if engine.scaler is not None:
         _say_which_steps_wait(configured.optimizers, device)
     return engine, configured
+
+
+def _updates_in_backward(
+    plan: Plan, module: Module, optimizers: Sequence[Optimizer], parallel: Parallel | None
+) -> StepInBackward | None:
+    way = plan.optimizer.step_in_backward
+    if way == "none" or not optimizers:
+        return None
+    if not module.automatic_optimization:
+        problem = "the module optimizes by hand (automatic_optimization=False): its training_step says when to step"
+        raise PlanError("optimizer.step_in_backward", way, problem, "Leave it out, or let the Trainer step")
+    network = network_of(module)
+    join_norms = torch_private.join_norms if parallel is None else parallel.join_norms
+    return StepInBackward(
+        network, optimizers, find_blocks(network), way=way, batch_plan=plan.batch, join_norms=join_norms
+    )
 
 
 def _check_network(network: nn.Module) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from roomier.engine.optimizer_state import (
     optimizer_state,
     parameter_names,
 )
+from roomier.engine.step_in_backward import StepInBackward
 from roomier.plan import BatchPlan
 from roomier.precision.policy import Precision
 from roomier.precision.scaler import LossScaler
@@ -39,6 +41,7 @@ class EagerEngine:
         ranks: among which a batch is divided.
         parallel: what the module was made into for several ranks; None for one.
         levers: what works inside its forward.
+        updates: where the optimizers step in the backward; None where they step after it.
         batch_plan: accumulation and clipping.
         count_terms: how many terms the loss of a micro-batch is the mean of; None where it is a sum.
     """
@@ -55,6 +58,7 @@ class EagerEngine:
         ranks: Ranks,
         parallel: Parallel | None = None,
         levers: Levers | None = None,
+        updates: StepInBackward | None = None,
     ) -> None:
         self.module = module
         self.ranks = ranks
@@ -69,6 +73,7 @@ class EagerEngine:
         self._parallel = parallel
         self._loss_factor = 1 if parallel is None else parallel.loss_factor
         self.levers = levers
+        self._updates = updates
         self._recompute = None if levers is None else levers.recompute
         self._context = precision.forward_context() if levers is None else levers.forward_context
         self._backward_context = nullcontext if levers is None else levers.backward_context
@@ -82,6 +87,8 @@ class EagerEngine:
             self.zero_grad()
         if self._recompute is not None:
             self._recompute.begin_step(self.optimizers)
+        if self._updates is not None:
+            self._updates.begin_step(len(batches))
         is_alone = self.ranks.is_alone
         weights = None if is_alone and len(batches) == 1 else self._weights(batches)
         window_loss: Tensor | None = None
@@ -181,6 +188,8 @@ class EagerEngine:
 
     def close(self) -> None:
         """Give the module its own forward back; called when the run is over, and no step follows."""
+        if self._updates is not None:
+            self._updates.close()
         if self.levers is not None:
             self.levers.undo()
 
@@ -190,15 +199,21 @@ class EagerEngine:
             before(loss)
         if self.scaler is not None:
             loss = self.scaler.scale(loss)
-        with self._backward_context():
-            if hooks.backward is None:
-                loss.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
-            else:
-                hooks.backward(loss, *args, **kwargs)
-        if self._parallel is not None:
-            self._parallel.end_backward()
+        if self._updates is None:
+            self._run_backward(loss, *args, **kwargs)
+        else:
+            self._updates.backward(partial(self._run_backward, loss, *args, **kwargs))
         for after in hooks.after_backward:
             after()
+
+    def _run_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        with self._backward_context():
+            if self.hooks.backward is None:
+                loss.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
+            else:
+                self.hooks.backward(loss, *args, **kwargs)
+        if self._parallel is not None:
+            self._parallel.end_backward()
 
     def unscale(self, optimizer: Optimizer | None = None) -> None:
         """Bring gradients back to their size before anything reads them; a second call does nothing."""
@@ -212,6 +227,8 @@ class EagerEngine:
     def clip(
         self, max_norm: float | None = None, algorithm: str | None = None, *, optimizer: Optimizer | None = None
     ) -> Tensor | None:
+        if self._updates is not None:
+            return self._updates.clipped(max_norm, algorithm)
         limit = self._batch_plan.gradient_clip_val if max_norm is None else max_norm
         if limit is None:
             return None
@@ -225,6 +242,8 @@ class EagerEngine:
         return clipping.clip_grad_norm_(parameters, limit)
 
     def step(self, optimizer: Optimizer | None = None, closure: Any = None) -> None:
+        if self._updates is not None:
+            self._updates.end_step(closure)
         for each in self.optimizers if optimizer is None else [optimizer]:
             if self.scaler is not None:
                 self.scaler.step(each, closure)
@@ -254,6 +273,7 @@ class EagerEngine:
             "module": self.weights(),
             "optimizers": [optimizer_state(optimizer, names) for optimizer in self.optimizers],
             "scaler": None if self.scaler is None else self.scaler.state(),
+            **({} if self._updates is None else self._updates.state()),
         }
 
     def check(self, state: Mapping[str, Any]) -> None:
@@ -278,6 +298,8 @@ class EagerEngine:
             load_optimizer(optimizer, saved, names)
         if self.scaler is not None and state["scaler"] is not None:
             self.scaler.load(state["scaler"])
+        if self._updates is not None:
+            self._updates.load(state, self.device)
 
     def _weights(self, batches: Sequence[Any]) -> Sequence[float | Tensor] | None:
         """The share of each micro-batch in the terms of all; None where losses are added as they are."""

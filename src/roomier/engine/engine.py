@@ -76,6 +76,10 @@ class Parallel(Protocol):
         """Clamp each element of the gradients."""
         ...
 
+    def join_norms(self, norms: Sequence[Tensor]) -> Tensor:
+        """The norm of all gradients, over all ranks, from those of this rank's parts (0-dim)."""
+        ...
+
 
 class Engine(Protocol):
     """Runs optimizer steps of one module under one Plan."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
@@ -23,12 +24,18 @@ def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
     whole = [_local(each) for each in gradients if _shard_group(each) is None]
     norm = get_total_norm(whole)
     if cut:
-        square = get_total_norm([local for local, _ in cut]).square()
-        dist.all_reduce(square, group=cut[0][1])
-        norm = (square + norm.square()).sqrt()
+        of_cut = over_ranks(get_total_norm([local for local, _ in cut]), cut[0][1])
+        norm = torch.hypot(of_cut, norm) if whole else of_cut
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     torch_private.scale_each([*whole, *(local for local, _ in cut)], factor)
     return norm
+
+
+def over_ranks(norm: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The norm of a whole (0-dim) of which each rank of ``group`` has a part with this norm."""
+    square = norm.square()
+    dist.all_reduce(square, group=group)
+    return square.sqrt()
 
 
 def clip_grad_value(parameters: Iterable[Tensor], max_value: float) -> None:

@@ -57,7 +57,10 @@ class OwnGradients:
     def clip_grad_value_(self, parameters: Sequence[Tensor], max_value: float) -> None:
         _refuse_to_clip(max_value)
 
+    def join_norms(self, norms: Sequence[Tensor]) -> Tensor:
+        _refuse_to_clip(None)
 
-def _refuse_to_clip(bound: float) -> NoReturn:
+
+def _refuse_to_clip(bound: float | None) -> NoReturn:
     problem = "no rank has the gradient of the whole batch: onebit_adam sends signs of the momentum"
     raise TrainingError("gradient_clip_val", bound, problem, "Do not clip, or use optimizer='adamw'")

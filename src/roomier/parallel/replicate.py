@@ -99,6 +99,9 @@ class Replicas:
     def clip_grad_value_(self, parameters: Sequence[Tensor], max_value: float) -> None:
         nn.utils.clip_grad_value_(parameters, max_value)
 
+    def join_norms(self, norms: Sequence[Tensor]) -> Tensor:
+        return torch_private.join_norms(norms)
+
     def _wrap(self, *, finds_unused: bool) -> None:
         runner = self.runner
         assert isinstance(runner, StepRunner)

@@ -34,7 +34,7 @@ from roomier.core import torch_private
 from roomier.core.errors import RoomierError
 from roomier.core.tree import map_tensors, tensors
 from roomier.parallel.collectives import PairwiseAllGather, PairwiseReduceScatter, Reductions
-from roomier.parallel.norm import clip_grad_norm, clip_grad_value
+from roomier.parallel.norm import clip_grad_norm, clip_grad_value, over_ranks
 from roomier.parallel.runner import StepRunner
 
 MULTIPLYING = (
@@ -177,6 +177,9 @@ class Shards:
 
     def clip_grad_value_(self, parameters: Sequence[Tensor], max_value: float) -> None:
         clip_grad_value(parameters, max_value)
+
+    def join_norms(self, norms: Sequence[Tensor]) -> Tensor:
+        return over_ranks(torch_private.join_norms(norms), self.sharding.mesh.get_group(-1))
 
     def _cut_unit(self, unit: nn.Module) -> list[FSDPModule]:
         """Cut ``unit``: as one, or what it multiplies with and the rest of it as two."""
