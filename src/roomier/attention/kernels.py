@@ -2,8 +2,8 @@
 
 [Note: a kernel by name]
 torch takes the fastest kernel that can compute a call; a name leaves it that one alone. Where it cannot compute a call
-(flash attention with a mask on a GPU, say), torch stops there and warns of the reason. This becomes one error that names
-the reason and the kernel to use. What no call could ever have is refused when the run is built.
+(flash attention with a mask on a GPU, say), torch stops there and warns of the reason. This becomes one error that
+names the reason and the kernel to use. What no call could ever have is refused when the run is built.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ _OPERATORS = {
     "aten::_scaled_dot_product_cudnn_attention": "cudnn",
     "aten::_scaled_dot_product_attention_math_for_mps": "math",
     "aten::_scaled_dot_product_fused_attention_overrideable": "the device's own",
-    "aten::_flex_attention": "flex",
+    "flex_attention": "flex",
 }
 _SOFTMAX_OF_MATH = "aten::_safe_softmax"  # the math kernel is no operator, but has a softmax of its own
 _SOFTMAX = "aten::_softmax"
@@ -47,9 +47,7 @@ class AttentionReport:
     calls: Counter[Call] = field(default_factory=Counter)
 
     def lines(self) -> list[str]:
-        """One for each kernel and shape."""
-        if not self.calls:
-            return ["attention: none was seen"]
+        """One for each kernel and shape; none where no attention was seen."""
         lines = []
         for (kernel, shape, dtype), count in self.calls.items():
             sizes = "scores " if kernel in ("math", "by hand") else ""
@@ -81,8 +79,6 @@ class AttentionWatch:
             self._tell(self._report)
 
     def _on_operation(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        if types:  # a tensor subclass, whose own operations come here
-            return NotImplemented
         name = func.name().partition(".")[0]
         if name in _OPERATORS:
             self._note(_OPERATORS[name], args[0])

@@ -11,7 +11,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from roomier.api.callback import Callback
+from roomier.attention.watch import AttentionReport
 from roomier.core.errors import RoomierError
+from roomier.core.log import notice
 from roomier.core.units import format_bytes, format_count
 
 if TYPE_CHECKING:
@@ -70,7 +72,8 @@ def _class_name(part: nn.Module) -> str:
 
 
 class ModelSummary(Callback):
-    """Prints parts, parameters, bytes, and the optimizers' parameter groups on standard error when ``fit`` starts.
+    """Prints parts, parameters, bytes, and the optimizers' parameter groups on standard error when ``fit`` starts, and
+    after the first forward which kernel computed attention.
 
     Args:
         max_depth: how deep submodules are listed: 0 for the total only, -1 for all.
@@ -88,6 +91,13 @@ class ModelSummary(Callback):
         console.print(summary_table(summarize(pl_module, self.max_depth)))
         if trainer.optimizers:
             console.print(optimizer_table(trainer.optimizers))
+        if trainer.engine.levers is not None:
+            trainer.engine.levers.watch_attention(_tell_attention)
+
+
+def _tell_attention(report: AttentionReport) -> None:
+    for line in report.lines():
+        notice(line)
 
 
 def summary_table(summary: Summary) -> Table:
