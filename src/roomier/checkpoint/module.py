@@ -7,9 +7,13 @@ from typing import Any, TypeVar
 
 import torch
 
+from roomier.adapters.lora import apply_lora, quantise_base
+from roomier.api.blocks import find_blocks
+from roomier.api.forward import network_of
 from roomier.api.module import Module
 from roomier.checkpoint.verbs import load, peek
 from roomier.core.errors import CheckpointError, RoomierError
+from roomier.plan.parts import AdapterPlan
 
 AnyModule = TypeVar("AnyModule", bound=Module)
 
@@ -30,7 +34,8 @@ def load_module(
             or shapes (with ``strict=False``, other shapes only).
     """
     device = None if map_location is None else _device(map_location)
-    arguments = {**_taken_by(cls, peek(path).get("hyperparameters", {})), **init_arguments}
+    described = peek(path)
+    arguments = {**_taken_by(cls, described.get("hyperparameters", {})), **init_arguments}
     try:
         module = cls(**arguments)
     except TypeError as error:
@@ -41,12 +46,24 @@ def load_module(
             "Pass the missing arguments to load_from_checkpoint, and call save_hyperparameters in __init__",
         ) from error
     module.configure_model()
+    _put_adapters(module, described.get("plan"))
     if strict:
         # Filled in place; what a module keeps beside its tensors (get_extra_state) is set behind that.
         module.load_state_dict(load(path, into={"module": module.state_dict()}, only=("module",))["module"])
     else:
         _load_what_is_there(module, load(path, only=("module",))["module"], path)
     return module if device is None else module.to(device)
+
+
+def _put_adapters(module: Module, plan: Mapping[str, Any] | None) -> None:
+    """The adapters of the run that was saved, and its frozen weights in few bits: the checkpoint has tensors for them."""
+    adapter = AdapterPlan(**(plan or {}).get("adapter", {}))
+    if adapter.lora_rank is None:
+        return
+    network = network_of(module)
+    apply_lora(network, find_blocks(network), adapter)
+    if adapter.frozen_base != "as_is":
+        quantise_base(network, adapter)
 
 
 def _device(map_location: str | torch.device) -> torch.device:
