@@ -1,0 +1,78 @@
+"""Every lever of one device under every strategy: as the bare loop, or refused when the Plan is made; and two at once."""
+
+from __future__ import annotations
+
+from itertools import combinations
+from typing import Any
+
+import pytest
+
+from roomier.core.errors import PlanError
+from tests.parallel.parity import Setup, distance, train_bare, train_on_ranks
+from tests.parallel.tasks import Language, TiedLanguage
+from tests.ranks.pool import RankPool
+
+LEVERS: dict[str, dict[str, Any]] = {
+    "full": {"activation_checkpointing": "full"},
+    "every second": {"activation_checkpointing": "every_n"},
+    "selective": {"activation_checkpointing": "selective"},
+    "budget": {"activation_checkpointing": 0.5},
+    "offload": {"offload": {"activations": "cpu"}},
+    "chunked loss": {"chunked_loss": 5},
+    "step in backward": {"step_in_backward": True},
+    "attention": {"attention": "math"},
+}
+REFUSED = {("step in backward", "ddp"), ("step in backward", "zero1")}
+STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "hsdp")
+PAIRS = [
+    (one, other)
+    for one, other in combinations(LEVERS, 2)
+    if not LEVERS[one].keys() & LEVERS[other].keys()  # one policy for blocks
+]
+
+
+def compared(setup: Setup, tied: bool = False) -> tuple[float, float, str]:
+    make_task = TiedLanguage if tied else Language
+    apart = distance(train_on_ranks(make_task, setup), train_bare(make_task, setup))
+    return apart.losses, apart.weights, apart.worst
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("lever", LEVERS)
+def test_a_lever_under_a_strategy_is_exact_or_refused(on_ranks: RankPool, lever: str, strategy: str) -> None:
+    num_ranks, shard_size = (4, 2) if strategy == "hsdp" else (2, None)
+    setup = Setup(strategy, num_ranks, shard_size, levers=LEVERS[lever], num_steps=6)
+    if (lever, strategy) in REFUSED:
+        with pytest.raises(PlanError, match="Use strategy="):
+            setup.plan()
+        return
+    for losses, weights, worst in on_ranks(num_ranks, compared, setup):
+        assert losses < 1e-5
+        assert weights < 1e-5, worst
+
+
+@pytest.mark.parametrize("lever", LEVERS)
+def test_a_lever_in_mixed_precision_is_as_far_from_the_bare_loop_as_none(on_ranks: RankPool, lever: str) -> None:
+    """Norms and products are gathered in two dtypes there, also where a block is computed again."""
+    plain = Setup("zero3", precision="bf16-mixed", num_steps=6)
+    setup = Setup("zero3", precision="bf16-mixed", num_steps=6, levers=LEVERS[lever])
+    bound, *_ = on_ranks(2, compared, plain)[0]
+    for losses, _, _ in on_ranks(2, compared, setup):
+        assert losses < max(2 * bound, 5e-3)
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=" + ".join)
+def test_two_levers_at_once_are_exact(on_ranks: RankPool, pair: tuple[str, str]) -> None:
+    setup = Setup(num_ranks=1, micro_batch=4, clip=0.5, levers=LEVERS[pair[0]] | LEVERS[pair[1]], num_steps=6)
+    for tied in (False, True):
+        [(losses, weights, worst)] = on_ranks(1, compared, setup, tied)
+        assert losses < 1e-5
+        assert weights < 1e-5, worst
+
+
+def test_all_that_go_together_at_once(on_ranks: RankPool) -> None:
+    together = {**LEVERS["full"], **LEVERS["offload"], **LEVERS["chunked loss"], **LEVERS["step in backward"]}
+    for strategy in ("zero2", "zero3"):
+        for losses, weights, worst in on_ranks(2, compared, Setup(strategy, levers=together, num_steps=6)):
+            assert losses < 1e-5
+            assert weights < 1e-5, worst
