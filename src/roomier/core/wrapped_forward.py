@@ -16,7 +16,11 @@ class WrappedForward:
 
     Attributes:
         forward: what was in its place.
+        reads_weights_later: whether parameters of the module are read after its forward, too, and must not be freed
+            before its backward.
     """
+
+    reads_weights_later = False
 
     def __init__(self, module: nn.Module) -> None:
         self.forward: Callable[..., Any] = module.forward

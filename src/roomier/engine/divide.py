@@ -71,10 +71,12 @@ def divide(
     if earlier is not None:  # a fit before: the model is evaluated, or fitted again, as it was cut
         _check_cut_alike(earlier, sharding, network)
         earlier.release()
+        earlier.begin_run()
         return earlier
     check_shardable(network)
     take_values_of_rank_zero(network, ranks)
     shards = Shards(network, sharding)
+    shards.begin_run()
     network.__dict__[_SHARDS] = shards  # past __setattr__, for which it would be a part of the model
     return shards
 

@@ -1,13 +1,45 @@
-"""Cross-entropy of a linear layer's output, some tokens at a time."""
+"""A loss whose logits are never whole in memory, for models as they are."""
 
 from __future__ import annotations
 
-from torch import nn
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from roomier.core.wrapped_forward import WrappedForward, install
+from roomier.loss.lazy_logits import LazyLogits, Output, Rows
+from roomier.loss.output_layer import find_output_layer
+
+
+class LazyForward(WrappedForward):
+    """Of an output layer: returns logits that are computed when somebody reads them."""
+
+    reads_weights_later = True
+
+    def __init__(self, layer: nn.Linear, chunk_tokens: int | None) -> None:
+        super().__init__(layer)
+        self.layer = layer
+        self.chunk_tokens = chunk_tokens
+        self.told: set[str] = set()
+
+    def __call__(self, input: Tensor) -> Any:
+        if torch.compiler.is_compiling():  # it sees more than one operation at a time, and needs real tensors
+            return self.forward(input)
+        layer, device_type = self.layer, input.device.type
+        dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else input.dtype
+        output = Output(input, layer.weight, layer.bias, dtype, self.chunk_tokens, self.told)
+        return LazyLogits.of(Rows(output, input, (dtype,)))
 
 
 def apply_chunked_loss(network: nn.Module, chunk_tokens: int | None) -> None:
     """Let the output layer of ``network`` and the cross-entropy after it compute in chunks.
 
+    Args:
+        chunk_tokens: rows of logits at a time; None takes as many as have 64 MiB in float32.
+
     Raises:
         RoomierError: no output layer is found.
     """
+    layer = find_output_layer(network)
+    install(layer, LazyForward(layer, chunk_tokens))

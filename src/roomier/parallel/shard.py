@@ -118,6 +118,14 @@ class Shards:
             _gather_ahead([[root], *parts])
         self._units = [each for each in self.runner.modules() if isinstance(each, FSDPModule)]
 
+    def begin_run(self) -> None:
+        """Once what works inside the forwards of the network is in place: a unit is freed after its forward as the
+        stage says, unless a :class:`~roomier.core.wrapped_forward.WrappedForward` in it reads its weights later."""
+        for unit in self._units[1:]:  # the root stays
+            parts = unit.modules()  # type: ignore[attr-defined]
+            is_read = any(getattr(each.forward, "reads_weights_later", False) for each in parts)
+            unit.set_reshard_after_forward(self.sharding.frees_parameters and not is_read, recurse=False)
+
     def _note(self, number: int, *_: Any) -> None:
         self.trace = (self.trace * 1_000_003 + number) % 2**31
 

@@ -14,6 +14,7 @@ from roomier.api.module import Module
 from roomier.core.rng import rng_state, set_rng_state
 from roomier.core.tree import map_tensors
 from roomier.data.source import Source
+from roomier.loss.lazy_logits import computed
 from roomier.train.muted import muted
 from roomier.train.run import Run, call
 from roomier.train.step import num_step_arguments, transfer_of
@@ -102,6 +103,8 @@ def _evaluate_source(run: Run, stage: str, source: Source, limit: float, dataloa
             for hook in starts:
                 hook(batch, batch_idx, *last)
             output = engine.forward(partial(_with_index, step, arguments), batch)
+            if stage == "predict":
+                output = computed(output)  # it outlives the weights
             for hook in ends:
                 hook(output, batch, batch_idx, *last)
             if stage == "predict" and run.keeps_predictions:

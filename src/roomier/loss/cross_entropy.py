@@ -1,0 +1,211 @@
+"""Cross-entropy of a linear layer's output, of which some rows at a time exist.
+
+[Note: gradients in the forward]
+The gradient of the logits of a token needs nothing of other tokens but the factor that a mean or a loss scale brings,
+and that comes out of every sum. So the forward computes, of each chunk, logits, losses, and what the chunk adds to the
+gradients of the layer's input, weight and bias; a backward multiplies these by the factor. Logits are computed once.
+What is kept are gradients, no larger than the input and the parameters themselves.
+
+Letters as in :mod:`roomier.models.gpt`, and
+
+    N  tokens that are given a loss      C  tokens of a chunk
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from roomier.core import torch_private
+
+CHUNK_BYTES = 64 * 2**20
+_SIXTEEN_BITS = (torch.float16, torch.bfloat16)
+_FP16_SUM = 1024.0
+
+
+@dataclass(frozen=True)
+class LossOfLinear:
+    """How logits become losses.
+
+    Args:
+        dtypes: in which the logits are computed, and what they are converted to then, one after the other.
+        chunk_tokens: rows of logits at a time; None takes as many as have :data:`CHUNK_BYTES` in float32.
+        reduction: ``"mean"``, ``"sum"`` or ``"none"``.
+    """
+
+    dtypes: tuple[torch.dtype, ...]
+    chunk_tokens: int | None = None
+    reduction: str = "mean"
+    ignore_index: int = -100
+    label_smoothing: float = 0.0
+
+    def chunk_size(self, num_classes: int) -> int:
+        return self.chunk_tokens or max(1, CHUNK_BYTES // (4 * num_classes))
+
+    @property
+    def sum_dtype(self) -> torch.dtype:
+        return torch.promote_types(self.dtypes[-1], torch.float32)
+
+
+class Gradients(NamedTuple):
+    """None for what needs none."""
+
+    hidden: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+
+
+def linear_cross_entropy(
+    hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets_N: Tensor, how: LossOfLinear
+) -> Tensor:
+    """``F.cross_entropy(F.linear(hidden, weight, bias), targets)`` in chunks.
+
+    Returns:
+        The loss in the dtype of the logits, 0-dim, or ``[N]`` where nothing is reduced.
+
+    Raises:
+        RuntimeError: a target is no class (on a GPU its assertion fails), or the gradient is differentiated again.
+    """
+    if not torch.is_grad_enabled():  # which a forward of autograd is not told
+        hidden_ND, weight_VD = hidden_ND.detach(), weight_VD.detach()
+        bias_V = None if bias_V is None else bias_V.detach()
+    with torch.autocast(hidden_ND.device.type, enabled=False):
+        loss: Tensor = _LinearCrossEntropy.apply(hidden_ND, weight_VD, bias_V, targets_N, how)  # type: ignore[no-untyped-call]
+        return loss
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets_N: Tensor, how: LossOfLinear
+    ) -> Tensor:
+        inputs = (hidden_ND, weight_VD, bias_V)
+        ctx.how, ctx.needs = how, tuple(ctx.needs_input_grad[:3])
+        if how.reduction == "none":  # each loss has a factor of its own, known in the backward only
+            losses_N, _ = _in_chunks(*inputs, targets_N, how, needs=(False, False, False))
+            ctx.save_for_backward(*inputs, targets_N)
+            return losses_N.to(how.dtypes[-1])
+        losses_N, gradients = _in_chunks(*inputs, targets_N, how, needs=ctx.needs)
+        loss = losses_N.sum()
+        num_terms = None
+        if how.reduction == "mean":
+            num_terms = (targets_N != how.ignore_index).sum()
+            loss = loss / num_terms  # 0/0 where no target counts, as in torch; the gradients are zeros then
+        ctx.save_for_backward(*gradients, num_terms)
+        return loss.to(how.dtypes[-1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.how.reduction == "none":
+            hidden_ND, weight_VD, bias_V, targets_N = ctx.saved_tensors
+            inputs = (hidden_ND, weight_VD, bias_V)
+            _, gradients = _in_chunks(*inputs, targets_N, ctx.how, needs=ctx.needs, factors_N=gradient)
+            return *gradients, None, None
+        *kept, num_terms = ctx.saved_tensors
+        factor = gradient.to(ctx.how.sum_dtype)
+        if num_terms is not None:
+            factor = factor / num_terms.clamp(min=1)
+        is_last = not torch_private.keeps_graph()  # then no other backward needs what is kept
+        return *(_times(each, factor, in_place=is_last) for each in kept), None, None
+
+
+def _times(tensor: Tensor | None, factor: Tensor, *, in_place: bool) -> Tensor | None:
+    if tensor is None:
+        return None
+    return tensor.mul_(factor) if in_place else tensor * factor
+
+
+def _in_chunks(
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    bias_V: Tensor | None,
+    targets_N: Tensor,
+    how: LossOfLinear,
+    *,
+    needs: tuple[bool, ...],
+    factors_N: Tensor | None = None,
+) -> tuple[Tensor, Gradients]:
+    """The losses, 0 where the target is ignored, and gradients of their sum.
+
+    Args:
+        needs: which of the gradients.
+        factors_N: of each loss in that sum; None for 1.
+    """
+    dtype = how.dtypes[0]
+    weight = weight_VD.to(dtype)
+    bias = None if bias_V is None else bias_V.to(dtype)
+    grad_hidden = torch.empty_like(hidden_ND) if needs[0] else None
+    grad_weight = torch.zeros_like(weight_VD, dtype=how.sum_dtype) if needs[1] else None
+    grad_bias = torch.zeros_like(bias_V, dtype=how.sum_dtype) if needs[2] and bias_V is not None else None
+    losses_N = hidden_ND.new_empty(len(hidden_ND), dtype=how.sum_dtype)
+    size = how.chunk_size(len(weight_VD))
+    for begin in range(0, len(hidden_ND), size):
+        rows = slice(begin, begin + size)
+        hidden_CD = hidden_ND[rows].to(dtype)
+        logits_CV = _logits(hidden_CD, weight, bias, how.dtypes)
+        losses_N[rows], slope_CV = _loss_and_slope(logits_CV, targets_N[rows], how, needs_slope=any(needs))
+        if not any(needs):
+            continue
+        if factors_N is not None:
+            slope_CV.mul_(factors_N[rows, None])
+        scale = 1.0
+        if dtype is torch.float16 and factors_N is None:
+            # A loss scale is not known yet. Slopes lie in [-1, 1], many near 0, and are summed over the chunk.
+            scale = _FP16_SUM / len(hidden_CD)
+        if grad_bias is not None:
+            grad_bias += slope_CV.sum(0)
+        slope_CV = slope_CV.mul_(scale).to(dtype) if scale != 1.0 else slope_CV.to(dtype)
+        if grad_hidden is not None:
+            grad_hidden[rows] = (slope_CV @ weight).div_(scale)
+        if grad_weight is not None:
+            _add_product(grad_weight, slope_CV, hidden_CD, 1 / scale)
+        del logits_CV, slope_CV  # makes room for the next
+    return losses_N, Gradients(
+        grad_hidden,
+        None if grad_weight is None else grad_weight.to(weight_VD.dtype),
+        None if grad_bias is None or bias_V is None else grad_bias.to(bias_V.dtype),
+    )
+
+
+def _logits(hidden_CD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, dtypes: Sequence[torch.dtype]) -> Tensor:
+    """In memory of their own, in float32 at least."""
+    logits_CV = F.linear(hidden_CD, weight_VD, bias_V)
+    for dtype in dtypes:
+        logits_CV = logits_CV.to(dtype)
+    return logits_CV.float() if logits_CV.dtype in _SIXTEEN_BITS else logits_CV
+
+
+def _loss_and_slope(
+    logits_CV: Tensor, targets_C: Tensor, how: LossOfLinear, *, needs_slope: bool
+) -> tuple[Tensor, Tensor]:
+    """The losses, and their derivatives by the logits, written into ``logits_CV``."""
+    is_ignored_C = targets_C == how.ignore_index
+    targets_C1 = targets_C.masked_fill(is_ignored_C, 0).unsqueeze(1)
+    smoothing, num_classes = how.label_smoothing, logits_CV.shape[1]
+    logits_CV -= logits_CV.amax(1, keepdim=True)  # exponentials are at most 1
+    expected_C = logits_CV.gather(1, targets_C1).squeeze(1)
+    if smoothing:
+        expected_C = torch.lerp(expected_C, logits_CV.mean(1), smoothing)
+    sums_C1 = logits_CV.exp_().sum(1, keepdim=True)
+    losses_C = (sums_C1.squeeze(1).log() - expected_C).masked_fill_(is_ignored_C, 0.0)
+    if needs_slope:
+        logits_CV /= sums_C1
+        logits_CV.scatter_add_(1, targets_C1, torch.full_like(sums_C1, smoothing - 1))
+        if smoothing:
+            logits_CV -= smoothing / num_classes
+        logits_CV.masked_fill_(is_ignored_C.unsqueeze(1), 0.0)
+    return losses_C, logits_CV
+
+
+def _add_product(sum_VD: Tensor, slope_CV: Tensor, hidden_CD: Tensor, factor: float) -> None:
+    if sum_VD.dtype == slope_CV.dtype:
+        sum_VD.addmm_(slope_CV.T, hidden_CD, alpha=factor)
+    else:  # a chunk's share is rounded to 16 bits, as a whole gradient is; the sum is not
+        sum_VD.add_(slope_CV.T @ hidden_CD, alpha=factor)

@@ -1,0 +1,57 @@
+"""Which layer of a model makes its logits."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from roomier.api.blocks import find_blocks
+from roomier.core.errors import RoomierError
+
+_FIELD = "chunked_loss"
+_ACTION = "Name it in the model, def get_output_embeddings(self): return self.head; or leave chunked_loss out"
+
+
+def find_output_layer(network: nn.Module) -> nn.Linear:
+    """The linear layer of ``network`` from the hidden states to the logits.
+
+    It is the one that ``get_output_embeddings()`` of the network or of a part names, as Hugging Face's models do; else
+    of the linear layers outside the blocks the one whose weight is an embedding's, else the one with as many outputs as
+    an embedding has entries, else the last, where none has more outputs.
+
+    Raises:
+        RoomierError: there is none, there are several, or it does more than a linear layer does.
+    """
+    names = {module: name for name, module in network.named_modules()}
+    for found in (_declared(network), *_guesses(network)):
+        if len(found) > 1:
+            received = ", ".join(names[each] for each in found)
+            raise RoomierError(_FIELD, received, "any of these layers may be the one that makes the logits", _ACTION)
+        if found:
+            layer = found[0]
+            break
+    else:
+        problem = "no linear layer that makes logits is found"
+        raise RoomierError(_FIELD, type(network).__name__, problem, _ACTION)
+    if not isinstance(layer, nn.Linear) or type(layer).forward is not nn.Linear.forward:
+        problem = (
+            f"{names[layer]}, which makes the logits, is a {type(layer).__name__} and computes in a way of its own"
+        )
+        raise RoomierError(_FIELD, True, problem, "Make it a plain torch.nn.Linear, or leave chunked_loss out")
+    return layer
+
+
+def _declared(network: nn.Module) -> list[nn.Module]:
+    getters = (getattr(each, "get_output_embeddings", None) for each in network.modules())
+    found = [getter() for getter in getters if callable(getter)]
+    return [each for each in network.modules() if any(each is layer for layer in found)]
+
+
+def _guesses(network: nn.Module) -> tuple[list[nn.Module], ...]:
+    in_blocks = {part for block in find_blocks(network) for part in block.modules()}
+    linear = [each for each in network.modules() if isinstance(each, nn.Linear) and each not in in_blocks]
+    embeddings = [each for each in network.modules() if isinstance(each, nn.Embedding)]
+    tied = [each for each in linear if any(each.weight is embedding.weight for embedding in embeddings)]
+    sizes = {each.num_embeddings for each in embeddings}
+    alike = [each for each in linear if each.out_features in sizes]
+    is_last_widest = linear and linear[-1].out_features == max(each.out_features for each in linear)
+    return list(tied), list(alike), list(linear[-1:] if is_last_widest else linear)
