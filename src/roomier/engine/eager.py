@@ -86,48 +86,53 @@ class EagerEngine:
         if hooks.zero_grad is None:
             self.zero_grad()
         if self._recompute is not None:
-            self._recompute.begin_step(self.optimizers)
+            self._recompute.begin_step(self.optimizers, batches)
         if self._updates is not None:
             self._updates.begin_step(len(batches))
         is_alone = self.ranks.is_alone
         weights = None if is_alone and len(batches) == 1 else self._weights(batches)
         window_loss: Tensor | None = None
         left_out: list[float | Tensor] = []
-        for index, batch in enumerate(batches):
-            if index and hooks.batch_end is not None:
-                hooks.batch_end()
-            on_device = output = loss = None  # what the step before used makes room for this one
-            on_device = self.move(batch)
-            if hooks.batch_start is not None:
-                hooks.batch_start(on_device)
-            if self._parallel is not None:
-                is_first = index == 0 and hooks.zero_grad is None  # a hook in its place may keep gradients
-                self._parallel.begin_micro_batch(is_first=is_first, is_last=index == len(batches) - 1)
-            with self._context():
-                output = self._run(step, on_device)
-            if index == 0 and hooks.zero_grad is not None:
-                for optimizer in self.optimizers:
-                    hooks.zero_grad(optimizer)
-            loss = loss_of(output)
-            if loss is None:
-                self._check_may_be_left_out()
-                if weights is not None:
-                    left_out.append(weights[index])
-                continue
-            if weights is not None:
-                weight = weights[index]
-                # A micro-batch without a single term has the loss 0/0; it adds nothing, so it is left out. Where others
-                # wait for this rank's gradients they get zeros.
-                if not isinstance(weight, Tensor) and weight == 0:
-                    if not is_alone:
-                        with zero_gradients(loss) as zero:
-                            self.backward(zero)
-                        window_loss = zero.detach() if window_loss is None else window_loss
+        try:
+            for index, batch in enumerate(batches):
+                if index and hooks.batch_end is not None:
+                    hooks.batch_end()
+                on_device = output = loss = None  # what the step before used makes room for this one
+                on_device = self.move(batch)
+                if hooks.batch_start is not None:
+                    hooks.batch_start(on_device)
+                if self._parallel is not None:
+                    is_first = index == 0 and hooks.zero_grad is None  # a hook in its place may keep gradients
+                    self._parallel.begin_micro_batch(is_first=is_first, is_last=index == len(batches) - 1)
+                with self._context():
+                    output = self._run(step, on_device)
+                if index == 0 and hooks.zero_grad is not None:
+                    for optimizer in self.optimizers:
+                        hooks.zero_grad(optimizer)
+                loss = loss_of(output)
+                if loss is None:
+                    self._check_may_be_left_out()
+                    if weights is not None:
+                        left_out.append(weights[index])
                     continue
-                loss = loss * weight
-            self.backward(loss if self._loss_factor == 1 else loss * self._loss_factor)
-            loss = loss.detach()
-            window_loss = loss if window_loss is None else window_loss + loss
+                if weights is not None:
+                    weight = weights[index]
+                    # A micro-batch without a single term has the loss 0/0; it adds nothing, so it is left out. Where others
+                    # wait for this rank's gradients they get zeros.
+                    if not isinstance(weight, Tensor) and weight == 0:
+                        if not is_alone:
+                            with zero_gradients(loss) as zero:
+                                self.backward(zero)
+                            window_loss = zero.detach() if window_loss is None else window_loss
+                        continue
+                    loss = loss * weight
+                self.backward(loss if self._loss_factor == 1 else loss * self._loss_factor)
+                loss = loss.detach()
+                window_loss = loss if window_loss is None else window_loss + loss
+        except BaseException:
+            if self._recompute is not None:
+                self._recompute.abandon_step()
+            raise
         if self._recompute is not None:
             self._recompute.end_step()
         if left_out and window_loss is not None:
