@@ -8,7 +8,9 @@ import torch
 from torch import nn
 
 from roomier.activation.block_forward import BlockForward, Keep, Recompute
+from roomier.activation.offload import Offload
 from roomier.core.errors import RoomierError
+from roomier.core.log import notice
 from roomier.core.ranks import Ranks
 from roomier.core.wrapped_forward import install
 from roomier.plan.parts import ActivationPlan, OffloadPlan
@@ -33,16 +35,18 @@ def apply_recompute(
         problem = "has no repeated layers, by which activations are kept or computed again"
         action = "Define model_blocks() on it, which returns them: return list(self.layers)"
         raise RoomierError("model", None, problem, action)
+    where = Offload(device) if may_offload else None
+    if may_offload and device.type == "cpu":
+        notice("offload: activations already are in host memory on this device; moving them saves nothing here")
     forwards = [
-        BlockForward(block, keep, offloads=may_offload)
-        for block, keep in zip(blocks, keeps_of(activation, len(blocks)), strict=True)
+        BlockForward(block, keep, where) for block, keep in zip(blocks, keeps_of(activation, len(blocks)), strict=True)
     ]
     for forward in forwards:
         install(forward.module, forward)
     if activation.policy == "budget":
         from roomier.activation.budget import BudgetedRecompute
 
-        return BudgetedRecompute(forwards, activation, may_offload=may_offload, device=device, ranks=ranks)
+        return BudgetedRecompute(forwards, activation, device=device, ranks=ranks)
     return Recompute(forwards)
 
 
