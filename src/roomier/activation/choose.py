@@ -88,7 +88,9 @@ def choose(stages: Sequence[Stage], budget_bytes: int) -> list[int] | None:
                 & (kept + option.kept_bytes + stage.outside_peak_bytes <= budget_bytes)
             )
             chosen = np.full_like(states, index)
-            parts.append((kept[states] + option.kept_bytes, lost[states] + option.lost_ns, kept[states], states, chosen))
+            parts.append(
+                (kept[states] + option.kept_bytes, lost[states] + option.lost_ns, kept[states], states, chosen)
+            )
         kept, lost, before, states, chosen = (np.concatenate(each) for each in zip(*parts, strict=True))
         left = _useful(kept, lost, before)
         if not len(left):

@@ -1,0 +1,193 @@
+"""How many bytes of tensors are alive on a device, at each moment of a step.
+
+CUDA's allocator knows. Elsewhere the storages are counted that operations touch: each once, from when it is first seen,
+as a result, until Python tells that it died; what is first seen as an argument was there from the start. Sizes are
+looked at before each operation where ``fully_shard`` frees and fills by resizing.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from roomier.core import torch_private
+
+
+class LiveBytes(Protocol):
+    """Bytes between :meth:`start` and :meth:`stop`, but for those of :attr:`base_bytes`, known in the end."""
+
+    @property
+    def base_bytes(self) -> int:
+        """To be added to each level and peak."""
+        ...
+
+    @property
+    def own_ns(self) -> int:
+        """Time that the counting itself took so far."""
+        ...
+
+    def start(self) -> None: ...
+    def stop(self) -> None: ...
+
+    def note(self, tensor: Tensor) -> None:
+        """It is there, though no operation may touch it."""
+        ...
+
+    def level(self) -> int:
+        """Alive now."""
+        ...
+
+    def take_peak(self) -> int:
+        """The most since the last call."""
+        ...
+
+
+def live_bytes_on(device: torch.device) -> LiveBytes:
+    """What counts on ``device``."""
+    return AllocatorBytes(device) if device.type == "cuda" else CountedBytes(device)
+
+
+class AllocatorBytes:
+    """What CUDA's allocator says. Its peak statistics are reset."""
+
+    base_bytes = 0
+    own_ns = 0
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def start(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def stop(self) -> None:
+        pass
+
+    def note(self, tensor: Tensor) -> None:
+        pass
+
+    def level(self) -> int:
+        return torch.cuda.memory_allocated(self._device)
+
+    def take_peak(self) -> int:
+        peak = torch.cuda.max_memory_allocated(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        return peak
+
+
+class CountedBytes:
+    """Counts what runs between :meth:`start` and :meth:`stop`, in this thread."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.base_bytes = 0
+        self.own_ns = 0
+        self._device_type = device.type
+        self._interception = torch_private.intercept(self._on_operation)
+        self._storages: dict[int, _Counted] = {}
+        self._resized: dict[int, _Counted] = {}
+        self._level = 0
+        self._peak = 0
+
+    def start(self) -> None:
+        self._interception.__enter__()
+
+    def stop(self) -> None:
+        self._interception.__exit__(None, None, None)
+        self._storages.clear()
+        self._resized.clear()
+
+    def note(self, tensor: Tensor) -> None:
+        if torch_private.handles_dispatch(type(tensor)):
+            from torch.distributed.tensor import DTensor
+
+            if not isinstance(tensor, DTensor):
+                return
+            with torch.no_grad():
+                tensor = tensor.to_local()
+        self._see(tensor, was_there=True)
+
+    def level(self) -> int:
+        self._note_sizes()
+        return self._level
+
+    def take_peak(self) -> int:
+        self._note_sizes()
+        peak, self._peak = self._peak, self._level
+        return peak
+
+    def _on_operation(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        if any(map(torch_private.handles_dispatch, types)):
+            return NotImplemented  # it runs operations on its parts, and those come here
+        start_ns = time.perf_counter_ns()
+        self._note_sizes()
+        for tensor in _tensors_in((args, kwargs)):
+            self._see(tensor, was_there=True, is_resized=func.namespace == "fsdp")
+        run_ns = time.perf_counter_ns()
+        result = func(*args, **kwargs)
+        end_ns = time.perf_counter_ns()
+        for tensor in _tensors_in(result):
+            self._see(tensor)
+        self.own_ns += run_ns - start_ns + time.perf_counter_ns() - end_ns
+        return result
+
+    def _see(self, tensor: Tensor, *, was_there: bool = False, is_resized: bool = False) -> None:
+        if tensor.device.type != self._device_type or tensor.layout is not torch.strided:
+            return
+        if torch_private.handles_dispatch(type(tensor)):
+            return
+        storage = tensor.untyped_storage()
+        key = id(storage)
+        known = self._storages.get(key)
+        if known is None:
+            known = self._storages[key] = _Counted(weakref.ref(storage, lambda _: self._end(key)), storage.nbytes())
+            if was_there:
+                self.base_bytes += known.num_bytes
+            else:
+                self._add(known.num_bytes)
+        elif known.num_bytes != storage.nbytes():
+            self._note_size(known)
+        if is_resized:
+            self._resized[key] = known
+
+    def _end(self, key: int) -> None:
+        self._resized.pop(key, None)
+        gone = self._storages.pop(key, None)
+        if gone is not None:
+            self._add(-gone.num_bytes)
+
+    def _note_sizes(self) -> None:
+        for known in list(self._resized.values()):
+            self._note_size(known)
+
+    def _note_size(self, known: _Counted) -> None:
+        storage = known.reference()
+        if storage is not None and (num_bytes := storage.nbytes()) != known.num_bytes:
+            self._add(num_bytes - known.num_bytes)
+            known.num_bytes = num_bytes
+
+    def _add(self, num_bytes: int) -> None:
+        self._level += num_bytes
+        self._peak = max(self._peak, self._level)
+
+
+class _Counted:
+    __slots__ = ("num_bytes", "reference")
+
+    def __init__(self, reference: weakref.ref[torch.UntypedStorage], num_bytes: int) -> None:
+        self.reference = reference
+        self.num_bytes = num_bytes
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _tensors_in(each)
+    elif isinstance(value, dict):
+        for each in value.values():
+            yield from _tensors_in(each)

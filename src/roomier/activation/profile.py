@@ -1,0 +1,213 @@
+"""A step in which each block keeps its input alone, written down: bytes at each moment, and what could be kept instead.
+
+[Note: what one step with the least kept tells of all others]
+When a block is computed again in the backward, it makes just what it would have kept: the rise from the beginning of
+this second forward to its end is what keeping all costs, its highest point is what the second forward needs, and what
+comes after is the same as if all had been kept. So one step tells the peak of any choice, and the step that tells it
+takes the least memory there is. What keeping the products would cost is seen as operations run.
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from roomier.activation.block_forward import BlockForward, Keep
+from roomier.activation.live_bytes import LiveBytes, live_bytes_on
+from roomier.activation.selective import ATTENTION, PRODUCTS
+from roomier.core import torch_private
+from roomier.core.wrapped_forward import WrappedForward
+
+KEEPS = (Keep.INPUT, Keep.PRODUCTS, Keep.ALL)
+
+
+@dataclass(eq=False)
+class Call:
+    """One run of a block, forward and again in the backward. Bytes are beyond those when it keeps its input.
+
+    Attributes:
+        block: its index.
+        kept_bytes: by what is kept, once it was computed again; None if it never was, since it needs no gradient.
+        idle_bytes: of products, those that the backward does not need.
+        rise_bytes: the highest point of the second forward above its beginning.
+        output_bytes: of what it returns.
+        product_spans, other_spans: beginnings and ends of the operations of the second forward.
+    """
+
+    block: int
+    kept_bytes: dict[Keep, int] | None = None
+    idle_bytes: int = 0
+    start_level: int = 0
+    rise_bytes: int = 0
+    output_bytes: int = 0
+    products_bytes: int = 0
+    product_spans: list[tuple[Any, Any]] = field(default_factory=list)
+    other_spans: list[tuple[Any, Any]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A stretch of the step.
+
+    Attributes:
+        peak_bytes: the most bytes on the device in it, while each block keeps its input.
+        phase: of ``own``: ``"forward"``, ``"again"``, ``"backward"``; ``"outside"`` without.
+        own: the run of a block that it belongs to.
+        alive: the runs that came forward and not yet backward, ``own`` left out.
+    """
+
+    peak_bytes: int
+    phase: str
+    own: Call | None
+    alive: tuple[Call, ...]
+
+
+class Recorder:
+    """Writes down what happens between :meth:`start` and :meth:`stop`.
+
+    Attributes:
+        calls, moments: in the order they came.
+    """
+
+    def __init__(self, blocks: Sequence[BlockForward], device: torch.device) -> None:
+        self.calls: list[Call] = []
+        self.moments: list[Moment] = []
+        self._blocks = blocks
+        self._device = device
+        self.live: LiveBytes = live_bytes_on(device)
+        self._alive: list[Call] = []
+        self._own: Call | None = None
+        self._phase = "outside"
+
+    def start(self) -> None:
+        for index, block in enumerate(self._blocks):
+            block.forward = _Observed(block, index, self)
+        self.live.start()
+
+    def stop(self) -> None:
+        self.live.stop()
+        self._cut("outside", None)
+        for block in self._blocks:
+            if isinstance(block.forward, _Observed):
+                block.forward = block.forward.forward
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def note_update(self) -> None:
+        """Call it before the step after: what the update took in between counts where an allocator tells it."""
+        self._cut("outside", None)
+
+    def run(self, index: int, observed: _Observed, args: Any, kwargs: Any) -> Any:
+        """A forward of the block ``index``, the first or the second."""
+        if not torch.is_grad_enabled():
+            return observed.forward(*args, **kwargs)
+        if not torch_private.is_in_backward():
+            return self._first(index, observed, args, kwargs)
+        calls = [call for call in self._alive if call.block == index]
+        return self._second(calls[-1], observed, args, kwargs) if calls else observed.forward(*args, **kwargs)
+
+    def _first(self, index: int, observed: _Observed, args: Any, kwargs: Any) -> Any:
+        call = Call(index)
+        self.calls.append(call)
+        self._cut("forward", call)
+        call.start_level = self.live.level()
+        watch = _Watch(self._device, self.live)
+        with torch_private.intercept(watch):
+            output = observed.forward(*args, **kwargs)
+        call.products_bytes = watch.products_bytes
+        call.output_bytes = sum(each.nbytes for each in torch_private.iter_leaves(output) if isinstance(each, Tensor))
+        self._cut("outside", None)
+        self._alive.append(call)
+        return output
+
+    def _second(self, call: Call, observed: _Observed, args: Any, kwargs: Any) -> Any:
+        self._cut("again", call)
+        self._alive.remove(call)
+        start_level = self.live.level()
+        watch = _Watch(self._device, self.live)
+        try:
+            with torch_private.intercept(watch):
+                return observed.forward(*args, **kwargs)
+        except Exception as end:
+            # The checkpoint ends it here, once it has all that was saved. Locals that its frames hold go with them.
+            traceback.clear_frames(end.__traceback__)
+            raise
+        finally:
+            call.product_spans, call.other_spans = watch.product_spans, watch.other_spans
+            call.idle_bytes = call.products_bytes - watch.living_products_bytes()
+            kept_bytes = self.live.level() - start_level
+            call.kept_bytes = {Keep.INPUT: 0, Keep.PRODUCTS: call.products_bytes, Keep.ALL: kept_bytes}
+            peak = self._cut("backward", call)
+            call.rise_bytes = max(peak - start_level, 0)
+
+    def _cut(self, phase: str, own: Call | None) -> int:
+        """End the stretch that runs; what follows belongs to ``phase`` of ``own``."""
+        peak = self.live.take_peak()
+        alive = tuple(call for call in self._alive if call is not self._own)
+        self.moments.append(Moment(peak, self._phase, self._own, alive))
+        self._phase, self._own = phase, own
+        return peak
+
+
+class _Observed(WrappedForward):
+    """Tells the recorder of each run."""
+
+    def __init__(self, block: BlockForward, index: int, recorder: Recorder) -> None:
+        super().__init__(block)  # type: ignore[arg-type]
+        self._index = index
+        self._recorder = recorder
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._recorder.run(self._index, self, args, kwargs)
+
+
+class _Watch:
+    """Sees each operation of one forward: the time it takes, and the bytes of products."""
+
+    def __init__(self, device: torch.device, live: LiveBytes) -> None:
+        self.product_spans: list[tuple[Any, Any]] = []
+        self.other_spans: list[tuple[Any, Any]] = []
+        self._on_cuda = device.type == "cuda"
+        self._live = live
+        self._products: list[weakref.ref[torch.UntypedStorage]] = []
+        self.products_bytes = 0
+
+    def __call__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        if any(map(torch_private.handles_dispatch, types)):
+            return NotImplemented
+        start = self._now()
+        result = func(*args, **kwargs)
+        is_product = func in PRODUCTS or func in ATTENTION
+        (self.product_spans if is_product else self.other_spans).append((start, self._now()))
+        if is_product:
+            for tensor in torch_private.iter_leaves(result):
+                if isinstance(tensor, Tensor):
+                    storage = tensor.untyped_storage()
+                    self._products.append(weakref.ref(storage))
+                    self.products_bytes += storage.nbytes()
+        return result
+
+    def living_products_bytes(self) -> int:
+        """Of the products that something still holds."""
+        return sum(storage.nbytes() for each in self._products if (storage := each()) is not None)
+
+    def _now(self) -> Any:
+        if not self._on_cuda:
+            return time.perf_counter_ns() - self._live.own_ns
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+def total_ns(spans: Sequence[tuple[Any, Any]]) -> int:
+    """The time that ``spans`` take together."""
+    return sum(
+        end - start if isinstance(start, int) else int(start.elapsed_time(end) * 1e6) for start, end in spans
+    )  # an event tells milliseconds

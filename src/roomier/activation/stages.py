@@ -1,0 +1,128 @@
+"""From a step that was written down to the problem that :mod:`roomier.activation.choose` solves."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from roomier.activation.block_forward import Keep
+from roomier.activation.choose import Option, Stage
+from roomier.activation.profile import KEEPS, Call, Moment, Recorder, total_ns
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What one rank knows of its steps.
+
+    Attributes:
+        order: the blocks whose second forward was seen, by index, in the order of their first.
+        stages: of each of them, with an option for each of ``KEEPS``; before them one without a choice, for when no
+            block is between its forward and its backward.
+    """
+
+    order: tuple[int, ...]
+    stages: tuple[Stage, ...]
+
+
+def profile_of(recorder: Recorder) -> Profile:
+    """What ``recorder`` saw, as a problem to solve."""
+    base_bytes = recorder.live.base_bytes
+    # A block that no backward needed keeps nothing, and has no choice.
+    needed = {call.block for call in recorder.calls if call.kept_bytes is not None}
+    order = tuple(dict.fromkeys(call.block for call in recorder.calls if call.block in needed))
+    places = {block: place for place, block in enumerate(order, start=1)}
+    outside_bytes = [0] * (len(order) + 1)
+    own_moments: dict[int, list[Moment]] = defaultdict(list)
+    for moment in recorder.moments:
+        last = max((places.get(call.block, 0) for call in moment.alive), default=0)
+        own = 0 if moment.own is None else places.get(moment.own.block, 0)
+        if own:
+            own_moments[own].append(moment)
+        if not own or last > own:  # outside of blocks; or a later block is alive, so all count up to that one
+            outside_bytes[last] = max(outside_bytes[last], base_bytes + moment.peak_bytes)
+    stages = [Stage((Option(0, outside_bytes[0], 0),), outside_bytes[0])]
+    for block, place in places.items():
+        calls = [call for call in recorder.calls if call.block == block]
+        options = tuple(_option(keep, calls, own_moments[place], recorder.moments, base_bytes) for keep in KEEPS)
+        stages.append(Stage(options, outside_bytes[place]))
+    return Profile(order, tuple(stages))
+
+
+def _option(keep: Keep, calls: list[Call], own: list[Moment], moments: list[Moment], base_bytes: int) -> Option:
+    block = calls[0].block
+
+    known_bytes = max(call.kept_bytes[keep] for call in calls if call.kept_bytes is not None)
+
+    def kept_bytes(alive: Iterable[Call]) -> int:
+        return sum(
+            known_bytes if call.kept_bytes is None else call.kept_bytes[keep] for call in alive if call.block == block
+        )
+
+    return Option(
+        kept_bytes=max(kept_bytes([*moment.alive, *([moment.own] if moment.own else [])]) for moment in moments),
+        own_peak_bytes=base_bytes + max(_own_peak(moment, keep) + kept_bytes(moment.alive) for moment in own),
+        lost_ns=sum(_lost_ns(call, keep) for call in calls),
+    )
+
+
+def _own_peak(moment: Moment, keep: Keep) -> int:
+    """The most bytes in a stretch of a block's own, if it keeps ``keep``."""
+    call = moment.own
+    assert call is not None
+    idle_bytes = call.idle_bytes if keep is Keep.PRODUCTS else 0
+    if moment.phase == "forward" and keep is not Keep.INPUT:
+        return max(moment.peak_bytes, call.start_level + call.rise_bytes + call.output_bytes + idle_bytes)
+    if moment.phase == "again" and keep is Keep.ALL:
+        return 0  # there is no second forward
+    return moment.peak_bytes + idle_bytes
+
+
+def _lost_ns(call: Call, keep: Keep) -> int:
+    if keep is Keep.ALL:
+        return 0
+    again_ns = total_ns(call.other_spans)
+    return again_ns if keep is Keep.PRODUCTS else again_ns + total_ns(call.product_spans)
+
+
+def worst_of(profiles: Sequence[Profile]) -> Profile:
+    """A problem whose solutions serve for each of ``profiles``, all of one order: the most bytes and time of each."""
+    merged = []
+    for stages in zip(*(profile.stages for profile in profiles), strict=True):
+        options = tuple(
+            Option(
+                max(each.kept_bytes for each in same),
+                max(each.own_peak_bytes for each in same),
+                max(each.lost_ns for each in same),
+            )
+            for same in zip(*(stage.options for stage in stages), strict=True)
+        )
+        merged.append(Stage(options, max(stage.outside_peak_bytes for stage in stages)))
+    return Profile(profiles[0].order, tuple(merged))
+
+
+def with_equal_times(stages: Sequence[Stage]) -> list[Stage]:
+    """Blocks that keep equal bytes are given one time, the median of theirs: what was measured once is uncertain, and
+    must not tell equal blocks apart."""
+    alike: dict[tuple[int, ...], list[Stage]] = defaultdict(list)
+    for stage in stages:
+        alike[_sizes(stage)].append(stage)
+    times = {
+        sizes: [int(statistics.median(stage.options[i].lost_ns for stage in same)) for i in range(len(sizes))]
+        for sizes, same in alike.items()
+    }
+    return [
+        replace(
+            stage,
+            options=tuple(
+                replace(option, lost_ns=lost_ns)
+                for option, lost_ns in zip(stage.options, times[_sizes(stage)], strict=True)
+            ),
+        )
+        for stage in stages
+    ]
+
+
+def _sizes(stage: Stage) -> tuple[int, ...]:
+    return tuple(option.kept_bytes for option in stage.options)
