@@ -37,6 +37,7 @@ from roomier.optim.configured import Configured, LRSchedulerConfig, check_owners
 from roomier.optim.onebit_adam import onebit_options
 from roomier.optim.schedule import make_schedule
 from roomier.plan import Plan
+from roomier.plan.lever_rules import rounding_in_force
 from roomier.precision.policy import precision_of, set_matmul_precision
 
 ConfigureOptimizers = Callable[[], Configured]
@@ -89,6 +90,7 @@ def build(
             quantise_base(network, plan.adapter)  # of the values that the model begins with
         configured = configure_optimizers()  # last: it must hold the parameters as they will be updated
         check_ownership(configured, module.parameters())
+        _say_what_is_lost(plan, configured.optimizers)
         updates = _updates_in_backward(plan, module, configured.optimizers, parallel)
         engine = engine_class(
             network,
@@ -176,10 +178,11 @@ def configure_by_name(plan: Plan, network: nn.Module, num_steps: Callable[[], fl
         options = onebit_options(options, num_steps, wanted.warmup_steps, cuts=plan.parallel.strategy == "zero1")
     optimizer = make_optimizer(
         wanted.name,
-        network.named_parameters(),
+        network,
         lr=wanted.lr,
         weight_decay=wanted.weight_decay,
         options=options,
+        weight_rounding=rounding_in_force(plan),
     )
     if wanted.schedule is None:
         return Configured([optimizer])
@@ -242,6 +245,15 @@ def prepare(
     engine.scheduler = configured.schedulers[0].scheduler if configured.schedulers else None
     set_matmul_precision(plan.precision.matmul)
     return engine
+
+
+def _say_what_is_lost(plan: Plan, optimizers: Sequence[Optimizer]) -> None:
+    if plan.precision.mode == "bf16-true" and plan.optimizer.name is None and optimizers:
+        names = " and ".join(sorted({type(optimizer).__name__ for optimizer in optimizers}))
+        notice(
+            f"bf16-true: {names} rounds bfloat16 weights as it does; most lose updates below 2^-9 of a weight. "
+            "Trainer(optimizer='adamw'), 'adamw8bit', 'adamw4bit' and 'lion' keep them"
+        )
 
 
 def _say_which_steps_wait(optimizers: Sequence[Optimizer], device: torch.device) -> None:

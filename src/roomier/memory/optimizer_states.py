@@ -11,6 +11,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from roomier.core.errors import RoomierError
+from roomier.optim.adamw import BlockwiseAdamW, blockwise_adamw_bytes
+from roomier.optim.lion import Lion
+from roomier.optim.muon import Muon
 
 _COUNTER_BYTES = 4  # the number of steps, a float32
 _PRIMES = (3, 5, 7, 11, 13, 17, 19)
@@ -24,25 +27,49 @@ _FULL_SIZE: dict[type[Optimizer], Callable[[Mapping[str, Any]], tuple[int, int]]
     torch.optim.Adagrad: lambda options: (1, 1),
     torch.optim.NAdam: lambda options: (2, 2),
     torch.optim.RAdam: lambda options: (2, 1),
+    torch.optim.Muon: lambda options: (1, 0),
 }
 
 
-def state_bytes(kind: type[Optimizer], options: Mapping[str, Any], shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    """What ``kind`` keeps for one parameter, or for one rank's part of it.
+def state_bytes(
+    optimizer: Optimizer,
+    group: Mapping[str, Any],
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    whole_shape: tuple[int, ...] | None = None,
+) -> int:
+    """What ``optimizer`` keeps for one parameter, or for one rank's part of it.
 
     Args:
-        options: of its parameter group (``momentum``, ``amsgrad``, ...).
+        group: settings of its parameter group (``momentum``, ``amsgrad``, ...).
         shape: of what this rank updates.
+        dtype: of the weight in training.
+        whole_shape: of the parameter on all ranks; None is ``shape``.
 
     Raises:
-        RoomierError: ``kind`` is none whose states are known, and cannot take a step without a model.
+        RoomierError: its states are not known, and it cannot take a step without a model.
     """
-    if not math.prod(shape):
-        return 0 if kind not in _FULL_SIZE else _FULL_SIZE[kind](options)[1] * _COUNTER_BYTES
-    if kind not in _FULL_SIZE:
-        return _measured_bytes(kind, options, shape, dtype)
-    num_states, num_counters = _FULL_SIZE[kind](options)
-    return num_states * math.prod(shape) * dtype.itemsize + num_counters * _COUNTER_BYTES
+    kind, num_elements = type(optimizer), math.prod(shape)
+    if isinstance(optimizer, BlockwiseAdamW):
+        num_rows = shape[0] if shape else None
+        return blockwise_adamw_bytes(
+            whole_shape or shape, group["state_bits"], dtype, group["weight_rounding"], num_rows=num_rows
+        )
+    if isinstance(optimizer, Lion):
+        return _lion_bytes(num_elements, dtype, group["weight_rounding"])
+    if isinstance(optimizer, Muon):
+        kind = torch.optim.Muon if group.get("is_hidden") else torch.optim.AdamW
+    if kind in _FULL_SIZE:
+        num_states, num_counters = _FULL_SIZE[kind](group)
+        return num_states * num_elements * dtype.itemsize + num_counters * _COUNTER_BYTES
+    return _measured_bytes(kind, group, shape, dtype) if num_elements else 0
+
+
+def _lion_bytes(num_elements: int, dtype: torch.dtype, weight_rounding: str) -> int:
+    """One momentum, and what weights of bfloat16 have no room for, or the step count of what is added at random."""
+    if dtype is not torch.bfloat16:
+        return num_elements * dtype.itemsize
+    return 4 * num_elements + {"split": 2 * num_elements, "stochastic": _COUNTER_BYTES, "nearest": 0}[weight_rounding]
 
 
 def onebit_adam_bytes(num_elements: int, num_ranks: int, *, rounds_variance: bool) -> int:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -15,9 +14,10 @@ from roomier.engine.engine import Engine
 from roomier.memory.model_states import Layout, ModelStates, model_states
 from roomier.memory.optimizer_states import onebit_adam_bytes, state_bytes
 from roomier.memory.weights import Weight, units_with_weights
-from roomier.optim.by_name import OPTIMIZERS
+from roomier.optim.by_name import make_optimizer
 from roomier.optim.onebit_adam import OneBitAdam
 from roomier.plan import Plan
+from roomier.plan.lever_rules import rounding_in_force
 from roomier.precision.policy import precision_of
 
 
@@ -35,21 +35,19 @@ def predict(network: nn.Module, plan: Plan, device: torch.device | None = None, 
     if wanted.name is None:
         action = "Name one: Trainer(optimizer='adamw'), or build the engine and use predict_built"
         raise PlanError("optimizer", None, "the plan names no optimizer", action)
-    kind, options = OPTIMIZERS[wanted.name], wanted.options
-    return _model_states(network, plan, device or torch.device("cpu"), rank, lambda weight: (kind, options))
+    optimizer = make_optimizer(
+        wanted.name,
+        network,
+        weight_decay=wanted.weight_decay,
+        options={key: value for key, value in wanted.options.items() if key not in ("fused", "foreach")},
+        weight_rounding=rounding_in_force(plan),
+    )  # it has no states yet
+    return _model_states(network, plan, device or torch.device("cpu"), rank, [optimizer])
 
 
 def predict_built(engine: Engine, plan: Plan, rank: int = 0) -> ModelStates:
     """The model states that ``engine``, built from ``plan``, is to have; nothing of it is gathered now."""
-    names = {parameter: name for name, parameter in engine.module.named_parameters()}
-    chosen = {
-        names[parameter]: (type(optimizer), group)
-        for optimizer in engine.optimizers
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-        if parameter in names
-    }
-    return _model_states(engine.module, plan, engine.device, rank, lambda weight: chosen.get(weight.name))
+    return _model_states(engine.module, plan, engine.device, rank, engine.optimizers)
 
 
 def layout_of(plan: Plan, device: torch.device, rank: int = 0) -> Layout:
@@ -74,19 +72,27 @@ def _model_states(
     plan: Plan,
     device: torch.device,
     rank: int,
-    optimizer_of: Callable[[Weight], tuple[type[Optimizer], Mapping[str, Any]] | None],
+    optimizers: Sequence[Optimizer],
 ) -> ModelStates:
+    names = {parameter: name for name, parameter in network.named_parameters()}
+    updated_by = {
+        names[parameter]: (optimizer, group)
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if parameter in names
+    }
     precision = precision_of(plan.precision.mode, device)
     units = units_with_weights(network, precision.autocast_dtype, precision.weight_dtype)
 
     def states_of(weight: Weight, own: tuple[int, ...]) -> int:
-        found = optimizer_of(weight)
+        found = updated_by.get(weight.name)
         if found is None:  # no optimizer updates it
             return 0
-        kind, options = found
-        if kind is OneBitAdam:
-            rounds = options.get("rounds_variance", plan.parallel.strategy == "zero1")
+        optimizer, group = found
+        if isinstance(optimizer, OneBitAdam):
+            rounds = plan.optimizer.options.get("rounds_variance", plan.parallel.strategy == "zero1")
             return onebit_adam_bytes(math.prod(own), plan.parallel.num_ranks, rounds_variance=bool(rounds))
-        return state_bytes(kind, options, own, weight.dtype)
+        return state_bytes(optimizer, group, own, weight.dtype, weight.shape)
 
     return model_states(units, layout_of(plan, device, rank), states_of)

@@ -1,8 +1,7 @@
 """Optimizers by name, with the parameter groups the field has settled on."""
 
 import inspect
-import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +9,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from roomier.core.errors import PlanError, did_you_mean
+from roomier.optim.adamw import BlockwiseAdamW
+from roomier.optim.groups import Trait, trained_parameters
+from roomier.optim.lion import Lion
+from roomier.optim.local import is_cut
+from roomier.optim.muon import Muon
 from roomier.optim.onebit_adam import OneBitAdam
 
 OPTIMIZERS: dict[str, type[Optimizer]] = {
@@ -21,62 +25,104 @@ OPTIMIZERS: dict[str, type[Optimizer]] = {
     "adagrad": torch.optim.Adagrad,
     "nadam": torch.optim.NAdam,
     "radam": torch.optim.RAdam,
+    "adamw8bit": BlockwiseAdamW,
+    "adamw4bit": BlockwiseAdamW,
+    "lion": Lion,
+    "muon": Muon,
     "onebit_adam": OneBitAdam,
 }
 _FUSED = {"adamw", "adam", "sgd"}
+_STATE_BITS = {"adamw8bit": 8, "adamw4bit": 4}
+_SET_BY_NAME = {"params", "state_bits", "weight_rounding"}
 
 
 def make_optimizer(
     name: str,
-    parameters: Iterable[tuple[str, nn.Parameter]],
+    network: nn.Module,
     *,
     lr: float | None = None,
     weight_decay: float | None = None,
     options: Mapping[str, Any] | None = None,
+    weight_rounding: str | None = None,
 ) -> Optimizer:
-    """The torch optimizer ``name`` over the parameters that require gradients.
+    """The optimizer ``name`` over the parameters of ``network`` that require gradients.
 
-    Weights with two dimensions or more decay; biases and the scales of norms (fewer than two) do not. AdamW, Adam
-    and SGD (not of cut parameters) use torch's fused kernels: one pass over memory, and under a loss scale no wait
-    for the device.
+    Weights with two dimensions or more decay; biases and the scales of norms do not. AdamW, Adam and SGD (not of cut
+    parameters) use torch's fused kernels: one pass over memory, and under a loss scale no wait for the device. States
+    in few bits are for large matrices; embeddings (and an output layer tied to them), biases, norms and small tensors
+    keep float32 states. ``"muon"`` updates the matrices of blocks, and AdamW the rest.
 
     Args:
-        parameters: names and parameters; a tied parameter comes once.
         lr: None takes the optimizer's own default.
-        options: further keyword arguments of the torch class (``betas``, ``eps``, ``momentum``, ...).
+        options: further keyword arguments of the class (``betas``, ``eps``, ``momentum``, ...).
+        weight_rounding: how weights that are, or will be, of bfloat16 are kept: ``"split"``, ``"stochastic"``,
+            ``"nearest"``; None is ``"split"``. Optimizers but AdamW and Lion always round to nearest.
 
     Raises:
-        PlanError: no parameter requires a gradient, or the class does not know an option.
+        PlanError: no parameter requires a gradient, the class does not know an option, or there is no matrix for Muon.
     """
-    kind = OPTIMIZERS[name]
-    trainable = [(n, p) for n, p in parameters if p.requires_grad]
-    if not trainable:
+    trained = trained_parameters(network)
+    if weight_rounding is None and any(parameter.dtype is torch.bfloat16 for parameter, _ in trained):
+        weight_rounding = "split"  # the model came with such weights
+    kind = _class_of(name, weight_rounding)
+    if not trained:
         raise PlanError("optimizer", name, "no parameter requires a gradient", "Unfreeze some, or train without fit")
     options = dict(options or {})
-    known = set(inspect.signature(kind).parameters) - {"params"}
+    arguments = inspect.signature(kind).parameters
+    known = set(arguments) - _SET_BY_NAME
     for key in options:
         if key not in known:
             raise PlanError("optimizer", key, f"{kind.__name__} has no such option", did_you_mean(key, known))
     if lr is not None:
         options["lr"] = lr
-    if name in _FUSED and not {"fused", "foreach", "differentiable"} & set(options):
-        options["fused"] = all(_has_fused(name, p) for _, p in trainable)
-    decayed = [p for _, p in trainable if p.dim() >= 2]
-    others = [p for _, p in trainable if p.dim() < 2]
-    if weight_decay is None:
-        weight_decay = inspect.signature(kind).parameters["weight_decay"].default
-    groups = [
-        {"params": group, "weight_decay": decay} for group, decay in ((decayed, weight_decay), (others, 0.0)) if group
-    ]
-    return kind(groups, **options)
+    if kind in (Lion, BlockwiseAdamW) and weight_rounding is not None:
+        options["weight_rounding"] = weight_rounding
+    elif name in _FUSED and not {"fused", "foreach", "differentiable"} & set(options):
+        options["fused"] = all(_has_fused(name, parameter) for parameter, _ in trained)
+    if name == "muon" and not any(trait.is_hidden for _, trait in trained):
+        problem = "has no matrix to update: none that is trained is in a block, a layer that repeats"
+        raise PlanError("optimizer", name, problem, "Declare model_blocks() on the model, or use optimizer='adamw'")
+    decay = arguments["weight_decay"].default if weight_decay is None else weight_decay
+    return kind(_groups(name, kind, trained, decay), **options)
+
+
+def _class_of(name: str, weight_rounding: str | None) -> type[Optimizer]:
+    if name == "adamw" and weight_rounding in ("split", "stochastic"):
+        return BlockwiseAdamW
+    return OPTIMIZERS[name]
+
+
+def _groups(
+    name: str, kind: type[Optimizer], trained: Sequence[tuple[nn.Parameter, Trait]], decay: float
+) -> list[dict[str, Any]]:
+    """Parameter groups, those that decay first. ``"holds"`` is what the summary of a model says of each."""
+    groups: dict[str, dict[str, Any]] = {}
+    settings: dict[str, Any]
+    for parameter, trait in sorted(trained, key=lambda each: _rank(name, each[1])):
+        if not trait.decays:
+            holds, settings = "biases, norms", {"weight_decay": 0.0}
+        else:
+            holds, settings = "weights", {"weight_decay": decay}
+        if kind is BlockwiseAdamW:
+            is_coded = name in _STATE_BITS and trait.is_large_matrix
+            settings["state_bits"] = _STATE_BITS[name] if is_coded else 32
+            if name in _STATE_BITS and trait.decays:
+                holds = "large matrices" if is_coded else "embeddings, small weights"
+        elif name == "muon" and trait.decays:
+            holds = "matrices of blocks" if trait.is_hidden else "other weights"
+            settings["is_hidden"] = trait.is_hidden
+        groups.setdefault(holds, {"params": [], **settings, "holds": holds})["params"].append(parameter)
+    return list(groups.values())
+
+
+def _rank(name: str, trait: Trait) -> int:
+    if not trait.decays:
+        return 2
+    is_first = trait.is_hidden if name == "muon" else trait.is_large_matrix
+    return int(name in ("muon", *_STATE_BITS) and not is_first)
 
 
 def _has_fused(name: str, parameter: nn.Parameter) -> bool:
-    if name == "sgd" and not _is_whole(parameter):  # torch 2.13 has Adam's kernels alone for cut parameters
+    if name == "sgd" and is_cut(parameter):  # torch 2.13 has Adam's kernels alone for cut parameters
         return False
     return parameter.is_floating_point() and parameter.device.type in ("cpu", "cuda", "mps")
-
-
-def _is_whole(parameter: nn.Parameter) -> bool:
-    distributed = sys.modules.get("torch.distributed.tensor")  # who cut a parameter has imported it
-    return distributed is None or not isinstance(parameter, distributed.DTensor)

@@ -21,11 +21,13 @@ rank, whatever part of the parameter it has. Copies of a parameter stay alike.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
 CHUNK = 2**16  # elements: what is computed in float32 beside a weight stays in the processor's cache
+_CHUNK_ON_DEVICE = 2**24  # enough work for a kernel
 _HALF = 0x8000
 _MASK = 0xFFFFFFFF
 
@@ -34,6 +36,18 @@ def chunks(num_elements: int, size: int = CHUNK) -> Iterator[slice]:
     """Slices of a flat tensor, ``size`` elements each."""
     for start in range(0, num_elements, size):
         yield slice(start, min(start + size, num_elements))
+
+
+def flat_parts(weight: Tensor, *others: Tensor | None) -> Iterator[tuple[int, list[Any]]]:
+    """``weight`` and the tensors that belong to its elements, in flat parts of a size that computes fast: the place of
+    the first element, and the parts. Tensors that lie in memory in other orders come whole."""
+    tensors = [weight, *others]
+    if not all(each is None or each.is_contiguous() for each in tensors):
+        yield 0, tensors
+        return
+    flat = [None if each is None else each.view(-1) for each in tensors]
+    for part in chunks(weight.numel(), CHUNK if weight.is_cpu else _CHUNK_ON_DEVICE):
+        yield part.start, [None if each is None else each[part] for each in flat]
 
 
 def empty_low_bits(weight: Tensor) -> Tensor:
@@ -45,9 +59,11 @@ def read(weight: Tensor, low_bits: Tensor | None = None) -> Tensor:
     """The float32 number of each element of a plain tensor (any shape).
 
     Args:
-        weight: bfloat16 or float32; one of float32 is returned itself, and :func:`write` then has nothing to do.
+        weight: of bfloat16; any other is returned itself, and :func:`write` then has nothing to do.
         low_bits: of :func:`empty_low_bits`, as :func:`write` left them.
     """
+    if weight.dtype is not torch.bfloat16:
+        return weight
     value = weight.float()
     if low_bits is not None:
         value.view(torch.int32).add_(low_bits)
@@ -61,12 +77,12 @@ def write(
     else to the nearest.
 
     Args:
-        weight: a plain tensor; of float32 it takes ``value`` as it is.
+        weight: a plain tensor; one that is not of bfloat16 takes ``value`` as it is.
         low_bits: int16, of the shape of ``weight``.
         key: of :func:`noise_key`.
         first: place of the first element of ``weight`` in the whole parameter, flat; of use with ``key`` alone.
     """
-    if weight.dtype is torch.float32:
+    if weight.dtype is not torch.bfloat16:
         if value.data_ptr() != weight.data_ptr():
             weight.copy_(value)
         return

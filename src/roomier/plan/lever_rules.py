@@ -14,6 +14,14 @@ KEEPS_MASTERS = ("adamw", "adamw8bit", "adamw4bit", "lion")
 """Optimizers that can keep what bfloat16 weights round away."""
 
 
+def rounding_in_force(plan: Plan) -> str | None:
+    """How weights of bfloat16 are rounded; None where there are none, or where the module's own optimizer rounds."""
+    optimizer = plan.optimizer
+    if plan.precision.mode != "bf16-true" or optimizer.name is None:
+        return None
+    return optimizer.weight_rounding or "split"
+
+
 def recompute_settings_have_their_policy(plan: Plan) -> Iterator[PlanError]:
     """A number without its policy would be ignored; a budget is one number."""
     activation = plan.activation
@@ -74,6 +82,14 @@ def rounding_is_of_bf16_weights(plan: Plan) -> Iterator[PlanError]:
         yield PlanError(field, value, problem, action)
 
 
+def states_in_few_bits_are_of_known_weights(plan: Plan) -> Iterator[PlanError]:
+    """Codes stand for float32 numbers; beside float64 weights they would be what is least exact."""
+    name, mode = plan.optimizer.name, plan.precision.mode
+    if name in ("adamw8bit", "adamw4bit") and mode == "64-true":
+        problem = f"does not go with precision {mode!r}: its states are rounded to a few bits"
+        yield PlanError("optimizer.name", name, problem, "Use optimizer='adamw', or precision='32-true'")
+
+
 def step_in_backward_gains_something(plan: Plan) -> Iterator[PlanError]:
     """Where gradients must live until all are there, updating them one by one saves nothing."""
     way = plan.optimizer.step_in_backward
@@ -109,6 +125,7 @@ LEVER_RULES: list[Callable[[Plan], Iterator[PlanError]]] = [
     chunks_have_a_chunked_loss,
     adapter_settings_have_adapters,
     rounding_is_of_bf16_weights,
+    states_in_few_bits_are_of_known_weights,
     step_in_backward_gains_something,
     base_in_few_bits_is_whole,
 ]

@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from roomier.core.units import format_bytes
 from roomier.plan.choices import Kind, kind_of, note_of
+from roomier.plan.lever_rules import rounding_in_force
 from roomier.plan.parts import FIELDS
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from roomier.plan.parts import ActivationPlan, OffloadPlan, OptimizerPlan, ParallelPlan
+    from roomier.plan.parts import ActivationPlan, OffloadPlan, ParallelPlan
     from roomier.plan.plan import Plan
 
 _NUM_COLUMNS = 100
@@ -37,10 +38,10 @@ def rows(plan: "Plan", facts: Mapping[str, str] | None = None) -> list[Row]:
     return [
         *_strategy_rows(parallel),
         Row("accelerator", parallel.accelerator, *_label("parallel.accelerator", parallel.accelerator)),
-        Row("precision", precision.mode, *_label("precision.mode", precision.mode)),
+        *_precision_rows(plan),
         Row("matmul", precision.matmul, *_label("precision.matmul", precision.matmul)),
         *_batch_rows(plan),
-        *_optimizer_rows(plan.optimizer),
+        *_optimizer_rows(plan),
         *_activation_rows(plan.activation),
         *_offload_rows(plan.offload),
         *_lever_rows(plan),
@@ -112,6 +113,17 @@ def _strategy_rows(parallel: "ParallelPlan") -> Iterator[Row]:
         yield Row("compression", words, *_label("parallel.gradient_compression", compression))
 
 
+def _precision_rows(plan: "Plan") -> Iterator[Row]:
+    mode, rounding = plan.precision.mode, rounding_in_force(plan)
+    if rounding is None:
+        yield Row("precision", mode, *_label("precision.mode", mode))
+        return
+    kind, note = _label("optimizer.weight_rounding", rounding)
+    computed = "all is computed in bfloat16"
+    yield Row("precision", mode, Kind.NEAR, computed + ("; what weights lose is kept" if kind is Kind.EXACT else ""))
+    yield Row("weights", rounding, kind, note)
+
+
 def _batch_rows(plan: "Plan") -> Iterator[Row]:
     batch = plan.batch
     several = batch.accumulate_grad_batches > 1
@@ -159,7 +171,8 @@ def _offload_rows(offload: "OffloadPlan") -> Iterator[Row]:
         yield Row("offload", "none", *_label("offload.optimizer_states", "none"))
 
 
-def _optimizer_rows(optimizer: "OptimizerPlan") -> Iterator[Row]:
+def _optimizer_rows(plan: "Plan") -> Iterator[Row]:
+    optimizer = plan.optimizer
     if optimizer.step_in_backward != "none":
         way = optimizer.step_in_backward
         yield Row("update", f"in backward, {way}", *_label("optimizer.step_in_backward", way))
@@ -170,6 +183,8 @@ def _optimizer_rows(optimizer: "OptimizerPlan") -> Iterator[Row]:
     given = {name: value for name, value in settings.items() if value is not None} | dict(optimizer.options)
     words = " ".join([optimizer.name, *(f"{name}={value!r}" for name, value in given.items())])
     kind, note = _label("optimizer.name", optimizer.name)
+    if optimizer.name == "adamw" and rounding_in_force(plan) in ("split", "stochastic"):
+        note = "AdamW, states in float32"
     left_out = [name for name, value in settings.items() if value is None]
     yield Row("optimizer", words, kind, f"{note}; its own {', '.join(left_out)}" if left_out else note)
     if optimizer.schedule is not None:

@@ -1,0 +1,53 @@
+"""What the parameters of a network are, as far as optimizers by name care."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from roomier.api.blocks import find_blocks
+
+SMALL = 4096
+"""Elements of a weight below which states in few bits save nothing that counts."""
+
+_NORMS = (nn.LayerNorm, nn.RMSNorm)  # of the others, scales have one dimension
+_LOOKUPS = (nn.Embedding, nn.EmbeddingBag)
+
+
+@dataclass(frozen=True)
+class Trait:
+    """Of one parameter.
+
+    Attributes:
+        decays: it is a weight, no bias and no scale of a norm.
+        is_looked_up: it is an embedding, or tied to one.
+        is_large_matrix: it is none of these, and large: what states in few bits are for.
+        is_hidden: it is a matrix of a block.
+    """
+
+    decays: bool
+    is_looked_up: bool
+    is_large_matrix: bool
+    is_hidden: bool
+
+
+def trained_parameters(network: nn.Module) -> list[tuple[nn.Parameter, Trait]]:
+    """The parameters that require gradients, in the order of the network; a tied one comes once."""
+    norms = {p for part in network.modules() if isinstance(part, _NORMS) for p in part.parameters(recurse=False)}
+    looked_up = {p for part in network.modules() if isinstance(part, _LOOKUPS) for p in part.parameters(recurse=False)}
+    of_blocks = {p for block in find_blocks(network) for p in block.parameters()}
+    found = []
+    for name, parameter in network.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        decays = parameter.dim() >= 2 and parameter not in norms and not name.endswith("bias")
+        is_matrix = decays and parameter not in looked_up
+        trait = Trait(
+            decays=decays,
+            is_looked_up=parameter in looked_up,
+            is_large_matrix=is_matrix and parameter.numel() >= SMALL,
+            is_hidden=is_matrix and parameter.dim() == 2 and parameter in of_blocks,
+        )
+        found.append((parameter, trait))
+    return found

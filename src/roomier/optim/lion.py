@@ -1,0 +1,109 @@
+"""Lion: the sign of a momentum, of which it keeps one number for each weight.
+
+[Note: Lion]
+Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms" (arXiv 2302.06675), Algorithm 2, of gradient ``g``:
+
+    x = x - lr * (sign(beta1 * m + (1 - beta1) * g) + weight_decay * x)
+    m = beta2 * m + (1 - beta2) * g
+
+Every weight moves by the same step, so the paper takes a learning rate of a third to a tenth of AdamW's, and a weight
+decay as many times larger (section 5).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from roomier.core.errors import RoomierError
+from roomier.optim.local import first_element, local
+from roomier.optim.rounding import empty_low_bits, flat_parts, noise_key, read, write
+
+SEED = 0  # of what is rounded at random: the noise need not differ from run to run
+
+
+class Lion(Optimizer):
+    """See [Note: Lion]. Each rank updates its part of parameters that are cut.
+
+    Args:
+        params: as for any optimizer; float32 or bfloat16.
+        lr: how far each weight moves in a step.
+        betas: of the mean whose sign is taken, and of the momentum that is kept.
+        weight_decay: decoupled, times ``lr`` each step.
+        weight_rounding: how bfloat16 weights are kept: ``"split"``, ``"stochastic"``, ``"nearest"`` (see
+            ``rounding.py``). Their momentum is float32.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        *,
+        weight_rounding: str = "split",
+    ) -> None:
+        self._index: dict[Tensor, int] = {}
+        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "weight_rounding": weight_rounding}
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        for parameter in self.param_groups[-1]["params"]:
+            self._index[parameter] = len(self._index)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(group, parameter)
+        return loss
+
+    def _update(self, group: dict[str, Any], parameter: nn.Parameter) -> None:
+        assert parameter.grad is not None
+        if parameter.grad.is_sparse:
+            raise RoomierError("optimizer", "lion", "takes no sparse gradients", "Make the embedding with sparse=False")
+        state = self.state[parameter] or self._start(group, parameter)
+        key = None
+        if "step" in state:
+            state["step"] += 1
+            key = noise_key(SEED, int(state["step"]), self._index[parameter])
+        low_bits = local(state["low_bits"]) if "low_bits" in state else None
+        weight, gradient, momentum = local(parameter), local(parameter.grad), local(state["momentum"])
+        first = first_element(parameter) if key is not None else 0
+        for start, (each, own_gradient, own_momentum, own_bits) in flat_parts(weight, gradient, momentum, low_bits):
+            value = read(each, own_bits)
+            lion_(value, own_gradient, own_momentum, group["lr"], group["betas"], group["weight_decay"])
+            write(each, value, low_bits=own_bits, key=key, first=first + start)
+
+    def _start(self, group: dict[str, Any], parameter: nn.Parameter) -> dict[str, Any]:
+        state: dict[str, Any] = self.state[parameter]
+        dtype = torch.float32 if parameter.dtype is torch.bfloat16 else parameter.dtype
+        state["momentum"] = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+        if parameter.dtype is torch.bfloat16:
+            if group["weight_rounding"] == "split":
+                state["low_bits"] = empty_low_bits(parameter)
+            elif group["weight_rounding"] == "stochastic":
+                state["step"] = torch.zeros(())
+        return state
+
+
+def lion_(
+    value: Tensor, gradient: Tensor, momentum: Tensor, lr: float, betas: tuple[float, float], weight_decay: float
+) -> None:
+    """One step in place of ``value`` and ``momentum``, which have one dtype."""
+    gradient = gradient.to(value.dtype)
+    direction = momentum.lerp(gradient, 1 - betas[0]).sign_()
+    if weight_decay:
+        value.mul_(1 - lr * weight_decay)
+    value.sub_(direction, alpha=lr)
+    momentum.lerp_(gradient, 1 - betas[1])

@@ -1,0 +1,136 @@
+"""Muon for the matrices of blocks and AdamW for all else, as one optimizer.
+
+[Note: Muon]
+Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks". The momentum ``B`` of a matrix is made
+into one whose singular values are all near 1, by ``ns_steps`` rounds of a Newton-Schulz iteration in bfloat16, and that
+is the update. Arithmetic, defaults and names of options are those of ``torch.optim.Muon``, whose steps these are to the
+bit. An update has singular values near 1 whatever the gradient, so its learning rate is of another kind than AdamW's;
+``adjust_lr_fn="match_rms_adamw"``, the default here, scales updates to the size of AdamW's (Liu et al. 2025, "Muon is
+Scalable for LLM Training", section 2.2), so that one learning rate and schedule serve both.
+
+[Note: matrices that are cut]
+The iteration needs the whole matrix. Momentum stays cut among the ranks; the update of each matrix in turn is gathered
+in the dtype of the gradient, every rank runs the iteration on all of it and takes its own rows. The result is that of
+one rank, for the time of the iteration, and twice the bytes on the way, of replicas (ddp).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+
+from roomier.core import torch_private
+from roomier.optim.local import is_cut, local
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+
+
+class Muon(Optimizer):
+    """See [Note: Muon].
+
+    Args:
+        params: groups; those with ``"is_hidden": True`` hold matrices, of which Muon takes care, the others are
+            AdamW's.
+        lr: of both.
+        weight_decay: of both, decoupled; times ``lr`` each step.
+        momentum: of Muon's mean of gradients.
+        nesterov: the update looks one gradient ahead.
+        ns_coefficients: of the polynomial that is iterated.
+        ns_steps: how often.
+        adjust_lr_fn: ``"match_rms_adamw"``, or ``"original"`` (Jordan's: by the square root of rows per column).
+        betas: of AdamW.
+        eps: of AdamW.
+        adamw_lr: of AdamW where it is to be another; None is ``lr``.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = COEFFICIENTS,
+        ns_steps: int = 5,
+        adjust_lr_fn: str = "match_rms_adamw",
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adamw_lr: float | None = None,
+    ) -> None:
+        given = [dict(group) for group in params]
+        hidden = [group for group in given if group.get("is_hidden")]
+        others = [group for group in given if not group.get("is_hidden")]
+        settings = {"momentum": momentum, "nesterov": nesterov, "ns_coefficients": ns_coefficients}
+        settings |= {"ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn}
+        if hidden:  # torch's own checks of settings and shapes; a matrix that is cut has the shape of the whole
+            torch.optim.Muon(hidden, lr=lr, weight_decay=weight_decay, **settings)  # type: ignore[arg-type]
+        rest = lr if adamw_lr is None else adamw_lr
+        is_fused = all(each.device.type in ("cpu", "cuda", "mps") for group in others for each in group["params"])
+        self._adamw = AdamW(others, rest, betas, eps, weight_decay, fused=is_fused) if others else None
+        shared = [] if self._adamw is None else self._adamw.param_groups
+        super().__init__([{**settings, **group} for group in hidden] + shared, {"lr": lr, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            if group.get("is_hidden"):
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        self._update(group, parameter)
+        if self._adamw is not None:
+            self._adamw.param_groups = [group for group in self.param_groups if not group.get("is_hidden")]
+            self._adamw.state = self.state
+            self._adamw.step()
+        return loss
+
+    def _update(self, group: dict[str, Any], parameter: nn.Parameter) -> None:
+        assert parameter.grad is not None
+        state = self.state[parameter]
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(parameter.grad)
+        momentum = state["momentum_buffer"]
+        momentum.lerp_(parameter.grad, 1 - group["momentum"])
+        update = parameter.grad.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
+        whole = update.full_tensor() if is_cut(update) else update
+        direction = orthogonal(whole, group["ns_coefficients"], group["ns_steps"])
+        lr, weight = group["lr"], local(parameter)
+        weight.mul_(1 - lr * group["weight_decay"])
+        weight.add_(own_rows(direction, parameter), alpha=-lr * size_of_update(group["adjust_lr_fn"], parameter.shape))
+
+
+def orthogonal(matrix: Tensor, coefficients: tuple[float, float, float], num_steps: int) -> Tensor:
+    """A matrix (bfloat16) with the singular vectors of ``matrix`` and singular values near 1."""
+    a, b, c = coefficients
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.bfloat16()
+    x = x.T if is_tall else x
+    x = x / x.norm().clamp(min=1e-7)
+    for _ in range(num_steps):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if is_tall else x
+
+
+def size_of_update(adjust_lr_fn: str | None, shape: torch.Size) -> float:
+    """What the learning rate of a matrix is multiplied by."""
+    if adjust_lr_fn == "match_rms_adamw":
+        return 0.2 * math.sqrt(max(shape))
+    return math.sqrt(max(1, shape[0] / shape[1]))
+
+
+def own_rows(whole: Tensor, parameter: Tensor) -> Tensor:
+    """The rows of ``whole`` that this rank has of ``parameter``."""
+    if not is_cut(parameter):
+        return whole
+    num_rows = parameter.to_local().shape[0]
+    first = torch_private.offsets_of_shard(parameter)[0] if num_rows else 0
+    return whole[first : first + num_rows]
