@@ -197,6 +197,22 @@ WRONG_VALUES = [
         "strategy='zero2'",
     ),
     (
+        {"precision": {"mode": "16-mixed"}, "optimizer": {"step_in_backward": "exact"}},
+        "optimizer.step_in_backward",
+        "'exact'",
+        "precision='bf16-mixed'",
+    ),
+    (
+        {
+            "batch": {"gradient_clip_val": 1.0},
+            "compile": {"enabled": True},
+            "optimizer": {"step_in_backward": "stale_norm"},
+        },
+        "optimizer.step_in_backward",
+        "'stale_norm'",
+        "gradient_clip_algorithm='value'",
+    ),
+    (
         {"parallel": {"strategy": "zero3"}, "adapter": {"lora_rank": 8, "frozen_base": "nf4"}},
         "adapter.frozen_base",
         "'nf4'",

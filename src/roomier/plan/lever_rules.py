@@ -95,20 +95,29 @@ def step_in_backward_gains_something(plan: Plan) -> Iterator[PlanError]:
     way = plan.optimizer.step_in_backward
     if way == "none":
         return
-    field = "optimizer.step_in_backward"
+    field, strategy = "optimizer.step_in_backward", plan.parallel.strategy
+    clips_norm = plan.batch.gradient_clip_val is not None and plan.batch.gradient_clip_algorithm == "norm"
     if plan.batch.accumulate_grad_batches > 1:
         problem = "saves nothing with accumulate_grad_batches above 1: whole gradients live until the last micro-batch"
-        action = "Use larger micro-batches with activation_checkpointing='full' instead of accumulation, or zero2"
+        action = "Use one larger micro-batch with activation_checkpointing='full', or strategy='zero2' in its place"
         yield PlanError(field, way, problem, action)
     if plan.precision.mode == "16-mixed":
         problem = "does not go with 16-mixed, where one infinite gradient leaves out the whole step"
-        yield PlanError(field, way, problem, "Use precision='bf16-mixed'")
-    if plan.parallel.strategy in ("ddp", "zero1") or plan.optimizer.name == "onebit_adam":
-        problem = f"saves nothing with strategy {plan.parallel.strategy!r}, which keeps whole gradients to reduce them"
+        yield PlanError(field, way, problem, "Use precision='bf16-mixed', whose gradients need no loss scale")
+    if plan.optimizer.name == "onebit_adam":
+        problem = "does not go with onebit_adam, which sends the signs of all gradients together, after the backward"
+        yield PlanError(field, way, problem, "Use optimizer='adamw' with strategy='zero2' or 'zero3'")
+    elif strategy in ("ddp", "zero1"):
+        when = "its buckets hold the gradients of the whole model" if strategy == "ddp" else "its gradients stay whole"
+        problem = f"saves nothing with strategy {strategy!r}: {when}"
         yield PlanError(field, way, problem, "Use strategy='zero2' or 'zero3', which cut the gradients")
-    if way == "stale_norm" and (plan.batch.gradient_clip_val is None or plan.batch.gradient_clip_algorithm == "value"):
+    if way == "stale_norm" and not clips_norm:
         problem = "clips by the norm of the step before, but no norm is clipped"
         yield PlanError(field, way, problem, "Use 'exact', or set gradient_clip_val")
+    elif clips_norm and plan.compile.enabled:
+        problem = "takes the norm of the gradients in a first backward, but compiled blocks run one backward"
+        action = "Use gradient_clip_algorithm='value', compile=False, or strategy='zero2' or 'zero3' in its place"
+        yield PlanError(field, way, problem, action)
 
 
 def base_in_few_bits_is_whole(plan: Plan) -> Iterator[PlanError]:

@@ -19,6 +19,8 @@ from roomier.optim.configured import Configured
 if TYPE_CHECKING:
     from roomier.trainer import Trainer
 
+SEES_GRADIENTS = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping", "optimizer_step")
+
 
 def check_call(
     trainer: Trainer, stage: str, module: Module, loaders: dict[str, Any], datamodule: DataModule | None
@@ -48,6 +50,7 @@ def check_modes(trainer: Trainer, module: Module, configured: Configured, is_fit
     batch = trainer.plan.batch
     if not is_fit:
         return
+    _check_hooks_need_no_gradients(trainer, module)
     if module.automatic_optimization:
         if len(configured.optimizers) > 1:
             raise RoomierError(
@@ -71,6 +74,28 @@ def check_modes(trainer: Trainer, module: Module, configured: Configured, is_fit
                 "the module optimizes by hand (automatic_optimization=False)",
                 "Do it in training_step: self.clip_gradients(optimizer, ...), step every n batches",
             )
+
+
+def _check_hooks_need_no_gradients(trainer: Trainer, module: Module) -> None:
+    plan = trainer.plan
+    way = plan.optimizer.step_in_backward
+    if way == "none":
+        return
+    is_twice = plan.batch.gradient_clip_val is not None and plan.batch.gradient_clip_algorithm == "norm"
+    if is_twice and overrides(module, "backward", Module):
+        problem = f"{type(module).__name__} overrides backward, which clipping by norm would run twice in a step"
+        action = "Do without it, clip by value, or leave out step_in_backward"
+        raise RoomierError("step_in_backward", way, problem, action)
+    in_module = [(module, name) for name in SEES_GRADIENTS if overrides(module, name, Module)]
+    in_callbacks = [
+        (callback, name)
+        for callback in trainer.callbacks
+        for name in SEES_GRADIENTS
+        if hasattr(Callback, name) and overrides(callback, name, Callback)
+    ]
+    for owner, name in (*in_module, *in_callbacks):
+        problem = f"{type(owner).__name__}.{name} would find no gradients: each is used and freed within the backward"
+        raise RoomierError("step_in_backward", way, problem, "Do without it, or leave out step_in_backward")
 
 
 def _check_needs_no_closure(optimizer: Optimizer) -> None:
