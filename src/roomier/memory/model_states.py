@@ -12,7 +12,8 @@ Of weights of ``w`` bytes (4), gathered for compute in ``c`` bytes (2 under auto
     zero2        w/N         c, the step       c, one unit; w/N behind it            2w/N
     zero3, hsdp  w/N         c, two units      c, one unit; w/N behind it            2w/N
 
-They are not all there at once: a backward frees what is gathered, unit by unit, while gradients come. So the peak is
+A weight that is frozen is its parameter, and what is gathered of it, alone; one in few bits is a buffer. They are not
+all there at once: a backward frees what is gathered, unit by unit, while gradients come. So the peak is
 found by walking the units through a step. Dimension 0 is cut into chunks of equally many rows, as ``torch.chunk`` does;
 where it does not divide, gathered parameters and communication buffers are padded to whole chunks, and the last ranks
 own less.
@@ -110,14 +111,18 @@ class ModelStates:
         return self.moments[-1]
 
 
-def model_states(units: list[Unit], layout: Layout, state_bytes: StateBytes) -> ModelStates:
+def model_states(
+    units: list[Unit], layout: Layout, state_bytes: StateBytes, buffer_bytes: int = 0
+) -> ModelStates:
     """The bytes of model states of one rank over a step.
 
     Args:
         units: from :func:`roomier.memory.weights.units_with_weights`, in the order of the forward, the root first.
         state_bytes: from :mod:`roomier.memory.optimizer_states`.
+        buffer_bytes: from :func:`roomier.memory.weights.buffer_bytes`.
     """
     walk = _Walk(units, layout)
+    walk.add(Kind.PARAMETER, buffer_bytes)
     for weight in (each for unit in units for each in unit.weights):
         own = own_shape(weight.shape, layout)
         # What fully_shard stores is padded to a whole chunk.

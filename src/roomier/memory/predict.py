@@ -13,7 +13,7 @@ from roomier.core.errors import PlanError
 from roomier.engine.engine import Engine
 from roomier.memory.model_states import Layout, ModelStates, model_states
 from roomier.memory.optimizer_states import onebit_adam_bytes, state_bytes
-from roomier.memory.weights import Weight, units_with_weights
+from roomier.memory.weights import Weight, buffer_bytes, units_with_weights, with_adapters
 from roomier.optim.by_name import make_optimizer
 from roomier.optim.onebit_adam import OneBitAdam
 from roomier.plan import Plan
@@ -35,6 +35,7 @@ def predict(network: nn.Module, plan: Plan, device: torch.device | None = None, 
     if wanted.name is None:
         action = "Name one: Trainer(optimizer='adamw'), or build the engine and use predict_built"
         raise PlanError("optimizer", None, "the plan names no optimizer", action)
+    network = with_adapters(network, plan.adapter)
     optimizer = make_optimizer(
         wanted.name,
         network,
@@ -95,4 +96,5 @@ def _model_states(
             return onebit_adam_bytes(math.prod(own), plan.parallel.num_ranks, rounds_variance=bool(rounds))
         return state_bytes(optimizer, group, own, weight.dtype, weight.shape)
 
-    return model_states(units, layout_of(plan, device, rank), states_of)
+    buffers = buffer_bytes(network, precision.weight_dtype)
+    return model_states(units, layout_of(plan, device, rank), states_of, buffers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -9,7 +10,11 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from roomier.adapters.layers import is_adapter
+from roomier.adapters.lora import apply_lora, quantise_base
+from roomier.api.blocks import find_blocks
 from roomier.parallel.shard import parts_of, units_of
+from roomier.plan.parts import AdapterPlan
 
 
 @dataclass(frozen=True)
@@ -94,6 +99,33 @@ def units_with_weights(
         weights = tuple(_weight(parameter, name, weight_dtype) for parameter, name in rest.items())
         units.insert(0, Unit("", weights, weights[0].dtype, _sum_dtype(weights), is_root=True))
     return units
+
+
+def buffer_bytes(network: nn.Module, weight_dtype: torch.dtype | None = None) -> int:
+    """Of its buffers, the codes of frozen weights among them: every rank has all of them.
+
+    Args:
+        weight_dtype: to which floating-point ones will be converted; None leaves them.
+    """
+    return sum(
+        each.numel() * (weight_dtype if weight_dtype is not None and each.is_floating_point() else each.dtype).itemsize
+        for each in network.buffers()
+    )
+
+
+def with_adapters(network: nn.Module, plan: AdapterPlan) -> nn.Module:
+    """``network`` as it will be with the adapters of ``plan``: a copy of its shapes, or itself where it has them."""
+    if plan.lora_rank is None or any(is_adapter(name) for name, _ in network.named_parameters()):
+        return network
+    shapes = {
+        id(each): nn.Parameter(torch.empty_like(each, device="meta"), requires_grad=each.requires_grad)
+        for each in network.parameters()
+    }
+    copied = copy.deepcopy(network, {**shapes, **{id(each): each for each in network.buffers()}})
+    apply_lora(copied, find_blocks(copied), plan)
+    if plan.frozen_base != "as_is":
+        quantise_base(copied, plan)
+    return copied
 
 
 def _weight(parameter: nn.Parameter, name: str, weight_dtype: torch.dtype | None) -> Weight:
