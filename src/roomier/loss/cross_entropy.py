@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from roomier.core import torch_private
+from roomier.core.errors import TrainingError
 
 CHUNK_BYTES = 64 * 2**20
 _SIXTEEN_BITS = (torch.float16, torch.bfloat16)
@@ -70,7 +70,8 @@ def linear_cross_entropy(
         The loss in the dtype of the logits, 0-dim, or ``[N]`` where nothing is reduced.
 
     Raises:
-        RuntimeError: a target is no class (on a GPU its assertion fails), or the gradient is differentiated again.
+        RuntimeError: a target is no class; on a GPU its assertion fails.
+        TrainingError: at the backward: with ``create_graph``.
     """
     if not torch.is_grad_enabled():  # which a forward of autograd is not told
         hidden_ND, weight_VD = hidden_ND.detach(), weight_VD.detach()
@@ -101,8 +102,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return loss.to(how.dtypes[-1])
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            problem = "a gradient that is itself differentiated (create_graph=True) needs all logits"
+            raise TrainingError("chunked_loss", True, problem, "Leave chunked_loss out")
         if ctx.how.reduction == "none":
             hidden_ND, weight_VD, bias_V, targets_N = ctx.saved_tensors
             inputs = (hidden_ND, weight_VD, bias_V)

@@ -122,7 +122,7 @@ class Shards:
         """Once what works inside the forwards of the network is in place: a unit is freed after its forward as the
         stage says, unless a :class:`~roomier.core.wrapped_forward.WrappedForward` in it reads its weights later."""
         for unit in self._units[1:]:  # the root stays
-            parts = unit.modules()  # type: ignore[attr-defined]
+            parts = unit.modules()
             is_read = any(getattr(each.forward, "reads_weights_later", False) for each in parts)
             unit.set_reshard_after_forward(self.sharding.frees_parameters and not is_read, recurse=False)
 
