@@ -285,7 +285,7 @@ def compile_s() -> float:
 
 
 def num_compiled_graphs() -> int:
-    """How many graphs this process compiled since the compiler was reset."""
+    """How many graphs this process compiled so far."""
     from torch._dynamo.utils import counters
 
     return int(counters["stats"]["unique_graphs"])

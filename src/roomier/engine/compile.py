@@ -67,12 +67,13 @@ class CompileClock:
 
     def __init__(self) -> None:
         self._before_s = torch_private.compile_s()
+        self._num_before = torch_private.num_compiled_graphs()
 
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         if kind is None:
             taken_s = torch_private.compile_s() - self._before_s
-            num_graphs = torch_private.num_compiled_graphs()
+            num_graphs = torch_private.num_compiled_graphs() - self._num_before
             graphs = "1 graph" if num_graphs == 1 else f"{num_graphs} graphs"
             notice(f"compiled the blocks as {graphs} in {taken_s:.1f} s")
