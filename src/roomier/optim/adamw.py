@@ -26,7 +26,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from roomier.core import torch_private
 from roomier.core.errors import PlanError
+from roomier.core.log import notice
 from roomier.optim import block_codes
 from roomier.optim.block_codes import Region
 from roomier.optim.local import first_element, is_cut, local
@@ -35,7 +37,12 @@ from roomier.optim.rounding import empty_low_bits, flat_parts, noise_key, read, 
 SEED = 0  # of weights that are rounded at random: the noise need not differ from run to run
 STATE_BITS = (4, 8, 32)
 _ROUNDINGS = ("split", "stochastic", "nearest")
-_CHUNK = 2**15  # elements: with three numbers beside each they stay in a cache of 1 MiB
+_CHUNK = 2**16  # elements: the numbers beside them stay in the processor's cache
+_CHUNK_COMPILED = 2**19  # two numbers beside each, and few calls
+_CHUNK_ON_DEVICE = 2**24
+_WORTH_COMPILING = 2**22  # elements in codes: below, a step saves less than a compiler takes in a thousand
+
+UpdateBlocks = Callable[..., None]
 
 
 class BlockwiseAdamW(Optimizer):
@@ -50,14 +57,20 @@ class BlockwiseAdamW(Optimizer):
         params: as for any optimizer; a group may have ``state_bits`` and ``weight_rounding`` of its own.
         weight_rounding: how weights of bfloat16 are kept: ``"split"``, ``"stochastic"``, ``"nearest"`` (see
             ``rounding.py``).
+        compiled: whether the update of codes is compiled, which takes seconds at the first step and is 4 times as fast;
+            None where it pays and the machine has a compiler. Both ways round alike but for the last bit of float32, by
+            which now and then a code is the next one.
 
     Raises:
-        PlanError: an option is none of those; or moments of 4 or 8 bits are asked for weights that are neither float32
+        PlanError: an option is none of those; there is no compiler for ``compiled=True``; or moments of 4 or 8 bits are asked for weights that are neither float32
             nor bfloat16, or are cut otherwise than by rows.
     """
 
     row_states = ("root_scales", "ratio_scales")
     """States that are cut among ranks as the rows of their parameters are, and have another shape."""
+
+    compiled: bool | None = None  # of the class too: a copy of an optimizer has only what torch knows of
+    _update_codes: UpdateBlocks | None = None
 
     def __init__(
         self,
@@ -69,13 +82,16 @@ class BlockwiseAdamW(Optimizer):
         *,
         state_bits: int = 8,
         weight_rounding: str = "split",
+        compiled: bool | None = None,
     ) -> None:
+        self.compiled = compiled
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "state_bits": state_bits}
         super().__init__(params, {**defaults, "weight_rounding": weight_rounding})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
         _check(self.param_groups[-1])
+        self._update_codes = None
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -87,15 +103,34 @@ class BlockwiseAdamW(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        spare, index = _Spare(), 0
+        index, update = 0, self._update_codes or self._choose_update()
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._update(group, parameter, index, spare)
+                    self._update(group, parameter, index, update)
                 index += 1
         return loss
 
-    def _update(self, group: Mapping[str, Any], parameter: nn.Parameter, index: int, spare: _Spare) -> None:
+    def _choose_update(self) -> UpdateBlocks:
+        coded = [
+            parameter
+            for group in self.param_groups
+            for parameter in group["params"]
+            if uses_codes(parameter.shape, group["state_bits"])
+        ]
+        # Of whole parameters: on any number of ranks the same.
+        pays = sum(parameter.numel() for parameter in coded) >= _WORTH_COMPILING
+        self._update_codes = update_blocks
+        if coded and (pays if self.compiled is None else self.compiled):
+            found, problem = compiled_update(coded[0].device)
+            if problem and self.compiled:
+                raise PlanError("optimizer.compiled", True, problem, "Leave it out: the update then runs uncompiled")
+            if problem:
+                notice(f"{type(self).__name__}: the update takes about 4 times as long uncompiled: {problem}")
+            self._update_codes = found
+        return self._update_codes
+
+    def _update(self, group: Mapping[str, Any], parameter: nn.Parameter, index: int, update: UpdateBlocks) -> None:
         assert parameter.grad is not None
         if parameter.grad.is_sparse:
             action = "Make the embedding with sparse=False, or use torch.optim.SparseAdam for it"
@@ -113,7 +148,7 @@ class BlockwiseAdamW(Optimizer):
         if parameter.dtype is torch.bfloat16 and group["weight_rounding"] == "stochastic":
             key, first = noise_key(SEED, values.step, index), first_element(parameter)
         if "root_scales" in own:
-            _update_rows(weight, gradient, own, values, key, first, spare)
+            _update_rows(weight, gradient, own, values, key, first, update)
         else:
             _update_whole(weight, gradient, own, values, key, first)
 
@@ -124,7 +159,6 @@ class StepValues:
 
     Attributes:
         shrinks: what weight decay leaves of a weight.
-        eps_before: ``e'``; ``eps_now`` is ``e``.
     """
 
     step: int
@@ -147,13 +181,14 @@ class StepValues:
     def root_correction2(self) -> float:
         return float((1 - self.beta2**self.step) ** 0.5)
 
-    @property
-    def eps_now(self) -> float:
-        return self.eps * self.root_correction2
-
-    @property
-    def eps_before(self) -> float:
-        return float(self.eps * (1 - self.beta2 ** (self.step - 1)) ** 0.5)
+    def numbers(self, device: torch.device) -> Tensor:
+        """What :func:`update_blocks` takes, as one tensor: numbers of Python's would be compiled in, of each step."""
+        root_beta2 = math.sqrt(self.beta2)
+        eps_before = root_beta2 * self.eps * (1 - self.beta2 ** (self.step - 1)) ** 0.5
+        moves = -self.lr * self.root_correction2 / self.correction1
+        factors = (root_beta2, self.beta1 / root_beta2, 1 - self.beta1, 1 - self.beta2)
+        found = torch.tensor([*factors, eps_before, self.eps * self.root_correction2, self.shrinks, moves])
+        return found if device.type == "cpu" else found.pin_memory().to(device, non_blocking=True)
 
 
 # ---- moments of 32 bits ----------------------------------------------------------------------------------------------
@@ -189,62 +224,47 @@ def _update_rows(
     values: StepValues,
     key: int | None,
     first: int,
-    spare: _Spare,
+    update: UpdateBlocks,
 ) -> None:
     """A step, some rows at a time: blocks lie within rows, and a weight is read and written once."""
-    bits = 8 if "root_codes" in state else 4
-    names = ("root_codes", "ratio_codes") if bits == 8 else ("codes",)
-    num_rows = weight.shape[0]
+    names = ("root_codes", "ratio_codes") if "root_codes" in state else ("codes",)
     # Where a tensor lies in memory in another order its rows are a copy.
     weights, gradients, low_bits = _rows(weight), _rows(gradient), state.get("low_bits")
-    bits_left = None if low_bits is None else _rows(low_bits)
+    low_rows = None if low_bits is None else _rows(low_bits)
     codes, scales = [_rows(state[name]) for name in names], [state[name] for name in BlockwiseAdamW.row_states]
-    num_columns = weights.shape[1]
-    shifts = block_codes.dither(num_columns, values.step, weight.device)
-    update = _compiled() if weight.is_cuda else update_blocks
-    rows_at_once = max(1, _CHUNK // num_columns) if weight.is_cpu else num_rows
+    num_rows, num_columns = weights.shape
+    regions = block_codes.regions(num_columns, 8 if len(codes) == 2 else 4)
+    shifts = block_codes.dither(num_columns, values.step, weight.device)[None]
+    numbers = values.numbers(weight.device)
+    chunk = _CHUNK_ON_DEVICE if not weight.is_cpu else _CHUNK if update is update_blocks else _CHUNK_COMPILED
+    rows_at_once = max(1, chunk // num_columns)
     for start in range(0, num_rows, rows_at_once):
         rows = slice(start, start + rows_at_once)
-        own_bits = None if bits_left is None else bits_left[rows]
+        own_bits = None if low_rows is None else low_rows[rows]
         value = read(weights[rows], own_bits)
         own_gradient = gradients[rows].float()
-        for region in block_codes.regions(num_columns, bits):
+        for region in regions:
             update(
-                bits,
                 [region.cut(each[rows]) for each in codes],
                 [each[rows, region.scales, None] for each in scales],
                 region.cut(value),
                 region.cut(own_gradient),
-                region.cut(shifts[None])[0],
-                *_numbers(values),
-                scratch=spare.of(value, region) if weight.is_cpu else None,
+                region.cut(shifts)[0],
+                numbers,
             )
         write(weights[rows], value, low_bits=own_bits, key=key, first=first + start * num_columns)
-    for original, rows_of_it in ((weight, weights), (low_bits, bits_left)):
+    for original, rows_of_it in ((weight, weights), (low_bits, low_rows)):
         if original is not None and rows_of_it is not None and original.data_ptr() != rows_of_it.data_ptr():
             original.copy_(rows_of_it.view(original.shape))
 
 
-def _numbers(values: StepValues) -> tuple[float, ...]:
-    moves = -values.lr * values.root_correction2 / values.correction1
-    return values.beta1, values.beta2, values.eps_before, values.eps_now, values.shrinks, moves
-
-
 def update_blocks(
-    bits: int,
     codes: Sequence[Tensor],
     scales: Sequence[Tensor],
     weight: Tensor,
     gradient: Tensor,
     dither: Tensor,
-    beta1: float,
-    beta2: float,
-    eps_before: float,
-    eps_now: float,
-    shrinks: float,
-    moves: float,
-    *,
-    scratch: Sequence[Tensor] | None = None,
+    numbers: Tensor,
 ) -> None:
     """[Note: a step on codes] for blocks of one size, in place of ``codes``, ``scales`` and ``weight``.
 
@@ -252,40 +272,35 @@ def update_blocks(
         codes, scales: as :func:`roomier.optim.block_codes.decode` takes them.
         weight, gradient: float32 ``[rows, blocks, size]``.
         dither: ``[blocks, size]``.
-        moves: what a ratio of 1 moves a weight by.
-        scratch: three contiguous tensors of the shape of ``weight``; None makes them.
+        numbers: of :meth:`StepValues.numbers`.
     """
-    root, ratio, other = scratch or [torch.empty_like(gradient) for _ in range(3)]
-    root_beta2 = math.sqrt(beta2)
-    block_codes.decode(bits, codes, scales, root, ratio, root_factor=root_beta2, ratio_factor=beta1 / root_beta2)
-    other.copy_(root).add_(root_beta2 * eps_before)
-    moment = ratio.mul_(other).add_(gradient, alpha=1 - beta1)
-    root.mul_(root).addcmul_(gradient, gradient, value=1 - beta2).sqrt_()
-    other.copy_(root).add_(eps_now)
-    ratio = moment.div_(other)
-    weight.mul_(shrinks).add_(ratio, alpha=moves)
-    block_codes.encode(bits, codes, scales, root, ratio, dither, other)
+    root_beta2, of_ratio, of_gradient, of_square, eps_before, eps_now, shrinks, moves = numbers.unbind()
+    root, ratio = block_codes.decode(codes, [scales[0] * root_beta2, scales[1] * of_ratio])
+    moment = ratio * (root + eps_before) + of_gradient * gradient
+    root = (root * root + of_square * gradient * gradient).sqrt()
+    ratio = moment / (root + eps_now)
+    weight.copy_(weight * shrinks + moves * ratio)
+    block_codes.encode(codes, scales, root, ratio, dither)
 
 
 @cache
-def _compiled() -> Callable[..., None]:
-    """:func:`update_blocks` for blocks of any number and size, compiled once."""
-    return torch.compile(update_blocks, dynamic=True, fullgraph=True)
-
-
-class _Spare:
-    """Memory for the numbers of a chunk, the same for all chunks of a step."""
-
-    def __init__(self) -> None:
-        self._numbers = torch.empty(0)
-
-    def of(self, value: Tensor, region: Region) -> list[Tensor]:
-        """Three tensors of the shape of ``region.cut(value)``."""
-        shape = region.cut(value).shape
-        size = shape.numel()
-        if self._numbers.numel() < 3 * size:
-            self._numbers = torch.empty(3 * size)
-        return [self._numbers[index * size : (index + 1) * size].view(shape) for index in range(3)]
+def compiled_update(device: torch.device) -> tuple[UpdateBlocks, str | None]:
+    """:func:`update_blocks` compiled for blocks of any number and size; itself, and why, where that cannot be."""
+    missing = torch_private.missing_compiler(device)
+    if missing is not None:
+        return update_blocks, f"torch.compile needs {missing} for {device.type} and finds none"
+    compiled = torch.compile(update_blocks, dynamic=True)
+    numbers = StepValues(1, 0.9, 0.999, 1e-8, 1.0, 0.0).numbers(device)
+    try:
+        for bits in (8, 4):  # before there is anything that a failure could leave half done
+            rows = torch.zeros(3, 4 * block_codes.MIN_BLOCK, device=device)
+            state = list(block_codes.empty_codes(rows, bits).values())
+            blocks = Region(slice(None), slice(None), rows.shape[1] // state[-1].shape[1])
+            codes, scales = [blocks.cut(each) for each in state[:-2]], [each[..., None] for each in state[-2:]]
+            compiled(codes, scales, blocks.cut(rows), blocks.cut(rows), blocks.cut(rows)[0], numbers)
+    except Exception as error:  # a compiler fails in many ways
+        return update_blocks, f"torch.compile failed: {str(error).strip().splitlines()[0]}"
+    return compiled, None
 
 
 def _rows(tensor: Tensor) -> Tensor:

@@ -13,8 +13,7 @@ Both largest values are kept exactly, in float32. That ``m`` is kept as a ratio 
 itself, ``m`` rounded up beside an ``r`` rounded down would make moves of many times the learning rate. A root is never
 rounded to zero in a block that has another, so neither does an element that was silent jump when it speaks again.
 
-Rounding is arithmetic, a root and a product, no search in a table: each step of it runs over a block that is in the cache
-at the speed of a copy.
+Rounding is arithmetic, a root and a product and no search in a table, so it runs at the speed of the rest of a step.
 
 [Note: dither]
 A second moment changes by 1 part in 1000 a step (``beta2 = 0.999``), a code by 1 in 100 or in 4: rounded to the nearest,
@@ -111,60 +110,47 @@ def regions(num_columns: int, bits: int) -> list[Region]:
     return found
 
 
-def decode(
-    bits: int,
-    codes: Sequence[Tensor],
-    scales: Sequence[Tensor],
-    root: Tensor,
-    ratio: Tensor,
-    *,
-    root_factor: float = 1.0,
-    ratio_factor: float = 1.0,
-) -> None:
-    """Write ``root_factor * r`` into ``root`` and ``ratio_factor * q`` into ``ratio``.
+def decode(codes: Sequence[Tensor], scales: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """``r`` and ``q``, float32 ``[rows, blocks, size]``.
 
     Args:
         codes: ``[rows, blocks, size]``: of roots and of ratios; one tensor with 4 bits.
-        scales: ``[rows, blocks, 1]``: of roots and of ratios.
-        root, ratio: float32 ``[rows, blocks, size]``.
+        scales: ``[rows, blocks, 1]``: of roots and of ratios. Multiplied by a number, so is what comes out.
     """
-    root.copy_(codes[0])
+    bits = _bits(codes)
+    number = codes[0].float()
     if bits == 8:
-        ratio.copy_(codes[1])
+        ratio = codes[1].float()
     else:
-        ratio.copy_(root).mul_(1 / 16).floor_()
-        root.add_(ratio, alpha=-16)
-    root.add_(1).mul_(root).mul_(scales[0] * (root_factor / 4**bits))
-    ratio.mul_(scales[1] * (ratio_factor / _largest_ratio_code(bits)))
+        ratio = (number * (1 / 16)).floor()
+        number = number - 16 * ratio
+    number = number + 1
+    return number * number * (scales[0] * 4**-bits), ratio * (scales[1] * (1 / _largest_ratio_code(bits)))
 
 
-def encode(
-    bits: int,
-    codes: Sequence[Tensor],
-    scales: Sequence[Tensor],
-    root: Tensor,
-    ratio: Tensor,
-    dither: Tensor,
-    scratch: Tensor,
-) -> None:
-    """Keep ``root`` and ``ratio`` in ``codes`` and ``scales``; both are written over, and so is ``scratch``.
+def encode(codes: Sequence[Tensor], scales: Sequence[Tensor], root: Tensor, ratio: Tensor, dither: Tensor) -> None:
+    """Keep ``root`` and ``ratio`` in ``codes`` and ``scales``.
 
     Args:
         dither: of :func:`dither`, ``[blocks, size]``.
-        scratch: float32, of the shape of ``root``.
     """
-    scales[0].copy_(root.amax(2, keepdim=True))
-    scales[1].copy_(scratch.copy_(ratio).abs_().amax(2, keepdim=True))
-    # The square of a quotient of what is close to the largest stays below 4^bits + 1/2: no code is passed over.
-    root.mul_(4**bits / scales[0].clamp_min(_LEAST_SCALE)).sqrt_().add_(dither)
-    ratio.mul_(_largest_ratio_code(bits) / scales[1].clamp_min(_LEAST_SCALE)).sub_(dither).floor_()
-    # The root of a small number lies between -1 and 0 here: cutting off what is behind the point makes it 0.
+    bits = _bits(codes)
+    largest_root, largest_ratio = root.amax(2, keepdim=True), ratio.abs().amax(2, keepdim=True)
+    # Between -1, of a small root, and the last code; what is behind the point is cut off, so the first code is 0.
+    number = (root * (4**bits / largest_root.clamp_min(_LEAST_SCALE))).sqrt() + dither
+    ratio = (ratio * (_largest_ratio_code(bits) / largest_ratio.clamp_min(_LEAST_SCALE)) - dither).floor()
     if bits == 8:
-        codes[0].copy_(root.to(torch.int32))  # to uint8 at once takes longer
+        codes[0].copy_(number.to(torch.int32))
         codes[1].copy_(ratio)
     else:
-        codes[0].copy_(root.trunc_().add_(ratio, alpha=16))
+        codes[0].copy_((number.trunc() + 16 * ratio).to(torch.int32))
+    scales[0].copy_(largest_root)
+    scales[1].copy_(largest_ratio)
+
+
+def _bits(codes: Sequence[Tensor]) -> int:
+    return 8 if len(codes) == 2 else 4
 
 
 def _largest_ratio_code(bits: int) -> int:
-    return int(2 ** (bits - 1) - 1)
+    return 127 if bits == 8 else 7
