@@ -3,6 +3,7 @@
 from roomier.api.callback import Callback
 from roomier.callbacks.early_stopping import EarlyStopping, EarlyStoppingReason
 from roomier.callbacks.lr_monitor import LearningRateMonitor
+from roomier.callbacks.memory_anatomy import MemoryAnatomy
 from roomier.callbacks.model_checkpoint import ModelCheckpoint
 from roomier.callbacks.model_summary import ModelSummary
 from roomier.callbacks.progress import ProgressBar
@@ -13,6 +14,7 @@ __all__ = [
     "EarlyStopping",
     "EarlyStoppingReason",
     "LearningRateMonitor",
+    "MemoryAnatomy",
     "ModelCheckpoint",
     "ModelSummary",
     "ProgressBar",

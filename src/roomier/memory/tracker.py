@@ -98,6 +98,8 @@ class MemoryTracker:
         self._device = device
         self._is_cut = any(isinstance(each, DTensor) for each in self._owned())
         self._num_parameters = len(set(module.parameters()))
+        self._owned_once: list[nn.Parameter] = []
+        self._frees_gradients = False  # in a backward, by hooks
         self._storages: dict[int, _Storage] = {}
         self._resizing: dict[int, _Storage] = {}
         self._gathered: dict[int, nn.Parameter] = {}
@@ -106,18 +108,33 @@ class MemoryTracker:
         self.allocator_peak_bytes: int | None = None
 
     def __enter__(self) -> MemoryTracker:
-        self._note_roles()
-        if self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._device)
-        self._interception.__enter__()
+        self.resume()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._interception.__exit__(*error)
+        self.pause()
+        self.close()
+
+    def resume(self) -> None:
+        """Look on, after the start or a :meth:`pause`."""
+        self._note_roles()
+        self._owned_once = list(dict.fromkeys(self._owned()))
+        self._frees_gradients = any(torch_private.has_gradient_hooks(each) for each in self._owned_once)
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+        self._interception.__enter__()
+
+    def pause(self) -> None:
+        """Look away for a while: of what comes and goes until :meth:`resume` only the end of known tensors is seen."""
+        self._interception.__exit__(None, None, None)
         self._note_sizes()
         self._note_roles()
         if self._device.type == "cuda":
-            self.allocator_peak_bytes = torch.cuda.max_memory_allocated(self._device)
+            peak_bytes = torch.cuda.max_memory_allocated(self._device)
+            self.allocator_peak_bytes = max(peak_bytes, self.allocator_peak_bytes or 0)
+
+    def close(self) -> None:
+        """Look no more."""
         self._storages.clear()  # what dies later is not written down
 
     def restart(self) -> None:
@@ -133,6 +150,7 @@ class MemoryTracker:
             each.phase = "rest"
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
+            self.allocator_peak_bytes = None
 
     def enter(self, phase: str) -> None:
         """What runs from here on belongs to ``phase``; what outlives ``"forward"`` counts as activation."""
@@ -165,6 +183,8 @@ class MemoryTracker:
         self._note_sizes()
         if self._is_cut:
             self._note_gathered()
+        if self._frees_gradients:
+            self._note_gradients()
         self._note_arguments(func, [*_tensors_in(args), *_tensors_in(kwargs)])
         result = func(*args, **kwargs)
         for tensor in _tensors_in(result):
@@ -260,6 +280,12 @@ class MemoryTracker:
             for state in optimizer.state.values():
                 for tensor in _tensors_in(state):
                     self._see(tensor, Kind.OPTIMIZER_STATE, was_there=True)
+
+    def _note_gradients(self) -> None:
+        # Of optimizers that step in the backward: they are gone when it is over.
+        for parameter in self._owned_once:
+            if parameter.grad is not None:
+                self._see(parameter.grad, Kind.GRADIENT)
 
     def _owned(self) -> Iterator[nn.Parameter]:
         yield from self._module.parameters()

@@ -1,0 +1,120 @@
+"""MemoryAnatomy: what one step holds in memory, by kind."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from roomier.api.callback import Callback
+from roomier.core.errors import RoomierError
+from roomier.core.log import notice
+from roomier.engine.engine import Engine
+from roomier.memory.anatomy_table import Anatomy, KeepsPeak
+
+if TYPE_CHECKING:
+    from roomier.api.module import Module
+    from roomier.memory.tracker import MemoryTracker
+    from roomier.trainer import Trainer
+
+
+class MemoryAnatomy(KeepsPeak, Callback):
+    """Tracks one step, prints its table on standard error, and logs ``anatomy/peak/activations`` and the like, in bytes
+    of the fullest rank, to the loggers.
+
+    The tracked step and the one before it, in which it is learned what each tensor is for, are several times slower and
+    compute the same. Other steps are not touched.
+
+    Args:
+        at_step: which step of the run is tracked, from 2: only then the optimizer has its states.
+        every_n_steps: track again each time so many steps later; None: never.
+
+    Attributes:
+        anatomy: of the last tracked step; None before.
+
+    Raises:
+        RoomierError: a number is too small.
+    """
+
+    def __init__(self, at_step: int = 2, every_n_steps: int | None = None) -> None:
+        if not isinstance(at_step, int) or at_step < 2:
+            action = "Use 2 or more: in the first step the optimizer has no states yet"
+            raise RoomierError("at_step", at_step, "is no step that can be tracked", action)
+        if every_n_steps is not None and (not isinstance(every_n_steps, int) or every_n_steps < 2):
+            raise RoomierError("every_n_steps", every_n_steps, "is too often", "Use 2 or more, or None")
+        self.at_step = at_step
+        self.every_n_steps = every_n_steps
+        self.anatomy: Anatomy | None = None
+        self._next_step: int | None = None
+        self._tracker: MemoryTracker | None = None
+        self._is_counting = False
+        self._hooks_before: Any = None
+
+    def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
+        self._next_step = trainer.global_step + self.at_step
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Module, batch: Any, batch_idx: int) -> None:
+        if self._next_step is None or trainer.global_step < self._next_step - 2:
+            return
+        engine = trainer.engine
+        if self._tracker is None:
+            from roomier.memory.tracker import MemoryTracker
+
+            self._tracker, self._is_counting = MemoryTracker(engine.module, engine.optimizers, engine.device), False
+        self._resume(self._tracker, engine)
+        if not self._is_counting and trainer.global_step == self._next_step - 1:
+            self._tracker.restart()
+            self._is_counting = True
+        self._tracker.enter("forward")
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self._tracker is None:
+            return
+        self._pause(trainer)
+        assert self._next_step is not None
+        if trainer.global_step >= self._next_step:
+            self._finish(trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: Module) -> None:
+        if self.anatomy is None:
+            notice(f"MemoryAnatomy: training ended before step {self._next_step}, which was to be tracked")
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: Module) -> None:
+        self._pause(trainer)  # an epoch that is left out ends without the end of its batch
+
+    def on_exception(self, trainer: Trainer, pl_module: Module, exception: BaseException) -> None:
+        self._pause(trainer)
+
+    def _resume(self, tracker: MemoryTracker, engine: Engine) -> None:
+        """The tracker looks at steps only, not at what is logged, saved and validated between them."""
+        tracker.resume()
+        if self._hooks_before is None:
+            self._hooks_before = hooks = engine.hooks
+            engine.hooks = replace(
+                hooks,
+                before_backward=(*hooks.before_backward, lambda loss: tracker.enter("backward")),
+                after_backward=(*hooks.after_backward, lambda: tracker.enter("update")),
+            )
+
+    def _pause(self, trainer: Trainer) -> None:
+        if self._tracker is None or self._hooks_before is None:
+            return
+        trainer.engine.hooks, self._hooks_before = self._hooks_before, None
+        self._tracker.enter("rest")
+        self._tracker.pause()
+
+    def _finish(self, trainer: Trainer) -> None:
+        from roomier.memory.measure import anatomy_of, peak_of
+
+        assert self._tracker is not None
+        self._tracker.close()
+        self.peak = peak_of(self._tracker, trainer.global_step)
+        self._tracker = None
+        self._next_step = None if self.every_n_steps is None else trainer.global_step + self.every_n_steps
+        self.anatomy = anatomy_of(trainer)
+        if trainer.is_global_zero:
+            Console(stderr=True).print(self.anatomy.table())
+        worst = self.anatomy.worst
+        assert worst.peak is not None
+        trainer.log_metrics({f"anatomy/peak/{row}": float(count) for row, count in worst.peak.whole.items()})

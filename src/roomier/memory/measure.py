@@ -1,0 +1,81 @@
+"""The anatomy of the memory of a Trainer's run, measured."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from roomier.core.errors import RoomierError
+from roomier.memory.anatomy_table import Anatomy, KeepsPeak, NumBytes, RankAnatomy, StepPeak, by_row
+from roomier.memory.kinds import MODEL_STATES
+from roomier.memory.predict import predict_built
+from roomier.memory.tracker import MemoryTracker
+
+if TYPE_CHECKING:
+    from roomier.engine.engine import Engine
+    from roomier.plan import Plan
+    from roomier.trainer import Trainer
+
+
+def anatomy_of(trainer: Trainer) -> Anatomy:
+    """See :func:`roomier.memory.anatomy`."""
+    run = trainer.run or trainer.fitted
+    if run is None:
+        action = "Call it in a hook of a callback, or after trainer.fit(model, data)"
+        raise RoomierError("anatomy", trainer, "this Trainer has not run anything yet", action)
+    engine, plan, rank = run.engine, run.plan, run.ranks.world.rank
+    engine.release()  # what an evaluation gathered is no part of a step
+    with MemoryTracker(engine.module, engine.optimizers, engine.device) as look:
+        pass
+    peak = next((each.peak for each in trainer.callbacks if isinstance(each, KeepsPeak) and each.peak), None)
+    notes = list(_notes(plan, has_peak=peak is not None))
+    rule, why_not = _rule(engine, plan, rank)
+    if why_not is not None:
+        notes.append(why_not)
+    own = RankAnatomy(rank, by_row(look.now().num_bytes), rule, peak, _allocator(engine.device, peak))
+    parameters = list(engine.module.parameters())
+    return Anatomy(
+        strategy=f"{plan.parallel.strategy}, {plan.precision.mode}",
+        num_parameters=sum(each.numel() for each in parameters),
+        num_trained=sum(each.numel() for each in parameters if each.requires_grad),
+        ranks=run.ranks.gather(own),
+        notes=tuple(notes),
+    )
+
+
+def peak_of(tracker: MemoryTracker, step: int) -> StepPeak:
+    """What ``tracker`` saw of ``step``."""
+    whole = tracker.peak()
+    states = tracker.peak(MODEL_STATES)
+    return StepPeak(step, whole.phase, by_row(whole.num_bytes), by_row(states.num_bytes), tracker.allocator_peak_bytes)
+
+
+def _rule(engine: Engine, plan: Plan, rank: int) -> tuple[NumBytes | None, str | None]:
+    try:
+        return by_row(predict_built(engine, plan, rank).peak.num_bytes), None
+    except RoomierError as error:
+        return None, f"no rule: {error.problem}"
+
+
+def _allocator(device: torch.device, peak: StepPeak | None) -> NumBytes | None:
+    if device.type != "cuda":
+        return None
+    tracked_bytes = (peak and peak.allocator_bytes) or 0  # tracking sets the allocator's own peak back
+    return {
+        "allocated": torch.cuda.memory_allocated(device),
+        "peak": max(torch.cuda.max_memory_allocated(device), tracked_bytes),
+        "reserved": torch.cuda.memory_reserved(device),
+    }
+
+
+def _notes(plan: Plan, *, has_peak: bool) -> list[str]:
+    notes = ["bytes, rule: for each parameter, when weights, gradients and states together are largest in a step"]
+    if not has_peak:
+        notes[0] = "bytes: for each parameter, now; rule: when they are largest in a step"
+        notes.append("for the peak, add roomier.callbacks.MemoryAnatomy() to the Trainer")
+    if plan.precision.mode.endswith("-mixed"):
+        notes.append("the textbook's 18 bytes have 2 for 16-bit copies of weights: autocast's count as activations")
+    if plan.compile.enabled and has_peak:
+        notes.append("compiled blocks ran uncompiled in the tracked step; compiled they need less")
+    return notes

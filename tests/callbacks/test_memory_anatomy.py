@@ -1,0 +1,225 @@
+"""The anatomy of a step: bytes worked out by hand, and training that is not touched by looking at it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from roomier import Module
+from roomier.callbacks import Callback, MemoryAnatomy
+from roomier.core.errors import RoomierError
+from roomier.memory import anatomy
+from roomier.models.gpt import GPT, GPTConfig
+from roomier.trainer import Trainer
+
+Make = Callable[..., Trainer]
+TOKENS = torch.arange(64).view(4, 16) % 100
+BATCH = {"input_ids": TOKENS, "targets": TOKENS}
+
+
+class Language(Module):
+    def __init__(self, dropout: float = 0.1) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.gpt = GPT(GPTConfig(vocab_size=100, context=16, num_layers=2, num_heads=2, width=32, dropout=dropout))
+
+    def training_step(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return self.gpt(**batch)[1]
+
+    def validation_step(self, batch: dict[str, torch.Tensor]) -> None:
+        torch.ones(10**6).sum()  # larger than all of the training
+        self.log("val_loss", self.gpt(**batch)[1])
+
+
+@pytest.fixture
+def fit(make_trainer: Make) -> Callable[..., Trainer]:
+    def run(*callbacks: Callback, module: nn.Module | None = None, **keywords: Any) -> Trainer:
+        given = {"optimizer": "adamw", "learning_rate": 1e-3, "max_steps": 4, "logger": False}
+        trainer = make_trainer(*callbacks, enable_checkpointing=False, **{**given, **keywords})
+        torch.manual_seed(1)
+        trainer.fit(module or Language(), [BATCH] * 8)
+        return trainer
+
+    return run
+
+
+def test_bytes_of_a_small_gpt_by_hand(fit: Callable[..., Trainer]) -> None:
+    found = anatomy(fit(MemoryAnatomy()))
+    parameters = list(GPT(GPTConfig(vocab_size=100, context=16, num_layers=2, num_heads=2, width=32)).parameters())
+    count = 2 * 100 * 32 + 16 * 32 + 2 * (12 * 32**2 + 13 * 32) + 2 * 32
+    assert found.num_parameters == found.num_trained == sum(each.numel() for each in parameters) == count
+    (rank,) = found.ranks
+    counters_bytes = 4 * len(parameters)  # of the steps, one for each tensor
+    assert rank.now == {
+        "weights": 4 * count,
+        "gradients": 4 * count,
+        "optimizer_states": 8 * count + counters_bytes,
+        "activations": 0,
+        "temporaries": 0,
+        "other": 0,
+    }
+    assert rank.peak is not None
+    assert rank.peak.step == 2
+    assert {row: rank.peak.states[row] for row in ("weights", "gradients", "optimizer_states")} == {
+        row: rank.now[row] for row in ("weights", "gradients", "optimizer_states")
+    }
+    assert sum(rank.peak.whole.values()) >= sum(rank.now.values())
+    assert rank.peak.whole["activations"] > 0
+
+
+def test_the_rule_of_fp32_adamw_is_4_and_4_and_8(fit: Callable[..., Trainer]) -> None:
+    found = anatomy(fit(MemoryAnatomy()))
+    own, rule = found.bytes_per_parameter(), found.rule_per_parameter()
+    assert own == rule
+    assert rule is not None
+    assert (rule["weights"], rule["gradients"]) == (4.0, 4.0)
+    assert rule["optimizer_states"] == pytest.approx(8, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("keywords", "weights", "gradients", "states"),
+    [
+        ({"precision": "bf16-mixed"}, 4, 4, 8),
+        ({"precision": "bf16-true", "optimizer": {"name": "adamw", "weight_rounding": "nearest"}}, 2, 2, 4),
+        ({"optimizer": {"name": "sgd", "momentum": 0.9}}, 4, 4, 4),
+        ({"optimizer": {"name": "sgd"}}, 4, 4, 0),
+        ({"accumulate_grad_batches": 2}, 4, 4, 8),
+    ],
+    ids=str,
+)
+def test_bytes_per_parameter(
+    fit: Callable[..., Trainer], keywords: dict[str, Any], weights: int, gradients: int, states: int
+) -> None:
+    found = anatomy(fit(MemoryAnatomy(), **keywords))
+    assert found.bytes_per_parameter() == found.rule_per_parameter()
+    own = found.bytes_per_parameter()
+    assert (own["weights"], own["gradients"]) == (weights, gradients)
+    assert own["optimizer_states"] == pytest.approx(states, rel=0.02)
+
+
+def test_frozen_parameters_have_neither_gradient_nor_state(fit: Callable[..., Trainer]) -> None:
+    module = Language()
+    module.gpt.blocks.requires_grad_(False)
+    num_trained = sum(each.numel() for each in module.parameters() if each.requires_grad)
+    found = anatomy(fit(MemoryAnatomy(), module=module))
+    assert found.num_trained == num_trained < found.num_parameters
+    assert found.ranks[0].now["gradients"] == 4 * num_trained
+    assert found.bytes_per_parameter() == found.rule_per_parameter()
+    assert "trained" in str(found)
+
+
+def test_recompute_is_seen_in_the_activations(fit: Callable[..., Trainer]) -> None:
+    peaks = {}
+    for recompute in ("none", "full"):
+        peak = anatomy(fit(MemoryAnatomy(), activation_checkpointing=recompute)).ranks[0].peak
+        assert peak is not None
+        peaks[recompute] = peak.whole["activations"]
+    assert peaks["full"] < 0.7 * peaks["none"]
+
+
+def test_looking_does_not_change_what_is_trained(fit: Callable[..., Trainer]) -> None:
+    weights = []
+    for callbacks in ([], [MemoryAnatomy(at_step=2)], [MemoryAnatomy(at_step=3, every_n_steps=2)]):
+        module = Language()
+        fit(*callbacks, module=module, max_steps=6, gradient_clip_val=0.5)
+        weights.append(nn.utils.parameters_to_vector(module.parameters()))
+    assert torch.equal(weights[0], weights[1])
+    assert torch.equal(weights[0], weights[2])
+
+
+def test_what_runs_between_steps_is_no_part_of_them(make_trainer: Make) -> None:
+    trainer = make_trainer(MemoryAnatomy(at_step=3), optimizer="sgd", max_steps=4, logger=False, val_check_interval=1)
+    trainer.fit(Language(), [BATCH] * 4, [BATCH])
+    peak = anatomy(trainer).ranks[0].peak
+    assert peak is not None
+    assert sum(peak.whole.values()) < 4 * 10**6, "the validation between steps 2 and 3 takes that"
+
+
+def test_other_steps_run_without_a_tracker(fit: Callable[..., Trainer]) -> None:
+    seen = []
+
+    class Watching(Callback):
+        def on_before_backward(self, trainer: Trainer, pl_module: Any, loss: Any) -> None:
+            from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+            seen.append((_get_current_dispatch_mode() is not None, len(trainer.engine.hooks.after_backward)))
+
+    fit(MemoryAnatomy(at_step=3), Watching(), max_steps=6)
+    # the step before it tells what tensors are for
+    assert seen == [(False, 0), (True, 1), (True, 1), (False, 0), (False, 0), (False, 0)]
+
+
+def test_an_error_in_the_tracked_step_ends_the_tracking(fit: Callable[..., Trainer]) -> None:
+    class Failing(Language):
+        def training_step(self, batch: Any) -> torch.Tensor:
+            if self.global_step == 1:
+                raise KeyError("mine")
+            return super().training_step(batch)
+
+    with pytest.raises(KeyError, match="mine"):
+        fit(MemoryAnatomy(), module=Failing())
+    from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+    assert _get_current_dispatch_mode() is None
+
+
+def test_it_is_printed_and_logged(
+    make_trainer: Make, capsys: pytest.CaptureFixture[str], batches: Any, scripted: Any
+) -> None:
+    callback = MemoryAnatomy(at_step=2, every_n_steps=3)
+    trainer = make_trainer(callback, max_steps=8)
+    trainer.fit(scripted(), batches)
+    lines = (Path(trainer.log_dir) / "metrics.jsonl").read_text().splitlines()
+    rows = [row for row in map(json.loads, lines) if "anatomy/peak/weights" in row]
+    assert [row["step"] for row in rows] == [2, 5, 8]
+    assert rows[0]["anatomy/peak/weights"] == 12.0  # a layer of 2 weights and a bias
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("optimizer states") == 3
+    assert callback.anatomy is not None
+    assert callback.anatomy.as_dict()["ranks"][0]["peak"]["step"] == 8
+    json.dumps(callback.anatomy.as_dict())
+
+
+def test_without_the_callback_it_tells_how_to_get_the_peak(fit: Callable[..., Trainer]) -> None:
+    trainer = fit()
+    found = anatomy(trainer)
+    assert found.ranks[0].peak is None
+    assert found.ranks[0].now["gradients"] > 0
+    assert "MemoryAnatomy()" in str(found)
+
+
+def test_within_a_fit_it_tells_what_is_there(fit: Callable[..., Trainer]) -> None:
+    found = []
+
+    class Asking(Callback):
+        def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+            found.append(anatomy(trainer).ranks[0].now)
+
+        def on_save_point(self, trainer: Trainer, pl_module: Any) -> None:
+            found.append(anatomy(trainer).ranks[0].now)
+
+    fit(Asking(), max_steps=1)
+    assert found[0]["gradients"] == found[0]["optimizer_states"] == 0
+    assert found[1]["optimizer_states"] > 2 * found[1]["gradients"] == 2 * found[1]["weights"]
+
+
+def test_a_run_that_ends_before_says_so(fit: Callable[..., Trainer], capsys: pytest.CaptureFixture[str]) -> None:
+    fit(MemoryAnatomy(at_step=9))
+    assert "ended before step 9" in capsys.readouterr().err
+
+
+def test_what_cannot_be_tracked_is_refused() -> None:
+    with pytest.raises(RoomierError, match="at_step=1") as error:
+        MemoryAnatomy(at_step=1)
+    assert "no states yet" in error.value.action
+    with pytest.raises(RoomierError, match="every_n_steps=1"):
+        MemoryAnatomy(every_n_steps=1)
+    with pytest.raises(RoomierError, match="has not run anything"):
+        anatomy(Trainer(accelerator="cpu", logger=False))
