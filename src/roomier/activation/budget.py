@@ -56,7 +56,6 @@ class BudgetedRecompute(Recompute):
         blocks: Sequence[BlockForward],
         activation: ActivationPlan,
         *,
-        may_offload: bool,
         device: torch.device,
         ranks: Ranks,
     ) -> None:
@@ -137,9 +136,7 @@ class BudgetedRecompute(Recompute):
             least_bytes = least_peak_bytes(stages)
             if is_first:
                 raise _too_small(budget_bytes, least_bytes)
-            notice(
-                f"the larger batch does not fit into the budget of {format_bytes(budget_bytes)}: each block keeps the least"
-            )
+            notice(f"the larger batch does not fit into {format_bytes(budget_bytes)}: each block keeps the least")
             choice = choose(stages, least_bytes)
             assert choice is not None
         for block, index in zip(self._profile.order, choice[1:], strict=True):
@@ -174,15 +171,15 @@ class BudgetedRecompute(Recompute):
         if not self._has_told:
             self._has_told = True
             notice(
-                f"rank {self._ranks.world.rank} got a batch with tensors of {sizes} elements, larger than the {self._sizes} "
-                "that the activation budget was measured with: it may be exceeded"
+                f"rank {self._ranks.world.rank} got a batch with tensors of {sizes} elements, larger than the "
+                f"{self._sizes} that the activation budget was measured with: it may be exceeded"
             )
 
 
 def _too_small(budget_bytes: int, least_bytes: int) -> TrainingError:
     problem = (
-        f"the peak of a step is {least_bytes / 2**30:.3g} GiB ({least_bytes} bytes) at the least, with each block keeping "
-        "its input alone"
+        f"the peak of a step is {least_bytes / 2**30:.3g} GiB ({format_bytes(least_bytes)}) at the least, where blocks "
+        "keep their input alone"
     )
     action = (
         "Raise the budget; or use smaller micro-batches (with accumulate_grad_batches), chunked_loss=True where the "

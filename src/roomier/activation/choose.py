@@ -120,7 +120,7 @@ def least_peak_bytes(stages: Sequence[Stage]) -> int:
 def _useful(
     kept: npt.NDArray[np.int64], lost: npt.NDArray[np.int64], before: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.int64]:
-    """Indices of the states that are needed, by bytes kept; of equal ones that with fewer bytes ``before`` its block."""
+    """Indices of the states that are needed, by bytes kept; of equal ones the one with fewer bytes ``before``."""
     order = np.lexsort((before, lost, kept))
     sorted_lost = lost[order]
     least_before = np.minimum.accumulate(sorted_lost)[:-1]

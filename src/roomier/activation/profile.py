@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 import traceback
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +25,7 @@ from roomier.activation.selective import ATTENTION, PRODUCTS
 from roomier.core import torch_private
 from roomier.core.wrapped_forward import WrappedForward
 
+StorageReference = weakref.ref[torch.UntypedStorage]
 KEEPS = (Keep.INPUT, Keep.PRODUCTS, Keep.ALL)
 
 
@@ -38,6 +39,8 @@ class Call:
         idle_bytes: of products, those that the backward does not need.
         rise_bytes: the highest point of the second forward above its beginning.
         output_bytes: of what it returns.
+        outputs: what it returned, as long as something holds it.
+        shared_bytes: of its output, which it also keeps itself, under each of what it may keep.
         product_spans, other_spans: beginnings and ends of the operations of the second forward.
     """
 
@@ -47,7 +50,10 @@ class Call:
     start_level: int = 0
     rise_bytes: int = 0
     output_bytes: int = 0
+    outputs: list[StorageReference] = field(default_factory=list)
+    shared_bytes: dict[Keep, int] = field(default_factory=dict)
     products_bytes: int = 0
+    num_operations: int = 0
     product_spans: list[tuple[Any, Any]] = field(default_factory=list)
     other_spans: list[tuple[Any, Any]] = field(default_factory=list)
 
@@ -85,6 +91,7 @@ class Recorder:
         self._alive: list[Call] = []
         self._own: Call | None = None
         self._phase = "outside"
+        self._is_backward = False
 
     def start(self) -> None:
         for index, block in enumerate(self._blocks):
@@ -114,6 +121,7 @@ class Recorder:
         return self._second(calls[-1], observed, args, kwargs) if calls else observed.forward(*args, **kwargs)
 
     def _first(self, index: int, observed: _Observed, args: Any, kwargs: Any) -> Any:
+        self._is_backward = False
         call = Call(index)
         self.calls.append(call)
         self._cut("forward", call)
@@ -121,13 +129,19 @@ class Recorder:
         watch = _Watch(self._device, self.live)
         with torch_private.intercept(watch):
             output = observed.forward(*args, **kwargs)
-        call.products_bytes = watch.products_bytes
-        call.output_bytes = sum(each.nbytes for each in torch_private.iter_leaves(output) if isinstance(each, Tensor))
+        call.products_bytes, call.num_operations = watch.products_bytes, watch.num_operations
+        outputs = [each.untyped_storage() for each in torch_private.iter_leaves(output) if isinstance(each, Tensor)]
+        call.outputs = [weakref.ref(each) for each in outputs]
+        call.output_bytes = sum(each.nbytes() for each in outputs)
+        call.shared_bytes[Keep.PRODUCTS] = sum(each.nbytes() for each in outputs if watch.made(each))
         self._cut("outside", None)
         self._alive.append(call)
         return output
 
     def _second(self, call: Call, observed: _Observed, args: Any, kwargs: Any) -> Any:
+        if not self._is_backward:
+            self._forget_short_lived_outputs()
+        self._is_backward = True
         self._cut("again", call)
         self._alive.remove(call)
         start_level = self.live.level()
@@ -142,10 +156,19 @@ class Recorder:
         finally:
             call.product_spans, call.other_spans = watch.product_spans, watch.other_spans
             call.idle_bytes = call.products_bytes - watch.living_products_bytes()
-            kept_bytes = self.live.level() - start_level
-            call.kept_bytes = {Keep.INPUT: 0, Keep.PRODUCTS: call.products_bytes, Keep.ALL: kept_bytes}
+            kept_bytes = {Keep.PRODUCTS: call.products_bytes, Keep.ALL: self.live.level() - start_level}
+            if watch.num_operations == call.num_operations and watch.last() is not None:
+                call.shared_bytes[Keep.ALL] = call.output_bytes  # the last operation was needed for what it gives
+            shared = call.shared_bytes if call.outputs else {}
+            call.kept_bytes = {keep: kept_bytes.get(keep, 0) - shared.get(keep, 0) for keep in KEEPS}
             peak = self._cut("backward", call)
             call.rise_bytes = max(peak - start_level, 0)
+
+    def _forget_short_lived_outputs(self) -> None:
+        """A backward begins: what a block returned is alive if a later one keeps it as its input, say."""
+        for call in self._alive:
+            if any(output() is None for output in call.outputs):
+                call.outputs = []
 
     def _cut(self, phase: str, own: Call | None) -> int:
         """End the stretch that runs; what follows belongs to ``phase`` of ``own``."""
@@ -176,14 +199,20 @@ class _Watch:
         self.other_spans: list[tuple[Any, Any]] = []
         self._on_cuda = device.type == "cuda"
         self._live = live
-        self._products: list[weakref.ref[torch.UntypedStorage]] = []
+        self._products: list[StorageReference] = []
         self.products_bytes = 0
+        self.num_operations = 0
+        self.last: Callable[[], torch.UntypedStorage | None] = lambda: None  # what the last operation gave
 
     def __call__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if any(map(torch_private.handles_dispatch, types)):
             return NotImplemented
         start = self._now()
         result = func(*args, **kwargs)
+        self.num_operations += 1
+        first = result[0] if isinstance(result, (tuple, list)) and result else result
+        if isinstance(first, Tensor):
+            self.last = weakref.ref(first.untyped_storage())
         is_product = func in PRODUCTS or func in ATTENTION
         (self.product_spans if is_product else self.other_spans).append((start, self._now()))
         if is_product:
@@ -194,6 +223,10 @@ class _Watch:
                     self.products_bytes += storage.nbytes()
         return result
 
+    def made(self, storage: torch.UntypedStorage) -> bool:
+        """Whether it is of a product."""
+        return any(each() is storage for each in self._products)
+
     def living_products_bytes(self) -> int:
         """Of the products that something still holds."""
         return sum(storage.nbytes() for each in self._products if (storage := each()) is not None)
@@ -201,7 +234,7 @@ class _Watch:
     def _now(self) -> Any:
         if not self._on_cuda:
             return time.perf_counter_ns() - self._live.own_ns
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
 
