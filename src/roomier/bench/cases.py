@@ -47,5 +47,8 @@ CASES: dict[str, Case] = {
     "levers": Case(
         "time and memory of each lever of one device, beside the Hugging Face Trainer", "roomier.bench.levers"
     ),
+    "optimizers": Case(
+        "loss, memory and time of optimizers with states of few bits, beside AdamW", "roomier.bench.optimizers"
+    ),
     "strategies": Case("memory and step time of each strategy beside plain PyTorch DDP", "roomier.bench.strategies"),
 }

@@ -1,0 +1,224 @@
+"""``roomier bench optimizers``: how well, in how much memory and how fast each optimizer trains, beside AdamW in fp32.
+
+The result is one JSON object: the settings, and ``rows``, one for each optimizer, ``"adamw"`` (torch's, fused, float32
+states) first:
+
+- ``loss``: mean over the seeds of the validation loss at the end (nats a byte), ``loss_all``: of each seed;
+- ``ratio_to_adamw``: of ``loss``; ``ratio_to_adamw_all``: of each seed, which have data and first weights in common;
+- ``train_loss``: mean of the last 100 training losses (or a tenth of them), over the seeds;
+- ``state_bytes_per_parameter``: of the large matrices, which are what states in few bits are for; ``large_share``: the
+  part of all parameters that is in them;
+- ``step_s``: one update of ``step_parameters`` numbers in matrices, median, on the clock; ``step_cpu_s``: of this
+  thread's processor time; ``step_ratio_to_adamw``: of ``step_cpu_s``, which others on the machine do not blur.
+
+What is trained is the GPT of ``examples/demo.py``, narrower (``model``), on the same text, the source of the standard
+library, byte by byte. All optimizers of a seed take the same batches; the learning rate rises over a tenth of the steps
+and falls as a cosine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sysconfig
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import torch
+from rich.console import RenderableType
+from rich.table import Table
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from roomier.bench.machine import circumstances
+from roomier.bench.timing import Cost, interleave, median, one_thread
+from roomier.core.errors import RoomierError, did_you_mean
+from roomier.models.gpt import GPT, GPTConfig
+from roomier.optim.block_codes import can_be_coded
+from roomier.optim.by_name import make_optimizer
+from roomier.optim.groups import trained_parameters
+from roomier.optim.schedule import make_schedule
+
+PEER = "adamw"
+RATES = {PEER: 1e-3, "adamw8bit": 1e-3, "adamw4bit": 1e-3, "lion": 2e-4, "muon": 1e-3, "adafactor": 1e-2}
+_DEFAULT = "adamw8bit,adamw4bit"
+_BETAS = {"adamw", "adamw8bit", "adamw4bit"}
+_CONTEXT, _BATCH_SIZE, _NUM_VALIDATION = 128, 4, 256
+_MODEL = {"num_layers": 4, "num_heads": 4, "width": 128}
+_LEFT_OUT = {"test", "tests", "idlelib", "encodings", "pydoc_data", "site-packages", "dist-packages"}
+_WIDTH = 2048  # of the matrices whose update is timed
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--steps", type=_positive, default=2000, help="optimizer steps of a training (%(default)s)")
+    parser.add_argument("--seeds", type=_positive, default=3, help="trainings of each optimizer (%(default)s)")
+    parser.add_argument("--optimizers", default=_DEFAULT, help=f"beside {PEER}, separated by commas (%(default)s)")
+    parser.add_argument(
+        "--step-parameters", type=_positive, default=2**24, help="parameters of the update that is timed (%(default)s)"
+    )
+    parser.add_argument("--repeats", type=_positive, default=15, help="timed updates of each (%(default)s)")
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    facts = circumstances()
+    names = _names(options.optimizers)
+    with one_thread():
+        rows = _train_all(names, options.steps, options.seeds)
+        costs = _time_all(names, options.step_parameters, options.repeats)
+    for row in rows:
+        cost = costs[row["optimizer"]]
+        row["step_s"], row["step_cpu_s"] = cost.wall_us / 1e6, cost.cpu_us / 1e6
+        row["step_ratio_to_adamw"] = cost.cpu_us / costs[PEER].cpu_us
+    settings = {"steps": options.steps, "seeds": options.seeds, "step_parameters": options.step_parameters}
+    model = {**_MODEL, "vocab_size": 256, "context": _CONTEXT, "batch_size": _BATCH_SIZE}
+    return {"case": "optimizers", **settings, "repeats": options.repeats, "model": model, "rows": rows, **facts}
+
+
+def _names(text: str) -> list[str]:
+    wanted = [each.strip() for each in text.split(",") if each.strip()]
+    for each in wanted:
+        if each not in RATES:
+            raise RoomierError("--optimizers", each, "is not known here", did_you_mean(each, RATES))
+    return [PEER, *(each for each in wanted if each != PEER)]
+
+
+# ---- quality ---------------------------------------------------------------------------------------------------------
+
+
+def _train_all(names: Sequence[str], num_steps: int, num_seeds: int) -> list[dict[str, Any]]:
+    text = read_text()
+    found: dict[str, list[dict[str, float]]] = {
+        name: [_train(name, seed, num_steps, text) for seed in range(num_seeds)] for name in names
+    }
+    rows = []
+    for name in names:
+        losses = [each["loss"] for each in found[name]]
+        peers = [each["loss"] for each in found[PEER]]
+        rows.append(
+            {
+                "optimizer": name,
+                "loss": mean(losses),
+                "loss_all": losses,
+                "ratio_to_adamw": mean(losses) / mean(peers),
+                "ratio_to_adamw_all": [loss / peer for loss, peer in zip(losses, peers, strict=True)],
+                "train_loss": mean(each["train_loss"] for each in found[name]),
+                "state_bytes_per_parameter": found[name][0]["state_bytes_per_parameter"],
+                "large_share": found[name][0]["large_share"],
+            }
+        )
+    return rows
+
+
+def _train(name: str, seed: int, num_steps: int, text: Tensor) -> dict[str, float]:
+    torch.manual_seed(seed)
+    network = GPT(GPTConfig(256, _CONTEXT, dropout=0.0, **_MODEL))
+    optimizer = _optimizer(name, network)
+    schedule = make_schedule("cosine", optimizer, num_steps, warmup_steps=max(1, num_steps // 10), min_lr_ratio=0.05)
+    held_out = len(text) // 20  # at the end
+    generator = torch.Generator().manual_seed(seed)
+    losses = []
+    for _ in range(num_steps):
+        loss = _loss(network, _draw(text[:-held_out], _BATCH_SIZE, generator))
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        losses.append(loss.item())
+    with torch.no_grad():
+        validation = _draw(text[-held_out:], _NUM_VALIDATION, torch.Generator().manual_seed(0))
+        final = mean(_loss(network, batch).item() for batch in validation.split(32))
+    last = losses[-min(100, max(1, num_steps // 10)) :]
+    return {"loss": final, "train_loss": mean(last), **_memory(network, optimizer)}
+
+
+def read_text() -> Tensor:
+    """The source of the standard library, uint8."""
+    root = Path(sysconfig.get_path("stdlib"))
+    files = [path for path in sorted(root.rglob("*.py")) if not _LEFT_OUT.intersection(path.relative_to(root).parts)]
+    return torch.frombuffer(bytearray(b"".join(path.read_bytes() for path in files)), dtype=torch.uint8)
+
+
+def _draw(text: Tensor, num_sequences: int, generator: torch.Generator) -> Tensor:
+    starts = torch.randint(len(text) - _CONTEXT, (num_sequences, 1), generator=generator)
+    return text[starts + torch.arange(_CONTEXT + 1)].long()
+
+
+def _loss(network: nn.Module, sequences: Tensor) -> Tensor:
+    loss: Tensor = network(sequences[:, :-1], sequences[:, 1:])[1]
+    return loss
+
+
+def _optimizer(name: str, network: nn.Module) -> Optimizer:
+    options = {"betas": (0.9, 0.99)} if name in _BETAS else {}
+    return make_optimizer(name, network, lr=RATES[name], weight_decay=0.1, options=options)
+
+
+def _memory(network: nn.Module, optimizer: Optimizer) -> dict[str, float]:
+    trained = trained_parameters(network)
+    large = [each for each, trait in trained if trait.is_large_matrix and can_be_coded(each.shape)]
+    tensors = [tensor for each in large for tensor in optimizer.state[each].values() if isinstance(tensor, Tensor)]
+    num_large = sum(each.numel() for each in large)
+    num_bytes = sum(tensor.numel() * tensor.itemsize for tensor in tensors)
+    share = num_large / sum(each.numel() for each, _ in trained)
+    return {"state_bytes_per_parameter": num_bytes / num_large, "large_share": share}
+
+
+# ---- speed -----------------------------------------------------------------------------------------------------------
+
+
+def _time_all(names: Sequence[str], num_parameters: int, num_repeats: int) -> dict[str, Cost]:
+    blocks = {name: _update_of(name, num_parameters) for name in names}
+    for update in blocks.values():
+        update()  # the first one makes states, and compiles
+    costs = interleave(blocks, num_repeats)
+    return {
+        name: Cost(median([each.wall_us for each in found]), median([each.cpu_us for each in found]))
+        for name, found in costs.items()
+    }
+
+
+def _update_of(name: str, num_parameters: int) -> Callable[[], Cost]:
+    num_layers = math.ceil(num_parameters / _WIDTH**2)
+    network = nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH, bias=False) for _ in range(num_layers)))
+    for parameter in network.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer = _optimizer(name, network)
+
+    def update() -> Cost:
+        wall_s, cpu_s = time.perf_counter(), time.thread_time()
+        optimizer.step()
+        return Cost(1e6 * (time.perf_counter() - wall_s), 1e6 * (time.thread_time() - cpu_s))
+
+    return update
+
+
+def table(result: Mapping[str, Any]) -> RenderableType:
+    found = Table(
+        title=f"GPT of width {result['model']['width']} on bytes, {result['steps']} steps, {result['seeds']} seeds",
+        caption="states: bytes for each parameter of large matrices; "
+        f"update of {result['step_parameters']:,} parameters in one thread, beside torch's fused AdamW\n{result['machine']['cpu']}, torch {result['torch']}",
+    )
+    for heading in ("optimizer", "loss", "to adamw", "seeds", "states", "update", "to adamw"):
+        found.add_column(heading, justify="left" if heading == "optimizer" else "right")
+    for row in result["rows"]:
+        found.add_row(
+            row["optimizer"],
+            f"{row['loss']:.4f}",
+            f"{row['ratio_to_adamw'] - 1:+.2%}",
+            " ".join(f"{ratio - 1:+.2%}" for ratio in row["ratio_to_adamw_all"]),
+            f"{row['state_bytes_per_parameter']:.2f}",
+            f"{row['step_cpu_s'] * 1e3:.1f} ms",
+            f"{row['step_ratio_to_adamw']:.2f}x",
+        )
+    return found
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not 1 or more")
+    return value
