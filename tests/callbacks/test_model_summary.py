@@ -10,6 +10,7 @@ from torch import nn
 from roomier.callbacks import ModelSummary
 from roomier.callbacks.model_summary import Row, optimizer_table, summarize
 from roomier.core.errors import RoomierError
+from roomier.optim.by_name import make_optimizer
 from roomier.trainer import Trainer
 
 
@@ -74,3 +75,23 @@ def test_an_optimizer_without_a_learning_rate_is_shown_all_the_same() -> None:
     table = optimizer_table([Signless([nn.Parameter(torch.zeros(3))])])
     cells = [next(iter(column.cells)) for column in table.columns]
     assert cells == ["Signless", "1", "-", "-", "1", "3"]
+
+
+def test_groups_of_an_optimizer_by_name_tell_what_they_hold() -> None:
+    net = nn.Sequential(nn.Embedding(50, 96), nn.Linear(96, 128), nn.LayerNorm(128))
+    plain = optimizer_table([make_optimizer("adamw", net, lr=0.1, weight_decay=0.2)])
+    assert [column.header for column in plain.columns] == [
+        "optimizer", "group", "lr", "weight decay", "tensors", "params"
+    ]  # fmt: skip
+    cells = list(zip(*(column.cells for column in plain.columns), strict=True))
+    assert cells == [
+        ("AdamW", "weights", "0.1", "0.2", "2", "17.1 K"),
+        ("AdamW", "biases, norms", "0.1", "0", "3", "384"),
+    ]
+    low = optimizer_table([make_optimizer("adamw8bit", net, lr=0.1, weight_decay=0.2)])
+    cells = list(zip(*(column.cells for column in low.columns), strict=True))
+    assert [(holds, decay, bits, tensors) for _, holds, _, decay, bits, tensors, _ in cells] == [
+        ("large matrices", "0.2", "8", "1"),
+        ("embeddings, small weights", "0.2", "32", "1"),
+        ("biases, norms", "0", "32", "3"),
+    ]

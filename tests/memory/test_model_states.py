@@ -30,7 +30,7 @@ CASES = [
     ("bf16-mixed", True, 1, {"name": "sgd", "lr": 0.1, "options": {"momentum": 0.9}}),
     ("32-true", True, 2, {"name": "adamw"}),
     ("bf16-mixed", False, 2, {"name": "adamw"}),
-    ("bf16-true", False, 2, {"name": "rmsprop"}),
+    ("bf16-true", False, 2, {"name": "rmsprop", "weight_rounding": "nearest"}),
 ]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import pytest
@@ -14,7 +13,12 @@ from torch.optim import Optimizer
 from roomier.core.errors import RoomierError
 from roomier.memory.kinds import Kind
 from roomier.memory.optimizer_states import state_bytes
+from roomier.models.gpt import GPT, GPTConfig
+from roomier.optim.adamw import BlockwiseAdamW
 from roomier.optim.by_name import OPTIMIZERS
+from roomier.optim.lion import Lion
+from roomier.optim.muon import Muon
+from roomier.optim.onebit_adam import OneBitAdam
 from tests.memory.test_model_states import Model, make_engine, make_plan, ranks_here, tracked_step
 from tests.ranks.pool import RankPool
 
@@ -38,7 +42,7 @@ class Halves(Optimizer):
 
 
 CASES: list[tuple[Any, dict[str, Any]]] = [
-    *((OPTIMIZERS[name], {}) for name in OPTIMIZERS if name != "onebit_adam"),
+    *((kind, {}) for kind in dict.fromkeys(OPTIMIZERS.values()) if kind not in (OneBitAdam, Muon)),
     (torch.optim.AdamW, {"amsgrad": True}),
     (torch.optim.AdamW, {"fused": True}),
     (torch.optim.SGD, {"momentum": 0.9}),
@@ -47,29 +51,96 @@ CASES: list[tuple[Any, dict[str, Any]]] = [
     (torch.optim.Adamax, {}),
     (Halves, {}),
 ]
+LOW_CASES: list[tuple[Any, dict[str, Any]]] = [
+    (torch.optim.AdamW, {}),
+    *((Lion, {"weight_rounding": rounding}) for rounding in ("split", "stochastic", "nearest")),
+    *((BlockwiseAdamW, {"weight_rounding": rounding}) for rounding in ("split", "stochastic", "nearest")),
+    (BlockwiseAdamW, {"weight_rounding": "split", "state_bits": 4}),
+    (BlockwiseAdamW, {"weight_rounding": "split", "state_bits": 32}),
+]
 
 
-@pytest.mark.parametrize(("kind", "options"), CASES, ids=lambda each: getattr(each, "__name__", str(each)))
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_states_after_a_step(kind: Any, options: dict[str, Any], shape: tuple[int, ...]) -> None:
-    parameter = nn.Parameter(torch.ones(shape))
-    parameter.grad = torch.ones(shape)
+def kept_and_formula(kind: Any, options: dict[str, Any], shape: tuple[int, ...], dtype: torch.dtype) -> tuple[int, int]:
+    parameter = nn.Parameter(torch.ones(shape, dtype=dtype))
+    parameter.grad = torch.ones_like(parameter)
     optimizer = kind([parameter], **options)
     optimizer.step()
     kept = sum(each.nbytes for each in optimizer.state[parameter].values() if isinstance(each, Tensor))
-    group = {key: each for key, each in optimizer.param_groups[0].items() if key != "params"}
-    assert state_bytes(kind, group, shape, torch.float32) == kept
+    return kept, state_bytes(optimizer, optimizer.param_groups[0], shape, dtype)
+
+
+@pytest.mark.parametrize(("kind", "options"), CASES, ids=lambda each: getattr(each, "__name__", str(each)))
+@pytest.mark.parametrize("shape", [*SHAPES, (50, 170)], ids=str)
+def test_states_after_a_step(kind: Any, options: dict[str, Any], shape: tuple[int, ...]) -> None:
+    kept, formula = kept_and_formula(kind, options, shape, torch.float32)
+    assert formula == kept
+
+
+@pytest.mark.parametrize(("kind", "options"), LOW_CASES, ids=lambda each: getattr(each, "__name__", str(each)))
+@pytest.mark.parametrize("shape", [(13, 6), (7,), (50, 170)], ids=str)
+def test_states_of_bfloat16_weights(kind: Any, options: dict[str, Any], shape: tuple[int, ...]) -> None:
+    kept, formula = kept_and_formula(kind, options, shape, torch.bfloat16)
+    assert formula == kept
+
+
+def test_muon_keeps_one_state_of_a_matrix_and_two_of_the_rest() -> None:
+    matrix, vector = (nn.Parameter(torch.ones(shape)) for shape in ((6, 4), (5,)))
+    optimizer = Muon([{"params": [matrix], "is_hidden": True}, {"params": [vector]}])
+    hidden, rest = optimizer.param_groups
+    assert state_bytes(optimizer, hidden, (6, 4), torch.float32) == 6 * 4 * 4
+    assert state_bytes(optimizer, rest, (5,), torch.float32) == 2 * 5 * 4 + 4
 
 
 def test_an_empty_part_has_counters_only() -> None:
-    assert state_bytes(torch.optim.AdamW, {}, (0, 5), torch.float32) == 4
-    assert state_bytes(torch.optim.Adadelta, {}, (0, 5), torch.float32) == 0
+    weight = nn.Parameter(torch.ones(3))
+    assert state_bytes(torch.optim.AdamW([weight]), {}, (0, 5), torch.float32) == 4
+    assert state_bytes(torch.optim.Adadelta([weight]), {}, (0, 5), torch.float32) == 0
 
 
 def test_an_optimizer_that_takes_no_step_on_a_copy_is_named() -> None:
-    assert inspect.isclass(torch.optim.LBFGS)
     with pytest.raises(RoomierError, match="LBFGS"):
-        state_bytes(torch.optim.LBFGS, {}, (3, 3), torch.float32)
+        state_bytes(torch.optim.LBFGS([nn.Parameter(torch.ones(3))]), {}, (3, 3), torch.float32)
+
+
+def by_name_on_ranks(strategy: str) -> list[dict[str, Any]]:
+    """Of each optimizer that a Plan names: its states on this rank, measured and by both formulas."""
+    from roomier.memory.predict import predict, predict_built
+
+    found = []
+    for name, precision in BY_NAME:
+        ranks, module = ranks_here(), Model(tied=False)
+        module.net = GPT(GPTConfig(vocab_size=101, context=16, num_layers=2, num_heads=2, width=96, dropout=0.0))
+        plan = make_plan(strategy, dist.get_world_size(), precision, 1, {"name": name, "lr": 1e-3})
+        before = predict(module, plan, rank=ranks.world.rank).between_steps.num_bytes
+        engine = make_engine(plan, module, ranks)
+        tracker = tracked_step(engine, module, 1)
+        built = predict_built(engine, plan, ranks.world.rank).between_steps.num_bytes
+        measured = tracker.now().num_bytes
+        kinds = (Kind.PARAMETER, Kind.OPTIMIZER_STATE)
+        found.append(
+            {"case": (name, precision), **{kind: (measured[kind], before[kind], built[kind]) for kind in kinds}}
+        )
+    return found
+
+
+BY_NAME = [
+    ("lion", "32-true"),
+    ("lion", "bf16-true"),
+    ("muon", "bf16-mixed"),
+    ("adamw", "bf16-true"),
+    ("adamw8bit", "bf16-mixed"),
+    ("adamw4bit", "bf16-true"),
+]
+
+
+@pytest.mark.parametrize(("strategy", "num_ranks"), [("single", 1), ("zero2", 2)])
+def test_optimizers_by_name_are_predicted(on_ranks: RankPool, strategy: str, num_ranks: int) -> None:
+    for rank, cases in enumerate(on_ranks(num_ranks, by_name_on_ranks, strategy)):
+        for case in cases:
+            for kind in (Kind.PARAMETER, Kind.OPTIMIZER_STATE):
+                measured, before, built = case[kind]
+                assert built == before, (rank, case["case"], kind)
+                assert measured == pytest.approx(before, rel=0.01), (rank, case["case"], kind)
 
 
 def kept_by_onebit_adam(strategy: str) -> dict[str, int]:

@@ -5,6 +5,8 @@ import torch
 from torch import nn
 
 from roomier import PlanError
+from roomier.models.gpt import GPT, GPTConfig
+from roomier.optim.adamw import BlockwiseAdamW
 from roomier.optim.by_name import OPTIMIZERS, make_optimizer
 
 
@@ -13,9 +15,9 @@ def net():
     return nn.Sequential(nn.Embedding(5, 4), nn.LayerNorm(4), nn.Linear(4, 3), nn.Conv1d(3, 2, 1))
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "muon"])
 def test_every_name_steps(net, name):
-    optimizer = make_optimizer(name, net.named_parameters(), lr=0.01)
+    optimizer = make_optimizer(name, net, lr=0.01)
     assert type(optimizer) is OPTIMIZERS[name]
     net[2](torch.ones(1, 4)).sum().backward()
     before = net[2].weight.detach().clone()
@@ -25,7 +27,7 @@ def test_every_name_steps(net, name):
 
 
 def test_weights_decay_and_biases_and_norms_do_not(net):
-    optimizer = make_optimizer("adamw", net.named_parameters(), weight_decay=0.3)
+    optimizer = make_optimizer("adamw", net, weight_decay=0.3)
     groups = {group["weight_decay"]: {id(p) for p in group["params"]} for group in optimizer.param_groups}
     decayed = {id(net[0].weight), id(net[2].weight), id(net[3].weight)}
     assert groups == {0.3: decayed, 0.0: {id(p) for p in net.parameters()} - decayed}
@@ -33,18 +35,18 @@ def test_weights_decay_and_biases_and_norms_do_not(net):
 
 @pytest.mark.parametrize(("name", "default"), [("adamw", 0.01), ("sgd", 0), ("adam", 0)])
 def test_the_default_decay_is_that_of_the_class(net, name, default):
-    optimizer = make_optimizer(name, net.named_parameters())
+    optimizer = make_optimizer(name, net)
     assert [group["weight_decay"] for group in optimizer.param_groups] == [default, 0.0]
 
 
 def test_a_group_without_parameters_is_left_out():
     net = nn.Linear(2, 2, bias=False)
-    assert len(make_optimizer("adamw", net.named_parameters()).param_groups) == 1
+    assert len(make_optimizer("adamw", net).param_groups) == 1
 
 
 def test_frozen_parameters_are_left_out(net):
     net[0].requires_grad_(False)
-    optimizer = make_optimizer("sgd", net.named_parameters())
+    optimizer = make_optimizer("sgd", net)
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     assert held == {id(p) for p in net.parameters() if p.requires_grad}
 
@@ -52,29 +54,80 @@ def test_frozen_parameters_are_left_out(net):
 def test_a_tied_parameter_is_in_one_group_once():
     net = nn.Sequential(nn.Embedding(4, 3), nn.Linear(3, 4, bias=False))
     net[1].weight = net[0].weight
-    [group] = make_optimizer("adamw", net.named_parameters()).param_groups
+    [group] = make_optimizer("adamw", net).param_groups
     assert len(group["params"]) == 1
 
 
 def test_options_reach_the_class(net):
-    optimizer = make_optimizer("adamw", net.named_parameters(), lr=0.1, options={"betas": (0.8, 0.9), "eps": 1e-5})
+    optimizer = make_optimizer("adamw", net, lr=0.1, options={"betas": (0.8, 0.9), "eps": 1e-5})
     assert optimizer.defaults["betas"] == (0.8, 0.9)
     assert optimizer.defaults["eps"] == 1e-5
 
 
 @pytest.mark.parametrize("name", ["adamw", "adam", "sgd"])
 def test_fused_kernels_are_the_default_and_may_be_turned_off(net, name):
-    assert make_optimizer(name, net.named_parameters()).defaults["fused"] is True
-    assert make_optimizer(name, net.named_parameters(), options={"fused": False}).defaults["fused"] is False
-    assert not make_optimizer(name, net.named_parameters(), options={"foreach": True}).defaults["fused"]
+    assert make_optimizer(name, net).defaults["fused"] is True
+    assert make_optimizer(name, net, options={"fused": False}).defaults["fused"] is False
+    assert not make_optimizer(name, net, options={"foreach": True}).defaults["fused"]
+
+
+def test_scales_of_norms_and_biases_of_any_shape_do_not_decay():
+    net = nn.Sequential(nn.LayerNorm((3, 4)), nn.Linear(4, 4))
+    net.expert_bias = nn.Parameter(torch.zeros(2, 4))
+    optimizer = make_optimizer("adamw", net)
+    held = {group["holds"]: {id(p) for p in group["params"]} for group in optimizer.param_groups}
+    assert held == {
+        "weights": {id(net[1].weight)},
+        "biases, norms": {id(p) for p in net.parameters()} - held["weights"],
+    }
+
+
+@pytest.mark.parametrize(("name", "bits"), [("adamw8bit", 8), ("adamw4bit", 4)])
+@pytest.mark.parametrize("tied", [True, False])
+def test_states_in_few_bits_are_for_large_matrices(name, bits, tied):
+    net = GPT(GPTConfig(vocab_size=100, context=100, num_layers=1, num_heads=2, width=96, tied_head=tied))
+    optimizer = make_optimizer(name, net, weight_decay=0.1)
+    for parameter in net.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    names = {parameter: name for name, parameter in net.named_parameters()}
+    coded = {names[parameter] for parameter, state in optimizer.state.items() if "exp_avg" not in state}
+    matrices = {name for name, each in net.named_parameters() if name.startswith("blocks") and each.dim() == 2}
+    assert coded == matrices | (set() if tied else {"head.weight"})
+    groups = [(group["holds"], group["weight_decay"], group["state_bits"]) for group in optimizer.param_groups]
+    embeddings = ("embeddings, small weights", 0.1, 32)
+    assert groups == [("large matrices", 0.1, bits), embeddings, ("biases, norms", 0.0, 32)]
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw8bit", "adamw4bit", "lion"])
+@pytest.mark.parametrize("rounding", ["split", "stochastic"])
+def test_weights_of_bfloat16_are_kept_as_asked(net, name, rounding):
+    optimizer = make_optimizer(name, net.bfloat16(), weight_rounding=rounding)
+    for parameter in net.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert {group["weight_rounding"] for group in optimizer.param_groups} == {rounding}
+    assert {"low_bits" in state for state in optimizer.state.values()} == {rounding == "split"}
+
+
+def test_a_model_that_came_in_bfloat16_keeps_its_low_bits(net):
+    assert type(make_optimizer("adamw", net.bfloat16())) is BlockwiseAdamW
+    assert type(make_optimizer("adamw", net.bfloat16(), weight_rounding="nearest")) is torch.optim.AdamW
+    assert type(make_optimizer("adamw", net.float())) is torch.optim.AdamW
+
+
+@pytest.mark.parametrize("option", ["state_bits", "weight_rounding"])
+def test_what_has_a_name_of_its_own_is_no_option(net, option):
+    with pytest.raises(PlanError, match=f"{option}.*no such option"):
+        make_optimizer("adamw8bit", net, options={option: 8})
 
 
 def test_an_unknown_option_is_refused(net):
     with pytest.raises(PlanError, match=r"betta.*AdamW has no such option.*Did you mean 'betas'"):
-        make_optimizer("adamw", net.named_parameters(), options={"betta": 1})
+        make_optimizer("adamw", net, options={"betta": 1})
 
 
 def test_nothing_to_train_is_refused(net):
     net.requires_grad_(False)
     with pytest.raises(PlanError, match="no parameter requires a gradient"):
-        make_optimizer("adamw", net.named_parameters())
+        make_optimizer("adamw", net)

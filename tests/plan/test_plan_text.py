@@ -50,6 +50,8 @@ def plans(draw: st.DrawFn) -> Plan:
     mode = draw(words("precision.mode").filter(lambda word: not is_onebit or word != "16-mixed"))
     if mode == "bf16-true" and optimizer.name is not None:
         optimizer = replace(optimizer, weight_rounding="nearest")
+    if mode == "64-true" and optimizer.name in ("adamw8bit", "adamw4bit"):
+        optimizer = replace(optimizer, name="adamw")
     return Plan(
         parallel=ParallelPlan("ddp" if is_onebit else "single"),
         precision=PrecisionPlan(mode, draw(words("precision.matmul"))),

@@ -113,19 +113,23 @@ def summary_table(summary: Summary) -> Table:
 
 
 def optimizer_table(optimizers: list[Optimizer]) -> Table:
-    """The parameter groups of each optimizer."""
-    table = _plain_table("optimizer", "group", numbers=("lr", "weight decay", "tensors", "params"))
-    for optimizer in optimizers:
-        for number, group in enumerate(optimizer.param_groups, start=1):
-            parameters = group["params"]
-            table.add_row(
-                type(optimizer).__name__,
-                str(group.get("name") or number),
-                _number(group.get("lr")),
-                _number(group.get("weight_decay")),
-                str(len(parameters)),
-                format_count(sum(p.numel() for p in parameters)),
-            )
+    """The parameter groups of each optimizer; those of one that a Plan names tell what they hold."""
+    groups = [(optimizer, group) for optimizer in optimizers for group in optimizer.param_groups]
+    has_bits = any("state_bits" in group for _, group in groups)
+    numbers = ("lr", "weight decay", *(["state bits"] if has_bits else []), "tensors", "params")
+    table = _plain_table("optimizer", "group", numbers=numbers)
+    for optimizer, group in groups:
+        parameters = group["params"]
+        number = next(n for n, each in enumerate(optimizer.param_groups, start=1) if each is group)
+        table.add_row(
+            type(optimizer).__name__,
+            str(group.get("name") or group.get("holds") or number),
+            _number(group.get("lr")),
+            _number(group.get("weight_decay")),
+            *([_number(group.get("state_bits"))] if has_bits else []),
+            str(len(parameters)),
+            format_count(sum(p.numel() for p in parameters)),
+        )
     return table
 
 

@@ -52,6 +52,8 @@ class Layout:
         num_micro_batches: of one optimizer step.
         wire_dtype: in which gradients are sent; None as they are.
         on_gloo: ranks send each other their parts.
+        steps_in_backward: gradients are used and freed as they come.
+        num_backwards: of each micro-batch; a first one may take the norm.
     """
 
     strategy: str
@@ -60,6 +62,8 @@ class Layout:
     num_micro_batches: int = 1
     wire_dtype: torch.dtype | None = None
     on_gloo: bool = True
+    steps_in_backward: bool = False
+    num_backwards: int = 1
 
     @property
     def is_cut(self) -> bool:
@@ -111,9 +115,7 @@ class ModelStates:
         return self.moments[-1]
 
 
-def model_states(
-    units: list[Unit], layout: Layout, state_bytes: StateBytes, buffer_bytes: int = 0
-) -> ModelStates:
+def model_states(units: list[Unit], layout: Layout, state_bytes: StateBytes, buffer_bytes: int = 0) -> ModelStates:
     """The bytes of model states of one rank over a step.
 
     Args:
@@ -176,6 +178,9 @@ class _Walk:
         if is_ddp:
             self.add(Kind.GRADIENT, gradient_bytes)  # DDP's buckets are there between steps too
         self.note("forward")
+        if self._layout.steps_in_backward:
+            self._update_in_backward()
+            return
         # Gradients that are not reduced yet stand beside the buckets.
         extra_bytes = gradient_bytes if not is_ddp or self._layout.num_micro_batches > 1 else 0
         self.add(Kind.GRADIENT, extra_bytes)
@@ -184,10 +189,25 @@ class _Walk:
             self.add(Kind.GRADIENT, -extra_bytes)
         self.note("update")
 
+    def _update_in_backward(self) -> None:
+        # Those of a block wait for each other, its norms among them; the rest go one by one.
+        groups: list[list[Weight]] = []
+        for unit in self._units:
+            if unit.is_inner:
+                groups[-1] += unit.weights
+            else:
+                groups += [[weight] for weight in unit.weights] if unit.is_root else [list(unit.weights)]
+        for group in reversed(groups):
+            num_bytes = sum(math.prod(each.shape) * each.dtype.itemsize for each in group if each.is_trained)
+            self.add(Kind.GRADIENT, num_bytes)
+            self.note(f"backward, {group[0].name}")
+            self.add(Kind.GRADIENT, -num_bytes)
+
     def cut_step(self) -> None:
         for index in range(self._layout.num_micro_batches):
             self._forward()
-            self._backward(is_first=index == 0, is_last=index == self._layout.num_micro_batches - 1)
+            for _ in range(self._layout.num_backwards):
+                self._backward(is_first=index == 0, is_last=index == self._layout.num_micro_batches - 1)
         self.note("update")
 
     def _forward(self) -> None:
@@ -276,7 +296,9 @@ class _Walk:
         received_bytes = sent_bytes - sent_bytes // layout.num_shards if layout.on_gloo else 0
         part_bytes = self._reduced_elements(unit) // layout.num_shards * unit.weights[0].dtype.itemsize
         # What is added to gradients of an earlier micro-batch, or to those of other copies, is waited for.
-        comes_late = layout.on_gloo and is_new and layout.strategy != "hsdp" and unit.weights[0].dtype == unit.sum_dtype
+        # So is what an update in the backward waits for.
+        may_come_late = layout.on_gloo and layout.strategy != "hsdp" and not layout.steps_in_backward
+        comes_late = may_come_late and is_new and unit.weights[0].dtype == unit.sum_dtype
         if not comes_late:
             self._let_go_of_sent()
         self.add(Kind.COMMUNICATION, sent_bytes)
@@ -291,6 +313,8 @@ class _Walk:
         self.add(part_kind, part_bytes)
         self.note(f"backward, {unit.name} reduced")
         self.add(Kind.GRADIENT, -last_bytes)
+        if layout.steps_in_backward:
+            self.add(Kind.GRADIENT, -part_bytes)
         if is_summed_again:
             self._summed_bytes += part_bytes  # what went over the copies is held until the backward is over
         elif not is_new:

@@ -55,9 +55,10 @@ def layout_of(plan: Plan, device: torch.device, rank: int = 0) -> Layout:
     """What of ``plan`` decides the bytes of model states on ``rank``."""
     parallel = plan.parallel
     num_micro_batches = plan.batch.accumulate_grad_batches
+    steps_in_backward = plan.optimizer.step_in_backward != "none"
     if parallel.num_ranks == 1 or plan.optimizer.name == "onebit_adam":
         # One rank is not wrapped; nor is a model of which each rank has the gradients of its own batches.
-        return Layout("single", num_micro_batches=num_micro_batches)
+        return Layout("single", num_micro_batches=num_micro_batches, steps_in_backward=steps_in_backward)
     return Layout(
         strategy=parallel.strategy,
         num_shards=parallel.num_shards,
@@ -65,6 +66,8 @@ def layout_of(plan: Plan, device: torch.device, rank: int = 0) -> Layout:
         num_micro_batches=num_micro_batches,
         wire_dtype=torch.bfloat16 if parallel.reduce_dtype == "bf16" else None,
         on_gloo=device.type == "cpu",
+        steps_in_backward=steps_in_backward,
+        num_backwards=2 if plan.optimizer.step_in_backward == "exact" and plan.batch.clips_norm else 1,
     )
 
 

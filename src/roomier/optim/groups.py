@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from roomier.api.blocks import find_blocks
-
-SMALL = 4096
-"""Elements of a weight below which states in few bits save nothing that counts."""
+from roomier.optim.block_codes import can_be_coded
 
 _NORMS = (nn.LayerNorm, nn.RMSNorm)  # of the others, scales have one dimension
 _LOOKUPS = (nn.Embedding, nn.EmbeddingBag)
@@ -22,7 +20,7 @@ class Trait:
     Attributes:
         decays: it is a weight, no bias and no scale of a norm.
         is_looked_up: it is an embedding, or tied to one.
-        is_large_matrix: it is none of these, and large: what states in few bits are for.
+        is_large_matrix: it is a weight, not looked up, and large: what states in few bits are for.
         is_hidden: it is a matrix of a block.
     """
 
@@ -46,7 +44,7 @@ def trained_parameters(network: nn.Module) -> list[tuple[nn.Parameter, Trait]]:
         trait = Trait(
             decays=decays,
             is_looked_up=parameter in looked_up,
-            is_large_matrix=is_matrix and parameter.numel() >= SMALL,
+            is_large_matrix=is_matrix and can_be_coded(parameter.shape),
             is_hidden=is_matrix and parameter.dim() == 2 and parameter in of_blocks,
         )
         found.append((parameter, trait))
