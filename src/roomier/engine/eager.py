@@ -257,6 +257,8 @@ class EagerEngine:
             else:
                 each.step(closure)
             self._unscaled.discard(id(each))
+        if self.levers is not None:
+            self.levers.end_update()
         if self._parallel is not None:
             self._parallel.end_update()
         # An update forgets whose gradients are unscaled; one that was, to be clipped, is still to step.

@@ -34,12 +34,19 @@ class Levers:
         forward_context: what a step runs in.
         backward_context: what its backward runs in, where blocks are computed again.
         recompute: what blocks compute again; None where nothing is.
+        output_layer: whose logits are computed when they are read; None where they are at once.
     """
 
     network: nn.Module
     forward_context: FirstForward
     backward_context: MakeContext
     recompute: Recompute | None = None
+    output_layer: nn.Linear | None = None
+
+    def end_update(self) -> None:
+        """After each update of parameters."""
+        if self.output_layer is not None:  # fused optimizers do not tell autograd that they write
+            torch.autograd.graph.increment_version(list(self.output_layer.parameters()))
 
     def undo(self) -> None:
         """The network as it was; what was trained stays."""
@@ -65,7 +72,7 @@ def apply_levers(plan: Plan, network: nn.Module, device: torch.device, precision
     blocks = find_blocks(network)
     try:
         if plan.loss.chunked:
-            apply_chunked_loss(network, plan.loss.chunk_tokens)
+            levers.output_layer = apply_chunked_loss(network, plan.loss.chunk_tokens)
         levers.recompute = apply_recompute(blocks, plan.activation, plan.offload, device, ranks)
         if plan.compile.enabled:
             compile_blocks(blocks, device)  # around what is computed again, so that the compiler sees it

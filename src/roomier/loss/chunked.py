@@ -32,14 +32,18 @@ class LazyForward(WrappedForward):
         return LazyLogits.of(Rows(output, input, (dtype,)))
 
 
-def apply_chunked_loss(network: nn.Module, chunk_tokens: int | None) -> None:
+def apply_chunked_loss(network: nn.Module, chunk_tokens: int | None) -> nn.Linear:
     """Let the output layer of ``network`` and the cross-entropy after it compute in chunks.
 
     Args:
         chunk_tokens: rows of logits at a time; None takes as many as have 64 MiB in float32.
+
+    Returns:
+        That layer.
 
     Raises:
         RoomierError: no output layer is found.
     """
     layer = find_output_layer(network)
     install(layer, LazyForward(layer, chunk_tokens))
+    return layer
