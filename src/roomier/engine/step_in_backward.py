@@ -72,9 +72,8 @@ class StepInBackward:
         self._network = network
         self._optimizers = list(optimizers)
         self._join_norms = join_norms
-        limit, is_by_value = batch_plan.gradient_clip_val, batch_plan.gradient_clip_algorithm == "value"
-        self._max_norm = None if is_by_value else limit
-        self._max_value = limit if is_by_value else None
+        limit = batch_plan.gradient_clip_val
+        self._max_norm, self._max_value = (limit, None) if batch_plan.clips_norm else (None, limit)
         self._factor: Tensor | None = None  # what gradients of this step are multiplied by
         self._block_of = {parameter: number for number, block in enumerate(blocks) for parameter in block.parameters()}
         self._num_in_block: Counter[int | None] = Counter()

@@ -206,8 +206,10 @@ class _Walk:
     def cut_step(self) -> None:
         for index in range(self._layout.num_micro_batches):
             self._forward()
-            for _ in range(self._layout.num_backwards):
-                self._backward(is_first=index == 0, is_last=index == self._layout.num_micro_batches - 1)
+            is_last = index == self._layout.num_micro_batches - 1
+            self._backward(is_first=index == 0, is_last=is_last)
+            if self._layout.num_backwards > 1:  # fully_shard forgets the order of the forward with the first
+                self._backward(is_first=index == 0, is_last=is_last, gathers_ahead=False)
         self.note("update")
 
     def _forward(self) -> None:
@@ -216,7 +218,7 @@ class _Walk:
             if self._layout.frees_parameters and not unit.is_root:
                 self._free(unit)
 
-    def _backward(self, *, is_first: bool, is_last: bool) -> None:
+    def _backward(self, *, is_first: bool, is_last: bool, gathers_ahead: bool = True) -> None:
         reduces = is_last or not self._layout.accumulates_whole
         root = [unit for unit in self._units if unit.is_root]  # none where all parameters belong to other units
         others = [unit for unit in self._units if not unit.is_root]
@@ -224,7 +226,7 @@ class _Walk:
         waiting = _in_order_of_gathering(others)
         for unit in reversed(others):
             while unit in waiting:
-                self._gather(waiting.pop(0), waiting[0] if waiting else None, "backward")
+                self._gather(waiting.pop(0), waiting[0] if waiting and gathers_ahead else None, "backward")
             self._make_gradients(unit, is_first)
             if unit not in late:
                 self._end_backward(unit, is_first=is_first, reduces=reduces)

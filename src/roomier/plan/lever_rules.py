@@ -96,7 +96,6 @@ def step_in_backward_gains_something(plan: Plan) -> Iterator[PlanError]:
     if way == "none":
         return
     field, strategy = "optimizer.step_in_backward", plan.parallel.strategy
-    clips_norm = plan.batch.gradient_clip_val is not None and plan.batch.gradient_clip_algorithm == "norm"
     if plan.batch.accumulate_grad_batches > 1:
         problem = "saves nothing with accumulate_grad_batches above 1: whole gradients live until the last micro-batch"
         action = "Use one larger micro-batch with activation_checkpointing='full', or strategy='zero2' in its place"
@@ -111,10 +110,10 @@ def step_in_backward_gains_something(plan: Plan) -> Iterator[PlanError]:
         when = "its buckets hold the gradients of the whole model" if strategy == "ddp" else "its gradients stay whole"
         problem = f"saves nothing with strategy {strategy!r}: {when}"
         yield PlanError(field, way, problem, "Use strategy='zero2' or 'zero3', which cut the gradients")
-    if way == "stale_norm" and not clips_norm:
+    if way == "stale_norm" and not plan.batch.clips_norm:
         problem = "clips by the norm of the step before, but no norm is clipped"
         yield PlanError(field, way, problem, "Use 'exact', or set gradient_clip_val")
-    elif clips_norm and plan.compile.enabled:
+    elif plan.batch.clips_norm and plan.compile.enabled:
         problem = "takes the norm of the gradients in a first backward, but compiled blocks run one backward"
         action = "Use gradient_clip_algorithm='value', compile=False, or strategy='zero2' or 'zero3' in its place"
         yield PlanError(field, way, problem, action)

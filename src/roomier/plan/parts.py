@@ -136,6 +136,11 @@ class BatchPlan(Part):
     gradient_clip_val: float | None = None
     gradient_clip_algorithm: str = "norm"
 
+    @property
+    def clips_norm(self) -> bool:
+        """Whether the norm over all gradients is bounded."""
+        return self.gradient_clip_val is not None and self.gradient_clip_algorithm == "norm"
+
 
 @dataclass(frozen=True)
 class OptimizerPlan(Part):

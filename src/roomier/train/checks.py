@@ -81,8 +81,7 @@ def _check_hooks_need_no_gradients(trainer: Trainer, module: Module) -> None:
     way = plan.optimizer.step_in_backward
     if way == "none":
         return
-    is_twice = plan.batch.gradient_clip_val is not None and plan.batch.gradient_clip_algorithm == "norm"
-    if is_twice and overrides(module, "backward", Module):
+    if plan.batch.clips_norm and overrides(module, "backward", Module):
         problem = f"{type(module).__name__} overrides backward, which clipping by norm would run twice in a step"
         action = "Do without it, clip by value, or leave out step_in_backward"
         raise RoomierError("step_in_backward", way, problem, action)
