@@ -26,21 +26,23 @@ def apply_recompute(
     """Let ``blocks`` keep what ``activation`` says, on the device or where ``offload`` says; None where they keep all.
 
     Raises:
-        RoomierError: there are no blocks.
+        RoomierError: there are no blocks, or too few.
     """
     may_offload = offload.activations == "cpu"
     if activation.policy == "none" and not may_offload:
         return None
     if not blocks:
-        problem = "has no repeated layers, by which activations are kept or computed again"
-        action = "Define model_blocks() on it, which returns them: return list(self.layers)"
-        raise RoomierError("model", None, problem, action)
+        problem = "the model has no blocks, by which activations are kept: nothing in it repeats"
+        action = "Give it a model_blocks() that returns the layers that repeat"
+        raise RoomierError(*_asked(activation), problem, action)
+    keeps = keeps_of(activation, len(blocks))
+    if activation.policy == "every_n" and Keep.INPUT not in keeps:
+        problem = f"is more than the {len(blocks)} blocks of the model: nothing would be computed again"
+        raise RoomierError("activation_checkpointing.every_n", activation.every_n or 2, problem, "Use 'full', or fewer")
     where = Offload(device) if may_offload else None
     if may_offload and device.type == "cpu":
         notice("offload: activations already are in host memory on this device; moving them saves nothing here")
-    forwards = [
-        BlockForward(block, keep, where) for block, keep in zip(blocks, keeps_of(activation, len(blocks)), strict=True)
-    ]
+    forwards = [BlockForward(block, keep, where) for block, keep in zip(blocks, keeps, strict=True)]
     for forward in forwards:
         install(forward.module, forward)
     if activation.policy == "budget":
@@ -62,3 +64,9 @@ def keeps_of(activation: ActivationPlan, num_blocks: int) -> list[Keep]:
             return [Keep.INPUT if index % n == n - 1 else Keep.ALL for index in range(num_blocks)]
         case _:
             return [Keep.ALL] * num_blocks
+
+
+def _asked(activation: ActivationPlan) -> tuple[str, object]:
+    if activation.policy == "none":
+        return "offload", {"activations": "cpu"}
+    return "activation_checkpointing", activation.policy

@@ -1,0 +1,76 @@
+"""Blocks that are computed again on several ranks: to the last bit what these ranks train without, dropout included.
+
+That ranks without recompute train as a bare loop does is shown in ``tests/parallel``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.parallel.parity import Setup, train_on_ranks
+from tests.parallel.tasks import Language
+from tests.ranks.pool import RankPool
+
+CALLS: list[nn.Module] = []
+"""Of the last block."""
+
+
+class Dropping(Language):
+    dropout = 0.2
+
+    def make_network(self) -> nn.Module:
+        network = super().make_network()
+        network.blocks[-1].norm_attention.register_forward_hook(lambda norm, *_: CALLS.append(norm))
+        return network
+
+
+class TiedDropping(Dropping):
+    tied_head = True
+
+
+FULL: dict[str, Any] = {"activation_checkpointing": "full"}
+SELECTIVE: dict[str, Any] = {"activation_checkpointing": "selective"}
+MOVED: dict[str, Any] = {"activation_checkpointing": "every_n", "offload": {"activations": "cpu"}}
+SETUP = Setup(accumulate=2, clip=0.5, num_steps=4, terms="none on one")
+UNUSED = {"find_unused_parameters": True}
+BF16 = {"precision": "bf16-mixed"}
+
+
+def apart(setup: Setup, task: type[Language] = Dropping) -> list[str]:
+    """What differs, after some steps, with each way of keeping less."""
+    plain = train_on_ranks(task, setup)
+    num_calls = len(CALLS)
+    found = []
+    for levers in (FULL, SELECTIVE, MOVED):
+        CALLS.clear()
+        ours = train_on_ranks(task, dataclasses.replace(setup, levers=levers))
+        if len(CALLS) != 2 * num_calls:
+            found.append(f"{levers}: called {len(CALLS)} times in the place of twice {num_calls}")
+        if ours.losses != plain.losses or ours.norms != plain.norms:
+            found.append(f"{levers}: losses {ours.losses} in the place of {plain.losses}")
+        differ = [name for name, weight in plain.weights.items() if not torch.equal(ours.weights[name], weight)]
+        found += [f"{levers}: {name}" for name in differ]
+    return found
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])
+def test_two_ranks(on_ranks: RankPool, strategy: str, precision: str) -> None:
+    setup = dataclasses.replace(SETUP, strategy=strategy, precision=precision)
+    assert on_ranks(2, apart, setup) == [[], []]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_parameters_that_may_be_unused(on_ranks: RankPool, strategy: str) -> None:
+    setup = dataclasses.replace(SETUP, strategy=strategy, options=UNUSED, precision="bf16-mixed")
+    assert on_ranks(2, apart, setup, TiedDropping) == [[], []]
+
+
+def test_four_ranks_in_groups(on_ranks: RankPool) -> None:
+    setup = dataclasses.replace(SETUP, strategy="hsdp", num_ranks=4, shard_size=2, precision="bf16-mixed")
+    assert on_ranks(4, apart, setup) == [[]] * 4
