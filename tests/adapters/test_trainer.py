@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import nn
 
 from roomier import Module, Trainer
 from roomier.adapters.layers import Adapted, InFewBits, is_adapter
@@ -44,9 +44,7 @@ def test_the_loss_falls_and_only_adapters_move(make_trainer: MakeTrainer, base: 
             return sum(float(loss_of(module.net, each)) for each in batches)
 
     before = loss()
-    trainer = make_trainer(
-        lora=lora(base), optimizer={**OPTIMIZER, "lr": 3e-2}, precision=precision, max_epochs=5
-    )
+    trainer = make_trainer(lora=lora(base), optimizer={**OPTIMIZER, "lr": 3e-2}, precision=precision, max_epochs=5)
     trainer.fit(module, batches)
     frozen = {name: each for name, each in module.named_parameters() if not is_adapter(name)}
     assert loss() < before - 1

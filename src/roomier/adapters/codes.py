@@ -1,8 +1,8 @@
 """Weights in 8 or 4 bits: a code for each number, a scale for each block of 64.
 
 ``"int8"``: 255 even steps between minus and plus the largest magnitude of the block. ``"nf4"``: the 16 levels of
-NormalFloat (Dettmers et al. 2023, "QLoRA", section 3 and appendix E), which numbers of a normal distribution use equally
-often; two codes share a byte. Scales are float32: 1.0625 and 0.5625 bytes for each number.
+NormalFloat (Dettmers et al. 2023, "QLoRA", section 3 and appendix E), which numbers of a normal distribution use about
+equally often; two codes share a byte. Scales are float32: 1.0625 and 0.5625 bytes for each number.
 """
 
 from __future__ import annotations

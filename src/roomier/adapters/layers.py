@@ -48,12 +48,11 @@ class Adapted(nn.Module):
         lora_dropout: probability.
     """
 
-    lora_A: nn.Parameter
-    lora_B: nn.Parameter
+    lora_A: nn.Parameter  # noqa: N815  as every reader of adapters names them
+    lora_B: nn.Parameter  # noqa: N815
     lora_scale: float
     lora_dropout: float
     is_in_out: bool  # how the weight is stored
-    plain_class: type[nn.Module]
 
     def forward(self, x: Tensor) -> Tensor:
         output: Tensor = super().forward(x)
@@ -78,6 +77,7 @@ class InFewBits(nn.Module):
     weight_shape: torch.Size
     weight_dtype: torch.dtype
     is_in_out: bool
+    bias: nn.Parameter | None
     constant_buffers = ("weight_codes", "weight_scales")  # not sent to other ranks at each step
 
     @property
@@ -96,7 +96,7 @@ class InFewBits(nn.Module):
 
 
 class _ProductWithFrozen(torch.autograd.Function):
-    """The product of [..., in] with the weight of a layer; autograd's own would keep the whole weight until backward."""
+    """The product of [..., in] with the weight of a layer; autograd's own would keep the weight until backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: InFewBits) -> Tensor:
@@ -112,13 +112,13 @@ class _ProductWithFrozen(torch.autograd.Function):
 
 
 @cache
-def _class_of(plain: type[nn.Module], mixins: tuple[type[nn.Module], ...]) -> type[nn.Module]:
+def _class_of(plain: Any, mixins: tuple[Any, ...]) -> Any:
     name = "".join(each.__name__ for each in (*mixins, plain))
     facts = {"plain_class": plain, "is_in_out": not issubclass(plain, nn.Linear), "__module__": plain.__module__}
     return type(name, (*mixins, plain), facts)
 
 
-def plain_class(layer: nn.Module) -> type[nn.Module]:
+def plain_class(layer: nn.Module) -> Any:
     """The class a layer had before it was adapted."""
     return getattr(type(layer), "plain_class", type(layer))
 
@@ -126,9 +126,9 @@ def plain_class(layer: nn.Module) -> type[nn.Module]:
 def add_adapter(layer: nn.Module, rank: int, scale: float, dropout: float) -> None:
     """Make ``layer`` an :class:`Adapted` one, in place; what it computes stays as it is.
 
-    ``A`` is drawn, on the CPU, as ``nn.Linear`` draws its weights: the paper has a normal distribution without its width,
-    and this is what published implementations took. ``B`` is zero. Weights without values yet (``meta``) get adapters
-    with values. Beside weights of 16 bits they are float32.
+    ``A`` is drawn, on the CPU, as ``nn.Linear`` draws its weights: the paper has a normal distribution, whose width it
+    does not tell, and this is what published implementations took. ``B`` is zero. Weights without values yet (``meta``)
+    get adapters with values. Beside weights of 16 bits they are float32.
     """
     weight = layer.weight
     assert isinstance(weight, Tensor)
@@ -171,6 +171,7 @@ def product_of(a: Tensor, b: Tensor, scale: float, *, is_in_out: bool) -> Tensor
 
 def remove_adapter(layer: Adapted) -> None:
     """Give ``layer`` the class and the weight it had, with what the adapter adds."""
+    assert isinstance(layer.weight, Tensor)
     weight = layer.weight.detach()
     added = product_of(layer.lora_A.detach(), layer.lora_B.detach(), layer.lora_scale, is_in_out=layer.is_in_out)
     merged = nn.Parameter((weight.to(added.dtype) + added).to(weight.dtype), requires_grad=False)

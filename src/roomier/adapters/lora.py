@@ -67,8 +67,7 @@ def quantise_base(network: nn.Module, plan: AdapterPlan) -> None:
                 action = f"Use {layer.weight_format!r}, or build the model anew"
                 raise RoomierError("lora.base", plan.frozen_base, problem, action)
             continue
-        weight = layer.weight
-        assert isinstance(weight, nn.Parameter)
+        weight = _parameter_of(layer)
         if num_owners[weight] > 1:
             continue
         _check_codable(name, layer, weight, plan.frozen_base)
@@ -92,7 +91,7 @@ def merge_lora(network: nn.Module) -> nn.Module:
         _check_whole(name, layer.lora_A)
     num_owners = Counter(each for part in network.modules() for each in part.parameters(recurse=False))
     for name, layer in layers:
-        if not isinstance(layer, InFewBits) and num_owners[_weight_of(layer)] > 1:
+        if not isinstance(layer, InFewBits) and num_owners[_parameter_of(layer)] > 1:
             problem = "has adapters, and another layer has the same weight, which would change as well"
             raise RoomierError("network", name, problem, "Give it a weight of its own before training")
     for _, layer in layers:
@@ -172,7 +171,7 @@ def _check(name: str, layer: nn.Module, rank: int, scale: float) -> None:
             action = "Train on with the same rank and alpha, or merge_lora(model) first"
             raise RoomierError("lora", {"rank": rank, "alpha": scale * rank}, problem, action)
         return
-    weight = _weight_of(layer)
+    weight = _parameter_of(layer)
     _check_whole(name, weight)
     if is_transposed(layer) and rank >= min(weight.shape):
         problem = f"{name} is of shape {list(weight.shape)}: there is no lower rank to gain from"
@@ -194,7 +193,7 @@ def _check_codable(name: str, layer: nn.Module, weight: Tensor, code_format: str
         raise RoomierError("lora.base", code_format, f"the weight of {name} is not finite", "Look at the weights")
 
 
-def _weight_of(layer: nn.Module) -> Tensor:
+def _parameter_of(layer: nn.Module) -> nn.Parameter:
     weight = layer.weight
-    assert isinstance(weight, Tensor)
+    assert isinstance(weight, nn.Parameter)
     return weight

@@ -56,7 +56,7 @@ def load_module(
 
 
 def _put_adapters(module: Module, plan: Mapping[str, Any] | None) -> None:
-    """The adapters of the run that was saved, and its frozen weights in few bits: the checkpoint has tensors for them."""
+    """The adapters of the run that was saved, and its frozen weights in few bits: the checkpoint has their tensors."""
     adapter = AdapterPlan(**(plan or {}).get("adapter", {}))
     if adapter.lora_rank is None:
         return

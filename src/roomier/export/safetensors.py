@@ -2,8 +2,8 @@
 
 [Note: memory of an export]
 A tensor is read from the files of the ranks that wrote it, converted, and written, 4 MiB at a time: a safetensors file
-begins with all names and shapes, and these are known. Only a tensor that was cut otherwise than into rows is put
-together first. So the size of the model does not matter.
+begins with all names and shapes, and these are known. Only a tensor that was cut otherwise than into rows, or has an
+adapter, is put together first. So the size of the model does not matter.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ import torch
 
 from roomier import checkpoint
 from roomier.checkpoint.commit import committed_folder
-from roomier.checkpoint.stored_tensors import StoredTensors
 from roomier.checkpoint.tensor_file import TensorFile, bytes_of, num_bytes_of
 from roomier.core.errors import RoomierError, did_you_mean
 from roomier.core.log import notice
+from roomier.export.merged import MergedTensors
+from roomier.plan.parts import AdapterPlan
 
 DTYPES = {
     "fp32": torch.float32,
@@ -63,7 +64,7 @@ def export_safetensors(
     One file is ``model.safetensors``; several are ``model-00001-of-0000N.safetensors`` with
     ``model.safetensors.index.json``. Of tied weights the first is written, as Hugging Face expects it; the others are
     named in the file's metadata, where ``safetensors.torch.load_model`` finds them. The ``config.json`` of a Hugging
-    Face model goes with it.
+    Face model goes with it. Adapters are added to the weights they belong to, which have the names of the plain model.
 
     Args:
         max_shard_bytes: of tensors in a file, unless one alone is larger.
@@ -80,8 +81,8 @@ def export_safetensors(
     target = Path(os.path.abspath(output))
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise RoomierError("output", str(output), "is there already and not empty", "Choose another folder")
-    stored = StoredTensors(path, "module")
     described = checkpoint.peek(path)
+    stored = MergedTensors(path, "module", AdapterPlan(**described.get("plan", {}).get("adapter", {})))
     found_prefix, config = _pretrained(described)
     prefix = found_prefix if prefix is None else prefix
     names = _names(stored, prefix)
@@ -113,7 +114,7 @@ def _pretrained(described: Mapping[str, Any]) -> tuple[str, dict[str, Any] | Non
     return "", None
 
 
-def _names(stored: StoredTensors, prefix: str) -> dict[str, str]:
+def _names(stored: MergedTensors, prefix: str) -> dict[str, str]:
     """Key in the checkpoint -> name in the files; of tied ones the first alone."""
     under = [key for key in stored.specs if key.startswith(prefix)]
     if not under:
@@ -132,12 +133,12 @@ def _dtype(stored: torch.dtype, wanted: str | None) -> torch.dtype:
     return stored if wanted is None or not stored.is_floating_point else DTYPES[wanted]
 
 
-def _num_bytes(stored: StoredTensors, key: str, dtypes: Mapping[str, torch.dtype]) -> int:
+def _num_bytes(stored: MergedTensors, key: str, dtypes: Mapping[str, torch.dtype]) -> int:
     return num_bytes_of(dtypes[key], stored.specs[key].shape)
 
 
 def _shards(
-    stored: StoredTensors, names: Mapping[str, str], dtypes: Mapping[str, torch.dtype], max_shard_bytes: int
+    stored: MergedTensors, names: Mapping[str, str], dtypes: Mapping[str, torch.dtype], max_shard_bytes: int
 ) -> list[list[str]]:
     shards: list[list[str]] = [[]]
     held_bytes = 0
@@ -159,7 +160,7 @@ def _file_names(num_files: int) -> list[str]:
 
 def _write_shard(
     path: Path,
-    stored: StoredTensors,
+    stored: MergedTensors,
     keys: list[str],
     names: Mapping[str, str],
     dtypes: Mapping[str, torch.dtype],
@@ -174,7 +175,7 @@ def _write_shard(
                     file.append(data)
 
 
-def _tied_names(stored: StoredTensors, names: Mapping[str, str], keys: list[str]) -> dict[str, str]:
+def _tied_names(stored: MergedTensors, names: Mapping[str, str], keys: list[str]) -> dict[str, str]:
     """Names that are not written -> the name of the same tensor that is, as safetensors' own ``save_model`` has it."""
     tied: dict[str, str] = {}
     for key in keys:

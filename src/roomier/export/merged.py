@@ -1,0 +1,94 @@
+"""The weights of a checkpoint as those of the plain model: with its adapters in them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from roomier.adapters.codes import decode
+from roomier.adapters.layers import product_of
+from roomier.checkpoint.stored_tensors import StoredTensors
+from roomier.checkpoint.tensor_file import CHUNK_BYTES
+from roomier.checkpoint.tree import TensorSpec
+from roomier.core.errors import RoomierError
+from roomier.plan.parts import AdapterPlan
+
+_OF_AN_ADAPTER = ("lora_A", "lora_B", "weight_codes", "weight_scales")
+
+
+class MergedTensors:
+    """As :class:`StoredTensors`, with one weight in the place of a frozen weight and its adapter, made when it is read.
+
+    Args:
+        section: of the checkpoint ``path``, as there.
+        adapter: of the Plan that the run was trained with.
+
+    Raises:
+        CheckpointError: damaged, or without such an entry.
+        RoomierError: another layer has the same weight as one with an adapter.
+
+    Attributes:
+        specs, tied_to, others: as there.
+    """
+
+    def __init__(self, path: str | Path, section: str, adapter: AdapterPlan) -> None:
+        self._stored = StoredTensors(path, section)
+        self._adapter = adapter
+        self.specs = self._stored.specs
+        self.tied_to, self.others = self._stored.tied_to, self._stored.others
+        if adapter.lora_rank is None:
+            self._adapted: set[str] = set()
+            return
+        ends = (key for key in self.specs if key.rpartition(".")[2] == "lora_A")
+        self._adapted = {key.removesuffix("lora_A") + "weight" for key in ends}
+        self.specs = self._specs_of_plain_model()
+        shared = sorted(self._adapted & {*self.tied_to, *self.tied_to.values()})
+        if shared:
+            problem = "has an adapter, and another layer has the same weight, which would change as well"
+            raise RoomierError("checkpoint", shared[0], problem, "Train with adapters on other layers")
+
+    def chunks(self, key: str) -> Iterator[Tensor]:
+        """As there; of a weight that has an adapter, all is in memory."""
+        if key not in self._adapted:
+            yield from self._stored.chunks(key)
+            return
+        spec, prefix = self.specs[key], key.removesuffix("weight")
+        added = self._added(prefix)
+        if key in self._stored.specs:
+            weight = self._whole(key)
+        else:
+            codes, scales = self._whole(f"{prefix}weight_codes"), self._whole(f"{prefix}weight_scales")
+            weight = decode(codes, scales, self._adapter.frozen_base, torch.Size(spec.shape), torch.float32)
+        merged = (weight.to(added.dtype) + added).to(spec.dtype)
+        yield from torch.split(merged.reshape(-1), max(1, CHUNK_BYTES // spec.dtype.itemsize))
+
+    def _specs_of_plain_model(self) -> dict[str, TensorSpec]:
+        specs: dict[str, TensorSpec] = {}
+        for key, spec in self._stored.specs.items():
+            prefix, dot, name = key.rpartition(".")
+            weight = f"{prefix}{dot}weight"
+            if weight not in self._adapted or name not in _OF_AN_ADAPTER:
+                specs[key] = spec
+            elif weight not in self._stored.specs:
+                a, b = (self._stored.specs[f"{prefix}{dot}{each}"] for each in ("lora_A", "lora_B"))
+                shape = (a.shape[0], b.shape[1]) if self._is_in_out(prefix + dot) else (b.shape[0], a.shape[1])
+                specs[weight] = TensorSpec(shape, a.dtype)
+        return specs
+
+    def _is_in_out(self, prefix: str) -> bool:
+        # The rank tells: it is less than both sizes of a weight that is stored so.
+        a = self._stored.specs[f"{prefix}lora_A"]
+        return bool(a.shape[0] != self._adapter.lora_rank)
+
+    def _added(self, prefix: str) -> Tensor:
+        rank = self._adapter.lora_rank
+        assert rank is not None
+        alpha = rank if self._adapter.lora_alpha is None else self._adapter.lora_alpha
+        a, b = self._whole(f"{prefix}lora_A"), self._whole(f"{prefix}lora_B")
+        return product_of(a, b, alpha / rank, is_in_out=self._is_in_out(prefix))
+
+    def _whole(self, key: str) -> Tensor:
+        return torch.cat(list(self._stored.chunks(key))).view(self._stored.specs[key].shape)

@@ -1,0 +1,82 @@
+"""Adapters leave as the weights of the plain model, or alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, load_model
+from torch import nn
+
+from roomier import Trainer
+from roomier.adapters.lora import adapter_state, merge_lora
+from roomier.cli.main import main
+from roomier.core.errors import RoomierError
+from roomier.export.adapter import export_adapter
+from roomier.export.safetensors import export_safetensors
+from tests.adapters.models import MODELS, loss_of, make_gpt, token_batches
+
+
+def trained(make_trainer: Callable[..., Trainer], kind: str, path: Path, **lora: Any) -> nn.Module:
+    network: nn.Module = MODELS[kind]()
+    settings = {"rank": 4, "alpha": 8, **lora}
+    trainer = make_trainer(lora=settings, optimizer={"name": "adamw", "lr": 3e-2}, max_steps=3)
+    batches = token_batches(3)
+    if kind == "gpt":
+        batches = [(each["input_ids"], each["labels"]) for each in batches]  # type: ignore[misc]
+    trainer.fit(network, batches)
+    trainer.save_checkpoint(path)
+    return network
+
+
+@pytest.mark.parametrize("base", ["as_is", "int8", "nf4"])
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_checkpoint_is_exported_merged(
+    make_trainer: Callable[..., Trainer], tmp_path: Path, kind: str, base: str
+) -> None:
+    network = trained(make_trainer, kind, tmp_path / "saved", base=base)
+    export_safetensors(tmp_path / "saved", tmp_path / "out")
+    plain = MODELS[kind]()
+    load_model(plain, tmp_path / "out" / "model.safetensors")
+    batch = token_batches(1)[0]
+    torch.testing.assert_close(loss_of(plain, batch), loss_of(network, batch), rtol=1e-5, atol=1e-5)
+    merged = merge_lora(network).state_dict()
+    for name, each in load_file(tmp_path / "out" / "model.safetensors").items():
+        torch.testing.assert_close(each, merged[name], rtol=1e-6, atol=1e-7)
+
+
+def test_the_command_merges_and_transformers_reads_it(make_trainer: Callable[..., Trainer], tmp_path: Path) -> None:
+    import transformers
+
+    network = trained(make_trainer, "gpt2", tmp_path / "saved")
+    assert main(["export", str(tmp_path / "saved"), "--to", "safetensors", "--output", str(tmp_path / "out")]) == 0
+    loaded = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "out").train()
+    batch = token_batches(1)[0]
+    torch.testing.assert_close(loss_of(loaded, batch), loss_of(network, batch), rtol=1e-5, atol=1e-5)
+
+
+def test_a_tied_weight_with_an_adapter_is_refused(make_trainer: Callable[..., Trainer], tmp_path: Path) -> None:
+    trained(make_trainer, "gpt2", tmp_path / "saved", targets=["lm_head", "c_fc"])
+    with pytest.raises(RoomierError, match="another layer has the same weight"):
+        export_safetensors(tmp_path / "saved", tmp_path / "out")
+
+
+def test_adapters_alone_in_the_layout_of_peft(make_trainer: Callable[..., Trainer], tmp_path: Path) -> None:
+    network = trained(make_trainer, "gpt2", tmp_path / "saved", targets=["c_fc"])
+    export_adapter(network, tmp_path / "adapter")
+    found = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    name = "base_model.model.transformer.h.0.mlp.c_fc"
+    assert found[f"{name}.lora_A.weight"].shape == (4, 32)
+    assert found[f"{name}.lora_B.weight"].shape == (128, 4)
+    own = adapter_state(network)["transformer.h.0.mlp.c_fc.lora_B"]
+    assert torch.equal(found[f"{name}.lora_B.weight"].T, own)
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"], config["fan_in_fan_out"]) == (4, 8, True)
+    with pytest.raises(RoomierError, match="already and not empty"):
+        export_adapter(network, tmp_path / "adapter")
+    with pytest.raises(RoomierError, match="has no adapters"):
+        export_adapter(make_gpt(), tmp_path / "other")
