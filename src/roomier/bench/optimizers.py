@@ -23,6 +23,7 @@ import math
 import sysconfig
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -46,8 +47,8 @@ PEER = "adamw"
 RATES = {PEER: 1e-3, "adamw8bit": 1e-3, "adamw4bit": 1e-3, "lion": 2e-4, "muon": 1e-3, "adafactor": 1e-2}
 _DEFAULT = "adamw8bit,adamw4bit"
 _BETAS = {"adamw", "adamw8bit", "adamw4bit"}
-_CONTEXT, _BATCH_SIZE, _NUM_VALIDATION = 128, 4, 256
-_MODEL = {"num_layers": 4, "num_heads": 4, "width": 128}
+MODEL = GPTConfig(vocab_size=256, context=128, num_layers=4, num_heads=4, width=128, dropout=0.0)
+_BATCH_SIZE, _NUM_VALIDATION = 4, 256  # sequences
 _LEFT_OUT = {"test", "tests", "idlelib", "encodings", "pydoc_data", "site-packages", "dist-packages"}
 _WIDTH = 2048  # of the matrices whose update is timed
 
@@ -73,7 +74,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         row["step_s"], row["step_cpu_s"] = cost.wall_us / 1e6, cost.cpu_us / 1e6
         row["step_ratio_to_adamw"] = cost.cpu_us / costs[PEER].cpu_us
     settings = {"steps": options.steps, "seeds": options.seeds, "step_parameters": options.step_parameters}
-    model = {**_MODEL, "vocab_size": 256, "context": _CONTEXT, "batch_size": _BATCH_SIZE}
+    model = {**asdict(MODEL), "batch_size": _BATCH_SIZE}
     return {"case": "optimizers", **settings, "repeats": options.repeats, "model": model, "rows": rows, **facts}
 
 
@@ -114,7 +115,7 @@ def _train_all(names: Sequence[str], num_steps: int, num_seeds: int) -> list[dic
 
 def _train(name: str, seed: int, num_steps: int, text: Tensor) -> dict[str, float]:
     torch.manual_seed(seed)
-    network = GPT(GPTConfig(256, _CONTEXT, dropout=0.0, **_MODEL))
+    network = GPT(MODEL)
     optimizer = _optimizer(name, network)
     schedule = make_schedule("cosine", optimizer, num_steps, warmup_steps=max(1, num_steps // 10), min_lr_ratio=0.05)
     held_out = len(text) // 20  # at the end
@@ -130,7 +131,7 @@ def _train(name: str, seed: int, num_steps: int, text: Tensor) -> dict[str, floa
         losses.append(loss.item())
     with torch.no_grad():
         validation = _draw(text[-held_out:], _NUM_VALIDATION, torch.Generator().manual_seed(0))
-        final = mean(_loss(network, batch).item() for batch in validation.split(32))
+        final = mean(_loss(network, batch).item() for batch in torch.split(validation, 32))
     last = losses[-min(100, max(1, num_steps // 10)) :]
     return {"loss": final, "train_loss": mean(last), **_memory(network, optimizer)}
 
@@ -143,8 +144,8 @@ def read_text() -> Tensor:
 
 
 def _draw(text: Tensor, num_sequences: int, generator: torch.Generator) -> Tensor:
-    starts = torch.randint(len(text) - _CONTEXT, (num_sequences, 1), generator=generator)
-    return text[starts + torch.arange(_CONTEXT + 1)].long()
+    starts = torch.randint(len(text) - MODEL.context, (num_sequences, 1), generator=generator)
+    return text[starts + torch.arange(MODEL.context + 1)].long()
 
 
 def _loss(network: nn.Module, sequences: Tensor) -> Tensor:
@@ -200,7 +201,8 @@ def table(result: Mapping[str, Any]) -> RenderableType:
     found = Table(
         title=f"GPT of width {result['model']['width']} on bytes, {result['steps']} steps, {result['seeds']} seeds",
         caption="states: bytes for each parameter of large matrices; "
-        f"update of {result['step_parameters']:,} parameters in one thread, beside torch's fused AdamW\n{result['machine']['cpu']}, torch {result['torch']}",
+        f"update of {result['step_parameters']:,} parameters in one thread, beside torch's fused AdamW\n"
+        f"{result['machine']['cpu']}, torch {result['torch']}",
     )
     for heading in ("optimizer", "loss", "to adamw", "seeds", "states", "update", "to adamw"):
         found.add_column(heading, justify="left" if heading == "optimizer" else "right")

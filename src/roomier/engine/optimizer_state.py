@@ -1,6 +1,6 @@
 """Optimizer states by parameter name, so that a checkpoint does not know the order or layout that wrote it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -20,6 +20,16 @@ class PlacesStates(Protocol):
 
     def place(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
         """An empty tensor for the state ``name`` of a parameter; None where it is not needed."""
+        ...
+
+
+@runtime_checkable
+class HasRowStates(Protocol):
+    """An optimizer with states that are cut as the rows of their parameter are, and have another shape."""
+
+    @property
+    def row_states(self) -> Sequence[str]:
+        """The names of these states; their first dimension is that of the parameter."""
         ...
 
 
@@ -77,9 +87,9 @@ def state_places(
 ) -> dict[str, Any]:
     """``saved`` with an empty tensor in the place of each that is to be read.
 
-    A state of its parameter's shape is cut like the parameter, so that no rank holds more of it than it trains with.
-    Any other stands on the parameter's device, on every rank; one without dimensions, such as a step count, on the CPU,
-    from where the engine puts it where the optimizer wants it.
+    A state of its parameter's shape, or of its rows, is cut like the parameter, so that no rank holds more of it than
+    it trains with. Any other stands on the parameter's device, on every rank; one without dimensions, such as a step
+    count, on the CPU, from where the engine puts it where the optimizer wants it.
 
     Args:
         is_spec: tells what stands for a tensor: it has ``shape`` and ``dtype``.
@@ -93,7 +103,8 @@ def state_places(
             return unneeded if tensor is None else tensor
         if not spec.shape:
             return torch.empty((), dtype=spec.dtype)
-        return _empty_beside(parameter, spec.shape, spec.dtype)
+        is_cut = tuple(spec.shape) == tuple(parameter.shape) or key in _row_states(optimizer)
+        return _empty_beside(parameter, spec.shape, spec.dtype, is_cut=is_cut)
 
     def places_of(name: str, state: Mapping[str, Any]) -> dict[str, Any]:
         return {
@@ -104,21 +115,25 @@ def state_places(
     return {**saved, "state": {name: places_of(name, state) for name, state in saved["state"].items()}}
 
 
-def _empty_beside(parameter: nn.Parameter, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def _row_states(optimizer: Optimizer) -> Sequence[str]:
+    return optimizer.row_states if isinstance(optimizer, HasRowStates) else ()
+
+
+def _empty_beside(parameter: nn.Parameter, shape: tuple[int, ...], dtype: torch.dtype, *, is_cut: bool) -> Tensor:
     if type(parameter) is not nn.Parameter:
         from torch.distributed.tensor import DTensor, Replicate, empty  # slow to import, and needed only here
 
         if isinstance(parameter, DTensor):
             mesh = parameter.device_mesh
-            placements = parameter.placements if shape == tuple(parameter.shape) else [Replicate()] * mesh.ndim
+            placements = parameter.placements if is_cut else [Replicate()] * mesh.ndim
             return empty(shape, dtype=dtype, device_mesh=mesh, placements=placements)
     return torch.empty(shape, dtype=dtype, device=parameter.device)
 
 
-def cut_like(own: Any, value: Any) -> Any:
-    """``value``, the whole of a tensor, cut as ``own`` is, which has its shape; anything else as it is. No rank waits
-    for another."""
-    is_whole = isinstance(value, Tensor) and isinstance(own, Tensor) and own.shape == value.shape
+def cut_like(own: Any, value: Any, *, by_rows: bool = False) -> Any:
+    """``value``, the whole of a tensor, cut as ``own`` is, which has its shape, or its rows; anything else as it is. No
+    rank waits for another."""
+    is_whole = isinstance(value, Tensor) and isinstance(own, Tensor) and (by_rows or own.shape == value.shape)
     if not is_whole or type(own) in (Tensor, nn.Parameter):
         return value
     from torch.distributed.tensor import DTensor, distribute_tensor  # slow to import, and needed only here
@@ -157,19 +172,24 @@ def _load_as_saved(optimizer: Optimizer, packed: Mapping[str, Any]) -> None:
     for group, saved in zip(optimizer.param_groups, packed["param_groups"], strict=True):
         group.update({key: value for key, value in saved.items() if key != "params"})
     on_device = {id(p) for group in optimizer.param_groups for p in group["params"] if _counts_on_device(group)}
+    row_states = _row_states(optimizer)
     optimizer.state.clear()
     for index, state in packed["state"].items():
         parameter = parameters[index]
         # torch keeps step counts on the host unless the kernel reads them on the device.
         count_device = parameter.device if id(parameter) in on_device else torch.device("cpu")
         optimizer.state[parameter] = {
-            key: _owned(to_device(value, count_device if key == "step" else parameter.device), parameter)
+            key: _owned(
+                to_device(value, count_device if key == "step" else parameter.device),
+                parameter,
+                by_rows=key in row_states,
+            )
             for key, value in state.items()
         }
 
 
-def _owned(value: Any, parameter: nn.Parameter) -> Any:
-    cut = cut_like(parameter, value)
+def _owned(value: Any, parameter: nn.Parameter, *, by_rows: bool) -> Any:
+    cut = cut_like(parameter, value, by_rows=by_rows)
     # A part of a whole would keep all of it in memory.
     return value if cut is value else cut.clone()
 

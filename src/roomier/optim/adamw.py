@@ -62,8 +62,8 @@ class BlockwiseAdamW(Optimizer):
             which now and then a code is the next one.
 
     Raises:
-        PlanError: an option is none of those; there is no compiler for ``compiled=True``; or moments of 4 or 8 bits are asked for weights that are neither float32
-            nor bfloat16, or are cut otherwise than by rows.
+        PlanError: an option is none of those; there is no compiler for ``compiled=True``; or moments of 4 or 8 bits are
+            asked for weights that are neither float32 nor bfloat16, or are cut otherwise than by rows.
     """
 
     row_states = ("root_scales", "ratio_scales")
@@ -327,7 +327,8 @@ def blockwise_adamw_bytes(
     part = [shape[0] if num_rows is None else num_rows, *shape[1:]] if shape else []
     num_elements = math.prod(part)
     in_codes = uses_codes(shape, state_bits)
-    moments = block_codes.state_bytes(part, state_bits) if in_codes else 2 * max(4, dtype.itemsize) * num_elements
+    whole_bytes = 2 * _moment_dtype(dtype).itemsize * num_elements
+    moments = block_codes.state_bytes(part, state_bits) if in_codes else whole_bytes
     keeps_low_bits = dtype is torch.bfloat16 and weight_rounding == "split"
     return moments + (2 * num_elements if keeps_low_bits else 0) + 4  # the number of steps, a float32
 
@@ -338,12 +339,15 @@ def _empty_state(parameter: nn.Parameter, group: Mapping[str, Any]) -> dict[str,
         codes = block_codes.empty_codes(local(parameter), group["state_bits"])
         state |= {name: _cut_as(parameter, each) for name, each in codes.items()}
     else:
-        dtype = torch.float32 if parameter.dtype is torch.bfloat16 else parameter.dtype
         for name in ("exp_avg", "exp_avg_sq"):
-            state[name] = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+            state[name] = torch.zeros_like(parameter, dtype=_moment_dtype(parameter.dtype), requires_grad=False)
     if parameter.dtype is torch.bfloat16 and group["weight_rounding"] == "split":
         state["low_bits"] = empty_low_bits(parameter)
     return state
+
+
+def _moment_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype is torch.bfloat16 else dtype
 
 
 def _cut_as(parameter: Tensor, rows: Tensor) -> Tensor:

@@ -1,12 +1,12 @@
 """The two moments of Adam in 8 or 4 bits each, block by block.
 
 [Note: what the codes stand for]
-Of each element is kept the root ``r`` of its second moment, and its first moment ``m`` as a *ratio* ``q = m / (r + e)``,
-where ``e`` is Adam's eps at that step: what the weight moves by, up to the learning rate. In a block with the largest
-root ``R`` and the largest ratio ``Q``, a code of ``b`` bits stands for::
+Of each element is kept the root ``r`` of its second moment, and its first moment ``m`` as a *ratio*
+``q = m / (r + e)``, where ``e`` is Adam's eps at that step: what the weight moves by, up to the learning rate. In a
+block with the largest root ``R`` and the largest ratio ``Q``, a code of ``b`` bits stands for::
 
-    r = R * ((k + 1) / 2^b)^2          k = 0 ... 2^b - 1          the root of the root is rounded: small ones keep digits
-    q = Q * d / (2^(b-1) - 1)          d = -(2^(b-1) - 1) ... 2^(b-1) - 1
+    r = R * ((k + 1) / 2^b)^2        k = 0 ... 2^b - 1: the root of the root is rounded, so small ones keep digits
+    q = Q * d / (2^(b-1) - 1)        d = -(2^(b-1) - 1) ... 2^(b-1) - 1
 
 Both largest values are kept exactly, in float32. That ``m`` is kept as a ratio bounds what rounding can do: errors of
 ``q`` are a share of the block's largest move, and an error of ``r`` changes both parts of ``m / r`` alike. Kept by
@@ -16,9 +16,9 @@ rounded to zero in a block that has another, so neither does an element that was
 Rounding is arithmetic, a root and a product and no search in a table, so it runs at the speed of the rest of a step.
 
 [Note: dither]
-A second moment changes by 1 part in 1000 a step (``beta2 = 0.999``), a code by 1 in 100 or in 4: rounded to the nearest,
-codes would stand still. So the number is rounded up as often as it is close to the one above: ``floor(x + u)``, where
-``u`` runs through (0, 1) evenly from step to step: the multiples of the golden ratio, shifted from column to column (a
+A second moment changes by 1 part in 1000 a step (``beta2 = 0.999``), a code by 1 in 100 or in 4: rounded to nearest,
+codes would stand still. So a number is rounded up as often as it is close to the one above: ``floor(x + u)``, where
+``u`` runs through (0, 1) evenly from step to step: multiples of the golden ratio, shifted from column to column (a
 Kronecker sequence; see e.g. Niederreiter, "Random Number Generation and Quasi-Monte Carlo Methods", 1992, chapter 3).
 Step and column decide it, so what a resumed run rounds, or another number of ranks, is the same to the bit; whole
 numbers of codes, such as zero and a block's largest, stay what they are.
@@ -97,7 +97,8 @@ class Region:
 
     def cut(self, rows: Tensor) -> Tensor:
         """Its part of ``[rows, columns]`` as ``[rows, blocks, size]``."""
-        return rows[:, self.columns].unflatten(1, (-1, self.size))
+        part = rows[:, self.columns]
+        return part.view(part.shape[0], part.shape[1] // self.size, self.size)
 
 
 def regions(num_columns: int, bits: int) -> list[Region]:
