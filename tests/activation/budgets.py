@@ -41,6 +41,7 @@ class Language(nn.Module):
 
     def __init__(self, **changes: Any) -> None:
         super().__init__()
+        torch.manual_seed(0)
         sizes = {"vocab_size": 31, "context": 32, "num_layers": 8, "num_heads": 2, "width": 32, "dropout": 0.1}
         self.gpt = GPT(GPTConfig(**{**sizes, **changes}))
 
@@ -130,3 +131,13 @@ def assert_same_training(first: Taken, second: Taken) -> None:
     assert first.losses == second.losses
     for name, each in first.weights.items():
         assert torch.equal(each, second.weights[name]), name
+
+
+def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:
+    """Spearman's: Pearson's of the ranks, where equal values have the mean of theirs."""
+
+    def ranks(values: Sequence[float]) -> Tensor:
+        given = torch.tensor(values, dtype=torch.float64)
+        return (given[:, None] > given).sum(1) + ((given[:, None] == given).sum(1) - 1) / 2
+
+    return torch.corrcoef(torch.stack([ranks(first), ranks(second)]))[0, 1].item()

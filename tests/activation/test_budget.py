@@ -1,0 +1,203 @@
+"""A budget of activation memory: kept, used, and without a trace in what is trained."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from roomier import Trainer
+from roomier.activation import stages
+from roomier.activation.block_forward import Keep
+from roomier.core.errors import TrainingError
+from roomier.core.torch_private import version_of
+from tests.activation.budgets import (
+    Language,
+    Net,
+    Taken,
+    assert_same_training,
+    engine_for,
+    measured_peak,
+    rank_correlation,
+    recompute_of,
+    take_step,
+    tokens,
+    train,
+)
+
+TOLERANCE = 1.03
+WINDOWS = [[tokens(seed=seed)] for seed in range(4)]
+
+
+@functools.cache
+def trained(budget: float | int | str) -> Taken:
+    return train(Language(), budget, WINDOWS)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def every_operation_takes_a_microsecond() -> Iterator[None]:
+    """So that the same is chosen whatever else this machine does."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stages, "total_ns", lambda spans: 1000 * len(spans))
+        yield
+
+
+@pytest.fixture(scope="module")
+def plain() -> Taken:
+    return trained("none")
+
+
+@pytest.fixture(scope="module")
+def bounds() -> tuple[int, int]:
+    return trained(0.0).peak_bytes, trained(1.0).peak_bytes
+
+
+def test_ten_budgets_are_kept_and_each_is_used(plain: Taken, bounds: tuple[int, int]) -> None:
+    least, most = bounds
+    budgets = [least + round((most - least) * part / 9) for part in range(10)]
+    sweep = [trained(0.0), *(trained(budget) for budget in budgets[1:-1]), trained(1.0)]
+    for budget, taken in zip(budgets, sweep, strict=True):
+        assert taken.peak_bytes <= TOLERANCE * budget
+        assert taken.predicted_bytes == pytest.approx(taken.peak_bytes, rel=0.01)
+        assert_same_training(taken, plain)
+    lost_ns = [taken.lost_ns or 0 for taken in sweep]
+    assert lost_ns == sorted(lost_ns, reverse=True)
+    assert rank_correlation(budgets, lost_ns) <= -0.9
+    assert sweep[0].flops > 1.2 * plain.flops
+    assert sweep[-1].flops == plain.flops
+    block_bytes = (most - least) / 8
+    for budget, taken in zip(budgets, sweep, strict=True):
+        assert budget - taken.peak_bytes < 1.1 * block_bytes  # another block would not have fitted
+
+
+def test_a_fraction_lies_between_what_is_least_and_most(plain: Taken, bounds: tuple[int, int]) -> None:
+    least, most = bounds
+    assert trained(0.0).keeps[:-1] == [Keep.INPUT] * 7  # the last one's backward begins at once
+    assert trained(1.0).keeps == [Keep.ALL] * 8
+    assert most == pytest.approx(plain.peak_bytes, rel=0.01)
+    assert least < 0.4 * most
+    half = trained(0.5)
+    assert 0.4 * (most - least) < half.peak_bytes - least < 0.52 * (most - least)
+
+
+def test_accumulated_micro_batches_are_all_measured() -> None:
+    windows = [[tokens(4, seed=seed), tokens(16, seed=seed), tokens(8, seed=seed)] for seed in range(4)]
+    plain, taken = (train(Language(num_layers=4), budget, windows) for budget in ("none", 0.5))
+    assert taken.predicted_bytes == pytest.approx(taken.peak_bytes, rel=0.01)
+    assert taken.peak_bytes < 0.8 * plain.peak_bytes
+    assert_same_training(taken, plain)
+
+
+def test_a_budget_that_cannot_be_kept_is_an_error_before_the_third_step() -> None:
+    module = Net(Language())
+    engine = engine_for(module, "2MiB")
+    for window in WINDOWS[:2]:
+        take_step(engine, module, window)
+    weights = [version_of(each) for each in module.parameters()]
+    with pytest.raises(TrainingError, match=r"activation.budget='2.0 MiB'.*GiB.*smaller micro-batches"):
+        take_step(engine, module, WINDOWS[2])
+    assert [version_of(each) for each in module.parameters()] == weights
+
+
+def test_the_least_that_an_error_tells_is_enough() -> None:
+    module = Net(Language())
+    engine = engine_for(module, "2MiB")
+    for window in WINDOWS[:2]:
+        take_step(engine, module, window)
+    with pytest.raises(TrainingError) as caught:
+        take_step(engine, module, WINDOWS[2])
+    least_mib = float(caught.value.problem.split("(")[1].split(" MiB")[0])
+    taken = trained(round((least_mib + 0.05) * 2**20))
+    assert taken.peak_bytes <= (least_mib + 0.05) * 2**20
+
+
+def test_what_was_chosen_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
+    train(Language(num_layers=2), 0.5, WINDOWS)
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "budget" in line]
+    assert "of 2 blocks" in line
+    assert "predicted peak" in line
+    assert "ms of a step" in line
+
+
+def test_a_larger_batch_is_measured_before_more_is_kept() -> None:
+    module = Net(Language())
+    small, large = [tokens(4)], [tokens(16)]
+    budget = trained(0.3).peak_bytes
+    engine = engine_for(module, budget)
+    for _ in range(4):
+        take_step(engine, module, small)
+    assert [block.keep for block in recompute_of(engine).blocks] == [Keep.ALL] * 8
+    assert measured_peak(engine, module, large) <= TOLERANCE * budget  # the first of its two steps is measured
+    keeps = [block.keep for block in recompute_of(engine).blocks]
+    assert Keep.INPUT in keeps
+    take_step(engine, module, small)
+    assert [block.keep for block in recompute_of(engine).blocks] == keeps  # nothing is larger: nothing is measured
+
+
+def test_a_step_that_fails_leaves_no_trace(plain: Taken) -> None:
+    module = Net(Language())
+    engine = engine_for(module, 0.5)
+    torch.manual_seed(1)
+    losses = [take_step(engine, module, WINDOWS[0])]
+    state = torch.get_rng_state()
+    with pytest.raises(TypeError):
+        engine.forward_backward(module.training_step, [(None,)])
+    with pytest.raises(KeyError):
+        engine.forward_backward(fail_after(module), WINDOWS[1])
+    torch.set_rng_state(state)
+    losses += [take_step(engine, module, window) for window in WINDOWS[1:]]
+    assert losses == plain.losses
+    assert len({block.keep for block in recompute_of(engine).blocks}) > 1
+
+
+def fail_after(module: Net) -> Callable[[Any], Tensor]:
+    def step(batch: Any) -> Tensor:
+        module.training_step(batch)
+        raise KeyError("after the forward")
+
+    return step
+
+
+def test_a_step_without_a_loss_is_not_the_one_that_is_measured() -> None:
+    module = Net(Language())
+    engine = engine_for(module, 0.5)
+    take_step(engine, module, WINDOWS[0])
+    assert engine.forward_backward(lambda batch: None, WINDOWS[1]) is None
+    take_step(engine, module, WINDOWS[2])
+    take_step(engine, module, WINDOWS[3])
+    assert len({block.keep for block in recompute_of(engine).blocks}) > 1
+
+
+class Trained(Net):
+    """What a Trainer fits."""
+
+    def __init__(self) -> None:
+        super().__init__(Language(num_layers=4))
+
+    def train_dataloader(self) -> list[tuple[Tensor]]:
+        return [tokens(seed=seed) for seed in range(4)]
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def test_under_the_trainer_and_resumed(make_trainer: Callable[..., Trainer], tmp_path: Path) -> None:
+    def fit(budget: str | float, max_epochs: int, **keywords: Any) -> dict[str, Tensor]:
+        module = Trained()
+        torch.manual_seed(1)
+        trainer = make_trainer(activation_checkpointing=budget, max_epochs=max_epochs)
+        trainer.fit(module, **keywords)
+        trainer.save_checkpoint(tmp_path / f"{budget}-{max_epochs}")
+        return module.state_dict()
+
+    plain = fit("none", 2)
+    for name, each in fit(0.5, 2).items():
+        assert torch.equal(each, plain[name]), name
+    fit("5MiB", 1)
+    for name, each in fit("5MiB", 2, ckpt_path=tmp_path / "5MiB-1").items():
+        assert torch.equal(each, plain[name]), name
