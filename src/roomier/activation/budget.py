@@ -172,7 +172,8 @@ class BudgetedRecompute(Recompute):
             self._has_told = True
             notice(
                 f"rank {self._ranks.world.rank} got a batch with tensors of {sizes} elements, larger than the "
-                f"{self._sizes} that the activation budget was measured with: it may be exceeded"
+                f"{self._sizes} that the activation budget was measured with: it may be exceeded",
+                every_rank=True,
             )
 
 

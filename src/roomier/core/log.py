@@ -9,10 +9,10 @@ def is_first_rank() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def notice(message: str) -> None:
+def notice(message: str, *, every_rank: bool = False) -> None:
     """Print one line the user must see, on standard error, so that standard output stays data.
 
-    Of several ranks the first one alone prints.
+    Of several ranks the first one alone prints, but for what holds of one rank: ``every_rank`` that calls it.
     """
-    if is_first_rank():
+    if every_rank or is_first_rank():
         print(f"roomier: {message}", file=sys.stderr, flush=True)
