@@ -1,0 +1,80 @@
+"""Which layer makes the logits: named, found, or asked for."""
+
+from collections.abc import Callable
+
+import pytest
+from torch import nn
+
+from roomier import Trainer
+from roomier.api.forward import as_module
+from roomier.core.errors import RoomierError
+from roomier.loss.output_layer import find_output_layer
+from roomier.models.gpt import GPT, GPTConfig
+
+
+class Model(nn.Module):
+    """Parts by name; an embedding of 11 tokens is among them."""
+
+    def __init__(self, **parts: nn.Module) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(11, 4)
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+
+class Naming(Model):
+    def get_output_embeddings(self) -> nn.Module:
+        return self.second
+
+
+def two(first: int, second: int) -> dict[str, nn.Module]:
+    return {"first": nn.Linear(4, first), "second": nn.Linear(4, second)}
+
+
+def test_it_is_found() -> None:
+    gpt = GPT(GPTConfig.named("gpt-nano", vocab_size=11, context=4))
+    assert find_output_layer(gpt) is gpt.head
+    assert find_output_layer(as_module(gpt)) is gpt.head
+    named = Naming(**two(11, 11))
+    assert find_output_layer(named) is named.second
+    assert find_output_layer(nn.ModuleDict({"part": named})) is named.second
+    tied = Model(**two(11, 11))
+    tied.first.weight = tied.tokens.weight
+    assert find_output_layer(tied) is tied.first
+    alike = Model(**two(11, 300))
+    assert find_output_layer(alike) is alike.first
+    last = Model(**two(7, 300))
+    assert find_output_layer(last) is last.second
+
+
+def test_in_blocks_there_is_none() -> None:
+    blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 11), nn.Linear(11, 4)) for _ in range(2))
+    model = Model(blocks=blocks, head=nn.Linear(4, 11))
+    assert find_output_layer(model) is model.head
+
+
+class Own(nn.Linear):
+    def forward(self, input):  # type: ignore[no-untyped-def]
+        return super().forward(2 * input)
+
+
+@pytest.mark.parametrize(
+    ("model", "problem"),
+    [
+        (Model(**two(11, 11)), "first, second.*any of these"),
+        (Model(**two(300, 7)), "first, second.*any of these"),
+        (Model(), "no linear layer"),
+        (Model(head=Own(4, 11)), "head, which makes the logits, is a Own"),
+        (Naming(second=nn.Conv1d(4, 11, 1)), "second, which makes the logits, is a Conv1d"),
+    ],
+)
+def test_what_is_not_found_is_asked_for(model: nn.Module, problem: str) -> None:
+    with pytest.raises(RoomierError, match=problem):
+        find_output_layer(model)
+
+
+def test_an_adapted_output_layer_is_refused(make_trainer: Callable[..., Trainer]) -> None:
+    gpt = GPT(GPTConfig.named("gpt-nano", vocab_size=11, context=4))
+    trainer = make_trainer(chunked_loss=True, lora={"rank": 2, "targets": "head"}, max_steps=1, optimizer="sgd")
+    with pytest.raises(RoomierError, match="computes in a way of its own"):
+        trainer.fit(gpt, [])
