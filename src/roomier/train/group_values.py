@@ -10,8 +10,9 @@ from torch.optim import SGD, Optimizer
 from roomier.core.errors import CheckpointError
 from roomier.core.log import notice
 from roomier.plan import Plan
+from roomier.plan.lever_rules import KEEPS_MASTERS, rounding_in_force
 
-_ALL_OF_ONE = ({"lr", "initial_lr"}, {"fused", "foreach", "differentiable"})
+_ALL_OF_ONE = ({"lr", "initial_lr", "adamw_lr"}, {"fused", "foreach", "differentiable"})
 _NEED_STATES = ("amsgrad", "centered", "momentum")
 _DRIVEN = {"lr", "betas", "momentum"}  # by schedulers: what is there is not what was configured
 _NUMBERS = (int, float, str, tuple, list)
@@ -21,7 +22,8 @@ def changed_in_plan(stored: Plan, plan: Plan, optimizers: Sequence[Optimizer]) -
     """The values of parameter groups that ``plan`` names otherwise than ``stored``.
 
     Raises:
-        CheckpointError: one of them needs states beside each parameter that the checkpoint does not have.
+        CheckpointError: one of them needs states beside each parameter that the checkpoint does not have, or weights
+            were kept in another way.
     """
     if plan.optimizer.name is None:
         return set()
@@ -32,6 +34,7 @@ def changed_in_plan(stored: Plan, plan: Plan, optimizers: Sequence[Optimizer]) -
             "the module of the checkpoint configured its own",
             "Configure it as in the run that was saved, or start a new fit from the weights",
         )
+    _check_rounding(stored, plan)
     before, now = dict(stored.optimizer.options), dict(plan.optimizer.options)
     changed = {name for name in {**before, **now} if before.get(name) != now.get(name)}
     changed |= {
@@ -47,6 +50,15 @@ def changed_in_plan(stored: Plan, plan: Plan, optimizers: Sequence[Optimizer]) -
                 "Leave it as in the run that was saved, or start a new fit from the weights",
             )
     return changed.union(*(names for names in _ALL_OF_ONE if names & changed))
+
+
+def _check_rounding(stored: Plan, plan: Plan) -> None:
+    """What weights of bfloat16 had no room for is among the states; in another way of keeping them it would be lost."""
+    before, now = rounding_in_force(stored), rounding_in_force(plan)
+    if plan.optimizer.name in KEEPS_MASTERS and before != now:
+        kept = f"kept {before!r}" if before else f"kept in precision {stored.precision.mode!r}"
+        action = "Resume with the precision and weight_rounding of that run, or start a new fit from the weights"
+        raise CheckpointError("optimizer.weight_rounding", now, f"the checkpoint has weights {kept}", action)
 
 
 def put_changed(optimizers: Sequence[Optimizer], states: Sequence[Mapping[str, Any]], changed: Iterable[str]) -> None:

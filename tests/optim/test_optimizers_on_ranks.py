@@ -1,0 +1,47 @@
+"""Lion and Muon train on several ranks what they train on one, and go on from a checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from tests.parallel.parity import Setup, Trained, distance, train_on_ranks
+from tests.parallel.tasks import Language
+from tests.ranks.pool import RankPool
+
+LAYOUTS = [("ddp", 2, None), ("zero1", 2, None), ("zero2", 2, None), ("zero3", 2, None), ("hsdp", 4, 2)]
+# Attention's key bias has a gradient that is zero up to rounding, and Lion takes its sign.
+UNDETERMINED = "query_key_value.bias"
+
+
+@cache
+def on_one_rank(pool: RankPool, optimizer: str, num_samples: int) -> Trained:
+    setup = Setup("single", 1, micro_batch=num_samples, precision="64-true", optimizer=optimizer)
+    trained: Trained = pool(1, train_on_ranks, Language, setup)[0]
+    return trained
+
+
+@pytest.mark.parametrize("optimizer", ["lion", "muon"])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout[0]} on {layout[1]}")
+def test_ranks_train_as_one_process(on_ranks: RankPool, optimizer: str, layout: tuple[str, int, int | None]) -> None:
+    """In float64, where the order of sums cannot move what Muon rounds to bfloat16."""
+    strategy, num_ranks, shard_size = layout
+    setup = Setup(strategy, num_ranks, shard_size, micro_batch=2, precision="64-true", optimizer=optimizer)
+    single = on_one_rank(on_ranks, optimizer, 2 * num_ranks)
+    for trained in on_ranks(num_ranks, train_on_ranks, Language, setup):
+        for each in (single, trained):
+            each.weights = {name: value for name, value in each.weights.items() if UNDETERMINED not in name}
+        apart = distance(trained, single)
+        assert apart.losses < 1e-9, apart
+        assert apart.weights < 1e-8, apart
+    assert single.losses[-1] < 0.9 * single.losses[0], "nothing was learned"
+
+
+@pytest.mark.parametrize("optimizer", ["lion", "muon"])
+def test_losses_in_float32_are_near(on_ranks: RankPool, optimizer: str) -> None:
+    setup = Setup("zero2", 2, micro_batch=2, optimizer=optimizer)
+    single = on_ranks(1, train_on_ranks, Language, replace(setup, strategy="single", num_ranks=1, micro_batch=4))[0]
+    for trained in on_ranks(2, train_on_ranks, Language, setup):
+        assert trained.losses == pytest.approx(single.losses, rel=1e-3 if optimizer == "lion" else 1e-2)
