@@ -85,12 +85,20 @@ class BlockwiseAdamW(Optimizer):
         compiled: bool | None = None,
     ) -> None:
         self.compiled = compiled
+        # Of all parameters: in the backward, a step is called for some of them at a time.
+        self._index: dict[Tensor, int] = {}
+        self._coded: list[Tensor] = []
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "state_bits": state_bits}
         super().__init__(params, {**defaults, "weight_rounding": weight_rounding})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
-        _check(self.param_groups[-1])
+        group = self.param_groups[-1]
+        _check(group)
+        for parameter in group["params"]:
+            self._index[parameter] = len(self._index)
+            if uses_codes(parameter.shape, group["state_bits"]):
+                self._coded.append(parameter)
         self._update_codes = None
 
     @overload
@@ -103,26 +111,19 @@ class BlockwiseAdamW(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        index, update = 0, self._update_codes or self._choose_update()
+        update = self._update_codes or self._choose_update()
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._update(group, parameter, index, update)
-                index += 1
+                    self._update(group, parameter, update)
         return loss
 
     def _choose_update(self) -> UpdateBlocks:
-        coded = [
-            parameter
-            for group in self.param_groups
-            for parameter in group["params"]
-            if uses_codes(parameter.shape, group["state_bits"])
-        ]
         # Of whole parameters: on any number of ranks the same.
-        pays = sum(parameter.numel() for parameter in coded) >= _WORTH_COMPILING
+        pays = sum(parameter.numel() for parameter in self._coded) >= _WORTH_COMPILING
         self._update_codes = update_blocks
-        if coded and (pays if self.compiled is None else self.compiled):
-            found, problem = compiled_update(coded[0].device)
+        if self._coded and (pays if self.compiled is None else self.compiled):
+            found, problem = compiled_update(self._coded[0].device)
             if problem and self.compiled:
                 raise PlanError("optimizer.compiled", True, problem, "Leave it out: the update then runs uncompiled")
             if problem:
@@ -130,7 +131,7 @@ class BlockwiseAdamW(Optimizer):
             self._update_codes = found
         return self._update_codes
 
-    def _update(self, group: Mapping[str, Any], parameter: nn.Parameter, index: int, update: UpdateBlocks) -> None:
+    def _update(self, group: Mapping[str, Any], parameter: nn.Parameter, update: UpdateBlocks) -> None:
         assert parameter.grad is not None
         if parameter.grad.is_sparse:
             action = "Make the embedding with sparse=False, or use torch.optim.SparseAdam for it"
@@ -146,7 +147,7 @@ class BlockwiseAdamW(Optimizer):
             return
         key, first = None, 0
         if parameter.dtype is torch.bfloat16 and group["weight_rounding"] == "stochastic":
-            key, first = noise_key(SEED, values.step, index), first_element(parameter)
+            key, first = noise_key(SEED, values.step, self._index[parameter]), first_element(parameter)
         if "root_scales" in own:
             _update_rows(weight, gradient, own, values, key, first, update)
         else:
