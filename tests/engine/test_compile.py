@@ -122,10 +122,19 @@ def test_equal_blocks_are_compiled_once(make_trainer: Make, recompute: str) -> N
 
 
 @pytest.mark.usefixtures("only_traced")
-@pytest.mark.parametrize("recompute", ["full", "selective"])
-def test_what_is_computed_again_is_compiled_with_it(make_trainer: Make, recompute: str) -> None:
+@pytest.mark.parametrize(
+    "levers",
+    [
+        {"activation_checkpointing": "full"},
+        {"activation_checkpointing": "selective"},
+        {"offload": {"activations": "cpu"}},
+        {"activation_checkpointing": "full", "offload": {"activations": "cpu"}, "chunked_loss": 4},
+    ],
+    ids=str,
+)
+def test_what_is_computed_again_is_compiled_with_it(make_trainer: Make, levers: dict[str, Any]) -> None:
     plain = fitted(make_trainer)
-    compiled = fitted(make_trainer, compile=True, activation_checkpointing=recompute)
+    compiled = fitted(make_trainer, compile=True, **levers)
     torch.testing.assert_close(weights_of(compiled), weights_of(plain), rtol=1e-5, atol=1e-6)
 
 

@@ -141,7 +141,12 @@ class Anatomy:
             caption_justify="left",
         )
         table.add_column("")
-        for name in ("now", "peak" if peak is None else f"peak (step {peak.step}, {peak.phase})", "bytes", "rule"):
+        for name in (
+            "now",
+            "peak" if peak is None else f"peak (step {peak.step}, {peak.phase})",
+            "per parameter",
+            "by rule",
+        ):
             table.add_column(name, justify="right")
         own, rule = self.bytes_per_parameter(), self.rule_per_parameter() or {}
         for row in ROWS:

@@ -70,9 +70,9 @@ def _allocator(device: torch.device, peak: StepPeak | None) -> NumBytes | None:
 
 
 def _notes(plan: Plan, *, has_peak: bool) -> list[str]:
-    notes = ["bytes, rule: for each parameter, when weights, gradients and states together are largest in a step"]
+    notes = ["per parameter: bytes when weights, gradients and states together are largest in a step"]
     if not has_peak:
-        notes[0] = "bytes: for each parameter, now; rule: when they are largest in a step"
+        notes[0] = "per parameter: bytes now; by rule: when they together are largest in a step"
         notes.append("for the peak, add roomier.callbacks.MemoryAnatomy() to the Trainer")
     if plan.precision.mode.endswith("-mixed"):
         notes.append("the textbook's 18 bytes have 2 for 16-bit copies of weights: autocast's count as activations")
