@@ -211,3 +211,17 @@ def test_merging_takes_the_codes_away() -> None:
     merge_lora(network)
     assert not list(network.buffers())
     assert set(network.state_dict()) == set(make_gpt().state_dict())
+
+
+@pytest.mark.parametrize("code_format", FORMATS)
+def test_layers_compile_as_one_graph(code_format: str) -> None:
+    torch._dynamo.reset()
+    layer = coded("gpt", code_format).blocks[0].attention.out  # type: ignore[union-attr, index]
+    nn.init.normal_(layer.lora_B)
+    x = torch.randn(2, 32, requires_grad=True)
+    expected = layer(x)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), expected)
+    torch.testing.assert_close(
+        torch.autograd.grad(compiled(x).sum(), x), torch.autograd.grad(expected.sum(), x), rtol=1e-5, atol=1e-6
+    )

@@ -8,7 +8,6 @@ equally often; two codes share a byte. Scales are float32: 1.0625 and 0.5625 byt
 from __future__ import annotations
 
 import math
-from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -33,7 +32,7 @@ def encode(values: Tensor, code_format: str) -> tuple[Tensor, Tensor]:
     if code_format == "int8":
         codes = (scaled * _LARGEST_INT8).round().to(torch.int8).view(-1)
     else:
-        levels = _nf4_levels(values.device)
+        levels = torch.tensor(NF4_LEVELS, device=values.device)
         nearest = torch.bucketize(scaled, (levels[1:] + levels[:-1]) / 2, out_int32=True).to(torch.uint8).view(-1, 2)
         codes = nearest[:, 0] * 16 + nearest[:, 1]
     return codes, scales.view(torch.int32)
@@ -62,13 +61,17 @@ def nf4_levels() -> list[float]:
     return [float(each) for each in quantiles / quantiles[-1]]
 
 
-@cache
-def _nf4_levels(device: torch.device) -> Tensor:
-    return torch.tensor(nf4_levels(), dtype=torch.float32, device=device)
+NF4_LEVELS = nf4_levels()
+_kept: dict[torch.device, Tensor] = {}
 
 
-@cache
 def _nf4_pairs(device: torch.device) -> Tensor:
-    # The two levels that a byte stands for.
-    levels = _nf4_levels(device)
-    return torch.stack([levels.repeat_interleave(16), levels.repeat(16)], dim=1)
+    """The two levels that a byte stands for, [256, 2]. Kept, and not by ``functools.cache``, past which a compiler
+    looks."""
+    if device in _kept:
+        return _kept[device]
+    levels = torch.tensor(NF4_LEVELS, dtype=torch.float32, device=device)
+    pairs = torch.stack([levels.repeat_interleave(16), levels.repeat(16)], dim=1)
+    if type(pairs) is Tensor and not pairs.is_inference():  # else it serves this once: it is fake, or not for training
+        _kept[device] = pairs
+    return pairs
