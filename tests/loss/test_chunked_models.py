@@ -234,12 +234,17 @@ def test_logits_that_are_read_after_the_update_are_an_error(make_trainer: MakeTr
         trainer.fit(Late("GPT"), [a_batch()])
 
 
-LEVERS = [{"activation_checkpointing": "full"}, {"compile": True}, {"step_in_backward": True}]
+LEVERS = [
+    {"activation_checkpointing": "full"},
+    {"step_in_backward": True},
+    {"step_in_backward": True, "gradient_clip_val": 1000.0},  # a backward over the same graph for the norm
+    pytest.param({"compile": True}, marks=pytest.mark.slow),
+]
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
-@pytest.mark.parametrize("options", LEVERS, ids=lambda options: next(iter(options)))
+@pytest.mark.parametrize("options", LEVERS, ids=" ".join)
 def test_beside_other_levers(make_trainer: MakeTrainer, options: dict[str, Any]) -> None:
     losses = []
     for given in ({}, {"chunked_loss": CHUNK, **options}):

@@ -52,8 +52,8 @@ LOSSES: dict[str, Callable[[Any], Tensor]] = {
     "module": lambda logits: nn.CrossEntropyLoss(label_smoothing=0.1)(logits.squeeze().view(10, -1), TARGETS.view(-1)),
     "sum": lambda logits: F.cross_entropy(logits.view(-1, CLASSES), TARGETS.view(-1), reduction="sum") / 7,
     "weighed by token": lambda logits: (
-        (F.cross_entropy(logits.view(-1, CLASSES), TARGETS.view(-1), reduction="none") * MASK.view(-1)).sum()
-    ),
+        F.cross_entropy(logits.view(-1, CLASSES), TARGETS.view(-1), reduction="none") * MASK.view(-1)
+    ).sum(),
 }
 OTHERS: dict[str, Callable[[Any], Tensor]] = {
     "classes second": lambda logits: F.cross_entropy(logits.transpose(1, 2), TARGETS),
