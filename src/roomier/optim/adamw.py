@@ -69,7 +69,7 @@ class BlockwiseAdamW(Optimizer):
     row_states = ("root_scales", "ratio_scales")
     """States that are cut among ranks as the rows of their parameters are, and have another shape."""
 
-    compiled: bool | None = None  # of the class too: a copy of an optimizer has only what torch knows of
+    compiled: bool | None = None  # of the class too, for a copy
     _update_codes: UpdateBlocks | None = None
 
     def __init__(
@@ -85,7 +85,6 @@ class BlockwiseAdamW(Optimizer):
         compiled: bool | None = None,
     ) -> None:
         self.compiled = compiled
-        # Of all parameters: in the backward, a step is called for some of them at a time.
         self._index: dict[Tensor, int] = {}
         self._coded: list[Tensor] = []
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "state_bits": state_bits}
@@ -93,8 +92,17 @@ class BlockwiseAdamW(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
-        group = self.param_groups[-1]
-        _check(group)
+        _check(self.param_groups[-1])
+        self._count(self.param_groups[-1])
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # of a copy: it has what torch knows of
+        self._index, self._coded = {}, []
+        for group in self.param_groups:
+            self._count(group)
+
+    def _count(self, group: Mapping[str, Any]) -> None:
+        """Number all parameters once: in the backward, a step is called for some of them at a time."""
         for parameter in group["params"]:
             self._index[parameter] = len(self._index)
             if uses_codes(parameter.shape, group["state_bits"]):
@@ -290,9 +298,9 @@ def compiled_update(device: torch.device) -> tuple[UpdateBlocks, str | None]:
     missing = torch_private.missing_compiler(device)
     if missing is not None:
         return update_blocks, f"torch.compile needs {missing} for {device.type} and finds none"
-    compiled = torch.compile(update_blocks, dynamic=True)
     numbers = StepValues(1, 0.9, 0.999, 1e-8, 1.0, 0.0).numbers(device)
     try:
+        compiled = torch.compile(update_blocks, dynamic=True)
         for bits in (8, 4):  # before there is anything that a failure could leave half done
             rows = torch.zeros(3, 4 * block_codes.MIN_BLOCK, device=device)
             state = list(block_codes.empty_codes(rows, bits).values())
