@@ -213,6 +213,7 @@ def test_merging_takes_the_codes_away() -> None:
     assert set(network.state_dict()) == set(make_gpt().state_dict())
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # the compiler does it
 @pytest.mark.parametrize("code_format", FORMATS)
 def test_layers_compile_as_one_graph(code_format: str) -> None:
     torch._dynamo.reset()

@@ -224,3 +224,38 @@ def test_a_checkpoint_without_adapters_is_told_apart(make_trainer: MakeTrainer, 
         make_trainer(lora=4, optimizer=OPTIMIZER, max_steps=2).fit(
             Adaptable(), token_batches(1), ckpt_path=tmp_path / "plain"
         )
+
+
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("kind", [Adaptable, OnMeta])
+def test_weights_of_a_checkpoint_of_the_plain_model(
+    make_trainer: MakeTrainer, tmp_path: Path, base: str, kind: type[Adaptable]
+) -> None:
+    plain, batches = Adaptable(), token_batches(2)
+    trainer = make_trainer(optimizer=OPTIMIZER, max_steps=2, enable_checkpointing=True)
+    trainer.fit(plain, batches)
+    trainer.save_checkpoint(tmp_path / "plain")
+    module = kind()
+    trainer = make_trainer(lora=lora(base), optimizer={**OPTIMIZER, "lr": 1e-12}, max_steps=1)
+    trainer.fit(module, batches, weights=tmp_path / "plain")
+    rounding = {"as_is": 1e-6, "int8": 1e-3, "nf4": 2e-2}[base]
+    losses = [loss_of(each, batches[0]).item() for each in (module.net, plain.net)]
+    assert losses[0] == pytest.approx(losses[1], abs=rounding)
+    trainer.save_checkpoint(tmp_path / "adapted")
+    again = Adaptable()  # and of one with adapters, all of it
+    make_trainer(lora=lora(base), optimizer={**OPTIMIZER, "lr": 1e-12}, max_steps=1).fit(
+        again, batches, weights=tmp_path / "adapted"
+    )
+    assert all(torch.allclose(each, again.state_dict()[name], atol=1e-6) for name, each in module.state_dict().items())
+
+
+def test_a_damaged_or_other_checkpoint_is_told_by_the_name_of_the_argument(
+    make_trainer: MakeTrainer, tmp_path: Path
+) -> None:
+    trainer = make_trainer(optimizer=OPTIMIZER, max_steps=1, enable_checkpointing=True)
+    trainer.fit(Adaptable("llama"), token_batches(1))
+    trainer.save_checkpoint(tmp_path / "other")
+    with pytest.raises(CheckpointError, match="weights="):
+        make_trainer(lora=4, optimizer=OPTIMIZER, max_steps=1).fit(
+            Adaptable(), token_batches(1), weights=tmp_path / "other"
+        )

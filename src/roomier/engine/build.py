@@ -30,10 +30,16 @@ from roomier.engine.levers import apply_levers
 from roomier.engine.materialise import cuts_parameters, take_weights
 from roomier.engine.prepared import PreparedEngine
 from roomier.engine.step_in_backward import StepInBackward
-from roomier.engine.weights_file import WeightsFile
+from roomier.engine.weights_file import WeightsToRead
 from roomier.launch import join, place, present_launch
 from roomier.optim.by_name import make_optimizer
-from roomier.optim.configured import Configured, LRSchedulerConfig, check_ownership, read_configured
+from roomier.optim.configured import (
+    Configured,
+    LRSchedulerConfig,
+    check_cut_parameters,
+    check_ownership,
+    read_configured,
+)
 from roomier.optim.onebit_adam import onebit_options
 from roomier.optim.schedule import make_schedule
 from roomier.plan import Plan
@@ -50,7 +56,7 @@ def build(
     configure_optimizers: ConfigureOptimizers,
     engine_class: type[AnyEngine],
     ranks: Ranks,
-    weights: WeightsFile | None = None,
+    weights: WeightsToRead | None = None,
 ) -> tuple[AnyEngine, Configured]:
     """Apply the techniques of ``plan`` to ``module``, in place, and return what runs it.
 
@@ -90,6 +96,7 @@ def build(
             quantise_base(network, plan.adapter)  # of the values that the model begins with
         configured = configure_optimizers()  # last: it must hold the parameters as they will be updated
         check_ownership(configured, module.parameters())
+        check_cut_parameters(configured.optimizers)
         _say_what_is_lost(plan, configured.optimizers)
         updates = _updates_in_backward(plan, module, configured.optimizers, parallel)
         engine = engine_class(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -19,6 +19,18 @@ from roomier.parallel.pages import local_part, local_rows
 SUFFIX = ".safetensors"
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _NUM_NAMES_SHOWN = 3
+
+
+class WeightsToRead(Protocol):
+    """Where the values are that a model begins with."""
+
+    def check(self, network: nn.Module) -> set[str]:
+        """The names of the tensors of ``network`` that will be filled: all, but for adapters."""
+        ...
+
+    def read_into(self, network: nn.Module) -> None:
+        """Fill ``network``, which :meth:`check` has seen, in place; of a sharded tensor, this rank's part."""
+        ...
 
 
 class WeightsFile:

@@ -5,9 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from torch import nn
+
+from roomier import checkpoint
+from roomier.adapters.layers import is_adapter
 from roomier.core.errors import CheckpointError, RoomierError
 from roomier.core.log import notice
-from roomier.engine.weights_file import WeightsFile
+from roomier.core.ranks import Ranks
+from roomier.engine.weights_file import WeightsFile, WeightsToRead
+from roomier.plan import Plan
 from roomier.train.restore import restore_weights
 from roomier.train.run import Run
 
@@ -19,10 +25,10 @@ class FirstWeights:
     """One of the two, or neither.
 
     Args:
-        file: read by the engine when it is built. checkpoint: read when the run is there.
+        file: read when the engine is built. checkpoint: read when the run is there.
     """
 
-    file: WeightsFile | None = None
+    file: WeightsToRead | None = None
     checkpoint: Path | None = None
 
     def restore(self, run: Run) -> None:
@@ -39,7 +45,27 @@ class FirstWeights:
             raise CheckpointError("weights", str(self.checkpoint), error.problem, error.action) from error
 
 
-def first_weights(weights: object, ckpt_path: Path | None) -> FirstWeights:
+@dataclass(frozen=True)
+class PlainCheckpoint:
+    """The weights of a checkpoint of the plain model, for one with adapters: read before its weights become codes."""
+
+    path: Path
+    ranks: Ranks
+
+    def check(self, network: nn.Module) -> set[str]:
+        tensors = {**network.state_dict(), **dict(network.named_parameters(remove_duplicate=False))}
+        return {name for name in tensors if not is_adapter(name)}
+
+    def read_into(self, network: nn.Module) -> None:
+        plain = {name: each for name, each in network.state_dict().items() if not is_adapter(name)}
+        try:
+            read = checkpoint.load(self.path, into={"module": plain}, only=("module",), ranks=self.ranks)["module"]
+        except CheckpointError as error:
+            raise CheckpointError("weights", str(self.path), error.problem, error.action) from error
+        network.load_state_dict(read, strict=False)  # tensors are there already; what a module keeps beside them is not
+
+
+def first_weights(weights: object, ckpt_path: Path | None, plan: Plan, ranks: Ranks) -> FirstWeights:
     """What ``weights`` means.
 
     Args:
@@ -58,5 +84,15 @@ def first_weights(weights: object, ckpt_path: Path | None) -> FirstWeights:
         notice(f"weights={str(weights)!r} is not read: the run goes on from {ckpt_path}")
         return FirstWeights()
     if (Path(weights) / _RECORD_OF_CHECKPOINT).is_file():
-        return FirstWeights(checkpoint=Path(weights))
+        path = Path(weights)
+        if plan.adapter.lora_rank is not None and not _has_adapters(path):
+            return FirstWeights(file=PlainCheckpoint(path, ranks))
+        return FirstWeights(checkpoint=path)
     return FirstWeights(file=WeightsFile(weights))
+
+
+def _has_adapters(path: Path) -> bool:
+    try:
+        return any(is_adapter(name) for name in checkpoint.peek(path).get("module", {}))
+    except CheckpointError as error:
+        raise CheckpointError("weights", str(path), error.problem, error.action) from error

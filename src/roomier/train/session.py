@@ -211,7 +211,7 @@ def _open(
     else:  # what is measured after a fit goes on in its log
         folder = None if fitted is None else fitted.folder
     trainer.log_dir = str(folder or root)
-    first = first_weights(weights, path)
+    first = first_weights(weights, path, trainer.plan, ranks)
     _setup(trainer, stage, module, has_weights=first.file is not None)
     data = RunLoaders(trainer, module, loaders)
     trainer.estimate_steps = lambda: estimate_steps(trainer, data)
