@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
-from roomier import PlanError
+from roomier import Callback, Module, PlanError
 from roomier.models.gpt import GPT, GPTConfig
 from roomier.optim.by_name import make_optimizer
 from roomier.optim.muon import orthogonal
@@ -70,6 +73,70 @@ def test_who_updates_what() -> None:
 def test_adamw_may_have_a_learning_rate_of_its_own() -> None:
     optimizer = make_optimizer("muon", network(), lr=0.02, options={"adamw_lr": 3e-4, "adjust_lr_fn": "original"})
     assert [group["lr"] for group in optimizer.param_groups] == [0.02, 3e-4, 3e-4]
+
+
+class Language(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = network()
+
+    def training_step(self, batch: list[Tensor], batch_idx: int = 0) -> Tensor:
+        loss: Tensor = self.net(batch[0][:, :-1], batch[0][:, 1:])[1]
+        return loss
+
+
+@pytest.fixture
+def fit(make_trainer: Any) -> Any:
+    tokens = torch.randint(50, (32, 9), generator=torch.Generator().manual_seed(1))
+
+    def train(
+        num_steps: int, ckpt_path: Path | None = None, callbacks: Any = (), **options: Any
+    ) -> tuple[Language, Any]:
+        module = Language()
+        optimizer = {"name": "muon", "lr": 1e-3, **options}
+        schedule = {"name": "linear", "warmup_steps": 2}
+        trainer = make_trainer(
+            max_steps=num_steps,
+            optimizer=optimizer,
+            lr_schedule=schedule,
+            gradient_clip_val=1.0,
+            callbacks=list(callbacks),
+        )
+        trainer.fit(module, DataLoader(TensorDataset(tokens), batch_size=4), ckpt_path=ckpt_path)
+        return module, trainer
+
+    return train
+
+
+class SavesAt4(Callback):
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        if trainer.global_step == 4:
+            trainer.save_checkpoint(self.path)
+
+
+def test_a_resume_is_bit_identical(fit: Any, tmp_path: Path) -> None:
+    whole, _ = fit(8, callbacks=[SavesAt4(tmp_path / "saved")])
+    resumed, _ = fit(8, tmp_path / "saved")
+    for one, other in zip(whole.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_its_update_may_run_in_the_backward(fit: Any) -> None:
+    plain, _ = fit(5)
+    at_once, _ = fit(5, step_in_backward="exact")
+    for one, other in zip(plain.parameters(), at_once.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_the_learning_rate_of_adamw_may_change_at_a_resume(fit: Any, tmp_path: Path) -> None:
+    _, begun = fit(4)
+    begun.save_checkpoint(tmp_path / "saved")
+    _, resumed = fit(6, tmp_path / "saved", adamw_lr=5e-4)
+    [optimizer] = resumed.optimizers
+    assert [group["initial_lr"] for group in optimizer.param_groups] == [1e-3, 5e-4, 5e-4]
 
 
 def test_it_learns() -> None:

@@ -6,8 +6,11 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
+import torch
 
-from tests.parallel.parity import Setup, Trained, distance, train_on_ranks
+from roomier.core.errors import RoomierError
+from roomier.plan import plan_from_flags
+from tests.parallel.parity import Setup, Trained, distance, engine_of, train_on_ranks
 from tests.parallel.tasks import Language
 from tests.ranks.pool import RankPool
 
@@ -45,3 +48,28 @@ def test_losses_in_float32_are_near(on_ranks: RankPool, optimizer: str) -> None:
     single = on_ranks(1, train_on_ranks, Language, replace(setup, strategy="single", num_ranks=1, micro_batch=4))[0]
     for trained in on_ranks(2, train_on_ranks, Language, setup):
         assert trained.losses == pytest.approx(single.losses, rel=1e-3 if optimizer == "lion" else 1e-2)
+
+
+class LikeBitsandbytes(torch.optim.SGD):
+    __module__ = "bitsandbytes.optim.adamw"
+
+
+class Own(Language):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return LikeBitsandbytes(self.parameters(), lr=0.1)
+
+
+def build_own(strategy: str) -> str:
+    plan = plan_from_flags(strategy=strategy, devices=2, accelerator="cpu")
+    try:
+        engine_of(Own(), plan)
+    except RoomierError as error:
+        return str(error)
+    return "built"
+
+
+def test_bitsandbytes_is_refused_where_parameters_are_cut(on_ranks: RankPool) -> None:
+    assert on_ranks(2, build_own, "ddp") == ["built"] * 2
+    for said in on_ranks(2, build_own, "zero2"):
+        assert said.startswith("configure_optimizers='LikeBitsandbytes'")
+        assert "optimizer='adamw8bit'" in said

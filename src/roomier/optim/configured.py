@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from roomier.core.errors import RoomierError, did_you_mean
+from roomier.optim.local import is_cut
 
 FIELD = "configure_optimizers"
 
@@ -110,6 +111,23 @@ def check_ownership(configured: Configured, parameters: Iterable[nn.Parameter]) 
                     "belongs to another optimizer, so it would change nothing here",
                     "Make it over the optimizer that is returned",
                 )
+
+
+def check_cut_parameters(optimizers: Iterable[Optimizer]) -> None:
+    """Refuse an optimizer of bitsandbytes over parameters that are cut among ranks, before its first step fails.
+
+    Raises:
+        RoomierError: names it.
+    """
+    for optimizer in optimizers:
+        is_of_bitsandbytes = any(kind.__module__.startswith("bitsandbytes.") for kind in type(optimizer).__mro__)
+        if is_of_bitsandbytes and any(is_cut(each) for group in optimizer.param_groups for each in group["params"]):
+            raise RoomierError(
+                FIELD,
+                type(optimizer).__name__,
+                "its kernels take whole tensors, and the strategy cuts parameters among the ranks",
+                "Use Trainer(optimizer='adamw8bit'), whose states are cut as well, or strategy='ddp'",
+            )
 
 
 def _from_mapping(returned: Mapping[str, Any]) -> Configured:
