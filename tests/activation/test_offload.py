@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,9 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from roomier.activation.block_forward import BlockForward, Keep
+from roomier.activation.block_forward import BlockForward, Keep, Recompute
 from roomier.activation.offload import MIN_BYTES, Copies, Offload, StreamCopies
 from roomier.core.wrapped_forward import install, unwrap
+from roomier.engine.compile import compile_blocks
 from tests.activation.kinds import KINDS
 from tests.activation.steps import assert_equal, step_of
 
@@ -254,6 +256,23 @@ def test_keep_may_change_between_steps() -> None:
                 block.forward.offloads = (step + number) % 2 == 0
             assert_equal(step_of(ours, ours.loss), step_of(plain, plain.loss))
     assert copies.num_bytes["back"] > 0
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
+@pytest.mark.parametrize("keep", Keep)
+def test_what_compiled_blocks_save_moves_too(keep: Keep, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))  # traced, but no code is made
+    plain, ours = Net(), Net()
+    for block in plain.blocks:
+        install(block, BlockForward(block, keep))
+    compile_blocks(list(plain.blocks), CPU)
+    with moved(list(ours.blocks), keep) as (copies, _):
+        forwards = [block.forward for block in ours.blocks]
+        compile_blocks(list(ours.blocks), CPU)
+        Recompute(forwards).move_compiled()
+        assert_equal(step_of(ours, ours.loss), step_of(plain, plain.loss))
+        assert copies.num_bytes["out"] > copies.num_bytes["back"] > 0
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -295,7 +295,7 @@ def make_gpt2() -> tuple[nn.Module, Callable[..., Any]]:
 
 @every_way
 def test_a_cache_is_left_out_in_training(way: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
-    repeat._say_no_cache.cache_clear()
+    repeat._TOLD.clear()
     (plain, plain_call), (ours, our_call) = make_gpt2(), make_gpt2()
     with recomputed(ours, *way):
         ours_step = step_of(ours, lambda: our_call(use_cache=True).loss)

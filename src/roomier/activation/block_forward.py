@@ -24,7 +24,7 @@ from roomier.activation.offload import Offload
 from roomier.activation.repeat import Buffers, Surroundings, without_caches
 from roomier.activation.selective import OnDevice, Products, Saved, products_kept
 from roomier.core import torch_private
-from roomier.core.wrapped_forward import WrappedForward
+from roomier.core.wrapped_forward import WrappedForward, install
 
 
 class Keep(StrEnum):
@@ -44,7 +44,8 @@ class BlockForward(WrappedForward):
     Attributes:
         module: the block.
         keep: what is kept; may be changed between steps.
-        offloads: whether that waits in host memory; may be changed between steps.
+        offloads: whether that waits in host memory; may be changed between steps, where there is an ``offload``.
+        offload: what moves it.
     """
 
     def __init__(self, module: nn.Module, keep: Keep = Keep.ALL, offload: Offload | None = None) -> None:
@@ -52,7 +53,7 @@ class BlockForward(WrappedForward):
         self.module = module
         self.keep = keep
         self.offloads = offload is not None
-        self._offload = offload
+        self.offload = offload
         self._buffers = Buffers(module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -66,8 +67,8 @@ class BlockForward(WrappedForward):
             kwargs = without_caches(kwargs, is_repeated=is_repeated)
         if not self.offloads:
             return self._keeping(OnDevice, args, kwargs)
-        assert self._offload is not None, "this Plan offloads no activations"
-        with self._offload.visit() as move:
+        assert self.offload is not None, "this Plan offloads no activations"
+        with self.offload.visit() as move:
             return self._keeping(lambda tensor: move(tensor) or OnDevice(tensor), args, kwargs)
 
     def _keeping(self, save: Callable[[Tensor], Saved], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -81,11 +82,26 @@ class BlockForward(WrappedForward):
         return checkpoint(call, *found, use_reentrant=False)
 
     def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the compiler sees: it knows ``checkpoint``, keeps buffers and draws right itself, and plans the rest."""
+        """What the compiler sees: it knows ``checkpoint``. What it saves moves by :class:`MovingForward`."""
         if self.keep is Keep.ALL:
             return self.forward(*args, **kwargs)
         how: dict[str, Any] = {"context_fn": products_kept} if self.keep is Keep.PRODUCTS else {}
         return checkpoint(self.forward, *args, use_reentrant=False, **how, **kwargs)
+
+
+class MovingForward(WrappedForward):
+    """Around the compiled forward of a block, where no one sees what moves: it moves what the compiler saves."""
+
+    def __init__(self, block: BlockForward, offload: Offload) -> None:
+        super().__init__(block.module)
+        self._block = block
+        self._offload = offload
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not (torch.is_grad_enabled() and self._block.offloads):
+            return self.forward(*args, **kwargs)
+        with self._offload.visit():
+            return self.forward(*args, **kwargs)
 
 
 class _Call:
@@ -141,6 +157,12 @@ class Recompute:
 
     def __init__(self, blocks: Sequence[BlockForward]) -> None:
         self.blocks = list(blocks)
+
+    def move_compiled(self) -> None:
+        """Call it when the blocks were compiled: what they save moves too."""
+        for block in self.blocks:
+            if block.offload is not None:
+                install(block.module, MovingForward(block, block.offload))
 
     def begin_step(self, optimizers: Sequence[Optimizer], batches: Sequence[Any]) -> None:
         """Before the first of the micro-batches ``batches`` of a training step."""

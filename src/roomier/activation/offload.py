@@ -182,7 +182,7 @@ class Slip:
         if held is None:
             return None
         made = torch.empty(0, dtype=self.dtype, device=held.device)
-        return made.set_(held.untyped_storage(), self.offset, self.size, self.stride)  # type: ignore[call-overload]
+        return made.set_(held.untyped_storage(), self.offset, self.size, self.stride)
 
 
 class Offload:
@@ -253,7 +253,7 @@ class Offload:
         else:
             parcel.stay(tensor)
         visit.add(parcel)
-        offset, stride = tensor.storage_offset(), tensor.stride()
+        offset, stride = int(tensor.storage_offset()), tensor.stride()
         return Slip(self, visit, parcel, tensor.dtype, tensor.size(), stride, offset)
 
     def _is_worth_moving(self, tensor: Tensor) -> bool:

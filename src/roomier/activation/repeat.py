@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import random
 import sys
 from collections.abc import Iterator
@@ -19,6 +18,8 @@ from roomier.core.log import notice
 
 _Place = tuple[nn.Module, str]
 _COUNTER_OF_NORMS = "num_batches_tracked"
+_TOLD: list[str] = []
+"""What was said once in this process. Not ``functools.cache``, of which the compiler warns."""
 
 
 class Buffers:
@@ -113,7 +114,7 @@ def without_caches(arguments: dict[Any, Any], *, is_repeated: bool) -> dict[Any,
 
 @functools.cache
 def _say_no_cache() -> None:
-    notice("use_cache=True has no effect in training: blocks that are computed again fill no cache")
+    notice("use_cache=True has no effect in training: blocks that are compiled or computed again fill no cache")
 
 
 def _host_generators() -> tuple[Any, Any]:

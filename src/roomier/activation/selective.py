@@ -138,5 +138,6 @@ def set_generator_state(device: torch.device, state: Tensor) -> None:
 
 def products_kept() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """The two contexts for a block that is compiled."""
-    contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(sorted(PRODUCTS | ATTENTION, key=str))
+    operators = sorted(PRODUCTS | ATTENTION, key=str)
+    contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(operators)  # type: ignore[no-untyped-call]
     return contexts

@@ -76,6 +76,8 @@ def apply_levers(plan: Plan, network: nn.Module, device: torch.device, precision
         levers.recompute = apply_recompute(blocks, plan.activation, plan.offload, device, ranks)
         if plan.compile.enabled:
             compile_blocks(blocks, device)  # around what is computed again, so that the compiler sees it
+            if levers.recompute is not None:
+                levers.recompute.move_compiled()  # around that again: it does not see what moves
             levers.forward_context.watches.append(CompileClock())
     except BaseException:
         levers.undo()
