@@ -224,3 +224,24 @@ def test_attention_of_compiled_blocks_is_told_too(make_trainer: Make, capsys: py
     make_trainer(compile=True, max_steps=1, enable_model_summary=True).fit(module, [BATCH])
     err = capsys.readouterr().err
     assert "attention: flash, 2 calls a forward, [2, 2, 16, 8], float32" in err
+
+
+@pytest.mark.usefixtures("only_traced")
+def test_layers_of_hugging_face_share_a_graph_though_each_has_its_place_in_a_cache(make_trainer: Make) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    weights, val_losses = {}, {}
+    sizes = {"n_embd": 16, "n_layer": 4, "n_head": 2, "n_positions": 16, "vocab_size": 20}
+    drops = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    before = torch_private.num_compiled_graphs()
+    for compiles in (False, True):
+        torch.manual_seed(0)
+        model = GPT2LMHeadModel(GPT2Config(**sizes, **drops, bos_token_id=0, eos_token_id=0))
+        trainer = make_trainer(compile=compiles, optimizer="sgd", learning_rate=0.1, max_steps=2, max_epochs=1)
+        batch = {"input_ids": TOKENS, "labels": TOKENS}
+        trainer.fit(model, [batch] * 2, [batch])
+        weights[compiles] = weights_of(model)
+        val_losses[compiles] = trainer.callback_metrics["val_loss"]
+    assert torch_private.num_compiled_graphs() - before == 1  # in evaluation they are not compiled
+    torch.testing.assert_close(weights[True], weights[False], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(val_losses[True], val_losses[False], rtol=1e-5, atol=1e-6)

@@ -9,17 +9,23 @@ for training and one for evaluation, however deep the model.
 What it keeps does not ask which attention kernel is allowed, and holds at most eight variants of one code, beyond which
 it runs uncompiled. A process that builds one model after another would meet both, so each build begins anew.
 
+A cache of keys and values (Hugging Face's ``use_cache=True``) is at another stage in each layer, which would make a
+graph for each. An empty one is left out in training, and in evaluation a block that is given one runs uncompiled.
+
 Dropout draws other numbers than uncompiled, from the same distribution.
 """
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from roomier.activation.repeat import without_caches
 from roomier.core import torch_private
 from roomier.core.errors import RoomierError
 from roomier.core.log import notice
@@ -34,6 +40,11 @@ class CompiledForward(WrappedForward):
         self._compiled = torch.compile(self.forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled():
+            args = tuple(without_caches(dict(enumerate(args)), is_repeated=False).values())
+            kwargs = without_caches(kwargs, is_repeated=False)
+        elif _has_cache((*args, *kwargs.values())):
+            return self.forward(*args, **kwargs)
         return self._compiled(*args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -60,6 +71,21 @@ def compile_blocks(blocks: Sequence[nn.Module], device: torch.device) -> None:
     torch.compiler.reset()
     for block in blocks:
         install(block, CompiledForward(block))
+
+
+def _has_cache(arguments: tuple[Any, ...]) -> bool:
+    caches = sys.modules.get("transformers.cache_utils")
+    if caches is None or not any(isinstance(each, caches.Cache) for each in arguments):
+        return False
+    _say_uncompiled()
+    return True
+
+
+@functools.cache
+def _say_uncompiled() -> None:
+    notice(
+        "compile: blocks with a cache of keys and values run uncompiled in evaluation; use_cache=False compiles them"
+    )
 
 
 class CompileClock:
