@@ -112,8 +112,10 @@ def without_caches(arguments: dict[Any, Any], *, is_repeated: bool) -> dict[Any,
     return arguments
 
 
-@functools.cache
 def _say_no_cache() -> None:
+    if _TOLD:
+        return
+    _TOLD.append("no cache")
     notice("use_cache=True has no effect in training: blocks that are compiled or computed again fill no cache")
 
 
