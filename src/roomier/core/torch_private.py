@@ -34,7 +34,7 @@ def make_wrapper(
 
 def keeps_graph() -> bool:
     """Within a backward: whether it was asked to retain the graph for another."""
-    return bool(torch._C._autograd._get_current_graph_task_keep_graph())  # type: ignore[attr-defined]
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
 def writes_to_arguments(operator: torch._ops.OpOverload) -> bool:
