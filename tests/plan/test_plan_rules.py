@@ -10,6 +10,7 @@ from roomier.plan.choices import CHOICES, REFUSED
 from roomier.plan.rules import each_error
 
 ADAMW = {"name": "adamw"}
+HALF = {"policy": "budget", "budget_fraction": 0.5}
 
 WRONG_VALUES = [
     # what is given, the field, the value in the message, a piece of the advice
@@ -172,6 +173,18 @@ WRONG_VALUES = [
     ({"optimizer": ADAMW | {"weight_rounding": "split"}}, "optimizer.weight_rounding", "'split'", "Leave it out"),
     ({"optimizer": {"step_in_backward": "stale_norm"}}, "optimizer.step_in_backward", "'stale_norm'", "Use 'exact'"),
     # two parts that do not go together
+    ({"activation": HALF, "compile": {"enabled": True}}, "activation.policy", "'budget'", "compile=False"),
+    ({"activation": HALF, "offload": {"activations": "cpu"}}, "activation.policy", "'budget'", "Use 'none'"),
+    (
+        {
+            "activation": HALF,
+            "optimizer": ADAMW | {"step_in_backward": "exact"},
+            "batch": {"gradient_clip_val": 1.0},
+        },
+        "activation.policy",
+        "'budget'",
+        "leave out one of the two",
+    ),
     (
         {"precision": {"mode": "bf16-true"}, "optimizer": {"name": "sgd"}},
         "precision.mode",

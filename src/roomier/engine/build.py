@@ -74,6 +74,7 @@ def build(
     network = network_of(module)
     _check_network(network)
     _check_loss_reduction(module)
+    _check_budget(plan, module)
     given = None if weights is None else weights.check(network)
     if plan.adapter.lora_rank is not None:
         apply_lora(network, find_blocks(network), plan.adapter)  # parameters of its own; files have none of them
@@ -139,6 +140,15 @@ def _check_network(network: nn.Module) -> None:
         if is_lazy(tensor):
             action = "Call the model on one batch before fit: that gives its lazy layers their shapes"
             raise RoomierError("model", name, "is lazy and has no shape yet", action)
+
+
+def _check_budget(plan: Plan, module: Module) -> None:
+    if plan.activation.policy == "budget" and not module.automatic_optimization:
+        problem = (
+            "is kept by what is measured over a step, and the module optimizes by hand (automatic_optimization=False)"
+        )
+        action = "Use activation_checkpointing='full', 'every_n' or 'selective', or let the Trainer step"
+        raise PlanError("activation.policy", "budget", problem, action)
 
 
 def _check_loss_reduction(module: Module) -> None:

@@ -41,6 +41,23 @@ def recompute_settings_have_their_policy(plan: Plan) -> Iterator[PlanError]:
         yield PlanError("activation.policy", received, "a budget is either bytes or a fraction", action)
 
 
+def budget_is_of_what_is_measured(plan: Plan) -> Iterator[PlanError]:
+    """A budget is kept by what one step measured; some levers make other steps out of it."""
+    if plan.activation.policy != "budget":
+        return
+    field = "activation.policy"
+    if plan.compile.enabled:
+        problem = "does not go with compile=True: the compiler decides again what a compiled block keeps"
+        yield PlanError(field, "budget", problem, "Use 'selective', 'full' or 'every_n', or compile=False")
+    if plan.offload.activations != "none":
+        problem = "chooses what is kept and what is computed again, and moves nothing to host memory"
+        yield PlanError(field, "budget", problem, "Use 'none', 'selective' or 'full' with offload.activations")
+    clips = plan.batch.gradient_clip_val is not None and plan.batch.gradient_clip_algorithm == "norm"
+    if plan.optimizer.step_in_backward == "exact" and clips:
+        problem = "does not go with step_in_backward='exact' and clipping, where activations live through two backwards"
+        yield PlanError(field, "budget", problem, "Use 'full', or leave out one of the two")
+
+
 def chunks_have_a_chunked_loss(plan: Plan) -> Iterator[PlanError]:
     """A chunk size alone would be ignored."""
     if plan.loss.chunk_tokens is not None and not plan.loss.chunked:
@@ -130,6 +147,7 @@ def base_in_few_bits_is_whole(plan: Plan) -> Iterator[PlanError]:
 
 LEVER_RULES: list[Callable[[Plan], Iterator[PlanError]]] = [
     recompute_settings_have_their_policy,
+    budget_is_of_what_is_measured,
     chunks_have_a_chunked_loss,
     adapter_settings_have_adapters,
     rounding_is_of_bf16_weights,
