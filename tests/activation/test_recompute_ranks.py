@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import nn
 
+from roomier.parallel.collectives import PairwiseAllGather
 from tests.parallel.parity import Setup, train_on_ranks
 from tests.parallel.tasks import Language
 from tests.ranks.pool import RankPool
@@ -63,6 +65,25 @@ def apart(setup: Setup, task: type[Language] = Dropping) -> list[str]:
 def test_two_ranks(on_ranks: RankPool, strategy: str, precision: str) -> None:
     setup = dataclasses.replace(SETUP, strategy=strategy, precision=precision)
     assert on_ranks(2, apart, setup) == [[], []]
+
+
+def gathers_of_a_step(setup: Setup) -> list[float]:
+    """Collectives without and with each way."""
+    counts = []
+    gather = PairwiseAllGather.__call__
+    for levers in ({}, FULL, SELECTIVE):
+        with patch.object(PairwiseAllGather, "__call__", autospec=True, side_effect=gather) as counted:
+            train_on_ranks(Dropping, dataclasses.replace(setup, levers=levers))
+        counts.append(counted.call_count / setup.num_steps)
+    return counts
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+def test_a_second_forward_gathers_nothing_more(on_ranks: RankPool, strategy: str) -> None:
+    """Its block was gathered for the backward it runs in, norms and products both."""
+    setup = Setup(strategy, precision="bf16-mixed", num_steps=2)
+    for none, full, selective in on_ranks(2, gathers_of_a_step, setup):
+        assert none == full == selective > 0
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
