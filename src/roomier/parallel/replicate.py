@@ -123,7 +123,11 @@ class Replicas:
 
     def _left_out(self) -> TrainingError:
         assert self._ddp is not None
-        names = [name for name, each in self._ddp.module.network.named_parameters() if each.requires_grad and each.grad is None]
+        names = [
+            name
+            for name, each in self._ddp.module.network.named_parameters()
+            if each.requires_grad and each.grad is None
+        ]
         problem = f"got no gradient in this step on rank {dist.get_rank()}, and got one in the first"
         action = (
             "Tell that steps leave out parameters: Trainer(strategy={'name': 'ddp', 'find_unused_parameters': True})"
