@@ -73,9 +73,12 @@ class StepInBackward:
         self._optimizers = list(optimizers)
         self._join_norms = join_norms
         limit = batch_plan.gradient_clip_val
-        self._max_norm, self._max_value = (limit, None) if batch_plan.clips_norm else (None, limit)
+        self._max_norm = limit if batch_plan.clips_norm else None
+        self._max_value = None if batch_plan.clips_norm else limit
         self._factor: Tensor | None = None  # what gradients of this step are multiplied by
-        self._block_of = {parameter: number for number, block in enumerate(blocks) for parameter in block.parameters()}
+        self._block_of: dict[Tensor, int] = {
+            parameter: number for number, block in enumerate(blocks) for parameter in block.parameters()
+        }
         self._num_in_block: Counter[int | None] = Counter()
         self._handles: dict[Tensor, RemovableHandle] = {}
         self._home: dict[Tensor, tuple[Optimizer, dict[str, Any]]] = {}
@@ -105,7 +108,8 @@ class StepInBackward:
         for parameter in self._home:
             if parameter.requires_grad and parameter not in self._handles:
                 hook = _Hook(weakref.ref(self))
-                self._handles[parameter] = parameter.register_post_accumulate_grad_hook(hook)
+                handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+                self._handles[parameter] = handle
                 self._num_in_block[self._block_of.get(parameter)] += 1
 
     def backward(self, run: Callable[..., None]) -> None:
