@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from roomier import Module, Trainer
+from roomier.activation import recompute
+from roomier.activation.offload import Offload
 from roomier.core.wrapped_forward import WrappedForward
 from roomier.models.gpt import GPT, GPTConfig
 
@@ -24,6 +27,11 @@ LEVERS: list[dict[str, Any]] = [
     {"activation_checkpointing": "selective", "offload": {"activations": "cpu"}},
 ]
 each_lever = pytest.mark.parametrize("levers", LEVERS, ids=str)
+
+
+@pytest.fixture(autouse=True)
+def moves_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recompute, "Offload", partial(Offload, min_bytes=1))
 
 
 class Language(Module):
@@ -86,6 +94,13 @@ def test_a_fit_is_the_same(make_trainer: Make, levers: dict[str, Any], precision
     assert set(plain.num_wrapped) == {0}
     assert set(ours.num_wrapped) == {4}
     assert torch.equal(torch.stack(ours.val_losses), torch.stack(plain.val_losses))
+
+
+@each_lever
+@pytest.mark.parametrize("base", ["as_is", "nf4"])
+def test_adapters(make_trainer: Make, levers: dict[str, Any], base: str) -> None:
+    keywords = {"max_epochs": 1, "precision": "bf16-mixed", "lora": {"rank": 2, "dropout": 0.2, "base": base}}
+    assert_equal(fitted(make_trainer(**keywords, **levers), Language()), fitted(make_trainer(**keywords), Language()))
 
 
 @each_lever
