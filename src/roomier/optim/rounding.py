@@ -20,6 +20,7 @@ rank, whatever part of the parameter it has. Copies of a parameter stay alike.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -89,8 +90,8 @@ def write(
     if low_bits is None and key is None:
         weight.copy_(value)
         return
-    # Of the codes of not-a-number, some would be carried over into the sign.
-    bits = torch.where(value.isnan(), torch.nan, value).view(torch.int32)
+    # Of the codes of not-a-number, some would be carried over into the sign: all become the usual one.
+    bits = value.nan_to_num(math.nan, math.inf, -math.inf).view(torch.int32)
     upper = bits + _HALF
     if low_bits is not None:
         low_bits.copy_(bits)  # the cast keeps the lower half
