@@ -322,9 +322,10 @@ def join_norms(norms: Sequence[Tensor]) -> Tensor:
     """
     if not norms:
         return torch.tensor(0.0)
-    groups = Optimizer._group_tensors_by_device_and_dtype([list(norms)])  # type: ignore[list-item]
+    groups = Optimizer._group_tensors_by_device_and_dtype([list(norms)])
     joined = [norm.to(norms[0].device) for ([group], _) in groups.values() for norm in group if norm is not None]
-    return torch.linalg.vector_norm(torch.stack(joined), 2.0)
+    total: Tensor = torch.linalg.vector_norm(torch.stack(joined), 2.0)
+    return total
 
 
 def step_without_hooks(optimizer: Optimizer) -> None:
