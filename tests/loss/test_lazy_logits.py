@@ -215,6 +215,11 @@ def test_under_autocast_they_have_its_dtype(head: nn.Linear, hidden: Tensor) -> 
     assert lazy.equal(real)  # outside of it, too
 
 
+def test_a_wrong_dtype_is_the_error_it_was(head: nn.Linear, hidden: Tensor) -> None:
+    with pytest.raises(RuntimeError, match="dtype"):
+        lazily(head)(hidden.bfloat16())
+
+
 def test_a_compiled_model_computes_them(head: nn.Linear, hidden: Tensor) -> None:
     expected = head(hidden)
     compiled = torch.compile(lazily(head), backend="eager")

@@ -24,10 +24,12 @@ class LazyForward(WrappedForward):
         self.told: set[str] = set()
 
     def __call__(self, input: Tensor) -> Any:
-        if torch.compiler.is_compiling():  # it sees more than one operation at a time, and needs real tensors
-            return self.forward(input)
         layer, device_type = self.layer, input.device.type
-        dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else input.dtype
+        is_cast = torch.is_autocast_enabled(device_type) and input.dtype is not torch.float64
+        is_wrong = not is_cast and input.dtype is not layer.weight.dtype  # torch says so
+        if is_wrong or torch.compiler.is_compiling():  # the compiler needs real tensors
+            return self.forward(input)
+        dtype = torch.get_autocast_dtype(device_type) if is_cast else input.dtype
         output = Output(input, layer.weight, layer.bias, dtype, self.chunk_tokens, self.told)
         return LazyLogits.of(Rows(output, input, (dtype,)))
 
