@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from roomier.adapters.layers import InFewBits, is_adapter
+from roomier.adapters.lora import adapter_state
 from roomier.core.ranks import Ranks
 from roomier.core.world import World
 from roomier.engine.build import build, configure
@@ -134,3 +135,32 @@ def test_a_model_on_meta_with_the_weights_of_a_file(on_ranks: RankPool, strategy
     plain = make_gpt()
     save_file(plain.state_dict(), tmp_path / "model.safetensors")
     check(on_ranks, strategy, weights=str(tmp_path / "model.safetensors"))
+
+
+def trained_compressed(optimizer: str, compression: str) -> tuple[bool, bool]:
+    """Whether the ranks hold the same adapters afterwards, and whether they moved."""
+    ranks = ranks_here()
+    plan = plan_from_flags(
+        strategy={"name": "ddp", "gradient_compression": compression},
+        accelerator="cpu",
+        devices=2,
+        optimizer={"name": optimizer, "lr": 1e-2},
+        lora=SETTINGS,
+    )
+    module = Adaptable()
+    engine, _ = build(plan, module, lambda: configure(plan, module, lambda: 4.0), EagerEngine, ranks)
+    module.log = lambda *args, **kwargs: None  # type: ignore[method-assign]
+    for batch in token_batches(4, batch_size=8):
+        engine.forward_backward(
+            module.training_step, [{name: each.chunk(2)[ranks.world.rank] for name, each in batch.items()}]
+        )
+        engine.step()
+    state = adapter_state(module)
+    of_zero = ranks.from_zero(state)
+    same = all(torch.equal(each, of_zero[name]) for name, each in state.items())
+    return same, all(bool(each.any()) for name, each in state.items() if name.endswith("lora_B"))
+
+
+@pytest.mark.parametrize(("optimizer", "compression"), [("adamw", "powersgd"), ("onebit_adam", "none")])
+def test_with_compressed_gradients(on_ranks: RankPool, optimizer: str, compression: str) -> None:
+    assert on_ranks(2, trained_compressed, optimizer, compression) == [(True, True)] * 2

@@ -194,14 +194,18 @@ def test_configure_optimizers_may_take_all_parameters(make_trainer: MakeTrainer)
     assert all(torch.equal(now[name], each) for name, each in before.items())
 
 
-def test_the_summary_counts_trained_and_frozen(make_trainer: MakeTrainer) -> None:
+@pytest.mark.parametrize("base", BASES)
+def test_the_summary_counts_trained_and_frozen(make_trainer: MakeTrainer, base: str) -> None:
     module = Adaptable()
     num_plain = sum(each.numel() for each in module.parameters())
-    make_trainer(lora=4, optimizer=OPTIMIZER, max_steps=1).fit(module, token_batches(1))
+    make_trainer(lora=lora(base), optimizer=OPTIMIZER, max_steps=1).fit(module, token_batches(1))
     summary = summarize(module)
     num_adapters = sum(each.numel() for each in adapter_state(module).values())
     assert num_adapters == 2 * 4 * (32 + 96 + 32 + 32 + 32 + 128 + 128 + 32)
     assert (summary.num_frozen, summary.total.num_trainable) == (num_plain, num_adapters)
+    num_coded = sum(2 * each for each in (32 * 96, 32 * 32, 32 * 128, 128 * 32))
+    frozen_bytes = {"as_is": 4.0, "int8": 1.0625, "nf4": 0.5625}[base]
+    assert summary.total.num_bytes == 4 * (num_plain - num_coded + num_adapters) + frozen_bytes * num_coded
 
 
 def test_levers_go_with_adapters(make_trainer: MakeTrainer) -> None:

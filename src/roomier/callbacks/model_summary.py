@@ -10,6 +10,7 @@ from rich.table import Table
 from torch import nn
 from torch.optim import Optimizer
 
+from roomier.adapters.layers import InFewBits
 from roomier.api.callback import Callback
 from roomier.attention.watch import AttentionReport
 from roomier.core.errors import RoomierError
@@ -56,12 +57,14 @@ def summarize(model: nn.Module, max_depth: int = 1) -> Summary:
 
 def _row(name: str, part: nn.Module) -> Row:
     parameters = list(part.parameters())
+    coded = [each for each in part.modules() if isinstance(each, InFewBits)]  # their weights are no parameters
     return Row(
         name,
         _class_name(part),
-        sum(p.numel() for p in parameters),
+        sum(p.numel() for p in parameters) + sum(each.weight_shape.numel() for each in coded),
         sum(p.numel() for p in parameters if p.requires_grad),
-        sum(p.numel() * p.element_size() for p in parameters),
+        sum(p.numel() * p.element_size() for p in parameters)
+        + sum(each.weight_codes.nbytes + each.weight_scales.nbytes for each in coded),
     )
 
 
