@@ -1,0 +1,78 @@
+"""``roomier bench optimizers``: short as it is called, and at the length that counts (slow)."""
+
+import argparse
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from roomier.bench import optimizers
+from roomier.core.errors import RoomierError
+
+COMMAND = [str(Path(sys.executable).with_name("roomier")), "bench", "optimizers", "--json"]
+
+
+def run(*words: str) -> dict[str, Any]:
+    done = subprocess.run([*COMMAND, *words], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)  # fails if anything else stands there
+    return found
+
+
+@pytest.fixture(scope="module")
+def result() -> dict[str, Any]:
+    # Too few parameters to be worth a compiler.
+    return run(
+        "--steps", "60", "--seeds", "1", "--step-parameters", "1000", "--repeats", "2", "--optimizers", "adamw4bit"
+    )
+
+
+def test_four_bits_learn_like_32(result: dict[str, Any]) -> None:
+    peer, ours = result["rows"]
+    assert (peer["optimizer"], ours["optimizer"]) == ("adamw", "adamw4bit")
+    assert peer["loss"] < 3.6, "of 256 bytes at random it is 5.5"
+    assert ours["ratio_to_adamw"] == pytest.approx(1, abs=0.02)
+    assert ours["ratio_to_adamw"] == ours["loss"] / peer["loss"]
+    assert ours["loss_all"] == [ours["loss"]]
+    assert ours["train_loss"] == pytest.approx(ours["loss"], rel=0.1)
+
+
+def test_bytes_and_times_are_told(result: dict[str, Any]) -> None:
+    peer, ours = result["rows"]
+    assert peer["state_bytes_per_parameter"] == pytest.approx(8, rel=1e-3)
+    assert 1 < ours["state_bytes_per_parameter"] < 1.1
+    assert 0.8 < ours["large_share"] < 1
+    assert ours["step_s"] > 0
+    assert ours["step_ratio_to_adamw"] == pytest.approx(ours["step_cpu_s"] / peer["step_cpu_s"])
+    assert {"torch", "commit", "machine", "command", "model"} <= set(result)
+
+
+def test_the_table_shows_the_same_figures(result: dict[str, Any]) -> None:
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(optimizers.table(result))
+    text = console.export_text()
+    assert "adamw4bit" in text
+    assert f"{result['rows'][1]['loss']:.4f}" in text
+
+
+@pytest.mark.parametrize("words", [["--optimizers", "adamw9bit"]])
+def test_what_is_not_known_is_refused(words: list[str]) -> None:
+    parser = argparse.ArgumentParser()
+    optimizers.add_arguments(parser)
+    with pytest.raises(RoomierError, match=r"adamw9bit.*Did you mean"):
+        optimizers.measure(parser.parse_args(words))
+
+
+@pytest.mark.slow
+def test_few_bits_end_within_half_a_percent_of_float32() -> None:
+    rows = run()["rows"]
+    assert [row["optimizer"] for row in rows] == ["adamw", "adamw8bit", "adamw4bit"]
+    for row, limit in zip(rows[1:], (2.1, 1.1), strict=True):
+        assert row["ratio_to_adamw"] < 1.005
+        assert row["state_bytes_per_parameter"] <= limit
+        assert row["step_ratio_to_adamw"] < 3
