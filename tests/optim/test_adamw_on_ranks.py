@@ -62,8 +62,8 @@ def on_one_rank(pool: RankPool, optimizer: str, precision: str = "32-true", clip
 @NAMES
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout[0]} on {layout[1]}")
 def test_ranks_train_as_one_process(on_ranks: RankPool, optimizer: str, layout: tuple[str, int, int | None]) -> None:
-    """Where the last bit of a gradient, a sum in another order, decides how a number is rounded, a code is the next one:
-    one in some thousands, and none in most of these runs, which then are as near as in float32."""
+    """Where the last bit of a gradient, a sum in another order, decides how a number is rounded, a code is the next
+    one: one in some thousands, and none in most of these runs, which then are as near as in float32."""
     strategy, num_ranks, shard_size = layout
     micro_batch = GLOBAL_BATCH // num_ranks
     setup = Setup(strategy, num_ranks, shard_size, micro_batch=micro_batch, optimizer=optimizer, clip=0.5)
