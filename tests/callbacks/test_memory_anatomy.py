@@ -103,6 +103,24 @@ def test_bytes_per_parameter(
     assert own["optimizer_states"] == pytest.approx(states, rel=0.02)
 
 
+@pytest.mark.parametrize(
+    "keywords",
+    [
+        {"optimizer": "adamw8bit"},
+        {"optimizer": "adafactor"},
+        {"optimizer": "muon"},
+        {"lora": 2},
+        {"lora": {"rank": 2, "base": "nf4"}},
+        {"step_in_backward": True},
+        {"activation_checkpointing": "full", "chunked_loss": 8},
+    ],
+    ids=str,
+)
+def test_the_rule_is_that_of_every_lever(fit: Callable[..., Trainer], keywords: dict[str, Any]) -> None:
+    found = anatomy(fit(MemoryAnatomy(at_step=3), **keywords))
+    assert found.bytes_per_parameter() == pytest.approx(found.rule_per_parameter(), rel=0.01)
+
+
 def test_frozen_parameters_have_neither_gradient_nor_state(fit: Callable[..., Trainer]) -> None:
     module = Language()
     module.gpt.blocks.requires_grad_(False)

@@ -76,6 +76,8 @@ def _notes(plan: Plan, *, has_peak: bool) -> list[str]:
         notes.append("for the peak, add roomier.callbacks.MemoryAnatomy() to the Trainer")
     if plan.precision.mode.endswith("-mixed"):
         notes.append("the textbook's 18 bytes have 2 for 16-bit copies of weights: autocast's count as activations")
+    if plan.adapter.frozen_base != "as_is":
+        notes.append("codes of the frozen base are bytes of weights, and are not counted as parameters")
     if plan.compile.enabled and has_peak:
         notes.append("compiled blocks ran uncompiled in the tracked step; compiled they need less")
     return notes
