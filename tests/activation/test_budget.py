@@ -14,6 +14,7 @@ from torch import Tensor
 from roomier import Trainer
 from roomier.activation import stages
 from roomier.activation.block_forward import Keep
+from roomier.activation.profile import Call, Interception
 from roomier.core.errors import TrainingError
 from roomier.core.torch_private import version_of
 from tests.activation.budgets import (
@@ -40,11 +41,16 @@ def trained(budget: float | int | str) -> Taken:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def every_operation_takes_a_microsecond() -> Iterator[None]:
+def equal_blocks_take_equal_time() -> Iterator[None]:
     """So that the same is chosen whatever else this machine does."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stages, "total_ns", lambda spans: 1000 * len(spans))
+        patch.setattr(stages, "lost_ns", count_operations)
         yield
+
+
+def count_operations(call: Call, keep: Keep, interception: Interception) -> int:
+    num_products = len(call.product_spans)
+    return 1000 * {Keep.INPUT: 30, Keep.PRODUCTS: 30 - num_products, Keep.ALL: 0}[keep]
 
 
 @pytest.fixture(scope="module")

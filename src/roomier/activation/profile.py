@@ -17,11 +17,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from roomier.activation.block_forward import BlockForward, Keep
 from roomier.activation.live_bytes import LiveBytes, live_bytes_on
-from roomier.activation.selective import ATTENTION, PRODUCTS
+from roomier.activation.selective import ATTENTION, PRODUCTS, OnDevice, Products
 from roomier.core import torch_private
 from roomier.core.wrapped_forward import WrappedForward
 
@@ -41,7 +42,8 @@ class Call:
         output_bytes: of what it returns.
         outputs: what it returned, as long as something holds it.
         shared_bytes: of its output, which it also keeps itself, under each of what it may keep.
-        product_spans, other_spans: beginnings and ends of the operations of the second forward.
+        spans: beginnings and ends of the second forward.
+        product_spans: of the products in it.
     """
 
     block: int
@@ -55,7 +57,7 @@ class Call:
     products_bytes: int = 0
     num_operations: int = 0
     product_spans: list[tuple[Any, Any]] = field(default_factory=list)
-    other_spans: list[tuple[Any, Any]] = field(default_factory=list)
+    spans: list[tuple[Any, Any]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -80,11 +82,13 @@ class Recorder:
 
     Attributes:
         calls, moments: in the order they came.
+        interception: what it costs to see an operation; nothing where the host runs ahead of the device.
     """
 
     def __init__(self, blocks: Sequence[BlockForward], device: torch.device) -> None:
         self.calls: list[Call] = []
         self.moments: list[Moment] = []
+        self.interception = Interception()
         self._blocks = blocks
         self._device = device
         self.live: LiveBytes = live_bytes_on(device)
@@ -106,6 +110,8 @@ class Recorder:
                 block.forward = block.forward.forward
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+        elif self._device.type == "cpu":
+            self.interception = measured_interception()
 
     def note_update(self) -> None:
         """Call it before the step after: what the update took in between counts where an allocator tells it."""
@@ -146,6 +152,7 @@ class Recorder:
         self._alive.remove(call)
         start_level = self.live.level()
         watch = _Watch(self._device, self.live)
+        start = watch.now()
         try:
             with torch_private.intercept(watch):
                 return observed.forward(*args, **kwargs)
@@ -154,7 +161,7 @@ class Recorder:
             traceback.clear_frames(end.__traceback__)
             raise
         finally:
-            call.product_spans, call.other_spans = watch.product_spans, watch.other_spans
+            call.spans, call.product_spans = [(start, watch.now())], watch.product_spans
             call.idle_bytes = call.products_bytes - watch.living_products_bytes()
             kept_bytes = {Keep.PRODUCTS: call.products_bytes, Keep.ALL: self.live.level() - start_level}
             if watch.num_operations == call.num_operations and watch.last() is not None:
@@ -196,7 +203,6 @@ class _Watch:
 
     def __init__(self, device: torch.device, live: LiveBytes) -> None:
         self.product_spans: list[tuple[Any, Any]] = []
-        self.other_spans: list[tuple[Any, Any]] = []
         self._on_cuda = device.type == "cuda"
         self._live = live
         self._products: list[StorageReference] = []
@@ -207,15 +213,15 @@ class _Watch:
     def __call__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if any(map(torch_private.handles_dispatch, types)):
             return NotImplemented
-        start = self._now()
+        start = self.now()
         result = func(*args, **kwargs)
         self.num_operations += 1
         first = result[0] if isinstance(result, (tuple, list)) and result else result
         if isinstance(first, Tensor):
             self.last = weakref.ref(first.untyped_storage())
         is_product = func in PRODUCTS or func in ATTENTION
-        (self.product_spans if is_product else self.other_spans).append((start, self._now()))
         if is_product:
+            self.product_spans.append((start, self.now()))
             for tensor in torch_private.iter_leaves(result):
                 if isinstance(tensor, Tensor):
                     storage = tensor.untyped_storage()
@@ -231,7 +237,8 @@ class _Watch:
         """Of the products that something still holds."""
         return sum(storage.nbytes() for each in self._products if (storage := each()) is not None)
 
-    def _now(self) -> Any:
+    def now(self) -> Any:
+        """The time, for :func:`total_ns`, without that of the counting."""
         if not self._on_cuda:
             return time.perf_counter_ns() - self._live.own_ns
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -244,3 +251,42 @@ def total_ns(spans: Sequence[tuple[Any, Any]]) -> int:
     return sum(
         end - start if isinstance(start, int) else int(start.elapsed_time(end) * 1e6) for start, end in spans
     )  # an event tells milliseconds
+
+
+@dataclass(frozen=True)
+class Interception:
+    """How much longer an operation takes on the host where products are kept, or taken again.
+
+    Attributes:
+        operation_ns: of any operation.
+        product_ns: of a product, instead.
+    """
+
+    operation_ns: int = 0
+    product_ns: int = 0
+
+    def total_ns(self, call: Call) -> int:
+        num_products = len(call.product_spans)
+        return self.operation_ns * (call.num_operations - num_products) + self.product_ns * num_products
+
+
+def measured_interception() -> Interception:
+    """On the CPU, where the host's time is that of the step."""
+    small, weight = torch.zeros(2, 2, 8, requires_grad=True), torch.zeros(8, 8)  # nothing here draws numbers
+    return Interception(_longer_ns(lambda: torch.neg(small)), _longer_ns(lambda: F.linear(small, weight)))
+
+
+def _longer_ns(operate: Callable[[], Tensor], num_operations: int = 40, num_turns: int = 5) -> int:
+    def run_ns() -> int:
+        start_ns = time.perf_counter_ns()
+        for _ in range(num_operations):
+            operate()
+        return time.perf_counter_ns() - start_ns
+
+    plain_ns, seen_ns = [], []
+    with torch.enable_grad():
+        for _ in range(num_turns):
+            plain_ns.append(run_ns())
+            with Products(OnDevice).recorded():
+                seen_ns.append(run_ns())
+    return max(min(seen_ns) - min(plain_ns), 0) // num_operations

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from roomier.activation.block_forward import Keep
 from roomier.activation.choose import Option, Stage
-from roomier.activation.profile import KEEPS, Call, Moment, Recorder, total_ns
+from roomier.activation.profile import KEEPS, Call, Interception, Moment, Recorder, total_ns
 
 
 @dataclass(frozen=True)
@@ -45,12 +45,12 @@ def profile_of(recorder: Recorder) -> Profile:
     stages = [Stage((Option(0, outside_bytes[0], 0),), outside_bytes[0])]
     for block, place in places.items():
         calls = [call for call in recorder.calls if call.block == block]
-        options = tuple(_option(keep, calls, own_moments[place], recorder.moments, base_bytes) for keep in KEEPS)
+        options = tuple(_option(keep, calls, own_moments[place], recorder) for keep in KEEPS)
         stages.append(Stage(options, outside_bytes[place]))
     return Profile(order, tuple(stages))
 
 
-def _option(keep: Keep, calls: list[Call], own: list[Moment], moments: list[Moment], base_bytes: int) -> Option:
+def _option(keep: Keep, calls: list[Call], own: list[Moment], recorder: Recorder) -> Option:
     block = calls[0].block
 
     known_bytes = max(call.kept_bytes[keep] for call in calls if call.kept_bytes is not None)
@@ -61,9 +61,12 @@ def _option(keep: Keep, calls: list[Call], own: list[Moment], moments: list[Mome
         )
 
     return Option(
-        kept_bytes=max(kept_bytes([*moment.alive, *([moment.own] if moment.own else [])]) for moment in moments),
-        own_peak_bytes=base_bytes + max(_own_peak(moment, keep) + kept_bytes(moment.alive) for moment in own),
-        lost_ns=sum(_lost_ns(call, keep) for call in calls),
+        kept_bytes=max(
+            kept_bytes([*moment.alive, *([moment.own] if moment.own else [])]) for moment in recorder.moments
+        ),
+        own_peak_bytes=recorder.live.base_bytes
+        + max(_own_peak(moment, keep) + kept_bytes(moment.alive) for moment in own),
+        lost_ns=sum(lost_ns(call, keep, recorder.interception) for call in calls),
     )
 
 
@@ -79,11 +82,17 @@ def _own_peak(moment: Moment, keep: Keep) -> int:
     return moment.peak_bytes + idle_bytes
 
 
-def _lost_ns(call: Call, keep: Keep) -> int:
-    if keep is Keep.ALL:
-        return 0
-    again_ns = total_ns(call.other_spans)
-    return again_ns if keep is Keep.PRODUCTS else again_ns + total_ns(call.product_spans)
+def lost_ns(call: Call, keep: Keep, interception: Interception) -> int:
+    """What the second forward of a block costs that keeps ``keep``. It was measured while each operation was seen once;
+    to keep products each is seen twice, in the first forward and in the second."""
+    seen_ns = interception.total_ns(call)
+    match keep:
+        case Keep.ALL:
+            return 0
+        case Keep.PRODUCTS:
+            return max(total_ns(call.spans) - total_ns(call.product_spans) + seen_ns, 0)
+        case Keep.INPUT:
+            return max(total_ns(call.spans) - seen_ns, 0)
 
 
 def worst_of(profiles: Sequence[Profile]) -> Profile:
