@@ -112,14 +112,21 @@ def test_the_modules_own_optimizer_is_told_what_it_loses(make_trainer: Any, data
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
     make_trainer(max_steps=1, precision="bf16-true").fit(Own(), data)
-    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("roomier: bf16-true")]
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("roomier: bfloat16 weights")]
     assert len(said) == 1
     assert "SGD" in said[0]
     assert "2^-9" in said[0]
     assert "optimizer='adamw'" in said[0]
     make_trainer(max_steps=1, precision="bf16-true", optimizer="adamw").fit(Net(), data)
     make_trainer(max_steps=1, precision="bf16-mixed").fit(Own(), data)
-    assert "2^-9" not in capsys.readouterr().err
+    make_trainer(max_steps=1, precision="bf16-true", optimizer={"name": "sgd", "weight_rounding": "nearest"}).fit(
+        Net(), data
+    )
+    assert "roomier: bfloat16 weights" not in capsys.readouterr().err
+    came_in_bfloat16 = Net().bfloat16()
+    came_in_bfloat16.training_step = lambda batch: Net.training_step(came_in_bfloat16, (batch[0].bfloat16(), batch[1]))
+    make_trainer(max_steps=1, optimizer="sgd").fit(came_in_bfloat16, data)
+    assert "roomier: bfloat16 weights: SGD" in capsys.readouterr().err
 
 
 class Named(Classifier):

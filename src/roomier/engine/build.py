@@ -32,7 +32,7 @@ from roomier.engine.prepared import PreparedEngine
 from roomier.engine.step_in_backward import StepInBackward
 from roomier.engine.weights_file import WeightsToRead
 from roomier.launch import join, place, present_launch
-from roomier.optim.by_name import make_optimizer
+from roomier.optim.by_name import keeps_updates, make_optimizer
 from roomier.optim.configured import (
     Configured,
     LRSchedulerConfig,
@@ -265,10 +265,13 @@ def prepare(
 
 
 def _say_what_is_lost(plan: Plan, optimizers: Sequence[Optimizer]) -> None:
-    if plan.precision.mode == "bf16-true" and plan.optimizer.name is None and optimizers:
-        names = " and ".join(sorted({type(optimizer).__name__ for optimizer in optimizers}))
+    if plan.optimizer.weight_rounding is not None:  # it was asked for
+        return
+    losing = [each for each in optimizers if not keeps_updates(each)]
+    if losing:
+        names = " and ".join(sorted({type(optimizer).__name__ for optimizer in losing}))
         notice(
-            f"bf16-true: {names} rounds bfloat16 weights as it does; most lose updates below 2^-9 of a weight. "
+            f"bfloat16 weights: {names} rounds them as it does; most lose updates below 2^-9 of a weight. "
             "Trainer(optimizer='adamw'), 'adamw8bit', 'adamw4bit' and 'lion' keep them"
         )
 

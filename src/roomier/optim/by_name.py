@@ -86,6 +86,13 @@ def make_optimizer(
     return kind(_groups(name, kind, trained, decay), **options)
 
 
+def keeps_updates(optimizer: Optimizer) -> bool:
+    """Whether no weight of bfloat16 loses the small updates of ``optimizer``, as far as is known of it."""
+    if isinstance(optimizer, (BlockwiseAdamW, Lion)):
+        return True
+    return not any(each.dtype is torch.bfloat16 for group in optimizer.param_groups for each in group["params"])
+
+
 def _class_of(name: str, weight_rounding: str | None) -> type[Optimizer]:
     if name == "adamw" and weight_rounding in ("split", "stochastic"):
         return BlockwiseAdamW
