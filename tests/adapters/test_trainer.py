@@ -263,3 +263,34 @@ def test_a_damaged_or_other_checkpoint_is_told_by_the_name_of_the_argument(
         make_trainer(lora=4, optimizer=OPTIMIZER, max_steps=1).fit(
             Adaptable(), token_batches(1), weights=tmp_path / "other"
         )
+
+
+def test_modules_by_name_are_trained_whole_beside_the_adapters(make_trainer: MakeTrainer, tmp_path: Path) -> None:
+    """A new output layer has nothing that could be kept frozen."""
+    batches = token_batches(6)
+    module = Adaptable()
+    network = module.net
+    before = copy.deepcopy(network.state_dict())
+    settings = lora(targets=["attention.out"], trained=["head", "norm"])
+    trainer = make_trainer(lora=settings, optimizer=OPTIMIZER, max_steps=3, gradient_clip_val=1.0)
+    trainer.fit(module, batches)
+    moved = {
+        name for name, each in network.state_dict().items() if name not in before or not torch.equal(each, before[name])
+    }
+    assert {name for name in moved if not is_adapter(name)} == {"head.weight", "norm.weight", "norm.bias"}
+    assert {"head.weight", "norm.bias"} <= {name.removeprefix("net.") for name in adapter_state(module)}
+    assert not network.tokens.weight.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("trained", "problem"),
+    [
+        ("hed", "no module with parameters has a name that ends in it. Did you mean 'head'"),
+        ("mlp.up", "whose weights are"),
+    ],
+)
+def test_a_wrong_name_of_a_trained_module_is_refused(make_trainer: MakeTrainer, trained: str, problem: str) -> None:
+    trainer = make_trainer(lora=lora(trained=[trained]), optimizer=OPTIMIZER, max_steps=1)
+    with pytest.raises(RoomierError, match=problem) as caught:
+        trainer.fit(Adaptable(), token_batches(2))
+    assert caught.value.field == "lora.trained"

@@ -75,8 +75,20 @@ def test_adapters_alone_in_the_layout_of_peft(make_trainer: Callable[..., Traine
     own = adapter_state(network)["transformer.h.0.mlp.c_fc.lora_B"]
     assert torch.equal(found[f"{name}.lora_B.weight"].T, own)
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert config["modules_to_save"] is None
     assert (config["r"], config["lora_alpha"], config["fan_in_fan_out"]) == (4, 8, True)
     with pytest.raises(RoomierError, match="already and not empty"):
         export_adapter(network, tmp_path / "adapter")
     with pytest.raises(RoomierError, match="has no adapters"):
         export_adapter(make_gpt(), tmp_path / "other")
+
+
+def test_what_is_trained_whole_goes_along_in_the_layout_of_peft(
+    make_trainer: Callable[..., Trainer], tmp_path: Path
+) -> None:
+    network = trained(make_trainer, "gpt2", tmp_path / "saved", targets=["c_fc"], trained=["ln_f"])
+    export_adapter(network, tmp_path / "adapter")
+    found = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert torch.equal(found["base_model.model.transformer.ln_f.weight"], network.transformer.ln_f.weight)
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert config["modules_to_save"] == ["transformer.ln_f"]

@@ -86,12 +86,13 @@ def test_the_defaults_of_the_keywords_are_the_defaults_of_the_plan() -> None:
         ({"attention": "flash_attention"}, {"attention": {"kernel": "flash"}}),
         ({"lora": 8}, {"adapter": {"lora_rank": 8}}),
         (
-            {"lora": {"rank": 8, "alpha": 16, "targets": ["query", "value"], "base": "4bit"}},
+            {"lora": {"rank": 8, "alpha": 16, "targets": ["query", "value"], "trained": "score", "base": "4bit"}},
             {
                 "adapter": {
                     "lora_rank": 8,
                     "lora_alpha": 16,
                     "lora_targets": "query,value",
+                    "lora_trained": "score",
                     "frozen_base": "nf4",
                 }
             },

@@ -28,21 +28,22 @@ _FIELD = "lora.targets"
 
 
 def apply_lora(network: nn.Module, blocks: Sequence[nn.Module], plan: AdapterPlan) -> None:
-    """Freeze ``network`` and put adapters on the linear layers that ``plan`` names, in place; those that are there
-    already stay.
+    """Freeze ``network``, but for the modules that ``plan`` trains whole, and put adapters on the linear layers it
+    names, in place; those that are there already stay.
 
     Raises:
-        RoomierError: no layer has such a name, or the adapters that are there are of another rank.
+        RoomierError: no layer or module has such a name, or the adapters that are there are of another rank.
     """
     rank = plan.lora_rank
     assert rank is not None
     alpha = rank if plan.lora_alpha is None else plan.lora_alpha
     targets = _targets(network, blocks, plan.lora_targets)
+    trained = _trained(network, plan.lora_trained, targets)
     for name, layer in targets.items():
         _check(name, layer, rank, alpha / rank)
     _calls_layers_always(network)
     for name, each in network.named_parameters():
-        each.requires_grad_(is_adapter(name))
+        each.requires_grad_(is_adapter(name) or each in trained)
     for layer in targets.values():
         if isinstance(layer, Adapted):
             layer.lora_dropout = plan.lora_dropout
@@ -100,11 +101,28 @@ def merge_lora(network: nn.Module) -> nn.Module:
 
 
 def adapter_state(network: nn.Module) -> dict[str, Tensor]:
-    """The tensors of the adapters alone, by name: some megabytes for a model of gigabytes.
+    """The tensors that are trained, those of the adapters, by name: some megabytes for a model of gigabytes.
 
     ``network.load_state_dict(state, strict=False)`` puts them back on the same model with adapters.
     """
-    return {name: each.detach() for name, each in network.named_parameters() if is_adapter(name)}
+    return {name: each.detach() for name, each in network.named_parameters() if is_adapter(name) or each.requires_grad}
+
+
+def _trained(network: nn.Module, names: str, targets: dict[str, nn.Module]) -> set[nn.Parameter]:
+    """The parameters of the modules that are trained whole."""
+    found: set[nn.Parameter] = set()
+    for pattern in filter(None, (each.strip() for each in names.split(","))):
+        matching = {name: each for name, each in network.named_modules() if name and _matches(name, pattern)}
+        parameters = {each for module in matching.values() for each in module.parameters()}
+        if not parameters:
+            action = _nearest((name for name, each in network.named_modules() if name), pattern)
+            raise RoomierError("lora.trained", pattern, "no module with parameters has a name that ends in it", action)
+        adapted = next((name for name, each in targets.items() if set(each.parameters()) & parameters), None)
+        if adapted is not None:
+            problem = f"{adapted} is among the layers that get adapters, whose weights are frozen"
+            raise RoomierError("lora.trained", pattern, problem, "Leave it out of one of the two")
+        found |= parameters
+    return found
 
 
 def _targets(network: nn.Module, blocks: Sequence[nn.Module], targets: str) -> dict[str, nn.Module]:

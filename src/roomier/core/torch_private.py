@@ -54,7 +54,7 @@ def version_of(tensor: Tensor) -> int:
 
 
 def detached(tensor: Tensor) -> Tensor:
-    """``tensor`` without its graph, also inside :func:`intercept`, where ``detach`` alone would not see later writes."""
+    """``tensor`` without its graph, also inside :func:`intercept`, where ``detach`` alone misses later writes."""
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         return tensor.detach()
 
@@ -93,7 +93,7 @@ def convert_tensors(module: nn.Module, convert: Callable[[Tensor], Tensor]) -> N
 
 def leave_out_of_ddp(module: nn.Module, names: Sequence[str]) -> None:
     """Parameters and buffers of ``module`` that DDP, which will wrap it, sends to no other rank."""
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)  # type: ignore[no-untyped-call]
 
 
 def reset_of_torch(module: nn.Module) -> Callable[[], None] | None:
@@ -157,6 +157,13 @@ class _CompiledInterception(_Interception):  # type: ignore[no-untyped-call]
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         return True
+
+
+def without_interception() -> AbstractContextManager[Any]:
+    """A context that no dispatch mode looks into: ``torch.compile`` gives up for good on code it first meets in one."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    return _disable_current_modes()
 
 
 def handles_dispatch(kind: type) -> bool:

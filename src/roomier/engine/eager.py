@@ -117,8 +117,8 @@ class EagerEngine:
                     continue
                 if weights is not None:
                     weight = weights[index]
-                    # A micro-batch without a single term has the loss 0/0; it adds nothing, so it is left out. Where others
-                    # wait for this rank's gradients they get zeros.
+                    # A micro-batch without a single term has the loss 0/0; it adds nothing, so it is left out. Where
+                    # others wait for this rank's gradients they get zeros.
                     if not isinstance(weight, Tensor) and weight == 0:
                         if not is_alone:
                             with zero_gradients(loss) as zero:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +42,30 @@ def export_adapter(network: nn.Module, output: str | Path) -> Path:
         for part, each in (("lora_A", layer.lora_A), ("lora_B", layer.lora_B)):
             values = each.detach().cpu()
             tensors[f"{_PREFIX}{name}.{part}.weight"] = (values.T if layer.is_in_out else values).contiguous()
+    trained = _trained_whole(network)
+    for name, module in trained.items():
+        for part, each in module.named_parameters(name):
+            tensors[f"{_PREFIX}{part}"] = each.detach().cpu().contiguous()
     with committed_folder(target, sum(each.nbytes for each in tensors.values())) as folder:
         save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-        (folder / "adapter_config.json").write_text(json.dumps(_config(layers), indent=2) + "\n", encoding="utf-8")
+        (folder / "adapter_config.json").write_text(
+            json.dumps(_config(layers, trained), indent=2) + "\n", encoding="utf-8"
+        )
     return target
 
 
-def _config(layers: dict[str, Adapted]) -> dict[str, Any]:
+def _trained_whole(network: nn.Module) -> dict[str, nn.Module]:
+    """Modules of which all is trained, outermost only."""
+    found: dict[str, nn.Module] = {}
+    for name, module in network.named_modules():
+        parameters = list(module.parameters())
+        is_inside = any(name.startswith(f"{outer}.") for outer in found)
+        if name and parameters and not is_inside and all(each.requires_grad for each in parameters):
+            found[name] = module
+    return found
+
+
+def _config(layers: dict[str, Adapted], trained: Iterable[str]) -> dict[str, Any]:
     layer = next(iter(layers.values()))  # rank and scale are the same for all
     rank = rank_of(layer)
     return {
@@ -58,6 +76,7 @@ def _config(layers: dict[str, Adapted]) -> dict[str, Any]:
         "lora_dropout": layer.lora_dropout,
         "target_modules": list(layers),
         "fan_in_fan_out": layer.is_in_out,
+        "modules_to_save": list(trained) or None,
         "bias": "none",
         "inference_mode": True,
     }

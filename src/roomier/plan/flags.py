@@ -57,7 +57,7 @@ def plan_from_flags(
         chunked_loss: True, or the number of tokens of a chunk.
         attention: the kernel: ``"auto"``, ``"flash"``, ``"efficient"``, ``"cudnn"``, ``"math"``.
         lora: the rank of adapters, or ``{"rank": 8, "alpha": 16, "dropout": 0.05, "targets": ["query", "value"],
-            "base": "nf4"}``.
+            "trained": ["classifier"], "base": "nf4"}``.
         compile: whether blocks are compiled.
 
     Raises:
@@ -276,13 +276,15 @@ def _ask_adapter(draft: _Draft, given: object) -> None:
         if given is not None:
             draft.ask("adapter.lora_rank", given, "lora")
         return
-    fields = {name: f"lora_{name}" for name in ("rank", "alpha", "dropout", "targets")} | {"base": "frozen_base"}
+    fields = {name: f"lora_{name}" for name in ("rank", "alpha", "dropout", "targets", "trained")} | {
+        "base": "frozen_base"
+    }
     for name, value in given.items():
         if name not in fields:
             draft.errors.append(
                 PlanError("lora", name, "is not a setting of adapters", did_you_mean(str(name), fields))
             )
             continue
-        is_list = name == "targets" and isinstance(value, (list, tuple))
+        is_list = name in ("targets", "trained") and isinstance(value, (list, tuple))
         meaning = ",".join(map(str, value)) if is_list else value
         draft.ask(f"adapter.{fields[name]}", value, f"lora.{name}", meaning=meaning)

@@ -72,7 +72,13 @@ def adapter_settings_have_adapters(plan: Plan) -> Iterator[PlanError]:
     adapter = plan.adapter
     if adapter.lora_rank is not None:
         return
-    settings = {"lora_alpha": None, "lora_dropout": 0.0, "lora_targets": "blocks", "frozen_base": "as_is"}
+    settings = {
+        "lora_alpha": None,
+        "lora_dropout": 0.0,
+        "lora_targets": "blocks",
+        "lora_trained": "",
+        "frozen_base": "as_is",
+    }
     for name, default in settings.items():
         if getattr(adapter, name) != default:
             action = "Give lora_rank as well, such as 8, or leave it out"

@@ -252,6 +252,7 @@ class AdapterPlan(Part):
         lora_dropout: probability on their input.
         lora_targets: ``"blocks"`` (all linear layers of the blocks), or names separated by commas: a layer is adapted
             if its qualified name ends in one of them, wildcards as in :mod:`fnmatch`.
+        lora_trained: modules, named likewise, that are trained whole beside the adapters: a new output layer, say.
         frozen_base: in which numbers the adapted layers keep their frozen weights: ``"as_is"``, ``"int8"``, ``"nf4"``.
     """
 
@@ -260,6 +261,7 @@ class AdapterPlan(Part):
     lora_alpha: float | None = None
     lora_dropout: float = 0.0
     lora_targets: str = "blocks"
+    lora_trained: str = ""
     frozen_base: str = "as_is"
 
 

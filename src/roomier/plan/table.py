@@ -158,7 +158,8 @@ def _lever_rows(plan: "Plan") -> Iterator[Row]:
     adapter = plan.adapter
     if adapter.lora_rank is not None:
         words = f"LoRA, rank {adapter.lora_rank}, on {adapter.lora_targets}"
-        yield Row("adapter", words, Kind.EXACT, "all else is frozen")
+        trained = f"but {adapter.lora_trained} " if adapter.lora_trained else ""
+        yield Row("adapter", words, Kind.EXACT, f"all else {trained}is frozen")
         yield Row("frozen base", adapter.frozen_base, *_label("adapter.frozen_base", adapter.frozen_base))
 
 

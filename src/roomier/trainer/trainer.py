@@ -57,7 +57,7 @@ class Trainer(TrainerAttributes):
         chunked_loss: never hold the logits of a language model whole; True, or the tokens of a chunk.
         attention: the kernel of scaled_dot_product_attention: ``"auto"``, ``"flash"``, ``"efficient"``, ``"math"``.
         lora: the rank of low-rank adapters on a frozen model, or a dict with ``rank``, ``alpha``, ``dropout``,
-            ``targets``, ``base`` (``"int8"``, ``"nf4"``).
+            ``targets``, ``trained`` (modules that are trained whole), ``base`` (``"int8"``, ``"nf4"``).
         compile: compile each block.
         accumulate_grad_batches: micro-batches of one optimizer step; their gradient is that of the whole batch.
         gradient_clip_val, gradient_clip_algorithm: clip by ``"norm"`` or ``"value"``.
