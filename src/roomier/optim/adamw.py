@@ -157,6 +157,9 @@ class BlockwiseAdamW(Optimizer):
         if parameter.dtype is torch.bfloat16 and group["weight_rounding"] == "stochastic":
             key, first = noise_key(SEED, values.step, self._index[parameter]), first_element(parameter)
         if "root_scales" in own:
+            update = (
+                update if type(weight) is Tensor else update_blocks
+            )  # no tensor that stands for another is compiled
             _update_rows(weight, gradient, own, values, key, first, update)
         else:
             _update_whole(weight, gradient, own, values, key, first)
@@ -298,18 +301,35 @@ def compiled_update(device: torch.device) -> tuple[UpdateBlocks, str | None]:
     missing = torch_private.missing_compiler(device)
     if missing is not None:
         return update_blocks, f"torch.compile needs {missing} for {device.type} and finds none"
-    numbers = StepValues(1, 0.9, 0.999, 1e-8, 1.0, 0.0).numbers(device)
+    compiled = torch.compile(update_blocks, dynamic=True)
+
+    def update(*arguments: Any) -> None:
+        with torch_private.without_interception():  # a memory tracker's: of the first step
+            compiled(*arguments)
+
     try:
-        compiled = torch.compile(update_blocks, dynamic=True)
         for bits in (8, 4):  # before there is anything that a failure could leave half done
-            rows = torch.zeros(3, 4 * block_codes.MIN_BLOCK, device=device)
-            state = list(block_codes.empty_codes(rows, bits).values())
-            blocks = Region(slice(None), slice(None), rows.shape[1] // state[-1].shape[1])
-            codes, scales = [blocks.cut(each) for each in state[:-2]], [each[..., None] for each in state[-2:]]
-            compiled(codes, scales, blocks.cut(rows), blocks.cut(rows), blocks.cut(rows)[0], numbers)
+            update(*_example(bits, device))
     except Exception as error:  # a compiler fails in many ways
         return update_blocks, f"torch.compile failed: {str(error).strip().splitlines()[0]}"
-    return compiled, None
+    return update, None
+
+
+def _example(bits: int, device: torch.device) -> tuple[Any, ...]:
+    """Some rows of zeros, as :func:`update_blocks` takes them."""
+    rows = torch.zeros(3, 1024, device=device)  # several blocks in each: of one, the compiler would take note
+    *codes, root_scales, ratio_scales = block_codes.empty_codes(rows, bits).values()
+    blocks = Region(slice(None), slice(None), rows.shape[1] // root_scales.shape[1])
+    scales = [root_scales[..., None], ratio_scales[..., None]]
+    numbers = StepValues(1, 0.9, 0.999, 1e-8, 1.0, 0.0).numbers(device)
+    return (
+        [blocks.cut(each) for each in codes],
+        scales,
+        blocks.cut(rows),
+        blocks.cut(rows),
+        blocks.cut(rows)[0],
+        numbers,
+    )
 
 
 def _rows(tensor: Tensor) -> Tensor:
