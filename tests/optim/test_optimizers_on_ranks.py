@@ -21,7 +21,7 @@ UNDETERMINED = "query_key_value.bias"
 
 @cache
 def on_one_rank(pool: RankPool, optimizer: str, num_samples: int) -> Trained:
-    setup = Setup("single", 1, micro_batch=num_samples, precision="64-true", optimizer=optimizer)
+    setup = Setup("single", 1, micro_batch=num_samples, precision="64-true", optimizer=optimizer, num_steps=10)
     trained: Trained = pool(1, train_on_ranks, Language, setup)[0]
     return trained
 
@@ -31,7 +31,9 @@ def on_one_rank(pool: RankPool, optimizer: str, num_samples: int) -> Trained:
 def test_ranks_train_as_one_process(on_ranks: RankPool, optimizer: str, layout: tuple[str, int, int | None]) -> None:
     """In float64, where the order of sums cannot move what Muon rounds to bfloat16."""
     strategy, num_ranks, shard_size = layout
-    setup = Setup(strategy, num_ranks, shard_size, micro_batch=2, precision="64-true", optimizer=optimizer)
+    setup = Setup(
+        strategy, num_ranks, shard_size, micro_batch=2, precision="64-true", optimizer=optimizer, num_steps=10
+    )
     single = on_one_rank(on_ranks, optimizer, 2 * num_ranks)
     for trained in on_ranks(num_ranks, train_on_ranks, Language, setup):
         for each in (single, trained):
@@ -39,7 +41,7 @@ def test_ranks_train_as_one_process(on_ranks: RankPool, optimizer: str, layout: 
         apart = distance(trained, single)
         assert apart.losses < 1e-9, apart
         assert apart.weights < 1e-8, apart
-    assert single.losses[-1] < 0.9 * single.losses[0], "nothing was learned"
+    assert single.losses[-1] < single.losses[0], "nothing was learned"
 
 
 @pytest.mark.parametrize("optimizer", ["lion", "muon"])
