@@ -174,7 +174,6 @@ WRONG_VALUES = [
     ({"optimizer": {"step_in_backward": "stale_norm"}}, "optimizer.step_in_backward", "'stale_norm'", "Use 'exact'"),
     # two parts that do not go together
     ({"activation": HALF, "compile": {"enabled": True}}, "activation.policy", "'budget'", "compile=False"),
-    ({"activation": HALF, "offload": {"activations": "cpu"}}, "activation.policy", "'budget'", "Use 'none'"),
     (
         {
             "activation": HALF,

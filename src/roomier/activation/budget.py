@@ -22,9 +22,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from roomier.activation.block_forward import BlockForward, Keep, Recompute
-from roomier.activation.choose import Stage, choose, least_peak_bytes, peak_bytes
-from roomier.activation.profile import KEEPS, Recorder
-from roomier.activation.stages import Profile, profile_of, with_equal_times, worst_of
+from roomier.activation.choose import Stage, choose, least_peak_bytes, lost_ns, peak_bytes
+from roomier.activation.profile import Recorder
+from roomier.activation.stages import MOVED, WAYS, Profile, Way, profile_of, with_equal_times, worst_of
 from roomier.core import torch_private
 from roomier.core.errors import TrainingError
 from roomier.core.log import notice
@@ -42,13 +42,14 @@ class BudgetedRecompute(Recompute):
     """Changes what ``blocks`` keep, between steps; see [Note: when the choice is made].
 
     Args:
+        blocks: that also may keep all in host memory, where they have an ``offload``.
         activation: with ``budget_bytes`` or ``budget_fraction``.
         device: whose memory is counted.
         ranks: that make the same choice.
 
     Attributes:
         predicted_bytes: the peak of a step as chosen, on the rank where it is highest; None before.
-        lost_ns: time of a step for what is computed again; None before.
+        lost_ns: time of a step for what is computed again, and for copies that no computation hides; None before.
     """
 
     def __init__(
@@ -65,6 +66,8 @@ class BudgetedRecompute(Recompute):
         self._activation = activation
         self._device = device
         self._ranks = ranks
+        offload = blocks[0].offload
+        self._copy_times = None if offload is None else offload.copy_times()
         self._num_steps = 0
         self._profile: Profile | None = None
         self._recorder: Recorder | None = None
@@ -115,7 +118,7 @@ class BudgetedRecompute(Recompute):
     def _decide(self) -> None:
         assert self._recorder is not None
         self._recorder.note_update()
-        profiles = self._ranks.gather(profile_of(self._recorder))
+        profiles = self._ranks.gather(profile_of(self._recorder, self._copy_times))
         self._recorder, self._is_recorded = None, False
         if len({profile.order for profile in profiles}) > 1:
             problem = "the ranks ran other blocks, or in another order, and cannot choose alike"
@@ -140,31 +143,36 @@ class BudgetedRecompute(Recompute):
             choice = choose(stages, least_bytes)
             assert choice is not None
         for block, index in zip(self._profile.order, choice[1:], strict=True):
-            self.blocks[block].keep = KEEPS[index]
+            self.blocks[block].keep, self.blocks[block].offloads = WAYS[index]
         self.predicted_bytes = peak_bytes(stages, choice)
-        self.lost_ns = sum(stage.options[index].lost_ns for stage, index in zip(stages, choice, strict=True))
-        self._tell_choice(budget_bytes, [KEEPS[index] for index in choice[1:]])
+        self.lost_ns = lost_ns(stages, choice)
+        self._tell_choice(budget_bytes, [WAYS[index] for index in choice[1:]])
 
     def _budget_bytes(self, stages: Sequence[Stage]) -> int:
         if self._activation.budget_bytes is not None:
             return self._activation.budget_bytes
         assert self._activation.budget_fraction is not None
         least_bytes = peak_bytes(stages, [0] * len(stages))
-        most_bytes = peak_bytes(stages, [len(stage.options) - 1 for stage in stages])
+        most_bytes = peak_bytes(stages, [0] + [WAYS.index(Way(Keep.ALL))] * (len(stages) - 1))
         # Keeping all may take less: nothing is computed a second time.
         return least_bytes + round(self._activation.budget_fraction * max(most_bytes - least_bytes, 0))
 
-    def _tell_choice(self, budget_bytes: int, keeps: Sequence[Keep]) -> None:
+    def _tell_choice(self, budget_bytes: int, ways: Sequence[Way]) -> None:
         assert self.predicted_bytes is not None
         assert self.lost_ns is not None
-        counts = Counter(keeps)
-        names = {Keep.ALL: "all", Keep.PRODUCTS: "the results of products", Keep.INPUT: "their input alone"}
-        parts = [f"{counts[keep]} keep {name}" for keep, name in names.items() if counts[keep]]
+        counts = Counter(ways)
+        names = {
+            Way(Keep.ALL): "all",
+            MOVED: "all in host memory",
+            Way(Keep.PRODUCTS): "the results of products",
+            Way(Keep.INPUT): "their input alone",
+        }
+        parts = [f"{counts[way]} keep {name}" for way, name in names.items() if counts[way]]
         notice(
             f"activation budget of {format_bytes(budget_bytes)}: of {len(self.blocks)} blocks "
             f"{', '.join(parts) or 'none keeps anything for a backward'}; "
             f"predicted peak {format_bytes(self.predicted_bytes)}; "
-            f"about {self.lost_ns / 1e6:.1f} ms of a step compute again"
+            f"about {self.lost_ns / 1e6:.1f} ms of a step {'compute again' if self._copy_times is None else 'are lost'}"
         )
 
     def _tell_larger(self, sizes: Sizes) -> None:

@@ -124,20 +124,18 @@ class CountedBytes:
             return NotImplemented  # it runs operations on its parts, and those come here
         start_ns = time.perf_counter_ns()
         self._note_sizes()
-        for tensor in _tensors_in((args, kwargs)):
+        for tensor in tensors_in((args, kwargs)):
             self._see(tensor, was_there=True, is_resized=func.namespace == "fsdp")
         run_ns = time.perf_counter_ns()
         result = func(*args, **kwargs)
         end_ns = time.perf_counter_ns()
-        for tensor in _tensors_in(result):
+        for tensor in tensors_in(result):
             self._see(tensor)
         self.own_ns += run_ns - start_ns + time.perf_counter_ns() - end_ns
         return result
 
     def _see(self, tensor: Tensor, *, was_there: bool = False, is_resized: bool = False) -> None:
-        if tensor.device.type != self._device_type or tensor.layout is not torch.strided:
-            return
-        if torch_private.handles_dispatch(type(tensor)):
+        if tensor.device.type != self._device_type or not is_strided(tensor):
             return
         storage = tensor.untyped_storage()
         key = id(storage)
@@ -182,12 +180,18 @@ class _Counted:
         self.num_bytes = num_bytes
 
 
-def _tensors_in(value: Any) -> Iterator[Tensor]:
+def is_strided(tensor: Tensor) -> bool:
+    """Whether it looks into one storage of its own."""
+    return tensor.layout is torch.strided and not torch_private.handles_dispatch(type(tensor))
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Of arguments, or of a result, of an operation."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
         for each in value:
-            yield from _tensors_in(each)
+            yield from tensors_in(each)
     elif isinstance(value, dict):
         for each in value.values():
-            yield from _tensors_in(each)
+            yield from tensors_in(each)

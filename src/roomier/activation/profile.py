@@ -13,6 +13,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from roomier.activation.block_forward import BlockForward, Keep
-from roomier.activation.live_bytes import LiveBytes, live_bytes_on
+from roomier.activation.live_bytes import LiveBytes, is_strided, live_bytes_on, tensors_in
+from roomier.activation.offload import Offload
 from roomier.activation.selective import ATTENTION, PRODUCTS, OnDevice, Products
 from roomier.core import torch_private
 from roomier.core.wrapped_forward import WrappedForward
@@ -44,6 +46,10 @@ class Call:
         shared_bytes: of its output, which it also keeps itself, under each of what it may keep.
         spans: beginnings and ends of the second forward.
         product_spans: of the products in it.
+        backward_spans: from the end of the second forward to the beginning of the next block's.
+        moved_bytes: that it saves and that would be moved to host memory.
+        own_moved_bytes: of these, what it made itself.
+        unmoved_bytes: that it keeps, if all, on the device in any case.
     """
 
     block: int
@@ -58,6 +64,10 @@ class Call:
     num_operations: int = 0
     product_spans: list[tuple[Any, Any]] = field(default_factory=list)
     spans: list[tuple[Any, Any]] = field(default_factory=list)
+    backward_spans: list[tuple[Any, Any]] = field(default_factory=list)
+    moved_bytes: int = 0
+    own_moved_bytes: int = 0
+    unmoved_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -94,6 +104,7 @@ class Recorder:
         self.live: LiveBytes = live_bytes_on(device)
         self._alive: list[Call] = []
         self._own: Call | None = None
+        self._last_second: tuple[Call, Any] | None = None  # the last second forward, and when it ended
         self._phase = "outside"
         self._is_backward = False
 
@@ -127,19 +138,22 @@ class Recorder:
         return self._second(calls[-1], observed, args, kwargs) if calls else observed.forward(*args, **kwargs)
 
     def _first(self, index: int, observed: _Observed, args: Any, kwargs: Any) -> Any:
-        self._is_backward = False
+        self._is_backward, self._last_second = False, None
         call = Call(index)
         self.calls.append(call)
         self._cut("forward", call)
         call.start_level = self.live.level()
-        watch = _Watch(self._device, self.live)
-        with torch_private.intercept(watch):
+        offload = self._blocks[index].offload
+        watch = _Watch(self._device, self.live, notes_made=offload is not None)
+        saved = _SavedStorages(watch, offload)
+        with torch_private.intercept(watch), saved.seen():
             output = observed.forward(*args, **kwargs)
+        call.moved_bytes, call.own_moved_bytes = saved.num_bytes, saved.made_bytes
         call.products_bytes, call.num_operations = watch.products_bytes, watch.num_operations
         outputs = [each.untyped_storage() for each in torch_private.iter_leaves(output) if isinstance(each, Tensor)]
         call.outputs = [weakref.ref(each) for each in outputs]
         call.output_bytes = sum(each.nbytes() for each in outputs)
-        call.shared_bytes[Keep.PRODUCTS] = sum(each.nbytes() for each in outputs if watch.made(each))
+        call.shared_bytes[Keep.PRODUCTS] = sum(each.nbytes() for each in outputs if watch.made_in_product(each))
         self._cut("outside", None)
         self._alive.append(call)
         return output
@@ -153,6 +167,9 @@ class Recorder:
         start_level = self.live.level()
         watch = _Watch(self._device, self.live)
         start = watch.now()
+        if self._last_second is not None:
+            last, end = self._last_second
+            last.backward_spans = [(end, start)]
         try:
             with torch_private.intercept(watch):
                 return observed.forward(*args, **kwargs)
@@ -161,9 +178,11 @@ class Recorder:
             traceback.clear_frames(end.__traceback__)
             raise
         finally:
-            call.spans, call.product_spans = [(start, watch.now())], watch.product_spans
+            self._last_second = call, watch.now()
+            call.spans, call.product_spans = [(start, self._last_second[1])], watch.product_spans
             call.idle_bytes = call.products_bytes - watch.living_products_bytes()
             kept_bytes = {Keep.PRODUCTS: call.products_bytes, Keep.ALL: self.live.level() - start_level}
+            call.unmoved_bytes = max(kept_bytes[Keep.ALL] - call.own_moved_bytes, 0)
             if watch.num_operations == call.num_operations and watch.last() is not None:
                 call.shared_bytes[Keep.ALL] = call.output_bytes  # the last operation was needed for what it gives
             shared = call.shared_bytes if call.outputs else {}
@@ -201,11 +220,13 @@ class _Observed(WrappedForward):
 class _Watch:
     """Sees each operation of one forward: the time it takes, and the bytes of products."""
 
-    def __init__(self, device: torch.device, live: LiveBytes) -> None:
+    def __init__(self, device: torch.device, live: LiveBytes, *, notes_made: bool = False) -> None:
+        self._notes_made = notes_made
         self.product_spans: list[tuple[Any, Any]] = []
         self._on_cuda = device.type == "cuda"
         self._live = live
         self._products: list[StorageReference] = []
+        self._made: dict[int, StorageReference] = {}
         self.products_bytes = 0
         self.num_operations = 0
         self.last: Callable[[], torch.UntypedStorage | None] = lambda: None  # what the last operation gave
@@ -216,6 +237,8 @@ class _Watch:
         start = self.now()
         result = func(*args, **kwargs)
         self.num_operations += 1
+        if self._notes_made:
+            self._note_made(args, result)
         first = result[0] if isinstance(result, (tuple, list)) and result else result
         if isinstance(first, Tensor):
             self.last = weakref.ref(first.untyped_storage())
@@ -229,7 +252,18 @@ class _Watch:
                     self.products_bytes += storage.nbytes()
         return result
 
+    def _note_made(self, args: Any, result: Any) -> None:
+        given = {id(tensor.untyped_storage()) for tensor in tensors_in(args) if is_strided(tensor)}
+        for tensor in tensors_in(result):
+            if is_strided(tensor) and id(storage := tensor.untyped_storage()) not in given:
+                self._made[id(storage)] = weakref.ref(storage)
+
     def made(self, storage: torch.UntypedStorage) -> bool:
+        """Whether an operation made it; told where it ``notes_made``."""
+        made = self._made.get(id(storage))
+        return made is not None and made() is storage
+
+    def made_in_product(self, storage: torch.UntypedStorage) -> bool:
         """Whether it is of a product."""
         return any(each() is storage for each in self._products)
 
@@ -244,6 +278,38 @@ class _Watch:
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
+
+
+class _SavedStorages:
+    """Of one forward, what autograd saves that ``offload`` would move.
+
+    Attributes:
+        num_bytes: of all of it, each storage once.
+        made_bytes: of what the forward made.
+    """
+
+    def __init__(self, watch: _Watch, offload: Offload | None) -> None:
+        self.num_bytes = 0
+        self.made_bytes = 0
+        self._watch = watch
+        self._offload = offload
+        self._known: dict[int, StorageReference] = {}
+
+    def seen(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._offload is None else torch_private.seen_as_saved(self._see)
+
+    def _see(self, tensor: Tensor) -> None:
+        assert self._offload is not None
+        if not self._offload.is_worth_moving(tensor):
+            return
+        storage = tensor.untyped_storage()
+        known = self._known.get(id(storage))
+        if known is not None and known() is storage:
+            return
+        self._known[id(storage)] = weakref.ref(storage)
+        self.num_bytes += storage.nbytes()
+        if self._watch.made(storage):
+            self.made_bytes += storage.nbytes()
 
 
 def total_ns(spans: Sequence[tuple[Any, Any]]) -> int:

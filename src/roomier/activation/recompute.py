@@ -26,7 +26,7 @@ def apply_recompute(
     """Let ``blocks`` keep what ``activation`` says, on the device or where ``offload`` says; None where they keep all.
 
     Raises:
-        RoomierError: there are no blocks, or too few.
+        RoomierError: there are no blocks, or too few; or a budget may offload from a device that gains nothing by it.
     """
     may_offload = offload.activations == "cpu"
     if activation.policy == "none" and not may_offload:
@@ -40,7 +40,11 @@ def apply_recompute(
         problem = f"is more than the {len(blocks)} blocks of the model: nothing would be computed again"
         raise RoomierError("activation_checkpointing.every_n", activation.every_n or 2, problem, "Use 'full', or fewer")
     where = Offload(device) if may_offload else None
-    if may_offload and device.type == "cpu":
+    if where is not None and not where.saves:
+        if activation.policy == "budget":
+            problem = f"moves nothing out of the memory of the device {device.type!r}, and so helps no budget here"
+            action = "Leave out offload: a budget alone chooses what to compute again; or use a GPU"
+            raise RoomierError("offload.activations", "cpu", problem, action)
         notice("offload: activations already are in host memory on this device; moving them saves nothing here")
     forwards = [BlockForward(block, keep, where) for block, keep in zip(blocks, keeps, strict=True)]
     for forward in forwards:

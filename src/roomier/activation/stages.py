@@ -5,11 +5,29 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
+from typing import NamedTuple
 
 from roomier.activation.block_forward import Keep
 from roomier.activation.choose import Option, Stage
+from roomier.activation.offload import CopyTimes
 from roomier.activation.profile import KEEPS, Call, Interception, Moment, Recorder, total_ns
+
+_HIDDEN_COST = (
+    0.02  # of a copy beside a computation: the memory that both read is not free, and without need none is made
+)
+
+
+class Way(NamedTuple):
+    """What a block may be told to do: one of its options."""
+
+    keep: Keep
+    offloads: bool = False
+
+
+KEPT_WAYS = tuple(Way(keep) for keep in KEEPS)
+MOVED = Way(Keep.ALL, offloads=True)
+WAYS = (*KEPT_WAYS, MOVED)  # in the order of the options; without copies there is no last one
 
 
 @dataclass(frozen=True)
@@ -18,7 +36,7 @@ class Profile:
 
     Attributes:
         order: the blocks whose second forward was seen, by index, in the order of their first.
-        stages: of each of them, with an option for each of ``KEEPS``; before them one without a choice, for when no
+        stages: of each of them, with an option for each of ``WAYS``; before them one without a choice, for when no
             block is between its forward and its backward.
     """
 
@@ -26,8 +44,12 @@ class Profile:
     stages: tuple[Stage, ...]
 
 
-def profile_of(recorder: Recorder) -> Profile:
-    """What ``recorder`` saw, as a problem to solve."""
+def profile_of(recorder: Recorder, times: CopyTimes | None = None) -> Profile:
+    """What ``recorder`` saw, as a problem to solve.
+
+    Args:
+        times: of copies to the host and back; None where blocks do not offload.
+    """
     base_bytes = recorder.live.base_bytes
     # A block that no backward needed keeps nothing, and has no choice.
     needed = {call.block for call in recorder.calls if call.kept_bytes is not None}
@@ -45,8 +67,10 @@ def profile_of(recorder: Recorder) -> Profile:
     stages = [Stage((Option(0, outside_bytes[0], 0),), outside_bytes[0])]
     for block, place in places.items():
         calls = [call for call in recorder.calls if call.block == block]
-        options = tuple(_option(keep, calls, own_moments[place], recorder) for keep in KEEPS)
-        stages.append(Stage(options, outside_bytes[place]))
+        options = [_option(keep, calls, own_moments[place], recorder) for keep in KEEPS]
+        if times is not None:
+            options.append(_moved_option(options[-1], calls, own_moments[place], recorder, times))
+        stages.append(Stage(tuple(options), outside_bytes[place]))
     return Profile(order, tuple(stages))
 
 
@@ -68,6 +92,45 @@ def _option(keep: Keep, calls: list[Call], own: list[Moment], recorder: Recorder
         + max(_own_peak(moment, keep) + kept_bytes(moment.alive) for moment in own),
         lost_ns=sum(lost_ns(call, keep, recorder.interception) for call in calls),
     )
+
+
+def _moved_option(kept: Option, calls: list[Call], own: list[Moment], recorder: Recorder, times: CopyTimes) -> Option:
+    """That of a block that keeps all, as ``kept``, in host memory. Its input, and what else it is given, counts as still
+    on the device, since another block may hold it as well, and again as what comes back."""
+    moved_bytes = max(call.moved_bytes for call in calls)
+    given_bytes = max(call.moved_bytes - call.own_moved_bytes for call in calls)
+    unmoved_bytes = max(call.unmoved_bytes for call in calls)
+    block = calls[0].block
+
+    def num_calls(alive: Iterable[Call]) -> int:
+        return sum(call.block == block for call in alive)
+
+    num_moved = max(num_calls([*each.alive, *([each.own] if each.own else [])]) for each in recorder.moments)
+    num_beside = max(num_calls(moment.alive) for moment in own)
+    return Option(
+        kept_bytes=unmoved_bytes * num_moved,
+        # One of the block's other calls may be there beside the one that runs.
+        own_peak_bytes=kept.own_peak_bytes + given_bytes + (moved_bytes if num_beside else 0),
+        lost_ns=sum(moved_ns(call, _call_after(call, recorder), times) for call in calls),
+        moved_bytes=moved_bytes,
+        num_moved=num_moved if moved_bytes else 0,
+    )
+
+
+def _call_after(call: Call, recorder: Recorder) -> Call:
+    """The call that computes while ``call`` is copied; for the last of a forward that call itself."""
+    for after in recorder.calls[recorder.calls.index(call) + 1 :]:
+        if after.kept_bytes is not None:
+            return after if after.backward_spans else call
+    return call
+
+
+def moved_ns(call: Call, after: Call, times: CopyTimes) -> int:
+    """What it costs to copy what ``call`` saves out while ``after`` runs forward, and back while it runs backward: what
+    its computation does not hide."""
+    out_ns, back_ns = (call.moved_bytes * each for each in (times.out_ns, times.back_ns))
+    shown_ns = max(out_ns - total_ns(after.spans), 0) + max(back_ns - total_ns(after.backward_spans), 0)
+    return round(shown_ns + _HIDDEN_COST * (out_ns + back_ns))
 
 
 def _own_peak(moment: Moment, keep: Keep) -> int:
@@ -100,11 +163,7 @@ def worst_of(profiles: Sequence[Profile]) -> Profile:
     merged = []
     for stages in zip(*(profile.stages for profile in profiles), strict=True):
         options = tuple(
-            Option(
-                max(each.kept_bytes for each in same),
-                max(each.own_peak_bytes for each in same),
-                max(each.lost_ns for each in same),
-            )
+            Option(*(max(values) for values in zip(*map(astuple, same), strict=True)))
             for same in zip(*(stage.options for stage in stages), strict=True)
         )
         merged.append(Stage(options, max(stage.outside_peak_bytes for stage in stages)))

@@ -1,8 +1,8 @@
 """Every underscore name of torch that roomier uses, with the version it was checked on (2.11 and 2.13)."""
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -84,6 +84,20 @@ def _overloads(names: Sequence[str]) -> frozenset[torch._ops.OpOverload]:
     packets = [getattr(torch.ops.aten, name) for name in names if hasattr(torch.ops.aten, name)]  # by version
     overloads = [getattr(packet, name) for packet in packets for name in packet.overloads()]
     return frozenset(each for each in overloads if not writes_to_arguments(each))
+
+
+@contextmanager
+def seen_as_saved(see: Callable[[Tensor], None]) -> Iterator[None]:
+    """Inside, ``see`` is called with each tensor that autograd saves; hooks around still do with it what they do."""
+    around = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    pack, unpack = around or (lambda tensor: tensor, lambda tensor: tensor)
+
+    def seen(tensor: Tensor) -> Any:
+        see(tensor)
+        return pack(tensor)
+
+    with torch.autograd.graph.saved_tensors_hooks(seen, unpack):
+        yield
 
 
 def convert_tensors(module: nn.Module, convert: Callable[[Tensor], Tensor]) -> None:

@@ -49,9 +49,6 @@ def budget_is_of_what_is_measured(plan: Plan) -> Iterator[PlanError]:
     if plan.compile.enabled:
         problem = "does not go with compile=True: the compiler decides again what a compiled block keeps"
         yield PlanError(field, "budget", problem, "Use 'selective', 'full' or 'every_n', or compile=False")
-    if plan.offload.activations != "none":
-        problem = "chooses what is kept and what is computed again, and moves nothing to host memory"
-        yield PlanError(field, "budget", problem, "Use 'none', 'selective' or 'full' with offload.activations")
     clips = plan.batch.gradient_clip_val is not None and plan.batch.gradient_clip_algorithm == "norm"
     if plan.optimizer.step_in_backward == "exact" and clips:
         problem = "does not go with step_in_backward='exact' and clipping, where activations live through two backwards"
