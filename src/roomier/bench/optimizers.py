@@ -11,8 +11,8 @@ states) first:
 - ``step_s``: one update of ``step_parameters`` numbers in matrices, median, on the clock; ``step_cpu_s``: of this
   thread's processor time; ``step_ratio_to_adamw``: of ``step_cpu_s``, which others on the machine do not blur.
 
-What is trained is the GPT of ``examples/demo.py``, narrower (``model``), on the same text, the source of the standard
-library, byte by byte. All optimizers of a seed take the same batches; the learning rate rises over a tenth of the steps
+What is trained is the GPT of ``examples/demo.py``, narrower unless ``--model demo`` asks for its size, on the same
+text, the source of the standard library, byte by byte. All optimizers of a seed take the same batches; the learning rate rises over a tenth of the steps
 and falls as a cosine.
 """
 
@@ -47,13 +47,17 @@ PEER = "adamw"
 RATES = {PEER: 1e-3, "adamw8bit": 1e-3, "adamw4bit": 1e-3, "lion": 2e-4, "muon": 1e-3, "adafactor": 1e-2}
 _DEFAULT = "adamw8bit,adamw4bit"
 _BETAS = {"adamw", "adamw8bit", "adamw4bit"}
-MODEL = GPTConfig(vocab_size=256, context=128, num_layers=4, num_heads=4, width=128, dropout=0.0)
+MODELS = {
+    "small": GPTConfig(vocab_size=256, context=128, num_layers=4, num_heads=4, width=128, dropout=0.0),
+    "demo": GPTConfig(vocab_size=256, context=128, num_layers=5, num_heads=6, width=384, dropout=0.0),
+}
 _BATCH_SIZE, _NUM_VALIDATION = 4, 256  # sequences
 _LEFT_OUT = {"test", "tests", "idlelib", "encodings", "pydoc_data", "site-packages", "dist-packages"}
 _WIDTH = 2048  # of the matrices whose update is timed
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", choices=MODELS, default="small", help="small, or demo: as wide (%(default)s)")
     parser.add_argument("--steps", type=_positive, default=2000, help="optimizer steps of a training (%(default)s)")
     parser.add_argument("--seeds", type=_positive, default=3, help="trainings of each optimizer (%(default)s)")
     parser.add_argument("--optimizers", default=_DEFAULT, help=f"beside {PEER}, separated by commas (%(default)s)")
@@ -65,16 +69,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     facts = circumstances()
-    names = _names(options.optimizers)
+    names, config = _names(options.optimizers), MODELS[options.model]
     with one_thread():
-        rows = _train_all(names, options.steps, options.seeds)
+        rows = _train_all(names, config, options.steps, options.seeds)
         costs = _time_all(names, options.step_parameters, options.repeats)
     for row in rows:
         cost = costs[row["optimizer"]]
         row["step_s"], row["step_cpu_s"] = cost.wall_us / 1e6, cost.cpu_us / 1e6
         row["step_ratio_to_adamw"] = cost.cpu_us / costs[PEER].cpu_us
     settings = {"steps": options.steps, "seeds": options.seeds, "step_parameters": options.step_parameters}
-    model = {**asdict(MODEL), "batch_size": _BATCH_SIZE}
+    model = {**asdict(config), "batch_size": _BATCH_SIZE}
     return {"case": "optimizers", **settings, "repeats": options.repeats, "model": model, "rows": rows, **facts}
 
 
@@ -89,10 +93,10 @@ def _names(text: str) -> list[str]:
 # ---- quality ---------------------------------------------------------------------------------------------------------
 
 
-def _train_all(names: Sequence[str], num_steps: int, num_seeds: int) -> list[dict[str, Any]]:
+def _train_all(names: Sequence[str], config: GPTConfig, num_steps: int, num_seeds: int) -> list[dict[str, Any]]:
     text = read_text()
     found: dict[str, list[dict[str, float]]] = {
-        name: [_train(name, seed, num_steps, text) for seed in range(num_seeds)] for name in names
+        name: [_train(name, config, seed, num_steps, text) for seed in range(num_seeds)] for name in names
     }
     rows = []
     for name in names:
@@ -113,16 +117,16 @@ def _train_all(names: Sequence[str], num_steps: int, num_seeds: int) -> list[dic
     return rows
 
 
-def _train(name: str, seed: int, num_steps: int, text: Tensor) -> dict[str, float]:
+def _train(name: str, config: GPTConfig, seed: int, num_steps: int, text: Tensor) -> dict[str, float]:
     torch.manual_seed(seed)
-    network = GPT(MODEL)
+    network = GPT(config)
     optimizer = _optimizer(name, network)
     schedule = make_schedule("cosine", optimizer, num_steps, warmup_steps=max(1, num_steps // 10), min_lr_ratio=0.05)
     held_out = len(text) // 20  # at the end
     generator = torch.Generator().manual_seed(seed)
     losses = []
     for _ in range(num_steps):
-        loss = _loss(network, _draw(text[:-held_out], _BATCH_SIZE, generator))
+        loss = _loss(network, _draw(text[:-held_out], config.context, _BATCH_SIZE, generator))
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(network.parameters(), 1.0)
@@ -130,7 +134,7 @@ def _train(name: str, seed: int, num_steps: int, text: Tensor) -> dict[str, floa
         schedule.step()
         losses.append(loss.item())
     with torch.no_grad():
-        validation = _draw(text[-held_out:], _NUM_VALIDATION, torch.Generator().manual_seed(0))
+        validation = _draw(text[-held_out:], config.context, _NUM_VALIDATION, torch.Generator().manual_seed(0))
         final = mean(_loss(network, batch).item() for batch in torch.split(validation, 32))
     last = losses[-min(100, max(1, num_steps // 10)) :]
     return {"loss": final, "train_loss": mean(last), **_memory(network, optimizer)}
@@ -143,9 +147,9 @@ def read_text() -> Tensor:
     return torch.frombuffer(bytearray(b"".join(path.read_bytes() for path in files)), dtype=torch.uint8)
 
 
-def _draw(text: Tensor, num_sequences: int, generator: torch.Generator) -> Tensor:
-    starts = torch.randint(len(text) - MODEL.context, (num_sequences, 1), generator=generator)
-    return text[starts + torch.arange(MODEL.context + 1)].long()
+def _draw(text: Tensor, context: int, num_sequences: int, generator: torch.Generator) -> Tensor:
+    starts = torch.randint(len(text) - context, (num_sequences, 1), generator=generator)
+    return text[starts + torch.arange(context + 1)].long()
 
 
 def _loss(network: nn.Module, sequences: Tensor) -> Tensor:
