@@ -12,8 +12,8 @@ states) first:
   thread's processor time; ``step_ratio_to_adamw``: of ``step_cpu_s``, which others on the machine do not blur.
 
 What is trained is the GPT of ``examples/demo.py``, narrower unless ``--model demo`` asks for its size, on the same
-text, the source of the standard library, byte by byte. All optimizers of a seed take the same batches; the learning rate rises over a tenth of the steps
-and falls as a cosine.
+text, the source of the standard library, byte by byte. All optimizers of a seed take the same batches; the learning
+rate rises over a tenth of the steps and falls as a cosine.
 """
 
 from __future__ import annotations
