@@ -161,6 +161,24 @@ def test_a_step_that_fails_leaves_no_trace(plain: Taken) -> None:
     assert len({block.keep for block in recompute_of(engine).blocks}) > 1
 
 
+class Counted(Net):
+    num_terms = 1
+
+    def num_loss_terms(self, batch: Any) -> int:
+        return self.num_terms
+
+
+def test_a_step_that_is_refused_before_its_forward_is_not_measured() -> None:
+    module = Counted(Language())
+    engine = engine_for(module, 0.5)
+    take_step(engine, module, WINDOWS[0])
+    before = [block.forward for block in recompute_of(engine).blocks]
+    module.num_terms = 0
+    with pytest.raises(TrainingError, match="num_loss_terms"):
+        engine.forward_backward(module.training_step, [*WINDOWS[1], *WINDOWS[2]])
+    assert [block.forward for block in recompute_of(engine).blocks] == before
+
+
 def fail_after(module: Net) -> Callable[[Any], Tensor]:
     def step(batch: Any) -> Tensor:
         module.training_step(batch)

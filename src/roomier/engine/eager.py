@@ -85,14 +85,14 @@ class EagerEngine:
         hooks = self.hooks
         if hooks.zero_grad is None:
             self.zero_grad()
-        if self._recompute is not None:
-            self._recompute.begin_step(self.optimizers, batches)
         if self._updates is not None:
             self._updates.begin_step(len(batches))
         is_alone = self.ranks.is_alone
         weights = None if is_alone and len(batches) == 1 else self._weights(batches)
         window_loss: Tensor | None = None
         left_out: list[float | Tensor] = []
+        if self._recompute is not None:  # last: what it begins to measure, an error below ends
+            self._recompute.begin_step(self.optimizers, batches)
         try:
             for index, batch in enumerate(batches):
                 if index and hooks.batch_end is not None:
