@@ -244,6 +244,28 @@ def test_lbfgs_is_refused() -> None:
         make_engine(network, True, torch.optim.LBFGS(network.parameters()))
 
 
+class CountsInItsGroup(torch.optim.Optimizer):
+    """As optimizers of other packages do."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 1e-3, "step": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["step"] += 1
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.sub_(parameter.grad * group["lr"] / (1 - 0.9 ** group["step"]))
+
+
+def test_an_optimizer_that_counts_its_calls_is_an_error() -> None:
+    network = make_network()
+    engine = make_engine(network, True, CountsInItsGroup(network.parameters()))
+    with pytest.raises(roomier.TrainingError, match=r"CountsInItsGroup.*'step' of a parameter group"):
+        train(network, engine)
+
+
 def test_a_step_without_loss_changes_nothing() -> None:
     network = make_network()
     engine = make_engine(network, True, ADAMW, **CLIPS["norm"])

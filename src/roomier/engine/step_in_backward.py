@@ -2,7 +2,8 @@
 
 So the gradients of one block are there at a time, not those of the model. The update is that of the optimizer itself,
 called with its groups narrowed to the parameters at hand: it must update each parameter by that parameter alone, as the
-optimizers of ``torch.optim`` do, except LBFGS.
+optimizers of ``torch.optim`` do, except LBFGS. One that counts its calls in a group, as some of other packages do,
+would take each block for a step: the first update tells.
 
 [Note: weights that change under a backward]
 A weight is written to while the backward goes on. It is complete when all operations that used it have run their
@@ -222,7 +223,7 @@ class StepInBackward:
             for each in parameters:
                 _own_gradient(each).clamp_(-self._max_value, self._max_value)
         for optimizer, groups in self._groups_of(parameters).items():
-            with _narrowed(optimizer, groups):
+            with _narrowed(optimizer, groups), _unchanged(optimizer):
                 torch_private.step_without_hooks(optimizer)
         for each in parameters:
             each.grad = None
@@ -287,6 +288,28 @@ def _narrowed(optimizer: Optimizer, groups: Groups) -> Iterator[None]:
         optimizer.param_groups = all_groups
         for (group, _), parameters in zip(groups, all_parameters, strict=True):
             group["params"] = parameters
+
+
+@contextmanager
+def _unchanged(optimizer: Optimizer) -> Iterator[None]:
+    """Settings of groups stay as they are inside.
+
+    Raises:
+        TrainingError: ``optimizer`` changed a number among them, which is then not of one parameter alone.
+    """
+    before = [_numbers(group) for group in optimizer.param_groups]
+    yield
+    for group, earlier in zip(optimizer.param_groups, before, strict=True):
+        now = _numbers(group)
+        name = next((name for name in now if now[name] != earlier.get(name)), None)
+        if name is not None:
+            problem = f"changes {name!r} of a parameter group in each call, of which there is one for each block"
+            action = "Use an optimizer that keeps its state by parameter, or leave out step_in_backward"
+            raise TrainingError("optimizer", type(optimizer).__name__, problem, action)
+
+
+def _numbers(group: Mapping[str, Any]) -> dict[str, float]:
+    return {name: each for name, each in group.items() if isinstance(each, (int, float))}
 
 
 def _factor(max_norm: float, norm: Tensor) -> Tensor:
