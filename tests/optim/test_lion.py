@@ -150,3 +150,14 @@ def test_float64_stays_float64() -> None:
     optimizer.step()
     assert optimizer.state[weight]["momentum"].dtype is torch.float64
     assert weight[0].item() == 1 - 1e-12
+
+
+def test_a_copy_rounds_alike() -> None:
+    net = network().bfloat16()
+    optimizer = Lion(net.parameters(), lr=LR, weight_rounding="stochastic")
+    run(net, optimizer, 3)
+    other, again = copy.deepcopy((net, optimizer))
+    run(net, optimizer, 3, first=3)
+    run(other, again, 3, first=3)
+    for one, two in zip(net.parameters(), other.parameters(), strict=True):
+        assert torch.equal(one, two)

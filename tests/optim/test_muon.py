@@ -184,3 +184,14 @@ def test_a_copy_goes_on_alike() -> None:
     run(other, [again], 3)
     for one, two in zip(net.parameters(), other.parameters(), strict=True):
         assert torch.equal(one, two)
+
+
+def test_a_copy_of_the_object_goes_on_alike() -> None:
+    net = network()
+    optimizer = make_optimizer("muon", net, lr=1e-3)
+    run(net, [optimizer], 3)
+    other, again = copy.deepcopy((net, optimizer))
+    run(net, [optimizer], 3)
+    run(other, [again], 3)
+    for one, two in zip(net.parameters(), other.parameters(), strict=True):
+        assert torch.equal(one, two)

@@ -56,6 +56,11 @@ class Lion(Optimizer):
         for parameter in self.param_groups[-1]["params"]:
             self._index[parameter] = len(self._index)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # of a copy: it has what torch knows of
+        parameters = (parameter for group in self.param_groups for parameter in group["params"])
+        self._index = {parameter: index for index, parameter in enumerate(parameters)}
+
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         loss = None

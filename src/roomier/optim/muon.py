@@ -75,6 +75,11 @@ class Muon(Optimizer):
         shared = [] if self._adamw is None else self._adamw.param_groups
         super().__init__([{**settings, **group} for group in hidden] + shared, {"lr": lr, "weight_decay": weight_decay})
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # of a copy: it has what torch knows of
+        others = [dict(group) for group in self.param_groups if not group.get("is_hidden")]
+        self._adamw = AdamW(others) if others else None
+
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         loss = None
