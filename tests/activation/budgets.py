@@ -75,7 +75,7 @@ class Taken:
 
 def engine_for(module: Module, budget: Budget, ranks: Ranks | None = None, **keywords: Any) -> EagerEngine:
     plan = plan_from_flags(
-        accelerator="cpu",
+        accelerator=keywords.pop("accelerator", "cpu"),
         optimizer={"name": "adamw", "lr": 1e-3},
         activation_checkpointing=budget,
         **keywords,

@@ -290,6 +290,12 @@ def _plan_with(section: str, fields: Mapping[str, object]) -> Plan:
     return Plan.from_dict({**elsewhere, section: {**needed.get(section, {}), **fields}})
 
 
+def test_a_budget_may_offload() -> None:
+    plan = Plan.from_dict({"activation": HALF, "offload": {"activations": "cpu"}})
+    assert plan.activation.policy == "budget"
+    assert plan.offload.activations == "cpu"
+
+
 def test_all_findings_are_told_together() -> None:
     with pytest.raises(CombinedPlanError) as caught:
         Plan.from_dict(

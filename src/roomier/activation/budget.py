@@ -1,4 +1,5 @@
-"""Blocks that keep as much as a budget of memory allows, chosen from one step that is measured.
+"""Blocks that keep as much as a budget of memory allows, on the device or in host memory, chosen from one step that is
+measured.
 
 [Note: when the choice is made]
 In the first step each block keeps its input alone, the least there is, and the optimizers make their states. The second

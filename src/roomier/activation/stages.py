@@ -95,8 +95,8 @@ def _option(keep: Keep, calls: list[Call], own: list[Moment], recorder: Recorder
 
 
 def _moved_option(kept: Option, calls: list[Call], own: list[Moment], recorder: Recorder, times: CopyTimes) -> Option:
-    """That of a block that keeps all, as ``kept``, in host memory. Its input, and what else it is given, counts as still
-    on the device, since another block may hold it as well, and again as what comes back."""
+    """That of a block that keeps all, as ``kept``, in host memory. Its input, and what else it is given, counts as on
+    the device still, since another block may hold it as well, and again as what comes back."""
     moved_bytes = max(call.moved_bytes for call in calls)
     given_bytes = max(call.moved_bytes - call.own_moved_bytes for call in calls)
     unmoved_bytes = max(call.unmoved_bytes for call in calls)

@@ -185,7 +185,8 @@ class ActivationPlan(Part):
         policy: ``"none"``: every activation is kept. ``"full"``: of each block its input alone. ``"every_n"``: the same
             for one block of every ``every_n``. ``"selective"``: of each block its input and the results of matrix
             products and attention. ``"budget"``: each block keeps all, these results, or its input alone, so that the
-            peak stays within the budget at the least computation.
+            peak stays within the budget at the least computation; with ``offload.activations`` also all in host memory,
+            where copies cost less time.
         every_n: of ``"every_n"``; None is 2.
         budget_bytes: of ``"budget"``: how many bytes all tensors on the device may take together, at the peak of a
             step.
@@ -208,6 +209,7 @@ class OffloadPlan(Part):
         optimizer_states: where the optimizer's states live.
         parameters: where the parameters live.
         activations: ``"cpu"``: what blocks keep for backward waits in host memory (pinned where the device is a GPU).
+            With a budget, that of the blocks it chooses; there the device must be a GPU.
     """
 
     SECTION: ClassVar[str] = "offload"
