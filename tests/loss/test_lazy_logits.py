@@ -61,6 +61,7 @@ OTHERS: dict[str, Callable[[Any], Tensor]] = {
         logits.view(-1, CLASSES), TARGETS.view(-1), weight=torch.arange(1.0, CLASSES + 1)
     ),
     "probabilities": lambda logits: F.cross_entropy(logits[0], torch.full((5, CLASSES), 1 / CLASSES)),
+    "classes in bytes": lambda logits: F.cross_entropy(logits.view(-1, CLASSES), TARGETS.view(-1).byte()),
     "nll": lambda logits: F.nll_loss(F.log_softmax(logits, -1).view(-1, CLASSES), TARGETS.view(-1)),
     "capped": lambda logits: F.cross_entropy((torch.tanh(logits / 3) * 3).view(-1, CLASSES), TARGETS.view(-1)),
     "fewer classes": lambda logits: F.cross_entropy(logits[..., :9].reshape(-1, 9), TARGETS.view(-1) % 9),
@@ -200,6 +201,19 @@ def test_a_gradient_that_would_be_lost_is_an_error(head: nn.Linear, hidden: Tens
         loss.backward()
     Doubled.apply(head(hidden).clone()).sum().backward()
     assert head.weight.grad is not None
+
+
+def test_a_hook_that_would_not_be_called_is_an_error(head: nn.Linear, hidden: Tensor) -> None:
+    logits = lazily(head)(hidden)
+    with pytest.raises(TrainingError, match=r"chunked_loss.*hook.*clone"):
+        logits.register_hook(lambda gradient: 2 * gradient)
+    with pytest.raises(TrainingError, match=r"chunked_loss.*hook.*clone"):
+        logits.retain_grad()
+    computed = logits.clone()
+    seen: list[Tensor] = []
+    computed.register_hook(seen.append)
+    F.cross_entropy(computed.view(-1, CLASSES), TARGETS.view(-1)).backward()
+    assert len(seen) == 1
 
 
 def test_under_autocast_they_have_its_dtype(head: nn.Linear, hidden: Tensor) -> None:

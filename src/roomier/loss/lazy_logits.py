@@ -158,6 +158,8 @@ class LazyLogits(Tensor):
     ) -> Any:
         args, kwargs = tuple(args), dict(kwargs or {})
         name = getattr(func, "__name__", str(func))
+        if func in (Tensor.register_hook, Tensor.retain_grad):
+            _check_hook(*args[1:2])
         if func in _ABOUT_THE_TENSOR or (name == "__get__" and func not in _OTHER_VIEWS):
             return torch_private.disabled_torch_function(func, types, args, kwargs)
         if func is F.cross_entropy:
@@ -202,6 +204,13 @@ def _refuse_gradient(gradient: Tensor) -> None:
     )
 
 
+def _check_hook(hook: Any = None) -> None:
+    if hook is _refuse_gradient or getattr(hook, "__module__", "").startswith("torch.distributed."):
+        return  # fully_shard asks to be called before a backward; this layer's weights stay gathered until then
+    problem = "no gradient comes to logits that are not computed, so a hook on them would not be called"
+    raise TrainingError("chunked_loss", True, problem, "Put it on logits.clone(), or leave chunked_loss out")
+
+
 def _chunked_loss(
     input: Any,
     target: Any,
@@ -216,7 +225,7 @@ def _chunked_loss(
     if not isinstance(input, LazyLogits) or isinstance(target, LazyLogits):
         return None
     rows, output = input.rows, input.rows.output
-    is_chunkable = rows.hidden.dim() == 2 and target.shape == rows.hidden.shape[:1] and not target.is_floating_point()
+    is_chunkable = rows.hidden.dim() == 2 and target.shape == rows.hidden.shape[:1] and target.dtype is torch.int64
     if output.whole is not None or not is_chunkable or not (weight is size_average is reduce is None):
         return None
     if reduction not in ("mean", "sum", "none"):
