@@ -13,7 +13,7 @@ from roomier.activation.choose import Option, Stage
 from roomier.activation.offload import CopyTimes
 from roomier.activation.profile import KEEPS, Call, Interception, Moment, Recorder, total_ns
 
-_HIDDEN_COST = (
+_COPY_COST = (
     0.02  # of a copy beside a computation: the memory that both read is not free, and without need none is made
 )
 
@@ -130,7 +130,7 @@ def moved_ns(call: Call, after: Call, times: CopyTimes) -> int:
     its computation does not hide."""
     out_ns, back_ns = (call.moved_bytes * each for each in (times.out_ns, times.back_ns))
     shown_ns = max(out_ns - total_ns(after.spans), 0) + max(back_ns - total_ns(after.backward_spans), 0)
-    return round(shown_ns + _HIDDEN_COST * (out_ns + back_ns))
+    return round(shown_ns + _COPY_COST * (out_ns + back_ns))
 
 
 def _own_peak(moment: Moment, keep: Keep) -> int:
