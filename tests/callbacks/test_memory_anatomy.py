@@ -141,6 +141,15 @@ def test_recompute_is_seen_in_the_activations(fit: Callable[..., Trainer]) -> No
     assert peaks["full"] < 0.7 * peaks["none"]
 
 
+def test_of_a_budget_the_step_is_one_that_keeps_what_was_chosen(fit: Callable[..., Trainer]) -> None:
+    peaks = []
+    for budget in ("none", 1.0):
+        peak = anatomy(fit(MemoryAnatomy(), activation_checkpointing=budget)).ranks[0].peak
+        assert peak is not None
+        peaks.append(peak.whole["activations"])
+    assert peaks[0] == peaks[1]
+
+
 def test_looking_does_not_change_what_is_trained(fit: Callable[..., Trainer]) -> None:
     weights = []
     for callbacks in ([], [MemoryAnatomy(at_step=2)], [MemoryAnatomy(at_step=3, every_n_steps=2)]):

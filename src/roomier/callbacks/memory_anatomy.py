@@ -27,7 +27,8 @@ class MemoryAnatomy(KeepsPeak, Callback):
     compute the same. Other steps are not touched.
 
     Args:
-        at_step: which step of the run is tracked, from 2: only then the optimizer has its states.
+        at_step: which step of the run is tracked, from 2: only then the optimizer has its states. None is 2, and 4 with
+            a budget of activations: until the third step blocks keep the least.
         every_n_steps: track again each time so many steps later; None: never.
 
     Attributes:
@@ -37,8 +38,8 @@ class MemoryAnatomy(KeepsPeak, Callback):
         RoomierError: a number is too small.
     """
 
-    def __init__(self, at_step: int = 2, every_n_steps: int | None = None) -> None:
-        if not isinstance(at_step, int) or at_step < 2:
+    def __init__(self, at_step: int | None = None, every_n_steps: int | None = None) -> None:
+        if at_step is not None and (not isinstance(at_step, int) or at_step < 2):
             action = "Use 2 or more: in the first step the optimizer has no states yet"
             raise RoomierError("at_step", at_step, "is no step that can be tracked", action)
         if every_n_steps is not None and (not isinstance(every_n_steps, int) or every_n_steps < 2):
@@ -52,7 +53,8 @@ class MemoryAnatomy(KeepsPeak, Callback):
         self._hooks_before: Any = None
 
     def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
-        self._next_step = trainer.global_step + self.at_step
+        first = 4 if trainer.plan.activation.policy == "budget" else 2
+        self._next_step = trainer.global_step + (self.at_step or first)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Module, batch: Any, batch_idx: int) -> None:
         if self._next_step is None or trainer.global_step < self._next_step - 2:
