@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 __version__ = version("roomier")
 
+_FOLDERS = ("adapters", "callbacks", "checkpoint", "data", "export", "loggers", "memory", "models")
+
 # Loaded when first asked for: a Plan, or the command's help, must not wait for torch.
 _HOMES = {
     "Callback": "roomier.api.callback",
@@ -36,6 +38,8 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
+    if name in _FOLDERS:
+        return import_module(f"roomier.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     found = globals()[name] = getattr(import_module(_HOMES[name]), name)
@@ -43,7 +47,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES})
+    return sorted({*globals(), *_HOMES, *_FOLDERS})
 
 
 __all__ = [

@@ -58,7 +58,7 @@ WRONG = {
         ({"name": "cosine", "warmup": 3}, "Did you mean 'warmup_steps'?"),
     ],
     "activation_checkpointing": [
-        (2, "such as '6GiB'"),
+        (2, "Write '6GiB'"),
         ("ful", "Did you mean 'full'?"),
         ("6 parsecs", "such as '6GiB'"),
     ],

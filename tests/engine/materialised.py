@@ -29,9 +29,12 @@ def ranks_here() -> Ranks:
 
 
 def plan_for(strategy: str, num_ranks: int, precision: str = "32-true") -> Plan:
+    optimizer = {"name": "sgd", "lr": 0.1}
+    if precision == "bf16-true":
+        optimizer["weight_rounding"] = "nearest"
     wanted = {"name": "hsdp", "shard_size": 2} if strategy == "hsdp" else strategy
     return plan_from_flags(
-        strategy=wanted, devices=num_ranks, accelerator="cpu", precision=precision, optimizer={"name": "sgd", "lr": 0.1}
+        strategy=wanted, devices=num_ranks, accelerator="cpu", precision=precision, optimizer=optimizer
     )
 
 

@@ -144,6 +144,7 @@ CHOICES: dict[str, dict[str, Choice]] = {
 
 _OWN_OPTIMIZER = "Use optimizer='adamw', or return your own optimizer from configure_optimizers"
 _SMALL_STATES = "Use optimizer='adamw8bit', whose states take a quarter, or 'adafactor'"
+_NOT_STATES = "Use optimizer='adamw8bit', whose states take a quarter, or offload={'activations': 'cpu'}"
 _OWN_SCHEDULE = "Use lr_schedule='cosine', or return your own scheduler from configure_optimizers"
 _KNOWN_DEVICES = "Use accelerator='cuda', 'mps' or 'cpu'"
 _BF16_MIXED = "Use precision='bf16-mixed'"
@@ -199,7 +200,7 @@ REFUSED: dict[str, dict[str, Refusal]] = {
         "one_cycle": Refusal(_OWN_SCHEDULE),
         "plateau": Refusal(_OWN_SCHEDULE),
     },
-    "offload.optimizer_states": {"cpu": Refusal(_SMALL_STATES), "disk": Refusal(_SMALL_STATES)},
+    "offload.optimizer_states": {"cpu": Refusal(_NOT_STATES), "disk": Refusal(_NOT_STATES)},
     "offload.parameters": {
         "cpu": Refusal("Use precision='bf16-true', which halves the bytes of the weights"),
         "disk": Refusal("Use precision='bf16-true', which halves the bytes of the weights"),

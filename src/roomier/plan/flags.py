@@ -1,11 +1,13 @@
 """Trainer keywords -> Plan. The one place that knows how people spell what they want."""
 
+import math
+import re
 from collections.abc import Mapping
 from numbers import Real
 
 from roomier.core.errors import PlanError, RoomierError, did_you_mean
 from roomier.core.units import parse_bytes
-from roomier.plan.parts import FIELDS
+from roomier.plan.parts import FIELDS, MIN_BUDGET_BYTES
 from roomier.plan.plan import Plan
 from roomier.plan.rules import each_error, refuse
 
@@ -243,24 +245,46 @@ def _ask_recompute(draft: _Draft, given: object) -> None:
     if not isinstance(given, Mapping):
         draft.ask("activation.policy", given, keyword, meaning=_word(given, "full"))
         return
+    if not given:
+        action = "Give a policy or a budget such as '6GiB', or None"
+        draft.errors.append(PlanError(keyword, given, "names no policy", action))
     for name, value in given.items():
         is_asked = name != "budget" or _ask_budget(draft, value, budget_keyword)
-        if name != "budget":
+        if name not in ("budget", *FIELDS["activation"]):
+            action = did_you_mean(str(name), ["policy", "every_n", "budget"])
+            draft.errors.append(PlanError(keyword, name, "is not a setting of recomputation", action))
+        elif name != "budget":
             draft.ask(f"activation.{name}", value, f"{keyword}.{name}")
         if name in ("budget", "every_n") and is_asked and "policy" not in given:
             draft.ask("activation.policy", value, f"{keyword}.{name}", meaning=name)
 
 
 def _ask_budget(draft: _Draft, given: object, keyword: str) -> bool:
-    """Text is bytes; a number of at most 1 is a fraction, a larger one bytes. Whether it could be read."""
-    try:
-        value = parse_bytes(keyword, given) if isinstance(given, str) else given
-    except RoomierError as error:
-        draft.errors.append(PlanError(keyword, given, error.problem, error.action))
+    """Text is bytes, or a share in percent; a number of at most 1 is a fraction. Whether it could be read."""
+    value = given
+    if isinstance(given, str):
+        try:
+            value = _share(given) or parse_bytes(keyword, given)
+        except RoomierError as error:
+            draft.errors.append(PlanError(keyword, given, error.problem, error.action))
+            return False
+    number = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
+    is_fraction = number <= 1
+    if 1 < number < MIN_BUDGET_BYTES:
+        problem = "is no fraction, and too few bytes for a device"
+        draft.errors.append(PlanError(keyword, given, problem, "Write '6GiB', or a fraction such as 0.5"))
         return False
-    is_fraction = isinstance(value, Real) and value <= 1
     draft.ask(f"activation.budget_{'fraction' if is_fraction else 'bytes'}", given, keyword, meaning=value)
     return True
+
+
+def _share(text: str) -> float | None:
+    """``"50%"`` and ``"0.5"`` as 0.5."""
+    number, percent, rest = text.strip().partition("%")
+    if rest or not re.fullmatch(r"[0-9]*\.?[0-9]+", number.strip()):
+        return None
+    share = float(number) / (100 if percent else 1)
+    return share if percent or share <= 1 else None
 
 
 def _ask_loss(draft: _Draft, given: object) -> None:
@@ -279,6 +303,9 @@ def _ask_adapter(draft: _Draft, given: object) -> None:
     fields = {name: f"lora_{name}" for name in ("rank", "alpha", "dropout", "targets", "trained")} | {
         "base": "frozen_base"
     }
+    if given.keys() <= fields.keys() and given.get("rank") is None:
+        draft.errors.append(PlanError("lora", given, "names no rank", "Give one, {'rank': 8}, or None"))
+        return
     for name, value in given.items():
         if name not in fields:
             draft.errors.append(

@@ -12,6 +12,9 @@ from typing import ClassVar, get_args, get_type_hints
 
 from roomier.plan.choices import canonical
 
+MIN_BUDGET_BYTES = 2**20
+"""What is less is no budget for a device but a slip."""
+
 
 class Options(Mapping[str, object]):
     """Keyword arguments as an immutable, hashable mapping; lists inside become tuples.

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, get_args
 from roomier.core.errors import PlanError, did_you_mean
 from roomier.plan.choices import ALIASES, CHOICES, REFUSED, aliases_of
 from roomier.plan.lever_rules import LEVER_RULES
-from roomier.plan.parts import FIELDS, PARTS, Options
+from roomier.plan.parts import FIELDS, MIN_BUDGET_BYTES, PARTS, Options
 
 if TYPE_CHECKING:
     from roomier.plan.plan import Plan
@@ -107,7 +107,9 @@ RANGES: dict[str, _Range] = {
     "optimizer.warmup_steps": _Range(0, "Use 0 for no warm-up"),
     "optimizer.min_lr_ratio": _Range(0, "Give the last learning rate as a share of the highest", high=1),
     "activation.every_n": _Range(1, "Use 2 for every second block"),
-    "activation.budget_bytes": _Range(2**20, "Give the bytes of the device, such as '6GiB', or a fraction up to 1"),
+    "activation.budget_bytes": _Range(
+        MIN_BUDGET_BYTES, "Give the bytes of the device, such as '6GiB', or a fraction up to 1"
+    ),
     "activation.budget_fraction": _Range(0, "Use 0 for the least memory, 1 for the least computation", high=1),
     "loss.chunk_tokens": _Range(1, "Use None, or 1024"),
     "adapter.lora_rank": _Range(1, "Use 8, or None for no adapters"),
@@ -126,6 +128,7 @@ _TYPE_WORDS: dict[object, tuple[str, str]] = {
 _TYPE_ACTIONS = {
     "optimizer.name": "Write its name such as 'adamw', a dict with name and options, or return an optimizer of your own"
     " from configure_optimizers",
+    "adapter.lora_rank": "Give a whole number such as 8, or a dict with rank, alpha, dropout, targets, trained, base",
 }
 
 

@@ -12,7 +12,7 @@ from roomier.plan.parts import FIELDS
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from roomier.plan.parts import ActivationPlan, OffloadPlan, ParallelPlan
+    from roomier.plan.parts import ActivationPlan, CompilePlan, OffloadPlan, ParallelPlan
     from roomier.plan.plan import Plan
 
 _NUM_COLUMNS = 100
@@ -45,7 +45,7 @@ def rows(plan: "Plan", facts: Mapping[str, str] | None = None) -> list[Row]:
         *_activation_rows(plan.activation),
         *_offload_rows(plan.offload),
         *_lever_rows(plan),
-        Row("compile", "on" if plan.compile.enabled else "off", Kind.EXACT),
+        _compile_row(plan.compile),
         *(Row(name, text) for name, text in (facts or {}).items()),
     ]
 
@@ -148,11 +148,19 @@ def _activation_rows(activation: "ActivationPlan") -> Iterator[Row]:
     yield Row("recompute", choice, *_label("activation.policy", activation.policy))
 
 
+def _compile_row(compile: "CompilePlan") -> Row:
+    if not compile.enabled:
+        return Row("compile", "off", Kind.EXACT)
+    return Row(
+        "compile", "on", Kind.NEAR, "fused kernels round otherwise in the last digits; dropout draws other numbers"
+    )
+
+
 def _lever_rows(plan: "Plan") -> Iterator[Row]:
     """What most plans leave as it is has a line only where it was asked for."""
     if plan.loss.chunked:
         size = "64 MiB of logits" if plan.loss.chunk_tokens is None else f"{plan.loss.chunk_tokens} tokens"
-        yield Row("loss", f"chunks of {size}", Kind.EXACT, "logits are never whole in memory")
+        yield Row("loss", f"chunks of {size}", Kind.EXACT, "logits that go to cross_entropy are never whole")
     if plan.attention.kernel != "auto":
         yield Row("attention", plan.attention.kernel, *_label("attention.kernel", plan.attention.kernel))
     adapter = plan.adapter

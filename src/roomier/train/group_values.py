@@ -22,8 +22,8 @@ def changed_in_plan(stored: Plan, plan: Plan, optimizers: Sequence[Optimizer]) -
     """The values of parameter groups that ``plan`` names otherwise than ``stored``.
 
     Raises:
-        CheckpointError: one of them needs states beside each parameter that the checkpoint does not have, or weights
-            were kept in another way.
+        CheckpointError: it is another optimizer; a value needs states beside each parameter that the checkpoint does
+            not have; or weights were kept in another way.
     """
     if plan.optimizer.name is None:
         return set()
@@ -32,7 +32,15 @@ def changed_in_plan(stored: Plan, plan: Plan, optimizers: Sequence[Optimizer]) -
             "optimizer",
             plan.optimizer.name,
             "the module of the checkpoint configured its own",
-            "Configure it as in the run that was saved, or start a new fit from the weights",
+            "Configure it as in the run that was saved, or start a new fit from the weights: fit(..., weights=...)",
+        )
+    if stored.optimizer.name != plan.optimizer.name:
+        raise CheckpointError(
+            "optimizer",
+            plan.optimizer.name,
+            f"the checkpoint holds the states of {stored.optimizer.name!r}",
+            f"Resume with optimizer={stored.optimizer.name!r}, or start a new fit from the weights: "
+            "fit(..., weights=<the checkpoint>)",
         )
     _check_rounding(stored, plan)
     before, now = dict(stored.optimizer.options), dict(plan.optimizer.options)
