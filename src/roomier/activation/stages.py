@@ -13,9 +13,7 @@ from roomier.activation.choose import Option, Stage
 from roomier.activation.offload import CopyTimes
 from roomier.activation.profile import KEEPS, Call, Interception, Moment, Recorder, total_ns
 
-_COPY_COST = (
-    0.02  # of a copy beside a computation: the memory that both read is not free, and without need none is made
-)
+_COPY_COST = 0.02  # of each copy, hidden or not: set, not measured, so that none is made needlessly
 
 
 class Way(NamedTuple):
