@@ -128,6 +128,7 @@ def test_targets_are_suffixes_patterns_or_the_linear_layers_of_blocks() -> None:
         ("q_prj", "Did you mean 'q_proj'"),
         ("embed_tokens", "embed_tokens is a Embedding, not a linear layer"),
         ("q_proj,proj", "lora.targets='proj'"),
+        (" ,", "names no layer. Name layers; there are"),
     ],
 )
 def test_targets_that_are_not_there_are_told_with_near_names(targets: str, told: str) -> None:
