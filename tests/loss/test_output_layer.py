@@ -3,7 +3,9 @@
 from collections.abc import Callable
 
 import pytest
-from torch import nn
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from roomier import Trainer
 from roomier.api.forward import as_module
@@ -78,3 +80,34 @@ def test_an_adapted_output_layer_is_refused(make_trainer: Callable[..., Trainer]
     trainer = make_trainer(chunked_loss=True, lora={"rank": 2, "targets": "head"}, max_steps=1, optimizer="sgd")
     with pytest.raises(RoomierError, match="computes in a way of its own"):
         trainer.fit(gpt, [])
+
+
+class Squared(nn.Module):
+    """Its one linear layer is no output layer of a language model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 7)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(self.head(x), y)
+
+
+class Classes(Squared):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(x), y)
+
+
+@pytest.mark.parametrize(
+    ("network", "target", "is_told"), [(Squared(), torch.zeros(5, 7), True), (Classes(), torch.zeros(5).long(), False)]
+)
+def test_a_loss_that_is_not_chunked_is_told_after_the_first_step(
+    make_trainer: Callable[..., Trainer],
+    capfd: pytest.CaptureFixture[str],
+    network: nn.Module,
+    target: Tensor,
+    is_told: bool,
+) -> None:
+    trainer = make_trainer(chunked_loss=True, optimizer="sgd", learning_rate=0.1, max_steps=3)
+    trainer.fit(network, [(torch.ones(5, 4), target)] * 3)
+    assert capfd.readouterr().err.count("chunked loss: nothing is saved") == is_told

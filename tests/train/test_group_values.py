@@ -140,3 +140,13 @@ def test_an_optimizer_that_was_the_module_s_cannot_become_the_plan_s(resumed):
 
     with pytest.raises(roomier.CheckpointError, match="configured its own"):
         resumed({}, {"optimizer": "sgd"}, (of_two_groups, lambda net: None))
+
+
+@pytest.mark.parametrize(("before", "now"), [("adamw8bit", "adamw4bit"), ("adamw", "lion"), ("adamw4bit", "adamw")])
+def test_another_optimizer_by_name_is_refused_under_the_names_of_both(resumed, before, now):
+    """Also where states would fit: those in 8 bits would go on under a Plan that says 4."""
+    with pytest.raises(
+        roomier.CheckpointError, match=rf"optimizer='{now}': .* states of '{before}'.*weights="
+    ) as caught:
+        resumed({"optimizer": before, "learning_rate": 0.1}, {"optimizer": now, "learning_rate": 0.1})
+    assert caught.value.field == "optimizer"

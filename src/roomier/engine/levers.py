@@ -20,7 +20,7 @@ from roomier.core.ranks import Ranks
 from roomier.core.wrapped_forward import unwrap
 from roomier.engine.compile import CompileClock, compile_blocks
 from roomier.engine.first_forward import FirstForward, MakeContext, both
-from roomier.loss.chunked import apply_chunked_loss
+from roomier.loss.chunked import LossWatch, apply_chunked_loss
 from roomier.plan import Plan
 from roomier.precision.policy import Precision
 from roomier.precision.sizes import size_warnings
@@ -73,6 +73,7 @@ def apply_levers(plan: Plan, network: nn.Module, device: torch.device, precision
     try:
         if plan.loss.chunked:
             levers.output_layer = apply_chunked_loss(network, plan.loss.chunk_tokens)
+            levers.forward_context.watches.append(LossWatch(levers.output_layer))
         levers.recompute = apply_recompute(blocks, plan.activation, plan.offload, device, ranks)
         if plan.compile.enabled:
             compile_blocks(blocks, device)  # around what is computed again, so that the compiler sees it

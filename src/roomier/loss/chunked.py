@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from roomier.core.log import notice
 from roomier.core.wrapped_forward import WrappedForward, install
-from roomier.loss.lazy_logits import LazyLogits, Output, Rows
+from roomier.loss.lazy_logits import LazyLogits, Output, Rows, Use
 from roomier.loss.output_layer import find_output_layer
 
 
@@ -21,7 +22,7 @@ class LazyForward(WrappedForward):
         super().__init__(layer)
         self.layer = layer
         self.chunk_tokens = chunk_tokens
-        self.told: set[str] = set()
+        self.use = Use()
 
     def __call__(self, input: Tensor) -> Any:
         layer, device_type = self.layer, input.device.type
@@ -30,7 +31,7 @@ class LazyForward(WrappedForward):
         if is_wrong or torch.compiler.is_compiling():  # the compiler needs real tensors
             return self.forward(input)
         dtype = torch.get_autocast_dtype(device_type) if is_cast else input.dtype
-        output = Output(input, layer.weight, layer.bias, dtype, self.chunk_tokens, self.told)
+        output = Output(input, layer.weight, layer.bias, dtype, self.chunk_tokens, self.use)
         return LazyLogits.of(Rows(output, input, (dtype,)))
 
 
@@ -49,3 +50,25 @@ def apply_chunked_loss(network: nn.Module, chunk_tokens: int | None) -> nn.Linea
     layer = find_output_layer(network)
     install(layer, LazyForward(layer, chunk_tokens))
     return layer
+
+
+class LossWatch:
+    """A context around the first forward: tells where no loss was computed in chunks.
+
+    Args:
+        layer: from :func:`apply_chunked_loss`.
+    """
+
+    def __init__(self, layer: nn.Linear) -> None:
+        forward = layer.__dict__["forward"]
+        assert isinstance(forward, LazyForward)
+        self._use = forward.use
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if kind is None and not self._use.is_chunked:
+            notice(
+                "chunked loss: nothing is saved: the first training step gave no logits to cross_entropy as the output "
+                "layer made them, [tokens, classes]; compute the loss from them directly, or leave chunked_loss out"
+            )

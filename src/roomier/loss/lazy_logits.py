@@ -11,7 +11,7 @@ is right for every model, and costs what it costs without this. Rows that were s
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -28,12 +28,25 @@ Replay = Callable[[Tensor], Tensor]
 
 
 @dataclass
+class Use:
+    """What became of all logits of a layer.
+
+    Attributes:
+        told: the operations of which it was said that they need the logits of many tokens.
+        is_chunked: whether a cross-entropy took some in chunks.
+    """
+
+    told: set[str] = field(default_factory=set)
+    is_chunked: bool = False
+
+
+@dataclass
 class Output:
     """What the output layer was called with, once.
 
     Attributes:
         dtype: in which it computes.
-        told: the operations of which it was said that they need all logits; shared by all calls of the layer.
+        use: shared by all calls of the layer.
         whole: the logits, once somebody needed them.
     """
 
@@ -42,7 +55,7 @@ class Output:
     bias: Tensor | None
     dtype: torch.dtype
     chunk_tokens: int | None
-    told: set[str]
+    use: Use
     whole: Tensor | None = None
 
     def __post_init__(self) -> None:
@@ -80,9 +93,9 @@ class Output:
         """Say, once, that ``operation`` needs more logits of ``hidden`` than a chunk has. An evaluation is meant to."""
         num_rows = hidden.shape[:-1].numel()
         is_small = num_rows <= LossOfLinear((self.dtype,), self.chunk_tokens).chunk_size(len(self.weight))
-        if is_small or operation in self.told or not self.is_grad_enabled:
+        if is_small or operation in self.use.told or not self.is_grad_enabled:
             return
-        self.told.add(operation)
+        self.use.told.add(operation)
         notice(f"chunked loss: {operation} reads the logits of {num_rows} tokens, which are in memory together for it")
 
 
@@ -235,6 +248,7 @@ def _chunked_loss(
     device_type = rows.hidden.device.type
     if torch.is_autocast_enabled(device_type):
         dtypes = (*dtypes, torch.promote_types(dtypes[-1], torch.float32))  # as autocast does for this operation
+    output.use.is_chunked = True
     how = LossOfLinear(dtypes, output.chunk_tokens, reduction, ignore_index, label_smoothing)
     is_trained = torch.is_grad_enabled() and output.is_grad_enabled and not rows.is_detached
     with torch.set_grad_enabled(is_trained):

@@ -123,7 +123,7 @@ CHOICES: dict[str, dict[str, Choice]] = {
         "full": _exact("each block keeps its input and is computed again in backward"),
         "every_n": _exact("one block of every n keeps its input alone"),
         "selective": _exact("blocks keep matrix products and attention; the rest is computed again"),
-        "budget": _exact("as much is computed again as the budget asks for"),
+        "budget": _exact("as much is computed again, or moved, as the budget asks for"),
     },
     "offload.optimizer_states": {"none": _exact("all stays on the device")},
     "offload.parameters": {"none": _exact()},

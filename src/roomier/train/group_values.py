@@ -18,12 +18,28 @@ _DRIVEN = {"lr", "betas", "momentum"}  # by schedulers: what is there is not wha
 _NUMBERS = (int, float, str, tuple, list)
 
 
+def check_same_optimizer(stored: Plan, plan: Plan) -> None:
+    """Refuse to go on with states of one optimizer by name under another.
+
+    Raises:
+        CheckpointError: says how to go on.
+    """
+    if None not in (stored.optimizer.name, plan.optimizer.name) and stored.optimizer.name != plan.optimizer.name:
+        raise CheckpointError(
+            "optimizer",
+            plan.optimizer.name,
+            f"the checkpoint holds the states of {stored.optimizer.name!r}",
+            f"Resume with optimizer={stored.optimizer.name!r}, or start a new fit from the weights: "
+            "fit(..., weights=<the checkpoint>)",
+        )
+
+
 def changed_in_plan(stored: Plan, plan: Plan, optimizers: Sequence[Optimizer]) -> set[str]:
     """The values of parameter groups that ``plan`` names otherwise than ``stored``.
 
     Raises:
-        CheckpointError: it is another optimizer; a value needs states beside each parameter that the checkpoint does
-            not have; or weights were kept in another way.
+        CheckpointError: one of them needs states beside each parameter that the checkpoint does not have, or weights
+            were kept in another way.
     """
     if plan.optimizer.name is None:
         return set()
@@ -33,14 +49,6 @@ def changed_in_plan(stored: Plan, plan: Plan, optimizers: Sequence[Optimizer]) -
             plan.optimizer.name,
             "the module of the checkpoint configured its own",
             "Configure it as in the run that was saved, or start a new fit from the weights: fit(..., weights=...)",
-        )
-    if stored.optimizer.name != plan.optimizer.name:
-        raise CheckpointError(
-            "optimizer",
-            plan.optimizer.name,
-            f"the checkpoint holds the states of {stored.optimizer.name!r}",
-            f"Resume with optimizer={stored.optimizer.name!r}, or start a new fit from the weights: "
-            "fit(..., weights=<the checkpoint>)",
         )
     _check_rounding(stored, plan)
     before, now = dict(stored.optimizer.options), dict(plan.optimizer.options)

@@ -11,13 +11,16 @@ from typing import Any
 from torch import Tensor
 
 from roomier import checkpoint
+from roomier.adapters.found import as_keyword
+from roomier.adapters.layers import is_adapter
 from roomier.core.errors import CheckpointError
 from roomier.core.log import notice
 from roomier.core.rng import rng_state, seed_everything, set_rng_state
 from roomier.engine.eager import EagerEngine
 from roomier.engine.optimizer_state import parameter_names, state_places
 from roomier.plan import Plan
-from roomier.train.group_values import changed_in_plan, put_changed, tell_kept
+from roomier.plan.parts import AdapterPlan
+from roomier.train.group_values import changed_in_plan, check_same_optimizer, put_changed, tell_kept
 from roomier.train.metric_state import load_metric_states, metrics_of
 from roomier.train.run import Run
 from roomier.train.run_folder import PREFIX
@@ -58,6 +61,7 @@ def restore_weights(run: Run, path: Path) -> None:
     """Fill the weights of the module from ``path``; nothing else of the checkpoint is read."""
     with _named_ckpt_path():
         weights = run.engine.weights()
+        _check_adapters(path, checkpoint.peek(path), weights, run.plan)
         weights = checkpoint.load(path, into={"module": weights}, only=("module",), ranks=run.ranks)["module"]
     run.engine.module.load_state_dict(weights)  # they are there already; what a module keeps beside them is not
 
@@ -78,13 +82,15 @@ def restore(run: Run, path: Path) -> None:
         stored = checkpoint.peek(path)
         _check_complete(path, stored)
         weights = run.engine.weights()
+        _check_adapters(path, stored, weights, run.plan)
+        stored_plan = Plan.from_dict(stored["plan"])
+        check_same_optimizer(stored_plan, run.plan)
         into: dict[str, Any] = {"module": weights}
         if stored["module"].keys() == weights.keys():  # else load() tells that it is of another model
             run.engine.check(stored)
             into["optimizers"] = optimizer_places(run.engine, stored["optimizers"])
         run.schedulers.check(stored["schedulers"])
         run.source.check(stored["data"], stored["progress"]["epoch"])
-        stored_plan = Plan.from_dict(stored["plan"])
         changed = changed_in_plan(stored_plan, run.plan, run.engine.optimizers)
         _tell_differences(stored_plan, run.plan)
         state = checkpoint.load(path, into=into, ranks=run.ranks)
@@ -184,6 +190,20 @@ def _check_complete(path: Path, stored: Mapping[str, Any]) -> None:
             f"holds no {', '.join(missing)}: it was saved with weights only",
             "Load it with Module.load_from_checkpoint and start a new fit",
         )
+
+
+def _check_adapters(path: Path, stored: Mapping[str, Any], weights: Mapping[str, Any], plan: Plan) -> None:
+    names = stored.get("module", {})
+    adapter = AdapterPlan(**stored.get("plan", {}).get("adapter", {}))
+    is_that_of_plan = adapter == plan.adapter and adapter.lora_rank is not None
+    if names.keys() == weights.keys() or is_that_of_plan or not any(map(is_adapter, names)):
+        return
+    lora = "lora" if adapter.lora_rank is None else f"lora={as_keyword(adapter)}"
+    action = (
+        f"Pass {lora} to the Trainer, as in the run that saved it; or load the model with its adapters, by "
+        "load_from_checkpoint; or make files of the plain model, by `roomier export`"
+    )
+    raise CheckpointError("ckpt_path", str(path), "was saved with adapters that this model does not have", action)
 
 
 def _tell_differences(stored: Plan, plan: Plan) -> None:
