@@ -57,6 +57,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     found: dict[tuple[str, str], list[dict[str, Any]]] = {turn: [] for turn in turns}
     for index in range(options.repeats):
         for framework, lever in reversed(turns) if index % 2 else turns:
+            notice(f"bench levers: turn {index + 1} of {options.repeats}, {lever}, {framework}")
             found[framework, lever].append(_run({**settings, "framework": framework, "lever": lever}))
     result = {
         "case": "levers",
@@ -145,7 +146,7 @@ def _row(framework: str, lever: str, runs: list[dict[str, Any]]) -> dict[str, An
 def table(result: Mapping[str, Any]) -> RenderableType:
     found = Table(
         title=f"{result['model']}, {result['batch_size']} sequences of {result['seq_len']} tokens a step",
-        caption=f"peak of {result['peak_is_of']}; {result['repeats']} turns of {result['steps']} steps, medians\n"
+        caption=f"peak of {result['peak_is_of']}; {result['repeats']} x {result['steps']} steps, medians\n"
         f"{result['machine']['cpu']}, torch {result['torch']}",
     )
     for name, justify in (("lever", "left"), ("framework", "left"), ("samples/s", "right"), ("of vanilla", "right")):
