@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, load_model
 from torch import nn
 
-from roomier import Trainer
-from roomier.adapters.lora import adapter_state, merge_lora
+from roomier import Trainer, checkpoint
+from roomier.adapters import adapter_state, merge_lora
 from roomier.cli.main import main
 from roomier.core.errors import RoomierError
 from roomier.export.adapter import export_adapter
@@ -92,3 +92,20 @@ def test_what_is_trained_whole_goes_along_in_the_layout_of_peft(
     assert torch.equal(found["base_model.model.transformer.ln_f.weight"], network.transformer.ln_f.weight)
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert config["modules_to_save"] == ["transformer.ln_f"]
+
+
+def test_tied_weights_that_are_trained_whole_go_along(make_trainer: Callable[..., Trainer], tmp_path: Path) -> None:
+    network = trained(make_trainer, "gpt2", tmp_path / "saved", targets=["c_fc"], trained=["lm_head"])
+    export_adapter(network, tmp_path / "adapter")
+    found = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    for name in ("lm_head", "transformer.wte"):
+        assert torch.equal(found[f"base_model.model.{name}.weight"], network.lm_head.weight)
+
+
+def test_a_checkpoint_whose_plan_names_no_adapters_is_not_merged(
+    make_trainer: Callable[..., Trainer], tmp_path: Path
+) -> None:
+    network = trained(make_trainer, "gpt", tmp_path / "saved")
+    checkpoint.save(tmp_path / "unnamed", {"module": network.state_dict()})
+    with pytest.raises(RoomierError, match="has adapters, and its plan does not tell their scale"):
+        export_safetensors(tmp_path / "unnamed", tmp_path / "out")

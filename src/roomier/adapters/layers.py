@@ -8,6 +8,7 @@ where it is in the model, with its names in the state dict, its hooks, and whoev
 
 from __future__ import annotations
 
+import copyreg
 import sys
 from functools import cache
 from typing import Any
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from roomier.adapters.codes import decode, encode
+from roomier.core.errors import RoomierError
 
 ADAPTER_NAMES = ("lora_A", "lora_B")
 
@@ -62,6 +64,16 @@ class Adapted(nn.Module):
         if self.lora_dropout and self.training:
             x = F.dropout(x, self.lora_dropout)
         return output + (x @ a * self.lora_scale @ b).to(output.dtype)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """By what its class was made of: no file has a class of that name, as pickle looks for it."""
+        reduced: Any = super().__reduce_ex__(max(protocol, 2))
+        made_by, _, *rest = reduced
+        if made_by is not copyreg.__newobj__:  # type: ignore[attr-defined]
+            problem = f"is pickled by {plain_class(self).__name__} in its own way, which leaves out the adapter"
+            raise RoomierError("layer", type(self).__name__, problem, "Save its state_dict, or a checkpoint")
+        mixins = (Adapted, InFewBits) if isinstance(self, InFewBits) else (Adapted,)
+        return (_empty_layer, (plain_class(self), mixins), *rest)
 
 
 class InFewBits(nn.Module):
@@ -116,6 +128,11 @@ def _class_of(plain: Any, mixins: tuple[Any, ...]) -> Any:
     name = "".join(each.__name__ for each in (*mixins, plain))
     facts = {"plain_class": plain, "is_in_out": not issubclass(plain, nn.Linear), "__module__": plain.__module__}
     return type(name, (*mixins, plain), facts)
+
+
+def _empty_layer(plain: Any, mixins: tuple[Any, ...]) -> Any:
+    made = _class_of(plain, mixins)
+    return made.__new__(made)
 
 
 def plain_class(layer: nn.Module) -> Any:

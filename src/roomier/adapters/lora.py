@@ -21,7 +21,9 @@ from roomier.adapters.layers import (
     rank_of,
     remove_adapter,
 )
+from roomier.adapters.pretrained import unwatch_saves, watch_saves
 from roomier.core.errors import RoomierError, did_you_mean
+from roomier.core.log import notice
 from roomier.plan.parts import AdapterPlan
 
 _FIELD = "lora.targets"
@@ -49,6 +51,7 @@ def apply_lora(network: nn.Module, blocks: Sequence[nn.Module], plan: AdapterPla
             layer.lora_dropout = plan.lora_dropout
         else:
             add_adapter(layer, rank, alpha / rank, plan.lora_dropout)
+    watch_saves(network)
 
 
 def quantise_base(network: nn.Module, plan: AdapterPlan) -> None:
@@ -97,6 +100,7 @@ def merge_lora(network: nn.Module) -> nn.Module:
             raise RoomierError("network", name, problem, "Give it a weight of its own before training")
     for _, layer in layers:
         remove_adapter(layer)
+    unwatch_saves(network)
     return network
 
 
@@ -121,18 +125,35 @@ def _trained(network: nn.Module, names: str, targets: dict[str, nn.Module]) -> s
         if adapted is not None:
             problem = f"{adapted} is among the layers that get adapters, whose weights are frozen"
             raise RoomierError("lora.trained", pattern, problem, "Leave it out of one of the two")
+        _tell_tied(network, pattern, matching)
         found |= parameters
     return found
 
 
+def _tell_tied(network: nn.Module, pattern: str, matching: dict[str, nn.Module]) -> None:
+    inside = {f"{module}.{name}": each for module, part in matching.items() for name, each in part.named_parameters()}
+    own = {each: name for name, each in inside.items()}
+    for name, each in network.named_parameters(remove_duplicate=False):
+        if each in own and name not in inside:
+            notice(f"lora.trained={pattern!r}: {own[each]} is tied to {name}, which trains with it, as one weight")
+
+
+def adaptable_in_blocks(network: nn.Module, blocks: Sequence[nn.Module]) -> dict[str, nn.Module]:
+    """The layers that get adapters where none are named: name -> layer, in the order of the network."""
+    in_blocks = {part for block in blocks for part in block.modules()}
+    return {name: each for name, each in _adaptable(network).items() if each in in_blocks}
+
+
+def _adaptable(network: nn.Module) -> dict[str, nn.Module]:
+    reading = _read_by_others(network)
+    return {name: each for name, each in network.named_modules() if is_adaptable(each) and each not in reading}
+
+
 def _targets(network: nn.Module, blocks: Sequence[nn.Module], targets: str) -> dict[str, nn.Module]:
     """Name -> layer, in the order of the network."""
-    reading = _read_by_others(network)
-    named = dict(network.named_modules())
-    layers = {name: each for name, each in named.items() if is_adaptable(each) and each not in reading}
+    layers = _adaptable(network)
     if targets == "blocks":
-        in_blocks = {part for block in blocks for part in block.modules()}
-        found = {name: each for name, each in layers.items() if each in in_blocks}
+        found = adaptable_in_blocks(network, blocks)
         if not found:
             problem = f"{type(network).__name__} has no blocks with linear layers"
             raise RoomierError(_FIELD, targets, problem, f"Name layers; {_some(layers)}")
@@ -141,7 +162,7 @@ def _targets(network: nn.Module, blocks: Sequence[nn.Module], targets: str) -> d
     for pattern in filter(None, (each.strip() for each in targets.split(","))):
         matching = {name for name in layers if _matches(name, pattern)}
         if not matching:
-            raise RoomierError(_FIELD, pattern, _why_none(named, reading, pattern), _nearest(layers, pattern))
+            raise RoomierError(_FIELD, pattern, _why_none(network, pattern), _nearest(layers, pattern))
         wanted |= matching
     if not wanted:
         raise RoomierError(_FIELD, targets, "names no layer", f"Name layers; {_some(layers)}")
@@ -152,11 +173,12 @@ def _matches(name: str, pattern: str) -> bool:
     return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
 
 
-def _why_none(named: dict[str, nn.Module], reading: set[nn.Module], pattern: str) -> str:
+def _why_none(network: nn.Module, pattern: str) -> str:
+    named = dict(network.named_modules())
     others = [name for name in named if name and _matches(name, pattern)]
     if not others:
         return "no layer has a name that ends in it"
-    if named[others[0]] in reading:
+    if named[others[0]] in _read_by_others(network):
         return f"{others[0]} is not called: the attention around it reads its weight"
     return f"{others[0]} is a {type(named[others[0]]).__name__}, not a linear layer"
 
@@ -188,7 +210,10 @@ def _check(name: str, layer: nn.Module, rank: int, scale: float) -> None:
     if isinstance(layer, Adapted):
         if rank_of(layer) != rank or layer.lora_scale != scale:
             problem = f"{name} has an adapter of rank {rank_of(layer)}, scaled by {layer.lora_scale:g}, already"
-            action = "Train on with the same rank and alpha, or merge_lora(model) first"
+            action = (
+                "Train on with the same rank and alpha, or call merge_lora(model) first (from roomier.adapters import "
+                "merge_lora)"
+            )
             raise RoomierError("lora", {"rank": rank, "alpha": scale * rank}, problem, action)
         return
     weight = _parameter_of(layer)

@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from roomier.adapters.found import tell_unnamed
 from roomier.adapters.lora import apply_lora, quantise_base
 from roomier.api.blocks import find_blocks
 from roomier.api.forward import as_module, network_of
@@ -75,6 +76,7 @@ def build(
     _check_network(network)
     _check_loss_reduction(module)
     _check_budget(plan, module)
+    tell_unnamed(plan, network)
     given = None if weights is None else weights.check(network)
     if plan.adapter.lora_rank is not None:
         apply_lora(network, find_blocks(network), plan.adapter)  # parameters of its own; files have none of them

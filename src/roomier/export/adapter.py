@@ -45,7 +45,7 @@ def export_adapter(network: nn.Module, output: str | Path) -> Path:
     trained = _trained_whole(network)
     for name, module in trained.items():
         for part, each in module.named_parameters(name):
-            tensors[f"{_PREFIX}{part}"] = each.detach().cpu().contiguous()
+            tensors[f"{_PREFIX}{part}"] = each.detach().cpu().contiguous().clone()  # it may be tied to another
     with committed_folder(target, sum(each.nbytes for each in tensors.values())) as folder:
         save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
         (folder / "adapter_config.json").write_text(

@@ -39,11 +39,14 @@ class MergedTensors:
         self._adapter = adapter
         self.specs = self._stored.specs
         self.tied_to, self.others = self._stored.tied_to, self._stored.others
-        if adapter.lora_rank is None:
-            self._adapted: set[str] = set()
-            return
         ends = (key for key in self.specs if key.rpartition(".")[2] == "lora_A")
         self._adapted = {key.removesuffix("lora_A") + "weight" for key in ends}
+        if not self._adapted:
+            return
+        if adapter.lora_rank is None:
+            problem = "has adapters, and its plan does not tell their scale"
+            action = "Load it into the model with its adapters, call merge_lora, and save that"
+            raise RoomierError("checkpoint", str(path), problem, action)
         self.specs = self._specs_of_plain_model()
         shared = sorted(self._adapted & {*self.tied_to, *self.tied_to.values()})
         if shared:

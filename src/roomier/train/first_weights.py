@@ -88,7 +88,17 @@ def first_weights(weights: object, ckpt_path: Path | None, plan: Plan, ranks: Ra
         if plan.adapter.lora_rank is not None and not _has_adapters(path):
             return FirstWeights(file=PlainCheckpoint(path, ranks))
         return FirstWeights(checkpoint=path)
+    _check_is_no_folder_of_checkpoints(Path(weights))
     return FirstWeights(file=WeightsFile(weights))
+
+
+def _check_is_no_folder_of_checkpoints(path: Path) -> None:
+    if not path.is_dir() or any(path.glob("*.safetensors*")):
+        return
+    newest = checkpoint.find_last(path)
+    if newest is not None:
+        problem = "is no checkpoint, but a folder that holds some"
+        raise RoomierError("weights", str(path), problem, f"Pass one of them; the newest is {newest}")
 
 
 def _has_adapters(path: Path) -> bool:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from roomier.adapters.found import name_adapters
 from roomier.api.callback import Callback
 from roomier.api.datamodule import DataModule
 from roomier.api.forward import ForwardModule, as_module, network_of
@@ -230,7 +231,7 @@ def _open(
     run = Run(
         trainer=trainer,
         module=module,
-        plan=plan,
+        plan=name_adapters(plan, network_of(module)),
         options=options,
         engine=engine,
         hooks=HookTable(trainer, module, trainer.callbacks),

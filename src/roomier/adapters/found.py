@@ -1,0 +1,95 @@
+"""Adapters that a model has from an earlier run, and that the Plan of this run need not name."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import replace
+
+from torch import nn
+
+from roomier.adapters.layers import Adapted, InFewBits, is_adapter, rank_of
+from roomier.adapters.lora import adaptable_in_blocks
+from roomier.api.blocks import find_blocks
+from roomier.core.errors import PlanError
+from roomier.core.log import notice
+from roomier.plan import Plan
+from roomier.plan.parts import AdapterPlan
+
+_IMPORT = "from roomier.adapters import merge_lora"
+
+
+def adapters_of(network: nn.Module) -> AdapterPlan | None:
+    """The settings that make the adapters of ``network`` on a plain one; None where it has none."""
+    layers = {name: each for name, each in network.named_modules() if isinstance(each, Adapted)}
+    if not layers:
+        return None
+    layer = next(iter(layers.values()))  # rank and scale are the same for all
+    in_blocks = adaptable_in_blocks(network, find_blocks(network))
+    formats = {each.weight_format for each in layers.values() if isinstance(each, InFewBits)}
+    trained = [
+        name
+        for name, each in network.named_modules()
+        if name not in layers and any(own.requires_grad for own in each.parameters(recurse=False))
+    ]
+    return AdapterPlan(
+        lora_rank=rank_of(layer),
+        lora_alpha=None if layer.lora_scale == 1 else layer.lora_scale * rank_of(layer),
+        lora_dropout=layer.lora_dropout,
+        lora_targets="blocks" if layers.keys() == in_blocks.keys() else ",".join(layers),
+        lora_trained=",".join(trained),
+        frozen_base=next(iter(formats), "as_is"),
+    )
+
+
+def as_keyword(adapters: AdapterPlan) -> dict[str, object]:
+    """What to write as ``Trainer(lora=...)`` for them."""
+    plain = AdapterPlan()
+    fields = {each.name: getattr(adapters, each.name) for each in dataclasses.fields(adapters)}
+    given = {name: value for name, value in fields.items() if value != getattr(plain, name)}
+    lists = {name: value.split(",") for name, value in given.items() if name in ("lora_targets", "lora_trained")}
+    return {name.removeprefix("lora_").removeprefix("frozen_"): value for name, value in {**given, **lists}.items()}
+
+
+def name_adapters(plan: Plan, network: nn.Module) -> Plan:
+    """``plan`` with the adapters, or the bits of frozen weights, that ``network`` has and it does not name: what a
+    table of the run shows, and what a checkpoint needs to be loaded.
+
+    Raises:
+        PlanError: they do not go with the rest of ``plan``.
+    """
+    found = adapters_of(network)
+    if found is None:
+        return plan
+    if plan.adapter.lora_rank is not None:
+        if plan.adapter.frozen_base != "as_is":
+            return plan
+        found = replace(plan.adapter, frozen_base=found.frozen_base)
+    try:
+        return replace(plan, adapter=found)
+    except PlanError as error:
+        problem = f"the model has it from an earlier run, and it {error.problem}"
+        action = f"{error.action}; or call merge_lora(model) first ({_IMPORT})"
+        raise PlanError(error.field, error.received, problem, action) from error
+
+
+def tell_unnamed(plan: Plan, network: nn.Module) -> None:
+    """Say what ``network`` has that ``plan`` does not name.
+
+    Raises:
+        PlanError: it does not go with the rest of ``plan``.
+    """
+    named = name_adapters(plan, network).adapter
+    if named == plan.adapter:
+        return
+    base = named.frozen_base
+    if plan.adapter.lora_rank is not None:
+        notice(f"the model has its frozen weights in {base} from an earlier run, and keeps them so (lora base: {base})")
+        return
+    num_layers = sum(isinstance(each, Adapted) for each in network.modules())
+    trains_alone = all(is_adapter(name) for name, each in network.named_parameters() if each.requires_grad)
+    notice(
+        f"the model has adapters, which this Plan does not name: rank {named.lora_rank} on {num_layers} layers"
+        f"{'' if base == 'as_is' else f', frozen weights in {base}'}. They stay, and "
+        f"{'nothing else trains' if trains_alone else 'what else is not frozen trains beside them'}; for a plain model "
+        f"call merge_lora(model) first ({_IMPORT})"
+    )

@@ -1,0 +1,164 @@
+"""A model with adapters after its run: pickled, trained on without being named, saved by Hugging Face."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from roomier import Trainer
+from roomier.adapters import adapter_state, merge_lora
+from roomier.adapters.found import adapters_of, as_keyword
+from roomier.adapters.layers import Adapted, is_adapter
+from roomier.core.errors import CheckpointError, PlanError, RoomierError
+from roomier.export.safetensors import export_safetensors
+from roomier.plan.parts import AdapterPlan
+from tests.adapters.models import MODELS, Adaptable, loss_of, make_transformer, token_batches
+
+MakeTrainer = Callable[..., Trainer]
+OPTIMIZER = {"name": "adamw", "lr": 1e-2}
+BASES = ["as_is", "int8", "nf4"]
+
+
+def trained(make_trainer: MakeTrainer, module: Any, **lora: Any) -> Any:
+    trainer = make_trainer(lora={"rank": 4, **lora}, optimizer=OPTIMIZER, max_steps=2)
+    trainer.fit(module, token_batches(2))
+    return module
+
+
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_a_model_with_adapters_is_pickled_and_copied(
+    make_trainer: MakeTrainer, tmp_path: Path, kind: str, base: str
+) -> None:
+    network: nn.Module = trained(make_trainer, Adaptable(kind), base=base, dropout=0.1).net.eval()
+    torch.save(network, tmp_path / "model.pt")
+    read = torch.load(tmp_path / "model.pt", weights_only=False)
+    batch = token_batches(1)[0]
+    for again in (read, copy.deepcopy(network), *(pickle.loads(pickle.dumps(network, each)) for each in (0, 1, 5))):
+        assert [type(each) for each in again.modules()] == [type(each) for each in network.modules()]
+        assert torch.equal(loss_of(again, batch), loss_of(network, batch))
+        assert adapters_of(again) == adapters_of(network)
+        with pytest.raises(RoomierError, match="save_pretrained"):
+            again.save_pretrained(tmp_path / "out")
+    before = loss_of(network, batch)
+    merge_lora(read)
+    assert not any(isinstance(each, Adapted) for each in read.modules())
+    assert torch.equal(loss_of(network, batch), before)  # the copy was another model
+
+
+def test_a_layer_that_is_pickled_in_its_own_way_says_so(make_trainer: MakeTrainer) -> None:
+    module = Adaptable()
+    module.net.blocks[0].attention.out.__class__ = OwnWay
+    trained(make_trainer, module)
+    with pytest.raises(RoomierError, match="is pickled by OwnWay in its own way"):
+        pickle.dumps(module.net)
+
+
+class OwnWay(nn.Linear):
+    def __reduce__(self) -> Any:
+        return OwnWay, (self.in_features, self.out_features)
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_a_second_run_that_does_not_name_them_keeps_and_tells_them(
+    make_trainer: MakeTrainer, tmp_path: Path, capfd: pytest.CaptureFixture[str], base: str
+) -> None:
+    module, batches = trained(make_trainer, Adaptable(), base=base, alpha=8), token_batches(2)
+    assert "does not name" not in capfd.readouterr().err
+    before = copy.deepcopy(module.state_dict())
+    trainer = make_trainer(optimizer=OPTIMIZER, max_steps=2)
+    trainer.fit(module, batches)
+    shown = capfd.readouterr().err
+    found = f"rank 4 on 8 layers{'' if base == 'as_is' else f', frozen weights in {base}'}. They stay, and nothing else"
+    assert shown.count("the model has adapters, which this Plan does not name") == 1
+    assert found in shown
+    assert "from roomier.adapters import merge_lora" in shown
+    assert "LoRA, rank 4, on blocks" in shown  # a row of the table, though no keyword asked for it
+    assert ("Every choice is exact" in shown) == (base == "as_is")
+    moved = {name for name, each in module.state_dict().items() if not torch.equal(each, before[name])}
+    assert moved
+    assert all(map(is_adapter, moved))
+    trainer.save_checkpoint(tmp_path / "second")
+    loaded = Adaptable.load_from_checkpoint(tmp_path / "second")
+    assert torch.equal(loss_of(loaded.net, batches[0]), loss_of(module.net, batches[0]))
+    export_safetensors(tmp_path / "second", tmp_path / "out")
+    make_trainer(optimizer=OPTIMIZER, max_steps=1).validate(module, batches)
+    assert found in capfd.readouterr().err
+
+
+def test_few_bits_that_are_not_named_are_told_and_do_not_go_with_cut_weights(
+    make_trainer: MakeTrainer, capfd: pytest.CaptureFixture[str]
+) -> None:
+    module = trained(make_trainer, Adaptable(), base="nf4")
+    make_trainer(lora=4, optimizer=OPTIMIZER, max_steps=1).fit(module, token_batches(1))
+    assert "frozen weights in nf4 from an earlier run, and keeps them so" in capfd.readouterr().err
+    with pytest.raises(PlanError, match=r"from an earlier run, and it does not go with strategy 'zero2'.*merge_lora"):
+        make_trainer(strategy="zero2", devices=1, optimizer=OPTIMIZER, max_steps=1).fit(module, token_batches(1))
+
+
+def test_what_is_found_is_what_was_asked_for(make_trainer: MakeTrainer) -> None:
+    settings = {"alpha": 8.0, "dropout": 0.25, "targets": ["attention.out"], "trained": ["head"], "base": "int8"}
+    module = trained(make_trainer, Adaptable(), **settings)
+    found = adapters_of(module)
+    assert found is not None
+    targets = ["net.blocks.0.attention.out", "net.blocks.1.attention.out"]
+    assert as_keyword(found) == {**settings, "rank": 4, "targets": targets, "trained": ["net.head"]}
+    assert as_keyword(AdapterPlan(lora_rank=8)) == {"rank": 8}
+    assert adapters_of(MODELS["gpt"]()) is None
+
+
+@pytest.mark.parametrize("base", ["as_is", "nf4"])
+def test_save_pretrained_waits_for_a_plain_model(make_trainer: MakeTrainer, tmp_path: Path, base: str) -> None:
+    network = make_transformer("gpt2")
+    trained(make_trainer, network, base=base).eval()
+    for part in (network, network.transformer):
+        with pytest.raises(RoomierError, match=r"merge_lora\(model\).*export_adapter.*roomier export"):
+            part.save_pretrained(tmp_path / "refused")
+    assert not (tmp_path / "refused").exists()
+    network.save_pretrained(tmp_path / "given", state_dict=adapter_state(network))  # who gives it means it
+    batch = token_batches(1)[0]
+    expected = loss_of(network, batch)
+    merge_lora(network)
+    assert "save_pretrained" not in {**vars(network), **vars(network.transformer)}
+    network.save_pretrained(tmp_path / "plain")
+    again = type(network).from_pretrained(tmp_path / "plain")
+    torch.testing.assert_close(loss_of(again, batch), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("base", ["as_is", "nf4"])
+def test_a_checkpoint_with_adapters_tells_a_plain_model_what_to_pass(
+    make_trainer: MakeTrainer, tmp_path: Path, base: str
+) -> None:
+    settings = {"rank": 4, "base": base} if base != "as_is" else {"rank": 4}
+    trainer = make_trainer(lora=settings, optimizer=OPTIMIZER, max_steps=1)
+    trainer.fit(Adaptable(), token_batches(1))
+    path = tmp_path / "checkpoints" / "saved"
+    trainer.save_checkpoint(path)
+    plain = make_trainer(optimizer=OPTIMIZER, max_steps=2)
+    for run in (
+        lambda: plain.validate(Adaptable(), token_batches(1), ckpt_path=path),
+        lambda: plain.fit(Adaptable(), token_batches(1), ckpt_path=path),
+        lambda: plain.fit(Adaptable(), token_batches(1), weights=path),
+    ):
+        with pytest.raises(CheckpointError, match="was saved with adapters that this model does not have") as caught:
+            run()
+        assert f"Pass lora={settings}" in caught.value.action
+    with pytest.raises(RoomierError, match=r"a folder that holds some. Pass one of them; the newest is .*saved"):
+        plain.fit(Adaptable(), token_batches(1), weights=tmp_path)
+    make_trainer(lora=settings).validate(Adaptable(), token_batches(1), ckpt_path=path)
+
+
+def test_a_tied_weight_that_trains_along_is_named(make_trainer: MakeTrainer, capfd: pytest.CaptureFixture[str]) -> None:
+    network = trained(make_trainer, make_transformer("gpt2"), trained=["lm_head"])
+    assert network.transformer.wte.weight.requires_grad
+    shown = capfd.readouterr().err
+    assert "lora.trained='lm_head': lm_head.weight is tied to transformer.wte.weight, which trains with it" in shown
+    trained(make_trainer, make_transformer("llama"), trained=["lm_head"])
+    assert "tied" not in capfd.readouterr().err
