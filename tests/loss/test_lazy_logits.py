@@ -203,6 +203,32 @@ def test_a_gradient_that_would_be_lost_is_an_error(head: nn.Linear, hidden: Tens
     assert head.weight.grad is not None
 
 
+class Halved(torch.autograd.Function):
+    """The gradient, of what is a view of its input."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient / 2
+
+
+def test_a_function_that_returns_a_view_of_them_is_an_error(head: nn.Linear, hidden: Tensor) -> None:
+    logits = Halved.apply(lazily(head)(hidden))
+    with pytest.raises(TrainingError, match=r"autograd\.Function.*clone"):
+        F.cross_entropy(logits.view(-1, CLASSES), TARGETS.view(-1))
+    with pytest.raises(TrainingError, match=r"autograd\.Function.*clone"):
+        logits.exp()
+
+
+def test_a_hook_on_the_backward_of_the_layer_is_an_error(head: nn.Linear, hidden: Tensor) -> None:
+    lazily(head).register_full_backward_hook(lambda *gradients: None)
+    with pytest.raises(TrainingError, match=r"autograd\.Function.*clone"):
+        F.cross_entropy(head(hidden).view(-1, CLASSES), TARGETS.view(-1))
+
+
 def test_a_hook_that_would_not_be_called_is_an_error(head: nn.Linear, hidden: Tensor) -> None:
     logits = lazily(head)(hidden)
     with pytest.raises(TrainingError, match=r"chunked_loss.*hook.*clone"):

@@ -180,13 +180,13 @@ class LazyLogits(Tensor):
             if loss is not None:
                 return loss
         elif args and isinstance(args[0], LazyLogits) and name in _KEPT_LAZY:
-            rows = _KEPT_LAZY[name](args[0].rows, func, args[1:], kwargs)
+            rows = _KEPT_LAZY[name](_rows_of(args[0]), func, args[1:], kwargs)
             if rows is not None:
                 return LazyLogits.of(rows)
         is_written = (name.endswith("_") and not name.endswith("__")) or name in _WRITING or "out" in kwargs
 
         def logits(leaf: Any) -> Any:
-            return leaf.rows.logits(name, is_written=is_written) if isinstance(leaf, LazyLogits) else leaf
+            return _rows_of(leaf).logits(name, is_written=is_written) if isinstance(leaf, LazyLogits) else leaf
 
         real_args, real_kwargs = torch_private.map_leaves(logits, (args, kwargs))
         return func(*real_args, **real_kwargs)
@@ -206,6 +206,23 @@ def computed(output: Any) -> Any:
     if not any(isinstance(each, LazyLogits) for each in tensors(output)):
         return output
     return map_tensors(lambda leaf: leaf.rows.logits("a prediction") if isinstance(leaf, LazyLogits) else leaf, output)
+
+
+def _rows_of(logits: LazyLogits) -> Rows:
+    """Its rows.
+
+    Raises:
+        TrainingError: autograd knows of more than they do.
+    """
+    if logits.requires_grad and logits.rows.is_detached:
+        raise TrainingError(
+            "chunked_loss",
+            tuple(logits.shape),
+            "logits went through an autograd.Function (a hook on the backward of the output layer is one), past which "
+            "no gradient would come to the model",
+            "Pass it logits.clone(), or leave chunked_loss out",
+        )
+    return logits.rows
 
 
 def _refuse_gradient(gradient: Tensor) -> None:
@@ -237,7 +254,8 @@ def _chunked_loss(
     """``F.cross_entropy`` where it can be computed in chunks: of classes, each with the same weight."""
     if not isinstance(input, LazyLogits) or isinstance(target, LazyLogits):
         return None
-    rows, output = input.rows, input.rows.output
+    rows = _rows_of(input)
+    output = rows.output
     is_chunkable = rows.hidden.dim() == 2 and target.shape == rows.hidden.shape[:1] and target.dtype is torch.int64
     if output.whole is not None or not is_chunkable or not (weight is size_average is reduce is None):
         return None
