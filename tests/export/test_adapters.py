@@ -102,6 +102,18 @@ def test_tied_weights_that_are_trained_whole_go_along(make_trainer: Callable[...
         assert torch.equal(found[f"base_model.model.{name}.weight"], network.lm_head.weight)
 
 
+@pytest.mark.parametrize("base", ["int8", "nf4"])
+def test_layers_that_have_no_parameters_but_adapters_are_not_taken_for_trained_whole(
+    make_trainer: Callable[..., Trainer], tmp_path: Path, base: str
+) -> None:
+    network = trained(make_trainer, "llama", tmp_path / "saved", base=base, trained=["norm"])
+    export_adapter(network, tmp_path / "adapter")
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert config["modules_to_save"] == ["model.norm"]
+    names = load_file(tmp_path / "adapter" / "adapter_model.safetensors").keys()
+    assert {each.split(".")[-2] for each in names} == {"lora_A", "lora_B", "norm"}
+
+
 def test_a_checkpoint_whose_plan_names_no_adapters_is_not_merged(
     make_trainer: Callable[..., Trainer], tmp_path: Path
 ) -> None:

@@ -26,19 +26,27 @@ def adapters_of(network: nn.Module) -> AdapterPlan | None:
     layer = next(iter(layers.values()))  # rank and scale are the same for all
     in_blocks = adaptable_in_blocks(network, find_blocks(network))
     formats = {each.weight_format for each in layers.values() if isinstance(each, InFewBits)}
-    trained = [
-        name
-        for name, each in network.named_modules()
-        if name not in layers and any(own.requires_grad for own in each.parameters(recurse=False))
-    ]
     return AdapterPlan(
         lora_rank=rank_of(layer),
         lora_alpha=None if layer.lora_scale == 1 else layer.lora_scale * rank_of(layer),
         lora_dropout=layer.lora_dropout,
         lora_targets="blocks" if layers.keys() == in_blocks.keys() else ",".join(layers),
-        lora_trained=",".join(trained),
+        lora_trained=",".join(trained_whole(network)),
         frozen_base=next(iter(formats), "as_is"),
     )
+
+
+def trained_whole(network: nn.Module) -> dict[str, nn.Module]:
+    """The modules beside adapters of which all is trained, outermost only, by name."""
+    found: dict[str, nn.Module] = {}
+    for name, module in network.named_modules():
+        parameters = dict(module.named_parameters())
+        is_trained = bool(parameters) and all(each.requires_grad for each in parameters.values())
+        is_beside = not any(map(is_adapter, parameters))  # where weights are codes, adapters may be all parameters
+        is_inside = any(name.startswith(f"{outer}.") for outer in found)
+        if name and is_trained and is_beside and not is_inside:
+            found[name] = module
+    return found
 
 
 def as_keyword(adapters: AdapterPlan) -> dict[str, object]:

@@ -11,6 +11,7 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import nn
 
+from roomier.adapters.found import trained_whole
 from roomier.adapters.layers import Adapted, rank_of
 from roomier.checkpoint.commit import committed_folder
 from roomier.core.errors import RoomierError
@@ -42,7 +43,7 @@ def export_adapter(network: nn.Module, output: str | Path) -> Path:
         for part, each in (("lora_A", layer.lora_A), ("lora_B", layer.lora_B)):
             values = each.detach().cpu()
             tensors[f"{_PREFIX}{name}.{part}.weight"] = (values.T if layer.is_in_out else values).contiguous()
-    trained = _trained_whole(network)
+    trained = trained_whole(network)
     for name, module in trained.items():
         for part, each in module.named_parameters(name):
             tensors[f"{_PREFIX}{part}"] = each.detach().cpu().contiguous().clone()  # it may be tied to another
@@ -52,17 +53,6 @@ def export_adapter(network: nn.Module, output: str | Path) -> Path:
             json.dumps(_config(layers, trained), indent=2) + "\n", encoding="utf-8"
         )
     return target
-
-
-def _trained_whole(network: nn.Module) -> dict[str, nn.Module]:
-    """Modules of which all is trained, outermost only."""
-    found: dict[str, nn.Module] = {}
-    for name, module in network.named_modules():
-        parameters = list(module.parameters())
-        is_inside = any(name.startswith(f"{outer}.") for outer in found)
-        if name and parameters and not is_inside and all(each.requires_grad for each in parameters):
-            found[name] = module
-    return found
 
 
 def _config(layers: dict[str, Adapted], trained: Iterable[str]) -> dict[str, Any]:
