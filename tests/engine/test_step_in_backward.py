@@ -326,3 +326,14 @@ def test_weights_that_are_cut_among_ranks(on_ranks: RankPool, case: str) -> None
     setup = Setup(**{**vars(ON_RANKS[case]), "levers": {"step_in_backward": True}, "num_steps": 6})
     for make_task in (Language, TiedLanguage) if setup.num_ranks == 2 else (Language,):
         assert all(on_ranks(setup.num_ranks, both_ways, make_task, setup))
+
+
+def test_a_parameter_that_is_taken_from_its_optimizer_is_left_alone() -> None:
+    network = make_network()
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+    engine = make_engine(network, True, optimizer)
+    train(network, engine, 1)
+    taken = optimizer.param_groups[0]["params"].pop(0)
+    before = taken.detach().clone()
+    train(network, engine, 1)
+    assert torch.equal(taken, before)

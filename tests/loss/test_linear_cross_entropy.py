@@ -131,6 +131,16 @@ def test_small_gradients_live_in_float16() -> None:
     torch.testing.assert_close(weight.grad[0], torch.full((1,), -0.5), rtol=2e-3, atol=0)
 
 
+def test_large_hidden_states_stay_in_float16() -> None:
+    """All tokens push one class: no loss scale could bring a sum back that left the range within a chunk."""
+    hidden = torch.full((512, 1), 200.0, requires_grad=True)
+    weight = torch.zeros(3, 1, requires_grad=True)
+    target = torch.zeros(512, dtype=torch.long)
+    linear_cross_entropy(hidden, weight, None, target, LossOfLinear((torch.float16, torch.float32))).backward()
+    torch.testing.assert_close(weight.grad, torch.tensor([[-400 / 3], [200 / 3], [200 / 3]]), rtol=2e-3, atol=0)
+    assert torch.isfinite(hidden.grad).all()
+
+
 def test_without_gradients_nothing_of_them_is_computed() -> None:
     given = inputs()
     with torch.no_grad():

@@ -230,6 +230,12 @@ WRONG_VALUES = [
         "'nf4'",
         "strategy='ddp'",
     ),
+    (
+        {"parallel": {"accelerator": "cpu"}, "attention": {"kernel": "efficient"}},
+        "attention.kernel",
+        "'efficient'",
+        "Use 'auto'",
+    ),
     # the shape of what is given
     ({"precison": {}}, "plan", "'precison'", "Did you mean 'precision'?"),
     ({"precision": {"mod": "32-true"}}, "precision", "'mod'", "Did you mean 'mode'?"),

@@ -106,6 +106,9 @@ class StepInBackward:
             for group in optimizer.param_groups
             for parameter in group["params"]
         }
+        for parameter in self._handles.keys() - self._home.keys():  # taken from its optimizer
+            self._handles.pop(parameter).remove()
+            self._num_in_block[self._block_of.get(parameter)] -= 1
         for parameter in self._home:
             if parameter.requires_grad and parameter not in self._handles:
                 hook = _Hook(weakref.ref(self))

@@ -26,7 +26,7 @@ from roomier.core.errors import TrainingError
 
 CHUNK_BYTES = 64 * 2**20
 _SIXTEEN_BITS = (torch.float16, torch.bfloat16)
-_FP16_SUM = 1024.0
+_FP16_SUM, _FP16_HIDDEN = 1024.0, 32.0  # their product is half of what float16 holds
 
 
 @dataclass(frozen=True)
@@ -158,17 +158,16 @@ def _in_chunks(
             continue
         if factors_N is not None:
             slope_CV.mul_(factors_N[rows, None])
-        scale = 1.0
-        if dtype is torch.float16 and factors_N is None:
-            # A loss scale is not known yet. Slopes lie in [-1, 1], many near 0, and are summed over the chunk.
-            scale = _FP16_SUM / len(hidden_CD)
+        # A loss scale is not known yet. Slopes lie in [-1, 1], many near 0.
+        scale = _fp16_scale(hidden_CD) if dtype is torch.float16 and factors_N is None else None
         if grad_bias is not None:
             grad_bias += slope_CV.sum(0)
-        slope_CV = slope_CV.mul_(scale).to(dtype) if scale != 1.0 else slope_CV.to(dtype)
+        slope_CV = (slope_CV if scale is None else slope_CV.mul_(scale)).to(dtype)
         if grad_hidden is not None:
-            grad_hidden[rows] = (slope_CV @ weight).div_(scale)
+            product_CD = slope_CV @ weight
+            grad_hidden[rows] = product_CD if scale is None else product_CD.div_(scale)
         if grad_weight is not None:
-            _add_product(grad_weight, slope_CV, hidden_CD, 1 / scale)
+            _add_product(grad_weight, slope_CV, hidden_CD, scale)
         del logits_CV, slope_CV  # makes room for the next
     return losses_N, Gradients(
         grad_hidden,
@@ -207,8 +206,22 @@ def _loss_and_slope(
     return losses_C, logits_CV
 
 
-def _add_product(sum_VD: Tensor, slope_CV: Tensor, hidden_CD: Tensor, factor: float) -> None:
+def _fp16_scale(hidden_CD: Tensor) -> Tensor:
+    """What slopes are multiplied by: the largest number up to which no sum over the chunk leaves float16's range.
+
+    Returns:
+        float32, 0-dim, on the device.
+    """
+    largest = hidden_CD.abs().amax().float()
+    return _FP16_SUM / len(hidden_CD) / (largest / _FP16_HIDDEN).clamp(min=1.0)
+
+
+def _add_product(sum_VD: Tensor, slope_CV: Tensor, hidden_CD: Tensor, scale: Tensor | None) -> None:
     if sum_VD.dtype == slope_CV.dtype:
-        sum_VD.addmm_(slope_CV.T, hidden_CD, alpha=factor)
-    else:  # a chunk's share is rounded to 16 bits, as a whole gradient is; the sum is not
-        sum_VD.add_(slope_CV.T @ hidden_CD, alpha=factor)
+        sum_VD.addmm_(slope_CV.T, hidden_CD)
+        return
+    product_VD = slope_CV.T @ hidden_CD  # a chunk's share is rounded to 16 bits, as a whole gradient is; the sum is not
+    if scale is None:
+        sum_VD.add_(product_VD)
+    else:
+        sum_VD.addcdiv_(product_VD, scale)

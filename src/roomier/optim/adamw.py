@@ -200,7 +200,7 @@ class StepValues:
         moves = -self.lr * self.root_correction2 / self.correction1
         factors = (root_beta2, self.beta1 / root_beta2, 1 - self.beta1, 1 - self.beta2)
         found = torch.tensor([*factors, eps_before, self.eps * self.root_correction2, self.shrinks, moves])
-        return found if device.type == "cpu" else found.pin_memory().to(device, non_blocking=True)
+        return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found.to(device)
 
 
 # ---- moments of 32 bits ----------------------------------------------------------------------------------------------

@@ -82,9 +82,10 @@ def empty_codes(parameter: Tensor, bits: int) -> dict[str, Tensor]:
 
 def dither(num_columns: int, step: int, device: torch.device) -> Tensor:
     """``u - 1`` of [Note: dither], float32 ``[num_columns]``."""
-    column = torch.arange(num_columns, dtype=torch.float64, device=device)
+    there = device if device.type in ("cpu", "cuda") else torch.device("cpu")  # mps has no float64
+    column = torch.arange(num_columns, dtype=torch.float64, device=there)
     shifts = column.mul_(_COLUMN_SHIFT).add_(step * _STEP_SHIFT % 1).frac_()
-    return shifts.mul_(1 - 2 * _MARGIN).add_(_MARGIN - 1).float()
+    return shifts.mul_(1 - 2 * _MARGIN).add_(_MARGIN - 1).float().to(device)
 
 
 @dataclass(frozen=True)

@@ -148,6 +148,15 @@ def base_in_few_bits_is_whole(plan: Plan) -> Iterator[PlanError]:
         yield PlanError("adapter.frozen_base", adapter.frozen_base, problem, action)
 
 
+def kernel_is_of_the_device(plan: Plan) -> Iterator[PlanError]:
+    """Where the device is named, the kernels it lacks are known; else the build looks."""
+    kernel, accelerator = plan.attention.kernel, plan.parallel.accelerator
+    lacking = {"cpu": ("efficient", "cudnn"), "mps": ("flash", "efficient", "cudnn")}.get(accelerator, ())
+    if kernel in lacking:
+        action = "Use 'auto', which takes the fastest, or 'math'"
+        yield PlanError("attention.kernel", kernel, f"does not exist on {accelerator}", action)
+
+
 LEVER_RULES: list[Callable[[Plan], Iterator[PlanError]]] = [
     recompute_settings_have_their_policy,
     budget_is_of_what_is_measured,
@@ -157,4 +166,5 @@ LEVER_RULES: list[Callable[[Plan], Iterator[PlanError]]] = [
     states_in_few_bits_are_of_known_weights,
     step_in_backward_gains_something,
     base_in_few_bits_is_whole,
+    kernel_is_of_the_device,
 ]
