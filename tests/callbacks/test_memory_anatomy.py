@@ -150,6 +150,12 @@ def test_of_a_budget_the_step_is_one_that_keeps_what_was_chosen(fit: Callable[..
     assert peaks[0] == peaks[1]
 
 
+@pytest.mark.parametrize("step", [2, 3])
+def test_a_step_in_which_a_budget_measures_is_refused(fit: Callable[..., Trainer], step: int) -> None:
+    with pytest.raises(RoomierError, match=f"at_step={step}: is before step 4"):
+        fit(MemoryAnatomy(at_step=step), activation_checkpointing=0.5)
+
+
 def test_looking_does_not_change_what_is_trained(fit: Callable[..., Trainer]) -> None:
     weights = []
     for callbacks in ([], [MemoryAnatomy(at_step=2)], [MemoryAnatomy(at_step=3, every_n_steps=2)]):

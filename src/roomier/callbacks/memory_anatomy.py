@@ -35,7 +35,7 @@ class MemoryAnatomy(KeepsPeak, Callback):
         anatomy: of the last tracked step; None before.
 
     Raises:
-        RoomierError: a number is too small.
+        RoomierError: a number is too small; with a budget, when training starts.
     """
 
     def __init__(self, at_step: int | None = None, every_n_steps: int | None = None) -> None:
@@ -54,6 +54,9 @@ class MemoryAnatomy(KeepsPeak, Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
         first = 4 if trainer.plan.activation.policy == "budget" else 2
+        if self.at_step is not None and self.at_step < first:
+            problem = "is before step 4: until then a budget of activations measures, and blocks keep the least"
+            raise RoomierError("at_step", self.at_step, problem, "Use 4 or more, or None")
         self._next_step = trainer.global_step + (self.at_step or first)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Module, batch: Any, batch_idx: int) -> None:
