@@ -110,7 +110,11 @@ def test_keywords_mean(keywords: dict[str, Any], values: dict[str, Any]) -> None
 @pytest.mark.parametrize(
     ("keywords", "start", "advice"),
     [
-        ({"strategy": "auto"}, "strategy='auto': is not built yet", "Use strategy='zero2'"),
+        ({"strategy": "pipeline_parallel"}, "strategy='pipeline_parallel': is not built yet", "Use strategy='zero3'"),
+        ({"memory_budget": "lots"}, "memory_budget='lots'", "'6GiB'"),
+        ({"memory_budget": 12}, "memory_budget=12", "'22GiB'"),
+        ({"strategy": {"name": "ddp", "allow": ["bf16-mixed"]}}, "strategy.allow=['bf16-mixed']", "strategy='auto'"),
+        ({"strategy": {"name": "auto", "allow": ["bf17"]}}, "strategy.allow=['bf17']: is no precision", "bf16"),
         ({"strategy": "DP"}, "strategy='DP': is left out", "Use strategy='ddp'"),
         ({"strategy": {"name": "zero2", "shrd_size": 2}}, "strategy='shrd_size': is not a setting", "'shard_size'?"),
         ({"strategy": {"name": "zero2", "shard_size": 2}}, "strategy.shard_size=2: has no meaning", "'hsdp'"),

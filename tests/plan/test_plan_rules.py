@@ -14,11 +14,11 @@ HALF = {"policy": "budget", "budget_fraction": 0.5}
 
 WRONG_VALUES = [
     # what is given, the field, the value in the message, a piece of the advice
-    ({"parallel": {"strategy": "auto"}}, "parallel.strategy", "'auto'", "'zero2'"),
+    ({"parallel": {"strategy": "deepspeed"}}, "parallel.strategy", "'deepspeed'", "'zero2'"),
     ({"parallel": {"strategy": "deepspeed"}}, "parallel.strategy", "'deepspeed'", "Use strategy='zero2' or 'zero3'"),
     ({"parallel": {"strategy": "singel"}}, "parallel.strategy", "'singel'", "Did you mean 'single'?"),
     ({"parallel": {"strategy": "fdsp"}}, "parallel.strategy", "'fdsp'", "Did you mean 'fsdp'?"),
-    ({"parallel": {"strategy": "qqq"}}, "parallel.strategy", "'qqq'", "Use one of: ddp"),
+    ({"parallel": {"strategy": "qqq"}}, "parallel.strategy", "'qqq'", "Use one of: auto"),
     (
         {"parallel": {"strategy": "hsdp", "devices": 4, "shard_size": 3}},
         "parallel.shard_size",

@@ -2,6 +2,11 @@
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+_is_quiet: ContextVar[bool] = ContextVar("is_quiet", default=False)
 
 
 def is_first_rank() -> bool:
@@ -14,5 +19,15 @@ def notice(message: str, *, every_rank: bool = False) -> None:
 
     Of several ranks the first one alone prints, but for what holds of one rank: ``every_rank`` that calls it.
     """
-    if every_rank or is_first_rank():
+    if not _is_quiet.get() and (every_rank or is_first_rank()):
         print(f"roomier: {message}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Inside, notices are not printed: what is built there is never run."""
+    token = _is_quiet.set(True)
+    try:
+        yield
+    finally:
+        _is_quiet.reset(token)

@@ -7,6 +7,7 @@ the same calls in the same order. The tensors of a model go other ways (``parall
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -32,6 +33,10 @@ class Ranks:
     @property
     def is_alone(self) -> bool:
         return self.world.size == 1
+
+    def exchange_pairwise(self, device: torch.device) -> bool:
+        """Whether the parts of a model on ``device`` go from rank to rank by sends of our own (on gloo)."""
+        return device.type == "cpu"
 
     @property
     def is_zero(self) -> bool:

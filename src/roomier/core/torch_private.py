@@ -1,5 +1,6 @@
 """Every underscore name of torch that roomier uses, with the version it was checked on (2.11 and 2.13)."""
 
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -17,6 +18,11 @@ from torch.utils.data import DataLoader
 from roomier.core.errors import PlanError
 
 AnyTensor = TypeVar("AnyTensor", bound=Tensor)
+
+READS_VALUE = torch.ops.aten._local_scalar_dense.default
+"""What ``Tensor.item()`` and ``bool(tensor)`` dispatch."""
+UNSCALES = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
+"""What a gradient scaler dispatches; its second argument becomes 1 where a gradient is not finite."""
 
 disabled_torch_function = torch._C._disabled_torch_function_impl
 iter_leaves, map_leaves = tree_iter, tree_map
@@ -365,3 +371,53 @@ def has_step_pre_hooks(optimizer: Optimizer) -> bool:
 def has_amx() -> bool:
     """Whether this CPU multiplies matrices of bfloat16 in tiles."""
     return bool(torch.cpu._is_amx_tile_supported())
+
+
+def is_fake(tensors: Sequence[Tensor]) -> bool:
+    """Whether they have shapes and no memory, as in a dry run."""
+    found = sys.modules.get("torch._subclasses.fake_tensor")  # where nobody made one, nobody pays for its import
+    return found is not None and any(isinstance(each, found.FakeTensor) for each in tensors)
+
+
+def fake_tensors() -> AbstractContextManager[Any]:
+    """A context in which tensors have shapes and no memory; real ones that come in are taken for their shapes."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+@contextmanager
+def fake_process_group(rank: int, size: int) -> Iterator[None]:
+    """Inside, ``torch.distributed`` knows ``size`` ranks, of which this process is ``rank`` and no other answers; what
+    it knew before is there again afterwards."""
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    known = distributed_c10d._world
+    distributed_c10d._world = imagined = distributed_c10d._World()
+    imagined.group_count = known.group_count + 10_000  # names of groups are unique in a process
+    try:
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+        yield
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        distributed_c10d._world = known
+
+
+def fake_constant(tensor: Tensor) -> Tensor | None:
+    """The value of a fake tensor that is known all the same, as of ``torch.tensor(3)``."""
+    found: Tensor | None = getattr(tensor, "constant", None)
+    return found
+
+
+def is_view_operation(operator: Any) -> bool:
+    """Whether its results share the memory of an argument, so that nothing is computed."""
+    return any(each.alias_info is not None and not each.alias_info.is_write for each in operator._schema.returns)
+
+
+def is_same_memory(one: Tensor, other: Tensor) -> bool:
+    """Whether both begin at the same place of the same memory."""
+    same_storage = one.untyped_storage()._cdata == other.untyped_storage()._cdata
+    return bool(same_storage and one.storage_offset() == other.storage_offset())

@@ -83,7 +83,8 @@ def build(
     taken = take_weights(network, plan, ranks, given=given)  # first: what is cut later is not held whole until then
     precision.convert_module(network)  # everything after it sizes itself by the dtype of the weights
     if taken is None:
-        module.to(device)  # before the optimizer, which makes its states beside the parameters
+        if any(each.device != device for each in (*module.parameters(), *module.buffers())):
+            module.to(device)  # before the optimizer, which makes its states beside the parameters
     elif not cuts_parameters(plan, ranks):
         taken.put_back(network, network, device)  # DDP reads what it wraps
     levers = apply_levers(plan, network, device, precision, ranks)  # before what gathers around them

@@ -50,6 +50,7 @@ def divide(
         return Replicas(
             network,
             device,
+            ranks,
             by_hand=by_hand,
             finds_unused=wanted.find_unused_parameters,
             wire_dtype=wire_dtype,
@@ -66,6 +67,7 @@ def divide(
         wire_dtype=wire_dtype,
         finds_unused=wanted.find_unused_parameters,
         by_hand=by_hand,
+        is_pairwise=ranks.exchange_pairwise(device),
     )
     earlier: Shards | None = network.__dict__.get(_SHARDS)
     if earlier is not None:  # a fit before: the model is evaluated, or fitted again, as it was cut

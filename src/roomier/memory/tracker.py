@@ -54,10 +54,12 @@ class Snapshot:
 
     Attributes:
         phase: the part of the step: ``"forward"``, ``"backward"``, ``"update"``, or what it was called.
+        place: the part of the model that ran; empty where nobody told.
     """
 
     phase: str
     num_bytes: dict[Kind, int]
+    place: str = ""
 
     def total(self, kinds: Iterable[Kind] = tuple(Kind)) -> int:
         return total_bytes(self.num_bytes, kinds)
@@ -76,6 +78,7 @@ class _Change:
     storage: _Storage
     num_bytes: int  # more than before
     phase: str
+    place: str
 
 
 class MemoryTracker:
@@ -91,6 +94,7 @@ class MemoryTracker:
 
     def __init__(self, module: nn.Module, optimizers: Sequence[Optimizer], device: torch.device) -> None:
         self.phase = "rest"
+        self.place = ""
         self._interception = torch_private.intercept(self._on_operation)
         self._module = module
         self._modules = [each for each in module.modules() if next(each.parameters(recurse=False), None) is not None]
@@ -144,7 +148,7 @@ class MemoryTracker:
         """
         self._note_sizes()
         alive = list(self._storages.values())
-        self._at_start = [_Change(each, each.num_bytes, "rest") for each in alive]
+        self._at_start = [_Change(each, each.num_bytes, "rest", "") for each in alive]
         self._changes = []
         for each in alive:
             each.phase = "rest"
@@ -166,16 +170,26 @@ class MemoryTracker:
         """The moment at which ``kinds`` together took the most bytes."""
         kinds = tuple(kinds)
         best: Snapshot | None = None
-        for phase, num_bytes in self._moments():
-            if best is None or total_bytes(num_bytes, kinds) > best.total(kinds):
-                best = Snapshot(phase, dict(num_bytes))
+        for moment in self.moments():
+            if best is None or moment.total(kinds) > best.total(kinds):
+                best = Snapshot(moment.phase, dict(moment.num_bytes), moment.place)
         assert best is not None
         return best
 
     def now(self) -> Snapshot:
         """The last moment."""
-        *_, (phase, num_bytes) = self._moments()
-        return Snapshot(phase, num_bytes)
+        *_, last = self.moments()
+        return last
+
+    def moments(self) -> Iterator[Snapshot]:
+        """The start, and the moment after each change, in order. They share one mapping of bytes: copy what is kept."""
+        num_bytes = dict.fromkeys(Kind, 0)
+        for change in self._at_start:
+            num_bytes[change.storage.kind] += change.num_bytes
+        yield Snapshot("rest", num_bytes)
+        for change in self._changes:
+            num_bytes[change.storage.kind] += change.num_bytes
+            yield Snapshot(change.phase, num_bytes, change.place)
 
     def _on_operation(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if any(issubclass(each, DTensor) for each in types):
@@ -190,15 +204,6 @@ class MemoryTracker:
         for tensor in _tensors_in(result):
             self._see(tensor)
         return result
-
-    def _moments(self) -> Iterator[tuple[str, dict[Kind, int]]]:
-        num_bytes = dict.fromkeys(Kind, 0)
-        for change in self._at_start:
-            num_bytes[change.storage.kind] += change.num_bytes
-        yield "rest", num_bytes
-        for change in self._changes:
-            num_bytes[change.storage.kind] += change.num_bytes
-            yield change.phase, num_bytes
 
     def _note_arguments(self, func: Any, tensors: list[Tensor]) -> None:
         name = func.name()
@@ -233,14 +238,14 @@ class MemoryTracker:
         if was_there:
             known.kind = Kind.ACTIVATION
         self._storages[key] = known
-        (self._at_start if was_there else self._changes).append(_Change(known, num_bytes, self.phase))
+        (self._at_start if was_there else self._changes).append(_Change(known, num_bytes, self.phase, self.place))
         return known
 
     def _end(self, key: int) -> None:
         self._resizing.pop(key, None)
         gone = self._storages.pop(key, None)
         if gone is not None:
-            self._changes.append(_Change(gone, -gone.num_bytes, self.phase))
+            self._changes.append(_Change(gone, -gone.num_bytes, self.phase, self.place))
 
     def _note_sizes(self) -> None:
         for known in list(self._resizing.values()):
@@ -249,7 +254,7 @@ class MemoryTracker:
     def _note_size(self, known: _Storage) -> None:
         storage = known.reference()
         if storage is not None and (num_bytes := storage.nbytes()) != known.num_bytes:
-            self._changes.append(_Change(known, num_bytes - known.num_bytes, self.phase))
+            self._changes.append(_Change(known, num_bytes - known.num_bytes, self.phase, self.place))
             known.num_bytes = num_bytes
 
     @torch.no_grad()

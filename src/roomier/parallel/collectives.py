@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from roomier.core import torch_private
 from roomier.core.errors import TrainingError
 
 PATIENCE = timedelta(minutes=10)  # with a rank that is behind: within a step all run the same
@@ -33,7 +34,7 @@ class PairwiseAllGather:
         parts = list(output_tensor.chunk(group.size()))
         work = exchange([input_tensor] * group.size(), parts, group)
         own = parts[group.rank()]
-        if own.data_ptr() != input_tensor.data_ptr():
+        if not torch_private.is_same_memory(own, input_tensor):
             own.copy_(input_tensor)
         return _AllOf(work)
 

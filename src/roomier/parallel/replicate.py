@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from roomier.core import torch_private
 from roomier.core.errors import RoomierError, TrainingError
+from roomier.core.ranks import Ranks
+from roomier.parallel.fake_ddp import FakeDDP
 from roomier.parallel.powersgd import PowerSGD
 from roomier.parallel.rounded import send_rounded
 from roomier.parallel.runner import StepRunner
@@ -46,6 +49,7 @@ class Replicas:
         self,
         network: nn.Module,
         device: torch.device,
+        ranks: Ranks,
         *,
         by_hand: bool,
         finds_unused: bool,
@@ -56,8 +60,9 @@ class Replicas:
             problem = "needs automatic optimization: DDP's backward, which it is a part of, does not run here"
             raise RoomierError("gradient_compression", "powersgd", problem, "Leave it 'none'")
         self.runner: nn.Module = StepRunner(network)
-        self.loss_factor = float(dist.get_world_size())
+        self.loss_factor = float(ranks.world.size)
         self._device = device
+        self._ranks = ranks
         self._by_hand = by_hand
         self._finds_unused = finds_unused
         self._wire_dtype = wire_dtype
@@ -81,7 +86,7 @@ class Replicas:
         if not self._is_last:
             return
         if self._ddp is None:
-            is_unused = average_gradients(self._trained, self._wire_dtype)
+            is_unused = average_gradients(self._trained, self._ranks, self._wire_dtype)
             if not self._by_hand:
                 self._wrap(finds_unused=self._finds_unused or is_unused)
         elif not self._finds_unused and any(each.grad is None for each in self._trained):
@@ -110,7 +115,10 @@ class Replicas:
             # torch warns where it looked for unused parameters and found none in a step: this one it always finds.
             runner.register_parameter("never_used", nn.Parameter(torch.zeros(1, device=self._device)))
         torch_private.leave_out_of_ddp(runner, _constant_buffers(runner))
-        self.runner = self._ddp = DistributedDataParallel(
+        wrap: type[DistributedDataParallel] = DistributedDataParallel
+        if torch_private.is_fake(self._trained):
+            wrap = cast(Any, FakeDDP)
+        self.runner = self._ddp = wrap(
             runner,
             device_ids=[self._device.index] if self._device.type == "cuda" else None,
             gradient_as_bucket_view=True,  # else gradients stand in memory twice
@@ -141,7 +149,7 @@ def _constant_buffers(module: nn.Module) -> list[str]:
     return [f"{prefix}.{name}" for prefix, own in names for name in own]
 
 
-def average_gradients(parameters: Sequence[nn.Parameter], wire_dtype: torch.dtype | None = None) -> bool:
+def average_gradients(parameters: Sequence[nn.Parameter], ranks: Ranks, wire_dtype: torch.dtype | None = None) -> bool:
     """Average the gradients of ``parameters`` over all ranks, in place; one that is missing on some counts as zero.
 
     Args:
@@ -152,8 +160,7 @@ def average_gradients(parameters: Sequence[nn.Parameter], wire_dtype: torch.dtyp
     """
     num_with = torch.tensor([float(each.grad is not None) for each in parameters])
     if parameters:
-        num_with = num_with.to(parameters[0].device)
-        dist.all_reduce(num_with)
+        num_with = ranks.sum(num_with.to(parameters[0].device))
     counts = num_with.tolist()
     used = [each for each, count in zip(parameters, counts, strict=True) if count]
     for each in used:
@@ -161,7 +168,7 @@ def average_gradients(parameters: Sequence[nn.Parameter], wire_dtype: torch.dtyp
             each.grad = torch.zeros_like(each)
     for _, group in groupby(sorted(used, key=_dtype_name), _dtype_name):
         _average([each.grad for each in group if each.grad is not None], wire_dtype)
-    return any(count < dist.get_world_size() for count in counts)
+    return any(count < ranks.world.size for count in counts)
 
 
 def _average(gradients: list[Tensor], wire_dtype: torch.dtype | None) -> None:

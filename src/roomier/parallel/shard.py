@@ -69,6 +69,7 @@ class Sharding:
             there, and everywhere if no rank has one.
         by_hand: backward and update run within a training step (manual optimization); gradients are then the mean over
             the ranks, not their sum.
+        is_pairwise: parts travel by sends of our own, see :mod:`roomier.parallel.collectives`.
     """
 
     mesh: DeviceMesh
@@ -78,6 +79,7 @@ class Sharding:
     wire_dtype: torch.dtype | None = None
     finds_unused: bool = False
     by_hand: bool = False
+    is_pairwise: bool = True
 
     @property
     def has_copies(self) -> bool:
@@ -114,7 +116,7 @@ class Shards:
             unit.register_forward_pre_hook(partial(self._note, number))
         # The rest is small: norms, positions, tied embeddings. Autocast itself casts what of it is multiplied.
         root = self._cut([self.runner], None)
-        if sharding.mesh.device_type == "cpu":
+        if sharding.is_pairwise:
             _gather_ahead([[root], *parts])
         self._units = [each for each in self.runner.modules() if isinstance(each, FSDPModule)]
 
@@ -131,8 +133,8 @@ class Shards:
 
     def begin_micro_batch(self, *, is_first: bool, is_last: bool) -> None:
         """Before the forward of each micro-batch of a step."""
-        on_gloo = self.sharding.mesh.device_type == "cpu"
-        self._reductions.window += is_first and on_gloo and self._may_gradients_come_later()
+        is_pairwise = self.sharding.is_pairwise
+        self._reductions.window += is_first and is_pairwise and self._may_gradients_come_later()
         if self.sharding.reduces_each_micro_batch:
             return
         if not self._was_gathered:
@@ -202,11 +204,10 @@ class Shards:
         sharding = self.sharding
         dtypes = {each.dtype for module in modules for each in module.parameters() if each.requires_grad}
         sum_dtype = torch.float64 if torch.float64 in dtypes else torch.float32
-        on_gloo = sharding.mesh.device_type == "cpu"
         # Inputs are left to autocast. torch 2.15 changes what reduce_dtype=None means, so it is always named.
         policy = MixedPrecisionPolicy(
             param_dtype=compute_dtype,
-            reduce_dtype=sum_dtype if on_gloo else (sharding.wire_dtype or sum_dtype),
+            reduce_dtype=sum_dtype if sharding.is_pairwise else (sharding.wire_dtype or sum_dtype),
             cast_forward_inputs=False,
         )
         is_root = isinstance(modules[0], StepRunner)
@@ -220,7 +221,7 @@ class Shards:
         if sharding.finds_unused:
             torch_private.reduce_missing_gradients_as_zeros(unit)
         unit.set_gradient_divide_factor(float(sharding.mesh.size()) if sharding.by_hand else 1.0)
-        if on_gloo:
+        if sharding.is_pairwise:
             # Gradients that no earlier micro-batch was added to go out as they are; the sum is taken in full.
             own = compute_dtype if sharding.reduces_each_micro_batch else None
             reduce_scatter = PairwiseReduceScatter(

@@ -52,6 +52,7 @@ CHOICES: dict[str, dict[str, Choice]] = {
         "zero2": _exact("gradients too are cut among the ranks"),
         "zero3": _exact("weights too: each block is gathered when it computes"),
         "hsdp": _exact("zero3 within groups of ranks, each group with a copy of its own"),
+        "auto": _exact("the fastest plan that fits, chosen when the run begins"),
     },
     "parallel.reduce_dtype": {
         "32": _exact("gradients are added up in float32"),
@@ -159,7 +160,6 @@ REFUSED: dict[str, dict[str, Refusal]] = {
         "tensor_parallel": Refusal("Use strategy='zero3'"),
         "pipeline_parallel": Refusal("Use strategy='zero3'"),
         "context_parallel": Refusal("Use strategy='zero3'"),
-        "auto": Refusal("Use strategy='zero2', or 'zero3' where that does not fit"),
     },
     "parallel.accelerator": {
         "tpu": Refusal(_KNOWN_DEVICES),

@@ -33,12 +33,14 @@ def plan_from_flags(
     attention: str = "auto",
     lora: int | Mapping[str, object] | None = None,
     compile: bool = False,
+    memory_budget: int | str | None = None,
 ) -> Plan:
     """The Plan that Trainer keywords ask for.
 
     Args:
         strategy: a strategy's name; ``"zero2+offload"`` and ``"zero3+disk"`` add where the states live. Or
             ``{"name": "hsdp", "shard_size": 4, "reduce_dtype": "bf16"}``: further fields of ``ParallelPlan``.
+            ``"auto"`` chooses; ``{"name": "auto", "allow": ["bf16-mixed", "adamw8bit"]}`` may choose these as well.
         accelerator: ``"auto"``, ``"cpu"``, ``"gpu"``, ``"cuda"``, ``"mps"``.
         devices: devices per node; ``"auto"`` is as many as the strategy uses: 1 for ``"single"``.
         num_nodes: number of machines.
@@ -61,6 +63,7 @@ def plan_from_flags(
         lora: the rank of adapters, or ``{"rank": 8, "alpha": 16, "dropout": 0.05, "targets": ["query", "value"],
             "trained": ["classifier"], "base": "nf4"}``.
         compile: whether blocks are compiled.
+        memory_budget: what a device may hold at the peak of a step: ``"22GiB"``, or bytes.
 
     Raises:
         PlanError: a value is wrong or not built yet; errors carry the keyword's name and the value as given.
@@ -91,6 +94,8 @@ def plan_from_flags(
     draft.ask("attention.kernel", attention, "attention")
     _ask_adapter(draft, lora)
     draft.ask("compile.enabled", compile, "compile")
+    if memory_budget is not None:
+        _ask_memory(draft, memory_budget)
     return draft.plan()
 
 
@@ -137,11 +142,14 @@ class _Draft:
 def _ask_strategy(draft: _Draft, strategy: object) -> None:
     """``"zero2+offload"`` is ``"zero2"`` with the optimizer states in host memory; ``"+disk"`` on disk."""
     if isinstance(strategy, Mapping):
-        own = {"name", *FIELDS["parallel"]} - {"strategy", "accelerator", "devices", "num_nodes"}
+        own = {"name", "allow", *FIELDS["parallel"]} - {"strategy", "accelerator", "devices", "num_nodes"}
         for name, value in strategy.items():
             if name not in own:
                 action = did_you_mean(str(name), own)
                 draft.errors.append(PlanError("strategy", name, "is not a setting of a strategy", action))
+            elif name == "allow":
+                words = ",".join(map(str, value)) if isinstance(value, (list, tuple)) else value
+                draft.ask("choice.allowed", value, "strategy.allow", meaning=words)
             elif name != "name":
                 draft.ask(f"parallel.{name}", value, f"strategy.{name}")
         strategy = strategy.get("name", "single")
@@ -293,6 +301,17 @@ def _ask_loss(draft: _Draft, given: object) -> None:
     else:
         draft.ask("loss.chunked", given, "chunked_loss", meaning=True)
         draft.ask("loss.chunk_tokens", given, "chunked_loss")
+
+
+def _ask_memory(draft: _Draft, given: object) -> None:
+    value = given
+    if isinstance(given, str):
+        try:
+            value = parse_bytes("memory_budget", given)
+        except RoomierError as error:
+            draft.errors.append(PlanError("memory_budget", given, error.problem, error.action))
+            return
+    draft.ask("choice.memory_budget_bytes", given, "memory_budget", meaning=value)
 
 
 def _ask_adapter(draft: _Draft, given: object) -> None:

@@ -142,7 +142,7 @@ def step_in_backward_gains_something(plan: Plan) -> Iterator[PlanError]:
 def base_in_few_bits_is_whole(plan: Plan) -> Iterator[PlanError]:
     """Codes are no numbers that could be cut among ranks and gathered in another dtype."""
     adapter, strategy = plan.adapter, plan.parallel.strategy
-    if adapter.frozen_base != "as_is" and strategy not in ("single", "ddp"):
+    if adapter.frozen_base != "as_is" and strategy not in ("single", "ddp", "auto"):
         problem = f"does not go with strategy {strategy!r}, which cuts weights among the ranks"
         action = "Use 'as_is', whose frozen weights are cut, or strategy='ddp'"
         yield PlanError("adapter.frozen_base", adapter.frozen_base, problem, action)

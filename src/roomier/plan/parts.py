@@ -69,8 +69,8 @@ class ParallelPlan(Part):
     """How the work is spread over devices. A rank is one process with one device.
 
     Args:
-        strategy: ``"single"`` (one rank), ``"ddp"``, ``"zero1"``, ``"zero2"``, ``"zero3"``, ``"hsdp"``. The
-            names of the strategies to come are known and refused.
+        strategy: ``"single"`` (one rank), ``"ddp"``, ``"zero1"``, ``"zero2"``, ``"zero3"``, ``"hsdp"``; or
+            ``"auto"``, the fastest plan that fits. The names of the strategies to come are known and refused.
         accelerator: ``"auto"`` (cuda, else mps, else cpu), ``"cpu"``, ``"gpu"`` (cuda, else mps), ``"cuda"``,
             ``"mps"``.
         devices: ranks on each node.
@@ -104,7 +104,7 @@ class ParallelPlan(Part):
     @property
     def num_shards(self) -> int:
         """Among how many ranks one copy of the optimizer states is cut."""
-        if self.strategy in ("single", "ddp"):
+        if self.strategy in ("single", "ddp", "auto"):
             return 1
         return (self.shard_size or self.devices) if self.strategy == "hsdp" else self.num_ranks
 
@@ -282,6 +282,27 @@ class CompilePlan(Part):
     enabled: bool = False
 
 
+@dataclass(frozen=True)
+class ChoicePlan(Part):
+    """What the planner may choose, and within what. Settled before the run is built.
+
+    Args:
+        memory_budget_bytes: what a device may hold at the peak of a step; None is all of the device. With a strategy by
+            name, a run that is forecast to need more is refused before it begins.
+        allowed: of ``"auto"``: choices that change the arithmetic, separated by commas, which it may take as well:
+            precisions (``"bf16-mixed"``) and optimizers (``"adamw8bit"``). Without, it takes exact ones only.
+    """
+
+    SECTION: ClassVar[str] = "choice"
+    memory_budget_bytes: int | None = None
+    allowed: str = ""
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """``allowed`` in single words."""
+        return tuple(word.strip() for word in self.allowed.split(",") if word.strip())
+
+
 PARTS: dict[str, type[Part]] = {
     part.SECTION: part
     for part in (
@@ -295,6 +316,7 @@ PARTS: dict[str, type[Part]] = {
         AttentionPlan,
         AdapterPlan,
         CompilePlan,
+        ChoicePlan,
     )
 }
 """Section name -> part, in the order in which a Plan lists them."""

@@ -15,6 +15,7 @@ from roomier.plan.parts import (
     AdapterPlan,
     AttentionPlan,
     BatchPlan,
+    ChoicePlan,
     CompilePlan,
     LossPlan,
     OffloadPlan,
@@ -46,6 +47,7 @@ class Plan:
         attention: which kernel computes it.
         adapter: low-rank adapters on a frozen model.
         compile: whether blocks are compiled.
+        choice: what the planner may choose, and within what memory.
 
     Raises:
         PlanError: a field has a wrong type or value, asks for what is not built yet, or does not go with
@@ -62,6 +64,7 @@ class Plan:
     attention: AttentionPlan = field(default_factory=AttentionPlan)
     adapter: AdapterPlan = field(default_factory=AdapterPlan)
     compile: CompilePlan = field(default_factory=CompilePlan)
+    choice: ChoicePlan = field(default_factory=ChoicePlan)
 
     def __post_init__(self) -> None:
         rules.check(self)

@@ -112,6 +112,7 @@ RANGES: dict[str, _Range] = {
     ),
     "activation.budget_fraction": _Range(0, "Use 0 for the least memory, 1 for the least computation", high=1),
     "loss.chunk_tokens": _Range(1, "Use None, or 1024"),
+    "choice.memory_budget_bytes": _Range(MIN_BUDGET_BYTES, "Give the bytes of the device, such as '22GiB', or None"),
     "adapter.lora_rank": _Range(1, "Use 8, or None for no adapters"),
     "adapter.lora_alpha": _Range(0, "Use twice lora_rank, or None", low_is_allowed=False),
     "adapter.lora_dropout": _Range(0, "Use a probability such as 0.05", high=1),
@@ -269,7 +270,7 @@ def onebit_adam_sends_for_itself(plan: "Plan") -> Iterator[PlanError]:
     if plan.optimizer.name != "onebit_adam":
         return
     parallel, batch = plan.parallel, plan.batch
-    if parallel.strategy not in ("ddp", "zero1"):
+    if parallel.strategy not in ("ddp", "zero1", "auto"):
         action = "Use strategy='ddp' or 'zero1', or optimizer='adamw'"
         problem = "does not go with optimizer 'onebit_adam': each rank needs all weights and gradients of its own"
         yield PlanError("parallel.strategy", parallel.strategy, problem, action)
@@ -292,7 +293,7 @@ def onebit_adam_sends_for_itself(plan: "Plan") -> Iterator[PlanError]:
 def adafactor_is_not_cut(plan: "Plan") -> Iterator[PlanError]:
     """torch's Adafactor takes norms of rows and columns, which it cannot of parameters that are cut."""
     parallel = plan.parallel
-    if plan.optimizer.name == "adafactor" and parallel.strategy not in ("single", "ddp"):
+    if plan.optimizer.name == "adafactor" and parallel.strategy not in ("single", "ddp", "auto"):
         problem = f"does not work on parameters that are cut (strategy {parallel.strategy!r})"
         action = "Use optimizer='adamw', whose states are cut among the ranks, or strategy='ddp'"
         yield PlanError("optimizer.name", "adafactor", problem, action)
@@ -339,6 +340,22 @@ def schedule_settings_have_a_schedule(plan: "Plan") -> Iterator[PlanError]:
         yield PlanError("optimizer.min_lr_ratio", optimizer.min_lr_ratio, problem, action)
 
 
+def allowances_are_of_auto(plan: "Plan") -> Iterator[PlanError]:
+    """What may be chosen is a choice that there is, and somebody chooses."""
+    choice = plan.choice
+    if not choice.words:
+        return
+    if plan.parallel.strategy != "auto":
+        problem = f"has no effect with strategy {plan.parallel.strategy!r}: nothing is chosen"
+        yield PlanError("choice.allowed", choice.allowed, problem, "Use strategy='auto', or leave it out")
+        return
+    known = [*CHOICES["precision.mode"], *CHOICES["optimizer.name"]]
+    for word in choice.words:
+        if word not in known:
+            problem = "is no precision and no optimizer"
+            yield PlanError("choice.allowed", word, problem, did_you_mean(word, known))
+
+
 RULES: list[Rule] = [
     single_has_one_rank,
     shards_fill_the_ranks,
@@ -351,5 +368,6 @@ RULES: list[Rule] = [
     clipping_has_a_bound,
     optimizer_settings_have_an_optimizer,
     schedule_settings_have_a_schedule,
+    allowances_are_of_auto,
     *LEVER_RULES,
 ]

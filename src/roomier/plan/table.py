@@ -46,6 +46,7 @@ def rows(plan: "Plan", facts: Mapping[str, str] | None = None) -> list[Row]:
         *_offload_rows(plan.offload),
         *_lever_rows(plan),
         _compile_row(plan.compile),
+        *_choice_rows(plan),
         *(Row(name, text) for name, text in (facts or {}).items()),
     ]
 
@@ -154,6 +155,14 @@ def _compile_row(compile: "CompilePlan") -> Row:
     return Row(
         "compile", "on", Kind.NEAR, "fused kernels round otherwise in the last digits; dropout draws other numbers"
     )
+
+
+def _choice_rows(plan: "Plan") -> Iterator[Row]:
+    choice = plan.choice
+    if choice.memory_budget_bytes is not None:
+        yield Row("memory budget", format_bytes(choice.memory_budget_bytes), Kind.EXACT, "of a device, in a step")
+    if choice.words:
+        yield Row("auto may take", ", ".join(choice.words), Kind.EXACT, "beside what is exact")
 
 
 def _lever_rows(plan: "Plan") -> Iterator[Row]:

@@ -28,7 +28,10 @@ class Precision:
     scales_loss: bool = False
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        return module if self.weight_dtype is None else module.to(self.weight_dtype)
+        floats = [each for each in (*module.parameters(), *module.buffers()) if each.is_floating_point()]
+        if self.weight_dtype is None or all(each.dtype is self.weight_dtype for each in floats):
+            return module  # untouched: what a dry run has in its place cannot be swapped
+        return module.to(self.weight_dtype)
 
     def convert_batch(self, batch: Any) -> Any:
         """``batch`` with its floating-point tensors in the dtype of the weights."""

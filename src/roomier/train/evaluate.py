@@ -11,13 +11,14 @@ import torch
 
 from roomier.api.hooks import overrides
 from roomier.api.module import Module
+from roomier.api.step_arguments import num_step_arguments
 from roomier.core.rng import rng_state, set_rng_state
 from roomier.core.tree import map_tensors
 from roomier.data.source import Source
 from roomier.loss.lazy_logits import computed
 from roomier.train.muted import muted
 from roomier.train.run import Run, call
-from roomier.train.step import num_step_arguments, transfer_of
+from roomier.train.step import transfer_of
 
 STEP_NAMES = {"validation": "validation_step", "test": "test_step", "predict": "predict_step"}
 

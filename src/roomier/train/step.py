@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -12,7 +11,7 @@ from torch.optim import Optimizer
 from roomier.api.datamodule import DataModule
 from roomier.api.hooks import overrides
 from roomier.api.module import Module
-from roomier.core.errors import RoomierError
+from roomier.api.step_arguments import num_step_arguments
 from roomier.engine.engine import StepHooks
 from roomier.train.manual import ManualOptimizer
 from roomier.train.run import Run, call
@@ -162,21 +161,3 @@ class _StepOnce(ManualOptimizer):
         if closure is not None:
             closure()
         self._run.engine.step(self.optimizer)
-
-
-def num_step_arguments(module: Module, name: str, num_given: int) -> int:
-    """How many of the ``num_given`` arguments (batch, batch_idx, dataloader_idx) the method ``name`` takes.
-
-    Raises:
-        RoomierError: it takes none, or asks for more.
-    """
-    signature = inspect.signature(getattr(module, name))
-    parameters = signature.parameters.values()
-    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
-        return num_given
-    named = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    if not named or sum(p.default is p.empty for p in named) > num_given:
-        arguments = ", ".join(("batch", "batch_idx", "dataloader_idx")[:num_given])
-        action = f"Define it as {name}(self, {arguments})"
-        raise RoomierError(name, str(signature), f"is called with ({arguments}) here", action)
-    return min(len(named), num_given)

@@ -40,7 +40,7 @@ class Trainer(TrainerAttributes):
     Args:
         plan: a Plan, a mapping, or the path of a YAML file; instead of the keywords that make one.
         strategy: how the model is spread over ranks: ``"single"``, ``"ddp"``, ``"zero1"``, ``"zero2"``, ``"zero3"``,
-            ``"hsdp"``; or a dict with ``name`` and fields of ``ParallelPlan``.
+            ``"hsdp"``; ``"auto"``, the fastest plan that fits; or a dict with ``name`` and fields of ``ParallelPlan``.
         accelerator: ``"auto"``, ``"cpu"``, ``"gpu"``, ``"cuda"``, ``"mps"``.
         devices: processes on each node, each with a device of its own; ``"auto"``: what torchrun, SLURM or MPI started,
             else all CUDA devices, or one process without any. num_nodes: machines.
@@ -59,6 +59,7 @@ class Trainer(TrainerAttributes):
         lora: the rank of low-rank adapters on a frozen model, or a dict with ``rank``, ``alpha``, ``dropout``,
             ``targets``, ``trained`` (modules that are trained whole), ``base`` (``"int8"``, ``"nf4"``).
         compile: compile each block.
+        memory_budget: what a device may hold at the peak of a step, such as ``"22GiB"``; None is all it has.
         accumulate_grad_batches: micro-batches of one optimizer step; their gradient is that of the whole batch.
         gradient_clip_val, gradient_clip_algorithm: clip by ``"norm"`` or ``"value"``.
         max_epochs, min_epochs, max_steps, min_steps, max_time: how long to train; steps are optimizer steps.
@@ -103,6 +104,7 @@ class Trainer(TrainerAttributes):
         attention: str = "auto",
         lora: int | dict[str, Any] | None = None,
         compile: bool = False,
+        memory_budget: int | str | None = None,
         accumulate_grad_batches: int = 1,
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,

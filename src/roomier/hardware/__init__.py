@@ -1,0 +1,1 @@
+"""Devices and machines: how much they hold, how fast they are."""

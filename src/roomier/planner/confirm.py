@@ -1,0 +1,32 @@
+"""What a plan costs, by a dry run: slower than the closed form, and as close as the code that will run."""
+
+from __future__ import annotations
+
+from roomier.hardware.machine import Machine
+from roomier.plan import Plan
+from roomier.planner.dry_run import dry_run
+from roomier.planner.fixed_bytes import fixed_bytes
+from roomier.planner.forecast import Forecast
+from roomier.planner.step_time import step_time
+from roomier.planner.workload import Workload
+
+
+def confirm(workload: Workload, plan: Plan, machine: Machine) -> Forecast:
+    """The forecast of ``plan`` for ``workload`` on ``machine``.
+
+    Args:
+        workload: its ``batch_size`` is the micro-batch.
+
+    Raises:
+        RoomierError: what ``build`` refuses.
+    """
+    run = dry_run(workload, plan, is_pairwise=machine.device.kind == "cpu")
+    return Forecast(
+        plan=plan,
+        machine=machine,
+        micro_batch=workload.batch_size,
+        method="dry run",
+        timeline=run.stretches,
+        fixed_bytes=fixed_bytes(plan, machine),
+        time=step_time(workload, plan, machine, run.work),
+    )

@@ -1,0 +1,183 @@
+"""A step without memory: the very ``build`` of a run, and two steps of its engine, in a fake world."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from roomier.api.blocks import find_blocks
+from roomier.api.forward import network_of
+from roomier.api.module import Module
+from roomier.api.step_arguments import num_step_arguments
+from roomier.core.tree import map_tensors
+from roomier.core.world import World
+from roomier.engine.build import build, configure
+from roomier.engine.eager import EagerEngine
+from roomier.memory.kinds import Kind, total_bytes
+from roomier.memory.tracker import MemoryTracker, Snapshot, tracking
+from roomier.plan import Plan
+from roomier.planner.fake_world import fake_world
+from roomier.planner.places import named_places, telling_places
+from roomier.planner.work import Part, Work, WorkCounter
+from roomier.planner.workload import Workload
+from roomier.precision.policy import precision_of
+
+NumBytes = dict[Kind, int]
+_NUM_STEPS = 1000  # of the run, for schedules: none of them changes a byte
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """A part of a step in which one part of the model runs.
+
+    Attributes:
+        phase: ``"forward"``, ``"backward"`` or ``"update"``.
+        place: the part of the model; empty for what lies between parts.
+        begin, peak, end: bytes by kind when it begins, when all kinds together are largest, and when it ends.
+    """
+
+    phase: str
+    place: str
+    begin: NumBytes
+    peak: NumBytes
+    end: NumBytes
+
+    @property
+    def peak_bytes(self) -> int:
+        return total_bytes(self.peak)
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """One optimizer step of one rank, from the second on.
+
+    Attributes:
+        stretches: in their order.
+        work: what is computed, by phase and part of the model.
+    """
+
+    stretches: tuple[Stretch, ...]
+    work: Mapping[Part, Work]
+
+    @property
+    def peak(self) -> Stretch:
+        """Where all tensors together are largest."""
+        return max(self.stretches, key=lambda each: each.peak_bytes)
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.peak.peak_bytes
+
+
+def dry_run(workload: Workload, plan: Plan, *, rank: int = 0, is_pairwise: bool = True) -> DryRun:
+    """Take a step of ``workload`` under ``plan`` without memory or a device.
+
+    The module is copied as shapes. Nothing of it is computed: where its code asks for values of tensors, see
+    [Note: what the fake world cannot tell].
+
+    Args:
+        rank: whose step; the first never holds less than another.
+        is_pairwise: ranks exchange parts of the model as on gloo; else as on NCCL.
+
+    Raises:
+        RoomierError: what ``build`` refuses.
+    """
+    plan = replace(plan, parallel=replace(plan.parallel, accelerator="cpu"))
+    local_size = plan.parallel.devices
+    world = World(rank, plan.parallel.num_ranks, rank % local_size, rank // local_size, local_size)
+    device = torch.device("cpu")
+    with fake_world(world, is_pairwise=is_pairwise) as ranks:
+        module = shapes_of(workload.module, precision_of(plan.precision.mode, device).weight_dtype)
+        engine, _ = build(plan, module, lambda: configure(plan, module, lambda: _NUM_STEPS), EagerEngine, ranks)
+        return _tracked_step(engine, module, lambda: _micro_batches(workload, plan), clips=plan.batch.gradient_clip_val)
+
+
+def shapes_of(module: Module, weight_dtype: torch.dtype | None = None) -> Module:
+    """A copy of ``module`` without values, inside :func:`fake_world`.
+
+    Args:
+        weight_dtype: of its floating-point weights; None leaves them.
+    """
+    memo: dict[int, Any] = {}
+    for tensor in (*module.parameters(), *module.buffers()):
+        is_converted = weight_dtype is not None and tensor.is_floating_point()
+        dtype = weight_dtype if is_converted else tensor.dtype
+        made = torch.empty(tensor.shape, dtype=dtype)
+        if isinstance(tensor, nn.Parameter):
+            made = nn.Parameter(made, requires_grad=tensor.requires_grad)
+            made.__dict__.update(tensor.__dict__)
+        memo[id(tensor)] = made
+    copied = copy.deepcopy(module, memo)
+    for part in copied.modules():
+        if isinstance(part, Module):
+            for name in ("log", "log_dict", "print"):
+                part.__dict__[name] = _say_nothing
+    if module.is_attached:
+        copied.__dict__["_trainer"] = module.trainer  # its step may ask for the epoch, say
+    return copied.train(module.training)
+
+
+def _say_nothing(*args: Any, **kwargs: Any) -> None:
+    """In the place of what writes values down."""
+
+
+def _micro_batches(workload: Workload, plan: Plan) -> list[Any]:
+    def fake(tensor: Tensor) -> Tensor:
+        return torch.empty(tensor.shape, dtype=tensor.dtype)
+
+    return [map_tensors(fake, workload.batch) for _ in range(plan.batch.accumulate_grad_batches)]
+
+
+def _tracked_step(
+    engine: EagerEngine, module: Module, make_batches: Callable[[], list[Any]], *, clips: float | None
+) -> DryRun:
+    takes_index = num_step_arguments(module, "training_step", 2) > 1
+    places = named_places(network_of(module), find_blocks(network_of(module)))
+    counter = WorkCounter()
+
+    def training_step(batch: Any) -> Any:
+        return module.training_step(batch, 0) if takes_index else module.training_step(batch)
+
+    def step(tracker: MemoryTracker) -> None:
+        tracker.enter("forward")
+        engine.forward_backward(training_step, make_batches())
+        tracker.place = ""
+        tracker.enter("update")
+        if clips is not None:
+            engine.clip()
+        engine.step()
+        tracker.enter("rest")
+
+    with tracking(engine) as tracker, ExitStack() as stack:
+
+        def tell(place: str) -> None:
+            tracker.place = place
+
+        stack.enter_context(telling_places(places, tell))
+        step(tracker)  # the first makes the optimizer's states, and tells what each storage is for
+        tracker.restart()
+        stack.enter_context(counter.counting(lambda: (tracker.phase, tracker.place)))
+        step(tracker)
+        moments = list(_stretches(tracker.moments()))
+    engine.close()
+    return DryRun(tuple(moments), dict(counter.by_part))
+
+
+def _stretches(moments: Iterator[Snapshot]) -> Iterator[Stretch]:
+    """``moments`` of a step, those of one part of it in a row together."""
+    begin = dict(next(moments).num_bytes)  # the first is that before the step
+    for (phase, place), group in itertools.groupby(moments, lambda each: (each.phase, each.place)):
+        peak, end = begin, begin
+        for moment in group:
+            end = moment.num_bytes
+            if moment.total() > total_bytes(peak):
+                peak = dict(end)
+        yield Stretch(phase, place, begin, peak, dict(end))
+        begin = dict(end)

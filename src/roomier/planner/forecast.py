@@ -1,0 +1,106 @@
+"""What one plan costs: bytes at each moment of a step, and seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from roomier.hardware.machine import Machine
+from roomier.memory.kinds import Kind
+from roomier.plan import Plan
+from roomier.planner.dry_run import Stretch
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one optimizer step on one rank.
+
+    Attributes:
+        compute_s: forward and backward of all micro-batches, recomputation included.
+        recompute_s: of these, what is computed a second time.
+        communication_s: of all collectives, hidden behind computation or not.
+        exposed_s: of these, what nothing hides.
+        offload_s: what copies to the host and back add.
+        update_s: clipping and the optimizer.
+    """
+
+    compute_s: float
+    recompute_s: float = 0.0
+    communication_s: float = 0.0
+    exposed_s: float = 0.0
+    offload_s: float = 0.0
+    update_s: float = 0.0
+
+    @property
+    def total_s(self) -> float:
+        return self.compute_s + self.exposed_s + self.offload_s + self.update_s
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """One plan on one machine, of the rank that needs the most.
+
+    Attributes:
+        plan: with one strategy, never ``"auto"``.
+        machine: on which.
+        micro_batch: samples of one micro-batch on each rank.
+        method: ``"dry run"`` or ``"closed form"``.
+        timeline: one optimizer step, from the second on, as stretches in their order.
+        fixed_bytes: of the device beside all tensors, by what they are for (``"context"``, ``"allocator"``, ...).
+        host_bytes: in the host's memory, of one rank; 0 where the device is the host.
+        time: of one step; None where it was not asked for.
+    """
+
+    plan: Plan
+    machine: Machine
+    micro_batch: int
+    method: str
+    timeline: tuple[Stretch, ...]
+    fixed_bytes: Mapping[str, int] = field(default_factory=dict)
+    host_bytes: int = 0
+    time: StepTime | None = None
+
+    @property
+    def peak(self) -> Stretch:
+        """The part of the step in which all tensors together are largest."""
+        return max(self.timeline, key=lambda each: each.peak_bytes)
+
+    @property
+    def bytes_by_kind(self) -> dict[Kind, int]:
+        """At the peak."""
+        return dict(self.peak.peak)
+
+    @property
+    def tensor_bytes(self) -> int:
+        """Of all tensors at the peak."""
+        return self.peak.peak_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """Of the device at the peak."""
+        return self.tensor_bytes + sum(self.fixed_bytes.values())
+
+    @property
+    def global_batch(self) -> int:
+        """Samples of one optimizer step."""
+        return self.micro_batch * self.plan.batch.accumulate_grad_batches * self.plan.parallel.num_ranks
+
+    def fits(self, budget_bytes: int) -> bool:
+        return self.peak_bytes <= budget_bytes
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data, without the timeline."""
+        return {
+            "strategy": self.plan.parallel.strategy,
+            "plan": self.plan.to_dict(),
+            "micro_batch": self.micro_batch,
+            "method": self.method,
+            "peak_bytes": self.peak_bytes,
+            "peak_at": {"phase": self.peak.phase, "place": self.peak.place},
+            "bytes_by_kind": {kind.value: count for kind, count in self.bytes_by_kind.items()},
+            "fixed_bytes": dict(self.fixed_bytes),
+            "host_bytes": self.host_bytes,
+            "step_s": None if self.time is None else self.time.total_s,
+            "time": None if self.time is None else asdict(self.time),
+        }

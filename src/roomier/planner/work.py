@@ -1,0 +1,99 @@
+"""What is computed: operations, their floating-point work, and the bytes they read and write."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry
+
+from roomier.core import torch_private
+
+Part = tuple[str, str]
+"""Phase of a step, and part of the model."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """An amount of computation.
+
+    Attributes:
+        flops: floating-point operations of matrix products, convolutions and attention, by the dtype of what they
+            multiply; a multiplication and an addition are two.
+        product_bytes: what these operations read and write.
+        other_bytes: what all others read and write: they are limited by memory, not by arithmetic.
+        num_operations: kernels that are started.
+    """
+
+    flops: Mapping[torch.dtype, float] = field(default_factory=lambda: MappingProxyType({}))
+    product_bytes: float = 0
+    other_bytes: float = 0
+    num_operations: float = 0
+
+    def __add__(self, other: Work) -> Work:
+        dtypes = {*self.flops, *other.flops}
+        return Work(
+            {dtype: self.flops.get(dtype, 0) + other.flops.get(dtype, 0) for dtype in dtypes},
+            self.product_bytes + other.product_bytes,
+            self.other_bytes + other.other_bytes,
+            self.num_operations + other.num_operations,
+        )
+
+    def __mul__(self, factor: float) -> Work:
+        return Work(
+            {dtype: flops * factor for dtype, flops in self.flops.items()},
+            self.product_bytes * factor,
+            self.other_bytes * factor,
+            self.num_operations * factor,
+        )
+
+
+class WorkCounter:
+    """Counts the operations that torch dispatches.
+
+    Attributes:
+        by_part: what was counted of each part of a step.
+    """
+
+    def __init__(self) -> None:
+        self.by_part: dict[Part, Work] = defaultdict(Work)
+        self._part: Callable[[], Part] = lambda: ("", "")
+
+    def counting(self, part: Callable[[], Part]) -> AbstractContextManager[Any]:
+        """Inside, operations are counted for what ``part`` says at the time."""
+        self._part = part
+        return torch_private.intercept(self._on_operation)
+
+    def _on_operation(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        result = func(*args, **kwargs)
+        if not torch_private.is_view_operation(func):
+            self.by_part[self._part()] += work_of(func, args, kwargs, result)
+        return result
+
+
+def work_of(func: Any, args: Any, kwargs: Any, result: Any) -> Work:
+    """Of one operation, as dispatched below autograd."""
+    moved_bytes = sum(_bytes_of(each) for each in _tensors([args, kwargs, result]))
+    count = flop_registry.get(func.overloadpacket if hasattr(func, "overloadpacket") else func)
+    if count is None:
+        return Work(other_bytes=moved_bytes, num_operations=1)
+    flops = float(count(*args, **kwargs, out_val=result))
+    dtype = next(each.dtype for each in _tensors([args]) if each.is_floating_point())
+    return Work({dtype: flops}, product_bytes=moved_bytes, num_operations=1)
+
+
+def _bytes_of(tensor: Tensor) -> int:
+    # One that was expanded is read from what is there.
+    sizes = (size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
+    return math.prod(sizes) * tensor.itemsize
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    return (each for each in torch_private.iter_leaves(value) if isinstance(each, Tensor))

@@ -1,0 +1,55 @@
+"""What a plan is made for: a module and one micro-batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from roomier.api.forward import network_of
+from roomier.api.module import Module
+from roomier.core.errors import RoomierError
+from roomier.core.tree import batch_size_of, map_tensors
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A module, and a micro-batch it is trained on. Shapes count, not values: both may be on ``meta``.
+
+    Args:
+        module: never changed, and never run: copies of its shapes are.
+        batch: as the loader gives it.
+        batch_size: samples of ``batch``, along dimension 0 of its tensors.
+
+    Raises:
+        RoomierError: the module optimizes by hand: what its step does is not known before it runs.
+    """
+
+    module: Module
+    batch: Any
+    batch_size: int
+
+    def __post_init__(self) -> None:
+        if not self.module.automatic_optimization:
+            problem = "optimizes by hand (automatic_optimization=False): what a step does is known when it runs"
+            raise RoomierError("model", type(self.module).__name__, problem, "Name a strategy, and measure a step")
+
+    @classmethod
+    def of(cls, module: Module, batch: Any) -> Workload:
+        """``batch`` as shapes, with as many samples as its first tensor has rows."""
+        return cls(module, map_tensors(lambda each: torch.empty_like(each, device="meta"), batch), batch_size_of(batch))
+
+    def with_batch_size(self, batch_size: int) -> Workload:
+        """The same with micro-batches of ``batch_size`` samples."""
+
+        def resized(tensor: Tensor) -> Tensor:
+            has_samples = tensor.dim() > 0 and tensor.shape[0] == self.batch_size
+            return tensor.new_empty((batch_size, *tensor.shape[1:])) if has_samples else tensor
+
+        return replace(self, batch=map_tensors(resized, self.batch), batch_size=batch_size)
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(each.numel() for each in network_of(self.module).parameters())
