@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
@@ -10,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from roomier.api.blocks import find_blocks
 from roomier.api.forward import network_of
@@ -25,6 +24,7 @@ from roomier.memory.tracker import MemoryTracker, Snapshot, tracking
 from roomier.plan import Plan
 from roomier.planner.fake_world import fake_world
 from roomier.planner.places import named_places, telling_places
+from roomier.planner.shapes import shapes_of
 from roomier.planner.work import Part, Work, WorkCounter
 from roomier.planner.workload import Workload
 from roomier.precision.policy import precision_of
@@ -97,35 +97,6 @@ def dry_run(workload: Workload, plan: Plan, *, rank: int = 0, is_pairwise: bool 
         module = shapes_of(workload.module, precision_of(plan.precision.mode, device).weight_dtype)
         engine, _ = build(plan, module, lambda: configure(plan, module, lambda: _NUM_STEPS), EagerEngine, ranks)
         return _tracked_step(engine, module, lambda: _micro_batches(workload, plan), clips=plan.batch.gradient_clip_val)
-
-
-def shapes_of(module: Module, weight_dtype: torch.dtype | None = None) -> Module:
-    """A copy of ``module`` without values, inside :func:`fake_world`.
-
-    Args:
-        weight_dtype: of its floating-point weights; None leaves them.
-    """
-    memo: dict[int, Any] = {}
-    for tensor in (*module.parameters(), *module.buffers()):
-        is_converted = weight_dtype is not None and tensor.is_floating_point()
-        dtype = weight_dtype if is_converted else tensor.dtype
-        made = torch.empty(tensor.shape, dtype=dtype)
-        if isinstance(tensor, nn.Parameter):
-            made = nn.Parameter(made, requires_grad=tensor.requires_grad)
-            made.__dict__.update(tensor.__dict__)
-        memo[id(tensor)] = made
-    copied = copy.deepcopy(module, memo)
-    for part in copied.modules():
-        if isinstance(part, Module):
-            for name in ("log", "log_dict", "print"):
-                part.__dict__[name] = _say_nothing
-    if module.is_attached:
-        copied.__dict__["_trainer"] = module.trainer  # its step may ask for the epoch, say
-    return copied.train(module.training)
-
-
-def _say_nothing(*args: Any, **kwargs: Any) -> None:
-    """In the place of what writes values down."""
 
 
 def _micro_batches(workload: Workload, plan: Plan) -> list[Any]:
