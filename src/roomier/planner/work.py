@@ -19,6 +19,11 @@ from roomier.core import torch_private
 Part = tuple[str, str]
 """Phase of a step, and part of the model."""
 
+# Questions about tensors, marks of a profiler; and what ranks exchange, with its packing, which step_time.py prices.
+_NOT_COMPUTED_IN = ("prim", "profiler", "c10d", "fsdp")
+# Memory is asked for, or looked at in another shape: nothing is read or written.
+_NOT_COMPUTED = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view")
+
 
 @dataclass(frozen=True)
 class Work:
@@ -73,9 +78,14 @@ class WorkCounter:
 
     def _on_operation(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         result = func(*args, **kwargs)
-        if not torch_private.is_view_operation(func):
+        if not torch_private.is_view_operation(func) and _is_computed(func):
             self.by_part[self._part()] += work_of(func, args, kwargs, result)
         return result
+
+
+def _is_computed(func: Any) -> bool:
+    namespace, _, name = str(func).partition(".")
+    return namespace not in _NOT_COMPUTED_IN and name.partition(".")[0] not in _NOT_COMPUTED
 
 
 def work_of(func: Any, args: Any, kwargs: Any, result: Any) -> Work:
