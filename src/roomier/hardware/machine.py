@@ -33,6 +33,8 @@ class Device:
         memory_bytes_per_s: to and from the device's own memory, reads and writes together.
         product_efficiency: share of ``flops_per_s`` that products of a model reach: 1 where the rates were measured.
         operation_s: what the host takes to start one operation.
+        update_bytes_per_s: what a fused AdamW reads and writes (4 numbers read and 3 written for each parameter); None
+            where it was not measured: as ``memory_bytes_per_s``.
     """
 
     name: str
@@ -42,6 +44,7 @@ class Device:
     memory_bytes_per_s: float
     product_efficiency: float = 1.0
     operation_s: float = 0.0
+    update_bytes_per_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -49,12 +52,13 @@ class Machine:
     """Nodes with equal devices.
 
     Attributes:
-        in_node: between two devices of one node.
+        in_node: what one device sends to others of its node while all of them send, as in an all-gather.
         between_nodes: between two nodes, for each device.
         to_host: between a device and its host's memory; the same in each direction, both at once.
         disk_read, disk_write: between the host and its disk, for all its devices together.
         host_memory_bytes: of one node.
         source: where the figures come from: ``"data sheets"``, or when and how they were measured.
+        in_node_reduce: as ``in_node``, of a reduce-scatter, with the adding up; None where it is not known apart.
     """
 
     device: Device
@@ -67,6 +71,7 @@ class Machine:
     disk_write: Link
     host_memory_bytes: int
     source: str
+    in_node_reduce: Link | None = None
 
     @property
     def num_ranks(self) -> int:
