@@ -136,13 +136,13 @@ def _tracked_step(
         tracker.restart()
         stack.enter_context(counter.counting(lambda: (tracker.phase, tracker.place)))
         step(tracker)
-        moments = list(_stretches(tracker.moments()))
+        moments = list(stretches_of(tracker.moments()))
     engine.close()
     return DryRun(tuple(moments), dict(counter.by_part))
 
 
-def _stretches(moments: Iterator[Snapshot]) -> Iterator[Stretch]:
-    """``moments`` of a step, those of one part of it in a row together."""
+def stretches_of(moments: Iterator[Snapshot]) -> Iterator[Stretch]:
+    """``moments`` of a tracked step, the first that before it; those of one part of it in a row together."""
     begin = dict(next(moments).num_bytes)  # the first is that before the step
     for (phase, place), group in itertools.groupby(moments, lambda each: (each.phase, each.place)):
         peak, end = begin, begin

@@ -1,0 +1,225 @@
+"""The drawings of the planner's page, as SVG without text: what is written stands beside them in HTML, and so keeps its
+size on a narrow screen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from html import escape
+
+from roomier.core.units import format_bytes
+from roomier.memory.kinds import Kind, total_bytes
+from roomier.planner.dry_run import Stretch
+from roomier.planner.page_style import COLOURS, NAMES
+from roomier.planner.record import moment_text
+
+_WIDTH, _HEIGHT = 1000, 1000  # of the drawing's own coordinates, stretched to the room there is
+MAX_STRETCHES = 300  # drawn one by one; of more, neighbours are drawn together
+FIXED = "url(#roomier-fixed)"  # the fill of what no tensor accounts for
+_HATCH = (
+    '<pattern id="roomier-fixed" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
+    '<rect width="6" height="6" fill="currentColor" fill-opacity=".14"/>'
+    '<rect width="2" height="6" fill="currentColor" fill-opacity=".5"/></pattern>'
+)
+
+Segments = Sequence[tuple[str, int, str]]
+"""Parts of a bar: what it is, its bytes, its colour."""
+
+
+def joined(timeline: Sequence[Stretch], limit: int = MAX_STRETCHES) -> list[Stretch]:
+    """``timeline`` in at most about ``limit`` stretches: of neighbours in one phase the one with the peak stands for
+    all, so no peak is lost."""
+    size = -(-len(timeline) // limit)
+    if size <= 1:
+        return list(timeline)
+    found: list[Stretch] = []
+    group: list[Stretch] = []
+    for each in timeline:
+        if group and (len(group) == size or each.phase != group[0].phase):
+            found.append(_as_one(group))
+            group = []
+        group.append(each)
+    return [*found, _as_one(group)]
+
+
+def _as_one(group: Sequence[Stretch]) -> Stretch:
+    top = max(group, key=lambda each: each.peak_bytes)
+    return Stretch(top.phase, top.place, group[0].begin, top.peak, group[-1].end)
+
+
+def phases_of(timeline: Sequence[Stretch]) -> list[tuple[str, float, float]]:
+    """The phases in their order, each with where it begins and ends, as shares of the width."""
+    found: list[tuple[str, float, float]] = []
+    for index, each in enumerate(timeline):
+        begin, end = index / len(timeline), (index + 1) / len(timeline)
+        if found and found[-1][0] == each.phase:
+            found[-1] = (each.phase, found[-1][1], end)
+        else:
+            found.append((each.phase, begin, end))
+    return found
+
+
+def areas(
+    timeline: Sequence[Stretch], fixed_bytes: int, top_bytes: float, title: str, *, measured: Sequence[Stretch] = ()
+) -> str:
+    """The stacked areas of ``timeline``.
+
+    Args:
+        fixed_bytes: at the bottom, all the time.
+        top_bytes: what the full height is.
+        measured: another timeline of the same step, drawn as a line of its sum.
+    """
+    moments = _moments(timeline)
+    paths = []
+    below = [float(fixed_bytes)] * len(moments)
+    if fixed_bytes:
+        paths.append(_path(moments, [0.0] * len(moments), below, top_bytes, FIXED))
+    for kind, colour in COLOURS.items():
+        above = [low + moment[1].get(kind, 0) for low, moment in zip(below, moments, strict=True)]
+        if above != below:
+            paths.append(_path(moments, below, above, top_bytes, colour))
+        below = above
+    lines = _phase_lines(timeline)
+    line = _line(_moments(measured), fixed_bytes, top_bytes) if measured else ""
+    return (
+        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" preserveAspectRatio="none" role="img" aria-label="{escape(title)}">'
+        f"<title>{escape(title)}</title><desc>{escape(_described(timeline, fixed_bytes))}</desc>"
+        f"{''.join(paths)}{lines}{line}{_hints(timeline, fixed_bytes)}</svg>"
+    )
+
+
+def bar(segments: Segments, top_bytes: float, marks: Sequence[tuple[float, str]], title: str) -> str:
+    """One bar of the ladder; what is longer than ``top_bytes`` is cut, with a gap before its end that shows it.
+
+    Args:
+        marks: bytes at which a line stands, and its colour.
+    """
+    parts, begin = [], 0.0
+    for name, num_bytes, colour in segments:
+        width = max(min(num_bytes, top_bytes - begin), 0.0)
+        if width > 0:
+            hint = escape(f"{name}: {format_bytes(num_bytes)}")
+            parts.append(
+                f'<rect x="{begin / top_bytes * _WIDTH:.1f}" y="140" width="{width / top_bytes * _WIDTH:.1f}" '
+                f'height="720" fill="{colour}"><title>{hint}</title></rect>'
+            )
+        begin += num_bytes
+    if begin > top_bytes:
+        parts.append(
+            '<path d="M955 1000L967 0M970 1000L982 0" stroke="var(--ground)" stroke-width="3" fill="none" '
+            'vector-effect="non-scaling-stroke"/>'
+        )
+    for num_bytes, colour in marks:
+        if 0 < num_bytes <= top_bytes:
+            x = min(num_bytes / top_bytes * _WIDTH, _WIDTH - 1)
+            parts.append(
+                f'<path d="M{x:.1f} 0V{_HEIGHT}" stroke="{colour}" stroke-width="1.5" vector-effect='
+                '"non-scaling-stroke"/>'
+            )
+    return (
+        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" preserveAspectRatio="none" role="img" aria-label="{escape(title)}">'
+        f"<title>{escape(title)}</title>{''.join(parts)}</svg>"
+    )
+
+
+def definitions() -> str:
+    """What the drawings of a page share; it stands once before them and shows nothing."""
+    return (
+        '<svg width="0" height="0" style="position:absolute" aria-hidden="true" focusable="false">'
+        f"<defs>{_HATCH}</defs></svg>"
+    )
+
+
+def swatch(colour: str) -> str:
+    """The square of a legend."""
+    return f'<svg viewBox="0 0 12 12" aria-hidden="true"><rect width="12" height="12" fill="{colour}"/></svg>'
+
+
+def line_swatch() -> str:
+    """The mark of the measured line in a legend."""
+    path = '<path d="M0 6H12" stroke="currentColor" stroke-width="2" stroke-dasharray="4 2"/>'
+    return f'<svg viewBox="0 0 12 12" aria-hidden="true">{path}</svg>'
+
+
+def round_ticks(top_bytes: float, num_most: int = 5) -> list[int]:
+    """Round numbers of bytes from 0 to ``top_bytes``, at most ``num_most`` and the 0."""
+    unit = 1
+    while unit * 1024 <= top_bytes:
+        unit *= 1024
+    steps = [unit * factor // 10 for factor in (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000)]
+    step = next(each for each in steps if each and top_bytes / each <= num_most)
+    return list(range(0, int(top_bytes) + 1, step))
+
+
+def _moments(timeline: Sequence[Stretch]) -> list[tuple[float, Mapping[Kind, int]]]:
+    """Where each moment is, as a share of the width, and what is held then: three of each stretch."""
+    width = 1 / max(len(timeline), 1)
+    found: list[tuple[float, Mapping[Kind, int]]] = []
+    for index, each in enumerate(timeline):
+        found += [(index * width, each.begin), ((index + 0.5) * width, each.peak), ((index + 1) * width, each.end)]
+    return found
+
+
+def _path(
+    moments: Sequence[tuple[float, Mapping[Kind, int]]],
+    below: Sequence[float],
+    above: Sequence[float],
+    top_bytes: float,
+    fill: str,
+) -> str:
+    xs = [moment[0] for moment in moments]
+    upper = [_point(x, y, top_bytes) for x, y in zip(xs, above, strict=True)]
+    lower = [_point(x, y, top_bytes) for x, y in zip(xs, below, strict=True)]
+    return (
+        f'<path d="M{"L".join([*upper, *reversed(lower)])}Z" fill="{fill}" stroke="var(--ground)" stroke-width=".6" '
+        'stroke-linejoin="round" vector-effect="non-scaling-stroke"/>'
+    )
+
+
+def _line(moments: Sequence[tuple[float, Mapping[Kind, int]]], fixed_bytes: int, top_bytes: float) -> str:
+    points = [_point(x, fixed_bytes + total_bytes(held), top_bytes) for x, held in moments]
+    path = f'd="M{"L".join(points)}" fill="none" stroke-linejoin="round" vector-effect="non-scaling-stroke"'
+    return (
+        f'<path {path} stroke="var(--ground)" stroke-width="4" stroke-opacity=".7"/>'
+        f'<path {path} stroke="currentColor" stroke-width="1.8" stroke-dasharray="6 3"/>'
+    )
+
+
+def _point(x: float, y_bytes: float, top_bytes: float) -> str:
+    height = min(max(y_bytes / top_bytes, 0.0), 1.0)
+    return f"{x * _WIDTH:.1f} {(1 - height) * _HEIGHT:.1f}"
+
+
+def _phase_lines(timeline: Sequence[Stretch]) -> str:
+    path = "".join(f"M{begin * _WIDTH:.1f} 0V{_HEIGHT}" for _, begin, _ in phases_of(timeline)[1:])
+    return (
+        f'<path d="{path}" stroke="currentColor" stroke-opacity=".35" stroke-dasharray="2 3" '
+        'vector-effect="non-scaling-stroke"/>'
+        if path
+        else ""
+    )
+
+
+def _hints(timeline: Sequence[Stretch], fixed_bytes: int) -> str:
+    """What a pointer over each stretch is told."""
+    width = _WIDTH / max(len(timeline), 1)
+    found = []
+    for index, each in enumerate(timeline):
+        kinds = [f"{NAMES[kind]}: {format_bytes(each.peak[kind])}" for kind in COLOURS if each.peak.get(kind)]
+        fixed = [f"beside tensors: {format_bytes(fixed_bytes)}"] if fixed_bytes else []
+        text = "\n".join(
+            [f"{moment_text(each.phase, each.place)}: {format_bytes(each.peak_bytes + fixed_bytes)}", *kinds, *fixed]
+        )
+        found.append(
+            f'<rect x="{index * width:.1f}" y="0" width="{width:.1f}" height="{_HEIGHT}" fill="transparent">'
+            f"<title>{escape(text)}</title></rect>"
+        )
+    return "".join(found)
+
+
+def _described(timeline: Sequence[Stretch], fixed_bytes: int) -> str:
+    """The drawing in a sentence for each phase, for who cannot see it."""
+    found = []
+    for phase in dict.fromkeys(each.phase for each in timeline):
+        top = max((each for each in timeline if each.phase == phase), key=lambda each: each.peak_bytes)
+        found.append(f"{phase}: at most {format_bytes(top.peak_bytes + fixed_bytes)}, in {moment_text(phase, top.place)}")
+    return "; ".join(found)
