@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -15,6 +15,15 @@ from roomier.adapters.lora import apply_lora, quantise_base
 from roomier.api.blocks import find_blocks
 from roomier.parallel.shard import parts_of, units_of
 from roomier.plan.parts import AdapterPlan
+
+
+@dataclass(frozen=True, slots=True)
+class WeightShape:
+    """A parameter without its name: those of equal blocks are equal."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    is_trained: bool
 
 
 @dataclass(frozen=True)
@@ -54,9 +63,10 @@ class Unit:
     is_looked_up: bool = False
     is_inner: bool = False
 
-    def gradient_bytes(self, num_elements: Callable[[Weight], int]) -> int:
-        """Of the weights that are trained, in the dtype of each."""
-        return sum(num_elements(each) * each.dtype.itemsize for each in self.weights if each.is_trained)
+    @cached_property
+    def shapes(self) -> tuple[WeightShape, ...]:
+        """Of its weights."""
+        return tuple(WeightShape(each.shape, each.dtype, each.is_trained) for each in self.weights)
 
 
 def units_with_weights(
