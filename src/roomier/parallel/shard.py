@@ -214,7 +214,7 @@ class Shards:
         frees = sharding.frees_parameters and not is_root  # the root is needed until the step ends
         if not is_root:
             for each in modules:
-                each.register_forward_hook(_without_views)  # before those of fully_shard: hooks run in their order
+                each.register_forward_hook(without_views)  # before those of fully_shard: hooks run in their order
         unit: FSDPModule = fully_shard(modules, mesh=sharding.mesh, reshard_after_forward=frees, mp_policy=policy)[0]
         # A sum, on every backend: the weights of the losses make it the gradient of the global batch.
         unit.set_force_sum_reduction_for_comms(True)
@@ -234,7 +234,7 @@ class Shards:
         return unit
 
 
-def _without_views(module: nn.Module, args: Any, output: Any) -> Any:
+def without_views(module: nn.Module, args: Any, output: Any) -> Any:
     """``output`` with views replaced by tensors of their own.
 
     ``fully_shard`` gathers for the backward when a gradient comes to an output of a unit. An operation in place on one
