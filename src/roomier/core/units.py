@@ -6,13 +6,13 @@ from datetime import timedelta
 from roomier.core.errors import RoomierError
 
 
-def format_bytes(num_bytes: float) -> str:
-    """``1536`` -> ``"1.5 KiB"``."""
+def format_bytes(num_bytes: float, num_digits: int = 1) -> str:
+    """``1536`` -> ``"1.5 KiB"``, with ``num_digits`` behind the point."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(num_bytes) < 1024:
-            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
+            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.{num_digits}f} {unit}"
         num_bytes /= 1024
-    return f"{num_bytes:.1f} TiB"
+    return f"{num_bytes:.{num_digits}f} TiB"
 
 
 def format_count(count: float) -> str:

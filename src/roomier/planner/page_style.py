@@ -64,13 +64,15 @@ line-height:1.25;max-width:100%}
 padding:0 .25rem;border-radius:.2rem;transform:translateY(50%)}
 .roomier .phases{position:relative;margin:.25rem 0 0 3.9rem;height:1.3rem;font-size:.78rem;color:var(--soft)}
 .roomier .phases span{position:absolute;text-align:center;white-space:nowrap;overflow:hidden}
-.roomier .ladder{display:grid;grid-template-columns:minmax(5.5rem,max-content) 1fr max-content;gap:.55rem .8rem;
-align-items:center;margin:.8rem 0 0;padding:0;list-style:none;font-size:.88rem}
-.roomier .ladder li{display:contents}
+.roomier .ladder{margin:.8rem 0 0;padding:0;list-style:none;font-size:.88rem}
+.roomier .ladder li{display:grid;grid-template:"name bar size"/11.5rem 1fr 5.6rem;gap:0 .9rem;align-items:center;
+margin:0 0 .6rem}
+.roomier .ladder .name{grid-area:name}.roomier .ladder .bar{grid-area:bar}
 .roomier .ladder svg{width:100%;height:1.35rem}
-.roomier .ladder .size{text-align:right;white-space:nowrap}
+.roomier .ladder .size{grid-area:size;text-align:right;white-space:nowrap}
 .roomier .ladder b{font-weight:650}
 .roomier .ladder small{display:block;color:var(--soft);font-size:.76rem;line-height:1.25}
+.roomier .ladder .size small.good{color:var(--good)}.roomier .ladder .size small.bad{color:var(--bad)}
 .roomier .scroll{overflow-x:auto}
 .roomier table{border-collapse:collapse;width:100%;margin:.8rem 0 0;font-size:.88rem;color:inherit}
 .roomier tr{background:none!important}
@@ -81,6 +83,7 @@ border-bottom:1px solid var(--line)}
 .roomier .number{text-align:right;white-space:nowrap}
 .roomier tr.chosen th,.roomier tr.chosen td{background:var(--panel);font-weight:600}
 .roomier tr.chosen th{box-shadow:inset 3px 0 var(--accent);padding-left:.6rem}
+.roomier .kind{display:flex;align-items:center;gap:.5rem}.roomier .kind svg{width:.75rem;height:.75rem;flex:none}
 .roomier .heat{width:auto;table-layout:fixed;font-size:.82rem}
 .roomier .heat th,.roomier .heat td{border:2px solid var(--ground);padding:.4rem .55rem;text-align:right;
 white-space:nowrap}
@@ -92,8 +95,7 @@ white-space:nowrap}
 @media(max-width:40rem){
 .roomier main{padding:1.2rem .9rem 2rem}.roomier h1{font-size:1.3rem}
 .roomier .chart,.roomier .phases{margin-left:3.6rem}.roomier .chart{height:14rem}
-.roomier .ladder{grid-template-columns:1fr max-content;gap:.15rem .6rem}
-.roomier .ladder .bar{grid-column:1/-1;order:0;margin-bottom:.55rem}
+.roomier .ladder li{grid-template:"name size" "bar bar"/1fr max-content;gap:.2rem .6rem;margin-bottom:.8rem}
 .roomier .plans thead{position:absolute;width:1px;height:1px;overflow:hidden;clip-path:inset(50%)}
 .roomier .plans,.roomier .plans tbody,.roomier .plans tr{display:block}
 .roomier .plans tr{padding:.55rem 0;border-bottom:1px solid var(--line)}

@@ -140,14 +140,16 @@ def line_swatch() -> str:
     return f'<svg viewBox="0 0 12 12" aria-hidden="true">{path}</svg>'
 
 
-def round_ticks(top_bytes: float, num_most: int = 5) -> list[int]:
-    """Round numbers of bytes from 0 to ``top_bytes``, at most ``num_most`` and the 0."""
-    unit = 1
-    while unit * 1024 <= top_bytes:
-        unit *= 1024
-    steps = [unit * factor // 10 for factor in (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000)]
-    step = next(each for each in steps if each and top_bytes / each <= num_most)
-    return list(range(0, int(top_bytes) + 1, step))
+def round_ticks(top_bytes: float, num_most: int = 5) -> list[tuple[int, str]]:
+    """Round numbers of bytes from 0 to ``top_bytes``, at most ``num_most`` and the 0, as they are written."""
+    unit_bytes, unit = 1, "B"
+    for name in ("KiB", "MiB", "GiB", "TiB"):
+        if unit_bytes * 1024 <= top_bytes:
+            unit_bytes, unit = unit_bytes * 1024, name
+    steps = (factor / 10 for factor in (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000))
+    step = next((each for each in steps if top_bytes / unit_bytes / each <= num_most), top_bytes / unit_bytes)
+    numbers = [index * step for index in range(int(top_bytes / unit_bytes / step) + 1)]
+    return [(round(number * unit_bytes), f"{number:.4g}\u00a0{unit}" if number else "0") for number in numbers]
 
 
 def _moments(timeline: Sequence[Stretch]) -> list[tuple[float, Mapping[Kind, int]]]:
@@ -221,5 +223,7 @@ def _described(timeline: Sequence[Stretch], fixed_bytes: int) -> str:
     found = []
     for phase in dict.fromkeys(each.phase for each in timeline):
         top = max((each for each in timeline if each.phase == phase), key=lambda each: each.peak_bytes)
-        found.append(f"{phase}: at most {format_bytes(top.peak_bytes + fixed_bytes)}, in {moment_text(phase, top.place)}")
+        found.append(
+            f"{phase}: at most {format_bytes(top.peak_bytes + fixed_bytes)}, at {moment_text(phase, top.place)}"
+        )
     return "; ".join(found)

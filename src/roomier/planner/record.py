@@ -23,8 +23,9 @@ _FORMAT = 1
 
 def moment_text(phase: str, place: str) -> str:
     """Where in a step, in words: ``"backward of blocks.3"``."""
-    spoken = "the start of the step" if phase == "rest" else phase
-    return f"{spoken} of {place}" if place else spoken
+    if phase == "rest":
+        return "the start of the step"
+    return f"{phase} of {place}" if place else phase
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class Record:
         step: which one was tracked, from 1.
         ranks: by rank.
         budget_bytes: what a device was to hold; None where nobody said.
-        source: who made the forecast: ``"planned"``, before the run chose its plan, or ``"dry run"``, for the plan it had.
+        source: ``"planned"``: forecast when the run chose its plan; ``"dry run"``: for the plan it had.
         notes: what to know of the figures.
     """
 
@@ -77,7 +78,7 @@ class Record:
 
     @property
     def forecast_bytes(self) -> int:
-        """What is compared with :attr:`measured_bytes`: the tensors. A device's context, say, is in no allocator's count."""
+        """What is held against :attr:`measured_bytes`: tensors. A device's context, say, is in no allocator's count."""
         return self.forecast.tensor_bytes
 
     @property
@@ -94,8 +95,8 @@ class Record:
         peak = self.worst.peak
         where = moment_text(peak.phase, peak.place)
         return (
-            f"memory: forecast {format_bytes(self.forecast_bytes)}, measured {format_bytes(self.measured_bytes)} at "
-            f"{where} ({self.error:+.1%})".replace("%", " %")
+            f"memory: forecast {format_bytes(self.forecast_bytes, 2)}, measured "
+            f"{format_bytes(self.measured_bytes, 2)} at {where} ({self.error:+.1%})".replace("%", " %")
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -188,7 +189,9 @@ def record_from(data: Mapping[str, Any]) -> Record:
 def _machine_from(told: Mapping[str, Any]) -> Machine:
     kinds: dict[str, Any] = {"Device": Device, "Link": Link}
     types = {field.name: str(field.type) for field in fields(Machine)}
-    return Machine(**{name: kinds[types[name]](**value) if types[name] in kinds else value for name, value in told.items()})
+    return Machine(
+        **{name: kinds[types[name]](**value) if types[name] in kinds else value for name, value in told.items()}
+    )
 
 
 def _time_from(told: Mapping[str, Any] | None) -> StepTime | None:
