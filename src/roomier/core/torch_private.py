@@ -392,18 +392,25 @@ def fake_process_group(rank: int, size: int) -> Iterator[None]:
     it knew before is there again afterwards."""
     import torch.distributed as dist
     from torch.distributed import distributed_c10d
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    known = distributed_c10d._world
-    distributed_c10d._world = imagined = distributed_c10d._World()
-    imagined.group_count = known.group_count + 10_000  # names of groups are unique in a process
+    known, hook = distributed_c10d._world, sys.excepthook
+    num_groups, groups = known.group_count, set(known.pg_map)
+    distributed_c10d._world = imagined = distributed_c10d._World()  # of its own default group; the rest is shared
+    imagined.group_count = num_groups + 10_000  # names of groups are unique in a process
+    _clear_sharding_prop_cache()  # it knows meshes, and takes those of one shape for one
     try:
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
         yield
     finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        _clear_sharding_prop_cache()
         distributed_c10d._world = known
+        for made in [each for each in known.pg_map if each not in groups]:
+            dist.destroy_process_group(made)
+        known.group_count = num_groups  # the ranks of a real group count alike
+        distributed_c10d._update_default_pg(known.default_pg)
+        sys.excepthook = hook
 
 
 def fake_constant(tensor: Tensor) -> Tensor | None:
