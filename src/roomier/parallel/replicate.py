@@ -27,9 +27,10 @@ class Replicas:
 
     [Note: parameters without a gradient]
     DDP must be told before the first step whether some parameters may get none, and pays for looking at each step. So
-    the first step is taken without it: which gradients there are is looked at, they are averaged by hand, and only then
-    is DDP made. A model that leaves out a parameter in the first step, or is said to (``finds_unused``), is looked at
-    in each; one that does so only later is refused, by name.
+    the first step is taken without it: which gradients there are is looked at, and they are averaged by hand. DDP is
+    made when the next step begins: its buckets never stand beside the gradients of the first. A model that leaves out a
+    parameter in the first step, or is said to (``finds_unused``), is looked at in each; one that does so only later is
+    refused, by name.
 
     Args:
         by_hand: gradients are averaged after each backward, since it runs within a training step (manual optimization).
@@ -69,11 +70,14 @@ class Replicas:
         self._compression = compression
         self._ddp: DistributedDataParallel | None = None
         self._is_last = True
+        self._wraps_next = False
         self._trained = [each for each in network.parameters() if each.requires_grad]
 
     def begin_micro_batch(self, *, is_first: bool, is_last: bool) -> None:
         """Before the forward of each micro-batch of a step."""
         self._is_last = is_last
+        if self._wraps_next and torch.is_grad_enabled():  # not for an evaluation, which some ranks may have less of
+            self._wrap()
         if self._ddp is not None:
             self._ddp.require_backward_grad_sync = is_last
 
@@ -87,8 +91,8 @@ class Replicas:
             return
         if self._ddp is None:
             is_unused = average_gradients(self._trained, self._ranks, self._wire_dtype)
-            if not self._by_hand:
-                self._wrap(finds_unused=self._finds_unused or is_unused)
+            self._finds_unused |= is_unused
+            self._wraps_next = not self._by_hand
         elif not self._finds_unused and any(each.grad is None for each in self._trained):
             raise self._left_out()
 
@@ -107,11 +111,11 @@ class Replicas:
     def join_norms(self, norms: Sequence[Tensor]) -> Tensor:
         return torch_private.join_norms(norms)
 
-    def _wrap(self, *, finds_unused: bool) -> None:
+    def _wrap(self) -> None:
+        self._wraps_next = False
         runner = self.runner
         assert isinstance(runner, StepRunner)
-        self._finds_unused = finds_unused
-        if finds_unused:
+        if self._finds_unused:
             # torch warns where it looked for unused parameters and found none in a step: this one it always finds.
             runner.register_parameter("never_used", nn.Parameter(torch.zeros(1, device=self._device)))
         torch_private.leave_out_of_ddp(runner, _constant_buffers(runner))
@@ -122,7 +126,7 @@ class Replicas:
             runner,
             device_ids=[self._device.index] if self._device.type == "cuda" else None,
             gradient_as_bucket_view=True,  # else gradients stand in memory twice
-            find_unused_parameters=finds_unused,
+            find_unused_parameters=self._finds_unused,
         )
         if self._compression is not None:
             self._compression.register(self._ddp)

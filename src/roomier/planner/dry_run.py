@@ -96,7 +96,13 @@ def dry_run(workload: Workload, plan: Plan, *, rank: int = 0, is_pairwise: bool 
     with fake_world(world, is_pairwise=is_pairwise) as ranks:
         module = shapes_of(workload.module, precision_of(plan.precision.mode, device).weight_dtype)
         engine, _ = build(plan, module, lambda: configure(plan, module, lambda: _NUM_STEPS), EagerEngine, ranks)
-        return _tracked_step(engine, module, lambda: _micro_batches(workload, plan), clips=plan.batch.gradient_clip_val)
+        return _tracked_step(
+            engine,
+            module,
+            lambda: _micro_batches(workload, plan),
+            clips=plan.batch.gradient_clip_val,
+            num_steps_before=2 if plan.parallel.strategy == "ddp" else 1,  # DDP is there from the second on
+        )
 
 
 def _micro_batches(workload: Workload, plan: Plan) -> list[Any]:
@@ -107,7 +113,12 @@ def _micro_batches(workload: Workload, plan: Plan) -> list[Any]:
 
 
 def _tracked_step(
-    engine: EagerEngine, module: Module, make_batches: Callable[[], list[Any]], *, clips: float | None
+    engine: EagerEngine,
+    module: Module,
+    make_batches: Callable[[], list[Any]],
+    *,
+    clips: float | None,
+    num_steps_before: int,
 ) -> DryRun:
     takes_index = num_step_arguments(module, "training_step", 2) > 1
     places = named_places(network_of(module), find_blocks(network_of(module)))
@@ -132,7 +143,8 @@ def _tracked_step(
             tracker.place = place
 
         stack.enter_context(telling_places(places, tell))
-        step(tracker)  # the first makes the optimizer's states, and tells what each storage is for
+        for _ in range(num_steps_before):  # they make the optimizer's states, and tell what each storage is for
+            step(tracker)
         tracker.restart()
         stack.enter_context(counter.counting(lambda: (tracker.phase, tracker.place)))
         step(tracker)

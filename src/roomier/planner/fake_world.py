@@ -2,14 +2,14 @@
 
 [Note: what the fake world cannot tell]
 Tensors are torch's fake ones, on the CPU: shapes, dtypes and lifetimes are those of the run, values are not there.
-Where code asks for a value, the answer is what an ordinary step has: a flag is true, a count is 1, nothing is infinite.
+Where code asks for a value, the answer is what an ordinary step has: see [Note: made-up values].
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -18,8 +18,11 @@ from roomier.core import torch_private
 from roomier.core.log import quiet
 from roomier.core.ranks import Ranks
 from roomier.core.world import World
+from roomier.planner.answers import Answers
+from roomier.planner.rnn import rnn_functions
 
 T = TypeVar("T")
+_FEW_PARTS = 16  # of a tensor that is cut: each of them is made
 
 
 class FakeRanks(Ranks):
@@ -66,26 +69,18 @@ def fake_world(world: World, *, is_pairwise: bool) -> Iterator[FakeRanks]:
         if world.size > 1:
             stack.enter_context(torch_private.fake_process_group(world.rank, world.size))
         stack.enter_context(torch_private.fake_tensors())
-        stack.enter_context(torch_private.intercept(_Answers()))
+        stack.enter_context(torch_private.intercept(Answers()))
+        stack.enter_context(torch_private.replace_functions({**rnn_functions(), torch.chunk: _chunk}))
         yield FakeRanks(world, is_pairwise=is_pairwise)
 
 
-class _Answers:
-    """Answers what fake tensors cannot; see [Note: what the fake world cannot tell]."""
-
-    def __init__(self) -> None:
-        self._zeros: list[Tensor] = []
-
-    def __call__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        if func is torch_private.READS_VALUE and torch_private.fake_constant(args[0]) is None:
-            return self._value(args[0])
-        if func is torch.ops.aten.equal.default:
-            return True
-        if func is torch_private.UNSCALES:
-            self._zeros.append(args[1])
-        return func(*args, **kwargs)
-
-    def _value(self, tensor: Tensor) -> bool | int | float:
-        if any(each is tensor for each in self._zeros):
-            return 0.0
-        return True if tensor.dtype is torch.bool else 1.0 if tensor.is_floating_point() else 1
+def _chunk(tensor: Tensor, chunks: int, dim: int = 0) -> tuple[Tensor, ...]:
+    """``torch.chunk``. ``fully_shard`` cuts each parameter into as many parts as there are ranks: equal ones are made
+    once."""
+    has_gradient = torch.is_grad_enabled() and not tensor.is_leaf  # where each part has its own
+    if chunks <= _FEW_PARTS or has_gradient or not tensor.shape[dim]:
+        return tensor.chunk(chunks, dim)
+    length = tensor.shape[dim]
+    size = -(-length // chunks)
+    last = (length - 1) // size
+    return (*[tensor.narrow(dim, 0, size)] * last, tensor.narrow(dim, last * size, length - last * size))
