@@ -38,6 +38,7 @@ VERBS = {
     "validate": Verb("measure a model on its validation data", "roomier.cli.trainer_verbs"),
     "test": Verb("measure a model on its test data", "roomier.cli.trainer_verbs"),
     "predict": Verb("run a model over its prediction data", "roomier.cli.trainer_verbs"),
+    "plan": Verb("say what each plan costs on a machine, before it runs", "roomier.cli.plan_verb"),
     "export": Verb("write the weights of a checkpoint for other programs", "roomier.cli.export_verb"),
     "bench": Verb("run a named measurement of roomier itself", "roomier.cli.bench_verb"),
 }

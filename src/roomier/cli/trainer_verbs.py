@@ -29,7 +29,7 @@ def run(verb: str, arguments: Sequence[str]) -> int:
         RoomierError: an option is wrong, or what it asks for cannot work.
         SystemExit: ``--help`` or ``--print_config`` was answered; or a signal ended the run.
     """
-    with _current_folder_importable():
+    with current_folder_importable():
         parser = trainer_parser(verb)
         config = parse(parser, arguments)
         if config.seed_everything is not None:
@@ -61,7 +61,7 @@ def _say_if_nobody_takes_the_predictions(trainer: Trainer, model: nn.Module) -> 
 
 
 @contextlib.contextmanager
-def _current_folder_importable() -> Iterator[None]:
+def current_folder_importable() -> Iterator[None]:
     """``python -m`` and a script have their folder on the path, an installed command does not."""
     folder = os.getcwd()
     if folder in sys.path or "" in sys.path:

@@ -24,6 +24,16 @@ def format_count(count: float) -> str:
     return f"{count:.1f} T"
 
 
+def format_seconds(duration_s: float) -> str:
+    """``0.0123`` -> ``"12.3 ms"``; minutes and hours from 100 of the smaller unit on."""
+    if duration_s < 0.1:
+        return f"{duration_s * 1000:.3g} ms"
+    for unit, length_s in (("s", 1), ("min", 60)):
+        if duration_s < 100 * length_s:
+            return f"{duration_s / length_s:.3g} {unit}"
+    return f"{duration_s / 3600:.3g} h"
+
+
 _SIZE = re.compile(r"\s*(?P<number>[0-9]+(?:\.[0-9]+)?)\s*(?P<unit>[A-Za-z]*)\s*")
 _UNIT_BYTES: dict[str, int] = {
     "b": 1,

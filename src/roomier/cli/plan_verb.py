@@ -1,0 +1,146 @@
+"""``roomier plan``: what each plan costs on a machine, and the fastest that fits, before anything runs."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jsonargparse import ArgumentParser, Namespace
+
+from roomier.api.hooks import overrides
+from roomier.api.module import Module
+from roomier.cli.options import parse
+from roomier.cli.plan_options import check_asked, machine_asked, plan_asked, plan_parser, without_gpt
+from roomier.cli.trainer_verbs import current_folder_importable
+from roomier.core.errors import RoomierError
+from roomier.core.units import format_count
+from roomier.models.gpt import GPTConfig
+from roomier.plan import Plan
+from roomier.trainer import Trainer
+
+if TYPE_CHECKING:
+    from roomier.cli.workloads import Asked
+    from roomier.hardware.machine import Machine
+    from roomier.planner.choice import Choice
+    from roomier.planner.what_if import Grid
+
+EXIT_NOTHING_FITS = 1
+
+
+def run(verb: str, arguments: Sequence[str]) -> int:
+    """Plan, and show it: a table, or with ``--json`` one JSON object and nothing else, on standard output.
+
+    Returns:
+        0 where a plan fits, 1 where none does.
+
+    Raises:
+        RoomierError: an option is wrong, or what it asks for cannot work.
+        SystemExit: ``--help`` or ``--print_config`` was answered.
+    """
+    with current_folder_importable():
+        gpt, words = without_gpt(arguments)
+        parser = plan_parser(gpt)
+        config = parse(parser, words)
+        check_asked(config, gpt)
+        with contextlib.redirect_stdout(sys.stderr):  # what a user's code prints is no part of the answer
+            machine = machine_asked(config)
+            asked = _asked(parser, config, gpt)
+            plan = plan_asked(config, machine, optimizes_itself=_optimizes_itself(asked.workload.module))
+            choice = _choose(asked, plan, machine)
+            grid = _what_if(asked, plan, choice) if config.what_if or config.html is not None else None
+        if config.html is not None:
+            _write_page(Path(config.html), asked, choice, grid)
+    if config.json:
+        print(json.dumps(choice.as_dict() | ({} if grid is None else {"what_if": _grid_as_dict(grid)})))
+    else:
+        _show(asked, plan, choice, grid if config.what_if else None)
+    return 0 if choice.chosen is not None else EXIT_NOTHING_FITS
+
+
+def _asked(parser: ArgumentParser, config: Namespace, gpt: str | None) -> Asked:
+    from roomier.cli import workloads
+
+    if config.hf is not None:
+        return workloads.asked_hugging_face(config.hf, config.batch_size, config.seq_len)
+    if gpt is not None:
+        return workloads.asked_gpt(GPTConfig(**config.model.as_dict()), config.batch_size, config.seq_len)
+    stand_in = Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
+    return workloads.asked_class(parser, config, config.input, config.batch_size, stand_in)
+
+
+def _optimizes_itself(module: Module) -> bool:
+    return overrides(module, "configure_optimizers", Module)
+
+
+def _choose(asked: Asked, plan: Plan, machine: Machine) -> Choice:
+    from roomier.planner.choose import choose
+
+    return choose(asked.workload, plan, machine)
+
+
+def _what_if(asked: Asked, plan: Plan, choice: Choice) -> Grid | None:
+    """Other batches under the chosen plan; where nothing fits, under that which comes nearest."""
+    from roomier.planner.what_if import around, what_if
+
+    shown = next((each for each in choice.considered if each.forecast is not None), None)
+    if shown is None:
+        return None
+    workload, at_length = asked.workload, asked.at_length
+    rows: list[tuple[int, Any]] = [(0, lambda: workload)]
+    name = ""
+    if at_length is not None and asked.length is not None:
+        name = "tokens"
+        rows = [(each, _later(at_length, each)) for each in around(asked.length, asked.longest)]
+    batches = around(shown.micro_batch)
+    return what_if(rows, batches, shown.plan, choice.machine, choice.budget_bytes, row_name=name)
+
+
+def _later(make: Any, length: int) -> Any:
+    return lambda: make(length)
+
+
+def _grid_as_dict(grid: Grid) -> dict[str, Any]:
+    return {
+        "rows": {"name": grid.row_name, "values": list(grid.rows)},
+        "columns": {"name": grid.column_name, "values": list(grid.columns)},
+        "peak_bytes": [list(each) for each in grid.peak_bytes],
+    }
+
+
+def _show(asked: Asked, plan: Plan, choice: Choice, grid: Grid | None) -> None:
+    from rich.console import Console
+
+    from roomier.cli.workloads import tokens_per_sample
+    from roomier.planner.tables import choice_table, what_if_table
+
+    console = Console(soft_wrap=False)
+    console.print(_subject(asked, plan), highlight=False, markup=False)
+    console.print(choice_table(choice, tokens_per_sample=tokens_per_sample(asked.workload)))
+    if grid is not None:
+        console.print()
+        console.print(what_if_table(grid))
+
+
+def _subject(asked: Asked, plan: Plan) -> str:
+    length = "" if asked.length is None else f" of {asked.length} tokens"
+    own = " (its own)" if plan.optimizer.name is None else ""
+    batch = f"{plan.batch.accumulate_grad_batches} x {asked.workload.batch_size} samples{length}"
+    return (
+        f"{asked.name}, {format_count(asked.workload.num_parameters)} parameters; {batch} on each device; "
+        f"{plan.optimizer.name or 'optimizer'}{own}, {plan.precision.mode}"
+    )
+
+
+def _write_page(path: Path, asked: Asked, choice: Choice, grid: Grid | None) -> None:
+    from roomier.planner.page import page_of
+
+    name = f"{asked.name}, {format_count(asked.workload.num_parameters)} parameters"
+    try:
+        path.write_text(page_of(choice, grid, title="", subject=name))
+    except OSError as error:
+        raise RoomierError("--html", str(path), f"cannot be written: {error.strerror}", "Name another file") from error
+    print(f"roomier: {path} is written", file=sys.stderr)

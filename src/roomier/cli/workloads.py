@@ -1,0 +1,198 @@
+"""The ways to name what is planned for: a class with arguments, the GPT of roomier, a Hugging Face configuration."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jsonargparse import ArgumentParser, Namespace
+from torch import Tensor, nn
+
+from roomier.api.datamodule import DataModule
+from roomier.api.forward import as_module
+from roomier.api.hooks import overrides
+from roomier.api.module import Module
+from roomier.core.errors import RoomierError
+from roomier.core.log import notice
+from roomier.core.tree import tensors
+from roomier.data.loaders import as_loaders
+from roomier.models.gpt import GPT, GPTConfig
+from roomier.planner.workload import Workload
+
+DEFAULT_BATCH = 8
+_NUM_STEPS = 1000  # of the run, for schedules that ask: none of them changes what a step costs
+_INPUT = re.compile(r"\s*(?:(?P<name>\w+)\s*=)?\s*(?P<dtype>\w+)\s*\[(?P<sizes>[\d,\s]*)\]\s*")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is planned for.
+
+    Attributes:
+        name: of the model.
+        workload: with the micro-batch that was asked for.
+        at_length: the same with sequences of another length; None where there are none to change.
+        length: of its sequences, in tokens.
+        longest: that the model takes; None for any.
+    """
+
+    name: str
+    workload: Workload
+    at_length: Callable[[int], Workload] | None = None
+    length: int | None = None
+    longest: int | None = None
+
+
+def asked_gpt(config: GPTConfig, batch_size: int | None, num_tokens: int | None) -> Asked:
+    """Roomier's own GPT.
+
+    Raises:
+        RoomierError: the sequences are longer than its context.
+    """
+    length = num_tokens or config.context
+    if length > config.context:
+        problem = f"is longer than the {config.context} positions of the model"
+        raise RoomierError("seq_len", length, problem, "Shorten the sequences, or raise --model.context")
+    with torch.device("meta"):
+        module = as_module(GPT(config))
+
+    def at_length(num_tokens: int) -> Workload:
+        samples = batch_size or DEFAULT_BATCH
+        batch = {name: _made(torch.long, (samples, num_tokens)) for name in ("input_ids", "targets")}
+        return Workload(module, batch, samples)
+
+    return Asked("GPT", at_length(length), at_length, length, config.context)
+
+
+def asked_hugging_face(path: str, batch_size: int | None, num_tokens: int | None) -> Asked:
+    """The model of a ``config.json``.
+
+    Raises:
+        RoomierError: it cannot be read, or is for a kind of model that is not known here.
+    """
+    try:
+        from roomier.planner.hugging_face import read_config, workload_of_config
+
+        config = read_config(path)
+    except ImportError as error:
+        raise RoomierError("hf", path, f"needs transformers: {error}", "Run `pip install transformers`") from error
+
+    def at_length(num_tokens: int | None) -> Workload:
+        return workload_of_config(config, batch_size or DEFAULT_BATCH, num_tokens)
+
+    workload = at_length(num_tokens)
+    ids = workload.batch.get("input_ids")
+    name = type(workload.module.network).__name__
+    if ids is None:
+        return Asked(name, workload)
+    text = config.get_text_config()
+    longest = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None)
+    return Asked(name, workload, at_length, ids.shape[1], longest)
+
+
+def asked_class(
+    parser: ArgumentParser, config: Namespace, inputs: Sequence[str], batch_size: int | None, stand_in: Any
+) -> Asked:
+    """A class with its arguments, and a batch as its data gives it, or as ``inputs`` say.
+
+    Args:
+        config: all options; ``model`` and ``data`` are taken.
+        inputs: ``"x=float32[8,3,224,224]"`` for each tensor of a batch; empty reads one from the data.
+        stand_in: the Trainer that the model and its data may ask.
+
+    Raises:
+        RoomierError: there is no data, or it cannot be read.
+    """
+    module = as_module(_on_meta_if_it_can(parser, config))
+    data = None if config.get("data") is None else parser.instantiate(_only(config, "data")).data
+    stand_in.attach(module, data)
+    stand_in.estimate_steps = lambda: _NUM_STEPS
+    module.__dict__["_trainer"] = stand_in
+    workload = Workload.of(module, batch_of(inputs) if inputs else _first_batch(module, data, stand_in))
+    if batch_size is not None:
+        workload = workload.with_batch_size(batch_size)
+    network = getattr(module, "network", module)
+    return Asked(type(network).__name__, workload)
+
+
+def tokens_per_sample(workload: Workload) -> int | None:
+    """Tokens of a sequence, where a batch is of sequences of them: integers, all of the samples' shape ``[T]``."""
+    found = [each for each in tensors(workload.batch) if each.dim() >= 1 and each.shape[0] == workload.batch_size]
+    is_text = bool(found) and not any(each.is_floating_point() for each in found) and found[0].dim() == 2
+    return found[0].shape[1] if is_text else None
+
+
+def batch_of(inputs: Sequence[str]) -> Any:
+    """A batch without values: ``["x=float32[8,3]", "y=int64[8]"]`` is a dict; without names a tuple, or one tensor.
+
+    Raises:
+        RoomierError: one has another form, or some have names and others do not.
+    """
+    made: list[tuple[str | None, Tensor]] = []
+    for text in (each for given in inputs for each in given.split(";")):
+        found = _INPUT.fullmatch(text)
+        dtype = getattr(torch, found["dtype"], None) if found else None
+        sizes = tuple(int(each) for each in found["sizes"].split(",") if each.strip()) if found else ()
+        if found is None or not isinstance(dtype, torch.dtype) or not sizes:
+            action = "Write name=dtype[sizes], samples first, such as 'x=float32[8,3,224,224]' or 'label=int64[8]'"
+            raise RoomierError("input", text, "is not a name, a dtype and sizes", action)
+        made.append((found["name"], _made(dtype, sizes)))
+    names = [name for name, _ in made if name is not None]
+    if names and (len(names) < len(made) or len(set(names)) < len(made)):
+        raise RoomierError("input", list(inputs), "has tensors without a name of their own", "Name each, or none")
+    if names:
+        return {str(name): tensor for name, tensor in made}
+    return made[0][1] if len(made) == 1 else tuple(tensor for _, tensor in made)
+
+
+def _made(dtype: torch.dtype, sizes: tuple[int, ...]) -> Tensor:
+    return torch.empty(sizes, dtype=dtype, device="meta")
+
+
+def _only(config: Namespace, name: str) -> Namespace:
+    """``config`` with ``name`` alone of the classes in it."""
+    kept = config.clone()
+    for other in ("model", "data"):
+        if other != name:
+            kept[other] = None
+    return kept
+
+
+def _on_meta_if_it_can(parser: ArgumentParser, config: Namespace) -> nn.Module:
+    wanted = _only(config, "model")
+
+    def make() -> nn.Module:
+        model: nn.Module = parser.instantiate(wanted).model
+        if isinstance(model, Module) and overrides(model, "configure_model", Module):
+            model.configure_model()
+        return model
+
+    try:
+        with torch.device("meta"):
+            return make()
+    except RoomierError:
+        raise
+    except Exception as error:  # any code may stand in a constructor: if it is wrong, it says so without meta too
+        model = make()
+        notice(f"the model was built in memory: on meta its constructor fails ({type(error).__name__}: {error})")
+        return model
+
+
+def _first_batch(module: Module, data: DataModule | None, stand_in: Any) -> Any:
+    if data is not None:
+        data.trainer = stand_in
+        data.prepare_data()
+        data.setup("fit")
+    loader = module.train_dataloader() if data is None else data.train_dataloader()
+    if loader is None:
+        action = "Pass --data with a DataModule, or the shapes of a batch: --input 'x=float32[8,3,224,224]'"
+        raise RoomierError("data", None, "there is no batch to plan for", action)
+    [first, *_] = as_loaders(loader, "train_dataloader")
+    try:
+        return next(iter(first))
+    except StopIteration:
+        name = type(data or module).__name__
+        raise RoomierError("data", name, "gives no batch", "Give it one sample at least") from None

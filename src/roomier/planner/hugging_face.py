@@ -1,0 +1,175 @@
+"""A Hugging Face configuration as a workload: the model as shapes, and a batch as its kind of model reads it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from roomier.api.forward import as_module
+from roomier.core.errors import RoomierError, did_you_mean
+from roomier.planner.workload import Workload
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+DEFAULT_TOKENS = 2048
+"""Of a sequence, where the model can take them and nobody says how many."""
+_DEFAULT_LABEL_TOKENS = 128  # of what was said in a stretch of speech
+_DEFAULT_IMAGE_SIZE = 224
+
+# Where a configuration names no class: what its kind is trained for first. That for text comes before that of a part
+# of it (a decoder as a language model, say).
+_AUTO_CLASSES = (
+    "AutoModelForPreTraining",
+    "AutoModelForMaskedLM",
+    "AutoModelForSpeechSeq2Seq",
+    "AutoModelForSeq2SeqLM",
+    "AutoModelForImageClassification",
+    "AutoModelForCausalLM",
+)
+
+
+def read_config(path: str | Path) -> PreTrainedConfig:
+    """The configuration in a ``config.json``, or in the folder of a model. Code beside it is not run.
+
+    Raises:
+        RoomierError: it cannot be read, or transformers does not know its ``model_type``.
+    """
+    from transformers import CONFIG_MAPPING
+
+    file = Path(path)
+    file = file / "config.json" if file.is_dir() else file
+    try:
+        values = json.loads(file.read_text())
+    except OSError as error:
+        action = "Give the path of a config.json, or the folder of a model with one"
+        raise RoomierError("hf", str(path), f"cannot be read: {error.strerror}", action) from None
+    except ValueError as error:
+        raise RoomierError("hf", str(path), f"is not JSON: {error}", "Give a model's config.json") from None
+    kind = values.pop("model_type", None) if isinstance(values, dict) else None
+    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
+        problem = "has no model_type" if kind is None else f"has the model_type {kind!r}, unknown to transformers"
+        action = 'Add "model_type", such as "llama"' if kind is None else did_you_mean(str(kind), CONFIG_MAPPING)
+        raise RoomierError("hf", str(path), problem, action)
+    try:
+        return CONFIG_MAPPING[kind](**values)
+    except Exception as error:
+        problem = f"is no configuration of a {kind}: {' '.join(str(error).split())}"
+        raise RoomierError("hf", str(path), problem, "Correct config.json") from error
+
+
+def workload_of_config(config: PreTrainedConfig, batch_size: int, num_tokens: int | None = None) -> Workload:
+    """A model of ``config`` as it is trained, and a batch for it, both without memory.
+
+    Args:
+        num_tokens: of a sequence, or of what was said in a stretch of speech. None is what the model takes, at most
+            ``DEFAULT_TOKENS``. Images have the size that the configuration gives.
+
+    Raises:
+        RoomierError: no model with a loss is known for ``config``, or none of the batches known here is for it.
+    """
+    kind = model_class(config)
+    make_batch = _batch_of(kind)
+    if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
+        config.decoder_start_token_id = getattr(config, "pad_token_id", None) or 0  # older files leave it out
+    with torch.device("meta"):
+        network = kind(config)
+        batch = make_batch(config, batch_size, num_tokens)
+    return Workload(as_module(network.train()), batch, batch_size)
+
+
+def model_class(config: PreTrainedConfig) -> type[nn.Module]:
+    """The class that ``config`` names under ``architectures``, where it computes a loss; else one for its kind."""
+    import transformers
+
+    named = [getattr(transformers, name, None) for name in config.architectures or ()]
+    of_kind = [getattr(transformers, auto)._model_mapping.get(type(config), None) for auto in _AUTO_CLASSES]
+    for found in (*named, *of_kind):
+        kind = found[0] if isinstance(found, (list, tuple)) else found
+        # Bare models compute no loss; those for pretraining are known by the names of others too.
+        name = "" if kind is None else kind.__name__
+        if ("For" in name or "LMHead" in name) and not name.endswith("ForPreTraining"):
+            return kind  # type: ignore[no-any-return]
+    action = 'Name a class that computes a loss under "architectures" in config.json, or pass --model and --input'
+    raise RoomierError("hf", config.model_type, "no model that computes a loss is known for it", action)
+
+
+# Batches: (configuration, samples, length) -> keyword arguments of a forward. On the device in force.
+
+_MakeBatch = Callable[[Any, int, int | None], dict[str, Any]]
+
+
+def _batch_of(kind: type[nn.Module]) -> _MakeBatch:
+    name, inputs = kind.__name__, getattr(kind, "main_input_name", "input_ids")
+    if inputs == "input_ids":
+        found = {
+            "ForSequenceClassification": _classified_text,
+            "ForTokenClassification": _text,
+            "ForQuestionAnswering": _answered_text,
+            "ForCausalLM": _text,
+            "LMHeadModel": _text,
+            "ForMaskedLM": _text,
+            "ForConditionalGeneration": _text,
+        }
+    else:
+        found = {
+            "ForImageClassification": _classified_images,
+            "ForConditionalGeneration": _transcribed_speech,
+        }
+    for ending, make in found.items():
+        if name.endswith(ending) and not (make is _transcribed_speech and inputs != "input_features"):
+            return make
+    action = "Pass --model transformers." + name + " and --input 'name=float32[8,3,224,224]' for each of its inputs"
+    raise RoomierError("hf", name, f"what a batch of it looks like is not known here (it reads {inputs})", action)
+
+
+def _text(config: Any, batch_size: int, num_tokens: int | None) -> dict[str, Tensor]:
+    tokens = _ids(batch_size, _length(config, num_tokens))
+    return {"input_ids": tokens, "labels": tokens.clone()}
+
+
+def _classified_text(config: Any, batch_size: int, num_tokens: int | None) -> dict[str, Tensor]:
+    return {"input_ids": _ids(batch_size, _length(config, num_tokens)), "labels": _ids(batch_size)}
+
+
+def _answered_text(config: Any, batch_size: int, num_tokens: int | None) -> dict[str, Tensor]:
+    tokens = _ids(batch_size, _length(config, num_tokens))
+    return {"input_ids": tokens, "start_positions": _ids(batch_size), "end_positions": _ids(batch_size)}
+
+
+def _classified_images(config: Any, batch_size: int, num_tokens: int | None) -> dict[str, Tensor]:
+    size = getattr(config, "image_size", None) or _DEFAULT_IMAGE_SIZE
+    height, width = size if isinstance(size, (list, tuple)) else (size, size)
+    channels = getattr(config, "num_channels", 3)
+    return {"pixel_values": torch.empty(batch_size, channels, height, width), "labels": _ids(batch_size)}
+
+
+def _transcribed_speech(config: Any, batch_size: int, num_tokens: int | None) -> dict[str, Tensor]:
+    num_bins = getattr(config, "num_mel_bins", None) or config.input_feat_per_channel
+    # Whisper's encoder halves the frames of its 30 seconds; others take any number.
+    num_frames = 2 * getattr(config, "max_source_positions", 1500)
+    num_labels = num_tokens or min(config.max_target_positions, _DEFAULT_LABEL_TOKENS)
+    features = torch.empty(batch_size, num_bins, num_frames)
+    if config.model_type == "speech_to_text":
+        features = torch.empty(batch_size, num_frames // 2, num_bins)
+    return {"input_features": features, "labels": _ids(batch_size, num_labels)}
+
+
+def _ids(*shape: int) -> Tensor:
+    return torch.empty(*shape, dtype=torch.long)
+
+
+def _length(config: Any, num_tokens: int | None) -> int:
+    text = config.get_text_config()
+    longest = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None)
+    if num_tokens is None:
+        return min(longest or DEFAULT_TOKENS, DEFAULT_TOKENS)
+    if longest is not None and num_tokens > longest:
+        problem = f"is longer than the {longest} positions of the model"
+        raise RoomierError("seq_len", num_tokens, problem, "Shorten the sequences, or raise it in config.json")
+    return num_tokens

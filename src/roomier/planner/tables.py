@@ -1,0 +1,193 @@
+"""What was planned, as tables for a terminal or a notebook (rich)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from roomier.core.units import format_bytes, format_count, format_seconds
+from roomier.memory.kinds import Kind
+from roomier.plan import Plan
+from roomier.plan.choices import Kind as Label
+from roomier.plan.table import rows
+from roomier.planner.choice import Choice, Considered, words_of
+from roomier.planner.forecast import Forecast
+from roomier.planner.what_if import Grid
+
+_MAX_PLANS = 8  # priced ones; at least one of each strategy is shown whatever this says
+_MAX_REFUSED = 6
+_LABELS = (Label.APPROXIMATE, Label.NEAR, Label.EXACT)
+
+STATES = (Kind.PARAMETER, Kind.GRADIENT, Kind.OPTIMIZER_STATE)
+"""What is there whatever is computed: the model states."""
+ACTIVATIONS = (Kind.ACTIVATION,)
+"""What is kept for a backward."""
+
+
+def choice_table(
+    choice: Choice, *, tokens_per_sample: int | None = None, max_plans: int = _MAX_PLANS
+) -> RenderableType:
+    """The chosen plan, the best few beside it, and what was refused with the reasons.
+
+    Args:
+        tokens_per_sample: tells the speed in tokens; None in samples.
+        max_plans: how many plans with a forecast are shown; of each strategy the best one always is.
+    """
+    shown = _best_of_all(choice.considered, max_plans)
+    unit, unit_bytes = _common_unit([each.forecast.peak_bytes for each in shown if each.forecast is not None])
+    speed = "samples/s" if tokens_per_sample is None else "tokens/s"
+    table = _table(_title(choice))
+    table.add_column("plan", overflow="fold", ratio=1)
+    table.add_column("batch", no_wrap=True)
+    for head in (f"peak {unit}", "states", "activ.", "rest", "step", speed):
+        table.add_column(head, justify="right", no_wrap=head != f"peak {unit}")
+    table.add_column("kind")
+    table.add_column("fits", no_wrap=True)
+    for each in shown:
+        is_chosen = choice.chosen is not None and each is choice.considered[0]
+        style = "bold" if is_chosen else "" if each.fits else "dim"
+        table.add_row(*_cells(each, unit_bytes, tokens_per_sample), style=style)
+    refused = [each for each in choice.considered if each.forecast is None]
+    return Group(table, Text(_verdict(choice)), *_refused_lines(refused))
+
+
+def forecast_table(forecast: Forecast, budget_bytes: int | None = None) -> Table:
+    """What one device holds at the peak of a step, by what it is for."""
+    peak = forecast.peak
+    where = " ".join(word for word in (peak.phase, peak.place) if word)
+    table = Table(
+        "at the peak of a step", title=f"{label_of(forecast.plan)}, in {where}", title_justify="left", box=None
+    )
+    table.add_column("bytes", justify="right")
+    named = {kind.value.replace("_", " "): count for kind, count in forecast.bytes_by_kind.items()}
+    for name, count in (*named.items(), *forecast.fixed_bytes.items()):
+        if count:
+            table.add_row(name, format_bytes(count))
+    total = format_bytes(forecast.peak_bytes)
+    table.add_row("all", total if budget_bytes is None else f"{total} of {format_bytes(budget_bytes)}", style="bold")
+    return table
+
+
+def what_if_table(grid: Grid) -> Table:
+    """The peak for other batches; what does not fit is in brackets."""
+    title = f"Peak on each device; in brackets what is more than {format_bytes(grid.budget_bytes)}"
+    table = _table(Text(title))
+    table.add_column(f"{grid.row_name} \\ {grid.column_name}".lstrip(" \\"))
+    for column in grid.columns:
+        table.add_column(str(column), justify="right", no_wrap=True)
+    for row, peaks in zip(grid.rows, grid.peak_bytes, strict=True):
+        cells = (_peak_cell(peak, grid.budget_bytes) for peak in peaks)
+        table.add_row(str(row) if row else "", *cells)
+    return table
+
+
+def label_of(plan: Plan) -> Label:
+    """How true the plan is to a plain float32 step: the least of its choices."""
+    kinds = {row.kind for row in rows(plan)}
+    return next(label for label in _LABELS if label in kinds)
+
+
+def bytes_in_three(forecast: Forecast) -> tuple[int, int, int]:
+    """Model states, activations, and all the rest at the peak."""
+    found = forecast.bytes_by_kind
+    states = sum(found.get(kind, 0) for kind in STATES)
+    activations = sum(found.get(kind, 0) for kind in ACTIVATIONS)
+    return states, activations, forecast.peak_bytes - states - activations
+
+
+def levers_of(plan: Plan) -> list[str]:
+    """What the plan does besides its strategy, in a word or two each."""
+    activation, words = plan.activation, []
+    if activation.policy != "none":
+        words.append(f"{activation.policy} recompute" if activation.policy != "budget" else "recompute by budget")
+    if plan.offload.activations != "none":
+        words.append("activations on host")
+    if plan.loss.chunked:
+        words.append("chunked loss")
+    if plan.optimizer.step_in_backward != "none":
+        words.append("step in backward")
+    if plan.precision.mode != "32-true":
+        words.append(plan.precision.mode)
+    if plan.optimizer.name not in (None, "adamw"):
+        words.append(str(plan.optimizer.name))
+    return words
+
+
+def _best_of_all(considered: Sequence[Considered], max_plans: int) -> list[Considered]:
+    """The first ``max_plans`` of those with a forecast, and the first of each strategy that is not among them."""
+    priced = [each for each in considered if each.forecast is not None]
+    first = {each.plan.parallel.strategy: each for each in reversed(priced)}
+    kept = {id(each) for each in first.values()}
+    for each in priced:
+        if len(kept) >= max_plans:
+            break
+        kept.add(id(each))
+    return [each for each in priced if id(each) in kept]
+
+
+def _table(title: Text) -> Table:
+    return Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 1, 0, 0), pad_edge=False)
+
+
+def _cells(each: Considered, unit_bytes: int, tokens_per_sample: int | None) -> list[Text]:
+    forecast, plan = each.forecast, each.plan
+    assert forecast is not None
+    copies = f" ({plan.parallel.shard_size} a copy)" if plan.parallel.strategy == "hsdp" else ""
+    step_s = None if forecast.time is None else forecast.time.total_s
+    num_items = forecast.global_batch * (tokens_per_sample or 1)
+    cells = [
+        ", ".join([plan.parallel.strategy + copies, *levers_of(plan)]),
+        f"{plan.batch.accumulate_grad_batches} x {each.micro_batch}",
+        *(f"{count / unit_bytes:.1f}" for count in (forecast.peak_bytes, *bytes_in_three(forecast))),
+        "" if step_s is None else format_seconds(step_s),
+        "" if not step_s else format_count(num_items / step_s),
+        label_of(plan).value,
+        "yes" if each.fits else "no",
+    ]
+    return [Text(cell) for cell in cells]
+
+
+def _common_unit(counts: Sequence[int]) -> tuple[str, int]:
+    """In which all of ``counts`` are short to read."""
+    largest = max(counts, default=0)
+    return ("GiB", 2**30) if largest >= 2**30 else ("MiB", 2**20)
+
+
+def _title(choice: Choice) -> Text:
+    machine = choice.machine
+    nodes = "" if machine.num_nodes == 1 else f" on each of {machine.num_nodes} nodes"
+    device = f"{machine.devices_per_node} x {machine.device.name}{nodes}"
+    return Text(f"{device}, {format_bytes(choice.budget_bytes)} to be used of each")
+
+
+def _verdict(choice: Choice) -> str:
+    took = f"Planned in {format_seconds(choice.planning_s)}."
+    if choice.chosen is not None:
+        return f"{choice.why[:1].upper()}{choice.why[1:]}. {took}"
+    found = next((each for each in choice.considered if each.forecast is not None), None)
+    if found is None or found.forecast is None:
+        return f"Nothing fits. {took}"
+    how, needs = words_of(found.plan, found.micro_batch), format_bytes(found.forecast.peak_bytes)
+    return f"Nothing fits. The nearest, {how}, needs {needs} of {format_bytes(choice.budget_bytes)}. {took}"
+
+
+def _refused_lines(refused: Sequence[Considered]) -> Iterable[Text]:
+    reasons: dict[str, list[str]] = {}
+    for each in refused:
+        strategies = reasons.setdefault(each.reason, [])
+        if each.plan.parallel.strategy not in strategies:
+            strategies.append(each.plan.parallel.strategy)
+    for reason, strategies in list(reasons.items())[:_MAX_REFUSED]:
+        yield Text(f"refused: {', '.join(strategies)}: {reason}")
+    if len(reasons) > _MAX_REFUSED:
+        yield Text(f"refused: {len(reasons) - _MAX_REFUSED} more, which --json lists")
+
+
+def _peak_cell(num_bytes: int | None, budget_bytes: int) -> Text:
+    if num_bytes is None:
+        return Text("-")
+    text = format_bytes(num_bytes)
+    return Text(text, style="bold") if num_bytes <= budget_bytes else Text(f"[{text}]", style="dim")
