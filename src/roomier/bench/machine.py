@@ -15,6 +15,7 @@ import psutil
 import torch
 
 import roomier
+from roomier.hardware.host import cpu_model, num_cores
 
 _PACKAGE = Path(roomier.__file__).parent
 
@@ -34,22 +35,13 @@ def circumstances(command: list[str] | None = None) -> dict[str, Any]:
         **commit(),
         "machine": {
             "cpu": cpu_model(),
-            "num_cores": len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count(),
+            "num_cores": num_cores(),
             "memory_bytes": psutil.virtual_memory().total,
             "load_average": round(os.getloadavg()[0], 2),
             "devices": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
             "system": platform.platform(terse=True),
         },
     }
-
-
-def cpu_model() -> str:
-    """The name the processor gives itself."""
-    if sys.platform == "linux":
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def commit() -> dict[str, Any]:

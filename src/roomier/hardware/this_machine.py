@@ -1,16 +1,160 @@
-"""The machine this process runs on, as a value."""
+"""The machine this process runs on, as a value: by what ``roomier hardware`` measured, else by a quick look."""
 
 from __future__ import annotations
 
-import psutil
+from dataclasses import replace
+from functools import cache
+
 import torch
 
+from roomier.core.device import resolve_device
+from roomier.hardware import measured as measurements
+from roomier.hardware.devices import sheet_of
+from roomier.hardware.host import available_memory_bytes, total_memory_bytes
 from roomier.hardware.machine import Device, Link, Machine
+from roomier.hardware.measured import Circumstances, Measured, circumstances_of
+from roomier.hardware.measuring import measure_quickly
+
+# Where nothing was measured: loopback between processes of one host, and one drive of a usual server. Assumed.
+_EXCHANGE = Link(2e9, 2e-4)
+_NETWORK = Link(1.25e9, 5e-5)  # 10 Gbit/s; between machines nothing is measured at all
+_DISK_READ, _DISK_WRITE = Link(1e9, 1e-4), Link(0.5e9, 1e-4)
 
 
-def this_machine(devices: int = 1, num_nodes: int = 1) -> Machine:
-    """This machine with ``devices`` ranks on each of ``num_nodes`` nodes."""
-    memory_bytes = psutil.virtual_memory().total
-    device = Device("cpu", "cpu", memory_bytes // devices, {"fp32": 50e9 * torch.get_num_threads()}, 10e9)
-    memory = Link(10e9)
-    return Machine(device, devices, num_nodes, memory, memory, memory, Link(1e9), Link(1e9), memory_bytes, "assumed")
+def this_machine(devices: int = 1, num_nodes: int = 1, accelerator: str = "auto") -> Machine:
+    """This machine with ``devices`` ranks on each of ``num_nodes`` nodes like it.
+
+    Rates are those that ``roomier hardware`` measured and kept, if it did so on this host with the same processor,
+    version of torch, number of ranks and of threads for each. Else GPUs of the table have the rates of their data
+    sheets, and everything else is looked at quickly, in about a second and once in a process; ``source`` says which.
+    Memory is what there is now.
+
+    Args:
+        accelerator: as the Trainer takes it.
+
+    Raises:
+        RoomierError: the accelerator is named and this machine has none.
+    """
+    device = resolve_device(accelerator)
+    return machine_from(device, found_or_measured(device, devices), devices, num_nodes)
+
+
+def machine_from(device: torch.device, measured: Measured | None, devices: int, num_nodes: int) -> Machine:
+    """The value.
+
+    Args:
+        measured: None is the data sheet of ``device``, a GPU of the table.
+    """
+    gpu = _gpu(device, devices, num_nodes)
+    if measured is None:
+        assert gpu is not None
+        return gpu
+    known = _with_rates(device, measured, gpu)
+    exchange, reduce = _link(measured.gather), _link(measured.reduce)
+    memory = Link(measured.memory_bytes_per_s)
+    is_in_memory = device.type != "cuda"
+    return Machine(
+        device=replace(known, memory_bytes=_memory_bytes(device, devices)),
+        devices_per_node=devices,
+        num_nodes=num_nodes,
+        in_node=exchange or (gpu.in_node if gpu else _EXCHANGE),
+        between_nodes=gpu.between_nodes if gpu else _NETWORK,
+        to_host=memory if is_in_memory else Link(measured.host_bytes_per_s or 12e9, 1e-5),
+        disk_read=_DISK_READ if measured.disk_read is None else Link(measured.disk_read, _DISK_READ.latency_s),
+        disk_write=_DISK_WRITE if measured.disk_write is None else Link(measured.disk_write, _DISK_WRITE.latency_s),
+        host_memory_bytes=total_memory_bytes(),
+        source=_source(measured),
+        in_node_reduce=reduce,
+    )
+
+
+def found_or_measured(device: torch.device, num_ranks: int) -> Measured | None:
+    """What is kept for ``num_ranks`` here and now, else a quick look; None where a data sheet is better than that.
+
+    The disk and the exchanges of a quick look are those of another measurement of this host, where there is one.
+    """
+    circumstances = circumstances_of(device, num_ranks)
+    kept = measurements.stored()
+    for each in kept:
+        if each.circumstances == circumstances:
+            return each
+    if device.type == "cuda" and sheet_of(circumstances.device) is not None:
+        return None
+    return _with_links_of_others(_quick_look(device, circumstances), kept)
+
+
+@cache
+def _quick_look(device: torch.device, circumstances: Circumstances) -> Measured:
+    return measure_quickly(device, circumstances.num_ranks)
+
+
+def _with_links_of_others(quick: Measured, kept: list[Measured]) -> Measured:
+    here = [each for each in kept if each.circumstances.host == quick.circumstances.host]
+    disk = next((each for each in here if each.disk_read is not None), quick)
+    ranks = quick.circumstances.num_ranks
+    together = next((each for each in here if ranks > 1 and each.gather and _is_alike(each, quick)), quick)
+    return replace(
+        quick,
+        disk_read=disk.disk_read,
+        disk_write=disk.disk_write,
+        gather=together.gather,
+        reduce=together.reduce,
+    )
+
+
+def _is_alike(one: Measured, other: Measured) -> bool:
+    return one.circumstances.kind == other.circumstances.kind and one.circumstances.device == other.circumstances.device
+
+
+def _with_rates(device: torch.device, measured: Measured, gpu: Machine | None) -> Device:
+    rates = dict(measured.flops_per_s)
+    if gpu is not None and "fp8" in gpu.device.flops_per_s:  # not measured: as much below its peak as bf16
+        reached = rates["bf16"] / gpu.device.flops_per_s["bf16"]
+        rates["fp8"] = gpu.device.flops_per_s["fp8"] * reached
+    return Device(
+        name=gpu.device.name if gpu else measured.circumstances.device,
+        kind=device.type,
+        memory_bytes=0,
+        flops_per_s=rates,
+        memory_bytes_per_s=measured.memory_bytes_per_s,
+        operation_s=measured.operation_s,
+        update_bytes_per_s=measured.update_bytes_per_s,
+    )
+
+
+def _gpu(device: torch.device, devices: int, num_nodes: int) -> Machine | None:
+    """The machine of the data sheets, with the memory that is really there; None without a sheet."""
+    sheet = sheet_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    if sheet is None:
+        return None
+    machine = sheet.machine(devices, num_nodes)
+    return replace(
+        machine,
+        device=replace(machine.device, memory_bytes=_memory_bytes(device, devices)),
+        host_memory_bytes=total_memory_bytes(),
+        source="data sheet of the device (`roomier hardware` measures it)",
+    )
+
+
+def _memory_bytes(device: torch.device, devices: int) -> int:
+    """Of one rank: a GPU's own; of a CPU its share of what is available in the host now."""
+    if device.type == "cuda":
+        # mem_get_info tells the same total, but makes a context that takes 400 MiB of it (unslothai/unsloth-zoo#1053).
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    if device.type == "mps":
+        return int(torch.mps.recommended_max_memory())
+    return available_memory_bytes() // devices
+
+
+def _link(measured: tuple[float, float] | None) -> Link | None:
+    return None if measured is None else Link(*measured)
+
+
+def _source(measured: Measured) -> str:
+    if not measured.is_quick:
+        return f"measured by `roomier hardware` at {measured.measured_at}"
+    unknown = [name for name, rate in (("disk", measured.disk_read), ("exchanges", measured.gather)) if rate is None]
+    if measured.circumstances.num_ranks == 1 and "exchanges" in unknown:
+        unknown.remove("exchanges")
+    assumed = f"; {' and '.join(unknown)} assumed" if unknown else ""
+    return f"a quick look at {measured.measured_at}{assumed}; `roomier hardware` measures more closely"

@@ -1,0 +1,175 @@
+"""How fast this machine is: matrix products, memory, copies, disk, operations, updates. On one process.
+
+Each measurement takes about the seconds it is given and tells the second best of its repetitions: what else runs on the
+machine makes a repetition slower, and a clock that was set makes one of them too fast.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import psutil
+import torch
+
+from roomier.core.errors import RoomierError
+
+DTYPES = {
+    "fp64": torch.float64,
+    "fp32": torch.float32,
+    "tf32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+_SMALLEST, _LARGEST = 128, 8192  # rows of a product
+_IS_LONG_S = 0.02  # a product that takes this long hides what starting it costs
+_DISK_CHUNK_BYTES = 2**24
+
+
+def product_rate(dtype: str, device: torch.device, seconds: float) -> float | None:
+    """Floating-point operations per second of a square matrix product; None where the device has no such products.
+
+    Args:
+        dtype: one of ``DTYPES``.
+    """
+    if dtype == "tf32" and device.type != "cuda":
+        return None
+    deadline = time.perf_counter() + seconds
+    with _matmul_precision("high" if dtype == "tf32" else "highest"):
+        best, size = 0.0, _SMALLEST
+        while True:
+            try:
+                a, b, out = (torch.full((size, size), 0.5, dtype=DTYPES[dtype], device=device) for _ in range(3))
+            except (TypeError, RuntimeError):  # mps has no float64
+                return None
+            took = _typical_seconds(partial(torch.mm, a, b, out=out), device, seconds / 16)
+            best = max(best, 2 * size**3 / took)
+            # The next product is 8 times as much, and done 3 times at least.
+            is_over = size > _SMALLEST and time.perf_counter() + 24 * took > deadline
+            if is_over or took > _IS_LONG_S or size >= _LARGEST:
+                return best
+            size *= 2
+
+
+def memory_rate(device: torch.device, seconds: float, num_bytes: int = 2**27) -> float:
+    """Bytes per second that a copy of ``num_bytes`` reads and writes together."""
+    source = torch.ones(num_bytes // 4, device=device)  # zeros would be one page of memory, read again and again
+    target = torch.ones_like(source)
+    return 2 * source.nbytes / _typical_seconds(lambda: target.copy_(source), device, seconds)
+
+
+def host_copy_rate(device: torch.device, seconds: float, num_bytes: int = 2**27) -> float:
+    """Bytes per second from pinned memory of the host to a CUDA device."""
+    source = torch.ones(num_bytes // 4, pin_memory=True)
+    target = torch.ones(num_bytes // 4, device=device)
+    return source.nbytes / _typical_seconds(lambda: target.copy_(source, non_blocking=True), device, seconds)
+
+
+def operation_seconds(device: torch.device, seconds: float, num_operations: int = 500) -> float:
+    """What the host takes to start one operation that does next to nothing, as autograd records it."""
+    small = torch.zeros(8, device=device, requires_grad=True)
+
+    def run() -> None:
+        result = small
+        for _ in range(num_operations):
+            result = result + 1.0
+
+    return _typical_seconds(run, device, seconds) / num_operations
+
+
+def update_rate(device: torch.device, seconds: float, num_parameters: int = 2**24) -> float:
+    """Bytes per second of a fused AdamW: of each parameter 4 numbers are read and 3 written."""
+    parameters = [torch.nn.Parameter(torch.ones(num_parameters // 4, device=device)) for _ in range(4)]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer = torch.optim.AdamW(parameters, lr=1e-3, fused=True)
+    num_bytes = 7 * sum(parameter.nbytes for parameter in parameters)
+    return num_bytes / _typical_seconds(optimizer.step, device, seconds)
+
+
+def disk_rates(folder: Path, seconds: float, num_bytes: int = 2**28) -> tuple[float, float]:
+    """Bytes per second written to and read from a file in ``folder``, which is removed.
+
+    What was written is forced to the disk (``fsync``) before the clock stops, and is dropped from the page cache
+    (``posix_fadvise``, where the system has it) before it is read: else memory would be measured. A folder that lies
+    in memory (tmpfs) is told at the rate of memory, which is what runs get there.
+
+    Raises:
+        RoomierError: the folder does not take a file.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        num_bytes = min(num_bytes, psutil.disk_usage(str(folder)).free // 4 // _DISK_CHUNK_BYTES * _DISK_CHUNK_BYTES)
+        if num_bytes == 0:
+            raise OSError("the disk is full")
+        with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+            return _write_rate(file.fileno(), num_bytes, seconds / 2), _read_rate(file.fileno(), seconds / 2)
+    except OSError as error:
+        action = "Name a folder that can be written to"
+        raise RoomierError("folder", str(folder), f"takes no file: {error}", action) from error
+
+
+def _write_rate(file: int, num_bytes: int, seconds: float) -> float:
+    chunk = memoryview(os.urandom(_DISK_CHUNK_BYTES))  # drives that compress would be flattered by zeros
+    start, written = time.perf_counter(), 0
+    while written < num_bytes and (written == 0 or time.perf_counter() - start < seconds):
+        written += os.write(file, chunk)
+    os.fsync(file)
+    return written / (time.perf_counter() - start)
+
+
+def _read_rate(file: int, seconds: float) -> float:
+    if sys.platform == "linux":
+        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.lseek(file, 0, os.SEEK_SET)
+    start, num_read = time.perf_counter(), 0
+    while time.perf_counter() - start < seconds or num_read == 0:
+        part = os.read(file, _DISK_CHUNK_BYTES)
+        if not part:
+            break
+        num_read += len(part)
+    return num_read / (time.perf_counter() - start)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until ``device`` has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
+
+
+def _typical_seconds(run: Callable[[], object], device: torch.device, seconds: float) -> float:
+    """Of one ``run``, in ``seconds`` or three runs, whichever is longer. The first run makes buffers and kernels."""
+    start = time.perf_counter()
+    first = _seconds(run, device)
+    if first > seconds:
+        return min(first, _seconds(run, device))
+    took: list[float] = []
+    while len(took) < 3 or time.perf_counter() < start + seconds:
+        took.append(_seconds(run, device))
+    return sorted(took)[1]
+
+
+def _seconds(run: Callable[[], object], device: torch.device) -> float:
+    synchronize(device)
+    start = time.perf_counter()
+    run()
+    synchronize(device)
+    return max(time.perf_counter() - start, 1e-9)
+
+
+@contextmanager
+def _matmul_precision(precision: str) -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)

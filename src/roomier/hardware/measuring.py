@@ -1,0 +1,149 @@
+"""The whole measurement of this machine: processes that compute at once, exchanges between them, the disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from roomier.core.errors import RoomierError
+from roomier.hardware.host import num_cores
+from roomier.hardware.measure import DTYPES, disk_rates, memory_rate, operation_seconds, product_rate
+from roomier.hardware.measured import Measured, circumstances_of, now
+
+_PATIENCE_S = 120.0  # with ranks that do not end; on a quiet machine they take a twentieth
+
+
+def measure_ranks(device: torch.device, num_ranks: int, seconds: float = 2.0, folder: Path | None = None) -> Measured:
+    """Measure this machine with ``num_ranks`` processes at once, and the disk.
+
+    Args:
+        device: what the ranks compute on; of CUDA, each has one of its own.
+        seconds: what a rank may take for what it does alone; starting and exchanges come on top, some 5 s.
+        folder: where the disk is written to and read; None leaves the disk out.
+
+    Raises:
+        RoomierError: a rank did not end well, or the folder does not take a file.
+    """
+    started = circumstances_of(device, num_ranks)
+    with tempfile.TemporaryDirectory(prefix="roomier-hardware-") as scratch:
+        ranks = _run_ranks(device.type, num_ranks, started.num_threads, seconds, Path(scratch))
+    disk_write, disk_read = (None, None) if folder is None else disk_rates(folder, 2 * seconds)
+    return Measured(
+        circumstances=started,
+        measured_at=now(),
+        is_quick=False,
+        flops_per_s={
+            dtype: statistics.median(rank["flops_per_s"][dtype] for rank in ranks) for dtype in ranks[0]["flops_per_s"]
+        },
+        memory_bytes_per_s=statistics.median(rank["memory_bytes_per_s"] for rank in ranks),
+        operation_s=statistics.median(rank["operation_s"] for rank in ranks),
+        update_bytes_per_s=statistics.median(rank["update_bytes_per_s"] for rank in ranks),
+        host_bytes_per_s=None if device.type != "cuda" else statistics.median(r["host_bytes_per_s"] for r in ranks),
+        gather=_link("gather", ranks),
+        reduce=_link("reduce", ranks),
+        disk_read=disk_read,
+        disk_write=disk_write,
+    )
+
+
+def measure_quickly(device: torch.device, num_ranks: int) -> Measured:
+    """In this process and about a second: products, memory, operations.
+
+    A rank's share of the machine is reckoned, not measured: where ranks have more threads than there are cores, each
+    gets its part of a core, and all share the memory.
+    """
+    circumstances = circumstances_of(device, num_ranks)
+    threads_before = torch.get_num_threads()
+    share = 1.0
+    if device.type == "cpu":
+        torch.set_num_threads(circumstances.num_threads)
+        share = min(1.0, num_cores() / (num_ranks * circumstances.num_threads))
+    try:
+        rates = {dtype: product_rate(dtype, device, 0.1) for dtype in DTYPES}
+        memory = memory_rate(device, 0.1, 2**26)
+        operation_s = operation_seconds(device, 0.03)
+    finally:
+        torch.set_num_threads(threads_before)
+    return Measured(
+        circumstances=circumstances,
+        measured_at=now(),
+        is_quick=True,
+        flops_per_s={dtype: rate * share for dtype, rate in rates.items() if rate is not None},
+        memory_bytes_per_s=memory / (num_ranks if device.type == "cpu" else 1),
+        operation_s=operation_s / share,
+    )
+
+
+def _link(name: str, ranks: Sequence[dict[str, Any]]) -> tuple[float, float] | None:
+    """Bytes that a rank sends per second, and the seconds of a small exchange; None where there was none.
+
+    An exchange is over when the slowest rank is done; of its repetitions the fastest stands.
+    """
+    if len(ranks) == 1:
+        return None
+    slowest = {
+        size: min(max(seconds) for seconds in zip(*(rank[f"{name}_{size}_s"] for rank in ranks), strict=True))
+        for size in ("large", "small")
+    }
+    moved_s = max(slowest["large"] - slowest["small"], slowest["large"] / 10)
+    return ranks[0]["large_bytes"] / moved_s, slowest["small"]
+
+
+def _run_ranks(kind: str, num_ranks: int, num_threads: int, seconds: float, scratch: Path) -> list[dict[str, Any]]:
+    environ = {"GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo", **os.environ}
+    environ["OMP_NUM_THREADS"] = str(num_threads)
+    common = {"kind": kind, "num_ranks": num_ranks, "seconds": seconds, "store": str(scratch / "store")}
+    results = [scratch / f"rank-{rank}.json" for rank in range(num_ranks)]
+    processes = []
+    try:
+        for rank, result in enumerate(results):
+            settings = json.dumps({**common, "rank": rank, "result": str(result)})
+            with (scratch / f"rank-{rank}.err").open("w") as errors:
+                processes.append(
+                    subprocess.Popen(
+                        [sys.executable, "-m", "roomier.hardware.rank_worker", settings],
+                        env=environ,
+                        stdin=subprocess.DEVNULL,
+                        stdout=subprocess.DEVNULL,
+                        stderr=errors,
+                    )
+                )
+        _wait(processes, scratch)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    return [json.loads(result.read_text()) for result in results]
+
+
+def _wait(processes: Sequence[subprocess.Popen[bytes]], scratch: Path) -> None:
+    """Until all have ended.
+
+    Raises:
+        RoomierError: one failed, or did not end in time.
+    """
+    deadline = time.monotonic() + _PATIENCE_S
+    while any(process.poll() is None for process in processes):
+        failed = [rank for rank, process in enumerate(processes) if process.poll()]
+        if failed or time.monotonic() > deadline:
+            break
+        time.sleep(0.02)
+    for rank, process in enumerate(processes):
+        code = process.poll()
+        if code:
+            told = (scratch / f"rank-{rank}.err").read_text().strip().splitlines()[-1:]
+            problem = f"the process that measures as rank {rank} ended with {code}: {' '.join(told) or 'no message'}"
+            raise RoomierError("devices", len(processes), problem, "Measure with fewer, or --quick")
+    if any(process.poll() is None for process in processes):
+        problem = f"the processes that measure did not end within {_PATIENCE_S:.0f} s"
+        raise RoomierError("devices", len(processes), problem, "Measure with fewer, or --quick")

@@ -1,0 +1,119 @@
+"""One of several processes that measure at once: ``python -m roomier.hardware.rank_worker SETTINGS``.
+
+Settings come as JSON on the command line, and what was measured goes as JSON into a file. All ranks measure the same at
+the same time, so that each has the share of the machine that it has in a run.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from roomier.core.exchange import Exchange
+from roomier.hardware.measure import (
+    DTYPES,
+    host_copy_rate,
+    memory_rate,
+    operation_seconds,
+    product_rate,
+    synchronize,
+    update_rate,
+)
+
+_PATIENCE = timedelta(seconds=60)
+_WHOLE_BYTES = 2**24  # of one exchange: as of a block of a small model
+_SMALL_BYTES = 2**10
+_REPETITIONS = 8
+
+
+def main(settings: dict[str, Any]) -> None:
+    """Measure, and write the result into the file ``settings["result"]``."""
+    rank, num_ranks = settings["rank"], settings["num_ranks"]
+    device = torch.device("cuda", rank) if settings["kind"] == "cuda" else torch.device(settings["kind"])
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if num_ranks > 1:
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            init_method=Path(settings["store"]).as_uri(),
+            rank=rank,
+            world_size=num_ranks,
+            timeout=_PATIENCE,
+        )
+    result = {**_alone(device, settings["seconds"]), **(_together(device, num_ranks) if num_ranks > 1 else {})}
+    Path(settings["result"]).write_text(json.dumps(result))
+    if num_ranks > 1:
+        dist.destroy_process_group()
+
+
+def _alone(device: torch.device, seconds: float) -> dict[str, Any]:
+    """What a rank does by itself, in about ``seconds`` altogether."""
+    rates = {}
+    for dtype in DTYPES:
+        _meet()
+        rates[dtype] = product_rate(dtype, device, seconds / 8)
+    result: dict[str, Any] = {"flops_per_s": {dtype: rate for dtype, rate in rates.items() if rate is not None}}
+    _meet()
+    result["memory_bytes_per_s"] = memory_rate(device, seconds / 8)
+    _meet()
+    result["operation_s"] = operation_seconds(device, seconds / 16)
+    _meet()
+    result["update_bytes_per_s"] = update_rate(device, seconds / 8)
+    _meet()
+    result["host_bytes_per_s"] = host_copy_rate(device, seconds / 8) if device.type == "cuda" else None
+    return result
+
+
+def _together(device: torch.device, num_ranks: int) -> dict[str, Any]:
+    """Seconds of each repetition of an exchange among the ranks, large and small, and the bytes a rank sends in one."""
+    exchange = Exchange()
+    result: dict[str, Any] = {}
+    for size, num_bytes in (("large", _WHOLE_BYTES), ("small", _SMALL_BYTES)):
+        rows = torch.ones(num_ranks, num_bytes // 4 // num_ranks, device=device)
+        result[f"{size}_bytes"] = rows.nbytes // num_ranks * (num_ranks - 1)
+        result[f"gather_{size}_s"] = _repeated(lambda rows=rows: exchange.all_gather(rows), device)  # type: ignore[misc]
+        result[f"reduce_{size}_s"] = _repeated(lambda rows=rows: _reduce_scatter(exchange, rows), device)  # type: ignore[misc]
+    return result
+
+
+def _reduce_scatter(exchange: Exchange, rows: Tensor) -> Tensor:
+    """The sum over the ranks of the row with this rank's number, as the engine adds it up on this kind of device."""
+    if rows.is_cuda:
+        result = torch.empty_like(rows[0])
+        dist.reduce_scatter_tensor(result, rows)
+        return result
+    received = exchange.all_to_all(rows)
+    result = received[0]
+    for other in received[1:]:
+        result.add_(other)
+    return result
+
+
+def _repeated(run: Callable[[], object], device: torch.device) -> list[float]:
+    seconds = []
+    for _ in range(_REPETITIONS + 1):
+        _meet()
+        synchronize(device)
+        start = time.perf_counter()
+        run()
+        synchronize(device)
+        seconds.append(time.perf_counter() - start)
+    return seconds[1:]  # the first one connects
+
+
+def _meet() -> None:
+    if dist.is_initialized():
+        dist.barrier()
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))
