@@ -2,6 +2,7 @@
 
 from roomier.api.callback import Callback
 from roomier.callbacks.early_stopping import EarlyStopping, EarlyStoppingReason
+from roomier.callbacks.forecast import MemoryForecast
 from roomier.callbacks.lr_monitor import LearningRateMonitor
 from roomier.callbacks.memory_anatomy import MemoryAnatomy
 from roomier.callbacks.model_checkpoint import ModelCheckpoint
@@ -15,6 +16,7 @@ __all__ = [
     "EarlyStoppingReason",
     "LearningRateMonitor",
     "MemoryAnatomy",
+    "MemoryForecast",
     "ModelCheckpoint",
     "ModelSummary",
     "ProgressBar",

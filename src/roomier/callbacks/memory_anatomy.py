@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from roomier.api.callback import Callback
+from roomier.callbacks.tracked_step import TrackedStep, first_step_of, tracked_step
 from roomier.core.errors import RoomierError
 from roomier.core.log import notice
-from roomier.engine.engine import Engine
 from roomier.memory.anatomy_table import Anatomy, KeepsPeak
 
 if TYPE_CHECKING:
@@ -48,74 +47,53 @@ class MemoryAnatomy(KeepsPeak, Callback):
         self.every_n_steps = every_n_steps
         self.anatomy: Anatomy | None = None
         self._next_step: int | None = None
-        self._tracker: MemoryTracker | None = None
-        self._is_counting = False
-        self._hooks_before: Any = None
+        self._tracked: TrackedStep | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
-        first = 4 if trainer.plan.activation.policy == "budget" else 2
+        first = first_step_of(trainer)
         if self.at_step is not None and self.at_step < first:
             problem = "is before step 4: until then a budget of activations measures, and blocks keep the least"
             raise RoomierError("at_step", self.at_step, problem, "Use 4 or more, or None")
         self._next_step = trainer.global_step + (self.at_step or first)
 
+    @property
+    def next_step(self) -> int | None:
+        """Number of the step that is tracked next; None where none is."""
+        return self._next_step
+
     def on_train_batch_start(self, trainer: Trainer, pl_module: Module, batch: Any, batch_idx: int) -> None:
         if self._next_step is None or trainer.global_step < self._next_step - 2:
             return
-        engine = trainer.engine
-        if self._tracker is None:
-            from roomier.memory.tracker import MemoryTracker
-
-            self._tracker, self._is_counting = MemoryTracker(engine.module, engine.optimizers, engine.device), False
-        self._resume(self._tracker, engine)
-        if not self._is_counting and trainer.global_step == self._next_step - 1:
-            self._tracker.restart()
-            self._is_counting = True
-        self._tracker.enter("forward")
+        if self._tracked is None:
+            self._tracked = tracked_step(trainer, self._next_step)
+        self._tracked.begin_batch(trainer)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if self._tracker is None:
+        if self._tracked is None:
             return
-        self._pause(trainer)
-        assert self._next_step is not None
-        if trainer.global_step >= self._next_step:
-            self._finish(trainer)
+        tracker = self._tracked.end_batch(trainer)
+        if tracker is not None:
+            self._finish(trainer, tracker)
 
     def on_train_end(self, trainer: Trainer, pl_module: Module) -> None:
         if self.anatomy is None:
             notice(f"MemoryAnatomy: training ended before step {self._next_step}, which was to be tracked")
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: Module) -> None:
-        self._pause(trainer)  # an epoch that is left out ends without the end of its batch
+        self._pause()  # an epoch that is left out ends without the end of its batch
 
     def on_exception(self, trainer: Trainer, pl_module: Module, exception: BaseException) -> None:
-        self._pause(trainer)
+        self._pause()
 
-    def _resume(self, tracker: MemoryTracker, engine: Engine) -> None:
-        """The tracker looks at steps only, not at what is logged, saved and validated between them."""
-        tracker.resume()
-        if self._hooks_before is None:
-            self._hooks_before = hooks = engine.hooks
-            engine.hooks = replace(
-                hooks,
-                before_backward=(*hooks.before_backward, lambda loss: tracker.enter("backward")),
-                after_backward=(*hooks.after_backward, lambda: tracker.enter("update")),
-            )
+    def _pause(self) -> None:
+        if self._tracked is not None:
+            self._tracked.pause()
 
-    def _pause(self, trainer: Trainer) -> None:
-        if self._tracker is None or self._hooks_before is None:
-            return
-        trainer.engine.hooks, self._hooks_before = self._hooks_before, None
-        self._tracker.enter("rest")
-        self._tracker.pause()
-
-    def _finish(self, trainer: Trainer) -> None:
+    def _finish(self, trainer: Trainer, tracker: MemoryTracker) -> None:
         from roomier.memory.measure import anatomy_of, peak_of
 
-        assert self._tracker is not None
-        self._tracker.close()
-        self.peak = peak_of(self._tracker, trainer.global_step)
-        self._tracker = None
+        self.peak = peak_of(tracker, trainer.global_step)
+        self._tracked = None
         self._next_step = None if self.every_n_steps is None else trainer.global_step + self.every_n_steps
         self.anatomy = anatomy_of(trainer)
         if trainer.is_global_zero:

@@ -138,7 +138,8 @@ def timeline(forecast: Forecast, record: Record | None = None, *, budget_bytes: 
     limit = (
         f'<span class="budget" style="bottom:{budget_bytes / top_bytes:.2%}">budget {_size(budget_bytes)}</span>'
         f'<svg viewBox="0 0 10 2" preserveAspectRatio="none" aria-hidden="true" style="position:absolute;left:0;'
-        f'width:100%;height:2px;bottom:{budget_bytes / top_bytes:.2%};color:var(--bad)"><path d="M0 1H10" stroke="currentColor" '
+        f'width:100%;height:2px;bottom:{budget_bytes / top_bytes:.2%};color:var(--bad)"><path d="M0 1H10" '
+        'stroke="currentColor" '
         'stroke-width="1.5" stroke-dasharray="5 4" vector-effect="non-scaling-stroke"/></svg>'
         if shows_budget and budget_bytes
         else ""
@@ -186,7 +187,7 @@ def forecast_and_truth(record: Record) -> list[str]:
             [
                 ("Forecast", _size(record.forecast_bytes, 2), moment_text(forecast.peak.phase, forecast.peak.place)),
                 ("Measured", _size(record.measured_bytes, 2), moment_text(worst.peak.phase, worst.peak.place)),
-                ("Difference", f"{record.error:+.1%}".replace("%", " %"), "of what was measured"),
+                ("Difference", record.error_text, "of what was measured"),
             ]
         ),
         _heading("One step", f"Areas: the forecast. Line: step {record.step}{whose}, as it was measured."),

@@ -93,7 +93,8 @@ def bar(segments: Segments, top_bytes: float, marks: Sequence[tuple[float, str]]
     Args:
         marks: bytes at which a line stands, and its colour.
     """
-    parts, begin = [], 0.0
+    parts: list[str] = []
+    begin = 0.0
     for name, num_bytes, colour in segments:
         width = max(min(num_bytes, top_bytes - begin), 0.0)
         if width > 0:

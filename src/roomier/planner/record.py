@@ -90,13 +90,19 @@ class Record:
         """How much the forecast was too high, as a share of what was measured."""
         return self.forecast_bytes / self.measured_bytes - 1 if self.measured_bytes else 0.0
 
+    @property
+    def error_text(self) -> str:
+        """``"+0.6 %"``; what is below half a tenth of a percent has no sign."""
+        rounded = round(self.error, 3)
+        return f"{rounded:+.1%}".replace("%", " %") if rounded else "0.0 %"
+
     def line(self) -> str:
         """Forecast and truth in one line."""
         peak = self.worst.peak
         where = moment_text(peak.phase, peak.place)
         return (
             f"memory: forecast {format_bytes(self.forecast_bytes, 2)}, measured "
-            f"{format_bytes(self.measured_bytes, 2)} at {where} ({self.error:+.1%})".replace("%", " %")
+            f"{format_bytes(self.measured_bytes, 2)} at {where} ({self.error_text})"
         )
 
     def as_dict(self) -> dict[str, Any]:

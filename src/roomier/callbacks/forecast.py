@@ -1,0 +1,182 @@
+"""MemoryForecast: what was forecast for a run, held against a measured step of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from roomier.api.callback import Callback
+from roomier.callbacks.memory_anatomy import MemoryAnatomy
+from roomier.callbacks.tracked_step import TrackedStep, first_step_of, tracked_step
+from roomier.core.errors import RoomierError
+from roomier.core.log import notice
+from roomier.core.rng import rng_state, set_rng_state
+
+if TYPE_CHECKING:
+    from roomier.api.module import Module
+    from roomier.memory.tracker import MemoryTracker
+    from roomier.planner.forecast import Forecast
+    from roomier.planner.record import Record
+    from roomier.planner.workload import Workload
+    from roomier.trainer import Trainer
+
+
+class MemoryForecast(Callback):
+    """Tracks one of the first steps, and tells in one line what was forecast for its peak and what was measured.
+
+    Both are stored in ``forecast.json`` in the run folder, from which ``roomier report RUN`` draws them, and
+    ``memory/forecast_bytes`` and ``memory/measured_bytes`` go to the loggers, in bytes of the fullest rank.
+
+    It is there by default in runs that were planned (``strategy="auto"``, ``memory_budget=...``) and in those whose
+    model states exceed 1 GiB. A run that was not planned is forecast by a dry run of the plan it has, from the shapes
+    its model had before it was built. The tracked step and the one before it are several times slower and compute the
+    same; the weights are those of a run without it.
+
+    Args:
+        at_step: which step is tracked, from 2. None is that of a :class:`MemoryAnatomy` beside it, else 2, or 4 with a
+            budget of activations, which measures until then.
+
+    Attributes:
+        record: forecast and truth; None before the step is over.
+
+    Raises:
+        RoomierError: no such step can be tracked.
+    """
+
+    def __init__(self, at_step: int | None = None) -> None:
+        if at_step is not None and (not isinstance(at_step, int) or isinstance(at_step, bool) or at_step < 2):
+            action = "Use 2 or more: in the first step the optimizer has no states yet"
+            raise RoomierError("at_step", at_step, "is no step that can be tracked", action)
+        self.at_step = at_step
+        self.record: Record | None = None
+        self._workload: Workload | None = None
+        self._step: int | None = None
+        self._tracked: TrackedStep | None = None
+
+    def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
+        self.record = self._workload = self._tracked = self._step = None
+        if not pl_module.automatic_optimization:
+            notice("MemoryForecast: nothing is forecast of a module that optimizes by hand")
+            return
+        first = first_step_of(trainer)
+        if self.at_step is not None and self.at_step < first:
+            problem = "is before step 4: until then a budget of activations measures, and blocks keep the least"
+            raise RoomierError("at_step", self.at_step, problem, "Use 4 or more, or None")
+        anatomies = [each.next_step for each in trainer.callbacks if isinstance(each, MemoryAnatomy)]
+        if self.at_step is None and anatomies and anatomies[0] is not None:
+            self._step = anatomies[0]  # one tracker serves both
+        else:
+            self._step = trainer.global_step + (self.at_step or first)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Module, batch: Any, batch_idx: int) -> None:
+        if self._step is None or trainer.global_step < self._step - 2:
+            return
+        if self._tracked is None:
+            self._tracked = tracked_step(trainer, self._step)
+        if trainer.global_step == self._step - 1:
+            self._note_workload(trainer, batch)
+        self._tracked.begin_batch(trainer)
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self._tracked is None:
+            return
+        tracker = self._tracked.end_batch(trainer)
+        if tracker is not None:
+            self._tracked = self._step = None
+            self._finish(trainer, tracker)
+
+    def on_train_end(self, trainer: Trainer, pl_module: Module) -> None:
+        if self.record is None and self._step is not None:
+            notice(f"MemoryForecast: training ended before step {self._step}, which was to be tracked")
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: Module) -> None:
+        self._pause()
+
+    def on_exception(self, trainer: Trainer, pl_module: Module, exception: BaseException) -> None:
+        self._pause()
+
+    def _pause(self) -> None:
+        if self._tracked is not None:
+            self._tracked.pause()
+
+    def _note_workload(self, trainer: Trainer, batch: Any) -> None:
+        """The micro-batch of the tracked step with the most samples: the last of an epoch may have fewer."""
+        from roomier.planner.workload import Workload
+
+        if trainer.shapes is None:
+            return
+        found = Workload.of(trainer.shapes, batch)
+        if self._workload is None or found.batch_size > self._workload.batch_size:
+            self._workload = found
+
+    def _finish(self, trainer: Trainer, tracker: MemoryTracker) -> None:
+        from roomier.planner.record import Record
+
+        measured = _measured_of_all(trainer, tracker)
+        forecast, reason = trainer.ranks.on_zero(lambda: _forecast(trainer, self._workload))
+        self._workload = None
+        if forecast is None:
+            notice(f"memory: no forecast, so none is held against what was measured ({reason})")
+            return
+        choice = trainer.choice
+        self.record = record = Record(
+            forecast=forecast,
+            step=trainer.global_step,
+            ranks=measured,
+            budget_bytes=None if choice is None else choice.budget_bytes,
+            source="dry run" if choice is None else "planned",
+            notes=tuple(_notes(trainer)),
+        )
+        notice(record.line())
+        trainer.log_metrics(
+            {
+                "memory/forecast_bytes": float(record.forecast_bytes),
+                "memory/measured_bytes": float(record.measured_bytes),
+            }
+        )
+        if trainer.is_global_zero and trainer.keeps_files:
+            try:
+                record.write(Path(trainer.log_dir))
+            except OSError as error:  # hours of training are worth more than this file
+                notice(f"{trainer.log_dir}/forecast.json cannot be written ({error.strerror}); the run goes on")
+
+
+def _measured_of_all(trainer: Trainer, tracker: MemoryTracker) -> tuple[Any, ...]:
+    """By rank: of the fullest all of the step, of the others their peak."""
+    from roomier.planner.dry_run import stretches_of
+    from roomier.planner.record import Measured
+
+    timeline = tuple(stretches_of(tracker.moments()))
+    rank = trainer.ranks.world.rank
+    own = Measured(rank, timeline, tracker.allocator_peak_bytes)
+    peaks = trainer.ranks.gather(Measured(rank, (own.peak,), tracker.allocator_peak_bytes))
+    worst = max(peaks, key=lambda each: each.peak_bytes).rank
+    whole = trainer.ranks.gather(own if rank == worst else None)
+    return tuple(whole[index] or peak for index, peak in enumerate(peaks))
+
+
+def _forecast(trainer: Trainer, workload: Workload | None) -> tuple[Forecast | None, str]:
+    """What was planned; else a dry run of the plan at hand, or why there is none."""
+    if trainer.choice is not None and trainer.choice.chosen is not None:
+        return trainer.choice.chosen, ""
+    if workload is None:
+        return None, "the model could not be copied as shapes before it was built"
+    from roomier.hardware.this_machine import this_machine
+    from roomier.planner.confirm import confirm
+
+    plan = trainer.plan
+    state = rng_state()
+    try:
+        machine = this_machine(plan.parallel.devices, plan.parallel.num_nodes)
+        return confirm(workload, plan, machine), ""
+    except Exception as error:  # a forecast that fails must not end the run it is about
+        return None, f"{type(error).__name__}: {error}"
+    finally:
+        set_rng_state(state)
+
+
+def _notes(trainer: Trainer) -> list[str]:
+    notes = []
+    if trainer.plan.compile.enabled:
+        notes.append("Compiled blocks ran uncompiled in the tracked step; compiled they need less.")
+    return notes

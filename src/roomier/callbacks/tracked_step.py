@@ -1,0 +1,125 @@
+"""One step of a run, tracked for all callbacks that ask for it."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+from roomier.api.blocks import find_blocks
+from roomier.api.forward import network_of
+from roomier.engine.engine import Engine
+
+if TYPE_CHECKING:
+    from roomier.memory.tracker import MemoryTracker
+    from roomier.trainer import Trainer
+
+FIRST_STEP = 2
+"""In the first the optimizer has no states yet."""
+FIRST_STEP_OF_A_BUDGET = 4
+"""Until the third, blocks keep the least: a budget of activations measures."""
+
+_shared: WeakKeyDictionary[Engine, dict[int, TrackedStep]] = WeakKeyDictionary()
+
+
+def first_step_of(trainer: Trainer) -> int:
+    """The first step of a run, from 1, that is like those after it."""
+    return FIRST_STEP_OF_A_BUDGET if trainer.plan.activation.policy == "budget" else FIRST_STEP
+
+
+def tracked_step(trainer: Trainer, step: int) -> TrackedStep:
+    """Step number ``step`` of the run of ``trainer``: the same object for all who ask."""
+    steps = _shared.setdefault(trainer.engine, {})
+    if step not in steps:
+        steps[step] = TrackedStep(step)
+    return steps[step]
+
+
+class TrackedStep:
+    """A step, and the one before it, in which it is learned what each tensor is for.
+
+    Each callback calls :meth:`begin_batch` and :meth:`end_batch` in the hooks of that name; what the first of them did
+    the others find done. Between the two hooks of a batch the tracker looks on, at what is logged, saved and validated
+    between batches it does not.
+
+    Attributes:
+        step: its number in the run, from 1.
+        tracker: of the step, once that is over; None before.
+    """
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self.tracker: MemoryTracker | None = None
+        self._looking: MemoryTracker | None = None
+        self._is_counting = False
+        self._inside: ExitStack | None = None
+
+    def is_due(self, trainer: Trainer) -> bool:
+        """Whether the batch that begins belongs to it or to the step before."""
+        return self.tracker is None and trainer.global_step >= self.step - 2
+
+    def begin_batch(self, trainer: Trainer) -> None:
+        """Look on."""
+        if self._inside is not None or not self.is_due(trainer):
+            return
+        engine = trainer.engine
+        if self._looking is None:
+            from roomier.memory.tracker import MemoryTracker  # late: it needs the distributed tensors
+
+            self._looking = MemoryTracker(engine.module, engine.optimizers, engine.device)
+        tracker = self._looking
+        tracker.resume()
+        self._inside = _told(tracker, trainer)
+        if not self._is_counting and trainer.global_step == self.step - 1:
+            tracker.restart()
+            self._is_counting = True
+        tracker.enter("forward")
+
+    def end_batch(self, trainer: Trainer) -> MemoryTracker | None:
+        """Look away. The tracker, where the step is over with this batch."""
+        self.pause()
+        if self._looking is not None and trainer.global_step >= self.step:
+            self._looking.close()
+            self.tracker, self._looking = self._looking, None
+            _shared.get(trainer.engine, {}).pop(self.step, None)
+        return self.tracker
+
+    def pause(self) -> None:
+        """Look away, if it looks: an epoch that is left out, or an error, ends without the end of its batch."""
+        inside, self._inside = self._inside, None
+        if inside is None or self._looking is None:
+            return
+        inside.close()
+        self._looking.enter("rest")
+        self._looking.pause()
+
+
+def _told(tracker: MemoryTracker, trainer: Trainer) -> ExitStack:
+    """Until it is closed, ``tracker`` is told which phase of the step and which part of the model runs."""
+    from roomier.planner.places import named_places, telling_places
+
+    engine, hooks = trainer.engine, trainer.engine.hooks
+
+    def tell(place: str) -> None:
+        tracker.place = place
+
+    def after_backward() -> None:
+        tracker.place = ""
+        tracker.enter("update")
+
+    def put_back() -> None:
+        engine.hooks = hooks
+        tracker.place = ""
+
+    stack = ExitStack()
+    module: Any = trainer.model
+    network = network_of(module)
+    stack.enter_context(telling_places(named_places(network, find_blocks(network)), tell))
+    engine.hooks = replace(
+        hooks,
+        before_backward=(*hooks.before_backward, lambda loss: tracker.enter("backward")),
+        after_backward=(*hooks.after_backward, after_backward),
+    )
+    stack.callback(put_back)
+    return stack
