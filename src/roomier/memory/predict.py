@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 from roomier.core.errors import PlanError
 from roomier.engine.engine import Engine
 from roomier.memory.model_states import ModelStates, model_states
-from roomier.memory.walk import Layout
 from roomier.memory.optimizer_states import onebit_adam_bytes, state_bytes
+from roomier.memory.walk import Layout
 from roomier.memory.weights import Weight, buffer_bytes, units_with_weights, with_adapters
 from roomier.optim.by_name import make_optimizer
 from roomier.optim.onebit_adam import OneBitAdam

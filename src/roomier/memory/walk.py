@@ -89,7 +89,7 @@ class UnitBytes:
         cast: of this rank's part in that dtype, where it is another.
         gradient: of whole weights, as they come from a backward.
         summed: the same in the dtype in which they are added up.
-        last_share: the share of the last weight in them: ``fully_shard`` holds its gradient until the reduction is over.
+        last_share: the share of the last weight in them: ``fully_shard`` holds its gradient until they are reduced.
         sent: the buffer from which they are sent.
         received: on gloo, what the parts of others come into.
         part: the gradient of this rank's part.
@@ -171,7 +171,8 @@ class Note:
     Attributes:
         phase: ``"forward"`` or ``"backward"``.
         unit: its place in the list of units.
-        event: ``"sent"`` (its buffer is being filled), ``"gathered"``, ``"computes"``, ``"packed"``, ``"reduced"``.
+        event: ``"sent"`` (its buffer is being filled), ``"gathered"``, ``"computes"``, ``"packed"``, ``"reduced"``,
+            ``"cast"`` (into another dtype than that of the sum).
         num_bytes: by kind.
     """
 
@@ -221,11 +222,10 @@ class Walk:
             size = self.sizes[unit]
             self._send(unit, phase)
             self._sent_ahead.discard(unit)
-            if is_forward and not self.layout.on_gloo:
-                self._let_go_of_buffer()
             self.now[_GATHERED] += size.gathered
             self.note(phase, unit, "gathered")
             if is_forward and not self.layout.on_gloo:
+                self._let_go_of_buffer()
                 self._kept_buffer = size.gathered
             else:
                 self.now[_SENT] -= size.gathered
@@ -310,15 +310,21 @@ class Walk:
         self.now[_SENT] += size.received
         is_summed_again = layout.strategy == "hsdp" and not is_new
         part_kind = _GRADIENT if is_new else _SENT if is_summed_again and not size.output else _TEMPORARY
-        self.now[part_kind] += size.part
         output_kind = _TEMPORARY if layout.on_gloo and layout.strategy != "hsdp" else _SENT
         self.now[output_kind] += size.output
+        self.now[part_kind] += 0 if size.output else size.part
         self.note("backward", unit, "reduced")
         self.now[_GRADIENT] -= last_bytes
+        if not comes_late:
+            self.now[_SENT] -= size.received
+        if size.output:
+            self.now[part_kind] += size.part
+            self.note("backward", unit, "cast")
         if layout.steps_in_backward:
             self.now[_GRADIENT] -= size.part
+        # What went over the copies is held until the backward is over.
         if layout.strategy == "hsdp" and size.output:
-            self._summed_bytes += size.output  # what went over the copies is held until the backward is over
+            self._summed_bytes += size.output
         else:
             self.now[output_kind] -= size.output
         if is_summed_again and not size.output:
@@ -327,8 +333,6 @@ class Walk:
             self.now[part_kind] -= size.part
         self._let_go_of_sent()
         self._sent_bytes = size.sent + size.received if comes_late else size.sent
-        if not comes_late:
-            self.now[_SENT] -= size.received
 
     def _let_go_of_sent(self) -> None:
         self.now[_SENT] -= self._sent_bytes

@@ -1,0 +1,289 @@
+"""The bytes of a step of any strategy, from one trace of the model: no step is run.
+
+[Note: how the closed form adds]
+A :class:`~roomier.planner.trace.Trace` says how high activations and temporaries rise while each part of the model
+runs, :class:`~roomier.memory.walk.Walk` what is gathered, sent and reduced when a part is entered and left. What the
+walk needs to know is in which order parts run, and that is the order of the trace. So the parts are taken through a
+micro-batch one by one: what the walk notes on entering one stands beside what the trace has at its begin, what it notes
+on leaving beside what the trace has at its end, and between the two the trace's highest moment stands on what the walk
+has. Gradients of whole weights come as in the trace, at the time of the trace, until the walk takes them over.
+
+Of micro-batches that are accumulated the first, one like those between, and the last are taken: the others are equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from roomier.memory.kinds import Kind
+from roomier.memory.walk import KINDS, Layout, Walk
+from roomier.memory.weights import Unit
+from roomier.planner.dry_run import Stretch
+from roomier.planner.trace import Passage, Rise, Trace
+
+_GRADIENT, _ACTIVATION, _TEMPORARY, _SENT = (
+    KINDS.index(each) for each in (Kind.GRADIENT, Kind.ACTIVATION, Kind.TEMPORARY, Kind.COMMUNICATION)
+)
+
+
+@dataclass(frozen=True)
+class States:
+    """What the model is made of, under one layout.
+
+    Attributes:
+        units: in the order of the modules, the root first.
+        kept: bytes between two steps, without gradients.
+        gradient_bytes: of the whole model, in the dtype of its weights.
+        update: what the optimizer needs beside.
+    """
+
+    units: Sequence[Unit]
+    kept: Mapping[Kind, int]
+    gradient_bytes: int
+    update: Mapping[Kind, int]
+
+
+def timeline(trace: Trace, states: States, layout: Layout) -> tuple[Stretch, ...]:
+    """One optimizer step as stretches; see [Note: how the closed form adds].
+
+    Args:
+        trace: of one micro-batch, taken for a model that is cut if ``layout`` cuts it.
+    """
+    step = (_CutStep if layout.is_cut else _WholeStep)(trace, states, layout)
+    stretches = [each for index in _micro_batches(layout.num_micro_batches) for each in step.micro_batch(index)]
+    return (*stretches, step.update())
+
+
+def _micro_batches(number: int) -> Sequence[int]:
+    return range(number) if number <= 3 else (0, 1, number - 1)
+
+
+class _Step:
+    def __init__(self, trace: Trace, states: States, layout: Layout) -> None:
+        self.trace = trace
+        self.states = states
+        self.layout = layout
+        # All batches of a step are there at its begin.
+        self.other_batches_bytes = trace.batch_bytes * (layout.num_micro_batches - 1)
+        self.owned = [states.kept.get(kind, 0) for kind in KINDS]
+
+    def micro_batch(self, index: int) -> Iterator[Stretch]:
+        raise NotImplementedError
+
+    def update(self) -> Stretch:
+        """The optimizer's."""
+        begin = _by_kind(self.owned)
+        peak = {kind: num_bytes + self.states.update.get(kind, 0) for kind, num_bytes in begin.items()}
+        return Stretch("update", "", begin, peak, begin)
+
+    def beside(self, base: Sequence[float], level: Rise, gradient_bytes: float) -> list[float]:
+        """``base`` with what the trace has."""
+        now = list(base)
+        now[_ACTIVATION] += level.activation + self.other_batches_bytes
+        now[_TEMPORARY] += level.temporary
+        now[_GRADIENT] += gradient_bytes
+        return now
+
+
+class _WholeStep(_Step):
+    """One device, or DDP: the model is whole."""
+
+    def __init__(self, trace: Trace, states: States, layout: Layout) -> None:
+        super().__init__(trace, states, layout)
+        self._is_ddp = layout.strategy == "ddp"
+        if self._is_ddp:  # its buckets
+            self.owned[_GRADIENT] += states.gradient_bytes
+
+    def micro_batch(self, index: int) -> Iterator[Stretch]:
+        is_last = index == self.layout.num_micro_batches - 1
+        for passage, begin in zip(self.trace.passages, self.trace.levels, strict=False):
+            moments = [begin, begin.plus(self._highest(passage, index, is_last)), begin.plus(passage.end)]
+            yield _stretch(
+                passage, [self.beside(self.owned, each, self._gradient_bytes(each, index, is_last)) for each in moments]
+            )
+
+    def _highest(self, passage: Passage, index: int, is_last: bool) -> Rise:
+        if self._is_ddp and is_last:
+            return passage.highest_moved if index else passage.highest_reduced
+        return passage.highest_reduced if index else passage.highest
+
+    def _gradient_bytes(self, level: Rise, index: int, is_last: bool) -> float:
+        """Beside the buckets of DDP."""
+        before = self.states.gradient_bytes if index else 0
+        if self._is_ddp and is_last:
+            complete = level.gradient - level.pending
+            return level.pending + max(0, before - complete)
+        return before + (level.pending if index else level.gradient)
+
+    def update(self) -> Stretch:
+        if not self._is_ddp and not self.layout.steps_in_backward:
+            self.owned[_GRADIENT] += self.states.gradient_bytes
+        return super().update()
+
+
+class _CutStep(_Step):
+    """The model is cut among ranks."""
+
+    def __init__(self, trace: Trace, states: States, layout: Layout) -> None:
+        super().__init__(trace, states, layout)
+        self._walk = Walk(states.units, layout)
+        for kind, num_bytes in states.kept.items():
+            self._walk.add(kind, num_bytes)
+        self._order = _Order(trace, states.units)
+
+    def micro_batch(self, index: int) -> Iterator[Stretch]:
+        is_last = index == self.layout.num_micro_batches - 1
+        yield from self._forward()
+        begin = self.trace.levels[self._order.num_forward]
+        for number in range(self.layout.num_backwards):
+            keeps = begin.activation if number < self.layout.num_backwards - 1 else None
+            yield from self._backward(is_first=index == 0, is_last=is_last, is_again=number > 0, kept_bytes=keeps)
+
+    def update(self) -> Stretch:
+        self.owned = list(self._walk.now)
+        return super().update()
+
+    def _forward(self) -> Iterator[Stretch]:
+        walk, order = self._walk, self._order
+        if order.root is not None:
+            walk.enter(order.root, walk.gathered_ahead(order.root), "forward")
+        for number in range(order.num_forward):
+            passage, begin = self.trace.passages[number], self.trace.levels[number]
+            for unit in order.units_at[number]:
+                walk.enter(unit, walk.gathered_ahead(unit), "forward")
+            moments = self._beside_notes(begin, 0)
+            moments.append(self.beside(walk.now, begin.plus(passage.highest), 0))
+            for unit in order.units_at[number]:
+                walk.end_forward(unit)
+            if number == order.num_forward - 1:
+                walk.end_forward_of_all()
+            moments.append(self.beside(walk.now, begin.plus(passage.end), 0))
+            yield _stretch(passage, moments)
+
+    def _backward(
+        self, *, is_first: bool, is_last: bool, is_again: bool, kept_bytes: float | None
+    ) -> Iterator[Stretch]:
+        walk, order = self._walk, self._order
+        taken_over = 0.0  # gradients that the walk counts
+        adds_in_place = self.layout.accumulates_whole and not is_first
+
+        def whole_gradients(level: Rise) -> float:
+            return level.pending if adds_in_place else level.gradient - taken_over
+
+        def kept(level: Rise) -> Rise:
+            return level if kept_bytes is None else level._replace(activation=kept_bytes)
+
+        waiting = list(order.gathering)
+        for number in range(order.num_forward, len(self.trace.passages)):
+            passage, begin = self.trace.passages[number], self.trace.levels[number]
+            for unit in order.units_at[number]:
+                while unit in waiting:
+                    next_one = waiting.pop(0)
+                    walk.enter(next_one, waiting[:1] if not is_again else (), "backward")
+            moments = self._beside_notes(kept(begin), whole_gradients(begin))
+            highest = begin.plus(passage.highest_reduced if adds_in_place else passage.highest)
+            moments.append(self.beside(walk.now, kept(highest), whole_gradients(highest)))
+            end = begin.plus(passage.end)
+            for unit in order.ending_at[number]:
+                walk.compute_gradients(unit, is_first=is_first)
+                walk.take_notes()  # they came with the trace
+                taken_over += walk.sizes[unit].gradient
+                walk.end_backward(unit, is_first=is_first, is_last=is_last)
+            if number == len(self.trace.passages) - 1:
+                moments += self._late(kept(end), is_first=is_first, is_last=is_last)
+                moments.append(self.beside(walk.now, kept(end), 0))
+            else:
+                moments += self._beside_notes(kept(end), whole_gradients(end))
+                moments.append(self.beside(walk.now, kept(end), whole_gradients(end)))
+            yield _stretch(passage, moments)
+
+    def _late(self, end: Rise, *, is_first: bool, is_last: bool) -> list[list[float]]:
+        """What ends with the whole backward."""
+        walk = self._walk
+        for unit in self._order.late:
+            walk.compute_gradients(unit, is_first=is_first)
+        walk.take_notes()
+        for unit in self._order.late:
+            walk.end_backward(unit, is_first=is_first, is_last=is_last)
+        walk.end_backward_of_all()
+        return self._beside_notes(end, 0)
+
+    def _beside_notes(self, level: Rise, gradient_bytes: float) -> list[list[float]]:
+        return [self.beside(note.num_bytes, level, gradient_bytes) for note in self._walk.take_notes()]
+
+
+class _Order:
+    """Where in a trace the units of a model run.
+
+    Attributes:
+        root: the unit that is gathered for all of the step; None where there is none.
+        num_forward: of the passages, how many are the forward.
+        units_at: of each passage, the units that are needed from there on, a block before its norms.
+        ending_at: of each passage, the units whose backward ends with it, norms before their block.
+        late: the units whose backward ends with that of all.
+        gathering: the units in the order in which a backward gathers them.
+    """
+
+    def __init__(self, trace: Trace, units: Sequence[Unit]) -> None:
+        passages = trace.passages
+        roots = [number for number, unit in enumerate(units) if unit.is_root]
+        self.root = roots[0] if roots else None
+        self.num_forward = sum(each.phase == "forward" for each in passages)
+        of_place = {place: _units_of(place, units) for place in {each.place for each in passages}}
+        self.units_at = [
+            [unit for unit in of_place[each.place] if each.phase == "forward" or self._is_needed(units[unit], each)]
+            for each in passages
+        ]
+        order = list(dict.fromkeys(unit for at in self.units_at[: self.num_forward] for unit in at))
+        never = [number for number in range(len(units)) if number not in order and number not in roots]
+        ends: dict[int, int] = {}
+        for number in range(self.num_forward, len(passages)):
+            for unit in of_place[passages[number].place]:
+                ends[unit] = number
+        self.late = [*roots, *(each for each in order if units[each].ends_late or each not in ends), *never]
+        self.ending_at: list[list[int]] = [[] for _ in passages]
+        for unit in reversed(order):
+            if unit not in self.late:
+                self.ending_at[ends[unit]].append(unit)
+        self.gathering = [unit for group in reversed(_grouped(order, units)) for unit in group]
+
+    @staticmethod
+    def _is_needed(unit: Unit, passage: Passage) -> bool:
+        return not unit.is_inner or passage.needs_inner
+
+
+def _units_of(place: str, units: Sequence[Unit]) -> list[int]:
+    """The unit of a part of the model, and that of the norms in it."""
+    if not place:
+        return []
+    found: list[int] = []
+    for number, unit in enumerate(units):
+        if unit.is_root:
+            continue
+        is_inner = unit.is_inner and found and found[-1] == number - 1
+        if unit.name == place or place.startswith(f"{unit.name}.") or is_inner:
+            found.append(number)
+    return found
+
+
+def _grouped(order: Sequence[int], units: Sequence[Unit]) -> list[list[int]]:
+    """A block and its norms together; without what is not gathered again."""
+    groups: list[list[int]] = []
+    for unit in order:
+        if units[unit].is_inner:
+            groups[-1].append(unit)
+        elif not units[unit].is_looked_up:
+            groups.append([unit])
+    return groups
+
+
+def _stretch(passage: Passage, moments: Sequence[Sequence[float]]) -> Stretch:
+    """Of the first, the largest and the last of ``moments``."""
+    return Stretch(
+        passage.phase, passage.place, _by_kind(moments[0]), _by_kind(max(moments, key=sum)), _by_kind(moments[-1])
+    )
+
+
+def _by_kind(num_bytes: Sequence[float]) -> dict[Kind, int]:
+    return {kind: int(each) for kind, each in zip(KINDS, num_bytes, strict=True)}
