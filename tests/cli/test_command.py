@@ -14,7 +14,7 @@ ROOMIER = str(Path(sys.executable).with_name("roomier"))
 def test_help_shows_the_verbs_and_nothing_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     listed = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
-    assert listed[: len(VERBS)] == ["fit", "validate", "test", "predict", "export", "bench"]
+    assert listed[: len(VERBS)] == ["fit", "validate", "test", "predict", "plan", "report", "export", "hardware", "bench"]
 
 
 def test_the_installed_command_tells_its_version() -> None:
@@ -37,7 +37,7 @@ def test_help_needs_neither_the_trainer_nor_the_option_parser() -> None:
     ("words", "told"),
     [
         (["fti"], ["verb='fti'", "Did you mean 'fit'?"]),
-        (["plan"], ["verb='plan'", "Use one of: bench, export, fit, predict, test, validate"]),
+        (["sail"], ["verb='sail'", "Use one of: bench, export, fit, hardware, plan, predict, report, test, validate"]),
         (["bench", "overhed"], ["bench='overhed'", "Did you mean 'overhead'?"]),
         (["bench", "overhead", "--step", "3"], ["unrecognized arguments: --step 3", "roomier bench overhead --help"]),
         (["bench", "overhead", "--steps", "x"], ["'x' is not an integer of 200 or more"]),

@@ -30,6 +30,11 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
+def load() -> float:
+    """How many cores were busy or asked for, on average over the last minute; 0 where the system does not tell."""
+    return os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+
+
 def threads_of_rank(num_ranks: int) -> int:
     """Threads of each of ``num_ranks`` processes that share the cores, unless the environment says otherwise."""
     told = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]

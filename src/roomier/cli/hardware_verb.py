@@ -1,0 +1,146 @@
+"""``roomier hardware``: measure this machine, print what came out, and keep it for planning."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from roomier.core.errors import RoomierError
+from roomier.core.units import format_bytes, format_count
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from roomier.hardware.machine import Machine
+    from roomier.hardware.measured import Measured
+
+_SECONDS = 4.0  # of what a rank measures alone
+
+
+def run(verb: str, arguments: Sequence[str]) -> int:
+    """One table, or with ``--json`` one JSON object and nothing else, on standard output.
+
+    Raises:
+        RoomierError: an option is wrong, or a measurement failed.
+    """
+    options = _parser(verb).parse_args(list(arguments))
+    from roomier.hardware import cache
+
+    if options.forget:
+        was_there = cache.forget()
+        said = {"forgotten": was_there, "cache": str(cache.cache_file())}
+        text = f"{'removed' if was_there else 'there is no'} {cache.cache_file()}"
+        print(json.dumps(said) if options.json else text)
+        return 0
+    machines, is_kept = _measure(options)
+    if options.json:
+        from roomier.hardware.spec import machine_as_dict
+
+        shown = {"cache": str(cache.cache_file()), "is_kept": is_kept}
+        print(json.dumps({**shown, "machines": [machine_as_dict(machine) for machine in machines]}))
+        return 0
+    from rich.console import Console
+
+    Console().print(_table(machines))
+    print(f"kept in {cache.cache_file()}" if is_kept else "not kept")
+    return 0
+
+
+def _measure(options: argparse.Namespace) -> tuple[list[Machine], bool]:
+    """A machine for each number of ranks, and whether they could be kept."""
+    import torch
+
+    from roomier.core.device import resolve_device
+    from roomier.core.log import notice
+    from roomier.hardware.host import load, num_cores
+    from roomier.hardware.measured import store
+    from roomier.hardware.measuring import measure_quickly, measure_ranks
+    from roomier.hardware.this_machine import machine_from
+
+    device = resolve_device(options.accelerator)
+    num_devices = torch.cuda.device_count() if device.type == "cuda" else 1
+    numbers = [num_devices] if device.type != "cpu" else [1, 2][: num_cores()]
+    if options.devices is not None:
+        if options.devices < 1 or (device.type != "cpu" and options.devices > num_devices):
+            problem = f"this machine has {num_devices} of them" if options.devices > 0 else "is less than 1"
+            raise RoomierError("devices", options.devices, problem, "Give how many ranks compute at once")
+        numbers = [options.devices]
+    folder = Path(options.folder) if options.folder else Path.cwd()
+    if load() > num_cores() / 2:
+        notice(
+            f"other programs keep {load():.1f} of {num_cores()} cores busy: what is measured now is less than there is"
+        )
+    measured: list[Measured] = []
+    for index, num_ranks in enumerate(numbers):
+        notice(f"measuring {num_ranks} rank{'s' * (num_ranks > 1)} on {device.type}")
+        if options.quick:
+            measured.append(measure_quickly(device, num_ranks))
+        else:
+            measured.append(measure_ranks(device, num_ranks, _SECONDS, folder if index == 0 else None))
+    measured = [_with_disk_of(measured[0], each) for each in measured]
+    return [machine_from(device, each, each.circumstances.num_ranks, 1) for each in measured], store(measured)
+
+
+def _with_disk_of(first: Measured, each: Measured) -> Measured:
+    """The ranks of a node share its disk, which is measured once."""
+    return replace(each, disk_read=first.disk_read, disk_write=first.disk_write)
+
+
+def _table(machines: Sequence[Machine]) -> Table:
+    from rich.table import Table
+
+    first = machines[0]
+    table = Table(title=first.device.name, title_justify="left", caption=first.source, caption_justify="left")
+    table.add_column("of each rank, all at work")
+    for machine in machines:
+        table.add_column(f"{machine.num_ranks} rank{'s' * (machine.num_ranks > 1)}", justify="right")
+    rows: list[tuple[str, list[str]]] = [
+        ("memory", [format_bytes(machine.device.memory_bytes) for machine in machines]),
+        *(
+            (f"products in {dtype}", [f"{format_count(each.device.flops_per_s[dtype])}FLOP/s" for each in machines])
+            for dtype in first.device.flops_per_s
+        ),
+        ("memory, read and written", [_rate(each.device.memory_bytes_per_s) for each in machines]),
+        ("optimizer update (AdamW)", [_rate(each.device.update_bytes_per_s) for each in machines]),
+        ("start of an operation", [f"{each.device.operation_s * 1e6:.1f} us" for each in machines]),
+        ("all-gather, sent", [_rate(each.in_node.bytes_per_s if each.num_ranks > 1 else None) for each in machines]),
+        (
+            "reduce-scatter, sent",
+            [_rate(None if each.in_node_reduce is None else each.in_node_reduce.bytes_per_s) for each in machines],
+        ),
+        ("disk, read (all ranks)", [_rate(each.disk_read.bytes_per_s) for each in machines]),
+        ("disk, written (all ranks)", [_rate(each.disk_write.bytes_per_s) for each in machines]),
+    ]
+    if first.device.kind != "cpu":
+        rows.append(("to the device, and back", [_rate(each.to_host.bytes_per_s) for each in machines]))
+    for name, values in rows:
+        table.add_row(name, *values)
+    return table
+
+
+def _rate(bytes_per_s: float | None) -> str:
+    return "-" if bytes_per_s is None else f"{format_bytes(bytes_per_s)}/s"
+
+
+def _parser(verb: str) -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog=f"roomier {verb}",
+        description="Measure this machine, in less than a minute, and keep the figures for planning.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object: machines with all fields")
+    parser.add_argument("--devices", type=int, help="ranks that compute at once; 1 and 2 on a CPU, else all devices")
+    parser.add_argument("--accelerator", default="auto", help="auto, cpu, cuda or mps, as for the Trainer")
+    parser.add_argument("--folder", help="whose disk is measured; the current one without")
+    parser.add_argument("--quick", action="store_true", help="a second's look, without disk and exchanges")
+    parser.add_argument("--forget", action="store_true", help="remove what was kept, and measure nothing")
+    return parser
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> None:  # type: ignore[override]
+        raise RoomierError(self.prog.removeprefix("roomier "), "options", message, f"See `{self.prog} --help`")
