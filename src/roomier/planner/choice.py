@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from roomier.core.units import format_bytes, format_seconds
 from roomier.hardware.machine import Machine
 from roomier.plan import Plan
 from roomier.planner.forecast import Forecast
@@ -15,9 +16,9 @@ class Considered:
     """One plan that was looked at.
 
     Attributes:
-        plan: with one strategy.
+        plan: with one strategy; where a rule refuses it, a value to be shown, which no build takes.
         micro_batch: samples on each rank.
-        forecast: None where a rule refuses the plan.
+        forecast: None where the plan is refused, or was not looked at.
         fits: in the budget.
         reason: why it was not chosen; empty for the chosen one.
     """
@@ -52,6 +53,7 @@ class Choice:
             first, then those that rules refuse.
         budget_bytes: what a device may hold.
         planning_s: how long it took.
+        num_plans: that were compared, those not in ``considered`` included; refused ones are not counted.
     """
 
     machine: Machine
@@ -59,6 +61,31 @@ class Choice:
     chosen: Forecast | None
     considered: tuple[Considered, ...]
     planning_s: float
+    num_plans: int = 0
+
+    @property
+    def why(self) -> str:
+        """What was chosen and why, in one sentence.
+
+        Raises:
+            AssertionError: nothing fits.
+        """
+        chosen = self.chosen
+        assert chosen is not None
+        bytes_of = f"{format_bytes(chosen.peak_bytes)} of {format_bytes(self.budget_bytes)}"
+        takes = "" if chosen.time is None else f", {format_seconds(chosen.time.total_s)} a step"
+        how = words_of(chosen.plan, chosen.micro_batch)
+        if self.num_plans > 1:
+            rank = f"the fastest that fits of {self.num_plans} plans"
+            slower = [each.reason for each in self.considered[1:] if each.fits and each.reason]
+            too_large = next(
+                (each for each in self.considered[1:] if not each.fits and each.forecast is not None), None
+            )
+            if not slower and too_large is not None:
+                rank = f"the only one of {self.num_plans} plans that fits"
+        else:
+            rank = "the one plan that was asked for"
+        return f"{how}: {rank}; forecast: {bytes_of} on each rank at the peak{takes}"
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data with the keys ``chosen``, ``planning_s``, ``budget_bytes``, ``plans``."""
@@ -70,3 +97,24 @@ class Choice:
             "num_ranks": self.machine.num_ranks,
             "plans": [each.as_dict() for each in self.considered],
         }
+
+
+def words_of(plan: Plan, micro_batch: int) -> str:
+    """What the planner may change, as it stands in ``plan``: ``"zero2, full recompute, 2 x 4 samples"``."""
+    parallel, activation = plan.parallel, plan.activation
+    words = [parallel.strategy]
+    if parallel.strategy == "hsdp" and parallel.shard_size is not None:
+        words[0] += f" ({parallel.shard_size} ranks to a copy)"
+    if activation.policy != "none":
+        words.append(f"{activation.policy} recompute" if activation.policy != "budget" else "recompute by budget")
+    if plan.offload.activations != "none":
+        words.append("activations in host memory")
+    if plan.loss.chunked:
+        words.append("chunked loss")
+    if plan.optimizer.step_in_backward != "none":
+        words.append("step in backward")
+    if plan.precision.mode != "32-true":
+        words.append(plan.precision.mode)
+    if plan.optimizer.name is not None:
+        words.append(plan.optimizer.name)
+    return ", ".join([*words, f"{plan.batch.accumulate_grad_batches} x {micro_batch} samples"])

@@ -15,6 +15,7 @@ from roomier.api.misspelled import check_hook_names
 from roomier.api.module import Module
 from roomier.core.errors import RoomierError
 from roomier.optim.configured import Configured
+from roomier.plan import Plan
 
 if TYPE_CHECKING:
     from roomier.trainer import Trainer
@@ -50,7 +51,7 @@ def check_modes(trainer: Trainer, module: Module, configured: Configured, is_fit
     batch = trainer.plan.batch
     if not is_fit:
         return
-    _check_hooks_need_no_gradients(trainer, module)
+    check_hooks_need_no_gradients(trainer.plan, trainer.callbacks, module)
     if module.automatic_optimization:
         if len(configured.optimizers) > 1:
             raise RoomierError(
@@ -76,8 +77,12 @@ def check_modes(trainer: Trainer, module: Module, configured: Configured, is_fit
             )
 
 
-def _check_hooks_need_no_gradients(trainer: Trainer, module: Module) -> None:
-    plan = trainer.plan
+def check_hooks_need_no_gradients(plan: Plan, callbacks: Sequence[Any], module: Module) -> None:
+    """Refuse hooks that look at gradients where ``plan`` frees each within the backward.
+
+    Raises:
+        RoomierError: there is one.
+    """
     way = plan.optimizer.step_in_backward
     if way == "none":
         return
@@ -88,7 +93,7 @@ def _check_hooks_need_no_gradients(trainer: Trainer, module: Module) -> None:
     in_module = [(module, name) for name in SEES_GRADIENTS if overrides(module, name, Module)]
     in_callbacks = [
         (callback, name)
-        for callback in trainer.callbacks
+        for callback in callbacks
         for name in SEES_GRADIENTS
         if hasattr(Callback, name) and overrides(callback, name, Callback)
     ]

@@ -11,6 +11,7 @@ import torch
 from roomier.api.module import Module
 from roomier.core.errors import DataError
 from roomier.data.batch_size import batch_size_of, with_batch_size
+from roomier.data.first_batch import first_batch
 from roomier.data.loaders import as_loaders
 from roomier.data.source import Source
 
@@ -46,6 +47,16 @@ class RunLoaders:
     def batch_size(self) -> int | None:
         """Samples of a micro-batch on each rank; None where they cannot be told, nor changed."""
         return batch_size_of(self.train_loader)
+
+    def first_batch(self) -> Any:
+        """A batch of the training data, of which the run reads no less for that. Before anything asked for the source.
+
+        Raises:
+            DataError: there is none, or looking at it would change what the run reads.
+        """
+        assert self._train is None
+        batch, self._train_loader = first_batch(self.train_loader, "train_dataloaders")
+        return batch
 
     def set_batch_size(self, batch_size: int) -> None:
         """Train on micro-batches of ``batch_size`` samples. Before anything asked for the source."""

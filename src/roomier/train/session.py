@@ -30,6 +30,7 @@ from roomier.engine.materialise import built_in_parts
 from roomier.launch import join
 from roomier.loggers.group import LoggerGroup
 from roomier.optim.configured import Configured
+from roomier.train.auto import naming_nearest, settle_plan
 from roomier.train.checks import check_call, check_modes
 from roomier.train.evaluate import EvaluationCutError, sanity_check
 from roomier.train.first_weights import first_weights
@@ -213,9 +214,14 @@ def _open(
         folder = None if fitted is None else fitted.folder
     trainer.log_dir = str(folder or root)
     first = first_weights(weights, path, trainer.plan, ranks)
-    _setup(trainer, stage, module, has_weights=first.file is not None)
+    _setup(trainer, stage, module)
     data = RunLoaders(trainer, module, loaders)
     trainer.estimate_steps = lambda: estimate_steps(trainer, data)
+    settle_plan(trainer, stage, module, data, None if earlier is None else earlier.batch)
+    with built_in_parts(trainer.plan, ranks, has_weights=first.file is not None):  # by then it is known what is cut
+        module.configure_model()
+    if is_fit:
+        trainer.prepare_forecast(module)
     if earlier is not None:
         keep_global_batch(trainer, module, data, earlier.batch)
     if job is not None and folder is not None:
@@ -226,7 +232,8 @@ def _open(
     def optimizers() -> Configured:
         return configure(plan, module, trainer.estimate_steps) if is_fit else Configured()
 
-    engine, configured = build(plan, module, optimizers, EagerEngine, ranks, first.file)
+    with naming_nearest(plan, module):
+        engine, configured = build(plan, module, optimizers, EagerEngine, ranks, first.file)
     check_modes(trainer, module, configured, is_fit)
     run = Run(
         trainer=trainer,
@@ -318,7 +325,7 @@ def _hyperparameters_to_log(module: Module, datamodule: DataModule | None) -> di
     return {**of_data, **of_module}
 
 
-def _setup(trainer: Trainer, stage: str, module: Module, *, has_weights: bool) -> None:
+def _setup(trainer: Trainer, stage: str, module: Module) -> None:
     trainer.add_callbacks_of(module)
     for callback in trainer.callbacks:
         check_hook_names(callback, Callback)
@@ -335,5 +342,3 @@ def _setup(trainer: Trainer, stage: str, module: Module, *, has_weights: bool) -
     for callback in trainer.callbacks:
         callback.setup(trainer, module, stage)
     module.setup(stage)
-    with built_in_parts(trainer.plan, trainer.ranks, has_weights=has_weights):
-        module.configure_model()

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 
 from roomier.api.datamodule import DataModule
@@ -100,7 +101,13 @@ def _zero_grad(run: Run) -> Callable[[Optimizer], None] | None:
 
 def transfer_of(run: Run, dataloader_idx: int = 0) -> Callable[[Any], Any] | None:
     """The three transfer hooks of the module and the DataModule as one function; None where none is overridden."""
-    module, datamodule, device = run.module, run.trainer.datamodule, run.engine.device
+    return transfer_to(run.engine.device, run.module, run.trainer.datamodule, dataloader_idx)
+
+
+def transfer_to(
+    device: torch.device, module: Module, datamodule: DataModule | None, dataloader_idx: int = 0
+) -> Callable[[Any], Any] | None:
+    """As :func:`transfer_of`, where there is no run yet."""
     in_data = [] if datamodule is None else [name for name in TRANSFER_HOOKS if overrides(datamodule, name, DataModule)]
     in_module = [name for name in TRANSFER_HOOKS if overrides(module, name, Module)]
     if not (in_data or in_module):

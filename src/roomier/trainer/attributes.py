@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -24,6 +24,9 @@ from roomier.train.options import LoopOptions
 from roomier.train.results import Results
 from roomier.train.run import Run
 
+if TYPE_CHECKING:  # it loads torch's sharding
+    from roomier.planner.choice import Choice
+
 STAGE_FLAGS = ("training", "validating", "testing", "predicting", "sanity_checking")
 
 
@@ -31,6 +34,13 @@ class TrainerAttributes:
     """The reading half of :class:`roomier.Trainer`, which sets what is declared here."""
 
     plan: Plan
+    """What runs; with ``strategy="auto"`` what was chosen, once a fit began."""
+    asked_plan: Plan
+    """What the keywords said."""
+    choice: Choice | None
+    """What the planner looked at for the last fit; None where nothing was to be planned."""
+    shapes: Module | None
+    """The model of the last fit before it was built, without values; None where nobody will ask for it."""
     options: LoopOptions
     world: World
     ranks: Ranks

@@ -8,7 +8,7 @@ from typing import Any
 
 from roomier.api.callback import Callback
 from roomier.callbacks import ModelCheckpoint, ModelSummary, ProgressBar
-from roomier.core.errors import RoomierError
+from roomier.core.errors import PlanError, RoomierError
 from roomier.launch import Launch
 from roomier.plan import Plan, plan_from_flags
 from roomier.trainer.devices import resolve_auto
@@ -128,12 +128,25 @@ def plan_of(given: Mapping[str, Any], init: Callable[..., None], launch: Launch 
     """
     flags = {name: given[name] for name in inspect.signature(plan_from_flags).parameters}
     if given["plan"] is None:
-        return plan_from_flags(**resolve_auto(flags, launch))
+        return _plan_from(flags, launch)
     defaults = inspect.signature(init).parameters
     for name, value in flags.items():
         if value != defaults[name].default:
             raise RoomierError(name, value, "plan= was given as well", "Say it in the plan, or pass keywords alone")
     return Plan.of(given["plan"])
+
+
+def _plan_from(flags: dict[str, Any], launch: Launch | None) -> Plan:
+    resolved = flags
+    try:
+        resolved = resolve_auto(flags, launch)
+        return plan_from_flags(**resolved)
+    except PlanError as error:
+        from roomier.planner.nearest_legal import with_nearest
+
+        defaults = {name: each.default for name, each in inspect.signature(plan_from_flags).parameters.items()}
+        asked = {name: value for name, value in resolved.items() if value not in (defaults[name], None)}
+        raise with_nearest(error, asked) from error.__cause__
 
 
 def callbacks_of(given: Mapping[str, Any], enable_checkpointing: bool) -> list[Any]:

@@ -31,6 +31,7 @@ from roomier.train.run import Run
 from roomier.train.save import save_checkpoint
 from roomier.train.session import LOADER_NAMES, end_fit, session, start_fit
 from roomier.trainer.attributes import STAGE_FLAGS, TrainerAttributes
+from roomier.trainer.forecasts import prepare_forecast
 from roomier.trainer.keywords import FORMER_ARGUMENTS, FORMER_KEYWORDS, callbacks_of, ordered, plan_of
 
 
@@ -139,7 +140,9 @@ class Trainer(TrainerAttributes):
         for name in ("enable_checkpointing", "enable_progress_bar", "enable_model_summary"):
             check_flag(name, given[name])
         launch = present_launch()
-        self.plan = plan_of(given, Trainer.__init__, launch)
+        self.plan = self.asked_plan = plan_of(given, Trainer.__init__, launch)
+        self.choice = None
+        self.shapes = None
         self.options = LoopOptions(**{name: given[name] for name in LoopOptions.__dataclass_fields__})
         self.world = place(self.plan.parallel.devices, self.plan.parallel.num_nodes, launch)
         self.ranks = Ranks()  # alone, until a run begins
@@ -301,6 +304,10 @@ class Trainer(TrainerAttributes):
         types = {type(each) for each in own}
         self.callbacks = ordered([each for each in self.callbacks if type(each) not in types] + own)
         check_callbacks(self.callbacks)
+
+    def prepare_forecast(self, module: Module) -> None:
+        """See :func:`roomier.trainer.forecasts.prepare_forecast`."""
+        prepare_forecast(self, module)
 
     @contextmanager
     def in_stage(self, flag: str) -> Iterator[None]:

@@ -1,0 +1,216 @@
+"""The first batch of a loader, looked at before a run reads it, so that the run reads what it would have read anyway.
+
+[Note: looking without touching]
+A run draws random numbers, and a loader may have a state. So what gives the same again is asked for a batch of its own,
+and afterwards every generator, and every attribute of the loader, its data set and its samplers, is as it was. What is
+read once only (a generator) is read ahead, and what was read is put back in front of it.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+
+from roomier.core import torch_private
+from roomier.core.errors import DataError
+from roomier.core.rng import rng_state, set_rng_state
+from roomier.core.tree import tensors
+from roomier.data.choose import speaks_state
+from roomier.data.rebuild import can_be_rebuilt, parts_of, plain_sampler, rebuilt
+
+_NUM_LISTED = 1000  # batches of a list whose shapes are looked at
+_DEPTH = 3  # of data sets within data sets
+
+
+def first_batch(loader: Any, name: str) -> tuple[Any, Any]:
+    """A batch of ``loader``, and what to read in its place.
+
+    Of a list it is the largest one; of all else the first, or one of as many samples.
+
+    Args:
+        name: what the user calls the loader, for errors.
+
+    Returns:
+        The batch, and ``loader`` itself; or, where it can be read once only, the same with the batch put back.
+
+    Raises:
+        DataError: there is no batch, or looking at it would change what the run reads.
+    """
+    if isinstance(loader, (list, tuple)):
+        return max(islice(loader, _NUM_LISTED), key=_num_bytes, default=None), loader
+    if isinstance(loader, Iterator):
+        return _read_ahead(loader, name)
+    _check_is_read_anew(loader, name)
+    with untouched(loader):
+        try:
+            if isinstance(loader, DataLoader) and can_be_rebuilt(loader):
+                found = _of_data_loader(loader)
+            else:
+                found = _first(iter(loader))
+        except StopIteration:
+            raise DataError(name, loader, "gives no batch", "Pass a loader with at least one batch") from None
+    return found, loader
+
+
+@contextmanager
+def untouched(loader: Any) -> Iterator[None]:
+    """Afterwards all random states, and the attributes of ``loader`` and of what it draws from, are as they were."""
+    state = rng_state()
+    parts = list(_all_parts(loader))
+    attributes = [(each, dict(vars(each))) for each in parts if hasattr(each, "__dict__")]
+    put_back = [each for part in parts for each in _put_back_generators(part)]
+    positions = [(each, copy.deepcopy(each.state_dict())) for each in parts if speaks_state(each)]
+    try:
+        yield
+    finally:
+        for part, known in attributes:
+            own = vars(part)
+            for name in own.keys() - known.keys():
+                del own[name]
+            own.update(known)
+        for each in put_back:
+            each()
+        for part, position in positions:
+            part.load_state_dict(position)
+        set_rng_state(state)
+
+
+def _check_is_read_anew(loader: Any, name: str) -> None:
+    if getattr(loader, "num_workers", 0):
+        return  # workers read copies
+    for part in _all_parts(loader):
+        for attribute, value in vars(part).items() if hasattr(part, "__dict__") else ():
+            if isinstance(value, Iterator):
+                problem = f"reads from {type(part).__name__}.{attribute}, which can be read once only"
+                action = "Let __iter__ open it, or name a strategy without memory_budget: then nothing is looked at"
+                raise DataError(name, loader, f"{problem}, so its first batch cannot be looked at", action)
+
+
+def _of_data_loader(loader: DataLoader[Any]) -> Any:
+    if loader.num_workers:  # a worker has copies of everything, and may read what this process cannot
+        changes: dict[str, Any] = {"num_workers": 1, "persistent_workers": False, "pin_memory": False}
+        batches = iter(rebuilt(loader, **changes, **_copied_samplers(loader)))
+        try:
+            return next(batches)
+        finally:
+            torch_private.end_workers(batches)
+    dataset: Any = loader.dataset
+    if isinstance(dataset, IterableDataset):
+        return next(iter(rebuilt(loader, pin_memory=False)))
+    if plain_sampler(loader) is None:
+        return next(iter(rebuilt(loader, pin_memory=False, **_copied_samplers(loader))))
+    if loader.batch_sampler is None:
+        return loader.collate_fn(dataset[0])
+    assert isinstance(loader.batch_sampler, BatchSampler)
+    indices = list(range(min(loader.batch_sampler.batch_size, len(dataset))))
+    if not indices:
+        raise StopIteration
+    many = getattr(dataset, "__getitems__", None)
+    return loader.collate_fn(many(indices) if callable(many) else [dataset[index] for index in indices])
+
+
+def _copied_samplers(loader: DataLoader[Any]) -> dict[str, Any]:
+    """Samplers that draw what those of ``loader`` would, and leave these as they are."""
+    if isinstance(loader.dataset, IterableDataset):
+        return {}
+    memo: dict[int, Any] = {id(loader.dataset): loader.dataset}
+    return {
+        field: copy.deepcopy(getattr(loader, field), memo)
+        for field in ("sampler", "batch_sampler")
+        if getattr(loader, field) is not None
+    }
+
+
+class ReadAhead(Iterator[Any]):
+    """``inner``, of which ``read`` was read already; else it is like ``inner``."""
+
+    def __init__(self, read: Sequence[Any], inner: Iterator[Any]) -> None:
+        self._read = list(read)
+        self._inner = inner
+
+    def __next__(self) -> Any:
+        return self._read.pop(0) if self._read else next(self._inner)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.__dict__["_inner"], name)
+
+
+def _read_ahead(loader: Iterator[Any], name: str) -> tuple[Any, Any]:
+    before = rng_state()
+    try:
+        found = next(loader)
+    except StopIteration:
+        raise DataError(name, loader, "gives no batch", "Pass a loader with at least one batch") from None
+    if not _is_same(before, rng_state()):
+        problem = "is read once only and draws random numbers, so its first batch cannot be looked at before the run"
+        action = "Pass a DataLoader or an object whose __iter__ starts anew, or name a strategy without memory_budget"
+        raise DataError(name, loader, problem, action)
+    return found, ReadAhead([found], loader)
+
+
+def _first(iterator: Iterator[Any]) -> Any:
+    found = next(iterator)
+    close = getattr(iterator, "close", None)
+    if callable(close):
+        close()
+    return found
+
+
+def _all_parts(loader: Any) -> Iterator[Any]:
+    """``loader``, its samplers, how it collates, and its data sets, down to those within others."""
+    yield from parts_of(loader)
+    collate = getattr(loader, "collate_fn", None)
+    if collate is not None and hasattr(collate, "__dict__"):
+        yield collate
+    level = [getattr(loader, "dataset", None)]
+    for _ in range(_DEPTH):
+        inner = [
+            each
+            for dataset in level
+            for each in (getattr(dataset, "dataset", None), getattr(dataset, "transform", None), *_of_several(dataset))
+            if each is not None
+        ]
+        yield from inner
+        level = inner
+
+
+def _of_several(dataset: Any) -> Iterable[Any]:
+    several = getattr(dataset, "datasets", ())
+    return several if isinstance(several, (list, tuple)) else ()
+
+
+def _put_back_generators(part: Any) -> Iterator[Callable[[], Any]]:
+    """What sets the generators that hang on ``part`` to the states they have now."""
+    for value in vars(part).values() if hasattr(part, "__dict__") else ():
+        if isinstance(value, torch.Generator):
+            yield _call(value.set_state, value.get_state())
+        elif isinstance(value, random.Random):
+            yield _call(value.setstate, value.getstate())
+        elif isinstance(value, np.random.RandomState):
+            yield _call(value.set_state, value.get_state())
+        elif isinstance(value, np.random.Generator):
+            yield _call(setattr, value.bit_generator, "state", copy.deepcopy(value.bit_generator.state))
+
+
+def _call(function: Callable[..., Any], *arguments: Any) -> Callable[[], Any]:
+    return lambda: function(*arguments)
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if isinstance(one, dict):
+        return all(_is_same(value, other[key]) for key, value in one.items())
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one == other)
+
+
+def _num_bytes(batch: Any) -> int:
+    return sum(each.nbytes for each in tensors(batch))

@@ -1,0 +1,95 @@
+"""A Plan as what a user would write: the keywords of a Trainer, as text to paste."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from roomier.adapters.found import as_keyword
+from roomier.core.units import parse_bytes
+from roomier.plan import Plan
+from roomier.plan.parts import ParallelPlan, Part
+
+
+def trainer_keywords(plan: Plan) -> dict[str, Any]:
+    """The keywords that make ``plan``; those that are at their defaults are left out."""
+    found: dict[str, Any] = {}
+    found["strategy"] = _strategy(plan)
+    parallel, batch, optimizer, activation = plan.parallel, plan.batch, plan.optimizer, plan.activation
+    found |= _given(parallel, {"accelerator": "accelerator", "devices": "devices", "num_nodes": "num_nodes"})
+    found |= _given(plan.precision, {"mode": "precision", "matmul": "matmul_precision"})
+    found |= _given(batch, {name: name for name in vars(batch)})
+    found |= _optimizer(plan)
+    if optimizer.schedule is not None:
+        settings = _given(optimizer, {"warmup_steps": "warmup_steps", "min_lr_ratio": "min_lr_ratio"})
+        found["lr_schedule"] = {"name": optimizer.schedule, **settings} if settings else optimizer.schedule
+    if optimizer.step_in_backward != "none":
+        found["step_in_backward"] = True if optimizer.step_in_backward == "exact" else optimizer.step_in_backward
+    if activation.policy != "none":
+        found["activation_checkpointing"] = _recompute(plan)
+    if (offload := _given(plan.offload, {name: name for name in vars(plan.offload)})) != {}:
+        found["offload"] = offload
+    if plan.loss.chunked:
+        found["chunked_loss"] = plan.loss.chunk_tokens or True
+    found |= _given(plan.attention, {"kernel": "attention"}) | _given(plan.compile, {"enabled": "compile"})
+    if plan.adapter.lora_rank is not None:
+        found["lora"] = as_keyword(plan.adapter)
+    if plan.choice.memory_budget_bytes is not None:
+        found["memory_budget"] = _bytes(plan.choice.memory_budget_bytes)
+    return found
+
+
+def as_call(keywords: Mapping[str, Any]) -> str:
+    """``Trainer(strategy='zero2', devices=2)``."""
+    return f"Trainer({', '.join(f'{name}={value!r}' for name, value in keywords.items())})"
+
+
+def _given(part: Part, names: Mapping[str, str]) -> dict[str, Any]:
+    """The fields of ``part`` that are not at their defaults, by what a keyword calls them."""
+    defaults = {each.name: each.default for each in dataclasses.fields(part)}
+    values = {field: getattr(part, field) for field in names}
+    return {names[field]: value for field, value in values.items() if value != defaults[field]}
+
+
+def _strategy(plan: Plan) -> Any:
+    own = ("shard_size", *(each.name for each in dataclasses.fields(ParallelPlan) if each.name not in _KEYWORDS))
+    settings = _given(plan.parallel, {name: name for name in dict.fromkeys(own)})
+    if plan.choice.words:
+        settings["allow"] = list(plan.choice.words)
+    return {"name": plan.parallel.strategy, **settings} if settings else plan.parallel.strategy
+
+
+_KEYWORDS = ("strategy", "accelerator", "devices", "num_nodes")
+
+
+def _optimizer(plan: Plan) -> dict[str, Any]:
+    optimizer = plan.optimizer
+    if optimizer.name is None:
+        return {}
+    lr = {} if optimizer.lr is None else {"lr": optimizer.lr}
+    settings = _given(optimizer, {"weight_decay": "weight_decay", "weight_rounding": "weight_rounding"})
+    settings |= dict(optimizer.options)
+    if settings:
+        return {"optimizer": {"name": optimizer.name, **lr, **settings}}
+    return {"optimizer": optimizer.name} | ({} if optimizer.lr is None else {"learning_rate": optimizer.lr})
+
+
+def _recompute(plan: Plan) -> Any:
+    activation = plan.activation
+    if activation.budget_bytes is not None:
+        return _bytes(activation.budget_bytes)
+    if activation.budget_fraction is not None:
+        return activation.budget_fraction
+    if activation.every_n is not None:
+        return {"policy": "every_n", "every_n": activation.every_n}
+    return activation.policy
+
+
+def _bytes(num_bytes: int) -> int | str:
+    """``"6GiB"`` where that is exact."""
+    for unit in ("GiB", "MiB"):
+        text = f"{num_bytes / parse_bytes('', f'1{unit}'):g}{unit}"
+        if parse_bytes("", text) == num_bytes:
+            return text
+    return num_bytes

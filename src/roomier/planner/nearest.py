@@ -1,0 +1,198 @@
+"""What to do where nothing fits: what to allow, how much smaller a batch, how many ranks, which device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from roomier.core.errors import PlanError, RoomierError
+from roomier.core.units import format_bytes
+from roomier.hardware.devices import SHEETS
+from roomier.hardware.machine import Machine
+from roomier.plan import Plan
+from roomier.plan.parts import ChoicePlan
+from roomier.planner.candidates import changed
+from roomier.planner.choice import Choice, words_of
+from roomier.planner.choose import Check, Prices, budget_of, choose, prices_of
+from roomier.planner.confirm import confirm
+from roomier.planner.forecast import Forecast
+from roomier.planner.keywords import as_call, trainer_keywords
+from roomier.planner.workload import Workload
+
+_PRECISIONS = ("bf16-mixed", "bf16-true")
+_SMALL_STATES = ("adamw8bit", "adamw4bit")
+_MAX_TIMES = 256  # as many ranks as there are
+_LOOKS_S = 20.0  # for a plan with another strategy
+
+
+def nothing_fits(
+    workload: Workload,
+    plan: Plan,
+    choice: Choice,
+    *,
+    keeps_micro_batch: str = "",
+    check: Check | None = None,
+    prices: Prices | None = None,
+) -> PlanError:
+    """The error that says which is the smallest plan, what it needs, and what would let one fit.
+
+    Args:
+        plan: what was asked.
+        choice: of :func:`choose`, in which nothing fits.
+    """
+    smallest = min((each.forecast for each in choice.considered if each.forecast), key=lambda each: each.peak_bytes)
+    needs, budget = format_bytes(smallest.peak_bytes), format_bytes(choice.budget_bytes)
+    how = words_of(smallest.plan, smallest.micro_batch)
+    is_auto = plan.parallel.strategy == "auto"
+    what = f"the smallest plan, {how}," if is_auto else how
+    problem = f"{what} needs {needs} on each rank, where {budget} are to be had"
+    ways = list(_ways(workload, plan, choice, smallest, keeps_micro_batch, check, prices))
+    action = "; or ".join(ways) if ways else "Use a smaller model or a larger device"
+    given = plan.choice.memory_budget_bytes
+    if given is None:
+        return PlanError("strategy", plan.parallel.strategy, problem, action)
+    return PlanError("memory_budget", format_bytes(given), problem, action)
+
+
+def _ways(
+    workload: Workload,
+    plan: Plan,
+    choice: Choice,
+    smallest: Forecast,
+    keeps_micro_batch: str,
+    check: Check | None,
+    prices: Prices | None,
+) -> Iterator[str]:
+    machine, budget = choice.machine, choice.budget_bytes
+    if plan.parallel.strategy != "auto":
+        auto = replace(plan, parallel=replace(plan.parallel, strategy="auto", shard_size=None))
+        priced = prices or prices_of(workload, machine)
+        found = choose(
+            workload,
+            auto,
+            machine,
+            budget_bytes=budget,
+            keeps_micro_batch=keeps_micro_batch,
+            check=check,
+            prices=priced,
+            limit_s=_LOOKS_S,
+        )
+        if found.chosen is not None:
+            yield f"Use {as_call(trainer_keywords(found.chosen.plan))}{_with_batch(found.chosen, workload)}"
+            return
+        smallest = min((each.forecast for each in found.considered if each.forecast), key=lambda each: each.peak_bytes)
+    allowed = _allowing(workload, plan, smallest, machine, budget)
+    if allowed is not None:
+        yield allowed
+    smaller = _smaller_batch(workload, smallest, machine, budget) if keeps_micro_batch else None
+    if smaller is not None:
+        yield smaller
+    ranks = _more_ranks(workload, plan, smallest, machine, budget)
+    if ranks is not None:
+        yield ranks
+    device = _larger_device(workload, plan, smallest, machine)
+    if device is not None:
+        yield device
+
+
+def _with_batch(chosen: Forecast, workload: Workload) -> str:
+    if chosen.micro_batch == workload.batch_size:
+        return ""
+    return f" with micro-batches of {chosen.micro_batch} samples"
+
+
+def _peak_bytes(workload: Workload, plan: Plan, machine: Machine) -> int | None:
+    try:
+        return confirm(workload, plan, machine).peak_bytes
+    except RoomierError:
+        return None
+
+
+def _allowing(workload: Workload, plan: Plan, smallest: Forecast, machine: Machine, budget: int) -> str | None:
+    """Which choice to allow: each by itself, from what is least approximate on, then several together."""
+    small = workload.with_batch_size(smallest.micro_batch)
+    modes = [mode for mode in _PRECISIONS if smallest.plan.precision.mode == "32-true" and mode not in _words(plan)]
+    has_adam = smallest.plan.optimizer.name in ("adamw", "adam")
+    names = [name for name in _SMALL_STATES if has_adam and name not in _words(plan)]
+    alone: list[dict[str, str]] = [{"precision.mode": mode} for mode in modes]
+    alone += [{"optimizer.name": name} for name in names]
+    together = [{"precision.mode": mode, "optimizer.name": name} for mode in modes for name in names]
+    for changes in (*alone, *together):
+        try:
+            lean = changed(smallest.plan, changes)
+        except RoomierError:
+            continue
+        peak = _peak_bytes(small, lean, machine)
+        if peak is not None and peak <= budget:
+            words = [*_words(plan), *changes.values()]
+            settings = {name: value for name, value in _settings_of_auto(plan).items() if name != "allow"}
+            strategy = {"name": "auto", **settings, "allow": words}
+            return f"Allow it: strategy={strategy!r} needs {format_bytes(peak)}"
+    return None
+
+
+def _words(plan: Plan) -> tuple[str, ...]:
+    return plan.choice.words
+
+
+def _settings_of_auto(plan: Plan) -> dict[str, Any]:
+    auto = replace(plan, parallel=replace(plan.parallel, strategy="auto", shard_size=None), choice=ChoicePlan())
+    found = trainer_keywords(auto)["strategy"]
+    return {} if isinstance(found, str) else {name: value for name, value in found.items() if name != "name"}
+
+
+def _smaller_batch(workload: Workload, smallest: Forecast, machine: Machine, budget: int) -> str | None:
+    batch_size = workload.batch_size // 2
+    while batch_size >= 1:
+        peak = _peak_bytes(workload.with_batch_size(batch_size), smallest.plan, machine)
+        if peak is None:
+            return None
+        if peak <= budget:
+            return f"Give batches of {batch_size} samples in place of {workload.batch_size}: {format_bytes(peak)}"
+        batch_size //= 2
+    return None
+
+
+def _more_ranks(workload: Workload, plan: Plan, smallest: Forecast, machine: Machine, budget: int) -> str | None:
+    """The same devices, twice as many, and so on: they share what is cut."""
+    small = workload.with_batch_size(smallest.micro_batch)
+    parallel, times = smallest.plan.parallel, 2
+    last = smallest.peak_bytes
+    while times <= _MAX_TIMES:
+        wider = parallel.devices * times
+        changes: dict[str, object] = {"parallel.devices": wider}
+        if parallel.strategy in ("single", "ddp", "hsdp"):
+            changes |= {"parallel.strategy": "zero3", "parallel.shard_size": None}
+        try:
+            wide = changed(smallest.plan, changes)
+        except RoomierError:
+            return None
+        peak = _peak_bytes(small, wide, replace(machine, devices_per_node=wider))
+        if peak is None or peak > 0.98 * last:  # more ranks cut no more
+            return None
+        if peak <= budget:
+            total = wide.parallel.num_ranks
+            return (
+                f"Use devices={wider}: on {total} of these devices {wide.parallel.strategy} needs {format_bytes(peak)}"
+            )
+        last, times = peak, times * 2
+    return None
+
+
+def _larger_device(workload: Workload, plan: Plan, smallest: Forecast, machine: Machine) -> str | None:
+    """The smallest device of the table on which the same number of ranks will do."""
+    if plan.choice.memory_budget_bytes is not None:
+        return None  # the device is larger than what was asked for
+    small = workload.with_batch_size(smallest.micro_batch)
+    for sheet in sorted(SHEETS, key=lambda each: each.device.memory_bytes):
+        other = sheet.machine(machine.devices_per_node, machine.num_nodes)
+        budget = budget_of(plan, other)
+        if budget < smallest.tensor_bytes:
+            continue
+        peak = _peak_bytes(small, smallest.plan, other)
+        if peak is not None and peak <= budget:
+            return f"Use larger devices: roomier plan --hardware {sheet.name}:{machine.devices_per_node}" + (
+                f" --nodes {machine.num_nodes}" if machine.num_nodes > 1 else ""
+            )
+    return None

@@ -1,0 +1,240 @@
+"""What is nearest to a request that cannot work: a few keywords changed, and the rest as it was asked.
+
+[Note: near]
+A request says what is to be learned and how it is to be computed. What is nearest keeps the first and changes the
+second: another strategy computes the same; a lever less computes the same with more memory; another precision or
+optimizer does not compute the same, and comes last. Of changes that are as near, those that the error itself names come
+first.
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from roomier.api.module import Module
+from roomier.core.device import resolve_device
+from roomier.core.errors import PlanError, RoomierError
+from roomier.core.world import World
+from roomier.plan import Plan, plan_from_flags
+from roomier.plan.choices import CHOICES
+from roomier.plan.rules import CombinedPlanError, each_error
+from roomier.planner.keywords import as_call
+
+Keywords = Mapping[str, Any]
+Works = Callable[[Plan], bool]
+
+_MAX_EDITS = 3
+_MAX_BUILDS = 12  # that are tried for one error
+_STRATEGIES = ("zero2", "ddp", "zero3", "zero1", "single", "hsdp")
+_DEFAULT = object()
+
+
+@dataclass(frozen=True)
+class _Edit:
+    """One change of a request: keywords with their new values, ``_DEFAULT`` to leave one out; and how far it leads."""
+
+    changes: Mapping[str, Any]
+    cost: float
+
+
+def with_nearest(
+    error: RoomierError, asked: Keywords, works: Works | None = None, *, fixed: Collection[str] = ()
+) -> RoomierError:
+    """``error``, which says as well what the nearest plan is that works, as keywords to paste; as it is where none is
+    near.
+
+    Args:
+        asked: the keywords of the Trainer that were given and are not at their defaults.
+        works: whether a legal plan can be built; None asks for its device alone.
+        fixed: keywords that cannot change any more.
+    """
+    found = nearest_legal(error, asked, works or has_its_device, fixed=fixed)
+    if found is None:
+        return error
+    advice = f"The nearest plan that works: {as_call(found)}"
+    if isinstance(error, CombinedPlanError):
+        *others, last = each_error(error)
+        return CombinedPlanError([*others, PlanError(last.field, last.received, last.problem, _with(last, advice))])
+    return type(error)(error.field, error.received, error.problem, _with(error, advice))
+
+
+def nearest_legal(
+    error: RoomierError, asked: Keywords, works: Works, *, fixed: Collection[str] = ()
+) -> dict[str, Any] | None:
+    """``asked`` with the least changes with which it makes a plan that works; None where a few do not suffice."""
+    edits = sorted(_edits(asked, error), key=lambda each: each.cost)
+    edits = [each for each in edits if not each.changes.keys() & set(fixed)]
+    num_builds = 0
+    for num_edits in range(1, _MAX_EDITS + 1):
+        combined = [
+            each for each in itertools.combinations(edits[: 40 // num_edits + 4], num_edits) if _are_apart(each)
+        ]
+        for chosen in sorted(combined, key=lambda each: sum(edit.cost for edit in each)):
+            changed = _changed(asked, chosen)
+            plan = _legal(changed)
+            if plan is None:
+                continue
+            if works(plan):
+                return changed
+            num_builds += 1
+            if num_builds == _MAX_BUILDS:
+                return None
+    return None
+
+
+def has_its_device(plan: Plan) -> bool:
+    """Whether this machine has what the plan computes on."""
+    try:
+        resolve_device(plan.parallel.accelerator)
+    except RoomierError:
+        return False
+    return True
+
+
+def can_build(plan: Plan, module: Module) -> bool:
+    """Whether ``build`` takes the plan for ``module``: it is asked, without memory."""
+    from roomier.engine.build import build, configure
+    from roomier.engine.eager import EagerEngine
+    from roomier.planner.fake_world import fake_world
+    from roomier.planner.shapes import shapes_of
+
+    if not has_its_device(plan):
+        return False
+    world = World(0, plan.parallel.num_ranks, 0, 0, plan.parallel.devices)
+    try:
+        with fake_world(world, is_pairwise=True) as ranks:
+            copied = shapes_of(module)
+            engine, _ = build(plan, copied, lambda: configure(plan, copied, lambda: 1000.0), EagerEngine, ranks)
+            engine.close()
+    except Exception:  # this is advice: what fails here is not what was asked for
+        return False
+    return True
+
+
+def _legal(keywords: Keywords) -> Plan | None:
+    try:
+        return plan_from_flags(**keywords)
+    except PlanError:
+        return None
+
+
+def _with(error: RoomierError, advice: str) -> str:
+    end = "" if error.action.endswith(("?", ".")) else "."
+    return f"{error.action}{end} {advice}"
+
+
+def _are_apart(edits: tuple[_Edit, ...]) -> bool:
+    names = [name for edit in edits for name in edit.changes]
+    return len(names) == len(set(names))
+
+
+def _changed(asked: Keywords, edits: tuple[_Edit, ...]) -> dict[str, Any]:
+    values = dict(asked)
+    for name, value in ((name, value) for edit in edits for name, value in edit.changes.items()):
+        if value is _DEFAULT:
+            values.pop(name, None)
+        else:
+            values[name] = value
+    return values
+
+
+# ---- which changes there are -----------------------------------------------------------------------------------------
+
+
+def _edits(asked: Keywords, error: RoomierError) -> Iterator[_Edit]:
+    named = " ".join(each.action for each in _singles(error))
+    fields = {each.field.partition(".")[0] for each in _singles(error)}
+    for edit in (*_of_strategy(asked), *_of_levers(asked), *_of_arithmetic(asked), *_of_hardware(asked)):
+        [*values] = edit.changes.values()
+        is_named = any(isinstance(value, str) and f"'{value}'" in named for value in values)
+        near = 0.9 if is_named else 0.0
+        if fields & edit.changes.keys():
+            near += 0.05
+        yield _Edit(edit.changes, edit.cost - near)
+
+
+def _singles(error: RoomierError) -> tuple[RoomierError, ...]:
+    return each_error(error) if isinstance(error, PlanError) else (error,)
+
+
+def _of_strategy(asked: Keywords) -> Iterator[_Edit]:
+    given = asked.get("strategy", "single")
+    settings = dict(given) if isinstance(given, Mapping) else {"name": given}
+    name = str(settings.pop("name", "single"))
+    for index, other in enumerate(_STRATEGIES):
+        alike = difflib.SequenceMatcher(None, name, other).ratio() if name not in CHOICES["parallel.strategy"] else 0.0
+        cost = 1 + 0.05 * index - 0.5 * alike
+        if other != name:
+            yield _Edit({"strategy": _named(other, settings)}, cost)
+            if settings:
+                yield _Edit({"strategy": other}, cost + 2)
+    for left_out in settings:
+        rest = {key: value for key, value in settings.items() if key != left_out}
+        yield _Edit({"strategy": _named(name, rest)}, 1.2 if left_out == "shard_size" else 2)
+    size = settings.get("shard_size")
+    if isinstance(size, int):
+        for other_size in range(1, 4 * max(size, 1) + 1):
+            if other_size != size:
+                cost = 0.5 + 0.01 * abs(other_size - size) + (0.3 if other_size == 1 else 0)
+                yield _Edit({"strategy": {"name": name, **settings, "shard_size": other_size}}, cost)
+
+
+def _named(name: str, settings: Keywords) -> Any:
+    return {"name": name, **settings} if settings else name
+
+
+def _of_levers(asked: Keywords) -> Iterator[_Edit]:
+    for name in ("step_in_backward", "chunked_loss", "compile", "attention", "gradient_clip_algorithm"):
+        if name in asked:
+            yield _Edit({name: _DEFAULT}, 2)
+    if "activation_checkpointing" in asked:
+        for index, policy in enumerate(("full", "selective", _DEFAULT)):
+            yield _Edit({"activation_checkpointing": policy}, 1.5 + 0.3 * index)
+    if asked.get("step_in_backward") == "stale_norm":
+        yield _Edit({"step_in_backward": True}, 1)
+    schedule = asked.get("lr_schedule")
+    if schedule is not None:
+        settings = schedule if isinstance(schedule, Mapping) else {}
+        for left_out in settings.keys() - {"name"}:
+            yield _Edit({"lr_schedule": {key: value for key, value in settings.items() if key != left_out}}, 3)
+        yield _Edit({"lr_schedule": _DEFAULT}, 4)
+    if "offload" in asked:
+        yield _Edit({"offload": _DEFAULT}, 2)
+    lora = asked.get("lora")
+    if isinstance(lora, Mapping) and "base" in lora:
+        yield _Edit({"lora": {key: value for key, value in lora.items() if key != "base"}}, 2.5)
+    if "learning_rate" in asked and "optimizer" not in asked:
+        yield _Edit({"optimizer": "adamw"}, 2)
+    elif "learning_rate" in asked:
+        yield _Edit({"learning_rate": _DEFAULT}, 3)
+    if "memory_budget" in asked:
+        yield _Edit({"memory_budget": _DEFAULT}, 3)
+
+
+def _of_arithmetic(asked: Keywords) -> Iterator[_Edit]:
+    if "precision" in asked:
+        for index, mode in enumerate(("bf16-mixed", "32-true", "16-mixed")):
+            if mode != asked["precision"]:
+                yield _Edit({"precision": mode}, 3 + 0.1 * index)
+    optimizer = asked.get("optimizer")
+    if optimizer is not None and optimizer != "adamw":
+        settings = {}
+        if isinstance(optimizer, Mapping):
+            settings = {key: optimizer[key] for key in ("lr", "weight_decay") if key in optimizer}
+        yield _Edit({"optimizer": {"name": "adamw", **settings} if settings else "adamw"}, 4)
+    if "gradient_clip_val" in asked:
+        yield _Edit({"gradient_clip_val": _DEFAULT}, 4)
+
+
+def _of_hardware(asked: Keywords) -> Iterator[_Edit]:
+    if asked.get("accelerator", "auto") not in ("auto", "cpu"):
+        found = "cuda" if torch.cuda.is_available() else "cpu"
+        yield _Edit({"accelerator": found}, 2.5)
+    if asked.get("devices", 1) not in (1, "auto"):
+        yield _Edit({"devices": 1}, 5)
