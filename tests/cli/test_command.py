@@ -14,7 +14,17 @@ ROOMIER = str(Path(sys.executable).with_name("roomier"))
 def test_help_shows_the_verbs_and_nothing_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     listed = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
-    assert listed[: len(VERBS)] == ["fit", "validate", "test", "predict", "plan", "report", "export", "hardware", "bench"]
+    assert listed[: len(VERBS)] == [
+        "fit",
+        "validate",
+        "test",
+        "predict",
+        "plan",
+        "report",
+        "export",
+        "hardware",
+        "bench",
+    ]
 
 
 def test_the_installed_command_tells_its_version() -> None:

@@ -27,6 +27,6 @@ def confirm(workload: Workload, plan: Plan, machine: Machine) -> Forecast:
         micro_batch=workload.batch_size,
         method="dry run",
         timeline=run.stretches,
-        fixed_bytes=fixed_bytes(plan, machine),
+        fixed_bytes=fixed_bytes(plan, machine, max(each.peak_bytes for each in run.stretches)),
         time=step_time(workload, plan, machine, run.work),
     )

@@ -1,0 +1,124 @@
+"""What a GPU holds beside tensors: by formula, and learned from a run. No GPU is needed, and none was asked."""
+
+from dataclasses import replace
+
+import pytest
+
+from roomier import Plan, RoomierError
+from roomier.hardware import cache
+from roomier.hardware.spec import machine_of
+from roomier.planner.fixed_bytes import CONTEXT_BYTES, MIB, calibrate, fixed_bytes
+
+GIB = 2**30
+AN_A100 = machine_of("a100")
+A_CPU = replace(AN_A100, device=replace(AN_A100.device, name="a processor", kind="cpu"))
+
+
+@pytest.fixture(autouse=True)
+def _no_settings_of_the_user(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(cache, "cache_file", lambda: tmp_path / "roomier" / "hardware.json")
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+
+
+def plan_of(strategy="single", devices=1, num_nodes=1, **parts):
+    parallel = {"strategy": strategy, "accelerator": "cuda", "devices": devices, "num_nodes": num_nodes}
+    return Plan.from_dict({"parallel": parallel, **parts})
+
+
+def test_on_a_cpu_the_bytes_of_tensors_are_all():
+    plan = Plan.from_dict({"parallel": {"accelerator": "cpu"}})
+    assert fixed_bytes(plan, A_CPU, 10 * GIB) == {}
+
+
+def test_one_rank_has_no_buffers_for_others():
+    found = fixed_bytes(plan_of(), machine_of("a100-40gb"))
+    assert sorted(found) == ["allocator", "context", "workspace"]
+    assert found["context"] == CONTEXT_BYTES
+
+
+@pytest.mark.parametrize(("devices", "num_mib"), [(2, 544), (4, 688)])
+def test_nccl_takes_what_was_measured_on_a100(devices, num_mib):
+    # NVIDIA/nccl issue 964: four A100 with NVLink
+    found = fixed_bytes(plan_of("zero2", devices), machine_of(f"a100-40gb:{devices}"))
+    assert found["communication"] == num_mib * MIB
+
+
+def test_more_nodes_and_more_communicators_take_more_but_more_ranks_do_not():
+    def communication(strategy, devices, nodes):
+        machine = machine_of(f"h100:{devices}", nodes)
+        return fixed_bytes(plan_of(strategy, devices, nodes), machine)["communication"]
+
+    assert communication("zero3", 4, 1) == communication("zero3", 8, 1)
+    assert communication("zero3", 8, 1) < communication("zero3", 8, 2) == communication("zero3", 8, 128)
+    assert communication("hsdp", 8, 2) > 2 * communication("zero3", 8, 2)
+
+
+def test_cards_without_links_have_smaller_buffers():
+    small, large = (
+        fixed_bytes(plan_of("ddp", 2), machine_of(name))["communication"] for name in ("rtx4090:2", "h100:2")
+    )
+    assert small < large / 2
+
+
+def test_workspaces_are_those_of_the_architecture():
+    assert fixed_bytes(plan_of(), machine_of("a100"))["workspace"] == 2 * 8_519_680
+    assert fixed_bytes(plan_of(), machine_of("h100"))["workspace"] == 2 * 32 * MIB
+
+
+def test_fragmentation_is_a_share_of_the_tensors_and_less_with_segments_that_grow(monkeypatch):
+    machine = machine_of("a100-80gb")
+    again = {"activation": {"policy": "full"}}
+
+    def allocator(tensor_bytes, **parts):
+        return fixed_bytes(plan_of(**parts), machine, tensor_bytes)["allocator"]
+
+    assert allocator(20 * GIB) - allocator(10 * GIB) == pytest.approx(0.04 * 10 * GIB, abs=2)
+    assert allocator(20 * GIB, **again) > 2 * allocator(20 * GIB)
+    fixed = allocator(20 * GIB, **again)
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    assert allocator(20 * GIB, **again) < fixed / 2
+
+
+def test_a_run_teaches_all_that_the_formula_had_assumed():
+    machine, tensors = machine_of("a100-40gb:4"), 20 * GIB
+    workspace = fixed_bytes(plan_of(), machine)["workspace"]
+    allocated, reserved = tensors + workspace, 21 * GIB
+    calibrate(plan_of(), machine, allocated_bytes=allocated, reserved_bytes=reserved, used_bytes=reserved + 600 * MIB)
+    calibrate(
+        plan_of("zero2", 4),
+        machine,
+        allocated_bytes=allocated,
+        reserved_bytes=reserved,
+        used_bytes=reserved + 1500 * MIB,
+    )
+    found = fixed_bytes(plan_of("zero2", 4), machine, tensors)
+    assert found["context"] == 600 * MIB
+    assert found["communication"] == 900 * MIB
+    assert tensors + found["workspace"] + found["allocator"] == pytest.approx(reserved, abs=1000)
+    assert tensors + sum(found.values()) == pytest.approx(reserved + 1500 * MIB, abs=1000)
+    other = fixed_bytes(plan_of(), machine_of("a100-80gb"), tensors)
+    assert other["context"] == CONTEXT_BYTES
+
+
+@pytest.mark.parametrize(
+    ("machine", "figures"),
+    [
+        (AN_A100, {"allocated_bytes": 5, "reserved_bytes": 4}),
+        (AN_A100, {"allocated_bytes": 0, "reserved_bytes": 4}),
+        (AN_A100, {"allocated_bytes": 4, "reserved_bytes": 5, "used_bytes": 4}),
+        (A_CPU, {"allocated_bytes": 4, "reserved_bytes": 5}),
+    ],
+)
+def test_figures_that_cannot_be_of_one_run_are_refused(machine, figures):
+    with pytest.raises(RoomierError, match=r"Calibrate with a run on a GPU|of the same run"):
+        calibrate(plan_of(), machine, **figures)
+    assert not cache.cache_file().exists()
+
+
+def test_a_calibration_that_cannot_be_read_is_told_and_ignored(capsys):
+    cache.write("fixed_bytes", {"h100": {"context_bytes": "much"}, "h200": {"who": 1}})
+    assert fixed_bytes(plan_of(), machine_of("h100"))["context"] == CONTEXT_BYTES
+    assert fixed_bytes(plan_of(), machine_of("h200"))["context"] == CONTEXT_BYTES
+    assert capsys.readouterr().err.count("is ignored") == 2
