@@ -167,7 +167,7 @@ def _forecast(trainer: Trainer, workload: Workload | None) -> tuple[Forecast | N
     plan = trainer.plan
     state = rng_state()
     try:
-        machine = this_machine(plan.parallel.devices, plan.parallel.num_nodes)
+        machine = this_machine(plan.parallel.devices, plan.parallel.num_nodes, plan.parallel.accelerator)
         return confirm(workload, plan, machine), ""
     except Exception as error:  # a forecast that fails must not end the run it is about
         return None, f"{type(error).__name__}: {error}"

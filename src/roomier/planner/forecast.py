@@ -89,6 +89,12 @@ class Forecast:
     def fits(self, budget_bytes: int) -> bool:
         return self.peak_bytes <= budget_bytes
 
+    def _repr_html_(self) -> str:
+        """One step of the plan, for a notebook."""
+        from roomier.planner.page import fragment_of_forecast
+
+        return fragment_of_forecast(self)
+
     def as_dict(self) -> dict[str, Any]:
         """Plain data, without the timeline."""
         return {

@@ -109,9 +109,9 @@ def bar(segments: Segments, top_bytes: float, marks: Sequence[tuple[float, str]]
             '<path d="M955 1000L967 0M970 1000L982 0" stroke="var(--ground)" stroke-width="3" fill="none" '
             'vector-effect="non-scaling-stroke"/>'
         )
-    for num_bytes, colour in marks:
-        if 0 < num_bytes <= top_bytes:
-            x = min(num_bytes / top_bytes * _WIDTH, _WIDTH - 1)
+    for mark_bytes, colour in marks:
+        if 0 < mark_bytes <= top_bytes:
+            x = min(mark_bytes / top_bytes * _WIDTH, _WIDTH - 1)
             parts.append(
                 f'<path d="M{x:.1f} 0V{_HEIGHT}" stroke="{colour}" stroke-width="1.5" vector-effect='
                 '"non-scaling-stroke"/>'

@@ -1,0 +1,204 @@
+"""What a run says when its device runs out of memory: what was held, what was forecast, and the nearest plan that fits.
+
+[Note: after an error of memory]
+Other ranks go on, and wait for this one in the next exchange: nothing here talks to them. What failed is told in any
+case: each part of the message is made by itself and left out where that fails, and the error of torch is both its cause
+and one of its classes. What the failed step held is let go before anything is planned, and planning takes no memory of
+the device: it works on shapes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import traceback
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+
+from roomier.core.errors import RoomierError, TrainingError
+from roomier.core.units import format_bytes
+from roomier.memory.kinds import Kind
+
+if TYPE_CHECKING:
+    from roomier.api.module import Module
+    from roomier.engine.engine import Engine
+    from roomier.hardware.machine import Machine
+    from roomier.plan import Plan
+    from roomier.planner.choice import Choice
+    from roomier.planner.forecast import Forecast
+    from roomier.planner.workload import Workload
+    from roomier.train.run import Run
+    from roomier.trainer import Trainer
+
+T = TypeVar("T")
+
+_NAMES = {
+    Kind.PARAMETER: "weights",
+    Kind.GATHERED: "gathered weights",
+    Kind.GRADIENT: "gradients",
+    Kind.OPTIMIZER_STATE: "optimizer states",
+}
+_LESS = 0.9  # where a plan that was forecast to fit did not: the next one is to need so much of its forecast at most
+_LIMIT_S = 10.0  # of comparing plans, while other ranks wait
+
+
+class OutOfMemory(TrainingError, torch.OutOfMemoryError):  # noqa: N818 - torch's own is the Error
+    """A fit ran out of the device's memory; also what torch raises, which it comes from.
+
+    Attributes:
+        plan: the nearest that fits, by forecast; None where none was found.
+    """
+
+    plan: Plan | None = None
+
+
+def explain_out_of_memory(error: torch.OutOfMemoryError, trainer: Trainer, run: Run | None) -> OutOfMemory:
+    """``error`` with what is known of it. Raise it from ``error``, whose frames have lost their local variables.
+
+    Args:
+        run: that ran; None where it was still being built.
+    """
+    if isinstance(error, OutOfMemory):
+        return error
+    plan = trainer.plan
+    held = _try(lambda: _held(run.engine)) if run is not None else None
+    workload = _try(lambda: _workload(trainer, run)) if run is not None else None
+    traceback.clear_frames(error.__traceback__)  # they hold the graph of the failed step
+    forecast = None if trainer.choice is None else trainer.choice.chosen
+    machine = _try(lambda: _machine(trainer))
+    if forecast is None and workload is not None and machine is not None:
+        at_hand, this = workload, machine
+        forecast = _try(lambda: _forecast(at_hand, plan, this))
+    advice, nearest = "", None
+    if workload is not None and machine is not None:
+        found = _try(lambda: _advice(workload, plan, machine, forecast))
+        advice, nearest = found or ("", None)
+    where = _where(trainer, run)
+    told = [
+        f"ran out of memory {where} ({_one_line(error)})",
+        *([f"Held then: {held}"] if held else []),
+        *([_said(forecast, was_planned=trainer.choice is not None)] if forecast is not None else []),
+    ]
+    action = advice or (
+        "Take smaller micro-batches and accumulate_grad_batches, activation_checkpointing='full', or a strategy that "
+        "cuts more"
+    )
+    explained = OutOfMemory("strategy", plan.parallel.strategy, ". ".join(told), action)
+    explained.plan = nearest
+    return explained
+
+
+def _try(make: Callable[[], T]) -> T | None:
+    """What ``make`` gives; None where it fails: the error that is being told comes first."""
+    try:
+        return make()
+    except Exception:
+        return None
+
+
+def _where(trainer: Trainer, run: Run | None) -> str:
+    on_rank = "" if trainer.world.size == 1 else f" on rank {trainer.world.rank}"
+    if run is None:
+        return f"while the model was built{on_rank}"
+    return f"in step {run.progress.global_step + 1}{on_rank}"
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split()).rstrip(".") or type(error).__name__
+
+
+def _held(engine: Engine) -> str:
+    """The anatomy of this rank, without a look at other ranks: by kind, and what the allocator knows."""
+    from roomier.memory.tracker import MemoryTracker
+
+    with MemoryTracker(engine.module, engine.optimizers, engine.device) as look:
+        pass
+    num_bytes = look.now().num_bytes
+    parts = [f"{name} {format_bytes(num_bytes.get(kind, 0))}" for kind, name in _NAMES.items() if num_bytes.get(kind)]
+    if engine.device.type != "cuda":
+        return ", ".join(parts)
+    given_out = torch.cuda.memory_allocated(engine.device)
+    rest = max(given_out - sum(num_bytes.get(kind, 0) for kind in _NAMES), 0)
+    free, total = torch.cuda.mem_get_info(engine.device)
+    parts.append(f"activations and all else {format_bytes(rest)}")
+    return (
+        f"{', '.join(parts)}; the allocator had given out {format_bytes(given_out)} and reserved "
+        f"{format_bytes(torch.cuda.memory_reserved(engine.device))} of {format_bytes(total)}, {format_bytes(free)} free"
+    )
+
+
+def _said(forecast: Forecast, *, was_planned: bool) -> str:
+    from roomier.planner.record import moment_text
+
+    when = "The forecast was" if was_planned else "A forecast, made now, says"
+    peak = forecast.peak
+    return f"{when} {format_bytes(forecast.peak_bytes)} at {moment_text(peak.phase, peak.place)}"
+
+
+def _workload(trainer: Trainer, run: Run) -> Workload | None:
+    """None where no step ran, or the model was not kept as shapes."""
+    from roomier.planner.workload import Workload
+
+    shapes, batch = trainer.shapes or _plain(trainer), run.results.batch
+    return None if shapes is None or batch is None else Workload.of(shapes, batch)
+
+
+def _plain(trainer: Trainer) -> Module | None:
+    """The module itself, where nothing in the plan changed it."""
+    plan, module = trainer.plan, trainer.model
+    is_plain = plan.parallel.strategy in ("single", "ddp") and plan.adapter.lora_rank is None
+    has_levers = plan.activation.policy != "none" or plan.loss.chunked or plan.compile.enabled
+    return module if is_plain and not has_levers and plan.offload.activations == "none" else None
+
+
+def _machine(trainer: Trainer) -> Machine:
+    from roomier.hardware.this_machine import this_machine
+
+    if trainer.choice is not None:
+        return trainer.choice.machine
+    parallel = trainer.plan.parallel
+    machine = this_machine(parallel.devices, parallel.num_nodes, parallel.accelerator)
+    if machine.device.kind != "cuda":
+        return machine
+    total_bytes = torch.cuda.mem_get_info()[1]  # what is there when nothing else runs
+    return dataclasses.replace(machine, device=dataclasses.replace(machine.device, memory_bytes=total_bytes))
+
+
+def _forecast(workload: Workload, plan: Plan, machine: Machine) -> Forecast:
+    from roomier.planner.confirm import confirm
+
+    return confirm(workload, plan, machine)
+
+
+def _advice(workload: Workload, plan: Plan, machine: Machine, forecast: Forecast | None) -> tuple[str, Plan | None]:
+    """What to paste, and the plan it makes."""
+    from roomier.planner.candidates import changed
+    from roomier.planner.choose import budget_of, choose
+
+    budget_bytes = budget_of(plan, machine)
+    if forecast is not None:
+        budget_bytes = min(budget_bytes, int(_LESS * forecast.peak_bytes))
+    asked = changed(plan, {"parallel.strategy": "auto"})
+    choice = choose(workload, asked, machine, budget_bytes=budget_bytes, limit_s=_LIMIT_S)
+    if choice.chosen is None:
+        return _nothing(workload, asked, choice), None
+    return _pasted(choice.chosen, workload.batch_size), choice.chosen.plan
+
+
+def _nothing(workload: Workload, plan: Plan, choice: Choice) -> str:
+    from roomier.planner.nearest import nothing_fits
+
+    error: RoomierError = nothing_fits(workload, plan, choice)
+    return f"No plan fits here: {error.action}"
+
+
+def _pasted(forecast: Forecast, given_batch_size: int) -> str:
+    from roomier.planner.choice import words_of
+    from roomier.planner.keywords import as_call, trainer_keywords
+
+    smaller = "" if forecast.micro_batch == given_batch_size else f", with batches of {forecast.micro_batch} samples"
+    return (
+        f"The nearest plan that fits, by forecast at {format_bytes(forecast.peak_bytes)}, is "
+        f"{words_of(forecast.plan, forecast.micro_batch)}: {as_call(trainer_keywords(forecast.plan))}{smaller}"
+    )
