@@ -43,15 +43,15 @@ def threads_of_rank(num_ranks: int) -> int:
 
 def total_memory_bytes() -> int:
     """Of the host, or of the container this process runs in where that has less."""
-    return min([psutil.virtual_memory().total, *(limit for limit, _ in _container_limits())])
+    return min([psutil.virtual_memory().total, *(limit for limit, _ in container_limits())])
 
 
 def available_memory_bytes() -> int:
     """What processes can still take without swapping, within the container's limit."""
-    return max(0, min([psutil.virtual_memory().available, *(limit - used for limit, used in _container_limits())]))
+    return max(0, min([psutil.virtual_memory().available, *(limit - used for limit, used in container_limits())]))
 
 
-def _container_limits(
+def container_limits(
     root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")
 ) -> Iterator[tuple[int, int]]:
     """Limit and use of this process's control group (v2) and of each above it that has a limit.

@@ -148,16 +148,17 @@ def synchronize(device: torch.device) -> None:
 def _typical_seconds(run: Callable[[], object], device: torch.device, seconds: float) -> float:
     """Of one ``run``, in ``seconds`` or three runs, whichever is longer. The first run makes buffers and kernels."""
     start = time.perf_counter()
-    first = _seconds(run, device)
+    first = seconds_of(run, device)
     if first > seconds:
-        return min(first, _seconds(run, device))
+        return min(first, seconds_of(run, device))
     took: list[float] = []
     while len(took) < 3 or time.perf_counter() < start + seconds:
-        took.append(_seconds(run, device))
+        took.append(seconds_of(run, device))
     return sorted(took)[1]
 
 
-def _seconds(run: Callable[[], object], device: torch.device) -> float:
+def seconds_of(run: Callable[[], object], device: torch.device) -> float:
+    """Of one ``run``, until ``device`` is done with it."""
     synchronize(device)
     start = time.perf_counter()
     run()

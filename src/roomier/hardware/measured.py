@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Any
 
@@ -108,11 +108,10 @@ def _measured(entry: Mapping[str, Any]) -> Measured:
     for name in ("gather", "reduce"):
         rest[name] = None if entry[name] is None else (float(entry[name][0]), float(entry[name][1]))
     measured = Measured(**rest)
-    rates = [*measured.flops_per_s.values(), measured.memory_bytes_per_s]
-    optional = [getattr(measured, field.name) for field in fields(measured) if field.name in _OPTIONAL]
-    if not measured.flops_per_s or not all(rate > 0 for rate in (*rates, *filter(None.__ne__, optional))):
+    optional = (measured.update_bytes_per_s, measured.host_bytes_per_s, measured.disk_read, measured.disk_write)
+    exchanges = (*(measured.gather or ()), *(measured.reduce or ()))
+    given = [rate for rate in (*optional, *exchanges) if rate is not None]
+    rates = [*measured.flops_per_s.values(), measured.memory_bytes_per_s, measured.operation_s, *given]
+    if "fp32" not in measured.flops_per_s or not all(0 < rate < float("inf") for rate in rates):
         raise ValueError("a rate that is not positive")
     return measured
-
-
-_OPTIONAL = ("update_bytes_per_s", "host_bytes_per_s", "disk_read", "disk_write")

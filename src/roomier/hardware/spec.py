@@ -19,7 +19,7 @@ from roomier.hardware.this_machine import this_machine
 
 _SUFFIXES = (".yaml", ".yml", ".json")
 _AFTER = re.compile(r"(?P<name>.*?)\s*:\s*(?P<count>[^:]*)")
-_BEFORE = re.compile(r"(?P<count>\d+)\s*x\s*(?P<name>\D.*)", re.IGNORECASE)
+_BEFORE = re.compile(r"(?P<count>\d+)\s*x\s*(?P<name>.+)", re.IGNORECASE)
 _HERE = {"this": "auto", "here": "auto", "cpu": "cpu"}
 _KINDS = ("cuda", "mps", "cpu")
 
@@ -107,8 +107,8 @@ def machine_as_dict(machine: Machine) -> dict[str, Any]:
 
 
 def _name_and_count(text: str) -> tuple[str, int]:
-    found = _AFTER.fullmatch(text) or _BEFORE.fullmatch(text)
-    if found is None or sheet_of(text) is not None:
+    found = (_AFTER if ":" in text else _BEFORE).fullmatch(text)
+    if found is None:
         return text, 1
     count = found["count"].strip()
     if not count.isdigit() or int(count) < 1:

@@ -1,0 +1,64 @@
+"""``roomier hardware``: measured, printed, kept."""
+
+import json
+
+import pytest
+
+from roomier.cli import hardware_verb
+from roomier.cli.main import main
+from roomier.hardware import cache
+from roomier.hardware.this_machine import this_machine
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(cache, "cache_file", lambda: tmp_path / "cache" / "hardware.json")
+    monkeypatch.setattr(hardware_verb, "_SECONDS", 0.05)
+
+
+def test_two_ranks_are_measured_and_kept_for_planning(capsys, tmp_path):
+    (tmp_path / "disk").mkdir()
+    words = ["hardware", "--accelerator", "cpu", "--devices", "2", "--folder", str(tmp_path / "disk"), "--json"]
+    assert main(words) == 0
+    told = json.loads(capsys.readouterr().out)
+    (machine,) = told["machines"]
+    assert told["is_kept"]
+    assert machine["devices_per_node"] == 2
+    assert {"fp64", "fp32", "bf16", "fp16"} == machine["device"]["flops_per_s"].keys()
+    for link in ("in_node", "in_node_reduce", "disk_read", "disk_write"):
+        assert 1e4 < machine[link]["bytes_per_s"] < 1e13
+    assert machine["device"]["update_bytes_per_s"] > 0
+    assert list((tmp_path / "disk").iterdir()) == []
+    kept = this_machine(2, accelerator="cpu")
+    assert kept.device.flops_per_s == machine["device"]["flops_per_s"]
+    assert kept.source == machine["source"]
+
+
+def test_a_quick_look_as_a_table_and_its_end(capsys):
+    assert main(["hardware", "--quick", "--devices", "1", "--accelerator", "cpu"]) == 0
+    out = capsys.readouterr().out
+    assert "products in fp32" in out
+    assert "1 rank" in out
+    assert f"kept in {cache.cache_file()}" in out.replace("\n", "")
+    assert cache.cache_file().exists()
+    assert main(["hardware", "--forget"]) == 0
+    assert not cache.cache_file().exists()
+    assert main(["hardware", "--forget", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["forgotten"] is False
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--devices", "0"], "devices=0"),
+        (["--devices", "two"], "two"),
+        (["--accelerator", "tpu"], "accelerator='tpu'"),
+        (["--device", "2"], "unrecognized arguments"),
+    ],
+)
+def test_wrong_options_are_told_and_measure_nothing(words, told, capsys):
+    assert main(["hardware", *words]) == 2
+    printed = capsys.readouterr()
+    assert told in printed.err
+    assert printed.out == ""
+    assert not cache.cache_file().exists()

@@ -1,0 +1,154 @@
+"""Machines by name and by file, and what is said of names that mean none."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import yaml
+
+from roomier import RoomierError
+from roomier.hardware import spec
+from roomier.hardware.devices import SHEETS
+from roomier.hardware.machine import Link
+from roomier.hardware.spec import machine_as_dict, machine_of, machine_of_dict
+
+A_MACHINE = {
+    "device": {
+        "name": "mine",
+        "kind": "cuda",
+        "memory_bytes": "24GiB",
+        "flops_per_s": {"fp32": "10e12", "bf16": 4e13},
+        "memory_bytes_per_s": 5e11,
+    },
+    "devices_per_node": 2,
+    "num_nodes": 3,
+    "in_node": {"bytes_per_s": 1e10, "latency_s": 1e-5},
+    "between_nodes": 1e9,
+    "to_host": 1.2e10,
+    "disk_read": 2e9,
+    "disk_write": 1e9,
+    "host_memory_bytes": "64GB",
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "device", "devices"),
+    [
+        ("a100-40gb:8", "a100-40gb", 8),
+        ("8xa100-40gb", "a100-40gb", 8),
+        ("4 x H100", "h100", 4),
+        ("A100", "a100-40gb", 1),
+        ("b200 : 2", "b200", 2),
+        ("NVIDIA A100-SXM4-40GB:4", "a100-40gb", 4),
+        ("4090", "rtx4090", 1),
+        ("2x4090", "rtx4090", 2),
+        (" RTX 3090:2 ", "rtx3090", 2),
+    ],
+)
+def test_a_gpu_and_how_many(text, device, devices):
+    machine = machine_of(text)
+    assert (machine.device.name, machine.devices_per_node, machine.num_nodes) == (device, devices, 1)
+
+
+def test_nodes_are_told_apart():
+    assert machine_of("a100-40gb:8", num_nodes=4).num_ranks == 32
+
+
+@pytest.mark.parametrize(
+    ("text", "asked"), [("this", (1, 1, "auto")), ("This:4", (4, 1, "auto")), ("cpu:2", (2, 1, "cpu"))]
+)
+def test_the_machine_at_hand(text, asked, monkeypatch):
+    monkeypatch.setattr(spec, "this_machine", lambda devices, nodes, accelerator: (devices, nodes, accelerator))
+    assert machine_of(text) == asked
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("a1000", "hardware='a1000': .*Did you mean 'a100-40gb'\\?"),
+        ("h10:8", "hardware='h10:8': .*Did you mean 'h100'\\?"),
+        ("RTX 3090 Ti", "Did you mean 'rtx3090'"),
+        ("potato", "Use one of: this, cpu, .*h100, .*YAML"),
+        ("", "hardware='': "),
+        ("a100:x", "'x' is no number of devices. Write how many are in a node: 'a100:8'"),
+        ("a100:0", "'0' is no number"),
+        ("a100:-1", "'-1' is no number"),
+        ("a100:", "'' is no number"),
+        ("this:2.5", "'2.5' is no number"),
+        ("h100:1024", "no node has 1024 of them. Write 'h100:8' with 128 nodes, which are 1024"),
+        ("nowhere.yaml", "hardware='nowhere.yaml': cannot be read: .*No such file"),
+    ],
+)
+def test_what_is_no_machine_is_told_with_what_to_write(text, told):
+    with pytest.raises(RoomierError, match=told):
+        machine_of(text)
+
+
+def test_no_nodes_are_refused():
+    with pytest.raises(RoomierError, match="nodes=0"):
+        machine_of("h100:8", num_nodes=0)
+
+
+@pytest.mark.parametrize("sheet", SHEETS, ids=lambda sheet: sheet.name)
+def test_every_machine_survives_the_way_through_json(sheet):
+    machine = replace(sheet.machine(8, 2), in_node_reduce=Link(1e9, 1e-3))
+    assert machine_of_dict(json.loads(json.dumps(machine_as_dict(machine)))) == machine
+
+
+@pytest.mark.parametrize(("name", "write"), [("m.yaml", yaml.safe_dump), ("m.JSON", json.dumps)])
+def test_a_machine_of_ones_own(name, write, tmp_path):
+    path = tmp_path / name
+    path.write_text(write(A_MACHINE))
+    machine = machine_of(str(path))
+    assert machine.device.memory_bytes == 24 * 2**30
+    assert machine.device.flops_per_s == {"fp32": 1e13, "bf16": 4e13}
+    assert machine.in_node == Link(1e10, 1e-5)
+    assert machine.between_nodes == Link(1e9)
+    assert machine.host_memory_bytes == 64 * 10**9
+    assert machine.num_ranks == 6
+    assert machine.source == "a file"
+    assert machine_of(str(path), num_nodes=5).num_ranks == 10
+
+
+def test_a_device_of_the_table_in_a_node_of_ones_own():
+    machine = machine_of_dict({"device": "a100-80gb", "devices_per_node": 4, "between_nodes": 1e9})
+    usual = machine_of("a100-80gb:4")
+    assert machine.device == usual.device
+    assert machine.between_nodes == Link(1e9)
+    assert (machine.in_node, machine.num_ranks) == (usual.in_node, 4)
+    assert "file" in machine.source
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"device": {**A_MACHINE["device"], "kind": "gpu"}}, "device.kind='gpu'"),
+        ({"device": {**A_MACHINE["device"], "memory": 5}}, "device.memory=5: .*Did you mean 'memory_bytes'"),
+        ({"device": {**A_MACHINE["device"], "flops_per_s": {"bf16": 1e12}}}, "has no 'fp32'"),
+        ({"device": {**A_MACHINE["device"], "flops_per_s": {"fp32": -1}}}, "device.flops_per_s.fp32=-1"),
+        ({"device": {**A_MACHINE["device"], "product_efficiency": 1.5}}, "product_efficiency=1.5"),
+        ({"device": {"name": "mine"}}, "device.kind=None: is missing"),
+        ({"device": "a1000"}, "Did you mean 'a100-40gb'"),
+        ({"device": 5}, "device=5: is no mapping"),
+        ({"devices_per_node": 2.5}, "devices_per_node=2.5: is not a whole number"),
+        ({"devices_per_node": 0}, "devices_per_node=0"),
+        ({"num_nodes": True}, "num_nodes=True"),
+        ({"in_node": {"bytes_per_s": "fast"}}, "in_node.bytes_per_s='fast'"),
+        ({"in_node": {"latency_s": 0.1}}, "in_node.bytes_per_s=None: is missing"),
+        ({"between_nodes": float("inf")}, "between_nodes=inf"),
+        ({"disk_read": None}, "disk_read=None"),
+        ({"host_memory_bytes": "much"}, "host_memory_bytes='much': is not a number of bytes"),
+        ({"nodes": 3}, "nodes=3: is no field of a machine. Did you mean 'num_nodes'"),
+    ],
+)
+def test_a_file_that_tells_no_machine_is_refused_by_its_field(change, told):
+    with pytest.raises(RoomierError, match=told):
+        machine_of_dict({**A_MACHINE, **change})
+
+
+@pytest.mark.parametrize("content", ["- 1", "a: [", "", "{"])
+def test_a_file_that_is_no_mapping_is_refused(content, tmp_path):
+    path = tmp_path / "m.yaml"
+    path.write_text(content)
+    with pytest.raises(RoomierError, match=r"cannot be read|is no mapping"):
+        machine_of(str(path))
