@@ -130,20 +130,13 @@ def timeline(forecast: Forecast, record: Record | None = None, *, budget_bytes: 
     at = max(range(len(drawn)), key=lambda index: drawn[index].peak_bytes)
     share = (at + 0.5) / len(drawn)
     peak = drawn[at]
-    side = f"left:{share:.2%}" if share <= 0.5 else f"right:{1 - share:.2%};text-align:right"
+    at_left = share <= 0.5
+    side = f"margin-left:{share:.2%}" if at_left else f"margin-right:{1 - share:.2%};text-align:right"
     ticks = "".join(
         f'<span class="tick" style="bottom:{tick / top_bytes:.2%}">{text}</span>'
         for tick, text in round_ticks(top_bytes)
     )
-    limit = (
-        f'<span class="budget" style="bottom:{budget_bytes / top_bytes:.2%}">budget {_size(budget_bytes)}</span>'
-        f'<svg viewBox="0 0 10 2" preserveAspectRatio="none" aria-hidden="true" style="position:absolute;left:0;'
-        f'width:100%;height:2px;bottom:{budget_bytes / top_bytes:.2%};color:var(--bad)"><path d="M0 1H10" '
-        'stroke="currentColor" '
-        'stroke-width="1.5" stroke-dasharray="5 4" vector-effect="non-scaling-stroke"/></svg>'
-        if shows_budget and budget_bytes
-        else ""
-    )
+    limit = _limit(budget_bytes, top_bytes) if budget_bytes is not None and shows_budget else ""
     phases = "".join(
         f'<span style="left:{begin:.2%};width:{end - begin:.2%}">{escape(phase)}</span>'
         for phase, begin, end in phases_of(drawn)
@@ -152,10 +145,22 @@ def timeline(forecast: Forecast, record: Record | None = None, *, budget_bytes: 
     moment = moment_text(peak.phase, peak.place)
     title = f"Memory of one step, at most {format_bytes(peak_bytes)} at {moment}"
     return (
+        f'<div class="mark"><div style="{side}">{_size(peak_bytes)}<br>{escape(moment)}</div></div>'
         f'<div class="chart">{areas(drawn, fixed_bytes, top_bytes, title, measured=measured)}{ticks}{limit}'
-        f'<span class="mark" style="{side}">▾ {_size(peak_bytes)}<br>{escape(moment)}</span>'
-        f'</div><div class="phases" aria-hidden="true">{phases}</div>'
+        f'<span class="arrow" style="left:{share:.2%}" aria-hidden="true">▾</span></div>'
+        f'<div class="phases" aria-hidden="true">{phases}</div>'
         f"{_key(_kinds_in(drawn), fixed_bytes > 0, has_line=record is not None)}"
+    )
+
+
+def _limit(budget_bytes: int, top_bytes: float) -> str:
+    """The line of the budget across the chart, with its name below."""
+    height = f"bottom:{budget_bytes / top_bytes:.2%}"
+    return (
+        f'<svg class="limit" style="{height}" viewBox="0 0 10 2" preserveAspectRatio="none" aria-hidden="true">'
+        '<path d="M0 1H10" stroke="currentColor" stroke-width="1.5" stroke-dasharray="5 4" '
+        'vector-effect="non-scaling-stroke"/></svg>'
+        f'<span class="budget" style="{height}">budget {_size(budget_bytes)}</span>'
     )
 
 
@@ -174,8 +179,10 @@ def ladder(choice: Choice) -> str:
     found = {kind for each in shown if each.forecast is not None for kind in each.forecast.bytes_by_kind}
     has_fixed = any(sum(each.forecast.fixed_bytes.values()) > 0 for each in shown if each.forecast is not None)
     kinds = [kind for kind in COLOURS if kind in found and any(_bytes_of(each, kind) for each in shown)]
-    line = f'<li><span class="bad" aria-hidden="true">▏</span>budget {_size(budget_bytes)}</li>'
-    return f'<ul class="ladder">{rows}</ul>{_key(kinds, has_fixed, more=line)}'
+    lines = f'<li><span class="bad" aria-hidden="true">▏</span>budget {_size(budget_bytes)}</li>'
+    if len(marks) > 1:
+        lines += f'<li><span aria-hidden="true">▏</span>all of a device, {_size(device_bytes)}</li>'
+    return f'<ul class="ladder">{rows}</ul>{_key(kinds, has_fixed, more=lines)}'
 
 
 def forecast_and_truth(record: Record) -> list[str]:

@@ -54,14 +54,15 @@ color:var(--soft)}
 .roomier .key li{display:flex;align-items:center;gap:.4rem;margin:0}
 .roomier .key svg{width:.75rem;height:.75rem;flex:none}
 .roomier svg{display:block;overflow:hidden}
-.roomier .chart{position:relative;margin:2.6rem 0 0 3.9rem;height:17rem;border-bottom:1px solid var(--soft)}
+.roomier .mark{margin:.9rem 0 0 3.9rem;font-size:.82rem;font-weight:600;line-height:1.25}
+.roomier .chart{position:relative;margin:1.05rem 0 0 3.9rem;height:17rem;border-bottom:1px solid var(--soft)}
 .roomier .chart>svg{width:100%;height:100%}
 .roomier .chart .tick{position:absolute;right:100%;margin-right:.5rem;transform:translateY(50%);font-size:.76rem;
 color:var(--soft);white-space:nowrap}
-.roomier .chart .mark{position:absolute;bottom:100%;margin-bottom:.4rem;font-size:.82rem;font-weight:600;
-line-height:1.25;max-width:100%}
+.roomier .chart .arrow{position:absolute;bottom:100%;transform:translateX(-50%);line-height:1;font-size:.85rem}
 .roomier .chart .budget{position:absolute;left:.3rem;font-size:.76rem;color:var(--bad);background:var(--ground);
-padding:0 .25rem;border-radius:.2rem;transform:translateY(50%)}
+padding:0 .25rem;border-radius:.2rem;transform:translateY(calc(100% + 3px))}
+.roomier .chart>svg.limit{position:absolute;left:0;height:2px;color:var(--bad)}
 .roomier .phases{position:relative;margin:.25rem 0 0 3.9rem;height:1.3rem;font-size:.78rem;color:var(--soft)}
 .roomier .phases span{position:absolute;text-align:center;white-space:nowrap;overflow:hidden}
 .roomier .ladder{margin:.8rem 0 0;padding:0;list-style:none;font-size:.88rem}
@@ -94,7 +95,7 @@ white-space:nowrap}
 .roomier.part{padding:.6rem .2rem}.roomier.part .chart{height:11rem}.roomier.part h2{margin-top:1.2rem}
 @media(max-width:40rem){
 .roomier main{padding:1.2rem .9rem 2rem}.roomier h1{font-size:1.3rem}
-.roomier .chart,.roomier .phases{margin-left:3.6rem}.roomier .chart{height:14rem}
+.roomier .chart,.roomier .phases,.roomier .mark{margin-left:3.6rem}.roomier .chart{height:14rem}
 .roomier .ladder li{grid-template:"name size" "bar bar"/1fr max-content;gap:.2rem .6rem;margin-bottom:.8rem}
 .roomier .plans thead{position:absolute;width:1px;height:1px;overflow:hidden;clip-path:inset(50%)}
 .roomier .plans,.roomier .plans tbody,.roomier .plans tr{display:block}

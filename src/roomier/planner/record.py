@@ -219,14 +219,15 @@ def _timeline_dict(timeline: Sequence[Stretch]) -> list[dict[str, Any]]:
     return found
 
 
+def _kinds_from(told: Mapping[str, int]) -> dict[Kind, int]:
+    return {**dict.fromkeys(Kind, 0), **{Kind(name): int(count) for name, count in told.items()}}
+
+
 def _timeline_from(told: Sequence[Mapping[str, Any]]) -> tuple[Stretch, ...]:
     found: list[Stretch] = []
     end: dict[Kind, int] = {}
     for each in told:
-        begin, peak, end_now = (
-            {Kind(name): int(count) for name, count in each[key].items()} if key in each else end
-            for key in ("begin", "peak", "end")
-        )
+        begin, peak, end_now = (_kinds_from(each[key]) if key in each else end for key in ("begin", "peak", "end"))
         found.append(Stretch(str(each["phase"]), str(each["place"]), begin, peak, end_now))
         end = end_now
     return tuple(found)

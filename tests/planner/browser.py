@@ -1,0 +1,83 @@
+"""A page as a real browser lays it out: Chromium, without a window."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+_LOOK = """
+function boxes(root, selector) { return [...root.querySelectorAll(selector)]; }
+function inside(box, frame) {
+  return box.left >= frame.left - 1 && box.right <= frame.right + 1 && box.top >= frame.top - 1
+    && box.bottom <= frame.bottom + 1;
+}
+function named(element) { return element.outerHTML.slice(0, 160); }
+function look(frame) {
+  const page = frame.contentDocument, width = frame.clientWidth;
+  const scrolling = element => element.closest('.scroll') !== null || element.closest('thead') !== null;
+  const seen = boxes(page, 'body *').filter(each => each.getClientRects().length && !scrolling(each)
+    && !each.closest('svg'));
+  return {
+    width: width,
+    scroll_width: page.documentElement.scrollWidth,
+    outside: seen.filter(each => { const box = each.getBoundingClientRect();
+      return box.right > width + 1 || box.left < -1; }).map(named),
+    clipped: boxes(page, '.phases span, .tick, .mark div, dd, .size, .name, h1, h2, p, figcaption').filter(
+      each => each.scrollWidth > each.clientWidth + 1 && getComputedStyle(each).display !== 'inline').map(named),
+    shapes_outside: boxes(page, 'svg rect, svg path').filter(each => each.ownerSVGElement.clientWidth
+      && !each.closest('defs')
+      && !inside(each.getBoundingClientRect(), each.ownerSVGElement.getBoundingClientRect())).map(named),
+    num_shapes: boxes(page, 'svg rect, svg path').length,
+    overlaps: overlaps(boxes(page, '.tick')),
+    ground: getComputedStyle(page.querySelector('.roomier')).backgroundColor,
+    text: getComputedStyle(page.querySelector('.roomier')).color,
+  };
+}
+function overlaps(found) {
+  return found.filter((each, index) => index && each.getBoundingClientRect().bottom
+    > found[index - 1].getBoundingClientRect().top + 2).map(named);
+}
+addEventListener('load', () => {
+  const told = document.createElement('script');
+  told.type = 'application/json';
+  told.id = 'told';
+  told.textContent = JSON.stringify([...document.querySelectorAll('iframe')].map(look));
+  document.body.append(told);
+});
+"""
+
+
+def look_at(page: str, widths: tuple[int, ...], folder: Path, *, is_dark: bool = False) -> list[dict[str, Any]]:
+    """What the browser says of ``page`` at each of ``widths`` in pixels. Skips the test where there is no browser.
+
+    A window has a least width of its own, so the page stands in frames.
+    """
+    command = next((found for name in NAMES if (found := shutil.which(name))), None)
+    if command is None:
+        pytest.skip("no browser: as root on Debian `make install` gets one; else: apt-get install chromium")
+    frames = "".join(
+        f'<iframe style="border:0;width:{width}px;height:4000px" srcdoc="{html.escape(page)}"></iframe>'
+        for width in widths
+    )
+    file = folder / "frames.html"
+    file.write_text(f'<!doctype html><meta charset="utf-8"><body>{frames}<script>{_LOOK}</script></body>')
+    options = ["--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder / 'profile'}"]
+    options += ["--enable-logging=stderr", "--virtual-time-budget=5000", "--window-size=1600,1200"]
+    options += ["--blink-settings=preferredColorScheme=0"] if is_dark else []
+    done = subprocess.run(
+        [command, *options, "--dump-dom", file.as_uri()], capture_output=True, text=True, timeout=120, check=True
+    )
+    complaints = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+    assert not complaints, complaints
+    told = re.search(r'<script type="application/json" id="told">(.*?)</script>', done.stdout, re.DOTALL)
+    assert told is not None, done.stdout[-2000:]
+    found: list[dict[str, Any]] = json.loads(told[1])
+    return found
