@@ -50,6 +50,8 @@ def measured_step(module: nn.Module, batch: Any, plan: Plan, ranks: Ranks | None
 
     with quiet():
         engine, _ = build(plan, copied, lambda: configure(plan, copied, lambda: 1000), EagerEngine, ranks or Ranks())
+        if engine.scaler is not None:  # the first scales are so large that steps would be left out
+            engine.scaler.load({**engine.scaler.state(), "scale": 1.0})
         with tracking(engine) as tracker:
             step(tracker)
             tracker.restart()

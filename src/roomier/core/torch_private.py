@@ -1,5 +1,6 @@
 """Every underscore name of torch that roomier uses, with the version it was checked on (2.11 and 2.13)."""
 
+import copy
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -52,6 +53,11 @@ def is_shared(tensor: Tensor) -> bool:
     """Whether another tensor uses the memory of ``tensor``."""
     use_count = torch._C._storage_Use_Count  # the tensor, the Python object of its storage, and others
     return int(use_count(tensor.untyped_storage()._cdata)) > 2
+
+
+def memory_of(tensor: Tensor) -> int:
+    """The same number for tensors that share memory."""
+    return int(tensor.untyped_storage()._cdata)
 
 
 def version_of(tensor: Tensor) -> int:
@@ -171,6 +177,23 @@ class _Interception(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self._handler(func, types, args, kwargs or {})
+
+
+@contextmanager
+def replaced_kernels(kernels: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """Inside, fake tensors go to other functions than those that recurrent layers call in C++, by name; ``kernel`` of a
+    function is the one in whose place it is: ``function(kernel, *args)``."""
+
+    def replacing(kernel: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args: function(kernel, *args) if is_fake(args[:1]) else kernel(*args)
+
+    for name, function in kernels.items():
+        setattr(torch._VF, name, replacing(getattr(torch._C._VariableFunctions, name), function))
+    try:
+        yield
+    finally:
+        for name in kernels:
+            delattr(torch._VF, name)
 
 
 class _CompiledInterception(_Interception):  # type: ignore[no-untyped-call]
@@ -428,3 +451,17 @@ def is_same_memory(one: Tensor, other: Tensor) -> bool:
     """Whether both begin at the same place of the same memory."""
     same_storage = one.untyped_storage()._cdata == other.untyped_storage()._cdata
     return bool(same_storage and one.storage_offset() == other.storage_offset())
+
+
+def with_children(module: nn.Module, children: Mapping[str, nn.Module | None]) -> nn.Module:
+    """A copy of ``module`` that shares all with it but its parts, which are ``children``."""
+    copied = copy.copy(module)
+    copied.__dict__.update(module.__dict__)  # a copy of the state may leave things out
+    copied._modules = dict(children)
+    return copied
+
+
+def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
+    """The parts of ``module`` itself by name: one that it has twice with both names, and what may be a part and is
+    none."""
+    return dict(module._modules)

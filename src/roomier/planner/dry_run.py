@@ -9,13 +9,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from roomier.api.blocks import find_blocks
 from roomier.api.forward import network_of
 from roomier.api.module import Module
 from roomier.api.step_arguments import num_step_arguments
-from roomier.core.tree import map_tensors
 from roomier.core.world import World
 from roomier.engine.build import build, configure
 from roomier.engine.eager import EagerEngine
@@ -24,7 +22,7 @@ from roomier.memory.tracker import MemoryTracker, Snapshot, tracking
 from roomier.plan import Plan
 from roomier.planner.fake_world import fake_world
 from roomier.planner.places import named_places, telling_places
-from roomier.planner.shapes import shapes_of
+from roomier.planner.shapes import shapes_of, shapes_of_batch
 from roomier.planner.work import Part, Work, WorkCounter
 from roomier.planner.workload import Workload
 from roomier.precision.policy import precision_of
@@ -106,10 +104,7 @@ def dry_run(workload: Workload, plan: Plan, *, rank: int = 0, is_pairwise: bool 
 
 
 def _micro_batches(workload: Workload, plan: Plan) -> list[Any]:
-    def fake(tensor: Tensor) -> Tensor:
-        return torch.empty(tensor.shape, dtype=tensor.dtype)
-
-    return [map_tensors(fake, workload.batch) for _ in range(plan.batch.accumulate_grad_batches)]
+    return [shapes_of_batch(workload.batch) for _ in range(plan.batch.accumulate_grad_batches)]
 
 
 def _tracked_step(

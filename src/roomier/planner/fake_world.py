@@ -7,9 +7,10 @@ Where code asks for a value, the answer is what an ordinary step has: see [Note:
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,9 +18,10 @@ from torch import Tensor
 from roomier.core import torch_private
 from roomier.core.log import quiet
 from roomier.core.ranks import Ranks
+from roomier.core.rng import rng_state, set_rng_state
 from roomier.core.world import World
 from roomier.planner.answers import Answers
-from roomier.planner.rnn import rnn_functions
+from roomier.planner.rnn import rnn_kernels
 
 T = TypeVar("T")
 _FEW_PARTS = 16  # of a tensor that is cut: each of them is made
@@ -66,6 +68,8 @@ def fake_world(world: World, *, is_pairwise: bool) -> Iterator[FakeRanks]:
     """
     with ExitStack() as stack:
         stack.enter_context(quiet())
+        stack.enter_context(_generators_as_before())
+        stack.enter_context(_values_asked_for())
         if world.size > 1:
             stack.enter_context(torch_private.fake_process_group(world.rank, world.size))
         stack.enter_context(torch_private.fake_tensors())
@@ -84,3 +88,30 @@ def _chunk(tensor: Tensor, chunks: int, dim: int = 0) -> tuple[Tensor, ...]:
     size = -(-length // chunks)
     last = (length - 1) // size
     return (*[tensor.narrow(dim, 0, size)] * last, tensor.narrow(dim, last * size, length - last * size))
+
+
+@contextmanager
+def _generators_as_before() -> Iterator[None]:
+    """What is drawn inside changes nothing outside."""
+    state = rng_state()
+    try:
+        yield
+    finally:
+        set_rng_state(state)
+
+
+@contextmanager
+def _values_asked_for() -> Iterator[None]:
+    """Inside, code of Hugging Face asks tensors for values as in a run: to fake ones it gives masks that it would leave
+    out."""
+    found: Any = sys.modules.get("transformers.utils.import_utils")
+    name = "is_fake_tensor"
+    before = getattr(found, name, None)
+    if before is None:
+        yield
+        return
+    setattr(found, name, lambda tensor: False)
+    try:
+        yield
+    finally:
+        setattr(found, name, before)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from roomier.core.tree import tensors
+from roomier.loss.lazy_logits import LazyLogits
 
 _PLACE = "_roomier_place"  # on a tensor: which part made it
 
@@ -61,5 +62,5 @@ def _hooks(name: str, tell: Callable[[str], None]) -> tuple[Callable[..., None],
 def _at_gradient_of(found: Iterable[Tensor], call: Callable[[], None]) -> None:
     if torch.is_grad_enabled():
         for tensor in found:
-            if tensor.requires_grad:
+            if tensor.requires_grad and not isinstance(tensor, LazyLogits):  # no gradient comes to these
                 tensor.register_hook(lambda gradient: call())  # type: ignore[no-untyped-call]

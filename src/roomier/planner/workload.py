@@ -12,11 +12,13 @@ from roomier.api.forward import network_of
 from roomier.api.module import Module
 from roomier.core.errors import RoomierError
 from roomier.core.tree import batch_size_of, map_tensors
+from roomier.planner import known_values
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A module, and a micro-batch it is trained on. Shapes count, not values: both may be on ``meta``.
+    """A module, and a micro-batch it is trained on. Shapes count, not values: both may be on ``meta``. Of small tensors
+    of whole numbers the values count where they are there: lengths of sequences and masks decide on shapes.
 
     Args:
         module: never changed, and never run: copies of its shapes are.
@@ -39,17 +41,24 @@ class Workload:
     @classmethod
     def of(cls, module: Module, batch: Any) -> Workload:
         """``batch`` as shapes, with as many samples as its first tensor has rows."""
-        return cls(module, map_tensors(lambda each: torch.empty_like(each, device="meta"), batch), batch_size_of(batch))
+        return cls(module, map_tensors(_shape_of, batch), batch_size_of(batch))
 
     def with_batch_size(self, batch_size: int) -> Workload:
         """The same with micro-batches of ``batch_size`` samples."""
 
         def resized(tensor: Tensor) -> Tensor:
-            has_samples = tensor.dim() > 0 and tensor.shape[0] == self.batch_size
-            return tensor.new_empty((batch_size, *tensor.shape[1:])) if has_samples else tensor
+            if not (tensor.dim() > 0 and tensor.shape[0] == self.batch_size):
+                return tensor
+            if known_values.is_kept(tensor):
+                return tensor[torch.arange(batch_size) % self.batch_size]
+            return tensor.new_empty((batch_size, *tensor.shape[1:]))
 
         return replace(self, batch=map_tensors(resized, self.batch), batch_size=batch_size)
 
     @property
     def num_parameters(self) -> int:
         return sum(each.numel() for each in network_of(self.module).parameters())
+
+
+def _shape_of(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu().clone() if known_values.is_kept(tensor) else torch.empty_like(tensor, device="meta")
