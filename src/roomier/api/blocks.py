@@ -13,6 +13,7 @@ from torch import nn
 
 from roomier.core.errors import RoomierError
 
+_STANDS_FOR = "_roomier_num_elements"
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
@@ -76,3 +77,15 @@ def _outermost(network: nn.Module, found: list[nn.Module]) -> list[nn.Module]:
 
 def _has_parameters(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
+
+
+def num_elements_of(network: nn.Module) -> int:
+    """Numbers in all its parameters. Of a copy with fewer blocks these are those of the model that it stands for: what
+    is large in the one is large in the other."""
+    known: int | None = network.__dict__.get(_STANDS_FOR)
+    return sum(each.numel() for each in network.parameters()) if known is None else known
+
+
+def stand_for(network: nn.Module, num_elements: int) -> None:
+    """Let ``network`` stand for one with ``num_elements`` numbers in all its parameters."""
+    network.__dict__[_STANDS_FOR] = num_elements

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map
 from torch.utils.data import DataLoader
@@ -194,6 +195,21 @@ def replaced_kernels(kernels: Mapping[str, Callable[..., Any]]) -> Iterator[None
     finally:
         for name in kernels:
             delattr(torch._VF, name)
+
+
+def replace_functions(functions: Mapping[Any, Callable[..., Any]]) -> AbstractContextManager[Any]:
+    """A context in which functions of torch that take tensors are replaced: what is called, and what is in its place.
+    In there, a function is called as it is."""
+    return _Replacements(functions)
+
+
+class _Replacements(TorchFunctionMode):
+    def __init__(self, functions: Mapping[Any, Callable[..., Any]]) -> None:
+        super().__init__()
+        self._functions = functions
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._functions.get(func, func)(*args, **(kwargs or {}))
 
 
 class _CompiledInterception(_Interception):  # type: ignore[no-untyped-call]

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from roomier.api.blocks import find_blocks
+from roomier.api.blocks import find_blocks, num_elements_of
 from roomier.core import torch_private
 from roomier.core.errors import RoomierError
 from roomier.core.tree import map_tensors, tensors
@@ -263,7 +263,7 @@ def units_of(network: nn.Module) -> list[nn.Module]:
     in_blocks = {part for block in blocks for part in block.modules()}
     readers = [each for each in network.modules() if isinstance(each, READING_PARTS)]
     read = {part for reader in readers for part in reader.modules() if part is not reader}
-    num_elements = sum(parameter.numel() for parameter in num_owners)
+    num_elements = num_elements_of(network)
     alone = [
         each
         for each in network.modules()

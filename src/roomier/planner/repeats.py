@@ -1,0 +1,190 @@
+"""What repeats along the depth of a model, and copies of the model in which it repeats less often.
+
+[Note: equal blocks]
+Blocks in a row are equal where class, parts, shapes and dtypes of parameters and buffers, and all plain attributes are;
+a whole number may also count the blocks. Some models take turns (an attention over all tokens after five over a
+window): then a period, as many blocks as a turn has, is what repeats.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from roomier.api.blocks import num_elements_of, stand_for
+from roomier.api.forward import network_of
+from roomier.api.module import Module
+from roomier.core import torch_private
+from roomier.parallel.shard import find_closed_blocks
+from roomier.plan import Plan
+
+_LONGEST_TURN = 8
+_PLAIN = (bool, str, float, complex, type(None), bytes)
+
+
+@dataclass(frozen=True)
+class Repeat:
+    """Equal blocks in a row, in one ``ModuleList`` or ``Sequential``.
+
+    Attributes:
+        container: its name in the network; empty for the network itself.
+        first: the position of the first block in it.
+        length: blocks of a period.
+        count: periods.
+    """
+
+    container: str
+    first: int
+    length: int
+    count: int
+
+    def places(self, period: int) -> list[str]:
+        """The names of the blocks of a period."""
+        begin = self.first + period * self.length
+        prefix = f"{self.container}." if self.container else ""
+        return [f"{prefix}{position}" for position in range(begin, begin + self.length)]
+
+
+def find_repeats(network: nn.Module, plan: Plan, *, least: int) -> list[Repeat]:
+    """Blocks of ``network`` that ``plan`` treats alike, where ``least`` periods or more are in a row."""
+    if plan.activation.policy == "budget" or _names_a_block(plan):
+        return []
+    step = (plan.activation.every_n or 2) if plan.activation.policy == "every_n" else 1
+    blocks = set(find_closed_blocks(network))
+    found: list[Repeat] = []
+    for name, container in network.named_modules():
+        if isinstance(container, (nn.ModuleList, nn.Sequential)) and type(container) in (nn.ModuleList, nn.Sequential):
+            faces = [_face_of(each) if each in blocks else None for each in container.children()]
+            if len(faces) >= least and len(faces) == len(container):  # else one block stands in it twice
+                found += _runs(name, faces, least, step)
+    return found
+
+
+@dataclass(frozen=True)
+class Shallow:
+    """A model with fewer blocks.
+
+    Attributes:
+        module: it shares all it has with the model it was made from.
+        positions: container -> the position that each of its parts has in the whole model.
+    """
+
+    module: Module
+    positions: Mapping[str, Sequence[int]]
+
+    def place_in_model(self, place: str) -> str:
+        """The name in the whole model of what is called ``place`` here."""
+        for container, positions in self.positions.items():
+            prefix = f"{container}." if container else ""
+            number, *rest = place.removeprefix(prefix).split(".", 1)
+            if place.startswith(prefix) and number.isdigit():
+                return prefix + ".".join([str(positions[int(number)]), *rest])
+        return place
+
+
+def shallow_copy(module: Module, repeats: Sequence[Repeat], counts: Sequence[int]) -> Shallow:
+    """``module`` with ``counts`` periods of each of ``repeats``: the first of them and the last one."""
+    network = network_of(module)
+    positions = {
+        repeat.container: list(range(len(list(network.get_submodule(repeat.container).children()))))
+        for repeat in repeats
+    }
+    for repeat, count in zip(repeats, counts, strict=True):
+        begin = repeat.first + (count - 1) * repeat.length
+        left_out = range(begin, repeat.first + (repeat.count - 1) * repeat.length)
+        positions[repeat.container] = [each for each in positions[repeat.container] if each not in left_out]
+    cut = {}
+    for name, kept in positions.items():
+        container = network.get_submodule(name)
+        children = list(container.children())
+        cut[container] = torch_private.with_children(
+            container, {str(number): children[position] for number, position in enumerate(kept)}
+        )
+    copied = _copied_around(module, cut)
+    stand_for(network_of(copied), num_elements_of(network))
+    return Shallow(copied, positions)
+
+
+def _names_a_block(plan: Plan) -> bool:
+    names = plan.adapter.lora_targets + plan.adapter.lora_trained
+    return plan.adapter.lora_rank is not None and any(each.isdigit() for each in names)
+
+
+@dataclass(frozen=True)
+class _Face:
+    """What of a block decides what it costs: ``kept`` is equal in equal blocks, ``counted`` may count them."""
+
+    kept: tuple[Any, ...]
+    counted: tuple[int, ...]
+
+
+def _face_of(block: nn.Module) -> _Face:
+    kept: list[Any] = [type(block), repr(block)]
+    counted: list[int] = []
+    tensors = (*block.named_parameters(), *block.named_buffers())
+    kept += [(name, tuple(each.shape), each.dtype, each.requires_grad) for name, each in tensors]
+    for name, part in block.named_modules():
+        for key, value in vars(part).items():
+            if key.startswith("_"):
+                continue
+            if isinstance(value, int) and not isinstance(value, bool):
+                kept.append((name, key))
+                counted.append(value)
+            else:
+                kept.append((name, key, _plain(value)))
+    return _Face(tuple(kept), tuple(counted))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, (int, list, tuple, set, frozenset)):
+        return repr(value)
+    return getattr(value, "__qualname__", None) or type(value).__qualname__
+
+
+def _runs(container: str, faces: list[_Face | None], least: int, step: int) -> Iterator[Repeat]:
+    position = 0
+    while position < len(faces):
+        best: Repeat | None = None
+        for turn in range(1, _LONGEST_TURN + 1):
+            length = math.lcm(turn, step)
+            count = _num_periods(faces, position, length)
+            if count >= least and (best is None or count * length > best.count * best.length + length):
+                best = Repeat(container, position, length, count)
+        if best is None:
+            position += 1
+        else:
+            yield best
+            position += best.count * best.length
+
+
+def _num_periods(faces: list[_Face | None], first: int, length: int) -> int:
+    position = first
+    while position + length < len(faces) and _are_alike(faces[position], faces[position + length], length):
+        position += 1
+    return (position - first) // length + 1
+
+
+def _are_alike(one: _Face | None, other: _Face | None, distance: int) -> bool:
+    if one is None or other is None or one.kept != other.kept:
+        return False
+    return all(b - a in (0, distance) for a, b in zip(one.counted, other.counted, strict=True))
+
+
+def _copied_around(module: Any, cut: Mapping[nn.Module, nn.Module]) -> Any:
+    """``module`` with other modules in it, copied as far as they are reached."""
+    known: dict[nn.Module, nn.Module] = dict(cut)
+
+    def copied(part: nn.Module) -> nn.Module:
+        if part not in known:
+            before = torch_private.children_of(part)
+            after = {name: None if child is None else copied(child) for name, child in before.items()}
+            known[part] = part if after == before else torch_private.with_children(part, after)
+        return known[part]
+
+    return copied(module)
