@@ -74,7 +74,8 @@ def fake_world(world: World, *, is_pairwise: bool) -> Iterator[FakeRanks]:
             stack.enter_context(torch_private.fake_process_group(world.rank, world.size))
         stack.enter_context(torch_private.fake_tensors())
         stack.enter_context(torch_private.intercept(Answers()))
-        stack.enter_context(torch_private.replace_functions({**rnn_functions(), torch.chunk: _chunk}))
+        stack.enter_context(torch_private.replaced_kernels(rnn_kernels()))
+        stack.enter_context(torch_private.replace_functions({torch.chunk: _chunk}))
         yield FakeRanks(world, is_pairwise=is_pairwise)
 
 
