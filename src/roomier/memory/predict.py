@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,7 +12,7 @@ from torch.optim import Optimizer
 
 from roomier.core.errors import PlanError
 from roomier.engine.engine import Engine
-from roomier.memory.model_states import ModelStates, model_states
+from roomier.memory.model_states import ModelStates, StateBytes, model_states
 from roomier.memory.optimizer_states import onebit_adam_bytes, state_bytes
 from roomier.memory.walk import Layout
 from roomier.memory.weights import Weight, buffer_bytes, units_with_weights, with_adapters
@@ -89,16 +90,35 @@ def _model_states(
     }
     precision = precision_of(plan.precision.mode, device)
     units = units_with_weights(network, precision.autocast_dtype, precision.weight_dtype)
+    buffers = buffer_bytes(network, precision.weight_dtype)
+    return model_states(units, layout_of(plan, device, rank), state_bytes_of(plan, updated_by), buffers)
+
+
+def state_bytes_of(plan: Plan, updated_by: Mapping[str, tuple[Optimizer, Mapping[str, Any]]]) -> StateBytes:
+    """What optimizers keep for a weight.
+
+    Args:
+        updated_by: name of a weight -> its optimizer, and its parameter group there.
+    """
+    known: dict[Hashable, int] = {}  # equal blocks have equal weights
 
     def states_of(weight: Weight, own: tuple[int, ...]) -> int:
         found = updated_by.get(weight.name)
         if found is None:  # no optimizer updates it
             return 0
         optimizer, group = found
-        if isinstance(optimizer, OneBitAdam):
-            rounds = plan.optimizer.options.get("rounds_variance", plan.parallel.strategy == "zero1")
-            return onebit_adam_bytes(math.prod(own), plan.parallel.num_ranks, rounds_variance=bool(rounds))
-        return state_bytes(optimizer, group, own, weight.dtype, weight.shape)
+        key = (id(group), weight.shape, own, weight.dtype)
+        if key not in known:
+            known[key] = _state_bytes(plan, optimizer, group, weight, own)
+        return known[key]
 
-    buffers = buffer_bytes(network, precision.weight_dtype)
-    return model_states(units, layout_of(plan, device, rank), states_of, buffers)
+    return states_of
+
+
+def _state_bytes(
+    plan: Plan, optimizer: Optimizer, group: Mapping[str, Any], weight: Weight, own: tuple[int, ...]
+) -> int:
+    if isinstance(optimizer, OneBitAdam):
+        rounds = plan.optimizer.options.get("rounds_variance", plan.parallel.strategy == "zero1")
+        return onebit_adam_bytes(math.prod(own), plan.parallel.num_ranks, rounds_variance=bool(rounds))
+    return state_bytes(optimizer, group, own, weight.dtype, weight.shape)

@@ -177,6 +177,8 @@ class _CutStep(_Step):
         waiting = list(order.gathering)
         for number in range(order.num_forward, len(self.trace.passages)):
             passage, begin = self.trace.passages[number], self.trace.levels[number]
+            if number == order.num_forward and order.root is not None and not is_again:
+                walk.enter(order.root, waiting[:1], "backward")  # it comes first, and knows what came before it
             for unit in order.units_at[number]:
                 while unit in waiting:
                     next_one = waiting.pop(0)

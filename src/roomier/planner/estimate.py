@@ -1,0 +1,167 @@
+"""What a plan costs, in milliseconds: for pruning thousands of them."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from roomier.core.world import World
+from roomier.engine.build import build, configure
+from roomier.engine.eager import EagerEngine
+from roomier.hardware.machine import Machine
+from roomier.memory.model_states import kept_bytes
+from roomier.memory.predict import layout_of, state_bytes_of
+from roomier.memory.walk import Layout, gradient_bytes
+from roomier.memory.weights import Unit, buffer_bytes, units_with_weights
+from roomier.plan import ActivationPlan, BatchPlan, OffloadPlan, ParallelPlan, Plan
+from roomier.planner.closed_form import States, timeline
+from roomier.planner.deep_trace import take_deep_trace
+from roomier.planner.fake_world import fake_world
+from roomier.planner.fixed_bytes import fixed_bytes
+from roomier.planner.forecast import Forecast
+from roomier.planner.shapes import shapes_of
+from roomier.planner.step_time import step_time
+from roomier.planner.trace import Trace
+from roomier.planner.update_bytes import update_bytes
+from roomier.planner.workload import Workload
+from roomier.precision.policy import precision_of
+
+_NUM_STEPS = 1000  # of the run, for schedules: none of them changes a byte
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class _Built:
+    """The model as it is in training, on one device."""
+
+    units: list[Unit]
+    buffer_bytes: int
+    optimizers: list[Optimizer]
+    names: dict[str, Any]
+
+
+class Estimator:
+    """Prices plans for one workload on one machine by the closed form; see :mod:`roomier.planner.closed_form`.
+
+    What takes time is traces: one for each combination of levers that work inside a forward, and two for other
+    micro-batches than the first asked for. They are taken when they are needed, and kept.
+
+    Args:
+        workload: of any batch size.
+    """
+
+    def __init__(self, workload: Workload, machine: Machine) -> None:
+        self._workload = workload
+        self._machine = machine
+        self._traces: dict[Hashable, dict[int, Trace]] = {}
+        self._built: dict[Hashable, _Built] = {}
+        self._states: dict[Hashable, States] = {}
+        self._workloads: dict[int, Workload] = {workload.batch_size: workload}
+
+    def estimate(self, plan: Plan, micro_batch: int) -> Forecast:
+        """The forecast of ``plan`` with ``micro_batch`` samples on each rank.
+
+        Raises:
+            RoomierError: what ``build`` refuses.
+        """
+        layout = replace(layout_of(plan, _CPU), on_gloo=self._machine.device.kind == "cpu")
+        trace = self._trace_of(plan, layout, micro_batch)
+        num_micro_batches = plan.batch.accumulate_grad_batches
+        work = {part: each * num_micro_batches for part, each in trace.work.items()}
+        stretches = timeline(trace, self._states_of(plan, layout), layout)
+        return Forecast(
+            plan=plan,
+            machine=self._machine,
+            micro_batch=micro_batch,
+            method="closed form",
+            timeline=stretches,
+            fixed_bytes=fixed_bytes(plan, self._machine, max(each.peak_bytes for each in stretches)),
+            time=step_time(self._sized(micro_batch), plan, self._machine, work),
+        )
+
+    def _sized(self, micro_batch: int) -> Workload:
+        if micro_batch not in self._workloads:
+            self._workloads[micro_batch] = self._workload.with_batch_size(micro_batch)
+        return self._workloads[micro_batch]
+
+    def _trace_of(self, plan: Plan, layout: Layout, micro_batch: int) -> Trace:
+        key = (plan.precision, plan.activation, plan.loss, plan.attention, plan.adapter, plan.offload, layout.is_cut)
+        known = self._traces.setdefault(key, {})
+        if micro_batch not in known:
+            known[micro_batch] = self._on_a_line(known, micro_batch) or take_deep_trace(
+                self._sized(micro_batch), plan, is_cut=layout.is_cut
+            )
+        return known[micro_batch]
+
+    @staticmethod
+    def _on_a_line(known: dict[int, Trace], micro_batch: int) -> Trace | None:
+        # With one sample some operations need no copy that they need with more.
+        taken = [each for size, each in known.items() if size > 1]
+        if micro_batch == 1 or len(taken) < 2 or not taken[0].is_like(taken[1]):
+            return None
+        return taken[0].at(micro_batch, taken[1])
+
+    def _states_of(self, plan: Plan, layout: Layout) -> States:
+        key = (plan.precision, plan.adapter, plan.optimizer, layout, self._is_onebit(plan))
+        if key not in self._states:
+            self._states[key] = self._make_states(plan, layout)
+        return self._states[key]
+
+    @staticmethod
+    def _is_onebit(plan: Plan) -> Hashable:
+        # Its states are cut though the model is not.
+        return plan.parallel if plan.optimizer.name == "onebit_adam" else None
+
+    def _make_states(self, plan: Plan, layout: Layout) -> States:
+        built = self._built_of(plan)
+        sizes = state_bytes_of(plan, built.names)
+        at_once = self._machine.device.kind == "cuda"
+        with fake_world(World(0, 1, 0, 0, 1), is_pairwise=True):
+            update = {} if layout.steps_in_backward else update_bytes(built.optimizers, layout, at_once=at_once)
+        return States(
+            units=built.units,
+            kept=kept_bytes(built.units, layout, sizes, built.buffer_bytes),
+            gradient_bytes=sum(gradient_bytes(each.weights) for each in built.units),
+            update=update,
+        )
+
+    def _built_of(self, plan: Plan) -> _Built:
+        key = (plan.precision, plan.adapter, plan.optimizer)
+        if key not in self._built:
+            self._built[key] = _build_on_one(self._workload, plan)
+        return self._built[key]
+
+
+def _build_on_one(workload: Workload, plan: Plan) -> _Built:
+    alone = replace(
+        plan,
+        parallel=ParallelPlan(accelerator="cpu"),
+        batch=BatchPlan(),
+        activation=ActivationPlan(),
+        offload=OffloadPlan(),
+        optimizer=replace(plan.optimizer, step_in_backward="none"),
+    )
+    precision = precision_of(plan.precision.mode, _CPU)
+    with fake_world(World(0, 1, 0, 0, 1), is_pairwise=True) as ranks:
+        module = shapes_of(workload.module, precision.weight_dtype)
+        engine, _ = build(alone, module, lambda: configure(alone, module, lambda: _NUM_STEPS), EagerEngine, ranks)
+        network = engine.module
+        names = {parameter: name for name, parameter in network.named_parameters()}
+        updated_by = {
+            names[parameter]: (optimizer, group)
+            for optimizer in engine.optimizers
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if parameter in names
+        }
+        engine.close()
+        return _Built(
+            units_with_weights(network, precision.autocast_dtype, precision.weight_dtype),
+            buffer_bytes(network),
+            engine.optimizers,
+            updated_by,
+        )
