@@ -1,0 +1,226 @@
+"""What a rank exchanges in a step: the volumes of each unit under each strategy.
+
+[Note: volumes of a step]
+Of a model of ``B`` bytes of gradients, gathered as ``G`` bytes, in ``M`` micro-batches on ``N`` ranks, each rank sends
+``(N-1)/N`` times (Rajbhandari et al. 2020, "ZeRO", section 7: with ``M`` = 1 and ``G`` = ``B``, ZeRO-2 sends what DDP
+does, and ZeRO-3 half as much again)::
+
+    ddp      2 B                  a sum after the last micro-batch
+    zero1    G + B                one gather, one reduction after the last micro-batch
+    zero2    M (G + B)
+    zero3    M (2 G + B)          gathered again in each backward, but for the root and embeddings
+    hsdp     M (2 G + B)          within a group; and the sum of each part, 2 (C-1)/C B/N, over ``C`` copies
+
+Beside the volumes stands what a rank copies for itself: parts are packed into one buffer and unpacked from it, each
+byte read once and written once; ranks that send each other their parts also add them up.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from roomier.hardware.machine import Machine
+from roomier.memory.walk import Layout, gradient_bytes, own_shape
+from roomier.memory.weights import Unit, Weight
+from roomier.parallel.powersgd import DEFAULT_RANK
+from roomier.plan import Plan
+from roomier.planner.collective_time import Group, all_reduce_s, gather_s, reduce_scatter_s
+
+BUCKET_BYTES = 25 * 2**20  # of torch's DDP
+_LEAST_SAVING = 2  # of PowerSGD in torch: a matrix that factors do not halve travels whole
+_POWERSGD_PASSES = 6  # over the gradient: the error is added, two products, the sum of both, the new error
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One collective.
+
+    Attributes:
+        sent_bytes: by this rank.
+        link_s: on the way.
+        copied_bytes: what this rank reads and writes beside it: packing, unpacking, adding up.
+    """
+
+    sent_bytes: float = 0.0
+    link_s: float = 0.0
+    copied_bytes: float = 0.0
+
+    def __add__(self, other: Exchange) -> Exchange:
+        return Exchange(
+            self.sent_bytes + other.sent_bytes,
+            self.link_s + other.link_s,
+            self.copied_bytes + other.copied_bytes,
+        )
+
+
+NOTHING = Exchange()
+
+
+@dataclass(frozen=True)
+class UnitTraffic:
+    """What is exchanged of one unit.
+
+    Attributes:
+        gather: of its weights; of ``ddp`` nothing.
+        reduce: of its gradients; of ``ddp`` its share of the buckets.
+        gathers_each: in the forward of each micro-batch, not of the first alone.
+        gathers_again: in each backward.
+        reduces_each: after each micro-batch, not after the last alone.
+        is_last: its reduction waits for the end of the backward.
+    """
+
+    name: str
+    gather: Exchange
+    reduce: Exchange
+    gathers_each: bool = False
+    gathers_again: bool = False
+    reduces_each: bool = False
+    is_last: bool = False
+
+
+def traffic_of(units: Sequence[Unit], plan: Plan, layout: Layout, machine: Machine) -> list[UnitTraffic]:
+    """Of each unit, in the order of the forward, the root first.
+
+    Args:
+        layout: from :func:`roomier.memory.predict.layout_of`.
+        machine: its links; how many ranks there are, and on which nodes, is said by ``plan``.
+    """
+    if layout.strategy == "single":  # 1-bit Adam as well, which exchanges in its update
+        return []
+    if layout.strategy == "ddp":
+        return _of_replicas(units, plan, machine)
+    # An exact update in the backward has two of them.
+    frees = layout.frees_parameters or layout.num_backwards > 1
+    found = []
+    for unit in units:
+        found.append(
+            UnitTraffic(
+                unit.name,
+                gather=_gather(unit, plan, layout, machine),
+                reduce=_reduce(unit, plan, layout, machine),
+                gathers_each=layout.strategy != "zero1",
+                gathers_again=frees and not unit.is_root and not unit.is_looked_up,
+                reduces_each=layout.strategy != "zero1",
+                is_last=unit.is_root or unit.ends_late,
+            )
+        )
+    return found
+
+
+def sent_bytes(traffic: Sequence[UnitTraffic], num_micro_batches: int, num_backwards: int = 1) -> float:
+    """By a rank in one optimizer step."""
+    return sum(each.sent_bytes * count for each, count in exchanges(traffic, num_micro_batches, num_backwards))
+
+
+def exchanges(
+    traffic: Sequence[UnitTraffic], num_micro_batches: int, num_backwards: int = 1
+) -> list[tuple[Exchange, int]]:
+    """All of one optimizer step, each with how often it is done."""
+    found = []
+    for unit in traffic:
+        num_gathers = num_micro_batches if unit.gathers_each else 1
+        num_gathers += num_micro_batches * num_backwards if unit.gathers_again else 0
+        num_reductions = (num_micro_batches if unit.reduces_each else 1) * num_backwards
+        found += [(unit.gather, num_gathers), (unit.reduce, num_reductions)]
+    return found
+
+
+def shard_group(plan: Plan) -> Group:
+    """The ranks among which one copy is cut; of ``ddp`` all."""
+    parallel = plan.parallel
+    num_ranks = parallel.num_shards if parallel.strategy == "hsdp" else parallel.num_ranks
+    return Group.of_neighbours(num_ranks, parallel.devices)
+
+
+def num_buckets_of(units: Sequence[Unit]) -> int:
+    """Of torch's DDP."""
+    num_bytes = sum(gradient_bytes(unit.weights) for unit in units)
+    return max(math.ceil(num_bytes / BUCKET_BYTES), 1)
+
+
+def wire_dtype_of(unit: Unit, layout: Layout) -> torch.dtype:
+    """In which gradients of ``unit`` travel where the model is cut."""
+    if layout.wire_dtype is not None:
+        return layout.wire_dtype
+    is_cast = unit.weights[0].dtype != unit.gathered_dtype
+    # Only between ranks that add up for themselves can gradients go out in 16 bits and be added up in 32.
+    is_low = is_cast and layout.on_gloo and not layout.accumulates_whole
+    return unit.gathered_dtype if is_low else unit.sum_dtype
+
+
+def _gather(unit: Unit, plan: Plan, layout: Layout, machine: Machine) -> Exchange:
+    group = shard_group(plan)
+    own_elements = sum(_own_elements(each, layout) for each in unit.weights)
+    whole_bytes = own_elements * layout.num_shards * unit.gathered_dtype.itemsize
+    own_bytes = sum(_own_elements(each, layout) * each.dtype.itemsize for each in unit.weights)
+    return Exchange(
+        group.share_sent * whole_bytes,
+        gather_s(whole_bytes, group, machine),
+        own_bytes + whole_bytes / layout.num_shards + 2 * whole_bytes,
+    )
+
+
+def _reduce(unit: Unit, plan: Plan, layout: Layout, machine: Machine) -> Exchange:
+    own_elements = sum(_own_elements(each, layout) for each in unit.weights if each.is_trained)
+    if not own_elements:
+        return NOTHING
+    group = shard_group(plan)
+    num_elements = own_elements * layout.num_shards
+    whole_bytes = num_elements * wire_dtype_of(unit, layout).itemsize
+    copied_bytes = num_elements * unit.gathered_dtype.itemsize + whole_bytes
+    if layout.on_gloo and machine.in_node_reduce is None:  # the own part is copied, those of others are added to it
+        sum_bytes = own_elements * unit.sum_dtype.itemsize
+        copied_bytes += whole_bytes + sum_bytes * (2 * layout.num_shards - 1)
+    found = Exchange(group.share_sent * whole_bytes, reduce_scatter_s(whole_bytes, group, machine), copied_bytes)
+    parallel = plan.parallel
+    if parallel.num_ranks == layout.num_shards:
+        return found
+    copies = Group.of_copies(parallel.num_ranks, layout.num_shards, parallel.devices)
+    part_bytes = own_elements * unit.sum_dtype.itemsize
+    return found + _all_reduce(part_bytes, copies, machine)
+
+
+def _own_elements(weight: Weight, layout: Layout) -> int:
+    return math.prod(own_shape(weight.shape, layout))
+
+
+def _all_reduce(num_bytes: float, group: Group, machine: Machine) -> Exchange:
+    return Exchange(2 * group.share_sent * num_bytes, all_reduce_s(num_bytes, group, machine))
+
+
+def _of_replicas(units: Sequence[Unit], plan: Plan, machine: Machine) -> list[UnitTraffic]:
+    # Latency counts by bucket, not by unit: each unit bears its share.
+    wire = torch.bfloat16 if plan.parallel.reduce_dtype == "bf16" else None
+    group = shard_group(plan)
+    trained = [[each for each in unit.weights if each.is_trained] for unit in units]
+    whole_bytes = [sum(math.prod(each.shape) * each.dtype.itemsize for each in weights) for weights in trained]
+    num_bytes = [sum(_travelling_bytes(each, wire, plan) for each in weights) for weights in trained]
+    if not sum(whole_bytes):
+        return []
+    num_buckets = num_buckets_of(units)
+    link_s = num_buckets * all_reduce_s(sum(num_bytes) / num_buckets, group, machine)
+    adds_up = machine.device.kind == "cpu" and machine.in_node_reduce is None
+    copied = 2 + (3 * group.share_sent if adds_up else 0)  # into the bucket; and added up
+    if plan.parallel.gradient_compression == "powersgd":
+        copied += _POWERSGD_PASSES
+        link_s += 2 * num_buckets * all_reduce_s(1, group, machine)  # what is not compressed, and two factors
+    found = []
+    for unit, whole, wired in zip(units, whole_bytes, num_bytes, strict=True):
+        share = wired / max(sum(num_bytes), 1)
+        reduce = Exchange(2 * group.share_sent * wired, share * link_s, copied * whole)
+        found.append(UnitTraffic(unit.name, NOTHING, reduce, is_last=unit.is_root))
+    return found
+
+
+def _travelling_bytes(weight: Weight, wire: torch.dtype | None, plan: Plan) -> float:
+    num_elements = math.prod(weight.shape)
+    if plan.parallel.gradient_compression == "powersgd" and len(weight.shape) > 1:
+        rank = plan.parallel.compression_rank or DEFAULT_RANK
+        num_rows = weight.shape[0]
+        factors = min(rank, num_rows) * (num_rows + num_elements // max(num_rows, 1))
+        num_elements = factors if _LEAST_SAVING * factors < num_elements else num_elements
+    return num_elements * (wire or weight.dtype).itemsize
