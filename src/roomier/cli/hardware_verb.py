@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from roomier.core.errors import RoomierError
-from roomier.core.units import format_bytes, format_count
+from roomier.core.units import format_bytes
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -71,9 +71,7 @@ def _measure(options: argparse.Namespace) -> tuple[list[Machine], bool]:
         numbers = [options.devices]
     folder = Path(options.folder) if options.folder else Path.cwd()
     if load() > num_cores() / 2:
-        notice(
-            f"other programs keep {load():.1f} of {num_cores()} cores busy: what is measured now is less than there is"
-        )
+        notice(f"the load is {load():.1f} on {num_cores()} cores: what is measured beside others is less than there is")
     measured: list[Measured] = []
     for index, num_ranks in enumerate(numbers):
         notice(f"measuring {num_ranks} rank{'s' * (num_ranks > 1)} on {device.type}")
@@ -101,7 +99,7 @@ def _table(machines: Sequence[Machine]) -> Table:
     rows: list[tuple[str, list[str]]] = [
         ("memory", [format_bytes(machine.device.memory_bytes) for machine in machines]),
         *(
-            (f"products in {dtype}", [f"{format_count(each.device.flops_per_s[dtype])}FLOP/s" for each in machines])
+            (f"products in {dtype}", [_flops(each.device.flops_per_s[dtype]) for each in machines])
             for dtype in first.device.flops_per_s
         ),
         ("memory, read and written", [_rate(each.device.memory_bytes_per_s) for each in machines]),
@@ -120,6 +118,10 @@ def _table(machines: Sequence[Machine]) -> Table:
     for name, values in rows:
         table.add_row(name, *values)
     return table
+
+
+def _flops(flops_per_s: float) -> str:
+    return f"{flops_per_s / 1e12:.1f} TFLOP/s" if flops_per_s >= 1e12 else f"{flops_per_s / 1e9:.1f} GFLOP/s"
 
 
 def _rate(bytes_per_s: float | None) -> str:

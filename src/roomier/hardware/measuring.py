@@ -63,25 +63,32 @@ def measure_quickly(device: torch.device, num_ranks: int) -> Measured:
     gets its part of a core, and all share the memory.
     """
     circumstances = circumstances_of(device, num_ranks)
+    num_threads = circumstances.num_threads if device.type == "cpu" else 1
     threads_before = torch.get_num_threads()
-    share = 1.0
-    if device.type == "cpu":
-        torch.set_num_threads(circumstances.num_threads)
-        share = min(1.0, num_cores() / (num_ranks * circumstances.num_threads))
     try:
-        rates = {dtype: product_rate(dtype, device, 0.1) for dtype in DTYPES}
+        # Where other programs keep cores busy, threads that wait for each other can be slower than one alone.
+        rates = [_product_rates(device, count) for count in sorted({1, num_threads})]
+        torch.set_num_threads(max(1, min(num_cores(), num_ranks * num_threads)))
         memory = memory_rate(device, 0.1, 2**26)
+        torch.set_num_threads(num_threads)
         operation_s = operation_seconds(device, 0.03)
     finally:
         torch.set_num_threads(threads_before)
+    share = min(1.0, num_cores() / (num_ranks * num_threads)) if device.type == "cpu" else 1.0
     return Measured(
         circumstances=circumstances,
         measured_at=now(),
         is_quick=True,
-        flops_per_s={dtype: rate * share for dtype, rate in rates.items() if rate is not None},
+        flops_per_s={dtype: share * max(each[dtype] for each in rates) for dtype in rates[0]},
         memory_bytes_per_s=memory / (num_ranks if device.type == "cpu" else 1),
         operation_s=operation_s / share,
     )
+
+
+def _product_rates(device: torch.device, num_threads: int) -> dict[str, float]:
+    torch.set_num_threads(num_threads)
+    rates = {dtype: product_rate(dtype, device, 0.06) for dtype in DTYPES}
+    return {dtype: rate for dtype, rate in rates.items() if rate is not None}
 
 
 def _link(name: str, ranks: Sequence[dict[str, Any]]) -> tuple[float, float] | None:
@@ -102,6 +109,9 @@ def _link(name: str, ranks: Sequence[dict[str, Any]]) -> tuple[float, float] | N
 def _run_ranks(kind: str, num_ranks: int, num_threads: int, seconds: float, scratch: Path) -> list[dict[str, Any]]:
     environ = {"GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo", **os.environ}
     environ["OMP_NUM_THREADS"] = str(num_threads)
+    # Threads that wait by spinning take the cores from those they wait for, where other programs run as well: then a
+    # product took a hundred times as long.
+    environ.setdefault("OMP_WAIT_POLICY", "passive")
     common = {"kind": kind, "num_ranks": num_ranks, "seconds": seconds, "store": str(scratch / "store")}
     results = [scratch / f"rank-{rank}.json" for rank in range(num_ranks)]
     processes = []
