@@ -51,6 +51,7 @@ def test_a_quick_look_as_a_table_and_its_end(capsys):
     ("words", "told"),
     [
         (["--devices", "0"], "devices=0"),
+        (["--devices", "1000000"], "devices=1000000: is not a number of ranks to measure here. Give how many"),
         (["--devices", "two"], "two"),
         (["--accelerator", "tpu"], "accelerator='tpu'"),
         (["--device", "2"], "unrecognized arguments"),

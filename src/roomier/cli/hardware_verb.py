@@ -62,12 +62,12 @@ def _measure(options: argparse.Namespace) -> tuple[list[Machine], bool]:
     from roomier.hardware.this_machine import machine_from
 
     device = resolve_device(options.accelerator)
-    num_devices = torch.cuda.device_count() if device.type == "cuda" else 1
-    numbers = [num_devices] if device.type != "cpu" else [1, 2][: num_cores()]
+    most = torch.cuda.device_count() if device.type == "cuda" else 1 if device.type == "mps" else 4 * num_cores()
+    numbers = [1, 2][: num_cores()] if device.type == "cpu" else [most]
     if options.devices is not None:
-        if options.devices < 1 or (device.type != "cpu" and options.devices > num_devices):
-            problem = f"this machine has {num_devices} of them" if options.devices > 0 else "is less than 1"
-            raise RoomierError("devices", options.devices, problem, "Give how many ranks compute at once")
+        if not 1 <= options.devices <= most:
+            action = f"Give how many ranks compute at once, from 1 to {most}"
+            raise RoomierError("devices", options.devices, "is not a number of ranks to measure here", action)
         numbers = [options.devices]
     folder = Path(options.folder) if options.folder else Path.cwd()
     if load() > num_cores() / 2:
