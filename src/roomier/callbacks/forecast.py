@@ -50,11 +50,14 @@ class MemoryForecast(Callback):
         self.at_step = at_step
         self.record: Record | None = None
         self._workload: Workload | None = None
-        self._step: int | None = None
+        self._first_step = 2
+        self._step: int | None = None  # None before the first batch
+        self._is_over = True
         self._tracked: TrackedStep | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
         self.record = self._workload = self._tracked = self._step = None
+        self._is_over = True
         if not pl_module.automatic_optimization:
             notice("MemoryForecast: nothing is forecast of a module that optimizes by hand")
             return
@@ -62,14 +65,15 @@ class MemoryForecast(Callback):
         if self.at_step is not None and self.at_step < first:
             problem = "is before step 4: until then a budget of activations measures, and blocks keep the least"
             raise RoomierError("at_step", self.at_step, problem, "Use 4 or more, or None")
-        anatomies = [each.next_step for each in trainer.callbacks if isinstance(each, MemoryAnatomy)]
-        if self.at_step is None and anatomies and anatomies[0] is not None:
-            self._step = anatomies[0]  # one tracker serves both
-        else:
-            self._step = trainer.global_step + (self.at_step or first)
+        self._first_step = trainer.global_step + (self.at_step or first)
+        self._is_over = False
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Module, batch: Any, batch_idx: int) -> None:
-        if self._step is None or trainer.global_step < self._step - 2:
+        if self._is_over:
+            return
+        if self._step is None:  # only now every callback has begun
+            self._step = self._first_step if self.at_step is not None else self._step_beside(trainer)
+        if trainer.global_step < self._step - 2:
             return
         if self._tracked is None:
             self._tracked = tracked_step(trainer, self._step)
@@ -82,18 +86,25 @@ class MemoryForecast(Callback):
             return
         tracker = self._tracked.end_batch(trainer)
         if tracker is not None:
-            self._tracked = self._step = None
+            self._tracked, self._is_over = None, True
             self._finish(trainer, tracker)
 
     def on_train_end(self, trainer: Trainer, pl_module: Module) -> None:
-        if self.record is None and self._step is not None:
-            notice(f"MemoryForecast: training ended before step {self._step}, which was to be tracked")
+        if not self._is_over:
+            notice(
+                f"MemoryForecast: training ended before step {self._step or self._first_step}, which was to be tracked"
+            )
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: Module) -> None:
         self._pause()
 
     def on_exception(self, trainer: Trainer, pl_module: Module, exception: BaseException) -> None:
         self._pause()
+
+    def _step_beside(self, trainer: Trainer) -> int:
+        """That of a MemoryAnatomy: one tracker serves both."""
+        steps = (each.next_step for each in trainer.callbacks if isinstance(each, MemoryAnatomy))
+        return next(steps, None) or self._first_step
 
     def _pause(self) -> None:
         if self._tracked is not None:

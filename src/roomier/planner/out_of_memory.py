@@ -61,18 +61,18 @@ def explain_out_of_memory(error: torch.OutOfMemoryError, trainer: Trainer, run: 
     """
     if isinstance(error, OutOfMemory):
         return error
-    plan = trainer.plan
-    held = _try(lambda: _held(run.engine)) if run is not None else None
-    workload = _try(lambda: _workload(trainer, run)) if run is not None else None
+    plan, attempt = trainer.plan, _Attempts()
+    held = attempt(lambda: _held(run.engine)) if run is not None else None
+    workload = attempt(lambda: _workload(trainer, run)) if run is not None else None
     traceback.clear_frames(error.__traceback__)  # they hold the graph of the failed step
     forecast = None if trainer.choice is None else trainer.choice.chosen
-    machine = _try(lambda: _machine(trainer))
+    machine = attempt(lambda: _machine(trainer))
     if forecast is None and workload is not None and machine is not None:
         at_hand, this = workload, machine
-        forecast = _try(lambda: _forecast(at_hand, plan, this))
+        forecast = attempt(lambda: _forecast(at_hand, plan, this))
     advice, nearest = "", None
     if workload is not None and machine is not None:
-        found = _try(lambda: _advice(workload, plan, machine, forecast))
+        found = attempt(lambda: _advice(workload, plan, machine, forecast))
         advice, nearest = found or ("", None)
     where = _where(trainer, run)
     told = [
@@ -86,15 +86,28 @@ def explain_out_of_memory(error: torch.OutOfMemoryError, trainer: Trainer, run: 
     )
     explained = OutOfMemory("strategy", plan.parallel.strategy, ". ".join(told), action)
     explained.plan = nearest
+    for failure in attempt.failures:
+        explained.add_note(f"roomier could not tell all of it: {failure}")
     return explained
 
 
-def _try(make: Callable[[], T]) -> T | None:
-    """What ``make`` gives; None where it fails: the error that is being told comes first."""
-    try:
-        return make()
-    except Exception:
-        return None
+class _Attempts:
+    """Tries what may fail while an error is being told, which comes first.
+
+    Attributes:
+        failures: what failed, in a line each.
+    """
+
+    def __init__(self) -> None:
+        self.failures: list[str] = []
+
+    def __call__(self, make: Callable[[], T]) -> T | None:
+        """What ``make`` gives; None where it fails."""
+        try:
+            return make()
+        except Exception as error:
+            self.failures.append(f"{type(error).__name__}: {_one_line(error)}")
+            return None
 
 
 def _where(trainer: Trainer, run: Run | None) -> str:

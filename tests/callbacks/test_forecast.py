@@ -1,0 +1,233 @@
+"""MemoryForecast: forecast and truth of a run, told, logged, kept in its folder; the run itself untouched."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import roomier
+from roomier.callbacks import Callback, MemoryAnatomy, MemoryForecast
+from roomier.callbacks import forecast as forecast_module
+from roomier.callbacks import tracked_step as tracked
+from roomier.core.errors import RoomierError
+from roomier.models.gpt import GPT, GPTConfig
+from roomier.planner.record import Record, read_record
+from roomier.trainer import Trainer, forecasts
+from tests.planner import page_examples
+from tests.ranks.pool import RankPool
+
+Make = Callable[..., Trainer]
+TOKENS = torch.arange(128).view(4, 32) % 100
+BATCH = {"input_ids": TOKENS, "targets": TOKENS}
+
+
+class Language(roomier.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.gpt = GPT(GPTConfig(vocab_size=100, context=32, num_layers=2, num_heads=2, width=64, dropout=0.1))
+
+    def training_step(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return self.gpt(**batch)[1]
+
+
+@pytest.fixture
+def fit(make_trainer: Make) -> Callable[..., Trainer]:
+    def run(*callbacks: Callback, module: nn.Module | None = None, **keywords: Any) -> Trainer:
+        given = {"optimizer": "adamw", "learning_rate": 1e-3, "max_steps": 4, "enable_checkpointing": False}
+        trainer = make_trainer(*callbacks, **{**given, **keywords})
+        torch.manual_seed(1)
+        trainer.fit(module or Language(), [BATCH] * 8)
+        return trainer
+
+    return run
+
+
+def record_of(callback: MemoryForecast) -> Record:
+    assert callback.record is not None
+    return callback.record
+
+
+def test_it_is_told_logged_and_kept(fit: Callable[..., Trainer], capsys: pytest.CaptureFixture[str]) -> None:
+    callback = MemoryForecast()
+    trainer = fit(callback, accumulate_grad_batches=2)
+    found = record_of(callback)
+    assert f"roomier: {found.line()}\n" in capsys.readouterr().err
+    folder = Path(trainer.log_dir)
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    [row] = [row for row in rows if "memory/forecast_bytes" in row]
+    assert row["step"] == found.step == 2
+    assert (row["memory/forecast_bytes"], row["memory/measured_bytes"]) == (found.forecast_bytes, found.measured_bytes)
+    kept = read_record(folder)
+    assert kept.as_dict() == found.as_dict()
+    assert kept.forecast.plan == trainer.plan
+    assert kept.forecast.micro_batch == 4
+
+
+@pytest.mark.parametrize(
+    "keywords",
+    [{}, {"precision": "bf16-mixed"}, {"activation_checkpointing": "full"}, {"step_in_backward": True}],
+    ids=str,
+)
+def test_the_forecast_comes_true(fit: Callable[..., Trainer], keywords: dict[str, Any]) -> None:
+    callback = MemoryForecast()
+    fit(callback, **keywords)
+    found = record_of(callback)
+    assert abs(found.error) < 0.02
+    said, measured = found.forecast.bytes_by_kind, found.worst.peak.peak
+    for kind, count in said.items():
+        assert measured[kind] == pytest.approx(count, abs=0.02 * found.measured_bytes)
+    assert {each.phase for each in found.worst.timeline} >= {"forward", "backward", "update"}
+    assert any("blocks.1" in each.place for each in found.worst.timeline)
+
+
+def test_looking_does_not_change_what_is_trained(fit: Callable[..., Trainer]) -> None:
+    weights = []
+    for callbacks in ([], [MemoryForecast()], [MemoryForecast(at_step=3), MemoryAnatomy()]):
+        module = Language()
+        fit(*callbacks, module=module, max_steps=5, gradient_clip_val=0.5)
+        weights.append(nn.utils.parameters_to_vector(module.parameters()))
+    assert torch.equal(weights[0], weights[1])
+    assert torch.equal(weights[0], weights[2])
+
+
+def test_beside_an_anatomy_one_tracker_serves_both(
+    fit: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = []
+    begin = tracked.TrackedStep.__init__
+
+    def counted(self: Any, step: int) -> None:
+        made.append(step)
+        begin(self, step)
+
+    monkeypatch.setattr(tracked.TrackedStep, "__init__", counted)
+    for callbacks in ((MemoryAnatomy(at_step=3), MemoryForecast()), (MemoryForecast(), MemoryAnatomy(at_step=3))):
+        fit(*callbacks)
+        anatomy, forecast = sorted(callbacks, key=lambda each: isinstance(each, MemoryForecast))
+        assert isinstance(anatomy, MemoryAnatomy)
+        assert isinstance(forecast, MemoryForecast)
+        assert anatomy.peak is not None
+        assert record_of(forecast).step == 3
+        assert sum(anatomy.peak.whole.values()) == record_of(forecast).measured_bytes
+    assert made == [3, 3]
+
+
+def default_callbacks(trainer: Trainer) -> list[str]:
+    return [type(each).__name__ for each in trainer.callbacks if isinstance(each, MemoryForecast)]
+
+
+def test_by_default_small_runs_are_left_alone_and_large_ones_are_not(
+    fit: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert default_callbacks(fit()) == []
+    monkeypatch.setattr(forecasts, "LARGE_BYTES", 10**6)
+    large = fit()
+    assert len(default_callbacks(large)) == 1
+    assert (Path(large.log_dir) / "forecast.json").is_file()
+    assert default_callbacks(fit(fast_dev_run=True)) == []
+    monkeypatch.setattr(forecasts, "LARGE_BYTES", 10**7)
+    large.fit(large.model or Language(), [BATCH] * 2)
+    assert default_callbacks(large) == [], "the one of the first fit is no callback of the second"
+
+
+def test_a_budget_of_activations_is_tracked_once_it_has_measured(
+    fit: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = page_examples.forecast("ddp", 1.0, 0.1, 0.1)
+    monkeypatch.setattr(forecast_module, "_forecast", lambda trainer, workload: (said, ""))
+    callback = MemoryForecast()
+    fit(callback, activation_checkpointing=0.5, max_steps=6)
+    assert record_of(callback).step == 4
+    with pytest.raises(RoomierError, match="at_step=2: is before step 4"):
+        fit(MemoryForecast(at_step=2), activation_checkpointing=0.5)
+
+
+@pytest.mark.parametrize("step", [1, 0, True, 2.5])
+def test_what_is_no_step_is_refused(step: Any) -> None:
+    with pytest.raises(RoomierError, match=f"at_step={step}"):
+        MemoryForecast(at_step=step)
+
+
+def test_a_run_that_ends_before_says_so(fit: Callable[..., Trainer], capsys: pytest.CaptureFixture[str]) -> None:
+    fit(MemoryForecast(at_step=9))
+    assert "ended before step 9" in capsys.readouterr().err
+
+
+def test_a_forecast_that_fails_does_not_end_the_run(
+    fit: Callable[..., Trainer], capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Peculiar(Language):
+        """Its step needs a value in the middle, which no forecast can know."""
+
+        def training_step(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+            loss = super().training_step(batch)
+            if type(loss) is not torch.Tensor:
+                raise ZeroDivisionError("mine")
+            return loss
+
+    callback = MemoryForecast()
+    trainer = fit(callback, module=Peculiar())
+    assert trainer.global_step == 4
+    assert callback.record is None
+    assert "memory: no forecast" in capsys.readouterr().err
+
+
+def test_an_error_in_the_tracked_step_ends_the_tracking(fit: Callable[..., Trainer]) -> None:
+    class Failing(Language):
+        def training_step(self, batch: Any) -> torch.Tensor:
+            if self.global_step == 1:
+                raise KeyError("mine")
+            return super().training_step(batch)
+
+    with pytest.raises(KeyError, match="mine"):
+        fit(MemoryForecast(), module=Failing())
+    from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+    assert _get_current_dispatch_mode() is None
+
+
+class Made(roomier.Module):
+    """Its model is made where it is cut."""
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "gpt"):
+            config = GPTConfig(vocab_size=101, context=16, num_layers=3, num_heads=2, width=32, dropout=0.0)
+            self.gpt = GPT(config)
+
+    def training_step(self, batch: torch.Tensor) -> torch.Tensor:
+        return self.gpt(batch, batch)[1]
+
+
+def forecast_on_ranks(root: Path, strategy: str) -> tuple[dict[str, Any], str]:
+    callback = MemoryForecast()
+    trainer = Trainer(
+        strategy=strategy,
+        devices=2,
+        accelerator="cpu",
+        optimizer="adamw",
+        max_steps=3,
+        default_root_dir=root,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[callback],
+    )
+    trainer.fit(Made(), [torch.arange(64).view(4, 16) % 101] * 8)
+    return record_of(callback).as_dict(), trainer.log_dir
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_on_ranks_the_fullest_is_held_against_the_forecast(on_ranks: RankPool, tmp_path: Path, strategy: str) -> None:
+    (first, folder), (second, _) = on_ranks(2, forecast_on_ranks, tmp_path, strategy)
+    assert first == second
+    assert [each["rank"] for each in first["measured"]] == [0, 1]
+    assert first["measured_bytes"] == max(each["peak_bytes"] for each in first["measured"])
+    assert abs(first["error"]) < 0.03
+    assert json.loads((Path(folder) / "forecast.json").read_text()) == first

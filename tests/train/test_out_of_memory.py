@@ -1,0 +1,152 @@
+"""A device that runs out of memory in a fit: what the error says, and what it leaves alone."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import roomier
+from roomier.callbacks import Callback, MemoryForecast
+from roomier.core.errors import TrainingError
+from roomier.hardware.this_machine import this_machine
+from roomier.models.gpt import GPT, GPTConfig
+from roomier.planner import out_of_memory
+from roomier.planner.choose import DryRuns
+from roomier.planner.out_of_memory import OutOfMemory
+from roomier.planner.workload import Workload
+from roomier.trainer import Trainer
+from tests.ranks.pool import RankFailed, RankPool
+
+Make = Callable[..., Trainer]
+BATCH = torch.arange(64).view(4, 16) % 101
+TORCH_SAYS = "CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has a total capacity of 39.39 GiB"
+
+
+class Greedy(roomier.Module):
+    """Runs out of memory in its third step, with the graph of that step in its hands."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.gpt = GPT(GPTConfig(vocab_size=101, context=16, num_layers=2, num_heads=2, width=32, dropout=0.0))
+        self.seen: weakref.ref[torch.Tensor] | None = None
+
+    def training_step(self, batch: torch.Tensor) -> torch.Tensor:
+        logits, loss = self.gpt(batch, batch)
+        if self.is_attached and self.global_step == 2 and type(loss) is torch.Tensor:
+            self.seen = weakref.ref(logits)
+            raise torch.OutOfMemoryError(TORCH_SAYS)
+        return loss
+
+
+def run_out(make_trainer: Make, module: roomier.Module, **keywords: Any) -> OutOfMemory:
+    trainer = make_trainer(optimizer="adamw", learning_rate=1e-3, max_steps=5, **keywords)
+    with pytest.raises(OutOfMemory) as caught:
+        trainer.fit(module, [BATCH] * 5)
+    return caught.value
+
+
+def test_it_says_what_was_held_what_was_forecast_and_what_to_paste(make_trainer: Make) -> None:
+    module = Greedy()
+    error = run_out(make_trainer, module)
+    assert isinstance(error, TrainingError)
+    assert isinstance(error, torch.OutOfMemoryError), "who catches torch's error catches this one"
+    assert type(error.__cause__) is torch.OutOfMemoryError
+    assert str(error.__cause__) == TORCH_SAYS
+    text = str(error)
+    assert "strategy='single': ran out of memory in step 3 (CUDA out of memory. Tried to allocate 2.00 GiB." in text
+    assert "Held then: weights " in text
+    assert "A forecast, made now, says" in text
+    assert "The nearest plan that fits, by forecast at" in text
+    assert "Trainer(" in text
+    assert module.seen is not None
+    assert module.seen() is None, "what the failed step held is let go"
+    assert error.plan is not None
+    prices = DryRuns(Workload.of(Greedy(), BATCH), this_machine())
+    micro_batch = 4 // error.plan.batch.accumulate_grad_batches
+    failed = make_trainer(optimizer="adamw").plan
+    assert prices.estimate(error.plan, micro_batch).peak_bytes < 0.95 * prices.estimate(failed, 4).peak_bytes
+
+
+@pytest.mark.parametrize("part", ["_held", "_workload", "_machine", "_forecast", "_advice"])
+def test_what_cannot_be_told_is_left_out_and_the_error_comes_all_the_same(
+    make_trainer: Make, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise torch.OutOfMemoryError("again")
+
+    monkeypatch.setattr(out_of_memory, part, fail)
+    if part != "_advice":
+        monkeypatch.setattr(out_of_memory, "_advice", lambda *args: ("Do this", None))
+    error = run_out(make_trainer, Greedy())
+    assert "ran out of memory in step 3 (CUDA out of memory." in str(error)
+    assert "again" not in str(error)
+    assert error.__notes__ == ["roomier could not tell all of it: OutOfMemoryError: again"]
+    assert str(error.__cause__) == TORCH_SAYS
+
+
+def test_callbacks_see_the_error_of_torch(make_trainer: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(out_of_memory, "_advice", lambda *args: ("Do this", None))
+    seen: list[BaseException] = []
+
+    class Watching(Callback):
+        def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
+            seen.append(exception)
+
+    error = run_out(make_trainer, Greedy(), callbacks=[MemoryForecast(at_step=3), Watching()])
+    assert seen == [error.__cause__]
+    assert "Do this" in str(error)
+
+
+def test_out_of_memory_before_the_first_step_is_told_as_such(make_trainer: Make) -> None:
+    class Large(Greedy):
+        def configure_optimizers(self) -> Any:
+            raise torch.OutOfMemoryError(TORCH_SAYS)
+
+    trainer = make_trainer(max_steps=5)
+    with pytest.raises(OutOfMemory, match="ran out of memory while the model was built") as caught:
+        trainer.fit(Large(), [BATCH] * 5)
+    assert "accumulate_grad_batches" in str(caught.value)
+
+
+def test_other_errors_of_memory_stay_as_they_are(make_trainer: Make) -> None:
+    class Large(Greedy):
+        def training_step(self, batch: torch.Tensor) -> torch.Tensor:
+            raise MemoryError("of the host")
+
+    with pytest.raises(MemoryError, match="of the host"):
+        make_trainer(optimizer="adamw", max_steps=2).fit(Large(), [BATCH] * 2)
+
+
+class GreedyOnOneRank(Greedy):
+    def training_step(self, batch: torch.Tensor) -> torch.Tensor:
+        if self.is_attached and self.global_step == 1 and self.trainer.global_rank == 1:
+            raise torch.OutOfMemoryError(TORCH_SAYS)
+        return self.gpt(batch, batch)[1]
+
+
+def fit_on_ranks() -> None:
+    out_of_memory._advice = lambda *args: ("Do this", None)  # type: ignore[assignment]
+    trainer = Trainer(
+        strategy="zero2",
+        devices=2,
+        accelerator="cpu",
+        optimizer="adamw",
+        max_steps=4,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(GreedyOnOneRank(), [BATCH] * 8)
+
+
+def test_one_rank_of_several_tells_it_without_waiting_for_the_others(on_ranks: RankPool) -> None:
+    with pytest.raises(RankFailed) as caught:
+        on_ranks(2, fit_on_ranks)
+    assert caught.value.rank == 1
+    assert "ran out of memory in step 2 on rank 1" in str(caught.value)
