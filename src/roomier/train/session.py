@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import OutOfMemoryError, nn
 
 from roomier.adapters.found import name_adapters
 from roomier.api.callback import Callback
@@ -30,6 +30,7 @@ from roomier.engine.materialise import built_in_parts
 from roomier.launch import join
 from roomier.loggers.group import LoggerGroup
 from roomier.optim.configured import Configured
+from roomier.planner.out_of_memory import explain_out_of_memory
 from roomier.train.auto import naming_nearest, settle_plan
 from roomier.train.checks import check_call, check_modes
 from roomier.train.evaluate import EvaluationCutError, sanity_check
@@ -103,6 +104,8 @@ def session(
     except BaseException as error:
         for callback in trainer.callbacks:  # not from the hook table: there is none yet when the setup fails
             callback.on_exception(trainer, module, error)
+        if isinstance(error, OutOfMemoryError) and stage == "fit":
+            raise explain_out_of_memory(error, trainer, run) from error
         raise
     finally:
         trainer.interrupted = status == "interrupted"
