@@ -1,0 +1,221 @@
+"""Forecast against measured seconds of a step, on CPU ranks: ``python -m roomier.bench.step_time``.
+
+Each plan of a model is built once, and all take turns, so that what disturbs one disturbs all. What counts is the
+order: whether the plan that is forecast to be the fastest is, and how well the orders of all agree (Spearman's
+correlation of ranks).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.multiprocessing.spawn import spawn
+
+from roomier.api.module import Module
+from roomier.bench.strategy_ranks import TrainedGPT
+from roomier.core.ranks import Ranks
+from roomier.core.world import World
+from roomier.engine.build import build, configure
+from roomier.engine.eager import EagerEngine
+from roomier.hardware.this_machine import this_machine
+from roomier.models.gpt import GPTConfig
+from roomier.plan import Plan
+from roomier.planner.dry_run import dry_run
+from roomier.planner.step_time import step_time
+from roomier.planner.workload import Workload
+
+_CONTEXT = 64
+_WARMUP_STEPS = 3
+_STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
+
+
+class MLP(Module):
+    """Residual blocks of two linear layers."""
+
+    def __init__(self, width: int, num_blocks: int) -> None:
+        super().__init__()
+        self.width = width
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 4 * width), nn.ReLU(), nn.Linear(4 * width, width))
+            for _ in range(num_blocks)
+        )
+
+    def model_blocks(self) -> list[nn.Module]:
+        return list(self.blocks)
+
+    def training_step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        inputs, targets = batch
+        for block in self.blocks:
+            inputs = inputs + block(inputs)
+        return (inputs - targets).square().mean()
+
+
+def _gpt(width: int, vocab_size: int) -> TrainedGPT:
+    return TrainedGPT(GPTConfig(vocab_size, _CONTEXT, num_layers=4, num_heads=4, width=width, dropout=0.0))
+
+
+MODELS: dict[str, Callable[[], Module]] = {
+    "gpt-1m": lambda: _gpt(128, 512),
+    "gpt-9m": lambda: _gpt(384, 2048),
+    "mlp-1m": lambda: MLP(128, 8),
+    "mlp-8m": lambda: MLP(512, 4),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One plan.
+
+    Attributes:
+        micro_batches: of which each has its share of the samples.
+    """
+
+    strategy: str
+    policy: str
+    micro_batches: int
+
+    def plan(self, num_ranks: int) -> Plan:
+        return Plan.of(
+            {
+                "parallel": {"strategy": self.strategy, "devices": num_ranks, "accelerator": "cpu"},
+                "activation": {"policy": self.policy},
+                "batch": {"accumulate_grad_batches": self.micro_batches},
+                "optimizer": {"name": "adamw"},
+            }
+        )
+
+
+def cases_of(model: str) -> list[Case]:
+    policies = ("none", "full") if model.startswith("gpt") else ("none",)
+    return [Case(*each) for each in product(_STRATEGIES, policies, (1, 4))]
+
+
+def batch_of(module: Module, num_samples: int) -> tuple[Tensor, Tensor]:
+    if isinstance(module, MLP):
+        return torch.randn(num_samples, module.width), torch.randn(num_samples, module.width)
+    tokens = torch.randint(512, (num_samples, _CONTEXT + 1))
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def forecast_s(model: str, case: Case, num_samples: int, num_ranks: int) -> float:
+    """Of one step."""
+    module = MODELS[model]()
+    workload = Workload.of(module, batch_of(module, num_samples // case.micro_batches))
+    plan = case.plan(num_ranks)
+    return step_time(workload, plan, this_machine(num_ranks), dry_run(workload, plan).work).total_s
+
+
+def measured_s(model: str, cases: Sequence[Case], settings: dict[str, int]) -> list[dict[str, float]]:
+    """Median and least seconds of a step of each case, of the slower rank."""
+    with TemporaryDirectory() as folder:
+        result = Path(folder) / "result.json"
+        spawn(_measure, (model, cases, settings, result), nprocs=settings["ranks"])  # type: ignore[no-untyped-call]
+        found: list[dict[str, float]] = json.loads(result.read_text())
+        return found
+
+
+def _measure(rank: int, model: str, cases: Sequence[Case], settings: dict[str, int], result: Path) -> None:
+    torch.set_num_threads(1)
+    size = settings["ranks"]
+    dist.init_process_group("gloo", init_method=f"file://{result}.rendezvous", rank=rank, world_size=size)
+    ranks = Ranks(World(rank, size, rank, 0, size))
+    steps = [_step(model, case, settings["samples"], ranks) for case in cases]
+    durations: list[list[float]] = [[] for _ in steps]
+    for turn in range(settings["turns"]):
+        for index in reversed(range(len(steps))) if turn % 2 else range(len(steps)):
+            steps[index]()  # brings its memory back to the processor's caches
+            for _ in range(settings["steps"]):
+                dist.barrier()
+                start = time.perf_counter()
+                steps[index]()
+                durations[index].append(time.perf_counter() - start)
+    gathered = ranks.gather(durations)
+    if rank == 0:
+        rows = [
+            {
+                "median_s": max(statistics.median(each[index]) for each in gathered),
+                "least_s": max(min(each[index]) for each in gathered),
+            }
+            for index in range(len(steps))
+        ]
+        result.write_text(json.dumps(rows))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _step(model: str, case: Case, num_samples: int, ranks: Ranks) -> Callable[[], None]:
+    torch.manual_seed(0)
+    module, plan = MODELS[model](), case.plan(ranks.world.size)
+    engine, _ = build(plan, module, lambda: configure(plan, module, lambda: 1.0), EagerEngine, ranks)
+    batches = [batch_of(module, num_samples // case.micro_batches) for _ in range(case.micro_batches)]
+
+    def step() -> None:
+        engine.forward_backward(module.training_step, batches)
+        engine.step()
+
+    for _ in range(_WARMUP_STEPS):
+        step()
+    return step
+
+
+def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float:
+    """Spearman's: 1 where both are in the same order."""
+    return statistics.correlation(_ranks(one), _ranks(other))
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    order = sorted(values)
+    return [float(order.index(each)) for each in values]
+
+
+def run(models: Sequence[str], settings: dict[str, int]) -> dict[str, Any]:
+    """Keys: ``models``, by name with ``rows``, ``rank_correlation``, ``median_ratio`` (forecast over measured),
+    ``regret`` (of the plan forecast to be the fastest: its measured time over the least of all)."""
+    found = {}
+    for model in models:
+        cases = cases_of(model)
+        rows = measured_s(model, cases, settings)
+        forecasts = [forecast_s(model, case, settings["samples"], settings["ranks"]) for case in cases]
+        medians = [row["median_s"] for row in rows]
+        found[model] = {
+            "rows": [
+                {**vars(case), **row, "forecast_s": forecast}
+                for case, row, forecast in zip(cases, rows, forecasts, strict=True)
+            ],
+            "rank_correlation": rank_correlation(forecasts, medians),
+            "median_ratio": statistics.median(map(_ratio, forecasts, medians)),
+            "regret": medians[forecasts.index(min(forecasts))] / min(medians),
+        }
+    machine = this_machine(settings["ranks"])
+    return {"settings": settings, "machine": machine.source, "models": found}
+
+
+def _ratio(forecast: float, measured: float) -> float:
+    return forecast / measured if measured else math.nan
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", default=",".join(MODELS))
+    for name, value in (("ranks", 2), ("samples", 16), ("turns", 5), ("steps", 5)):
+        parser.add_argument(f"--{name}", type=int, default=value)
+    settings = vars(parser.parse_args())
+    result = run(settings.pop("models").split(","), settings)
+    print(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()
