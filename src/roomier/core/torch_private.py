@@ -426,6 +426,31 @@ def fake_tensors() -> AbstractContextManager[Any]:
 
 
 @contextmanager
+def fake_tensors_in_groups(*, as_on_cuda: bool) -> Iterator[None]:
+    """Inside, functions over many tensors (``_foreach_*``) take fake ones as they take real ones.
+
+    Args:
+        as_on_cuda: ``torch.optim`` takes them by default, as for parameters on a GPU; else one by one, as on a CPU.
+    """
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch.utils import _foreach_utils
+
+    optimizer: Any = sys.modules[Optimizer.__module__]
+    lists: list[list[Any]] = [_foreach_utils._foreach_supported_types, optimizer._foreach_supported_types]
+    devices = optimizer._get_foreach_kernels_supported_devices
+    for each in lists:
+        each.append(FakeTensor)
+    if as_on_cuda:
+        optimizer._get_foreach_kernels_supported_devices = lambda: [*devices(), "cpu"]
+    try:
+        yield
+    finally:
+        optimizer._get_foreach_kernels_supported_devices = devices
+        for each in lists:
+            each.remove(FakeTensor)
+
+
+@contextmanager
 def fake_process_group(rank: int, size: int) -> Iterator[None]:
     """Inside, ``torch.distributed`` knows ``size`` ranks, of which this process is ``rank`` and no other answers; what
     it knew before is there again afterwards."""

@@ -18,10 +18,15 @@ Answer = Callable[[Any, Any, Any], Any]
 
 
 class Answers:
-    """Called in the place of each operation (:func:`roomier.core.torch_private.intercept`)."""
+    """Called in the place of each operation (:func:`roomier.core.torch_private.intercept`).
 
-    def __init__(self) -> None:
-        self._answers: Mapping[Any, Answer] = {**_ANSWERS, **rnn_answers()}
+    Args:
+        is_cuda: kernels keep what those of a GPU do, see [Note: like CUDA].
+    """
+
+    def __init__(self, *, is_cuda: bool = False) -> None:
+        norms = dict.fromkeys(_NORMS, _norm_on_cuda if is_cuda else _norm)
+        self._answers: Mapping[Any, Answer] = {**_ANSWERS, **norms, **rnn_answers()}
 
     def __call__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         answer = self._answers.get(func)
@@ -142,6 +147,13 @@ def _norm(func: Any, args: Any, kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
     return output, statistics[0], statistics[1]
 
 
+def _norm_on_cuda(func: Any, args: Any, kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    output, *statistics = _norm(func, args, kwargs)
+    if func is not aten.native_group_norm.default:
+        statistics = [each if each.itemsize > 2 else torch.empty_like(each, dtype=torch.float32) for each in statistics]
+    return output, statistics[0], statistics[1]
+
+
 def _norm_backward(func: Any, args: Any, kwargs: Any) -> Any:
     """The gradient of what was normed has its dtype."""
     gradient, *others = func(*args, **kwargs)
@@ -176,6 +188,7 @@ def _grouped_mm(func: Any, args: Any, kwargs: Any) -> Any:
     return one.new_empty((*rows, other.shape[-1]), dtype=out_dtype)
 
 
+_NORMS = (aten.native_layer_norm.default, aten.native_group_norm.default, aten.native_batch_norm.default)
 _ANSWERS: dict[Any, Answer] = {
     torch_private.READS_VALUE: _value,
     torch_private.UNSCALES: _unscale,
@@ -190,9 +203,6 @@ _ANSWERS: dict[Any, Answer] = {
     aten._grouped_mm.default: _grouped_mm,
     aten.mse_loss.default: _loss_in_whole_memory,
     aten.smooth_l1_loss.default: _loss_in_whole_memory,
-    aten.native_layer_norm.default: _norm,
-    aten.native_group_norm.default: _norm,
-    aten.native_batch_norm.default: _norm,
     aten.native_group_norm_backward.default: _norm_backward,
     aten._ctc_loss.Tensor: _ctc_loss,
 }

@@ -74,7 +74,7 @@ class DryRun:
         return self.peak.peak_bytes
 
 
-def dry_run(workload: Workload, plan: Plan, *, rank: int = 0, is_pairwise: bool = True) -> DryRun:
+def dry_run(workload: Workload, plan: Plan, *, rank: int = 0, is_pairwise: bool = True, like: str = "cpu") -> DryRun:
     """Take a step of ``workload`` under ``plan`` without memory or a device.
 
     The module is copied as shapes. Nothing of it is computed: where its code asks for values of tensors, see
@@ -83,15 +83,16 @@ def dry_run(workload: Workload, plan: Plan, *, rank: int = 0, is_pairwise: bool 
     Args:
         rank: whose step; the first never holds less than another.
         is_pairwise: ranks exchange parts of the model as on gloo; else as on NCCL.
+        like: ``"cpu"`` or ``"cuda"``: whose kernels keep what they keep, see [Note: like CUDA].
 
     Raises:
-        RoomierError: what ``build`` refuses.
+        RoomierError: what ``build`` refuses; a step whose shapes depend on values that are not known.
     """
     plan = replace(plan, parallel=replace(plan.parallel, accelerator="cpu"))
     local_size = plan.parallel.devices
     world = World(rank, plan.parallel.num_ranks, rank % local_size, rank // local_size, local_size)
     device = torch.device("cpu")
-    with fake_world(world, is_pairwise=is_pairwise) as ranks:
+    with fake_world(world, is_pairwise=is_pairwise, like=like) as ranks:
         module = shapes_of(workload.module, precision_of(plan.precision.mode, device).weight_dtype)
         engine, _ = build(plan, module, lambda: configure(plan, module, lambda: _NUM_STEPS), EagerEngine, ranks)
         return _tracked_step(

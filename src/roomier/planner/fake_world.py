@@ -21,7 +21,9 @@ from roomier.core.ranks import Ranks
 from roomier.core.rng import rng_state, set_rng_state
 from roomier.core.world import World
 from roomier.planner.answers import Answers
+from roomier.planner.like_cuda import functions_like_cuda
 from roomier.planner.rnn import rnn_kernels
+from roomier.planner.user_code import told_where
 
 T = TypeVar("T")
 _FEW_PARTS = 16  # of a tensor that is cut: each of them is made
@@ -59,23 +61,34 @@ class FakeRanks(Ranks):
 
 
 @contextmanager
-def fake_world(world: World, *, is_pairwise: bool) -> Iterator[FakeRanks]:
+def fake_world(world: World, *, is_pairwise: bool, like: str = "cpu") -> Iterator[FakeRanks]:
     """Inside, tensors are fake, process groups too, and notices are not printed.
 
     Args:
         world: how many ranks there are, and which of them this is.
         is_pairwise: they exchange the parts of a model as on gloo; else as on NCCL.
+        like: ``"cpu"``, or ``"cuda"`` for what is known to differ there: see [Note: like CUDA].
+
+    Raises:
+        RoomierError: for any error inside.
     """
+    is_cuda = like == "cuda"
+    functions: dict[Any, Any] = functions_like_cuda() if is_cuda else {}
+    if world.size > _FEW_PARTS:
+        functions[torch.chunk] = _chunk
     with ExitStack() as stack:
         stack.enter_context(quiet())
+        stack.enter_context(told_where())
         stack.enter_context(_generators_as_before())
         stack.enter_context(_values_asked_for())
         if world.size > 1:
             stack.enter_context(torch_private.fake_process_group(world.rank, world.size))
         stack.enter_context(torch_private.fake_tensors())
-        stack.enter_context(torch_private.intercept(Answers()))
+        stack.enter_context(torch_private.fake_tensors_in_groups(as_on_cuda=is_cuda))
+        stack.enter_context(torch_private.intercept(Answers(is_cuda=is_cuda)))
         stack.enter_context(torch_private.replaced_kernels(rnn_kernels()))
-        stack.enter_context(torch_private.replace_functions({torch.chunk: _chunk}))
+        if functions:  # it is asked of every function
+            stack.enter_context(torch_private.replace_functions(functions))
         yield FakeRanks(world, is_pairwise=is_pairwise)
 
 

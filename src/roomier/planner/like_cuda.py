@@ -1,0 +1,73 @@
+"""What a GPU computes in another way than a CPU, on fake tensors of a CPU: from torch's documents; not measured.
+
+[Note: like CUDA]
+Fake tensors are on the CPU, where a build of torch without CUDA has kernels. Of what differs on a GPU these change how
+many bytes a step keeps:
+
+- **Attention.** ``scaled_dot_product_attention`` has kernels with dropout there, which draw their mask again in the
+  backward. That of a CPU takes none (``check_for_dropout`` in ``sdp_utils_cpp.cpp``), and scores are kept whole. So
+  dropout is left out here, and of attention its inputs, its output and one number a row stay.
+- **Autocast.** What CUDA runs in float32 (documents of ``torch.amp``, "CUDA Ops that can autocast to ``float32``") is
+  given copies in float32; a CPU runs ``layer_norm``, ``softmax`` and others in 16 bits.
+- **Norms** in 16 bits keep their statistics in float32 (``layer_norm_kernel.cu``: ``acc_type``).
+- **Optimizers** of ``torch.optim`` and clipping take all parameters at once (``foreach``), as they do by default for
+  parameters on a GPU, with temporary tensors for all of them.
+
+Not told apart: kernels of cuDNN (what an LSTM keeps is what oneDNN keeps), and workspaces, which no tensor accounts
+for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_IN_FLOAT32 = (
+    "acos asin cosh cumprod cumsum dist erfinv exp expm1 log log10 log1p log2 log_softmax logsumexp norm pow prod "
+    "reciprocal renorm rsqrt sinh softmax sum tan cdist cosine_similarity group_norm layer_norm "
+    "__pow__ __rpow__ __rtruediv__ __rdiv__"
+)
+_LOSSES = (
+    "binary_cross_entropy_with_logits cosine_embedding_loss cross_entropy gaussian_nll_loss hinge_embedding_loss "
+    "huber_loss kl_div l1_loss margin_ranking_loss mse_loss multilabel_margin_loss multi_margin_loss nll_loss "
+    "normalize pdist poisson_nll_loss smooth_l1_loss soft_margin_loss softmin softplus triplet_margin_loss"
+)
+_SIXTEEN_BITS = (torch.bfloat16, torch.float16)
+
+
+def functions_like_cuda() -> dict[Any, Callable[..., Any]]:
+    """What stands for functions of torch, by function; see [Note: like CUDA]."""
+    found: dict[Any, Callable[..., Any]] = {}
+    for name in (*_IN_FLOAT32.split(), *_LOSSES.split()):
+        for place in (torch, F, Tensor):
+            function = getattr(place, name, None)
+            if callable(function):
+                found[function] = _in_float32(function)
+    found[F.scaled_dot_product_attention] = _attention
+    return found
+
+
+def _in_float32(function: Callable[..., Any]) -> Callable[..., Any]:
+    def called(*args: Any, **kwargs: Any) -> Any:
+        if torch.is_autocast_enabled("cpu"):
+            args = tuple(_wide(each) for each in args)
+            kwargs = {name: _wide(each) for name, each in kwargs.items()}
+        return function(*args, **kwargs)
+
+    return called
+
+
+def _wide(value: Any) -> Any:
+    return value.float() if isinstance(value, Tensor) and value.dtype in _SIXTEEN_BITS else value
+
+
+def _attention(*args: Any, **kwargs: Any) -> Tensor:
+    kernels: Any = torch.backends.cuda
+    if kernels.flash_sdp_enabled() or kernels.mem_efficient_sdp_enabled():
+        args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
+        kwargs = {**kwargs, "dropout_p": 0.0} if "dropout_p" in kwargs else kwargs
+    return F.scaled_dot_product_attention(*args, **kwargs)
