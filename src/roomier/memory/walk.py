@@ -17,6 +17,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import torch
 
@@ -164,8 +165,7 @@ def padded_elements(shape: tuple[int, ...], layout: Layout) -> int:
     return math.ceil(shape[0] / layout.num_shards) * layout.num_shards * math.prod(shape[1:])
 
 
-@dataclass(frozen=True, slots=True)
-class Note:
+class Note(NamedTuple):
     """What is there at one moment.
 
     Attributes:
@@ -193,10 +193,10 @@ class Walk:
         sizes: of each unit.
     """
 
-    def __init__(self, units: Sequence[Unit], layout: Layout) -> None:
+    def __init__(self, units: Sequence[Unit], layout: Layout, sizes: Sequence[UnitBytes] | None = None) -> None:
         self.units = units
         self.layout = layout
-        self.sizes = [unit_bytes(each, layout) for each in units]
+        self.sizes = sizes or [unit_bytes(each, layout) for each in units]
         self.now = [0] * len(KINDS)
         self.notes: list[Note] = []
         self._gathered: set[int] = set()
@@ -249,10 +249,14 @@ class Walk:
 
     def compute_gradients(self, unit: int, *, is_first: bool) -> None:
         """Its gradients come, in the first micro-batch of a step or a later one."""
+        self.take_over_gradients(unit, is_first=is_first)
+        self.note("backward", unit, "computes")
+
+    def take_over_gradients(self, unit: int, *, is_first: bool) -> None:
+        """Count its gradients, which have come already."""
         # Where those of whole parameters are added up in the dtype they have, the new ones go into the old.
         if is_first or not self._adds_in_place(unit):
             self.now[_GRADIENT] += self.sizes[unit].gradient
-        self.note("backward", unit, "computes")
 
     def _adds_in_place(self, unit: int) -> bool:
         each = self.units[unit]

@@ -17,10 +17,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from roomier.memory.kinds import Kind
-from roomier.memory.walk import KINDS, Layout, Walk
+from roomier.memory.walk import KINDS, Layout, UnitBytes, Walk
 from roomier.memory.weights import Unit
 from roomier.planner.dry_run import Stretch
-from roomier.planner.trace import Passage, Rise, Trace
+from roomier.planner.trace import Passage, Rise, Trace, Visit
 
 _GRADIENT, _ACTIVATION, _TEMPORARY, _SENT = (
     KINDS.index(each) for each in (Kind.GRADIENT, Kind.ACTIVATION, Kind.TEMPORARY, Kind.COMMUNICATION)
@@ -33,30 +33,40 @@ class States:
 
     Attributes:
         units: in the order of the modules, the root first.
+        sizes: of each unit.
         kept: bytes between two steps, without gradients.
         gradient_bytes: of the whole model, in the dtype of its weights.
         update: what the optimizer needs beside.
     """
 
     units: Sequence[Unit]
+    sizes: Sequence[UnitBytes]
     kept: Mapping[Kind, int]
     gradient_bytes: int
     update: Mapping[Kind, int]
 
 
-def timeline(trace: Trace, states: States, layout: Layout) -> tuple[Stretch, ...]:
+def timeline(trace: Trace, states: States, layout: Layout, order: Order | None = None) -> tuple[Stretch, ...]:
     """One optimizer step as stretches; see [Note: how the closed form adds].
 
     Args:
         trace: of one micro-batch, taken for a model that is cut if ``layout`` cuts it.
+        order: that of ``trace`` and the units, where it is known.
     """
-    step = (_CutStep if layout.is_cut else _WholeStep)(trace, states, layout)
-    stretches = [each for index in _micro_batches(layout.num_micro_batches) for each in step.micro_batch(index)]
+    step: _WholeStep | _CutStep
+    if layout.is_cut:
+        step = _CutStep(trace, states, layout, order or Order(trace, states.units))
+    else:
+        step = _WholeStep(trace, states, layout)
+    stretches = [each for index in _micro_batches(layout) for each in step.micro_batch(index)]
     return (*stretches, step.update())
 
 
-def _micro_batches(number: int) -> Sequence[int]:
-    return range(number) if number <= 3 else (0, 1, number - 1)
+def _micro_batches(layout: Layout) -> Sequence[int]:
+    last = layout.num_micro_batches - 1
+    if layout.strategy in ("zero2", "zero3", "hsdp"):  # the last is as those between
+        return (0, last) if last else (0,)
+    return (0, 1, last) if last > 1 else range(last + 1)
 
 
 class _Step:
@@ -68,20 +78,17 @@ class _Step:
         self.other_batches_bytes = trace.batch_bytes * (layout.num_micro_batches - 1)
         self.owned = [states.kept.get(kind, 0) for kind in KINDS]
 
-    def micro_batch(self, index: int) -> Iterator[Stretch]:
-        raise NotImplementedError
-
     def update(self) -> Stretch:
         """The optimizer's."""
         begin = _by_kind(self.owned)
         peak = {kind: num_bytes + self.states.update.get(kind, 0) for kind, num_bytes in begin.items()}
         return Stretch("update", "", begin, peak, begin)
 
-    def beside(self, base: Sequence[float], level: Rise, gradient_bytes: float) -> list[float]:
+    def beside(self, base: Sequence[int], level: Rise, gradient_bytes: int) -> list[int]:
         """``base`` with what the trace has."""
         now = list(base)
-        now[_ACTIVATION] += level.activation + self.other_batches_bytes
-        now[_TEMPORARY] += level.temporary
+        now[_ACTIVATION] += level[0] + self.other_batches_bytes
+        now[_TEMPORARY] += level[1]
         now[_GRADIENT] += gradient_bytes
         return now
 
@@ -97,18 +104,19 @@ class _WholeStep(_Step):
 
     def micro_batch(self, index: int) -> Iterator[Stretch]:
         is_last = index == self.layout.num_micro_batches - 1
-        for passage, begin in zip(self.trace.passages, self.trace.levels, strict=False):
-            moments = [begin, begin.plus(self._highest(passage, index, is_last)), begin.plus(passage.end)]
-            yield _stretch(
-                passage, [self.beside(self.owned, each, self._gradient_bytes(each, index, is_last)) for each in moments]
-            )
+        for visit in self.trace.visits:
+            moments = [
+                self.beside(self.owned, each, self._gradient_bytes(each, index, is_last))
+                for each in (visit.begin, self._highest(visit, index, is_last), visit.end)
+            ]
+            yield _stretch(visit.passage, moments)
 
-    def _highest(self, passage: Passage, index: int, is_last: bool) -> Rise:
+    def _highest(self, visit: Visit, index: int, is_last: bool) -> Rise:
         if self._is_ddp and is_last:
-            return passage.highest_moved if index else passage.highest_reduced
-        return passage.highest_reduced if index else passage.highest
+            return visit.highest_moved if index else visit.highest_reduced
+        return visit.highest_reduced if index else visit.highest
 
-    def _gradient_bytes(self, level: Rise, index: int, is_last: bool) -> float:
+    def _gradient_bytes(self, level: Rise, index: int, is_last: bool) -> int:
         """Beside the buckets of DDP."""
         before = self.states.gradient_bytes if index else 0
         if self._is_ddp and is_last:
@@ -125,12 +133,12 @@ class _WholeStep(_Step):
 class _CutStep(_Step):
     """The model is cut among ranks."""
 
-    def __init__(self, trace: Trace, states: States, layout: Layout) -> None:
+    def __init__(self, trace: Trace, states: States, layout: Layout, order: Order) -> None:
         super().__init__(trace, states, layout)
-        self._walk = Walk(states.units, layout)
+        self._walk = Walk(states.units, layout, states.sizes)
         for kind, num_bytes in states.kept.items():
             self._walk.add(kind, num_bytes)
-        self._order = _Order(trace, states.units)
+        self._order = order
 
     def micro_batch(self, index: int) -> Iterator[Stretch]:
         is_last = index == self.layout.num_micro_batches - 1
@@ -149,73 +157,66 @@ class _CutStep(_Step):
         if order.root is not None:
             walk.enter(order.root, walk.gathered_ahead(order.root), "forward")
         for number in range(order.num_forward):
-            passage, begin = self.trace.passages[number], self.trace.levels[number]
+            visit = self.trace.visits[number]
             for unit in order.units_at[number]:
                 walk.enter(unit, walk.gathered_ahead(unit), "forward")
-            moments = self._beside_notes(begin, 0)
-            moments.append(self.beside(walk.now, begin.plus(passage.highest), 0))
+            moments = self._beside_notes(visit.begin, 0)
+            moments.append(self.beside(walk.now, visit.highest, 0))
             for unit in order.units_at[number]:
                 walk.end_forward(unit)
             if number == order.num_forward - 1:
                 walk.end_forward_of_all()
-            moments.append(self.beside(walk.now, begin.plus(passage.end), 0))
-            yield _stretch(passage, moments)
+            moments.append(self.beside(walk.now, visit.end, 0))
+            yield _stretch(visit.passage, moments)
 
-    def _backward(
-        self, *, is_first: bool, is_last: bool, is_again: bool, kept_bytes: float | None
-    ) -> Iterator[Stretch]:
+    def _backward(self, *, is_first: bool, is_last: bool, is_again: bool, kept_bytes: int | None) -> Iterator[Stretch]:
         walk, order = self._walk, self._order
-        taken_over = 0.0  # gradients that the walk counts
+        taken_over = 0  # gradients that the walk counts
         adds_in_place = self.layout.accumulates_whole and not is_first
-
-        def whole_gradients(level: Rise) -> float:
-            return level.pending if adds_in_place else level.gradient - taken_over
-
-        def kept(level: Rise) -> Rise:
-            return level if kept_bytes is None else level._replace(activation=kept_bytes)
-
         waiting = list(order.gathering)
-        for number in range(order.num_forward, len(self.trace.passages)):
-            passage, begin = self.trace.passages[number], self.trace.levels[number]
+        last = len(self.trace.visits) - 1
+        for number in range(order.num_forward, last + 1):
+            visit = self.trace.visits[number]
+            begin, end = visit.begin, visit.end
+            highest = visit.highest_reduced if adds_in_place else visit.highest
+            if kept_bytes is not None:
+                begin, highest, end = (each._replace(activation=kept_bytes) for each in (begin, highest, end))
+            whole_bytes = [
+                level.pending if adds_in_place else level.gradient - taken_over for level in (begin, highest)
+            ]
             if number == order.num_forward and order.root is not None and not is_again:
                 walk.enter(order.root, waiting[:1], "backward")  # it comes first, and knows what came before it
             for unit in order.units_at[number]:
                 while unit in waiting:
                     next_one = waiting.pop(0)
                     walk.enter(next_one, waiting[:1] if not is_again else (), "backward")
-            moments = self._beside_notes(kept(begin), whole_gradients(begin))
-            highest = begin.plus(passage.highest_reduced if adds_in_place else passage.highest)
-            moments.append(self.beside(walk.now, kept(highest), whole_gradients(highest)))
-            end = begin.plus(passage.end)
+            moments = self._beside_notes(begin, whole_bytes[0])
+            moments.append(self.beside(walk.now, highest, whole_bytes[1]))
             for unit in order.ending_at[number]:
-                walk.compute_gradients(unit, is_first=is_first)
-                walk.take_notes()  # they came with the trace
+                walk.take_over_gradients(unit, is_first=is_first)
                 taken_over += walk.sizes[unit].gradient
                 walk.end_backward(unit, is_first=is_first, is_last=is_last)
-            if number == len(self.trace.passages) - 1:
-                moments += self._late(kept(end), is_first=is_first, is_last=is_last)
-                moments.append(self.beside(walk.now, kept(end), 0))
-            else:
-                moments += self._beside_notes(kept(end), whole_gradients(end))
-                moments.append(self.beside(walk.now, kept(end), whole_gradients(end)))
-            yield _stretch(passage, moments)
+            if number == last:
+                self._end_late(is_first=is_first, is_last=is_last)
+            left = 0 if number == last else end.pending if adds_in_place else end.gradient - taken_over
+            moments += self._beside_notes(end, left)
+            moments.append(self.beside(walk.now, end, left))
+            yield _stretch(visit.passage, moments)
 
-    def _late(self, end: Rise, *, is_first: bool, is_last: bool) -> list[list[float]]:
+    def _end_late(self, *, is_first: bool, is_last: bool) -> None:
         """What ends with the whole backward."""
         walk = self._walk
         for unit in self._order.late:
-            walk.compute_gradients(unit, is_first=is_first)
-        walk.take_notes()
+            walk.take_over_gradients(unit, is_first=is_first)
         for unit in self._order.late:
             walk.end_backward(unit, is_first=is_first, is_last=is_last)
         walk.end_backward_of_all()
-        return self._beside_notes(end, 0)
 
-    def _beside_notes(self, level: Rise, gradient_bytes: float) -> list[list[float]]:
+    def _beside_notes(self, level: Rise, gradient_bytes: int) -> list[list[int]]:
         return [self.beside(note.num_bytes, level, gradient_bytes) for note in self._walk.take_notes()]
 
 
-class _Order:
+class Order:
     """Where in a trace the units of a model run.
 
     Attributes:
@@ -280,12 +281,12 @@ def _grouped(order: Sequence[int], units: Sequence[Unit]) -> list[list[int]]:
     return groups
 
 
-def _stretch(passage: Passage, moments: Sequence[Sequence[float]]) -> Stretch:
+def _stretch(passage: Passage, moments: Sequence[Sequence[int]]) -> Stretch:
     """Of the first, the largest and the last of ``moments``."""
     return Stretch(
         passage.phase, passage.place, _by_kind(moments[0]), _by_kind(max(moments, key=sum)), _by_kind(moments[-1])
     )
 
 
-def _by_kind(num_bytes: Sequence[float]) -> dict[Kind, int]:
-    return {kind: int(each) for kind, each in zip(KINDS, num_bytes, strict=True)}
+def _by_kind(num_bytes: Sequence[int]) -> dict[Kind, int]:
+    return dict(zip(KINDS, num_bytes, strict=True))

@@ -15,11 +15,12 @@ from roomier.engine.eager import EagerEngine
 from roomier.hardware.machine import Machine
 from roomier.memory.model_states import kept_bytes
 from roomier.memory.predict import layout_of, state_bytes_of
-from roomier.memory.walk import Layout, gradient_bytes
+from roomier.memory.walk import Layout, gradient_bytes, unit_bytes
 from roomier.memory.weights import Unit, buffer_bytes, units_with_weights
 from roomier.plan import ActivationPlan, BatchPlan, OffloadPlan, ParallelPlan, Plan
-from roomier.planner.closed_form import States, timeline
+from roomier.planner.closed_form import Order, States, timeline
 from roomier.planner.deep_trace import take_deep_trace
+from roomier.planner.dry_run import Stretch
 from roomier.planner.fake_world import fake_world
 from roomier.planner.fixed_bytes import fixed_bytes
 from roomier.planner.forecast import Forecast
@@ -60,6 +61,7 @@ class Estimator:
         self._traces: dict[Hashable, dict[int, Trace]] = {}
         self._built: dict[Hashable, _Built] = {}
         self._states: dict[Hashable, States] = {}
+        self._orders: dict[tuple[int, int], Order] = {}
         self._workloads: dict[int, Workload] = {workload.batch_size: workload}
 
     def estimate(self, plan: Plan, micro_batch: int) -> Forecast:
@@ -82,6 +84,15 @@ class Estimator:
             fixed_bytes=fixed_bytes(plan, self._machine, max(each.peak_bytes for each in stretches)),
             time=step_time(self._sized(micro_batch), plan, self._machine, work),
         )
+
+    def _timeline(self, plan: Plan, trace: Trace, layout: Layout) -> tuple[Stretch, ...]:
+        states = self._states_of(plan, layout)
+        if not layout.is_cut:
+            return timeline(trace, states, layout)
+        key = (id(trace), id(states.units))  # both are kept for as long as this is
+        if key not in self._orders:
+            self._orders[key] = Order(trace, states.units)
+        return timeline(trace, states, layout, self._orders[key])
 
     def _sized(self, micro_batch: int) -> Workload:
         if micro_batch not in self._workloads:
@@ -124,6 +135,7 @@ class Estimator:
             update = {} if layout.steps_in_backward else update_bytes(built.optimizers, layout, at_once=at_once)
         return States(
             units=built.units,
+            sizes=[unit_bytes(each, layout) for each in built.units],
             kept=kept_bytes(built.units, layout, sizes, built.buffer_bytes),
             gradient_bytes=sum(gradient_bytes(each.weights) for each in built.units),
             update=update,

@@ -55,10 +55,10 @@ class Rise(NamedTuple):
         pending: of these, what is not complete; see [Note: gradients that wait].
     """
 
-    activation: float = 0
-    temporary: float = 0
-    gradient: float = 0
-    pending: float = 0
+    activation: int = 0
+    temporary: int = 0
+    gradient: int = 0
+    pending: int = 0
 
     def plus(self, other: Rise) -> Rise:
         return Rise(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
@@ -112,6 +112,26 @@ class Passage:
         return self.moments[-1]
 
 
+class Visit(NamedTuple):
+    """A passage with its levels above that between two steps: where it begins, where it is highest, where it ends.
+
+    Attributes:
+        highest, highest_reduced, highest_moved: see :class:`Passage`.
+    """
+
+    passage: Passage
+    begin: Rise
+    highest: Rise
+    highest_reduced: Rise
+    highest_moved: Rise
+    end: Rise
+
+    @classmethod
+    def of(cls, passage: Passage, begin: Rise) -> Visit:
+        rises = (passage.highest, passage.highest_reduced, passage.highest_moved, passage.end)
+        return cls(passage, begin, *map(begin.plus, rises))
+
+
 @dataclass(frozen=True)
 class Trace:
     """One micro-batch; see [Note: what a trace leaves to the strategies].
@@ -124,9 +144,14 @@ class Trace:
     """
 
     batch_size: int
-    batch_bytes: float
+    batch_bytes: int
     passages: tuple[Passage, ...]
     work: Mapping[Part, Work] = field(default_factory=dict)
+
+    @cached_property
+    def visits(self) -> tuple[Visit, ...]:
+        """The passages with their levels above that between two steps."""
+        return tuple(map(Visit.of, self.passages, self.levels))
 
     @cached_property
     def levels(self) -> list[Rise]:
@@ -142,8 +167,8 @@ class Trace:
         """
         share = (batch_size - self.batch_size) / (other.batch_size - self.batch_size)
 
-        def between(mine: float, theirs: float) -> float:
-            return mine + (theirs - mine) * share
+        def between(mine: int, theirs: int) -> int:
+            return round(mine + (theirs - mine) * share)
 
         def rise_between(mine: Rise, theirs: Rise) -> Rise:
             return Rise(*map(between, mine, theirs))
