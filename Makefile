@@ -5,9 +5,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+BROWSERS := chromium chromium-browser google-chrome google-chrome-stable
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-full lint format clean
+.PHONY: help install browser demo test test-full lint format clean
 
 help:
 	@echo 'make install    .venv with roomier, its command and all tools'
@@ -24,7 +25,18 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "roomier needs Python 3.11 or newer: make PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@$(MAKE) --no-print-directory browser
 	@touch $@
+
+# Tests look at the planner's page in a real browser. Where there is none and Debian's can be had, it is fetched; where
+# that fails, those tests are skipped and say so.
+browser:
+	@for each in $(BROWSERS); do command -v $$each >/dev/null 2>&1 && exit 0; done; \
+	[ "$$(id -u)" = 0 ] && grep -qs '^ID=debian' /etc/os-release && command -v apt-get >/dev/null 2>&1 || exit 0; \
+	echo 'no browser here: installing chromium for the tests of the page'; \
+	{ apt-get update -qq && DEBIAN_FRONTEND=noninteractive \
+	  apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core; } >/dev/null 2>&1 \
+	|| echo 'it could not be had: those tests will be skipped'
 
 # passive: threads that wait sleep. Where other programs share the cores, spinning ones take four times as long.
 demo: install

@@ -168,8 +168,9 @@ def _measured_of_all(trainer: Trainer, tracker: MemoryTracker) -> tuple[Any, ...
 
 def _forecast(trainer: Trainer, workload: Workload | None) -> tuple[Forecast | None, str]:
     """What was planned; else a dry run of the plan at hand, or why there is none."""
-    if trainer.choice is not None and trainer.choice.chosen is not None:
-        return trainer.choice.chosen, ""
+    planned = None if trainer.choice is None else trainer.choice.chosen
+    if planned is not None and planned.plan == trainer.plan:
+        return planned, ""
     if workload is None:
         return None, "the model could not be copied as shapes before it was built"
     from roomier.hardware.this_machine import this_machine

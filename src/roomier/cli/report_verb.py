@@ -126,8 +126,10 @@ def _cells(forecast_bytes: int, measured_bytes: int) -> tuple[str, str, str]:
 
 
 def _rate_lines(rates: dict[str, float]) -> list[str]:
-    words = {"samples_per_s": "samples/s", "tokens_per_s": "tokens/s", "model_flops_per_s": "FLOP/s of the model"}
+    words = {"samples_per_s": "samples/s", "tokens_per_s": "tokens/s"}
     told = [f"{format_count(rates[name])} {word}" for name, word in words.items() if name in rates]
+    if "model_flops_per_s" in rates:
+        told.append(f"{rates['model_flops_per_s'] / 1e12:.3g} TFLOP/s of the model")
     if "mfu" in rates:
         told.append(f"{rates['mfu']:.1%} of the devices' peak".replace("%", " %"))
     return [f"speed: {', '.join(told)}"] if told else []

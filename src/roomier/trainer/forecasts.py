@@ -28,7 +28,11 @@ _MOST_BYTES_OF_A_PARAMETER = 48  # 64-true: weight, gradient, its bucket and two
 def prepare_forecast(trainer: Trainer, module: Module) -> None:
     """Before the model of a fit is built: add a MemoryForecast where there is to be one, and keep the model's shapes in
     ``trainer.shapes`` where they will be asked for: by that callback, or when a device runs out of memory."""
-    trainer.shapes = None
+    was_built = (
+        trainer.fitted is not None and trainer.fitted.module is module
+    )  # what it was before is not seen any more
+    if not was_built:
+        trainer.shapes = None
     trainer.callbacks = [each for each in trainer.callbacks if not isinstance(each, _ByDefault)]  # of an earlier fit
     has_callback = any(isinstance(each, MemoryForecast) for each in trainer.callbacks)
     may_run_out = resolve_device(trainer.plan.parallel.accelerator).type != "cpu"
@@ -36,7 +40,7 @@ def prepare_forecast(trainer: Trainer, module: Module) -> None:
     num_parameters = sum(each.numel() for each in network_of(module).parameters())
     may_be_large = num_parameters * _MOST_BYTES_OF_A_PARAMETER >= LARGE_BYTES
     may_be_added = not is_short and not has_callback and (trainer.choice is not None or may_be_large)
-    if has_callback or may_run_out or may_be_added:
+    if not was_built and (has_callback or may_run_out or may_be_added):
         trainer.shapes = _shapes(module, tells=has_callback)
     if not may_be_added or trainer.shapes is None:
         return
