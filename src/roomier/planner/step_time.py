@@ -71,8 +71,7 @@ def step_time(
     if units is None:
         adapted = with_adapters(network, plan.adapter)
         units = units_with_weights(adapted, precision.autocast_dtype, precision.weight_dtype)
-    names = {module: name for name, module in network.named_modules()}
-    blocks = [names[each] for each in find_blocks(network)]
+    blocks = _names_of_blocks(network) if _treats_blocks_apart(plan) else []
     layout = layout_of(plan, device)
     traffic = traffic_of(units, plan, layout, machine)
     step = _Step(plan, machine, layout, traffic, num_buckets_of(units), work)
@@ -91,6 +90,15 @@ def step_time(
         offload_s=copying_s - exchanging_s,
         update_s=update.compute_s,
     )
+
+
+def _treats_blocks_apart(plan: Plan) -> bool:
+    return plan.activation.policy != "none" or plan.offload.activations != "none" or plan.optimizer.name == "muon"
+
+
+def _names_of_blocks(network: nn.Module) -> list[str]:
+    names = {module: name for name, module in network.named_modules()}
+    return [names[each] for each in find_blocks(network)]
 
 
 def _duration(work: Work, device: Device, plan: Plan) -> Duration:

@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -96,12 +97,17 @@ def traffic_of(units: Sequence[Unit], plan: Plan, layout: Layout, machine: Machi
     # An exact update in the backward has two of them.
     frees = layout.frees_parameters or layout.num_backwards > 1
     found = []
+    known: dict[Any, tuple[Exchange, Exchange]] = {}  # of equal blocks once
     for unit in units:
+        alike = (unit.shapes, unit.gathered_dtype, unit.sum_dtype)
+        if alike not in known:
+            known[alike] = _gather(unit, plan, layout, machine), _reduce(unit, plan, layout, machine)
+        gather, reduce = known[alike]
         found.append(
             UnitTraffic(
                 unit.name,
-                gather=_gather(unit, plan, layout, machine),
-                reduce=_reduce(unit, plan, layout, machine),
+                gather,
+                reduce,
                 gathers_each=layout.strategy != "zero1",
                 gathers_again=frees and not unit.is_root and not unit.is_looked_up,
                 reduces_each=layout.strategy != "zero1",
