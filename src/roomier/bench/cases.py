@@ -50,5 +50,8 @@ CASES: dict[str, Case] = {
     "optimizers": Case(
         "loss, memory and time of optimizers with states of few bits, beside AdamW", "roomier.bench.optimizers"
     ),
+    "seeds": Case(
+        "memory that four articles published, beside the forecast of the same training", "roomier.bench.seeds"
+    ),
     "strategies": Case("memory and step time of each strategy beside plain PyTorch DDP", "roomier.bench.strategies"),
 }

@@ -70,7 +70,7 @@ def _import_longest(field: str, path: str) -> tuple[ModuleType, list[str]]:
 
 def _options(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
     """``--field value`` and ``--field=value`` as pairs."""
-    for word, following in zip(arguments, [*arguments[1:], ""], strict=True):
+    for word, following in zip(arguments, [*arguments, ""][1:], strict=True):
         if word.startswith("--"):
             field, is_joined, value = word[2:].partition("=")
             yield field.removesuffix("+"), value if is_joined else following

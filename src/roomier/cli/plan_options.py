@@ -47,7 +47,7 @@ def plan_parser(gpt: str | None) -> ArgumentParser:
     parser.add_argument("--batch_size", type=int | None, default=None, help="samples of a micro-batch on each device")
     parser.add_argument("--seq_len", type=int | None, default=None, help="tokens of a sequence, with --hf and gpt")
     parser.add_argument(
-        "--input", type=list[str], default=[], help="a tensor of a batch: 'x=float32[8,3,224,224]'; several with ';'"
+        "--input", type=str | None, default=None, help="tensors of a batch: 'x=float32[8,3,224,224]; label=int64[8]'"
     )
     parser.add_argument("--what_if", action="store_true", help="also the peak for other batches")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
@@ -93,13 +93,13 @@ def check_asked(config: Namespace, gpt: str | None) -> None:
         action = "Pass --hf config.json, --model my_package.MyModule, --model gpt, or --config run.yaml; one of them"
         raise RoomierError("--model", None, problem, action)
     if has_class and config.seq_len is not None:
-        action = "Give the shapes of a batch: --input 'x=int64[8,2048]'"
+        action = "Leave it out, or give the shapes of a batch: --input 'x=int64[8,2048]'"
         raise RoomierError("--seq_len", config.seq_len, "the batch of a class comes from its data", action)
-    if not has_class and (config.input or config.get("data") is not None):
-        name = "--input" if config.input else "--data"
+    if not has_class and (config.input is not None or config.get("data") is not None):
+        name = "--input" if config.input is not None else "--data"
         problem = "the batch of this model follows from its configuration"
         action = "Leave it out; --batch_size and --seq_len say how large it is"
-        raise RoomierError(name, config.input or config.data, problem, action)
+        raise RoomierError(name, config.input or config.data.class_path, problem, action)
     for name in ("nodes", "batch_size", "seq_len"):
         if config[name] is not None and config[name] < 1:
             raise RoomierError(f"--{name}", config[name], "is not positive", "Give 1 or more")

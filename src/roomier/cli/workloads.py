@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,13 +94,13 @@ def asked_hugging_face(path: str, batch_size: int | None, num_tokens: int | None
 
 
 def asked_class(
-    parser: ArgumentParser, config: Namespace, inputs: Sequence[str], batch_size: int | None, stand_in: Any
+    parser: ArgumentParser, config: Namespace, inputs: str | None, batch_size: int | None, stand_in: Any
 ) -> Asked:
     """A class with its arguments, and a batch as its data gives it, or as ``inputs`` say.
 
     Args:
         config: all options; ``model`` and ``data`` are taken.
-        inputs: ``"x=float32[8,3,224,224]"`` for each tensor of a batch; empty reads one from the data.
+        inputs: the shapes of a batch, as :func:`batch_of` reads them; None takes one from the data.
         stand_in: the Trainer that the model and its data may ask.
 
     Raises:
@@ -111,7 +111,7 @@ def asked_class(
     stand_in.attach(module, data)
     stand_in.estimate_steps = lambda: _NUM_STEPS
     module.__dict__["_trainer"] = stand_in
-    workload = Workload.of(module, batch_of(inputs) if inputs else _first_batch(module, data, stand_in))
+    workload = Workload.of(module, batch_of(inputs) if inputs is not None else _first_batch(module, data, stand_in))
     if batch_size is not None:
         workload = workload.with_batch_size(batch_size)
     network = getattr(module, "network", module)
@@ -125,14 +125,14 @@ def tokens_per_sample(workload: Workload) -> int | None:
     return found[0].shape[1] if is_text else None
 
 
-def batch_of(inputs: Sequence[str]) -> Any:
-    """A batch without values: ``["x=float32[8,3]", "y=int64[8]"]`` is a dict; without names a tuple, or one tensor.
+def batch_of(inputs: str) -> Any:
+    """A batch without values: ``"x=float32[8,3]; y=int64[8]"`` is a dict; without names a tuple, or one tensor.
 
     Raises:
         RoomierError: one has another form, or some have names and others do not.
     """
     made: list[tuple[str | None, Tensor]] = []
-    for text in (each for given in inputs for each in given.split(";")):
+    for text in inputs.split(";"):
         found = _INPUT.fullmatch(text)
         dtype = getattr(torch, found["dtype"], None) if found else None
         sizes = tuple(int(each) for each in found["sizes"].split(",") if each.strip()) if found else ()
@@ -142,7 +142,7 @@ def batch_of(inputs: Sequence[str]) -> Any:
         made.append((found["name"], _made(dtype, sizes)))
     names = [name for name, _ in made if name is not None]
     if names and (len(names) < len(made) or len(set(names)) < len(made)):
-        raise RoomierError("input", list(inputs), "has tensors without a name of their own", "Name each, or none")
+        raise RoomierError("input", inputs, "has tensors without a name of their own", "Name each, or none")
     if names:
         return {str(name): tensor for name, tensor in made}
     return made[0][1] if len(made) == 1 else tuple(tensor for _, tensor in made)

@@ -1,0 +1,234 @@
+"""``roomier bench seeds``: the memory that four published articles measured, beside the forecast of the same training.
+
+The result is one JSON object with ``rows``, one for each published figure:
+
+- ``source``, ``what``: the article, and the configuration; ``hardware``: on which it ran;
+- ``published_mib``: as printed; ``meter``: ``"allocated"`` (``torch.cuda.max_memory_allocated``) or ``"occupied"`` (the
+  whole device, as ``nvidia-smi`` tells it);
+- ``forecast_mib``: of this version's run of the same configuration: all tensors at the peak; with ``"occupied"`` also
+  what the article itself found to be there before any model;
+- ``fits``: the forecast with all that the device holds beside tensors, in the device; None where nothing is forecast;
+- ``answer``: what is refused, where something is;
+- ``ratio``: forecast / published; ``why``: what makes the difference.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from rich.console import RenderableType
+from rich.table import Table
+from torch import Tensor, nn
+
+from roomier.api.forward import as_module
+from roomier.core.errors import RoomierError
+from roomier.hardware.spec import machine_of
+from roomier.models.gpt import GPT, GPTConfig
+from roomier.plan import plan_from_flags
+from roomier.planner.confirm import confirm
+from roomier.planner.workload import Workload
+
+CONTEXT_MIB = 1343
+"""What the Hugging Face guide found occupied on its V100 by one number: CUDA's context and kernels."""
+
+_SHAKESPEARE = 65  # different characters of the text that the benchmark of minGPT trains on
+_MINGPT, _BERT, _SHARDED = "Lightning + DeepSpeed", "Hugging Face guide", "Lightning Sharded"
+
+
+@dataclass(frozen=True)
+class Published:
+    """One figure.
+
+    Attributes:
+        workload: makes what was trained, with the micro-batch it was trained with.
+        flags: of :func:`plan_from_flags`.
+        published_mib: None where the article says in words that it fits, or does not.
+    """
+
+    source: str
+    what: str
+    hardware: str
+    workload: Callable[[], Workload]
+    flags: Mapping[str, Any]
+    published_mib: float | None
+    meter: str
+    why: str
+
+
+def mingpt(num_layers: int, width: int, batch_size: int = 1) -> Callable[[], Workload]:
+    """As SeanNaren/minGPT's benchmark.py of March 2021 trains it: 128 characters, 16 heads."""
+
+    def make() -> Workload:
+        config = GPTConfig(_SHAKESPEARE, 128, num_layers, 16, width)
+        with torch.device("meta"):
+            batch = {name: torch.empty(batch_size, 128, dtype=torch.long) for name in ("input_ids", "targets")}
+            return Workload(as_module(GPT(config)), batch, batch_size)
+
+    return make
+
+
+def bert_large(batch_size: int) -> Callable[[], Workload]:
+    """``bert-large-uncased`` with a classifier, on 512 tokens; attention written out, as it was in 2022."""
+
+    def make() -> Workload:
+        from transformers import BertConfig, BertForSequenceClassification
+
+        config = BertConfig(
+            hidden_size=1024,
+            num_hidden_layers=24,
+            num_attention_heads=16,
+            intermediate_size=4096,
+        )
+        config._attn_implementation = "eager"
+        with torch.device("meta"):
+            batch = {
+                "input_ids": torch.empty(batch_size, 512, dtype=torch.long),
+                "labels": torch.empty(batch_size, dtype=torch.long),
+            }
+            return Workload(as_module(BertForSequenceClassification(config).train()), batch, batch_size)
+
+    return make
+
+
+class SentenceModel(nn.Module):
+    """As NeMo's transformer language model of 2020 is configured (``transformer_lm_config.yaml``): an inner size of
+    2048, sequences of 256 tokens. 22 layers of width 3072 are then the 1.2 billion parameters that the article tells.
+    """
+
+    def __init__(self, num_layers: int, vocab_size: int = 30_000, width: int = 3072) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocab_size, width)
+        layers = (nn.TransformerEncoderLayer(width, 8, 2048, 0.0, batch_first=True) for _ in range(num_layers))
+        self.layers = nn.ModuleList(layers)
+        self.head = nn.Linear(width, vocab_size, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, input_ids: Tensor, targets: Tensor) -> Tensor:
+        hidden = self.tokens(input_ids)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return F.cross_entropy(self.head(hidden).flatten(0, 1), targets.flatten())
+
+
+def sentence_model(num_layers: int, batch_size: int) -> Callable[[], Workload]:
+    """The model of Lightning Sharded's article."""
+
+    def make() -> Workload:
+        with torch.device("meta"):
+            batch = {name: torch.empty(batch_size, 256, dtype=torch.long) for name in ("input_ids", "targets")}
+            return Workload(as_module(SentenceModel(num_layers)), batch, batch_size)
+
+    return make
+
+
+_FP16 = {"precision": "16-mixed", "optimizer": "adamw", "gradient_clip_val": 1.0}
+_TWO_COPIES = "DDP of 2021 kept gradients beside its buckets, 4 bytes a parameter; here gradients are views of them"
+_LABEL = "the article shows this figure under 12.8B; the benchmark's README has it as that of the 1.7B model"
+_SMALL = {"accumulate_grad_batches": 4, "activation_checkpointing": "full", "precision": "16-mixed"}
+_CACHE = "nvidia-smi counts what the allocator keeps for later; a forecast counts what is in use at the peak"
+_A100S = "a100-40gb:8"
+
+
+def published() -> Iterator[Published]:
+    """All figures, in the order of the articles."""
+    ddp, zero3 = {**_FP16, "strategy": "ddp"}, {**_FP16, "strategy": "zero3"}
+    large = mingpt(16, 8192)
+    yield Published(_MINGPT, "1.7B, ddp, fp16", _A100S, mingpt(15, 3072), ddp, 36148.55, "allocated", _TWO_COPIES)
+    next_size = "larger than the largest that fitted; 4 bytes a parameter less here, so a few layers more fit"
+    yield Published(_MINGPT, "2.3B (20 layers), ddp, fp16", _A100S, mingpt(20, 3072), ddp, None, "allocated", next_size)
+    yield Published(_MINGPT, "1.7B, zero3, fp16", _A100S, mingpt(15, 3072), zero3, 7796.98, "allocated", _LABEL)
+    yield Published(_MINGPT, "12.8B, ddp, fp16", _A100S, large, ddp, None, "allocated", "states alone are 205 GB")
+    zero2 = {**_FP16, "strategy": "zero2"}
+    whole = "weights and what is computed with them are whole on each rank"
+    yield Published(_MINGPT, "12.8B, zero2, fp16", _A100S, large, zero2, None, "allocated", whole)
+    fits = "the article says that it fits, and prints no figure of its own"
+    yield Published(_MINGPT, "12.8B, zero3, fp16", _A100S, large, zero3, None, "allocated", fits)
+    giant, full = mingpt(56, 8192), {**zero3, "activation_checkpointing": "full"}
+    states = "without offload: states alone are 84 GiB on each of eight"
+    yield Published(_MINGPT, "45B, zero3, fp16, recompute", _A100S, giant, full, None, "allocated", states)
+    offload = {**full, "offload": {"optimizer_states": "cpu", "parameters": "cpu"}}
+    refused = "offload of states and weights is not built"
+    yield Published(_MINGPT, "45B, zero3 with offload, recompute", _A100S, giant, offload, None, "allocated", refused)
+    plain = {"optimizer": "adam"}
+    for num_layers, size, strategy in ((22, "1.2B", "ddp"), (22, "1.2B", "zero2"), (32, "1.7B", "zero2")):
+        workload, flags = sentence_model(num_layers, 4), {**plain, "strategy": strategy}
+        why = "no figure in the text; batch and precision are not told either: fp32 and 4 sentences here"
+        yield Published(_SHARDED, f"{size}, {strategy}, fp32", _A100S, workload, flags, None, "allocated", why)
+    yield from _bert_ladder()
+
+
+def _bert_ladder() -> Iterator[Published]:
+    adamw, adafactor, eight = ({"optimizer": name} for name in ("adamw", "adafactor", "adamw8bit"))
+    factored = "torch's Adafactor keeps row and column means alone, and no first moment, as theirs"
+    rungs: list[tuple[str, int, dict[str, Any], int, str]] = [
+        ("batch 4", 4, adamw, 14949, _CACHE),
+        ("batch 1 x 4 accumulated", 1, {**adamw, "accumulate_grad_batches": 4}, 8681, _CACHE),
+        (
+            "and recompute",
+            1,
+            {**adamw, "accumulate_grad_batches": 4, "activation_checkpointing": "full"},
+            6775,
+            _CACHE,
+        ),
+        ("batch 4, fp16", 4, {**adamw, "precision": "16-mixed"}, 13939, _CACHE),
+        ("1 x 4, recompute, fp16", 1, {**adamw, **_SMALL}, 7275, _CACHE),
+        ("batch 4, Adafactor", 4, adafactor, 12295, factored),
+        ("1 x 4, recompute, fp16, Adafactor", 1, {**adafactor, **_SMALL}, 4847, factored),
+        ("batch 4, 8-bit AdamW", 4, eight, 13085, _CACHE),
+        ("1 x 4, recompute, fp16, 8-bit AdamW", 1, {**eight, **_SMALL}, 5363, _CACHE),
+    ]
+    for what, batch_size, flags, published_mib, why in rungs:
+        name = f"BERT-large, 512 tokens, {what}"
+        yield Published(_BERT, name, "v100-16gb:1", bert_large(batch_size), flags, published_mib, "occupied", why)
+
+
+def row_of(each: Published) -> dict[str, Any]:
+    """``each`` beside its forecast."""
+    row: dict[str, Any] = {
+        "source": each.source,
+        "what": each.what,
+        "hardware": each.hardware,
+        "published_mib": each.published_mib,
+        "meter": each.meter,
+        "forecast_mib": None,
+        "fits": None,
+        "answer": "",
+        "ratio": None,
+        "why": each.why,
+    }
+    machine = machine_of(each.hardware)
+    try:
+        plan = plan_from_flags(devices=machine.num_ranks, accelerator="cuda", **each.flags)
+        forecast = confirm(each.workload(), plan, machine)
+    except RoomierError as error:
+        return row | {"answer": str(error)}
+    forecast_mib = forecast.tensor_bytes / 2**20 + (CONTEXT_MIB if each.meter == "occupied" else 0)
+    ratio = None if each.published_mib is None else forecast_mib / each.published_mib
+    return row | {"forecast_mib": forecast_mib, "fits": forecast.fits(machine.device.memory_bytes), "ratio": ratio}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--only", default="", help="rows whose name has this in it")
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    rows = [row_of(each) for each in published() if options.only in each.what]
+    if not rows:
+        raise RoomierError("--only", options.only, "is in the name of no row", "Leave it out: the table has the names")
+    return {"rows": rows}
+
+
+def table(result: Mapping[str, Any]) -> RenderableType:
+    shown = Table("configuration", "published MiB", "forecast MiB", "ratio", "fits", "why")
+    for row in result["rows"]:
+        numbers = [row["published_mib"], row["forecast_mib"]]
+        fits = "refused" if row["answer"] else "yes" if row["fits"] else "no"
+        ratio = "" if row["ratio"] is None else f"{row['ratio']:.2f}"
+        cells = ["" if each is None else f"{each:,.0f}" for each in numbers]
+        shown.add_row(row["what"], *cells, ratio, fits, row["answer"] or row["why"])
+    return shown

@@ -1,0 +1,181 @@
+"""``roomier plan`` as a user types it: tables, one JSON object, a page, exit codes, and wrong options."""
+
+import json
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from roomier.cli.main import main
+
+TOY = ["--model", "cli_toy.PlainNetwork", "--data", "cli_toy.ToyData"]
+GPT = ["--model", "gpt-nano", "--model.vocab_size", "65", "--seq_len", "16", "--batch_size", "2"]
+TWO = ["--hardware", "a100-40gb:2", "--strategy", "zero2"]
+KEYS = {"strategy", "fits", "peak_bytes", "bytes_by_kind", "step_s", "reason"}
+
+LLAMA = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 65,
+    "max_position_embeddings": 64,
+}
+
+
+@pytest.fixture(autouse=True)
+def in_the_project(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(Path(__file__).parent / "project")
+
+
+def planned(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> dict[str, Any]:
+    """What ``--json`` printed, which is one object and nothing else."""
+    assert main(["plan", *words, "--json"]) == code
+    found = json.loads(capsys.readouterr().out)
+    assert isinstance(found, dict)
+    return found
+
+
+# What is planned for ------------------------------------------------------------------------------------------------
+
+
+def test_json_is_one_object_with_the_chosen_plan_and_all_others(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--model", "cli_toy.PlainNetwork", "--input", "float32[1,4]", "--hardware", "a100-40gb:2"]
+    found = planned(capsys, *words)
+    assert 0 < found["chosen"]["peak_bytes"] <= found["budget_bytes"]
+    assert found["planning_s"] > 0
+    assert {each["strategy"] for each in found["plans"]} >= {"ddp", "zero1", "zero2", "zero3"}
+    assert all(each.keys() >= KEYS for each in found["plans"])
+    assert found["plans"][0]["strategy"] == found["chosen"]["strategy"]
+
+
+def test_a_class_is_built_without_memory_and_its_batch_is_that_of_its_data(capsys: pytest.CaptureFixture[str]) -> None:
+    found = planned(capsys, "--model", "cli_toy.PlainNetwork", "--model.width", "4", *TOY[2:], *TWO)
+    [plan] = found["plans"]
+    assert plan["strategy"] == "zero2"
+    assert plan["micro_batch"] == 2
+    assert plan["plan"]["optimizer"]["name"] == "adamw"  # none was named, and the network makes none
+
+
+def test_shapes_in_the_place_of_data(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--model", "cli_toy.ToyModule", "--model.width", "3", "--input", "float32[6,3]", *TWO]
+    [plan] = planned(capsys, *words)["plans"]
+    assert plan["micro_batch"] == 6
+    assert plan["plan"]["optimizer"]["name"] is None  # configure_optimizers makes one
+
+
+def test_a_hugging_face_configuration_by_file_and_by_folder(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    words = ["--batch_size", "2", "--seq_len", "8", *TWO]
+    by_folder = planned(capsys, "--hf", str(tmp_path), *words)["plans"][0]
+    by_file = planned(capsys, "--hf", str(tmp_path / "config.json"), *words)["plans"][0]
+    longer = planned(capsys, "--hf", str(tmp_path), "--batch_size", "2", "--seq_len", "64", *TWO)["plans"][0]
+    assert by_folder["peak_bytes"] == by_file["peak_bytes"] < longer["peak_bytes"]
+
+
+def test_a_configuration_of_fit_is_read(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    run = tmp_path / "run.yaml"
+    with pytest.raises(SystemExit):
+        main(["fit", *TOY, "--trainer.precision", "bf16-mixed", "--trainer.strategy", "zero3", "--print_config"])
+    run.write_text(capsys.readouterr().out)
+    [plan] = planned(capsys, "--config", str(run), *TWO)["plans"]
+    assert plan["plan"]["precision"]["mode"] == "bf16-mixed"
+    assert plan["strategy"] == "zero2"  # the option says so, whatever the run's own is
+
+
+# What is printed ----------------------------------------------------------------------------------------------------
+
+
+def test_the_table_tells_the_plan_and_exit_code_1_that_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *GPT, *TWO]) == 0
+    told = capsys.readouterr().out
+    assert "zero2" in told
+    assert "exact" in told
+    assert "2 x a100-40gb" in told
+    assert main(["plan", *GPT, *TWO, "--memory_budget", "2MiB"]) == 1
+    told = " ".join(capsys.readouterr().out.split())
+    assert "Nothing fits." in told
+    assert "of 2.0 MiB" in told
+
+
+def test_what_if_tells_the_peak_of_other_batches(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--model", "cli_toy.PlainNetwork", "--input", "float32[512,4]", *TWO, "--what_if"]
+    grid = planned(capsys, *words)["what_if"]
+    assert grid["columns"]["values"] == [256, 512, 1024, 2048]
+    [peaks] = grid["peak_bytes"]
+    assert peaks == sorted(peaks)
+    assert peaks[0] < peaks[-1]
+    assert main(["plan", *words]) == 0
+    assert "micro-batch" in capsys.readouterr().out
+
+
+def test_the_page_is_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    page = tmp_path / "report.html"
+    words = ["--model", "cli_toy.PlainNetwork", "--input", "float32[2,4]", *TWO]
+    assert main(["plan", *words, "--html", str(page)]) == 0
+    assert page.read_text().startswith("<!")
+    assert str(page) in capsys.readouterr().err
+
+
+def test_what_user_code_prints_is_not_in_the_json(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cli_toy: Any = import_module("cli_toy")
+
+    made = cli_toy.ToyData.__init__
+
+    def tell(self: Any, num_batches: int = 6) -> None:
+        print("made by the user")
+        made(self, num_batches)
+
+    monkeypatch.setattr(cli_toy.ToyData, "__init__", tell)
+    planned(capsys, *TOY, *TWO)
+
+
+# What is wrong ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ([], ["--model=None: there is no model to plan for"]),
+        (["--hf", "none.json"], ["hf='none.json': cannot be read"]),
+        (["--hf", "cli_toy.py"], ["is not JSON"]),
+        ([*GPT, "--hf", "config.json"], ["--hf and --model are given"]),
+        ([*GPT, "--hardware", "a1000:8"], ["a1000"]),
+        ([*GPT, "--hardware", "a100-40gb:x"], ["x"]),
+        ([*GPT, "--nodes", "0"], ["--nodes=0: is not positive"]),
+        ([*GPT, *TWO[:2], "--strategy", "zero9"], ["strategy='zero9'", "Did you mean"]),
+        ([*GPT, *TWO, "--memory_budget", "much"], ["memory_budget='much': is not a number of bytes"]),
+        ([*GPT[:4], "--seq_len", "4096", *TWO], ["seq_len=4096: is longer than the 1024 positions"]),
+        ([*GPT, "--data", "cli_toy.ToyData"], ["the batch of this model follows from its configuration"]),
+        (["--model", "cli_toy.PlainNetwork", *TWO], ["data=None: there is no batch to plan for"]),
+        ([*TOY, "--seq_len", "8"], ["--seq_len=8", "--input 'x=int64[8,2048]'"]),
+        (["--model", "cli_toy.PlainNetwork", "--input", "x=float[", *TWO], ["is not a name, a dtype and sizes"]),
+        ([*TOY, "--trainer.max_step", "3"], ["Did you mean '--trainer.max_steps'?"]),
+    ],
+)
+def test_a_wrong_option_is_one_message_and_exit_code_2(
+    words: list[str], told: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", *words]) == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    [message] = [line for line in output.err.splitlines() if line.startswith("roomier: error: ")]
+    for text in told:
+        assert text in message
+
+
+def test_a_configuration_of_an_unknown_kind_is_told(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for values, told in (({}, "has no model_type"), ({"model_type": "lama"}, "Did you mean 'llama'?")):
+        (tmp_path / "config.json").write_text(json.dumps(values))
+        assert main(["plan", "--hf", str(tmp_path), *TWO]) == 2
+        assert told in capsys.readouterr().err
+
+
+def test_planning_runs_nothing_of_the_model(capsys: pytest.CaptureFixture[str]) -> None:
+    planned(capsys, "--model", "gpt2-xl", "--batch_size", "1", *TWO)
