@@ -425,6 +425,11 @@ def fake_tensors() -> AbstractContextManager[Any]:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
+def makes_fake_tensors() -> bool:
+    """Whether this is inside :func:`fake_tensors`."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
 @contextmanager
 def fake_tensors_in_groups(*, as_on_cuda: bool) -> Iterator[None]:
     """Inside, functions over many tensors (``_foreach_*``) take fake ones as they take real ones.

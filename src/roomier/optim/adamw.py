@@ -131,7 +131,7 @@ class BlockwiseAdamW(Optimizer):
         pays = sum(parameter.numel() for parameter in self._coded) >= _WORTH_COMPILING
         self._update_codes = update_blocks
         if self._coded and (pays if self.compiled is None else self.compiled):
-            found, problem = compiled_update(self._coded[0].device)
+            found, problem = _update_of(self._coded[0].device)
             if problem and self.compiled:
                 raise PlanError("optimizer.compiled", True, problem, "Leave it out: the update then runs uncompiled")
             if problem:
@@ -266,7 +266,7 @@ def _update_rows(
             )
         write(weights[rows], value, low_bits=own_bits, key=key, first=first + start * num_columns)
     for original, rows_of_it in ((weight, weights), (low_bits, low_rows)):
-        if original is not None and rows_of_it is not None and original.data_ptr() != rows_of_it.data_ptr():
+        if original is not None and rows_of_it is not None and not torch_private.is_same_memory(original, rows_of_it):
             original.copy_(rows_of_it.view(original.shape))
 
 
@@ -293,6 +293,17 @@ def update_blocks(
     ratio = moment / (root + eps_now)
     weight.copy_(weight * shrinks + moves * ratio)
     block_codes.encode(codes, scales, root, ratio, dither)
+
+
+def _update_of(device: torch.device) -> tuple[UpdateBlocks, str | None]:
+    if not torch_private.makes_fake_tensors():
+        return compiled_update(device)
+    # A dry run compiles nothing, and must not be what is remembered: compiled, the update makes no tensors.
+    return (_update_nothing if torch_private.missing_compiler(device) is None else update_blocks), None
+
+
+def _update_nothing(*arguments: Any) -> None:
+    """In the place of a compiled update, where tensors have no memory that it could write."""
 
 
 @cache

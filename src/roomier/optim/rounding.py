@@ -27,6 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from roomier.core import torch_private
+
 CHUNK = 2**16  # elements: what is computed in float32 beside a weight stays in the processor's cache
 _CHUNK_ON_DEVICE = 2**24  # enough work for a kernel
 _HALF = 0x8000
@@ -84,7 +86,7 @@ def write(
         first: place of the first element of ``weight`` in the whole parameter, flat; of use with ``key`` alone.
     """
     if weight.dtype is not torch.bfloat16:
-        if value.data_ptr() != weight.data_ptr():
+        if not torch_private.is_same_memory(value, weight):
             weight.copy_(value)
         return
     if low_bits is None and key is None:
