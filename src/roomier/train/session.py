@@ -35,6 +35,7 @@ from roomier.train.auto import naming_nearest, settle_plan
 from roomier.train.checks import check_call, check_modes
 from roomier.train.evaluate import EvaluationCutError, sanity_check
 from roomier.train.first_weights import first_weights
+from roomier.train.global_batch import GlobalBatch
 from roomier.train.job import global_batch_of, job_of_fit, keep_global_batch
 from roomier.train.loaders import RunLoaders, estimate_steps
 from roomier.train.manual import ManualOptimizer
@@ -220,16 +221,11 @@ def _open(
     _setup(trainer, stage, module)
     data = RunLoaders(trainer, module, loaders)
     trainer.estimate_steps = lambda: estimate_steps(trainer, data)
-    settle_plan(trainer, stage, module, data, None if earlier is None else earlier.batch)
-    with built_in_parts(trainer.plan, ranks, has_weights=first.file is not None):  # by then it is known what is cut
-        module.configure_model()
-    if is_fit:
-        trainer.prepare_forecast(module)
-    if earlier is not None:
-        keep_global_batch(trainer, module, data, earlier.batch)
+    batch = None if earlier is None else earlier.batch
+    _make_model(trainer, stage, module, data, batch, has_weights=first.file is not None)
     if job is not None and folder is not None:
-        batch = global_batch_of(trainer, data)
-        ranks.on_zero(lambda: job.write(folder, batch))
+        whole = global_batch_of(trainer, data)
+        ranks.on_zero(lambda: job.write(folder, whole))
     plan = trainer.plan
 
     def optimizers() -> Configured:
@@ -262,6 +258,19 @@ def _open(
     else:
         _open_evaluation(run, data, stage, path)
     return run
+
+
+def _make_model(
+    trainer: Trainer, stage: str, module: Module, data: RunLoaders, earlier: GlobalBatch | None, *, has_weights: bool
+) -> None:
+    """Settle the plan, and make the model: by then it is known what is cut."""
+    settle_plan(trainer, stage, module, data, earlier)
+    with built_in_parts(trainer.plan, trainer.ranks, has_weights=has_weights):
+        module.configure_model()
+    if stage == "fit":
+        trainer.prepare_forecast(module)
+    if earlier is not None:
+        keep_global_batch(trainer, module, data, earlier)
 
 
 def _open_evaluation(run: Run, data: RunLoaders, stage: str, path: Path | None) -> None:
