@@ -223,7 +223,7 @@ def shards_fill_the_ranks(plan: "Plan") -> Iterator[PlanError]:
             problem = f"has no meaning for strategy {parallel.strategy!r}"
             yield PlanError("parallel.shard_size", parallel.shard_size, problem, action)
         return
-    if parallel.num_ranks % parallel.num_shards:
+    if parallel.num_shards > 0 and parallel.num_ranks % parallel.num_shards:  # devices=0 has an error of its own
         fitting = [size for size in range(1, parallel.num_ranks + 1) if parallel.num_ranks % size == 0]
         problem = f"does not divide the {parallel.num_ranks} ranks"
         yield PlanError("parallel.shard_size", parallel.shard_size, problem, f"Use one of {fitting}")

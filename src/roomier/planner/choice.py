@@ -87,6 +87,12 @@ class Choice:
             rank = "the one plan that was asked for"
         return f"{how}: {rank}; forecast: {bytes_of} on each rank at the peak{takes}"
 
+    def _repr_html_(self) -> str:
+        """What was planned, for a notebook."""
+        from roomier.planner.page import fragment_of
+
+        return fragment_of(self)
+
     def as_dict(self) -> dict[str, Any]:
         """Plain data with the keys ``chosen``, ``planning_s``, ``budget_bytes``, ``plans``."""
         return {

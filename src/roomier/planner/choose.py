@@ -16,6 +16,7 @@ from roomier.plan.choices import Kind, kind_of
 from roomier.planner.candidates import STAGES, Candidate, candidates
 from roomier.planner.choice import Choice, Considered
 from roomier.planner.confirm import confirm
+from roomier.planner.estimate import Estimator
 from roomier.planner.forecast import Forecast
 from roomier.planner.workload import Workload
 
@@ -55,6 +56,22 @@ class DryRuns:
 
     def estimate(self, plan: Plan, micro_batch: int) -> Forecast:
         return confirm(self._workload.with_batch_size(micro_batch), plan, self._machine)
+
+
+class ClosedForms:
+    """Prices by the closed form; by a dry run where the closed form finds no way through a model."""
+
+    def __init__(self, workload: Workload, machine: Machine) -> None:
+        self._estimator = Estimator(workload, machine)
+        self._dry_runs = DryRuns(workload, machine)
+
+    def estimate(self, plan: Plan, micro_batch: int) -> Forecast:
+        try:
+            return self._estimator.estimate(plan, micro_batch)
+        except RoomierError:
+            raise
+        except Exception:  # it reads more into a model than a dry run does, which tells what is wrong, if anything is
+            return self._dry_runs.estimate(plan, micro_batch)
 
 
 @dataclass
@@ -126,7 +143,7 @@ def budget_of(plan: Plan, machine: Machine) -> int:
 
 
 def prices_of(workload: Workload, machine: Machine) -> Prices:
-    return DryRuns(workload, machine)
+    return ClosedForms(workload, machine)
 
 
 def price(found: Sequence[Candidate], prices: Prices, check: Check | None = None, *, until_s: float) -> Priced:
@@ -213,7 +230,7 @@ class _Search:
                 # What else the closed form lets through may be too large as well: only what is below the budget counts.
                 self.too_large += [each for each in self.fitting if not each.fits(self.budget_bytes)]
                 self.fitting = [each for each in self.fitting if each.fits(self.budget_bytes)]
-                return confirmed
+                return replace(confirmed, time=picked.time)  # all times by one method: they are compared
             ratio = confirmed.peak_bytes / picked.peak_bytes
             ratios[_stage(picked)] = max(ratio, ratios.get(_stage(picked), 1.0))
             self.too_large.append(confirmed)

@@ -14,8 +14,8 @@ from roomier.plan.parts import ParallelPlan, Part
 
 def trainer_keywords(plan: Plan) -> dict[str, Any]:
     """The keywords that make ``plan``; those that are at their defaults are left out."""
-    found: dict[str, Any] = {}
-    found["strategy"] = _strategy(plan)
+    strategy = _strategy(plan)
+    found: dict[str, Any] = {} if strategy == "single" else {"strategy": strategy}
     parallel, batch, optimizer, activation = plan.parallel, plan.batch, plan.optimizer, plan.activation
     found |= _given(parallel, {"accelerator": "accelerator", "devices": "devices", "num_nodes": "num_nodes"})
     found |= _given(plan.precision, {"mode": "precision", "matmul": "matmul_precision"})

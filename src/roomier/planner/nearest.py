@@ -48,7 +48,8 @@ def nothing_fits(
     what = f"the smallest plan, {how}," if is_auto else how
     problem = f"{what} needs {needs} on each rank, where {budget} are to be had"
     ways = list(_ways(workload, plan, choice, smallest, keeps_micro_batch, check, prices))
-    action = "; or ".join(ways) if ways else "Use a smaller model or a larger device"
+    action = "; or ".join([*ways[:1], *(way[0].lower() + way[1:] for way in ways[1:])])
+    action = action or "Use a smaller model or a larger device"
     given = plan.choice.memory_budget_bytes
     if given is None:
         return PlanError("strategy", plan.parallel.strategy, problem, action)
@@ -91,7 +92,7 @@ def _ways(
     ranks = _more_ranks(workload, plan, smallest, machine, budget)
     if ranks is not None:
         yield ranks
-    device = _larger_device(workload, plan, smallest, machine)
+    device = _larger_device(workload, plan, smallest, machine, budget)
     if device is not None:
         yield device
 
@@ -105,7 +106,7 @@ def _with_batch(chosen: Forecast, workload: Workload) -> str:
 def _peak_bytes(workload: Workload, plan: Plan, machine: Machine) -> int | None:
     try:
         return confirm(workload, plan, machine).peak_bytes
-    except RoomierError:
+    except Exception:  # this is advice: a plan that cannot be forecast is none
         return None
 
 
@@ -138,7 +139,7 @@ def _words(plan: Plan) -> tuple[str, ...]:
 
 def _settings_of_auto(plan: Plan) -> dict[str, Any]:
     auto = replace(plan, parallel=replace(plan.parallel, strategy="auto", shard_size=None), choice=ChoicePlan())
-    found = trainer_keywords(auto)["strategy"]
+    found = trainer_keywords(auto)["strategy"]  # "auto" is no default
     return {} if isinstance(found, str) else {name: value for name, value in found.items() if name != "name"}
 
 
@@ -169,7 +170,7 @@ def _more_ranks(workload: Workload, plan: Plan, smallest: Forecast, machine: Mac
         except RoomierError:
             return None
         peak = _peak_bytes(small, wide, replace(machine, devices_per_node=wider))
-        if peak is None or peak > 0.98 * last:  # more ranks cut no more
+        if peak is None or (times > 2 and peak > 0.98 * last):  # more ranks cut no more
             return None
         if peak <= budget:
             total = wide.parallel.num_ranks
@@ -180,7 +181,9 @@ def _more_ranks(workload: Workload, plan: Plan, smallest: Forecast, machine: Mac
     return None
 
 
-def _larger_device(workload: Workload, plan: Plan, smallest: Forecast, machine: Machine) -> str | None:
+def _larger_device(
+    workload: Workload, plan: Plan, smallest: Forecast, machine: Machine, choice_bytes: int
+) -> str | None:
     """The smallest device of the table on which the same number of ranks will do."""
     if plan.choice.memory_budget_bytes is not None:
         return None  # the device is larger than what was asked for
@@ -188,7 +191,7 @@ def _larger_device(workload: Workload, plan: Plan, smallest: Forecast, machine: 
     for sheet in sorted(SHEETS, key=lambda each: each.device.memory_bytes):
         other = sheet.machine(machine.devices_per_node, machine.num_nodes)
         budget = budget_of(plan, other)
-        if budget < smallest.tensor_bytes:
+        if budget < max(smallest.tensor_bytes, choice_bytes):
             continue
         peak = _peak_bytes(small, smallest.plan, other)
         if peak is not None and peak <= budget:

@@ -150,12 +150,15 @@ def _changed(asked: Keywords, edits: tuple[_Edit, ...]) -> dict[str, Any]:
 def _edits(asked: Keywords, error: RoomierError) -> Iterator[_Edit]:
     named = " ".join(each.action for each in _singles(error))
     fields = {each.field.partition(".")[0] for each in _singles(error)}
+    is_alone = asked.get("devices", 1) == 1 and asked.get("num_nodes", 1) == 1
     for edit in (*_of_strategy(asked), *_of_levers(asked), *_of_arithmetic(asked), *_of_hardware(asked)):
         [*values] = edit.changes.values()
         is_named = any(isinstance(value, str) and f"'{value}'" in named for value in values)
         near = 0.9 if is_named else 0.0
         if fields & edit.changes.keys():
             near += 0.05
+        elif is_alone and "strategy" in edit.changes:
+            near -= 3  # on one rank, all strategies do the same
         yield _Edit(edit.changes, edit.cost - near)
 
 

@@ -1,0 +1,380 @@
+"""Which plans are looked at, and which one is taken."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import roomier
+from roomier.core.errors import PlanError, RoomierError
+from roomier.hardware.devices import SHEETS
+from roomier.hardware.machine import Machine
+from roomier.hardware.this_machine import this_machine
+from roomier.memory.kinds import Kind
+from roomier.models.gpt import GPT, GPTConfig
+from roomier.plan import Plan, plan_from_flags
+from roomier.planner import choose as choose_file
+from roomier.planner import nearest
+from roomier.planner.candidates import candidates
+from roomier.planner.choose import FREE_SHARE, budget_of, choose, simplest_of_the_fastest
+from roomier.planner.dry_run import Stretch
+from roomier.planner.forecast import Forecast, StepTime
+from roomier.planner.keywords import as_call, trainer_keywords
+from roomier.planner.nearest import nothing_fits
+from roomier.planner.workload import Workload
+
+KIB = 2**10
+
+
+class Language(roomier.Module):
+    def __init__(self, **sizes: Any) -> None:
+        super().__init__()
+        self.network = GPT(GPTConfig(vocab_size=64, context=16, num_heads=2, dropout=0.0, **sizes))
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        return self.network(batch[:, :-1], batch[:, 1:])[1]
+
+
+class Regression(roomier.Module):
+    """Without blocks and without logits."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.network = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), *layers)
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        return self.network(batch).square().mean()
+
+
+def language(batch_size: int = 4) -> Workload:
+    return Workload.of(Language(num_layers=2, width=32), torch.zeros(batch_size, 17, dtype=torch.int64))
+
+
+def regression(batch_size: int = 4, *layers: nn.Module) -> Workload:
+    return Workload.of(Regression(*layers), torch.zeros(batch_size, 64))
+
+
+def auto(**keywords: Any) -> Plan:
+    return plan_from_flags(**{"strategy": "auto", "accelerator": "cpu", "optimizer": "adamw", **keywords})
+
+
+def gpus(devices: int = 2, num_nodes: int = 1) -> Machine:
+    return next(each for each in SHEETS if each.device.kind == "cuda").machine(devices, num_nodes)
+
+
+def forecast(plan: Plan, micro_batch: int, peak_bytes: int, step_s: float, method: str = "dry run") -> Forecast:
+    held = {Kind.PARAMETER: peak_bytes}
+    stretch = Stretch("forward", "", held, held, held)
+    return Forecast(plan, this_machine(), micro_batch, method, (stretch,), time=StepTime(step_s))
+
+
+class Told:
+    """Prices that the test makes up."""
+
+    def __init__(self, price: Any, method: str = "dry run") -> None:
+        self.price = price
+        self.method = method
+
+    def estimate(self, plan: Plan, micro_batch: int) -> Forecast:
+        peak_bytes, step_s = self.price(plan, micro_batch)
+        return forecast(plan, micro_batch, peak_bytes, step_s, self.method)
+
+
+def strategy_of(plan: Plan) -> str:
+    return plan.parallel.strategy
+
+
+# ---- which plans there are -------------------------------------------------------------------------------------------
+
+
+def test_one_rank_has_one_strategy_and_several_have_all_but_that() -> None:
+    alone = candidates(language(), auto(), this_machine(1))
+    assert {strategy_of(each.plan) for each in alone} == {"single"}
+    several = candidates(language(), auto(devices=2), this_machine(2))
+    assert {strategy_of(each.plan) for each in several} == {"ddp", "zero1", "zero2", "zero3"}
+
+
+def test_hsdp_shards_over_whole_nodes_but_not_over_all_of_them() -> None:
+    found = candidates(language(), auto(devices=4, num_nodes=6), this_machine(4, 6))
+    sizes = {each.plan.parallel.shard_size for each in found if strategy_of(each.plan) == "hsdp"}
+    assert sizes == {4, 8, 12}
+
+
+def test_the_global_batch_is_kept_whatever_the_micro_batch() -> None:
+    found = candidates(language(6), auto(devices=2, accumulate_grad_batches=3), this_machine(2))
+    legal = [each for each in found if not each.refusal]
+    assert {each.micro_batch * each.plan.batch.accumulate_grad_batches for each in legal} == {18}
+    assert {each.micro_batch for each in legal} == {1, 2, 3, 6}
+
+
+def test_what_the_user_set_stays() -> None:
+    asked = auto(
+        activation_checkpointing="full", chunked_loss=64, step_in_backward=True, precision="bf16-mixed", compile=True
+    )
+    for each in candidates(language(), asked, this_machine(1)):
+        assert replace(each.plan, parallel=asked.parallel, batch=asked.batch, choice=asked.choice) == asked
+
+
+def test_every_lever_that_was_left_open_is_tried() -> None:
+    plans = [each.plan for each in candidates(language(), auto(devices=2), gpus()) if not each.refusal]
+    assert {each.activation.policy for each in plans} == {"none", "selective", "full"}
+    assert {each.offload.activations for each in plans} == {"none", "cpu"}
+    assert {each.loss.chunked for each in plans} == {False, True}
+    assert {each.optimizer.step_in_backward for each in plans} == {"none", "exact"}
+
+
+def test_offload_is_for_devices_with_memory_of_their_own() -> None:
+    plans = [each.plan for each in candidates(language(), auto(devices=2), this_machine(2))]
+    assert {each.offload.activations for each in plans} == {"none"}
+
+
+def test_nothing_that_changes_the_arithmetic_is_tried_unless_it_is_allowed_by_name() -> None:
+    plans = [each.plan for each in candidates(language(), auto(), this_machine())]
+    assert {(each.precision.mode, each.optimizer.name) for each in plans} == {("32-true", "adamw")}
+    allowing = auto(strategy={"name": "auto", "allow": ["bf16-mixed", "adamw8bit"]})
+    plans = [each.plan for each in candidates(language(), allowing, this_machine())]
+    modes, names = {each.precision.mode for each in plans}, {each.optimizer.name for each in plans}
+    assert (modes, names) == ({"32-true", "bf16-mixed"}, {"adamw", "adamw8bit"})
+
+
+def test_levers_that_a_model_has_no_place_for_are_not_tried_and_said_to_be() -> None:
+    found = candidates(regression(), auto(), this_machine())
+    assert {each.plan.activation.policy for each in found if not each.refusal} == {"none"}
+    assert any("no blocks" in each.refusal for each in found)
+
+
+def test_batch_norm_keeps_the_micro_batch() -> None:
+    found = candidates(regression(4, nn.BatchNorm1d(64)), auto(), this_machine())
+    assert {each.micro_batch for each in found if not each.refusal} == {4}
+    assert any("BatchNorm" in each.refusal for each in found)
+    frozen = regression(4, nn.BatchNorm1d(64).eval())
+    assert len({each.micro_batch for each in candidates(frozen, auto(), this_machine()) if not each.refusal}) == 3
+
+
+def test_what_a_rule_refuses_is_told_once_for_each_strategy() -> None:
+    found = candidates(regression(), auto(optimizer="adafactor", devices=2), this_machine(2))
+    refused = [each for each in found if "does not work on parameters that are cut" in each.refusal]
+    assert sorted(strategy_of(each.plan) for each in refused) == ["zero1", "zero2", "zero3"]
+    assert {strategy_of(each.plan) for each in found if not each.refusal} == {"ddp"}
+
+
+# ---- which one is taken ----------------------------------------------------------------------------------------------
+
+BYTES = {"ddp": 900, "zero1": 700, "zero2": 500, "zero3": 300}
+SECONDS = {"ddp": 1.0, "zero1": 1.2, "zero2": 1.3, "zero3": 1.6}
+
+
+def by_strategy(plan: Plan, micro_batch: int) -> tuple[int, float]:
+    levers = 1.5 if plan.optimizer.step_in_backward != "none" else 1.0
+    return BYTES[strategy_of(plan)] * KIB, SECONDS[strategy_of(plan)] * levers
+
+
+def chosen_for(budget_bytes: int, price: Any = by_strategy, **keywords: Any) -> Any:
+    asked = auto(devices=2, **keywords)
+    return choose(regression(1), asked, this_machine(2), budget_bytes=budget_bytes, prices=Told(price))
+
+
+@pytest.mark.parametrize(("budget", "strategy"), [(1000, "ddp"), (899, "zero1"), (699, "zero2"), (300, "zero3")])
+def test_the_fastest_plan_that_fits_is_chosen(budget: int, strategy: str) -> None:
+    choice = chosen_for(budget * KIB)
+    assert strategy_of(choice.chosen.plan) == strategy
+    assert choice.considered[0].forecast is choice.chosen
+    assert strategy in choice.why
+
+
+def test_the_considered_say_why_they_were_not_chosen() -> None:
+    choice = chosen_for(600 * KIB)
+    reasons = {strategy_of(each.plan): each.reason for each in reversed(choice.considered) if each.forecast}
+    assert reasons == {
+        "zero2": "",
+        "zero3": "1.23 times as slow",
+        "zero1": "needs 700.0 KiB, 100.0 KiB too much",
+        "ddp": "needs 900.0 KiB, 300.0 KiB too much",
+    }
+
+
+def test_none_is_chosen_where_nothing_fits() -> None:
+    choice = chosen_for(299 * KIB)
+    assert choice.chosen is None
+    assert strategy_of(choice.considered[0].plan) == "zero3"  # the nearest first
+    assert not any(each.fits for each in choice.considered)
+
+
+def test_of_equally_fast_plans_the_simplest_is_chosen() -> None:
+    choice = chosen_for(1000 * KIB, price=lambda plan, micro_batch: (1, 1.0 - 0.01 * (strategy_of(plan) == "zero3")))
+    assert strategy_of(choice.chosen.plan) == "ddp"
+    assert choice.chosen.plan.optimizer.step_in_backward == "none"
+
+
+def test_exact_comes_before_near_before_approximate_where_they_are_equally_fast() -> None:
+    single = [forecast(auto(strategy="single", precision=mode), 1, 1, 1.0) for mode in ("bf16-true", "bf16-mixed", 32)]
+    assert simplest_of_the_fastest(single).plan.precision.mode == "32-true"
+    assert simplest_of_the_fastest(single[:2]).plan.precision.mode == "bf16-mixed"
+
+
+def test_what_was_allowed_is_taken_where_nothing_exact_fits() -> None:
+    def price(plan: Plan, micro_batch: int) -> tuple[int, float]:
+        return (400 if plan.optimizer.name == "adamw8bit" else 800) * KIB, 1.0
+
+    allow = {"name": "auto", "allow": ["adamw8bit"]}
+    assert chosen_for(800 * KIB, price, strategy=allow).chosen.plan.optimizer.name == "adamw"
+    assert chosen_for(500 * KIB, price, strategy=allow).chosen.plan.optimizer.name == "adamw8bit"
+    assert chosen_for(500 * KIB, price).chosen is None
+
+
+def test_an_estimate_is_held_against_a_dry_run_and_the_next_plan_taken_where_it_was_too_low(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def really(self: Any, plan: Plan, micro_batch: int) -> Forecast:
+        peak_bytes, step_s = by_strategy(plan, micro_batch)
+        return forecast(plan, micro_batch, 2 * peak_bytes if strategy_of(plan) == "ddp" else peak_bytes, step_s)
+
+    monkeypatch.setattr(choose_file.DryRuns, "estimate", really)
+    prices = Told(by_strategy, method="closed form")
+    choice = choose(regression(1), auto(devices=2), this_machine(2), budget_bytes=1000 * KIB, prices=prices)
+    assert (strategy_of(choice.chosen.plan), choice.chosen.method) == ("zero1", "dry run")
+    assert any(strategy_of(each.plan) == "ddp" and "too much" in each.reason for each in choice.considered)
+
+
+def test_a_run_may_refuse_plans_of_its_own() -> None:
+    def check(plan: Plan) -> None:
+        if strategy_of(plan) == "ddp":
+            raise RoomierError("strategy", "ddp", "is not wanted here", "Use another")
+
+    choice = choose(regression(1), auto(devices=2), this_machine(2), prices=Told(by_strategy), check=check)
+    assert strategy_of(choice.chosen.plan) == "zero1"
+    assert "strategy: is not wanted here" in {each.reason for each in choice.considered}
+
+
+def test_a_step_that_cannot_be_forecast_is_an_error_and_no_guess() -> None:
+    def fails(plan: Plan, micro_batch: int) -> tuple[int, float]:
+        raise KeyError("needs values")
+
+    with pytest.raises(RoomierError, match=r"cannot be forecast.*needs values.*Name a strategy"):
+        chosen_for(1000 * KIB, fails)
+
+
+def test_planning_ends_in_time_and_says_what_it_left_out() -> None:
+    choice = choose(regression(1), auto(devices=2), this_machine(2), prices=Told(by_strategy), limit_s=0.0)
+    assert strategy_of(choice.chosen.plan) == "ddp"
+    assert any("not looked at: planning took too long" in each.reason for each in choice.considered)
+
+
+def test_a_strategy_by_name_is_the_only_candidate() -> None:
+    choice = choose(language(), auto(strategy="zero2", devices=2), this_machine(2), prices=Told(by_strategy))
+    assert [strategy_of(each.plan) for each in choice.considered] == ["zero2"]
+    assert choice.chosen.micro_batch == 4
+
+
+def test_without_a_budget_a_share_of_the_device_stays_free() -> None:
+    machine = gpus()
+    assert budget_of(auto(), machine) == int(machine.device.memory_bytes * (1 - FREE_SHARE["cuda"]))
+    assert budget_of(auto(memory_budget="1GiB"), machine) == 2**30
+
+
+def test_a_choice_by_dry_runs_fits_and_is_plain_data() -> None:
+    plan = auto(activation_checkpointing="full", step_in_backward=True)
+    choice = choose(language(2), plan, this_machine(), keeps_micro_batch="the loader makes its batches itself")
+    assert choice.chosen.fits(choice.budget_bytes)
+    told = choice.as_dict()
+    assert told["chosen"]["strategy"] == told["plans"][0]["strategy"] == "single"
+    assert any("the loader makes its batches" in each["reason"] for each in told["plans"])
+
+
+# ---- where nothing fits ----------------------------------------------------------------------------------------------
+
+
+def error_for(workload: Workload, plan: Plan, budget_bytes: int, machine: Machine, **more: Any) -> PlanError:
+    choice = choose(workload, plan, machine, budget_bytes=budget_bytes, **more)
+    assert choice.chosen is None
+    return nothing_fits(workload, plan, choice, **more)
+
+
+def made_up(monkeypatch: pytest.MonkeyPatch, price: Any) -> Told:
+    """Prices by ``price``, also where something that is not asked for is tried."""
+
+    def confirm(workload: Workload, plan: Plan, machine: Machine) -> Forecast:
+        return forecast(plan, workload.batch_size, *price(plan, workload.batch_size))
+
+    monkeypatch.setattr(nearest, "confirm", confirm)
+    return Told(price)
+
+
+def test_where_nothing_fits_the_error_names_the_least_that_must_be_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def price(plan: Plan, micro_batch: int) -> tuple[int, float]:
+        small_states = plan.optimizer.name == "adamw8bit"
+        return (2 - small_states - 0.5 * (plan.precision.mode == "bf16-mixed")) * KIB, 1.0
+
+    prices = made_up(monkeypatch, price)
+
+    def allow(budget_bytes: float) -> Any:
+        error = error_for(regression(1), auto(), int(budget_bytes), this_machine(), prices=prices)
+        assert "the smallest plan, single, adamw, 1 x 1 samples, needs 2.0 KiB on each rank" in str(error)
+        strategy = eval(str(error).partition("Allow it: strategy=")[2].partition(" needs ")[0])
+        plan = auto(strategy=strategy)
+        assert choose(regression(1), plan, this_machine(), budget_bytes=int(budget_bytes), prices=prices).chosen
+        return strategy["allow"]
+
+    assert allow(1.5 * KIB) == ["bf16-mixed"]
+    assert allow(1.0 * KIB) == ["adamw8bit"]
+    assert allow(0.5 * KIB) == ["bf16-mixed", "adamw8bit"]
+
+
+def test_where_nothing_fits_the_error_names_how_many_ranks_would_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    prices = made_up(monkeypatch, lambda plan, micro_batch: (64 * KIB // plan.parallel.num_shards, 1.0))
+    error = error_for(regression(1), auto(devices=2), 9 * KIB, this_machine(2), prices=prices)
+    assert "Use devices=8: on 8 of these devices zero" in str(error)
+
+
+def test_where_nothing_fits_the_error_names_the_smallest_gpu_that_would_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    prices = made_up(monkeypatch, lambda plan, micro_batch: (70 * 2**30, 1.0))
+    machine = gpus(1)
+    small = replace(machine, device=replace(machine.device, memory_bytes=8 * 2**30))
+    plan = auto(optimizer="sgd")
+    choice = choose(regression(1), plan, small, prices=prices)
+    error = str(nothing_fits(regression(1), plan, choice, prices=prices))
+    name = error.partition("roomier plan --hardware ")[2].partition(":1")[0]
+    enough = [each for each in SHEETS if budget_of(plan, each.machine(1, 1)) >= 70 * 2**30]
+    assert name == min(enough, key=lambda each: each.device.memory_bytes).name
+
+
+def test_where_a_strategy_by_name_does_not_fit_the_error_names_one_that_does() -> None:
+    workload = Workload.of(Regression(nn.Linear(64, 4096), nn.Linear(4096, 1)), torch.zeros(1, 64))
+    plan = auto(strategy="ddp", devices=2, memory_budget="4.5MiB")
+    error = error_for(workload, plan, int(4.5 * 2**20), this_machine(2))
+    assert error.field == "memory_budget"
+    text = str(error).partition("Trainer")[2]
+    named = eval("dict" + text[: text.index(")") + 1])
+    assert named["strategy"] != "ddp"
+    assert choose(workload, plan_from_flags(**named), this_machine(2)).chosen is not None
+
+
+def test_where_batches_cannot_be_cut_a_smaller_one_is_named() -> None:
+    workload = Workload.of(Regression(), torch.zeros(4096, 64))
+    plan = auto(optimizer="sgd", step_in_backward=True)
+    keeps = "the loader makes its batches itself"
+    error = error_for(workload, plan, 2**20, this_machine(), keeps_micro_batch=keeps)
+    size = int(str(error).partition("Give batches of ")[2].split()[0])
+    assert choose(workload.with_batch_size(size), plan, this_machine(), budget_bytes=2**20).chosen is not None
+
+
+@pytest.mark.parametrize(
+    "keywords",
+    [
+        {"strategy": "zero2", "devices": 2, "precision": "bf16-mixed", "activation_checkpointing": "6GiB"},
+        {"optimizer": {"name": "adamw", "lr": 1e-3, "betas": (0.9, 0.95)}, "lr_schedule": "cosine", "compile": True},
+        {"strategy": {"name": "hsdp", "shard_size": 2}, "devices": 4, "lora": {"rank": 8, "targets": ["query"]}},
+        {"strategy": {"name": "auto", "allow": ["bf16-mixed"]}, "memory_budget": "1.5GiB", "chunked_loss": 128},
+        {"activation_checkpointing": {"policy": "every_n", "every_n": 3}, "offload": {"activations": "cpu"}},
+        {"optimizer": "adamw", "learning_rate": 0.1, "lr_schedule": {"name": "linear", "warmup_steps": 5}},
+        {"gradient_clip_val": 1.0, "accumulate_grad_batches": 4, "matmul_precision": "high", "attention": "math"},
+    ],
+)
+def test_a_plan_as_keywords_makes_the_same_plan(keywords: dict[str, Any]) -> None:
+    plan = plan_from_flags(**keywords)
+    assert plan_from_flags(**trainer_keywords(plan)) == plan
+    assert plan_from_flags(**eval(as_call(trainer_keywords(plan)).replace("Trainer", "dict"))) == plan

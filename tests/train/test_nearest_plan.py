@@ -1,0 +1,154 @@
+"""What cannot work is refused with the nearest plan that does; pasted, that plan runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import roomier
+from roomier.core.errors import RoomierError
+from roomier.models.gpt import GPT, GPTConfig
+
+QUIET: dict[str, Any] = {
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "max_steps": 2,
+}
+ADVICE = "The nearest plan that works: Trainer"
+
+
+class Language(roomier.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = GPT(GPTConfig(vocab_size=64, context=16, num_heads=2, num_layers=2, width=32, dropout=0.0))
+        self.losses: list[Tensor] = []
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        loss = self.network(batch[:, :-1], batch[:, 1:])[1]
+        self.losses.append(loss.detach())
+        return loss
+
+
+class Plain(roomier.Module):
+    """Without blocks; its last layer is no plain linear one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(64, 8)
+        self.head = nn.Bilinear(8, 8, 64)
+        self.losses: list[Tensor] = []
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        x = self.embed(batch)
+        loss = self.head(x, x).square().mean()
+        self.losses.append(loss.detach())
+        return loss
+
+
+def request(**keywords: Any) -> dict[str, Any]:
+    return {"accelerator": "cpu", "optimizer": "adamw", **keywords}
+
+
+def on_two(**keywords: Any) -> dict[str, Any]:
+    return request(**{"devices": 2, **keywords})
+
+
+# name -> model, what is asked, what must still be there in the nearest plan
+IMPOSSIBLE: dict[str, tuple[type[roomier.Module], dict[str, Any], dict[str, Any]]] = {
+    "several devices for one process": (Language, on_two(), {"devices": 2}),
+    "groups that do not divide the ranks": (Language, on_two(strategy={"name": "hsdp", "shard_size": 3}), {}),
+    "groups of a strategy that has none": (Language, on_two(strategy={"name": "zero3", "shard_size": 2}), {}),
+    "a strategy that is not built": (Language, on_two(strategy="tensor_parallel"), {"strategy": "zero3"}),
+    "a strategy misspelled": (Language, on_two(strategy="zero_3"), {"strategy": "zero3"}),
+    "states on the host": (Language, on_two(strategy="zero2+offload"), {"strategy": "zero2"}),
+    "compression of what is cut": (
+        Language,
+        on_two(strategy={"name": "zero3", "gradient_compression": "powersgd"}),
+        {"strategy": {"name": "ddp", "gradient_compression": "powersgd"}},
+    ),
+    "signs of what is cut": (Language, on_two(strategy="zero3", optimizer="onebit_adam"), {"optimizer": "onebit_adam"}),
+    "Adafactor of what is cut": (Language, on_two(strategy="zero2", optimizer="adafactor"), {"optimizer": "adafactor"}),
+    "zero3 on mps": (Language, on_two(strategy="zero3", accelerator="mps"), {}),
+    "codes of what is cut": (
+        Language,
+        on_two(strategy="zero3", lora={"rank": 2, "base": "nf4"}),
+        {"lora": {"rank": 2, "base": "nf4"}},
+    ),
+    "buckets with updates in the backward": (
+        Language,
+        on_two(strategy="ddp", step_in_backward=True),
+        {"step_in_backward": True},
+    ),
+    "accumulation with updates in the backward": (
+        Language,
+        request(step_in_backward=True, accumulate_grad_batches=2),
+        {"accumulate_grad_batches": 2},
+    ),
+    "a loss scale with updates in the backward": (
+        Language,
+        request(step_in_backward=True, precision="16-mixed"),
+        {"precision": "16-mixed"},
+    ),
+    "a stale norm of nothing": (Language, request(step_in_backward="stale_norm"), {"step_in_backward": True}),
+    "few bits beside float64": (Language, request(optimizer="adamw8bit", precision="64-true"), {}),
+    "float16 weights": (Language, request(precision="16-true"), {"precision": "16-mixed"}),
+    "a kernel of another device": (Language, request(attention="cudnn"), {}),
+    "a kernel that the build refuses": (Language, {"optimizer": "adamw", "attention": "cudnn"}, {}),
+    "two backwards of compiled blocks": (
+        Language,
+        request(step_in_backward=True, compile=True, gradient_clip_val=1.0),
+        {"gradient_clip_val": 1.0},
+    ),
+    "a budget for compiled blocks": (Language, request(activation_checkpointing=0.5, compile=True), {}),
+    "a budget that would move nothing": (
+        Language,
+        request(activation_checkpointing=0.5, offload={"activations": "cpu"}),
+        {},
+    ),
+    "recomputation of a model without blocks": (Plain, request(activation_checkpointing="full"), {}),
+    "more blocks than there are": (
+        Language,
+        request(activation_checkpointing={"policy": "every_n", "every_n": 5}),
+        {"activation_checkpointing": "full"},
+    ),
+    "chunks of logits that there are none of": (Plain, request(chunked_loss=True), {}),
+}
+SLOW = {"a budget for compiled blocks", "two backwards of compiled blocks"}
+
+
+def run(model: type[roomier.Module], keywords: dict[str, Any], root: Path) -> list[float]:
+    """The losses of two steps."""
+    module = model()
+    batches = [torch.arange(34).view(2, 17) + number for number in range(8)]
+    roomier.Trainer(**QUIET, default_root_dir=root, **keywords).fit(module, batches)
+    return torch.stack(module.losses).tolist()  # type: ignore[arg-type]  # both models have them
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=[pytest.mark.slow] if each in SLOW else []) for each in IMPOSSIBLE]
+)
+def test_the_nearest_plan_that_an_error_names_runs(name: str, on_ranks: Any, tmp_path: Path) -> None:
+    model, asked, kept = IMPOSSIBLE[name]
+    with pytest.raises(RoomierError) as caught:
+        run(model, asked, tmp_path)
+    text = str(caught.value)
+    assert ADVICE in text
+    named = eval("dict" + text.partition(ADVICE)[2].removesuffix("."))
+    assert named.items() >= kept.items()
+    assert named != asked
+    num_ranks = named.get("devices", 1)
+    [losses, *_] = on_ranks(num_ranks, run, model, named, tmp_path) if num_ranks > 1 else [run(model, named, tmp_path)]
+    assert len(losses) == 2 * named.get("accumulate_grad_batches", 1)
+    assert all(map(torch.isfinite, torch.tensor(losses)))
+
+
+def test_a_request_that_nothing_near_can_serve_is_refused_as_it_is() -> None:
+    with pytest.raises(RoomierError) as caught:
+        roomier.Trainer(accumulate_grad_batches=0)
+    assert ADVICE not in str(caught.value)
