@@ -19,7 +19,7 @@ from roomier.plan import Plan
 from roomier.planner.collective_time import Group, all_reduce_s, gather_s, reduce_scatter_s
 from roomier.planner.traffic import sent_bytes, traffic_of
 from roomier.planner.update_time import update_time
-from roomier.planner.work import Work
+from roomier.planner.work import Work, WorkCounter
 
 B = 2.0**20
 
@@ -202,3 +202,22 @@ def test_an_optimizer_of_the_modules_own_takes_what_was_counted() -> None:
     work = {("update", ""): Work(other_bytes=5e9, num_operations=10)}
     found = update_time(units, plan, machine(), layout_of(plan, torch.device("cuda")), work=work)
     assert found.compute_s == pytest.approx(5)
+
+
+def counted(run: Any) -> Work:
+    counter = WorkCounter()
+    with counter.counting(lambda: ("forward", "")):
+        run()
+    return counter.by_part["forward", ""]
+
+
+def test_asking_for_memory_or_for_a_shape_is_no_work() -> None:
+    tensor = torch.zeros(8)
+    assert counted(lambda: (torch.empty(2**20), tensor.view(2, 4), torch.empty_like(tensor))) == Work()
+
+
+def test_rows_that_are_looked_up_are_read_and_not_the_table() -> None:
+    table, rows = torch.zeros(1000, 4), torch.tensor([1, 2])
+    read_and_written = 2 * 2 * 4 * 4
+    assert counted(lambda: nn.functional.embedding(rows, table)).other_bytes == read_and_written + rows.nbytes
+    assert counted(lambda: table + 1).other_bytes == 2 * table.nbytes

@@ -23,6 +23,8 @@ Part = tuple[str, str]
 _NOT_COMPUTED_IN = ("prim", "profiler", "c10d", "fsdp")
 # Memory is asked for, or looked at in another shape: nothing is read or written.
 _NOT_COMPUTED = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view")
+# Rows of a table are read, not all of it.
+_READS_ROWS = ("embedding", "index_select", "gather", "index", "_embedding_bag")
 
 
 @dataclass(frozen=True)
@@ -84,13 +86,21 @@ class WorkCounter:
 
 
 def _is_computed(func: Any) -> bool:
-    namespace, _, name = str(func).partition(".")
-    return namespace not in _NOT_COMPUTED_IN and name.partition(".")[0] not in _NOT_COMPUTED
+    return str(func).partition(".")[0] not in _NOT_COMPUTED_IN and _name_of(func) not in _NOT_COMPUTED
+
+
+def _name_of(func: Any) -> str:
+    """``"addmm"`` of ``aten.addmm.default``."""
+    _, _, name = str(func).partition(".")
+    return name.partition(".")[0]
 
 
 def work_of(func: Any, args: Any, kwargs: Any, result: Any) -> Work:
     """Of one operation, as dispatched below autograd."""
     moved_bytes = sum(_bytes_of(each) for each in _tensors([args, kwargs, result]))
+    if _name_of(func) in _READS_ROWS:  # as much as it writes, beside the indices
+        table, *_ = _tensors(args)
+        moved_bytes += sum(_bytes_of(each) for each in _tensors(result)) - _bytes_of(table)
     count = flop_registry.get(func.overloadpacket if hasattr(func, "overloadpacket") else func)
     if count is None:
         return Work(other_bytes=moved_bytes, num_operations=1)
