@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from roomier.hardware.machine import Machine
 from roomier.plan import Plan
-from roomier.planner.dry_run import dry_run
 from roomier.planner.fixed_bytes import fixed_bytes
 from roomier.planner.forecast import Forecast
+from roomier.planner.shallow import dry_run_by_depth
 from roomier.planner.step_time import step_time
 from roomier.planner.workload import Workload
 
@@ -20,7 +20,7 @@ def confirm(workload: Workload, plan: Plan, machine: Machine) -> Forecast:
     Raises:
         RoomierError: what ``build`` refuses.
     """
-    run = dry_run(workload, plan, is_pairwise=machine.device.kind == "cpu")
+    run = dry_run_by_depth(workload, plan, is_pairwise=machine.device.kind == "cpu", like=machine.device.kind)
     return Forecast(
         plan=plan,
         machine=machine,
