@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from roomier.memory.kinds import Kind
+from roomier.planner.choice import Considered
 from roomier.planner.dry_run import Stretch
 from roomier.planner.page import page_of, page_of_record
 from roomier.planner.page_style import COLOURS, NAMES
@@ -96,6 +97,18 @@ def test_names_of_the_user_are_text_and_never_markup() -> None:
     page = page_of(made, title=evil, subject=evil)
     assert "<script>" not in page
     assert page.count("&lt;script&gt;alert(1)&lt;/script&gt;") > 5
+
+
+def test_plans_that_are_refused_for_one_reason_stand_in_one_row() -> None:
+    made = choice()
+    refused = [
+        Considered(forecast(name, 1.0, 0.1, 0.1).plan, 4, None, False, "saves nothing")
+        for name in ("ddp", "zero1", "ddp")
+    ]
+    text = text_of(page_of(dataclasses.replace(made, considered=(*made.considered, *refused), num_plans=144)))
+    assert "ddp, zero1 saves nothing" in text
+    assert text.count("saves nothing") == 1
+    assert "144 were compared" in text
 
 
 def test_a_report_says_both_and_the_difference() -> None:

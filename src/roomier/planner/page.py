@@ -45,6 +45,7 @@ def page_of(
     chosen = choice.chosen
     winner = choice.considered[0] if chosen is not None and choice.considered else None
     name = "Nothing fits" if chosen is None else words_of(chosen.plan, chosen.micro_batch)
+    num_plans = choice.num_plans or len(choice.considered)
     parts = [
         f"<h1>{escape(title or name)}</h1>",
         f'<p class="soft">{escape(subject or _machine_text(choice.machine))}</p>',
@@ -59,7 +60,7 @@ def page_of(
     parts += [
         _heading("Strategies", "The most one device holds at the peak of a step, by what it is for."),
         ladder(choice),
-        _heading("Plans", f"{len(choice.considered)} were looked at. Samples are those of a micro-batch on each rank."),
+        _heading("Plans", f"{num_plans} were compared. Samples are those of a micro-batch on each rank."),
         plans_table(choice.considered, winner),
     ]
     if what_if is not None:
@@ -171,9 +172,10 @@ def ladder(choice: Choice) -> str:
         return "<p>No plan has a forecast.</p>"
     budget_bytes, device_bytes = choice.budget_bytes, choice.machine.device.memory_bytes
     longest = max(each.forecast.peak_bytes for each in shown if each.forecast is not None)
-    top_bytes = max(min(longest, _MOST_OF_BUDGET * budget_bytes), 1.04 * budget_bytes, 1)
+    limit_bytes = device_bytes if device_bytes <= 1.3 * budget_bytes else budget_bytes
+    top_bytes = max(min(longest, _MOST_OF_BUDGET * budget_bytes), 1.04 * limit_bytes, 1)
     marks = [(float(budget_bytes), "var(--bad)")]
-    if device_bytes > budget_bytes:
+    if budget_bytes < device_bytes <= top_bytes:
         marks.append((float(device_bytes), "var(--soft)"))
     rows = "".join(_rung(each, top_bytes, marks) for each in shown)
     found = {kind for each in shown if each.forecast is not None for kind in each.forecast.bytes_by_kind}
@@ -254,7 +256,7 @@ def _figures(chosen: Forecast | None, budget_bytes: int, choice: Choice) -> str:
         return _list_of_figures(
             [
                 ("Budget", _size(budget_bytes), "of each device"),
-                ("Plans", str(len(choice.considered)), "none fits"),
+                ("Plans", str(choice.num_plans or len(choice.considered)), "none fits"),
                 ("Planned in", seconds_text(choice.planning_s), ""),
             ]
         )
@@ -262,7 +264,7 @@ def _figures(chosen: Forecast | None, budget_bytes: int, choice: Choice) -> str:
     rows = [
         ("Peak of a device", _size(chosen.peak_bytes), f"{used:.0%} of {_size(budget_bytes)}".replace("%", " %")),
         ("Global batch", f"{chosen.global_batch}", f"{chosen.micro_batch} samples on each rank at a time"),
-        ("Planned in", seconds_text(choice.planning_s), f"{len(choice.considered)} plans"),
+        ("Planned in", seconds_text(choice.planning_s), f"{choice.num_plans or len(choice.considered)} plans"),
     ]
     if chosen.time is not None:
         share = chosen.time.exposed_s / chosen.time.total_s if chosen.time.total_s else 0.0

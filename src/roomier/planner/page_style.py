@@ -81,6 +81,7 @@ margin:0 0 .6rem}
 border-bottom:1px solid var(--line)}
 .roomier th{font-weight:600}
 .roomier thead th{color:var(--soft);font-weight:500;font-size:.8rem}
+.roomier .plans thead th:first-child{width:44%}
 .roomier .number{text-align:right;white-space:nowrap}
 .roomier tr.chosen th,.roomier tr.chosen td{background:var(--panel);font-weight:600}
 .roomier tr.chosen th{box-shadow:inset 3px 0 var(--accent);padding-left:.6rem}

@@ -62,8 +62,10 @@ def plans_table(considered: Sequence[Considered], chosen: Considered | None) -> 
     priced = [each for each in considered if each.forecast is not None]
     refused = [each for each in considered if each.forecast is None]
     shown = _some_of_each(priced)
-    rows = [_plan_row(each, is_chosen=each is chosen) for each in (*shown, *refused[:_NUM_REFUSED])]
-    num_left_out = len(priced) - len(shown) + max(len(refused) - _NUM_REFUSED, 0)
+    reasons = _by_reason(refused)
+    rows = [_plan_row(each, is_chosen=each is chosen) for each in shown]
+    rows += [_refused_row(names, reason) for reason, names in list(reasons.items())[:_NUM_REFUSED]]
+    num_left_out = len(priced) - len(shown) + max(len(reasons) - _NUM_REFUSED, 0)
     rest = f'<p class="soft"><small>and {num_left_out} more</small></p>' if num_left_out else ""
     heads = '<th scope="col" role="columnheader">plan</th>' + "".join(
         f'<th scope="col" role="columnheader"{number}>{name}</th>'
@@ -81,6 +83,26 @@ def _some_of_each(priced: Sequence[Considered]) -> list[Considered]:
     num_fitting = max(_NUM_PLANS // 2, _NUM_PLANS - len(others))
     shown = fitting[:num_fitting]
     return shown + others[: _NUM_PLANS - len(shown)]
+
+
+def _by_reason(refused: Sequence[Considered]) -> dict[str, list[str]]:
+    """The strategies that are refused for each reason; the plan in words where it is one."""
+    found: dict[str, list[Considered]] = {}
+    for each in refused:
+        found.setdefault(each.reason, []).append(each)
+    return {
+        reason: [words_of(plans[0].plan, plans[0].micro_batch)]
+        if len(plans) == 1
+        else list(dict.fromkeys(each.plan.parallel.strategy for each in plans))
+        for reason, plans in found.items()
+    }
+
+
+def _refused_row(names: Sequence[str], reason: str) -> str:
+    return (
+        f'<tr role="row"><th scope="row" role="rowheader">{escape(", ".join(names))}</th><td role="cell"></td>'
+        f'<td role="cell"></td><td role="cell" data-label="why" class="soft">{escape(reason)}</td></tr>'
+    )
 
 
 def _plan_row(each: Considered, *, is_chosen: bool) -> str:
