@@ -175,7 +175,3 @@ def test_a_configuration_of_an_unknown_kind_is_told(capsys: pytest.CaptureFixtur
         (tmp_path / "config.json").write_text(json.dumps(values))
         assert main(["plan", "--hf", str(tmp_path), *TWO]) == 2
         assert told in capsys.readouterr().err
-
-
-def test_planning_runs_nothing_of_the_model(capsys: pytest.CaptureFixture[str]) -> None:
-    planned(capsys, "--model", "gpt2-xl", "--batch_size", "1", *TWO)
