@@ -257,17 +257,15 @@ class Order:
 
 
 def _units_of(place: str, units: Sequence[Unit]) -> list[int]:
-    """The unit of a part of the model, and that of the norms in it."""
+    """The units of a part of the model: itself and the norms in it, or those in it, or the one that it is in."""
     if not place:
         return []
-    found: list[int] = []
-    for number, unit in enumerate(units):
-        if unit.is_root:
-            continue
-        is_inner = unit.is_inner and found and found[-1] == number - 1
-        if unit.name == place or place.startswith(f"{unit.name}.") or is_inner:
-            found.append(number)
-    return found
+    return [
+        number
+        for number, unit in enumerate(units)
+        if not unit.is_root
+        and (unit.name == place or unit.name.startswith(f"{place}.") or place.startswith(f"{unit.name}."))
+    ]
 
 
 def _grouped(order: Sequence[int], units: Sequence[Unit]) -> list[list[int]]:

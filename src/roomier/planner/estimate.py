@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from roomier.api.blocks import find_blocks
+from roomier.api.forward import network_of
 from roomier.core.world import World
 from roomier.engine.build import build, configure
 from roomier.engine.eager import EagerEngine
@@ -24,6 +26,7 @@ from roomier.planner.dry_run import Stretch
 from roomier.planner.fake_world import fake_world
 from roomier.planner.fixed_bytes import fixed_bytes
 from roomier.planner.forecast import Forecast
+from roomier.planner.moved import moved_to_host
 from roomier.planner.shapes import shapes_of
 from roomier.planner.step_time import step_time
 from roomier.planner.trace import Trace
@@ -62,31 +65,87 @@ class Estimator:
         self._built: dict[Hashable, _Built] = {}
         self._states: dict[Hashable, States] = {}
         self._orders: dict[tuple[int, int], Order] = {}
+        self._blends: dict[Hashable, Trace] = {}
+        self._moved: dict[int, tuple[Trace, int]] = {}
+        network = network_of(workload.module)
+        blocks = set(find_blocks(network))
+        self._blocks = frozenset(name for name, module in network.named_modules() if module in blocks)
         self._workloads: dict[int, Workload] = {workload.batch_size: workload}
 
     def estimate(self, plan: Plan, micro_batch: int) -> Forecast:
         """The forecast of ``plan`` with ``micro_batch`` samples on each rank.
 
+        Of a budget of activations the peak is the budget, or what it is with nothing or all of the blocks computed
+        again where that is less or more; computation lies between as bytes do.
+
         Raises:
             RoomierError: what ``build`` refuses.
         """
-        layout = replace(layout_of(plan, _CPU), on_gloo=self._machine.device.kind == "cpu")
-        trace = self._trace_of(plan, layout, micro_batch)
+        layout = self._layout(plan)
+        trace, host_bytes = self._trace_within_budget(plan, layout, micro_batch)
         num_micro_batches = plan.batch.accumulate_grad_batches
         work = {part: each * num_micro_batches for part, each in trace.work.items()}
-        stretches = timeline(trace, self._states_of(plan, layout), layout)
+        states = self._states_of(plan, layout)
+        moves = plan.offload.activations != "none"
         return Forecast(
             plan=plan,
             machine=self._machine,
             micro_batch=micro_batch,
             method="closed form",
-            timeline=stretches,
-            fixed_bytes=fixed_bytes(plan, self._machine, max(each.peak_bytes for each in stretches)),
-            time=step_time(self._sized(micro_batch), plan, self._machine, work),
+            timeline=self._timeline(trace, states, layout),
+            fixed_bytes=fixed_bytes(plan, self._machine),
+            host_bytes=host_bytes,
+            time=step_time(
+                self._sized(micro_batch),
+                plan,
+                self._machine,
+                work,
+                units=states.units,
+                kept_bytes=trace.kept_bytes(self._blocks) if moves else None,
+            ),
         )
 
-    def _timeline(self, plan: Plan, trace: Trace, layout: Layout) -> tuple[Stretch, ...]:
-        states = self._states_of(plan, layout)
+    def memory(self, plan: Plan, micro_batch: int) -> tuple[Stretch, ...]:
+        """The timeline of :meth:`estimate` alone, where nobody asks for seconds yet."""
+        layout = self._layout(plan)
+        trace, _ = self._trace_within_budget(plan, layout, micro_batch)
+        return self._timeline(trace, self._states_of(plan, layout), layout)
+
+    def _layout(self, plan: Plan) -> Layout:
+        return replace(layout_of(plan, _CPU), on_gloo=self._machine.device.kind == "cpu")
+
+    def _trace_within_budget(self, plan: Plan, layout: Layout, micro_batch: int) -> tuple[Trace, int]:
+        wanted = plan.activation
+        if wanted.policy != "budget":
+            return self._trace_on_device(plan, layout, micro_batch)
+        least, _ = self._trace_on_device(replace(plan, activation=ActivationPlan("full")), layout, micro_batch)
+        most, _ = self._trace_on_device(replace(plan, activation=ActivationPlan()), layout, micro_batch)
+        share = wanted.budget_fraction
+        if share is None:
+            assert wanted.budget_bytes is not None
+            states = self._states_of(plan, layout)
+            low, high = (
+                max(each.peak_bytes for each in self._timeline(trace, states, layout)) for trace in (least, most)
+            )
+            share = (wanted.budget_bytes - low) / (high - low) if high > low else 1.0
+        if share >= 1 or not least.is_like(most):
+            return (most, 0) if share >= 1 else (least, 0)
+        if share <= 0:
+            return least, 0
+        key = (id(least), id(most), share)
+        if key not in self._blends:
+            self._blends[key] = least.between(most, share)
+        return self._blends[key], 0
+
+    def _trace_on_device(self, plan: Plan, layout: Layout, micro_batch: int) -> tuple[Trace, int]:
+        if plan.offload.activations == "none" or self._machine.device.kind == "cpu":
+            return self._trace_of(plan, layout, micro_batch), 0
+        whole = self._trace_of(replace(plan, offload=OffloadPlan()), layout, micro_batch)
+        if id(whole) not in self._moved:
+            self._moved[id(whole)] = moved_to_host(whole, self._blocks)
+        return self._moved[id(whole)]
+
+    def _timeline(self, trace: Trace, states: States, layout: Layout) -> tuple[Stretch, ...]:
         if not layout.is_cut:
             return timeline(trace, states, layout)
         key = (id(trace), id(states.units))  # both are kept for as long as this is

@@ -14,7 +14,7 @@ bucket and frees it, and further micro-batches add it to what is there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -111,6 +111,21 @@ class Passage:
     def end(self) -> Rise:
         return self.moments[-1]
 
+    def between(self, other: Passage, share: float) -> Passage:
+        """On the line from this (0) to ``other`` (1), or beyond.
+
+        Where both went through the same moments the line is drawn for each of them, so that the largest may be another
+        one; else for the largest and the last alone.
+        """
+
+        def number_between(mine: int, theirs: int) -> int:
+            return round(mine + (theirs - mine) * share)
+
+        def rise_between(mine: Rise, theirs: Rise) -> Rise:
+            return Rise(*map(number_between, mine, theirs))
+
+        return replace(self, moments=tuple(map(rise_between, *_alike(self, other))))
+
 
 class Visit(NamedTuple):
     """A passage with its levels above that between two steps: where it begins, where it is highest, where it ends.
@@ -162,32 +177,33 @@ class Trace:
     def at(self, batch_size: int, other: Trace) -> Trace:
         """For another number of samples: on the line through this and ``other``, which is of another number.
 
-        Bytes and work are affine in it. Where both went through the same moments the line is drawn for each of them,
-        so that the largest may be another one; else for the largest and the last alone.
+        Bytes and work are affine in it.
         """
         share = (batch_size - self.batch_size) / (other.batch_size - self.batch_size)
+        return replace(self.between(other, share), batch_size=batch_size)
 
-        def between(mine: int, theirs: int) -> int:
-            return round(mine + (theirs - mine) * share)
-
-        def rise_between(mine: Rise, theirs: Rise) -> Rise:
-            return Rise(*map(between, mine, theirs))
-
-        passages = [
-            Passage(mine.phase, mine.place, tuple(map(rise_between, *_alike(mine, theirs))), mine.needs_inner)
-            for mine, theirs in zip(self.passages, other.passages, strict=True)
-        ]
+    def between(self, other: Trace, share: float) -> Trace:
+        """On the line from this (0) to ``other`` (1), which went through the same passages."""
+        passages = [mine.between(theirs, share) for mine, theirs in zip(self.passages, other.passages, strict=True)]
+        batch_bytes = round(self.batch_bytes + (other.batch_bytes - self.batch_bytes) * share)
         work = {
             part: self.work.get(part, Work()) * (1 - share) + other.work.get(part, Work()) * share
             for part in {**self.work, **other.work}
         }
-        return Trace(batch_size, between(self.batch_bytes, other.batch_bytes), tuple(passages), work)
+        return Trace(self.batch_size, batch_bytes, tuple(passages), work)
 
     def is_like(self, other: Trace) -> bool:
         """Whether both went through the same passages."""
-        return [(each.phase, each.place) for each in self.passages] == [
-            (each.phase, each.place) for each in other.passages
-        ]
+        mine, theirs = ([(each.phase, each.place) for each in trace.passages] for trace in (self, other))
+        return mine == theirs
+
+    def kept_bytes(self, places: Collection[str]) -> dict[str, int]:
+        """What the forward of each of ``places`` leaves for its backward, in the order in which they run."""
+        kept: dict[str, int] = {}
+        for each in self.passages:
+            if each.phase == "forward" and each.place in places:
+                kept[each.place] = kept.get(each.place, 0) + each.end.activation
+        return kept
 
 
 def _alike(mine: Passage, theirs: Passage) -> tuple[Sequence[Rise], Sequence[Rise]]:
