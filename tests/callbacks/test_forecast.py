@@ -223,7 +223,7 @@ def forecast_on_ranks(root: Path, strategy: str) -> tuple[dict[str, Any], str]:
     return record_of(callback).as_dict(), trainer.log_dir
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.slow), "zero3"])
 def test_on_ranks_the_fullest_is_held_against_the_forecast(on_ranks: RankPool, tmp_path: Path, strategy: str) -> None:
     (first, folder), (second, _) = on_ranks(2, forecast_on_ranks, tmp_path, strategy)
     assert first == second
