@@ -5,7 +5,7 @@ from datetime import timedelta
 import pytest
 
 from roomier import RoomierError
-from roomier.core.units import format_bytes, format_count, parse_duration_s
+from roomier.core.units import format_bytes, format_count, format_seconds, parse_duration_s
 
 
 @pytest.mark.parametrize(
@@ -42,3 +42,8 @@ def test_durations(value, seconds):
 def test_what_is_no_duration(value):
     with pytest.raises(RoomierError, match=r"max_time=.*'DD:HH:MM:SS'"):
         parse_duration_s("max_time", value)
+
+
+def test_durations_are_read_in_the_unit_that_is_short() -> None:
+    told = [format_seconds(each) for each in (0.0123, 0.5, 42.0, 300.0, 36_000.0)]
+    assert told == ["12.3 ms", "0.5 s", "42 s", "5 min", "10 h"]

@@ -166,7 +166,7 @@ def _title(choice: Choice) -> Text:
 def _verdict(choice: Choice) -> str:
     took = f"Planned in {format_seconds(choice.planning_s)}."
     if choice.chosen is not None:
-        return f"{choice.why[:1].upper()}{choice.why[1:]}. {took}"
+        return f"{choice.why}. {took}"
     found = next((each for each in choice.considered if each.forecast is not None), None)
     if found is None or found.forecast is None:
         return f"Nothing fits. {took}"
