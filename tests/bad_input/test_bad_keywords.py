@@ -67,6 +67,7 @@ WRONG = {
     "chunked_loss": [("yes", "Give True or False"), (0, "Use None, or 1024"), (0.5, "Give a whole number")],
     "attention": [(True, "Write its name"), ("flsh", "Did you mean 'flash'?")],
     "lora": [("8", "Give a whole number"), (0, "Use 8"), ({"r": 8}, "Did you mean 'rank'?")],
+    "memory_budget": [("22 apples", "such as '6GiB'"), (0.5, "Give a whole number"), (1000, "such as '22GiB'")],
     "compile": [("yes", "Give True or False"), ("max-autotune", "Give True or False")],
     "accumulate_grad_batches": [(0, "Use 1"), ({4: 2}, "Give a whole number"), (2.0, "Give a whole number")],
     "gradient_clip_val": [("1.0", "without quotes"), (-1, "Use None to clip nothing"), (float("nan"), "Use None")],

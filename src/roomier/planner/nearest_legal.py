@@ -55,7 +55,7 @@ def with_nearest(
         fixed: keywords that cannot change any more.
     """
     found = nearest_legal(error, asked, works or has_its_device, fixed=fixed)
-    if found is None:
+    if not found:  # nothing, or a Trainer without keywords, which is no advice
         return error
     advice = f"The nearest plan that works: {as_call(found)}"
     if isinstance(error, CombinedPlanError):

@@ -6,6 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from roomier.api.forward import network_of
 from roomier.api.module import Module
@@ -37,7 +38,7 @@ def prepare_forecast(trainer: Trainer, module: Module) -> None:
     has_callback = any(isinstance(each, MemoryForecast) for each in trainer.callbacks)
     may_run_out = resolve_device(trainer.plan.parallel.accelerator).type != "cpu"
     is_short = bool(trainer.options.num_dev_batches) or not module.automatic_optimization
-    num_parameters = sum(each.numel() for each in network_of(module).parameters())
+    num_parameters = sum(each.numel() for each in network_of(module).parameters() if not is_lazy(each))
     may_be_large = num_parameters * _MOST_BYTES_OF_A_PARAMETER >= LARGE_BYTES
     may_be_added = not is_short and not has_callback and (trainer.choice is not None or may_be_large)
     if not was_built and (has_callback or may_run_out or may_be_added):
