@@ -53,5 +53,6 @@ CASES: dict[str, Case] = {
     "seeds": Case(
         "memory that four articles published, beside the forecast of the same training", "roomier.bench.seeds"
     ),
+    "choice": Case("what strategy='auto' picks, beside all plans that fit, each of them run", "roomier.bench.choice"),
     "strategies": Case("memory and step time of each strategy beside plain PyTorch DDP", "roomier.bench.strategies"),
 }
