@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import roomier
 from roomier.api.forward import as_module
-from roomier.core import torch_private
+from roomier.core import torch_fake, torch_private
 from roomier.core.errors import RoomierError
 from roomier.core.world import World
 from roomier.planner.dry_run import dry_run
@@ -188,7 +188,7 @@ def test_a_model_that_was_trained_before_is_forecast_as_a_new_one(make_trainer: 
     trainer = make_trainer(max_steps=1, optimizer="adamw", activation_checkpointing="full", chunked_loss=True)
     trainer.fit(module, [batch])
     assert dry_run(workload, plan).peak_bytes == fresh
-    assert not any(torch_private.is_fake([each]) for each in module.parameters())
+    assert not any(torch_fake.is_fake([each]) for each in module.parameters())
 
 
 def test_a_padding_mask_that_hides_nothing_is_left_out_as_in_the_run() -> None:
@@ -269,4 +269,4 @@ def test_shapes_inside_are_fake_and_on_no_device() -> None:
     module, _ = MODELS["gpt"]()
     with fake_world(World(), is_pairwise=True):
         copied = shapes_of(as_module(module))
-        assert all(torch_private.is_fake([each]) for each in copied.parameters())
+        assert all(torch_fake.is_fake([each]) for each in copied.parameters())

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from roomier.core import torch_private
+from roomier.core import torch_fake, torch_private
 from roomier.core.errors import PlanError
 from roomier.core.log import notice
 from roomier.optim import block_codes
@@ -296,7 +296,7 @@ def update_blocks(
 
 
 def _update_of(device: torch.device) -> tuple[UpdateBlocks, str | None]:
-    if not torch_private.makes_fake_tensors():
+    if not torch_fake.makes_fake_tensors():
         return compiled_update(device)
     # A dry run compiles nothing, and must not be what is remembered: compiled, the update makes no tensors.
     return (_update_nothing if torch_private.missing_compiler(device) is None else update_blocks), None

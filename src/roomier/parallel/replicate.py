@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from roomier.core import torch_private
+from roomier.core import torch_fake, torch_private
 from roomier.core.errors import RoomierError, TrainingError
 from roomier.core.ranks import Ranks
 from roomier.parallel.fake_ddp import FakeDDP
@@ -120,7 +120,7 @@ class Replicas:
             runner.register_parameter("never_used", nn.Parameter(torch.zeros(1, device=self._device)))
         torch_private.leave_out_of_ddp(runner, _constant_buffers(runner))
         wrap: type[DistributedDataParallel] = DistributedDataParallel
-        if torch_private.is_fake(self._trained):
+        if torch_fake.is_fake(self._trained):
             wrap = cast(Any, FakeDDP)
         self.runner = self._ddp = wrap(
             runner,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from roomier.core import torch_private
+from roomier.core import torch_fake, torch_private
 from roomier.planner import known_values
 from roomier.planner.rnn import rnn_answers
 
@@ -190,8 +190,8 @@ def _grouped_mm(func: Any, args: Any, kwargs: Any) -> Any:
 
 _NORMS = (aten.native_layer_norm.default, aten.native_group_norm.default, aten.native_batch_norm.default)
 _ANSWERS: dict[Any, Answer] = {
-    torch_private.READS_VALUE: _value,
-    torch_private.UNSCALES: _unscale,
+    torch_fake.READS_VALUE: _value,
+    torch_fake.UNSCALES: _unscale,
     aten.equal.default: _equal,
     aten.nonzero.default: _nonzero,
     aten.masked_select.default: _masked_select,

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from roomier.core import torch_private
+from roomier.core import torch_fake, torch_private
 from roomier.core.log import quiet
 from roomier.core.ranks import Ranks
 from roomier.core.rng import rng_state, set_rng_state
@@ -82,11 +82,11 @@ def fake_world(world: World, *, is_pairwise: bool, like: str = "cpu") -> Iterato
         stack.enter_context(_generators_as_before())
         stack.enter_context(_values_asked_for())
         if world.size > 1:
-            stack.enter_context(torch_private.fake_process_group(world.rank, world.size))
-        stack.enter_context(torch_private.fake_tensors())
-        stack.enter_context(torch_private.fake_tensors_in_groups(as_on_cuda=is_cuda))
+            stack.enter_context(torch_fake.fake_process_group(world.rank, world.size))
+        stack.enter_context(torch_fake.fake_tensors())
+        stack.enter_context(torch_fake.fake_tensors_in_groups(as_on_cuda=is_cuda))
         stack.enter_context(torch_private.intercept(Answers(is_cuda=is_cuda)))
-        stack.enter_context(torch_private.replaced_kernels(rnn_kernels()))
+        stack.enter_context(torch_fake.replaced_kernels(rnn_kernels()))
         if functions:  # it is asked of every function
             stack.enter_context(torch_private.replace_functions(functions))
         yield FakeRanks(world, is_pairwise=is_pairwise)

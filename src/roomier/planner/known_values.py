@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from roomier.core import torch_private
+from roomier.core import torch_fake, torch_private
 
 _VALUE = "_roomier_value"  # on a fake tensor: a real one of its shape
 _MAX_ELEMENTS = 2**20  # more are not worked out
@@ -96,7 +96,7 @@ def value_of(tensor: Tensor) -> Tensor:
         return found
     if is_kept(tensor):  # a real one, such as the ranks of a mesh
         return tensor
-    constant = torch_private.fake_constant(tensor)
+    constant = torch_fake.fake_constant(tensor)
     with torch_private.without_interception():
         return torch.ones((), dtype=tensor.dtype).expand(tensor.shape) if constant is None else constant
 
@@ -122,7 +122,7 @@ def follow(func: Any, args: Any, kwargs: Any, result: Any) -> None:
 
 @cache
 def _way_of(func: Any) -> Callable[[Any, Any, Any, Any], None] | None:
-    if not isinstance(func, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded in func.tags:
+    if not isinstance(func, torch_private.OpOverload) or torch.Tag.nondeterministic_seeded in func.tags:
         return None
     name = func.overloadpacket.__name__
     if name in _EMPTY:

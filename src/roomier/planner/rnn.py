@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from roomier.core import torch_private
+from roomier.core import torch_fake, torch_private
 from roomier.planner import known_values
 
 aten = torch.ops.aten
@@ -71,7 +71,7 @@ def _pack(func: Any, args: Any, kwargs: Any) -> tuple[Tensor, Tensor]:
     """Sequences one after the other, step by step; where their lengths are not known all are as long as can be."""
     given, lengths, batch_first = args
     num_sequences, length = given.shape[:2] if batch_first else (given.shape[1], given.shape[0])
-    known = known_values.is_known(lengths) or torch_private.fake_constant(lengths) is not None
+    known = known_values.is_known(lengths) or torch_fake.fake_constant(lengths) is not None
     value = known_values.value_of(lengths)
     with torch_private.without_interception():
         real = value if known else torch.full((num_sequences,), length)

@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 
 from roomier.api.hooks import overrides
 from roomier.api.module import Module
-from roomier.core import torch_private
+from roomier.core import torch_fake, torch_private
 from roomier.core.errors import RoomierError
 from roomier.core.tree import map_tensors
 from roomier.core.wrapped_forward import unwrap
@@ -92,7 +92,7 @@ class _Makers:
 
     def _alike(self, tensor: Tensor) -> Tensor:
         is_plain = type(tensor) in (Tensor, nn.Parameter, nn.Buffer) and tensor.layout is torch.strided
-        if not is_plain or tensor.is_meta or torch_private.is_fake([tensor]):
+        if not is_plain or tensor.is_meta or torch_fake.is_fake([tensor]):
             return torch.empty(tensor.shape, dtype=tensor.dtype)
         storage = tensor.untyped_storage()
         if storage.nbytes() == tensor.nbytes and not torch_private.is_shared(tensor):

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 import roomier
+from roomier.core import torch_private
 from roomier.core.errors import RoomierError, shorten
 
 _INTERNAL = (Path(torch.__file__).parent, Path(roomier.__file__).parent)
@@ -29,7 +30,7 @@ def told_where() -> Iterator[None]:
         raise
     except Exception as error:
         operation = getattr(error, "func", None)
-        if isinstance(operation, torch._ops.OpOverload):
+        if isinstance(operation, torch_private.OpOverload):
             problem = f"asks for values of tensors ({operation})"
         elif any(each in str(error) for each in _READS_MEMORY):
             problem = "reads the memory of a tensor (as .numpy() and .data_ptr() do)"
