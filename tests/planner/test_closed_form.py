@@ -21,7 +21,7 @@ from roomier.planner.trace import take_trace
 from roomier.planner.workload import Workload
 from tests.planner.models import MODELS
 
-WORST_BELOW, WORST_ABOVE, MEDIAN = 0.03, 0.06, 0.015
+WORST_BELOW, WORST_ABOVE, MEDIAN = 0.05, 0.06, 0.015
 STRATEGIES = ("single", "ddp", "zero1", "zero2", "zero3", "hsdp")
 _LINK = Link(1e9)
 

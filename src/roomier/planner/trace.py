@@ -252,6 +252,7 @@ def _as_if_cut(network: nn.Module, compute_dtype: torch.dtype | None) -> list[nn
     made: dict[nn.Parameter, nn.Parameter] = {}
     inner: list[nn.Module] = []
     for unit in units_of(network):
+        unit.register_forward_pre_hook(_pass_inputs, with_kwargs=True)
         for modules, dtype in parts_of(unit, compute_dtype):
             if modules != [unit]:
                 inner += modules
@@ -271,6 +272,28 @@ def _as_if_cut(network: nn.Module, compute_dtype: torch.dtype | None) -> list[nn
             if parameter in made:
                 module._parameters[name] = made[parameter]
     return inner
+
+
+class _Passed(torch.autograd.Function):
+    """What ``fully_shard`` passes the inputs of a unit through, to learn when their gradients are there: an input that
+    a unit returns as it is becomes a view by it."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0]
+
+
+def _pass_inputs(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def passed(tensor: Tensor) -> Tensor:
+        if not (tensor.requires_grad and torch.is_grad_enabled()):
+            return tensor
+        return _Passed.apply(tensor)  # type: ignore[no-any-return,no-untyped-call]
+
+    return map_tensors(passed, args), map_tensors(passed, kwargs)
 
 
 class _Place(str):
