@@ -302,6 +302,7 @@ def test_all_ranks_take_one_plan_and_run_as_if_it_had_been_named(on_ranks: Any, 
     assert losses == named
 
 
+@pytest.mark.slow
 def test_a_resume_with_auto_goes_on_bit_for_bit(on_ranks: Any, tmp_path: Path) -> None:
     (whole, _, _), _ = on_ranks(2, on_two, tmp_path / "whole", "auto", 4, None)
     (first, _, _), _ = on_ranks(2, on_two, tmp_path / "cut", "auto", 2, None)
