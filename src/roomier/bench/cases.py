@@ -50,6 +50,7 @@ CASES: dict[str, Case] = {
     "optimizers": Case(
         "loss, memory and time of optimizers with states of few bits, beside AdamW", "roomier.bench.optimizers"
     ),
+    "planner": Case("the peak of a step as it is forecast, beside the peak as it is", "roomier.bench.planner"),
     "seeds": Case(
         "memory that four articles published, beside the forecast of the same training", "roomier.bench.seeds"
     ),

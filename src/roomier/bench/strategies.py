@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import subprocess
-import sys
-import time
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from tempfile import TemporaryDirectory
+from collections.abc import Mapping
 from typing import Any
 
 from rich.console import RenderableType
 from rich.table import Table
 
 from roomier.bench.machine import circumstances
+from roomier.bench.rank_processes import run_on_ranks
 from roomier.core.errors import RoomierError, did_you_mean
 from roomier.core.units import format_bytes, format_count
 from roomier.models.gpt import SIZES, GPTConfig
 from roomier.plan import Plan
 
 PEER = "torch_ddp"
+_WORKER = "roomier.bench.strategy_ranks"
 STRATEGIES = (PEER, "ddp", "zero1", "zero2", "zero3", "hsdp")
 MODELS = ("mingpt", *SIZES)
 _NUM_COPIES = 2  # of the model, under hsdp
@@ -57,7 +52,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     }
     for name in settings["strategies"]:
         plan_of(name, settings)  # what cannot work is refused before a process starts
-    return {"case": "strategies", **settings, **_run_ranks(settings), **facts}
+    return {"case": "strategies", **settings, **run_on_ranks(_WORKER, settings["ranks"], settings), **facts}
 
 
 def config_of(settings: Mapping[str, Any]) -> GPTConfig:
@@ -91,54 +86,6 @@ def _known(field: str, name: str, known: Any) -> str:
     if name not in known:
         raise RoomierError(field, name, "is not known here", did_you_mean(name, known))
     return name
-
-
-def _run_ranks(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """One process for each rank, of one thread; what rank 0 wrote when all are done."""
-    with TemporaryDirectory() as folder:
-        path = Path(folder)
-        files = [(path / f"rank{rank}.txt").open("w+") for rank in range(settings["ranks"])]
-        try:
-            processes = [
-                subprocess.Popen(
-                    [sys.executable, "-P", "-m", "roomier.bench.strategy_ranks", str(path), json.dumps(settings)],
-                    env={**os.environ, "OMP_NUM_THREADS": "1", "RANK": str(rank)},
-                    stdin=subprocess.DEVNULL,
-                    stdout=file,
-                    stderr=subprocess.STDOUT,
-                )
-                for rank, file in enumerate(files)
-            ]
-            _wait(processes, path)
-            found: dict[str, Any] = json.loads((path / "result.json").read_text())
-            return found
-        finally:
-            for file in files:
-                file.close()
-
-
-def _wait(processes: Sequence[subprocess.Popen[bytes]], folder: Path) -> None:
-    try:
-        while any(each.poll() is None for each in processes):
-            failed = [rank for rank, each in enumerate(processes) if each.poll()]
-            if failed:
-                raise _failure(failed[0], processes, folder)
-            time.sleep(0.05)
-    finally:
-        for each in processes:
-            if each.poll() is None:
-                each.kill()
-            each.wait()
-    failed = [rank for rank, each in enumerate(processes) if each.returncode]
-    if failed:
-        raise _failure(failed[0], processes, folder)
-
-
-def _failure(rank: int, processes: Sequence[subprocess.Popen[bytes]], folder: Path) -> RoomierError:
-    lines = (folder / f"rank{rank}.txt").read_text().splitlines()
-    problem = "\n".join([f"ended with code {processes[rank].returncode}; its last lines:", *lines[-20:], ""])
-    action = "Where the code is -9 memory ran out: choose a smaller --model, or fewer --ranks"
-    return RoomierError("bench strategies", f"rank {rank}", problem, action)
 
 
 def table(result: Mapping[str, Any]) -> RenderableType:

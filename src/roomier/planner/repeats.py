@@ -86,16 +86,16 @@ class Shallow:
         return place
 
 
-def shallow_copy(module: Module, repeats: Sequence[Repeat], counts: Sequence[int]) -> Shallow:
-    """``module`` with ``counts`` periods of each of ``repeats``: the first of them and the last one."""
+def shallow_copy(module: Module, repeats: Sequence[Repeat], counts: Sequence[int], *, num_last: int = 1) -> Shallow:
+    """``module`` with ``counts`` periods of each of ``repeats``: the first of them, and the ``num_last`` last."""
     network = network_of(module)
     positions = {
         repeat.container: list(range(len(list(network.get_submodule(repeat.container).children()))))
         for repeat in repeats
     }
     for repeat, count in zip(repeats, counts, strict=True):
-        begin = repeat.first + (count - 1) * repeat.length
-        left_out = range(begin, repeat.first + (repeat.count - 1) * repeat.length)
+        begin = repeat.first + (count - num_last) * repeat.length
+        left_out = range(begin, repeat.first + (repeat.count - num_last) * repeat.length)
         positions[repeat.container] = [each for each in positions[repeat.container] if each not in left_out]
     cut = {}
     for name, kept in positions.items():

@@ -1,0 +1,123 @@
+"""``roomier bench planner``: the peak of a step as it is forecast, beside the peak as it is.
+
+The forecast is a dry run: no memory, no other rank. The truth is what :class:`roomier.memory.tracker.MemoryTracker`
+counts in the same step with real tensors on CPU ranks (one process each, gloo), on the rank that holds most. The result
+is one JSON object: ``median_error`` and ``worst_error`` (relative, over all rows), ``rows``, ``refused`` (plans that
+cannot work, with the reason) and ``failures`` (forecasts that broke: there should be none). A row has
+
+- ``model`` (of :mod:`roomier.bench.planner_models`), ``strategy``, ``num_ranks``, ``recompute``, ``precision``,
+  ``optimizer``, ``accumulate`` (micro-batches of a step);
+- ``predicted_bytes``, ``measured_bytes``, ``error``, and both by kind;
+- in some rows ``rss_bytes``, a second witness: by how much the resident set of a fresh process grows
+  (:mod:`roomier.bench.planner_rss`). It is no part of ``error``.
+
+By default each model meets each strategy on each number of ranks, with levers such that any two choices meet somewhere;
+``--all`` takes every combination that is legal (hours), ``--quick`` each model twice.
+
+On a GPU the truth would be ``torch.cuda.max_memory_allocated``, at the same bars, and within 10 % what the allocator
+reserves; that is not measured here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import RenderableType
+from rich.table import Table
+
+from roomier.bench.machine import circumstances
+from roomier.bench.planner_cases import Case, all_cases, few_cases, some_cases
+from roomier.bench.rank_processes import run_on_ranks
+from roomier.core.errors import RoomierError, did_you_mean
+from roomier.core.units import format_bytes
+
+_NUM_SHOWN = 12
+_WITNESSED = ("none", "full")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    how_many = parser.add_mutually_exclusive_group()
+    how_many.add_argument("--quick", action="store_true", help="each model twice: under 3 minutes on 2 cores")
+    how_many.add_argument("--all", action="store_true", help="every combination that is legal: hours")
+    parser.add_argument("--models", default="", help="these alone, separated by commas")
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    facts = circumstances()
+    cases = all_cases() if options.all else few_cases() if options.quick else some_cases()
+    cases = _of_models(cases, options.models)
+    found: list[dict[str, Any]] = []
+    for num_ranks in sorted({each.num_ranks for each in cases}):
+        chosen = [each.as_dict() for each in cases if each.num_ranks == num_ranks]
+        settings = {"ranks": num_ranks, "cases": chosen}
+        found += run_on_ranks("roomier.bench.planner_ranks", num_ranks, settings)["rows"]
+    if not options.models:
+        found += [_witnessed(recompute) for recompute in _WITNESSED]
+    rows = [each for each in found if "error" in each]
+    errors = [each["error"] for each in rows]
+    return {
+        "case": "planner",
+        "median_error": statistics.median(errors),
+        "worst_error": max(errors),
+        "rows": rows,
+        "refused": [each for each in found if "refusal" in each],
+        "failures": [each for each in found if "failure" in each],
+        **facts,
+    }
+
+
+def table(result: Mapping[str, Any]) -> RenderableType:
+    shown = Table(
+        title=f"median error {result['median_error']:.3%}, worst {result['worst_error']:.2%} of {len(result['rows'])}",
+        caption=f"the {_NUM_SHOWN} worst, and those with a second witness; {len(result['refused'])} refused, "
+        f"{len(result['failures'])} failed\n{result['machine']['cpu']}, torch {result['torch']}",
+    )
+    for name in ("model", "strategy", "recompute", "precision", "optimizer"):
+        shown.add_column(name)
+    for name in ("forecast", "measured", "error", "resident set"):
+        shown.add_column(name, justify="right")
+    worst = sorted(result["rows"], key=lambda each: each["error"], reverse=True)
+    for row in [*worst[:_NUM_SHOWN], *(each for each in worst[_NUM_SHOWN:] if "rss_bytes" in each)]:
+        shown.add_row(
+            row["model"],
+            f"{row['strategy']} on {row['num_ranks']}",
+            row["recompute"],
+            row["precision"],
+            row["optimizer"],
+            format_bytes(row["predicted_bytes"]),
+            format_bytes(row["measured_bytes"]),
+            f"{row['error']:.2%}",
+            format_bytes(row["rss_bytes"]) if "rss_bytes" in row else "",
+        )
+    return shown
+
+
+def _of_models(cases: Sequence[Case], text: str) -> list[Case]:
+    names = [each.strip() for each in text.split(",") if each.strip()]
+    known = {each.model for each in cases}
+    for name in names:
+        if name not in known:
+            raise RoomierError("--models", name, "is not known here", did_you_mean(name, known))
+    return [each for each in cases if not names or each.model in names]
+
+
+def _witnessed(recompute: str) -> dict[str, Any]:
+    from roomier.bench.planner_rss import MODEL, WideGPT, make_batch, make_plan
+    from roomier.bench.planner_truth import measured_peak
+    from roomier.core.tree import batch_size_of
+    from roomier.planner.dry_run import dry_run
+    from roomier.planner.workload import Workload
+
+    module, batch, plan = WideGPT(), make_batch(), make_plan(recompute)
+    predicted_bytes = dry_run(Workload(module, batch, batch_size_of(batch)), plan).peak_bytes
+    measured_bytes = measured_peak(module, batch, plan).total()
+    return {
+        **Case(MODEL, "single", 1, recompute, "32-true", "adamw").as_dict(),
+        "predicted_bytes": predicted_bytes,
+        "measured_bytes": measured_bytes,
+        "error": abs(predicted_bytes / measured_bytes - 1),
+        **run_on_ranks("roomier.bench.planner_rss", 1, {"recompute": recompute}),
+    }

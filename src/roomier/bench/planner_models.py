@@ -1,0 +1,388 @@
+"""Many kinds of model, each with one micro-batch: what forecasts are held against.
+
+All are small, yet large enough that activations outweigh what is rounded, and where layers repeat there are at least
+four. Those of Hugging Face are made from a config; nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from roomier.api.module import Module
+from roomier.models.gpt import GPT, GPTConfig
+
+VOCABULARY = 500
+LENGTH = 64
+NUM_SEQUENCES = 4
+NUM_IMAGES = 4
+DEPTH = 4
+
+Batch = Any
+Workload = tuple[nn.Module, Batch]
+
+
+def _tokens(length: int = LENGTH) -> Tensor:
+    return torch.arange(NUM_SEQUENCES * length).view(NUM_SEQUENCES, length) * 7 % VOCABULARY
+
+
+def _images(size: int = 32) -> Tensor:
+    return torch.linspace(-1, 1, NUM_IMAGES * 3 * size * size).sin().view(NUM_IMAGES, 3, size, size)
+
+
+def _hugging_face(config: str, model: str, batch: Batch, **sizes: Any) -> Workload:
+    transformers = importlib.import_module("transformers")
+    made = getattr(transformers, model)(getattr(transformers, config)(**sizes))
+    return made.train(), batch
+
+
+def gpt() -> Workload:
+    """roomier's own, with dropout."""
+    config = GPTConfig(vocab_size=VOCABULARY, context=LENGTH, num_layers=DEPTH, num_heads=4, width=64)
+    return LanguageModel(GPT(config)), {"input_ids": _tokens(), "labels": _tokens()}
+
+
+def gpt_tied() -> Workload:
+    """Without dropout; the output layer is the embedding."""
+    config = GPTConfig(
+        vocab_size=VOCABULARY, context=LENGTH, num_layers=DEPTH, num_heads=4, width=64, dropout=0.0, tied_head=True
+    )
+    return LanguageModel(GPT(config)), {"input_ids": _tokens(), "labels": _tokens()}
+
+
+class LanguageModel(Module):
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss: Tensor = self.network(batch["input_ids"], batch["labels"])[1]
+        self.log("train_loss", loss)
+        return loss
+
+
+def gpt2() -> Workload:
+    sizes: dict[str, Any] = {"vocab_size": VOCABULARY, "n_positions": LENGTH, "n_embd": 64, "n_layer": DEPTH}
+    return _hugging_face(
+        "GPT2Config", "GPT2LMHeadModel", {"input_ids": _tokens(), "labels": _tokens()}, n_head=4, **sizes
+    )
+
+
+_ENCODER: dict[str, Any] = {
+    "hidden_size": 64,
+    "num_hidden_layers": DEPTH,
+    "num_attention_heads": 4,
+    "intermediate_size": 256,
+}
+
+
+def bert() -> Workload:
+    """With a padding mask, and dropout in attention."""
+    mask = torch.ones(NUM_SEQUENCES, LENGTH, dtype=torch.int64)
+    mask[0, LENGTH // 2 :] = 0
+    batch = {"input_ids": _tokens(), "attention_mask": mask, "labels": _tokens()}
+    return _hugging_face("BertConfig", "BertForMaskedLM", batch, vocab_size=VOCABULARY, **_ENCODER)
+
+
+def llama() -> Workload:
+    """Two heads of queries share one of keys and values."""
+    batch = {"input_ids": _tokens(), "labels": _tokens()}
+    sizes = {**_ENCODER, "num_key_value_heads": 2, "vocab_size": VOCABULARY, "max_position_embeddings": LENGTH}
+    return _hugging_face("LlamaConfig", "LlamaForCausalLM", batch, **sizes)
+
+
+def mixtral() -> Workload:
+    """A mixture of four experts, two of which see each token."""
+    batch = {"input_ids": _tokens(), "labels": _tokens()}
+    sizes = {**_ENCODER, "num_key_value_heads": 2, "vocab_size": VOCABULARY, "num_local_experts": 4}
+    return _hugging_face("MixtralConfig", "MixtralForCausalLM", batch, **sizes)
+
+
+def t5() -> Workload:
+    """An encoder and a decoder; the first layer makes the bias of positions for all."""
+    batch = {"input_ids": _tokens(), "labels": _tokens(LENGTH // 2).contiguous()}
+    sizes: dict[str, Any] = {"d_model": 64, "d_kv": 16, "d_ff": 256, "num_layers": DEPTH, "num_heads": 4}
+    return _hugging_face(
+        "T5Config", "T5ForConditionalGeneration", batch, vocab_size=VOCABULARY, decoder_start_token_id=0, **sizes
+    )
+
+
+def vit() -> Workload:
+    batch = {"pixel_values": _images(), "labels": torch.arange(NUM_IMAGES)}
+    return _hugging_face(
+        "ViTConfig", "ViTForImageClassification", batch, image_size=32, patch_size=4, num_labels=10, **_ENCODER
+    )
+
+
+def whisper() -> Workload:
+    """Speech to text: convolutions and an encoder over a spectrogram, a decoder over tokens."""
+    batch = {"input_features": _images(32).reshape(NUM_IMAGES, 24, 128), "labels": _tokens(LENGTH // 2).contiguous()}
+    return _hugging_face(
+        "WhisperConfig",
+        "WhisperForConditionalGeneration",
+        batch,
+        vocab_size=VOCABULARY,
+        num_mel_bins=24,
+        d_model=64,
+        encoder_layers=DEPTH,
+        decoder_layers=DEPTH,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=256,
+        decoder_ffn_dim=256,
+        max_source_positions=64,
+        max_target_positions=LENGTH,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        decoder_start_token_id=1,
+    )
+
+
+def clip() -> Workload:
+    """Images and text in one space; the loss compares all of a batch with all."""
+    text: dict[str, Any] = {**_ENCODER, "vocab_size": VOCABULARY, "eos_token_id": 2, "max_position_embeddings": LENGTH}
+    vision: dict[str, Any] = {**_ENCODER, "image_size": 32, "patch_size": 4}
+    batch = {"input_ids": _tokens(), "pixel_values": _images(), "return_loss": True}
+    return _hugging_face("CLIPConfig", "CLIPModel", batch, text_config=text, vision_config=vision, projection_dim=64)
+
+
+class ConvBlock(nn.Module):
+    def __init__(self, width_in: int, width: int, time_width: int) -> None:
+        super().__init__()
+        self.norm = nn.GroupNorm(4, width_in)
+        self.first = nn.Conv2d(width_in, width, 3, padding=1)
+        self.time = nn.Linear(time_width, width)
+        self.second = nn.Conv2d(width, width, 3, padding=1)
+        self.skip = nn.Conv2d(width_in, width, 1) if width_in != width else nn.Identity()
+
+    def forward(self, x: Tensor, time: Tensor) -> Tensor:
+        y = self.first(F.silu(self.norm(x)))
+        y = y + self.time(time)[:, :, None, None]
+        result: Tensor = self.skip(x) + self.second(F.silu(y))
+        return result
+
+
+class UNet(Module):
+    """Predicts the noise in images. What goes down is kept for what comes up."""
+
+    def __init__(self, width: int = 16, time_width: int = 32) -> None:
+        super().__init__()
+        widths = [width, 2 * width, 4 * width]
+        self.time_width = time_width
+        self.begin = nn.Conv2d(3, width, 3, padding=1)
+        self.down = nn.ModuleList(ConvBlock(a, b, time_width) for a, b in zip([width, *widths], widths, strict=False))
+        self.middle = nn.ModuleList(ConvBlock(widths[-1], widths[-1], time_width) for _ in range(2))
+        self.up = nn.ModuleList(
+            ConvBlock(2 * a, b, time_width) for a, b in zip(widths[::-1], [*widths[-2::-1], width], strict=True)
+        )
+        self.end = nn.Conv2d(width, 3, 3, padding=1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        images = batch["images"]
+        noise = torch.randn_like(images)
+        level = torch.rand(len(images), device=images.device)
+        time = torch.cos(level[:, None] * torch.arange(self.time_width, device=images.device)).to(images.dtype)
+        x = self.begin(images + level[:, None, None, None].to(images.dtype) * noise)
+        skips = []
+        for block in self.down:
+            x = block(x, time)
+            skips.append(x)
+            x = F.avg_pool2d(x, 2)
+        for block in self.middle:
+            x = block(x, time)
+        for block in self.up:
+            x = F.interpolate(x, scale_factor=2)
+            x = block(torch.cat([x, skips.pop()], dim=1), time)
+        return F.mse_loss(self.end(x), noise)
+
+
+def unet() -> Workload:
+    return UNet(), {"images": _images()}
+
+
+class Residual(nn.Module):
+    def __init__(self, width_in: int, width: int, stride: int) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(width_in, width, 3, stride, padding=1, bias=False)
+        self.first_norm = nn.BatchNorm2d(width)
+        self.second = nn.Conv2d(width, width, 3, padding=1, bias=False)
+        self.second_norm = nn.BatchNorm2d(width)
+        self.skip = nn.Sequential() if stride == 1 else nn.Conv2d(width_in, width, 1, stride, bias=False)
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.relu(self.first_norm(self.first(x)))
+        y = self.second_norm(self.second(y)) + self.skip(x)
+        result: Tensor = self.relu(y)
+        return result
+
+
+class ResNet(Module):
+    """Statistics of batches in its norms, and operations in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU(inplace=True))
+        shapes = [(16, 16, 1), (16, 16, 1), (16, 32, 2), (32, 32, 1), (32, 64, 2), (64, 64, 1)]
+        self.layers = nn.Sequential(*(Residual(*shape) for shape in shapes))
+        self.head = nn.Linear(64, 10)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        images, labels = batch
+        logits = self.head(self.layers(self.stem(images)).mean(dim=(2, 3)))
+        if batch_idx == 0:
+            self.log("accuracy", (logits.argmax(dim=1) == labels).float().mean())
+        return F.cross_entropy(logits, labels)
+
+
+def resnet() -> Workload:
+    return ResNet(), [_images(), torch.arange(NUM_IMAGES)]
+
+
+class Speech(Module):
+    """Letters from a spectrogram, by a bidirectional LSTM over packed sequences of different lengths, and CTC."""
+
+    def __init__(self, num_bands: int = 40, width: int = 128, num_letters: int = 29) -> None:
+        super().__init__()
+        self.begin = nn.Conv1d(num_bands, width, 5, stride=2, padding=2)
+        self.lstm = nn.LSTM(width, width, num_layers=2, bidirectional=True, batch_first=True, dropout=0.1)
+        self.head = nn.Linear(2 * width, num_letters)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = self.begin(batch["spectrogram"].transpose(1, 2)).transpose(1, 2)
+        lengths = (batch["num_frames"] + 1) // 2
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        y, _ = nn.utils.rnn.pad_packed_sequence(self.lstm(packed)[0], batch_first=True, total_length=x.shape[1])
+        scores = self.head(y).log_softmax(dim=-1).transpose(0, 1).float()
+        letters = batch["letters"]
+        return F.ctc_loss(scores, letters, lengths, torch.full((len(letters),), letters.shape[1]))
+
+
+def lstm() -> Workload:
+    num_frames = torch.tensor([48, 32, 40, 48])
+    spectrogram = torch.linspace(-1, 1, NUM_SEQUENCES * 48 * 40).sin().view(NUM_SEQUENCES, 48, 40)
+    return Speech(), {"spectrogram": spectrogram, "num_frames": num_frames, "letters": _tokens(8) % 28 + 1}
+
+
+class LSTMTagger(Module):
+    """A plain LSTM over padded sequences."""
+
+    def __init__(self, width: int = 96) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, width)
+        self.lstm = nn.LSTM(width, width, num_layers=4, batch_first=True)
+        self.head = nn.Linear(width, VOCABULARY)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        y, _ = self.lstm(self.tokens(batch["input_ids"]))
+        return F.cross_entropy(self.head(y).flatten(0, 1), batch["labels"].flatten())
+
+
+def lstm_padded() -> Workload:
+    return LSTMTagger(), {"input_ids": _tokens(), "labels": _tokens()}
+
+
+class ConformerBlock(nn.Module):
+    """Half a feed-forward, attention, a convolution, and the other half (Gulati et al. 2020)."""
+
+    def __init__(self, width: int, dropout: float = 0.1) -> None:
+        super().__init__()
+        self.before, self.after = (
+            nn.Sequential(
+                nn.LayerNorm(width),
+                nn.Linear(width, 4 * width),
+                nn.SiLU(),
+                nn.Dropout(dropout),
+                nn.Linear(4 * width, width),
+                nn.Dropout(dropout),
+            )
+            for _ in range(2)
+        )
+        self.attention_norm = nn.LayerNorm(width)
+        self.attention = nn.MultiheadAttention(width, 4, dropout=dropout, batch_first=True)
+        self.conv_norm = nn.LayerNorm(width)
+        self.widen = nn.Conv1d(width, 2 * width, 1)
+        self.depthwise = nn.Conv1d(width, width, 15, padding=7, groups=width)
+        self.batch_norm = nn.BatchNorm1d(width)
+        self.narrow = nn.Conv1d(width, width, 1)
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + 0.5 * self.before(x)
+        normed = self.attention_norm(x)
+        x = x + self.attention(normed, normed, normed, need_weights=False)[0]
+        y = F.glu(self.widen(self.conv_norm(x).transpose(1, 2)), dim=1)
+        x = x + self.narrow(F.silu(self.batch_norm(self.depthwise(y)))).transpose(1, 2)
+        result: Tensor = self.norm(x + 0.5 * self.after(x))
+        return result
+
+
+class Conformer(Module):
+    def __init__(self, width: int = 64, num_bands: int = 40) -> None:
+        super().__init__()
+        self.begin = nn.Conv1d(num_bands, width, 3, stride=2, padding=1)
+        self.blocks = nn.ModuleList(ConformerBlock(width) for _ in range(DEPTH))
+        self.head = nn.Linear(width, 29)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = self.begin(batch["spectrogram"].transpose(1, 2)).transpose(1, 2)
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), batch["labels"].flatten())
+
+
+def conformer() -> Workload:
+    spectrogram = torch.linspace(-1, 1, NUM_SEQUENCES * 128 * 40).sin().view(NUM_SEQUENCES, 128, 40)
+    return Conformer(), {"spectrogram": spectrogram, "labels": _tokens(64) % 29}
+
+
+class Recommender(Module):
+    """Nearly all of it is a table of items: each user is the sum of what was clicked."""
+
+    def __init__(self, num_items: int = 50_000, width: int = 16) -> None:
+        super().__init__()
+        self.items = nn.EmbeddingBag(num_items, width, mode="sum")
+        self.contexts = nn.ModuleList(nn.Embedding(100, width) for _ in range(4))
+        self.tower = nn.Sequential(nn.Linear(5 * width, 64), nn.ReLU(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        contexts = [table(batch["contexts"][:, i]) for i, table in enumerate(self.contexts)]
+        scores = self.tower(torch.cat([self.items(batch["clicked"]), *contexts], dim=1)).squeeze(1)
+        return F.binary_cross_entropy_with_logits(scores, batch["bought"].to(scores.dtype))
+
+
+def recommender() -> Workload:
+    num_users = 256
+    clicked = torch.arange(num_users * 20).view(num_users, 20) * 7919 % 50_000
+    contexts = torch.arange(num_users * 4).view(num_users, 4) % 100
+    return Recommender(), {"clicked": clicked, "contexts": contexts, "bought": torch.arange(num_users) % 2}
+
+
+MODELS: dict[str, Callable[[], Workload]] = {
+    make.__name__: make
+    for make in (
+        gpt,
+        gpt_tied,
+        gpt2,
+        bert,
+        llama,
+        mixtral,
+        t5,
+        vit,
+        whisper,
+        clip,
+        unet,
+        resnet,
+        lstm,
+        lstm_padded,
+        conformer,
+        recommender,
+    )
+}
+"""Name -> what makes the model, in training mode, and one micro-batch."""

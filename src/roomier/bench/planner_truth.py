@@ -1,0 +1,69 @@
+"""The peak of a step as it is: the very step of a dry run, with real tensors."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from roomier.api.forward import as_module
+from roomier.api.module import Module
+from roomier.core.log import quiet
+from roomier.core.ranks import Ranks
+from roomier.core.tree import map_tensors
+from roomier.engine.build import build, configure
+from roomier.engine.eager import EagerEngine
+from roomier.memory.tracker import MemoryTracker, Snapshot, tracking
+from roomier.plan import Plan
+
+
+def measured_peak(module: nn.Module, batch: Any, plan: Plan, ranks: Ranks | None = None) -> Snapshot:
+    """The largest moment of a step, from the second on, of ``plan`` on a CPU; ``module`` stays as it is.
+
+    Args:
+        ranks: among which the model is divided; None for one.
+    """
+    tracker = measured_step(module, batch, plan, ranks)
+    return tracker.peak()
+
+
+def measured_step(module: nn.Module, batch: Any, plan: Plan, ranks: Ranks | None = None) -> MemoryTracker:
+    """The tracker after that step."""
+    plan = replace(plan, parallel=replace(plan.parallel, accelerator="cpu"))
+    copied = copy.deepcopy(as_module(module))
+    _say_nothing(copied)
+
+    num_batches = plan.batch.accumulate_grad_batches
+    num_steps_before = 2 if plan.parallel.strategy == "ddp" else 1  # DDP is there from the second on
+    windows = [[map_tensors(torch.clone, batch) for _ in range(num_batches)] for _ in range(num_steps_before + 1)]
+
+    def step(tracker: MemoryTracker) -> None:
+        tracker.enter("forward")
+        engine.forward_backward(lambda each: copied.training_step(each, 0), windows.pop())
+        tracker.enter("update")
+        if plan.batch.gradient_clip_val is not None:
+            engine.clip()
+        engine.step()
+        tracker.enter("rest")
+
+    with quiet():
+        engine, _ = build(plan, copied, lambda: configure(plan, copied, lambda: 1000), EagerEngine, ranks or Ranks())
+        if engine.scaler is not None:  # the first scales are so large that steps would be left out
+            engine.scaler.load({**engine.scaler.state(), "scale": 1.0})
+        with tracking(engine) as tracker:
+            for _ in range(num_steps_before):
+                step(tracker)
+            tracker.restart()
+            step(tracker)
+        engine.close()
+    return tracker
+
+
+def _say_nothing(module: Module) -> None:
+    for part in module.modules():
+        if isinstance(part, Module):
+            for name in ("log", "log_dict"):
+                part.__dict__[name] = lambda *args, **kwargs: None

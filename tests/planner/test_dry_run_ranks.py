@@ -1,0 +1,52 @@
+"""The dry run on several ranks, against the same step on real ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from roomier.bench.planner_cases import Case
+from roomier.bench.planner_ranks import run
+from roomier.core.ranks import Ranks
+from roomier.core.world import World
+from tests.ranks.pool import RankPool
+
+MOST = 0.0005  # relative; scalars of an allocation each
+FEW = [
+    Case("gpt_tied", "ddp", 2, "none", "bf16-mixed", "adamw", accumulate=2),
+    Case("gpt_tied", "zero1", 2, "selective", "32-true", "adamw", accumulate=2),
+    Case("gpt_tied", "zero3", 2, "full", "bf16-mixed", "adamw8bit"),
+]
+
+
+def rows_of(cases: list[Case]) -> list[dict[str, Any]]:
+    """The dry runs too are taken on the ranks, whose process group and meshes they must leave alone."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    return run(cases, Ranks(World(rank, size, rank, 0, size)))
+
+
+def check(rows: list[dict[str, Any]]) -> None:
+    for row in rows:
+        assert "error" in row, row
+        assert row["error"] <= MOST, row
+
+
+def test_the_peak_on_two_ranks_is_the_forecast(on_ranks: RankPool) -> None:
+    check(on_ranks(2, rows_of, FEW, timeout_s=180)[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3", "hsdp"])
+def test_every_strategy_precision_and_policy(on_ranks: RankPool, strategy: str, num_ranks: int) -> None:
+    if strategy == "hsdp" and num_ranks == 2:
+        pytest.skip("two copies of the model on two ranks are not cut")
+    cases = [
+        Case("gpt_tied", strategy, num_ranks, recompute, precision, "adamw", accumulate)
+        for recompute in ("none", "full", "selective")
+        for precision in ("32-true", "bf16-mixed")
+        for accumulate in (1, 2)
+    ]
+    check(on_ranks(num_ranks, rows_of, cases, timeout_s=600)[0])
