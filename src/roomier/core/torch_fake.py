@@ -85,6 +85,12 @@ def fake_process_group(rank: int, size: int) -> Iterator[None]:
         sys.excepthook = hook
 
 
+def device_type_of(tensor: Tensor) -> str:
+    """``tensor.device.type``. Of a fake tensor, which would ask all modes that look at operations, at once."""
+    device: torch.device | None = getattr(tensor, "fake_device", None)
+    return (tensor.device if device is None else device).type
+
+
 def fake_constant(tensor: Tensor) -> Tensor | None:
     """The value of a fake tensor that is known all the same, as of ``torch.tensor(3)``."""
     found: Tensor | None = getattr(tensor, "constant", None)

@@ -164,6 +164,9 @@ def intercept(handler: Callable[..., Any], *, lets_compile: bool = False) -> Abs
     return _CompiledInterception(handler) if lets_compile else _Interception(handler)
 
 
+_ASKS_DEVICE = torch.ops.prim.device.default
+
+
 class _Interception(TorchDispatchMode):  # type: ignore[no-untyped-call]
     supports_higher_order_operators = True  # flex_attention is one; others would be an error inside
 
@@ -172,6 +175,8 @@ class _Interception(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._handler = handler
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _ASKS_DEVICE and (device := getattr(args[0], "fake_device", None)) is not None:
+            return device  # two of three operations on fake tensors ask for it: not all modes need to hear of it
         return self._handler(func, types, args, kwargs or {})
 
 

@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from roomier.core import torch_private
+from roomier.core import torch_fake, torch_private
 from roomier.engine.engine import Engine
 from roomier.memory.kinds import Kind, total_bytes
 
@@ -97,11 +98,12 @@ class MemoryTracker:
         self.place = ""
         self._interception = torch_private.intercept(self._on_operation)
         self._module = module
-        self._modules = [each for each in module.modules() if next(each.parameters(recurse=False), None) is not None]
+        self._not_gathered = [
+            (each, name) for each in module.modules() for name, _ in each.named_parameters(recurse=False)
+        ]
         self._optimizers = optimizers
         self._device = device
         self._is_cut = any(isinstance(each, DTensor) for each in self._owned())
-        self._num_parameters = len(set(module.parameters()))
         self._owned_once: list[nn.Parameter] = []
         self._frees_gradients = False  # in a backward, by hooks
         self._storages: dict[int, _Storage] = {}
@@ -192,7 +194,7 @@ class MemoryTracker:
             yield Snapshot(change.phase, num_bytes, change.place)
 
     def _on_operation(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        if any(issubclass(each, DTensor) for each in types):
+        if types and any(issubclass(each, DTensor) for each in types):
             return NotImplemented  # it runs operations on its part, and those come here
         self._note_sizes()
         if self._is_cut:
@@ -206,11 +208,7 @@ class MemoryTracker:
         return result
 
     def _note_arguments(self, func: Any, tensors: list[Tensor]) -> None:
-        name = func.name()
-        kind = Kind.TEMPORARY
-        if func.namespace in _COMMUNICATION:
-            kind = Kind.COMMUNICATION
-        packs = name.startswith(_PACKS_GRADIENTS)
+        kind, packs = _meaning_of(func)
         for tensor in tensors:
             self._see(tensor, kind, was_there=True)  # what nobody made here is a batch
         if packs:
@@ -220,7 +218,7 @@ class MemoryTracker:
     def _see(self, tensor: Tensor, kind: Kind = Kind.TEMPORARY, *, was_there: bool = False) -> None:
         if isinstance(tensor, DTensor):
             tensor = tensor.to_local()
-        if tensor.device.type != self._device.type or tensor.layout is not torch.strided:
+        if torch_fake.device_type_of(tensor) != self._device.type or tensor.layout is not torch.strided:
             return
         storage = tensor.untyped_storage()
         known = self._storages.get(id(storage))
@@ -260,11 +258,16 @@ class MemoryTracker:
     @torch.no_grad()
     def _note_gathered(self) -> None:
         # fully_shard makes the whole parameter once and fills it again and again.
-        for module in self._modules if len(self._gathered) < self._num_parameters else ():
-            for parameter in module.parameters(recurse=False):
-                if not isinstance(parameter, DTensor) and id(parameter) not in self._gathered:
-                    self._gathered[id(parameter)] = parameter  # kept, so that its id stays its own
-                    self._see(parameter, Kind.GATHERED)
+        found = [(each, name) for each, name in self._not_gathered if not isinstance(getattr(each, name), DTensor)]
+        for each, name in found:
+            parameter = getattr(each, name)
+            if id(parameter) not in self._gathered:
+                self._gathered[id(parameter)] = parameter  # kept, so that its id stays its own
+                self._see(parameter, Kind.GATHERED)
+        if found:
+            self._not_gathered = [each for each in self._not_gathered if each not in found]
+        if not torch_private.is_in_backward():
+            return  # gradients come in backwards, and are seen there
         for parameter in self._gathered.values():
             if parameter.grad is not None:
                 self._see(parameter.grad, Kind.GRADIENT)
@@ -314,6 +317,13 @@ def tracking(engine: Engine) -> Iterator[MemoryTracker]:
             yield tracker
     finally:
         hooks.before_backward, hooks.after_backward = before, after
+
+
+@cache
+def _meaning_of(func: Any) -> tuple[Kind, bool]:
+    """What the arguments of an operation are for, and whether it packs gradients."""
+    kind = Kind.COMMUNICATION if func.namespace in _COMMUNICATION else Kind.TEMPORARY
+    return kind, func.name().startswith(_PACKS_GRADIENTS)
 
 
 def _strengthen(storage: _Storage, kind: Kind) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import cache
 from types import MappingProxyType
 from typing import Any
 
@@ -80,15 +80,19 @@ class WorkCounter:
 
     def _on_operation(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         result = func(*args, **kwargs)
-        if not torch_private.is_view_operation(func) and _is_computed(func):
+        if _is_computed(func):
             self.by_part[self._part()] += work_of(func, args, kwargs, result)
         return result
 
 
+@cache
 def _is_computed(func: Any) -> bool:
-    return str(func).partition(".")[0] not in _NOT_COMPUTED_IN and _name_of(func) not in _NOT_COMPUTED
+    if str(func).partition(".")[0] in _NOT_COMPUTED_IN or _name_of(func) in _NOT_COMPUTED:
+        return False
+    return not torch_private.is_view_operation(func)
 
 
+@cache
 def _name_of(func: Any) -> str:
     """``"addmm"`` of ``aten.addmm.default``."""
     _, _, name = str(func).partition(".")
@@ -110,10 +114,19 @@ def work_of(func: Any, args: Any, kwargs: Any, result: Any) -> Work:
 
 
 def _bytes_of(tensor: Tensor) -> int:
-    # One that was expanded is read from what is there.
-    sizes = (size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
-    return math.prod(sizes) * tensor.itemsize
+    num_bytes = tensor.itemsize
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        if stride:  # one that was expanded is read from what is there
+            num_bytes *= size
+    return num_bytes
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    return (each for each in torch_private.iter_leaves(value) if isinstance(each, Tensor))
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _tensors(each)
+    elif isinstance(value, dict):
+        for each in value.values():
+            yield from _tensors(each)
