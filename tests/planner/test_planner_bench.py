@@ -70,5 +70,5 @@ def test_the_table_shows_the_worst_and_what_failed() -> None:
 
 
 def test_a_model_that_is_not_there_is_refused_by_name() -> None:
-    with pytest.raises(RoomierError, match="gpt_tide.*gpt_tied"):
+    with pytest.raises(RoomierError, match=r"gpt_tide.*gpt_tied"):
         planner.measure(argparse.Namespace(quick=True, all=False, models="gpt_tide"))

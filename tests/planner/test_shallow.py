@@ -100,6 +100,7 @@ def both(workload: Workload, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> tup
 
     with monkeypatch.context() as patch:
         patch.setattr(shallow, "dry_run", of_a_copy)
+        patch.setattr(shallow, "_saves", lambda repeats: True)
         return dry_run_by_depth(workload, plan, is_pairwise=False), whole
 
 
@@ -181,8 +182,22 @@ def test_blocks_that_differ_in_an_attribute_are_all_traced() -> None:
     assert dry_run_by_depth(workload, make_plan()) == dry_run(workload, make_plan())
 
 
+@pytest.mark.parametrize(("num_layers", "is_whole"), [(9, True), (10, False)])
+def test_few_blocks_are_traced_whole(num_layers: int, is_whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    workload = layers([2] * num_layers)
+    traced: list[int] = []
+
+    def counting(each: Workload, *args: Any, **options: Any) -> DryRun:
+        traced.append(len(network_of(each.module).layers))  # type: ignore[arg-type]
+        return dry_run(each, *args, **options)
+
+    monkeypatch.setattr(shallow, "dry_run", counting)
+    dry_run_by_depth(workload, make_plan())
+    assert traced == ([9] if is_whole else [4, 5])
+
+
 def test_a_model_that_takes_its_blocks_by_number_is_traced_whole() -> None:
-    workload = layers([2] * 8, by_number=True)
+    workload = layers([2] * 12, by_number=True)
     assert find_repeats(network_of(workload.module), make_plan(), least=6)
     assert dry_run_by_depth(workload, make_plan()) == dry_run(workload, make_plan())
 
@@ -193,12 +208,12 @@ def test_what_is_large_in_the_whole_model_is_large_in_the_copy() -> None:
         network = GPT(GPTConfig(vocab_size=96, context=16, num_layers=24, num_heads=2, width=32))
     module = as_module(network)
     rows = find_repeats(network, make_plan(), least=6)
-    copied = shallow_copy(module, rows, [3])
+    copied = shallow_copy(module, rows, [4], num_last=2)
     assert len(units_of(network)) == 24
-    assert len(units_of(network_of(copied.module))) == 3
+    assert len(units_of(network_of(copied.module))) == 4
     assert len(network.blocks) == 24  # the model stays as it was
     assert sum(1 for _ in network_of(copied.module).modules()) < sum(1 for _ in network.modules())
-    assert copied.place_in_model("blocks.2") == "blocks.23"
+    assert [copied.place_in_model(f"blocks.{number}") for number in range(4)] == [f"blocks.{n}" for n in (0, 1, 22, 23)]
 
 
 def test_a_plan_that_names_blocks_has_the_model_traced_whole() -> None:

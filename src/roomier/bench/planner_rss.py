@@ -34,7 +34,7 @@ class WideGPT(Module):
         super().__init__()
         self.network = GPT(_CONFIG)
 
-    def training_step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int = 0) -> Tensor:
         loss: Tensor = self.network(*batch)[1]
         return loss
 

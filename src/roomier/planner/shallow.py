@@ -1,16 +1,15 @@
 """A step of a deep model, from dry runs of copies in which its blocks repeat less often.
 
 [Note: depth]
-Where equal blocks stand in a row (see :mod:`roomier.planner.repeats`) a copy with three periods of each is traced, and
-for each row one with a period more. The two timelines are the same but for what the second middle period adds: a visit
-in each forward and backward. So each number of bytes is linear in the number of periods: the difference of the two
-timelines is what a period more adds there, and the difference between the two visits is what a visit adds to the next.
-From these the timeline of the whole depth is written down, visit by visit.
+Where equal blocks stand in a row (see :mod:`roomier.planner.repeats`) a copy with four periods of each is traced, the
+first two and the last two, and for each row one with a period more in the middle. The two timelines are the same but
+for the visits to that period, one in each forward and backward. What it adds to all other moments is the difference of
+the two; what its visit adds to what comes behind is the difference of its end and its begin. So the timeline of the
+whole depth is written down: the visit as often as periods were left out, each higher by the visits before it.
 
-Nothing is taken for granted. What a visit adds to the next must be the same at each of its stretches, and what the last
-visit itself adds: else something of the first or the last block is still there in the middle ones (buffers that travel
-between ranks on a CPU are), and five periods are traced. Where that does not do either, or the timelines are not the
-same but for the visits, the whole model is traced.
+Two on each side, for the ends reach one block into a row: buffers of the last block travel while the one before it
+computes, and the first has none to gather before it. Nothing is taken for granted: where the timelines are not the same
+but for the visits, or a visit does not add what the difference of the depths says, the whole model is traced.
 """
 
 from __future__ import annotations
@@ -21,15 +20,16 @@ from itertools import groupby
 
 from roomier.api.forward import network_of
 from roomier.core.errors import PlanError
-from roomier.memory.kinds import Kind, total_bytes
+from roomier.memory.kinds import Kind
 from roomier.plan import Plan
 from roomier.planner.dry_run import DryRun, NumBytes, Stretch, dry_run
 from roomier.planner.repeats import Repeat, Shallow, find_repeats, shallow_copy
 from roomier.planner.work import Part, Work
 from roomier.planner.workload import Workload
 
-_NUMS_TRACED = (3, 5)  # periods, odd: the one in the middle stands for those left out
-_LEAST = 6  # periods of a row that is worth it
+_NUM_FIRST = _NUM_LAST = 2  # periods that are always traced
+_NUM_TRACED = _NUM_FIRST + _NUM_LAST
+_LEAST = _NUM_TRACED + 2  # periods of a row that is worth it
 
 
 class _IsNotLinear(Exception):  # noqa: N818 - says what was found; it is never raised to a caller
@@ -50,133 +50,57 @@ def dry_run_by_depth(
     def trace(traced: Workload) -> DryRun:
         return dry_run(traced, plan, rank=rank, is_pairwise=is_pairwise, like=like)
 
-    for num_traced in _NUMS_TRACED:
-        repeats = find_repeats(network_of(workload.module), plan, least=max(num_traced + 2, _LEAST))
-        if not repeats:
-            break
+    repeats = find_repeats(network_of(workload.module), plan, least=_LEAST)
+    if _saves(repeats):
         try:
-            return _from_shallow_copies(workload, repeats, num_traced, trace)
-        except _IsNotLinear:
-            continue
+            return _from_shallow_copies(workload, repeats, trace)
         except PlanError:
             raise
-        except Exception:
+        except Exception:  # whatever a model does with fewer blocks than it was made with
             pass
     return trace(workload)
 
 
-def _from_shallow_copies(
-    workload: Workload, repeats: list[Repeat], num_traced: int, trace: Callable[[Workload], DryRun]
-) -> DryRun:
-    num_before = num_traced // 2  # periods before the middle, and behind it
+def _saves(repeats: Sequence[Repeat]) -> bool:
+    """Whether the copies have fewer blocks than the model."""
+    num_own = sum(_NUM_TRACED * each.length for each in repeats)
+    num_traced = num_own * (1 + len(repeats)) + sum(each.length for each in repeats)
+    return num_traced < sum(each.count * each.length for each in repeats)
 
+
+def _from_shallow_copies(workload: Workload, repeats: list[Repeat], trace: Callable[[Workload], DryRun]) -> DryRun:
     def at(*counts: int) -> _Timeline:
-        shallow = shallow_copy(workload.module, repeats, counts, num_last=num_before)
-        run = trace(replace(workload, module=shallow.module))
-        middles = [
-            (repeat, range(num_before, count - num_before)) for repeat, count in zip(repeats, counts, strict=True)
-        ]
-        return _Timeline(run, shallow, middles)
+        shallow = shallow_copy(workload.module, repeats, counts, num_last=_NUM_LAST)
+        return _Timeline(trace(replace(workload, module=shallow.module)), shallow, repeats)
 
-    counts = [num_traced] * len(repeats)
+    counts = [_NUM_TRACED] * len(repeats)
     base = at(*counts)
     rows = []
     for index, repeat in enumerate(repeats):
         deeper = at(*(count + (index == number) for number, count in enumerate(counts)))
-        rows.append(_Row(index, repeat, num_before, base, deeper))
+        rows.append(_Row(index, repeat, base, deeper))
     return DryRun(tuple(_stretches(base, rows)), _work(base, rows))
 
 
-@dataclass(frozen=True)
-class _Token:
-    """A stretch.
+class _Timeline:
+    """The step of a shallow copy, under the names of the whole model.
 
     Attributes:
-        key: what stretches of two depths have in common that are the same.
-        row: of the blocks that this or the last stretch with a name belongs to, if they are of a middle period; else
-            None.
-        period: of these blocks.
+        visits: the stretches; those of the middle period of a row together and with the row's number, others with None.
     """
 
-    stretch: Stretch
-    key: tuple[str, str]
-    row: int | None
-    period: int
-
-
-class _Timeline:
-    """The step of a shallow copy, under the names of the whole model."""
-
-    def __init__(self, run: DryRun, shallow: Shallow, middles: Sequence[tuple[Repeat, range]]) -> None:
-        middle = {
-            place: (number, period, repeat.places(periods[0])[offset])
-            for number, (repeat, periods) in enumerate(middles)
-            for period in periods
-            for offset, place in enumerate(repeat.places(period))
-        }
+    def __init__(self, run: DryRun, shallow: Shallow, repeats: Sequence[Repeat]) -> None:
+        middle = {place: row for row, repeat in enumerate(repeats) for place in repeat.places(_NUM_FIRST)}
         self.work = {(phase, shallow.place_in_model(place)): each for (phase, place), each in run.work.items()}
-        self.tokens: list[_Token] = []
-        row, period = None, 0
+        found: list[tuple[int | None, Stretch]] = []
+        row = None
         for each in run.stretches:
             stretch = replace(each, place=shallow.place_in_model(each.place))
-            name = stretch.place
-            if name in middle:
-                row, period, name = middle[name]
-            elif name or each.phase == "update":  # what has no name belongs to the block before
-                row, period = None, 0
-            self.tokens.append(_Token(stretch, (each.phase, name), row, period))
-
-    def visits(self) -> list[list[_Token]]:
-        """The tokens, those of one middle period in a row together, and those between."""
-        return [list(group) for _, group in groupby(self.tokens, lambda each: (each.row, each.period))]
-
-
-class _Row:
-    """What another period of a row of blocks adds.
-
-    Attributes:
-        middle: the first of the middle periods.
-        last: the last of them in the model.
-        num_more: how many of them were not traced.
-        by_depth: token of the base -> bytes that another period adds there.
-        by_visit: token of the base, of a middle period -> bytes that another visit adds to the next.
-        goes_up: token of the base, of a middle period -> whether the visit is followed by that of the next period.
-        work: of a period more, of all that does not belong to it.
-    """
-
-    def __init__(self, number: int, repeat: Repeat, num_before: int, base: _Timeline, deeper: _Timeline) -> None:
-        self.repeat = repeat
-        self.middle = num_before
-        self.last = repeat.count - 1 - num_before
-        self.num_more = self.last - self.middle
-        self.by_depth: list[_Change] = []
-        self.by_visit: dict[int, _Change] = {}
-        self.goes_up: dict[int, bool] = {}
-        visits = iter(deeper.visits())
-        for group in visits:
-            again = next(visits, []) if group[0].row == number else []
-            for token in group:
-                position = len(self.by_depth)
-                if position >= len(base.tokens) or base.tokens[position].key != token.key:
-                    raise _IsNotLinear
-                self.by_depth.append(_Change.between(base.tokens[position].stretch, token.stretch))
-            if group[0].row == number:
-                self._note_visits(position + 1 - len(group), group, again)
-        if len(self.by_depth) != len(base.tokens):
-            raise _IsNotLinear
-        added = set(repeat.places(num_before + 1))
-        parts = {part for part in {*base.work, *deeper.work} if part[1] not in added}
-        self.work = {part: deeper.work.get(part, Work()) + base.work.get(part, Work()) * -1 for part in parts}
-
-    def _note_visits(self, begin: int, first: list[_Token], second: list[_Token]) -> None:
-        if [each.key for each in first] != [each.key for each in second] or first[0].row != second[0].row:
-            raise _IsNotLinear
-        added = _sum(second[-1].stretch.end, second[0].stretch.begin, -1)
-        for position, (one, other) in enumerate(zip(first, second, strict=True), begin):
-            self.by_visit[position] = change = _Change.between(one.stretch, other.stretch)
-            self.goes_up[position] = one.period < other.period
-            if not (change.begin == change.end == added and total_bytes(change.peak) == total_bytes(added)):
-                raise _IsNotLinear
+            if stretch.place or each.phase == "update":  # what has no name belongs to the block before
+                row = middle.get(stretch.place)
+            found.append((row, stretch))
+        self.visits = [(row, [each for _, each in group]) for row, group in groupby(found, lambda each: each[0])]
+        self.stretches = [each for _, each in found]
 
 
 @dataclass(frozen=True)
@@ -187,9 +111,66 @@ class _Change:
     peak: NumBytes
     end: NumBytes
 
-    @classmethod
-    def between(cls, one: Stretch, other: Stretch) -> _Change:
-        return cls(*(_sum(getattr(other, at), getattr(one, at), -1) for at in _MOMENTS))
+
+@dataclass(frozen=True)
+class _Visit:
+    """The stretches of a middle period, and the bytes that are more at its end than at its begin."""
+
+    stretches: list[Stretch]
+    growth: NumBytes
+
+
+class _Row:
+    """What another period of a row of blocks adds.
+
+    Attributes:
+        num_more: periods of the model that were not traced.
+        by_depth: for each stretch of the base: what another period adds there.
+        visits: index into the stretches of the base -> the visit of another period that comes before it.
+        work: of another period, but for what belongs to itself; and ``own_work``, which does.
+    """
+
+    def __init__(self, number: int, repeat: Repeat, base: _Timeline, deeper: _Timeline) -> None:
+        self.repeat = repeat
+        self.num_more = repeat.count - _NUM_TRACED
+        self.by_depth: list[_Change] = []
+        self.visits: dict[int, _Visit] = {}
+        for row, stretches in deeper.visits:
+            if row == number:
+                growth = _sum(stretches[-1].end, stretches[0].begin, -1)
+                self.visits[len(self.by_depth)] = _Visit(stretches, growth)
+            else:
+                self._align(base, stretches)
+        if len(self.by_depth) != len(base.stretches):
+            raise _IsNotLinear
+        for index, visit in self.visits.items():
+            # With any number of periods the last visit ends where what follows begins.
+            if _sum(self.by_depth[index - 1].end, visit.growth, 1) != self.by_depth[index].begin:
+                raise _IsNotLinear
+        own = set(repeat.places(_NUM_FIRST))
+        parts = {part for part in {*base.work, *deeper.work} if part[1] not in own}
+        self.work = {part: deeper.work.get(part, Work()) + base.work.get(part, Work()) * -1 for part in parts}
+        self.own_work = {part: work for part, work in deeper.work.items() if part[1] in own}
+
+    def _align(self, base: _Timeline, stretches: list[Stretch]) -> None:
+        for stretch in stretches:
+            index = len(self.by_depth)
+            if index >= len(base.stretches):
+                raise _IsNotLinear
+            before = base.stretches[index]
+            if (before.phase, before.place) != (stretch.phase, stretch.place):
+                raise _IsNotLinear
+            changes = (_sum(getattr(stretch, moment), getattr(before, moment), -1) for moment in _MOMENTS)
+            self.by_depth.append(_Change(*changes))
+
+    def goes_up(self, base: _Timeline, index: int) -> bool:
+        """Whether the visit before a stretch of the base comes from the period before; else from that behind."""
+        for stretch in reversed(base.stretches[:index]):
+            if stretch.place in self.repeat.places(_NUM_FIRST - 1):
+                return True
+            if stretch.place in self.repeat.places(self.repeat.count - _NUM_LAST):
+                return False
+        raise _IsNotLinear
 
 
 _MOMENTS = ("begin", "peak", "end")
@@ -200,33 +181,33 @@ def _sum(one: Mapping[Kind, int], other: Mapping[Kind, int], factor: int) -> Num
 
 
 def _stretches(base: _Timeline, rows: Sequence[_Row]) -> Iterator[Stretch]:
-    position = 0
-    for visit in base.visits():
-        row = None if visit[0].row is None else rows[visit[0].row]
-        for number in range(1 if row is None else row.num_more + 1):
-            for offset, token in enumerate(visit, position):
-                changes = [(each.by_depth[offset], each.num_more) for each in rows]
-                place = token.stretch.place
-                if row is not None:
-                    changes.append((row.by_visit[offset], number))
-                    period = row.middle + number if row.goes_up[offset] else row.last - number
-                    place = _place_at(row.repeat, token, period)
-                yield _changed(token.stretch, place, changes)
-        position += len(visit)
+    for index, stretch in enumerate(base.stretches):
+        for row in rows:
+            if index in row.visits:
+                yield from _visits(base, rows, row, index)
+        added = [[(getattr(row.by_depth[index], moment), row.num_more) for row in rows] for moment in _MOMENTS]
+        yield _raised(stretch, stretch.place, added)
 
 
-def _place_at(repeat: Repeat, token: _Token, period: int) -> str:
-    if not token.stretch.place:
-        return ""
-    return repeat.places(period)[repeat.places(token.period).index(token.stretch.place)]
+def _visits(base: _Timeline, rows: Sequence[_Row], row: _Row, index: int) -> Iterator[Stretch]:
+    visit, goes_up = row.visits[index], row.goes_up(base, index)
+    # Other rows, and those of its own periods that deeper copies have beside the one it is taken from, add all along.
+    depth = [(each.by_depth[index - 1].end, each.num_more - (each is row)) for each in rows]
+    names = row.repeat.places(_NUM_FIRST)
+    for number in range(row.num_more):
+        period = _NUM_FIRST + (number if goes_up else row.num_more - 1 - number)
+        places = dict(zip(names, row.repeat.places(period), strict=True))
+        for stretch in visit.stretches:
+            yield _raised(stretch, places.get(stretch.place, ""), [[*depth, (visit.growth, number)]] * len(_MOMENTS))
 
 
-def _changed(stretch: Stretch, place: str, changes: list[tuple[_Change, int]]) -> Stretch:
+def _raised(stretch: Stretch, place: str, added: Sequence[Sequence[tuple[NumBytes, int]]]) -> Stretch:
+    """``stretch`` at another place, with so many bytes more, so many times, at each of the three moments."""
     found = []
-    for moment in _MOMENTS:
-        num_bytes: NumBytes = getattr(stretch, moment)
+    for moment, changes in zip(_MOMENTS, added, strict=True):
+        num_bytes: NumBytes = dict(getattr(stretch, moment))
         for change, times in changes:
-            num_bytes = _sum(num_bytes, getattr(change, moment), times)
+            num_bytes = _sum(num_bytes, change, times)
         if min(num_bytes.values()) < 0:
             raise _IsNotLinear
         found.append(num_bytes)
@@ -234,16 +215,12 @@ def _changed(stretch: Stretch, place: str, changes: list[tuple[_Change, int]]) -
 
 
 def _work(base: _Timeline, rows: Sequence[_Row]) -> dict[Part, Work]:
-    middle = {place: row for row in rows for place in row.repeat.places(row.middle)}
     found: dict[Part, Work] = {}
     for part in {part for row in rows for part in row.work}:
-        phase, place = part
-        own = middle.get(place)
-        if own is None:
-            work = sum((row.work.get(part, Work()) * row.num_more for row in rows), base.work.get(part, Work()))
-            found[part] = work
-            continue
-        offset = own.repeat.places(own.middle).index(place)
-        for period in range(own.middle, own.last + 1):
-            found[phase, own.repeat.places(period)[offset]] = base.work[part]
+        found[part] = sum((row.work.get(part, Work()) * row.num_more for row in rows), base.work.get(part, Work()))
+    for row in rows:
+        names = row.repeat.places(_NUM_FIRST)
+        for (phase, place), work in row.own_work.items():
+            for period in range(_NUM_FIRST, _NUM_FIRST + row.num_more):
+                found[phase, row.repeat.places(period)[names.index(place)]] = work
     return found
