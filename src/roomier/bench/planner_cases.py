@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import product
 from typing import Any
@@ -19,12 +18,8 @@ SETUPS = (
     ("hsdp", 4),
 )
 _LORA = "llama_lora"  # the Llama with adapters, which the plan adds
-_LEVERS = {  # Adafactor does not work on parameters that are cut
-    strategy: tuple(
-        product(RECOMPUTE, PRECISIONS, OPTIMIZERS if strategy in ("single", "ddp") else ("adamw", "adamw8bit"))
-    )
-    for strategy, _ in SETUPS
-}
+_WITHOUT_BLOCKS = ("lstm", "lstm_padded", "recommender")  # nothing to compute again by block
+_NOT_CUT = ("clip",)  # its scale has no dimension to be cut along
 
 
 @dataclass(frozen=True)
@@ -72,11 +67,12 @@ class Case:
 
 
 def all_cases() -> list[Case]:
-    """Every model under every strategy, with every combination of the levers."""
+    """Every model under every strategy, with every combination of the levers, where that is legal."""
     return [
         Case(model, strategy, num_ranks, *levers)
-        for model, (strategy, num_ranks) in product(_names(), SETUPS)
-        for levers in _LEVERS[strategy]
+        for model in _names()
+        for strategy, num_ranks in _setups(model)
+        for levers in _levers(model, strategy)
     ]
 
 
@@ -84,29 +80,37 @@ def some_cases(per_pair: int = 2) -> list[Case]:
     """Every model under every strategy and number of ranks, each with ``per_pair`` of the combinations of
     levers, others each time: any two choices are together in some case."""
     return [
-        Case(model, strategy, num_ranks, *_levers(strategy, i + j + 5 * turn), accumulate=1 + (i + j + turn) % 2)
-        for (i, model), (j, (strategy, num_ranks)), turn in product(
-            enumerate(_names()), enumerate(SETUPS), range(per_pair)
-        )
+        _case(model, setup, i + j + 5 * turn, accumulate=1 + (i + j + turn) % 2)
+        for i, model in enumerate(_names())
+        for j, setup in enumerate(_setups(model))
+        for turn in range(per_pair)
     ]
 
 
 def few_cases() -> list[Case]:
-    """Every model twice, each time under another strategy; every lever more than twice."""
-    return list(_diagonals(2))
-
-
-def _diagonals(num: int) -> Iterator[Case]:
+    """Every model twice, each time under another strategy; every lever twice or more."""
+    cases = []
     for i, model in enumerate(_names()):
-        for turn in range(num):
-            j = (3 * i + 7 * turn + i // len(SETUPS)) % len(SETUPS)
-            strategy, num_ranks = SETUPS[j]
-            yield Case(model, strategy, num_ranks, *_levers(strategy, i + j + 5 * turn), accumulate=1 + (i + turn) % 2)
+        setups = _setups(model)
+        for turn in range(2):
+            j = 3 * i + 7 * turn + i // len(SETUPS)
+            cases.append(_case(model, setups[j % len(setups)], i + j + 5 * turn, accumulate=1 + (i + turn) % 2))
+    return cases
 
 
-def _levers(strategy: str, number: int) -> tuple[str, str, str]:
-    levers = _LEVERS[strategy]
-    return levers[5 * number % len(levers)]  # 5 divides neither 12 nor 18: all of them come
+def _case(model: str, setup: tuple[str, int], number: int, accumulate: int) -> Case:
+    levers = _levers(model, setup[0])
+    return Case(model, *setup, *levers[5 * number % len(levers)], accumulate=accumulate)  # 5 divides no number of these
+
+
+def _setups(model: str) -> list[tuple[str, int]]:
+    return [each for each in SETUPS if model not in _NOT_CUT or each[0] in ("single", "ddp")]
+
+
+def _levers(model: str, strategy: str) -> list[tuple[str, str, str]]:
+    policies = ("none",) if model in _WITHOUT_BLOCKS else RECOMPUTE
+    is_whole = strategy in ("single", "ddp")  # Adafactor does not work on parameters that are cut
+    return list(product(policies, PRECISIONS, [each for each in OPTIMIZERS if is_whole or each != "adafactor"]))
 
 
 def _names() -> list[str]:

@@ -15,11 +15,14 @@ from typing import Any
 from roomier.core.errors import RoomierError
 
 
-def run_on_ranks(worker: str, num_ranks: int, settings: Mapping[str, Any]) -> dict[str, Any]:
+def run_on_ranks(
+    worker: str, num_ranks: int, settings: Mapping[str, Any], environment: Mapping[str, str] | None = None
+) -> dict[str, Any]:
     """``python -m worker FOLDER SETTINGS`` for each rank, which ``RANK`` tells it.
 
     Args:
         worker: a module. Its rank 0 writes ``result.json`` into the folder.
+        environment: what its processes have beside that of this one.
 
     Returns:
         What rank 0 wrote, when all are done.
@@ -34,7 +37,7 @@ def run_on_ranks(worker: str, num_ranks: int, settings: Mapping[str, Any]) -> di
             processes = [
                 subprocess.Popen(
                     [sys.executable, "-P", "-m", worker, str(path), json.dumps(settings)],
-                    env={**os.environ, "OMP_NUM_THREADS": "1", "RANK": str(rank)},
+                    env={**os.environ, "OMP_NUM_THREADS": "1", "RANK": str(rank), **(environment or {})},
                     stdin=subprocess.DEVNULL,
                     stdout=file,
                     stderr=subprocess.STDOUT,
