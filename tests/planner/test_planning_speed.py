@@ -14,7 +14,7 @@ from roomier.hardware.spec import machine_of
 from roomier.models.gpt import GPT, GPTConfig
 from roomier.plan import plan_from_flags
 from roomier.planner import estimate
-from roomier.planner.choose import prices_of
+from roomier.planner.pricing import prices_of
 from roomier.planner.workload import Workload
 
 _PLAN_70B = """

@@ -31,8 +31,9 @@ from roomier.models.gpt import GPTConfig
 from roomier.plan import Plan, plan_from_flags
 from roomier.planner.candidates import candidates
 from roomier.planner.choice import words_of
-from roomier.planner.choose import choose, prices_of
+from roomier.planner.choose import choose
 from roomier.planner.fixed_bytes import fixed_bytes
+from roomier.planner.pricing import prices_of
 from roomier.planner.workload import Workload
 
 _MAYBE = 1.4  # times the best of the first turns: what is slower is not timed again

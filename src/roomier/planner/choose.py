@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Protocol
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from roomier.core.errors import PlanError, RoomierError
 from roomier.core.units import format_bytes
 from roomier.hardware.machine import Machine
 from roomier.plan import Plan
 from roomier.plan.choices import Kind, kind_of
-from roomier.planner.candidates import STAGES, Candidate, candidates
+from roomier.planner.candidates import STAGES, candidates
 from roomier.planner.choice import Choice, Considered
-from roomier.planner.confirm import confirm
-from roomier.planner.estimate import Estimator
 from roomier.planner.forecast import Forecast
+from roomier.planner.pricing import TIE, Check, DryRuns, Priced, Prices, Pricing, prices_of, time_s
 from roomier.planner.workload import Workload
-
-TIE = 0.02
-"""Plans whose steps differ by less are equally fast: the clock of a real run does not tell them apart."""
 
 ESTIMATE_ERROR = 0.05
 """A closed form may say so much too much: what it puts barely above the budget is looked at by a dry run."""
@@ -31,64 +25,6 @@ FREE_SHARE = {"cuda": 0.05, "mps": 0.15, "cpu": 0.15}
 the host's too has other tenants: the system, the data set and its workers, file caches."""
 
 _NUM_KEPT = 12  # of the plans that fit, and of those that do not, besides the best of each strategy
-
-Check = Callable[[Plan], None]
-"""Raises a RoomierError where the run cannot take this plan."""
-
-
-class Prices(Protocol):
-    """What says what a plan costs."""
-
-    def estimate(self, plan: Plan, micro_batch: int) -> Forecast:
-        """The forecast of ``plan`` with micro-batches of so many samples.
-
-        Raises:
-            RoomierError: it cannot be built.
-        """
-
-
-class DryRuns:
-    """Prices by a dry run of each plan: slow, and as close as can be."""
-
-    def __init__(self, workload: Workload, machine: Machine) -> None:
-        self._workload = workload
-        self._machine = machine
-
-    def estimate(self, plan: Plan, micro_batch: int) -> Forecast:
-        return confirm(self._workload.with_batch_size(micro_batch), plan, self._machine)
-
-
-class ClosedForms:
-    """Prices by the closed form; by a dry run where the closed form finds no way through a model."""
-
-    def __init__(self, workload: Workload, machine: Machine) -> None:
-        self._estimator = Estimator(workload, machine)
-        self._dry_runs = DryRuns(workload, machine)
-
-    def estimate(self, plan: Plan, micro_batch: int) -> Forecast:
-        try:
-            return self._estimator.estimate(plan, micro_batch)
-        except RoomierError:
-            raise
-        except Exception:  # it reads more into a model than a dry run does, which tells what is wrong, if anything is
-            return self._dry_runs.estimate(plan, micro_batch)
-
-
-@dataclass
-class Priced:
-    """Plans with what they cost.
-
-    Attributes:
-        priced: forecasts, in the order of the candidates.
-        refused: what rules, or the build, refuse.
-        unseen: what was not looked at, because time ran out.
-        failures: what a dry run raised that is no refusal.
-    """
-
-    priced: list[Forecast] = field(default_factory=list)
-    refused: list[Considered] = field(default_factory=list)
-    unseen: list[Considered] = field(default_factory=list)
-    failures: list[Exception] = field(default_factory=list)
 
 
 def choose(
@@ -124,14 +60,19 @@ def choose(
     start = time.perf_counter()
     budget = budget_of(plan, machine) if budget_bytes is None else budget_bytes
     found = candidates(workload, plan, machine, keeps_micro_batch=keeps_micro_batch)
-    pricing = prices or prices_of(workload, machine)
-    priced = price(found, pricing, check, until_s=start + limit_s)
-    if not priced.priced:
-        raise _nothing_priced(plan, priced)
-    search = _Search(budget, list(priced.priced), DryRuns(workload, machine), priced)
+    pricing = Pricing(
+        found,
+        prices or prices_of(workload, machine),
+        check,
+        budget_bytes=budget * (1 + ESTIMATE_ERROR),
+        until_s=start + limit_s,
+    )
+    search = _Search(budget, pricing, DryRuns(workload, machine))
     chosen = search.run()
-    considered = _considered(chosen, search, priced)
-    return Choice(machine, budget, chosen, considered, time.perf_counter() - start, len(priced.priced))
+    if not pricing.priced.priced:
+        raise _nothing_priced(plan, pricing.priced)
+    considered = _considered(chosen, search, pricing.priced)
+    return Choice(machine, budget, chosen, considered, time.perf_counter() - start, len(pricing.candidates))
 
 
 def budget_of(plan: Plan, machine: Machine) -> int:
@@ -140,44 +81,6 @@ def budget_of(plan: Plan, machine: Machine) -> int:
     if given is not None:
         return given
     return int(machine.device.memory_bytes * (1 - FREE_SHARE[machine.device.kind]))
-
-
-def prices_of(workload: Workload, machine: Machine) -> Prices:
-    return ClosedForms(workload, machine)
-
-
-def price(found: Sequence[Candidate], prices: Prices, check: Check | None = None, *, until_s: float) -> Priced:
-    """What each of ``found`` costs.
-
-    Args:
-        until_s: of ``time.perf_counter``: what is not priced by then is ``unseen``.
-    """
-    priced = Priced()
-    for each in found:
-        if each.refusal:
-            priced.refused.append(Considered(each.plan, each.micro_batch, None, False, each.refusal))
-        elif priced.priced and time.perf_counter() > until_s:
-            reason = "not looked at: planning took too long"
-            priced.unseen.append(Considered(each.plan, each.micro_batch, None, False, reason))
-        else:
-            _price_one(each, prices, check, priced)
-    return priced
-
-
-def _price_one(each: Candidate, prices: Prices, check: Check | None, priced: Priced) -> None:
-    try:
-        if check is not None:
-            check(each.plan)
-        priced.priced.append(prices.estimate(each.plan, each.micro_batch))
-        return
-    except RoomierError as error:
-        reason = f"{error.field}: {error.problem}"
-    except Exception as error:  # the user's step, in a world without values: anything may come of it
-        priced.failures.append(error)
-        reason = f"the step fails in a dry run ({type(error).__name__}: {error})"
-    same = (each.plan.parallel.strategy, reason)
-    if same not in {(one.plan.parallel.strategy, one.reason) for one in priced.refused}:
-        priced.refused.append(Considered(each.plan, each.micro_batch, None, False, reason))
 
 
 def _nothing_priced(plan: Plan, priced: Priced) -> RoomierError:
@@ -202,51 +105,52 @@ class _Search:
         fitting, too_large: forecasts that are not chosen.
     """
 
-    def __init__(self, budget_bytes: int, forecasts: Sequence[Forecast], dry_runs: DryRuns, priced: Priced) -> None:
+    def __init__(self, budget_bytes: int, pricing: Pricing, dry_runs: DryRuns) -> None:
         self.budget_bytes = budget_bytes
-        self._dry_runs = dry_runs
-        self._priced = priced
-        bound = budget_bytes * (1 + ESTIMATE_ERROR)
         self.fitting: list[Forecast] = []
         self.too_large: list[Forecast] = []
-        for each in forecasts:
-            (self.fitting if each.fits(self._bound(each, bound)) else self.too_large).append(each)
-
-    def _bound(self, forecast: Forecast, bound: float) -> int:
-        return self.budget_bytes if forecast.method == "dry run" else int(bound)
+        self._pricing = pricing
+        self._dry_runs = dry_runs
+        self._confirmed: dict[int, Forecast | None] = {}
 
     def run(self) -> Forecast | None:
-        ratios: dict[str, float] = {}  # of a strategy: dry run by closed form, where that said too little
-        while self.fitting:
-            likely = [
-                each for each in self.fitting if each.peak_bytes * ratios.get(_stage(each), 1.0) <= self.budget_bytes
-            ]
-            picked = simplest_of_the_fastest(likely or self.fitting)
-            self.fitting = [each for each in self.fitting if each is not picked]
-            confirmed = self._confirmed(picked)
-            if confirmed is None:
-                continue
-            if confirmed.fits(self.budget_bytes):
-                # What else the closed form lets through may be too large as well: only what is below the budget counts.
-                self.too_large += [each for each in self.fitting if not each.fits(self.budget_bytes)]
-                self.fitting = [each for each in self.fitting if each.fits(self.budget_bytes)]
-                return replace(confirmed, time=picked.time)  # all times by one method: they are compared
-            ratio = confirmed.peak_bytes / picked.peak_bytes
-            ratios[_stage(picked)] = max(ratio, ratios.get(_stage(picked), 1.0))
-            self.too_large.append(confirmed)
+        """The chosen one; None where nothing fits."""
+        for find in (self._pricing.find_fastest, self._pricing.price_all):
+            find()
+            while fitting := [each for each in self._pricing.priced.priced if self._pricing.fits(each)]:
+                picked = simplest_of_the_fastest(fitting)
+                confirmed = self._confirm(picked)
+                if confirmed is not None and confirmed.fits(self.budget_bytes):
+                    self._divide(picked)
+                    return replace(confirmed, time=picked.time)  # all times by one method: they are compared
+                self._pricing.reject(picked)
+                find()
+        self._divide(None)
         return None
 
-    def _confirmed(self, picked: Forecast) -> Forecast | None:
-        if picked.method == "dry run":
-            return picked
+    def _divide(self, picked: Forecast | None) -> None:
+        for each in self._pricing.priced.priced:
+            if each is picked:
+                continue
+            known = self._confirmed.get(id(each), each)
+            if known is not None:
+                (self.fitting if known.fits(self.budget_bytes) else self.too_large).append(known)
+
+    def _confirm(self, picked: Forecast) -> Forecast | None:
+        if picked.method != "dry run" and picked.host_bytes == 0:  # to a dry run, host and device are one memory
+            self._confirmed[id(picked)] = self._dry_run(picked)
+        return self._confirmed.get(id(picked), picked)
+
+    def _dry_run(self, picked: Forecast) -> Forecast | None:
+        priced = self._pricing.priced
         try:
             return self._dry_runs.estimate(picked.plan, picked.micro_batch)
         except RoomierError as error:
             reason = f"{error.field}: {error.problem}"
         except Exception as error:
-            self._priced.failures.append(error)
+            priced.failures.append(error)
             reason = f"the step fails in a dry run ({type(error).__name__}: {error})"
-        self._priced.refused.append(Considered(picked.plan, picked.micro_batch, None, False, reason))
+        priced.refused.append(Considered(picked.plan, picked.micro_batch, None, False, reason))
         return None
 
 
@@ -256,9 +160,9 @@ def _stage(forecast: Forecast) -> str:
 
 def simplest_of_the_fastest(forecasts: Sequence[Forecast]) -> Forecast:
     """Of ``forecasts``, at least one, the simplest of those that are as fast as the fastest."""
-    fastest_s = min(map(_time_s, forecasts))
-    tied = [each for each in forecasts if _time_s(each) <= fastest_s * (1 + TIE)]
-    return min(tied, key=lambda each: (*simplicity(each.plan), _time_s(each), each.peak_bytes))
+    fastest_s = min(map(time_s, forecasts))
+    tied = [each for each in forecasts if time_s(each) <= fastest_s * (1 + TIE)]
+    return min(tied, key=lambda each: (*simplicity(each.plan), time_s(each), each.peak_bytes))
 
 
 def simplicity(plan: Plan) -> tuple[int, ...]:
@@ -281,22 +185,18 @@ def simplicity(plan: Plan) -> tuple[int, ...]:
     return worst, sum(levers), STAGES.index(plan.parallel.strategy), plan.batch.accumulate_grad_batches
 
 
-def _time_s(forecast: Forecast) -> float:
-    return math.inf if forecast.time is None else forecast.time.total_s
-
-
 # ---- what is told ----------------------------------------------------------------------------------------------------
 
 
 def _considered(chosen: Forecast | None, search: _Search, priced: Priced) -> tuple[Considered, ...]:
-    fitting = sorted(search.fitting, key=_time_s)
+    fitting = sorted(search.fitting, key=time_s)
     too_large = sorted(search.too_large, key=lambda each: each.peak_bytes)
     told: list[Considered] = []
     if chosen is not None:
         told.append(Considered(chosen.plan, chosen.micro_batch, chosen, fits=True))
         told += (_told(each, fits=True, reason=_slower(each, chosen)) for each in _few(fitting))
     told += (_told(each, fits=False, reason=_too_large(each, search)) for each in _few(too_large))
-    return (*told, *priced.refused, *_one_of(priced.unseen))
+    return (*told, *priced.refused, *_unpriced(priced.unpriced))
 
 
 def _told(forecast: Forecast, *, fits: bool, reason: str) -> Considered:
@@ -312,14 +212,17 @@ def _few(forecasts: Sequence[Forecast]) -> Iterator[Forecast]:
         seen.add(_stage(each))
 
 
-def _one_of(unseen: Sequence[Considered]) -> Iterator[Considered]:
-    if unseen:
-        num_others = len(unseen) - 1
-        yield replace(unseen[0], reason=unseen[0].reason + (f", as {num_others} others" if num_others else ""))
+def _unpriced(found: Sequence[Considered]) -> Iterator[Considered]:
+    """One for each strategy, with how many there are."""
+    by_strategy: dict[str, list[Considered]] = {}
+    for each in found:
+        by_strategy.setdefault(each.plan.parallel.strategy, []).append(each)
+    for first, *others in by_strategy.values():
+        yield replace(first, reason=first.reason + (f" (and {len(others)} more)" if others else ""))
 
 
 def _slower(forecast: Forecast, chosen: Forecast) -> str:
-    ratio = _time_s(forecast) / _time_s(chosen) if _time_s(chosen) else 1.0
+    ratio = time_s(forecast) / time_s(chosen) if time_s(chosen) else 1.0
     if ratio > 1 + TIE:
         return f"{ratio:.2f} times as slow"
     return "as fast, and less simple"

@@ -18,7 +18,7 @@ _NUM_TRACED = 3  # periods: the first and the last differ from those between
 _LEAST = _NUM_TRACED + 2
 
 
-def take_deep_trace(workload: Workload, plan: Plan, *, is_cut: bool) -> Trace:
+def take_deep_trace(workload: Workload, plan: Plan, *, is_cut: bool, like: str = "cpu") -> Trace:
     """As :func:`roomier.planner.trace.take_trace`.
 
     Where equal blocks stand in a row, a model with three periods of them is traced, and the passages of the middle one
@@ -30,12 +30,14 @@ def take_deep_trace(workload: Workload, plan: Plan, *, is_cut: bool) -> Trace:
     repeats = find_repeats(network_of(workload.module), plan, least=_LEAST)
     if repeats:
         try:
-            return _from_shallow_copies(workload, repeats, lambda given: take_trace(given, plan, is_cut=is_cut))
+            return _from_shallow_copies(
+                workload, repeats, lambda given: take_trace(given, plan, is_cut=is_cut, like=like)
+            )
         except RoomierError:
             raise
         except Exception:
             pass
-    return take_trace(workload, plan, is_cut=is_cut)
+    return take_trace(workload, plan, is_cut=is_cut, like=like)
 
 
 def _from_shallow_copies(workload: Workload, repeats: Sequence[Repeat], take: Callable[[Workload], Trace]) -> Trace:

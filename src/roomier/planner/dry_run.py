@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -47,7 +48,7 @@ class Stretch:
     peak: NumBytes
     end: NumBytes
 
-    @property
+    @cached_property
     def peak_bytes(self) -> int:
         return total_bytes(self.peak)
 

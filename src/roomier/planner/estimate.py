@@ -87,13 +87,14 @@ class Estimator:
         work = {part: each * num_micro_batches for part, each in trace.work.items()}
         states = self._states_of(plan, layout)
         moves = plan.offload.activations != "none"
+        stretches = self._timeline(trace, states, layout)
         return Forecast(
             plan=plan,
             machine=self._machine,
             micro_batch=micro_batch,
             method="closed form",
-            timeline=self._timeline(trace, states, layout),
-            fixed_bytes=fixed_bytes(plan, self._machine),
+            timeline=stretches,
+            fixed_bytes=fixed_bytes(plan, self._machine, max(each.peak_bytes for each in stretches)),
             host_bytes=host_bytes,
             time=step_time(
                 self._sized(micro_batch),
@@ -163,7 +164,7 @@ class Estimator:
         known = self._traces.setdefault(key, {})
         if micro_batch not in known:
             known[micro_batch] = self._on_a_line(known, micro_batch) or take_deep_trace(
-                self._sized(micro_batch), plan, is_cut=layout.is_cut
+                self._sized(micro_batch), plan, is_cut=layout.is_cut, like=self._machine.device.kind
             )
         return known[micro_batch]
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from typing import Any
 
 from roomier.hardware.machine import Machine
 from roomier.memory.kinds import Kind
 from roomier.plan import Plan
 from roomier.planner.dry_run import Stretch
+
+_SHARE_OF_HOST = 0.8  # the rest is for data, its workers and the system
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,7 @@ class Forecast:
     host_bytes: int = 0
     time: StepTime | None = None
 
-    @property
+    @cached_property
     def peak(self) -> Stretch:
         """The part of the step in which all tensors together are largest."""
         return max(self.timeline, key=lambda each: each.peak_bytes)
@@ -87,7 +90,9 @@ class Forecast:
         return self.micro_batch * self.plan.batch.accumulate_grad_batches * self.plan.parallel.num_ranks
 
     def fits(self, budget_bytes: int) -> bool:
-        return self.peak_bytes <= budget_bytes
+        """Whether the device holds it within ``budget_bytes``, and the host what the devices of a node put there."""
+        on_host = self.host_bytes * self.machine.devices_per_node
+        return self.peak_bytes <= budget_bytes and on_host <= _SHARE_OF_HOST * self.machine.host_memory_bytes
 
     def _repr_html_(self) -> str:
         """One step of the plan, for a notebook."""

@@ -14,10 +14,11 @@ from roomier.plan import Plan
 from roomier.plan.parts import ChoicePlan
 from roomier.planner.candidates import changed
 from roomier.planner.choice import Choice, words_of
-from roomier.planner.choose import Check, Prices, budget_of, choose, prices_of
+from roomier.planner.choose import budget_of, choose
 from roomier.planner.confirm import confirm
 from roomier.planner.forecast import Forecast
 from roomier.planner.keywords import as_call, trainer_keywords
+from roomier.planner.pricing import Check, Prices, prices_of
 from roomier.planner.workload import Workload
 
 _PRECISIONS = ("bf16-mixed", "bf16-true")

@@ -39,7 +39,7 @@ from roomier.parallel.shard import parts_of, units_of, without_views
 from roomier.plan import BatchPlan, OptimizerPlan, ParallelPlan, Plan
 from roomier.planner.fake_world import fake_world
 from roomier.planner.places import named_places, telling_places
-from roomier.planner.shapes import shapes_of
+from roomier.planner.shapes import shapes_of, shapes_of_batch
 from roomier.planner.work import Part, Work, WorkCounter
 from roomier.planner.workload import Workload
 from roomier.precision.policy import precision_of
@@ -212,11 +212,12 @@ def _alike(mine: Passage, theirs: Passage) -> tuple[Sequence[Rise], Sequence[Ris
     return [mine.highest, mine.highest_reduced, mine.end], [theirs.highest, theirs.highest_reduced, theirs.end]
 
 
-def take_trace(workload: Workload, plan: Plan, *, is_cut: bool) -> Trace:
+def take_trace(workload: Workload, plan: Plan, *, is_cut: bool, like: str = "cpu") -> Trace:
     """Take a micro-batch of ``workload`` through its model, with what of ``plan`` works inside a forward.
 
     Args:
         is_cut: the model will be cut among ranks.
+        like: ``"cpu"`` or ``"cuda"``, see :func:`roomier.planner.fake_world.fake_world`.
 
     Raises:
         RoomierError: what ``build`` refuses.
@@ -229,15 +230,11 @@ def take_trace(workload: Workload, plan: Plan, *, is_cut: bool) -> Trace:
     )
     device = torch.device("cpu")
     precision = precision_of(plan.precision.mode, device)
-    with fake_world(World(0, 1, 0, 0, 1), is_pairwise=True) as ranks:
+    with fake_world(World(0, 1, 0, 0, 1), is_pairwise=True, like=like) as ranks:
         module = shapes_of(workload.module, precision.weight_dtype)
         engine, _ = build(plan, module, lambda: Configured([]), EagerEngine, ranks)
         inner = _as_if_cut(network_of(module), precision.autocast_dtype) if is_cut else []
-
-        def fake(tensor: Tensor) -> Tensor:
-            return torch.empty(tensor.shape, dtype=tensor.dtype)
-
-        batch = map_tensors(fake, workload.batch)
+        batch = shapes_of_batch(workload.batch)
         batch_bytes = sum(each.untyped_storage().nbytes() for each in tensors(batch))
         passages, work = _tracked(engine, module, batch, inner)
     return Trace(workload.batch_size, batch_bytes, tuple(passages), work)
