@@ -72,7 +72,7 @@ def make_plan(
 def error_of(name: str, plan: Plan, kind: str) -> float:
     """Of the closed form, as a share of the dry run's peak."""
     given = workload(name)
-    truth = dry_run(given, plan, is_pairwise=kind == "cpu").peak_bytes
+    truth = dry_run(given, plan, is_pairwise=kind == "cpu", like=kind).peak_bytes
     return estimator(name, kind).estimate(plan, given.batch_size).tensor_bytes / truth - 1
 
 

@@ -192,6 +192,10 @@ class _Replacements(TorchFunctionMode):
         self._functions = functions
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.backward:  # what is computed again in it is computed as it was
+            with self:
+                named = dict(kwargs or {})
+                return torch.autograd.backward(args[0], grad_tensors=named.pop("gradient", None), **named)
         return self._functions.get(func, func)(*args, **(kwargs or {}))
 
 

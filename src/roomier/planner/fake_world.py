@@ -21,7 +21,7 @@ from roomier.core.ranks import Ranks
 from roomier.core.rng import rng_state, set_rng_state
 from roomier.core.world import World
 from roomier.planner.answers import Answers
-from roomier.planner.like_cuda import functions_like_cuda
+from roomier.planner.like_cuda import attention_like_cuda, functions_like_cuda
 from roomier.planner.rnn import rnn_kernels
 from roomier.planner.user_code import told_where
 
@@ -87,6 +87,8 @@ def fake_world(world: World, *, is_pairwise: bool, like: str = "cpu") -> Iterato
         stack.enter_context(torch_fake.fake_tensors_in_groups(as_on_cuda=is_cuda))
         stack.enter_context(torch_private.intercept(Answers(is_cuda=is_cuda)))
         stack.enter_context(torch_fake.replaced_kernels(rnn_kernels()))
+        if is_cuda:
+            stack.enter_context(attention_like_cuda())
         if functions:  # it is asked of every function
             stack.enter_context(torch_private.replace_functions(functions))
         yield FakeRanks(world, is_pairwise=is_pairwise)

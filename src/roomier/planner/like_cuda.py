@@ -19,7 +19,8 @@ for.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ _LOSSES = (
     "huber_loss kl_div l1_loss margin_ranking_loss mse_loss multilabel_margin_loss multi_margin_loss nll_loss "
     "normalize pdist poisson_nll_loss smooth_l1_loss soft_margin_loss softmin softplus triplet_margin_loss"
 )
+_SCALED_DOT_PRODUCT = F.scaled_dot_product_attention
 _SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
 
@@ -47,8 +49,18 @@ def functions_like_cuda() -> dict[Any, Callable[..., Any]]:
             function = getattr(place, name, None)
             if callable(function):
                 found[function] = _in_float32(function)
-    found[F.scaled_dot_product_attention] = _attention
+    found[_SCALED_DOT_PRODUCT] = _attention
     return found
+
+
+@contextmanager
+def attention_like_cuda() -> Iterator[None]:
+    """Functions of torch that call attention call what stands for it, too."""
+    F.scaled_dot_product_attention = _attention
+    try:
+        yield
+    finally:
+        F.scaled_dot_product_attention = _SCALED_DOT_PRODUCT
 
 
 def _in_float32(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -70,4 +82,4 @@ def _attention(*args: Any, **kwargs: Any) -> Tensor:
     if kernels.flash_sdp_enabled() or kernels.mem_efficient_sdp_enabled():
         args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
         kwargs = {**kwargs, "dropout_p": 0.0} if "dropout_p" in kwargs else kwargs
-    return F.scaled_dot_product_attention(*args, **kwargs)
+    return _SCALED_DOT_PRODUCT(*args, **kwargs)
