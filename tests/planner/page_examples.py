@@ -11,7 +11,7 @@ from roomier.plan import plan_from_flags
 from roomier.planner.choice import Choice, Considered
 from roomier.planner.dry_run import Stretch
 from roomier.planner.forecast import Forecast, StepTime
-from roomier.planner.page_tables import Grid
+from roomier.planner.page.grids import Grid
 from roomier.planner.record import Measured, Record
 
 GIB = 2**30

@@ -18,13 +18,13 @@ from roomier.memory.kinds import Kind
 from roomier.models.gpt import GPT, GPTConfig
 from roomier.plan import Plan, plan_from_flags
 from roomier.planner import choose as choose_file
-from roomier.planner import nearest
-from roomier.planner.candidates import candidates
-from roomier.planner.choose import FREE_SHARE, budget_of, choose, simplest_of_the_fastest
+from roomier.planner.choosing import nearest
+from roomier.planner.choosing.candidates import candidates
+from roomier.planner.choosing.choose import FREE_SHARE, budget_of, choose, simplest_of_the_fastest
+from roomier.planner.choosing.keywords import as_call, trainer_keywords
+from roomier.planner.choosing.nearest import nothing_fits
 from roomier.planner.dry_run import Stretch
 from roomier.planner.forecast import Forecast, StepTime
-from roomier.planner.keywords import as_call, trainer_keywords
-from roomier.planner.nearest import nothing_fits
 from roomier.planner.workload import Workload
 
 KIB = 2**10

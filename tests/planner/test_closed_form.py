@@ -14,10 +14,10 @@ from roomier.api.forward import as_module
 from roomier.hardware.machine import Device, Link, Machine
 from roomier.models.gpt import GPT, GPTConfig
 from roomier.plan import Plan
-from roomier.planner.deep_trace import take_deep_trace
 from roomier.planner.dry_run import dry_run
-from roomier.planner.estimate import Estimator
-from roomier.planner.trace import take_trace
+from roomier.planner.formula.deep_trace import take_deep_trace
+from roomier.planner.formula.estimate import Estimator
+from roomier.planner.formula.trace import take_trace
 from roomier.planner.workload import Workload
 from tests.planner.models import MODELS
 

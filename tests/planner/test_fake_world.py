@@ -18,9 +18,9 @@ from roomier.core import torch_fake, torch_private
 from roomier.core.errors import RoomierError
 from roomier.core.world import World
 from roomier.planner.dry_run import dry_run
-from roomier.planner.fake_world import fake_world
-from roomier.planner.rnn import workspace_bytes
-from roomier.planner.shapes import shapes_of, shapes_of_batch
+from roomier.planner.fake.fake_world import fake_world
+from roomier.planner.fake.rnn import workspace_bytes
+from roomier.planner.fake.shapes import shapes_of, shapes_of_batch
 from roomier.planner.workload import Workload
 from tests.planner.models import MODELS
 from tests.planner.test_dry_run import ALLOWED, plan_of

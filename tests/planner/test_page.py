@@ -12,9 +12,9 @@ import pytest
 from roomier.memory.kinds import Kind
 from roomier.planner.choice import Considered
 from roomier.planner.dry_run import Stretch
-from roomier.planner.page import page_of, page_of_record
-from roomier.planner.page_style import COLOURS, NAMES
-from roomier.planner.page_svg import joined, phases_of, round_ticks
+from roomier.planner.page.page import page_of, page_of_record
+from roomier.planner.page.style import COLOURS, NAMES
+from roomier.planner.page.svg import joined, phases_of, round_ticks
 from roomier.planner.record import record_from
 from tests.planner.browser import look_at
 from tests.planner.page_examples import GIB, choice, forecast, grid, record

@@ -13,8 +13,8 @@ from roomier.api.forward import as_module
 from roomier.hardware.spec import machine_of
 from roomier.models.gpt import GPT, GPTConfig
 from roomier.plan import plan_from_flags
-from roomier.planner import estimate
-from roomier.planner.pricing import prices_of
+from roomier.planner.choosing.pricing import prices_of
+from roomier.planner.formula import estimate
 from roomier.planner.workload import Workload
 
 _PLAN_70B = """
@@ -22,7 +22,7 @@ import json, resource, time
 from transformers import LlamaConfig
 from roomier.hardware.spec import machine_of
 from roomier.plan import plan_from_flags
-from roomier.planner.choose import choose
+from roomier.planner.choosing.choose import choose
 from roomier.planner.hugging_face import workload_of_config
 
 config = LlamaConfig({shape}, max_position_embeddings=8192, architectures=["LlamaForCausalLM"])

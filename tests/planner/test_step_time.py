@@ -17,7 +17,7 @@ from roomier.core.errors import RoomierError
 from roomier.hardware.machine import Device, Link, Machine
 from roomier.plan import Plan
 from roomier.planner.forecast import StepTime
-from roomier.planner.step_time import step_time
+from roomier.planner.timing.step_time import step_time
 from roomier.planner.work import Part, Work
 from roomier.planner.workload import Workload
 

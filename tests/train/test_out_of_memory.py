@@ -15,8 +15,8 @@ from roomier.core.errors import TrainingError
 from roomier.hardware.this_machine import this_machine
 from roomier.models.gpt import GPT, GPTConfig
 from roomier.planner import out_of_memory
+from roomier.planner.choosing.pricing import DryRuns
 from roomier.planner.out_of_memory import OutOfMemory
-from roomier.planner.pricing import DryRuns
 from roomier.planner.workload import Workload
 from roomier.trainer import Trainer
 from tests.ranks.pool import RankFailed, RankPool

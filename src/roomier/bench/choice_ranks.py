@@ -29,11 +29,11 @@ from roomier.hardware.this_machine import this_machine
 from roomier.memory.tracker import tracking
 from roomier.models.gpt import GPTConfig
 from roomier.plan import Plan, plan_from_flags
-from roomier.planner.candidates import candidates
 from roomier.planner.choice import words_of
-from roomier.planner.choose import choose
+from roomier.planner.choosing.candidates import candidates
+from roomier.planner.choosing.choose import choose
+from roomier.planner.choosing.pricing import prices_of
 from roomier.planner.fixed_bytes import fixed_bytes
-from roomier.planner.pricing import prices_of
 from roomier.planner.workload import Workload
 
 _MAYBE = 1.4  # times the best of the first turns: what is slower is not timed again

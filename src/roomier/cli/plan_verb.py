@@ -77,7 +77,7 @@ def _optimizes_itself(module: Module) -> bool:
 
 
 def _choose(asked: Asked, plan: Plan, machine: Machine) -> Choice:
-    from roomier.planner.choose import choose
+    from roomier.planner.choosing.choose import choose
 
     return choose(asked.workload, plan, machine)
 
@@ -136,7 +136,7 @@ def _subject(asked: Asked, plan: Plan) -> str:
 
 
 def _write_page(path: Path, asked: Asked, choice: Choice, grid: Grid | None) -> None:
-    from roomier.planner.page import page_of
+    from roomier.planner.page.page import page_of
 
     name = f"{asked.name}, {format_count(asked.workload.num_parameters)} parameters"
     try:

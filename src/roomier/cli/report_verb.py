@@ -136,7 +136,7 @@ def _rate_lines(rates: dict[str, float]) -> list[str]:
 
 
 def _write_page(path: Path, folder: Path, record: Record, rates: dict[str, float]) -> None:
-    from roomier.planner.page import page_of_record
+    from roomier.planner.page.page import page_of_record
 
     facts: dict[str, Any] = {"Run": str(folder)}
     lines = _rate_lines(rates)

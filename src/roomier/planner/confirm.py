@@ -7,7 +7,7 @@ from roomier.plan import Plan
 from roomier.planner.fixed_bytes import fixed_bytes
 from roomier.planner.forecast import Forecast
 from roomier.planner.shallow import dry_run_by_depth
-from roomier.planner.step_time import step_time
+from roomier.planner.timing.step_time import step_time
 from roomier.planner.workload import Workload
 
 

@@ -21,9 +21,9 @@ from roomier.engine.eager import EagerEngine
 from roomier.memory.kinds import Kind, total_bytes
 from roomier.memory.tracker import MemoryTracker, Snapshot, tracking
 from roomier.plan import Plan
-from roomier.planner.fake_world import fake_world
+from roomier.planner.fake.fake_world import fake_world
+from roomier.planner.fake.shapes import shapes_of, shapes_of_batch
 from roomier.planner.places import named_places, telling_places
-from roomier.planner.shapes import shapes_of, shapes_of_batch
 from roomier.planner.work import Part, Work, WorkCounter
 from roomier.planner.workload import Workload
 from roomier.precision.policy import precision_of

@@ -186,8 +186,8 @@ def _forecast(workload: Workload, plan: Plan, machine: Machine) -> Forecast:
 
 def _advice(workload: Workload, plan: Plan, machine: Machine, forecast: Forecast | None) -> tuple[str, Plan | None]:
     """What to paste, and the plan it makes."""
-    from roomier.planner.candidates import changed
-    from roomier.planner.choose import budget_of, choose
+    from roomier.planner.choosing.candidates import changed
+    from roomier.planner.choosing.choose import budget_of, choose
 
     budget_bytes = budget_of(plan, machine)
     if forecast is not None:
@@ -200,7 +200,7 @@ def _advice(workload: Workload, plan: Plan, machine: Machine, forecast: Forecast
 
 
 def _nothing(workload: Workload, plan: Plan, choice: Choice) -> str:
-    from roomier.planner.nearest import nothing_fits
+    from roomier.planner.choosing.nearest import nothing_fits
 
     error: RoomierError = nothing_fits(workload, plan, choice)
     return f"No plan fits here: {error.action}"
@@ -208,7 +208,7 @@ def _nothing(workload: Workload, plan: Plan, choice: Choice) -> str:
 
 def _pasted(forecast: Forecast, given_batch_size: int) -> str:
     from roomier.planner.choice import words_of
-    from roomier.planner.keywords import as_call, trainer_keywords
+    from roomier.planner.choosing.keywords import as_call, trainer_keywords
 
     smaller = "" if forecast.micro_batch == given_batch_size else f", with batches of {forecast.micro_batch} samples"
     return (

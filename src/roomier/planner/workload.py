@@ -12,7 +12,7 @@ from roomier.api.forward import network_of
 from roomier.api.module import Module
 from roomier.core.errors import RoomierError
 from roomier.core.tree import batch_size_of, map_tensors
-from roomier.planner import known_values
+from roomier.planner.fake import known_values
 
 
 @dataclass(frozen=True)

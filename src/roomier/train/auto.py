@@ -112,8 +112,8 @@ def _keep_choice(trainer: Trainer, choice: Choice, data: RunLoaders) -> None:
 def _choose(trainer: Trainer, module: Module, data: RunLoaders) -> Choice:
     """On rank 0, while the others wait."""
     from roomier.hardware.this_machine import this_machine
-    from roomier.planner.choose import choose
-    from roomier.planner.nearest import nothing_fits
+    from roomier.planner.choosing.choose import choose
+    from roomier.planner.choosing.nearest import nothing_fits
 
     plan, parallel = trainer.plan, trainer.plan.parallel
 
@@ -156,7 +156,7 @@ def _built(module: Module) -> Module:
     """``module``, or a copy as its ``configure_model`` will leave it, as shapes."""
     if not overrides(module, "configure_model", Module):
         return module
-    from roomier.planner.shapes import shapes_of
+    from roomier.planner.fake.shapes import shapes_of
 
     with torch.device("meta"):
         copied = shapes_of(module)
@@ -195,8 +195,8 @@ def naming_nearest(plan: Plan, module: Module) -> Iterator[None]:
     try:
         yield
     except RoomierError as error:
-        from roomier.planner.keywords import trainer_keywords
-        from roomier.planner.nearest_legal import can_build, with_nearest
+        from roomier.planner.choosing.keywords import trainer_keywords
+        from roomier.planner.choosing.nearest_legal import can_build, with_nearest
 
         asked = trainer_keywords(plan)
         if error.field.partition(".")[0] not in asked:

@@ -55,7 +55,7 @@ class _ByDefault(MemoryForecast):
 
 def _shapes(module: Module, *, tells: bool) -> Module | None:
     """``module`` without values; None where it cannot be copied."""
-    from roomier.planner.shapes import shapes_of
+    from roomier.planner.fake.shapes import shapes_of
 
     state = rng_state()
     try:

@@ -142,7 +142,7 @@ def _plan_from(flags: dict[str, Any], launch: Launch | None) -> Plan:
         resolved = resolve_auto(flags, launch)
         return plan_from_flags(**resolved)
     except PlanError as error:
-        from roomier.planner.nearest_legal import with_nearest
+        from roomier.planner.choosing.nearest_legal import with_nearest
 
         defaults = {name: each.default for name, each in inspect.signature(plan_from_flags).parameters.items()}
         asked = {name: value for name, value in resolved.items() if value not in (defaults[name], None)}

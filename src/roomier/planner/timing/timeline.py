@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from roomier.planner.compute_time import Duration
+from roomier.planner.timing.compute_time import Duration
 
 _MOST_PLAYED = 3  # micro-batches: the first, one as all others, and the last
 

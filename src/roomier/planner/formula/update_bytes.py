@@ -19,7 +19,7 @@ _SET_ELSEWHERE = ("params", "foreach", "capturable", "holds")
 
 
 def update_bytes(optimizers: Sequence[Optimizer], layout: Layout, *, at_once: bool) -> dict[Kind, int]:
-    """Temporary bytes at the peak of an update, inside :func:`~roomier.planner.fake_world.fake_world`.
+    """Temporary bytes at the peak of an update, inside :func:`~roomier.planner.fake.fake_world.fake_world`.
 
     Each optimizer takes a step on one weight of each shape that a rank has. What works weight by weight needs as much
     as the one that needs the most; torch's lists of all weights (``foreach``) need it for all together.

@@ -11,7 +11,7 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from roomier.activation.offload import MIN_BYTES
-from roomier.planner.trace import Passage, Rise, Trace
+from roomier.planner.formula.trace import Passage, Rise, Trace
 
 
 def moved_to_host(trace: Trace, blocks: Collection[str]) -> tuple[Trace, int]:

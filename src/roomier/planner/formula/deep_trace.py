@@ -9,8 +9,8 @@ from itertools import groupby
 from roomier.api.forward import network_of
 from roomier.core.errors import RoomierError
 from roomier.plan import Plan
+from roomier.planner.formula.trace import Passage, Trace, take_trace
 from roomier.planner.repeats import Repeat, find_repeats, shallow_copy
-from roomier.planner.trace import Passage, Trace, take_trace
 from roomier.planner.work import Part, Work
 from roomier.planner.workload import Workload
 
@@ -19,7 +19,7 @@ _LEAST = _NUM_TRACED + 2
 
 
 def take_deep_trace(workload: Workload, plan: Plan, *, is_cut: bool, like: str = "cpu") -> Trace:
-    """As :func:`roomier.planner.trace.take_trace`.
+    """As :func:`roomier.planner.formula.trace.take_trace`.
 
     Where equal blocks stand in a row, a model with three periods of them is traced, and the passages of the middle one
     are written down as often as the row is long (see [Note: equal blocks] in :mod:`roomier.planner.repeats`).

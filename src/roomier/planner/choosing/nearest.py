@@ -12,13 +12,13 @@ from roomier.hardware.devices import SHEETS
 from roomier.hardware.machine import Machine
 from roomier.plan import Plan
 from roomier.plan.parts import ChoicePlan
-from roomier.planner.candidates import changed
 from roomier.planner.choice import Choice, words_of
-from roomier.planner.choose import budget_of, choose
+from roomier.planner.choosing.candidates import changed
+from roomier.planner.choosing.choose import budget_of, choose
+from roomier.planner.choosing.keywords import as_call, trainer_keywords
+from roomier.planner.choosing.pricing import Check, Prices, prices_of
 from roomier.planner.confirm import confirm
 from roomier.planner.forecast import Forecast
-from roomier.planner.keywords import as_call, trainer_keywords
-from roomier.planner.pricing import Check, Prices, prices_of
 from roomier.planner.workload import Workload
 
 _PRECISIONS = ("bf16-mixed", "bf16-true")

@@ -1,8 +1,8 @@
 """The bytes of a step of any strategy, from one trace of the model: no step is run.
 
 [Note: how the closed form adds]
-A :class:`~roomier.planner.trace.Trace` says how high activations and temporaries rise while each part of the model
-runs, :class:`~roomier.memory.walk.Walk` what is gathered, sent and reduced when a part is entered and left. What the
+A :class:`~roomier.planner.formula.trace.Trace` says how high activations and temporaries rise while each part of the
+model runs, :class:`~roomier.memory.walk.Walk` what is gathered, sent and reduced when a part is entered and left. What the
 walk needs to know is in which order parts run, and that is the order of the trace. So the parts are taken through a
 micro-batch one by one: what the walk notes on entering one stands beside what the trace has at its begin, what it notes
 on leaving beside what the trace has at its end, and between the two the trace's highest moment stands on what the walk
@@ -20,7 +20,7 @@ from roomier.memory.kinds import Kind
 from roomier.memory.walk import KINDS, Layout, UnitBytes, Walk
 from roomier.memory.weights import Unit
 from roomier.planner.dry_run import Stretch
-from roomier.planner.trace import Passage, Rise, Trace, Visit
+from roomier.planner.formula.trace import Passage, Rise, Trace, Visit
 
 _GRADIENT, _ACTIVATION, _TEMPORARY, _SENT = (
     KINDS.index(each) for each in (Kind.GRADIENT, Kind.ACTIVATION, Kind.TEMPORARY, Kind.COMMUNICATION)

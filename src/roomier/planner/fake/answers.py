@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from roomier.core import torch_fake, torch_private
-from roomier.planner import known_values
-from roomier.planner.rnn import rnn_answers
+from roomier.planner.fake import known_values
+from roomier.planner.fake.rnn import rnn_answers
 
 aten = torch.ops.aten
 Answer = Callable[[Any, Any, Any], Any]

@@ -21,9 +21,9 @@ from roomier.memory.walk import Layout, own_shape
 from roomier.memory.weights import Unit, Weight
 from roomier.plan import Plan
 from roomier.plan.lever_rules import rounding_in_force
-from roomier.planner.collective_time import all_reduce_s, gather_s
-from roomier.planner.compute_time import Duration, duration, rate_of
-from roomier.planner.traffic import shard_group
+from roomier.planner.timing.collective_time import all_reduce_s, gather_s
+from roomier.planner.timing.compute_time import Duration, duration, rate_of
+from roomier.planner.timing.traffic import shard_group
 from roomier.planner.work import Part, Work
 
 

@@ -23,7 +23,7 @@ from roomier.core import torch_fake, torch_private
 from roomier.core.errors import RoomierError
 from roomier.core.tree import map_tensors
 from roomier.core.wrapped_forward import unwrap
-from roomier.planner import known_values
+from roomier.planner.fake import known_values
 
 
 def shapes_of(module: Module, weight_dtype: torch.dtype | None = None) -> Module:

@@ -22,11 +22,11 @@ from typing import Protocol
 from roomier.core.errors import RoomierError
 from roomier.hardware.machine import Machine
 from roomier.plan import Plan
-from roomier.planner.candidates import Candidate
 from roomier.planner.choice import Considered
+from roomier.planner.choosing.candidates import Candidate
 from roomier.planner.confirm import confirm
-from roomier.planner.estimate import Estimator
 from roomier.planner.forecast import Forecast
+from roomier.planner.formula.estimate import Estimator
 from roomier.planner.workload import Workload
 
 TIE = 0.02

@@ -8,8 +8,8 @@ from html import escape
 
 from roomier.core.units import format_bytes
 from roomier.planner.choice import Considered, words_of
-from roomier.planner.page_style import COLOURS, NAMES
-from roomier.planner.page_svg import swatch
+from roomier.planner.page.style import COLOURS, NAMES
+from roomier.planner.page.svg import swatch
 from roomier.planner.record import Record
 
 _NUM_PLANS = 14  # rows of plans that were priced

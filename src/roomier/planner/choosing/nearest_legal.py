@@ -24,7 +24,7 @@ from roomier.core.world import World
 from roomier.plan import Plan, plan_from_flags
 from roomier.plan.choices import CHOICES
 from roomier.plan.rules import CombinedPlanError, each_error
-from roomier.planner.keywords import as_call
+from roomier.planner.choosing.keywords import as_call
 
 Keywords = Mapping[str, Any]
 Works = Callable[[Plan], bool]
@@ -101,8 +101,8 @@ def can_build(plan: Plan, module: Module) -> bool:
     """Whether ``build`` takes the plan for ``module``: it is asked, without memory."""
     from roomier.engine.build import build, configure
     from roomier.engine.eager import EagerEngine
-    from roomier.planner.fake_world import fake_world
-    from roomier.planner.shapes import shapes_of
+    from roomier.planner.fake.fake_world import fake_world
+    from roomier.planner.fake.shapes import shapes_of
 
     if not has_its_device(plan):
         return False

@@ -9,7 +9,7 @@ from html import escape
 from roomier.core.units import format_bytes
 from roomier.memory.kinds import Kind, total_bytes
 from roomier.planner.dry_run import Stretch
-from roomier.planner.page_style import COLOURS, NAMES
+from roomier.planner.page.style import COLOURS, NAMES
 from roomier.planner.record import moment_text
 
 _WIDTH, _HEIGHT = 1000, 1000  # of the drawing's own coordinates, stretched to the room there is

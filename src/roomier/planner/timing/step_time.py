@@ -1,11 +1,10 @@
 """The seconds of a step, from what is computed and what travels.
 
 [Note: what a forecast of time is]
-The parts of the model are played through in their order (:mod:`roomier.planner.timeline`), each as long as its roofline
-says (:mod:`roomier.planner.compute_time`), with the exchanges of its unit (:mod:`roomier.planner.traffic`) beside it.
-Played again without the exchanges, the difference is what they expose. Then the optimizer steps
-(:mod:`roomier.planner.update_time`). It is good for ranking plans by: what all of them share (the loader, callbacks,
-kernels slower than their roofline) is left out. Compiled blocks are forecast as slow as others.
+The parts of the model are played through in their order (``timeline.py``), each as long as its roofline says
+(``compute_time.py``), with the exchanges of its unit (``traffic.py``) beside it. Played again without the exchanges, the
+difference is what they expose. Then the optimizer steps (``update_time.py``). It is good for ranking plans by: what all
+of them share (the loader, callbacks, kernels slower than their roofline) is left out. Compiled blocks are forecast as slow as others.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ from roomier.memory.predict import layout_of
 from roomier.memory.walk import Layout
 from roomier.memory.weights import Unit, units_with_weights, with_adapters
 from roomier.plan import Plan
-from roomier.planner.collective_time import Group, all_reduce_s, gather_s
-from roomier.planner.compute_time import Duration, duration, second_forward
 from roomier.planner.forecast import StepTime
-from roomier.planner.timeline import Segment, Transfer, play
-from roomier.planner.traffic import Exchange, UnitTraffic, exchanges, num_buckets_of, traffic_of
-from roomier.planner.update_time import update_time
+from roomier.planner.timing.collective_time import Group, all_reduce_s, gather_s
+from roomier.planner.timing.compute_time import Duration, duration, second_forward
+from roomier.planner.timing.timeline import Segment, Transfer, play
+from roomier.planner.timing.traffic import Exchange, UnitTraffic, exchanges, num_buckets_of, traffic_of
+from roomier.planner.timing.update_time import update_time
 from roomier.planner.work import Part, Work
 from roomier.planner.workload import Workload
 from roomier.precision.policy import precision_of

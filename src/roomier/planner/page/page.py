@@ -12,8 +12,9 @@ from roomier.memory.kinds import Kind
 from roomier.planner.choice import Choice, Considered, words_of
 from roomier.planner.dry_run import Stretch
 from roomier.planner.forecast import Forecast
-from roomier.planner.page_style import COLOURS, NAMES, STYLE
-from roomier.planner.page_svg import (
+from roomier.planner.page.grids import Grid, heat_table, kinds_table, plans_table, seconds_text
+from roomier.planner.page.style import COLOURS, NAMES, STYLE
+from roomier.planner.page.svg import (
     FIXED,
     areas,
     bar,
@@ -24,7 +25,6 @@ from roomier.planner.page_svg import (
     round_ticks,
     swatch,
 )
-from roomier.planner.page_tables import Grid, heat_table, kinds_table, plans_table, seconds_text
 from roomier.planner.record import Record, moment_text
 
 _LADDER = ("single", "ddp", "zero1", "zero2", "zero3", "hsdp")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from roomier.core import torch_fake, torch_private
-from roomier.planner import known_values
+from roomier.planner.fake import known_values
 
 aten = torch.ops.aten
 _PAGE_BYTES = 4096

@@ -29,7 +29,7 @@ from roomier.memory.walk import Layout, gradient_bytes, own_shape
 from roomier.memory.weights import Unit, Weight
 from roomier.parallel.powersgd import DEFAULT_RANK
 from roomier.plan import Plan
-from roomier.planner.collective_time import Group, all_reduce_s, gather_s, reduce_scatter_s
+from roomier.planner.timing.collective_time import Group, all_reduce_s, gather_s, reduce_scatter_s
 
 BUCKET_BYTES = 25 * 2**20  # of torch's DDP
 _LEAST_SAVING = 2  # of PowerSGD in torch: a matrix that factors do not halve travels whole

@@ -37,9 +37,9 @@ from roomier.memory.tracker import MemoryTracker, Snapshot, tracking
 from roomier.optim.configured import Configured
 from roomier.parallel.shard import parts_of, units_of, without_views
 from roomier.plan import BatchPlan, OptimizerPlan, ParallelPlan, Plan
-from roomier.planner.fake_world import fake_world
+from roomier.planner.fake.fake_world import fake_world
+from roomier.planner.fake.shapes import shapes_of, shapes_of_batch
 from roomier.planner.places import named_places, telling_places
-from roomier.planner.shapes import shapes_of, shapes_of_batch
 from roomier.planner.work import Part, Work, WorkCounter
 from roomier.planner.workload import Workload
 from roomier.precision.policy import precision_of
@@ -217,7 +217,7 @@ def take_trace(workload: Workload, plan: Plan, *, is_cut: bool, like: str = "cpu
 
     Args:
         is_cut: the model will be cut among ranks.
-        like: ``"cpu"`` or ``"cuda"``, see :func:`roomier.planner.fake_world.fake_world`.
+        like: ``"cpu"`` or ``"cuda"``, see :func:`roomier.planner.fake.fake_world.fake_world`.
 
     Raises:
         RoomierError: what ``build`` refuses.

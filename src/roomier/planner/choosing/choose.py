@@ -11,10 +11,10 @@ from roomier.core.units import format_bytes
 from roomier.hardware.machine import Machine
 from roomier.plan import Plan
 from roomier.plan.choices import Kind, kind_of
-from roomier.planner.candidates import STAGES, candidates
 from roomier.planner.choice import Choice, Considered
+from roomier.planner.choosing.candidates import STAGES, candidates
+from roomier.planner.choosing.pricing import TIE, Check, DryRuns, Priced, Prices, Pricing, prices_of, time_s
 from roomier.planner.forecast import Forecast
-from roomier.planner.pricing import TIE, Check, DryRuns, Priced, Prices, Pricing, prices_of, time_s
 from roomier.planner.workload import Workload
 
 ESTIMATE_ERROR = 0.05
@@ -52,7 +52,7 @@ def choose(
         limit_s: what is not priced until then is left out, and said to be.
 
     Returns:
-        ``chosen`` is None where nothing fits: :mod:`roomier.planner.nearest` says what would.
+        ``chosen`` is None where nothing fits: :mod:`roomier.planner.choosing.nearest` says what would.
 
     Raises:
         RoomierError: no step of the model can be forecast.

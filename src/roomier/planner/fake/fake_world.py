@@ -20,10 +20,10 @@ from roomier.core.log import quiet
 from roomier.core.ranks import Ranks
 from roomier.core.rng import rng_state, set_rng_state
 from roomier.core.world import World
-from roomier.planner.answers import Answers
-from roomier.planner.like_cuda import attention_like_cuda, functions_like_cuda
-from roomier.planner.rnn import rnn_kernels
-from roomier.planner.user_code import told_where
+from roomier.planner.fake.answers import Answers
+from roomier.planner.fake.like_cuda import attention_like_cuda, functions_like_cuda
+from roomier.planner.fake.rnn import rnn_kernels
+from roomier.planner.fake.user_code import told_where
 
 T = TypeVar("T")
 _FEW_PARTS = 16  # of a tensor that is cut: each of them is made

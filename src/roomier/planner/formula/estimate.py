@@ -20,17 +20,17 @@ from roomier.memory.predict import layout_of, state_bytes_of
 from roomier.memory.walk import Layout, gradient_bytes, unit_bytes
 from roomier.memory.weights import Unit, buffer_bytes, units_with_weights
 from roomier.plan import ActivationPlan, BatchPlan, OffloadPlan, ParallelPlan, Plan
-from roomier.planner.closed_form import Order, States, timeline
-from roomier.planner.deep_trace import take_deep_trace
 from roomier.planner.dry_run import Stretch
-from roomier.planner.fake_world import fake_world
+from roomier.planner.fake.fake_world import fake_world
+from roomier.planner.fake.shapes import shapes_of
 from roomier.planner.fixed_bytes import fixed_bytes
 from roomier.planner.forecast import Forecast
-from roomier.planner.moved import moved_to_host
-from roomier.planner.shapes import shapes_of
-from roomier.planner.step_time import step_time
-from roomier.planner.trace import Trace
-from roomier.planner.update_bytes import update_bytes
+from roomier.planner.formula.closed_form import Order, States, timeline
+from roomier.planner.formula.deep_trace import take_deep_trace
+from roomier.planner.formula.moved import moved_to_host
+from roomier.planner.formula.trace import Trace
+from roomier.planner.formula.update_bytes import update_bytes
+from roomier.planner.timing.step_time import step_time
 from roomier.planner.workload import Workload
 from roomier.precision.policy import precision_of
 
@@ -49,7 +49,7 @@ class _Built:
 
 
 class Estimator:
-    """Prices plans for one workload on one machine by the closed form; see :mod:`roomier.planner.closed_form`.
+    """Prices plans for one workload on one machine by the closed form; see :mod:`roomier.planner.formula.closed_form`.
 
     What takes time is traces: one for each combination of levers that work inside a forward, and two for other
     micro-batches than the first asked for. They are taken when they are needed, and kept.

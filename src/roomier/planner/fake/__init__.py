@@ -1,0 +1,1 @@
+"""A world in which tensors have no memory, and what it answers."""

@@ -1,0 +1,1 @@
+"""A plan priced by formula, from one trace of its model."""

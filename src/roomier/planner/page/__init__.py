@@ -1,0 +1,1 @@
+"""The planner's page: one file of HTML."""
