@@ -17,7 +17,7 @@ from roomier.hardware.this_machine import this_machine
 from roomier.memory.kinds import Kind
 from roomier.models.gpt import GPT, GPTConfig
 from roomier.plan import Plan, plan_from_flags
-from roomier.planner import choose as choose_file
+from roomier.planner.choosing import pricing
 from roomier.planner.choosing import nearest
 from roomier.planner.choosing.candidates import candidates
 from roomier.planner.choosing.choose import FREE_SHARE, budget_of, choose, simplest_of_the_fastest
@@ -233,7 +233,7 @@ def test_an_estimate_is_held_against_a_dry_run_and_the_next_plan_taken_where_it_
         peak_bytes, step_s = by_strategy(plan, micro_batch)
         return forecast(plan, micro_batch, 2 * peak_bytes if strategy_of(plan) == "ddp" else peak_bytes, step_s)
 
-    monkeypatch.setattr(choose_file.DryRuns, "estimate", really)
+    monkeypatch.setattr(pricing.DryRuns, "estimate", really)
     prices = Told(by_strategy, method="closed form")
     choice = choose(regression(1), auto(devices=2), this_machine(2), budget_bytes=1000 * KIB, prices=prices)
     assert (strategy_of(choice.chosen.plan), choice.chosen.method) == ("zero1", "dry run")

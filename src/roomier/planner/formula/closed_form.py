@@ -2,11 +2,12 @@
 
 [Note: how the closed form adds]
 A :class:`~roomier.planner.formula.trace.Trace` says how high activations and temporaries rise while each part of the
-model runs, :class:`~roomier.memory.walk.Walk` what is gathered, sent and reduced when a part is entered and left. What the
-walk needs to know is in which order parts run, and that is the order of the trace. So the parts are taken through a
-micro-batch one by one: what the walk notes on entering one stands beside what the trace has at its begin, what it notes
-on leaving beside what the trace has at its end, and between the two the trace's highest moment stands on what the walk
-has. Gradients of whole weights come as in the trace, at the time of the trace, until the walk takes them over.
+model runs, :class:`~roomier.memory.walk.Walk` what is gathered, sent and reduced when a part is entered and left.
+What the walk needs to know is in which order parts run, and that is the order of the trace. So the parts are taken
+through a micro-batch one by one: what the walk notes on entering one stands beside what the trace has at its begin,
+what it notes on leaving beside what the trace has at its end, and between the two the trace's highest moment stands
+on what the walk has. Gradients of whole weights come as in the trace, at the time of the trace, until the walk takes
+them over.
 
 Of micro-batches that are accumulated the first, one like those between, and the last are taken: the others are equal.
 """

@@ -2,9 +2,10 @@
 
 [Note: what a forecast of time is]
 The parts of the model are played through in their order (``timeline.py``), each as long as its roofline says
-(``compute_time.py``), with the exchanges of its unit (``traffic.py``) beside it. Played again without the exchanges, the
-difference is what they expose. Then the optimizer steps (``update_time.py``). It is good for ranking plans by: what all
-of them share (the loader, callbacks, kernels slower than their roofline) is left out. Compiled blocks are forecast as slow as others.
+(``compute_time.py``), with the exchanges of its unit (``traffic.py``) beside it. Played again without the exchanges,
+the difference is what they expose. Then the optimizer steps (``update_time.py``). It is good for ranking plans by:
+what all of them share (the loader, callbacks, kernels slower than their roofline) is left out. Compiled blocks are
+forecast as slow as others.
 """
 
 from __future__ import annotations
