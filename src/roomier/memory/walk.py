@@ -255,10 +255,11 @@ class Walk:
     def take_over_gradients(self, unit: int, *, is_first: bool) -> None:
         """Count its gradients, which have come already."""
         # Where those of whole parameters are added up in the dtype they have, the new ones go into the old.
-        if is_first or not self._adds_in_place(unit):
+        if is_first or not self.adds_in_place(unit):
             self.now[_GRADIENT] += self.sizes[unit].gradient
 
-    def _adds_in_place(self, unit: int) -> bool:
+    def adds_in_place(self, unit: int) -> bool:
+        """Whether later micro-batches of a step add its whole gradients to what is there as they come."""
         each = self.units[unit]
         return self.layout.accumulates_whole and each.sum_dtype == each.gathered_dtype
 

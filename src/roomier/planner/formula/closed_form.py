@@ -183,7 +183,7 @@ class _CutStep(_Step):
             if kept_bytes is not None:
                 begin, highest, end = (each._replace(activation=kept_bytes) for each in (begin, highest, end))
             whole_bytes = [
-                level.pending if adds_in_place else level.gradient - taken_over for level in (begin, highest)
+                (level.pending if adds_in_place else level.gradient) - taken_over for level in (begin, highest)
             ]
             if number == order.num_forward and order.root is not None and not is_again:
                 walk.enter(order.root, waiting[:1], "backward")  # it comes first, and knows what came before it
@@ -195,11 +195,12 @@ class _CutStep(_Step):
             moments.append(self.beside(walk.now, highest, whole_bytes[1]))
             for unit in order.ending_at[number]:
                 walk.take_over_gradients(unit, is_first=is_first)
-                taken_over += walk.sizes[unit].gradient
+                if not (adds_in_place and walk.adds_in_place(unit)):
+                    taken_over += walk.sizes[unit].gradient
                 walk.end_backward(unit, is_first=is_first, is_last=is_last)
             if number == last:
                 self._end_late(is_first=is_first, is_last=is_last)
-            left = 0 if number == last else end.pending if adds_in_place else end.gradient - taken_over
+            left = 0 if number == last else (end.pending if adds_in_place else end.gradient) - taken_over
             moments += self._beside_notes(end, left)
             moments.append(self.beside(walk.now, end, left))
             yield _stretch(visit.passage, moments)

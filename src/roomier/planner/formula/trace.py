@@ -9,7 +9,8 @@ tensor of its own behind a unit. So there is one trace for models that are whole
 
 [Note: gradients that wait]
 A gradient is *complete* when it is added to that of the parameter. Until then it is pending: DDP copies it into a
-bucket and frees it, and further micro-batches add it to what is there.
+bucket and frees it, and further micro-batches add it to what is there. In models that are cut, gradients of 16 bits
+stay pending: further micro-batches add them to what is there in 32 bits only when the backward of their unit is over.
 """
 
 from __future__ import annotations
@@ -236,7 +237,7 @@ def take_trace(workload: Workload, plan: Plan, *, is_cut: bool, like: str = "cpu
         inner = _as_if_cut(network_of(module), precision.autocast_dtype) if is_cut else []
         batch = shapes_of_batch(workload.batch)
         batch_bytes = sum(each.untyped_storage().nbytes() for each in tensors(batch))
-        passages, work = _tracked(engine, module, batch, inner)
+        passages, work = _tracked(engine, module, batch, inner, is_cut=is_cut)
     return Trace(workload.batch_size, batch_bytes, tuple(passages), work)
 
 
@@ -312,7 +313,7 @@ class _Place(str):
 
 
 def _tracked(
-    engine: EagerEngine, module: Module, batch: Any, inner: Sequence[nn.Module]
+    engine: EagerEngine, module: Module, batch: Any, inner: Sequence[nn.Module], *, is_cut: bool
 ) -> tuple[list[Passage], Mapping[Part, Work]]:
     takes_index = num_step_arguments(module, "training_step", 2) > 1
     network = network_of(module)
@@ -324,7 +325,7 @@ def _tracked(
     batches = [batch]
     del batch
     with tracking(engine) as tracker, ExitStack() as stack:
-        stack.enter_context(_telling_with_complete(tracker, network, inner))
+        stack.enter_context(_telling_with_complete(tracker, network, inner, is_cut=is_cut))
         stack.enter_context(counter.counting(lambda: (tracker.phase, str(tracker.place))))
         tracker.enter("forward")
         engine.forward_backward(training_step, batches)
@@ -334,7 +335,9 @@ def _tracked(
 
 
 @contextmanager
-def _telling_with_complete(tracker: MemoryTracker, network: nn.Module, inner: Sequence[nn.Module]) -> Iterator[None]:
+def _telling_with_complete(
+    tracker: MemoryTracker, network: nn.Module, inner: Sequence[nn.Module], *, is_cut: bool
+) -> Iterator[None]:
     complete_bytes = 0
 
     def tell(name: str, needs_inner: bool = not inner) -> None:
@@ -343,6 +346,8 @@ def _telling_with_complete(tracker: MemoryTracker, network: nn.Module, inner: Se
     def complete(parameter: Tensor) -> None:
         nonlocal complete_bytes
         assert parameter.grad is not None
+        if is_cut and parameter.grad.itemsize < 4:
+            return
         complete_bytes += parameter.grad.untyped_storage().nbytes()
         tracker.place = _Place(tracker.place, complete_bytes, getattr(tracker.place, "needs_inner", True))
 
