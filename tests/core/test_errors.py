@@ -32,6 +32,15 @@ def test_it_travels_between_processes():
     assert str(error) == "a=[1, 2]: is wrong. Do b."
 
 
+def test_it_travels_without_what_cannot_be_sent():
+    received = (number for number in range(3))
+    error = DataError("train_dataloaders", received, "is read once only", "Pass a list")
+    arrived = pickle.loads(pickle.dumps(error))
+    assert type(arrived) is DataError
+    assert str(arrived) == str(error)
+    assert "generator object" in str(error)
+
+
 @pytest.mark.parametrize(("length", "expected"), [(10, 12), (118, 120), (119, 120), (5000, 120)])
 def test_a_long_value_is_shortened(length, expected):
     assert len(shorten("x" * length)) == expected

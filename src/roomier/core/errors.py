@@ -2,6 +2,7 @@
 
 import difflib
 from collections.abc import Iterable
+from pathlib import Path
 
 
 class RoomierError(ValueError):
@@ -23,7 +24,23 @@ class RoomierError(ValueError):
         super().__init__(f"{field}={shorten(received)}: {problem.rstrip('.')}. {action.rstrip('.')}{end}")
 
     def __reduce__(self) -> tuple[type["RoomierError"], tuple[object, ...]]:
-        return type(self), (self.field, self.received, self.problem, self.action)
+        is_data = self.received is None or isinstance(self.received, _TRAVELS)
+        received = self.received if is_data else _Shown(shorten(self.received))
+        return type(self), (self.field, received, self.problem, self.action)
+
+
+_TRAVELS = (str, int, float, Path, list, tuple, dict)
+
+
+class _Shown:
+    """What another process has in place of an object that was received: a generator, say, cannot be sent to it, and
+    the data set of a loader should not be."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def __repr__(self) -> str:
+        return self.text
 
 
 class PlanError(RoomierError):

@@ -4,6 +4,7 @@ These are for what happens between steps: shares of a batch, agreements, metrics
 the same calls in the same order. The tensors of a model go other ways (``parallel/``).
 """
 
+import pickle
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -72,7 +73,8 @@ class Ranks:
         return box[0]
 
     def on_zero(self, function: Callable[[], T]) -> T:
-        """Call ``function`` on rank 0 alone; what it returns, or raises, comes to every rank."""
+        """Call ``function`` on rank 0 alone; what it returns, or raises, comes to every rank. An error that cannot be
+        sent comes to the others as a RuntimeError that says the same."""
         if self.is_alone:
             return function()
         outcome: tuple[Any, Exception | None] = (None, None)
@@ -80,7 +82,8 @@ class Ranks:
             try:
                 outcome = (function(), None)
             except Exception as error:
-                outcome = (None, error)
+                self.from_zero((None, _sendable(error)))
+                raise
         value, raised = self.from_zero(outcome)
         if raised is not None:
             raise raised
@@ -91,3 +94,12 @@ class Ranks:
         """Wait until every rank is here."""
         if not self.is_alone:
             dist.barrier(group=self._group)
+
+
+def _sendable(error: Exception) -> Exception:
+    """``error``, if it survives the way to another process."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # any code may stand in how an error is sent, and made again
+        return RuntimeError(f"{type(error).__name__} on rank 0: {error}")
+    return error
