@@ -3,126 +3,79 @@
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import random
 import statistics
-import subprocess
 import sys
-from collections.abc import Mapping
-from pathlib import Path
-from tempfile import TemporaryDirectory
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import RenderableType
 from rich.table import Table
 
 from roomier.bench.machine import circumstances
-from roomier.core.errors import RoomierError
+from roomier.bench.rank_processes import run_on_ranks
 from roomier.core.units import format_bytes, format_seconds
 
 BAR = 1.10
 """The chosen plan's step may take this many times the best one's."""
-_RANK_LIMIT_S = 1800.0
+_WORKER = "roomier.bench.choice_ranks"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pairs", type=int, default=20, help="random models, each with a random budget (%(default)s)")
     parser.add_argument("--first", type=int, default=0, help="number of the first pair: each is drawn by its number")
-    parser.add_argument("--steps", type=int, default=3, help="steps of a turn (%(default)s)")
-    parser.add_argument("--repeats", type=int, default=7, help="turns of each plan that may be the best (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of models and budgets (%(default)s)")
+    parser.add_argument("--all-plans", action="store_true", help="tell all that was run, beside its forecast")
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """A row for each pair: what was chosen, what it took, and what the best plan takes."""
+    """A row for each pair: what was chosen, what it took, and what the best plan takes. Processes serve many pairs."""
     facts = circumstances()
-    rows = []
-    for number in range(options.first, options.first + options.pairs):
-        settings = {**drawn(number), "steps": options.steps, "repeats": options.repeats}
-        rows.append({**settings, **_run_ranks(settings)})
-        print(_line(rows[-1]), file=sys.stderr, flush=True)
+    numbers = range(options.first, options.first + options.pairs)
+    rows: dict[int, dict[str, Any]] = {}
+    for num_ranks in (1, 2):
+        mine = [number for number in numbers if 1 + number % 2 == num_ranks]
+        settings = {"num_ranks": num_ranks, "numbers": mine, "seed": options.seed, "all_plans": options.all_plans}
+        if mine:
+            found = run_on_ranks(_WORKER, num_ranks, settings, tells=sys.stderr)
+            rows |= {int(number): row for number, row in found.items()}
+    return {"case": "choice", **summary([rows[number] for number in numbers]), **facts}
+
+
+def summary(pairs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Keys: ``pairs``; ``under_budget``, the share of pairs; ``worst_ratio`` and ``median_ratio`` of the chosen plan's
+    step to the best one's, None where a pair has none; ``num_within_bar``."""
+    ratios = [each["ratio"] for each in pairs]
+    known = [ratio for ratio in ratios if ratio is not None]
+    is_whole = len(known) == len(ratios)
     return {
-        "case": "choice",
-        "rows": rows,
-        "all_under_budget": all(row["is_under_budget"] for row in rows),
-        "worst_ratio_to_best": max(row["ratio_to_best"] for row in rows),
-        "median_ratio_to_best": statistics.median(row["ratio_to_best"] for row in rows),
-        "num_within_bar": sum(row["ratio_to_best"] <= BAR for row in rows),
-        **facts,
+        "pairs": list(pairs),
+        "under_budget": statistics.mean(float(each["under_budget"]) for each in pairs),
+        "worst_ratio": max(known) if is_whole else None,
+        "median_ratio": statistics.median(known) if is_whole else None,
+        "num_within_bar": sum(ratio <= BAR for ratio in known),
     }
-
-
-def drawn(number: int) -> dict[str, Any]:
-    """The model of a pair, and how tight its budget is: the same whenever it is asked for."""
-    draw = random.Random(number)
-    return {
-        "pair": number,
-        "ranks": 1 + number % 2,
-        "num_layers": draw.choice([1, 2, 3, 4]),
-        "width": draw.choice([64, 96, 128, 192]),
-        "vocab_size": draw.choice([256, 1024, 4096]),
-        "seq_len": draw.choice([32, 64, 128]),
-        "batch_size": draw.choice([2, 4, 6, 8]),
-        "tightness": round(draw.uniform(0.0, 1.0), 3),  # 0: the smallest plan just fits; 1: all do
-    }
-
-
-def _run_ranks(settings: Mapping[str, Any]) -> dict[str, Any]:
-    with TemporaryDirectory() as folder:
-        command = [sys.executable, "-P", "-m", "roomier.bench.choice_ranks", folder, json.dumps(settings)]
-        files = [(Path(folder) / f"rank{rank}.txt").open("w+") for rank in range(settings["ranks"])]
-        processes = [
-            subprocess.Popen(
-                command,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "BENCH_RANK": str(rank)},
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-            )
-            for rank, file in enumerate(files)
-        ]
-        try:
-            codes = [each.wait(timeout=_RANK_LIMIT_S) for each in processes]
-        finally:
-            for each in processes:
-                each.kill()
-                each.wait()
-            for file in files:
-                file.close()
-        if any(codes):
-            rank = next(rank for rank, code in enumerate(codes) if code)
-            lines = (Path(folder) / f"rank{rank}.txt").read_text().splitlines()[-20:]
-            problem = "\n".join([f"ended with code {codes[rank]}; its last lines:", *lines, ""])
-            raise RoomierError("bench choice", f"pair {settings['pair']}, rank {rank}", problem, "Run it by --first")
-        found: dict[str, Any] = json.loads((Path(folder) / "result.json").read_text())
-        return found
-
-
-def _line(row: Mapping[str, Any]) -> str:
-    return (
-        f"pair {row['pair']}: {row['chosen']} took {format_bytes(row['peak_bytes'])} of "
-        f"{format_bytes(row['budget_bytes'])}, {row['ratio_to_best']:.3f} of the best ({row['best']})"
-    )
 
 
 def table(result: Mapping[str, Any]) -> RenderableType:
     found = Table(
-        title=f"{result['num_within_bar']} of {len(result['rows'])} choices within {BAR:g} of the best step",
-        caption="peaks by the tracker, of the worst rank; steps interleaved, medians\n"
+        title=f"{result['num_within_bar']} of {len(result['pairs'])} choices within {BAR:g} of the best step, "
+        f"{result['under_budget']:.0%} under the budget",
+        caption="peaks by the tracker, of the worst rank; steps in turns, medians\n"
         f"{result['machine']['cpu']}, torch {result['torch']}",
     )
-    for name in ("pair", "ranks", "chosen", "peak", "budget", "plans run", "step", "of the best", "best"):
-        found.add_column(name, justify="left" if name in ("chosen", "best") else "right")
-    for row in result["rows"]:
+    for name in ("model", "ranks", "chosen", "peak", "budget", "plans run", "step", "of the best", "best"):
+        found.add_column(name, justify="left" if name in ("model", "chosen", "best") else "right")
+    for row in result["pairs"]:
+        chosen = row["chosen"] is not None
         found.add_row(
-            str(row["pair"]),
-            str(row["ranks"]),
-            row["chosen"],
-            format_bytes(row["peak_bytes"]),
+            row["model"],
+            str(row["num_ranks"]),
+            row["chosen"] or "nothing",
+            format_bytes(row["peak_bytes"]) if chosen else "",
             format_bytes(row["budget_bytes"]),
-            str(row["num_plans"]),
-            format_seconds(row["step_s"]),
-            f"{row['ratio_to_best']:.3f}",
-            row["best"],
+            str(row["num_plans_run"]),
+            format_seconds(row["step_s"]) if chosen else "",
+            f"{row['ratio']:.3f}" if chosen else "",
+            row["best"] or "",
         )
     return found

@@ -1,7 +1,9 @@
-"""One pair of ``roomier bench choice`` on one rank: ``python -m roomier.bench.choice_ranks FOLDER SETTINGS``.
+"""The pairs of ``roomier bench choice`` on one rank: ``python -m roomier.bench.choice_ranks FOLDER SETTINGS``.
 
-All plans are run: each a step under the tracker, and two turns on the clock. Those that fit and may be the fastest, and
-the chosen one, are timed again, turn by turn in alternating order.
+Every plan is run by itself: two steps, one under the tracker, and three on the clock. Then a budget is drawn between
+the least and the most that any of them held, and ``auto`` chooses. Plans that fit and may be the fastest, and the
+chosen one, are built again and take turns; of these, the few that lead take turns once more, and only those count:
+the fastest of many is in part the luckiest.
 """
 
 from __future__ import annotations
@@ -12,162 +14,196 @@ import os
 import statistics
 import sys
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from roomier.bench.strategy_ranks import TrainedGPT
+from roomier.bench.choice_models import Drawn, drawn
 from roomier.core.log import quiet
 from roomier.core.ranks import Ranks
 from roomier.core.world import World
 from roomier.engine.build import build, configure
 from roomier.engine.eager import EagerEngine
+from roomier.hardware.machine import Machine
 from roomier.hardware.this_machine import this_machine
 from roomier.memory.tracker import tracking
-from roomier.models.gpt import GPTConfig
-from roomier.plan import Plan, plan_from_flags
+from roomier.plan import plan_from_flags
 from roomier.planner.choice import words_of
-from roomier.planner.choosing.candidates import candidates
+from roomier.planner.choosing.candidates import Candidate, candidates
 from roomier.planner.choosing.choose import choose
-from roomier.planner.choosing.pricing import prices_of
+from roomier.planner.choosing.pricing import prices_of, time_s
 from roomier.planner.fixed_bytes import fixed_bytes
 from roomier.planner.workload import Workload
 
-_MAYBE = 1.4  # times the best of the first turns: what is slower is not timed again
+_MAYBE, _MOST_CONTENDERS = 1.25, 24  # times the best of the first look: what is slower is not looked at again
+_LEADING, _MOST_LEADING = 1.10, 6
+_NUM_STEPS = 3  # of a turn
+_TURNS, _LAST_TURNS = 3, 7
+_WARMUP_STEPS = 2  # DDP is there from the second on
 
 
-class Running:
-    """A plan on this rank.
+@dataclass
+class Seen:
+    """A plan that was run.
 
     Attributes:
         peak_bytes: of a step, of the rank that holds most.
-        step_s: a median for each turn, of the slowest rank.
+        step_s: of the slowest rank.
     """
 
-    def __init__(self, plan: Plan, micro_batch: int, settings: dict[str, Any], ranks: Ranks) -> None:
-        self.words = words_of(plan, micro_batch)
-        self.step_s: list[float] = []
+    candidate: Candidate
+    words: str
+    peak_bytes: int
+    step_s: float
+
+
+class Running:
+    """A plan on this rank, built."""
+
+    def __init__(self, candidate: Candidate, pair: Drawn, ranks: Ranks) -> None:
+        plan = candidate.plan
         self._ranks = ranks
-        torch.manual_seed(0)
-        self._module = module = model_of(settings)
+        self._module = module = pair.module()
         with quiet():
-            self._engine, _ = build(plan, module, lambda: configure(plan, module, lambda: 1000.0), EagerEngine, ranks)
-        tokens = tokens_of(settings, micro_batch)
-        self._batches = [tokens] * plan.batch.accumulate_grad_batches
-        self._step()
-        with tracking(self._engine) as tracker:
-            self._step()  # tells what each storage is for
-            tracker.restart()
-            self._step()
-        fixed = sum(fixed_bytes(plan, this_machine(ranks.world.size)).values())
-        self.peak_bytes = max(ranks.gather(tracker.peak().total())) + fixed
+            self.engine, _ = build(plan, module, lambda: configure(plan, module, lambda: 1000.0), EagerEngine, ranks)
+        self._batches = [pair.batch(candidate.micro_batch)] * plan.batch.accumulate_grad_batches
+        for _ in range(_WARMUP_STEPS):
+            self.step()
 
-    def _step(self) -> None:
-        self._engine.forward_backward(self._module.training_step, list(self._batches))
-        self._engine.step()
+    def step(self) -> None:
+        self.engine.forward_backward(self._module.training_step, list(self._batches))
+        self.engine.step()
 
-    def turn(self, num_steps: int) -> float:
-        self._step()
+    def peak_bytes(self) -> int:
+        """Of all tensors in a step, of the rank that holds most."""
+        with tracking(self.engine) as tracker:
+            self.step()
+        return max(self._ranks.gather(tracker.peak().total()))
+
+    def turn(self) -> float:
+        """Median seconds of a few steps, of the slowest rank."""
+        self.step()  # brings what it needs back into the processor's caches
         self._ranks.barrier()
         durations = []
-        for _ in range(num_steps):
+        for _ in range(_NUM_STEPS):
             start = time.perf_counter()
-            self._step()
+            self.step()
             durations.append(time.perf_counter() - start)
-        self.step_s.append(max(self._ranks.gather(statistics.median(durations))))
-        return self.step_s[-1]
-
-    def close(self) -> None:
-        self._engine.close()
+        return max(self._ranks.gather(statistics.median(durations)))
 
 
-def model_of(settings: dict[str, Any]) -> TrainedGPT:
-    config = GPTConfig(
-        settings["vocab_size"],
-        settings["seq_len"],
-        num_layers=settings["num_layers"],
-        num_heads=4,
-        width=settings["width"],
-        dropout=0.0,
-    )
-    return TrainedGPT(config)
+def run_pair(pair: Drawn, ranks: Ranks, *, tells_all: bool = False) -> dict[str, Any]:
+    """The row of one pair; its keys are told in docs/design/planner.md.
 
-
-def tokens_of(settings: dict[str, Any], batch_size: int) -> tuple[Tensor, Tensor]:
-    tokens = torch.randint(settings["vocab_size"], (batch_size, settings["seq_len"]))
-    return tokens, tokens
-
-
-def run(settings: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
-    num_ranks = ranks.world.size
-    asked = plan_from_flags(strategy="auto", accelerator="cpu", devices=num_ranks, optimizer="adamw")
-    workload = Workload.of(model_of(settings), tokens_of(settings, settings["batch_size"]))
-    machine = ranks.on_zero(lambda: this_machine(num_ranks))
-    legal = [each for each in candidates(workload, asked, machine) if not each.refusal]
-
-    def planned() -> tuple[int, Any]:
-        prices = prices_of(workload, machine)
-        peaks = sorted(prices.estimate(each.plan, each.micro_batch).peak_bytes for each in legal)
-        budget = int(1.03 * peaks[0] + settings["tightness"] * (1.03 * peaks[-1] - 1.03 * peaks[0]))
-        return budget, choose(workload, asked, machine, budget_bytes=budget)
-
-    budget, choice = ranks.on_zero(planned)
-    assert choice.chosen is not None
-    words = words_of(choice.chosen.plan, choice.chosen.micro_batch)
-    running = [Running(each.plan, each.micro_batch, settings, ranks) for each in legal]
-    gc.collect()
-    gc.disable()  # no plan pays for the garbage of another
-    for _ in range(2):
-        for each in running:
-            each.turn(settings["steps"])
-    [chosen] = [each for each in running if each.words == words]
-    fitting = [each for each in running if each.peak_bytes <= budget]
-    best_s = min((min(each.step_s) for each in fitting), default=0.0)
-    close = [each for each in fitting if each is not chosen and min(each.step_s) <= _MAYBE * best_s] + [chosen]
-    for each in close:
-        each.step_s.clear()
-    for index in range(settings["repeats"]):
-        for each in reversed(close) if index % 2 else close:
-            each.turn(settings["steps"])
-    best = min((each for each in close if each in fitting), key=_median, default=chosen)
+    Args:
+        tells_all: adds ``plans``: each that was run, with its forecast.
+    """
+    machine = ranks.on_zero(lambda: this_machine(pair.num_ranks))
+    asked = plan_from_flags(strategy="auto", accelerator="cpu", devices=pair.num_ranks, optimizer="adamw")
+    workload = Workload.of(pair.module(), pair.batch(pair.batch_size))
+    found = [each for each in candidates(workload, asked, machine) if not each.refusal]
+    legal = {words_of(each.plan, each.micro_batch): each for each in found}  # equal ones once
+    seen = {words: _seen(words, each, pair, ranks, machine) for words, each in legal.items()}
+    least, most = (pick(each.peak_bytes for each in seen.values()) for pick in (min, max))
+    budget = int(least + pair.tightness * (most - least))
+    choice = ranks.on_zero(lambda: choose(workload, asked, machine, budget_bytes=budget))
+    row: dict[str, Any] = {"model": pair.name, "num_ranks": pair.num_ranks, "budget_bytes": budget}
+    row |= {"num_plans_run": len(seen), "num_fitting": sum(each.peak_bytes <= budget for each in seen.values())}
+    if tells_all:
+        row["plans"] = ranks.on_zero(lambda: _with_forecasts(seen.values(), workload, machine))
+    if choice.chosen is None:
+        nothing = dict.fromkeys(("chosen", "peak_bytes", "forecast_bytes", "step_s", "best", "best_s", "ratio"))
+        return {**row, **nothing, "under_budget": False}
+    chosen = seen[words_of(choice.chosen.plan, choice.chosen.micro_batch)]
+    last = _raced(chosen, [each for each in seen.values() if each.peak_bytes <= budget], pair, ranks)
+    best = min((words for words in last if seen[words].peak_bytes <= budget), key=last.__getitem__)
     return {
+        **row,
         "chosen": chosen.words,
-        "budget_bytes": budget,
         "peak_bytes": chosen.peak_bytes,
-        "forecast_peak_bytes": choice.chosen.peak_bytes,
-        "is_under_budget": chosen.peak_bytes <= budget,
-        "num_plans": len(running),
-        "num_fitting": len(fitting),
-        "step_s": _median(chosen),
-        "forecast_step_s": None if choice.chosen.time is None else choice.chosen.time.total_s,
-        "best": best.words,
-        "best_step_s": _median(best),
-        "ratio_to_best": _median(chosen) / _median(best),
+        "forecast_bytes": choice.chosen.peak_bytes,
+        "under_budget": chosen.peak_bytes <= budget,
+        "step_s": last[chosen.words],
+        "forecast_s": time_s(choice.chosen),
+        "best": best,
+        "best_s": last[best],
+        "ratio": last[chosen.words] / last[best],
         "planning_s": choice.planning_s,
-        "plans": [
-            {"plan": each.words, "peak_bytes": each.peak_bytes, "step_s": _median(each)}
-            for each in sorted(running, key=_median)
-        ],
     }
 
 
-def _median(running: Running) -> float:
-    return statistics.median(running.step_s)
+def _seen(words: str, candidate: Candidate, pair: Drawn, ranks: Ranks, machine: Machine) -> Seen:
+    running = Running(candidate, pair, ranks)
+    peak_bytes = running.peak_bytes() + sum(fixed_bytes(candidate.plan, machine).values())
+    found = Seen(candidate, words, peak_bytes, running.turn())
+    running.engine.close()
+    return found
+
+
+def _raced(chosen: Seen, fitting: Sequence[Seen], pair: Drawn, ranks: Ranks) -> dict[str, float]:
+    """Seconds of a step of the chosen plan and of those that lead, by their words."""
+    best_s = min(each.step_s for each in fitting)
+    contenders = sorted((each for each in fitting if each.step_s <= _MAYBE * best_s), key=lambda each: each.step_s)
+    running = {each.words: Running(each.candidate, pair, ranks) for each in (*contenders[:_MOST_CONTENDERS], chosen)}
+    gc.collect()
+    gc.disable()  # no plan pays for the garbage of another
+    first = _by_turns(running, _TURNS)
+    order = sorted(first, key=first.__getitem__)
+    leading = [each for each in order if first[each] <= _LEADING * first[order[0]]][:_MOST_LEADING]
+    last = _by_turns({each: running[each] for each in dict.fromkeys([*leading, chosen.words])}, _LAST_TURNS)
+    gc.enable()
+    for each in running.values():
+        each.engine.close()
+    return last
+
+
+def _by_turns(running: dict[str, Running], num_turns: int) -> dict[str, float]:
+    taken: dict[str, list[float]] = {words: [] for words in running}
+    for index in range(num_turns):
+        for words in reversed(running) if index % 2 else running:
+            taken[words].append(running[words].turn())
+    return {words: statistics.median(each) for words, each in taken.items()}
+
+
+def _with_forecasts(seen: Any, workload: Workload, machine: Machine) -> list[dict[str, Any]]:
+    prices = prices_of(workload, machine)
+    rows = []
+    for each in sorted(seen, key=lambda one: one.step_s):
+        forecast = prices.estimate(each.candidate.plan, each.candidate.micro_batch)
+        measured = {"plan": each.words, "peak_bytes": each.peak_bytes, "step_s": each.step_s}
+        rows.append({**measured, **{f"forecast_{name}": forecast.as_dict()[name] for name in ("peak_bytes", "time")}})
+    return rows
 
 
 def main(folder: Path, settings: dict[str, Any]) -> None:
     torch.set_num_threads(1)
-    rank, size = int(os.environ["BENCH_RANK"]), settings["ranks"]
+    rank, size = int(os.environ["RANK"]), settings["num_ranks"]
     if size > 1:
         dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=size)
-    result = run(settings, Ranks(World(rank, size, rank, 0, size)))
+    ranks = Ranks(World(rank, size, rank, 0, size))
+    rows = {}
+    for number in settings["numbers"]:
+        start = time.perf_counter()
+        row = run_pair(drawn(number, settings["seed"]), ranks, tells_all=settings["all_plans"])
+        rows[number] = {**row, "took_s": time.perf_counter() - start}
+        if rank == 0:
+            with (folder / "progress.txt").open("a") as progress:
+                progress.write(f"{_line(number, rows[number])}\n")
     if rank == 0:
-        (folder / "result.json").write_text(json.dumps(result))
+        (folder / "result.json").write_text(json.dumps(rows))
     if size > 1:
         dist.destroy_process_group()
+
+
+def _line(number: int, row: dict[str, Any]) -> str:
+    chosen = row["chosen"] or "nothing"
+    ratio = "" if row["ratio"] is None else f", {row['ratio']:.3f} of {row['best']}"
+    told = f"{row['num_plans_run']} plans, {row['took_s']:.0f} s"
+    return f"pair {number}, {row['model']}, {row['num_ranks']} ranks: {chosen}{ratio} ({told})"
 
 
 if __name__ == "__main__":

@@ -10,19 +10,24 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, TextIO
 
 from roomier.core.errors import RoomierError
 
 
 def run_on_ranks(
-    worker: str, num_ranks: int, settings: Mapping[str, Any], environment: Mapping[str, str] | None = None
+    worker: str,
+    num_ranks: int,
+    settings: Mapping[str, Any],
+    environment: Mapping[str, str] | None = None,
+    tells: TextIO | None = None,
 ) -> dict[str, Any]:
     """``python -m worker FOLDER SETTINGS`` for each rank, which ``RANK`` tells it.
 
     Args:
         worker: a module. Its rank 0 writes ``result.json`` into the folder.
         environment: what its processes have beside that of this one.
+        tells: gets the lines that rank 0 puts into ``progress.txt`` in the folder, as they come.
 
     Returns:
         What rank 0 wrote, when all are done.
@@ -44,7 +49,7 @@ def run_on_ranks(
                 )
                 for rank, file in enumerate(files)
             ]
-            _wait(processes, path)
+            _wait(processes, path, tells)
             found: dict[str, Any] = json.loads((path / "result.json").read_text())
             return found
         finally:
@@ -52,21 +57,35 @@ def run_on_ranks(
                 file.close()
 
 
-def _wait(processes: Sequence[subprocess.Popen[bytes]], folder: Path) -> None:
+def _wait(processes: Sequence[subprocess.Popen[bytes]], folder: Path, tells: TextIO | None) -> None:
+    num_told = 0
     try:
         while any(each.poll() is None for each in processes):
             failed = [rank for rank, each in enumerate(processes) if each.poll()]
             if failed:
                 raise _failure(failed[0], processes, folder)
+            num_told = _tell(folder / "progress.txt", num_told, tells)
             time.sleep(0.05)
     finally:
         for each in processes:
             if each.poll() is None:
                 each.kill()
             each.wait()
+    _tell(folder / "progress.txt", num_told, tells)
     failed = [rank for rank, each in enumerate(processes) if each.returncode]
     if failed:
         raise _failure(failed[0], processes, folder)
+
+
+def _tell(progress: Path, num_told: int, tells: TextIO | None) -> int:
+    """Pass on what follows the first ``num_told`` characters, in whole lines; returns how many that makes."""
+    if tells is None or not progress.exists():
+        return num_told
+    text = progress.read_text()
+    end = text.rfind("\n") + 1
+    if end > num_told:
+        print(text[num_told:end], end="", file=tells, flush=True)
+    return max(end, num_told)
 
 
 def _failure(rank: int, processes: Sequence[subprocess.Popen[bytes]], folder: Path) -> RoomierError:
