@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 import roomier
 from roomier.callbacks import ModelCheckpoint
 from roomier.core.errors import DataError, RoomierError
+from roomier.hardware import this_machine
 from roomier.plan import Plan
 from roomier.train.auto import settle_plan
 
@@ -258,6 +259,19 @@ def test_a_second_fit_of_the_same_model_keeps_its_plan(make_trainer: Any, monkey
     assert trainer.choice is not first
 
 
+def test_the_machine_planned_for_is_that_of_the_accelerator(make_trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    look = this_machine.this_machine
+
+    def noted(devices: int, num_nodes: int, accelerator: str) -> Any:
+        asked.append(accelerator)
+        return look(devices, num_nodes, "cpu")
+
+    monkeypatch.setattr(this_machine, "this_machine", noted)
+    make_trainer(strategy="auto", optimizer="adamw", max_steps=1, accelerator="cpu").fit(Net(), batches())
+    assert set(asked) == {"cpu"}
+
+
 def test_a_strategy_by_name_on_one_rank_plans_nothing(make_trainer: Any) -> None:
     trainer = make_trainer(max_steps=1, optimizer="adamw")
     before = trainer.plan
@@ -300,6 +314,35 @@ def test_all_ranks_take_one_plan_and_run_as_if_it_had_been_named(on_ranks: Any, 
     strategy = chosen.pop("strategy")
     (named, _, _), _ = on_ranks(2, on_two, tmp_path / "named", strategy, 4, None, **chosen)
     assert losses == named
+
+
+class WithData(Net):
+    """Its loader is made where the ranks meet, and from random numbers."""
+
+    def train_dataloader(self) -> Any:
+        torch.distributed.barrier()
+        return DataLoader(TensorDataset(torch.randn(16, 4)), batch_size=4)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch[0], batch_idx)
+
+
+def by_choice_and_by_name(root: Path) -> list[list[float]]:
+    found = []
+    chosen: dict[str, Any] = {"strategy": "auto"}
+    for _ in range(2):
+        roomier.seed_everything(11)
+        module = WithData()
+        trainer = roomier.Trainer(**{**QUIET, "devices": 2, "max_steps": 2, "default_root_dir": root, **chosen})
+        trainer.fit(module)
+        chosen = by_name(trainer.plan)
+        found.append(torch.stack(module.seen).tolist())
+    return found
+
+
+def test_a_loader_is_made_once_by_all_ranks_together(on_ranks: Any, tmp_path: Path) -> None:
+    for by_choice, named in on_ranks(2, by_choice_and_by_name, tmp_path):
+        assert by_choice == named
 
 
 @pytest.mark.slow

@@ -65,6 +65,7 @@ def settle_plan(
     trainer.plan = asked
     if earlier is not None:
         keep_global_batch(trainer, module, data, earlier)
+    _ = data.train_loader  # made by all ranks, which may meet in it, and with random numbers of the run
     trainer.choice = choice = trainer.ranks.on_zero(lambda: _choose(trainer, module, data))
     chosen = choice.chosen
     assert chosen is not None
@@ -123,7 +124,7 @@ def _choose(trainer: Trainer, module: Module, data: RunLoaders) -> Choice:
     with _alone(trainer):
         workload = _workload(trainer, module, data)
         keeps = _keeps_micro_batch(trainer, data, workload)
-        machine = this_machine(parallel.devices, parallel.num_nodes)
+        machine = this_machine(parallel.devices, parallel.num_nodes, parallel.accelerator)
         choice = choose(workload, plan, machine, keeps_micro_batch=keeps, check=check)
         if choice.chosen is None:
             raise nothing_fits(workload, plan, choice, keeps_micro_batch=keeps, check=check)
