@@ -319,3 +319,22 @@ def test_a_loss_that_stays_nan_ends_a_scaled_run_too(make_trainer, module, data)
     module.loss_scale = float("nan")
     with pytest.raises(roomier.TrainingError, match="loss=nan: is not finite at step 20"):
         make_trainer(max_steps=100, precision="16-mixed", log_every_n_steps=20).fit(module, data)
+
+
+class Counter(nn.Module):
+    """Keeps a tensor that is no buffer, and converts it itself, as metrics do."""
+
+    def __init__(self):
+        super().__init__()
+        self.total = torch.zeros(1)
+
+    def _apply(self, fn, recurse=True):
+        super()._apply(fn, recurse)
+        self.total = fn(self.total)
+        return self
+
+
+def test_a_module_that_converts_more_than_its_weights_is_asked_even_where_these_are_there():
+    module = nn.Sequential(nn.Linear(2, 2).bfloat16(), Counter())
+    precision_of("bf16-true", CPU).convert_module(module)
+    assert module[1].total.dtype is torch.bfloat16

@@ -19,7 +19,7 @@ from roomier.adapters.lora import apply_lora, quantise_base
 from roomier.api.blocks import find_blocks
 from roomier.api.forward import as_module, network_of
 from roomier.api.module import Module
-from roomier.core import torch_private
+from roomier.core import torch_fake, torch_private
 from roomier.core.device import resolve_device
 from roomier.core.errors import PlanError, RoomierError
 from roomier.core.log import notice
@@ -83,7 +83,7 @@ def build(
     taken = take_weights(network, plan, ranks, given=given)  # first: what is cut later is not held whole until then
     precision.convert_module(network)  # everything after it sizes itself by the dtype of the weights
     if taken is None:
-        if any(each.device != device for each in (*module.parameters(), *module.buffers())):
+        if not torch_fake.makes_fake_tensors():  # those are there, and cannot be swapped
             module.to(device)  # before the optimizer, which makes its states beside the parameters
     elif not cuts_parameters(plan, ranks):
         taken.put_back(network, network, device)  # DDP reads what it wraps

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from roomier.core import torch_fake
 from roomier.core.errors import PlanError
 from roomier.core.tree import map_tensors
 
@@ -28,9 +29,8 @@ class Precision:
     scales_loss: bool = False
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        floats = [each for each in (*module.parameters(), *module.buffers()) if each.is_floating_point()]
-        if self.weight_dtype is None or all(each.dtype is self.weight_dtype for each in floats):
-            return module  # untouched: what a dry run has in its place cannot be swapped
+        if self.weight_dtype is None or torch_fake.makes_fake_tensors():
+            return module  # a dry run copies weights in this dtype: fake ones cannot be swapped
         return module.to(self.weight_dtype)
 
     def convert_batch(self, batch: Any) -> Any:
