@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from roomier.callbacks import Callback, MemoryAnatomy, MemoryForecast
 from roomier.callbacks import forecast as forecast_module
 from roomier.callbacks import tracked_step as tracked
 from roomier.core.errors import RoomierError
+from roomier.memory import predict
 from roomier.models.gpt import GPT, GPTConfig
 from roomier.planner.record import Record, read_record
 from roomier.trainer import Trainer, forecasts
@@ -124,10 +126,12 @@ def default_callbacks(trainer: Trainer) -> list[str]:
 
 
 def test_by_default_small_runs_are_left_alone_and_large_ones_are_not(
-    fit: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch
+    fit: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert default_callbacks(fit()) == []
     monkeypatch.setattr(forecasts, "LARGE_BYTES", 10**6)
+    assert len(default_callbacks(fit(max_steps=1))) == 1
+    assert "ended before step" not in capsys.readouterr().err
     large = fit()
     assert len(default_callbacks(large)) == 1
     assert (Path(large.log_dir) / "forecast.json").is_file()
@@ -135,6 +139,27 @@ def test_by_default_small_runs_are_left_alone_and_large_ones_are_not(
     monkeypatch.setattr(forecasts, "LARGE_BYTES", 10**7)
     large.fit(large.model or Language(), [BATCH] * 2)
     assert default_callbacks(large) == [], "the one of the first fit is no callback of the second"
+
+
+def test_by_default_compiled_runs_are_left_alone(make_trainer: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forecasts, "LARGE_BYTES", 10**6)
+    for compiled, num_callbacks in ((False, 1), (True, 0)):
+        trainer = make_trainer(compile=compiled, optimizer="adamw")
+        trainer.prepare_forecast(Language())
+        assert len(default_callbacks(trainer)) == num_callbacks
+
+
+def test_a_model_that_no_formula_knows_is_trained_without_a_forecast(
+    fit: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: Any) -> Any:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(forecasts, "LARGE_BYTES", 10**6)
+    monkeypatch.setattr(predict, "predict", fail)
+    trainer = fit(max_steps=1)
+    assert default_callbacks(trainer) == []
+    assert trainer.global_step == 1
 
 
 def test_a_budget_of_activations_is_tracked_once_it_has_measured(
@@ -221,6 +246,40 @@ def forecast_on_ranks(root: Path, strategy: str) -> tuple[dict[str, Any], str]:
     )
     trainer.fit(Made(), [torch.arange(64).view(4, 16) % 101] * 8)
     return record_of(callback).as_dict(), trainer.log_dir
+
+
+class Writing(Made):
+    """Rank 0 alone holds what cannot be copied, such as a writer of logs."""
+
+    def setup(self, stage: str) -> None:
+        if self.global_rank == 0:
+            self.writer = threading.Lock()
+
+
+def default_callbacks_on_ranks(root: Path) -> list[list[str]]:
+    forecasts.LARGE_BYTES = 10**4
+    trainer = Trainer(
+        strategy="zero3",
+        devices=2,
+        accelerator="cpu",
+        optimizer="adamw",
+        max_steps=3,
+        default_root_dir=root,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    found = []
+    for module in (Writing(), Made()):
+        trainer.fit(module, [torch.arange(64).view(4, 16) % 101] * 8)
+        found.append(default_callbacks(trainer))
+    return found
+
+
+def test_ranks_agree_on_who_looks(on_ranks: RankPool, tmp_path: Path) -> None:
+    for writing, made in on_ranks(2, default_callbacks_on_ranks, tmp_path):
+        assert writing == []
+        assert len(made) == 1
 
 
 @pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.slow), "zero3"])

@@ -12,7 +12,7 @@ from roomier.core.ranks import Ranks
 from roomier.core.world import World
 
 
-class Peculiar(Exception):
+class PeculiarError(Exception):
     """It cannot be made again from its arguments."""
 
     def __init__(self, *, code: int) -> None:
@@ -25,7 +25,7 @@ def refuse() -> None:
 
 
 def fail() -> None:
-    raise Peculiar(code=7)
+    raise PeculiarError(code=7)
 
 
 def raised_on_ranks() -> list[tuple[str, str]]:
@@ -45,10 +45,10 @@ def test_an_error_that_cannot_be_sent_is_told_on_every_rank(on_ranks: Any) -> No
     first, second = on_ranks(2, raised_on_ranks)
     assert first[0] == second[0]
     assert first[0][0] == "DataError"
-    assert first[1] == ("Peculiar", "code 7")
-    assert second[1] == ("RuntimeError", "Peculiar on rank 0: code 7")
+    assert first[1] == ("PeculiarError", "code 7")
+    assert second[1] == ("RuntimeError", "PeculiarError on rank 0: code 7")
 
 
 def test_one_rank_is_not_asked_to_send_anything() -> None:
-    with pytest.raises(Peculiar, match="code 7"):
+    with pytest.raises(PeculiarError, match="code 7"):
         Ranks().on_zero(fail)

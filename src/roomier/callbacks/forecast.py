@@ -28,9 +28,10 @@ class MemoryForecast(Callback):
     ``memory/forecast_bytes`` and ``memory/measured_bytes`` go to the loggers, in bytes of the fullest rank.
 
     It is there by default in runs that were planned (``strategy="auto"``, ``memory_budget=...``) and in those whose
-    model states exceed 1 GiB. A run that was not planned is forecast by a dry run of the plan it has, from the shapes
-    its model had before it was built. The tracked step and the one before it are several times slower and compute the
-    same; the weights are those of a run without it.
+    model states exceed 1 GiB, unless they are compiled: a tracked step runs uncompiled, which takes more memory and
+    rounds otherwise. A run that was not planned is forecast by a dry run of the plan it has, from the shapes its model
+    had before it was built. The tracked step and the one before it are several times slower and compute the same; where
+    nothing is compiled the weights are those of a run without it.
 
     Args:
         at_step: which step is tracked, from 2. None is that of a :class:`MemoryAnatomy` beside it, else 2, or 4 with a

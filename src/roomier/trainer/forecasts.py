@@ -12,7 +12,6 @@ from roomier.api.forward import network_of
 from roomier.api.module import Module
 from roomier.callbacks import MemoryForecast
 from roomier.core.device import resolve_device
-from roomier.core.errors import RoomierError
 from roomier.core.log import notice
 from roomier.core.rng import rng_state, set_rng_state
 from roomier.plan import Plan
@@ -38,19 +37,24 @@ def prepare_forecast(trainer: Trainer, module: Module) -> None:
     has_callback = any(isinstance(each, MemoryForecast) for each in trainer.callbacks)
     may_run_out = resolve_device(trainer.plan.parallel.accelerator).type != "cpu"
     is_short = bool(trainer.options.num_dev_batches) or not module.automatic_optimization
+    is_left_alone = is_short or trainer.plan.compile.enabled  # tracked it would run uncompiled, and need more memory
     num_parameters = sum(each.numel() for each in network_of(module).parameters() if not is_lazy(each))
     may_be_large = num_parameters * _MOST_BYTES_OF_A_PARAMETER >= LARGE_BYTES
-    may_be_added = not is_short and not has_callback and (trainer.choice is not None or may_be_large)
+    may_be_added = not is_left_alone and not has_callback and (trainer.choice is not None or may_be_large)
     if not was_built and (has_callback or may_run_out or may_be_added):
         trainer.shapes = _shapes(module, tells=has_callback)
-    if not may_be_added or trainer.shapes is None:
-        return
-    if trainer.choice is not None or _states_bytes(trainer.shapes, trainer.plan) >= LARGE_BYTES:
+    shapes = trainer.shapes if may_be_added else None
+    is_planned = trainer.choice is not None
+    is_added = shapes is not None and (is_planned or _states_bytes(shapes, trainer.plan) >= LARGE_BYTES)
+    if trainer.ranks.from_zero(is_added):  # a model may hold on one rank alone what cannot be copied
         trainer.callbacks = ordered([*trainer.callbacks, _ByDefault()])
 
 
 class _ByDefault(MemoryForecast):
     """One that nobody asked for."""
+
+    def on_train_end(self, trainer: Trainer, pl_module: Module) -> None:
+        """Nobody waits to hear that the run was too short for it."""
 
 
 def _shapes(module: Module, *, tells: bool) -> Module | None:
@@ -74,7 +78,7 @@ def _shapes(module: Module, *, tells: bool) -> Module | None:
 
 
 def _states_bytes(shapes: Module, plan: Plan) -> int:
-    """Of one rank at their peak, by formula; as AdamW's where the optimizer is the module's own."""
+    """Of one rank at their peak, by formula; as AdamW's where the optimizer is the module's own; 0 if unknown."""
     from roomier.memory.kinds import total_bytes
     from roomier.memory.predict import predict
 
@@ -83,5 +87,5 @@ def _states_bytes(shapes: Module, plan: Plan) -> int:
         plan = dataclasses.replace(plan, optimizer=dataclasses.replace(optimizer, name="adamw"))
     try:
         return total_bytes(predict(network_of(shapes), plan).peak.num_bytes)
-    except RoomierError:
-        return 0  # its build will say what is wrong
+    except Exception:  # whatever the formula finds strange in a model can be trained, or its build says what is wrong
+        return 0
