@@ -33,6 +33,33 @@ def makes_fake_tensors() -> bool:
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
+_num_runs = 1  # that what runs now stands for
+
+
+def num_runs() -> int:
+    """For how many runs the code that is running stands; see :func:`few_of`."""
+    return _num_runs
+
+
+def few_of(items: Sequence[Any]) -> Iterator[Any]:
+    """``items`` to loop over, all but the last of which are worked on alike.
+
+    Where tensors are fake: the first, a second that stands for all between, and the last. By the second, what the loop
+    before it left is there, so memory rises as high as in all of them.
+    """
+    global _num_runs
+    if len(items) <= 3 or not makes_fake_tensors():
+        yield from items
+        return
+    yield items[0]
+    before, _num_runs = _num_runs, _num_runs * (len(items) - 2)
+    try:
+        yield items[1]
+    finally:
+        _num_runs = before
+    yield items[-1]
+
+
 @contextmanager
 def fake_tensors_in_groups(*, as_on_cuda: bool) -> Iterator[None]:
     """Inside, functions over many tensors (``_foreach_*``) take fake ones as they take real ones.

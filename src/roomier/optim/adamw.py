@@ -126,6 +126,10 @@ class BlockwiseAdamW(Optimizer):
                     self._update(group, parameter, update)
         return loss
 
+    def update_as(self, other: BlockwiseAdamW) -> None:
+        """Compile the update of codes if ``other`` does, whatever would pay for these parameters alone."""
+        self._update_codes = other._update_codes or other._choose_update()
+
     def _choose_update(self) -> UpdateBlocks:
         # Of whole parameters: on any number of ranks the same.
         pays = sum(parameter.numel() for parameter in self._coded) >= _WORTH_COMPILING
@@ -157,9 +161,8 @@ class BlockwiseAdamW(Optimizer):
         if parameter.dtype is torch.bfloat16 and group["weight_rounding"] == "stochastic":
             key, first = noise_key(SEED, values.step, self._index[parameter]), first_element(parameter)
         if "root_scales" in own:
-            update = (
-                update if type(weight) is Tensor else update_blocks
-            )  # no tensor that stands for another is compiled
+            if type(weight) is not Tensor and not torch_fake.is_fake([weight]):
+                update = update_blocks  # no tensor that stands for another is compiled
             _update_rows(weight, gradient, own, values, key, first, update)
         else:
             _update_whole(weight, gradient, own, values, key, first)
@@ -250,7 +253,7 @@ def _update_rows(
     numbers = values.numbers(weight.device)
     chunk = _CHUNK_ON_DEVICE if not weight.is_cpu else _CHUNK if update is update_blocks else _CHUNK_COMPILED
     rows_at_once = max(1, chunk // num_columns)
-    for start in range(0, num_rows, rows_at_once):
+    for start in torch_fake.few_of(range(0, num_rows, rows_at_once)):
         rows = slice(start, start + rows_at_once)
         own_bits = None if low_rows is None else low_rows[rows]
         value = read(weights[rows], own_bits)

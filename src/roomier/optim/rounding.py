@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from roomier.core import torch_private
+from roomier.core import torch_fake, torch_private
 
 CHUNK = 2**16  # elements: what is computed in float32 beside a weight stays in the processor's cache
 _CHUNK_ON_DEVICE = 2**24  # enough work for a kernel
@@ -49,7 +49,7 @@ def flat_parts(weight: Tensor, *others: Tensor | None) -> Iterator[tuple[int, li
         yield 0, tensors
         return
     flat = [None if each is None else each.view(-1) for each in tensors]
-    for part in chunks(weight.numel(), CHUNK if weight.is_cpu else _CHUNK_ON_DEVICE):
+    for part in torch_fake.few_of(list(chunks(weight.numel(), CHUNK if weight.is_cpu else _CHUNK_ON_DEVICE))):
         yield part.start, [None if each is None else each[part] for each in flat]
 
 

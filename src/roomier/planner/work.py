@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from roomier.core import torch_private
+from roomier.core import torch_fake, torch_private
 
 Part = tuple[str, str]
 """Phase of a step, and part of the model."""
@@ -81,7 +81,8 @@ class WorkCounter:
     def _on_operation(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         result = func(*args, **kwargs)
         if _is_computed(func):
-            self.by_part[self._part()] += work_of(func, args, kwargs, result)
+            work, num_runs = work_of(func, args, kwargs, result), torch_fake.num_runs()
+            self.by_part[self._part()] += work if num_runs == 1 else work * num_runs
         return result
 
 

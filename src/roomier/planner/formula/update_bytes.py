@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from roomier.memory.kinds import Kind
 from roomier.memory.tracker import MemoryTracker
 from roomier.memory.walk import Layout, own_shape
+from roomier.optim.adamw import BlockwiseAdamW
 from roomier.optim.muon import Muon
 
 _SET_ELSEWHERE = ("params", "foreach", "capturable", "holds")
 
 
+Key = tuple[tuple[int, ...], torch.dtype]
+"""Shape and dtype of what a rank has of a weight."""
+
+
 def update_bytes(optimizers: Sequence[Optimizer], layout: Layout, *, at_once: bool) -> dict[Kind, int]:
     """Temporary bytes at the peak of an update, inside :func:`~roomier.planner.fake.fake_world.fake_world`.
 
-    Each optimizer takes a step on one weight of each shape that a rank has. What works weight by weight needs as much
-    as the one that needs the most; torch's lists of all weights (``foreach``) need it for all together.
+    Each optimizer takes a step on a few weights of the shapes that a rank has, see :func:`few_alike`; torch's lists of
+    all weights (``foreach``) need what each shape needs, for all together.
 
     Args:
         optimizers: over the weights of the whole model, as they are in training.
@@ -32,30 +39,48 @@ def update_bytes(optimizers: Sequence[Optimizer], layout: Layout, *, at_once: bo
     peak_bytes = 0
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            counts: dict[tuple[tuple[int, ...], torch.dtype], int] = {}
-            for weight in group["params"]:
-                is_whole = isinstance(optimizer, Muon) and group.get("is_hidden")
-                shape = tuple(weight.shape) if is_whole else own_shape(tuple(weight.shape), layout)
-                key = (shape, weight.dtype)
-                counts[key] = counts.get(key, 0) + 1
-            is_list = at_once and "foreach" in group and not group.get("fused") and not layout.is_cut
-            needs = [
-                _bytes_of_one(optimizer, group, shape, dtype) * (count if is_list else 1)
-                for (shape, dtype), count in counts.items()
-                if math.prod(shape)
-            ]
-            peak_bytes = max(peak_bytes, sum(needs) if is_list else max(needs, default=0))
+            is_whole = isinstance(optimizer, Muon) and bool(group.get("is_hidden"))
+            keys = [_key(weight, layout, is_whole=is_whole) for weight in group["params"]]
+            keys = [(shape, dtype) for shape, dtype in keys if math.prod(shape)]
+            if at_once and "foreach" in group and not group.get("fused") and not layout.is_cut:
+                needed = sum(_bytes_of(optimizer, group, [key]) * count for key, count in Counter(keys).items())
+            else:
+                needed = _bytes_of(optimizer, group, few_alike(keys))
+            peak_bytes = max(peak_bytes, needed)
     return {Kind.TEMPORARY: peak_bytes}
 
 
-def _bytes_of_one(optimizer: Optimizer, group: Mapping[str, Any], shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    weight = nn.Parameter(torch.empty(shape, dtype=dtype))
+def few_alike(keys: Sequence[Key]) -> list[Key]:
+    """Some of ``keys`` in their order, in which each that comes behind another does so, too.
+
+    While a weight is updated, what the one before it needed may be there still.
+    """
+    known: set[tuple[Key, Key]] = set()
+    found = list(keys[:1])
+    for pair in pairwise(keys):
+        if pair not in known:
+            found += pair if found[-1] != pair[0] else pair[1:]
+            known.add(pair)
+    return found
+
+
+def _key(weight: Tensor, layout: Layout, *, is_whole: bool) -> Key:
+    shape = tuple(weight.shape)
+    return shape if is_whole else own_shape(shape, layout), weight.dtype
+
+
+def _bytes_of(optimizer: Optimizer, group: Mapping[str, Any], keys: Sequence[Key]) -> int:
+    if not keys:
+        return 0
+    holder = nn.ParameterList(nn.Parameter(torch.empty(shape, dtype=dtype)) for shape, dtype in keys)
+    weights = list(holder.parameters())
     known = {key: value for key, value in group.items() if key not in _SET_ELSEWHERE}
     arguments = cast(Any, type(optimizer)).__init__.__code__.co_varnames
-    made: Optimizer = cast(Any, type(optimizer))([{"params": [weight], **known}], **_options(optimizer, arguments))
-    holder = nn.Module()
-    holder.register_parameter("weight", weight)
-    weight.grad = torch.empty_like(weight)
+    made: Optimizer = cast(Any, type(optimizer))([{"params": weights, **known}], **_options(optimizer, arguments))
+    if isinstance(made, BlockwiseAdamW) and isinstance(optimizer, BlockwiseAdamW):
+        made.update_as(optimizer)
+    for weight in weights:
+        weight.grad = torch.empty_like(weight)
     made.step()
     with MemoryTracker(holder, [made], torch.device("cpu")) as tracker:
         tracker.restart()
