@@ -51,6 +51,7 @@ def make_plan(
     recompute: str = "none",
     num_micro_batches: int = 1,
     optimizer: str = "adamw",
+    step_in_backward: str = "none",
     **parts: Any,
 ) -> Plan:
     parallel: dict[str, Any] = {"strategy": strategy, "accelerator": "cpu"}
@@ -63,7 +64,7 @@ def make_plan(
             "precision": {"mode": precision},
             "activation": {"policy": recompute},
             "batch": {"accumulate_grad_batches": num_micro_batches},
-            "optimizer": {"name": optimizer},
+            "optimizer": {"name": optimizer, "step_in_backward": step_in_backward},
             **parts,
         }
     )
@@ -89,6 +90,7 @@ def error_of(name: str, plan: Plan, kind: str) -> float:
         ("gpt_tied", "cuda", {"strategy": "zero2", "num_micro_batches": 2}),
         ("recommender", "cpu", {"strategy": "zero3", "num_ranks": 2}),
         ("recommender", "cuda", {"strategy": "single", "optimizer": "adafactor"}),
+        ("gpt", "cpu", {"recompute": "full", "step_in_backward": "exact"}),
     ],
 )
 def test_the_closed_form_is_what_the_dry_run_finds(name: str, kind: str, settings: dict[str, Any]) -> None:

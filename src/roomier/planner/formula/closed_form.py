@@ -113,12 +113,16 @@ class _WholeStep(_Step):
             yield _stretch(visit.passage, moments)
 
     def _highest(self, visit: Visit, index: int, is_last: bool) -> Rise:
+        if self.layout.steps_in_backward:
+            return visit.highest_reduced
         if self._is_ddp and is_last:
             return visit.highest_moved if index else visit.highest_reduced
         return visit.highest_reduced if index else visit.highest
 
     def _gradient_bytes(self, level: Rise, index: int, is_last: bool) -> int:
-        """Beside the buckets of DDP."""
+        """Beside the buckets of DDP. What is used as it comes is there until it is complete."""
+        if self.layout.steps_in_backward:
+            return level.pending
         before = self.states.gradient_bytes if index else 0
         if self._is_ddp and is_last:
             complete = level.gradient - level.pending
