@@ -17,7 +17,7 @@ import torch
 
 from roomier.core.errors import RoomierError
 from roomier.hardware.host import num_cores
-from roomier.hardware.measure import DTYPES, disk_rates, memory_rate, operation_seconds, product_rate
+from roomier.hardware.measure import DTYPES, disk_rates, memory_rate, operation_seconds, product_rate, update_rate
 from roomier.hardware.measured import Measured, circumstances_of, now
 
 _PATIENCE_S = 120.0  # with ranks that do not end; on a quiet machine they take a twentieth
@@ -57,7 +57,7 @@ def measure_ranks(device: torch.device, num_ranks: int, seconds: float = 2.0, fo
 
 
 def measure_quickly(device: torch.device, num_ranks: int) -> Measured:
-    """In this process and about a second: products, memory, operations.
+    """In this process and about a second: products, memory, operations, updates.
 
     A rank's share of the machine is reckoned, not measured: where ranks have more threads than there are cores, each
     gets its part of a core, and all share the memory.
@@ -69,19 +69,22 @@ def measure_quickly(device: torch.device, num_ranks: int) -> Measured:
         # Where other programs keep cores busy, threads that wait for each other can be slower than one alone.
         rates = [_product_rates(device, count) for count in sorted({1, num_threads})]
         torch.set_num_threads(max(1, min(num_cores(), num_ranks * num_threads)))
-        memory = memory_rate(device, 0.1, 2**26)
+        memory = memory_rate(device, 0.1)
+        update = update_rate(device, 0.1, 2**23)
         torch.set_num_threads(num_threads)
         operation_s = operation_seconds(device, 0.03)
     finally:
         torch.set_num_threads(threads_before)
     share = min(1.0, num_cores() / (num_ranks * num_threads)) if device.type == "cpu" else 1.0
+    sharing = num_ranks if device.type == "cpu" else 1
     return Measured(
         circumstances=circumstances,
         measured_at=now(),
         is_quick=True,
         flops_per_s={dtype: share * max(each[dtype] for each in rates) for dtype in rates[0]},
-        memory_bytes_per_s=memory / (num_ranks if device.type == "cpu" else 1),
+        memory_bytes_per_s=memory / sharing,
         operation_s=operation_s / share,
+        update_bytes_per_s=update / sharing,
     )
 
 

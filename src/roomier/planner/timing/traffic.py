@@ -72,6 +72,7 @@ class UnitTraffic:
         gathers_again: in each backward.
         reduces_each: after each micro-batch, not after the last alone.
         is_last: its reduction waits for the end of the backward.
+        num_weights: in the unit; the host handles each of them.
     """
 
     name: str
@@ -81,6 +82,7 @@ class UnitTraffic:
     gathers_again: bool = False
     reduces_each: bool = False
     is_last: bool = False
+    num_weights: int = 0
 
 
 def traffic_of(units: Sequence[Unit], plan: Plan, layout: Layout, machine: Machine) -> list[UnitTraffic]:
@@ -112,6 +114,7 @@ def traffic_of(units: Sequence[Unit], plan: Plan, layout: Layout, machine: Machi
                 gathers_again=frees and not unit.is_root and not unit.is_looked_up,
                 reduces_each=layout.strategy != "zero1",
                 is_last=unit.is_root or unit.ends_late,
+                num_weights=len(unit.weights),
             )
         )
     return found
