@@ -11,9 +11,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
 import roomier
-from roomier.api.forward import as_module
+from roomier.api.forward import as_module, network_of
 from roomier.core import torch_fake, torch_private
 from roomier.core.errors import RoomierError
 from roomier.core.world import World
@@ -263,6 +264,18 @@ def test_like_cuda_optimizers_take_all_parameters_at_once() -> None:
         for like in ("cpu", "cuda")
     )
     assert on_cuda - on_cpu > 4 * 64 * 64 * 4
+
+
+def test_data_that_a_module_holds_is_not_there_twice() -> None:
+    network = nn.Linear(2, 2)
+    data, losses = np.zeros(2**20), np.zeros(8)
+    held: dict[str, Any] = {"data": data, "losses": losses, "set": TensorDataset(torch.zeros(4, 2))}
+    network.__dict__.update(held)
+    with fake_world(World(), is_pairwise=True):
+        copied: Any = network_of(shapes_of(as_module(network)))
+    assert copied.data is data
+    assert copied.set is held["set"]
+    assert copied.losses is not losses, "a step may write into it"
 
 
 def test_shapes_inside_are_fake_and_on_no_device() -> None:

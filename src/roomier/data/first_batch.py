@@ -45,7 +45,9 @@ def first_batch(loader: Any, name: str) -> tuple[Any, Any]:
         DataError: there is no batch, or looking at it would change what the run reads.
     """
     if isinstance(loader, (list, tuple)):
-        return max(islice(loader, _NUM_LISTED), key=_num_bytes, default=None), loader
+        if not loader:
+            raise _no_batch(loader, name)
+        return max(islice(loader, _NUM_LISTED), key=_num_bytes), loader
     if isinstance(loader, Iterator):
         return _read_ahead(loader, name)
     _check_is_read_anew(loader, name)
@@ -56,8 +58,12 @@ def first_batch(loader: Any, name: str) -> tuple[Any, Any]:
             else:
                 found = _first(iter(loader))
         except StopIteration:
-            raise DataError(name, loader, "gives no batch", "Pass a loader with at least one batch") from None
+            raise _no_batch(loader, name) from None
     return found, loader
+
+
+def _no_batch(loader: Any, name: str) -> DataError:
+    return DataError(name, loader, "gives no batch", "Pass a loader with at least one batch")
 
 
 @contextmanager
@@ -107,12 +113,12 @@ def _of_data_loader(loader: DataLoader[Any]) -> Any:
         return next(iter(rebuilt(loader, pin_memory=False)))
     if plain_sampler(loader) is None:
         return next(iter(rebuilt(loader, pin_memory=False, **_copied_samplers(loader))))
+    if not len(dataset):
+        raise StopIteration
     if loader.batch_sampler is None:
         return loader.collate_fn(dataset[0])
     assert isinstance(loader.batch_sampler, BatchSampler)
     indices = list(range(min(loader.batch_sampler.batch_size, len(dataset))))
-    if not indices:
-        raise StopIteration
     many = getattr(dataset, "__getitems__", None)
     return loader.collate_fn(many(indices) if callable(many) else [dataset[index] for index in indices])
 
@@ -150,7 +156,7 @@ def _read_ahead(loader: Iterator[Any], name: str) -> tuple[Any, Any]:
     try:
         found = next(loader)
     except StopIteration:
-        raise DataError(name, loader, "gives no batch", "Pass a loader with at least one batch") from None
+        raise _no_batch(loader, name) from None
     if not _is_same(before, rng_state()):
         problem = "is read once only and draws random numbers, so its first batch cannot be looked at before the run"
         action = "Pass a DataLoader or an object whose __iter__ starts anew, or name a strategy without memory_budget"

@@ -28,10 +28,8 @@ _MOST_BYTES_OF_A_PARAMETER = 48  # 64-true: weight, gradient, its bucket and two
 def prepare_forecast(trainer: Trainer, module: Module) -> None:
     """Before the model of a fit is built: add a MemoryForecast where there is to be one, and keep the model's shapes in
     ``trainer.shapes`` where they will be asked for: by that callback, or when a device runs out of memory."""
-    was_built = (
-        trainer.fitted is not None and trainer.fitted.module is module
-    )  # what it was before is not seen any more
-    if not was_built:
+    was_built = trainer.fitted is not None and trainer.fitted.module is module
+    if not was_built:  # else what it was before is not to be seen any more, and the shapes of then are kept
         trainer.shapes = None
     trainer.callbacks = [each for each in trainer.callbacks if not isinstance(each, _ByDefault)]  # of an earlier fit
     has_callback = any(isinstance(each, MemoryForecast) for each in trainer.callbacks)

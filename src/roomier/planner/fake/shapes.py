@@ -3,8 +3,9 @@
 [Note: what is copied]
 Every tensor a module holds (parameters, buffers, and those in plain attributes) is made anew as a fake one, and the
 rest is copied as ``copy.deepcopy`` does. Tensors that share memory share it in the copy. Small whole numbers keep their
-values (see [Note: made-up values]). Parameters on ``meta``, or of which this rank holds a page, count with their whole
-shape. A module without parameters that builds itself in ``configure_model`` does so in its copy.
+values (see [Note: made-up values]). Data sets, loaders and large arrays in attributes are not copied: the copy has the
+same. Parameters on ``meta``, or of which this rank holds a page, count with their whole shape. A module without
+parameters that builds itself in ``configure_model`` does so in its copy.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ import copy
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.utils.data import DataLoader, Dataset
 
 from roomier.api.hooks import overrides
 from roomier.api.module import Module
@@ -38,6 +41,7 @@ def shapes_of(module: Module, weight_dtype: torch.dtype | None = None) -> Module
     _refuse(module)
     makers = _Makers(module, weight_dtype)
     memo: dict[int, Any] = {id(each): makers.make(each) for each in _tensors_of(module)}
+    memo |= {id(each): each for part in module.modules() for each in part.__dict__.values() if _is_data(each)}
     if module.is_attached:
         memo[id(module.trainer)] = module.trainer  # its step may ask for the epoch, say
     try:
@@ -103,6 +107,7 @@ class _Makers:
         return self._bases[key].as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
+_LARGE_BYTES = 2**20  # of an array
 _OF_PAGES = ("page", "pages", "_paged_as")  # of parameters of which each rank makes a part
 
 
@@ -143,6 +148,11 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, (list, tuple)):
         for each in value:
             yield from _tensors_in(each)
+
+
+def _is_data(value: Any) -> bool:
+    """Whether it is not to be there twice."""
+    return isinstance(value, (Dataset, DataLoader)) or (isinstance(value, np.ndarray) and value.nbytes >= _LARGE_BYTES)
 
 
 def _say_nothing(*args: Any, **kwargs: Any) -> None:
