@@ -27,7 +27,6 @@ from roomier.planner.page.svg import (
 )
 from roomier.planner.record import Record, moment_text
 
-_LADDER = ("single", "ddp", "zero1", "zero2", "zero3", "hsdp")
 _MOST_OF_BUDGET = 2.5  # a bar longer than so many budgets is cut
 _NARROW_PHASE = 0.09  # share of the width below which a phase has no room for its name
 
