@@ -20,7 +20,7 @@ from roomier.engine.build import build, configure
 from roomier.engine.eager import EagerEngine
 from roomier.memory.kinds import Kind, total_bytes
 from roomier.memory.tracker import MemoryTracker, Snapshot, tracking
-from roomier.plan import Plan
+from roomier.plan import ActivationPlan, Plan
 from roomier.planner.fake.fake_world import fake_world
 from roomier.planner.fake.shapes import shapes_of, shapes_of_batch
 from roomier.planner.places import named_places, telling_places
@@ -78,7 +78,7 @@ class DryRun:
 def dry_run(workload: Workload, plan: Plan, *, rank: int = 0, is_pairwise: bool = True, like: str = "cpu") -> DryRun:
     """Take a step of ``workload`` under ``plan`` without memory or a device.
 
-    The module is copied as shapes. Nothing of it is computed: where its code asks for values of tensors, see
+    Of a budget of activations see :func:`within_budget`. The module is copied as shapes. Nothing of it is computed: where its code asks for values of tensors, see
     [Note: what the fake world cannot tell].
 
     Args:
@@ -89,6 +89,10 @@ def dry_run(workload: Workload, plan: Plan, *, rank: int = 0, is_pairwise: bool 
     Raises:
         RoomierError: what ``build`` refuses; a step whose shapes depend on values that are not known.
     """
+    if plan.activation.policy == "budget":
+        return within_budget(
+            plan, lambda given: dry_run(workload, given, rank=rank, is_pairwise=is_pairwise, like=like)
+        )
     plan = replace(plan, parallel=replace(plan.parallel, accelerator="cpu"))
     local_size = plan.parallel.devices
     world = World(rank, plan.parallel.num_ranks, rank % local_size, rank // local_size, local_size)
@@ -103,6 +107,47 @@ def dry_run(workload: Workload, plan: Plan, *, rank: int = 0, is_pairwise: bool 
             clips=plan.batch.gradient_clip_val,
             num_steps_before=2 if plan.parallel.strategy == "ddp" else 1,  # DDP is there from the second on
         )
+
+
+def within_budget(plan: Plan, run: Callable[[Plan], DryRun]) -> DryRun:
+    """The step of a ``plan`` with a budget of activations: which blocks compute again is chosen from times that are
+    measured, so it is between the step in which all do and that in which none does.
+
+    The peak is the budget, or that of one of the two where the budget lies outside of them. Blocks keep what they keep
+    when none computes again up to a height, the highest that leaves the peak within the budget; computation lies
+    between as bytes do.
+
+    Args:
+        run: gives the step of a plan without a budget.
+    """
+    wanted = plan.activation
+    least = run(replace(plan, activation=ActivationPlan("full")))
+    most = run(replace(plan, activation=ActivationPlan()))
+    low, high = least.peak_bytes, most.peak_bytes
+    budget_bytes = wanted.budget_bytes
+    if budget_bytes is None:
+        assert wanted.budget_fraction is not None
+        budget_bytes = low + round(wanted.budget_fraction * max(high - low, 0))
+    if budget_bytes >= high or high <= low:
+        return most
+    if budget_bytes <= low:
+        return least
+    moments = [moment for each in most.stretches for moment in (each.begin, each.peak, each.end)]
+    over = ((moment, total_bytes(moment) - budget_bytes) for moment in moments)
+    height = max(0, min(moment[Kind.ACTIVATION] - num_bytes for moment, num_bytes in over if num_bytes > 0))
+
+    def held(moment: NumBytes) -> NumBytes:
+        return {**moment, Kind.ACTIVATION: min(moment[Kind.ACTIVATION], height)}
+
+    stretches = (
+        replace(each, begin=held(each.begin), peak=held(each.peak), end=held(each.end)) for each in most.stretches
+    )
+    share = (budget_bytes - low) / (high - low)
+    work = {
+        part: least.work.get(part, Work()) * (1 - share) + most.work.get(part, Work()) * share
+        for part in {**least.work, **most.work}
+    }
+    return DryRun(tuple(stretches), work)
 
 
 def _micro_batches(workload: Workload, plan: Plan) -> list[Any]:

@@ -22,7 +22,7 @@ from roomier.api.forward import network_of
 from roomier.core.errors import PlanError
 from roomier.memory.kinds import Kind
 from roomier.plan import Plan
-from roomier.planner.dry_run import DryRun, NumBytes, Stretch, dry_run
+from roomier.planner.dry_run import DryRun, NumBytes, Stretch, dry_run, within_budget
 from roomier.planner.repeats import Repeat, Shallow, find_repeats, shallow_copy
 from roomier.planner.work import Part, Work
 from roomier.planner.workload import Workload
@@ -46,6 +46,11 @@ def dry_run_by_depth(
     Raises:
         RoomierError: what ``build`` refuses.
     """
+
+    if plan.activation.policy == "budget":
+        return within_budget(
+            plan, lambda given: dry_run_by_depth(workload, given, rank=rank, is_pairwise=is_pairwise, like=like)
+        )
 
     def trace(traced: Workload) -> DryRun:
         return dry_run(traced, plan, rank=rank, is_pairwise=is_pairwise, like=like)

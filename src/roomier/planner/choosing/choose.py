@@ -14,6 +14,7 @@ from roomier.plan.choices import Kind, kind_of
 from roomier.planner.choice import Choice, Considered
 from roomier.planner.choosing.candidates import STAGES, candidates
 from roomier.planner.choosing.pricing import TIE, Check, DryRuns, Priced, Prices, Pricing, prices_of, time_s
+from roomier.planner.confirm import is_seen_by_dry_run
 from roomier.planner.forecast import Forecast
 from roomier.planner.workload import Workload
 
@@ -137,7 +138,7 @@ class _Search:
                 (self.fitting if known.fits(self.budget_bytes) else self.too_large).append(known)
 
     def _confirm(self, picked: Forecast) -> Forecast | None:
-        if picked.method != "dry run" and picked.host_bytes == 0:  # to a dry run, host and device are one memory
+        if picked.method != "dry run" and is_seen_by_dry_run(picked.plan, picked.machine):
             self._confirmed[id(picked)] = self._dry_run(picked)
         return self._confirmed.get(id(picked), picked)
 

@@ -1,0 +1,80 @@
+"""Forecasts of plans that a dry run alone does not tell: budgets of activations, activations in host memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from roomier.api.forward import as_module
+from roomier.hardware.machine import Device, Link, Machine
+from roomier.models.gpt import GPT, GPTConfig
+from roomier.plan import Plan
+from roomier.planner.confirm import confirm
+from roomier.planner.dry_run import DryRun, dry_run, within_budget
+from roomier.planner.formula.estimate import Estimator
+from roomier.planner.workload import Workload
+
+_LINK = Link(1e9)
+
+
+def machine(kind: str) -> Machine:
+    rates = dict.fromkeys(("fp64", "fp32", "tf32", "bf16", "fp16"), 1e12)
+    device = Device("any", kind, 80 * 2**30, rates, 1e12)
+    return Machine(device, 4, 1, _LINK, _LINK, _LINK, _LINK, _LINK, 2**40, "assumed")
+
+
+def workload(num_sequences: int = 16) -> Workload:
+    with torch.device("meta"):
+        module = as_module(GPT(GPTConfig(vocab_size=64, context=128, num_layers=4, num_heads=2, width=64)))
+        tokens = torch.zeros(num_sequences, 128, dtype=torch.int64)
+    return Workload(module, (tokens, tokens), num_sequences)
+
+
+def plan_of(**activation: Any) -> Plan:
+    return Plan.of({"optimizer": {"name": "adamw"}, "activation": activation})
+
+
+@cache
+def run_of(plan: Plan) -> DryRun:
+    return dry_run(workload(), plan)
+
+
+def with_budget(**budget: Any) -> DryRun:
+    return within_budget(plan_of(policy="budget", **budget), run_of)
+
+
+def flops_of(run: DryRun) -> float:
+    return sum(sum(each.flops.values()) for each in run.work.values())
+
+
+def test_the_peak_of_a_budget_is_the_budget_between_all_and_nothing_computed_again() -> None:
+    least, most = run_of(plan_of(policy="full")), run_of(plan_of())
+    middle = (least.peak_bytes + most.peak_bytes) // 2
+    found = with_budget(budget_bytes=middle)
+    assert found.peak_bytes == middle
+    assert with_budget(budget_fraction=0.5).peak_bytes == pytest.approx(middle, abs=1)
+    assert with_budget(budget_bytes=2**20).peak_bytes == least.peak_bytes
+    assert with_budget(budget_bytes=2**40).peak_bytes == most.peak_bytes
+    assert flops_of(most) < flops_of(found) < flops_of(least)
+
+
+def test_a_dry_run_of_a_budget_is_what_confirms_it() -> None:
+    plan = plan_of(policy="budget", budget_fraction=0.25)
+    found = confirm(workload(), plan, machine("cpu"))
+    assert dry_run(workload(), plan).stretches == found.timeline
+    assert found.method == "dry run"
+
+
+def test_activations_in_host_memory_are_forecast_by_the_closed_form_where_there_is_one() -> None:
+    given, plan = workload(64), plan_of()
+    moved = replace(plan, offload=replace(plan.offload, activations="cpu"))
+    found = confirm(given, moved, machine("cuda"))
+    assert found.method == "closed form"
+    assert found.host_bytes > 0
+    assert found.tensor_bytes < confirm(given, plan, machine("cuda")).tensor_bytes
+    assert found.timeline == Estimator(given, machine("cuda")).estimate(moved, 64).timeline
+    assert confirm(given, moved, machine("cpu")).method == "dry run"
