@@ -118,9 +118,27 @@ def test_the_host_runs_ahead_of_a_gpu_and_is_the_cpu() -> None:
     slow, quick = {"operation_s": 0.03}, {"operation_s": 0.0001}
     assert time_of(plan_of(), machine_of("cuda", **slow), work).compute_s == pytest.approx(8 * 3.0, rel=0.1)
     assert time_of(plan_of(), machine_of("cuda", **quick), work).compute_s == pytest.approx(12, rel=0.01)
-    assert time_of(plan_of(), machine_of("cpu", **quick), work).compute_s == pytest.approx(
-        12 + 4 * 800 * 0.0001
-    )  # as lightest ones
+    as_lightest = 4 * 800 * 0.0001
+    assert time_of(plan_of(), machine_of("cpu", **quick), work).compute_s == pytest.approx(12 + as_lightest)
+
+
+def test_blocks_whose_products_are_kept_cost_python_more_than_those_that_keep_nothing() -> None:
+    machine = machine_of("cpu", operation_s=1e-5, memory_bytes_per_s=1e30)
+    work = {part: Work(num_operations=10) for part in even_work(1)}
+    plain, full, selective = (
+        time_of(plan_of(activation={"policy": policy}), machine, work) for policy in ("none", "full", "selective")
+    )
+    assert plain.compute_s < full.compute_s < selective.compute_s
+    assert full.compute_s - plain.compute_s == pytest.approx(NUM_BLOCKS * (60 + 1.5 * 10) * 4e-5)
+    assert full.recompute_s == pytest.approx(NUM_BLOCKS * (60 + 2.5 * 10) * 4e-5)
+
+
+def test_an_update_in_the_backward_starts_more_operations() -> None:
+    machine = machine_of("cpu", operation_s=1e-5)
+    at_once, as_they_come = (
+        time_of(plan_of(optimizer={"step_in_backward": when}), machine, even_work(1)) for when in ("none", "exact")
+    )
+    assert as_they_come.update_s - at_once.update_s == pytest.approx(5 * NUM_BLOCKS * 1e-5)
 
 
 def test_what_is_computed_again_is_told_apart() -> None:

@@ -68,24 +68,32 @@ def measure_quickly(device: torch.device, num_ranks: int) -> Measured:
     try:
         # Where other programs keep cores busy, threads that wait for each other can be slower than one alone.
         rates = [_product_rates(device, count) for count in sorted({1, num_threads})]
-        torch.set_num_threads(max(1, min(num_cores(), num_ranks * num_threads)))
-        memory = memory_rate(device, 0.1)
-        update = update_rate(device, 0.1, 2**23)
+        together = max(1, min(num_cores(), num_ranks * num_threads)) if device.type == "cpu" else 1
+        memory = {count: _bytes_rates(device, count) for count in (1, together)}
         torch.set_num_threads(num_threads)
         operation_s = operation_seconds(device, 0.03)
     finally:
         torch.set_num_threads(threads_before)
     share = min(1.0, num_cores() / (num_ranks * num_threads)) if device.type == "cpu" else 1.0
     sharing = num_ranks if device.type == "cpu" else 1
+    # All at once, each has its part; a thread alone is the witness where other programs hold those up that wait for
+    # each other.
+    alone, all_threads = memory[1], memory[together]
+    copied, updated = (max(share * one, both / sharing) for one, both in zip(alone, all_threads, strict=True))
     return Measured(
         circumstances=circumstances,
         measured_at=now(),
         is_quick=True,
         flops_per_s={dtype: share * max(each[dtype] for each in rates) for dtype in rates[0]},
-        memory_bytes_per_s=memory / sharing,
+        memory_bytes_per_s=copied,
         operation_s=operation_s / share,
-        update_bytes_per_s=update / sharing,
+        update_bytes_per_s=updated,
     )
+
+
+def _bytes_rates(device: torch.device, num_threads: int) -> tuple[float, float]:
+    torch.set_num_threads(num_threads)
+    return memory_rate(device, 0.06), update_rate(device, 0.06, 2**22)
 
 
 def _product_rates(device: torch.device, num_threads: int) -> dict[str, float]:
