@@ -78,7 +78,9 @@ class DryRun:
 def dry_run(workload: Workload, plan: Plan, *, rank: int = 0, is_pairwise: bool = True, like: str = "cpu") -> DryRun:
     """Take a step of ``workload`` under ``plan`` without memory or a device.
 
-    Of a budget of activations see :func:`within_budget`. The module is copied as shapes. Nothing of it is computed: where its code asks for values of tensors, see
+    Of a budget of activations see :func:`within_budget`.
+
+    The module is copied as shapes. Nothing of it is computed: where its code asks for values of tensors, see
     [Note: what the fake world cannot tell].
 
     Args:
