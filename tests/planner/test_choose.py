@@ -17,8 +17,7 @@ from roomier.hardware.this_machine import this_machine
 from roomier.memory.kinds import Kind
 from roomier.models.gpt import GPT, GPTConfig
 from roomier.plan import Plan, plan_from_flags
-from roomier.planner.choosing import pricing
-from roomier.planner.choosing import nearest
+from roomier.planner.choosing import nearest, pricing
 from roomier.planner.choosing.candidates import candidates
 from roomier.planner.choosing.choose import FREE_SHARE, budget_of, choose, simplest_of_the_fastest
 from roomier.planner.choosing.keywords import as_call, trainer_keywords
@@ -322,6 +321,22 @@ def test_where_nothing_fits_the_error_names_the_least_that_must_be_allowed(monke
     assert allow(1.5 * KIB) == ["bf16-mixed"]
     assert allow(1.0 * KIB) == ["adamw8bit"]
     assert allow(0.5 * KIB) == ["bf16-mixed", "adamw8bit"]
+
+
+def test_where_nothing_fits_only_what_may_fit_is_advised_after_a_dry_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    dry_runs: list[Plan] = []
+
+    def confirm(workload: Workload, plan: Plan, machine: Machine) -> Forecast:
+        dry_runs.append(plan)
+        return forecast(plan, workload.batch_size, KIB, 1.0)
+
+    def price(plan: Plan, micro_batch: int) -> tuple[int, float]:
+        return KIB if plan.optimizer.name == "adamw4bit" else 9 * KIB, 1.0
+
+    monkeypatch.setattr(nearest, "confirm", confirm)
+    error = error_for(regression(1), auto(), 2 * KIB, this_machine(), prices=Told(price))
+    assert "'allow': ['adamw4bit']} needs 1.0 KiB" in str(error)
+    assert dry_runs[0].optimizer.name == "adamw4bit"  # neither bfloat16 nor the 8-bit states, which come before it
 
 
 def test_where_nothing_fits_the_error_names_how_many_ranks_would_do(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -14,7 +15,7 @@ from roomier.plan import Plan
 from roomier.plan.parts import ChoicePlan
 from roomier.planner.choice import Choice, words_of
 from roomier.planner.choosing.candidates import changed
-from roomier.planner.choosing.choose import budget_of, choose
+from roomier.planner.choosing.choose import ESTIMATE_ERROR, budget_of, choose
 from roomier.planner.choosing.keywords import as_call, trainer_keywords
 from roomier.planner.choosing.pricing import Check, Prices, prices_of
 from roomier.planner.confirm import confirm
@@ -25,6 +26,7 @@ _PRECISIONS = ("bf16-mixed", "bf16-true")
 _SMALL_STATES = ("adamw8bit", "adamw4bit")
 _MAX_TIMES = 256  # as many ranks as there are
 _LOOKS_S = 20.0  # for a plan with another strategy
+_TRIES_S = 20.0  # for what is not asked for; what was not tried by then is not advised
 
 
 def nothing_fits(
@@ -67,9 +69,9 @@ def _ways(
     prices: Prices | None,
 ) -> Iterator[str]:
     machine, budget = choice.machine, choice.budget_bytes
+    priced = prices or prices_of(workload, machine)
     if plan.parallel.strategy != "auto":
         auto = replace(plan, parallel=replace(plan.parallel, strategy="auto", shard_size=None))
-        priced = prices or prices_of(workload, machine)
         found = choose(
             workload,
             auto,
@@ -84,16 +86,17 @@ def _ways(
             yield f"Use {as_call(trainer_keywords(found.chosen.plan))}{_with_batch(found.chosen, workload)}"
             return
         smallest = min((each.forecast for each in found.considered if each.forecast), key=lambda each: each.peak_bytes)
-    allowed = _allowing(workload, plan, smallest, machine, budget)
+    peaks = _Peaks(workload, machine, priced)
+    allowed = _allowing(peaks, plan, smallest, budget)
     if allowed is not None:
         yield allowed
-    smaller = _smaller_batch(workload, smallest, machine, budget) if keeps_micro_batch else None
+    smaller = _smaller_batch(peaks, workload.batch_size, smallest, budget) if keeps_micro_batch else None
     if smaller is not None:
         yield smaller
-    ranks = _more_ranks(workload, plan, smallest, machine, budget)
+    ranks = _more_ranks(peaks, smallest, budget)
     if ranks is not None:
         yield ranks
-    device = _larger_device(workload, plan, smallest, machine, budget)
+    device = _larger_device(peaks, plan, smallest, budget)
     if device is not None:
         yield device
 
@@ -104,16 +107,38 @@ def _with_batch(chosen: Forecast, workload: Workload) -> str:
     return f" with micro-batches of {chosen.micro_batch} samples"
 
 
-def _peak_bytes(workload: Workload, plan: Plan, machine: Machine) -> int | None:
-    try:
-        return confirm(workload, plan, machine).peak_bytes
-    except Exception:  # this is advice: a plan that cannot be forecast is none
-        return None
+class _Peaks:
+    """What is not asked for, tried: by the closed form, and where that says that it fits, by a dry run."""
+
+    def __init__(self, workload: Workload, machine: Machine, prices: Prices) -> None:
+        self.machine = machine
+        self._workload = workload
+        self._prices = {machine.device.name: prices}
+        self._until_s = time.perf_counter() + _TRIES_S
+
+    def peak_bytes(self, plan: Plan, micro_batch: int, budget_bytes: int, machine: Machine | None = None) -> int | None:
+        """Of a step; None where it cannot be forecast, or where there is no time left for it.
+
+        Args:
+            machine: in the place of the one that was asked for.
+        """
+        if time.perf_counter() > self._until_s:
+            return None
+        machine = machine or self.machine
+        name = machine.device.name
+        try:
+            if name not in self._prices:
+                self._prices[name] = prices_of(self._workload, machine)
+            forecast = self._prices[name].estimate(plan, micro_batch)
+            if forecast.fits(int(budget_bytes * (1 + ESTIMATE_ERROR))):
+                forecast = confirm(self._workload.with_batch_size(micro_batch), plan, machine)
+            return forecast.peak_bytes
+        except Exception:  # this is advice: a plan that cannot be forecast is none
+            return None
 
 
-def _allowing(workload: Workload, plan: Plan, smallest: Forecast, machine: Machine, budget: int) -> str | None:
+def _allowing(peaks: _Peaks, plan: Plan, smallest: Forecast, budget: int) -> str | None:
     """Which choice to allow: each by itself, from what is least approximate on, then several together."""
-    small = workload.with_batch_size(smallest.micro_batch)
     modes = [mode for mode in _PRECISIONS if smallest.plan.precision.mode == "32-true" and mode not in _words(plan)]
     has_adam = smallest.plan.optimizer.name in ("adamw", "adam")
     names = [name for name in _SMALL_STATES if has_adam and name not in _words(plan)]
@@ -125,7 +150,7 @@ def _allowing(workload: Workload, plan: Plan, smallest: Forecast, machine: Machi
             lean = changed(smallest.plan, changes)
         except RoomierError:
             continue
-        peak = _peak_bytes(small, lean, machine)
+        peak = peaks.peak_bytes(lean, smallest.micro_batch, budget)
         if peak is not None and peak <= budget:
             words = [*_words(plan), *changes.values()]
             settings = {name: value for name, value in _settings_of_auto(plan).items() if name != "allow"}
@@ -144,21 +169,20 @@ def _settings_of_auto(plan: Plan) -> dict[str, Any]:
     return {} if isinstance(found, str) else {name: value for name, value in found.items() if name != "name"}
 
 
-def _smaller_batch(workload: Workload, smallest: Forecast, machine: Machine, budget: int) -> str | None:
-    batch_size = workload.batch_size // 2
+def _smaller_batch(peaks: _Peaks, given: int, smallest: Forecast, budget: int) -> str | None:
+    batch_size = given // 2
     while batch_size >= 1:
-        peak = _peak_bytes(workload.with_batch_size(batch_size), smallest.plan, machine)
+        peak = peaks.peak_bytes(smallest.plan, batch_size, budget)
         if peak is None:
             return None
         if peak <= budget:
-            return f"Give batches of {batch_size} samples in place of {workload.batch_size}: {format_bytes(peak)}"
+            return f"Give batches of {batch_size} samples in place of {given}: {format_bytes(peak)}"
         batch_size //= 2
     return None
 
 
-def _more_ranks(workload: Workload, plan: Plan, smallest: Forecast, machine: Machine, budget: int) -> str | None:
+def _more_ranks(peaks: _Peaks, smallest: Forecast, budget: int) -> str | None:
     """The same devices, twice as many, and so on: they share what is cut."""
-    small = workload.with_batch_size(smallest.micro_batch)
     parallel, times = smallest.plan.parallel, 2
     last = smallest.peak_bytes
     while times <= _MAX_TIMES:
@@ -170,7 +194,8 @@ def _more_ranks(workload: Workload, plan: Plan, smallest: Forecast, machine: Mac
             wide = changed(smallest.plan, changes)
         except RoomierError:
             return None
-        peak = _peak_bytes(small, wide, replace(machine, devices_per_node=wider))
+        machine = replace(peaks.machine, devices_per_node=wider)
+        peak = peaks.peak_bytes(wide, smallest.micro_batch, budget, machine)
         if peak is None or (times > 2 and peak > 0.98 * last):  # more ranks cut no more
             return None
         if peak <= budget:
@@ -182,19 +207,17 @@ def _more_ranks(workload: Workload, plan: Plan, smallest: Forecast, machine: Mac
     return None
 
 
-def _larger_device(
-    workload: Workload, plan: Plan, smallest: Forecast, machine: Machine, choice_bytes: int
-) -> str | None:
+def _larger_device(peaks: _Peaks, plan: Plan, smallest: Forecast, choice_bytes: int) -> str | None:
     """The smallest device of the table on which the same number of ranks will do."""
     if plan.choice.memory_budget_bytes is not None:
         return None  # the device is larger than what was asked for
-    small = workload.with_batch_size(smallest.micro_batch)
+    machine = peaks.machine
     for sheet in sorted(SHEETS, key=lambda each: each.device.memory_bytes):
         other = sheet.machine(machine.devices_per_node, machine.num_nodes)
         budget = budget_of(plan, other)
         if budget < max(smallest.tensor_bytes, choice_bytes):
             continue
-        peak = _peak_bytes(small, smallest.plan, other)
+        peak = peaks.peak_bytes(smallest.plan, smallest.micro_batch, budget, other)
         if peak is not None and peak <= budget:
             return f"Use larger devices: roomier plan --hardware {sheet.name}:{machine.devices_per_node}" + (
                 f" --nodes {machine.num_nodes}" if machine.num_nodes > 1 else ""
