@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from roomier.bench import strategies
+from roomier.bench import rank_processes, strategies
 from roomier.core.errors import RoomierError
 
 COMMAND = [str(Path(sys.executable).with_name("roomier")), "bench", "strategies"]
@@ -109,6 +109,6 @@ def test_the_rank_that_failed_is_told_and_the_others_end(tmp_path: Path) -> None
         with (tmp_path / f"rank{rank}.txt").open("w") as file:
             processes.append(subprocess.Popen([sys.executable, "-c", code, str(rank)], stdout=file))
     with pytest.raises(RoomierError, match=r"rank 1.*code 3") as caught:
-        strategies._wait(processes, tmp_path)
+        rank_processes._wait(processes, tmp_path, None)
     assert "no more 1" in str(caught.value)
     assert processes[0].poll() is not None

@@ -16,6 +16,7 @@ def _own_cache(tmp_path, monkeypatch):
     monkeypatch.setattr(hardware_verb, "_SECONDS", 0.05)
 
 
+@pytest.mark.slow
 def test_two_ranks_are_measured_and_kept_for_planning(capsys, tmp_path):
     (tmp_path / "disk").mkdir()
     words = ["hardware", "--accelerator", "cpu", "--devices", "2", "--folder", str(tmp_path / "disk"), "--json"]

@@ -104,7 +104,9 @@ def both(workload: Workload, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> tup
         return dry_run_by_depth(workload, plan, is_pairwise=False), whole
 
 
-@pytest.mark.parametrize(("strategy", "recompute"), [("single", "none"), ("zero3", "full")])
+@pytest.mark.parametrize(
+    ("strategy", "recompute"), [("single", "none"), pytest.param("zero3", "full", marks=pytest.mark.slow)]
+)
 def test_the_timeline_of_a_deep_model_is_that_of_the_full_trace(
     strategy: str, recompute: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -128,6 +130,7 @@ def test_every_strategy_with_recomputation_and_accumulation(
     check_equal(*both(gpt(14 if recompute == "every_n" else 8), plan, monkeypatch))
 
 
+@pytest.mark.slow
 def test_an_encoder_and_a_decoder_are_two_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     workload = t5()
     rows = find_repeats(network_of(workload.module), make_plan(), least=6)

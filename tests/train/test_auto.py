@@ -16,6 +16,7 @@ from roomier.callbacks import ModelCheckpoint
 from roomier.core.errors import DataError, RoomierError
 from roomier.hardware import this_machine
 from roomier.plan import Plan
+from roomier.planner.choosing.pricing import Pricing
 from roomier.train.auto import settle_plan
 
 QUIET: dict[str, Any] = {
@@ -190,11 +191,14 @@ def test_micro_batches_stay_where_something_counts_them(counting: dict[str, Any]
     assert any("counts micro-batches" in each.reason for each in trainer.choice.considered)
 
 
-def test_hooks_that_look_at_gradients_rule_out_that_they_are_freed_in_the_backward() -> None:
+def test_hooks_that_look_at_gradients_rule_out_that_they_are_freed_in_the_backward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     class Looks(Net):
         def on_before_optimizer_step(self, optimizer: Any) -> None:
             assert all(each.grad is not None for each in self.parameters())
 
+    monkeypatch.setattr(Pricing, "find_fastest", Pricing.price_all)  # else it is not asked for what saves memory
     trainer = roomier.Trainer(**{**QUIET, "strategy": "auto", "max_steps": 1})
     trainer.fit(Looks(), batches())
     assert trainer.choice is not None
