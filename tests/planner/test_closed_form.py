@@ -83,16 +83,7 @@ def error_of(name: str, plan: Plan, kind: str) -> float:
     [
         ("gpt", "cpu", {"strategy": "single", "precision": "bf16-mixed", "num_micro_batches": 2}),
         ("gpt", "cpu", {"strategy": "ddp", "num_micro_batches": 2}),
-        pytest.param(
-            "gpt", "cpu", {"strategy": "zero1", "precision": "bf16-mixed", "num_micro_batches": 2}, marks=SLOW
-        ),
-        pytest.param(
-            "gpt", "cpu", {"strategy": "zero2", "precision": "bf16-true", "recompute": "selective"}, marks=SLOW
-        ),
         ("gpt", "cpu", {"strategy": "zero3", "precision": "bf16-mixed", "recompute": "full", "num_ranks": 8}),
-        pytest.param(
-            "lstm", "cpu", {"strategy": "zero1", "precision": "bf16-mixed", "num_micro_batches": 2}, marks=SLOW
-        ),
         ("resnet", "cpu", {"strategy": "zero1", "precision": "bf16-mixed", "num_micro_batches": 2}),
         ("gpt", "cuda", {"strategy": "zero3", "precision": "bf16-mixed", "num_micro_batches": 2}),
         ("recommender", "cuda", {"strategy": "hsdp"}),
