@@ -207,6 +207,22 @@ def test_of_equally_fast_plans_the_simplest_is_chosen() -> None:
     choice = chosen_for(1000 * KIB, price=lambda plan, micro_batch: (1, 1.0 - 0.01 * (strategy_of(plan) == "zero3")))
     assert strategy_of(choice.chosen.plan) == "ddp"
     assert choice.chosen.plan.optimizer.step_in_backward == "none"
+    assert "the simplest of the fastest that fit" in choice.why
+
+
+def test_plans_that_save_memory_nobody_needs_are_left_out_and_not_priced() -> None:
+    asked: list[tuple[str, str, int]] = []
+
+    def price(plan: Plan, micro_batch: int) -> tuple[int, float]:
+        asked.append((strategy_of(plan), plan.optimizer.step_in_backward, micro_batch))
+        return by_strategy(plan, micro_batch)
+
+    choice = chosen_for(1000 * KIB, price)
+    assert {each for _, each, _ in asked} == {"none"}  # of each strategy the plain plan alone
+    left_out = {strategy_of(each.plan) for each in choice.considered if each.is_left_out}
+    assert left_out
+    assert len(asked) == len(set(asked)) == 4
+    assert "the fastest that fits" in choice.why
 
 
 def test_exact_comes_before_near_before_approximate_where_they_are_equally_fast() -> None:

@@ -21,6 +21,7 @@ class Considered:
         forecast: None where the plan is refused, or was not looked at.
         fits: in the budget.
         reason: why it was not chosen; empty for the chosen one.
+        is_left_out: it was not looked at, since it cannot be better than the chosen one, or time ran out.
     """
 
     plan: Plan
@@ -28,6 +29,7 @@ class Considered:
     forecast: Forecast | None
     fits: bool
     reason: str = ""
+    is_left_out: bool = False
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data; the keys are those of :meth:`Forecast.as_dict`, ``fits`` and ``reason``."""
@@ -77,11 +79,10 @@ class Choice:
         how = words_of(chosen.plan, chosen.micro_batch)
         if self.num_plans > 1:
             rank = f"the fastest that fits of {self.num_plans} plans"
-            slower = [each.reason for each in self.considered[1:] if each.fits and each.reason]
-            too_large = next(
-                (each for each in self.considered[1:] if not each.fits and each.forecast is not None), None
-            )
-            if not slower and too_large is not None:
+            others = self.considered[1:]
+            if any(each.fits and _is_faster(each.forecast, chosen) for each in others):
+                rank = f"of {self.num_plans} plans the simplest of the fastest that fit"
+            elif not any(each.fits or each.is_left_out for each in others):
                 rank = f"the only one of {self.num_plans} plans that fits"
         else:
             rank = "the one plan that was asked for"
@@ -103,6 +104,10 @@ class Choice:
             "num_ranks": self.machine.num_ranks,
             "plans": [each.as_dict() for each in self.considered],
         }
+
+
+def _is_faster(one: Forecast | None, other: Forecast) -> bool:
+    return one is not None and one.time is not None and other.time is not None and one.time.total_s < other.time.total_s
 
 
 def words_of(plan: Plan, micro_batch: int) -> str:

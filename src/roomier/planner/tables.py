@@ -176,12 +176,14 @@ def _verdict(choice: Choice) -> str:
 
 def _refused_lines(refused: Sequence[Considered]) -> Iterable[Text]:
     reasons: dict[str, list[str]] = {}
+    words: dict[str, str] = {}
     for each in refused:
         strategies = reasons.setdefault(each.reason, [])
+        words[each.reason] = "left out" if each.is_left_out else "refused"
         if each.plan.parallel.strategy not in strategies:
             strategies.append(each.plan.parallel.strategy)
     for reason, strategies in list(reasons.items())[:_MAX_REFUSED]:
-        yield Text(f"refused: {', '.join(strategies)}: {reason}")
+        yield Text(f"{words[reason]}: {', '.join(strategies)}: {reason}")
     if len(reasons) > _MAX_REFUSED:
         yield Text(f"refused: {len(reasons) - _MAX_REFUSED} more, which --json lists")
 

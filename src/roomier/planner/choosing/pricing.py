@@ -209,7 +209,7 @@ class Pricing:
         if time.perf_counter() > self._until_s:
             reason = "not looked at: planning took too long"
         self.priced.unpriced += [
-            Considered(each.plan, each.micro_batch, None, False, reason)
+            Considered(each.plan, each.micro_batch, None, False, reason, is_left_out=True)
             for each in self.candidates
             if id(each) not in self._known
         ]
