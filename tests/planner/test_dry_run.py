@@ -75,10 +75,10 @@ def test_the_peak_of_a_dry_run_is_that_of_the_step_whatever_the_plan(name: str, 
     plan = plan_of(asked)
     try:
         measured_peak(module, batch, plan)
-    except (ValueError, RuntimeError) as error:  # it has no blocks, no logits or no kernel: so says the dry run
+    except (ValueError, RuntimeError):  # it has no blocks, no logits or no kernel: so says the dry run
         with pytest.raises((ValueError, RuntimeError)):
             dry_run(Workload.of(as_module(module), batch), plan)
-        pytest.skip(str(error)[:80])
+        return  # both refuse it
     check(name, asked)
 
 

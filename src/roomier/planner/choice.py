@@ -112,10 +112,20 @@ def _is_faster(one: Forecast | None, other: Forecast) -> bool:
 
 def words_of(plan: Plan, micro_batch: int) -> str:
     """What the planner may change, as it stands in ``plan``: ``"zero2, full recompute, 2 x 4 samples"``."""
-    parallel, activation = plan.parallel, plan.activation
+    parallel = plan.parallel
     words = [parallel.strategy]
     if parallel.strategy == "hsdp" and parallel.shard_size is not None:
         words[0] += f" ({parallel.shard_size} ranks to a copy)"
+    words += levers_of(plan)
+    if plan.optimizer.name is not None:
+        words.append(plan.optimizer.name)
+    return ", ".join([*words, f"{plan.batch.accumulate_grad_batches} x {micro_batch} samples"])
+
+
+def levers_of(plan: Plan) -> list[str]:
+    """What ``plan`` does besides its strategy and its optimizer, in a word or two each."""
+    activation = plan.activation
+    words: list[str] = []
     if activation.policy != "none":
         words.append(f"{activation.policy} recompute" if activation.policy != "budget" else "recompute by budget")
     if plan.offload.activations != "none":
@@ -126,6 +136,4 @@ def words_of(plan: Plan, micro_batch: int) -> str:
         words.append("step in backward")
     if plan.precision.mode != "32-true":
         words.append(plan.precision.mode)
-    if plan.optimizer.name is not None:
-        words.append(plan.optimizer.name)
-    return ", ".join([*words, f"{plan.batch.accumulate_grad_batches} x {micro_batch} samples"])
+    return words

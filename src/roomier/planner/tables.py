@@ -13,7 +13,7 @@ from roomier.memory.kinds import Kind
 from roomier.plan import Plan
 from roomier.plan.choices import Kind as Label
 from roomier.plan.table import rows
-from roomier.planner.choice import Choice, Considered, words_of
+from roomier.planner.choice import Choice, Considered, levers_of, words_of
 from roomier.planner.forecast import Forecast
 from roomier.planner.what_if import Grid
 
@@ -98,22 +98,9 @@ def bytes_in_three(forecast: Forecast) -> tuple[int, int, int]:
     return states, activations, forecast.peak_bytes - states - activations
 
 
-def levers_of(plan: Plan) -> list[str]:
-    """What the plan does besides its strategy, in a word or two each."""
-    activation, words = plan.activation, []
-    if activation.policy != "none":
-        words.append(f"{activation.policy} recompute" if activation.policy != "budget" else "recompute by budget")
-    if plan.offload.activations != "none":
-        words.append("activations on host")
-    if plan.loss.chunked:
-        words.append("chunked loss")
-    if plan.optimizer.step_in_backward != "none":
-        words.append("step in backward")
-    if plan.precision.mode != "32-true":
-        words.append(plan.precision.mode)
-    if plan.optimizer.name not in (None, "adamw"):
-        words.append(str(plan.optimizer.name))
-    return words
+def _levers_shown(plan: Plan) -> list[str]:
+    name = plan.optimizer.name
+    return levers_of(plan) + ([] if name in (None, "adamw") else [str(name)])
 
 
 def _best_of_all(considered: Sequence[Considered], max_plans: int) -> list[Considered]:
@@ -139,7 +126,7 @@ def _cells(each: Considered, unit_bytes: int, tokens_per_sample: int | None) -> 
     step_s = None if forecast.time is None else forecast.time.total_s
     num_items = forecast.global_batch * (tokens_per_sample or 1)
     cells = [
-        ", ".join([plan.parallel.strategy + copies, *levers_of(plan)]),
+        ", ".join([plan.parallel.strategy + copies, *_levers_shown(plan)]),
         f"{plan.batch.accumulate_grad_batches} x {each.micro_batch}",
         *(f"{count / unit_bytes:.1f}" for count in (forecast.peak_bytes, *bytes_in_three(forecast))),
         "" if step_s is None else format_seconds(step_s),
