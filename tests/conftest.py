@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from hypothesis import settings
 
 from tests.ranks.pool import RankPool
 
@@ -17,6 +18,10 @@ if TYPE_CHECKING:
     from roomier import Trainer
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# The same examples in every run, so that a change is judged by what it changed; HYPOTHESIS_PROFILE=default searches on.
+settings.register_profile("repeatable", derandomize=True)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 
 @pytest.fixture

@@ -87,6 +87,14 @@ def _frozen(found: Difference) -> Difference:
     return Difference(found.field, repr(found.before), repr(found.after))
 
 
+@pytest.mark.parametrize(
+    "text", ["\x85", "a\x85b", " \u2028", "\u2029\n", "\r", "\r\n", "\x0b", "\x1c", "\ufeff", "\n ", "\t"]
+)
+def test_a_string_of_unusual_breaks_survives_yaml(text: str) -> None:
+    plan = Plan(optimizer=OptimizerPlan("adamw", options={"betas": text}))
+    assert Plan.from_yaml(plan.to_yaml()) == plan
+
+
 def test_yaml_reads_as_people_write_it() -> None:
     plan = Plan.from_yaml(
         "precision: {mode: bf16}\noptimizer:\n  name: AdamW\n  lr: 3e-4\n  options: {betas: [0.9, .95]}\n"

@@ -136,7 +136,12 @@ def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 class _Dumper(yaml.SafeDumper):
-    """SafeDumper that quotes a string which the loader below would read as a number."""
+    """SafeDumper that quotes a string which the loader below would read as a number or fold at a line break."""
+
+    def represent_str(self, data: str) -> yaml.ScalarNode:
+        # PyYAML writes these line breaks unquoted, and reads them back as a space or a plain line break
+        style = '"' if _UNICODE_BREAK.search(data) else None
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style=style)
 
 
 class _Loader(yaml.SafeLoader):
@@ -150,6 +155,8 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+_UNICODE_BREAK = re.compile("[\x85\u2028\u2029]")
 _SCIENTIFIC = re.compile(r"^[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+$")
+_Dumper.add_representer(str, _Dumper.represent_str)
 for _resolver in (_Dumper, _Loader):
     _resolver.add_implicit_resolver("tag:yaml.org,2002:float", _SCIENTIFIC, list("-+.0123456789"))
