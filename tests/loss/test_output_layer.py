@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from roomier import Trainer
-from roomier.api.forward import as_module
+from roomier.api.adapt import as_module
 from roomier.core.errors import RoomierError
 from roomier.loss.output_layer import find_output_layer
 from roomier.models.gpt import GPT, GPTConfig

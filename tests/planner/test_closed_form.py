@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from roomier.api.forward import as_module
+from roomier.api.adapt import as_module
 from roomier.core.errors import RoomierError
 from roomier.hardware.machine import Device, Link, Machine
 from roomier.models.gpt import GPT, GPTConfig

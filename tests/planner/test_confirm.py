@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from roomier.api.forward import as_module
+from roomier.api.adapt import as_module
 from roomier.hardware.machine import Device, Link, Machine
 from roomier.models.gpt import GPT, GPTConfig
 from roomier.plan import Plan

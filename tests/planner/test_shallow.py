@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from roomier.api.forward import as_module, network_of
+from roomier.api.adapt import as_module
 from roomier.api.module import Module
+from roomier.api.wrapped import network_of
 from roomier.models.gpt import GPT, GPTConfig
 from roomier.parallel.shard import units_of
 from roomier.plan import Plan

@@ -8,11 +8,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from roomier.api.loss_terms import count_loss_terms
-from roomier.api.module import Module
+from roomier.api.wrapped import WrappedModule
 from roomier.core.errors import RoomierError
 
 
-class ForwardModule(Module):
+class ForwardModule(WrappedModule):
     """Calls ``network(**batch)`` for a mapping, ``network(*batch)`` for a list or tuple, else ``network(batch)``.
 
     The loss is the output itself where it is a 0-dim tensor, its ``loss`` by key or attribute (Hugging Face's
@@ -21,8 +21,7 @@ class ForwardModule(Module):
     """
 
     def __init__(self, network: nn.Module) -> None:
-        super().__init__()
-        self.network = network
+        super().__init__(network)
         names = [cls.__name__ for cls in type(network).__mro__]
         config = getattr(network, "config", None)
         # Models of images and text that continue a text are named ForConditionalGeneration, as encoder-decoders are.
@@ -97,23 +96,3 @@ def find_loss(output: Any) -> Tensor | None:
     else:
         candidates = [output, getattr(output, "loss", None)]
     return next((c for c in candidates if isinstance(c, Tensor) and c.numel() == 1), None)
-
-
-def as_module(model: nn.Module) -> Module:
-    """``model`` itself where it is a Module, else a :class:`ForwardModule` around it.
-
-    Raises:
-        RoomierError: it is no ``nn.Module``.
-    """
-    if isinstance(model, Module):
-        return model
-    if isinstance(model, type) and issubclass(model, nn.Module):
-        raise RoomierError("model", model, "is a class", f"Make an object of it: {model.__name__}(...)")
-    if not isinstance(model, nn.Module):
-        raise RoomierError("model", model, "is not an nn.Module", "Pass a roomier.Module or an nn.Module")
-    return ForwardModule(model)
-
-
-def network_of(module: Module) -> nn.Module:
-    """The module whose parameters are trained and stored by name."""
-    return module.network if isinstance(module, ForwardModule) else module

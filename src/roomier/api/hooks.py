@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from roomier.api.adapt import seen_by_user
 from roomier.api.callback import Callback
+from roomier.api.lightning import overrides
 from roomier.api.module import Module
 
 if TYPE_CHECKING:
@@ -37,11 +39,6 @@ SHARED_HOOKS = (
 CALLBACK_HOOKS = ("on_sanity_check_start", "on_sanity_check_end", "on_save_point")
 
 
-def overrides(obj: object, name: str, base: type) -> bool:
-    """Whether the class of ``obj``, or ``obj`` itself, defines ``name`` anew over ``base``."""
-    return name in vars(obj) or getattr(type(obj), name) is not getattr(base, name)
-
-
 class HookTable:
     """``table.on_train_batch_start`` and so on: a tuple of what to call, callbacks first, then the module.
 
@@ -49,13 +46,13 @@ class HookTable:
     """
 
     def __init__(self, trainer: Trainer, module: Module, callbacks: Iterable[Callback]) -> None:
-        callbacks = tuple(callbacks)
+        callbacks, seen = tuple(callbacks), seen_by_user(module)
         for name in (*SHARED_HOOKS, *CALLBACK_HOOKS):
             hooks, late_hooks = list[Hook](), list[Hook]()
             for callback in callbacks:
                 if overrides(callback, name, Callback):
-                    is_late = callback.monitors and name == "on_train_epoch_end"
-                    (late_hooks if is_late else hooks).append(partial(getattr(callback, name), trainer, module))
+                    is_late = getattr(callback, "monitors", False) and name == "on_train_epoch_end"
+                    (late_hooks if is_late else hooks).append(partial(getattr(callback, name), trainer, seen))
             if name in SHARED_HOOKS and overrides(module, name, Module):
                 hooks.append(getattr(module, name))
             setattr(self, name, (*hooks, *late_hooks))

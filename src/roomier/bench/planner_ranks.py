@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from roomier.api.forward import as_module
+from roomier.api.adapt import as_module
 from roomier.bench.planner_cases import Case
 from roomier.bench.planner_models import MODELS
 from roomier.bench.planner_truth import measured_peak

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from roomier.api.forward import as_module
+from roomier.api.adapt import as_module
 from roomier.api.module import Module
 from roomier.core.log import quiet
 from roomier.core.ranks import Ranks

@@ -25,7 +25,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from torch import Tensor, nn
 
-from roomier.api.forward import as_module
+from roomier.api.adapt import as_module
 from roomier.core.errors import RoomierError
 from roomier.hardware.spec import machine_of
 from roomier.models.gpt import GPT, GPTConfig

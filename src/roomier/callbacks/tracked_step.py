@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from roomier.api.blocks import find_blocks
-from roomier.api.forward import network_of
+from roomier.api.wrapped import network_of
 from roomier.engine.engine import Engine
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ import torch
 
 from roomier.adapters.lora import apply_lora, quantise_base
 from roomier.api.blocks import find_blocks
-from roomier.api.forward import network_of
 from roomier.api.module import Module
+from roomier.api.wrapped import network_of
 from roomier.checkpoint.verbs import load, peek
 from roomier.core.errors import CheckpointError, RoomierError
 from roomier.plan.parts import AdapterPlan

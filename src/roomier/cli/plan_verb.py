@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from jsonargparse import ArgumentParser, Namespace
 
-from roomier.api.hooks import overrides
+from roomier.api.lightning import overrides
 from roomier.api.module import Module
 from roomier.cli.options import parse
 from roomier.cli.plan_options import check_asked, machine_asked, plan_asked, plan_parser, without_gpt

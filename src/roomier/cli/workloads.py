@@ -11,9 +11,9 @@ import torch
 from jsonargparse import ArgumentParser, Namespace
 from torch import Tensor, nn
 
+from roomier.api.adapt import as_module
 from roomier.api.datamodule import DataModule
-from roomier.api.forward import as_module
-from roomier.api.hooks import overrides
+from roomier.api.lightning import overrides
 from roomier.api.module import Module
 from roomier.core.errors import RoomierError
 from roomier.core.log import notice

@@ -16,9 +16,10 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from roomier.adapters.found import tell_unnamed
 from roomier.adapters.lora import apply_lora, quantise_base
+from roomier.api.adapt import as_module
 from roomier.api.blocks import find_blocks
-from roomier.api.forward import as_module, network_of
 from roomier.api.module import Module
+from roomier.api.wrapped import network_of
 from roomier.core import torch_fake, torch_private
 from roomier.core.device import resolve_device
 from roomier.core.errors import PlanError, RoomierError

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from roomier.api.blocks import find_blocks
-from roomier.api.forward import network_of
 from roomier.api.module import Module
 from roomier.api.step_arguments import num_step_arguments
+from roomier.api.wrapped import network_of
 from roomier.core.world import World
 from roomier.engine.build import build, configure
 from roomier.engine.eager import EagerEngine

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from roomier.api.forward import as_module
+from roomier.api.adapt import as_module
 from roomier.core.errors import RoomierError, did_you_mean
 from roomier.planner.workload import Workload
 

@@ -153,13 +153,13 @@ def _workload(trainer: Trainer, run: Run) -> Workload | None:
     """None where no step ran, or the model was not kept as shapes."""
     from roomier.planner.workload import Workload
 
-    shapes, batch = trainer.shapes or _plain(trainer), run.results.batch
+    shapes, batch = trainer.shapes or _plain(run), run.results.batch
     return None if shapes is None or batch is None else Workload.of(shapes, batch)
 
 
-def _plain(trainer: Trainer) -> Module | None:
+def _plain(run: Run) -> Module | None:
     """The module itself, where nothing in the plan changed it."""
-    plan, module = trainer.plan, trainer.model
+    plan, module = run.plan, run.module
     is_plain = plan.parallel.strategy in ("single", "ddp") and plan.adapter.lora_rank is None
     has_levers = plan.activation.policy != "none" or plan.loss.chunked or plan.compile.enabled
     return module if is_plain and not has_levers and plan.offload.activations == "none" else None

@@ -16,8 +16,8 @@ from typing import Any
 from torch import nn
 
 from roomier.api.blocks import num_elements_of, stand_for
-from roomier.api.forward import network_of
 from roomier.api.module import Module
+from roomier.api.wrapped import network_of
 from roomier.core import torch_private
 from roomier.parallel.shard import find_closed_blocks
 from roomier.plan import Plan

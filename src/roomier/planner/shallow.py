@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from roomier.api.forward import network_of
+from roomier.api.wrapped import network_of
 from roomier.core.errors import PlanError
 from roomier.memory.kinds import Kind
 from roomier.plan import Plan

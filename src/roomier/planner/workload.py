@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from roomier.api.forward import network_of
 from roomier.api.module import Module
+from roomier.api.wrapped import network_of
 from roomier.core.errors import RoomierError
 from roomier.core.tree import batch_size_of, map_tensors
 from roomier.planner.fake import known_values

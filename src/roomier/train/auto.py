@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import DataLoader
 
-from roomier.api.hooks import overrides
+from roomier.api.lightning import overrides
 from roomier.api.module import Module
 from roomier.core.errors import RoomierError
 from roomier.core.log import notice

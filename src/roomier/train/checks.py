@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from roomier.api.callback import Callback
 from roomier.api.datamodule import DataModule
-from roomier.api.hooks import overrides
+from roomier.api.lightning import is_one, overrides
 from roomier.api.misspelled import check_hook_names
 from roomier.api.module import Module
 from roomier.core.errors import RoomierError
@@ -37,7 +37,7 @@ def check_call(
     check_hook_names(module, Module)
     if datamodule is None:
         return
-    if not isinstance(datamodule, DataModule):
+    if not is_one(datamodule, DataModule):
         action = "Pass an object of a subclass of roomier.DataModule; loaders go to the other arguments"
         raise RoomierError("datamodule", datamodule, "is not a DataModule", action)
     passed = [f"{name}_dataloaders" for name, loader in loaders.items() if loader is not None]
@@ -117,7 +117,7 @@ def check_callbacks(callbacks: Sequence[Any]) -> None:
     """Refuse what is no callback, and two whose states would be stored under one name."""
     seen: dict[str, Any] = {}
     for callback in callbacks:
-        if not isinstance(callback, Callback):
+        if not is_one(callback, Callback):
             raise RoomierError(
                 "callbacks", callback, "is not a Callback", "Pass objects of subclasses of roomier.Callback"
             )

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from roomier.api.hooks import overrides
+from roomier.api.lightning import overrides
 from roomier.api.module import Module
 from roomier.api.step_arguments import num_step_arguments
 from roomier.core.rng import rng_state, set_rng_state

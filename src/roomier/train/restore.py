@@ -13,6 +13,7 @@ from torch import Tensor
 from roomier import checkpoint
 from roomier.adapters.found import as_keyword
 from roomier.adapters.layers import is_adapter
+from roomier.api.adapt import seen_by_user
 from roomier.core.errors import CheckpointError
 from roomier.core.log import notice
 from roomier.core.rng import rng_state, seed_everything, set_rng_state
@@ -113,7 +114,7 @@ def restore(run: Run, path: Path) -> None:
     _restore_callbacks(run, state["callbacks"])
     run.module.on_load_checkpoint(state)
     for callback in run.trainer.callbacks:
-        callback.on_load_checkpoint(run.trainer, run.module, state)
+        callback.on_load_checkpoint(run.trainer, seen_by_user(run.module), state)
     run.saved_step, run.saved_path = run.progress.global_step, path
     run.random_state = random_state_of(run.ranks.world.rank, state["random"])
     num_stored, num_ranks = len(state["random"]), run.ranks.world.size

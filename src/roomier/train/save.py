@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from roomier import checkpoint
+from roomier.api.adapt import seen_by_user
 from roomier.api.hparams import is_plain
 from roomier.core.log import notice
 from roomier.core.rng import rng_state
@@ -86,7 +87,7 @@ def write_checkpoint(run: Run, wanted: WantedSave) -> None:
     run.check_finite_weights()
     state = weights(run) if wanted.weights_only else full_state(run)
     for callback in run.trainer.callbacks:
-        callback.on_save_checkpoint(run.trainer, run.module, state)
+        callback.on_save_checkpoint(run.trainer, seen_by_user(run.module), state)
     run.module.on_save_checkpoint(state)
     then = partial(_committed, run, wanted, run.progress.global_step)
     if not wanted.asynchronous or run.is_finishing or not run.trainer.training:  # a run waits for it before it ends

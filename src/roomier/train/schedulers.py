@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from torch.optim.lr_scheduler import OneCycleLR
 
-from roomier.api.hooks import overrides
+from roomier.api.lightning import overrides
 from roomier.api.module import Module
 from roomier.core.errors import CheckpointError, TrainingError, did_you_mean
 from roomier.core.log import notice

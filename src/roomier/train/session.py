@@ -12,12 +12,15 @@ from typing import TYPE_CHECKING, Any
 from torch import OutOfMemoryError, nn
 
 from roomier.adapters.found import name_adapters
+from roomier.api.adapt import as_module, seen_by_user
 from roomier.api.callback import Callback
 from roomier.api.datamodule import DataModule
-from roomier.api.forward import ForwardModule, as_module, network_of
-from roomier.api.hooks import HookTable, overrides
+from roomier.api.forward import ForwardModule
+from roomier.api.hooks import HookTable
+from roomier.api.lightning import lent_to_lightning, overrides
 from roomier.api.misspelled import check_hook_names
 from roomier.api.module import Module
+from roomier.api.wrapped import network_of
 from roomier.core.device import resolve_device
 from roomier.core.errors import DataError, RoomierError
 from roomier.core.log import notice
@@ -90,6 +93,7 @@ def session(
     run: Run | None = None
     try:
         with ExitStack() as stack:
+            stack.enter_context(lent_to_lightning(module, trainer))
             stop = stack.enter_context(GracefulStop(trainer.ranks.is_alone))
             stack.enter_context(workers_outlive_signals())
             stack.enter_context(process_settings(trainer.plan, trainer.options))
@@ -104,7 +108,7 @@ def session(
         notice(f"stopped by {stop.received.name} during an evaluation; what it measured so far is dropped")
     except BaseException as error:
         for callback in trainer.callbacks:  # not from the hook table: there is none yet when the setup fails
-            callback.on_exception(trainer, module, error)
+            callback.on_exception(trainer, seen_by_user(module), error)
         if isinstance(error, OutOfMemoryError) and stage == "fit":
             raise explain_out_of_memory(error, trainer, run) from error
         raise
@@ -352,5 +356,5 @@ def _setup(trainer: Trainer, stage: str, module: Module) -> None:
     if datamodule is not None:
         datamodule.setup(stage)
     for callback in trainer.callbacks:
-        callback.setup(trainer, module, stage)
+        callback.setup(trainer, seen_by_user(module), stage)
     module.setup(stage)

@@ -10,7 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from roomier.api.datamodule import DataModule
-from roomier.api.hooks import overrides
+from roomier.api.lightning import overrides
 from roomier.api.module import Module
 from roomier.api.step_arguments import num_step_arguments
 from roomier.engine.engine import StepHooks

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from roomier.api.adapt import seen_by_user
 from roomier.api.callback import Callback
 from roomier.api.logger import Logger
 from roomier.api.module import Module
@@ -93,12 +94,13 @@ class TrainerAttributes:
         return self.run.schedulers.configs if self.run else []
 
     @property
-    def model(self) -> Module | None:
-        return self._module
+    def model(self) -> Any:
+        """The module of the last run; a LightningModule is given back as it is."""
+        return None if self._module is None else seen_by_user(self._module)
 
     @property
-    def lightning_module(self) -> Module | None:
-        return self._module
+    def lightning_module(self) -> Any:
+        return self.model
 
     @property
     def logger(self) -> Logger | None:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.parameter import is_lazy
 
-from roomier.api.forward import network_of
 from roomier.api.module import Module
+from roomier.api.wrapped import network_of
 from roomier.callbacks import MemoryForecast
 from roomier.core.device import resolve_device
 from roomier.core.log import notice

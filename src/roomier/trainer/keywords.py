@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from roomier.api.callback import Callback
+from roomier.api.lightning import is_one
 from roomier.callbacks import ModelCheckpoint, ModelSummary, ProgressBar
 from roomier.core.errors import PlanError, RoomierError
 from roomier.launch import Launch
@@ -152,11 +153,11 @@ def _plan_from(flags: dict[str, Any], launch: Launch | None) -> Plan:
 def callbacks_of(given: Mapping[str, Any], enable_checkpointing: bool) -> list[Any]:
     """The callbacks that were ``given``, and those that are there by default."""
     callbacks = given["callbacks"]
-    if callbacks is not None and not isinstance(callbacks, (Callback, list, tuple)):
+    if callbacks is not None and not (isinstance(callbacks, (list, tuple)) or is_one(callbacks, Callback)):
         raise RoomierError(
             "callbacks", callbacks, "is not a list of callbacks", "Pass objects of subclasses of roomier.Callback"
         )
-    found = [callbacks] if isinstance(callbacks, Callback) else list(callbacks or ())
+    found = [callbacks] if is_one(callbacks, Callback) else list(callbacks or ())
     has = {type(each) for each in found}
     if given["enable_progress_bar"] and ProgressBar not in has:
         found.append(ProgressBar())

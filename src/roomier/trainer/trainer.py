@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from roomier.api.callback import Callback
 from roomier.api.datamodule import DataModule
+from roomier.api.lightning import is_one
 from roomier.api.logger import Logger
 from roomier.api.module import Module
 from roomier.core.errors import RoomierError
@@ -190,7 +191,7 @@ class Trainer(TrainerAttributes):
             SystemExit: SIGTERM or Ctrl-C; the run was saved first.
         """
         refuse_keywords(Trainer.fit, unknown, FORMER_ARGUMENTS)
-        if isinstance(train_dataloaders, DataModule):
+        if is_one(train_dataloaders, DataModule):
             train_dataloaders, datamodule = None, train_dataloaders
         loaders = {"train": train_dataloaders, "val": val_dataloaders}
         with session(self, "fit", model, loaders, datamodule, ckpt_path, weights) as run:
@@ -327,7 +328,7 @@ class Trainer(TrainerAttributes):
             self.datamodule.teardown(stage)
         if self._module is not None:
             for callback in self.callbacks:
-                callback.teardown(self, self._module, stage)
+                callback.teardown(self, self.lightning_module, stage)
             self._module.teardown(stage)
 
     # ----------------------------------------------------------------------------------------------------------------
@@ -350,7 +351,7 @@ class Trainer(TrainerAttributes):
             if ckpt_path is None and best is not None and best.best_model_path:
                 ckpt_path = "best"
                 notice(f"{stage}: no model was passed, so it takes the weights of {best.best_model_path}")
-        if isinstance(dataloaders, DataModule):
+        if is_one(dataloaders, DataModule):
             dataloaders, datamodule = None, dataloaders
         if datamodule is None and dataloaders is None:
             datamodule = self.datamodule

@@ -10,8 +10,8 @@ from typing import Any
 from torch import nn
 
 from roomier.api.blocks import find_blocks
-from roomier.api.forward import network_of
 from roomier.api.module import Module
+from roomier.api.wrapped import network_of
 from roomier.core.errors import PlanError, RoomierError
 from roomier.hardware.machine import Machine
 from roomier.loss.output_layer import find_output_layer

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader, Dataset
 
-from roomier.api.hooks import overrides
+from roomier.api.lightning import overrides
 from roomier.api.module import Module
 from roomier.core import torch_fake, torch_private
 from roomier.core.errors import RoomierError

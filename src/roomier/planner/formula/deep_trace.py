@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from roomier.api.forward import network_of
+from roomier.api.wrapped import network_of
 from roomier.core.errors import RoomierError
 from roomier.plan import Plan
 from roomier.planner.formula.trace import Passage, Trace, take_trace

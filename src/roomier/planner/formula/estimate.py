@@ -10,7 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from roomier.api.blocks import find_blocks
-from roomier.api.forward import network_of
+from roomier.api.wrapped import network_of
 from roomier.core.world import World
 from roomier.engine.build import build, configure
 from roomier.engine.eager import EagerEngine

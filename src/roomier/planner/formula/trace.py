@@ -26,9 +26,9 @@ import torch
 from torch import Tensor, nn
 
 from roomier.api.blocks import find_blocks
-from roomier.api.forward import network_of
 from roomier.api.module import Module
 from roomier.api.step_arguments import num_step_arguments
+from roomier.api.wrapped import network_of
 from roomier.core.tree import map_tensors, tensors
 from roomier.core.world import World
 from roomier.engine.build import build

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from roomier.api.blocks import find_blocks
-from roomier.api.forward import network_of
+from roomier.api.wrapped import network_of
 from roomier.hardware.machine import Device, Machine
 from roomier.memory.predict import layout_of
 from roomier.memory.walk import Layout

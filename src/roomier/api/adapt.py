@@ -1,0 +1,35 @@
+"""Any model as a Module, and what its user knows it by."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from roomier.api.forward import ForwardModule
+from roomier.api.lightning import LightningAdapter, lightning_base
+from roomier.api.module import Module
+from roomier.core.errors import RoomierError
+
+
+def as_module(model: nn.Module) -> Module:
+    """``model`` itself where it is a Module; a LightningModule or another ``nn.Module`` in a Module around it.
+
+    Raises:
+        RoomierError: it is no ``nn.Module``.
+    """
+    if isinstance(model, Module):
+        return model
+    if isinstance(model, type) and issubclass(model, nn.Module):
+        raise RoomierError("model", model, "is a class", f"Make an object of it: {model.__name__}(...)")
+    if not isinstance(model, nn.Module):
+        raise RoomierError("model", model, "is not an nn.Module", "Pass a roomier.Module or an nn.Module")
+    if lightning_base(type(model), Module) is not None:
+        return LightningAdapter(model)
+    return ForwardModule(model)
+
+
+def seen_by_user(module: Module) -> Any:
+    """What callbacks and ``trainer.lightning_module`` get: the LightningModule itself, where it is one. It has the
+    attributes of a Module that people use there."""
+    return module.network if isinstance(module, LightningAdapter) else module

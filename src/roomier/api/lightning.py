@@ -1,0 +1,148 @@
+"""What was written for Lightning, seen as roomier's own. It is known by its classes: Lightning is never imported."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from roomier.api.callback import Callback
+from roomier.api.datamodule import DataModule
+from roomier.api.module import Module
+from roomier.api.wrapped import WrappedModule
+
+if TYPE_CHECKING:
+    from roomier.trainer import Trainer
+
+PACKAGES = ("lightning.pytorch.", "pytorch_lightning.")
+COUNTERPARTS: dict[type, str] = {Module: "LightningModule", DataModule: "LightningDataModule", Callback: "Callback"}
+
+# What a LightningModule does through its trainer, done by roomier's Module of the same name while it is attached.
+LENT = (
+    "is_attached",
+    "log",
+    "log_dict",
+    "print",
+    "optimizers",
+    "lr_schedulers",
+    "manual_backward",
+    "clip_gradients",
+    "toggle_optimizer",
+    "untoggle_optimizer",
+    "logger",
+    "loggers",
+    "current_epoch",
+    "global_step",
+    "global_rank",
+    "local_rank",
+    "device",
+    "dtype",
+)
+
+
+def lightning_base(kind: type, counterpart: type) -> type | None:
+    """Lightning's own class among those ``kind`` is made of; None where it is not of Lightning.
+
+    Args:
+        counterpart: Module, DataModule or Callback, for its LightningModule, LightningDataModule, Callback.
+    """
+    name = COUNTERPARTS[counterpart]
+    return next((c for c in kind.__mro__ if c.__name__ == name and c.__module__.startswith(PACKAGES)), None)
+
+
+def overrides(obj: object, name: str, base: type) -> bool:
+    """Whether the class of ``obj``, or ``obj`` itself, defines ``name`` anew over ``base``, or over Lightning's own."""
+    base = lightning_base(type(obj), base) or base
+    return name in vars(obj) or getattr(type(obj), name, None) is not getattr(base, name, None)
+
+
+def is_one(obj: object, counterpart: type) -> bool:
+    """Whether ``obj`` is a Module, DataModule or Callback, of roomier or of Lightning."""
+    return isinstance(obj, counterpart) or lightning_base(type(obj), counterpart) is not None
+
+
+class LightningAdapter(WrappedModule):
+    """A LightningModule as a Module: what it overrides is called, on the object itself, and nothing else is.
+
+    Micro-batches count alike when gradients are accumulated, as in Lightning, unless the class has
+    ``num_loss_terms`` (see :meth:`roomier.Module.num_loss_terms`).
+    """
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__(network)
+        for name in _public_names():
+            if hasattr(type(network), name) and overrides(network, name, Module):
+                vars(self)[name] = getattr(network, name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.network(*args, **kwargs)
+
+    def num_loss_terms(self, batch: Any) -> int | Tensor:
+        return 1
+
+
+@cache
+def _public_names() -> tuple[str, ...]:
+    """Methods of Module that a module's author may write."""
+    lent = {*LENT, "hparams", "logged_hparams", "trainer", "forward", "load_from_checkpoint", "freeze", "unfreeze"}
+    found = {name for cls in Module.__mro__ if cls.__module__.startswith("roomier.") for name in vars(cls)}
+    return tuple(sorted(name for name in found - lent if not name.startswith("_") and callable(getattr(Module, name))))
+
+
+@contextmanager
+def lent_to_lightning(module: nn.Module, trainer: Trainer) -> Iterator[None]:
+    """Within it, the LightningModules in ``module`` log, step and ask through ``trainer``.
+
+    Each gets a class between its own and Lightning's, as ``fully_shard`` does in front of a module's, so an overridden
+    ``log`` that calls ``super().log`` works. The library is left as it is, and so is the object afterwards.
+    """
+    parts = [part for part in module.modules() if lightning_base(type(part), Module) is not None]
+    for part in parts:
+        vars(part)["_trainer"] = trainer
+        if not _is_lent(type(part)):
+            part.__class__ = _lent_class(type(part))
+    try:
+        yield
+    finally:
+        for part in parts:
+            if "user_class" in vars(type(part)):
+                part.__class__ = vars(type(part))["user_class"]
+
+
+def _is_lent(kind: type) -> bool:
+    return any("user_class" in vars(cls) for cls in kind.__mro__)
+
+
+_LENT_CLASSES: dict[type, type] = {}
+
+
+def _lent_class(kind: type) -> type:
+    if kind not in _LENT_CLASSES:
+        _LENT_CLASSES[kind] = _make_lent_class(kind)
+    return _LENT_CLASSES[kind]
+
+
+def _make_lent_class(kind: type) -> type:
+    base = lightning_base(kind, Module)
+    assert base is not None
+    lender = type("RoomierMethods", (base,), {name: vars(Module)[name] for name in LENT})
+    names: dict[str, Any] = {
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+        "__doc__": kind.__doc__,
+        "__reduce_ex__": _reduce_as(kind),
+        "user_class": kind,
+    }
+    return type(kind.__name__, (kind, lender), names)
+
+
+def _reduce_as(kind: type) -> Callable[[Any, Any], Any]:
+    # A copy, or a pickle, is one of the user's class: the class made here has no name to be found by.
+    def reduce_ex(self: Any, protocol: Any) -> Any:
+        _, _, *state = super(type(self), self).__reduce_ex__(protocol)
+        return (object.__new__, (kind,), *state)
+
+    return reduce_ex
