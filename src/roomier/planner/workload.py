@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from roomier.api.adapt import as_module
 from roomier.api.module import Module
 from roomier.api.wrapped import network_of
 from roomier.core.errors import RoomierError
@@ -39,9 +40,10 @@ class Workload:
             raise RoomierError("model", type(self.module).__name__, problem, "Name a strategy, and measure a step")
 
     @classmethod
-    def of(cls, module: Module, batch: Any) -> Workload:
-        """``batch`` as shapes, with as many samples as its first tensor has rows."""
-        return cls(module, map_tensors(_shape_of, batch), batch_size_of(batch))
+    def of(cls, model: nn.Module, batch: Any) -> Workload:
+        """``model``, as ``Trainer.fit`` takes it, and ``batch`` as shapes, with as many samples as its first tensor has
+        rows."""
+        return cls(as_module(model), map_tensors(_shape_of, batch), batch_size_of(batch))
 
     def with_batch_size(self, batch_size: int) -> Workload:
         """The same with micro-batches of ``batch_size`` samples."""

@@ -1,0 +1,12 @@
+"""Batches made by other processes, and copied from pinned memory where there is a GPU."""
+
+import torch
+from autoencoder import LitAutoEncoder, loader
+
+from roomier import Trainer
+
+train_loader = loader(num_workers=2, pin_memory=torch.cuda.is_available(), persistent_workers=True)
+trainer = Trainer(max_epochs=2)
+trainer.fit(LitAutoEncoder(), train_loader)
+print(f"{trainer.global_step} steps")
+assert trainer.global_step == 64

@@ -1,0 +1,17 @@
+"""Arbitrary functionality: a callback defines the hooks it needs, and the others cost nothing."""
+
+from autoencoder import LitAutoEncoder, loader
+
+from roomier import Callback, Trainer
+
+messages = []  # stands for a chat's API
+
+
+class MyNotifier(Callback):
+    def on_train_epoch_start(self, trainer, pl_module):
+        messages.append(f"epoch {trainer.current_epoch} of {type(pl_module).__name__} started!")
+
+
+Trainer(max_epochs=2, callbacks=[MyNotifier()]).fit(LitAutoEncoder(), loader())
+print("\n".join(messages))
+assert messages == [f"epoch {epoch} of LitAutoEncoder started!" for epoch in range(2)]
