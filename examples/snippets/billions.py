@@ -1,4 +1,4 @@
-"""Do 12.8 billion parameters fit on eight GPUs of 40 GB, and with which flag? Asked on a laptop, before anything runs."""
+"""Do 12.8 billion parameters fit on eight GPUs of 40 GB, and how? Asked on a laptop, before anything runs."""
 
 import torch
 
