@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from roomier.adapters.layers import is_adapter
 from roomier.core.errors import RoomierError
 from roomier.core.log import notice
+from roomier.models.hugging_face import Conversion, conversions_from_files, find_pretrained
 from roomier.parallel.pages import local_part, local_rows
 
 SUFFIX = ".safetensors"
@@ -48,7 +50,7 @@ class WeightsFile:
         self.path = Path(path)
         self._file_of: dict[str, Path] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
-        self._name_in_file: dict[str, str] = {}
+        self._conversions: list[Conversion] = []
         for file_path in _files_of(self.path):
             with _opened(file_path) as file:
                 for name in file.keys():  # noqa: SIM118  it is no mapping
@@ -60,32 +62,54 @@ class WeightsFile:
         Adapters may be missing in the file.
 
         Where all names of the file are those of one part of ``network`` (``model.`` and the name), that part is meant.
+        Where they are no names of ``network``, and it is or holds a Hugging Face model, the rules of its
+        ``from_pretrained`` say which tensors they make.
 
         Raises:
             RoomierError: names that the file has and ``network`` has not, or the other way round, or other shapes.
         """
         wanted = _tensors_of(network)
         prefix = self._prefix(network, wanted)
-        found = {f"{prefix}{name}": name for name in self._file_of}
-        present = {id(wanted[name]) for name in found if name in wanted}
-        lacking = [name for name, tensor in wanted.items() if name not in found and id(tensor) not in present]
-        missing = [name for name in lacking if not is_adapter(name)]  # adapters begin with values of their own
-        unexpected = [name for key, name in found.items() if key not in wanted]
-        different = [
-            f"{name} {list(self._shapes[found[name]])} for {list(tensor.shape)}"
-            for name, tensor in wanted.items()
-            if name in found and tuple(tensor.shape) != self._shapes[found[name]]
-        ]
-        problems = [
-            *_some("it lacks", missing),
-            *_some("it has what the model has not", unexpected),
-            *_some("other shapes", different),
-        ]
+        same = [Conversion((name,), {f"{prefix}{name}": shape}, None) for name, shape in self._shapes.items()]
+        problems, self._conversions = self._compared(same, wanted), same
+        if problems:
+            converted = self._as_pretrained(network, wanted)
+            if converted:
+                problems, self._conversions = self._compared(converted, wanted), converted
         if problems:
             action = "Give the weights of this model, or build the model they were saved from"
             raise RoomierError("weights", str(self.path), f"does not fit the model: {'; '.join(problems)}", action)
-        self._name_in_file = {name: found[name] for name in wanted if name in found}
-        return wanted.keys() - set(lacking)
+        present = {id(wanted[name]) for each in self._conversions for name in each.targets}
+        return {name for name, tensor in wanted.items() if id(tensor) in present}
+
+    def _as_pretrained(self, network: nn.Module, wanted: Mapping[str, Tensor]) -> list[Conversion]:
+        """How the files of the Hugging Face model that ``network`` is or holds become its tensors; empty for none."""
+        found = find_pretrained(network)
+        if found is None:
+            return []
+        prefix, model = found
+        shapes = {name[len(prefix) :]: tuple(each.shape) for name, each in wanted.items() if name.startswith(prefix)}
+        conversions = conversions_from_files(model, self._shapes, shapes)
+        return [
+            replace(each, targets={f"{prefix}{name}": shape for name, shape in each.targets.items()})
+            for each in conversions
+        ]
+
+    def _compared(self, conversions: list[Conversion], wanted: Mapping[str, Tensor]) -> list[str]:
+        shapes = {name: (shape, each) for each in conversions for name, shape in each.targets.items()}
+        present = {id(wanted[name]) for name in shapes if name in wanted}
+        missing = [name for name, tensor in wanted.items() if id(tensor) not in present and not is_adapter(name)]
+        unexpected = {name: None for key, (_, each) in shapes.items() if key not in wanted for name in each.sources}
+        different = [
+            f"{each.sources[0]} {list(shape)} for {list(wanted[name].shape)}"
+            for name, (shape, each) in shapes.items()
+            if name in wanted and tuple(wanted[name].shape) != shape
+        ]
+        return [
+            *_some("it lacks", missing),  # adapters begin with values of their own
+            *_some("it has what the model has not", list(unexpected)),
+            *_some("other shapes", different),
+        ]
 
     @torch.no_grad()
     def read_into(self, network: nn.Module) -> None:
@@ -94,19 +118,30 @@ class WeightsFile:
         Raises:
             RoomierError: a file is damaged.
         """
-        targets = _tensors_of(network)
+        wanted = _tensors_of(network)
         converted: dict[str, None] = {}
-        by_file: dict[Path, list[str]] = {}
-        for name, stored in self._name_in_file.items():
-            by_file.setdefault(self._file_of[stored], []).append(name)
+        by_file: dict[Path, list[tuple[str, str]]] = {}
+        for each in self._conversions:
+            if each.run is None:
+                by_file.setdefault(self._file_of[each.sources[0]], []).append((each.sources[0], *each.targets))
         for path, names in by_file.items():
             with _opened(path) as file:
-                for name in names:
-                    dtype = _read(file, self._name_in_file[name], targets[name])
-                    if dtype != targets[name].dtype:
-                        converted[f"{dtype} to {targets[name].dtype}".replace("torch.", "")] = None
+                for stored, name in names:
+                    _note(converted, _read(file, stored, wanted[name]), wanted[name])
+        for each in self._conversions:
+            if each.run is not None:
+                made = each.run({name: self._whole(name) for name in each.sources})
+                for name, tensor in zip(each.targets, made.values(), strict=True):
+                    target = wanted[name]
+                    local_part(target).copy_(tensor[local_rows(target)] if target.dim() else tensor)
+                    _note(converted, tensor.dtype, target)
         if converted:
             notice(f"weights={str(self.path)!r}: converted from {', '.join(converted)}, as the model has them")
+
+    def _whole(self, stored: str) -> Tensor:
+        with _opened(self._file_of[stored]) as file:
+            tensor: Tensor = file.get_tensor(stored)
+            return tensor
 
     def _prefix(self, network: nn.Module, wanted: Mapping[str, Tensor]) -> str:
         if not wanted.keys().isdisjoint(self._file_of):
@@ -132,6 +167,11 @@ def _read(file: Any, stored: str, target: Tensor) -> torch.dtype:
         values = file.get_slice(stored)[rows.start : rows.stop]
     local.copy_(values)
     return values.dtype
+
+
+def _note(converted: dict[str, None], stored: torch.dtype, target: Tensor) -> None:
+    if stored != target.dtype:
+        converted[f"{stored} to {target.dtype}".replace("torch.", "")] = None
 
 
 def _files_of(path: Path) -> list[Path]:
