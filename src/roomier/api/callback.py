@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -114,3 +115,18 @@ class Callback:
     def on_exception(self, trainer: Trainer, pl_module: Module, exception: BaseException) -> None: ...
     def on_save_checkpoint(self, trainer: Trainer, pl_module: Module, checkpoint: dict[str, Any]) -> None: ...
     def on_load_checkpoint(self, trainer: Trainer, pl_module: Module, checkpoint: dict[str, Any]) -> None: ...
+
+
+@runtime_checkable
+class PlacesTensors(Protocol):
+    """A callback that writes tensors of the model's size into a checkpoint, in ``on_save_checkpoint``, and says where
+    they go when it is loaded, so that no rank reads more than its part."""
+
+    def places(self, weights: Mapping[str, Tensor], stored: Mapping[str, Any]) -> dict[str, Any]:
+        """Tensors to be filled, by key of the checkpoint.
+
+        Args:
+            weights: of the model, by name.
+            stored: the checkpoint, with the shape and dtype of each tensor in its place.
+        """
+        ...

@@ -9,9 +9,11 @@ from roomier.callbacks.model_checkpoint import ModelCheckpoint
 from roomier.callbacks.model_summary import ModelSummary
 from roomier.callbacks.progress import ProgressBar
 from roomier.callbacks.throughput import Throughput
+from roomier.callbacks.weight_averaging import EMAWeightAveraging, WeightAveraging
 
 __all__ = [
     "Callback",
+    "EMAWeightAveraging",
     "EarlyStopping",
     "EarlyStoppingReason",
     "LearningRateMonitor",
@@ -21,4 +23,5 @@ __all__ = [
     "ModelSummary",
     "ProgressBar",
     "Throughput",
+    "WeightAveraging",
 ]

@@ -291,6 +291,13 @@ def scale_each(tensors: Sequence[Tensor], factor: Tensor) -> None:
         torch._foreach_mul_(list(tensors), factor.to(tensors[0].device))
 
 
+def draw_each_towards(tensors: Sequence[Tensor], goals: Sequence[Tensor], weight: float) -> None:
+    """Move each of ``tensors`` by ``weight`` of its way to that of ``goals``, in place, in as few kernels as there are
+    devices and dtypes."""
+    if tensors:
+        torch._foreach_lerp_(list(tensors), list(goals), weight)
+
+
 def is_view(tensor: Tensor) -> bool:
     """Whether autograd knows ``tensor`` as a view of another."""
     return tensor._base is not None

@@ -14,6 +14,7 @@ from roomier import checkpoint
 from roomier.adapters.found import as_keyword
 from roomier.adapters.layers import is_adapter
 from roomier.api.adapt import seen_by_user
+from roomier.api.callback import PlacesTensors
 from roomier.core.errors import CheckpointError
 from roomier.core.log import notice
 from roomier.core.rng import rng_state, seed_everything, set_rng_state
@@ -90,6 +91,9 @@ def restore(run: Run, path: Path) -> None:
         if stored["module"].keys() == weights.keys():  # else load() tells that it is of another model
             run.engine.check(stored)
             into["optimizers"] = optimizer_places(run.engine, stored["optimizers"])
+            for callback in run.trainer.callbacks:
+                if isinstance(callback, PlacesTensors):
+                    into.update(callback.places(weights, stored))
         run.schedulers.check(stored["schedulers"])
         run.source.check(stored["data"], stored["progress"]["epoch"])
         changed = changed_in_plan(stored_plan, run.plan, run.engine.optimizers)
