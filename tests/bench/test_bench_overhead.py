@@ -70,6 +70,10 @@ def test_the_small_costs_are_there(result: dict[str, Any]) -> None:
 def test_lightning_is_compared_where_it_is_installed(result: dict[str, Any]) -> None:
     is_here = any(find_spec(name) is not None for name in ("lightning", "pytorch_lightning"))
     assert ("lightning" in result) == is_here
+    if is_here:
+        assert {"log_us", "idle_callback_us", "import_s", "overhead_us"} <= set(result["lightning"])
+        assert result["lightning"]["calls_per_step"] > result["calls_per_step"]
+        assert {"log_us", "overhead_us"} <= set(result["lightning_module"])
 
 
 def test_the_table_shows_the_same_figures(result: dict[str, Any]) -> None:

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from roomier.bench import toy
 from roomier.bench.timing import muted
+from roomier.trainer import Trainer
 
 
 @dataclass(frozen=True)
@@ -24,13 +25,17 @@ class Lightning:
     """What a comparison needs of it.
 
     Attributes:
-        run: as :func:`roomier.bench.toy.run_trainer`.
+        run: as :func:`roomier.bench.toy.run_trainer`; ``num_callbacks`` is how many that override nothing.
+        run_adapted: the same LightningModule in roomier's Trainer.
+        import_line: what a script writes to have the Trainer.
         fit: the method whose frame is the user's door.
         packages: where its frames come from.
     """
 
     version: str
     run: Callable[..., None]
+    run_adapted: Callable[..., None]
+    import_line: str
     fit: Any
     packages: tuple[ModuleType, ...]
 
@@ -47,10 +52,13 @@ def load() -> Lightning | None:
     for logger in ("lightning", "lightning.pytorch", "lightning.fabric", "pytorch_lightning"):
         logging.getLogger(logger).setLevel(logging.ERROR)
     fit = pytorch.Trainer.fit
-    return Lightning(str(package.__version__), _runner(pytorch), getattr(fit, "__wrapped__", fit), (package,))
+    run, run_adapted = _runners(pytorch)
+    import_line = f"from {pytorch.__name__} import Trainer"
+    unwrapped = getattr(fit, "__wrapped__", fit)
+    return Lightning(str(package.__version__), run, run_adapted, import_line, unwrapped, (package,))
 
 
-def _runner(pytorch: ModuleType) -> Callable[..., None]:
+def _runners(pytorch: ModuleType) -> tuple[Callable[..., None], Callable[..., None]]:
     class PeerModule(pytorch.LightningModule):  # type: ignore[misc, name-defined]
         def __init__(self, probe: toy.Probe, num_logged: int) -> None:
             super().__init__()
@@ -69,13 +77,21 @@ def _runner(pytorch: ModuleType) -> Callable[..., None]:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return toy.toy_optimizer(self.network)
 
-    def run(batches: list[toy.Batch], probe: toy.Probe, *, num_logged: int = 0) -> None:
+    def run(batches: list[toy.Batch], probe: toy.Probe, *, num_logged: int = 0, num_callbacks: int = 0) -> None:
+        callbacks = [pytorch.Callback() for _ in range(num_callbacks)]
         with TemporaryDirectory() as folder, muted(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            trainer = pytorch.Trainer(max_epochs=1, default_root_dir=folder, accelerator="cpu", devices=1)
+            trainer = pytorch.Trainer(
+                max_epochs=1, default_root_dir=folder, accelerator="cpu", devices=1, callbacks=callbacks
+            )
             trainer.fit(PeerModule(probe, num_logged), _AsGiven(batches))
 
-    return run
+    def run_adapted(batches: list[toy.Batch], probe: toy.Probe, *, num_logged: int = 0) -> None:
+        with TemporaryDirectory() as folder, muted():
+            trainer = Trainer(max_epochs=1, default_root_dir=folder, accelerator="cpu", devices=1)
+            trainer.fit(PeerModule(probe, num_logged), batches)
+
+    return run, run_adapted
 
 
 class _AsGiven:

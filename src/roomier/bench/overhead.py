@@ -76,8 +76,11 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             result["lightning"] = {
                 "version": lightning.version,
                 **_figures("lightning", wall, cpu),
+                "idle_callback_us": median_difference(cpu["lightning_50_idle"], cpu["lightning"], _NUM_CALLBACKS),
                 **_count(lightning.run, batches, lightning.fit, *lightning.packages),
+                **import_times(min(options.repeats, 5), lightning.import_line),
             }
+            result["lightning_module"] = _figures("adapted", wall, cpu)
     return {
         **result,
         "model": toy.MODEL_TEXT,
@@ -109,6 +112,9 @@ def _blocks(batches: list[toy.Batch], peer: Lightning | None) -> dict[str, Calla
     if peer is not None:
         blocks["lightning"] = timed(peer.run)
         blocks["lightning_10_logs"] = timed(peer.run, num_logged=_NUM_LOGGED)
+        blocks["lightning_50_idle"] = timed(peer.run, num_callbacks=_NUM_CALLBACKS)
+        blocks["adapted"] = timed(peer.run_adapted)
+        blocks["adapted_10_logs"] = timed(peer.run_adapted, num_logged=_NUM_LOGGED)
     return blocks
 
 
@@ -140,22 +146,22 @@ def _count(run: Callable[..., Any], batches: list[toy.Batch], fit: Any, *package
     }
 
 
-def import_times(num_processes: int) -> dict[str, float]:
-    """Seconds to import the Trainer once torch is there, and torch itself: medians over fresh processes."""
+def import_times(num_processes: int, import_line: str = "from roomier import Trainer") -> dict[str, float]:
+    """Seconds to import a Trainer once torch is there, and torch itself: medians over fresh processes."""
     code = (
-        "from time import perf_counter as now; a = now(); import torch; b = now(); from roomier import Trainer; "
+        f"from time import perf_counter as now; a = now(); import torch; b = now(); {import_line}; "
         "print(b - a, now() - b)"
     )
     runs = [
         subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True).stdout.split()
         for _ in range(num_processes)
     ]
-    torch_s, roomier_s = (median([float(text) for text in column]) for column in zip(*runs, strict=True))
-    return {"import_s": roomier_s, "import_torch_s": torch_s}
+    torch_s, trainer_s = (median([float(text) for text in column]) for column in zip(*runs, strict=True))
+    return {"import_s": trainer_s, "import_torch_s": torch_s}
 
 
 def table(result: Mapping[str, Any]) -> RenderableType:
-    lightning = result.get("lightning")
+    lightning, adapted = result.get("lightning"), result.get("lightning_module")
     low, high = result["overhead_quartiles_us"]
     rows = [
         ("step of the bare loop", "bare_us", "µs"),
@@ -178,10 +184,11 @@ def table(result: Mapping[str, Any]) -> RenderableType:
     found.add_column("roomier", justify="right")
     if lightning is not None:
         found.add_column(f"lightning {lightning['version']}", justify="right")
+        found.add_column("its module in roomier", justify="right")
     for label, key, unit in rows:
         cells = [_shown(result[key], unit)]
         if lightning is not None:
-            cells.append(_shown(lightning.get(key), unit))
+            cells += [_shown(figures.get(key), unit) for figures in (lightning, adapted or {})]
         found.add_row(label, *cells)
     return found
 
