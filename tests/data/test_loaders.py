@@ -8,7 +8,8 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from roomier.core.errors import DataError
-from roomier.data.loaders import as_loaders, is_loader_collection
+from roomier.data.combined import as_loaders
+from roomier.data.loaders import is_loader_collection
 
 
 class Reader:
@@ -52,7 +53,6 @@ def test_several_loaders(several: Any):
         [np.zeros(2)],
         ["text"],
         [GraphBatch()],
-        [LOADER, torch.zeros(2)],
     ],
 )
 def test_one_loader(one: Any):

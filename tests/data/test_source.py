@@ -255,7 +255,7 @@ def test_empty_loader_without_length_is_refused_on_first_read(loader: Any):
         ({"input_ids": torch.zeros(4)}, "dict of DataLoaders"),
         ({}, "is an empty dict"),
         (Numbers(), "Wrap it"),
-        ([DataLoader([1]), DataLoader([2])], "ConcatDataset"),
+        ([DataLoader([1]), DataLoader([2])], "CombinedLoader"),
     ],
 )
 @pytest.mark.parametrize("training", [True, False])

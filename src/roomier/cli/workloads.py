@@ -18,7 +18,7 @@ from roomier.api.module import Module
 from roomier.core.errors import RoomierError
 from roomier.core.log import notice
 from roomier.core.tree import tensors
-from roomier.data.loaders import as_loaders
+from roomier.data.combined import batches_of, training_loader
 from roomier.models.gpt import GPT, GPTConfig
 from roomier.planner.workload import Workload
 
@@ -190,9 +190,8 @@ def _first_batch(module: Module, data: DataModule | None, stand_in: Any) -> Any:
     if loader is None:
         action = "Pass --data with a DataModule, or the shapes of a batch: --input 'x=float32[8,3,224,224]'"
         raise RoomierError("data", None, "there is no batch to plan for", action)
-    [first, *_] = as_loaders(loader, "train_dataloader")
     try:
-        return next(iter(first))
+        return next(batches_of(training_loader(loader, "train_dataloader")))
     except StopIteration:
         name = type(data or module).__name__
         raise RoomierError("data", name, "gives no batch", "Give it one sample at least") from None

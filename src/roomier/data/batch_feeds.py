@@ -18,9 +18,9 @@ from roomier.core.log import notice
 from roomier.core.ranks import Ranks
 from roomier.core.rng import rng_state, set_rng_state
 from roomier.data.common_draws import CommonDraws
-from roomier.data.feeds import Feed, OwnGenerators
+from roomier.data.feeds import PASS, Feed, OwnGenerators
 from roomier.data.sampler import WalkedSampler
-from roomier.data.seeding import EpochSeed
+from roomier.data.seeding import EpochSeed, mix_seed
 from roomier.data.share import Share
 
 
@@ -63,17 +63,24 @@ class BatchFeed(Feed):
         share: which batches are this rank's.
         ranks: the positions of a loader that divides itself are told among them.
         seed: of what all ranks must draw alike.
+        draws_apart: what the loader's code draws does not depend on what is drawn elsewhere, by a loader beside it say.
     """
 
-    def __init__(self, loader: Any, *, name: str, share: Share, ranks: Ranks, seed: int) -> None:
+    def __init__(
+        self, loader: Any, *, name: str, share: Share, ranks: Ranks, seed: int, draws_apart: bool = False
+    ) -> None:
         super().__init__(name)
         self._loader = loader
         self._share = share
         self._ranks = ranks
         self._seed = seed
-        self._draws = CommonDraws() if share.divides else None
+        self._draws = CommonDraws() if share.divides or draws_apart else None
         self._num_before = 0  # batches of all ranks that were done when the running epoch began to be read,
         self._first = 0  # and of this rank
+
+    @property
+    def ends_by_rank(self) -> bool:
+        return self._share.divided_by is not None and self.may_end_apart
 
     @property
     def num_batches(self) -> int | float:
@@ -87,7 +94,8 @@ class BatchFeed(Feed):
         else:  # counted from the end, because that is what a loop waits for
             self._first = int(self.num_batches - self._share.count(length - num_before))
         if self._draws is not None:
-            self._draws.seed(self._seed, epoch)
+            by_rank = self._share.divided_by is not None
+            self._draws.seed(mix_seed(self._seed, self._share.world.rank) if by_rank else self._seed, epoch)
 
     def _alike(self) -> AbstractContextManager[None]:
         """Inside, all ranks draw the same."""
@@ -178,8 +186,9 @@ class WalkedFeed(BatchFeed):
         share: Share,
         ranks: Ranks,
         seed: int,
+        draws_apart: bool = False,
     ) -> None:
-        super().__init__(loader, name=name, share=share, ranks=ranks, seed=seed)
+        super().__init__(loader, name=name, share=share, ranks=ranks, seed=seed, draws_apart=draws_apart)
         self.may_end_apart = share.divided_by is not None and not share.keeps_order
         self._sampler = sampler
         self._sampler.draws = self._draws
@@ -237,8 +246,17 @@ class ReplayedFeed(BatchFeed):
 
     kind = "replayed"
 
-    def __init__(self, loader: Iterable[Any], *, name: str, share: Share, ranks: Ranks, seed: int) -> None:
-        super().__init__(loader, name=name, share=share, ranks=ranks, seed=seed)
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        *,
+        name: str,
+        share: Share,
+        ranks: Ranks,
+        seed: int,
+        draws_apart: bool = False,
+    ) -> None:
+        super().__init__(loader, name=name, share=share, ranks=ranks, seed=seed, draws_apart=draws_apart)
         self.may_end_apart = share.world.size > 1
         self._is_one_shot = isinstance(loader, Iterator)
         self._was_started = False
@@ -259,7 +277,7 @@ class ReplayedFeed(BatchFeed):
             raise DataError(
                 self.name,
                 self._loader,
-                f"can be read once only, and epoch {epoch} asks for it again",
+                f"can be read once only, and epoch {epoch % PASS} asks for it again",
                 "Pass a DataLoader, a list, or an object whose __iter__ starts anew; or train for one epoch",
             )
         self._was_started = True
@@ -305,9 +323,17 @@ class StatefulFeed(BatchFeed):
     kind = "stateful"
 
     def __init__(
-        self, loader: Iterable[Any], keeper: SpeaksState, *, name: str, share: Share, ranks: Ranks, seed: int
+        self,
+        loader: Iterable[Any],
+        keeper: SpeaksState,
+        *,
+        name: str,
+        share: Share,
+        ranks: Ranks,
+        seed: int,
+        draws_apart: bool = False,
     ) -> None:
-        super().__init__(loader, name=name, share=share, ranks=ranks, seed=seed)
+        super().__init__(loader, name=name, share=share, ranks=ranks, seed=seed, draws_apart=draws_apart)
         self.may_end_apart = share.world.size > 1
         self._keeper = keeper
         self._begins_at_an_end = False
@@ -351,8 +377,10 @@ class StatefulFeed(BatchFeed):
             self._begins_at_an_end = True
 
     def _own_position(self) -> dict[str, Any]:
-        with self._alike():
-            draws = None if self._draws is None else rng_state()
+        draws = None
+        if self._draws is not None and self._draws.are_seeded:  # else no epoch was begun since that of the position
+            with self._alike():
+                draws = rng_state()
         return {"loader": self._keeper.state_dict(), "draws": draws}
 
 

@@ -1,33 +1,70 @@
 """Which way of going on fits what the user passed."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeGuard
 
+import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from roomier.core.errors import DataError
 from roomier.core.log import notice
 from roomier.core.ranks import Ranks
 from roomier.data.batch_feeds import BatchFeed, ListFeed, ReplayedFeed, StatefulFeed, WalkedFeed
+from roomier.data.combined import CombinedLoader
+from roomier.data.combined_feed import CombinedFeed
 from roomier.data.divided import share_of
 from roomier.data.feeds import Feed, OrderedFeed, OwnGenerators
 from roomier.data.loaders import check_gives_batches, is_loader_collection
-from roomier.data.rebuild import can_be_rebuilt, plain_sampler, rebuilt, with_ordered_sampler
+from roomier.data.rebuild import can_be_rebuilt, generators_of, plain_sampler, rebuilt, with_ordered_sampler
 from roomier.data.sampler import OrderedSampler, WalkedSampler
-from roomier.data.seeding import EpochSeed, NumberSeededDataset, seeded_by_sample
+from roomier.data.seeding import EpochSeed, NumberSeededDataset, mix_seed, seeded_by_sample
 from roomier.data.share import Share
 from roomier.data.workers import OutlivesSignals
 
 
-def training_feed(loader: Any, *, name: str, seed: int, ranks: Ranks, shuffle_allowed: bool, pin_memory: bool) -> Feed:
+@dataclass(frozen=True)
+class Beside:
+    """What makes the draws of one of several loaders its own.
+
+    Attributes:
+        number: of the loader among them.
+        shares_generator: its generator is that of a loader before it.
+    """
+
+    number: int
+    shares_generator: bool
+
+    def own(self, seed: int) -> int:
+        return mix_seed(seed, self.number) if self.number else seed
+
+
+def training_feed(
+    loader: Any,
+    *,
+    name: str,
+    seed: int,
+    ranks: Ranks,
+    shuffle_allowed: bool,
+    pin_memory: bool,
+    beside: Beside | None = None,
+) -> Feed:
     """The feed that resumes ``loader`` at the least cost. For the arguments, see :class:`Source`.
 
+    Args:
+        beside: of one of several loaders that are read together.
+
     Raises:
-        DataError: ``loader`` gives no batches, or is several loaders.
+        DataError: ``loader`` gives no batches, or is several loaders and no CombinedLoader.
     """
+    if isinstance(loader, CombinedLoader):
+        return _combined(loader, name, seed, ranks, shuffle_allowed, pin_memory)
     check_is_one_loader(loader, name)
     seed = ranks.from_zero(seed)
+    if beside is not None:
+        seed = beside.own(seed)
     common: dict[str, Any] = {"name": name, "share": share_of(loader, ranks.world), "ranks": ranks, "seed": seed}
+    common["draws_apart"] = beside is not None
     if isinstance(loader, (list, tuple)):
         return _told(ListFeed(loader, **common), common["share"])
     if speaks_state(loader):
@@ -48,10 +85,69 @@ def training_feed(loader: Any, *, name: str, seed: int, ranks: Ranks, shuffle_al
     changes = _changes(loader, name, pin_memory)
     sampler = plain_sampler(loader)
     if sampler is not None:
-        return _ordered(loader, sampler, changes, name, seed, ranks, shuffle_allowed)
+        return _ordered(loader, sampler, changes, name, seed, ranks, shuffle_allowed, beside)
     if not shuffle_allowed:
         notice(f"{name}: its order is that of its own sampler, which roomier cannot keep from shuffling.")
     return _told(_walked(loader, changes, common), common["share"])
+
+
+def _combined(
+    loader: CombinedLoader, name: str, seed: int, ranks: Ranks, shuffle_allowed: bool, pin_memory: bool
+) -> CombinedFeed:
+    feeds: list[Feed] = []
+    for number, (each, part_name) in enumerate(zip(loader.flattened, loader.part_names, strict=True)):
+        own = generators_of(each)
+        shared = [one for before in loader.flattened[:number] for one in generators_of(before) if _is_in(one, own)]
+        feed = training_feed(
+            each,
+            name=f"{name}{part_name}",
+            seed=seed,
+            ranks=ranks,
+            shuffle_allowed=shuffle_allowed,
+            pin_memory=pin_memory,
+            beside=Beside(number, bool(shared)),
+        )
+        if feed.num_batches == 0:
+            raise no_batch(feed.name, each)
+        feeds.append(feed)
+    _check_draw_apart(loader, feeds)
+    return CombinedFeed(loader, feeds, name=name, ranks=ranks)
+
+
+def _check_draw_apart(loader: CombinedLoader, feeds: Sequence[Feed]) -> None:
+    """Generators that two loaders draw from in turns are in states that no walk along one of them comes back to."""
+    drawn = [_drawn_all_along(each, feed) for each, feed in zip(loader.flattened, feeds, strict=True)]
+    for number, feed in enumerate(feeds):
+        others = [one for other in loader.flattened[:number] for one in generators_of(other)]
+        others += [one for other in loader.flattened[number + 1 :] for one in generators_of(other)]
+        if any(_is_in(one, others) for one in drawn[number]):
+            problem = "draws from a generator that another loader beside it draws from too"
+            raise DataError(
+                feed.name, loader, problem, "Give each loader, and its sampler, a torch.Generator of its own"
+            )
+
+
+def _drawn_all_along(loader: Any, feed: Feed) -> list[torch.Generator]:
+    """The generators of ``loader`` that it draws from while it is read."""
+    if feed.kind == "walked":
+        batching = loader.batch_sampler
+        samplers = (loader.sampler, batching, getattr(batching, "sampler", None))
+        found = [getattr(sampler, "generator", None) for sampler in samplers]
+        return [each for each in found if isinstance(each, torch.Generator)]
+    return generators_of(loader) if feed.kind in ("replayed", "stateful") else []
+
+
+def _is_in(one: object, several: Sequence[object]) -> bool:
+    return any(one is other for other in several)
+
+
+def no_batch(name: str, loader: Any) -> DataError:
+    return DataError(
+        name,
+        loader,
+        "gives no batch",
+        "Pass a loader with at least one batch (is the data set smaller than batch_size, with drop_last?)",
+    )
 
 
 def _told(feed: BatchFeed, share: Share) -> BatchFeed:
@@ -80,7 +176,7 @@ def check_is_one_loader(loader: Any, name: str) -> None:
             name,
             loader,
             f"is {len(loader)} loaders, and one is read here",
-            "Pass one loader; to mix data sets, join them: torch.utils.data.ConcatDataset",
+            "Pass one loader, or join them: CombinedLoader(loaders, mode)",
         )
     check_gives_batches(loader, name)
 
@@ -117,6 +213,7 @@ def _ordered(
     seed: int,
     ranks: Ranks,
     shuffle_allowed: bool,
+    beside: Beside | None,
 ) -> Feed:
     num_samples = _num_samples(own_sampler, loader, name)
     shuffle = False
@@ -125,6 +222,8 @@ def _ordered(
         if own_sampler.generator is not None:
             # Who gave a generator of their own chose the order by its seed.
             seed = ranks.from_zero(own_sampler.generator.initial_seed())
+            if beside is not None and beside.shares_generator:
+                seed = beside.own(seed)
     batching = loader.batch_sampler
     batch_size, drop_last = 1, False
     if isinstance(batching, BatchSampler):

@@ -24,6 +24,10 @@ class CommonDraws:
         self._states: tuple[Any, ...] | None = None
         self._is_inside = False
 
+    @property
+    def are_seeded(self) -> bool:
+        return self._states is not None
+
     def seed(self, seed: int, epoch: int) -> None:
         """Begin anew with what depends on ``seed`` and ``epoch`` alone."""
         outer = _states()

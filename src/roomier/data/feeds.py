@@ -21,6 +21,8 @@ from roomier.data.rebuild import generators_of
 from roomier.data.sampler import OrderedSampler
 from roomier.data.seeding import EpochSeed
 
+PASS = 1 << 32  # epochs of a run are fewer; see [Note: passes within an epoch]
+
 
 class Feed(ABC):
     """Batches of one loader, from the start of an epoch or from a position in it.
@@ -38,6 +40,11 @@ class Feed(ABC):
 
     def __init__(self, name: str) -> None:
         self.name = name
+
+    @property
+    def ends_by_rank(self) -> bool:
+        """Whether each rank may have another number of batches of its own."""
+        return False
 
     @property
     @abstractmethod

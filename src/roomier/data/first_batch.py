@@ -24,6 +24,8 @@ from roomier.core.errors import DataError
 from roomier.core.rng import rng_state, set_rng_state
 from roomier.core.tree import tensors
 from roomier.data.choose import speaks_state
+from roomier.data.combined import CombinedLoader
+from roomier.data.joint import Joined
 from roomier.data.rebuild import can_be_rebuilt, parts_of, plain_sampler, rebuilt
 
 _NUM_LISTED = 1000  # batches of a list whose shapes are looked at
@@ -33,7 +35,8 @@ _DEPTH = 3  # of data sets within data sets
 def first_batch(loader: Any, name: str) -> tuple[Any, Any]:
     """A batch of ``loader``, and what to read in its place.
 
-    Of a list it is the largest one; of all else the first, or one of as many samples.
+    Of a list it is the largest one; of all else the first, or one of as many samples. Of a CombinedLoader it is a batch
+    of each of its loaders; where they follow each other, the largest of these.
 
     Args:
         name: what the user calls the loader, for errors.
@@ -44,6 +47,8 @@ def first_batch(loader: Any, name: str) -> tuple[Any, Any]:
     Raises:
         DataError: there is no batch, or looking at it would change what the run reads.
     """
+    if isinstance(loader, CombinedLoader):
+        return _of_several_loaders(loader, name)
     if isinstance(loader, (list, tuple)):
         if not loader:
             raise _no_batch(loader, name)
@@ -60,6 +65,14 @@ def first_batch(loader: Any, name: str) -> tuple[Any, Any]:
         except StopIteration:
             raise _no_batch(loader, name) from None
     return found, loader
+
+
+def _of_several_loaders(loader: CombinedLoader, name: str) -> tuple[Any, CombinedLoader]:
+    found = [first_batch(each, f"{name}{part}") for each, part in zip(loader.flattened, loader.part_names, strict=True)]
+    batches, to_read = [batch for batch, _ in found], iter([each for _, each in found])
+    if loader.mode == "sequential":
+        batches = [max(batches, key=_num_bytes)]
+    return loader.batch_of(Joined(range(len(batches)), batches)), loader.mapped(lambda _: next(to_read))
 
 
 def _no_batch(loader: Any, name: str) -> DataError:

@@ -1,7 +1,7 @@
 """Source: batches of one loader, epoch by epoch, with a position that a checkpoint can hold."""
 
 import math
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -12,8 +12,12 @@ from roomier.core import torch_private
 from roomier.core.errors import DataError
 from roomier.core.ranks import Ranks
 from roomier.core.rng import rng_state, set_rng_state
+from roomier.core.world import World
 from roomier.data.batch_feeds import ListFeed, ReplayedFeed
-from roomier.data.choose import check_is_one_loader, in_own_processes, training_feed
+from roomier.data.choose import check_is_one_loader, in_own_processes, no_batch, training_feed
+from roomier.data.combined import CombinedLoader, JointBatches
+from roomier.data.combined_feed import CombinedFeed
+from roomier.data.divided import share_of
 from roomier.data.feeds import Feed
 from roomier.data.rebuild import tell_epoch
 from roomier.data.share import Share
@@ -51,6 +55,9 @@ class Source:
     - a loader with ``state_dict`` and ``load_state_dict``: its own state, a dict of plain values and tensors;
     - any other iterable: a number of batches, read and dropped on resume, with a notice. A generator can be
       read for one epoch.
+
+    - a :class:`CombinedLoader`: the position of each loader in it, and which pass over it is running. What a loader in
+      it draws from the global generators it draws from states of its own.
 
     A loader, dataset or sampler with ``set_epoch`` is told each epoch.
 
@@ -99,10 +106,7 @@ class Source:
                 pin_memory=pin_memory,
             )
         else:  # the user's loader as it is: nothing of it is shuffled anew
-            check_is_one_loader(loader, name)
-            whole = without_padding(loader, name, ranks.world)
-            if isinstance(whole, DataLoader):
-                whole = in_own_processes(whole, pin_memory)
+            whole = _evaluated(loader, name, ranks.world, pin_memory)
             kind = ListFeed if isinstance(whole, (list, tuple)) else ReplayedFeed
             self._feed = kind(whole, name=name, share=Share(), ranks=ranks, seed=seed)
             if not ranks.is_alone:
@@ -118,6 +122,22 @@ class Source:
         """Batches of one whole epoch, of this rank in training and of all ranks in evaluation; ``inf`` where the loader
         has no length."""
         return self._feed.num_batches if self._turns is None else self._turns.num_batches
+
+    @property
+    def follow_each_other(self) -> bool:
+        """Whether several loaders are read in training one after another (``"sequential"``)."""
+        return isinstance(self._feed, CombinedFeed) and self._feed.mode == "sequential"
+
+    @property
+    def part_lengths(self) -> list[int | float]:
+        """The batches of one pass over each of several loaders, as :attr:`num_batches` counts them; else of the one."""
+        return self._feed.part_lengths if isinstance(self._feed, CombinedFeed) else [self.num_batches]
+
+    def limit_parts(self, limits: Sequence[float]) -> None:
+        """How many batches are taken at the most of each of several loaders that follow each other. Before the first
+        ``start``."""
+        assert isinstance(self._feed, CombinedFeed)
+        self._feed.limit_parts(limits)
 
     @property
     def may_end_apart(self) -> bool:
@@ -141,7 +161,7 @@ class Source:
         """
         stored, self._stored = self._stored, None
         running = _Running(epoch, 0)
-        tell_epoch(self.loader, epoch)
+        self._tell_epoch(epoch)
         if stored is None or stored["epoch"] != epoch:
             if stored is not None and stored["epoch"] >= 0:
                 self._feed.adopt(stored, is_complete=stored["is_exhausted"])
@@ -154,6 +174,10 @@ class Source:
         self._batches = self._count(iterator, running, self._feed.reading)
         return self._batches
 
+    def _tell_epoch(self, epoch: int) -> None:
+        for loader in self.loader.flattened if isinstance(self.loader, CombinedLoader) else (self.loader,):
+            tell_epoch(loader, epoch)
+
     def turns(self, limit: float) -> Iterator[Turn]:
         """The forwards of this rank in an evaluation of at most ``limit`` batches; see [Note: turns].
 
@@ -163,7 +187,7 @@ class Source:
         if self._turns is None:
             batches = islice(self.start(0), None if limit == math.inf else int(limit))
             return (Turn(batch, number) for number, batch in enumerate(batches))
-        tell_epoch(self.loader, 0)
+        self._tell_epoch(0)
         self._running = _Running(0, 0)
         self._batches = self._count(self._turns(limit), self._running)
         return self._batches
@@ -195,6 +219,8 @@ class Source:
                 yield batch
         except BaseException as error:
             torch_private.end_workers(iterator if reading is None else reading)
+            if isinstance(iterator, Generator):
+                iterator.close()
             if not isinstance(error, RuntimeError) or "DataLoader worker (pid" not in str(error):
                 raise
             raise DataError(
@@ -229,6 +255,31 @@ class Source:
             **self._feed.position(num_batches),  # where it counts batches, those of all ranks
         }
 
+    def position_behind(self, epoch: int, num_batches: int) -> dict[str, Any]:
+        """A position as :meth:`state_dict` gives it, behind ``num_batches`` of ``epoch`` on each rank, for a run
+        that kept none. Random draws of the epoch's start are those that come now.
+
+        Raises:
+            DataError: within an epoch over several loaders, which have a position each.
+        """
+        if self._feed.kind == "combined":
+            if num_batches:
+                problem = f"stands {num_batches} batches within an epoch, and holds no position of each of its loaders"
+                action = "Go on from a checkpoint of an epoch's end, or begin a new run from the weights"
+                raise DataError(self.name, self.loader, problem, action)
+            return {"kind": "combined", "epoch": -1, "num_batches": 0, "is_exhausted": False}
+        if self._feed.kind in ("walked", "replayed"):  # their positions hold the random states of an epoch's start
+            random_state = rng_state()
+            self._feed.start(epoch)
+            set_rng_state(random_state)
+        return {
+            "kind": self._feed.kind,
+            "epoch": epoch,
+            "num_batches": num_batches,
+            "is_exhausted": False,
+            **self._feed.position(num_batches),
+        }
+
     def check(self, state: dict[str, Any], epoch: int) -> None:
         """Whether a run that goes on in ``epoch`` can go on from ``state``, whose tensors need not be read yet.
 
@@ -255,9 +306,20 @@ class Source:
         self._stored = state
 
     def _empty(self) -> DataError:
-        return DataError(
-            self.name,
-            self.loader,
-            "gives no batch",
-            "Pass a loader with at least one batch (is the data set smaller than batch_size, with drop_last?)",
-        )
+        return no_batch(self.name, self.loader)
+
+
+def _evaluated(loader: Any, name: str, world: World, pin_memory: bool) -> Any:
+    """``loader`` as one rank would read it for an evaluation."""
+    if isinstance(loader, CombinedLoader):
+        whole = loader.mapped(lambda each: _evaluated(each, name, world, pin_memory))
+        divide = {share_of(each, world).divided_by is not None for each in whole.flattened}
+        if len(divide) == 2:
+            problem = "joins loaders that divide themselves among the ranks with loaders that do not"
+            raise DataError(
+                name, loader, problem, "Let roomier divide all of them: shards_by_rank = False on the others"
+            )
+        return JointBatches(whole, shards_by_rank=True in divide)
+    check_is_one_loader(loader, name)
+    whole = without_padding(loader, name, world)
+    return in_own_processes(whole, pin_memory) if isinstance(whole, DataLoader) else whole

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,8 +11,8 @@ import torch
 from roomier.api.module import Module
 from roomier.core.errors import DataError
 from roomier.data.batch_size import batch_size_of, with_batch_size
+from roomier.data.combined import CombinedLoader, as_loaders, training_loader
 from roomier.data.first_batch import first_batch
-from roomier.data.loaders import as_loaders
 from roomier.data.source import Source
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class RunLoaders:
                 raise DataError(
                     name, None, "there is no data to train on", "Pass it to fit, or define train_dataloader"
                 )
-            self._train_loader = _only(as_loaders(loader, name), name)
+            self._train_loader = training_loader(loader, name)
         return self._train_loader
 
     @property
@@ -80,40 +80,48 @@ class RunLoaders:
     def num_training_batches(self) -> float:
         """Batches of an epoch on each rank: those of the rank that has the fewest."""
         if self._num_training_batches is None:
-            num_batches = self._trainer.options.limit_batches("train", self.train_source.num_batches)
+            source, limit = self.train_source, partial(self._trainer.options.limit_batches, "train")
+            if source.follow_each_other:  # the limit is that of each
+                source.limit_parts([limit(length) for length in source.part_lengths])
+                num_batches = source.num_batches
+            else:
+                num_batches = limit(source.num_batches)
             self._num_training_batches = min(self._trainer.ranks.gather(num_batches))
         return self._num_training_batches
 
     def evaluation(self, name: str) -> tuple[list[Source], list[float]]:
-        """The sources of ``"val"``, ``"test"`` or ``"predict"``; how many batches of each are taken, by all ranks."""
+        """The sources of ``"val"``, ``"test"`` or ``"predict"``; how many batches of each are taken, by all ranks.
+
+        Raises:
+            DataError: there is no data, or predictions are asked for of several loaders' batches at a time.
+        """
         options, field = self._trainer.options, f"{name}_dataloaders"
         if not options.num_dev_batches and getattr(options, f"limit_{name}_batches") == 0:
             return [], []
         seed, ranks = torch.initial_seed() % 2**63, self._trainer.ranks
+        loaders = as_loaders(self._find(name), field)
+        if name == "predict":
+            for loader in loaders:
+                _check_is_predicted(loader, field)
         sources = [
             Source(loader, name=field, seed=seed, ranks=ranks, training=False, pin_memory=self._pins)
-            for loader in as_loaders(self._find(name), field)
+            for loader in loaders
         ]
         return sources, [options.limit_batches(name, source.num_batches) for source in sources]
 
     def _find(self, name: str) -> Any:
-        passed = self._loaders.get(name)
-        if passed is not None:
-            return passed
-        if self._trainer.datamodule is not None:
-            return getattr(self._trainer.datamodule, f"{name}_dataloader")()
-        return getattr(self._module, f"{name}_dataloader")()
+        found = self._loaders.get(name)
+        if found is None:
+            source = self._module if self._trainer.datamodule is None else self._trainer.datamodule
+            found = getattr(source, f"{name}_dataloader")()
+        self._trainer.seen_loaders[name] = found
+        return found
 
 
-def _only(loaders: Sequence[Any], name: str) -> Any:
-    if len(loaders) != 1:
-        raise DataError(
-            name,
-            f"{len(loaders)} loaders",
-            "training reads one loader",
-            "Join the data sets (torch.utils.data.ConcatDataset), or draw from several in one IterableDataset",
-        )
-    return loaders[0]
+def _check_is_predicted(loader: Any, name: str) -> None:
+    if isinstance(loader, CombinedLoader):
+        problem = f"joins batches of several loaders ({loader.mode!r}), and predictions are those of one"
+        raise DataError(name, loader, problem, "Use CombinedLoader(loaders, 'sequential'), or pass the loaders alone")
 
 
 def estimate_steps(trainer: Trainer, loaders: RunLoaders) -> float:

@@ -1,0 +1,158 @@
+"""Several loaders trained on together, each with its own position.
+
+[Note: passes within an epoch]
+In ``max_size_cycle`` a short loader is passed over several times in an epoch. Where roomier makes the order, each pass
+counts as an epoch of its own: pass ``c`` of epoch ``e`` is shuffled as epoch ``e + c * 2**32``. The ``set_epoch`` of a
+loader is told ``e`` alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+from roomier.core.errors import DataError
+from roomier.core.ranks import Ranks
+from roomier.data.combined import CombinedLoader, read_on
+from roomier.data.feeds import PASS, Feed
+from roomier.data.joint import Part, begin, num_joined, num_joined_left
+
+
+class CombinedFeed(Feed):
+    """The parts of a CombinedLoader, which resume each in its own way.
+
+    Args:
+        loader: what the user passed.
+        feeds: of its loaders, in their order.
+    """
+
+    kind = "combined"
+
+    def __init__(self, loader: CombinedLoader, feeds: Sequence[Feed], *, name: str, ranks: Ranks) -> None:
+        super().__init__(name)
+        self._loader = loader
+        self._feeds = feeds
+        self._ranks = ranks
+        self._limits: Sequence[float] = [math.inf] * len(feeds)
+        self._parts: list[Part] = []
+        self.may_end_apart = any(feed.may_end_apart for feed in feeds)
+        if loader.mode == "sequential":
+            for feed in feeds:  # a rank may come to the next loader before the others
+                if feed.ends_by_rank:
+                    problem = "gives the ranks different numbers of batches, and another loader comes after it"
+                    action = "Let roomier divide it (shards_by_rank = False on the data set), or use another mode"
+                    raise DataError(feed.name, loader, problem, action)
+
+    @property
+    def mode(self) -> str:
+        return self._loader.mode
+
+    @property
+    def part_lengths(self) -> list[int | float]:
+        """Batches of one pass over each loader on this rank; ``inf`` where nothing tells."""
+        return [feed.num_batches for feed in self._feeds]
+
+    def limit_parts(self, limits: Sequence[float]) -> None:
+        """How many batches are taken of each loader at the most, where one comes after another."""
+        assert self.mode == "sequential"
+        self._limits = limits
+
+    @property
+    def num_batches(self) -> int | float:
+        lengths = [min(length, limit) for length, limit in zip(self.part_lengths, self._limits, strict=True)]
+        return num_joined(lengths, self.mode)
+
+    def _made_parts(self, epoch: int) -> list[Part]:
+        parts = []
+        for feed, limit in zip(self._feeds, self._limits, strict=True):
+            part = Part(partial(_start, feed, epoch), feed.num_batches, feed.name)
+            part.limit = limit
+            parts.append(part)
+        self._parts = parts
+        return parts
+
+    def start(self, epoch: int) -> Iterator[Any]:
+        parts = self._made_parts(epoch)
+        begin(parts, self.mode)
+        return read_on(parts, self._loader)
+
+    def resume(self, position: dict[str, Any]) -> tuple[Iterator[Any], int]:
+        self.check(position)
+        for part, feed, stored in self._put_back(position):
+            if stored["is_at_end"]:
+                feed.adopt(stored["position"], is_complete=stored["is_complete"])
+                part.go_on(None, None, stored["num_read"])
+            else:
+                iterator, num_read = feed.resume(stored["position"])
+                part.go_on(iterator, feed.reading or iterator, num_read)
+        if math.isinf(self.num_batches):
+            num_done = position["num_batches"] // self._ranks.world.size
+        else:  # counted from the end, because that is what a loop waits for
+            num_done = int(self.num_batches - num_joined_left(self._parts, self.mode))
+        return read_on(self._parts, self._loader), num_done
+
+    def adopt(self, position: dict[str, Any], *, is_complete: bool) -> None:
+        for part, feed, stored in self._put_back(position):
+            feed.adopt(stored["position"], is_complete=stored["is_complete"])
+            part.go_on(None, None, stored["num_read"])
+
+    def _put_back(self, position: dict[str, Any]) -> Iterator[tuple[Part, Feed, dict[str, Any]]]:
+        """The parts that had begun at ``position``, in the pass where they were."""
+        rank, num_ranks = self._ranks.world.rank, self._ranks.world.size
+        parts = self._made_parts(position["epoch"])
+        for part, feed, of_all in zip(parts, self._feeds, position["parts"], strict=True):
+            stored = of_all
+            if "by_rank" in of_all:
+                by_rank = of_all["by_rank"]
+                own = by_rank[rank if len(by_rank) == num_ranks else 0]
+                stored = {**own, "position": {**of_all["position"], "num_batches": own["num_batches"]}}
+            if stored["cycle"] < 0:
+                continue
+            part.cycle, part.came_to_end = stored["cycle"], stored["came_to_end"]
+            epoch = position["epoch"] + stored["cycle"] * PASS
+            yield part, feed, {**stored, "position": {**stored["position"], "epoch": epoch}}
+
+    def check(self, position: dict[str, Any]) -> None:
+        action = "Resume with the loaders of the saved run, or start a new run from its weights"
+        names, stored_names = self._loader.part_names, [stored["name"] for stored in position["parts"]]
+        if position["mode"] != self.mode or names != stored_names:
+            problem = f"is read otherwise than in the saved run: that read {stored_names} in mode {position['mode']!r}"
+            raise DataError(self.name, self._loader, problem, action)
+        for feed, stored in zip(self._feeds, position["parts"], strict=True):
+            if feed.kind != stored["kind"]:
+                problem = f"resumes as {feed.kind!r}; the saved position is of a loader that resumes as"
+                raise DataError(feed.name, self._loader, f"{problem} {stored['kind']!r}", action)
+            if stored["cycle"] >= 0 and not stored["is_at_end"]:
+                feed.check(stored["position"])
+
+    def position(self, num_batches: int) -> dict[str, Any]:
+        return {
+            "mode": self.mode,
+            "num_batches": num_batches * self._ranks.world.size,
+            "parts": [
+                self._position_of(*each) for each in zip(self._parts, self._feeds, self._loader.part_names, strict=True)
+            ],
+        }
+
+    def _position_of(self, part: Part, feed: Feed, name: str) -> dict[str, Any]:
+        position = feed.position(part.num_read) if part.cycle >= 0 else {}
+        is_at_end = part.cycle >= 0 and part.num_left == 0
+        own = {
+            "cycle": part.cycle,
+            "num_read": part.num_read,
+            "came_to_end": part.came_to_end,
+            "is_at_end": is_at_end,
+            "is_complete": is_at_end and (part.num_read >= part.length or part.came_to_end),
+        }
+        whole = {"name": name, "kind": feed.kind, "position": position, **own}
+        if feed.ends_by_rank:
+            own["num_batches"] = position["num_batches"]
+            whole["by_rank"] = self._ranks.gather(own)
+        return whole
+
+
+def _start(feed: Feed, epoch: int, cycle: int) -> tuple[Iterator[Any], Any]:
+    iterator = feed.start(epoch + cycle * PASS)
+    return iterator, feed.reading or iterator
