@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from roomier.api.adapt import seen_by_user
 from roomier.api.callback import Callback
 from roomier.api.lightning import overrides
+from roomier.api.lightning_callbacks import watches_metric
 from roomier.api.module import Module
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ class HookTable:
             hooks, late_hooks = list[Hook](), list[Hook]()
             for callback in callbacks:
                 if overrides(callback, name, Callback):
-                    is_late = getattr(callback, "monitors", False) and name == "on_train_epoch_end"
+                    is_late = watches_metric(callback) and name == "on_train_epoch_end"
                     (late_hooks if is_late else hooks).append(partial(getattr(callback, name), trainer, seen))
             if name in SHARED_HOOKS and overrides(module, name, Module):
                 hooks.append(getattr(module, name))

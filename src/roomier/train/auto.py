@@ -39,6 +39,12 @@ if TYPE_CHECKING:  # they load torch's sharding, which a run with a strategy by 
 _ANY_NUM_STEPS = 1000.0  # of the run, for schedules: none of them changes a byte
 
 
+def is_planned(trainer: Trainer) -> bool:
+    """Whether the plan of a fit is chosen when it begins."""
+    asked = trainer.asked_plan
+    return asked.parallel.strategy == "auto" or asked.choice.memory_budget_bytes is not None
+
+
 def settle_plan(
     trainer: Trainer, stage: str, module: Module, data: RunLoaders, earlier: GlobalBatch | None = None
 ) -> None:
@@ -51,7 +57,7 @@ def settle_plan(
         RoomierError: nothing fits, or the model's steps cannot be forecast.
     """
     asked = trainer.asked_plan
-    if asked.parallel.strategy != "auto" and asked.choice.memory_budget_bytes is None:
+    if not is_planned(trainer):
         return
     if stage != "fit":
         if trainer.plan.parallel.strategy == "auto":

@@ -119,6 +119,15 @@ class LoopOptions:
             return self.num_dev_batches
         return math.inf if self.max_steps == -1 else self.max_steps
 
+    def limit_of(self, stage: str) -> int | float:
+        """What bounds the batches of ``stage``, as a number or a fraction."""
+        if self.num_dev_batches:
+            return self.num_dev_batches
+        if stage in ("train", "val") and self.overfit_batches:
+            return self.overfit_batches
+        limit: int | float | None = getattr(self, f"limit_{stage}_batches")
+        return 1.0 if limit is None else limit
+
     def limit_batches(self, stage: str, num_batches: float) -> float:
         """How many of ``num_batches`` (infinite where unknown) one epoch of ``stage`` takes.
 

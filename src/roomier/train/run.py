@@ -60,6 +60,7 @@ class Run:
         saved_step, saved_path: the newest complete checkpoint this run wrote or was resumed from.
         state_at_end: all but the engine's part of a checkpoint, as training left it at its last save point.
         random_state: of a checkpoint, put back when the loop begins.
+        batch_idx: of the training batch at hand in its epoch, counting micro-batches.
         last_loss: loss of the last optimizer step (0-dim, on the device); on several ranks, this rank's share of it.
         is_stop_agreed: on several ranks, all know that one of them wants training to end.
         num_saves_ended: how many checkpoints that were written beside the training all know to have come to their end.
@@ -83,6 +84,7 @@ class Run:
     val_limits: Sequence[float] = ()
     keeps_predictions: bool = True
     num_training_batches: float = 0
+    batch_idx: int = -1
     val_interval: float = math.inf
     deferred_saves: list[WantedSave] = field(default_factory=list)
     background: BackgroundSaver | None = None
@@ -191,7 +193,6 @@ class Run:
     def log_metrics(self, metrics: dict[str, Any]) -> None:
         """Write one row to the loggers at the current step. Here, and only here, values leave their device."""
         row = {name: _number(name, value) for name, value in metrics.items()}
-        self.trainer.logged_metrics.update(row)
         if row and self.loggers.loggers:
             self.loggers.log_metrics({"epoch": self.progress.epoch, **row}, self.progress.global_step)
 

@@ -6,6 +6,7 @@ import math
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from roomier.api.callback import Callback
 from roomier.api.datamodule import DataModule
 from roomier.api.forward import ForwardModule
 from roomier.api.hooks import HookTable
-from roomier.api.lightning import lent_to_lightning, overrides
+from roomier.api.lightning import lent_to_lightning, logged_hparams_of, overrides
 from roomier.api.misspelled import check_hook_names
 from roomier.api.module import Module
 from roomier.api.wrapped import network_of
@@ -34,7 +35,7 @@ from roomier.launch import join
 from roomier.loggers.group import LoggerGroup
 from roomier.optim.configured import Configured
 from roomier.planner.out_of_memory import explain_out_of_memory
-from roomier.train.auto import naming_nearest, settle_plan
+from roomier.train.auto import is_planned, naming_nearest, settle_plan
 from roomier.train.checks import check_call, check_modes
 from roomier.train.evaluate import EvaluationCutError, sanity_check
 from roomier.train.first_weights import first_weights
@@ -52,6 +53,7 @@ from roomier.train.save import end_background_save
 from roomier.train.schedulers import Schedulers
 from roomier.train.settings import process_settings, profiled
 from roomier.train.signals import GracefulStop
+from roomier.train.states import TrainerStatus
 from roomier.train.step import TRANSFER_HOOKS
 
 if TYPE_CHECKING:
@@ -88,7 +90,24 @@ def session(
     for part in module.modules():  # a Module inside another logs as well
         if isinstance(part, Module):
             part.__dict__["_trainer"] = trainer
-    trainer.attach(module, datamodule)
+    trainer.attach(stage, module, datamodule)
+    with (
+        trainer.in_stage(FLAGS[stage]),
+        _opened_and_closed(trainer, stage, module, loaders, datamodule, ckpt_path, weights) as run,
+    ):
+        yield run
+
+
+@contextmanager
+def _opened_and_closed(
+    trainer: Trainer,
+    stage: str,
+    module: Module,
+    loaders: dict[str, Any],
+    datamodule: DataModule | None,
+    ckpt_path: str | Path | None,
+    weights: str | Path | None,
+) -> Iterator[Run]:
     status = "failed"
     run: Run | None = None
     try:
@@ -99,7 +118,6 @@ def session(
             stack.enter_context(process_settings(trainer.plan, trainer.options))
             run = _open(trainer, stage, module, loaders, ckpt_path, weights, stop)
             run.profiler = stack.enter_context(profiled(trainer.options.profiler, run.folder))
-            stack.enter_context(trainer.in_stage(FLAGS[stage]))
             yield run
         status = "success" if stop.received is None else "interrupted"
     except EvaluationCutError:
@@ -109,6 +127,8 @@ def session(
     except BaseException as error:
         for callback in trainer.callbacks:  # not from the hook table: there is none yet when the setup fails
             callback.on_exception(trainer, seen_by_user(module), error)
+        if datamodule is not None:
+            datamodule.on_exception(error)
         if isinstance(error, OutOfMemoryError) and stage == "fit":
             raise explain_out_of_memory(error, trainer, run) from error
         raise
@@ -126,6 +146,7 @@ def session(
                 source.close()
             run.loggers.finalize(status)
         trainer.teardown(stage)
+        trainer.status = TrainerStatus.FINISHED if status == "success" else TrainerStatus.INTERRUPTED
     if stop.noted is not None or stop.received is not None:
         raise SystemExit(128 + (stop.noted or stop.received or 0))
 
@@ -206,7 +227,7 @@ def _open(
     stop: GracefulStop,
 ) -> Run:
     options, ranks = trainer.options, trainer.ranks
-    root = trainer.default_root_dir
+    root = Path(trainer.default_root_dir)
     best = trainer.checkpoint_callback
     best_path = None if best is None else best.best_model_path
     path = ranks.on_zero(lambda: resolve_checkpoint(ckpt_path, root, best_path))
@@ -221,10 +242,15 @@ def _open(
     else:  # what is measured after a fit goes on in its log
         folder = None if fitted is None else fitted.folder
     trainer.log_dir = str(folder or root)
+    trainer.ckpt_path = None if path is None else str(path)
     first = first_weights(weights, path, trainer.plan, ranks)
-    _setup(trainer, stage, module)
     data = RunLoaders(trainer, module, loaders)
-    trainer.estimate_steps = lambda: estimate_steps(trainer, data)
+    estimate = partial(estimate_steps, trainer, data)
+    if is_fit and not is_planned(trainer):  # else the number is known with the plan, and asking would settle it
+        trainer.estimate_steps = estimate
+    _setup(trainer, stage, module)
+    if is_fit:
+        trainer.estimate_steps = estimate
     batch = None if earlier is None else earlier.batch
     _make_model(trainer, stage, module, data, batch, has_weights=first.file is not None)
     if job is not None and folder is not None:
@@ -280,6 +306,7 @@ def _make_model(
 def _open_evaluation(run: Run, data: RunLoaders, stage: str, path: Path | None) -> None:
     name = LOADER_NAMES[stage]
     run.val_sources, run.val_limits = data.evaluation(name)
+    run.trainer.num_batches_of[stage] = list(run.val_limits)
     if not run.val_sources:
         raise DataError(f"{name}_dataloaders", None, f"there is no data to {stage} on", f"Pass {name}_dataloaders")
     if path is not None:
@@ -301,6 +328,7 @@ def _open_fit(run: Run, data: RunLoaders, path: Path | None) -> None:
     if run.val_sources and not defines_validation:
         notice(f"{type(run.module).__name__} has no validation_step: val_dataloaders are not used")
         run.val_sources, run.val_limits = (), ()
+    run.trainer.num_batches_of["fit"] = list(run.val_limits)
     if run.val_sources:
         run.val_interval = options.val_interval(run.num_training_batches)
         _tell_validation_at_unknown_end(run)
@@ -329,7 +357,7 @@ def _tell_validation_at_unknown_end(run: Run) -> None:
 
 
 def _hyperparameters_to_log(module: Module, datamodule: DataModule | None) -> dict[str, Any]:
-    of_module, of_data = module.logged_hparams, {} if datamodule is None else datamodule.logged_hparams
+    of_module, of_data = module.logged_hparams, {} if datamodule is None else logged_hparams_of(datamodule)
     for name in of_module.keys() & of_data.keys():
         if repr(of_module[name]) != repr(of_data[name]):  # values of any type: not all of them can be compared
             raise RoomierError(

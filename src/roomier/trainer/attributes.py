@@ -1,9 +1,14 @@
-"""What callbacks, modules and tests read on a Trainer: names and meanings of Lightning's, nothing computed here."""
+"""What callbacks, modules and tests read on a Trainer: names and meanings of Lightning's, nothing computed here.
+
+See ``docs/design/trainer.md`` for what may be set, and where a value differs from Lightning's and why.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +17,7 @@ from torch.optim import Optimizer
 
 from roomier.api.adapt import seen_by_user
 from roomier.api.callback import Callback
+from roomier.api.lightning_callbacks import is_builtin
 from roomier.api.logger import Logger
 from roomier.api.module import Module
 from roomier.callbacks import EarlyStopping, ModelCheckpoint, ProgressBar
@@ -24,11 +30,50 @@ from roomier.plan import Plan
 from roomier.train.options import LoopOptions
 from roomier.train.results import Results
 from roomier.train.run import Run
+from roomier.train.states import STAGE_OF_FLAG, TrainerFn, TrainerState, TrainerStatus
+from roomier.trainer.keywords import with_batch_field
+from roomier.trainer.predicted import PredictLoop
+from roomier.trainer.strategy import Strategy
 
 if TYPE_CHECKING:  # it loads torch's sharding
     from roomier.planner.choice import Choice
 
-STAGE_FLAGS = ("training", "validating", "testing", "predicting", "sanity_checking")
+STAGE_FLAGS = tuple(STAGE_OF_FLAG)
+_OF_PLAN = ("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm")
+_WITHIN_A_RUN = {
+    "accumulate_grad_batches": "Use callbacks=[GradientAccumulationScheduler(scheduling={epoch: number})]",
+    "max_epochs": "Set it before fit, or end the run with should_stop = True",
+}
+_INSTEAD = {
+    "fit_loop": "Read current_epoch, global_step, num_training_batches, is_last_batch; set max_epochs between two fits",
+    "validate_loop": "Read num_val_batches, val_dataloaders, callback_metrics",
+    "test_loop": "Read num_test_batches, test_dataloaders, callback_metrics",
+    "accelerator": "Read strategy.root_device",
+    "precision_plugin": "Read precision",
+    "tuner": "Use Trainer(auto_lr_find=True)",
+    "init_module": "Make large layers in the module's configure_model",
+}
+"""What Lightning's Trainer has and roomier's has not: where it is found."""
+
+
+class Shown(dict[str, Any]):
+    """Metrics by name, as they are when it is made. What is put into it, the next one has as well.
+
+    Args:
+        given: where that is kept.
+    """
+
+    def __init__(self, metrics: Mapping[str, Any], given: dict[str, Any]) -> None:
+        super().__init__(metrics)
+        self._given = given
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        super().__setitem__(name, value)
+        self._given[name] = value
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        for name, value in dict(*args, **kwargs).items():
+            self[name] = value
 
 
 class TrainerAttributes:
@@ -52,7 +97,20 @@ class TrainerAttributes:
     run: Run | None
     fitted: Run | None
     estimate_steps: Callable[[], float]
+    called: TrainerFn | None
+    """The method that was called last."""
+    status: TrainerStatus
+    seen_loaders: dict[str, Any]
+    """What the user passed or defined, by ``"train"``, ``"val"``, ``"test"``, ``"predict"``."""
+    num_batches_of: dict[str, list[float]]
+    """Batches of each evaluation loader, by the method that was called."""
+    given_metrics: dict[str, dict[str, Any]]
+    """What callbacks put into ``callback_metrics``, ``logged_metrics`` and ``progress_bar_metrics``."""
+    predict_loop: PredictLoop
+    ckpt_path: Path | str | None
     _module: Module | None
+    barebones = False
+    reload_dataloaders_every_n_epochs = 0
 
     @property
     def global_step(self) -> int:
@@ -74,12 +132,29 @@ class TrainerAttributes:
 
     @property
     def callback_metrics(self) -> dict[str, Tensor]:
-        """Everything logged so far by name."""
-        return self.run.results.callback_metrics if self.run else {}
+        """Everything logged so far by name; nothing of a sanity check. What is put into it stays until it is logged."""
+        return self._shown("callback")
 
     @property
-    def progress_bar_metrics(self) -> dict[str, Any]:
-        return self.run.results.progress_bar_metrics if self.run else {}
+    def logged_metrics(self) -> dict[str, Tensor]:
+        """What the loggers got last, or get next, by name; nothing of a sanity check."""
+        return self._shown("logged")
+
+    @property
+    def progress_bar_metrics(self) -> dict[str, float]:
+        """What was logged with ``prog_bar=True``, as numbers: reading it waits for the device."""
+        return self._shown("progress_bar")
+
+    def _shown(self, what: str) -> dict[str, Any]:
+        given = self.given_metrics[what]
+        if self.run is None or self.sanity_checking:
+            return Shown(given, given)
+        return Shown({**given, **getattr(self.run.results, f"{what}_metrics")}, given)
+
+    @property
+    def progress_bar_dict(self) -> dict[str, float]:
+        """As Lightning 1 called :attr:`progress_bar_metrics`."""
+        return self.progress_bar_metrics
 
     @property
     def engine(self) -> EagerEngine:
@@ -87,11 +162,21 @@ class TrainerAttributes:
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        return self.run.engine.optimizers if self.run else []
+        """Of the run; in an evaluation after a fit, those of the fit."""
+        return self._fit_or_run.engine.optimizers if self._fit_or_run else []
 
     @property
     def lr_scheduler_configs(self) -> list[LRSchedulerConfig]:
-        return self.run.schedulers.configs if self.run else []
+        return self._fit_or_run.schedulers.configs if self._fit_or_run else []
+
+    @property
+    def scaler(self) -> Any:
+        """The loss scale of ``"16-mixed"``, else None."""
+        return self._fit_or_run.engine.scaler if self._fit_or_run else None
+
+    @property
+    def _fit_or_run(self) -> Run | None:
+        return self.run if self.fitted is None else self.fitted
 
     @property
     def model(self) -> Any:
@@ -115,8 +200,13 @@ class TrainerAttributes:
         return [each for each in self.callbacks if isinstance(each, ModelCheckpoint)]
 
     @property
-    def early_stopping_callback(self) -> EarlyStopping | None:
-        return next((each for each in self.callbacks if isinstance(each, EarlyStopping)), None)
+    def early_stopping_callback(self) -> Any:
+        return next(iter(self.early_stopping_callbacks), None)
+
+    @property
+    def early_stopping_callbacks(self) -> list[Any]:
+        """roomier's, and Lightning's."""
+        return [each for each in self.callbacks if isinstance(each, EarlyStopping) or is_builtin(each, "EarlyStopping")]
 
     @property
     def progress_bar_callback(self) -> ProgressBar | None:
@@ -134,17 +224,84 @@ class TrainerAttributes:
 
     @property
     def num_training_batches(self) -> float:
-        return self.run.num_training_batches if self.run else 0
+        """Batches of an epoch of the last fit; infinite before it, and where a loader has no length."""
+        return self.fitted.num_training_batches if self.fitted else math.inf
 
     @property
     def num_val_batches(self) -> list[float]:
-        return list(self.run.val_limits) if self.run else []
-
-    num_test_batches = num_predict_batches = num_val_batches
+        """Of each validation loader; of the fit, unless ``validate`` was called last."""
+        return list(self.num_batches_of.get("validate" if self.called is TrainerFn.VALIDATING else "fit", ()))
 
     @property
-    def default_root_dir(self) -> Path:
-        return Path(self.options.default_root_dir or "runs")
+    def num_sanity_val_batches(self) -> list[float]:
+        """Of each validation loader, before training begins."""
+        most = math.inf if self.options.num_sanity_val_steps == -1 else self.options.num_sanity_val_steps
+        return [min(most, number) for number in self.num_batches_of.get("fit", ())]
+
+    @property
+    def num_test_batches(self) -> list[float]:
+        return list(self.num_batches_of.get("test", ()))
+
+    @property
+    def num_predict_batches(self) -> list[float]:
+        return list(self.num_batches_of.get("predict", ()))
+
+    @property
+    def train_dataloader(self) -> Any:
+        """What fit reads, as it was passed or defined; None before."""
+        return self.seen_loaders.get("train")
+
+    @property
+    def val_dataloaders(self) -> Any:
+        return self.seen_loaders.get("val")
+
+    @property
+    def test_dataloaders(self) -> Any:
+        return self.seen_loaders.get("test")
+
+    @property
+    def predict_dataloaders(self) -> Any:
+        return self.seen_loaders.get("predict")
+
+    @property
+    def enable_validation(self) -> bool:
+        """Whether a fit validates: there is a ``validation_step``, and data for it."""
+        return self.called is TrainerFn.FITTING and bool(self.num_val_batches)
+
+    @property
+    def is_last_batch(self) -> bool:
+        """Whether the training batch at hand is the last of its epoch; not known of loaders without a length."""
+        run = self.fitted
+        return run is not None and run.batch_idx + 1 >= run.num_training_batches
+
+    @property
+    def limit_train_batches(self) -> int | float:
+        return self.options.limit_of("train")
+
+    @property
+    def limit_val_batches(self) -> int | float:
+        return self.options.limit_of("val")
+
+    @property
+    def limit_test_batches(self) -> int | float:
+        return self.options.limit_of("test")
+
+    @property
+    def limit_predict_batches(self) -> int | float:
+        return self.options.limit_of("predict")
+
+    @property
+    def val_check_interval(self) -> int | float:
+        interval = self.options.val_check_interval
+        return 1.0 if interval is None else interval
+
+    @property
+    def min_epochs(self) -> int | None:
+        return 0 if self.options.min_epochs is None and self.called is not None else self.options.min_epochs
+
+    @property
+    def default_root_dir(self) -> str:
+        return str(self.options.default_root_dir or "runs")
 
     @property
     def keeps_files(self) -> bool:
@@ -188,19 +345,68 @@ class TrainerAttributes:
         return self.world.is_global_zero
 
     @property
+    def num_nodes(self) -> int:
+        return self.plan.parallel.num_nodes
+
+    @property
     def num_devices(self) -> int:
+        """Of each node."""
         return self.plan.parallel.devices
+
+    @property
+    def device_ids(self) -> list[int]:
+        """Of this node: each process has the device of its local rank."""
+        return list(range(self.num_devices))
+
+    @property
+    def strategy(self) -> Strategy:
+        """What Lightning's callbacks and modules ask of the ranks; what it is called says ``strategy.name``."""
+        return Strategy(self)
+
+    @property
+    def state(self) -> TrainerState:
+        stage = next((stage for flag, stage in STAGE_OF_FLAG.items() if getattr(self, flag)), None)
+        return TrainerState(self.called, stage, self.status)
+
+    @property
+    def evaluating(self) -> bool:
+        return bool(self.validating or self.testing or self.sanity_checking)
+
+    @property
+    def received_sigterm(self) -> bool:
+        return self.run is not None and self.run.stop.received == signal.SIGTERM
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """``print`` on the first rank alone."""
+        if self.is_global_zero:
+            print(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         # max_steps, log_every_n_steps and the other loop keywords are read as attributes.
         if name in LoopOptions.__dataclass_fields__:
             return getattr(self.options, name)
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        instead = f". {_INSTEAD[name]}" if name in _INSTEAD else ""
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{instead}")
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in LoopOptions.__dataclass_fields__:
-            raise RoomierError(name, value, "is fixed when a Trainer is made", "Make a new Trainer with this keyword")
-        super().__setattr__(name, value)
+        if name in _OF_PLAN or name in LoopOptions.__dataclass_fields__:
+            self._set_for_next_run(name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def _set_for_next_run(self, name: str, value: Any) -> None:
+        """Between two runs a keyword of the loop may change, checked as one that is passed.
+
+        Raises:
+            RoomierError: a run is going on, or the value is wrong.
+        """
+        if self.is_running:
+            action = _WITHIN_A_RUN.get(name, "Set it before fit, or between two fits; should_stop ends the run")
+            raise RoomierError(name, value, "cannot change while a run goes on", action)
+        if name in _OF_PLAN:
+            self.asked_plan = self.plan = with_batch_field(self.asked_plan, name, value)
+        else:
+            super().__setattr__("options", dataclasses.replace(self.options, **{name: value}))
 
     @property
     def is_running(self) -> bool:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from roomier.api.callback import Callback
 from roomier.api.lightning import is_one
+from roomier.api.lightning_callbacks import is_builtin
 from roomier.callbacks import ModelCheckpoint, ModelSummary, ProgressBar
 from roomier.core.errors import PlanError, RoomierError
 from roomier.launch import Launch
 from roomier.plan import Plan, plan_from_flags
 from roomier.trainer.devices import resolve_auto
+from roomier.trainer.lightning_callbacks import adopted
 
 _NO_SUCH_DEVICE = "It is not built: write accelerator='cpu', 'cuda' or 'mps'"
 _SHARES = (
@@ -150,6 +153,17 @@ def _plan_from(flags: dict[str, Any], launch: Launch | None) -> Plan:
         raise with_nearest(error, asked) from error.__cause__
 
 
+def with_batch_field(plan: Plan, name: str, value: Any) -> Plan:
+    """``plan`` with ``accumulate_grad_batches``, or a keyword of clipping, set to ``value``.
+
+    Raises:
+        PlanError: it is wrong.
+    """
+    if name == "gradient_clip_val" and value == 0:
+        value = None
+    return replace(plan, batch=replace(plan.batch, **{name: value}))
+
+
 def callbacks_of(given: Mapping[str, Any], enable_checkpointing: bool) -> list[Any]:
     """The callbacks that were ``given``, and those that are there by default."""
     callbacks = given["callbacks"]
@@ -157,13 +171,12 @@ def callbacks_of(given: Mapping[str, Any], enable_checkpointing: bool) -> list[A
         raise RoomierError(
             "callbacks", callbacks, "is not a list of callbacks", "Pass objects of subclasses of roomier.Callback"
         )
-    found = [callbacks] if is_one(callbacks, Callback) else list(callbacks or ())
-    has = {type(each) for each in found}
-    if given["enable_progress_bar"] and ProgressBar not in has:
+    found = adopted([callbacks] if is_one(callbacks, Callback) else list(callbacks or ()))
+    if given["enable_progress_bar"] and not any(isinstance(each, ProgressBar) for each in found):
         found.append(ProgressBar())
-    if given["enable_model_summary"] and ModelSummary not in has:
+    if given["enable_model_summary"] and not any(isinstance(each, ModelSummary) for each in found):
         found.append(ModelSummary())
-    has_checkpoint = any(isinstance(each, ModelCheckpoint) for each in found)
+    has_checkpoint = any(map(is_checkpoint, found))
     if has_checkpoint and not given["enable_checkpointing"]:
         raise RoomierError(
             "enable_checkpointing", False, "a ModelCheckpoint is among the callbacks", "Remove one of the two"
@@ -175,4 +188,15 @@ def callbacks_of(given: Mapping[str, Any], enable_checkpointing: bool) -> list[A
 
 def ordered(callbacks: Sequence[Any]) -> list[Any]:
     # Checkpoints last: they hold the state of all others, which must have seen the event first.
-    return sorted(callbacks, key=lambda each: isinstance(each, ModelCheckpoint))
+    return sorted(callbacks, key=is_checkpoint)
+
+
+def is_checkpoint(callback: object) -> bool:
+    """Whether it saves the run: a ModelCheckpoint, or what is made from Lightning's base of such callbacks."""
+    return isinstance(callback, ModelCheckpoint) or is_builtin(callback, "Checkpoint")
+
+
+def kind_of(callback: object) -> type:
+    """What a callback of the same kind in the place of this one is an object of."""
+    is_mirror = isinstance(callback, ModelCheckpoint) and type(callback).__qualname__ == ModelCheckpoint.__qualname__
+    return ModelCheckpoint if is_mirror else type(callback)

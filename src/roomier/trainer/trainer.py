@@ -8,6 +8,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Never
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -31,9 +32,12 @@ from roomier.train.options import LoopOptions, check_flag
 from roomier.train.run import Run
 from roomier.train.save import save_checkpoint
 from roomier.train.session import LOADER_NAMES, end_fit, session, start_fit
+from roomier.train.states import TrainerFn, TrainerStatus
 from roomier.trainer.attributes import STAGE_FLAGS, TrainerAttributes
 from roomier.trainer.forecasts import prepare_forecast
-from roomier.trainer.keywords import FORMER_ARGUMENTS, FORMER_KEYWORDS, callbacks_of, ordered, plan_of
+from roomier.trainer.keywords import FORMER_ARGUMENTS, FORMER_KEYWORDS, callbacks_of, kind_of, ordered, plan_of
+from roomier.trainer.lightning_callbacks import adopted
+from roomier.trainer.predicted import PredictLoop
 
 
 class Trainer(TrainerAttributes):
@@ -157,8 +161,14 @@ class Trainer(TrainerAttributes):
         self.datamodule: DataModule | None = None
         self.manual_optimizers: list[ManualOptimizer] = []
         self.estimate_steps: Callable[[], float] = lambda: float("inf")
-        self.logged_metrics: dict[str, float] = {}
-        self.log_dir = str(self.default_root_dir)
+        self.called: TrainerFn | None = None
+        self.status = TrainerStatus.INITIALIZING
+        self.seen_loaders: dict[str, Any] = {}
+        self.num_batches_of: dict[str, list[float]] = {}
+        self.given_metrics = {name: dict[str, Any]() for name in ("callback", "logged", "progress_bar")}
+        self.predict_loop = PredictLoop()
+        self.log_dir = self.default_root_dir
+        self.ckpt_path: Path | str | None = None
         self.should_stop = False
         self.interrupted = False
         self.training = self.validating = self.testing = self.predicting = self.sanity_checking = False
@@ -283,6 +293,7 @@ class Trainer(TrainerAttributes):
     def log_metrics(self, metrics: Mapping[str, float]) -> None:
         """Write a row to the loggers at the current step."""
         self.needs_run("log_metrics").log_metrics(dict(metrics))
+        self.logged_metrics.update({name: torch.as_tensor(value) for name, value in metrics.items()})
 
     @staticmethod
     def unwrapped_optimizer(optimizer: Any) -> Optimizer:
@@ -291,19 +302,23 @@ class Trainer(TrainerAttributes):
 
     # What the session calls ---------------------------------------------------------------------------------------
 
-    def attach(self, module: Module, datamodule: DataModule | None) -> None:
+    def attach(self, stage: str, module: Module, datamodule: DataModule | None) -> None:
         self._module, self.datamodule = module, datamodule
         self.should_stop = self.interrupted = False
+        self.called, self.status = TrainerFn(stage), TrainerStatus.RUNNING
+        for given in self.given_metrics.values():
+            given.clear()
 
     def add_callbacks_of(self, module: Module) -> None:
         """Add what ``configure_callbacks`` returns; a callback of the same type here gives way."""
         own = module.configure_callbacks()
-        if own is not None and not isinstance(own, (Callback, list, tuple)):
+        if own is not None and not (isinstance(own, (list, tuple)) or is_one(own, Callback)):
             action = "Return a list of objects of subclasses of roomier.Callback"
             raise RoomierError("configure_callbacks", own, "is not a list of callbacks", action)
-        own = [own] if isinstance(own, Callback) else list(own or ())
-        types = {type(each) for each in own}
-        self.callbacks = ordered([each for each in self.callbacks if type(each) not in types] + own)
+        own = adopted([own] if is_one(own, Callback) else list(own or ()))
+        types = {kind_of(each) for each in own}
+        others = [each for each in adopted(self.callbacks) if kind_of(each) not in types]  # some may be new in the list
+        self.callbacks = ordered(others + own)
         check_callbacks(self.callbacks)
 
     def prepare_forecast(self, module: Module) -> None:
