@@ -21,9 +21,16 @@ class DataModule(HasHyperParameters):
 
     ``prepare_data`` runs on one process (download, tokenize), ``setup`` on each. Its hyperparameters are logged with
     those of the module.
+
+    Attributes:
+        trainer: the one it was given to last.
+        prepare_data_per_node: whether ``prepare_data`` runs on one process of each machine (files are its own), or,
+            where all of them see the same files, on one of all.
     """
 
     trainer: Trainer | None = None
+    name: str | None = None
+    prepare_data_per_node: bool = True
 
     @classmethod
     def from_datasets(
@@ -79,6 +86,9 @@ class DataModule(HasHyperParameters):
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+    def on_exception(self, exception: BaseException) -> None:
+        """The run ends with ``exception``; ``teardown`` follows."""
 
 
 def _loaders(datasets: Any, is_for_training: bool, **options: Any) -> Any:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+from argparse import Namespace
 from collections.abc import Iterable, Mapping
 from types import FrameType
 from typing import Any
@@ -53,33 +55,50 @@ def init_arguments(frame: FrameType | None, obj: object, ignore: Iterable[str]) 
 class HasHyperParameters:
     """What Module and DataModule share: ``save_hyperparameters`` and ``hparams``."""
 
-    def save_hyperparameters(self, *names: str, ignore: str | Iterable[str] = (), logger: bool = True) -> None:
+    def save_hyperparameters(
+        self,
+        *args: Any,
+        ignore: str | Iterable[str] | None = None,
+        frame: FrameType | None = None,
+        logger: bool = True,
+    ) -> None:
         """Keep the arguments of ``__init__`` in ``self.hparams``; those of a Module go into checkpoints as well.
 
-        Call it in ``__init__``. ``names`` restricts it to some arguments; ``ignore`` leaves some out. Values that
-        are not plain data (a network, say) are kept on ``hparams`` but cannot be stored: one line says so.
-        ``logger=False`` leaves all of them out of the log.
+        Call it in ``__init__``. Values that are not plain data (a network, say) are kept on ``hparams`` but cannot be
+        stored: one line says so.
+
+        Args:
+            args: names of arguments, to keep these alone; or one mapping or namespace, to keep what it holds.
+            ignore: names to leave out, also where a parent class kept them.
+            frame: that of the ``__init__`` whose arguments are meant; by default the caller's.
+            logger: False leaves all of them out of the log.
+
+        Raises:
+            RoomierError: a name is no argument of ``__init__``, or what is passed holds no names.
         """
         current = inspect.currentframe()
         assert current is not None
-        ignored = (ignore,) if isinstance(ignore, str) else tuple(ignore)
-        arguments = init_arguments(current.f_back, self, ignored)
-        for name in names:
-            if name not in arguments:
-                raise RoomierError(
-                    "save_hyperparameters",
-                    name,
-                    "is no argument of __init__",
-                    f"Use one of: {', '.join(arguments)}",
-                )
-        chosen = {name: arguments[name] for name in names} if names else arguments
+        ignored = (ignore,) if isinstance(ignore, str) else tuple(ignore or ())
+        configurations = [each for each in args if not isinstance(each, str)]
+        arguments = init_arguments(frame or current.f_back, self, ignored)
+        if len(configurations) == 1:
+            chosen = {name: value for name, value in _named_values(configurations[0]).items() if name not in ignored}
+            passed_as = [name for name, value in arguments.items() if value is configurations[0]]
+            self.__dict__["_hparams_name"] = passed_as[0] if passed_as else None
+        else:
+            chosen = {name: arguments[name] for name in _known(args, arguments)} if args else arguments
         for name, value in chosen.items():
             if not is_plain(value):
                 notice(
                     f"hyperparameter {name!r} of {type(self).__name__} is a {type(value).__name__}: "
                     f"it is not stored; pass ignore=[{name!r}] to save_hyperparameters"
                 )
+        for name in ignored:
+            self.hparams.pop(name, None)
         self.hparams.update(chosen)
+        self.__dict__["_hparams_initial"] = HyperParameters(
+            {name: _kept(value) for name, value in self.hparams.items()}
+        )
         self.__dict__["_logs_hyperparameters"] = logger
 
     @property
@@ -89,6 +108,33 @@ class HasHyperParameters:
         return found
 
     @property
+    def hparams_initial(self) -> HyperParameters:
+        """:attr:`hparams` as :meth:`save_hyperparameters` left it: a copy, whatever was written there since."""
+        initial = self.__dict__.get("_hparams_initial", {})
+        return HyperParameters({name: _kept(value) for name, value in initial.items()})
+
+    @property
     def logged_hparams(self) -> dict[str, Any]:
-        """Those of :attr:`hparams` that go to the loggers."""
-        return dict(self.hparams) if self.__dict__.get("_logs_hyperparameters", True) else {}
+        """Those of :attr:`hparams_initial` that go to the loggers."""
+        return dict(self.hparams_initial) if self.__dict__.get("_logs_hyperparameters", True) else {}
+
+
+def _kept(value: Any) -> Any:
+    return copy.deepcopy(value) if is_plain(value) else value  # a network, or a data set, is not there twice
+
+
+def _named_values(configuration: Any) -> dict[str, Any]:
+    if isinstance(configuration, Mapping):
+        return dict(configuration)
+    if isinstance(configuration, Namespace):
+        return vars(configuration)
+    action = "Pass names of arguments, or one dict or argparse.Namespace"
+    raise RoomierError("save_hyperparameters", configuration, "holds no values by name", action)
+
+
+def _known(names: Iterable[Any], arguments: Mapping[str, Any]) -> Iterable[str]:
+    for name in names:
+        if name not in arguments:
+            action = f"Use one of: {', '.join(arguments)}"
+            raise RoomierError("save_hyperparameters", name, "is no argument of __init__", action)
+        yield name

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import copyreg
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from roomier.api.callback import Callback
 from roomier.api.datamodule import DataModule
+from roomier.api.hparams import HasHyperParameters, HyperParameters
 from roomier.api.module import Module
 from roomier.api.wrapped import WrappedModule
 
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from roomier.trainer import Trainer
 
 PACKAGES = ("lightning.pytorch.", "pytorch_lightning.")
+OF_LIGHTNING_CLI = ("_instantiator", "_class_path")  # how LightningCLI made the object, no hyperparameters
 COUNTERPARTS: dict[type, str] = {Module: "LightningModule", DataModule: "LightningDataModule", Callback: "Callback"}
 
 # What a LightningModule does through its trainer, done by roomier's Module of the same name while it is attached.
@@ -32,6 +35,8 @@ LENT = (
     "clip_gradients",
     "toggle_optimizer",
     "untoggle_optimizer",
+    "toggled_optimizer",
+    "all_gather",
     "logger",
     "loggers",
     "current_epoch",
@@ -67,15 +72,20 @@ def is_one(obj: object, counterpart: type) -> bool:
 class LightningAdapter(WrappedModule):
     """A LightningModule as a Module: what it overrides is called, on the object itself, and nothing else is.
 
+    Each has a class of its own named after the user's, for messages say ``type(module).__name__``.
+
     Micro-batches count alike when gradients are accumulated, as in Lightning, unless the class has
     ``num_loss_terms`` (see :meth:`roomier.Module.num_loss_terms`).
     """
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__(network)
+        self.__class__ = _adapter_class(type(network))
         for name in _public_names():
             if hasattr(type(network), name) and overrides(network, name, Module):
                 vars(self)[name] = getattr(network, name)
+        if hasattr(network, "loss_reduction"):
+            self.loss_reduction = network.loss_reduction
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.network(*args, **kwargs)
@@ -83,11 +93,67 @@ class LightningAdapter(WrappedModule):
     def num_loss_terms(self, batch: Any) -> int | Tensor:
         return 1
 
+    @property
+    def automatic_optimization(self) -> bool:
+        """The network's own, which may be set at any time."""
+        return bool(self.network.automatic_optimization)
+
+    @automatic_optimization.setter
+    def automatic_optimization(self, is_automatic: bool) -> None:
+        self.network.automatic_optimization = is_automatic
+
+    @property
+    def strict_loading(self) -> bool:
+        return bool(self.network.strict_loading)
+
+    @strict_loading.setter
+    def strict_loading(self, is_strict: bool) -> None:
+        self.network.strict_loading = is_strict
+
+    @property
+    def example_input_array(self) -> Any:
+        return self.network.example_input_array
+
+    @example_input_array.setter
+    def example_input_array(self, example: Any) -> None:
+        self.network.example_input_array = example
+
+    @property
+    def hparams(self) -> HyperParameters:
+        return HyperParameters(hparams_of(self.network))
+
+    @property
+    def logged_hparams(self) -> dict[str, Any]:
+        return logged_hparams_of(self.network)
+
+
+@cache
+def _adapter_class(kind: type) -> type:
+    names = {"__module__": LightningAdapter.__module__, "__doc__": kind.__doc__, "user_class": kind}
+    return type(kind.__name__, (LightningAdapter,), names)
+
+
+def hparams_of(obj: Any) -> dict[str, Any]:
+    """What ``save_hyperparameters`` kept of a Module or DataModule, of roomier or of Lightning, by name."""
+    return _without_cli(obj.hparams)
+
+
+def logged_hparams_of(obj: Any) -> dict[str, Any]:
+    """Those of a Module or DataModule, of roomier or of Lightning, that go to the loggers: as it was made with them."""
+    if isinstance(obj, HasHyperParameters):
+        return obj.logged_hparams
+    # What save_hyperparameters(logger=...) said stands in this one place.
+    return _without_cli(obj.hparams_initial) if vars(obj).get("_log_hyperparams", False) else {}
+
+
+def _without_cli(hparams: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in dict(hparams).items() if name not in OF_LIGHTNING_CLI}
+
 
 @cache
 def _public_names() -> tuple[str, ...]:
     """Methods of Module that a module's author may write."""
-    lent = {*LENT, "hparams", "logged_hparams", "trainer", "forward", "load_from_checkpoint", "freeze", "unfreeze"}
+    lent = {*LENT, "trainer", "forward", "load_from_checkpoint", "freeze", "unfreeze"}
     found = {name for cls in Module.__mro__ if cls.__module__.startswith("roomier.") for name in vars(cls)}
     return tuple(sorted(name for name in found - lent if not name.startswith("_") and callable(getattr(Module, name))))
 
@@ -142,7 +208,9 @@ def _make_lent_class(kind: type) -> type:
 def _reduce_as(kind: type) -> Callable[[Any, Any], Any]:
     # A copy, or a pickle, is one of the user's class: the class made here has no name to be found by.
     def reduce_ex(self: Any, protocol: Any) -> Any:
-        _, _, *state = super(type(self), self).__reduce_ex__(protocol)
-        return (object.__new__, (kind,), *state)
+        maker, arguments, *state = kind.__reduce_ex__(self, protocol)
+        if maker is copyreg.__newobj__:  # type: ignore[attr-defined]  # which must get the very class of the object
+            maker, arguments = object.__new__, (kind, *arguments[1:])
+        return (maker, arguments, *state)
 
     return reduce_ex

@@ -6,6 +6,7 @@ import difflib
 import inspect
 from collections.abc import Iterator
 
+from roomier.api.lightning import PACKAGES, lightning_base
 from roomier.core.errors import RoomierError
 from roomier.core.log import notice
 
@@ -48,8 +49,9 @@ def check_hook_names(obj: object, base: type) -> None:
     Raises:
         RoomierError: a hook was removed in Lightning 2.
     """
-    known = {name for name in dir(base) if not name.startswith("_")}
-    hooks = {name for name in known if _is_hook(name) and inspect.isfunction(getattr(base, name))}
+    of_lightning = lightning_base(type(obj), base)
+    known = {name for cls in (base, of_lightning or base) for name in dir(cls) if not name.startswith("_")}
+    hooks = {name for name in known if _is_hook(name) and inspect.isfunction(getattr(base, name, None))}
     for cls, name in _methods(type(obj), base):
         if name in known:
             continue
@@ -72,7 +74,7 @@ def _is_hook(name: str) -> bool:
 
 def _methods(cls: type, base: type) -> Iterator[tuple[type, str]]:
     for each in cls.__mro__:
-        if each not in base.__mro__ and not each.__module__.startswith("roomier."):
+        if each not in base.__mro__ and not each.__module__.startswith(("roomier.", *PACKAGES)):
             for name, value in vars(each).items():
                 if inspect.isfunction(value) and not name.startswith("_"):
                     yield each, name

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -12,6 +14,7 @@ from torch.optim import Optimizer
 
 from roomier.api.hparams import HasHyperParameters
 from roomier.api.loss_terms import count_loss_terms
+from roomier.core.all_gather import all_gather
 from roomier.core.errors import RoomierError
 from roomier.core.tree import to_device
 
@@ -28,11 +31,17 @@ class Module(HasHyperParameters, nn.Module):
             optimizers itself.
         loss_reduction: what the loss of one micro-batch is of its terms, ``"mean"`` or ``"sum"``; it decides how
             micro-batches are weighted when gradients are accumulated (see :meth:`num_loss_terms`).
+        example_input_array: what ``forward`` takes, for those who draw or export it.
+        strict_loading: False where a checkpoint need not have all weights of this module, nor this module all of its:
+            what has no counterpart is left as it is.
+        prepare_data_per_node: as of a :class:`roomier.DataModule`.
     """
 
     automatic_optimization: bool = True
     loss_reduction: Literal["mean", "sum"] = "mean"
     example_input_array: Any = None
+    strict_loading: bool = True
+    prepare_data_per_node: bool = True
 
     # What the user writes -------------------------------------------------------------------------------------
 
@@ -111,6 +120,10 @@ class Module(HasHyperParameters, nn.Module):
     def on_before_backward(self, loss: Tensor) -> None: ...
     def on_after_backward(self) -> None: ...
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None: ...
+    def on_validation_model_zero_grad(self) -> None:
+        """Before a validation within a fit: gradients make room for it."""
+        self.zero_grad()
+
     def on_validation_model_eval(self) -> None:
         self.eval()
 
@@ -227,6 +240,11 @@ class Module(HasHyperParameters, nn.Module):
         return self.trainer.loggers if self.is_attached else []
 
     @property
+    def on_gpu(self) -> bool:
+        """Whether it is on a CUDA device."""
+        return self.device.type == "cuda"
+
+    @property
     def device(self) -> torch.device:
         """Where the first parameter or buffer lives; the CPU where there is none."""
         return next((t.device for t in _own_tensors(self)), torch.device("cpu"))
@@ -244,9 +262,12 @@ class Module(HasHyperParameters, nn.Module):
         on_step: bool | None = None,
         on_epoch: bool | None = None,
         reduce_fx: Any = "mean",
+        enable_graph: bool = False,
         sync_dist: bool = False,
+        sync_dist_group: Any = None,
         add_dataloader_idx: bool = True,
         batch_size: int | Tensor | None = None,
+        metric_attribute: str | None = None,
         rank_zero_only: bool = False,
     ) -> None:
         """Log a number (a 0-dim tensor, a float, or a torchmetrics metric) under ``name``.
@@ -256,14 +277,18 @@ class Module(HasHyperParameters, nn.Module):
             logger: send it to the loggers (default True).
             on_step: log the value of this step. Default: True in ``training_step``.
             on_epoch: log the value reduced over the epoch. Default: True in validation and test.
-            reduce_fx: ``"mean"`` (weighted by ``batch_size``), ``"sum"``, ``"min"`` or ``"max"``.
+            reduce_fx: ``"mean"`` (weighted by ``batch_size``), ``"sum"``, ``"min"`` or ``"max"``; or the function of
+                torch or Python of that name. For another one log a torchmetrics object.
+            enable_graph: taken, and of no effect: a value is kept without its graph, here as in Lightning.
             sync_dist: on several ranks, let the rows of the log hold the mean over them (weighted by ``batch_size``; or
                 the sum, minimum, maximum that ``reduce_fx`` names) in place of the first rank's value. Values of an
                 epoch are those of all ranks in any case.
+            sync_dist_group: None, or a group of all ranks: an epoch's figure is that of all of them.
             add_dataloader_idx: with several loaders, put ``/dataloader_idx_N`` behind the name.
             batch_size: the weight of this value in the epoch's mean; by default the first dimension of the
                 first tensor of the batch. Pass the number of tokens where the value is a mean over tokens; one that is
                 counted on the device may stay there.
+            metric_attribute: taken, and not needed: a torchmetrics object is found among the attributes of the module.
             rank_zero_only: take the value of rank 0 alone.
 
         The value stays on its device: nothing here waits for it.
@@ -280,13 +305,15 @@ class Module(HasHyperParameters, nn.Module):
                 add_dataloader_idx=add_dataloader_idx,
                 batch_size=batch_size,
                 sync_dist=sync_dist,
+                sync_dist_group=sync_dist_group,
                 rank_zero_only=rank_zero_only,
             )
 
-    def log_dict(self, dictionary: Mapping[str, Any], **kwargs: Any) -> None:
-        """:meth:`log` for each item; the keyword arguments hold for all."""
-        for name, value in dictionary.items():
-            self.log(name, value, **kwargs)
+    def log_dict(self, dictionary: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
+        """:meth:`log` for each item of a mapping, or of a torchmetrics ``MetricCollection``; the other arguments are
+        those of :meth:`log`, in its order, and hold for all."""
+        for name, value in _items_to_log(dictionary):
+            self.log(name, value, *args, **kwargs)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """``print`` on rank 0 only."""
@@ -345,6 +372,27 @@ class Module(HasHyperParameters, nn.Module):
         for parameter, required in self.__dict__.pop("_toggled", []):
             parameter.requires_grad = required
 
+    @contextmanager
+    def toggled_optimizer(self, optimizer: Any) -> Iterator[None]:
+        """:meth:`toggle_optimizer`, and :meth:`untoggle_optimizer` at the end, whatever happens inside."""
+        self.toggle_optimizer(optimizer)
+        try:
+            yield
+        finally:
+            self.untoggle_optimizer(optimizer)
+
+    def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
+        """``data`` of every rank, on every rank: tensors of shape (...) as one of shape (world size, ...).
+
+        Every rank must call it, with tensors of the same shapes. With one rank tensors are given back as they are.
+
+        Args:
+            data: a tensor or number, or mappings, lists and tuples of them.
+            group: a process group; None for all ranks.
+            sync_grads: gradients go back to the rank the tensor came from.
+        """
+        return all_gather(data, self.trainer.ranks, self.device, group, has_gradients=sync_grads)
+
     def freeze(self) -> None:
         """No parameter requires a gradient; evaluation mode."""
         self.requires_grad_(False).eval()
@@ -387,3 +435,13 @@ class Module(HasHyperParameters, nn.Module):
 def _own_tensors(module: nn.Module) -> Iterable[Tensor]:
     yield from module.parameters()
     yield from module.buffers()
+
+
+def _items_to_log(dictionary: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
+    torchmetrics = sys.modules.get("torchmetrics")  # who has such an object has imported it
+    if torchmetrics is not None and isinstance(dictionary, torchmetrics.MetricCollection):
+        found: Iterable[tuple[str, Any]] = dictionary.items(
+            copy_state=False
+        )  # the metrics themselves, under full names
+        return found
+    return dictionary.items()

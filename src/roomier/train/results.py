@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from roomier.core import torch_private
@@ -22,104 +22,8 @@ from roomier.core.errors import RoomierError, did_you_mean
 from roomier.core.log import notice
 from roomier.core.ranks import Ranks
 from roomier.core.tree import batch_size_of
-from roomier.train.over_ranks import REDUCTIONS, Told, reduce_over_ranks
-
-
-@dataclass(slots=True)
-class Entry:
-    """One name that was logged, with how it is reduced and who sees it.
-
-    Attributes:
-        asked: the arguments of the call that made it; None while it comes from a checkpoint, or from another rank.
-        syncs: at a log step, the value is that of all ranks.
-        step_weight: of ``value`` among those of other ranks.
-        agreed, agreed_step: what all ranks have together, where that was asked; None where something came since.
-        updates: of ``metric`` on each rank, when ``agreed`` was computed from it.
-    """
-
-    name: str
-    on_step: bool
-    on_epoch: bool
-    prog_bar: bool
-    logger: bool
-    reduce_fx: str
-    value: Any = None
-    total: Any = None
-    weight: Any = 0.0
-    metric: Any = None
-    asked: tuple[Any, ...] | None = None
-    syncs: bool = False
-    step_weight: Any = 1
-    agreed: Any = None
-    agreed_step: Any = None
-    updates: list[int] | None = None
-
-    @property
-    def options(self) -> tuple[bool, bool, bool, bool, str]:
-        return self.on_step, self.on_epoch, self.prog_bar, self.logger, self.reduce_fx
-
-    def names_for_step(self) -> tuple[str, ...]:
-        return (self.name, f"{self.name}_step") if self.on_step and self.on_epoch else (self.name,)
-
-    def names_for_epoch(self) -> tuple[str, ...]:
-        return (self.name, f"{self.name}_epoch") if self.on_step and self.on_epoch else (self.name,)
-
-    @property
-    def columns(self) -> set[str]:
-        """The names under which loggers see it."""
-        of_step = {self.names_for_step()[-1]} if self.on_step else set()
-        return of_step | ({self.names_for_epoch()[-1]} if self.on_epoch else set())
-
-    def add(self, value: Any, weight: Any) -> None:
-        """Take one value into the epoch's reduction; a value of weight 0 counts for nothing."""
-        if isinstance(value, Tensor):  # thousands of steps are added up: fp32 would drift, bf16 lose digits at once
-            value = value.float() if value.device.type == "mps" else value.double()
-        if self.reduce_fx == "mean":
-            if isinstance(weight, Tensor):  # asking whether it is 0 would wait for it
-                value = torch.where(weight == 0, 0.0, value * weight)
-            elif weight == 0:
-                return
-            else:
-                value = value * weight
-            self.weight = self.weight + weight
-        if self.total is None:
-            self.total = value
-        elif self.reduce_fx in ("mean", "sum"):
-            self.total = self.total + value
-        else:
-            extreme = torch.minimum if self.reduce_fx == "min" else torch.maximum
-            self.total = extreme(as_tensor(self.total), as_tensor(value))
-
-    def reduced(self) -> Any:
-        """The value of the epoch so far; None where nothing was added."""
-        if self.metric is not None:
-            return self.metric.compute() if self.metric.update_called else None
-        if self.total is None or self.reduce_fx != "mean":
-            return self.total
-        return self.total / self.weight
-
-    def reset(self) -> None:
-        self.total, self.weight, self.agreed, self.updates = None, 0.0, None, None
-        if self.metric is not None:
-            self.metric.reset()
-
-    def told(self) -> Told:
-        """What the other ranks need to know of it, as plain numbers: this waits for the device."""
-        is_updated = self.metric is not None and self.metric.update_called
-        return Told(
-            self.options,
-            total=None if self.total is None else float(self.total),
-            weight=float(self.weight),
-            step_value=None if self.value is None or not self.on_step else float(self.value),
-            step_weight=float(self.step_weight),
-            num_updates=self.metric.update_count if is_updated else 0,
-            has_metric=self.metric is not None,
-        )
-
-
-def as_tensor(value: Any) -> Tensor:
-    """``value``; a number as float64, for the default dtype may be one of 16 bits in the step of a bf16-true run."""
-    return value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
+from roomier.train.entry import OF_LOADER, Entry, as_tensor, is_double
+from roomier.train.over_ranks import REDUCTIONS, reduce_over_ranks
 
 
 def _weight(batch_size: Any) -> Any:
@@ -131,6 +35,52 @@ def _weight(batch_size: Any) -> Any:
     return batch_size
 
 
+def _reduction(reduce_fx: Any) -> str:
+    """The name of one of the reductions that ``reduce_fx`` means.
+
+    Raises:
+        RoomierError: another one.
+    """
+    if isinstance(reduce_fx, str):
+        name = {"avg": "mean"}.get(reduce_fx.lower(), reduce_fx.lower())
+    else:
+        name = next((each for each, fx in _FUNCTIONS.items() if reduce_fx in fx), getattr(reduce_fx, "__name__", "?"))
+        if name in REDUCTIONS and reduce_fx not in _FUNCTIONS[name]:
+            name = f"{getattr(reduce_fx, '__module__', '?')}.{name}"
+    if name not in REDUCTIONS:
+        advice = f"{did_you_mean(name, REDUCTIONS)}; for another reduction log a torchmetrics object"
+        raise RoomierError("log: reduce_fx", reduce_fx, "is unknown", advice)
+    return name
+
+
+_FUNCTIONS: dict[str, tuple[Any, ...]] = {
+    "mean": (torch.mean,),
+    "sum": (torch.sum, sum),
+    "min": (torch.min, min),
+    "max": (torch.max, max),
+}
+
+
+def _show_step(entry: Entry, callback: dict[str, Tensor], logged: dict[str, Tensor], bar: dict[str, Tensor]) -> None:
+    value, names = entry.shown(entry.step_figure), entry.names_for_step()
+    callback.update(dict.fromkeys(names, value))
+    if entry.logger:
+        logged[names[-1]] = value
+    if entry.prog_bar:
+        bar[names[-1]] = value
+
+
+def _show_epoch(
+    entry: Entry, figure: Any, callback: dict[str, Tensor], logged: dict[str, Tensor], bar: dict[str, Tensor]
+) -> None:
+    value, names = entry.shown(figure), entry.names_for_epoch()
+    callback.update(dict.fromkeys(names, value))
+    if entry.logger:
+        logged[names[-1]] = value
+    if entry.prog_bar:
+        bar[names[-1]] = value
+
+
 class Results:
     """The tables behind ``Module.log``: one for training, one for the evaluation that is running.
 
@@ -140,10 +90,15 @@ class Results:
         batch: the batch that is running, for its size.
         dataloader_idx: set where a stage has several loaders.
         is_muted: what runs, runs for the sake of other ranks: nothing it logs counts.
+
+    Args:
+        allows_overlaps: two names may be written to one column (``x_epoch``, beside ``x`` of steps and epochs): the
+            last one stays, and that is told. Else it is refused.
     """
 
-    def __init__(self, ranks: Ranks | None = None) -> None:
+    def __init__(self, ranks: Ranks | None = None, *, allows_overlaps: bool = False) -> None:
         self._ranks = ranks or Ranks()
+        self._allows_overlaps = allows_overlaps
         self.is_muted = False
         self.stage: str | None = None
         self.is_in_batch = False
@@ -152,7 +107,9 @@ class Results:
         # By stage, then by name and whether a batch was running: a value that an epoch's hook logs under the name of
         # one that the steps log is another value.
         self._entries: dict[str, dict[tuple[str, bool], Entry]] = {"train": {}}
-        self._epoch_values: dict[str, Tensor] = {}
+        # What is shown by name, beside the values of steps that came since. See callback_metrics.
+        self._callback_values: dict[str, Tensor] = {}
+        self._logged_values: dict[str, Tensor] = {}
         self._bar_values: dict[str, Tensor] = {}
         self._unsaved: set[str] = set()
 
@@ -169,6 +126,7 @@ class Results:
         add_dataloader_idx: bool,
         batch_size: int | Tensor | None,
         sync_dist: bool = False,
+        sync_dist_group: Any = None,
         rank_zero_only: bool = False,
     ) -> None:
         """Behind :meth:`roomier.Module.log`, which tells the arguments."""
@@ -178,13 +136,20 @@ class Results:
             return
         if self.stage is None:
             raise RoomierError("log", name, "no step or epoch is running", "Log from a step or a hook of the loop")
+        if sync_dist_group is not None:
+            self._check_group(name, sync_dist_group)
+        given = name
         if self.dataloader_idx is not None and add_dataloader_idx:
-            name = f"{name}/dataloader_idx_{self.dataloader_idx}"
+            name = f"{name}{OF_LOADER}{self.dataloader_idx}"
         table = self._entries.setdefault(self.stage, {})
         key = (name, self.is_in_batch)
         entry, asked = table.get(key), (on_step, on_epoch, prog_bar, logger, reduce_fx)
         if entry is None or entry.asked != asked:
+            if add_dataloader_idx and isinstance(given, str) and OF_LOADER in given:
+                action = "Leave it out, it is put behind the name; or pass add_dataloader_idx=False"
+                raise RoomierError("log", given, "names the loader", action)
             entry = table[key] = self._asked_anew(entry, table, name, asked)
+            entry.is_double = is_double(value)
         if self.is_muted and isinstance(value, (Tensor, Real)):
             return
         if isinstance(value, Tensor):
@@ -198,7 +163,7 @@ class Results:
                 self._log_metric(entry, value)
                 return
             value = float(value)  # NumPy's
-        entry.value = value
+        entry.value, entry.is_unseen = value, True
         if entry.agreed_step is not None:
             entry.agreed = entry.agreed_step = None
         if not (entry.on_epoch or (sync_dist and not self._ranks.is_alone)):
@@ -225,12 +190,14 @@ class Results:
             )
         new = self._new_entry(name, *asked)
         taken = {each: other.name for other in table.values() if other.name != name for each in other.columns}
-        for column in new.columns:
-            if column in taken:
-                problem = f"would be written to the column {column!r}, which belongs to {taken[column]!r}"
+        for column in sorted(new.columns & taken.keys()):
+            problem = f"would be written to the column {column!r}, which belongs to {taken[column]!r}"
+            if not self._allows_overlaps:
                 raise RoomierError("log", name, problem, "Use another name for one of the two")
+            notice(f"log({name!r}): is written to the column {column!r}, as {taken[column]!r} is; use another name")
         if entry is not None and entry.reduce_fx == new.reduce_fx:
             new.value, new.total, new.weight, new.metric = entry.value, entry.total, entry.weight, entry.metric
+            new.is_unseen = entry.is_unseen
         new.asked = asked
         return new
 
@@ -244,9 +211,7 @@ class Results:
         reduce_fx: Any,
     ) -> Entry:
         is_step = self.stage == "train" and self.is_in_batch
-        reduction = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", None)
-        if reduction not in REDUCTIONS:
-            raise RoomierError("log: reduce_fx", reduce_fx, "is unknown", did_you_mean(str(reduction), REDUCTIONS))
+        reduction = _reduction(reduce_fx)
         on_step = is_step if on_step is None else on_step
         on_epoch = not is_step if on_epoch is None else on_epoch
         return Entry(name, on_step, on_epoch, prog_bar, logger, reduction)
@@ -263,12 +228,17 @@ class Results:
         entry.metric = value
         if entry.on_step and not self.is_muted:
             last = torch_private.last_forward_value(value)
-            entry.value = last.detach() if isinstance(last, Tensor) else last
+            entry.value, entry.is_unseen = last.detach() if isinstance(last, Tensor) else last, True
+
+    def _check_group(self, name: str, group: Any) -> None:
+        if not self._ranks.is_alone and dist.get_world_size(group) != self._ranks.world.size:
+            action = "Leave sync_dist_group out; for a figure of some ranks, log what self.all_gather(..., group) gave"
+            raise RoomierError("log: sync_dist_group", name, "is a group of some ranks, and figures are of all", action)
 
     def forget_epochs(self) -> None:
         """Forget the values of finished epochs (a sanity check is none)."""
-        self._epoch_values.clear()
-        self._bar_values.clear()
+        for shown in (self._callback_values, self._logged_values, self._bar_values):
+            shown.clear()
 
     # Reading ----------------------------------------------------------------------------------------------------
 
@@ -330,17 +300,17 @@ class Results:
     def end_epoch(self, stage: str) -> dict[str, Tensor]:
         """Reduce the epoch of ``stage`` over all ranks and forget it; returns what the loggers get."""
         self.settle()
+        self._show_steps()
         logged: dict[str, Tensor] = {}
         for entry in self._entries.get(stage, {}).values():
+            if stage != "train" and entry.on_step and entry.value is not None:
+                _show_step(entry, {}, self._logged_values, self._bar_values)
             value = self._reduced(entry)
-            if value is None:
-                continue
-            value = as_tensor(value)
-            if entry.logger:
-                logged[entry.names_for_epoch()[-1]] = value
-            self._epoch_values.update(dict.fromkeys(entry.names_for_epoch(), value))
-            if entry.prog_bar:
-                self._bar_values[entry.names_for_epoch()[-1]] = value
+            if value is not None:
+                if entry.logger:
+                    logged[entry.names_for_epoch()[-1]] = as_tensor(value)
+                _show_epoch(entry, value, self._callback_values, self._logged_values, self._bar_values)
+            entry.value, entry.agreed_step = None, None
             entry.reset()
         if stage != "train":
             self._entries.pop(stage, None)
@@ -351,30 +321,48 @@ class Results:
         for entry in self._entries.pop(stage, {}).values():
             entry.reset()
 
-    @property
-    def callback_metrics(self) -> dict[str, Tensor]:
-        """Everything logged so far by name: the value of the epoch, else of the step."""
-        metrics = dict(self._epoch_values)
-        for entry in self._entries["train"].values():
-            value = entry.value if entry.agreed_step is None else entry.agreed_step
-            if entry.on_step and value is not None:
-                names = entry.names_for_step()
-                metrics.update(dict.fromkeys(names if len(names) == 1 else names[1:], as_tensor(value)))
-                metrics.setdefault(entry.name, as_tensor(value))
+    def _show_steps(self) -> None:
+        """What the steps of training logged, before values that are newer are shown under these names."""
+        shown = self._callback_values, self._logged_values, self._bar_values
+        for entry in self._unseen_steps():
+            _show_step(entry, *shown)
+            entry.is_unseen = False
+
+    def _unseen_steps(self) -> list[Entry]:
+        entries = self._entries["train"].values()
+        return [entry for entry in entries if entry.is_unseen and entry.on_step and entry.value is not None]
+
+    def _shown(self) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+        """What callbacks, loggers and the progress bar are shown now."""
+        shown = dict(self._callback_values), dict(self._logged_values), dict(self._bar_values)
+        for entry in self._unseen_steps():
+            _show_step(entry, *shown)
+        running = self._entries.get(self.stage or "", {}).values()
+        if self.stage != "train":  # what a step of an evaluation logged, callbacks do not watch
+            for entry in running:
+                if entry.on_step and entry.value is not None:
+                    _show_step(entry, {}, *shown[1:])
         if self.stage is not None and not self.is_in_batch:  # a hook at the end of an epoch sees what it gave so far
-            for entry in self._entries.get(self.stage, {}).values():
+            for entry in running:
                 reduced = self._reduced(entry)
                 if reduced is not None:
-                    metrics.update(dict.fromkeys(entry.names_for_epoch(), as_tensor(reduced)))
-        return metrics
+                    _show_epoch(entry, reduced, *shown)
+        return shown
 
     @property
-    def progress_bar_metrics(self) -> dict[str, Any]:
-        metrics: dict[str, Any] = dict(self._bar_values)
-        for entry in self._entries["train"].values():
-            if entry.prog_bar and entry.on_step and entry.value is not None:
-                metrics[entry.names_for_step()[-1]] = entry.value
-        return metrics
+    def callback_metrics(self) -> dict[str, Tensor]:
+        """Everything logged so far by name. Under ``x`` stands what came last: the value of a step, or of an epoch."""
+        return self._shown()[0]
+
+    @property
+    def logged_metrics(self) -> dict[str, Tensor]:
+        """What was logged for the loggers, under the names of their columns."""
+        return self._shown()[1]
+
+    @property
+    def progress_bar_metrics(self) -> dict[str, float]:
+        """What was logged for the progress bar, as numbers: this waits for the device."""
+        return {name: float(value) for name, value in self._shown()[2].items()}
 
     # Resume -----------------------------------------------------------------------------------------------------
 
@@ -408,9 +396,16 @@ class Results:
                     "value": value,
                     "options": list(entry.options),
                     "metric": None if entry.metric is None else name_of[id(entry.metric)],
+                    "is_double": entry.is_double,
+                    "is_unseen": entry.is_unseen,
                 }
             )
-        return {"running": running, "epoch": dict(self._epoch_values), "bar": dict(self._bar_values)}
+        shown = {
+            "epoch": dict(self._callback_values),
+            "logged": dict(self._logged_values),
+            "bar": dict(self._bar_values),
+        }
+        return {"running": running, **shown}
 
     def _tell_unsaved(self, name: str) -> None:
         if name not in self._unsaved:
@@ -422,7 +417,8 @@ class Results:
 
     def load(self, state: dict[str, Any], metrics: Mapping[str, Any], move: Callable[[Any], Any]) -> None:
         """Put back what :meth:`state` gave; ``move`` brings a tensor to the device of the run."""
-        self._epoch_values, self._bar_values = dict(state["epoch"]), dict(state["bar"])
+        self._callback_values, self._bar_values = dict(state["epoch"]), dict(state["bar"])
+        self._logged_values = dict(state.get("logged", {}))
         self._entries["train"] = restored = {}
         for saved in state["running"]:
             entry = Entry(saved["name"], *saved["options"])
@@ -431,6 +427,7 @@ class Results:
                 if entry.metric is None:
                     continue
             entry.value = move(saved["value"])
+            entry.is_double, entry.is_unseen = saved.get("is_double", False), saved.get("is_unseen", True)
             if self._ranks.is_zero:  # it is of all ranks: one of them carries it on
                 entry.total, entry.weight = move(saved["total"]), move(saved["weight"])
             restored[saved["name"], saved["is_in_batch"]] = entry

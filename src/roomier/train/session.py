@@ -18,7 +18,7 @@ from roomier.api.callback import Callback
 from roomier.api.datamodule import DataModule
 from roomier.api.forward import ForwardModule
 from roomier.api.hooks import HookTable
-from roomier.api.lightning import lent_to_lightning, logged_hparams_of, overrides
+from roomier.api.lightning import LightningAdapter, lent_to_lightning, logged_hparams_of, overrides
 from roomier.api.misspelled import check_hook_names
 from roomier.api.module import Module
 from roomier.api.wrapped import network_of
@@ -272,7 +272,7 @@ def _open(
         engine=engine,
         hooks=HookTable(trainer, module, trainer.callbacks),
         schedulers=Schedulers(module, configured.schedulers),
-        results=Results(ranks),
+        results=Results(ranks, allows_overlaps=isinstance(module, LightningAdapter)),
         loggers=LoggerGroup(trainer.loggers if folder is not None and ranks.is_zero else ()),
         stop=stop,
         folder=folder,
@@ -369,6 +369,12 @@ def _hyperparameters_to_log(module: Module, datamodule: DataModule | None) -> di
     return {**of_data, **of_module}
 
 
+def _prepares(trainer: Trainer, owner: Any) -> bool:
+    """Whether this rank calls ``prepare_data``: one of each machine, which has files of its own, or one of all."""
+    rank = trainer.local_rank if owner.prepare_data_per_node else trainer.global_rank
+    return bool(rank == 0)
+
+
 def _setup(trainer: Trainer, stage: str, module: Module) -> None:
     trainer.add_callbacks_of(module)
     for callback in trainer.callbacks:
@@ -376,10 +382,9 @@ def _setup(trainer: Trainer, stage: str, module: Module) -> None:
     datamodule = trainer.datamodule
     if datamodule is not None:
         datamodule.trainer = trainer
-    if trainer.local_rank == 0:  # each machine has files of its own
-        if datamodule is not None:
-            datamodule.prepare_data()
-        module.prepare_data()
+    for owner in (datamodule, seen_by_user(module)):
+        if owner is not None and _prepares(trainer, owner):
+            owner.prepare_data()
     trainer.ranks.barrier()  # setup reads what was prepared
     if datamodule is not None:
         datamodule.setup(stage)

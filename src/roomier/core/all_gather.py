@@ -1,0 +1,54 @@
+"""What every rank has, on every rank, as tensors; with gradients where they are wanted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from roomier.core.ranks import Ranks
+from roomier.core.tree import map_tensors
+
+
+def all_gather(data: Any, ranks: Ranks, device: torch.device, group: Any = None, *, has_gradients: bool = False) -> Any:
+    """``data`` with each tensor of shape (...) as one of shape (ranks, ...); numbers become tensors on ``device``.
+
+    Every rank must call it, with tensors of the same shapes. One rank alone gets its tensors as they are.
+
+    Args:
+        group: the ranks among which; None is all of them.
+        has_gradients: what comes back through the result is added up over the ranks, each of which gets its part.
+    """
+
+    def gathered(leaf: Any) -> Tensor:
+        tensor = leaf if isinstance(leaf, Tensor) else torch.tensor(leaf, device=device)
+        if ranks.is_alone:
+            return tensor
+        tensor = tensor.contiguous()
+        if has_gradients:
+            result: Tensor = _AllGather.apply(tensor, group)  # type: ignore[no-untyped-call]
+            return result
+        return _stacked(tensor, group)
+
+    return map_tensors(gathered, data, is_leaf=lambda leaf: isinstance(leaf, (bool, int, float)))
+
+
+def _stacked(tensor: Tensor, group: Any) -> Tensor:
+    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, tensor.detach(), group=group)
+    return torch.stack(parts)
+
+
+class _AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return _stacked(tensor, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        total = gradient.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=ctx.group)
+        return total[dist.get_rank(ctx.group)], None
