@@ -25,6 +25,7 @@ MODULE_NAMES = (
     "configure_gradient_clipping",
     "optimizer_step",
     "lr_scheduler_step",
+    "on_validation_model_zero_grad",
     *SHARED_HOOKS,
 )
 
@@ -86,7 +87,7 @@ def both(*names):
 TRANSFER = ["M.on_before_batch_transfer", "M.transfer_batch_to_device", "M.on_after_batch_transfer"]
 BACKWARD = [*both("on_before_backward"), "M.backward", *both("on_after_backward")]
 ZERO_GRAD = [*both("on_before_zero_grad"), "M.optimizer_zero_grad"]
-UPDATE = [*both("on_before_optimizer_step"), "M.configure_gradient_clipping", "M.optimizer_step"]
+BEFORE_UPDATE = [*both("on_before_optimizer_step"), "M.configure_gradient_clipping"]
 
 
 def evaluation(stage, step, num_batches=1):
@@ -98,14 +99,17 @@ def evaluation(stage, step, num_batches=1):
     ]
 
 
-def micro_batch(first, last):
+def micro_batch(first, last, scheduler=()):
+    """``optimizer_step`` gets a closure that runs the last micro-batch of its window."""
     return [
         *TRANSFER,
         *both("on_train_batch_start"),
+        *(["M.optimizer_step"] if last else []),
         "M.training_step",
         *(ZERO_GRAD if first else []),
         *BACKWARD,
-        *(UPDATE if last else []),
+        *(BEFORE_UPDATE if last else []),
+        *scheduler,
         *both("on_train_batch_end"),
     ]
 
@@ -116,9 +120,7 @@ VALIDATION = evaluation("validation", ["M.validation_step"])
 
 
 def test_order_of_one_epoch(make_trainer, recorder, seen):
-    """Three micro-batches by two, one validation batch. Lightning's order, with four differences: its
-    ``optimizer_step`` wraps the forward and backward of the last micro-batch; it steps epoch schedulers before the
-    validation; it clips without a bound; and it has no ``on_save_point``."""
+    """Three micro-batches by two, one validation batch. Lightning's order, which has no ``on_save_point``."""
     module, callback = recorder
     trainer = make_trainer(max_epochs=1, accumulate_grad_batches=2, callbacks=[callback], num_sanity_val_steps=1)
     trainer.fit(module, [torch.randn(2, 4)] * 3, [torch.randn(2, 4)])
@@ -133,10 +135,10 @@ def test_order_of_one_epoch(make_trainer, recorder, seen):
         *micro_batch(first=True, last=False),
         *micro_batch(first=False, last=True),
         "C.on_save_point",
-        *micro_batch(first=True, last=True),
+        *micro_batch(first=True, last=True, scheduler=["M.lr_scheduler_step"]),
+        "M.on_validation_model_zero_grad",
         *VALIDATION,
         *both("on_train_epoch_end"),
-        "M.lr_scheduler_step",
         "C.on_save_point",
         *both("on_train_end", "on_fit_end"),
         *TEARDOWN,

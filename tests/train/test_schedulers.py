@@ -46,7 +46,7 @@ def halving(optimizer):
         ({}, [1, 1, 1, 1, 0.5, 0.5, 0.5, 0.5]),
         ({"frequency": 2}, [1] * 8),
         ({"interval": "step"}, [0.5**k for k in range(8)]),
-        ({"interval": "step", "frequency": 3}, [1, 1, 1, 0.5, 0.5, 0.5, 0.25, 0.25]),
+        ({"interval": "step", "frequency": 3}, [1, 1, 1, 0.5, 0.5, 0.5, 0.5, 0.25]),  # counted in each epoch anew
     ],
 )
 def test_interval_and_frequency(make_trainer, data, config, expected):

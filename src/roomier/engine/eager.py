@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -33,6 +34,25 @@ from roomier.precision.scaler import LossScaler
 CountTerms = Callable[[Any], int | Tensor]
 
 
+@dataclass
+class _Window:
+    """The micro-batches of one optimizer step, while they run.
+
+    Attributes:
+        index: of the micro-batch that runs.
+        weights: the share of each in the terms of all; None where losses are added as they are.
+        loss: of those that ran.
+        left_out: the weights of those whose step returned None.
+    """
+
+    step: Step
+    size: int
+    index: int = -1
+    weights: Sequence[float | Tensor] | None = None
+    loss: Tensor | None = None
+    left_out: list[float | Tensor] = field(default_factory=list)
+
+
 class EagerEngine:
     """See :class:`roomier.engine.engine.Engine` for the contract.
 
@@ -44,6 +64,10 @@ class EagerEngine:
         updates: where the optimizers step in the backward; None where they step after it.
         batch_plan: accumulation and clipping.
         count_terms: how many terms the loss of a micro-batch is the mean of; None where it is a sum.
+
+    Attributes:
+        micro_batch_loss: what the last backward was that of, the weighted loss (0-dim, detached); None where the step
+            returned none.
     """
 
     def __init__(
@@ -80,70 +104,107 @@ class EagerEngine:
         self._to_device = BatchMover(device) if device.type != "cpu" else None
         self._converts = precision.weight_dtype is not None
         self._unscaled: set[int] = set()
+        self.micro_batch_loss: Tensor | None = None
 
     def forward_backward(self, step: Step, batches: Sequence[Any]) -> Tensor | None:
-        hooks = self.hooks
-        if hooks.zero_grad is None:
+        window = self._begin_window(step, batches)
+        with self._abandons_on_error():
+            for batch in batches:
+                self._micro_batch(window, self._start_micro_batch(window, batch))
+        return self._end_window(window)
+
+    def step_with_closure(
+        self, step: Step, batches: Sequence[Any], update: Callable[[Callable[[], Tensor | None]], Any]
+    ) -> Tensor | None:
+        window = self._begin_window(step, batches)
+        with self._abandons_on_error():
+            for batch in batches[:-1]:
+                self._micro_batch(window, self._start_micro_batch(window, batch))
+            on_device = self._start_micro_batch(window, batches[-1])
+            if not self._is_skipping():
+                update(_Closure(self, window, on_device))
+        return self._end_window(window)
+
+    def _begin_window(self, step: Step, batches: Sequence[Any]) -> _Window:
+        if self.hooks.zero_grad is None:
             self.zero_grad()
         if self._updates is not None:
             self._updates.begin_step(len(batches))
-        is_alone = self.ranks.is_alone
-        weights = None if is_alone and len(batches) == 1 else self._weights(batches)
-        window_loss: Tensor | None = None
-        left_out: list[float | Tensor] = []
-        if self._recompute is not None:  # last: what it begins to measure, an error below ends
+        window = _Window(step, len(batches))
+        window.weights = None if self.ranks.is_alone and window.size == 1 else self._weights(batches)
+        if self._recompute is not None:  # last: what it begins to measure, an error behind it ends
             self._recompute.begin_step(self.optimizers, batches)
+        return window
+
+    def _end_window(self, window: _Window) -> Tensor | None:
+        if self._recompute is not None:
+            self._recompute.end_step()
+        if window.left_out and window.loss is not None:
+            self._weigh_again(window)
+        return window.loss
+
+    @contextmanager
+    def _abandons_on_error(self) -> Iterator[None]:
         try:
-            for index, batch in enumerate(batches):
-                if index and hooks.batch_end is not None:
-                    hooks.batch_end()
-                on_device = output = loss = None  # what the step before used makes room for this one
-                on_device = self.move(batch)
-                if hooks.batch_start is not None:
-                    hooks.batch_start(on_device)
-                if self._parallel is not None:
-                    is_first = index == 0 and hooks.zero_grad is None  # a hook in its place may keep gradients
-                    self._parallel.begin_micro_batch(is_first=is_first, is_last=index == len(batches) - 1)
-                with self._context():
-                    output = self._run(step, on_device)
-                if index == 0 and hooks.zero_grad is not None:
-                    for optimizer in self.optimizers:
-                        hooks.zero_grad(optimizer)
-                loss = loss_of(output)
-                if loss is None:
-                    self._check_may_be_left_out()
-                    if weights is not None:
-                        left_out.append(weights[index])
-                    continue
-                if weights is not None:
-                    weight = weights[index]
-                    # A micro-batch without a single term has the loss 0/0; it adds nothing, so it is left out. Where
-                    # others wait for this rank's gradients they get zeros.
-                    if not isinstance(weight, Tensor) and weight == 0:
-                        if not is_alone:
-                            with zero_gradients(loss) as zero:
-                                self.backward(zero)
-                            window_loss = zero.detach() if window_loss is None else window_loss
-                        continue
-                    loss = loss * weight
-                self.backward(loss if self._loss_factor == 1 else loss * self._loss_factor)
-                loss = loss.detach()
-                window_loss = loss if window_loss is None else window_loss + loss
+            yield
         except BaseException:
             if self._recompute is not None:
                 self._recompute.abandon_step()
             raise
-        if self._recompute is not None:
-            self._recompute.end_step()
-        if left_out and window_loss is not None:
-            window_loss = window_loss * self._weigh_again(left_out)
-        return window_loss
+
+    def _start_micro_batch(self, window: _Window, batch: Any) -> Any:
+        """The next micro-batch on the device, its hooks called."""
+        hooks = self.hooks
+        window.index += 1
+        if window.index and hooks.batch_end is not None:
+            hooks.batch_end()
+        self.micro_batch_loss = None
+        on_device = self.move(batch)
+        if hooks.batch_start is not None:
+            hooks.batch_start(on_device)
+        return on_device
+
+    def _micro_batch(self, window: _Window, on_device: Any) -> None:
+        """Forward and backward of one micro-batch; what it uses is free when this returns."""
+        hooks, index = self.hooks, window.index
+        if self._parallel is not None:
+            is_first = index == 0 and hooks.zero_grad is None  # a hook in its place may keep gradients
+            self._parallel.begin_micro_batch(is_first=is_first, is_last=index == window.size - 1)
+        with self._context():
+            output = self._run(window.step, on_device)
+        if index == 0 and hooks.zero_grad is not None:
+            for optimizer in self.optimizers:
+                hooks.zero_grad(optimizer)
+        loss = loss_of(output)
+        if loss is None:
+            self._check_may_be_left_out()
+            if window.weights is not None:
+                window.left_out.append(window.weights[index])
+            return
+        if window.weights is not None:
+            weight = window.weights[index]
+            # A micro-batch without a single term has the loss 0/0; it adds nothing, so it is left out. Where
+            # others wait for this rank's gradients they get zeros.
+            if not isinstance(weight, Tensor) and weight == 0:
+                if not self.ranks.is_alone:
+                    with zero_gradients(loss) as zero:
+                        self.backward(zero)
+                    window.loss = zero.detach() if window.loss is None else window.loss
+                return
+            loss = loss * weight
+        scaled = loss if self._loss_factor == 1 else loss * self._loss_factor
+        self.backward(scaled)
+        loss, self.micro_batch_loss = loss.detach(), scaled.detach()
+        window.loss = loss if window.loss is None else window.loss + loss
 
     def _run(self, step: Step, batch: Any) -> Any:
         return step(batch) if self._parallel is None else self._parallel.runner(step, batch)
 
+    def _is_skipping(self) -> bool:
+        return self.hooks.is_skipping is not None and self.hooks.is_skipping()
+
     def _check_may_be_left_out(self) -> None:
-        if self.ranks.is_alone or (self.hooks.is_skipping is not None and self.hooks.is_skipping()):
+        if self.ranks.is_alone or self._is_skipping():
             return
         raise TrainingError(
             "training_step",
@@ -153,15 +214,17 @@ class EagerEngine:
             "Return a loss of zero that depends on the parameters: 0.0 * loss",
         )
 
-    def _weigh_again(self, left_out: Sequence[float | Tensor]) -> float | Tensor:
+    def _weigh_again(self, window: _Window) -> None:
         # The step returned None for these: the mean is over the terms of the others, which were weighed too lightly.
-        factor = 1 / (1 - sum(left_out))
+        factor = 1 / (1 - sum(window.left_out))
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     if parameter.grad is not None:
                         parameter.grad.mul_(factor)
-        return factor
+        assert window.loss is not None
+        window.loss = window.loss * factor
+        window.left_out.clear()
 
     def move(self, batch: Any) -> Any:
         if self.hooks.transfer is not None:
@@ -190,6 +253,11 @@ class EagerEngine:
         """Free what was gathered from other ranks for an evaluation."""
         if self._parallel is not None:
             self._parallel.release()
+
+    def trained_parameters_changed(self) -> None:
+        """Some were frozen or unfrozen since the last step: every rank must call it."""
+        if self._parallel is not None:
+            self._parallel.trained_parameters_changed()
 
     def close(self) -> None:
         """Give the module its own forward back; called when the run is over, and no step follows."""
@@ -332,6 +400,26 @@ class EagerEngine:
             return count
         total = self.ranks.sum(count if isinstance(count, Tensor) else torch.tensor(float(count), dtype=torch.float64))
         return total if isinstance(count, Tensor) else total.item()
+
+
+class _Closure:
+    """The loss and the gradients of the last micro-batch, as often as it is called; the others ran before."""
+
+    def __init__(self, engine: EagerEngine, window: _Window, on_device: Any) -> None:
+        self._engine = engine
+        self._window = window
+        self._on_device = on_device
+        self._loss, self._left_out = window.loss, list(window.left_out)  # of the micro-batches before
+
+    @torch.enable_grad()
+    def __call__(self) -> Tensor | None:
+        window = self._window
+        window.loss, window.left_out = self._loss, list(self._left_out)
+        self._engine.micro_batch_loss = None
+        self._engine._micro_batch(window, self._on_device)
+        if window.left_out and window.loss is not None:  # now: an update may follow
+            self._engine._weigh_again(window)
+        return self._engine.micro_batch_loss
 
 
 def _on_host(count: Any) -> Any:

@@ -68,6 +68,10 @@ class Parallel(Protocol):
         """Free what is gathered: after an evaluation, and before parameters are looked at by name."""
         ...
 
+    def trained_parameters_changed(self) -> None:
+        """Some were frozen or unfrozen since the last step, on all ranks."""
+        ...
+
     def clip_grad_norm_(self, parameters: Sequence[Tensor], max_norm: float) -> Tensor:
         """Scale the gradients down to ``max_norm``; their norm before, over all ranks."""
         ...
@@ -99,6 +103,18 @@ class Engine(Protocol):
         Returns:
             This rank's share of the loss of the whole batch (0-dim, detached, on the device); the sum over the ranks is
             that loss. None where every step returned None.
+        """
+        ...
+
+    def step_with_closure(
+        self, step: Step, batches: Sequence[Any], update: Callable[[Callable[[], Tensor | None]], Any]
+    ) -> Tensor | None:
+        """As :meth:`forward_backward`, for an update that asks for the gradients itself.
+
+        Args:
+            update: called once all micro-batches but the last have run. Its argument runs the last one, with its
+                gradients, and returns its weighted loss; LBFGS calls it several times a step. Not called where a hook
+                leaves the step out.
         """
         ...
 

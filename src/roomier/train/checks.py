@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 
+from roomier.api.adapt import seen_by_user
 from roomier.api.callback import Callback
 from roomier.api.datamodule import DataModule
 from roomier.api.lightning import is_one, overrides
@@ -34,7 +35,7 @@ def check_call(
     if step is not None and not overrides(module, step, Module):
         action = f"Define {step}(self, batch, batch_idx){' and return the loss' * (stage == 'fit')}"
         raise RoomierError(step, type(module).__name__, f"the module does not define {step}", action)
-    check_hook_names(module, Module)
+    check_hook_names(seen_by_user(module), Module)
     if datamodule is None:
         return
     if not is_one(datamodule, DataModule):
@@ -62,7 +63,8 @@ def check_modes(trainer: Trainer, module: Module, configured: Configured, is_fit
                 "or put the parameters into groups of one optimizer",
             )
         for optimizer in configured.optimizers:
-            _check_needs_no_closure(optimizer)
+            if needs_closure(optimizer):
+                _check_allows_closures(trainer, optimizer)
         return
     for field, value, default in (
         ("accumulate_grad_batches", batch.accumulate_grad_batches, 1),
@@ -102,15 +104,24 @@ def check_hooks_need_no_gradients(plan: Plan, callbacks: Sequence[Any], module: 
         raise RoomierError("step_in_backward", way, problem, "Do without it, or leave out step_in_backward")
 
 
-def _check_needs_no_closure(optimizer: Optimizer) -> None:
+def needs_closure(optimizer: Optimizer) -> bool:
+    """Whether ``optimizer`` computes the loss by itself, maybe several times a step, as LBFGS does."""
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise RoomierError(
-            "configure_optimizers",
-            type(optimizer).__name__,
-            "it computes the loss several times a step; automatic optimization computes it once",
-            "Set self.automatic_optimization = False and call optimizer.step(closure=...) in training_step",
-        )
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def _check_allows_closures(trainer: Trainer, optimizer: Optimizer) -> None:
+    # It looks at the loss of one micro-batch on one rank, and would take it for that of the whole batch.
+    plan, by_hand = trainer.plan, "or set self.automatic_optimization = False and call optimizer.step(closure=...)"
+    size, mode = plan.batch.accumulate_grad_batches, plan.precision.mode
+    for field, value, is_possible, action in (
+        ("accumulate_grad_batches", size, size == 1, "Give the whole batch at once"),
+        ("devices", trainer.world.size, trainer.world.size == 1, "Train on one device, or with another optimizer"),
+        ("precision", mode, mode != "16-mixed", "Use precision='bf16-mixed' or '32-true'"),
+    ):
+        if not is_possible:
+            problem = f"{type(optimizer).__name__} computes the loss of a step several times by itself"
+            raise RoomierError(field, value, problem, f"{action}, {by_hand}")
 
 
 def check_callbacks(callbacks: Sequence[Any]) -> None:

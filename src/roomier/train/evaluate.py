@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from roomier.api.lightning import overrides
+from roomier.api.lightning import LightningAdapter, overrides
 from roomier.api.module import Module
 from roomier.api.step_arguments import num_step_arguments
 from roomier.core.rng import rng_state, set_rng_state
@@ -44,7 +44,7 @@ def evaluate(run: Run, stage: str, sources: Sequence[Source], limits: Sequence[f
     module, hooks, results = run.module, run.hooks, run.results
     outer_stage, results.stage, results.is_in_batch = results.stage, stage, False
     kept: list[list[Any]] = []
-    _take_statistics_of_rank_zero(run)
+    take_statistics_of_rank_zero(run)
     try:
         with evaluation_mode(module, stage, run.options.inference_mode and run.engine.allows_inference_mode):
             call(getattr(hooks, f"on_{stage}_start"))
@@ -70,7 +70,7 @@ def evaluate(run: Run, stage: str, sources: Sequence[Source], limits: Sequence[f
 
 
 @torch.no_grad()
-def _take_statistics_of_rank_zero(run: Run) -> None:
+def take_statistics_of_rank_zero(run: Run) -> None:
     """Running statistics (of BatchNorm, say) are those of each rank's own batches; a figure is that of one model. Those
     of rank 0 are the ones that a checkpoint holds."""
     if run.ranks.is_alone:
@@ -99,11 +99,11 @@ def _evaluate_source(run: Run, stage: str, source: Source, limit: float, dataloa
             results.is_in_batch = True
             if not counts:
                 with muted(module, results):
-                    engine.forward(partial(_with_index, step, arguments), batch)
+                    engine.forward(partial(with_index, step, arguments), batch)
                 continue
             for hook in starts:
                 hook(batch, batch_idx, *last)
-            output = engine.forward(partial(_with_index, step, arguments), batch)
+            output = engine.forward(partial(with_index, step, arguments), batch)
             if stage == "predict":
                 output = computed(output)  # it outlives the weights
             for hook in ends:
@@ -125,24 +125,29 @@ def _of_all_ranks(run: Run, kept: dict[int, Any]) -> list[Any]:
     return [outputs[number] for number in sorted(outputs)]
 
 
-def _with_index(step: Callable[..., Any], rest: tuple[int, ...], batch: Any) -> Any:
+def with_index(step: Callable[..., Any], rest: tuple[int, ...], batch: Any) -> Any:
     return step(batch, *rest)
 
 
 def validate_within_fit(run: Run) -> None:
     """The validation that is due in a fit; cut off by a signal, it is put off to the run that goes on.
 
-    It leaves the random states as it found them: training does not depend on how often it is validated.
+    See [Note: what a validation draws].
     """
     trainer, progress = run.trainer, run.progress
     progress.is_validation_due = True
     if run.stop.received is not None:
         return
-    with trainer.in_stage("validating"), preserved_rng():
+    run.module.on_validation_model_zero_grad()
+    before = rng_state()
+    with trainer.in_stage("validating"):
         try:
             evaluate(run, "validation", run.val_sources, run.val_limits)
         except EvaluationCutError:
+            set_rng_state(before)
             return
+    if not isinstance(run.module, LightningAdapter):
+        set_rng_state(before)
     progress.is_validation_due = False
 
 

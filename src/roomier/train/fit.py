@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import islice
 from typing import Any
-
-from torch import Tensor
 
 from roomier.core.rng import set_rng_state
 from roomier.train.evaluate import validate_within_fit
 from roomier.train.run import Run, call
 from roomier.train.save import save_point, tell_nothing_to_do
-from roomier.train.step import TrainingStep, install_step_hooks, update_of
+from roomier.train.step import TrainingStep, forward_backward_of, install_step_hooks, update_of
 
 
 def fit(run: Run) -> None:
@@ -21,10 +19,10 @@ def fit(run: Run) -> None:
     For each epoch, for each optimizer step: gradients of its micro-batches, clip, update, schedule, log,
     validate if due; then the save point, the one place where a checkpoint is taken and where training ends.
     """
-    engine, progress, results, schedulers = run.engine, run.progress, run.results, run.schedulers
+    progress, schedulers = run.progress, run.schedulers
     step, update = TrainingStep(run), update_of(run)
     install_step_hooks(run, step)
-    forward_backward = engine.forward_backward if run.module.automatic_optimization else manual_step(run)
+    forward_backward = forward_backward_of(run)
     log_interval = run.options.log_every_n_steps
     if not begin(run):
         return
@@ -49,10 +47,10 @@ def fit(run: Run) -> None:
                 run.last_loss = loss
                 update()
                 progress.global_step += 1
-                if schedulers.steps_each_step:
-                    schedulers.step("step", progress.global_step, results)
             progress.batch_idx += len(window)
             progress.num_batches += len(window)
+            if schedulers.are_there:
+                step_schedulers(run, has_stepped=loss is not None)
             step.end()
             if run.profiler is not None:
                 run.profiler.step()
@@ -60,6 +58,8 @@ def fit(run: Run) -> None:
                 log_step(run)
             if is_validation_due(run, first_batch):
                 validate_within_fit(run)
+            if schedulers.watch_each_step and loss is not None:
+                step_watching(run)
             run.vote()
             if is_over := save_point(run):
                 break
@@ -93,7 +93,24 @@ def catch_up(run: Run) -> bool:
     if not run.progress.is_validation_due or validates_at_unknown_end(run):  # the latter is done by end_epoch
         return False
     validate_within_fit(run)
+    step_watching(run)
     return save_point(run)
+
+
+def step_schedulers(run: Run, *, has_stepped: bool) -> None:
+    """The schedulers that look at no metric, after the last micro-batch of a window: before its ``on_train_batch_end``,
+    as in Lightning, so that a validation behind it finds them stepped."""
+    progress = run.progress
+    if has_stepped:
+        run.schedulers.step("step", progress.batch_idx, run.results)
+    if progress.batch_idx >= run.num_training_batches:
+        run.schedulers.step("epoch", progress.epoch + 1, run.results)
+
+
+def step_watching(run: Run) -> None:
+    """The schedulers of interval "step" that watch a metric: after the validation that was due, unless it was cut."""
+    if not run.progress.is_validation_due:
+        run.schedulers.step("step", run.progress.batch_idx, run.results, watching=True)
 
 
 def finish(run: Run) -> None:
@@ -129,20 +146,6 @@ def windows(run: Run, batches: Iterator[Any], step: TrainingStep) -> Iterator[li
         next(batches, None)  # lets the loader come to its end, as a for loop does
 
 
-def manual_step(run: Run) -> Callable[[TrainingStep, list[Any]], Tensor | None]:
-    """``forward_backward`` of a module that optimizes by hand: its training_step does all of it."""
-
-    def forward(step: TrainingStep, window: list[Any]) -> None:
-        batch = run.engine.move(window[0])
-        step.start(batch)
-        output = run.engine.forward(step, batch)
-        loss = output.get("loss") if isinstance(output, dict) else output
-        if isinstance(loss, Tensor):
-            run.last_loss = loss.detach()
-
-    return forward
-
-
 def log_step(run: Run) -> None:
     """Write the row of a log step; the one place where the host waits for the device."""
     losses = None if run.ranks.is_alone else run.results.settle(run.loss_number())
@@ -174,14 +177,15 @@ def end_epoch(run: Run) -> None:
     progress, results = run.progress, run.results
     run.check_trains(is_epoch_over=True)
     run.check_finite("at the end of an epoch")
+    if progress.batch_idx < run.num_training_batches and not progress.is_validation_due:  # the end came unforeseen
+        run.schedulers.step("epoch", progress.epoch + 1, results)
     if validates_at_unknown_end(run):
         validate_within_fit(run)
         if progress.is_validation_due:  # cut off by a signal: the run that goes on ends this epoch
             return
     results.call(run.hooks.on_train_epoch_end)
     run.log_metrics(results.end_epoch("train"))
-    if run.module.automatic_optimization:
-        run.schedulers.step("epoch", progress.epoch + 1, results)
+    run.schedulers.step("epoch", progress.epoch + 1, results, watching=True)
     progress.epoch += 1
     progress.batch_idx = 0
 

@@ -25,12 +25,23 @@ class Schedulers:
         self.configs = list(configs)
         self._module = module
         self._calls_module = overrides(module, "lr_scheduler_step", Module)
-        self.steps_each_step = any(config.interval == "step" for config in self.configs)
+        self.are_there = bool(self.configs) and module.automatic_optimization  # else training_step steps them
+        self.watch_each_step = self.are_there and any(
+            config.interval == "step" and config.reduce_on_plateau for config in self.configs
+        )
 
-    def step(self, interval: Literal["step", "epoch"], count: int, results: Results) -> None:
-        """Step those whose turn it is after ``count`` intervals; ``results`` holds what a plateau may watch."""
+    def step(self, interval: Literal["step", "epoch"], count: int, results: Results, *, watching: bool = False) -> None:
+        """Step those whose turn it is.
+
+        Args:
+            count: for ``"epoch"`` epochs done; for ``"step"`` micro-batches of the epoch done, as in Lightning.
+            results: hold what a scheduler may watch.
+            watching: those that watch a metric, which has to be there; else the others.
+        """
+        if not self.are_there:
+            return
         for config in self.configs:
-            if config.interval != interval or count % config.frequency:
+            if config.interval != interval or config.reduce_on_plateau != watching or count % config.frequency:
                 continue
             metric = None
             if config.reduce_on_plateau:

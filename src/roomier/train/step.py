@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from roomier.api.datamodule import DataModule
 from roomier.api.lightning import overrides
 from roomier.api.module import Module
 from roomier.api.step_arguments import num_step_arguments
+from roomier.core.errors import TrainingError
 from roomier.engine.engine import StepHooks
+from roomier.train.checks import needs_closure
 from roomier.train.manual import ManualOptimizer
 from roomier.train.run import Run, call
 
@@ -25,6 +28,7 @@ class TrainingStep:
     """``training_step`` of one micro-batch; its batch hooks are called by the engine around it.
 
     Attributes:
+        batch_idx: of the micro-batch that runs, from 0 in each epoch.
         skips_epoch: a hook asked to leave out the rest of this epoch, this micro-batch and its step included.
     """
 
@@ -35,7 +39,7 @@ class TrainingStep:
         self._ends = run.hooks.on_train_batch_end
         self._training_step = run.module.training_step
         self._num_arguments = num_step_arguments(run.module, "training_step", 2)
-        self._batch_idx = -1
+        self.batch_idx = -1
         self._batch: Any = None
         self._output: Any = None
         self.skips_epoch = False
@@ -44,31 +48,45 @@ class TrainingStep:
         if self.skips_epoch:
             return None
         self._output = output = (
-            self._training_step(batch, self._batch_idx) if self._num_arguments > 1 else self._training_step(batch)
+            self._training_step(batch, self.batch_idx) if self._num_arguments > 1 else self._training_step(batch)
         )
         return output
 
     def start_window(self, batch_idx: int) -> None:
-        self._batch_idx = batch_idx - 1
+        self.batch_idx = batch_idx - 1
 
     def start(self, batch: Any) -> None:
         """Before the forward of each micro-batch, which is on the device."""
         if self.skips_epoch:
             return
-        self._batch_idx += 1
+        self.batch_idx += 1
+        self._run.batch_idx = self.batch_idx
         self._batch = self._results.batch = batch
         self._results.is_in_batch = True
         for hook in self._starts:
-            if hook(batch, self._batch_idx) == SKIP_EPOCH:
+            if hook(batch, self.batch_idx) == SKIP_EPOCH:
                 self.skips_epoch = True
 
     def end(self) -> None:
         """After everything of one micro-batch; for the last of a step, after the optimizer."""
-        if not self.skips_epoch:
+        if self._ends and not self.skips_epoch:
+            outputs = self._outputs()
             for hook in self._ends:
-                hook(self._output, self._batch, self._batch_idx)
+                hook(outputs, self._batch, self.batch_idx)
         self._results.is_in_batch = False
         self._batch = self._output = self._results.batch = None
+
+    def _outputs(self) -> dict[str, Any]:
+        """What the hooks get, as in Lightning: a dict, whose loss is the one that was run backward."""
+        output = self._output
+        if output is None:
+            return {}
+        outputs = dict(output) if isinstance(output, Mapping) else {"loss": output}
+        if not self._run.module.automatic_optimization:
+            loss = outputs.get("loss")
+            return {**outputs, "loss": loss.detach()} if isinstance(loss, Tensor) else outputs
+        loss = self._run.engine.micro_batch_loss
+        return {**outputs, "loss": loss} if loss is not None else outputs
 
 
 def install_step_hooks(run: Run, step: TrainingStep) -> None:
@@ -89,7 +107,7 @@ def install_step_hooks(run: Run, step: TrainingStep) -> None:
 def _zero_grad(run: Run) -> Callable[[Optimizer], None] | None:
     module = run.module
     is_overridden = overrides(module, "optimizer_zero_grad", Module)
-    if not (is_overridden or run.hooks.on_before_zero_grad):
+    if not (is_overridden or run.hooks.on_before_zero_grad or takes_closure(run)):
         return None
 
     def zero_grad(optimizer: Optimizer) -> None:
@@ -122,49 +140,111 @@ def transfer_to(
     return transfer
 
 
+def forward_backward_of(run: Run) -> Callable[[TrainingStep, list[Any]], Tensor | None]:
+    """What makes the gradients of one window: the engine, the module's own hand, or the update that asks for them."""
+    if not run.module.automatic_optimization:
+        return _manual_step(run)
+    if not takes_closure(run):
+        return run.engine.forward_backward
+    module, stepped = run.module, _StepWithClosure(run.engine.optimizers[0], run)
+
+    def forward_backward(step: TrainingStep, window: list[Any]) -> Tensor | None:
+        was_called = False
+
+        def update(compute: Callable[[], Tensor | None]) -> None:
+            def closure(*_: Any) -> Tensor | None:
+                nonlocal was_called
+                was_called = True
+                return compute()
+
+            module.optimizer_step(run.progress.epoch, step.batch_idx, stepped, closure)
+            if not was_called:
+                raise TrainingError(
+                    "optimizer_step",
+                    type(module).__name__,
+                    "did not call its optimizer_closure, which runs training_step",
+                    "Pass it on: optimizer.step(closure=optimizer_closure); or call it, to leave out the update alone",
+                )
+
+        return run.engine.step_with_closure(step, window, update)
+
+    return forward_backward
+
+
+def takes_closure(run: Run) -> bool:
+    """Whether the gradients are computed when the update asks for them: see [Note: closures] in the design note."""
+    if not (run.module.automatic_optimization and run.engine.optimizers):
+        return False
+    return overrides(run.module, "optimizer_step", Module) or needs_closure(run.engine.optimizers[0])
+
+
+def _manual_step(run: Run) -> Callable[[TrainingStep, list[Any]], Tensor | None]:
+    # training_step does all of it.
+    def forward(step: TrainingStep, window: list[Any]) -> None:
+        batch = run.engine.move(window[0])
+        step.start(batch)
+        output = run.engine.forward(step, batch)
+        loss = output.get("loss") if isinstance(output, dict) else output
+        if isinstance(loss, Tensor):
+            run.last_loss = loss.detach()
+
+    return forward
+
+
 def update_of(run: Run) -> Callable[[], None]:
     """What follows the gradients: hooks, clipping, the optimizer; as short as what was overridden allows."""
-    engine, module = run.engine, run.module
-    if not engine.optimizers:
+    engine = run.engine
+    if not engine.optimizers or takes_closure(run):
         return lambda: None
+    before = before_update_of(run)
+    if not before:
+        return engine.step
     optimizer = engine.optimizers[0]
-    before = run.hooks.on_before_optimizer_step
-    batch_plan = run.plan.batch
-    clip: Callable[[], Any] | None = None
-    if overrides(module, "configure_gradient_clipping", Module):
-        clip = partial(
-            module.configure_gradient_clipping,
-            optimizer,
-            batch_plan.gradient_clip_val,
-            batch_plan.gradient_clip_algorithm,
-        )
-    elif batch_plan.gradient_clip_val is not None:
-        clip = engine.clip
-    step: Callable[[], Any] = engine.step
-    if overrides(module, "optimizer_step", Module):
-        proxy = _StepOnce(optimizer, run)
-
-        def step() -> None:
-            module.optimizer_step(run.progress.epoch, run.progress.batch_idx, proxy, lambda: run.last_loss)
-
-    if not before and clip is None:
-        return step
 
     def update() -> None:
         engine.unscale()
-        for hook in before:
-            hook(optimizer)
-        if clip is not None:
-            clip()
-        step()
+        for each in before:
+            each(optimizer)
+        engine.step()
 
     return update
 
 
-class _StepOnce(ManualOptimizer):
-    """What an overridden ``optimizer_step`` receives. The gradients are there: the closure gives the loss."""
+def before_update_of(run: Run) -> Sequence[Callable[[Optimizer], Any]]:
+    """What an optimizer waits for when its gradients are there: the hooks, then the clipping."""
+    module, batch_plan = run.module, run.plan.batch
+    limit, algorithm = batch_plan.gradient_clip_val, batch_plan.gradient_clip_algorithm
+    before = run.hooks.on_before_optimizer_step
+    if overrides(module, "configure_gradient_clipping", Module):
+        configured = partial(
+            module.configure_gradient_clipping, gradient_clip_val=limit, gradient_clip_algorithm=algorithm
+        )
+        return (*before, configured)
+    return before if limit is None else (*before, lambda _: run.engine.clip())
 
-    def step(self, closure: Any = None) -> None:
-        if closure is not None:
-            closure()
-        self._run.engine.step(self.optimizer)
+
+class _StepWithClosure(ManualOptimizer):
+    """What ``optimizer_step`` receives: its ``step`` takes the closure, as the optimizer's own does."""
+
+    def __init__(self, optimizer: Optimizer, run: Run) -> None:
+        super().__init__(optimizer, run)
+        self._before_update = before_update_of(run)
+
+    def step(self, closure: Any = None) -> Any:
+        engine, optimizer = self._run.engine, self.optimizer
+        loss: Any = None
+
+        def with_hooks() -> Any:
+            nonlocal loss
+            loss = None if closure is None else closure()
+            engine.unscale(optimizer)
+            for each in self._before_update:
+                each(optimizer)
+            return loss
+
+        if engine.scaler is None:
+            engine.step(optimizer, with_hooks)
+        else:  # the scaler takes no closure: it looks at the gradients before the optimizer does
+            with_hooks()
+            engine.step(optimizer)
+        return loss

@@ -1,0 +1,119 @@
+"""A LightningModule gives the same losses, metrics and weights under Lightning's Trainer and under roomier's."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from roomier import Trainer
+from tests.lightning import modules
+from tests.lightning.both import Seen, quiet_lightning, run_under
+from tests.lightning.modules import in_order, pl, shuffled
+
+NUM_STEPS = 30
+
+
+class Case(NamedTuple):
+    module: Any
+    train: Any = in_order
+    val: Any = lambda: in_order(3, seed=1)
+    keywords: Mapping[str, Any] = MappingProxyType({})
+
+
+def many() -> list[Any]:
+    return [in_order(2, seed=1), in_order(3, seed=2), shuffled(seed=3)]
+
+
+def with_own_generator() -> DataLoader[Any]:
+    data = modules.samples()
+    return DataLoader(data, 3, shuffle=True, generator=torch.Generator().manual_seed(5))
+
+
+def stream() -> DataLoader[Any]:
+    return DataLoader(modules.Stream(), batch_size=None)
+
+
+CASES = {
+    "plain": Case(modules.Regression),
+    "dropout": Case(modules.WithDropout),
+    "dropout and shuffled data": Case(modules.WithDropout, shuffled),
+    "shuffled by a generator of its own": Case(modules.Regression, with_own_generator, keywords={"max_steps": 30}),
+    "a generative adversarial network": Case(modules.Adversaries, shuffled, lambda: None),
+    "two optimizers": Case(modules.TwoOptimizers),
+    "several schedulers": Case(modules.SeveralSchedulers),
+    "many validation loaders": Case(modules.ManyValLoaders, val=many),
+    "torchmetrics": Case(modules.WithMetrics),
+    "accumulation": Case(modules.WithDropout, keywords={"accumulate_grad_batches": 2}),
+    "accumulation and schedulers": Case(modules.SeveralSchedulers, keywords={"accumulate_grad_batches": 5}),
+    "clipping by norm": Case(modules.Regression, keywords={"gradient_clip_val": 0.1}),
+    "clipping by value": Case(
+        modules.Regression, keywords={"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
+    ),
+    "clipping of its own": Case(modules.OwnClipping, keywords={"gradient_clip_val": 0.2}),
+    "warm-up in optimizer_step": Case(modules.WarmsUp),
+    "warm-up with accumulation and clipping": Case(
+        modules.WarmsUp, keywords={"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}
+    ),
+    "an update every second step": Case(modules.StepsEverySecond),
+    "LBFGS": Case(modules.Newton),
+    "LBFGS with clipping": Case(modules.Newton, keywords={"gradient_clip_val": 1.0}),
+    "a scheduler step of its own": Case(modules.OwnSchedulerStep),
+    "outputs in a dict": Case(modules.WithDictOutputs),
+    "a stream": Case(modules.WithDropout, stream, keywords={"max_epochs": 3}),
+    "some steps return None": Case(modules.SometimesNone),
+    "validation within epochs": Case(modules.WithDropout, shuffled, keywords={"val_check_interval": 3}),
+}
+
+
+def assert_equal(seen: Seen, expected: Seen) -> None:
+    assert seen.losses == pytest.approx(expected.losses, abs=1e-6)
+    assert len(seen.metrics) == len(expected.metrics)
+    for metrics, of_lightning in zip(seen.metrics, expected.metrics, strict=True):
+        assert metrics == pytest.approx(of_lightning, abs=1e-6)
+    torch.testing.assert_close(seen.weights, expected.weights, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_losses_metrics_and_weights_are_equal(tmp_path, name):
+    case = CASES[name]
+    runs = [
+        run_under(kind, case.module, lambda: (case.train(), case.val()), tmp_path, **case.keywords)
+        for kind in (pl.Trainer, Trainer)
+    ]
+    assert len(runs[0].losses) >= NUM_STEPS
+    assert len(set(runs[0].losses)) > NUM_STEPS / 2  # it learns: equal figures are no accident
+    assert_equal(runs[1], runs[0])
+
+
+def test_the_package_under_its_other_name(tmp_path):
+    with quiet_lightning():
+        import pytorch_lightning as other
+
+    class Regression(other.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = torch.nn.Linear(4, 1)
+
+        def training_step(self, batch, batch_idx):
+            inputs, targets = batch
+            loss = (self.net(inputs) - targets).square().mean()
+            self.log("train_loss", loss, on_epoch=True)
+            return loss
+
+        def validation_step(self, batch, batch_idx):
+            self.log("val_loss", (self.net(batch[0]) - batch[1]).square().mean())
+
+        def configure_optimizers(self):
+            return torch.optim.Adam(self.parameters(), lr=0.05)
+
+    def loaders():
+        return in_order(), in_order(2, seed=1)
+
+    assert not issubclass(Regression, pl.LightningModule)
+    expected = run_under(other.Trainer, Regression, loaders, tmp_path, other.Callback)
+    seen = run_under(Trainer, Regression, loaders, tmp_path, other.Callback)
+    assert len(seen.losses) == NUM_STEPS
+    assert_equal(seen, expected)
