@@ -7,6 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from roomier import checkpoint
+from roomier.checkpoint.lightning import is_lightning_file
 from roomier.core.errors import CheckpointError
 
 
@@ -22,6 +23,8 @@ def find_complete(name: str, folders: list[str]) -> str:
     """The path of the complete checkpoint ``name`` in the first of ``folders`` that has it; ``""`` if none has."""
     for folder in folders if name else ():
         path = os.path.join(folder, name)
+        if is_lightning_file(path):  # of the run that this one goes on with
+            return path
         with suppress(CheckpointError):
             checkpoint.peek(path)
             return path

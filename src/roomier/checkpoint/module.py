@@ -6,16 +6,19 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
 
 from roomier.adapters.lora import apply_lora, quantise_base
 from roomier.api.blocks import find_blocks
 from roomier.api.module import Module
 from roomier.api.wrapped import network_of
+from roomier.checkpoint.lightning import LightningFile, is_lightning_file
 from roomier.checkpoint.verbs import load, peek
 from roomier.core.errors import CheckpointError, RoomierError
 from roomier.plan.parts import AdapterPlan
 
 AnyModule = TypeVar("AnyModule", bound=Module)
+AnyNetwork = TypeVar("AnyNetwork", bound=nn.Module)
 
 
 def load_module(
@@ -34,7 +37,33 @@ def load_module(
             or shapes (with ``strict=False``, other shapes only).
     """
     device = None if map_location is None else _device(map_location)
-    described = peek(path)
+    file = LightningFile(path) if is_lightning_file(path) else None
+    described = peek(path) if file is None else {"hyperparameters": file.hyperparameters}
+    module = make_module(cls, path, described, init_arguments)
+    if file is not None:
+        _load_lightning(module, file, strict=strict)
+        return module if device is None else module.to(device)
+    _put_adapters(module, described.get("plan"))
+    if strict:
+        # Filled in place; what a module keeps beside its tensors (get_extra_state) is set behind that.
+        module.load_state_dict(load(path, into={"module": module.state_dict()}, only=("module",))["module"])
+    else:
+        _load_what_is_there(module, load(path, only=("module",))["module"], path)
+    return module if device is None else module.to(device)
+
+
+def make_module(
+    cls: type[AnyNetwork], path: str | Path, described: Mapping[str, Any], init_arguments: Mapping[str, Any]
+) -> AnyNetwork:
+    """A module of ``cls``, any ``nn.Module``, with the stored hyperparameters, and none of the stored weights.
+
+    Args:
+        described: what :func:`roomier.checkpoint.peek` gives of the checkpoint ``path``.
+        init_arguments: take the place of stored ones.
+
+    Raises:
+        CheckpointError: it cannot be made of these arguments.
+    """
     arguments = {**_taken_by(cls, described.get("hyperparameters", {})), **init_arguments}
     try:
         module = cls(**arguments)
@@ -45,14 +74,19 @@ def load_module(
             f"{cls.__name__} cannot be made from the stored hyperparameters {sorted(arguments)} ({error})",
             "Pass the missing arguments to load_from_checkpoint, and call save_hyperparameters in __init__",
         ) from error
-    module.configure_model()
-    _put_adapters(module, described.get("plan"))
-    if strict:
-        # Filled in place; what a module keeps beside its tensors (get_extra_state) is set behind that.
-        module.load_state_dict(load(path, into={"module": module.state_dict()}, only=("module",))["module"])
-    else:
-        _load_what_is_there(module, load(path, only=("module",))["module"], path)
-    return module if device is None else module.to(device)
+    configure_model = getattr(module, "configure_model", None)  # of a Module, or of a LightningModule
+    if callable(configure_model):
+        configure_model()
+    return module
+
+
+def _load_lightning(module: Module, file: LightningFile, *, strict: bool) -> None:
+    module.on_load_checkpoint(file.content)  # as in Lightning: it may change the names
+    if strict and file.state_dict.keys() != module.state_dict().keys():
+        differing = sorted(file.state_dict.keys() ^ module.state_dict().keys())
+        problem = f"belongs to another model than {type(module).__name__}: it alone, or this alone, has {differing[:5]}"
+        raise CheckpointError("checkpoint_path", str(file.path), problem, "Give the class that was saved")
+    _load_what_is_there(module, file.state_dict, file.path)
 
 
 def _put_adapters(module: Module, plan: Mapping[str, Any] | None) -> None:

@@ -9,11 +9,13 @@ from torch import nn
 
 from roomier import checkpoint
 from roomier.adapters.layers import is_adapter
+from roomier.checkpoint.lightning import is_lightning_file
 from roomier.core.errors import CheckpointError, RoomierError
 from roomier.core.log import notice
 from roomier.core.ranks import Ranks
 from roomier.engine.weights_file import WeightsFile, WeightsToRead
 from roomier.plan import Plan
+from roomier.train.lightning_resume import LightningWeights
 from roomier.train.restore import restore_weights
 from roomier.train.run import Run
 
@@ -69,7 +71,7 @@ def first_weights(weights: object, ckpt_path: Path | None, plan: Plan, ranks: Ra
     """What ``weights`` means.
 
     Args:
-        weights: path of a safetensors file, of a folder of them, or of a checkpoint; or None.
+        weights: path of a safetensors file, of a folder of them, of a checkpoint, or of a Lightning ``.ckpt``; or None.
         ckpt_path: the run goes on from it, so ``weights`` is not read.
 
     Raises:
@@ -78,7 +80,7 @@ def first_weights(weights: object, ckpt_path: Path | None, plan: Plan, ranks: Ra
     if weights is None:
         return FirstWeights()
     if not isinstance(weights, (str, Path)):
-        action = "Pass a .safetensors file, a folder with model.safetensors, or a checkpoint"
+        action = "Pass a .safetensors file, a folder with model.safetensors, or a checkpoint (Lightning's .ckpt too)"
         raise RoomierError("weights", weights, "is not a path", action)
     if ckpt_path is not None:
         notice(f"weights={str(weights)!r} is not read: the run goes on from {ckpt_path}")
@@ -88,6 +90,8 @@ def first_weights(weights: object, ckpt_path: Path | None, plan: Plan, ranks: Ra
         if plan.adapter.lora_rank is not None and not _has_adapters(path):
             return FirstWeights(file=PlainCheckpoint(path, ranks))
         return FirstWeights(checkpoint=path)
+    if is_lightning_file(weights):
+        return FirstWeights(file=LightningWeights(Path(weights), ranks))
     _check_is_no_folder_of_checkpoints(Path(weights))
     return FirstWeights(file=WeightsFile(weights))
 

@@ -15,6 +15,7 @@ from roomier.adapters.found import as_keyword
 from roomier.adapters.layers import is_adapter
 from roomier.api.adapt import seen_by_user
 from roomier.api.callback import PlacesTensors
+from roomier.checkpoint.lightning import is_lightning_file
 from roomier.core.errors import CheckpointError
 from roomier.core.log import notice
 from roomier.core.rng import rng_state, seed_everything, set_rng_state
@@ -23,6 +24,7 @@ from roomier.engine.optimizer_state import parameter_names, state_places
 from roomier.plan import Plan
 from roomier.plan.parts import AdapterPlan
 from roomier.train.group_values import changed_in_plan, check_same_optimizer, put_changed, tell_kept
+from roomier.train.lightning_resume import restore_lightning, restore_lightning_weights
 from roomier.train.metric_state import load_metric_states, metrics_of
 from roomier.train.run import Run
 from roomier.train.run_folder import PREFIX
@@ -55,12 +57,15 @@ def resolve_checkpoint(ckpt_path: str | Path | None, root: Path, best_path: str 
             )
         return Path(best_path)
     if not isinstance(ckpt_path, (str, Path)):
-        raise CheckpointError("ckpt_path", ckpt_path, "is not a path", "Pass a checkpoint folder, 'last' or 'best'")
+        raise CheckpointError("ckpt_path", ckpt_path, "is not a path", "Pass a checkpoint, 'last' or 'best'")
     return Path(ckpt_path)
 
 
 def restore_weights(run: Run, path: Path) -> None:
     """Fill the weights of the module from ``path``; nothing else of the checkpoint is read."""
+    if is_lightning_file(path):
+        restore_lightning_weights(run, path)
+        return
     with _named_ckpt_path():
         weights = run.engine.weights()
         _check_adapters(path, checkpoint.peek(path), weights, run.plan)
@@ -80,6 +85,9 @@ def restore(run: Run, path: Path) -> None:
         DataError: the data is not that of the saved run.
         In both cases neither the model nor anything else was changed.
     """
+    if is_lightning_file(path):
+        restore_lightning(run, path)
+        return
     with _named_ckpt_path():
         stored = checkpoint.peek(path)
         _check_complete(path, stored)

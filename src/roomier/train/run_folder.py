@@ -18,7 +18,9 @@ def run_folder(root: Path, resumed: Path | None) -> Path:
     Raises:
         CheckpointError: it cannot be made.
     """
-    if resumed is not None and resumed.parent.parent.parent.resolve() == root.resolve():
+    # Checkpoints of Lightning are files, and their folder is Lightning's.
+    is_own = resumed is not None and not resumed.is_file()
+    if resumed is not None and is_own and resumed.parent.parent.parent.resolve() == root.resolve():
         return resumed.parent.parent
     try:
         root.mkdir(parents=True, exist_ok=True)
