@@ -8,35 +8,83 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 
+from roomier.api.adapt import seen_by_user
+
 if TYPE_CHECKING:
     from roomier.train.run import Run
 
+_STATE = ("param_groups", "state", "defaults")
+
 
 class ManualOptimizer:
-    """Stands in for ``optimizer``; everything but ``step`` is the optimizer's own."""
+    """Stands in for ``optimizer``; everything but ``step`` is the optimizer's own.
+
+    It passes for one of the optimizer's class, so that a scheduler can be made over it, and a copy or a pickle of it is
+    one of the optimizer.
+    """
 
     def __init__(self, optimizer: Optimizer, run: Run) -> None:
         self.optimizer = optimizer
         self._run = run
 
-    def step(self, closure: Any = None) -> None:
-        """One optimizer step: ``on_before_optimizer_step``, then the update; counts in ``global_step``."""
-        engine = self._run.engine
-        if self._run.hooks.on_before_optimizer_step:
-            engine.unscale(self.optimizer)
-            for hook in self._run.hooks.on_before_optimizer_step:
-                hook(self.optimizer)
-        engine.step(self.optimizer, closure)
+    @property
+    def __class__(self) -> type:  # type: ignore[override]
+        return type(self.optimizer)
+
+    def step(self, closure: Any = None) -> Any:
+        """One optimizer step: ``closure``, which computes the gradients where it is given (and may be called several
+        times, as LBFGS does), ``on_before_optimizer_step``, then the update; counts in ``global_step``.
+
+        Returns:
+            The loss it began with: what ``closure`` returned first.
+        """
+        engine, optimizer, hooks = self._run.engine, self.optimizer, self._run.hooks.on_before_optimizer_step
+        losses: list[Any] = []
+
+        def with_hooks() -> Any:
+            loss = None if closure is None else closure()
+            if not losses:
+                losses.append(loss)
+            if hooks:
+                engine.unscale(optimizer)
+                for hook in hooks:
+                    hook(optimizer)
+            return loss
+
+        if closure is None or engine.scaler is not None:  # which looks at the gradients before the optimizer does
+            with_hooks()
+            engine.step(optimizer)
+        else:
+            engine.step(optimizer, with_hooks)
         self._run.progress.global_step += 1
+        return losses[0] if losses else None
 
     @contextmanager
     def toggle_model(self, sync_grad: bool = True) -> Iterator[None]:
-        """Only the parameters of this optimizer require gradients inside."""
-        self._run.module.toggle_optimizer(self)
+        """Only the parameters of this optimizer require gradients inside.
+
+        Args:
+            sync_grad: taken, and of no effect: ranks add up the gradients of each backward, so what a step sees is the
+                same.
+        """
+        module = seen_by_user(self._run.module)
+        module.toggle_optimizer(self)
         try:
             yield
         finally:
-            self._run.module.untoggle_optimizer(self)
+            module.untoggle_optimizer(self)
+
+    def __repr__(self) -> str:
+        return repr(self.optimizer)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.optimizer.__reduce_ex__(protocol)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.optimizer, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _STATE:  # what is read here is the optimizer's, and so is what is written
+            setattr(self.optimizer, name, value)
+        else:
+            super().__setattr__(name, value)
