@@ -116,7 +116,7 @@ def _trained(network: nn.Module, names: str, targets: dict[str, nn.Module]) -> s
     """The parameters of the modules that are trained whole."""
     found: set[nn.Parameter] = set()
     for pattern in filter(None, (each.strip() for each in names.split(","))):
-        matching = {name: each for name, each in network.named_modules() if name and _matches(name, pattern)}
+        matching = {name: each for name, each in network.named_modules() if name and matches(name, pattern)}
         parameters = {each for module in matching.values() for each in module.parameters()}
         if not parameters:
             action = _nearest((name for name, each in network.named_modules() if name), pattern)
@@ -160,7 +160,7 @@ def _targets(network: nn.Module, blocks: Sequence[nn.Module], targets: str) -> d
         return found
     wanted: set[str] = set()
     for pattern in filter(None, (each.strip() for each in targets.split(","))):
-        matching = {name for name in layers if _matches(name, pattern)}
+        matching = {name for name in layers if matches(name, pattern)}
         if not matching:
             raise RoomierError(_FIELD, pattern, _why_none(network, pattern), _nearest(layers, pattern))
         wanted |= matching
@@ -169,13 +169,14 @@ def _targets(network: nn.Module, blocks: Sequence[nn.Module], targets: str) -> d
     return {name: each for name, each in layers.items() if name in wanted}
 
 
-def _matches(name: str, pattern: str) -> bool:
+def matches(name: str, pattern: str) -> bool:
+    """Whether a layer is meant by one of the names in ``lora_targets`` or ``lora_trained``."""
     return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
 
 
 def _why_none(network: nn.Module, pattern: str) -> str:
     named = dict(network.named_modules())
-    others = [name for name in named if name and _matches(name, pattern)]
+    others = [name for name in named if name and matches(name, pattern)]
     if not others:
         return "no layer has a name that ends in it"
     if named[others[0]] in _read_by_others(network):

@@ -8,8 +8,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from roomier.api.loss_terms import count_loss_terms
+from roomier.api.pretrained_loss import compares_samples, counts_samples, ignored_label, is_shifted_inside, reduction_of
 from roomier.api.wrapped import WrappedModule
 from roomier.core.errors import RoomierError
+from roomier.core.log import notice
+from roomier.core.tree import batch_size_of
 
 
 class ForwardModule(WrappedModule):
@@ -22,16 +25,18 @@ class ForwardModule(WrappedModule):
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__(network)
-        names = [cls.__name__ for cls in type(network).__mro__]
-        config = getattr(network, "config", None)
-        # Models of images and text that continue a text are named ForConditionalGeneration, as encoder-decoders are.
-        is_causal = any(name.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")) for name in names)
-        self._is_shifted_inside = is_causal and not getattr(config, "is_encoder_decoder", False)
+        self.loss_reduction = reduction_of(network)
+        self._is_shifted_inside = is_shifted_inside(network)
+        self._ignored_label = ignored_label(network)
+        self._counts_samples = counts_samples(network)
+        self._has_told = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.network(*args, **kwargs)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if not self._has_told and compares_samples(batch):
+            self._tell_what_is_compared()
         loss = self._loss(batch)
         self.log("train_loss", loss.detach(), prog_bar=True)
         return loss
@@ -46,7 +51,19 @@ class ForwardModule(WrappedModule):
         return call_with_batch(self.network, batch)
 
     def num_loss_terms(self, batch: Any) -> int | Tensor:
-        return count_loss_terms(batch, is_shifted_inside=self._is_shifted_inside)
+        if self._counts_samples:
+            return batch_size_of(batch)
+        return count_loss_terms(batch, is_shifted_inside=self._is_shifted_inside, ignored_label=self._ignored_label)
+
+    def _tell_what_is_compared(self) -> None:
+        self._has_told = True
+        num_parts = self.trainer.accumulate_grad_batches * self.trainer.world_size if self.is_attached else 1
+        if num_parts > 1:
+            notice(
+                f"the loss of {type(self.network).__name__} compares the samples of a batch with each other: of the "
+                f"{num_parts} parts of a global batch each is compared within itself, and gradients are the mean of "
+                "theirs, not those of the whole batch"
+            )
 
     def _log_loss(self, name: str, batch: Any) -> None:
         # Weighted by terms, the epoch's figure is the mean over all of them, whatever the batches were.

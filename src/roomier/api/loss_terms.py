@@ -19,24 +19,26 @@ IGNORE_INDEX = -100  # the default of F.cross_entropy, and the convention of the
 TARGET_KEYS = ("labels", "targets", "target", "label", "y")
 
 
-def count_loss_terms(batch: Any, *, is_shifted_inside: bool = False) -> int | Tensor:
+def count_loss_terms(batch: Any, *, is_shifted_inside: bool = False, ignored_label: int = IGNORE_INDEX) -> int | Tensor:
     """The number of terms a mean loss over ``batch`` has.
 
-    Integer targets are counted without those equal to -100; anything else counts by samples.
+    Integer targets are counted without those equal to ``ignored_label``; anything else counts by samples.
 
     Args:
         batch: a mapping with one of the keys ``labels, targets, target, label, y``; or ``(inputs..., targets)``.
-        is_shifted_inside: the model drops the first target of each row (Hugging Face's causal models do).
+        is_shifted_inside: the model drops the first target of each row (Hugging Face's causal models do). Targets that
+            the batch has as ``shift_labels`` are taken as they are.
 
     Returns:
         An int for targets on the CPU, a 0-dim tensor for targets on another device (no wait for it).
     """
-    targets = _targets(batch)
+    shifted = batch.get("shift_labels") if is_shifted_inside and isinstance(batch, Mapping) else None
+    targets = shifted if isinstance(shifted, Tensor) else _targets(batch)
     if targets is None or targets.is_floating_point() or targets.dtype is torch.bool or targets.dim() == 0:
         return batch_size_of(batch)
-    if is_shifted_inside and targets.dim() > 1:
+    if is_shifted_inside and targets is not shifted and targets.dim() > 1:
         targets = targets[..., 1:]
-    count = (targets != IGNORE_INDEX).sum()
+    count = (targets != ignored_label).sum()
     return int(count) if targets.device.type == "cpu" else count
 
 

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Iterable
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
+import torch
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 
 from roomier.adapters.found import trained_whole
 from roomier.adapters.layers import Adapted, rank_of
+from roomier.adapters.lora import matches
 from roomier.checkpoint.commit import committed_folder
+from roomier.checkpoint.stored_tensors import StoredTensors
 from roomier.core.errors import RoomierError
+from roomier.export.safetensors import dtype_in_file, new_folder
+from roomier.export.shards import write_json
+from roomier.plan.parts import AdapterPlan
 
 _PREFIX = "base_model.model."
 
@@ -35,38 +39,93 @@ def export_adapter(network: nn.Module, output: str | Path) -> Path:
     if any(hasattr(each.lora_A, "placements") for each in layers.values()):
         problem = "is divided among the ranks"
         raise RoomierError("network", type(network).__name__, problem, "Load its checkpoint into a new model")
-    target = Path(os.path.abspath(output))
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise RoomierError("output", str(output), "is there already and not empty", "Choose another folder")
-    tensors = {}
-    for name, layer in layers.items():
-        for part, each in (("lora_A", layer.lora_A), ("lora_B", layer.lora_B)):
-            values = each.detach().cpu()
-            tensors[f"{_PREFIX}{name}.{part}.weight"] = (values.T if layer.is_in_out else values).contiguous()
+    parts = {name: (each.lora_A.detach().cpu(), each.lora_B.detach().cpu()) for name, each in layers.items()}
     trained = trained_whole(network)
-    for name, module in trained.items():
-        for part, each in module.named_parameters(name):
-            tensors[f"{_PREFIX}{part}"] = each.detach().cpu().contiguous().clone()  # it may be tied to another
-    with committed_folder(target, sum(each.nbytes for each in tensors.values())) as folder:
-        save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-        (folder / "adapter_config.json").write_text(
-            json.dumps(_config(layers, trained), indent=2) + "\n", encoding="utf-8"
-        )
-    return target
-
-
-def _config(layers: dict[str, Adapted], trained: Iterable[str]) -> dict[str, Any]:
+    beside = {
+        part: each.detach().cpu() for name, module in trained.items() for part, each in module.named_parameters(name)
+    }
     layer = next(iter(layers.values()))  # rank and scale are the same for all
-    rank = rank_of(layer)
-    return {
+    settings = AdapterPlan(
+        lora_rank=rank_of(layer), lora_alpha=layer.lora_scale * rank_of(layer), lora_dropout=layer.lora_dropout
+    )
+    _write(new_folder(output, None), parts, beside, settings, in_out=layer.is_in_out, trained=list(trained))
+    return Path(os.path.abspath(output))
+
+
+def export_adapter_of(
+    path: str | Path, output: Path, adapter: AdapterPlan, *, prefix: str = "", dtype: str | None = None
+) -> int:
+    """Write the adapters in the checkpoint ``path`` as :func:`export_adapter` does those of a network. All of them are
+    in memory, the rest of the model is not.
+
+    Args:
+        adapter: of the Plan that the run was trained with. prefix: of the model others will load, in the module.
+        dtype: of what is written; None leaves each as it is.
+
+    Returns:
+        The bytes of its tensors.
+
+    Raises:
+        RoomierError: it has no adapters.
+        CheckpointError: the checkpoint is damaged, or the disk is full.
+    """
+    stored = StoredTensors(path, "module")
+    names = [key.removesuffix(".lora_A") for key in stored.specs if key.endswith(".lora_A") and key.startswith(prefix)]
+    rank = adapter.lora_rank
+    if not names or rank is None:
+        problem, action = "has no adapters", "Leave out adapters='alone': the model was trained as a whole"
+        raise RoomierError("checkpoint", str(path), problem, action)
+
+    def read(key: str) -> Tensor:
+        whole = torch.cat(list(stored.chunks(key))).view(stored.specs[key].shape)
+        return whole.to(dtype_in_file(whole.dtype, dtype))
+
+    parts = {name.removeprefix(prefix): (read(f"{name}.lora_A"), read(f"{name}.lora_B")) for name in names}
+    patterns = [each for each in adapter.lora_trained.split(",") if each]
+    owners = {key.rpartition(".")[0] for key in stored.specs if key.startswith(prefix)}
+    parents = {name[:end] for name in owners for end in _ends_of_parts(name)}
+    meant = sorted(name for name in parents if any(matches(name, pattern) for pattern in patterns))
+    trained = [name for name in meant if not any(name.startswith(f"{outer}.") for outer in meant)]
+    inside = tuple(f"{name}." for name in trained)
+    beside = {key.removeprefix(prefix): read(key) for key in stored.specs if inside and key.startswith(inside)}
+    in_out = next(iter(parts.values()))[0].shape[0] != rank
+    alpha = adapter.lora_alpha if adapter.lora_alpha is not None else rank
+    settings = AdapterPlan(lora_rank=rank, lora_alpha=alpha, lora_dropout=adapter.lora_dropout)
+    own = [name.removeprefix(prefix) for name in trained]
+    return _write(output, parts, beside, settings, in_out=in_out, trained=own)
+
+
+def _ends_of_parts(name: str) -> list[int]:
+    return [index for index, letter in enumerate(name) if letter == "."] + [len(name)]
+
+
+def _write(
+    target: Path,
+    parts: Mapping[str, tuple[Tensor, Tensor]],
+    beside: Mapping[str, Tensor],
+    settings: AdapterPlan,
+    *,
+    in_out: bool,
+    trained: list[str],
+) -> int:
+    tensors = {f"{_PREFIX}{name}": each.contiguous().clone() for name, each in beside.items()}  # it may be tied
+    for name, pair in parts.items():
+        for part, values in zip(("lora_A", "lora_B"), pair, strict=True):
+            tensors[f"{_PREFIX}{name}.{part}.weight"] = (values.T if in_out else values).contiguous()
+    num_bytes = sum(each.nbytes for each in tensors.values())
+    config = {
         "peft_type": "LORA",
         "task_type": None,
-        "r": rank,
-        "lora_alpha": layer.lora_scale * rank,
-        "lora_dropout": layer.lora_dropout,
-        "target_modules": list(layers),
-        "fan_in_fan_out": layer.is_in_out,
-        "modules_to_save": list(trained) or None,
+        "r": settings.lora_rank,
+        "lora_alpha": settings.lora_alpha,
+        "lora_dropout": settings.lora_dropout,
+        "target_modules": list(parts),
+        "fan_in_fan_out": in_out,
+        "modules_to_save": trained or None,
         "bias": "none",
         "inference_mode": True,
     }
+    with committed_folder(target, num_bytes) as folder:
+        save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+        write_json(folder / "adapter_config.json", config)
+    return num_bytes

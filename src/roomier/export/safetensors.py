@@ -8,10 +8,10 @@ adapter, is put together first. So the size of the model does not matter.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,10 @@ import torch
 
 from roomier import checkpoint
 from roomier.checkpoint.commit import committed_folder
-from roomier.checkpoint.tensor_file import TensorFile, bytes_of, num_bytes_of
 from roomier.core.errors import RoomierError, did_you_mean
 from roomier.core.log import notice
 from roomier.export.merged import MergedTensors
+from roomier.export.shards import ToWrite, write_json, write_tensors
 from roomier.plan.parts import AdapterPlan
 
 DTYPES = {
@@ -34,7 +34,7 @@ DTYPES = {
     "float16": torch.float16,
 }
 DEFAULT_SHARD_BYTES = 5 * 10**9
-_CONFIG, _INDEX = "config.json", "model.safetensors.index.json"
+_CONFIG = "config.json"
 
 
 @dataclass(frozen=True)
@@ -76,31 +76,30 @@ def export_safetensors(
         RoomierError: ``dtype`` or ``prefix`` is unknown, or ``output`` is there already.
         CheckpointError: the checkpoint is damaged, or the disk is full.
     """
-    if dtype is not None and dtype not in DTYPES:
-        raise RoomierError("dtype", dtype, "is unknown", did_you_mean(dtype, DTYPES))
-    target = Path(os.path.abspath(output))
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise RoomierError("output", str(output), "is there already and not empty", "Choose another folder")
+    target = new_folder(output, dtype)
     described = checkpoint.peek(path)
     stored = MergedTensors(path, "module", AdapterPlan(**described.get("plan", {}).get("adapter", {})))
     found_prefix, config = _pretrained(described)
     prefix = found_prefix if prefix is None else prefix
-    names = _names(stored, prefix)
-    dtypes = {key: _dtype(stored.specs[key].dtype, dtype) for key in names}
-    shards = _shards(stored, names, dtypes, max_shard_bytes)
-    num_bytes = sum(_num_bytes(stored, key, dtypes) for key in names)
+    names = names_in_files(stored, prefix)
+    tensors = [
+        ToWrite(
+            name,
+            dtype_in_file(stored.specs[key].dtype, dtype),
+            tuple(stored.specs[key].shape),
+            partial(stored.chunks, key),
+            _tied_names(stored, name, key),
+        )
+        for key, name in names.items()
+    ]
+    num_bytes = sum(each.num_bytes for each in tensors)
     with committed_folder(target, num_bytes) as folder:
-        files = _file_names(len(shards))
-        for file_name, keys in zip(files, shards, strict=True):
-            _write_shard(folder / file_name, stored, keys, names, dtypes)
-        if len(shards) > 1:
-            weight_map = {names[key]: file for file, keys in zip(files, shards, strict=True) for key in keys}
-            _write_json(folder / _INDEX, {"metadata": {"total_size": num_bytes}, "weight_map": weight_map})
+        files = write_tensors(folder, tensors, max_shard_bytes)
         if config is not None and prefix == found_prefix:
-            _write_json(folder / _CONFIG, _with_dtype(config, dtype))
+            write_json(folder / _CONFIG, _with_dtype(config, dtype))
         else:
             notice(f"no {_CONFIG}: the checkpoint holds no configuration of a Hugging Face model under {prefix!r}")
-    return Exported(target, tuple(files), num_bytes)
+    return Exported(target, files, num_bytes)
 
 
 def _pretrained(described: Mapping[str, Any]) -> tuple[str, dict[str, Any] | None]:
@@ -114,7 +113,21 @@ def _pretrained(described: Mapping[str, Any]) -> tuple[str, dict[str, Any] | Non
     return "", None
 
 
-def _names(stored: MergedTensors, prefix: str) -> dict[str, str]:
+def new_folder(output: str | Path, dtype: str | None) -> Path:
+    """The path of ``output``.
+
+    Raises:
+        RoomierError: there is something already, or ``dtype`` is unknown.
+    """
+    if dtype is not None and dtype not in DTYPES:
+        raise RoomierError("dtype", dtype, "is unknown", did_you_mean(dtype, DTYPES))
+    target = Path(os.path.abspath(output))
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise RoomierError("output", str(output), "is there already and not empty", "Choose another folder")
+    return target
+
+
+def names_in_files(stored: MergedTensors, prefix: str) -> dict[str, str]:
     """Key in the checkpoint -> name in the files; of tied ones the first alone."""
     under = [key for key in stored.specs if key.startswith(prefix)]
     if not under:
@@ -129,62 +142,15 @@ def _names(stored: MergedTensors, prefix: str) -> dict[str, str]:
     return {key: key[len(prefix) :] for key in first.values()}
 
 
-def _dtype(stored: torch.dtype, wanted: str | None) -> torch.dtype:
+def dtype_in_file(stored: torch.dtype, wanted: str | None) -> torch.dtype:
     return stored if wanted is None or not stored.is_floating_point else DTYPES[wanted]
 
 
-def _num_bytes(stored: MergedTensors, key: str, dtypes: Mapping[str, torch.dtype]) -> int:
-    return num_bytes_of(dtypes[key], stored.specs[key].shape)
-
-
-def _shards(
-    stored: MergedTensors, names: Mapping[str, str], dtypes: Mapping[str, torch.dtype], max_shard_bytes: int
-) -> list[list[str]]:
-    shards: list[list[str]] = [[]]
-    held_bytes = 0
-    for key in names:
-        num_bytes = _num_bytes(stored, key, dtypes)
-        if shards[-1] and held_bytes + num_bytes > max_shard_bytes:
-            shards.append([])
-            held_bytes = 0
-        shards[-1].append(key)
-        held_bytes += num_bytes
-    return shards
-
-
-def _file_names(num_files: int) -> list[str]:
-    if num_files == 1:
-        return ["model.safetensors"]
-    return [f"model-{index:05}-of-{num_files:05}.safetensors" for index in range(1, num_files + 1)]
-
-
-def _write_shard(
-    path: Path,
-    stored: MergedTensors,
-    keys: list[str],
-    names: Mapping[str, str],
-    dtypes: Mapping[str, torch.dtype],
-) -> None:
-    key_of = {names[key]: key for key in keys}
-    specs = {name: (dtypes[key], stored.specs[key].shape) for name, key in key_of.items()}
-    with TensorFile(path, specs, {**_tied_names(stored, names, keys), "format": "pt"}) as file:
-        for name in file.names:
-            key = key_of[name]
-            for chunk in stored.chunks(key):
-                for data in bytes_of(chunk.to(dtypes[key])):
-                    file.append(data)
-
-
-def _tied_names(stored: MergedTensors, names: Mapping[str, str], keys: list[str]) -> dict[str, str]:
-    """Names that are not written -> the name of the same tensor that is, as safetensors' own ``save_model`` has it."""
-    tied: dict[str, str] = {}
-    for key in keys:
-        root, prefix = stored.tied_to.get(key, key), key[: len(key) - len(names[key])]
-        for other in stored.specs:
-            is_same = other != key and stored.tied_to.get(other, other) == root
-            if is_same and other.startswith(prefix):
-                tied[other[len(prefix) :]] = names[key]
-    return tied
+def _tied_names(stored: MergedTensors, name: str, key: str) -> tuple[str, ...]:
+    """Names of the same tensor as ``key``, which is written as ``name``."""
+    root, prefix = stored.tied_to.get(key, key), key[: len(key) - len(name)]
+    same = (each for each in stored.specs if each != key and stored.tied_to.get(each, each) == root)
+    return tuple(each[len(prefix) :] for each in same if each.startswith(prefix))
 
 
 def _with_dtype(config: dict[str, Any], dtype: str | None) -> dict[str, Any]:
@@ -192,11 +158,3 @@ def _with_dtype(config: dict[str, Any], dtype: str | None) -> dict[str, Any]:
         return config
     key = "torch_dtype" if "torch_dtype" in config else "dtype"
     return {**config, key: str(DTYPES[dtype]).removeprefix("torch.")}
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        json.dump(content, file, indent=2)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())

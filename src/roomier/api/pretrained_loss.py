@@ -1,0 +1,64 @@
+"""What the loss of a Hugging Face model averages over, as far as its class and configuration tell.
+
+[Note: no num_items_in_batch]
+The models' own way to exact accumulation is the argument ``num_items_in_batch``: the loss of micro-batch ``i`` is then
+``S_i / N``, its sum over the terms of all micro-batches. The engine's weights make the same number of the plain mean,
+``(S_i / n_i) * (n_i / N)``, see [Note: exact accumulation]. They do so also for models that take no such argument and
+for losses that a user writes. What stands beside the mean is averaged with the same weights: the loss of a router that
+spreads tokens over experts, say, which would count once for each micro-batch if only the mean were divided by ``N``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from torch import nn
+
+from roomier.api.loss_terms import IGNORE_INDEX
+
+# Decoders of models that read a text and write another: they take targets that are shifted already (transformers 5.23).
+_UNSHIFTED = frozenset(
+    f"{name}ForCausalLM"
+    for name in (
+        *("Bart", "BigBirdPegasus", "Blenderbot", "BlenderbotSmall", "CpmAnt", "MBart", "Marian", "Mvp", "PLBart"),
+        *("Pegasus", "ProphetNet", "TrOCR", "Whisper"),
+    )
+) | {"XLNetLMHeadModel", "XLMWithLMHeadModel", "FlaubertWithLMHeadModel"}
+_SHIFTED_ENDINGS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+
+
+def is_shifted_inside(network: nn.Module) -> bool:
+    """Whether ``network`` shifts its labels, so that the first of each row is no term of its loss."""
+    names = [cls.__name__ for cls in type(network).__mro__]
+    config = getattr(network, "config", None)
+    # Models of images and text that continue a text are named ForConditionalGeneration, as encoder-decoders are.
+    is_causal = any(name.endswith(_SHIFTED_ENDINGS) for name in names) and _UNSHIFTED.isdisjoint(names)
+    is_encoder_decoder = getattr(config, "is_encoder_decoder", False) or not getattr(
+        config, "use_decoder_only_language_model", True
+    )
+    return is_causal and not is_encoder_decoder
+
+
+def ignored_label(network: nn.Module) -> int:
+    """The label that is no term of the loss of ``network``: 255 of a pixel that nobody named, say."""
+    ignored: int = getattr(getattr(network, "config", None), "semantic_loss_ignore_index", IGNORE_INDEX)
+    return ignored
+
+
+def reduction_of(network: nn.Module) -> Literal["mean", "sum"]:
+    """What the loss of ``network`` is of its terms."""
+    is_sum = counts_samples(network) and getattr(network.config, "ctc_loss_reduction", "mean") == "sum"
+    return "sum" if is_sum else "mean"
+
+
+def counts_samples(network: nn.Module) -> bool:
+    """Whether its labels are sequences of which each is one term: those of a transcript without times (CTC)."""
+    is_ctc = any(cls.__name__.endswith("ForCTC") for cls in type(network).__mro__)
+    return is_ctc and getattr(network, "config", None) is not None
+
+
+def compares_samples(batch: Any) -> bool:
+    """Whether the loss of ``batch`` compares its samples with each other, as that of CLIP, which is asked for by
+    ``return_loss``: it is then no mean over samples, and no weights make that of a whole batch of its parts."""
+    return isinstance(batch, Mapping) and bool(batch.get("return_loss"))

@@ -1,0 +1,171 @@
+"""A checkpoint as the folder of a Hugging Face model, as ``save_pretrained`` writes it and ``from_pretrained`` reads it."""
+
+from __future__ import annotations
+
+import fnmatch
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from roomier import checkpoint
+from roomier.checkpoint.commit import committed_folder
+from roomier.core.errors import RoomierError
+from roomier.core.log import notice
+from roomier.export.adapter import export_adapter_of
+from roomier.export.merged import MergedTensors
+from roomier.export.safetensors import DEFAULT_SHARD_BYTES, Exported, dtype_in_file, names_in_files, new_folder
+from roomier.export.shards import ToWrite, write_json, write_tensors
+from roomier.models.hugging_face import Conversion, conversions_to_files
+from roomier.plan.parts import AdapterPlan
+
+PROCESSOR_FILES = (
+    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.model", "*.tiktoken"),
+    *("*preprocessor_config.json", "processor_config.json", "chat_template*", "normalizer.json", "tekken.json"),
+)
+"""Names under which tokenizers and processors keep their files."""
+
+
+def export_hugging_face(
+    path: str | Path,
+    output: str | Path,
+    *,
+    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+    dtype: str | None = None,
+    processor: Any = None,
+    adapters: str = "merged",
+) -> Exported:
+    """Write the Hugging Face model in the checkpoint ``path`` as the folder ``output``, whole or not at all.
+
+    It holds what the model's own ``save_pretrained`` writes: ``config.json``, ``generation_config.json`` where it
+    generates, and the weights under the names of the hub, which other programs know. (``roomier.export.safetensors``
+    keeps the names they have in memory.) Tensors are read, converted and written one after another, so neither the size
+    of the model nor the number of ranks that saved it matters; of those that are fused in memory, one group is held.
+
+    Args:
+        max_shard_bytes: of tensors in a file, unless one alone is larger.
+        dtype: of all floating-point tensors: ``"fp32"``, ``"bf16"`` or ``"fp16"``; None leaves each as it is.
+        processor: a folder whose tokenizer or processor files are copied, or an object with ``save_pretrained``.
+        adapters: of a model trained with ``lora``: ``"merged"`` into its weights, or ``"alone"``, as a folder for the
+            package peft, which is put on the model that the run began with.
+
+    Raises:
+        RoomierError: the checkpoint has no Hugging Face model, transformers is not installed, an argument is wrong, or
+            ``output`` is there already.
+        CheckpointError: the checkpoint is damaged, or the disk is full.
+    """
+    if adapters not in ("merged", "alone"):
+        raise RoomierError("adapters", adapters, "is unknown", "Use 'merged' or 'alone'")
+    target = new_folder(output, dtype)
+    described = checkpoint.peek(path)
+    found = described.get("pretrained")
+    if not found:
+        problem = "holds no Hugging Face model"
+        action = "Use `roomier export --to safetensors` for the weights of other models"
+        raise RoomierError("checkpoint", str(path), problem, action)
+    beside = _processor_files(processor)
+    adapter = AdapterPlan(**described.get("plan", {}).get("adapter", {}))
+    if adapters == "alone":
+        num_bytes = export_adapter_of(path, target, adapter, prefix=found["prefix"], dtype=dtype)
+        return Exported(target, ("adapter_model.safetensors",), num_bytes)
+    stored = MergedTensors(path, "module", adapter)
+    tensors = _tensors(stored, found, dtype)
+    num_bytes = sum(each.num_bytes for each in tensors)
+    with committed_folder(target, num_bytes) as folder:
+        files = write_tensors(folder, tensors, max_shard_bytes)
+        write_json(folder / "config.json", {**found["config"], "dtype": _main_dtype(tensors)})
+        if found.get("generation_config"):
+            write_json(folder / "generation_config.json", found["generation_config"])
+        for file in beside:
+            shutil.copy2(file, folder / file.name)
+        if processor is not None and not beside:
+            processor.save_pretrained(folder)
+    return Exported(target, files, num_bytes)
+
+
+def _tensors(stored: MergedTensors, found: Mapping[str, Any], dtype: str | None) -> list[ToWrite]:
+    keys = {name: key for key, name in names_in_files(stored, found["prefix"]).items()}
+    shapes = {name: tuple(stored.specs[key].shape) for name, key in keys.items()}
+    model = _without_memory(found["config"])
+    if model is None:
+        conversions = [Conversion((name,), {name: shape}, None) for name, shape in shapes.items()]
+    else:
+        conversions = conversions_to_files(model, shapes)
+    return [
+        ToWrite(name, dtype_in_file(stored.specs[keys[group.conversion.sources[0]]].dtype, dtype), shape, reader)
+        for group in (_Group(stored, keys, each) for each in conversions)
+        for name, shape, reader in group.tensors()
+    ]
+
+
+@dataclass
+class _Group:
+    """Tensors of files that are made together; held from the first that is read to the last."""
+
+    stored: MergedTensors
+    keys: Mapping[str, str]
+    conversion: Conversion
+    _made: dict[str, Tensor] = field(default_factory=dict)
+
+    def tensors(self) -> Iterator[tuple[str, tuple[int, ...], Any]]:
+        for name, shape in self.conversion.targets.items():
+            yield name, shape, lambda name=name: self._read(name)
+
+    def _read(self, name: str) -> Iterator[Tensor]:
+        run, sources = self.conversion.run, self.conversion.sources
+        if run is None:
+            yield from self.stored.chunks(self.keys[sources[0]])
+            return
+        if name not in self._made:
+            self._made = run({source: self._whole(source) for source in sources})
+        yield self._made.pop(name)
+
+    def _whole(self, source: str) -> Tensor:
+        key = self.keys[source]
+        return torch.cat(list(self.stored.chunks(key))).view(self.stored.specs[key].shape)
+
+
+def _without_memory(config: Mapping[str, Any]) -> Any:
+    """The model of ``config`` on ``meta``, which knows how its weights are named in files; None for one whose class
+    transformers does not have."""
+    try:
+        import transformers
+    except ImportError:
+        action = "pip install transformers, or use `roomier export --to safetensors`"
+        raise RoomierError("to", "hugging-face", "needs transformers, which is not installed", action) from None
+    kind = getattr(transformers, (config.get("architectures") or [""])[0], None)
+    if kind is None:
+        notice(f"transformers has no class {config.get('architectures')}: weights keep the names they have in memory")
+        return None
+    with torch.device("meta"):
+        return kind(kind.config_class.from_dict(dict(config)))
+
+
+def _main_dtype(tensors: list[ToWrite]) -> str:
+    """The dtype of most of the floating-point elements: what ``from_pretrained`` makes the model in."""
+    num_elements: dict[torch.dtype, int] = {}
+    for each in tensors:
+        if each.dtype.is_floating_point:
+            num_elements[each.dtype] = num_elements.get(each.dtype, 0) + torch.Size(each.shape).numel()
+    return str(max(num_elements, key=lambda dtype: num_elements[dtype], default=torch.float32)).removeprefix("torch.")
+
+
+def _processor_files(processor: Any) -> list[Path]:
+    if processor is None or callable(getattr(processor, "save_pretrained", None)):
+        return []
+    if not isinstance(processor, (str, Path)) or not Path(processor).is_dir():
+        action = "Give the folder of a tokenizer or processor, or the object itself"
+        raise RoomierError("processor", processor, "is no folder, and has no save_pretrained", action)
+    files = [each for each in sorted(Path(processor).iterdir()) if each.is_file() and _belongs(each.name)]
+    if not files:
+        action = "Give the folder that its save_pretrained wrote"
+        raise RoomierError("processor", str(processor), "has no file of a tokenizer or processor", action)
+    return files
+
+
+def _belongs(name: str) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in PROCESSOR_FILES)

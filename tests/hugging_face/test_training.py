@@ -1,0 +1,81 @@
+"""Hugging Face's models train as in a bare PyTorch loop, and leave as folders that ``from_pretrained`` opens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from roomier import Trainer
+from roomier.export.hugging_face import export_hugging_face
+from tests.hugging_face.models import KINDS, Batch, logits
+from tests.train.conftest import Rows
+
+MakeTrainer = Callable[..., Trainer]
+
+
+def bare_loop(model: Any, batches: list[Batch], *, lr: float = 1e-3) -> list[float]:
+    """Losses of one step a batch; parameters of two and more dimensions decay."""
+    groups = [
+        {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": 0.01},
+        {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=lr, fused=True)
+    losses = []
+    for batch in batches:
+        optimizer.zero_grad()
+        loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def names_in(folder: Path) -> set[str]:
+    with safe_open(folder / "model.safetensors", framework="pt") as file:
+        return set(file.keys())
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_model_trains_as_in_a_bare_loop_and_is_opened_by_from_pretrained(
+    make_trainer: MakeTrainer, tmp_path: Path, name: str
+) -> None:
+    kind = KINDS[name]
+    model, bare, batches = kind.model(), kind.model(), kind.batches(4)
+    torch.manual_seed(1)
+    losses = bare_loop(bare, batches)
+
+    rows = Rows()
+    torch.manual_seed(1)
+    trainer = make_trainer(optimizer="adamw", learning_rate=1e-3, max_steps=4, logger=rows, log_every_n_steps=1)
+    trainer.fit(model, batches)
+
+    assert rows.column("loss") == losses, "to the bit, dropout included"
+    for ours, theirs in zip(model.parameters(), bare.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+    trainer.save_checkpoint(tmp_path / "saved")
+    export_hugging_face(tmp_path / "saved", tmp_path / "exported")
+    opened, info = type(model).from_pretrained(tmp_path / "exported", output_loading_info=True)
+    assert not any(info.values()), "nothing is missing, unexpected or of another shape"
+    assert not opened.training
+    assert torch.equal(logits(opened, batches[0]), logits(model, batches[0]))
+    model.save_pretrained(tmp_path / "by hand")
+    assert names_in(tmp_path / "exported") == names_in(tmp_path / "by hand"), "the names of the hub"
+    assert sorted(each.name for each in (tmp_path / "exported").iterdir()) == sorted(
+        each.name for each in (tmp_path / "by hand").iterdir()
+    )
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_run_begins_with_the_folder_of_a_model(make_trainer: MakeTrainer, tmp_path: Path, name: str) -> None:
+    kind = KINDS[name]
+    model, other, [batch] = kind.model(seed=1, dropout=False), kind.model(seed=2, dropout=False), kind.batches(1)
+    model.save_pretrained(tmp_path / "folder", max_shard_size="8KB")
+    trainer = make_trainer(optimizer={"name": "sgd", "lr": 1e-30}, max_steps=1)
+    trainer.fit(other, [batch], weights=tmp_path / "folder")
+    torch.testing.assert_close(logits(other, batch), logits(model, batch), rtol=0, atol=1e-20)
