@@ -104,7 +104,7 @@ WRONG = {
     "logger": [
         ("tensorbord", "Did you mean 'tensorboard'?"),
         (3.5, "Pass True, False, a name"),
-        ("wandb", "Use 'tensor"),
+        ("neptune", "Use one of: comet"),
     ],
     "enable_checkpointing": [("no", "Use True or False"), (None, "Use True or False")],
     "enable_progress_bar": [(1, "Use True or False")],

@@ -3,8 +3,10 @@
 from pathlib import Path
 
 import pytest
+import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from roomier.core.errors import RoomierError
 from roomier.loggers import TensorBoardLogger
 
 
@@ -53,20 +55,57 @@ def test_hyperparameters_are_in_the_same_run(tmp_path: Path) -> None:
     assert file.name.startswith("events.")
 
 
-def test_the_writer_is_there_after_start(tmp_path: Path) -> None:
+def test_the_writer_is_there_from_the_start_of_a_run_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     logger = TensorBoardLogger()
-    with pytest.raises(AssertionError, match="start"):
-        _ = logger.experiment
+    logger.experiment.add_scalar("loss", 1.0, 1)
+    logger.experiment.add_text("note", "x")
+    assert capsys.readouterr().err.count("opens with a fit that keeps files: add_scalar()") == 1
     logger.start(tmp_path)
     assert Path(logger.experiment.log_dir) == tmp_path
     logger.finalize("success")
+    logger.experiment.add_scalar("after", 1.0, 1)
+    logger.finalize("success")
+    assert points(tmp_path, "after") == [(1, 1.0)]
 
 
-def test_on_other_ranks_the_experiment_takes_everything_and_does_nothing(tmp_path: Path, monkeypatch) -> None:
+def test_a_folder_of_its_own_is_numbered_and_a_resumed_run_finds_it(tmp_path: Path) -> None:
+    before = TensorBoardLogger(tmp_path / "logs", "model")
+    before.experiment.add_scalar("before", 1.0, 0)  # opens it
+    before.start(tmp_path / "run_0")
+    assert before.log_dir == str(tmp_path / "logs" / "model" / "version_0")
+    assert before.save_dir == str(tmp_path / "logs" / "model")
+    assert before.version == "version_0"
+    before.finalize("success")
+    for run, version in (("run_1", "version_1"), ("run_0", "version_0"), ("run_1", "version_1")):
+        logger = TensorBoardLogger(tmp_path / "logs", "model")
+        logger.start(tmp_path / run)
+        logger.finalize("success")
+        assert logger.version == version
+    named = TensorBoardLogger(str(tmp_path / "logs"), name=None, version=7)
+    named.start(tmp_path / "run_2")
+    named.finalize("success")
+    assert named.log_dir == str(tmp_path / "logs" / "version_7")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+def test_the_graph_of_a_model_is_drawn_where_it_is_asked_for(tmp_path: Path) -> None:
+    logger = TensorBoardLogger()
+    logger.start(tmp_path)
+    logger.log_graph(torch.nn.Linear(3, 2), torch.zeros(4, 3))
+    with pytest.raises(RoomierError, match="nothing to run the model on"):
+        logger.log_graph(torch.nn.Linear(3, 2))
+    logger.finalize("success")
+    assert b"Linear" in read(tmp_path).Graph().SerializeToString()
+    with pytest.raises(RoomierError, match="log_graph"):
+        TensorBoardLogger(log_graph=True)
+
+
+def test_on_other_ranks_the_experiment_takes_everything_and_does_nothing(tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.setenv("RANK", "1")
-    logger = TensorBoardLogger()  # never started there
+    logger = TensorBoardLogger(tmp_path)  # never started there
     logger.experiment.add_scalar("loss", 1.0, 1)
     logger.experiment.get_logdir().strip()
-    monkeypatch.setenv("RANK", "0")
-    with pytest.raises(AssertionError, match="start"):
-        _ = logger.experiment
+    logger.log_metrics({"loss": 1.0}, 1)
+    logger.log_hyperparams({"lr": 1.0})
+    assert not list(tmp_path.iterdir())
+    assert capsys.readouterr().err == ""

@@ -1,10 +1,27 @@
-"""Where the numbers of a run go: ``metrics.jsonl`` and ``metrics.csv`` in every run, TensorBoard by name."""
+"""Where the numbers of a run go: ``metrics.jsonl`` and ``metrics.csv`` in every run, and services, by name."""
 
 from roomier.api.logger import Logger
 from roomier.loggers.by_name import loggers_from_flag
+from roomier.loggers.comet import CometLogger
 from roomier.loggers.csv import CSVLogger
 from roomier.loggers.group import LoggerGroup
 from roomier.loggers.jsonl import JSONLLogger
+from roomier.loggers.mlflow import MLFlowLogger
+from roomier.loggers.neptune import NeptuneLogger
 from roomier.loggers.tensorboard import TensorBoardLogger
+from roomier.loggers.trackio import TrackioLogger
+from roomier.loggers.wandb import WandbLogger
 
-__all__ = ["CSVLogger", "JSONLLogger", "Logger", "LoggerGroup", "TensorBoardLogger", "loggers_from_flag"]
+__all__ = [
+    "CSVLogger",
+    "CometLogger",
+    "JSONLLogger",
+    "Logger",
+    "LoggerGroup",
+    "MLFlowLogger",
+    "NeptuneLogger",
+    "TensorBoardLogger",
+    "TrackioLogger",
+    "WandbLogger",
+    "loggers_from_flag",
+]

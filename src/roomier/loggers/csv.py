@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import csv
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 from roomier.core.log import notice
@@ -20,24 +21,35 @@ class CSVLogger(FileLogger):
     was not logged at that moment is empty; numbers that are not finite are ``nan``, ``inf`` and ``-inf``. Columns
     stand in the order in which they were first logged; only when a new one comes is the file rewritten, aside,
     and moved into place.
+
+    Args:
+        save_dir, name, version, prefix: see :class:`roomier.loggers.files.FileLogger`.
+        flush_logs_every_n_steps: taken for Lightning's sake, changes nothing: each row is in the file at once.
     """
 
     name = "csv"
     file_name = "metrics.csv"
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(
+        self,
+        save_dir: str | Path | None = None,
+        name: str | None = "lightning_logs",
+        version: int | str | None = None,
+        prefix: str = "",
+        flush_logs_every_n_steps: int = 1,
+    ) -> None:
+        super().__init__(save_dir, name, version, prefix)
         self._columns: list[str] = []
 
-    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+    def _write_metrics(self, row: dict[str, float], step: int) -> None:
         assert self._file is not None, "start() comes first"
-        row: dict[str, Any] = {"step": step, "time": f"{time.time():.3f}"}
-        for name, value in metrics.items():
-            row[f"metric/{name}" if name in ("step", "time") else name] = value
-        new = [name for name in row if name not in self._columns]
+        cells: dict[str, Any] = {"step": step, "time": f"{time.time():.3f}"}
+        for name, value in row.items():
+            cells[f"metric/{name}" if name in ("step", "time") else name] = value
+        new = [name for name in cells if name not in self._columns]
         if new:
             self._add_columns(new)
-        csv.writer(self._file, lineterminator="\n").writerow([row.get(name, "") for name in self._columns])
+        csv.writer(self._file, lineterminator="\n").writerow([cells.get(name, "") for name in self._columns])
         self._file.flush()
 
     def _take_over(self, resumed_step: int | None) -> None:

@@ -10,8 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, TextIO
 
-from roomier.api.logger import Logger
 from roomier.core.log import notice
+from roomier.loggers.guarded import GuardedLogger
+from roomier.loggers.run_ids import OwnFolder
 
 
 @contextmanager
@@ -51,37 +52,62 @@ def write_hyperparams(run_dir: Path, params: Mapping[str, Any], resumed_step: in
         file.write(text)
 
 
-class FileLogger(Logger):
-    """Appends rows to one file of the run folder; a subclass names the file and knows the form of a row."""
+class FileLogger(GuardedLogger):
+    """Appends rows to one file; a subclass names the file and knows the form of a row.
+
+    Args:
+        save_dir: write to ``<save_dir>/<name>/<version>``, as Lightning's loggers do; None: to the run folder.
+        name, version: folders within ``save_dir``; without a version each run gets a new ``version_N``, and a resumed
+            one goes on in its own.
+        prefix: put in front of each metric's name, with a ``-`` between.
+    """
 
     file_name: ClassVar[str]
 
-    def __init__(self) -> None:
-        self._run_dir: Path | None = None
+    def __init__(
+        self,
+        save_dir: str | Path | None = None,
+        name: str | None = "lightning_logs",
+        version: int | str | None = None,
+        prefix: str = "",
+    ) -> None:
+        super().__init__(prefix)
+        self._place = None if save_dir is None else OwnFolder(self.name, Path(save_dir), name, version)
+        self._folder: Path | None = None
         self._resumed_step: int | None = None
         self._file: TextIO | None = None
 
     def start(self, run_dir: Path, resumed_step: int | None = None) -> None:
         """Open the file for appending. A torn row and rows after ``resumed_step`` are dropped, in one move."""
-        run_dir.mkdir(parents=True, exist_ok=True)
-        self._run_dir, self._resumed_step = run_dir, resumed_step
+        self._folder = run_dir if self._place is None else self._place.find(run_dir)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._resumed_step = resumed_step
         self._take_over(resumed_step)
         self._file = self._path.open("a", encoding="utf-8", newline="")
 
-    def log_hyperparams(self, params: Mapping[str, Any]) -> None:
-        """Write them to ``<run folder>/hparams.json``: see :func:`write_hyperparams`."""
-        assert self._run_dir is not None, "start() comes first"
-        write_hyperparams(self._run_dir, params, self._resumed_step)
+    @property
+    def is_in_run_folder(self) -> bool:
+        """Whether its file is one of the run folder's."""
+        return self._place is None
+
+    @property
+    def log_dir(self) -> str | None:
+        return super().log_dir if self._folder is None else str(self._folder)
 
     def finalize(self, status: str) -> None:
         if self._file is not None:
             self._file.close()
             self._file = None
 
+    def _write_hyperparams(self, params: dict[str, Any]) -> None:
+        """Write them to ``hparams.json`` beside the rows: see :func:`write_hyperparams`."""
+        assert self._folder is not None, "start() comes first"
+        write_hyperparams(self._folder, params, self._resumed_step)
+
     @property
     def _path(self) -> Path:
-        assert self._run_dir is not None, "start() comes first"
-        return self._run_dir / self.file_name
+        assert self._folder is not None, "start() comes first"
+        return self._folder / self.file_name
 
     @abstractmethod
     def _take_over(self, resumed_step: int | None) -> None:

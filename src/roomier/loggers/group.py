@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from roomier.api.logger import Logger
-from roomier.core.log import notice
+from roomier.loggers.foreign import ForeignLogger
+from roomier.loggers.guarded import mute
 
 
 class LoggerGroup:
@@ -17,11 +18,13 @@ class LoggerGroup:
     Hours of training are worth more than their curve: a logger that raises is named once on standard error,
     with its error, and left out from then on. It is still told to ``finalize``, so that it can close what it
     holds.
+
+    Args:
+        loggers: also those written for Lightning, see :class:`roomier.loggers.foreign.ForeignLogger`.
     """
 
-    def __init__(self, loggers: Iterable[Logger]) -> None:
-        self.loggers = list(loggers)
-        self.muted: list[Logger] = []
+    def __init__(self, loggers: Iterable[Any]) -> None:
+        self.loggers: list[Logger] = [each if isinstance(each, Logger) else ForeignLogger(each) for each in loggers]
 
     def __iter__(self) -> Iterator[Logger]:
         return iter(self.loggers)
@@ -29,7 +32,14 @@ class LoggerGroup:
     def __len__(self) -> int:
         return len(self.loggers)
 
+    @property
+    def muted(self) -> list[Logger]:
+        return [each for each in self.loggers if each.is_muted]
+
     def start(self, run_dir: Path, resumed_step: int | None = None) -> None:
+        tell_folder(self.loggers, run_dir)
+        for logger in self.loggers:
+            logger.is_muted = False
         self._each("start", lambda logger: logger.start(run_dir, resumed_step))
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
@@ -46,13 +56,16 @@ class LoggerGroup:
 
     def _each(self, name: str, call: Callable[[Logger], None]) -> None:
         for logger in self.loggers:
-            if logger in self.muted:
+            if logger.is_muted:
                 continue
             try:
                 call(logger)
             except Exception as error:
-                self.muted.append(logger)
-                notice(
-                    f"logger {logger.name!r} ({type(logger).__name__}) failed in {name} and is left out from "
-                    f"here on; training goes on. {type(error).__name__}: {error}"
-                )
+                mute(logger, name, error)
+
+
+def tell_folder(loggers: Iterable[Any], run_dir: Path | None) -> None:
+    """Let roomier's loggers know the folder of the run: on every rank, while only the first starts them."""
+    for logger in loggers:
+        if isinstance(logger, Logger):
+            logger.run_dir = run_dir

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +25,12 @@ class JSONLLogger(FileLogger):
     name = "jsonl"
     file_name = "metrics.jsonl"
 
-    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+    def _write_metrics(self, row: dict[str, float], step: int) -> None:
         assert self._file is not None, "start() comes first"
-        row: dict[str, Any] = {"step": step, "time": round(time.time(), 3)}
-        for name, value in metrics.items():
-            row[f"metric/{name}" if name in ("step", "time") else name] = json_number(value)
-        self._file.write(json.dumps(row, allow_nan=False) + "\n")
+        cells: dict[str, Any] = {"step": step, "time": round(time.time(), 3)}
+        for name, value in row.items():
+            cells[f"metric/{name}" if name in ("step", "time") else name] = json_number(value)
+        self._file.write(json.dumps(cells, allow_nan=False) + "\n")
         self._file.flush()
 
     def _take_over(self, resumed_step: int | None) -> None:

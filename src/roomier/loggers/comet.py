@@ -1,0 +1,114 @@
+"""CometLogger: an experiment of Comet."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, ClassVar
+
+from roomier.core.errors import RoomierError
+from roomier.loggers.service import ServiceLogger, missing_package
+
+_FORMER = {"project_name": "project", "experiment_name": "name", "save_dir": "offline_directory"}
+_MODES = (None, "get_or_create", "get", "create")
+
+
+class CometLogger(ServiceLogger):
+    """Logs to Comet; arguments are those of Lightning's logger.
+
+    Comet's own observation of torch is switched off. The experiment stays open after a fit, and ends with the process,
+    or with ``logger.experiment.end()``.
+
+    Args:
+        api_key, workspace: None takes what ``comet login`` or ``COMET_API_KEY`` say.
+        project: ``COMET_PROJECT_NAME``, else ``"lightning_logs"``.
+        experiment_key: of an experiment to go on with, or to be made under this key.
+        mode: ``"get_or_create"`` (default), ``"get"``, ``"create"``.
+        online: False writes archives alone, to be sent later with ``comet upload``, to ``offline_directory`` or the run
+            folder; nothing is asked of the network.
+        prefix: put in front of each metric's name, with a ``-`` between.
+        kwargs: for ``comet_ml.ExperimentConfig``: ``name``, ``tags``, ``offline_directory``, ``log_code``, ...
+
+    Raises:
+        RoomierError: the package is not installed, or an argument is unknown.
+    """
+
+    name = "comet"
+    PACKAGE: ClassVar[str] = "comet_ml"
+
+    def __init__(
+        self,
+        *,
+        api_key: str | None = None,
+        workspace: str | None = None,
+        project: str | None = None,
+        experiment_key: str | None = None,
+        mode: str | None = None,
+        online: bool | None = None,
+        prefix: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        for former, today in _FORMER.items():
+            if former in kwargs:
+                raise RoomierError(former, kwargs[former], f"is called {today} today", f"Write {today}")
+        if "offline" in kwargs:
+            raise RoomierError("offline", kwargs["offline"], "is called online today", "Write online=False")
+        if mode not in _MODES:
+            raise RoomierError("mode", mode, "is unknown", "Use 'get_or_create', 'get' or 'create'")
+        # Both are read when it is imported: it would replace functions of torch, and ask its server for news.
+        os.environ.setdefault("COMET_DISABLE_AUTO_LOGGING", "1")
+        if online is False:
+            os.environ.setdefault("COMET_DISABLE_ANNOUNCEMENT", "1")
+        try:
+            import comet_ml
+        except ImportError as error:
+            raise missing_package(self.name, self.PACKAGE, error) from error
+        super().__init__(project or os.environ.get("COMET_PROJECT_NAME") or "lightning_logs", experiment_key, prefix)
+        self._comet = comet_ml
+        self._start = {"api_key": api_key, "workspace": workspace, "online": online}
+        self._mode = mode
+        self._config = {"log_code": False, "auto_output_logging": False, "display_summary_level": 0, **kwargs}
+        try:
+            comet_ml.ExperimentConfig(**self._config)
+        except TypeError as error:
+            action = "See comet_ml.ExperimentConfig for what it takes"
+            raise RoomierError("CometLogger", sorted(kwargs), str(error), action) from error
+
+    @property
+    def save_dir(self) -> str | None:
+        given = self._config.get("offline_directory")
+        return super().save_dir if given is None else str(given)
+
+    def _open(self, run_id: str | None, *, is_known: bool) -> tuple[Any, str]:
+        config = dict(self._config)
+        place = config.get("offline_directory") or (None if self.run_dir is None else self.run_dir / "comet")
+        if self._start["online"] is False and place is not None:
+            Path(place).mkdir(parents=True, exist_ok=True)
+            config["offline_directory"] = str(place)
+        is_ours = is_known and run_id != self._given_id  # one that this run began
+        mode = "get" if is_ours else self._mode or ("get_or_create" if is_known else "create")
+        experiment = self._comet.start(
+            project=self._project,
+            experiment_key=run_id,
+            mode=mode,
+            experiment_config=self._comet.ExperimentConfig(**config),
+            **self._start,
+        )
+        return experiment, str(experiment.get_key())
+
+    def _write_metrics(self, row: dict[str, float], step: int) -> None:
+        epoch = row.pop(f"{self._prefix}epoch", None)
+        self.experiment.log_metrics(row, step=step, epoch=None if epoch is None else int(epoch))
+
+    def _write_hyperparams(self, params: dict[str, Any]) -> None:
+        self.experiment.log_parameters(params)
+
+    def finalize(self, status: str) -> None:
+        super().finalize(status)
+        if self._experiment is not None:
+            self._experiment.flush()
+
+    def _close(self, status: str) -> None:
+        if self._experiment is not None:
+            self._experiment.end()
+        super()._close(status)

@@ -1,0 +1,92 @@
+"""What roomier's own loggers share: calls from anywhere, in the forms people write them, none of which ends a run."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from roomier.api.logger import Logger
+from roomier.core.errors import RoomierError
+from roomier.core.log import is_first_rank, notice
+
+
+class GuardedLogger(Logger):
+    """A logger whose ``log_metrics`` and ``log_hyperparams`` may also be called by a module or a callback, on any rank.
+
+    On ranks other than the first, and once it is muted, they do nothing.
+
+    Args:
+        prefix: put in front of each metric's name, with a ``-`` between.
+    """
+
+    def __init__(self, prefix: str | None = "") -> None:
+        self._prefix = f"{prefix}-" if prefix else ""
+        self._last_step = 0
+
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Write one row.
+
+        Args:
+            metrics: numbers and 0-dim tensors; a tensor on a device is waited for.
+            step: of the row; None is that of the row before.
+
+        Raises:
+            RoomierError: one of them is no number.
+        """
+        if self.is_silent:
+            return
+        row = {f"{self._prefix}{name}": _number(name, value) for name, value in metrics.items()}
+        self._last_step = step = self._last_step if step is None else int(step)
+        self._guard("log_metrics", lambda: self._write_metrics(row, step))
+
+    def log_hyperparams(self, params: Mapping[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
+        """Write the hyperparameters of the run."""
+        if self.is_silent:
+            return
+        given = dict(vars(params) if isinstance(params, Namespace) else params)
+        self._guard("log_hyperparams", lambda: self._write_hyperparams(given))
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether it writes nothing here: it failed, or another rank writes."""
+        return self.is_muted or not is_first_rank()
+
+    @abstractmethod
+    def _write_metrics(self, row: dict[str, float], step: int) -> None: ...
+
+    @abstractmethod
+    def _write_hyperparams(self, params: dict[str, Any]) -> None: ...
+
+    def _guard(self, name: str, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception as error:
+            mute(self, name, error)
+
+
+def mute(logger: Any, method: str, error: Exception) -> None:
+    """Leave ``logger`` out from here on, and say so."""
+    logger.is_muted = True
+    name = getattr(logger, "name", None)
+    notice(
+        f"logger {name!r} ({type(logger).__name__}) failed in {method} and is left out from here on; training goes on. "
+        f"{type(error).__name__}: {error}"
+    )
+
+
+def flat(params: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """``{"model": {"depth": 2}}`` as ``("model/depth", 2)``; what is no number or text as text."""
+    for name, value in params.items():
+        if isinstance(value, Mapping):
+            yield from flat(value, f"{prefix}{name}/")
+        else:
+            yield f"{prefix}{name}", value if isinstance(value, (bool, int, float, str)) else str(value)
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise RoomierError("log_metrics", (name, value), "is not a number", "Pass numbers and 0-dim tensors") from error

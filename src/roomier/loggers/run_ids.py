@@ -1,0 +1,83 @@
+"""What a resumed run must know of its logs: the ids and folders they had, in ``loggers.json`` of the run folder."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+FILE_NAME = "loggers.json"
+
+
+def read_id(run_dir: Path, key: str) -> str | None:
+    """The id that the logger called ``key`` had in this run; None where it had none."""
+    found = _read(run_dir).get(key)
+    return None if found is None else str(found)
+
+
+def write_id(run_dir: Path, key: str, run_id: str) -> None:
+    """Keep the id of the logger called ``key`` for those who go on with this run."""
+    known = _read(run_dir)
+    if known.get(key) == run_id:
+        return
+    run_dir.mkdir(parents=True, exist_ok=True)
+    aside = run_dir / f".{FILE_NAME}.aside"
+    aside.write_text(json.dumps({**known, key: run_id}, indent=2) + "\n", encoding="utf-8")
+    os.replace(aside, run_dir / FILE_NAME)
+
+
+def _read(run_dir: Path) -> dict[str, str]:
+    try:
+        found = json.loads((run_dir / FILE_NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+@dataclass(frozen=True)
+class OwnFolder:
+    """A folder of a logger's own, ``<save_dir>/<name>/<version>``.
+
+    Args:
+        kind: of the logger.
+        version: None: the first ``version_N`` that is not there.
+    """
+
+    kind: str
+    save_dir: Path
+    name: str | None
+    version: int | str | None
+
+    def find(self, run_dir: Path | None) -> Path:
+        """The folder for the run in ``run_dir``: a resumed run has that of its beginning."""
+        if self.version is None:
+            known = None if run_dir is None else read_id(run_dir, self._key)
+            version = known or _next_version(self._parent)
+        else:
+            version = f"version_{self.version}" if isinstance(self.version, int) else self.version
+        folder = self._parent / version
+        if run_dir is not None:
+            self.keep(run_dir, folder)
+        return folder
+
+    def keep(self, run_dir: Path, folder: Path) -> None:
+        """Let those who go on with the run in ``run_dir`` find ``folder``."""
+        write_id(run_dir, self._key, folder.name)
+
+    @property
+    def _parent(self) -> Path:
+        return self.save_dir / (self.name or "")
+
+    @property
+    def _key(self) -> str:
+        return f"{self.kind} {self._parent}"
+
+
+def _next_version(parent: Path) -> str:
+    taken = [
+        int(path.name.removeprefix("version_"))
+        for path in (parent.iterdir() if parent.is_dir() else ())
+        if path.name.startswith("version_") and path.name.removeprefix("version_").isdecimal()
+    ]
+    return f"version_{max(taken, default=-1) + 1}"

@@ -1,0 +1,81 @@
+"""TrackioLogger: a run of trackio, which keeps it on this machine or in a Space."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from typing import Any, ClassVar
+
+from roomier.loggers.guarded import flat
+from roomier.loggers.service import ServiceLogger, missing_package
+
+
+class TrackioLogger(ServiceLogger):
+    """Logs to trackio, through ``trackio.init``, ``log`` of the run it gives, and ``finish``.
+
+    trackio tells runs apart by their names and takes hyperparameters when a run begins, so that is when the first row,
+    or the hyperparameters, come.
+
+    Args:
+        project: ``TRACKIO_PROJECT``, else ``"lightning_logs"``.
+        name: of the run; None makes one up.
+        space_id: a Space to log to; None keeps all on this machine.
+        prefix: put in front of each metric's name, with a ``-`` between.
+        kwargs: for ``trackio.init``: ``group``, ``private``, ``auto_log_gpu``, ...
+
+    Raises:
+        RoomierError: the package is not installed.
+    """
+
+    name = "trackio"
+    PACKAGE: ClassVar[str] = "trackio"
+
+    def __init__(
+        self,
+        project: str | None = None,
+        name: str | None = None,
+        *,
+        space_id: str | None = None,
+        prefix: str = "",
+        **kwargs: Any,
+    ) -> None:
+        try:
+            import trackio
+        except ImportError as error:
+            raise missing_package(self.name, self.PACKAGE, error) from error
+        super().__init__(project or os.environ.get("TRACKIO_PROJECT") or "lightning_logs", name, prefix)
+        self._trackio = trackio
+        self._options = {"space_id": space_id, "embed": False, **kwargs}
+        self._config: dict[str, Any] | None = None
+
+    def _open(self, run_id: str | None, *, is_known: bool) -> tuple[Any, str]:
+        name = run_id or _new_name()
+        options = {"resume": "allow", "config": self._config, **self._options}
+        return self._trackio.init(project=self._project, name=name, **options), name
+
+    def _begin(self) -> None:
+        self._id = self._id or _new_name()  # opened by what comes first
+
+    def _write_metrics(self, row: dict[str, float], step: int) -> None:
+        self.experiment.log(row, step)
+
+    def _write_hyperparams(self, params: dict[str, Any]) -> None:
+        texts = dict(flat(params))
+        if self._experiment is None:
+            self._config = texts
+            _ = self.experiment
+        else:
+            self._experiment.config.update(texts)
+
+    def finalize(self, status: str) -> None:
+        super().finalize(status)
+        self._close(status)
+
+    def _close(self, status: str) -> None:
+        if self._experiment is not None:
+            self._experiment.finish()
+        super()._close(status)
+
+
+def _new_name() -> str:
+    return f"run-{uuid.uuid4().hex[:8]}"
