@@ -132,12 +132,13 @@ class TrainerAttributes:
 
     @property
     def callback_metrics(self) -> dict[str, Tensor]:
-        """Everything logged so far by name; nothing of a sanity check. What is put into it stays until it is logged."""
+        """Everything logged so far by name, of a sanity check while it runs. What is put into it stays until it is
+        logged."""
         return self._shown("callback")
 
     @property
     def logged_metrics(self) -> dict[str, Tensor]:
-        """What the loggers got last, or get next, by name; nothing of a sanity check."""
+        """What the loggers got last, or get next, by name."""
         return self._shown("logged")
 
     @property
@@ -147,7 +148,7 @@ class TrainerAttributes:
 
     def _shown(self, what: str) -> dict[str, Any]:
         given = self.given_metrics[what]
-        if self.run is None or self.sanity_checking:
+        if self.run is None:
             return Shown(given, given)
         return Shown({**given, **getattr(self.run.results, f"{what}_metrics")}, given)
 
