@@ -6,7 +6,7 @@ from roomier.api.callback import Callback
 from roomier.api.lightning import PACKAGES
 
 _FOLDERS = tuple(f"{package}callbacks." for package in PACKAGES)
-_BASES = ("Callback", "Checkpoint", "BaseFinetuning", "BasePredictionWriter")  # made to be written on
+_BASES = ("Callback", "Checkpoint", "BasePredictionWriter")  # made to be written on
 
 
 def builtin_class(obj: object) -> type | None:
@@ -23,10 +23,10 @@ def is_builtin(obj: object, name: str) -> bool:
 
 
 def added_names(obj: object, builtin: type) -> list[str]:
-    """Public methods that classes made from ``builtin`` define anew, and so want to be called."""
+    """Public methods of ``builtin`` that classes made from it define anew, and so want to be called."""
     own = type(obj).__mro__[: type(obj).__mro__.index(builtin)]
     names = {name for cls in own for name, value in vars(cls).items() if callable(value) and not name.startswith("_")}
-    return sorted(names)
+    return sorted(name for name in names if hasattr(builtin, name))
 
 
 def watches_metric(callback: object) -> bool:

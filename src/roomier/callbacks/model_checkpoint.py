@@ -42,6 +42,7 @@ _FORMER = {
     "every_n_val_epochs": "Write every_n_epochs",
     "prefix": "Write it into filename",
     "save_best_only": "Write save_top_k=1 and monitor",
+    "save_on_exception": "Write callbacks=[..., OnExceptionCheckpoint(dirpath)] beside it",
 }
 
 

@@ -11,6 +11,7 @@ from roomier.core.errors import RoomierError, nearest
 
 _IS_MEANT = 0.75  # how alike a known name must be: a wrong guess costs its reader more than none
 _NONE: Mapping[str, str] = {}
+_NONE_AT_ALL: Mapping[str, object] = {}
 _Init = TypeVar("_Init", bound=Callable[..., None])
 
 
@@ -54,8 +55,20 @@ def refuse_keywords(
         raise unknown_keyword(method.__qualname__, name, value, names_of(method), former)
 
 
-def explain_unknown_keywords(owner: str, former: Mapping[str, str] = _NONE) -> Callable[[_Init], _Init]:
-    """A decorator for the ``__init__`` of the class ``owner``: an unknown keyword is told with what to write."""
+def explain_unknown_keywords(
+    owner: str,
+    former: Mapping[str, str] = _NONE,
+    *,
+    harmless: Mapping[str, object] = _NONE_AT_ALL,
+    check: Callable[[Mapping[str, object]], None] | None = None,
+) -> Callable[[_Init], _Init]:
+    """A decorator for the ``__init__`` of the class ``owner``: an unknown keyword is told with what to write.
+
+    Args:
+        former: names of its past, or of others' interfaces, and for each what to write now.
+        harmless: of these names, the value that asks for what is done anyway: it is taken.
+        check: looks at all keywords before.
+    """
 
     def decorate(init: _Init) -> _Init:
         known = names_of(init)
@@ -67,6 +80,9 @@ def explain_unknown_keywords(owner: str, former: Mapping[str, str] = _NONE) -> C
             if args and takes_names_only:
                 action = f"Write keywords: {known[0]}=..."
                 raise RoomierError(owner, args[0], "takes no arguments without a name", action)
+            if check is not None:
+                check(kwargs)
+            kwargs = {name: value for name, value in kwargs.items() if not _is_harmless(name, value, harmless)}
             for name, value in kwargs.items():
                 if name not in known:
                     raise unknown_keyword(owner, name, value, known, former)
@@ -75,6 +91,10 @@ def explain_unknown_keywords(owner: str, former: Mapping[str, str] = _NONE) -> C
         return cast(_Init, checked)
 
     return decorate
+
+
+def _is_harmless(name: str, value: object, harmless: Mapping[str, object]) -> bool:
+    return name in harmless and type(value) is type(harmless[name]) and value == harmless[name]
 
 
 def names_of(function: Callable[..., object]) -> list[str]:

@@ -32,7 +32,7 @@ from roomier.engine.eager import EagerEngine
 from roomier.engine.engine import StepHooks
 from roomier.engine.materialise import built_in_parts
 from roomier.launch import join
-from roomier.loggers.group import LoggerGroup
+from roomier.loggers.group import LoggerGroup, tell_folder
 from roomier.optim.configured import Configured
 from roomier.planner.out_of_memory import explain_out_of_memory
 from roomier.train.auto import is_planned, naming_nearest, settle_plan
@@ -242,6 +242,7 @@ def _open(
     else:  # what is measured after a fit goes on in its log
         folder = None if fitted is None else fitted.folder
     trainer.log_dir = str(folder or root)
+    tell_folder(trainer.loggers, folder)
     trainer.ckpt_path = None if path is None else str(path)
     first = first_weights(weights, path, trainer.plan, ranks)
     data = RunLoaders(trainer, module, loaders)
@@ -270,7 +271,7 @@ def _open(
         plan=name_adapters(plan, network_of(module)),
         options=options,
         engine=engine,
-        hooks=HookTable(trainer, module, trainer.callbacks),
+        hooks=HookTable(trainer, module, trainer.hooked_callbacks(stage)),
         schedulers=Schedulers(module, configured.schedulers),
         results=Results(ranks, allows_overlaps=isinstance(module, LightningAdapter)),
         loggers=LoggerGroup(trainer.loggers if folder is not None and ranks.is_zero else ()),

@@ -23,7 +23,7 @@ def resolve_auto(flags: Mapping[str, Any], launch: Launch | None) -> dict[str, A
     Raises:
         PlanError: a launcher started several ranks for a strategy that has one.
     """
-    flags = dict(flags)
+    flags = {**flags, "devices": _number_of(flags["devices"])}
     is_single = _is_single(flags["strategy"])
     if launch is not None and launch.world.size > 1 and is_single:
         problem = f"{launch.launcher} started {launch.world.size} processes, and this strategy uses one"
@@ -36,6 +36,21 @@ def resolve_auto(flags: Mapping[str, Any], launch: Launch | None) -> dict[str, A
         elif not is_single:
             flags["devices"] = _all_devices(flags["strategy"], flags["accelerator"])
     return flags
+
+
+def _number_of(devices: Any) -> Any:
+    """``-1`` is all of them, and a list of the first ones their number."""
+    if devices in (-1, "-1"):
+        return "auto"
+    listed = devices
+    if isinstance(devices, str) and "," in devices:
+        listed = [int(part) if part.strip().isdecimal() else part for part in devices.split(",") if part.strip()]
+    if not isinstance(listed, (list, tuple)):
+        return devices
+    if list(listed) == list(range(len(listed))):
+        return len(listed)
+    action = f"Write devices={len(listed)}; the environment variable CUDA_VISIBLE_DEVICES says which they are"
+    raise PlanError("devices", devices, "each process takes the device of its number on the node, from 0", action)
 
 
 def _is_single(strategy: object) -> bool:

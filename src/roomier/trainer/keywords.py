@@ -17,12 +17,10 @@ from roomier.plan import Plan, plan_from_flags
 from roomier.trainer.devices import resolve_auto
 from roomier.trainer.lightning_callbacks import adopted
 
-_NO_SUCH_DEVICE = "It is not built: write accelerator='cpu', 'cuda' or 'mps'"
 _SHARES = (
     "Leave it out: each rank gets its share of any loader, and one with a DistributedSampler, or with "
     "shards_by_rank = True, divides itself"
 )
-_TORCH_AMP = "Write precision='16-mixed' or 'bf16-mixed', which are torch's own mixed precision"
 _NAMED_OPTIMIZER = "Write it into the optimizer: optimizer={'name': 'adamw', 'weight_decay': 0.1, 'betas': [0.9, 0.95]}"
 _WARM_UP = "Write lr_schedule={'name': 'cosine', 'warmup_steps': 100}"
 _OF_DATA_LOADER = "Give batch_size to your DataLoader"
@@ -30,11 +28,6 @@ _SAVES = "Write callbacks=[ModelCheckpoint(every_n_train_steps=...)]"
 
 FORMER_KEYWORDS: dict[str, str] = {
     # Lightning's Trainer, of today and of earlier versions
-    "gpus": "Write accelerator='gpu', devices=N",
-    "num_gpus": "Write accelerator='gpu', devices=N",
-    "tpu_cores": _NO_SUCH_DEVICE,
-    "ipus": _NO_SUCH_DEVICE,
-    "num_processes": "Write devices=N: each process has a device",
     "auto_select_gpus": "Leave it out: each process takes the CUDA device of its number; CUDA_VISIBLE_DEVICES chooses",
     "auto_lr_find": "It is not built: choose the learning rate yourself",
     "auto_scale_batch_size": "It is not built: choose the batch size of your DataLoader yourself",
@@ -48,15 +41,18 @@ FORMER_KEYWORDS: dict[str, str] = {
     "use_distributed_sampler": _SHARES,
     "sync_batchnorm": "Convert the model: torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)",
     "prepare_data_per_node": "Leave it out: prepare_data runs in the first process of each node",
-    "amp_backend": _TORCH_AMP,
-    "amp_level": _TORCH_AMP,
-    "plugins": "It is not built: strategy, precision and logger are keywords of their own",
-    "reload_dataloaders_every_n_epochs": "It is not built: loaders are made once in each fit",
+    "plugins": (
+        "Write what it stands for: precision='16-mixed' or 'bf16-mixed', strategy=...; torchrun, SLURM and MPI are "
+        "known without one, and checkpoints are folders without one"
+    ),
+    "reload_dataloaders_every_n_epochs": (
+        "Leave it out: loaders are made once in each fit; a data set or sampler with set_epoch is told each epoch"
+    ),
     "barebones": (
         "Write logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False"
     ),
     "enable_autolog_hparams": "Leave it out: save_hyperparameters(logger=False) keeps them out of the log",
-    "model_registry": "It is not built",
+    "model_registry": "Leave it out: checkpoints go to the run folder; upload them in a callback's on_fit_end",
     "backend": "Leave it out: gloo on the CPU, nccl on CUDA",
     "terminate_on_nan": "Leave it out: a loss that is not finite ends the run at the next log step",
     "stochastic_weight_avg": "It is not built: update a torch.optim.swa_utils.AveragedModel in a callback",
@@ -102,6 +98,18 @@ FORMER_KEYWORDS: dict[str, str] = {
 }
 """Keywords of other Trainers and of earlier ones: what to write instead, or that it is not built."""
 
+HARMLESS_KEYWORDS: dict[str, object] = {
+    "use_distributed_sampler": True,
+    "replace_sampler_ddp": True,
+    "sync_batchnorm": False,
+    "reload_dataloaders_every_n_epochs": 0,
+    "barebones": False,
+    "plugins": None,
+    "enable_autolog_hparams": True,
+    "model_registry": None,
+}
+"""Keywords of Lightning's Trainer with the value that asks for what roomier does: a script may pass them on."""
+
 FORMER_ARGUMENTS: dict[str, str] = {
     "train_dataloader": "Write train_dataloaders",
     "train_loader": "Write train_dataloaders",
@@ -112,13 +120,39 @@ FORMER_ARGUMENTS: dict[str, str] = {
     "test_dataloader": "Write dataloaders",
     "loader": "Write train_dataloaders to fit, dataloaders to the others",
     "dataloader": "Write train_dataloaders to fit, dataloaders to the others",
-    "verbose": "Leave it out: the metrics are what the call returns",
     "resume_from_checkpoint": "Write ckpt_path",
-    "weights_only": "Leave it out: loading a checkpoint executes no code",
     "max_epochs": "Pass it to the Trainer: Trainer(max_epochs=...)",
     "epochs": "Pass it to the Trainer: Trainer(max_epochs=...)",
 }
 """Arguments of fit, validate, test and predict elsewhere: what to write instead."""
+
+
+_NONE_IS_DEFAULT = (
+    "logger",
+    "num_sanity_val_steps",
+    "log_every_n_steps",
+    "enable_checkpointing",
+    "enable_progress_bar",
+    "enable_model_summary",
+)
+
+
+def with_defaults(given: Mapping[str, Any], init: Callable[..., None]) -> dict[str, Any]:
+    """``given`` with the defaults of ``init`` where None asks for them, as in Lightning."""
+    defaults = inspect.signature(init).parameters
+    missing = {name: defaults[name].default for name in _NONE_IS_DEFAULT if given[name] is None}
+    return {**given, **missing}
+
+
+def check_weights_only(weights_only: bool | None) -> None:
+    """Refuse to execute what a checkpoint holds.
+
+    Raises:
+        RoomierError: that is asked for.
+    """
+    if weights_only is not None and weights_only is not True:
+        action = "Leave it out; for a checkpoint that needs it, save its weights with torch.save and pass weights="
+        raise RoomierError("weights_only", weights_only, "loading a checkpoint executes no code", action)
 
 
 def plan_of(given: Mapping[str, Any], init: Callable[..., None], launch: Launch | None) -> Plan:

@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.optim import Optimizer
 
 from roomier import callbacks
+from roomier.api.callback import Callback
 from roomier.api.lightning_callbacks import added_names, builtin_class
 from roomier.callbacks import ModelCheckpoint
 from roomier.callbacks.checkpoint_ledger import Ledger
@@ -70,6 +72,42 @@ class _MirroredCheckpoint(ModelCheckpoint):
 _MirroredCheckpoint.__qualname__ = ModelCheckpoint.__qualname__  # checkpoints of both are one another's
 
 
+class _Finetuning(callbacks.BaseFinetuning):
+    """Asks Lightning's object what to freeze, and what to train when."""
+
+    def __init__(self, given: Any) -> None:
+        super().__init__()
+        self._given = given
+
+    @property
+    def state_key(self) -> str:
+        return str(self._given.state_key)
+
+    def setup(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
+        strategy = trainer.plan.parallel.strategy
+        if strategy not in ("single", "ddp"):
+            action = "Derive it from roomier.callbacks.BaseFinetuning, whose methods have the same names"
+            problem = f"Lightning's unfreezing does not know parameters that are cut (strategy={strategy!r})"
+            raise RoomierError("callbacks", type(self._given).__name__, problem, action)
+        super().setup(trainer, pl_module, stage)
+
+    def freeze_before_training(self, pl_module: Module) -> None:
+        self._given.freeze_before_training(pl_module)
+
+    def finetune_function(self, pl_module: Module, epoch: int, optimizer: Optimizer) -> None:
+        self._given.finetune_function(pl_module, epoch, optimizer)
+
+    def state_dict(self) -> dict[str, Any]:
+        own = {name: value for name, value in self._given.state_dict().items() if name != _GROUPS}
+        return {**super().state_dict(), "own": own}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._given.load_state_dict({_GROUPS: {}, **state_dict["own"]})  # the groups are back already
+
+
+_GROUPS = "internal_optimizer_metadata"
+
+
 def adopted(given: Iterable[Any]) -> list[Any]:
     """``given``, with roomier's callback in the place of each of Lightning's that cannot run as it is, told once each.
 
@@ -106,7 +144,7 @@ _OWN = "callback"
 
 
 def _name(own: Any) -> str:
-    return str(type(own).__qualname__)
+    return next(cls.__qualname__ for cls in type(own).__mro__ if cls.__qualname__ in callbacks.__all__)
 
 
 def _checkpoint(given: Any) -> ModelCheckpoint:
@@ -149,17 +187,40 @@ def _weight_averaging(given: Any) -> callbacks.WeightAveraging:
     return own
 
 
+def _stochastic_weight_averaging(given: Any) -> Callback:
+    own_fn = None if given._avg_fn is type(given).avg_fn else given._avg_fn
+    return callbacks.StochasticWeightAveraging(
+        given._swa_lrs,
+        given._swa_epoch_start,
+        given._annealing_epochs,
+        given._annealing_strategy,
+        own_fn,
+        given._device,
+    )
+
+
 _MADE: dict[str, Callable[[Any], Any]] = {
     "ModelCheckpoint": _checkpoint,
     "LearningRateMonitor": _lr_monitor,
     "ModelSummary": lambda given: callbacks.ModelSummary(max_depth=given._max_depth),
-    "RichModelSummary": lambda given: callbacks.ModelSummary(max_depth=given._max_depth),
+    "RichModelSummary": lambda given: callbacks.RichModelSummary(max_depth=given._max_depth),
     "ProgressBar": lambda given: callbacks.ProgressBar(),
     "TQDMProgressBar": lambda given: callbacks.ProgressBar(),
     "RichProgressBar": lambda given: callbacks.ProgressBar(),
     "WeightAveraging": _weight_averaging,
     "EMAWeightAveraging": _weight_averaging,
+    "StochasticWeightAveraging": _stochastic_weight_averaging,
+    "GradientAccumulationScheduler": lambda given: callbacks.GradientAccumulationScheduler(dict(given.scheduling)),
+    "BaseFinetuning": _Finetuning,
+    "BackboneFinetuning": _Finetuning,
+    "DeviceStatsMonitor": lambda given: callbacks.DeviceStatsMonitor(given._cpu_stats),
+    "OnExceptionCheckpoint": lambda given: callbacks.OnExceptionCheckpoint(given.dirpath, given.filename),
 }
-_MAY_ADD = {"WeightAveraging": ("should_update",), "EMAWeightAveraging": ("should_update",)}
+_MAY_ADD = {
+    "WeightAveraging": ("should_update",),
+    "EMAWeightAveraging": ("should_update",),
+    "BaseFinetuning": ("freeze_before_training", "finetune_function"),
+    "BackboneFinetuning": ("freeze_before_training", "finetune_function"),
+}
 _DRAWS = ("ModelSummary", "RichModelSummary", "ProgressBar", "TQDMProgressBar", "RichProgressBar")
 """They show a run and change nothing of it: what a class adds is told, and left out."""

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 from roomier.api.callback import Callback
+from roomier.api.lightning_callbacks import is_builtin
+from roomier.callbacks.prediction_writer import PredictionWriter
 from roomier.core.tree import map_tensors
 
 if TYPE_CHECKING:
@@ -77,6 +79,17 @@ class KeepsPredicted(Callback):
         loader = loaders[dataloader_idx] if isinstance(loaders, (list, tuple)) and _are_loaders(loaders) else loaders
         indices = batch_indices(loader, batch_idx)
         trainer.predict_loop.add(dataloader_idx, indices, outputs, is_kept=self._until_end)
+
+
+def writes_predictions(callback: Any) -> bool:
+    """Whether it asks ``trainer.predict_loop``: a PredictionWriter, or what is made from Lightning's base of them."""
+    return isinstance(callback, PredictionWriter) or is_builtin(callback, "BasePredictionWriter")
+
+
+def writes_at_end(callback: Any) -> bool:
+    """Whether it wants all predictions of a rank at once."""
+    interval = callback.interval
+    return "epoch" in str(getattr(interval, "value", interval))
 
 
 def _are_loaders(loaders: Any) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import sys
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -29,15 +30,27 @@ from roomier.train.evaluate import evaluate
 from roomier.train.fit import fit
 from roomier.train.manual import ManualOptimizer
 from roomier.train.options import LoopOptions, check_flag
+from roomier.train.predict_stream import opened_stream
 from roomier.train.run import Run
 from roomier.train.save import save_checkpoint
 from roomier.train.session import LOADER_NAMES, end_fit, session, start_fit
 from roomier.train.states import TrainerFn, TrainerStatus
 from roomier.trainer.attributes import STAGE_FLAGS, TrainerAttributes
 from roomier.trainer.forecasts import prepare_forecast
-from roomier.trainer.keywords import FORMER_ARGUMENTS, FORMER_KEYWORDS, callbacks_of, kind_of, ordered, plan_of
+from roomier.trainer.former_flags import refuse_former_flags
+from roomier.trainer.keywords import (
+    FORMER_ARGUMENTS,
+    FORMER_KEYWORDS,
+    HARMLESS_KEYWORDS,
+    callbacks_of,
+    check_weights_only,
+    kind_of,
+    ordered,
+    plan_of,
+    with_defaults,
+)
 from roomier.trainer.lightning_callbacks import adopted
-from roomier.trainer.predicted import PredictLoop
+from roomier.trainer.predicted import KeepsPredicted, PredictLoop, writes_at_end, writes_predictions
 
 
 class Trainer(TrainerAttributes):
@@ -89,7 +102,7 @@ class Trainer(TrainerAttributes):
         RoomierError: a keyword is unknown or wrong, or asks for what is not built.
     """
 
-    @explain_unknown_keywords("Trainer", FORMER_KEYWORDS)
+    @explain_unknown_keywords("Trainer", FORMER_KEYWORDS, harmless=HARMLESS_KEYWORDS, check=refuse_former_flags)
     def __init__(
         self,
         *,
@@ -127,13 +140,13 @@ class Trainer(TrainerAttributes):
         fast_dev_run: int | bool = False,
         val_check_interval: int | float | None = None,
         check_val_every_n_epoch: int | None = 1,
-        num_sanity_val_steps: int = 2,
-        log_every_n_steps: int = 50,
+        num_sanity_val_steps: int | None = 2,
+        log_every_n_steps: int | None = 50,
         callbacks: list[Callback] | Callback | None = None,
         logger: bool | str | Logger | list[str | Logger] | None = True,
-        enable_checkpointing: bool = True,
-        enable_progress_bar: bool = True,
-        enable_model_summary: bool = True,
+        enable_checkpointing: bool | None = True,
+        enable_progress_bar: bool | None = True,
+        enable_model_summary: bool | None = True,
         deterministic: bool | str | None = None,
         benchmark: bool | None = None,
         detect_anomaly: bool = False,
@@ -141,7 +154,7 @@ class Trainer(TrainerAttributes):
         profiler: Any = None,
         default_root_dir: str | Path | None = None,
     ) -> None:
-        given = locals()
+        given = with_defaults(locals(), Trainer.__init__)
         for name in ("enable_checkpointing", "enable_progress_bar", "enable_model_summary"):
             check_flag(name, given[name])
         launch = present_launch()
@@ -151,9 +164,9 @@ class Trainer(TrainerAttributes):
         self.options = LoopOptions(**{name: given[name] for name in LoopOptions.__dataclass_fields__})
         self.world = place(self.plan.parallel.devices, self.plan.parallel.num_nodes, launch)
         self.ranks = Ranks()  # alone, until a run begins
-        self.logger_is_on = bool(logger)
-        self.loggers = [] if self.options.num_dev_batches else loggers_from_flag(logger)
-        self.enable_checkpointing = enable_checkpointing and not self.options.num_dev_batches
+        self.logger_is_on = bool(given["logger"])
+        self.loggers = loggers_from_flag(given["logger"], is_dev_run=bool(self.options.num_dev_batches))
+        self.enable_checkpointing = given["enable_checkpointing"] and not self.options.num_dev_batches
         self.callbacks = ordered(callbacks_of(given, self.enable_checkpointing))
         check_callbacks(self.callbacks)
         self.run: Run | None = None
@@ -183,6 +196,8 @@ class Trainer(TrainerAttributes):
         val_dataloaders: Any = None,
         datamodule: DataModule | None = None,
         ckpt_path: str | Path | None = None,
+        weights_only: bool | None = None,
+        *,
         weights: str | Path | None = None,
         **unknown: Never,
     ) -> None:
@@ -193,6 +208,7 @@ class Trainer(TrainerAttributes):
             train_dataloaders: a list of batches, an iterable of batches, a DataLoader, or a DataModule.
             val_dataloaders: the same, or several of them.
             ckpt_path: a checkpoint to go on from, bit for bit; ``"last"``: the newest under ``default_root_dir``.
+            weights_only: None or True: loading a checkpoint never executes code.
             weights: what ``model`` begins with: a ``.safetensors`` file, a folder with ``model.safetensors`` or its
                 index, or a checkpoint. Each rank reads its part. Not read where ``ckpt_path`` is found.
 
@@ -201,6 +217,7 @@ class Trainer(TrainerAttributes):
             SystemExit: SIGTERM or Ctrl-C; the run was saved first.
         """
         refuse_keywords(Trainer.fit, unknown, FORMER_ARGUMENTS)
+        check_weights_only(weights_only)
         if is_one(train_dataloaders, DataModule):
             train_dataloaders, datamodule = None, train_dataloaders
         loaders = {"train": train_dataloaders, "val": val_dataloaders}
@@ -214,7 +231,9 @@ class Trainer(TrainerAttributes):
         model: nn.Module | None = None,
         dataloaders: Any = None,
         ckpt_path: str | Path | None = None,
+        verbose: bool = True,
         datamodule: DataModule | None = None,
+        weights_only: bool | None = None,
         **unknown: Never,
     ) -> list[dict[str, float]]:
         """One pass over the validation data; the logged metrics, a dict for each loader.
@@ -225,47 +244,81 @@ class Trainer(TrainerAttributes):
                 model is passed either, the best checkpoint of the fit before, as Lightning does.
         """
         refuse_keywords(Trainer.validate, unknown, FORMER_ARGUMENTS)
-        return self._evaluate("validate", "validation", model, dataloaders, ckpt_path, datamodule)
+        check_weights_only(weights_only)
+        return self._evaluate("validate", "validation", model, dataloaders, ckpt_path, datamodule, verbose)
 
     def test(
         self,
         model: nn.Module | None = None,
         dataloaders: Any = None,
         ckpt_path: str | Path | None = None,
+        verbose: bool = True,
         datamodule: DataModule | None = None,
+        weights_only: bool | None = None,
         **unknown: Never,
     ) -> list[dict[str, float]]:
         """As :meth:`validate`, with ``test_step`` over the test data."""
         refuse_keywords(Trainer.test, unknown, FORMER_ARGUMENTS)
-        return self._evaluate("test", "test", model, dataloaders, ckpt_path, datamodule)
+        check_weights_only(weights_only)
+        return self._evaluate("test", "test", model, dataloaders, ckpt_path, datamodule, verbose)
 
     def predict(
         self,
         model: nn.Module | None = None,
         dataloaders: Any = None,
         datamodule: DataModule | None = None,
-        return_predictions: bool = True,
+        return_predictions: bool | None = None,
         ckpt_path: str | Path | None = None,
+        weights_only: bool | None = None,
         **unknown: Never,
     ) -> list[Any] | None:
         """What ``predict_step`` returned for each batch; a list of such lists with several loaders. On several ranks
         each gets the predictions of all, in the order of the batches, in host memory.
 
+        :meth:`predict_stream` gives one after another and keeps none.
+
         Args:
-            return_predictions: False keeps none of them (a callback takes them in ``on_predict_batch_end``).
+            return_predictions: False keeps none of them (a callback takes them in ``on_predict_batch_end``); None is
+                True.
         """
         refuse_keywords(Trainer.predict, unknown, FORMER_ARGUMENTS)
+        check_weights_only(weights_only)
+        is_returned = self.predict_loop.return_predictions = return_predictions is not False
         with self._evaluation("predict", model, dataloaders, ckpt_path, datamodule) as run:
-            run.keeps_predictions = return_predictions
+            run.keeps_predictions = is_returned
             outputs = evaluate(run, "predict", run.val_sources, run.val_limits)
-        if not return_predictions:
+        if not is_returned:
             return None
         return outputs[0] if len(outputs) == 1 else outputs
+
+    def predict_stream(
+        self,
+        model: nn.Module | None = None,
+        dataloaders: Any = None,
+        datamodule: DataModule | None = None,
+        ckpt_path: str | Path | None = None,
+    ) -> Generator[Any, None, None]:
+        """What ``predict_step`` returns, batch for batch and loader after loader, computed when it is asked for: one
+        batch (of each rank) is held at a time.
+
+        The run ends when the iterator is exhausted, closed (``stream.close()``), or let go; until then this Trainer
+        does nothing else. On several ranks each gets the predictions of all, on the host, in the order of the batches;
+        every rank must take as many.
+
+        Raises:
+            RoomierError: what was given cannot be predicted; it says what to do. Raised by the call itself.
+            SystemExit: a signal came; raised where the next batch is asked for.
+        """
+        self.predict_loop.return_predictions = False
+        stream = opened_stream(self._evaluation("predict", model, dataloaders, ckpt_path, datamodule))
+        next(stream)
+        return stream
 
     def save_checkpoint(
         self,
         filepath: str | Path,
-        weights_only: bool = False,
+        weights_only: bool | None = None,
+        storage_options: None = None,
         *,
         asynchronous: bool = False,
         when_committed: Callable[[], None] | None = None,
@@ -275,6 +328,7 @@ class Trainer(TrainerAttributes):
 
         Args:
             weights_only: leave out what only a resumed run needs.
+            storage_options: None: a checkpoint is a folder of the file system.
             asynchronous: within a fit, go on as soon as the state is copied to host memory; it is written and committed
                 beside the training. One at a time: the next save waits for it, and so do a signal and the end of the
                 fit. If it fails, the fit ends with that error at its next save point.
@@ -288,7 +342,14 @@ class Trainer(TrainerAttributes):
             raise RoomierError(
                 "save_checkpoint", str(filepath), "this Trainer has not fitted anything yet", "Call fit first"
             )
-        save_checkpoint(self.fitted, filepath, weights_only, asynchronous=asynchronous, when_committed=when_committed)
+        if storage_options is not None:
+            action = "Leave it out, and copy the folder in when_committed"
+            raise RoomierError(
+                "storage_options", storage_options, "a checkpoint is a folder of the file system", action
+            )
+        save_checkpoint(
+            self.fitted, filepath, bool(weights_only), asynchronous=asynchronous, when_committed=when_committed
+        )
 
     def log_metrics(self, metrics: Mapping[str, float]) -> None:
         """Write a row to the loggers at the current step."""
@@ -321,6 +382,13 @@ class Trainer(TrainerAttributes):
         self.callbacks = ordered(others + own)
         check_callbacks(self.callbacks)
 
+    def hooked_callbacks(self, stage: str) -> list[Any]:
+        """Those whose hooks ``stage`` calls: before prediction writers comes what they ask."""
+        writers = [each for each in self.callbacks if writes_predictions(each)] if stage == "predict" else []
+        if not writers:
+            return self.callbacks
+        return [KeepsPredicted(until_end=any(map(writes_at_end, writers))), *self.callbacks]
+
     def prepare_forecast(self, module: Module) -> None:
         """See :func:`roomier.trainer.forecasts.prepare_forecast`."""
         prepare_forecast(self, module)
@@ -349,13 +417,16 @@ class Trainer(TrainerAttributes):
     # ----------------------------------------------------------------------------------------------------------------
 
     def _evaluate(
-        self, stage: str, step: str, model: Any, dataloaders: Any, ckpt_path: Any, datamodule: Any
+        self, stage: str, step: str, model: Any, dataloaders: Any, ckpt_path: Any, datamodule: Any, verbose: bool
     ) -> list[dict[str, float]]:
         with self._evaluation(stage, model, dataloaders, ckpt_path, datamodule) as run:
             evaluate(run, step, run.val_sources, run.val_limits)
             metrics = {name: float(value) for name, value in run.results.callback_metrics.items()}
             num_loaders = len(run.val_sources)
-        return _by_loader(metrics, num_loaders)
+        by_loader = _by_loader(metrics, num_loaders)
+        if verbose and self.is_global_zero:
+            print(metrics_table(stage, by_loader), file=sys.stderr, flush=True)
+        return by_loader
 
     def _evaluation(self, stage: str, model: Any, dataloaders: Any, ckpt_path: Any, datamodule: Any) -> Any:
         if model is None:
@@ -371,6 +442,15 @@ class Trainer(TrainerAttributes):
         if datamodule is None and dataloaders is None:
             datamodule = self.datamodule
         return session(self, stage, model, {LOADER_NAMES[stage]: dataloaders}, datamodule, ckpt_path)
+
+
+def metrics_table(stage: str, by_loader: Sequence[Mapping[str, float]]) -> str:
+    """``by_loader`` as lines, a metric each."""
+    rows = [(name, value) for metrics in by_loader for name, value in metrics.items()]
+    rows = list(dict(rows).items())
+    width = max([len(name) for name, _ in rows], default=0)
+    lines = [f"  {name:<{width}}  {value:.6g}" for name, value in rows]
+    return "\n".join([f"{stage}:", *lines] if lines else [f"{stage}: nothing was logged"])
 
 
 def _by_loader(metrics: Mapping[str, float], num_loaders: int) -> list[dict[str, float]]:

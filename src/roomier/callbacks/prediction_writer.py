@@ -1,0 +1,163 @@
+"""PredictionWriter: what a model predicts, into files, while it predicts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from roomier.api.callback import Callback
+from roomier.core.errors import RoomierError
+from roomier.core.keywords import explain_unknown_keywords
+from roomier.core.tree import map_tensors
+
+if TYPE_CHECKING:
+    from roomier.api.module import Module
+    from roomier.trainer import Trainer
+
+_INTERVALS = ("batch", "epoch", "batch_and_epoch")
+_PLAIN = (str, int, float, bool, type(None))
+
+
+class PredictionWriter(Callback):
+    """Writes what ``predict_step`` returns; with ``trainer.predict(..., return_predictions=False)`` no batch stays in
+    memory.
+
+    ``"batch"``: a file for each batch, ``predictions-<loader>-<batch>.pt``, as soon as it is there. Numbers are those
+    of the whole data set, on any number of ranks. ``"epoch"``: a file for each rank, ``predictions-rank-<rank>.pt``,
+    with ``{"predictions": ..., "batch_indices": ...}``, which the rank holds in host memory until the end.
+
+    Files are written aside and renamed, so none is ever half there. ``torch.load(path, weights_only=True)`` reads them:
+    they hold tensors (on the host), numbers, strings, and dicts, lists and tuples of these.
+
+    Override :meth:`write_on_batch_end` or :meth:`write_on_epoch_end` to write otherwise: they are those of Lightning's
+    ``BasePredictionWriter``.
+
+    Args:
+        output_dir: the folder; it is made.
+        write_interval: ``"batch"``, ``"epoch"`` or ``"batch_and_epoch"``.
+        overwrite: remove such files of an earlier run from the folder, at the start.
+
+    Raises:
+        RoomierError: an argument is wrong; at the start, there are predictions in the folder; at a batch, a prediction
+            holds what is neither a tensor nor plain.
+    """
+
+    @explain_unknown_keywords("callbacks.PredictionWriter")
+    def __init__(
+        self, output_dir: str | Path | None = None, write_interval: str = "batch", *, overwrite: bool = False
+    ) -> None:
+        if output_dir is not None and not isinstance(output_dir, (str, os.PathLike)):
+            raise _wrong("output_dir", output_dir, "is not a path", "Pass a string or a Path")
+        if write_interval not in _INTERVALS:
+            raise _wrong("write_interval", write_interval, "is unknown", f"Use one of: {', '.join(_INTERVALS)}")
+        methods = [f"write_on_{each}_end" for each in write_interval.split("_and_")]
+        as_files = [each for each in methods if getattr(type(self), each) is getattr(PredictionWriter, each)]
+        if output_dir is None and as_files:
+            raise _wrong("output_dir", None, "is no folder", f"Pass where the files go, or override {as_files[0]}")
+        self.output_dir = None if output_dir is None else Path(output_dir)
+        self.interval = write_interval
+        self.overwrite = overwrite
+
+    def on_predict_start(self, trainer: Trainer, pl_module: Module) -> None:
+        if self.output_dir is not None:
+            trainer.ranks.on_zero(self._make_folder)
+            self.output_dir.mkdir(parents=True, exist_ok=True)  # ranks on other machines may not share it
+
+    def _make_folder(self) -> None:
+        assert self.output_dir is not None
+        try:
+            self.output_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise _wrong(
+                "output_dir", str(self.output_dir), f"cannot be made: {error.strerror}", "Give another folder"
+            ) from error
+        there = sorted(self.output_dir.glob("predictions-*.pt"))
+        if there and not self.overwrite:
+            problem = f"there are {len(there)} files of predictions (the first: {there[0].name})"
+            raise _wrong("output_dir", str(self.output_dir), problem, "Give another folder, or overwrite=True")
+        for path in there:
+            path.unlink()
+
+    def on_predict_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: Module,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        if "batch" in self.interval:
+            indices = trainer.predict_loop.current_batch_indices
+            self.write_on_batch_end(trainer, pl_module, outputs, indices, batch, batch_idx, dataloader_idx)
+
+    def on_predict_epoch_end(self, trainer: Trainer, pl_module: Module) -> None:
+        if "epoch" in self.interval:
+            loop = trainer.predict_loop
+            self.write_on_epoch_end(trainer, pl_module, loop.predictions, loop.epoch_batch_indices)
+
+    def write_on_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: Module,
+        prediction: Any,
+        batch_indices: Sequence[int] | None,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int,
+    ) -> None:
+        """Write the ``prediction`` of one batch.
+
+        Args:
+            batch_indices: places of its samples in the data set; empty where they are not known.
+            batch_idx: its number among those of all ranks.
+        """
+        assert self.output_dir is not None
+        _save(prediction, self.output_dir / f"predictions-{dataloader_idx}-{batch_idx:06d}.pt")
+
+    def write_on_epoch_end(
+        self, trainer: Trainer, pl_module: Module, predictions: Sequence[Any], batch_indices: Sequence[Any]
+    ) -> None:
+        """Write all ``predictions`` of this rank: for each batch, or for each loader a list of these."""
+        assert self.output_dir is not None
+        content = {"predictions": list(predictions), "batch_indices": list(batch_indices)}
+        _save(content, self.output_dir / f"predictions-rank-{trainer.global_rank}.pt")
+
+
+def _save(content: Any, path: Path) -> None:
+    plain = map_tensors(lambda tensor: tensor.detach().cpu().clone(), content)
+    _check_plain(plain, path.name)
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        torch.save(plain, aside)
+        os.replace(aside, path)
+    except OSError as error:
+        aside.unlink(missing_ok=True)
+        raise _wrong(
+            "output_dir", str(path), f"cannot be written: {error.strerror}", "Make room, or give another folder"
+        ) from error
+
+
+def _check_plain(value: Any, name: str) -> None:
+    # Who reads the file would have to execute code for anything else.
+    if type(value) is Tensor or type(value) in _PLAIN:
+        return
+    if type(value) is dict:
+        children = [*value.keys(), *value.values()]
+    elif type(value) in (list, tuple):
+        children = list(value)
+    else:
+        problem = f"{name} would hold a {type(value).__name__}"
+        action = "Return tensors, numbers, strings, dicts and lists from predict_step, or override write_on_batch_end"
+        raise _wrong("predict_step", type(value).__name__, problem, action)
+    for each in children:
+        _check_plain(each, name)
+
+
+def _wrong(field: str, received: object, problem: str, action: str) -> RoomierError:
+    return RoomierError(f"PredictionWriter({field})", received, problem, action)

@@ -1,0 +1,107 @@
+"""Predictions one after another, as they are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import partial
+from typing import Any
+
+import torch
+
+from roomier.api.lightning import overrides
+from roomier.api.module import Module
+from roomier.api.step_arguments import num_step_arguments
+from roomier.core.tree import map_tensors
+from roomier.data.source import Source
+from roomier.loss.lazy_logits import computed
+from roomier.train.evaluate import EvaluationCutError, take_statistics_of_rank_zero, with_index
+from roomier.train.muted import muted
+from roomier.train.run import Run, call
+from roomier.train.step import transfer_of
+
+
+def opened_stream(session: AbstractContextManager[Run]) -> Generator[Any, None, None]:
+    """A generator that opens ``session`` when it is asked for its first value, None, and then gives what
+    ``predict_step`` returns for each batch of ``run.val_sources``. Hooks are those of ``predict``.
+
+    What runs between two values is the user's own: no gradient mode and no stage of the log is left set there.
+    """
+    with session as run:
+        take_statistics_of_rank_zero(run)
+        # Closed early, it has come to a good end, without the hooks of the end.
+        with _in_evaluation_mode(run.module), suppress(GeneratorExit):
+            yield from _all(run)
+        run.engine.release()
+
+
+def _all(run: Run) -> Iterator[Any]:
+    results, hooks = run.results, run.hooks
+    with _without_gradients(run):
+        call(hooks.on_predict_start)
+        call(hooks.on_predict_epoch_start)
+    yield None
+    num_sources = len(run.val_sources)
+    for index, (source, limit) in enumerate(zip(run.val_sources, run.val_limits, strict=True)):
+        yield from _of_source(run, source, limit, index if num_sources > 1 else None)
+    with _without_gradients(run):
+        results.stage, results.dataloader_idx, results.is_in_batch = "predict", None, False
+        results.call(hooks.on_predict_epoch_end)
+        run.log_metrics(results.end_epoch("predict"))
+        call(hooks.on_predict_end)
+
+
+def _of_source(run: Run, source: Source, limit: float, dataloader_idx: int | None) -> Iterator[Any]:
+    """What each batch gives; of several ranks, after each round of batches what all gave, in order."""
+    module, results, engine = run.module, run.results, run.engine
+    num_arguments = num_step_arguments(module, "predict_step", 2 if dataloader_idx is None else 3)
+    last = () if dataloader_idx is None else (dataloader_idx,)
+    engine.hooks.transfer = transfer_of(run, dataloader_idx or 0)
+    for host_batch, batch_idx, counts in source.turns(limit):
+        run.vote()
+        if run.stop.received is not None:
+            raise EvaluationCutError
+        with _without_gradients(run):
+            results.stage, results.dataloader_idx, results.is_in_batch = "predict", dataloader_idx, True
+            batch = results.batch = engine.move(host_batch)
+            step = partial(with_index, module.predict_step, (batch_idx, *last)[: num_arguments - 1])
+            if counts:
+                for hook in run.hooks.on_predict_batch_start:
+                    hook(batch, batch_idx, *last)
+                output = computed(engine.forward(step, batch))
+                for hook in run.hooks.on_predict_batch_end:
+                    hook(output, batch, batch_idx, *last)
+            else:
+                with muted(module, results):
+                    engine.forward(step, batch)
+                output = None
+            results.stage = results.batch = batch = None
+        if run.ranks.is_alone:
+            yield output
+        else:
+            on_host = map_tensors(lambda tensor: tensor.cpu(), output)
+            of_round = run.ranks.gather((batch_idx, on_host) if counts else None)
+            for _, each in sorted((one for one in of_round if one is not None), key=lambda one: one[0]):
+                yield each
+        output = None
+
+
+@contextmanager
+def _without_gradients(run: Run) -> Iterator[None]:
+    inference = run.options.inference_mode and run.engine.allows_inference_mode
+    with torch.inference_mode() if inference else torch.no_grad():
+        yield
+
+
+@contextmanager
+def _in_evaluation_mode(module: Module) -> Iterator[None]:
+    training = [each for each in module.modules() if each.training]
+    module.on_predict_model_eval()
+    try:
+        yield
+    finally:
+        if overrides(module, "on_predict_model_train", Module):
+            module.on_predict_model_train()
+        else:
+            for each in training:
+                each.training = True
