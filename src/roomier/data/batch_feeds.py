@@ -337,10 +337,14 @@ class StatefulFeed(BatchFeed):
         self.may_end_apart = share.world.size > 1
         self._keeper = keeper
         self._begins_at_an_end = False
+        self._unread: Iterator[Any] | None = None  # made for a resume
 
     def start(self, epoch: int) -> Iterator[Any]:
         self._begin(epoch)
         with self._alike():
+            if self._unread is not None:  # an __iter__ that is a generator would take the loaded state only now
+                next(self._unread, None)
+                self._unread = None
             iterator = iter(self._loader)
         if self._begins_at_an_end:
             self._begins_at_an_end = False
@@ -367,8 +371,14 @@ class StatefulFeed(BatchFeed):
             if position.get("draws") is not None:
                 set_rng_state(position["draws"])
             self._keeper.load_state_dict(position["loader"])
-            iterator = iter(self._loader)
-        return self._own_part(iterator), self._first
+            self._unread = iterator = iter(self._loader)
+        batches = self._own_part(self._read(iterator))
+        self.reading = iterator
+        return batches, self._first
+
+    def _read(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        self._unread = None
+        yield from iterator
 
     def adopt(self, position: dict[str, Any], *, is_complete: bool) -> None:
         # The state of an epoch that was cut short would make the next one begin in its middle.

@@ -86,7 +86,7 @@ class CombinedFeed(Feed):
                 part.go_on(None, None, stored["num_read"])
             else:
                 iterator, num_read = feed.resume(stored["position"])
-                part.go_on(iterator, feed.reading or iterator, num_read)
+                part.go_on(iterator, _reading(feed, iterator), num_read)
         if math.isinf(self.num_batches):
             num_done = position["num_batches"] // self._ranks.world.size
         else:  # counted from the end, because that is what a loop waits for
@@ -155,4 +155,8 @@ class CombinedFeed(Feed):
 
 def _start(feed: Feed, epoch: int, cycle: int) -> tuple[Iterator[Any], Any]:
     iterator = feed.start(epoch + cycle * PASS)
-    return iterator, feed.reading or iterator
+    return iterator, _reading(feed, iterator)
+
+
+def _reading(feed: Feed, iterator: Iterator[Any]) -> Any:
+    return iterator if feed.reading is None else feed.reading
