@@ -13,6 +13,7 @@ from torch import Tensor
 
 from roomier import Trainer
 from roomier.api.forward import ForwardModule
+from roomier.export.hugging_face import export_hugging_face
 from tests.hugging_face.models import KINDS, Batch, transformers
 from tests.ranks.pool import RankPool
 
@@ -134,6 +135,7 @@ def fit_on_ranks(folder: Path, names: list[str], strategy: str) -> dict[str, lis
             enable_model_summary=False,
         )
         trainer.fit(model, KINDS[name].batches(8))
+        trainer.save_checkpoint(folder / name)
         found[name] = [getattr(each, "full_tensor", each.detach)().detach() for each in model.parameters()]
     return found
 
@@ -147,6 +149,11 @@ def check_on_ranks(
             batches = KINDS[name].batches(8)
             theirs = trained(make_trainer, model_of(name), [batches[:4], batches[4:]])
             assert apart(ours[name], theirs) < 1e-6, name
+    for name in names:
+        export_hugging_face(folder / name, folder / "opened" / name, max_shard_bytes=20_000)
+        opened, info = type(model_of(name)).from_pretrained(folder / "opened" / name, output_loading_info=True)
+        assert not any(info.values()), name
+        assert apart([each.detach() for each in opened.parameters()], ours[name]) == 0, name
 
 
 @pytest.mark.parametrize(("strategy", "names"), [("ddp", ["llama", "whisper"]), ("zero3", ["llama", "t5"])])

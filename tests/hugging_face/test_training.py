@@ -19,10 +19,11 @@ MakeTrainer = Callable[..., Trainer]
 
 
 def bare_loop(model: Any, batches: list[Batch], *, lr: float = 1e-3) -> list[float]:
-    """Losses of one step a batch; parameters of two and more dimensions decay."""
+    """Losses of one step a batch; parameters of two and more dimensions decay, but for tables of biases."""
+    decays = {name: p.dim() >= 2 and "bias" not in name for name, p in model.named_parameters()}
     groups = [
-        {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": 0.01},
-        {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
+        {"params": [p for name, p in model.named_parameters() if decays[name]], "weight_decay": 0.01},
+        {"params": [p for name, p in model.named_parameters() if not decays[name]], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, lr=lr, fused=True)
     losses = []

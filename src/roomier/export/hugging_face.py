@@ -1,4 +1,4 @@
-"""A checkpoint as the folder of a Hugging Face model, as ``save_pretrained`` writes it and ``from_pretrained`` reads it."""
+"""A checkpoint as the folder of a Hugging Face model: as ``save_pretrained`` writes it, for ``from_pretrained``."""
 
 from __future__ import annotations
 

@@ -39,7 +39,8 @@ def trained_parameters(network: nn.Module) -> list[tuple[nn.Parameter, Trait]]:
     for name, parameter in network.named_parameters():
         if not parameter.requires_grad:
             continue
-        decays = parameter.dim() >= 2 and parameter not in norms and not name.endswith("bias")
+        # T5's relative_attention_bias is a table, and Swin's relative_position_bias_table: biases all the same.
+        decays = parameter.dim() >= 2 and parameter not in norms and "bias" not in name
         is_matrix = decays and parameter not in looked_up
         trait = Trait(
             decays=decays,

@@ -1,0 +1,30 @@
+"""Norms and biases do not decay, as the Trainer of transformers has it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from roomier.optim.by_name import make_optimizer
+from tests.hugging_face.models import KINDS, transformers
+
+# What the two treat differently: here nothing of one dimension or none decays, as in CLIP's own training.
+NO_WEIGHTS = {"clip": {"logit_scale", "vision_model.embeddings.class_embedding"}}
+
+
+def decaying(optimizer: torch.optim.Optimizer, network: nn.Module) -> set[str]:
+    names = {id(parameter): name for name, parameter in network.named_parameters()}
+    groups = [group for group in optimizer.param_groups if group["weight_decay"]]
+    return {names[id(parameter)] for group in groups for parameter in group["params"]}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_the_same_parameters_decay_as_in_the_trainer_of_transformers(name: str) -> None:
+    model = KINDS[name].model()
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    theirs = set(transformers.Trainer.get_decay_parameter_names(None, model)) & trained
+    for optimizer in ("adamw", "adamw8bit", "lion"):
+        ours = decaying(make_optimizer(optimizer, model, weight_decay=0.1), model)
+        assert theirs - ours == NO_WEIGHTS.get(name, set())
+        assert ours <= theirs
