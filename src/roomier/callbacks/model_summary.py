@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.table import Table
 from torch import nn
 from torch.optim import Optimizer
@@ -91,11 +91,15 @@ class ModelSummary(Callback):
         if not trainer.is_global_zero:
             return
         console = Console(stderr=True)
-        console.print(summary_table(summarize(pl_module, self.max_depth)))
+        console.print(self.table(trainer, pl_module))
         if trainer.optimizers:
             console.print(optimizer_table(trainer.optimizers))
         if trainer.engine.levers is not None:
             trainer.engine.levers.watch_attention(_tell_attention)
+
+    def table(self, trainer: Trainer, pl_module: Module) -> RenderableType:
+        """The parts of ``pl_module``; the optimizers' table comes after it."""
+        return summary_table(summarize(pl_module, self.max_depth))
 
 
 def _tell_attention(report: AttentionReport) -> None:

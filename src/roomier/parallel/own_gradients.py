@@ -51,6 +51,9 @@ class OwnGradients:
     def release(self) -> None:
         """Nothing is gathered."""
 
+    def trained_parameters_changed(self) -> None:
+        """The optimizer averages what it has."""
+
     def clip_grad_norm_(self, parameters: Sequence[Tensor], max_norm: float) -> Tensor:
         _refuse_to_clip(max_norm)
 

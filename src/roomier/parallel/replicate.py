@@ -62,6 +62,7 @@ class Replicas:
             raise RoomierError("gradient_compression", "powersgd", problem, "Leave it 'none'")
         self.runner: nn.Module = StepRunner(network)
         self.loss_factor = float(ranks.world.size)
+        self._network = network
         self._device = device
         self._ranks = ranks
         self._by_hand = by_hand
@@ -101,6 +102,23 @@ class Replicas:
 
     def release(self) -> None:
         """Nothing is gathered."""
+
+    def trained_parameters_changed(self) -> None:
+        """Some were frozen or unfrozen since the last step: DDP, which averages those it was made with, is made anew.
+
+        Raises:
+            RoomierError: what compressed gradients left out belongs to the parameters there were.
+        """
+        trained = [each for each in self._network.parameters() if each.requires_grad]
+        if {id(each) for each in trained} == {id(each) for each in self._trained}:
+            return
+        self._trained = trained
+        if self._ddp is None:
+            return
+        if self._compression is not None:
+            problem = "holds what was left out of gradients that were sent; other parameters are trained from here on"
+            raise RoomierError("gradient_compression", "powersgd", problem, "Leave it 'none', or unfreeze nothing")
+        self.runner, self._ddp, self._wraps_next = self._ddp.module, None, False
 
     def clip_grad_norm_(self, parameters: Sequence[Tensor], max_norm: float) -> Tensor:
         return nn.utils.clip_grad_norm_(parameters, max_norm)

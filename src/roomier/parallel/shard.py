@@ -182,6 +182,9 @@ class Shards:
                 unit.unshard()
             unit.reshard()
 
+    def trained_parameters_changed(self) -> None:
+        """``fully_shard`` looks at it each time."""
+
     def clip_grad_norm_(self, parameters: Sequence[Tensor], max_norm: float) -> Tensor:
         return clip_grad_norm(parameters, max_norm)
 

@@ -97,11 +97,11 @@ def restore(run: Run, path: Path) -> None:
         check_same_optimizer(stored_plan, run.plan)
         into: dict[str, Any] = {"module": weights}
         if stored["module"].keys() == weights.keys():  # else load() tells that it is of another model
-            run.engine.check(stored)
-            into["optimizers"] = optimizer_places(run.engine, stored["optimizers"])
-            for callback in run.trainer.callbacks:
+            for callback in run.trainer.callbacks:  # first: one may give optimizers the groups they had
                 if isinstance(callback, PlacesTensors):
                     into.update(callback.places(weights, stored))
+            run.engine.check(stored)
+            into["optimizers"] = optimizer_places(run.engine, stored["optimizers"])
         run.schedulers.check(stored["schedulers"])
         run.source.check(stored["data"], stored["progress"]["epoch"])
         changed = changed_in_plan(stored_plan, run.plan, run.engine.optimizers)

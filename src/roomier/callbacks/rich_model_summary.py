@@ -1,0 +1,159 @@
+"""RichModelSummary: the table of ModelSummary with the mode of each part, and what goes in and out of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from roomier.callbacks.model_summary import ModelSummary, Row, Summary, summarize
+from roomier.core.rng import rng_state, set_rng_state
+from roomier.core.units import format_bytes, format_count
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from roomier.api.module import Module
+    from roomier.trainer import Trainer
+
+_UNKNOWN = "?"
+_WHOLE_ON_EACH_RANK = ("single", "ddp")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one forward on the module's ``example_input_array`` showed.
+
+    Attributes:
+        in_sizes, out_sizes: shapes by the name of a part; of a part that was called several times, of the last call.
+        num_flops: floating-point operations by the name of a part, ``""`` for all.
+    """
+
+    in_sizes: Mapping[str, str]
+    out_sizes: Mapping[str, str]
+    num_flops: Mapping[str, int]
+
+
+class RichModelSummary(ModelSummary):
+    """Prints a framed table when ``fit`` starts: parts, parameters, bytes, mode, and, where the module has an
+    ``example_input_array``, the sizes of its inputs and outputs and the operations of a forward on it.
+
+    It takes the place of :class:`ModelSummary`. The forward runs in evaluation mode, without gradients, and leaves the
+    random states as they are; where parameters are cut among ranks there is none.
+
+    Args:
+        max_depth: how deep submodules are listed: 0 for the total only, -1 for all.
+        summarize_kwargs: of the table: ``header_style`` (``"bold magenta"``).
+    """
+
+    def __init__(self, max_depth: int = 1, **summarize_kwargs: Any) -> None:
+        super().__init__(max_depth)
+        self._header_style = summarize_kwargs.get("header_style", "bold magenta")
+
+    def table(self, trainer: Trainer, pl_module: Module) -> RenderableType:
+        measured = None
+        example = getattr(pl_module, "example_input_array", None)
+        if example is not None and trainer.plan.parallel.strategy in _WHOLE_ON_EACH_RANK:
+            engine = trainer.engine
+            measured = measure(pl_module, engine.move(example), lambda step: engine.forward(step, None))
+        return rich_table(summarize(pl_module, self.max_depth), pl_module, measured, self._header_style)
+
+
+@torch.no_grad()
+def measure(model: nn.Module, example: Any, run: Callable[[Callable[[Any], Any]], Any]) -> Measured:
+    """One forward of ``model`` on ``example`` (a tuple is its arguments, a dict its keywords).
+
+    Args:
+        run: calls a step in the precision of training.
+    """
+    in_sizes: dict[str, str] = {}
+    out_sizes: dict[str, str] = {}
+
+    def note(name: str, part: nn.Module, args: Any, output: Any) -> None:
+        in_sizes[name], out_sizes[name] = shapes_of(args[0] if len(args) == 1 else args), shapes_of(output)
+
+    counter = FlopCounterMode(display=False)
+    with ExitStack() as stack:
+        for name, part in model.named_modules():
+            if name:
+                stack.callback(part.register_forward_hook(partial(note, name)).remove)
+        stack.enter_context(_in_evaluation(model))
+        stack.enter_context(counter)
+        run(lambda _: _call(model, example))
+    root = type(model).__name__
+    counts = counter.get_flop_counts()
+    num_flops = {name.removeprefix(f"{root}."): sum(each.values()) for name, each in counts.items() if name != root}
+    return Measured(in_sizes, out_sizes, {**num_flops, "": counter.get_total_flops()})
+
+
+def _call(model: nn.Module, example: Any) -> Any:
+    if isinstance(example, tuple):
+        return model(*example)
+    return model(**example) if isinstance(example, dict) else model(example)
+
+
+@contextmanager
+def _in_evaluation(model: nn.Module) -> Iterator[None]:
+    training, random_state = [each for each in model.modules() if each.training], rng_state()
+    model.eval()
+    try:
+        yield
+    finally:
+        for each in training:
+            each.training = True
+        set_rng_state(random_state)
+
+
+def shapes_of(value: Any) -> str:
+    """The shapes of the tensors in ``value``: ``[2, 3]``, ``[[2, 3], [2]]``; ``?`` for what has none."""
+    if isinstance(value, Tensor):
+        return str(list(value.shape))
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)) and value:
+        return f"[{', '.join(map(shapes_of, value))}]"
+    return _UNKNOWN
+
+
+def rich_table(summary: Summary, model: nn.Module, measured: Measured | None, header_style: str) -> Group:
+    """The parts with all that is known of them, and the totals below."""
+    table = Table(header_style=header_style)
+    table.add_column("", style="dim", justify="right")
+    for name in ("Name", "Type"):
+        table.add_column(name, overflow="fold")
+    numbers = ("Params", "Size", *(("FLOPs", "In sizes", "Out sizes") if measured else ()))
+    for name in (*numbers[:2], "Mode", *numbers[2:]):
+        table.add_column(name, justify="left" if name == "Mode" else "right")
+    for number, row in enumerate(summary.rows):
+        table.add_row(str(number), row.name, row.type_name, *_cells(row, model.get_submodule(row.name), measured))
+    num_training = sum(each.training for each in model.modules())
+    num_modules = sum(1 for _ in model.modules())
+    lines = [
+        f"Trainable params: {format_count(summary.total.num_trainable)}",
+        f"Non-trainable params: {format_count(summary.num_frozen)}",
+        f"Total params: {format_count(summary.total.num_params)}",
+        f"Size of the params: {format_bytes(summary.total.num_bytes)}",
+        f"Modules in train mode: {num_training}, in eval mode: {num_modules - num_training}",
+    ]
+    if measured is not None:
+        lines.append(f"FLOPs of a forward on example_input_array: {format_count(measured.num_flops[''])}")
+    return Group(table, Text("\n".join(lines)))
+
+
+def _cells(row: Row, part: nn.Module, measured: Measured | None) -> tuple[str, ...]:
+    mode = "train" if part.training else "eval"
+    known = (format_count(row.num_params), format_bytes(row.num_bytes), mode)
+    if measured is None:
+        return known
+    name = row.name
+    num_flops = format_count(measured.num_flops.get(name, 0))
+    return (*known, num_flops, measured.in_sizes.get(name, _UNKNOWN), measured.out_sizes.get(name, _UNKNOWN))
