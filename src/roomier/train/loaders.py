@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from roomier.api.lightning import LightningAdapter
 from roomier.api.module import Module
 from roomier.core.errors import DataError
 from roomier.data.batch_size import batch_size_of, with_batch_size
 from roomier.data.combined import CombinedLoader, as_loaders, training_loader
 from roomier.data.first_batch import first_batch
 from roomier.data.source import Source
+from roomier.train.accumulation import num_steps_between
 
 if TYPE_CHECKING:
     from roomier.trainer import Trainer
@@ -71,10 +72,14 @@ class RunLoaders:
                 name="train_dataloaders",
                 seed=torch.initial_seed() % 2**63,
                 ranks=self._trainer.ranks,
+                draws_order=isinstance(self._module, LightningAdapter),
                 shuffle_allowed=not self._trainer.options.overfit_batches,
                 pin_memory=self._pins,
             )
         return self._train
+
+    def count_training_batches(self) -> float:
+        return self.num_training_batches
 
     @property
     def num_training_batches(self) -> float:
@@ -127,9 +132,5 @@ def _check_is_predicted(loader: Any, name: str) -> None:
 def estimate_steps(trainer: Trainer, loaders: RunLoaders) -> float:
     """Optimizer steps of a whole fit; infinite where nothing bounds it."""
     options = trainer.options
-    per_epoch = math.inf
-    if math.isfinite(loaders.num_training_batches):
-        per_epoch = math.ceil(loaders.num_training_batches / trainer.plan.batch.accumulate_grad_batches)
-    epochs = options.epoch_limit()
-    steps = per_epoch * epochs if per_epoch and epochs else 0
+    steps = num_steps_between(trainer, 0, options.epoch_limit(), loaders.num_training_batches)
     return min(options.step_limit(), steps)

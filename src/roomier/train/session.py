@@ -248,10 +248,10 @@ def _open(
     data = RunLoaders(trainer, module, loaders)
     estimate = partial(estimate_steps, trainer, data)
     if is_fit and not is_planned(trainer):  # else the number is known with the plan, and asking would settle it
-        trainer.estimate_steps = estimate
+        trainer.estimate_steps, trainer.count_training_batches = estimate, data.count_training_batches
     _setup(trainer, stage, module)
     if is_fit:
-        trainer.estimate_steps = estimate
+        trainer.estimate_steps, trainer.count_training_batches = estimate, data.count_training_batches
     batch = None if earlier is None else earlier.batch
     _make_model(trainer, stage, module, data, batch, has_weights=first.file is not None)
     if job is not None and folder is not None:

@@ -27,6 +27,7 @@ from roomier.core.world import World
 from roomier.engine.eager import EagerEngine
 from roomier.optim.configured import LRSchedulerConfig
 from roomier.plan import Plan
+from roomier.train.accumulation import accumulation_at
 from roomier.train.options import LoopOptions
 from roomier.train.results import Results
 from roomier.train.run import Run
@@ -97,6 +98,7 @@ class TrainerAttributes:
     run: Run | None
     fitted: Run | None
     estimate_steps: Callable[[], float]
+    count_training_batches: Callable[[], float]
     called: TrainerFn | None
     """The method that was called last."""
     status: TrainerStatus
@@ -225,8 +227,9 @@ class TrainerAttributes:
 
     @property
     def num_training_batches(self) -> float:
-        """Batches of an epoch of the last fit; infinite before it, and where a loader has no length."""
-        return self.fitted.num_training_batches if self.fitted else math.inf
+        """Batches of an epoch of the last fit, ``configure_optimizers`` in it included; infinite before it, and where a
+        loader has no length."""
+        return self.count_training_batches()
 
     @property
     def num_val_batches(self) -> list[float]:
@@ -266,8 +269,8 @@ class TrainerAttributes:
 
     @property
     def enable_validation(self) -> bool:
-        """Whether a fit validates: there is a ``validation_step``, and data for it."""
-        return self.called is TrainerFn.FITTING and bool(self.num_val_batches)
+        """Whether there is a ``validation_step``, and data for it; known once the loaders are made."""
+        return self.called in (TrainerFn.FITTING, TrainerFn.VALIDATING) and bool(self.num_val_batches)
 
     @property
     def is_last_batch(self) -> bool:
@@ -311,7 +314,8 @@ class TrainerAttributes:
 
     @property
     def accumulate_grad_batches(self) -> int:
-        return self.plan.batch.accumulate_grad_batches
+        """Micro-batches of a step in the running epoch."""
+        return accumulation_at(self, self.current_epoch)  # type: ignore[arg-type]  # the reading half of it
 
     @property
     def gradient_clip_val(self) -> float | None:

@@ -174,6 +174,7 @@ class Trainer(TrainerAttributes):
         self.datamodule: DataModule | None = None
         self.manual_optimizers: list[ManualOptimizer] = []
         self.estimate_steps: Callable[[], float] = lambda: float("inf")
+        self.count_training_batches: Callable[[], float] = lambda: float("inf")
         self.called: TrainerFn | None = None
         self.status = TrainerStatus.INITIALIZING
         self.seen_loaders: dict[str, Any] = {}
