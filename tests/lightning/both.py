@@ -35,15 +35,8 @@ def quiet_lightning() -> Iterator[None]:
 
 def make_trainer(kind: Any, folder: Path, **keywords: Any) -> Any:
     """A Trainer that writes and prints nothing; ``kind`` is its class."""
-    return kind(
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=folder,
-        **keywords,
-    )
+    quiet = {f"enable_{what}": False for what in ("checkpointing", "progress_bar", "model_summary")}
+    return kind(**{"accelerator": "cpu", "logger": False, "default_root_dir": folder, **quiet, **keywords})
 
 
 @dataclass

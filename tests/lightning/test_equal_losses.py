@@ -69,10 +69,10 @@ CASES = {
 
 
 def assert_equal(seen: Seen, expected: Seen) -> None:
-    assert seen.losses == pytest.approx(expected.losses, abs=1e-6)
+    assert seen.losses == pytest.approx(expected.losses, rel=1e-6, abs=1e-6)
     assert len(seen.metrics) == len(expected.metrics)
     for metrics, of_lightning in zip(seen.metrics, expected.metrics, strict=True):
-        assert metrics == pytest.approx(of_lightning, abs=1e-6)
+        assert metrics == pytest.approx(of_lightning, rel=1e-6, abs=1e-6)
     torch.testing.assert_close(seen.weights, expected.weights, rtol=0, atol=1e-6)
 
 

@@ -17,7 +17,7 @@ from roomier.data.divided import share_of
 from roomier.data.feeds import Feed, OrderedFeed, OwnGenerators
 from roomier.data.loaders import check_gives_batches, is_loader_collection
 from roomier.data.rebuild import can_be_rebuilt, generators_of, plain_sampler, rebuilt, with_ordered_sampler
-from roomier.data.sampler import OrderedSampler, WalkedSampler
+from roomier.data.sampler import DrawnOrder, OrderedSampler, WalkedSampler
 from roomier.data.seeding import EpochSeed, NumberSeededDataset, mix_seed, seeded_by_sample
 from roomier.data.share import Share
 from roomier.data.workers import OutlivesSignals
@@ -47,6 +47,7 @@ def training_feed(
     ranks: Ranks,
     shuffle_allowed: bool,
     pin_memory: bool,
+    draws_order: bool = False,
     beside: Beside | None = None,
 ) -> Feed:
     """The feed that resumes ``loader`` at the least cost. For the arguments, see :class:`Source`.
@@ -85,7 +86,7 @@ def training_feed(
     changes = _changes(loader, name, pin_memory)
     sampler = plain_sampler(loader)
     if sampler is not None:
-        return _ordered(loader, sampler, changes, name, seed, ranks, shuffle_allowed, beside)
+        return _ordered(loader, sampler, changes, name, seed, ranks, shuffle_allowed, draws_order, beside)
     if not shuffle_allowed:
         notice(f"{name}: its order is that of its own sampler, which roomier cannot keep from shuffling.")
     return _told(_walked(loader, changes, common), common["share"])
@@ -213,6 +214,7 @@ def _ordered(
     seed: int,
     ranks: Ranks,
     shuffle_allowed: bool,
+    draws_order: bool,
     beside: Beside | None,
 ) -> Feed:
     num_samples = _num_samples(own_sampler, loader, name)
@@ -229,7 +231,13 @@ def _ordered(
     if isinstance(batching, BatchSampler):
         batch_size, drop_last = batching.batch_size, batching.drop_last
     sampler = OrderedSampler(
-        num_samples, shuffle=shuffle, seed=seed, world=ranks.world, batch_size=batch_size, drop_last=drop_last
+        num_samples,
+        shuffle=shuffle,
+        seed=seed,
+        world=ranks.world,
+        batch_size=batch_size,
+        drop_last=drop_last,
+        drawn=DrawnOrder(own_sampler.generator, ranks) if draws_order and beside is None and shuffle else None,
     )
     num_left_out = num_samples - sampler.num_read_after(0)
     if num_left_out and not drop_last:

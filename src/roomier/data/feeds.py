@@ -145,12 +145,12 @@ class OrderedFeed(Feed):
     def start(self, epoch: int) -> Iterator[Any]:
         return self._start_at(epoch, num_samples_done=0)
 
-    def _start_at(self, epoch: int, num_samples_done: int) -> Iterator[Any]:
+    def _start_at(self, epoch: int, num_samples_done: int, of_order: dict[str, Any] | None = None) -> Iterator[Any]:
         self._first_sample = num_samples_done
         # Counted from the end, because that is what a loop waits for: under another batch size the done
         # samples need not fill whole batches.
         self._first_batch = self.num_batches - self._num_batches_after(num_samples_done)
-        self._sampler.set_position(epoch, num_samples_done)
+        self._sampler.set_position(epoch, num_samples_done, of_order)
         if self._epoch_seed is not None:
             self._epoch_seed.set(self._sampler.seed, epoch)
         return iter(self._loader)
@@ -158,7 +158,7 @@ class OrderedFeed(Feed):
     def resume(self, position: dict[str, Any]) -> tuple[Iterator[Any], int]:
         self.check(position)
         self._sampler.seed = position["seed"]
-        iterator = self._start_at(position["epoch"], position["num_samples"])
+        iterator = self._start_at(position["epoch"], position["num_samples"], position)
         self._own_generators.set_states(position["random_now"])
         return iterator, self._first_batch
 
@@ -176,6 +176,7 @@ class OrderedFeed(Feed):
             "shuffle": self._sampler.shuffle,
             "seed": self._sampler.seed,
             "random_now": self._own_generators.states(),
+            **self._sampler.position_of_order,
         }
 
     def check(self, position: dict[str, Any]) -> None:

@@ -1,14 +1,16 @@
-"""Samplers that know where they are: an order fixed by (seed, epoch), and a walk along a user's sampler."""
+"""Samplers that know where they are: an order fixed by (seed, epoch), or drawn, and a walk along a user's sampler."""
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import count, islice
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.data import Sampler
 
 from roomier.core.errors import DataError
+from roomier.core.ranks import Ranks
 from roomier.core.world import World
 from roomier.data.common_draws import CommonDraws
 from roomier.data.seeding import NumberedIndices, mix_seed
@@ -18,8 +20,44 @@ from roomier.data.share import ALONE, Share
 _CHUNK = 1 << 16
 
 
+class DrawnOrder:
+    """The permutations that torch's ``RandomSampler`` gives: drawn when an epoch is first read, those of rank 0.
+
+    Args:
+        generator: the sampler's own; None for the global one.
+
+    Attributes:
+        source: what the permutation of the running epoch came from, a seed or the state of ``generator``; None until
+            it is drawn.
+    """
+
+    def __init__(self, generator: torch.Generator | None = None, ranks: Ranks | None = None) -> None:
+        self._generator = generator
+        self._ranks = ranks or Ranks()
+        self.source: int | Tensor | None = None
+
+    def permutation(self, num_samples: int) -> Tensor:
+        generator = torch.Generator()
+        if self.source is None:
+            if self._generator is None:
+                self.source = self._ranks.from_zero(int(torch.empty((), dtype=torch.int64).random_()))
+            else:
+                self.source = self._ranks.from_zero(self._generator.get_state())
+                generator = self._generator  # which goes on from there
+        if isinstance(self.source, Tensor):
+            generator.set_state(self.source)
+        else:
+            generator.manual_seed(self.source)
+        return torch.randperm(num_samples, generator=generator)
+
+    def end(self, num_samples: int) -> None:
+        """``RandomSampler`` draws once more from its own generator when it is read to its end."""
+        if self._generator is not None:
+            torch.randperm(num_samples, generator=self._generator)
+
+
 class OrderedSampler(Sampler[int]):
-    """Indices ``0 .. num_samples - 1`` in an order that depends on ``(seed, epoch)`` alone.
+    """Indices ``0 .. num_samples - 1`` in an order that depends on ``(seed, epoch)`` alone, or one that torch draws.
 
     The position is counted in samples of the *global* order, the one all ranks share: rank ``r`` of ``N`` takes
     every ``N``-th sample behind it. So a run goes on where it stopped under another batch size or number of
@@ -27,7 +65,7 @@ class OrderedSampler(Sampler[int]):
     on some ranks, and where it has fewer samples than there are ranks, these are left out (with shuffling, other ones
     each epoch).
 
-    The global generators are neither read nor moved.
+    The global generators are neither read nor moved, but by orders that are drawn.
 
     Args:
         num_samples: length of the dataset, positive.
@@ -36,6 +74,7 @@ class OrderedSampler(Sampler[int]):
         world: which share of the order is this rank's.
         batch_size: samples that a rank takes at a time.
         drop_last: leave out a last batch that is not whole on all ranks.
+        drawn: draws the permutations, where (seed, epoch) does not decide.
 
     Raises:
         DataError: ``num_samples`` is not a positive integer.
@@ -50,6 +89,7 @@ class OrderedSampler(Sampler[int]):
         world: World = ALONE,
         batch_size: int = 1,
         drop_last: bool = False,
+        drawn: DrawnOrder | None = None,
     ) -> None:
         if not isinstance(num_samples, int) or num_samples < 1:
             raise DataError("num_samples", num_samples, "is not a positive integer", "Pass the length of the dataset")
@@ -59,15 +99,23 @@ class OrderedSampler(Sampler[int]):
         self.world = world
         self.batch_size = batch_size
         self.drop_last = drop_last
+        self._drawn = self._running = drawn if shuffle else None
         self._epoch = 0
         self._num_samples_done = 0
 
-    def set_position(self, epoch: int, num_samples_done: int = 0) -> None:
+    @property
+    def position_of_order(self) -> dict[str, Any]:
+        """What :meth:`set_position` needs of a running epoch whose order was drawn."""
+        return {} if self._running is None else {"order": self._running.source}
+
+    def set_position(self, epoch: int, num_samples_done: int = 0, of_order: Mapping[str, Any] | None = None) -> None:
         """Let the next iteration give the samples of ``epoch`` behind the first ``num_samples_done``.
 
         Args:
             epoch: counted from 0.
             num_samples_done: in the global order, over all ranks, in ``[0, num_samples]``.
+            of_order: a position that holds :attr:`position_of_order`, if the order of this epoch was drawn; None for
+                another epoch.
         """
         if not 0 <= num_samples_done <= self.num_samples:
             raise DataError(
@@ -78,6 +126,12 @@ class OrderedSampler(Sampler[int]):
             )
         self._epoch = epoch
         self._num_samples_done = num_samples_done
+        if of_order is None:
+            self._running = self._drawn
+        else:  # the running epoch ends as it began, whatever the next ones do
+            self._running = (self._drawn or DrawnOrder()) if "order" in of_order else None
+        if self._running is not None:
+            self._running.source = None if of_order is None else of_order["order"]
 
     def num_left_after(self, num_samples_done: int) -> int:
         """How many samples of an epoch are left for this rank behind ``num_samples_done`` global ones."""
@@ -99,10 +153,18 @@ class OrderedSampler(Sampler[int]):
         if not self.shuffle:
             yield from range(first, stop, self.world.size)
             return
-        generator = torch.Generator().manual_seed(mix_seed(self.seed, self._epoch))
-        order = torch.randperm(self.num_samples, generator=generator)[first : stop : self.world.size]
+        order = self._permutation()[first : stop : self.world.size]
         for begin in range(0, len(order), _CHUNK):
             yield from order[begin : begin + _CHUNK].tolist()
+        is_read_to_its_end = self.num_samples % self.batch_size and not self.drop_last
+        if self._running is not None and self.world.size == 1 and is_read_to_its_end:
+            self._running.end(self.num_samples)
+
+    def _permutation(self) -> Tensor:
+        if self._running is not None:
+            return self._running.permutation(self.num_samples)
+        generator = torch.Generator().manual_seed(mix_seed(self.seed, self._epoch))
+        return torch.randperm(self.num_samples, generator=generator)
 
 
 class WalkedSampler(Sampler[Any]):

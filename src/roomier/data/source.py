@@ -71,6 +71,8 @@ class Source:
         name: what the user calls it (``"train_dataloaders"``), for errors.
         seed: of the order and of the samples' randomness; that of rank 0 counts.
         ranks: those that share the data.
+        draws_order: with ``shuffle=True`` the order is the one that torch's sampler draws as each epoch begins, on rank
+            0, and not one that depends on (seed, epoch) alone. Not of loaders in a :class:`CombinedLoader`.
         shuffle_allowed: False freezes ``shuffle=True`` to the sequential order, as overfitting on a few
             batches needs.
         training: False keeps the user's sampler, always.
@@ -87,6 +89,7 @@ class Source:
         name: str,
         seed: int,
         ranks: Ranks | None = None,
+        draws_order: bool = False,
         shuffle_allowed: bool = True,
         training: bool = True,
         pin_memory: bool = False,
@@ -104,6 +107,7 @@ class Source:
                 ranks=ranks,
                 shuffle_allowed=shuffle_allowed,
                 pin_memory=pin_memory,
+                draws_order=draws_order,
             )
         else:  # the user's loader as it is: nothing of it is shuffled anew
             whole = _evaluated(loader, name, ranks.world, pin_memory)

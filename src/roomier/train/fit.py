@@ -7,6 +7,7 @@ from itertools import islice
 from typing import Any
 
 from roomier.core.rng import set_rng_state
+from roomier.train.accumulation import accumulation_at
 from roomier.train.evaluate import validate_within_fit
 from roomier.train.run import Run, call
 from roomier.train.save import save_point, tell_nothing_to_do
@@ -65,7 +66,7 @@ def fit(run: Run) -> None:
                 break
 
         if not is_over:
-            end_epoch(run)
+            end_epoch(run, is_left=step.skips_epoch)
             run.vote(waits=True)
             is_over = save_point(run)
 
@@ -127,7 +128,8 @@ def windows(run: Run, batches: Iterator[Any], step: TrainingStep) -> Iterator[li
 
     All ranks get as many: where a loader may end on one before the others, its epoch ends with the first.
     """
-    size, progress = run.plan.batch.accumulate_grad_batches, run.progress
+    progress = run.progress
+    size = accumulation_at(run.trainer, progress.epoch)
     agrees = run.source.may_end_apart and not run.ranks.is_alone
     step.skips_epoch = False
     while (num_left := run.num_training_batches - progress.batch_idx) > 0 and not step.skips_epoch:
@@ -172,14 +174,18 @@ def is_validation_due(run: Run, first_batch: int) -> bool:
     return progress.batch_idx // run.val_interval > first_batch // run.val_interval
 
 
-def end_epoch(run: Run) -> None:
-    """Everything that comes after the last step of an epoch."""
+def end_epoch(run: Run, *, is_left: bool) -> None:
+    """Everything that comes after the last step of an epoch.
+
+    Args:
+        is_left: a hook left out the rest of it; such an epoch is not validated, as in Lightning.
+    """
     progress, results = run.progress, run.results
     run.check_trains(is_epoch_over=True)
     run.check_finite("at the end of an epoch")
     if progress.batch_idx < run.num_training_batches and not progress.is_validation_due:  # the end came unforeseen
         run.schedulers.step("epoch", progress.epoch + 1, results)
-    if validates_at_unknown_end(run):
+    if validates_at_unknown_end(run) and not is_left:
         validate_within_fit(run)
         if progress.is_validation_due:  # cut off by a signal: the run that goes on ends this epoch
             return
