@@ -5,6 +5,7 @@ from roomier.callbacks.device_stats import DeviceStatsMonitor
 from roomier.callbacks.early_stopping import EarlyStopping, EarlyStoppingReason
 from roomier.callbacks.finetuning import BackboneFinetuning, BaseFinetuning
 from roomier.callbacks.forecast import MemoryForecast
+from roomier.callbacks.gradient_accumulation import GradientAccumulationScheduler
 from roomier.callbacks.lambda_callback import LambdaCallback
 from roomier.callbacks.lr_monitor import LearningRateMonitor
 from roomier.callbacks.memory_anatomy import MemoryAnatomy
@@ -25,6 +26,7 @@ __all__ = [
     "EMAWeightAveraging",
     "EarlyStopping",
     "EarlyStoppingReason",
+    "GradientAccumulationScheduler",
     "LambdaCallback",
     "LearningRateMonitor",
     "MemoryAnatomy",

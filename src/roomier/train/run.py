@@ -23,6 +23,7 @@ from roomier.data.source import Source
 from roomier.engine.eager import EagerEngine
 from roomier.loggers.group import LoggerGroup
 from roomier.plan import Plan
+from roomier.train.accumulation import accumulation_at, num_steps_between
 from roomier.train.options import LoopOptions
 from roomier.train.progress import Progress
 from roomier.train.results import Results
@@ -181,13 +182,11 @@ class Run:
         """Optimizer steps done and still to do if nothing ends the run early; infinite where that is not known."""
         if not self.module.automatic_optimization:
             return math.inf
-        size, progress = self.plan.batch.accumulate_grad_batches, self.progress
-        num_epochs_left = self.epoch_limit - progress.epoch
-        num_left = 0.0
-        if num_epochs_left > 0:
-            num_left = _ceil((self.num_training_batches - progress.batch_idx) / size)
-        if num_epochs_left > 1:
-            num_left += (num_epochs_left - 1) * _ceil(self.num_training_batches / size)
+        progress, num_left = self.progress, 0.0
+        if self.epoch_limit > progress.epoch:
+            num_batches_left = self.num_training_batches - progress.batch_idx
+            num_left = _ceil(num_batches_left / accumulation_at(self.trainer, progress.epoch))
+            num_left += num_steps_between(self.trainer, progress.epoch + 1, self.epoch_limit, self.num_training_batches)
         return max(progress.global_step, min(progress.global_step + num_left, self.step_limit))
 
     def log_metrics(self, metrics: dict[str, Any]) -> None:
