@@ -30,7 +30,7 @@ WRONG = {
     ],
     "accelerator": [(None, "Write its name"), ("cudaa", "Did you mean 'cuda'?"), ("tpu", "Use accelerator='cuda'")],
     "devices": [
-        ([0, 1], "Give a whole number"),
+        ([1, 3], "CUDA_VISIBLE_DEVICES says which they are"),
         (0, "Use 1"),
         (8, "Name one: strategy='ddp'"),
         ("two", "Give a whole number"),
@@ -40,6 +40,7 @@ WRONG = {
         ("bf16-mixd", "Did you mean 'bf16-mixed'?"),
         (8, "Write its name"),
         ("16-true", "Use precision='16-mixed'"),
+        (16, "Write Trainer(precision='16-mixed')"),
         ("fp8-mixed", "Use precision='bf16-mixed'"),
     ],
     "matmul_precision": [("hightest", "Did you mean 'highest'?"), (None, "Write its name")],
@@ -94,7 +95,7 @@ WRONG = {
     "fast_dev_run": [(-1, "Use True or a number"), ("yes", "Use True or a number"), (0.5, "Use True or a number")],
     "val_check_interval": [(0, "Use limit_val_batches=0"), (2.5, "a float in [0.0, 1.0]"), ("epoch", "Use an integer")],
     "check_val_every_n_epoch": [(0, "Use 1 or more"), (0.5, "Use an integer"), (None, "Give it as an integer")],
-    "num_sanity_val_steps": [(-2, "Use an integer of -1 or more"), (None, "Use an integer")],
+    "num_sanity_val_steps": [(-2, "Use an integer of -1 or more"), (0.5, "Use an integer")],
     "log_every_n_steps": [(0, "Use an integer of 1 or more"), (0.5, "Use an integer")],
     "callbacks": [
         (5, "Pass objects of subclasses of roomier.Callback"),
@@ -106,7 +107,7 @@ WRONG = {
         (3.5, "Pass True, False, a name"),
         ("neptune", "Use one of: comet"),
     ],
-    "enable_checkpointing": [("no", "Use True or False"), (None, "Use True or False")],
+    "enable_checkpointing": [("no", "Use True or False"), (0, "Use True or False")],
     "enable_progress_bar": [(1, "Use True or False")],
     "enable_model_summary": [("full", "Use True or False")],
     "deterministic": [("warm", "Use True, False or 'warn'"), ([True], "Use True, False or 'warn'")],
@@ -159,7 +160,12 @@ ROWS_OF_TWO = [
         lambda d: d.trainer(max_epoch=3), RoomierError, "max_epoch", "3", "Did you mean 'max_epochs'?", id="a typo"
     ),
     pytest.param(
-        lambda d: d.trainer(gpus=2), RoomierError, "gpus", "2", "Write accelerator='gpu'", id="a keyword of long ago"
+        lambda d: d.trainer(gpus=2),
+        RoomierError,
+        "gpus",
+        "2",
+        "Write Trainer(accelerator='gpu', devices=2",
+        id="a keyword of long ago",
     ),
     pytest.param(
         lambda d: d.trainer(resume_from_checkpoint="last"),
@@ -194,7 +200,7 @@ ROWS_OF_TWO = [
             (lambda d: d.trainer().fit(d.net(), ckpt_pth=5), "ckpt_pth", "Did you mean 'ckpt_path'?"),
             (lambda d: d.trainer().fit(d.net(), zebra=5), "zebra", "help(roomier.Trainer.fit) lists them"),
             (lambda d: d.trainer().validate(d.net(), dataloder=5), "dataloder", "Did you mean 'dataloaders'?"),
-            (lambda d: d.trainer().test(d.net(), verbose=5), "verbose", "the metrics are what the call returns"),
+            (lambda d: d.trainer().test(d.net(), weights_only=5), "weights_only", "save its weights with torch.save"),
             (lambda d: d.trainer().predict(d.net(), return_prediction=5), "return_prediction", "'return_predictions'?"),
             (lambda d: ModelCheckpoint(monitr=5), "monitr", "Did you mean 'monitor'?"),
             (lambda d: ModelCheckpoint(period=5), "period", "Write every_n_epochs"),
@@ -247,11 +253,11 @@ ROWS_OF_TWO = [
         id="checkpointing off and a ModelCheckpoint",
     ),
     pytest.param(
-        lambda d: setattr(d.trainer(), "max_epochs", 5),
+        lambda d: setattr(d.trainer(), "max_epochs", "five"),
         RoomierError,
         "max_epochs",
-        "5",
-        "Make a new Trainer",
+        "'five'",
+        "Use an integer",
         id="a keyword changed on a Trainer",
     ),
 ]

@@ -1,0 +1,104 @@
+"""Flags of 2020 and 2021 are told in today's spelling, with the values that were given; that spelling runs."""
+
+from typing import Any
+
+import pytest
+
+import roomier
+from roomier.core.errors import RoomierError
+
+
+class DeepSpeedPlugin:
+    """Stands for the one of then."""
+
+    def __init__(self, **settings: Any) -> None:
+        vars(self).update(settings)
+
+
+class DDPStrategy:
+    """Stands for Lightning's."""
+
+    _ddp_kwargs = {"find_unused_parameters": True}  # noqa: RUF012
+
+
+SPELLED = [
+    ({"gpus": 8}, "accelerator='gpu', devices=8, strategy='ddp'"),
+    ({"gpus": 1}, "accelerator='gpu', devices=1"),
+    ({"gpus": 0}, "accelerator='cpu'"),
+    ({"gpus": -1}, "accelerator='gpu', devices='auto', strategy='ddp'"),
+    ({"gpus": "2"}, "accelerator='gpu', devices=2, strategy='ddp'"),
+    ({"gpus": 8, "num_nodes": 32}, "num_nodes=32, accelerator='gpu', devices=8, strategy='ddp'"),
+    ({"gpus": 8, "accelerator": "ddp"}, "accelerator='gpu', devices=8, strategy='ddp'"),
+    ({"accelerator": "ddp"}, "strategy='ddp'"),
+    ({"accelerator": "ddp_cpu", "num_processes": 2}, "devices=2, accelerator='cpu', strategy='ddp'"),
+    ({"distributed_backend": "ddp_spawn"}, "strategy='ddp'"),
+    (
+        {"gpus": 8, "accelerator": "ddp", "plugins": "ddp_sharded"},
+        "accelerator='gpu', devices=8, strategy='zero2'",
+    ),
+    (
+        {"gpus": 4, "plugins": ["ddp_sharded"], "precision": 16},
+        "accelerator='gpu', devices=4, strategy='zero2', precision='16-mixed'",
+    ),
+    ({"plugins": "deepspeed_stage_3"}, "strategy='zero3'"),
+    (
+        {"gpus": 8, "plugins": DeepSpeedPlugin(stage=3, cpu_offload=True, partition_activations=True)},
+        "accelerator='gpu', devices=8, strategy='zero3', activation_checkpointing='full'",
+    ),
+    (
+        {"strategy": DDPStrategy(), "devices": 2, "accelerator": "cpu"},
+        "accelerator='cpu', devices=2, strategy={'name': 'ddp', 'find_unused_parameters': True}",
+    ),
+    ({"precision": 16}, "precision='16-mixed'"),
+    ({"amp_backend": "apex", "amp_level": "O2"}, "precision='16-mixed'"),
+    ({"tpu_cores": 8}, "accelerator='gpu', devices=8, strategy='ddp'"),
+    ({"auto_lr_finder": True, "max_epochs": 10}, "auto_lr_find=True"),
+]
+
+
+@pytest.mark.parametrize(("flags", "today"), SPELLED, ids=[str(flags)[:60] for flags, _ in SPELLED])
+def test_a_former_flag_is_told_in_todays_spelling(flags: dict[str, Any], today: str) -> None:
+    with pytest.raises(RoomierError) as caught:
+        roomier.Trainer(**flags)
+    assert f"Write Trainer({today})." in str(caught.value)
+    assert caught.value.received == flags[caught.value.field]
+
+
+@pytest.mark.parametrize("today", [today for _, today in SPELLED if "gpu" not in today and "auto_lr" not in today])
+def test_todays_spelling_is_taken(today: str) -> None:
+    trainer = eval(f"roomier.Trainer({today})", {"roomier": roomier})
+    assert isinstance(trainer, roomier.Trainer)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"gpus": [0, 2]}, "CUDA_VISIBLE_DEVICES=0,2"),
+        ({"gpus": "0, 2"}, "CUDA_VISIBLE_DEVICES=0,2"),
+        ({"tpu_cores": 8}, "it runs on 'cuda', 'mps' and 'cpu'"),
+        ({"plugins": DeepSpeedPlugin(stage=2, cpu_offload=True)}, "optimizer='adamw8bit'"),
+        ({"plugins": [object()]}, "Write what it stands for"),
+        ({"devices": [1, 3], "strategy": "ddp"}, "Write devices=2; the environment variable CUDA_VISIBLE_DEVICES"),
+        ({"devices": "1,3", "strategy": "ddp"}, "Write devices=2; the environment variable CUDA_VISIBLE_DEVICES"),
+    ],
+)
+def test_what_cannot_be_spelled_is_said_beside(flags: dict[str, Any], said: str) -> None:
+    with pytest.raises(RoomierError) as caught:
+        roomier.Trainer(**flags)
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("devices", [[0, 1], (0, 1), "0,1", "2", 2])
+def test_the_first_devices_are_their_number(devices: Any) -> None:
+    assert roomier.Trainer(accelerator="cpu", strategy="ddp", devices=devices).num_devices == 2
+
+
+def test_all_devices_are_minus_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert roomier.Trainer(accelerator="cpu", strategy="ddp", devices=-1).num_devices == 1
+    assert "one process on this machine" in capsys.readouterr().err
+
+
+def test_values_that_ask_for_what_is_done_anyway_are_taken() -> None:
+    roomier.Trainer(sync_batchnorm=False, use_distributed_sampler=True, plugins=None, barebones=False)
+    with pytest.raises(RoomierError, match="convert_sync_batchnorm"):
+        roomier.Trainer(sync_batchnorm=True)
