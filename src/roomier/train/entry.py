@@ -24,6 +24,7 @@ class Entry:
         agreed, agreed_step: what all ranks have together, where that was asked; None where something came since.
         updates: of ``metric`` on each rank, when ``agreed`` was computed from it.
         is_double: what was logged has the digits of float64, and so are its figures shown.
+        dataloader_idx: of the one loader of an evaluation that it was logged of; None for all of them.
         is_unseen: ``value`` came after everything that :class:`roomier.train.results.Results` shows already.
     """
 
@@ -45,6 +46,7 @@ class Entry:
     updates: list[int] | None = None
     is_double: bool = False
     is_unseen: bool = False
+    dataloader_idx: int | None = None
 
     @property
     def options(self) -> tuple[bool, bool, bool, bool, str]:

@@ -112,6 +112,7 @@ class Results:
         self._logged_values: dict[str, Tensor] = {}
         self._bar_values: dict[str, Tensor] = {}
         self._unsaved: set[str] = set()
+        self.loader_of: dict[str, int | None] = {}  # by name, in the last evaluation; None: of all of them
 
     def log(
         self,
@@ -150,6 +151,9 @@ class Results:
                 raise RoomierError("log", given, "names the loader", action)
             entry = table[key] = self._asked_anew(entry, table, name, asked)
             entry.is_double = is_double(value)
+            entry.dataloader_idx = self.dataloader_idx
+        elif entry.dataloader_idx != self.dataloader_idx:
+            entry.dataloader_idx = None
         if self.is_muted and isinstance(value, (Tensor, Real)):
             return
         if isinstance(value, Tensor):
@@ -310,10 +314,14 @@ class Results:
                 if entry.logger:
                     logged[entry.names_for_epoch()[-1]] = as_tensor(value)
                 _show_epoch(entry, value, self._callback_values, self._logged_values, self._bar_values)
+            if stage != "train":
+                names = (*entry.names_for_step(), *entry.names_for_epoch())
+                self.loader_of |= dict.fromkeys(names, entry.dataloader_idx)
             entry.value, entry.agreed_step = None, None
             entry.reset()
         if stage != "train":
             self._entries.pop(stage, None)
+            self.loader_of = self._ranks.from_zero(self.loader_of)  # it has a batch of each
         return logged
 
     def abandon(self, stage: str) -> None:

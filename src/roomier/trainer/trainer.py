@@ -423,8 +423,7 @@ class Trainer(TrainerAttributes):
         with self._evaluation(stage, model, dataloaders, ckpt_path, datamodule) as run:
             evaluate(run, step, run.val_sources, run.val_limits)
             metrics = {name: float(value) for name, value in run.results.callback_metrics.items()}
-            num_loaders = len(run.val_sources)
-        by_loader = _by_loader(metrics, num_loaders)
+            by_loader = _by_loader(metrics, run.results.loader_of, len(run.val_sources))
         if verbose and self.is_global_zero:
             print(metrics_table(stage, by_loader), file=sys.stderr, flush=True)
         return by_loader
@@ -454,9 +453,13 @@ def metrics_table(stage: str, by_loader: Sequence[Mapping[str, float]]) -> str:
     return "\n".join([f"{stage}:", *lines] if lines else [f"{stage}: nothing was logged"])
 
 
-def _by_loader(metrics: Mapping[str, float], num_loaders: int) -> list[dict[str, float]]:
-    marks = [f"/dataloader_idx_{index}" for index in range(num_loaders)]
+def _by_loader(
+    metrics: Mapping[str, float], loader_of: Mapping[str, int | None], num_loaders: int
+) -> list[dict[str, float]]:
+    """What was logged of each loader, with what was logged of all of them."""
     if num_loaders == 1:
         return [dict(metrics)]
-    shared = {name: value for name, value in metrics.items() if not name.endswith(tuple(marks))}
-    return [{**shared, **{n: v for n, v in metrics.items() if n.endswith(mark)}} for mark in marks]
+    return [
+        {name: value for name, value in metrics.items() if loader_of.get(name) in (None, index)}
+        for index in range(num_loaders)
+    ]

@@ -1,0 +1,275 @@
+"""A fit on several loaders, and evaluations of several: what the steps are given, lengths, limits, and exact resume."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler
+
+import roomier
+from roomier.callbacks import ModelCheckpoint
+from roomier.core.errors import DataError
+from roomier.core.tree import tensors
+from roomier.data import CombinedLoader
+from roomier.data.joint import MODES
+
+QUIET: dict[str, Any] = {
+    "accelerator": "cpu",
+    "logger": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+
+
+class Noisy(Dataset[Tensor]):
+    """Sample ``i`` is ``first + i``, with noise from the global generator."""
+
+    def __init__(self, length: int, first: float = 0.0) -> None:
+        self.length = length
+        self.first = first
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.rand(2) * 0.1 + self.first + index
+
+
+class Learns(roomier.Module):
+    """Notes the batches of each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(2, 4), nn.Dropout(0.3), nn.Linear(4, 1))
+        self.read: list[Any] = []
+
+    def training_step(self, batch, batch_idx):
+        found = list(tensors(batch))
+        self.read.append((self.current_epoch, batch_idx, [each.tolist() for each in found]))
+        return sum((self.net(each).square().mean() for each in found), torch.zeros(()))
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+
+def loaders(num_workers: int) -> dict[str, Any]:
+    return {
+        "long": DataLoader(Noisy(24), batch_size=3, shuffle=True, num_workers=num_workers),
+        "short": [
+            DataLoader(Noisy(7, 100.0), batch_size=1, shuffle=True),
+            DataLoader(Noisy(9, 200.0), batch_size=1, sampler=WeightedRandomSampler([1.0] * 9, 8)),
+        ],
+        "batches": [torch.full((2, 2), float(number)) for number in range(4)],
+    }
+
+
+def train(size: int, strategy: str, mode: Any, num_workers: int, root: Path, max_steps: int, resumes: bool) -> Any:
+    roomier.seed_everything(3)
+    module = Learns()
+    trainer = roomier.Trainer(
+        **QUIET,
+        max_epochs=2,
+        max_steps=max_steps,
+        default_root_dir=root,
+        callbacks=[ModelCheckpoint(save_top_k=-1, every_n_train_steps=1)],
+        **({"strategy": strategy, "devices": size} if size > 1 else {}),
+    )
+    trainer.fit(module, CombinedLoader(loaders(num_workers), mode), ckpt_path="last" if resumes else None)
+    weights = {name: each.tolist() for name, each in trainer.run.engine.module.state_dict().items() if size == 1}
+    return module.read, weights, trainer.num_training_batches
+
+
+@pytest.mark.parametrize(
+    ("mode", "num_batches", "num_workers"),
+    [("min_size", 4, 0), ("max_size", 8, 0), ("max_size_cycle", 8, 0), ("sequential", 27, 0), ("max_size_cycle", 8, 1)],
+)
+def test_a_run_that_was_cut_off_goes_on_to_the_last_bit(tmp_path, mode: str, num_batches: int, num_workers: int):
+    read, weights, length = train(1, "single", mode, num_workers, tmp_path / "whole", -1, False)
+    assert (length, len(read)) == (num_batches, 2 * num_batches)
+    for number, max_steps in enumerate([3, num_batches, num_batches + 2] if not num_workers else [num_batches + 2]):
+        root = tmp_path / str(number)
+        before, _, _ = train(1, "single", mode, num_workers, root, max_steps, False)
+        after, resumed, _ = train(1, "single", mode, num_workers, root, -1, True)
+        assert before + after == read
+        assert resumed == weights
+
+
+@pytest.mark.parametrize(
+    ("size", "strategy", "mode", "num_batches"),
+    [(2, "ddp", "max_size_cycle", 4), (4, "zero3", "max_size", 2), (2, "zero2", "sequential", 13)],
+)
+def test_ranks_that_were_cut_off_go_on_to_the_last_bit(on_ranks, tmp_path, size, strategy, mode, num_batches):
+    whole = on_ranks(size, train, size, strategy, mode, 0, tmp_path / "whole", -1, False)
+    root = tmp_path / "cut"
+    before = on_ranks(size, train, size, strategy, mode, 0, root, num_batches + 1, False)
+    after = on_ranks(size, train, size, strategy, mode, 0, root, -1, True)
+    for (read, _, length), (first, _, _), (rest, _, _) in zip(whole, before, after, strict=True):
+        assert length == num_batches
+        assert len(read) == 2 * num_batches
+        assert first + rest == read
+    samples = {tuple(map(tuple, batches[0])) for read, *_ in whole for epoch, _, batches in read if epoch == 0}
+    assert len(samples) == size * num_batches  # no batch is read by two ranks
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("limit", [3, 0.5])
+def test_limits_are_those_of_lightning(make_trainer, mode: Any, limit: float):
+    lightning = pytest.importorskip("lightning.pytorch")
+    lengths = {"a": 10, "b": 4}
+    wanted = {
+        "min_size": {3: 3, 0.5: 2},
+        "max_size": {3: 3, 0.5: 5},
+        "max_size_cycle": {3: 3, 0.5: 5},
+        "sequential": {3: 6, 0.5: 7},
+    }
+    steps: list[Any] = []
+
+    class Counts(Learns):
+        def training_step(self, batch, batch_idx):
+            steps.append((batch_idx, [each.tolist() for each in tensors(batch)]))
+            return super().training_step(batch, batch_idx)
+
+    def data() -> dict[str, Any]:
+        return {name: DataLoader(torch.arange(2.0 * length).reshape(-1, 2)) for name, length in lengths.items()}
+
+    loader = lightning.utilities.CombinedLoader(data(), mode)
+    trainer = make_trainer(max_epochs=1, limit_train_batches=limit)
+    trainer.fit(Counts(), loader)
+    assert trainer.num_training_batches == len(steps) == wanted[mode][limit]
+    assert trainer.estimated_stepping_batches == len(steps)
+    theirs = lightning.utilities.CombinedLoader(data(), mode)
+    theirs.limits = [min(length, limit) if limit > 1 else int(length * limit) for length in lengths.values()]
+    batches = [[each.tolist() for each in tensors(batch)] for batch, *_ in theirs][: len(steps)]
+    assert steps == list(enumerate(batches))
+
+
+@pytest.mark.parametrize("form", ["dict", "list", "list of one", "tuple"])
+def test_batches_have_the_form_of_what_was_given(make_trainer, form: str):
+    pair = [DataLoader(torch.zeros(2, 2)), DataLoader(torch.ones(3, 2))]
+    given: Any = {
+        "dict": dict(zip("ab", pair, strict=True)),
+        "list": pair,
+        "list of one": pair[:1],
+        "tuple": tuple(pair),
+    }[form]
+    forms: list[Any] = []
+
+    class Gives(Learns):
+        def train_dataloader(self):
+            return given
+
+        def training_step(self, batch, batch_idx):
+            forms.append(batch)
+            return super().training_step(batch, batch_idx)
+
+    make_trainer(max_epochs=1).fit(Gives())
+    assert len(forms) == (2 if form == "list of one" else 3)
+    assert all(type(batch) is type(given) and len(batch) == len(given) for batch in forms)
+    if form == "dict":
+        assert list(forms[0]) == ["a", "b"]
+
+
+def test_a_list_of_batches_is_one_loader(make_trainer):
+    module = Learns()
+    make_trainer(max_epochs=1).fit(module, [torch.zeros(3, 2), torch.ones(1, 2)])
+    assert [batches for *_, batches in module.read] == [[[[0.0, 0.0]] * 3], [[[1.0, 1.0]]]]
+
+
+def test_a_loader_among_batches_is_named(make_trainer):
+    with pytest.raises(DataError, match=r"(?s)train_dataloaders\[1\]=.*is a Tensor, which gives no batches"):
+        make_trainer(max_epochs=1).fit(Learns(), [DataLoader(torch.zeros(2, 2)), torch.zeros(2, 2)])
+
+
+class Measures(roomier.Module):
+    """Logs what it is given, and notes how."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(2, 1)
+        self.calls: list[Any] = []
+
+    def validation_step(self, batch, batch_idx, dataloader_idx=None):
+        self.calls.append((batch_idx, dataloader_idx, len(list(tensors(batch)))))
+        mean = torch.stack([each.mean() for each in tensors(batch)]).mean()
+        self.log("mean", mean, batch_size=1)
+        if dataloader_idx is not None:
+            self.log(f"of_{dataloader_idx}", mean, batch_size=1, add_dataloader_idx=False)
+
+    test_step = validation_step
+
+    def predict_step(self, batch, batch_idx, dataloader_idx=None):
+        return (dataloader_idx, batch_idx, float(batch.mean()))
+
+
+def valued(*lengths: int) -> list[Any]:
+    """Loaders of as many batches, whose values are 0, 1, ... in the first, 10, 11, ... in the second."""
+    return [
+        DataLoader((10 * number + torch.arange(length)).float().repeat(2, 1).T) for number, length in enumerate(lengths)
+    ]
+
+
+@pytest.mark.parametrize("form", ["list", "dict", "nested", "combined"])
+def test_several_loaders_are_evaluated_one_after_another(make_trainer, form: str):
+    first, second = valued(3, 2)
+    given: Any = {
+        "list": [first, second],
+        "dict": {"x": first, "y": second},
+        "nested": {"x": [first, {"z": second}]},
+        "combined": CombinedLoader([first, second], "sequential"),
+    }[form]
+    module, trainer = Measures(), make_trainer()
+    results = trainer.validate(module, given, verbose=False)
+    assert results == [
+        {"mean/dataloader_idx_0": 1.0, "of_0": 1.0},
+        {"mean/dataloader_idx_1": 10.5, "of_1": 10.5},
+    ]
+    assert module.calls == [(0, 0, 1), (1, 0, 1), (2, 0, 1), (0, 1, 1), (1, 1, 1)]
+    assert trainer.test(module, given, verbose=False) == results
+    assert trainer.predict(module, given) == [
+        [(0, 0, 0.0), (0, 1, 1.0), (0, 2, 2.0)],
+        [(1, 0, 10.0), (1, 1, 11.0)],
+    ]
+
+
+@pytest.mark.parametrize(("limit", "numbers"), [(1, (1, 1)), (0.5, (2, 1)), (3, (3, 2)), (1.0, (4, 2))])
+def test_each_loader_of_an_evaluation_is_limited(make_trainer, limit: float, numbers: tuple[int, int]):
+    module = Measures()
+    trainer = make_trainer(limit_val_batches=limit)
+    trainer.validate(module, valued(4, 2), verbose=False)
+    assert tuple(sum(call[1] == index for call in module.calls) for index in range(2)) == numbers
+
+
+@pytest.mark.parametrize(
+    ("mode", "calls", "mean"),
+    [
+        ("min_size", [(0, None, 2), (1, None, 2)], 5.5),
+        ("max_size", [(0, None, 2), (1, None, 2), (2, None, 1)], (5.0 + 6.0 + 2.0) / 3),
+        ("max_size_cycle", [(0, None, 2), (1, None, 2), (2, None, 2)], (5.0 + 6.0 + 6.0) / 3),
+    ],
+)
+def test_batches_of_several_loaders_are_evaluated_together(make_trainer, on_ranks, mode: Any, calls, mean: float):
+    module = Measures()
+    loader = CombinedLoader(dict(zip("ab", valued(3, 2), strict=True)), mode)
+    assert make_trainer().validate(module, loader, verbose=False) == [{"mean": pytest.approx(mean)}]
+    assert module.calls == calls
+    assert on_ranks(2, measured_together, mode) == [pytest.approx(mean)] * 2
+    with pytest.raises(DataError, match=r"predict_dataloaders=.*predictions are those of one"):
+        make_trainer().predict(module, loader)
+
+
+def measured_together(mode: Any) -> float:
+    loader = CombinedLoader(dict(zip("ab", valued(3, 2), strict=True)), mode)
+    trainer = roomier.Trainer(**QUIET, strategy="ddp", devices=2, enable_checkpointing=False)
+    return trainer.validate(Measures(), loader, verbose=False)[0]["mean"]
+
+
+def test_a_micro_batch_of_several_loaders_is_not_cut(make_trainer):
+    """The planner keeps micro-batches as the loaders give them."""
+    pair = {"a": DataLoader(torch.zeros(4, 2), batch_size=2), "b": DataLoader(torch.ones(3, 2))}
+    module = Learns()
+    trainer = make_trainer(strategy="auto", max_epochs=1, memory_budget="2GB")
+    trainer.fit(module, pair)
+    assert [[len(each) for each in batches] for *_, batches in module.read] == [[2, 1], [2, 1], [2, 1]]
