@@ -38,7 +38,7 @@ _SHOWN = (
     "current_score",
     "dirpath",
 )
-_REFUSED = {
+REFUSED = {
     "BatchSizeFinder": "Write Trainer(auto_scale_batch_size=True)",
     "LearningRateFinder": "Write Trainer(auto_lr_find=True)",
     "ModelPruning": "Call torch.nn.utils.prune in a callback's on_fit_start, before the weights are cut",
@@ -122,10 +122,10 @@ def _adopted(callback: Any) -> Any:
     if builtin is None or builtin.__name__ in AS_THEY_ARE:
         return callback
     name = builtin.__name__
-    if name in _REFUSED:
+    if name in REFUSED:
         problem = f"Lightning's {name} works inside Lightning's loops"
-        raise RoomierError("callbacks", type(callback).__name__, problem, _REFUSED[name])
-    make = _MADE.get(name)
+        raise RoomierError("callbacks", type(callback).__name__, problem, REFUSED[name])
+    make = MADE.get(name)
     if make is None:
         action = f"Give roomier's of that name, if it has one: help(roomier.callbacks); or write its hooks in a {_OWN}"
         raise RoomierError("callbacks", type(callback).__name__, f"Lightning's {name} is not known", action)
@@ -199,7 +199,7 @@ def _stochastic_weight_averaging(given: Any) -> Callback:
     )
 
 
-_MADE: dict[str, Callable[[Any], Any]] = {
+MADE: dict[str, Callable[[Any], Any]] = {
     "ModelCheckpoint": _checkpoint,
     "LearningRateMonitor": _lr_monitor,
     "ModelSummary": lambda given: callbacks.ModelSummary(max_depth=given._max_depth),
