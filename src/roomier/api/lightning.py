@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from roomier.api.callback import Callback
 from roomier.api.datamodule import DataModule
-from roomier.api.hparams import HasHyperParameters, HyperParameters
+from roomier.api.hparams import HasHyperParameters, HyperParameters, is_plain
 from roomier.api.module import Module
 from roomier.api.wrapped import WrappedModule
 
@@ -144,6 +144,18 @@ def logged_hparams_of(obj: Any) -> dict[str, Any]:
         return obj.logged_hparams
     # What save_hyperparameters(logger=...) said stands in this one place.
     return _without_cli(obj.hparams_initial) if vars(obj).get("_log_hyperparams", False) else {}
+
+
+def described_hparams(module: Module) -> dict[str, Any]:
+    """What a checkpoint holds of the hyperparameters of ``module``: those that are plain data, and the one argument
+    they were passed in, where it was one."""
+    of_user = module.network if isinstance(module, LightningAdapter) else module
+    argument = vars(of_user).get("_hparams_name")
+    return {
+        "hyperparameters": {name: value for name, value in hparams_of(of_user).items() if is_plain(value)},
+        # Lightning notes "kwargs" where the arguments were passed one by one.
+        **({} if argument in (None, "kwargs") else {"hyperparameters_argument": argument}),
+    }
 
 
 def _without_cli(hparams: Mapping[str, Any]) -> dict[str, Any]:

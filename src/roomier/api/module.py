@@ -407,7 +407,7 @@ class Module(HasHyperParameters, nn.Module):
         checkpoint_path: str | Path,
         map_location: str | torch.device | None = None,
         *,
-        strict: bool = True,
+        strict: bool | None = None,
         **kwargs: Any,
     ) -> Self:
         """The module as the checkpoint has it: made from its stored hyperparameters, with its weights.
@@ -415,7 +415,7 @@ class Module(HasHyperParameters, nn.Module):
         Args:
             checkpoint_path: a checkpoint folder.
             map_location: the device to put it on; None leaves it where ``__init__`` makes it, on the CPU as a rule.
-            strict: the names of the weights must agree.
+            strict: the names of the weights must agree; by default as ``strict_loading`` says.
             kwargs: arguments of ``__init__`` that take the place of stored ones, or were not stored.
 
         Raises:
@@ -425,7 +425,7 @@ class Module(HasHyperParameters, nn.Module):
         # The one import that goes up: the name is known from Lightning, the work is the checkpoint layer's.
         from roomier.checkpoint.module import load_module
 
-        return load_module(cls, checkpoint_path, map_location=map_location, strict=strict, init_arguments=kwargs)
+        return load_module(cls, checkpoint_path, map_location, strict=strict, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy of a module (EMA, pickling to workers) must not drag the Trainer along.

@@ -7,6 +7,7 @@ and safetensors files. Nothing in it is code, and nothing in it is ever executed
 from roomier.checkpoint.background import BackgroundSaver
 from roomier.checkpoint.commit import clear_stale, remove
 from roomier.checkpoint.find import find_last, list_complete, verify
+from roomier.checkpoint.module import load_module
 from roomier.checkpoint.tree import TensorSpec
 from roomier.checkpoint.verbs import UNREAD, load, peek, save
 
@@ -18,6 +19,7 @@ __all__ = [
     "find_last",
     "list_complete",
     "load",
+    "load_module",
     "peek",
     "remove",
     "save",

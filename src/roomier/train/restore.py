@@ -8,6 +8,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from roomier import checkpoint
@@ -15,7 +16,10 @@ from roomier.adapters.found import as_keyword
 from roomier.adapters.layers import is_adapter
 from roomier.api.adapt import seen_by_user
 from roomier.api.callback import PlacesTensors
+from roomier.api.lightning import overrides
+from roomier.api.module import Module
 from roomier.checkpoint.lightning import is_lightning_file
+from roomier.checkpoint.shown import OWN_ENTRIES, ShownCheckpoint
 from roomier.core.errors import CheckpointError
 from roomier.core.log import notice
 from roomier.core.rng import rng_state, seed_everything, set_rng_state
@@ -67,10 +71,15 @@ def restore_weights(run: Run, path: Path) -> None:
         restore_lightning_weights(run, path)
         return
     with _named_ckpt_path():
-        weights = run.engine.weights()
-        _check_adapters(path, checkpoint.peek(path), weights, run.plan)
-        weights = checkpoint.load(path, into={"module": weights}, only=("module",), ranks=run.ranks)["module"]
-    run.engine.module.load_state_dict(weights)  # they are there already; what a module keeps beside them is not
+        stored, weights = checkpoint.peek(path), run.engine.weights()
+        _check_adapters(path, stored, weights, run.plan)
+        only = ("module",)
+        if overrides(run.module, "on_load_checkpoint", Module):
+            only = ("module", *(stored.keys() - (OWN_ENTRIES - {"progress", "hyperparameters"})))
+        places = _places(run, weights, stored["module"])
+        state = checkpoint.load(path, into={"module": places}, only=only, ranks=run.ranks)
+        found = loaded_weights(run, path, state, weights)
+    run.engine.module.load_state_dict(found)  # they are there already; what a module keeps beside them is not
 
 
 def restore(run: Run, path: Path) -> None:
@@ -95,8 +104,8 @@ def restore(run: Run, path: Path) -> None:
         _check_adapters(path, stored, weights, run.plan)
         stored_plan = Plan.from_dict(stored["plan"])
         check_same_optimizer(stored_plan, run.plan)
-        into: dict[str, Any] = {"module": weights}
-        if stored["module"].keys() == weights.keys():  # else load() tells that it is of another model
+        into: dict[str, Any] = {"module": _places(run, weights, stored["module"])}
+        if stored["module"].keys() == into["module"].keys():  # else load() tells that it is of another model
             for callback in run.trainer.callbacks:  # first: one may give optimizers the groups they had
                 if isinstance(callback, PlacesTensors):
                     into.update(callback.places(weights, stored))
@@ -107,6 +116,7 @@ def restore(run: Run, path: Path) -> None:
         changed = changed_in_plan(stored_plan, run.plan, run.engine.optimizers)
         _tell_differences(stored_plan, run.plan)
         state = checkpoint.load(path, into=into, ranks=run.ranks)
+        state["module"] = loaded_weights(run, path, state, weights)
     if run.plan.optimizer.name is None:
         tell_kept(run.engine.optimizers, state["optimizers"], has_schedulers=bool(run.schedulers.configs))
     put_changed(run.engine.optimizers, state["optimizers"], changed)
@@ -124,9 +134,9 @@ def restore(run: Run, path: Path) -> None:
     if run.trainer.datamodule is not None:
         run.trainer.datamodule.load_state_dict(state["datamodule"])
     _restore_callbacks(run, state["callbacks"])
-    run.module.on_load_checkpoint(state)
+    shown = ShownCheckpoint(state)
     for callback in run.trainer.callbacks:
-        callback.on_load_checkpoint(run.trainer, seen_by_user(run.module), state)
+        callback.on_load_checkpoint(run.trainer, seen_by_user(run.module), shown)
     run.saved_step, run.saved_path = run.progress.global_step, path
     run.random_state = random_state_of(run.ranks.world.rank, state["random"])
     num_stored, num_ranks = len(state["random"]), run.ranks.world.size
@@ -135,6 +145,46 @@ def restore(run: Run, path: Path) -> None:
             f"the checkpoint has random states of {num_stored} ranks, this run has {num_ranks}: the others begin with "
             "states derived from that of rank 0"
         )
+
+
+def _places(run: Run, own: Mapping[str, Any], stored: Mapping[str, Any]) -> dict[str, Any]:
+    """Where the stored weights are read to: into those of the model, or, where its module says what it takes, beside
+    them."""
+    if run.module.strict_loading and not overrides(run.module, "on_load_checkpoint", Module):
+        return dict(own)
+    return {name: _place(own.get(name), spec) for name, spec in stored.items()}
+
+
+def _place(own: Any, stored: Any) -> Any:
+    if not isinstance(stored, checkpoint.TensorSpec):
+        return stored
+    if isinstance(own, Tensor) and (tuple(own.shape), own.dtype) == (stored.shape, stored.dtype):
+        return torch.empty_like(own)
+    return torch.empty(stored.shape, dtype=stored.dtype)
+
+
+def loaded_weights(run: Run, path: Path, state: dict[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """The weights of ``state`` as the module wants them: its ``on_load_checkpoint`` may change them, and with
+    ``strict_loading=False`` those that only one of the two has are left as they are.
+
+    Raises:
+        CheckpointError: they are of another model.
+    """
+    if not overrides(run.module, "on_load_checkpoint", Module) and run.module.strict_loading:
+        found: dict[str, Any] = state["module"]
+        return found
+    shown = ShownCheckpoint(state)
+    run.module.on_load_checkpoint(shown)
+    state.update(shown)
+    found = shown["module"]
+    differing = sorted(own.keys() ^ found.keys())
+    if differing and run.module.strict_loading:
+        problem = f"belongs to another model: one of the two alone has {', '.join(differing[:5])}"
+        action = "Give the checkpoint of this model, or set strict_loading = False on the module"
+        raise CheckpointError("ckpt_path", str(path), problem, action)
+    if differing:
+        notice(f"strict_loading=False: {len(differing)} weights are not in both, and left as they are: {differing[:5]}")
+    return {name: found.get(name, value) for name, value in own.items()}
 
 
 def optimizer_places(engine: EagerEngine, stored: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

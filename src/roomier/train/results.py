@@ -304,9 +304,12 @@ class Results:
     def end_epoch(self, stage: str) -> dict[str, Tensor]:
         """Reduce the epoch of ``stage`` over all ranks and forget it; returns what the loggers get."""
         self.settle()
-        self._show_steps()
+        ending = self._entries.get(stage, {}).values()
+        # Of an evaluation none but the names it logs: what a checkpoint holds of the others does not depend on it.
+        names = None if stage == "train" else {name for entry in ending for name in (entry.name, *entry.columns)}
+        self._show_steps(names)
         logged: dict[str, Tensor] = {}
-        for entry in self._entries.get(stage, {}).values():
+        for entry in ending:
             if stage != "train" and entry.on_step and entry.value is not None:
                 _show_step(entry, {}, self._logged_values, self._bar_values)
             value = self._reduced(entry)
@@ -314,27 +317,36 @@ class Results:
                 if entry.logger:
                     logged[entry.names_for_epoch()[-1]] = as_tensor(value)
                 _show_epoch(entry, value, self._callback_values, self._logged_values, self._bar_values)
-            if stage != "train":
-                names = (*entry.names_for_step(), *entry.names_for_epoch())
-                self.loader_of |= dict.fromkeys(names, entry.dataloader_idx)
             entry.value, entry.agreed_step = None, None
             entry.reset()
         if stage != "train":
             self._entries.pop(stage, None)
-            self.loader_of = self._ranks.from_zero(self.loader_of)  # it has a batch of each
         return logged
+
+    def _agree_on_loaders(self, stage: str) -> None:
+        own = {
+            name: entry.dataloader_idx
+            for entry in self._entries.get(stage, {}).values()
+            for name in (*entry.names_for_step(), *entry.names_for_epoch())
+            if entry.asked is not None  # else it comes from another rank
+        }
+        self.loader_of = {}
+        for of_rank in self._ranks.gather(own):
+            for name, index in of_rank.items():
+                self.loader_of[name] = index if self.loader_of.get(name, index) == index else None
 
     def abandon(self, stage: str) -> None:
         """Forget an evaluation that was cut off."""
         for entry in self._entries.pop(stage, {}).values():
             entry.reset()
 
-    def _show_steps(self) -> None:
-        """What the steps of training logged, before values that are newer are shown under these names."""
+    def _show_steps(self, names: set[str] | None) -> None:
+        """What the steps of training logged, under ``names`` or all, before values that are newer are shown there."""
         shown = self._callback_values, self._logged_values, self._bar_values
         for entry in self._unseen_steps():
-            _show_step(entry, *shown)
-            entry.is_unseen = False
+            if names is None or not names.isdisjoint(entry.names_for_step()):
+                _show_step(entry, *shown)
+                entry.is_unseen = False
 
     def _unseen_steps(self) -> list[Entry]:
         entries = self._entries["train"].values()

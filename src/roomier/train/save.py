@@ -11,7 +11,8 @@ from torch import Tensor
 
 from roomier import checkpoint
 from roomier.api.adapt import seen_by_user
-from roomier.api.hparams import is_plain
+from roomier.api.lightning import described_hparams
+from roomier.checkpoint.shown import ShownCheckpoint
 from roomier.core.log import notice
 from roomier.core.rng import rng_state
 from roomier.core.tree import map_tensors
@@ -85,10 +86,11 @@ def write_checkpoint(run: Run, wanted: WantedSave) -> None:
     run.engine.release()  # each rank saves its part, also where a hook gathered the whole
     run.check_finite("before a checkpoint")
     run.check_finite_weights()
-    state = weights(run) if wanted.weights_only else full_state(run)
+    shown = ShownCheckpoint(weights(run) if wanted.weights_only else full_state(run))
     for callback in run.trainer.callbacks:
-        callback.on_save_checkpoint(run.trainer, seen_by_user(run.module), state)
-    run.module.on_save_checkpoint(state)
+        callback.on_save_checkpoint(run.trainer, seen_by_user(run.module), shown)
+    run.module.on_save_checkpoint(shown)
+    state = dict(shown)
     then = partial(_committed, run, wanted, run.progress.global_step)
     if not wanted.asynchronous or run.is_finishing or not run.trainer.training:  # a run waits for it before it ends
         checkpoint.save(wanted.path, state, run.ranks)
@@ -157,7 +159,7 @@ def _description(run: Run) -> dict[str, Any]:
         **({} if pretrained is None else {"pretrained": pretrained}),
         "plan": run.plan.to_dict(),
         "progress": run.progress.state(),
-        "hyperparameters": {name: value for name, value in run.module.hparams.items() if is_plain(value)},
+        **described_hparams(run.module),
     }
 
 

@@ -1,0 +1,55 @@
+"""The state of a checkpoint as ``on_save_checkpoint`` and ``on_load_checkpoint`` get it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_SAME = {"state_dict": "module", "hyper_parameters": "hyperparameters"}
+_OF_PROGRESS = ("epoch", "global_step")
+OWN_ENTRIES = frozenset(
+    {
+        *("module", "optimizers", "scaler", "schedulers", "progress", "plan", "pretrained", "hyperparameters"),
+        *("hyperparameters_argument", "random", "data", "datamodule", "results", "metrics", "callbacks"),
+    }
+)
+"""What roomier writes at the top level; the rest is a hook's."""
+
+
+class ShownCheckpoint(dict[str, Any]):
+    """A state, whose entries are also found, and replaced, by the names that Lightning's checkpoints have.
+
+    ``state_dict`` is ``module``, the weights by name; ``hyper_parameters`` is ``hyperparameters``; ``epoch`` and
+    ``global_step`` are read from ``progress``.
+    """
+
+    def __missing__(self, name: str) -> Any:
+        if name in _SAME and _SAME[name] in self:
+            return self[_SAME[name]]
+        if name in _OF_PROGRESS and "progress" in self:
+            return self["progress"][name]
+        raise KeyError(name)
+
+    def __contains__(self, name: object) -> bool:
+        own = _SAME.get(name, "progress" if name in _OF_PROGRESS else name) if isinstance(name, str) else name
+        return super().__contains__(name) or super().__contains__(own)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        super().__setitem__(_SAME.get(name, name), value)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            return default
+
+    def pop(self, name: str, *default: Any) -> Any:
+        return super().pop(_SAME.get(name, name), *default)
+
+    def setdefault(self, name: str, default: Any = None) -> Any:
+        if name not in self:
+            self[name] = default
+        return self[name]
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        for name, value in dict(*args, **kwargs).items():
+            self[name] = value
