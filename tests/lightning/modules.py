@@ -272,7 +272,8 @@ class SometimesNone(Regression):
         return None if batch_idx % 4 == 1 else super().training_step(batch, batch_idx)
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.Adam(self.parameters(), lr=0.05)
+        optimizer = torch.optim.Adam(self.parameters(), lr=0.05)
+        return [optimizer], [{"scheduler": ExponentialLR(optimizer, 0.9), "interval": "step"}]
 
 
 class OwnClipping(Regression):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+import roomier
 from roomier import Trainer
 from tests.lightning import modules
 from tests.lightning.both import Seen, quiet_lightning, run_under
@@ -70,6 +71,7 @@ CASES = {
 
 def assert_equal(seen: Seen, expected: Seen) -> None:
     assert seen.losses == pytest.approx(expected.losses, rel=1e-6, abs=1e-6)
+    assert seen.global_steps == expected.global_steps
     assert len(seen.metrics) == len(expected.metrics)
     for metrics, of_lightning in zip(seen.metrics, expected.metrics, strict=True):
         assert metrics == pytest.approx(of_lightning, rel=1e-6, abs=1e-6)
@@ -117,3 +119,12 @@ def test_the_package_under_its_other_name(tmp_path):
     seen = run_under(Trainer, Regression, loaders, tmp_path, other.Callback)
     assert len(seen.losses) == NUM_STEPS
     assert_equal(seen, expected)
+
+
+def test_a_module_that_never_returns_a_loss_is_an_error(tmp_path):
+    class Never(modules.Regression):
+        def training_step(self, batch, batch_idx):
+            return None
+
+    with pytest.raises(roomier.TrainingError, match="no loss for any of the first 10 batches"):
+        run_under(Trainer, Never, lambda: (in_order(), None), tmp_path)

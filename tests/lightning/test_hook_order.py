@@ -180,7 +180,13 @@ def calls(
     return seen
 
 
+class LeavesOut(Plain):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return None if batch_idx in (0, 3) else super().training_step(batch, batch_idx)
+
+
 FITS = {
+    "some steps return None": {"max_steps": 7, "base": LeavesOut},
     "two epochs": {"max_epochs": 2},
     "accumulated and clipped": {"max_epochs": 1, "accumulate_grad_batches": 2, "gradient_clip_val": 0.5},
     "validated within the epoch": {"max_epochs": 1, "val_check_interval": 2, "num_sanity_val_steps": 0},

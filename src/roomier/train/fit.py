@@ -24,7 +24,7 @@ def fit(run: Run) -> None:
     step, update = TrainingStep(run), update_of(run)
     install_step_hooks(run, step)
     forward_backward = forward_backward_of(run)
-    log_interval = run.options.log_every_n_steps
+    log_interval, counts_empty_steps = run.options.log_every_n_steps, run.counts_empty_steps
     if not begin(run):
         return
     is_over = catch_up(run)
@@ -46,12 +46,13 @@ def fit(run: Run) -> None:
                 run.check_trains()
             else:
                 run.last_loss = loss
-                update()
+            if has_stepped := loss is not None or counts_empty_steps:
+                update(loss)
                 progress.global_step += 1
             progress.batch_idx += len(window)
             progress.num_batches += len(window)
             if schedulers.are_there:
-                step_schedulers(run, has_stepped=loss is not None)
+                step_schedulers(run, has_stepped=has_stepped)
             step.end()
             if run.profiler is not None:
                 run.profiler.step()
@@ -59,7 +60,7 @@ def fit(run: Run) -> None:
                 log_step(run)
             if is_validation_due(run, first_batch):
                 validate_within_fit(run)
-            if schedulers.watch_each_step and loss is not None:
+            if schedulers.watch_each_step and has_stepped:
                 step_watching(run)
             run.vote()
             if is_over := save_point(run):

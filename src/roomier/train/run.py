@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from roomier.api.hooks import HookTable
+from roomier.api.lightning import LightningAdapter
 from roomier.api.module import Module
 from roomier.checkpoint import BackgroundSaver
 from roomier.core.errors import RoomierError, TrainingError
@@ -113,6 +114,12 @@ class Run:
         """The training data of a fit."""
         assert self.train_source is not None
         return self.train_source
+
+    @property
+    def counts_empty_steps(self) -> bool:
+        """Whether a step for which ``training_step`` gave no loss counts: for optimizers and schedulers of a
+        LightningModule it does."""
+        return self.module.automatic_optimization and isinstance(self.module, LightningAdapter)
 
     def is_at_its_end(self) -> bool:
         """Whether there is nothing to do for a fit that begins, or goes on, here."""
@@ -281,7 +288,10 @@ class Run:
         """
         num_batches = self.progress.num_batches
         is_time_to_judge = num_batches > 0 if is_epoch_over else num_batches >= MAX_BATCHES_BEFORE_FIRST_STEP
-        if self.progress.global_step or not is_time_to_judge:
+        has_trained = self.progress.global_step > 0
+        if self.counts_empty_steps and self.saved_step is None:
+            has_trained = self.last_loss is not None
+        if has_trained or not is_time_to_judge:
             return
         if self.module.automatic_optimization:
             raise TrainingError(

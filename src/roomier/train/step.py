@@ -191,21 +191,25 @@ def _manual_step(run: Run) -> Callable[[TrainingStep, list[Any]], Tensor | None]
     return forward
 
 
-def update_of(run: Run) -> Callable[[], None]:
-    """What follows the gradients: hooks, clipping, the optimizer; as short as what was overridden allows."""
+def update_of(run: Run) -> Callable[[Tensor | None], None]:
+    """What follows the gradients of a step, whose loss it gets: hooks, clipping, the optimizer; as short as what was
+    overridden allows."""
     engine = run.engine
     if not engine.optimizers or takes_closure(run):
-        return lambda: None
+        return lambda _: None
     before = before_update_of(run)
-    if not before:
-        return engine.step
-    optimizer = engine.optimizers[0]
+    if not (before or run.counts_empty_steps):
+        return lambda _: engine.step()
+    optimizer, has_scaler = engine.optimizers[0], engine.scaler is not None
 
-    def update() -> None:
-        engine.unscale()
+    def update(loss: Tensor | None) -> None:
+        is_scaled = has_scaler and loss is not None  # without gradients there is nothing to look at
+        if is_scaled:
+            engine.unscale()
         for each in before:
             each(optimizer)
-        engine.step()
+        if is_scaled or not has_scaler:
+            engine.step()
 
     return update
 
@@ -237,14 +241,16 @@ class _StepWithClosure(ManualOptimizer):
         def with_hooks() -> Any:
             nonlocal loss
             loss = None if closure is None else closure()
-            engine.unscale(optimizer)
+            if closure is None or loss is not None:
+                engine.unscale(optimizer)
             for each in self._before_update:
                 each(optimizer)
             return loss
 
         if engine.scaler is None:
             engine.step(optimizer, with_hooks)
-        else:  # the scaler takes no closure: it looks at the gradients before the optimizer does
-            with_hooks()
+            return loss
+        with_hooks()  # the scaler takes no closure: it looks at the gradients before the optimizer does
+        if closure is None or loss is not None:
             engine.step(optimizer)
         return loss
