@@ -320,6 +320,7 @@ class Results:
             entry.value, entry.agreed_step = None, None
             entry.reset()
         if stage != "train":
+            self._agree_on_loaders(stage)
             self._entries.pop(stage, None)
         return logged
 
