@@ -10,12 +10,16 @@ import pytest
 import torch
 from safetensors import safe_open
 
+import roomier
 from roomier import Trainer
+from roomier.core.errors import RoomierError
 from roomier.export.hugging_face import export_hugging_face
 from tests.hugging_face.models import KINDS, Batch, logits
+from tests.ranks.pool import RankPool
 from tests.train.conftest import Rows
 
 MakeTrainer = Callable[..., Trainer]
+NEARLY_NOTHING: dict[str, Any] = {"optimizer": {"name": "sgd", "lr": 1e-30}, "max_steps": 1}
 
 
 def bare_loop(model: Any, batches: list[Batch], *, lr: float = 1e-3) -> list[float]:
@@ -77,6 +81,59 @@ def test_a_run_begins_with_the_folder_of_a_model(make_trainer: MakeTrainer, tmp_
     kind = KINDS[name]
     model, other, [batch] = kind.model(seed=1, dropout=False), kind.model(seed=2, dropout=False), kind.batches(1)
     model.save_pretrained(tmp_path / "folder", max_shard_size="8KB")
-    trainer = make_trainer(optimizer={"name": "sgd", "lr": 1e-30}, max_steps=1)
-    trainer.fit(other, [batch], weights=tmp_path / "folder")
+    make_trainer(**NEARLY_NOTHING).fit(other, [batch], weights=tmp_path / "folder")
     torch.testing.assert_close(logits(other, batch), logits(model, batch), rtol=0, atol=1e-20)
+
+
+class Inside(roomier.Module):
+    """Built without memory, so that each value it has was read or computed."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    def configure_model(self) -> None:
+        self.model = KINDS[self.name].model(dropout=False)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        return self.model(**batch).loss
+
+
+def begun_with(path: Path, folder: Path, name: str, num_ranks: int) -> list[torch.Tensor]:
+    trainer = Trainer(
+        default_root_dir=folder,
+        accelerator="cpu",
+        devices=num_ranks,
+        strategy="zero3" if num_ranks > 1 else "single",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **NEARLY_NOTHING,
+    )
+    module = Inside(name)
+    trainer.fit(module, KINDS[name].batches(2), weights=path)
+    return [getattr(each, "full_tensor", each.detach)().detach() for each in module.model.parameters()]
+
+
+@pytest.mark.parametrize("name", ["mixtral", pytest.param("vit", marks=pytest.mark.slow)])
+def test_each_rank_reads_its_part_of_what_is_one_tensor_in_memory(
+    on_ranks: RankPool, tmp_path: Path, name: str
+) -> None:
+    """As experts are: in files, each has its own."""
+    model = KINDS[name].model(seed=1)
+    model.save_pretrained(tmp_path / "folder", max_shard_size="8KB")
+    alone = begun_with(tmp_path / "folder", tmp_path, name, 1)
+    for found in (alone, *on_ranks(2, begun_with, tmp_path / "folder", tmp_path, name, 2)):
+        for ours, theirs in zip(found, model.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs.detach(), rtol=0, atol=1e-20)
+
+
+def test_weights_of_another_model_are_refused_in_the_names_of_the_file(
+    make_trainer: MakeTrainer, tmp_path: Path
+) -> None:
+    KINDS["mixtral"].model().save_pretrained(tmp_path / "folder")
+    with pytest.raises(RoomierError, match=r"does not fit the model: .*has not: .*block_sparse_moe"):
+        make_trainer(**NEARLY_NOTHING).fit(
+            KINDS["llama"].model(), KINDS["llama"].batches(1), weights=tmp_path / "folder"
+        )

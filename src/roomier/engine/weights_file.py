@@ -123,7 +123,8 @@ class WeightsFile:
         by_file: dict[Path, list[tuple[str, str]]] = {}
         for each in self._conversions:
             if each.run is None:
-                by_file.setdefault(self._file_of[each.sources[0]], []).append((each.sources[0], *each.targets))
+                [stored], [name] = each.sources, each.targets
+                by_file.setdefault(self._file_of[stored], []).append((stored, name))
         for path, names in by_file.items():
             with _opened(path) as file:
                 for stored, name in names:

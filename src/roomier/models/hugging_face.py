@@ -69,8 +69,9 @@ def conversions_from_files(model: Any, stored: Shapes, wanted: Shapes) -> list[C
     ignored = [re.compile(each) for each in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
     found: list[Conversion] = []
     grouped: dict[str, list[tuple[str, str]]] = {}
+    known = dict(wanted)
     for name in sorted(stored, key=dot_natural_key):
-        renamed, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, wanted)
+        renamed, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, known)
         if renamed not in wanted and name in wanted:
             renamed, pattern = name, None
         if pattern is not None:

@@ -319,7 +319,7 @@ def check_shardable(network: nn.Module) -> None:
     dtypes: dict[torch.dtype, str] = {}
     for name, parameter in network.named_parameters():
         if not parameter.dim():
-            action = "Give it the shape [1]: nn.Parameter(torch.zeros(1))"
+            action = "Give it the shape [1], nn.Parameter(torch.zeros(1)), or use strategy='ddp'"
             raise RoomierError(name, tuple(parameter.shape), "has no dimension along which it could be cut", action)
         if parameter.requires_grad:
             dtypes.setdefault(parameter.dtype, name)
