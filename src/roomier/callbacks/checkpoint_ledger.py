@@ -32,7 +32,7 @@ class Ledger:
         last: path of the newest checkpoint where the newest is kept, else ``""``.
         superseded: what the latest save made obsolete. It is removed after that save is committed; it stays
             listed until the next one, so that a run killed in between can finish the removal when it resumes.
-        current_score: the score of the latest save.
+        current_score: of the newest of those that were among the top-k when they were saved.
         step: optimizer steps done at the latest save, -1 before the first.
         newest_path: where the latest save went; not known after a resume.
     """
@@ -88,10 +88,11 @@ class Ledger:
     def after_saving(self, path: str, score: float | None, step: int, keep: Keep) -> Ledger:
         """The ledger once a checkpoint of ``score`` stands at ``path``."""
         staying = tuple(item for item in self.before_saving(score, keep).kept if item[0] != path)
+        is_ranked = self.enters(score, keep)
         new = Ledger(
-            kept=(*staying, (path, score)) if self.enters(score, keep) else staying,
+            kept=(*staying, (path, score)) if is_ranked else staying,
             last=path if keep.last else "",
-            current_score=score,
+            current_score=score if is_ranked else self.current_score,
             step=step,
             newest_path=path,
         )

@@ -196,7 +196,7 @@ class ModelCheckpoint(Callback):
 
     @property
     def current_score(self) -> Tensor | None:
-        """The score of the newest checkpoint."""
+        """The score of the newest that was among the best when it was saved."""
         return _tensor(self._ledger.current_score)
 
     # When ---------------------------------------------------------------------------------------------------------
@@ -325,7 +325,7 @@ class ModelCheckpoint(Callback):
         self._ledger = books
         if self._uncommitted is books:
             self._uncommitted = None
-        path, score = books.newest_path, books.current_score
+        path, score = books.newest_path, dict(books.kept).get(books.newest_path)
         if self.verbose:
             notice(f"saved {path}" + ("" if score is None else f" ({self.monitor} = {score})"))
         others = self._paths_of_others(trainer)
