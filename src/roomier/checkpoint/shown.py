@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
+
+from torch import Tensor
 
 _SAME = {"state_dict": "module", "hyper_parameters": "hyperparameters"}
 _OF_PROGRESS = ("epoch", "global_step")
@@ -53,3 +56,37 @@ class ShownCheckpoint(dict[str, Any]):
     def update(self, *args: Any, **kwargs: Any) -> None:
         for name, value in dict(*args, **kwargs).items():
             self[name] = value
+
+
+def without_objects(state: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """``state`` with only data in what hooks wrote; where something was left out, as ``'["entry"]["key"]'``.
+
+    Lightning pickles what a module puts into its checkpoint; here it is left out, so that a module written for it can
+    be saved. A list or tuple with an object in it is left out as a whole.
+    """
+    left_out: list[str] = []
+    kept: dict[str, Any] = {}
+    for name, value in state.items():
+        is_of_hook = name not in OWN_ENTRIES or name == "hyperparameters"
+        data = _data_of(value, f'["{name}"]', left_out) if is_of_hook else value
+        if data is not _NOT_DATA:
+            kept[name] = data
+    return kept, left_out
+
+
+_NOT_DATA = object()
+
+
+def _data_of(value: Any, place: str, left_out: list[str]) -> Any:
+    if isinstance(value, Tensor) or value is None or type(value) in (str, bool, int, float):
+        return value
+    if isinstance(value, Mapping):
+        found = {key: _data_of(each, f"{place}[{key!r}]", left_out) for key, each in value.items()}
+        return {key: each for key, each in found.items() if each is not _NOT_DATA}
+    if type(value) in (list, tuple):
+        inner: list[str] = []
+        items = [_data_of(each, place, inner) for each in value]
+        if not inner:
+            return type(value)(items)
+    left_out.append(place)
+    return _NOT_DATA

@@ -54,6 +54,7 @@ class Run:
     Attributes:
         ranks: what the ranks of the run tell each other; alone where there is one.
         deferred_saves: checkpoints asked for from a hook, written at the next save point.
+        not_stored: entries of a LightningModule's checkpoint that were said to be left out.
         background: writes checkpoints beside the training; made by the first that is asked for.
         when_settled: what is due when the one it is writing is committed.
         is_in_step: between two save points, where the state of a run is not one to resume from.
@@ -64,6 +65,8 @@ class Run:
         random_state: of a checkpoint, put back when the loop begins.
         batch_idx: of the training batch at hand in its epoch, counting micro-batches.
         last_loss: loss of the last optimizer step (0-dim, on the device); on several ranks, this rank's share of it.
+        leaves_out_step: a hook before an update asked that it is not done; the step counts for nothing.
+        looks: called, on every rank, before a loss that is not finite would end the run.
         is_stop_agreed: on several ranks, all know that one of them wants training to end.
         num_saves_ended: how many checkpoints that were written beside the training all know to have come to their end.
     """
@@ -89,6 +92,7 @@ class Run:
     batch_idx: int = -1
     val_interval: float = math.inf
     deferred_saves: list[WantedSave] = field(default_factory=list)
+    not_stored: set[str] = field(default_factory=set)
     background: BackgroundSaver | None = None
     when_settled: Callable[[], None] | None = None
     is_in_step: bool = False
@@ -100,6 +104,8 @@ class Run:
     random_state: dict[str, Any] | None = None
     profiler: torch.profiler.profile | None = None
     last_loss: Tensor | None = None
+    leaves_out_step: bool = False
+    looks: list[Callable[[], None]] = field(default_factory=list)
     is_stop_agreed: bool = False
     num_saves_ended: int = 0
     started_s: float = field(default_factory=time.monotonic)
@@ -227,6 +233,8 @@ class Run:
             TrainingError: the last loss is not finite on a rank, and no loss scale is there to deal with it, or it has
                 given up.
         """
+        for look in self.looks:
+            look()
         if self.ranks.is_alone:
             if self.last_loss is None or bool(torch.isfinite(self.last_loss)):
                 return

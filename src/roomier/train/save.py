@@ -11,8 +11,8 @@ from torch import Tensor
 
 from roomier import checkpoint
 from roomier.api.adapt import seen_by_user
-from roomier.api.lightning import described_hparams
-from roomier.checkpoint.shown import ShownCheckpoint
+from roomier.api.lightning import LightningAdapter, described_hparams
+from roomier.checkpoint.shown import ShownCheckpoint, without_objects
 from roomier.core.log import notice
 from roomier.core.rng import rng_state
 from roomier.core.tree import map_tensors
@@ -90,7 +90,7 @@ def write_checkpoint(run: Run, wanted: WantedSave) -> None:
     for callback in run.trainer.callbacks:
         callback.on_save_checkpoint(run.trainer, seen_by_user(run.module), shown)
     run.module.on_save_checkpoint(shown)
-    state = dict(shown)
+    state = _data_of_lightning(run, shown) if isinstance(run.module, LightningAdapter) else dict(shown)
     then = partial(_committed, run, wanted, run.progress.global_step)
     if not wanted.asynchronous or run.is_finishing or not run.trainer.training:  # a run waits for it before it ends
         checkpoint.save(wanted.path, state, run.ranks)
@@ -100,6 +100,15 @@ def write_checkpoint(run: Run, wanted: WantedSave) -> None:
         run.background = checkpoint.BackgroundSaver(run.ranks)
     run.background.start(wanted.path, state)
     run.when_settled = then
+
+
+def _data_of_lightning(run: Run, shown: ShownCheckpoint) -> dict[str, Any]:
+    state, left_out = without_objects(shown)
+    if new := [place for place in left_out if place not in run.not_stored]:
+        run.not_stored.update(new)
+        name, places = type(seen_by_user(run.module)).__name__, ", ".join(new)
+        notice(f"{name} puts objects into its checkpoints, which hold data only; left out: {places}")
+    return state
 
 
 def settle_background_save(run: Run) -> None:

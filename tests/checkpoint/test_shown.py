@@ -1,0 +1,28 @@
+"""What a LightningModule's hooks put into a checkpoint: data is kept, objects are left out and named."""
+
+from pathlib import Path
+
+import torch
+
+from roomier.checkpoint.shown import without_objects
+
+
+def test_objects_are_left_out_and_named() -> None:
+    weight = torch.ones(2)
+    state = {
+        "module": {"weight": weight},
+        "hyperparameters": {"lr": 0.1, "loss": Path("x"), "layers": [1, 2]},
+        "extra": {"encoder": {"fitted": object(), "size": 3}, "pair": (1, object()), "triple": (1, 2.0, "a")},
+        "alone": object(),
+    }
+    kept, left_out = without_objects(state)
+    assert kept["module"] is state["module"]
+    assert kept["hyperparameters"] == {"lr": 0.1, "layers": [1, 2]}
+    assert kept["extra"] == {"encoder": {"size": 3}, "triple": (1, 2.0, "a")}
+    assert "alone" not in kept
+    assert left_out == [
+        "[\"hyperparameters\"]['loss']",
+        "[\"extra\"]['encoder']['fitted']",
+        "[\"extra\"]['pair']",
+        '["alone"]',
+    ]
