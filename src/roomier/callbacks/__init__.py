@@ -12,8 +12,10 @@ from roomier.callbacks.memory_anatomy import MemoryAnatomy
 from roomier.callbacks.model_checkpoint import ModelCheckpoint
 from roomier.callbacks.model_summary import ModelSummary
 from roomier.callbacks.on_exception_checkpoint import OnExceptionCheckpoint
+from roomier.callbacks.prediction_writer import PredictionWriter
 from roomier.callbacks.progress import ProgressBar
 from roomier.callbacks.rich_model_summary import RichModelSummary
+from roomier.callbacks.spike_guard import SpikeGuard
 from roomier.callbacks.throughput import Throughput
 from roomier.callbacks.timer import Timer
 from roomier.callbacks.weight_averaging import EMAWeightAveraging, WeightAveraging
@@ -34,8 +36,10 @@ __all__ = [
     "ModelCheckpoint",
     "ModelSummary",
     "OnExceptionCheckpoint",
+    "PredictionWriter",
     "ProgressBar",
     "RichModelSummary",
+    "SpikeGuard",
     "Throughput",
     "Timer",
     "WeightAveraging",

@@ -76,6 +76,11 @@ class Feed(ABC):
         """
         del position, is_complete
 
+    def sample_indices(self, first_batch: int, num_batches: int) -> list[int] | None:
+        """The numbers of this rank's samples in these batches of the running epoch; None where nothing tells."""
+        del first_batch, num_batches
+        return None
+
     def position(self, num_batches: int) -> dict[str, Any]:
         """What :meth:`resume` needs besides the epoch, after ``num_batches`` of the running epoch on this rank.
 
@@ -167,9 +172,8 @@ class OrderedFeed(Feed):
         self._own_generators.set_states(position["random_now"])
 
     def position(self, num_batches: int) -> dict[str, Any]:
-        num_read = (num_batches - self._first_batch) * self._batch_size * self._sampler.world.size
         return {
-            "num_samples": min(self._first_sample + num_read, self._sampler.num_samples),
+            "num_samples": self.position_in_samples(num_batches),
             "dataset_size": self._sampler.num_samples,
             "num_ranks": self._sampler.world.size,
             "batch_size": self._batch_size,
@@ -178,6 +182,15 @@ class OrderedFeed(Feed):
             "random_now": self._own_generators.states(),
             **self._sampler.position_of_order,
         }
+
+    def position_in_samples(self, num_batches: int) -> int:
+        """Samples of the global order that ``num_batches`` of the running epoch hold."""
+        num_read = (num_batches - self._first_batch) * self._batch_size * self._sampler.world.size
+        return min(self._first_sample + num_read, self._sampler.num_samples)
+
+    def sample_indices(self, first_batch: int, num_batches: int) -> list[int]:
+        num_done = self.position_in_samples(first_batch)
+        return self._sampler.indices_behind(num_done, num_batches * self._batch_size)
 
     def check(self, position: dict[str, Any]) -> None:
         action = "Resume with the data of the saved run, or start a new run from its weights"

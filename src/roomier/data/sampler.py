@@ -160,6 +160,12 @@ class OrderedSampler(Sampler[int]):
         if self._running is not None and self.world.size == 1 and is_read_to_its_end:
             self._running.end(self.num_samples)
 
+    def indices_behind(self, num_samples_done: int, num_wanted: int) -> list[int]:
+        """The next indices of this rank in the running epoch, which has begun."""
+        stop = num_samples_done + self.num_read_after(num_samples_done)
+        places = range(num_samples_done + self.world.rank, stop, self.world.size)[:num_wanted]
+        return self._permutation()[list(places)].tolist() if self.shuffle else list(places)
+
     def _permutation(self) -> Tensor:
         if self._running is not None:
             return self._running.permutation(self.num_samples)

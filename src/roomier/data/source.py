@@ -196,6 +196,11 @@ class Source:
         self._batches = self._count(self._turns(limit), self._running)
         return self._batches
 
+    def sample_indices(self, first_batch: int, num_batches: int) -> list[int] | None:
+        """The numbers, in the data set, of this rank's samples in these batches of the running epoch; None where
+        roomier does not make the order."""
+        return self._feed.sample_indices(first_batch, num_batches)
+
     def end_epoch(self) -> None:
         """The running epoch is over, though this rank may have batches left."""
         if self._running is not None:

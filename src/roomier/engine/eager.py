@@ -333,6 +333,14 @@ class EagerEngine:
         if self.scaler is not None and not self._unscaled:
             self.scaler.update()
 
+    def leave_out_update(self) -> None:
+        """Gradients that are there are not used; the loss scale is as before them."""
+        if self.scaler is not None:
+            state = self.scaler.state()
+            self.scaler.update()  # it refuses to look at other gradients else
+            self.scaler.load(state)
+        self._unscaled.clear()
+
     def zero_grad(self) -> None:
         for optimizer in self.optimizers:
             optimizer.zero_grad()

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
 
+from torch import Tensor
+
+from roomier.api.go_back import GoBackError
+from roomier.core.errors import TrainingError
+from roomier.core.log import notice
 from roomier.core.rng import set_rng_state
 from roomier.train.accumulation import accumulation_at
 from roomier.train.evaluate import validate_within_fit
+from roomier.train.restore import restore
 from roomier.train.run import Run, call
-from roomier.train.save import save_point, tell_nothing_to_do
+from roomier.train.save import save_point, settle_background_save, tell_nothing_to_do
 from roomier.train.step import TrainingStep, forward_backward_of, install_step_hooks, update_of
 
 
@@ -20,15 +26,28 @@ def fit(run: Run) -> None:
     For each epoch, for each optimizer step: gradients of its micro-batches, clip, update, schedule, log,
     validate if due; then the save point, the one place where a checkpoint is taken and where training ends.
     """
-    progress, schedulers = run.progress, run.schedulers
     step, update = TrainingStep(run), update_of(run)
     install_step_hooks(run, step)
-    forward_backward = forward_backward_of(run)
-    log_interval, counts_empty_steps = run.options.log_every_n_steps, run.counts_empty_steps
     if not begin(run):
         return
-    is_over = catch_up(run)
+    is_over, goes_on = catch_up(run), True
+    while goes_on:
+        try:
+            if not is_over:
+                train(run, step, update)
+            if not run.is_interrupted:
+                finish(run)
+            goes_on = False
+        except GoBackError as error:
+            is_over = go_back(run, error)
+    run.vote(waits=True)
 
+
+def train(run: Run, step: TrainingStep, update: Callable[[Tensor | None], None]) -> None:
+    """Epoch after epoch, until a save point at which training ends."""
+    progress, schedulers = run.progress, run.schedulers
+    forward_backward, log_interval = forward_backward_of(run), run.options.log_every_n_steps
+    is_over = False
     while not is_over:
         batches = run.source.start(progress.epoch)
         if progress.batch_idx == 0:
@@ -44,11 +63,8 @@ def fit(run: Run) -> None:
                 break
             if loss is None:
                 run.check_trains()
-            else:
-                run.last_loss = loss
-            if has_stepped := loss is not None or counts_empty_steps:
-                update(loss)
-                progress.global_step += 1
+            has_stepped = take_step(run, loss, update)
+            progress.global_step += has_stepped
             progress.batch_idx += len(window)
             progress.num_batches += len(window)
             if schedulers.are_there:
@@ -71,9 +87,42 @@ def fit(run: Run) -> None:
             run.vote(waits=True)
             is_over = save_point(run)
 
-    if not run.is_interrupted:
-        finish(run)
-    run.vote(waits=True)
+
+def take_step(run: Run, loss: Tensor | None, update: Callable[[Tensor | None], None]) -> bool:
+    """The update; whether it counts as a step. Where a hook leaves it out, its loss has not been either."""
+    if loss is None and not run.counts_empty_steps:
+        return False
+    before, run.last_loss = run.last_loss, run.last_loss if loss is None else loss
+    update(loss)
+    if not run.leaves_out_step:
+        return True
+    run.leaves_out_step, run.last_loss = False, before
+    return False
+
+
+def go_back(run: Run, error: GoBackError) -> bool:
+    """Put back the newest checkpoint of the run, as a resume does; whether training ends there.
+
+    Raises:
+        TrainingError: there is none.
+    """
+    settle_background_save(run)
+    path, step = run.saved_path, run.saved_step
+    if path is None:
+        problem = f"{error.reason}; there is no checkpoint to go back to"
+        action = "Give a ModelCheckpoint(every_n_train_steps=...), or leave out bad steps before the update"
+        raise TrainingError("loss", None, problem, action) from error
+    run.results.is_in_batch, run.results.batch = False, None
+    run.source.close()
+    restore(run, path)
+    run.deferred_saves.clear()
+    run.is_finishing, run.is_in_step = False, True
+    run.state_at_end = run.last_loss = None
+    if run.random_state is not None:
+        set_rng_state(run.random_state)
+    if run.ranks.is_zero:
+        notice(f"the run goes back to step {step}: {path}")
+    return catch_up(run)
 
 
 def begin(run: Run) -> bool:

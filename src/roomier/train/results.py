@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from numbers import Real
 from typing import Any
 
@@ -238,6 +239,15 @@ class Results:
         if not self._ranks.is_alone and dist.get_world_size(group) != self._ranks.world.size:
             action = "Leave sync_dist_group out; for a figure of some ranks, log what self.all_gather(..., group) gave"
             raise RoomierError("log: sync_dist_group", name, "is a group of some ranks, and figures are of all", action)
+
+    def mark(self) -> Callable[[], None]:
+        """What it returns takes back what was logged in training since; torchmetrics objects stay as they are."""
+        kept = {key: copy(entry) for key, entry in self._entries["train"].items()}
+
+        def take_back() -> None:
+            self._entries["train"] = kept
+
+        return take_back
 
     def forget_epochs(self) -> None:
         """Forget the values of finished epochs (a sanity check is none)."""

@@ -208,7 +208,9 @@ def update_of(run: Run) -> Callable[[Tensor | None], None]:
             engine.unscale()
         for each in before:
             each(optimizer)
-        if is_scaled or not has_scaler:
+        if run.leaves_out_step:
+            engine.leave_out_update()
+        elif is_scaled or not has_scaler:
             engine.step()
 
     return update

@@ -1,0 +1,240 @@
+"""Bad steps that are left out, undone by going back, or end the run: exactly, on several ranks, and resumed."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import roomier
+from roomier.callbacks import LambdaCallback, ModelCheckpoint, SpikeGuard
+from roomier.core.errors import RoomierError, TrainingError
+from roomier.trainer import Trainer
+
+Make = Callable[..., Trainer]
+OFF = {"logger": False, "enable_checkpointing": False}
+
+
+class Net(roomier.Module):
+    """With running statistics, and figures that are logged."""
+
+    def __init__(self, norm: bool = True) -> None:
+        super().__init__()
+        self.layer, self.norm, self.head = (
+            nn.Linear(2, 4),
+            nn.BatchNorm1d(4) if norm else nn.Identity(),
+            nn.Linear(4, 1),
+        )
+        self.register_buffer("constant", torch.ones(3))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = (self.head(self.norm(self.layer(batch)))).square().mean()
+        loss = loss + (self.head(self.layer(batch)) ** 2).mean()  # BatchNorm alone would hide how large a batch is
+        self.log("seen", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.Adam(self.parameters(), lr=0.01)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def batches(*bad: int, value: float = float("nan"), num: int = 10) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    all_of_them = [torch.randn(4, 2, generator=generator) for _ in range(num)]
+    return [torch.full_like(each, value) if n in bad else each for n, each in enumerate(all_of_them)]
+
+
+def without(data: list[Tensor], *left_out: int) -> list[Tensor]:
+    return [each for number, each in enumerate(data) if number not in left_out]
+
+
+def fitted(make: Make, data: Any, *callbacks: Any, **keywords: Any) -> tuple[Net, Trainer]:
+    torch.manual_seed(1)
+    model = Net()
+    trainer = make(*callbacks, **{"max_epochs": 2, **OFF, **keywords})
+    trainer.fit(model, data)
+    return model, trainer
+
+
+def same(one: tuple[Net, Trainer], other: tuple[Net, Trainer]) -> None:
+    for name, value in one[0].state_dict().items():
+        assert torch.equal(value, other[0].state_dict()[name]), name
+    for first, second in zip(one[1].optimizers[0].state.values(), other[1].optimizers[0].state.values(), strict=True):
+        torch.testing.assert_close(first, second, rtol=0, atol=0)
+    assert one[1].global_step == other[1].global_step
+    assert one[1].optimizers[0].param_groups[0]["lr"] == other[1].optimizers[0].param_groups[0]["lr"]
+    assert one[1].callback_metrics["seen_epoch"] == other[1].callback_metrics["seen_epoch"]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e4])
+def test_a_step_that_is_left_out_has_never_been(make_trainer: Make, value: float, capsys: Any) -> None:
+    guard = SpikeGuard(warmup=3)
+    guarded = fitted(make_trainer, batches(4, 7, value=value), guard)
+    same(guarded, fitted(make_trainer, without(batches(), 4, 7)))
+    assert guard.num_bad_steps == 4
+    told = capsys.readouterr().err
+    assert "in batch 4 of epoch 0; the step is left out" in told
+    assert "in batch 7 of epoch 1" in told
+
+
+def test_a_whole_window_is_left_out_and_named(make_trainer: Make, capsys: Any) -> None:
+    data = DataLoader(torch.cat(batches(5)), batch_size=4)
+    guarded = fitted(make_trainer, data, SpikeGuard(), accumulate_grad_batches=2)
+    same(guarded, fitted(make_trainer, without(batches(), 4, 5), accumulate_grad_batches=2))
+    assert "in micro-batches 4 to 5 (samples 16, 17, 18, 19, 20, 21, 22, 23) of epoch 0" in capsys.readouterr().err
+
+
+def test_samples_of_a_shuffled_loader_are_named(make_trainer: Make, capsys: Any) -> None:
+    data = torch.randn(20, 2, generator=torch.Generator().manual_seed(0))
+    data[13] = torch.nan
+    make_trainer(SpikeGuard(), max_epochs=3, **OFF).fit(Net(norm=False), DataLoader(data, batch_size=1, shuffle=True))
+    told = [line for line in capsys.readouterr().err.splitlines() if "SpikeGuard" in line]
+    assert len(told) == 3
+    assert all("(samples 13) of epoch" in line for line in told)
+
+
+def test_without_a_guard_and_with_one_in_good_times_training_is_the_same(make_trainer: Make) -> None:
+    for action in ("skip", "rollback", "stop"):
+        same(fitted(make_trainer, batches(), SpikeGuard(action)), fitted(make_trainer, batches()))
+
+
+def test_too_many_bad_steps_end_the_run_with_the_reason(make_trainer: Make) -> None:
+    with pytest.raises(
+        TrainingError, match="3 bad steps among the last 50, more than max_skips: loss is nan, in batch 5"
+    ):
+        fitted(make_trainer, batches(1, 3, 5), SpikeGuard(max_skips=2, window=50))
+
+
+def test_old_bad_steps_do_not_count(make_trainer: Make) -> None:
+    _, trainer = fitted(make_trainer, batches(0, 9), SpikeGuard(max_skips=2, window=5, warmup=2))
+    assert trainer.global_step == 16
+
+
+@pytest.mark.parametrize("every", [1, 4])
+def test_a_resumed_run_judges_as_the_whole_one(make_trainer: Make, tmp_path: Path, every: int) -> None:
+    def run(path: Path | None, *callbacks: Any) -> tuple[Net, Trainer]:
+        torch.manual_seed(1)
+        model, trainer = Net(), make_trainer(SpikeGuard(warmup=3), *callbacks, max_epochs=2, **OFF)
+        trainer.fit(model, batches(4, 7, value=1e4), ckpt_path=path)
+        return model, trainer
+
+    whole = run(None)
+    stop = LambdaCallback(on_train_batch_end=lambda t, *_: setattr(t, "should_stop", t.global_step == every))
+    _, trainer = run(None, stop)
+    trainer.save_checkpoint(tmp_path / "c")
+    resumed = run(tmp_path / "c")
+    same(whole, resumed)
+    guards = [each[1].callbacks[0] for each in (whole, resumed)]
+    assert guards[0].state_dict() == guards[1].state_dict()
+
+
+def test_going_back_takes_every_step_again_but_the_bad_ones(make_trainer: Make, tmp_path: Path, capsys: Any) -> None:
+    data = batches(5, 12, num=16)
+    guard = SpikeGuard("rollback")
+    saves = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=3, save_top_k=-1)
+    keywords = {"max_epochs": 1, "log_every_n_steps": 4}
+    guarded = fitted(make_trainer, data, guard, saves, **keywords, enable_checkpointing=True)
+    same(guarded, fitted(make_trainer, without(batches(num=16), 5, 12), **keywords))
+    assert guard.num_bad_steps == 2
+    told = capsys.readouterr().err
+    assert "the run goes back to step 3" in told
+    assert "in batch 5 of epoch 0" in told
+
+
+def test_no_checkpoint_holds_what_was_bad(make_trainer: Make, tmp_path: Path) -> None:
+    saves = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=1, save_top_k=-1)
+    fitted(
+        make_trainer,
+        batches(5),
+        SpikeGuard("rollback"),
+        saves,
+        max_epochs=1,
+        log_every_n_steps=50,
+        enable_checkpointing=True,
+    )
+    for path in tmp_path.glob("epoch*"):
+        stored = roomier.checkpoint.load(path)
+        assert all(value.isfinite().all() for value in stored["module"].values()), path
+    assert stored["callbacks"]["SpikeGuard"]["num_bad_steps"] in (0, 1)
+
+
+def test_going_back_needs_a_checkpoint_and_stopping_none(make_trainer: Make) -> None:
+    with pytest.raises(TrainingError, match="loss is nan, in batch 5 of epoch 0; there is no checkpoint to go back to"):
+        fitted(make_trainer, batches(5), SpikeGuard("rollback"))
+    with pytest.raises(TrainingError, match="loss is nan, in batch 5 of epoch 0"):
+        fitted(make_trainer, batches(5), SpikeGuard("stop"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"action": "skipp"}, "skip"),
+        ({"factor": 0.5}, "no factor above 1"),
+        ({"window": 0}, "SpikeGuard\\(window\\)"),
+        ({"warmup": 200}, "is more than window=100"),
+        ({"max_skips": -1}, "max_skips"),
+        ({"monitor": "accuracy"}, "monitor"),
+        ({"monitor": ()}, "monitor"),
+    ],
+)
+def test_wrong_arguments_are_named(arguments: dict[str, Any], named: str) -> None:
+    with pytest.raises(RoomierError, match=named):
+        SpikeGuard(**arguments)
+
+
+def test_what_it_cannot_look_at_is_named(make_trainer: Make) -> None:
+    class ByHand(Net):
+        automatic_optimization = False
+
+    class Steps(Net):
+        def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+            optimizer.step(closure=optimizer_closure)
+
+    for model, named in ((ByHand(), "optimizes by hand"), (Steps(), "within the update")):
+        with pytest.raises(RoomierError, match=named):
+            make_trainer(SpikeGuard(), max_epochs=1, **OFF).fit(model, batches())
+    with pytest.raises(RoomierError, match="would find no gradients"):
+        make_trainer(SpikeGuard(), max_epochs=1, step_in_backward=True, **OFF).fit(Net(), batches())
+
+
+def fit_on_ranks(root: Path, devices: int, strategy: str, action: str, *bad: int) -> int:
+    torch.manual_seed(1)
+    model = Net(norm=False)
+    data = torch.randn(48, 2, generator=torch.Generator().manual_seed(0))
+    data[list(bad)] = torch.nan
+    guard = SpikeGuard(action)
+    callbacks = [guard]
+    if action == "rollback":
+        callbacks.append(ModelCheckpoint(dirpath=root / f"saves-{strategy}", every_n_train_steps=2))
+    trainer = Trainer(
+        accelerator="cpu",
+        strategy=strategy,
+        devices=devices,
+        max_epochs=1,
+        default_root_dir=root,
+        logger=False,
+        log_every_n_steps=3,
+        enable_checkpointing=action == "rollback",
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=callbacks,
+    )
+    trainer.fit(model, DataLoader(data, batch_size=4 // devices))
+    trainer.save_checkpoint(root / f"{strategy}-{action}")
+    return guard.num_bad_steps
+
+
+@pytest.mark.parametrize("strategy", ["zero3", pytest.param("ddp", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("action", ["skip", "rollback"])
+def test_ranks_decide_alike(on_ranks: Any, tmp_path: Path, strategy: str, action: str, capsys: Any) -> None:
+    assert fit_on_ranks(tmp_path, 1, "single", action, 21) == 1
+    assert on_ranks(2, fit_on_ranks, tmp_path, 2, strategy, action, 21) == [1, 1]
+    told = capsys.readouterr().out
+    assert "samples 20, 21, 22, 23" in told
+    whole = [roomier.checkpoint.load(tmp_path / f"{name}-{action}") for name in ("single", strategy)]
+    assert [each["progress"]["global_step"] for each in whole] == [11, 11]
+    torch.testing.assert_close(whole[0]["module"], whole[1]["module"], rtol=1e-4, atol=1e-5)
