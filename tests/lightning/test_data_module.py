@@ -1,0 +1,200 @@
+"""A LightningDataModule, whole, under roomier's Trainer; and what roomier's DataModule shares with it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import roomier
+from roomier.checkpoint import peek
+from tests.lightning.both import make_trainer, quiet_lightning
+from tests.lightning.modules import pl
+
+
+class Net(pl.LightningModule):
+    def __init__(self, lr: float = 0.1) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.net = nn.Linear(3, 1)
+
+    def training_step(self, batch, batch_idx):
+        return self.net(batch[0]).square().mean()
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val", self.net(batch[0]).mean())
+
+    def test_step(self, batch, batch_idx):
+        self.log("test", self.net(batch[0]).mean())
+
+    def predict_step(self, batch, batch_idx):
+        return self.net(batch[0])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=self.hparams.lr)
+
+
+def samples(count: int = 8) -> TensorDataset:
+    return TensorDataset(torch.randn(count, 3, generator=torch.Generator().manual_seed(0)))
+
+
+class Notes:
+    """The hooks of a DataModule, each noted with its stage, in the order of the calls."""
+
+    def __init__(self, batch_size: int = 4) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.calls: list[Any] = []
+        self.num_seen = 0
+
+    def prepare_data(self):
+        self.calls.append("prepare_data")
+
+    def setup(self, stage):
+        self.calls.append(("setup", str(getattr(stage, "value", stage)), self.trainer is not None))
+
+    def teardown(self, stage):
+        self.calls.append(("teardown", str(getattr(stage, "value", stage))))
+
+    def on_exception(self, exception):
+        self.calls.append(("exception", type(exception).__name__))
+
+    def _loader(self, name):
+        self.calls.append(name)
+        return DataLoader(samples(), batch_size=self.hparams.batch_size)
+
+    def train_dataloader(self):
+        return self._loader("train")
+
+    def val_dataloader(self):
+        return self._loader("val")
+
+    def test_dataloader(self):
+        return self._loader("test")
+
+    def predict_dataloader(self):
+        return self._loader("predict")
+
+    def on_before_batch_transfer(self, batch, dataloader_idx):
+        self.num_seen += 1
+        return [batch[0] + 1]
+
+    def transfer_batch_to_device(self, batch, device, dataloader_idx):
+        assert device.type == "cpu"
+        return [batch[0] * 2]
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        return [batch[0] - 1]
+
+    def state_dict(self):
+        return {"num_seen": self.num_seen}
+
+    def load_state_dict(self, state_dict):
+        self.num_seen = state_dict["num_seen"]
+
+
+class OfLightning(Notes, pl.LightningDataModule):
+    pass
+
+
+class Own(Notes, roomier.DataModule):
+    pass
+
+
+def work(kind: Any, datamodule: Any, folder: Path) -> tuple[list[Any], list[torch.Tensor], dict[str, float]]:
+    torch.manual_seed(0)
+    module = Net()
+    with quiet_lightning():
+        trainer = make_trainer(kind, folder, max_epochs=2, num_sanity_val_steps=0)
+        trainer.fit(module, datamodule=datamodule)
+        found = {**trainer.validate(module, datamodule=datamodule, verbose=False)[0]}
+        found |= trainer.test(module, datamodule=datamodule, verbose=False)[0]
+        predictions = trainer.predict(module, datamodule=datamodule)
+    return datamodule.calls, [*module.parameters(), *predictions], found
+
+
+@pytest.mark.parametrize("kind", [OfLightning, Own])
+def test_the_same_calls_and_figures_as_under_lightning(tmp_path, kind):
+    there = work(pl.Trainer, OfLightning(), tmp_path)
+    here = work(roomier.Trainer, kind(), tmp_path)
+    assert here[0] == there[0]
+    assert here[2] == there[2]
+    for own, expected in zip(here[1], there[1], strict=True):
+        assert torch.equal(own, expected)
+
+
+@pytest.mark.parametrize("kind", [OfLightning, Own])
+def test_its_hyperparameters_are_logged_and_its_state_is_stored(tmp_path, kind):
+    logged = {}
+
+    class Rows(roomier.Logger):
+        name = "rows"
+
+        def log_metrics(self, metrics, step):
+            pass
+
+        def log_hyperparams(self, params):
+            logged.update(params)
+
+    datamodule, module = kind(batch_size=2), Net(lr=0.5)
+    trainer = roomier.Trainer(
+        max_epochs=1, logger=Rows(), default_root_dir=tmp_path, accelerator="cpu", enable_progress_bar=False
+    )
+    trainer.fit(module, datamodule=datamodule)
+    assert logged == {"lr": 0.5, "batch_size": 2}
+    trainer.save_checkpoint(tmp_path / "a")
+    assert peek(tmp_path / "a")["datamodule"] == {"num_seen": datamodule.num_seen}
+    resumed = kind(batch_size=2)
+    make_trainer(roomier.Trainer, tmp_path, max_epochs=1).fit(Net(), datamodule=resumed, ckpt_path=tmp_path / "a")
+    assert resumed.num_seen == datamodule.num_seen
+
+
+def test_the_same_hyperparameter_twice_with_other_values_is_refused(tmp_path):
+    class Clashes(OfLightning):
+        def __init__(self, lr: float = 0.3) -> None:
+            super().__init__()
+            self.save_hyperparameters("lr")
+
+    with pytest.raises(roomier.RoomierError, match="the module and the DataModule have this hyperparameter"):
+        make_trainer(roomier.Trainer, tmp_path, max_epochs=1).fit(Net(), datamodule=Clashes())
+
+
+@pytest.mark.parametrize("kind", [OfLightning, Own])
+def test_an_exception_comes_to_the_data_module_before_the_teardown(tmp_path, kind):
+    class Fails(Net):
+        def training_step(self, batch, batch_idx):
+            raise RuntimeError("broken")
+
+    datamodule = kind()
+    with pytest.raises(RuntimeError, match="broken"):
+        make_trainer(roomier.Trainer, tmp_path, max_epochs=1).fit(Fails(), datamodule=datamodule)
+    assert datamodule.calls[-2:] == [("exception", "RuntimeError"), ("teardown", "fit")]
+
+
+@pytest.mark.parametrize("kind", [pl.LightningDataModule, roomier.DataModule])
+def test_made_from_datasets(tmp_path, kind):
+    datamodule = kind.from_datasets(samples(), samples(4), samples(4), batch_size=2)
+    trainer = make_trainer(roomier.Trainer, tmp_path, max_epochs=1)
+    module = Net()
+    with quiet_lightning():  # it asks for pinned memory, which warns without a GPU
+        trainer.fit(module, datamodule=datamodule)
+        assert trainer.global_step == 4
+        assert set(trainer.test(module, datamodule=datamodule, verbose=False)[0]) == {"test"}
+
+
+@pytest.mark.parametrize(("per_node", "local", "rank", "is_called"), [
+    (True, 0, 4, True),
+    (True, 1, 1, False),
+    (False, 0, 4, False),
+    (False, 0, 0, True),
+])  # fmt: skip
+def test_data_are_prepared_once_for_each_machine_or_once_for_all(per_node, local, rank, is_called):
+    from types import SimpleNamespace
+
+    from roomier.train.session import _prepares
+
+    datamodule = OfLightning()
+    datamodule.prepare_data_per_node = per_node
+    assert _prepares(SimpleNamespace(local_rank=local, global_rank=rank), datamodule) == is_called
