@@ -19,6 +19,16 @@ def decaying(optimizer: torch.optim.Optimizer, network: nn.Module) -> set[str]:
     return {names[id(parameter)] for group in groups for parameter in group["params"]}
 
 
+def test_norms_biases_and_tables_of_biases_do_not_decay() -> None:
+    model = KINDS["t5"].model()
+    plain = {
+        name for name, each in model.named_parameters() if each.dim() >= 2 and "relative_attention_bias" not in name
+    }
+    assert decaying(make_optimizer("adamw8bit", model, weight_decay=0.1), model) == plain
+    assert 0 < len(plain) < sum(each.dim() >= 2 for each in model.parameters())
+
+
+@pytest.mark.slow  # their Trainer takes seconds to import
 @pytest.mark.parametrize("name", KINDS)
 def test_the_same_parameters_decay_as_in_the_trainer_of_transformers(name: str) -> None:
     model = KINDS[name].model()

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 
 import roomier
 from roomier import Trainer
@@ -137,3 +138,21 @@ def test_weights_of_another_model_are_refused_in_the_names_of_the_file(
         make_trainer(**NEARLY_NOTHING).fit(
             KINDS["llama"].model(), KINDS["llama"].batches(1), weights=tmp_path / "folder"
         )
+
+
+OLD_NAMES = {
+    "bert": lambda name: name.replace("LayerNorm.weight", "LayerNorm.gamma").replace(
+        "LayerNorm.bias", "LayerNorm.beta"
+    ),
+    "gpt2": lambda name: name.removeprefix("transformer."),  # of the model without its head
+}
+
+
+@pytest.mark.parametrize("name", OLD_NAMES)
+def test_names_of_old_files_are_known(make_trainer: MakeTrainer, tmp_path: Path, name: str) -> None:
+    kind = KINDS[name]
+    model, other, [batch] = kind.model(seed=1, dropout=False), kind.model(seed=2, dropout=False), kind.batches(1)
+    tensors = {OLD_NAMES[name](key): each.detach().clone() for key, each in model.named_parameters()}
+    save_file(tensors, tmp_path / "old.safetensors")
+    make_trainer(**NEARLY_NOTHING).fit(other, [batch], weights=tmp_path / "old.safetensors")
+    torch.testing.assert_close(logits(other, batch), logits(model, batch), rtol=0, atol=1e-20)
