@@ -128,3 +128,16 @@ def test_a_module_that_never_returns_a_loss_is_an_error(tmp_path):
 
     with pytest.raises(roomier.TrainingError, match="no loss for any of the first 10 batches"):
         run_under(Trainer, Never, lambda: (in_order(), None), tmp_path)
+
+
+class SometimesNoneByClosure(modules.SometimesNone):
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure=None):
+        optimizer.step(closure=optimizer_closure)
+
+
+@pytest.mark.parametrize("kind", [modules.SometimesNone, SometimesNoneByClosure])
+def test_steps_without_a_loss_under_a_loss_scale(tmp_path, kind):
+    """There are no gradients for the scaler to look at."""
+    seen = run_under(Trainer, kind, lambda: (in_order(), None), tmp_path, precision="16-mixed")
+    assert seen.global_steps == list(range(1, NUM_STEPS + 1))
+    assert all(bool(each.isfinite().all()) for each in seen.weights)

@@ -218,9 +218,11 @@ def _ordered(
     beside: Beside | None,
 ) -> Feed:
     num_samples = _num_samples(own_sampler, loader, name)
-    shuffle = False
+    shuffle, drawn = False, None
     if isinstance(own_sampler, RandomSampler) and shuffle_allowed:
         shuffle = True
+        if draws_order and beside is None:
+            drawn = DrawnOrder(own_sampler.generator, ranks)
         if own_sampler.generator is not None:
             # Who gave a generator of their own chose the order by its seed.
             seed = ranks.from_zero(own_sampler.generator.initial_seed())
@@ -237,7 +239,7 @@ def _ordered(
         world=ranks.world,
         batch_size=batch_size,
         drop_last=drop_last,
-        drawn=DrawnOrder(own_sampler.generator, ranks) if draws_order and beside is None and shuffle else None,
+        drawn=drawn,
     )
     num_left_out = num_samples - sampler.num_read_after(0)
     if num_left_out and not drop_last:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -27,8 +27,8 @@ class ManualOptimizer:
         self.optimizer = optimizer
         self._run = run
 
-    @property
-    def __class__(self) -> type:  # type: ignore[override]
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
         return type(self.optimizer)
 
     def step(self, closure: Any = None) -> Any:
@@ -38,26 +38,34 @@ class ManualOptimizer:
         Returns:
             The loss it began with: what ``closure`` returned first.
         """
-        engine, optimizer, hooks = self._run.engine, self.optimizer, self._run.hooks.on_before_optimizer_step
+        loss = self._update(closure, self._run.hooks.on_before_optimizer_step)
+        self._run.progress.global_step += 1
+        return loss
+
+    def _update(self, closure: Any, before: Sequence[Callable[[Optimizer], Any]]) -> Any:
+        """``closure``, then ``before`` with the optimizer, then the update; returns what ``closure`` returned first."""
+        engine, optimizer = self._run.engine, self.optimizer
         losses: list[Any] = []
 
         def with_hooks() -> Any:
-            loss = None if closure is None else closure()
-            if not losses:
-                losses.append(loss)
-            if hooks:
+            losses.append(None if closure is None else closure())
+            if before and not leaves_out():
                 engine.unscale(optimizer)
-                for hook in hooks:
-                    hook(optimizer)
-            return loss
+            for hook in before:
+                hook(optimizer)
+            return losses[-1]
 
-        if closure is None or engine.scaler is not None:  # which looks at the gradients before the optimizer does
-            with_hooks()
-            engine.step(optimizer)
-        else:
+        def leaves_out() -> bool:
+            # A closure that gives no loss ran no backward, and the scaler looks at gradients before the optimizer does.
+            return engine.scaler is not None and closure is not None and losses[-1] is None
+
+        if closure is not None and engine.scaler is None:
             engine.step(optimizer, with_hooks)
-        self._run.progress.global_step += 1
-        return losses[0] if losses else None
+            return losses[0] if losses else None
+        with_hooks()
+        if not leaves_out():
+            engine.step(optimizer)
+        return losses[0]
 
     @contextmanager
     def toggle_model(self, sync_grad: bool = True) -> Iterator[None]:

@@ -237,22 +237,4 @@ class _StepWithClosure(ManualOptimizer):
         self._before_update = before_update_of(run)
 
     def step(self, closure: Any = None) -> Any:
-        engine, optimizer = self._run.engine, self.optimizer
-        loss: Any = None
-
-        def with_hooks() -> Any:
-            nonlocal loss
-            loss = None if closure is None else closure()
-            if closure is None or loss is not None:
-                engine.unscale(optimizer)
-            for each in self._before_update:
-                each(optimizer)
-            return loss
-
-        if engine.scaler is None:
-            engine.step(optimizer, with_hooks)
-            return loss
-        with_hooks()  # the scaler takes no closure: it looks at the gradients before the optimizer does
-        if closure is None or loss is not None:
-            engine.step(optimizer)
-        return loss
+        return self._update(closure, self._before_update)
