@@ -164,6 +164,19 @@ def test_load_from_checkpoint_makes_the_module_of_its_hyperparameters(tmp_path: 
         OwnModule.load_from_checkpoint(path, width=6)
 
 
+class OneArgument(OwnModule):
+    def __init__(self, hparams: Any) -> None:
+        super().__init__(width=hparams.width)
+
+
+def test_hyperparameters_that_came_in_one_argument_go_back_into_it(tmp_path: Path) -> None:
+    state_dict = OwnModule(width=5).state_dict()
+    given = {"hyper_parameters": {"width": 5}, "hparams_name": "hparams", "state_dict": state_dict}
+    torch.save(given, tmp_path / "x.ckpt")
+
+    assert OneArgument.load_from_checkpoint(tmp_path / "x.ckpt").net[0].out_features == 5
+
+
 def continued(path: Path, strategy: str, batch_size: int) -> list[float]:
     quiet: dict[str, Any] = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
     trainer = Trainer(

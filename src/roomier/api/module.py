@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from roomier.api.exports import Exports
 from roomier.api.hparams import HasHyperParameters
 from roomier.api.loss_terms import count_loss_terms
 from roomier.core.all_gather import all_gather
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from roomier.trainer import Trainer
 
 
-class Module(HasHyperParameters, nn.Module):
+class Module(HasHyperParameters, Exports, nn.Module):
     """Subclass it, write ``training_step`` and ``configure_optimizers``, give it to ``Trainer.fit``.
 
     Attributes:

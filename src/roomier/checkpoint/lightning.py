@@ -76,11 +76,16 @@ class LightningFile:
 
     @property
     def hyperparameters(self) -> dict[str, Any]:
-        """By argument of ``__init__``."""
-        found = self.content.get(HYPERPARAMETERS) or {}
+        """By name."""
+        return dict(self.content.get(HYPERPARAMETERS) or {})
+
+    @property
+    def described(self) -> dict[str, Any]:
+        """What :func:`roomier.checkpoint.module.make_module` makes a module of."""
         name = self.content.get(HYPERPARAMETERS_NAME)
         # "kwargs" stands for arguments by name, anything else is the one argument that all of them came in.
-        return dict(found) if name in (None, "kwargs") else {str(name): found, **found}
+        argument = {} if name in (None, "kwargs") else {"hyperparameters_argument": str(name)}
+        return {"hyperparameters": self.hyperparameters, **argument}
 
     @property
     def scaler(self) -> dict[str, Any] | None:

@@ -50,7 +50,7 @@ def load_module(
     """
     device = None if map_location is None else _device(map_location)
     file = LightningFile(path) if is_lightning_file(path) else None
-    described = peek(path) if file is None else {"hyperparameters": file.hyperparameters}
+    described = peek(path) if file is None else file.described
     module = make_module(cls, path, described, init_arguments)
     strict = bool(getattr(module, "strict_loading", True)) if strict is None else strict
     if file is not None:

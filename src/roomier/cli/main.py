@@ -40,7 +40,7 @@ VERBS = {
     "predict": Verb("run a model over its prediction data", "roomier.cli.trainer_verbs"),
     "plan": Verb("say what each plan costs on a machine, before it runs", "roomier.cli.plan_verb"),
     "report": Verb("hold what was forecast for a run against what it took", "roomier.cli.report_verb"),
-    "export": Verb("write the weights of a checkpoint for other programs", "roomier.cli.export_verb"),
+    "export": Verb("write a checkpoint, or its model, for other programs", "roomier.cli.export_verb"),
     "hardware": Verb("measure this machine, for planning", "roomier.cli.hardware_verb"),
     "bench": Verb("run a named measurement of roomier itself", "roomier.cli.bench_verb"),
 }

@@ -429,3 +429,26 @@ def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
     """The parts of ``module`` itself by name: one that it has twice with both names, and what may be a part and is
     none."""
     return dict(module._modules)
+
+
+def uncompiled(module: nn.Module) -> nn.Module:
+    """``module``, or what ``torch.compile`` made it of; where parts are compiled, a copy with them as they were."""
+    original = getattr(module, "_orig_mod", None)
+    module = module if original is None else original
+    if not any(hasattr(each, "_orig_mod") for each in module.modules()):
+        return module
+    children = {name: None if each is None else uncompiled(each) for name, each in module._modules.items()}
+    return with_children(module, children)
+
+
+@contextmanager
+def called_eagerly(module: nn.Module) -> Iterator[None]:
+    """Within it, no part of ``module`` is compiled by ``nn.Module.compile``."""
+    compiled = {part: part._compiled_call_impl for part in module.modules() if part._compiled_call_impl is not None}
+    for part in compiled:
+        part._compiled_call_impl = None
+    try:
+        yield
+    finally:
+        for part, call in compiled.items():
+            part._compiled_call_impl = call

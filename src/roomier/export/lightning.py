@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,27 +11,14 @@ import torch
 from roomier import checkpoint
 from roomier.adapters.layers import is_adapter
 from roomier.checkpoint.lightning import HYPERPARAMETERS, HYPERPARAMETERS_NAME, VERSION
-from roomier.core.errors import CheckpointError, RoomierError
+from roomier.checkpoint.shown import OWN_ENTRIES
+from roomier.core.errors import CheckpointError
 from roomier.core.log import notice
-from roomier.export.merged import MergedTensors
-from roomier.plan.parts import AdapterPlan
+from roomier.export.output_file import new_file, replacing_file
+from roomier.export.plain import weights_of
 
 WRITTEN_FOR = "2.6.0"
 """The version of Lightning whose form is written."""
-_OWN = {
-    *(
-        "module",
-        "optimizers",
-        "scaler",
-        "stale_norm",
-        "schedulers",
-        "plan",
-        "pretrained",
-        "progress",
-        "hyperparameters",
-    ),
-    *("random", "data", "datamodule", "results", "metrics", "callbacks"),
-}
 _CHECKPOINTS = "ModelCheckpoint"
 
 
@@ -52,30 +36,25 @@ def export_lightning(path: str | Path, output: str | Path) -> Path:
         RoomierError: ``output`` is there already.
         CheckpointError: the checkpoint is damaged, or the disk is full.
     """
-    target = Path(os.path.abspath(output))
-    if target.exists():
-        raise RoomierError("output", str(output), "is there already", "Choose another name")
+    target = new_file(output)
     described = checkpoint.peek(path)
     content: dict[str, Any] = {
         **_others(path, described),
         **_place(described.get("progress", {}), _validates(described)),
         VERSION: WRITTEN_FOR,
-        "state_dict": _weights(path, described),
-        HYPERPARAMETERS_NAME: "kwargs",
+        "state_dict": weights_of(path),
+        HYPERPARAMETERS_NAME: described.get("hyperparameters_argument", "kwargs"),
         HYPERPARAMETERS: dict(described.get("hyperparameters", {})),
     }
     if _can_go_on(path, described):
         content.update(_training_state(path))
-    _write(target, content)
+    with replacing_file(target) as aside:
+        try:
+            torch.save(content, aside)
+        except RuntimeError as error:  # torch's writer has no other
+            problem = f"cannot be written ({' '.join(str(error).split())})"
+            raise CheckpointError("output", str(target), problem, "Free space, or name a file elsewhere") from error
     return target
-
-
-def _weights(path: str | Path, described: Mapping[str, Any]) -> dict[str, Any]:
-    if not any(map(is_adapter, described["module"])):
-        found: dict[str, Any] = checkpoint.load(path, only=("module",))["module"]
-        return found
-    stored = MergedTensors(path, "module", AdapterPlan(**described.get("plan", {}).get("adapter", {})))
-    return {key: torch.cat(list(stored.chunks(key))).view(spec.shape) for key, spec in stored.specs.items()}
 
 
 def _can_go_on(path: str | Path, described: Mapping[str, Any]) -> bool:
@@ -124,7 +103,7 @@ def _by_number(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 def _others(path: str | Path, described: Mapping[str, Any]) -> dict[str, Any]:
     """What ``on_save_checkpoint`` hooks added."""
-    names = [key for key in described if key not in _OWN]
+    names = [key for key in described if key not in OWN_ENTRIES and key != "stale_norm"]
     return checkpoint.load(path, only=names) if names else {}
 
 
@@ -172,31 +151,3 @@ def _counts(current: int, total: int) -> dict[str, Any]:
 
 def _progress(current: int, total: int, *names: str) -> dict[str, Any]:
     return {"total": dict.fromkeys(names, total), "current": dict.fromkeys(names, current)}
-
-
-def _write(target: Path, content: Mapping[str, Any]) -> None:
-    folder = target.parent
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        handle, aside = tempfile.mkstemp(prefix=f".{target.name}-", dir=folder)
-    except OSError as error:
-        action = "Name a file in a folder you can write to"
-        raise CheckpointError("output", str(target), f"cannot be written ({error.strerror})", action) from error
-    try:
-        with os.fdopen(handle, "wb") as file:
-            torch.save(content, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(aside, 0o666 & ~_umask())
-        os.replace(aside, target)
-    except (OSError, RuntimeError) as error:
-        with suppress(OSError):
-            os.unlink(aside)
-        problem = f"cannot be written ({' '.join(str(error).split())})"
-        raise CheckpointError("output", str(target), problem, "Free space, or name a file elsewhere") from error
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

@@ -36,6 +36,24 @@ class ToyModule(roomier.Module):
         return torch.optim.SGD(self.parameters(), lr=self.lr)
 
 
+class HasForward(roomier.Module):
+    """What others may call: it can be exported."""
+
+    def __init__(self, hidden: int = 4) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.layers = nn.Sequential(nn.Linear(4, hidden), nn.Tanh(), nn.Linear(hidden, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return (self(batch) ** 2).mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
 class PlainNetwork(nn.Module):
     """No module of roomier: its forward returns a loss."""
 

@@ -1,0 +1,116 @@
+"""The model, and the inputs, that ``roomier export`` works with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from torch import Tensor, nn
+
+from roomier.cli.class_paths import check_class_path
+from roomier.cli.saved_config import FILE_NAME
+from roomier.cli.workloads import batch_of
+from roomier.core.errors import RoomierError
+from roomier.core.tree import map_tensors
+from roomier.export.plain import fill, plain_model
+
+_ARGUMENT = "--model."
+_HIGHEST_NUMBER = 2
+"""Of integers in a made-up input, which may be token ids or classes: few models have fewer."""
+
+
+def model_to_export(path: Path, class_path: str | None, others: Sequence[str]) -> nn.Module:
+    """The model of the checkpoint ``path``, with its weights.
+
+    Args:
+        class_path: of its class; None takes the one that ``roomier fit`` wrote into the run folder.
+        others: words of the command line that no option took: ``--model.NAME VALUE``.
+
+    Raises:
+        RoomierError: there is no such class, or nothing names one.
+    """
+    arguments = _arguments(others)
+    if class_path is not None:
+        return plain_model(path, _class(class_path), arguments)
+    config = path.resolve().parent.parent / FILE_NAME
+    named = _read(config).get("model") if config.is_file() else None
+    if not named:
+        problem = f"is not given, and there is no {FILE_NAME} of `roomier fit` that names it"
+        raise RoomierError("--model", None, problem, "Pass --model package.module.Class, the class that was trained")
+    model = _from_config(named, arguments)
+    fill(model, path)
+    return model.eval()
+
+
+def example_inputs(text: str | None) -> Any:
+    """What ``forward`` is called with: a file of ``torch.save``, or what ``"x=float32[8,3]; y=int64[8]"`` says, with
+    values drawn; None for None.
+
+    Raises:
+        RoomierError: it is neither.
+    """
+    if text is None:
+        return None
+    if Path(text).is_file():
+        return _from_file(text)
+    generator = torch.Generator().manual_seed(0)
+
+    def with_values(tensor: Tensor) -> Tensor:
+        if tensor.is_floating_point():
+            return torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
+        return torch.randint(0, _HIGHEST_NUMBER, tensor.shape, generator=generator).to(tensor.dtype)
+
+    return map_tensors(with_values, batch_of(text))
+
+
+def _class(class_path: str) -> type[nn.Module]:
+    module, _, name = class_path.rpartition(".")
+    if not module:
+        raise RoomierError("--model", class_path, "names no module", "Write package.module.Class")
+    check_class_path("--model", class_path)
+    found = getattr(import_module(module), name)
+    if not (isinstance(found, type) and issubclass(found, nn.Module)):
+        raise RoomierError("--model", class_path, "is no class of models", "Name a subclass of torch.nn.Module")
+    return found
+
+
+def _arguments(others: Sequence[str]) -> dict[str, Any]:
+    words, found = list(others), dict[str, Any]()
+    while words:
+        name, is_joined, value = words.pop(0).partition("=")
+        if not name.startswith(_ARGUMENT) or not (is_joined or words):
+            action = "Write --model.NAME VALUE for an argument of the model; see `roomier export --help`"
+            raise RoomierError("export", name, "is not known, or has no value", action)
+        found[name.removeprefix(_ARGUMENT)] = yaml.safe_load(value if is_joined else words.pop(0))
+    return found
+
+
+def _from_config(named: Any, arguments: Mapping[str, Any]) -> nn.Module:
+    from jsonargparse import ArgumentParser  # as `roomier fit` reads it: an argument may be an object itself
+
+    named = {"class_path": named} if isinstance(named, str) else dict(named)
+    check_class_path("model", named["class_path"])
+    named["init_args"] = {**(named.get("init_args") or {}), **arguments}
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_subclass_arguments(nn.Module, "model", fail_untyped=False, required=True)
+    model: nn.Module = parser.instantiate(parser.parse_object({"model": named})).model
+    return model
+
+
+def _read(path: Path) -> dict[str, Any]:
+    found = yaml.safe_load(path.read_text())
+    return found if isinstance(found, dict) else {}
+
+
+def _from_file(text: str) -> Any:
+    try:
+        return torch.load(text, weights_only=True)
+    except Exception as error:  # the reader meets bytes of any kind
+        problem = f"cannot be read ({type(error).__name__}: {' '.join(str(error).split())[:120]})"
+        raise RoomierError(
+            "--input", text, problem, "Give a file of torch.save with a tensor, tuple or dict"
+        ) from error

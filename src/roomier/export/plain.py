@@ -1,0 +1,68 @@
+"""The plain model of a checkpoint, whatever the strategy, the adapters or the number of ranks it was trained with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from roomier import checkpoint
+from roomier.adapters.layers import is_adapter
+from roomier.api.lightning import lightning_base
+from roomier.api.module import Module
+from roomier.checkpoint.lightning import LightningFile, is_lightning_file
+from roomier.checkpoint.module import make_module
+from roomier.core.errors import CheckpointError
+from roomier.export.merged import MergedTensors
+from roomier.plan.parts import AdapterPlan
+
+
+def plain_model(path: str | Path, cls: type[nn.Module], arguments: Mapping[str, Any] | None = None) -> nn.Module:
+    """A new model of ``cls`` with the weights of the checkpoint ``path``, in evaluation mode, on the CPU.
+
+    Args:
+        path: a checkpoint folder, or a ``.ckpt`` of Lightning.
+        arguments: of ``cls``, before the stored hyperparameters.
+
+    Raises:
+        CheckpointError: damaged; ``cls`` cannot be made from what is stored, or has other weights.
+    """
+    file = LightningFile(path) if is_lightning_file(path) else None
+    described = checkpoint.peek(path) if file is None else file.described
+    model = make_module(cls, path, described, arguments or {})
+    fill(model, path, file)
+    return model.eval()
+
+
+def fill(model: nn.Module, path: str | Path, file: LightningFile | None = None) -> None:
+    """Give ``model`` the weights of ``path``.
+
+    Raises:
+        CheckpointError: damaged, or of another model.
+    """
+    weights = weights_of(path) if file is None else _of_lightning(model, file)
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as error:
+        problem = f"its weights are not those of {type(model).__name__} ({' '.join(str(error).split())[:300]})"
+        action = "Name the class that was trained, with its arguments: --model and --model.NAME VALUE"
+        raise CheckpointError("checkpoint", str(path), problem, action) from error
+
+
+def weights_of(path: str | Path) -> dict[str, Any]:
+    """The weights of the plain model in the checkpoint folder ``path``: with what adapters add in them."""
+    described = checkpoint.peek(path)
+    if not any(map(is_adapter, described["module"])):
+        found: dict[str, Any] = checkpoint.load(path, only=("module",))["module"]
+        return found
+    stored = MergedTensors(path, "module", AdapterPlan(**described.get("plan", {}).get("adapter", {})))
+    return {key: torch.cat(list(stored.chunks(key))).view(spec.shape) for key, spec in stored.specs.items()}
+
+
+def _of_lightning(model: nn.Module, file: LightningFile) -> dict[str, Any]:
+    if isinstance(model, Module) or lightning_base(type(model), Module) is not None:
+        model.on_load_checkpoint(file.content)  # type: ignore[operator]  # it may change the names
+    return file.state_dict

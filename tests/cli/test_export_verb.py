@@ -1,0 +1,95 @@
+"""``roomier export`` to each form, from a run of ``roomier fit``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from roomier import checkpoint
+from roomier.checkpoint.lightning import LightningFile
+from roomier.cli.main import main
+
+QUIET = ["--trainer.enable_progress_bar", "false", "--trainer.enable_model_summary", "false"]
+TOY = ["--model", "cli_toy.HasForward", "--data", "cli_toy.ToyData", "--trainer.max_steps", "3"]
+MODEL = ["--model", "cli_toy.HasForward"]
+
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.load. is deprecated:DeprecationWarning")
+
+
+@pytest.fixture
+def run_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.chdir(Path(__file__).parent / "project")
+    root = ["--trainer.default_root_dir", str(tmp_path / "runs"), "--trainer.accelerator", "cpu"]
+    assert main(["fit", *TOY, *QUIET, *root, "--model.hidden", "3", "--seed_everything", "1"]) == 0
+    return tmp_path / "runs"
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    found = checkpoint.find_last(folder)
+    assert found is not None
+    read: dict[str, torch.Tensor] = checkpoint.load(found)["module"]
+    return read
+
+
+def test_the_model_is_the_one_that_fit_wrote_into_the_run_folder(
+    run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["export", str(run_folder), "--to", "torchscript", str(tmp_path / "x.pt")]) == 0
+
+    scripted = torch.jit.load(tmp_path / "x.pt").state_dict()
+    assert f"-> {tmp_path / 'x.pt'}: " in capsys.readouterr().out
+    expected = weights(run_folder)
+    assert scripted.keys() == expected.keys()
+    assert all(torch.equal(scripted[name], expected[name]) for name in expected)
+
+
+def test_to_lightning_writes_one_file(run_folder: Path, tmp_path: Path) -> None:
+    assert main(["export", str(run_folder), "--to", "lightning", str(tmp_path / "x.ckpt")]) == 0
+
+    file = LightningFile(tmp_path / "x.ckpt")
+    assert file.position().global_step == 3
+    assert all(torch.equal(file.state_dict[name], each) for name, each in weights(run_folder).items())
+
+    assert main(["export", str(tmp_path / "x.ckpt"), "--to", "torchscript", *MODEL, "--model.hidden", "3"]) == 0
+    assert (tmp_path / "x.pt").is_file()
+    assert main(["export", str(run_folder), "--to", "lightning", str(tmp_path / "x.ckpt")]) == 2
+
+
+@pytest.mark.parametrize(("to", "suffix"), [("onnx", ".onnx"), ("torch-export", ".pt2")])
+def test_inputs_are_named_as_for_plan(
+    run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], to: str, suffix: str
+) -> None:
+    output = tmp_path / f"x{suffix}"
+
+    assert main(["export", str(run_folder), "--to", to, "--output", str(output), "--input", "2x4"]) == 2
+    assert "is not a name, a dtype and sizes" in capsys.readouterr().err
+    assert main(["export", str(run_folder), "--to", to, "--output", str(output), "--input", "float32[2,4]"]) == 0
+    assert "differs from the model by" in capsys.readouterr().err
+    assert output.is_file()
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--to", "lightning", *MODEL], "is no option of --to lightning"),
+        (["--to", "lightning", "--model.hidden", "3"], "is no option of --to lightning"),
+        (["--to", "torchscript", "--model", "cli_toy.HasForwar"], "Did you mean 'HasForward'"),
+        (["--to", "torchscript", "--model", "cli_toy.ToyData"], "is no class of models"),
+        (["--to", "torchscript", *MODEL, "--model.hidden", "2"], "its weights are not those of HasForward"),
+        (["--to", "torchscript", *MODEL, "--modle.hidden", "2"], "is not known"),
+        (["--to", "onnx"], "example_input_array"),
+        (["--to", "pickle"], "invalid choice"),
+        (["--to", "lightning", "a", "--output", "b"], "named twice"),
+    ],
+)
+def test_what_is_wrong_is_told(
+    run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], told: str
+) -> None:
+    before = sorted(tmp_path.rglob("*"))
+
+    assert main(["export", str(run_folder), *words]) == 2
+
+    assert told in capsys.readouterr().err
+    assert sorted(tmp_path.rglob("*")) == before

@@ -1,0 +1,231 @@
+"""A model written as TorchScript, ONNX or with torch.export returns what it returned, for any batch size."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from roomier import Module, Trainer
+from roomier.api.exports import Exports
+from roomier.checkpoint.lightning import LightningFile
+from roomier.core.errors import CheckpointError, RoomierError
+from roomier.export.plain import plain_model
+from roomier.export.torch_export import export_torch
+from roomier.export.torchscript import export_torchscript
+from tests.checkpoint.lightning_runs import OwnModule, loader
+from tests.export.test_lightning_export import trained_cut
+from tests.ranks.pool import RankPool
+
+
+class Net(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False  # an attribute whose type stands as a string in the class
+        self.layer, self.dropout = nn.Linear(4, 3), nn.Dropout(0.5)
+        self.frozen = nn.BatchNorm1d(3).eval()
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.frozen(self.dropout(self.layer(x)))
+        return found
+
+
+class Branching(Module):
+    """What it does depends on values."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if bool(x.sum() > 0):
+            return x * 2
+        return x - 1
+
+
+class OneSize(Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.reshape(2, 4) + 1
+
+
+class NoForward(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.load. is deprecated:DeprecationWarning")
+X = torch.linspace(0.1, 1.0, 8).view(2, 4)
+LARGER = torch.linspace(-1.0, 1.0, 28).view(7, 4)
+
+
+def test_scripted_and_traced_modules_return_what_the_module_returns(tmp_path: Path) -> None:
+    module = Net()
+    module.example_input_array = X
+
+    module.to_torchscript(tmp_path / "scripted.pt")
+    traced = module.to_torchscript(tmp_path / "traced.pt", method="trace", example_inputs=X)
+
+    assert module.training
+    assert module.dropout.training
+    assert not module.frozen.training
+    expected = module.eval()(LARGER)
+    for found in (torch.jit.load(tmp_path / "scripted.pt"), torch.jit.load(tmp_path / "traced.pt"), traced):
+        assert torch.equal(found(LARGER), expected)
+
+
+def test_a_module_that_was_fitted_is_scripted_too(make_trainer: Callable[..., Trainer]) -> None:
+    module = OwnModule()
+    trainer = make_trainer(max_steps=1)
+    trainer.fit(module, loader())
+
+    scripted = module.to_torchscript()
+
+    assert torch.equal(scripted(LARGER), module.eval()(LARGER))
+    assert module.trainer is trainer
+    assert "__annotations__" not in vars(module)
+
+
+def test_no_property_of_module_is_compiled() -> None:
+    properties = {name for cls in Module.__mro__ for name, each in vars(cls).items() if isinstance(each, property)}
+
+    assert properties - set(Exports.__jit_unused_properties__) == set()
+
+
+def test_a_script_keeps_branches_and_a_trace_that_loses_one_is_refused(tmp_path: Path) -> None:
+    scripted = Branching().to_torchscript(example_inputs=X)
+    assert torch.equal(scripted(-X), -X - 1)
+
+    with pytest.raises(RoomierError, match=r"(?s)differs.*test_program_exports.py:\d+ asks about a value.*script"):
+        Branching().to_torchscript(tmp_path / "x.pt", method="trace", example_inputs=X)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_torchscript_cannot_hold_is_named() -> None:
+    class Strange(Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + len(globals())
+
+    with pytest.raises(RoomierError, match=r"cannot be scripted.*globals.*method='trace'"):
+        Strange().to_torchscript()
+    with pytest.raises(RoomierError, match="method='scrpt'"):
+        Net().to_torchscript(method="scrpt")  # type: ignore[arg-type]
+    with pytest.raises(RoomierError, match="example_input_array"):
+        Net().to_torchscript(method="trace")
+
+
+def test_an_exported_program_takes_any_batch(tmp_path: Path) -> None:
+    module = Net()
+
+    export_torch(module, tmp_path / "net.pt2", X[:1])
+
+    program = torch.export.load(tmp_path / "net.pt2").module()
+    assert torch.equal(program(LARGER), module.eval()(LARGER))
+
+
+@pytest.mark.parametrize(
+    ("module", "problem"),
+    [(Branching(), r"one graph for all inputs.*in forward.*torch\.where"), (OneSize(), r"dynamic_shapes=\{\}")],
+)
+def test_what_has_no_graph_says_where_and_what_to_do(module: Module, problem: str, tmp_path: Path) -> None:
+    with pytest.raises(RoomierError, match=problem):
+        export_torch(module, tmp_path / "x.pt2", X)
+
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_one_batch_size_can_be_asked_for(tmp_path: Path) -> None:
+    export_torch(OneSize(), tmp_path / "x.pt2", X, dynamic_shapes={})
+
+    assert torch.equal(torch.export.load(tmp_path / "x.pt2").module()(X), X + 1)
+
+
+def test_an_onnx_file_returns_what_the_module_returns_for_any_batch(tmp_path: Path) -> None:
+    import onnxruntime
+
+    module = Net()
+    module.example_input_array = (X,)
+    in_memory = BytesIO()
+
+    program = module.to_onnx(tmp_path / "net.onnx", input_names=["features"])
+    module.to_onnx(in_memory, {"x": X})
+
+    assert program is not None
+    assert module.dropout.training
+    assert [each.name for each in tmp_path.iterdir()] == ["net.onnx"]
+    expected = module.eval()(LARGER).detach()
+    for source, name in ((str(tmp_path / "net.onnx"), "features"), (in_memory.getvalue(), "x")):
+        [found] = onnxruntime.InferenceSession(source).run(None, {name: LARGER.numpy()})
+        assert torch.allclose(torch.from_numpy(found), expected, atol=1e-6)
+
+
+def test_an_onnx_file_that_differs_is_not_written(tmp_path: Path) -> None:
+    with pytest.raises(RoomierError, match=r"differs from the model by .* \(allowed: -1e\+00\)"):
+        Net().to_onnx(tmp_path / "x.onnx", X, max_difference=-1.0)
+    with pytest.raises(RoomierError, match=r"to onnx.*in forward.*method='script'"):
+        Branching().to_onnx(tmp_path / "x.onnx", X)
+
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "onnxscript", None)
+
+    with pytest.raises(RoomierError, match=r'needs onnxscript.*pip install "roomier\[onnx\]"'):
+        Net().to_onnx(None, X)
+
+
+def test_a_module_without_forward_says_so() -> None:
+    for export in (Module.to_onnx, Module.to_torchscript):
+        with pytest.raises(RoomierError, match=r"NoForward.*has no forward"):
+            export(NoForward())
+
+
+def test_adapters_are_in_the_weights_of_what_is_exported(make_trainer: Callable[..., Trainer], tmp_path: Path) -> None:
+    module = OwnModule(width=16)
+    trainer = make_trainer(max_steps=3, lora={"rank": 2, "targets": ["net.0"], "base": "int8"})
+    trainer.fit(module, loader())
+    trainer.save_checkpoint(tmp_path / "own")
+    module.eval()
+
+    scripted = module.to_torchscript(example_inputs=X, max_difference=1e-2)
+    loaded = plain_model(tmp_path / "own", OwnModule)
+
+    assert {name for name, _ in scripted.named_parameters()} == {name for name, _ in OwnModule().named_parameters()}
+    assert hasattr(module.net[0], "lora_A")
+    assert torch.allclose(loaded(X), scripted(X), atol=1e-6)
+    assert torch.allclose(loaded(X), module(X), atol=1e-2)
+
+
+def test_a_compiled_module_is_exported_as_it_was_written() -> None:
+    module = Net()
+    module.compile(backend="eager")
+    called = module._compiled_call_impl
+
+    traced = module.to_torchscript(method="trace", example_inputs=X)
+
+    assert module._compiled_call_impl is called
+    assert torch.equal(traced(LARGER), torch.compile(module, backend="eager").eval().forward(LARGER))
+
+
+def test_the_plain_model_of_a_checkpoint_of_two_ranks(tmp_path: Path, on_ranks: RankPool) -> None:
+    on_ranks(2, trained_cut, tmp_path / "own")
+
+    model = plain_model(tmp_path / "own", OwnModule)
+
+    export_torchscript(model, tmp_path / "x.pt")
+    assert torch.equal(torch.jit.load(tmp_path / "x.pt")(LARGER), model(LARGER))
+    assert model(LARGER).std() > 0
+
+
+def test_the_plain_model_of_a_lightning_checkpoint(tmp_path: Path) -> None:
+    module = OwnModule(width=5)
+    content: dict[str, Any] = {"state_dict": module.state_dict(), "hyper_parameters": {"width": 5}}
+    torch.save(content, tmp_path / "x.ckpt")
+
+    assert torch.equal(plain_model(tmp_path / "x.ckpt", OwnModule)(X), module(X))
+    assert LightningFile(tmp_path / "x.ckpt").hyperparameters == {"width": 5}
+    with pytest.raises(CheckpointError, match=r"its weights are not those of OwnModule.*--model"):
+        plain_model(tmp_path / "x.ckpt", OwnModule, {"width": 6})
