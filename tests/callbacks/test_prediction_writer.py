@@ -1,5 +1,7 @@
 """Predictions go to files, or come one after another: none of them stays in memory."""
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -198,6 +200,18 @@ def test_a_stream_of_an_error_ends_the_run() -> None:
         next(stream)
     assert not trainer.is_running
     assert trainer.state.status == "interrupted"
+
+
+def test_a_signal_ends_a_stream_where_the_next_is_asked_for() -> None:
+    trainer, module = quiet(), Net()
+    stream = trainer.predict_stream(module, loader())
+    next(stream)
+    os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(SystemExit) as caught:
+        next(stream)
+    assert caught.value.code == 128 + signal.SIGTERM
+    assert trainer.interrupted
+    assert module.training
 
 
 # Several ranks ------------------------------------------------------------------------------------------------------

@@ -209,6 +209,23 @@ def test_a_model_checkpoint_is_kept_up_to_date(tmp_path: Path, capsys: Any) -> N
     assert len(notices(capsys.readouterr())) == 1
 
 
+def test_a_model_checkpoint_goes_on_with_its_books(tmp_path: Path) -> None:
+    whole = pl.callbacks.ModelCheckpoint(monitor="val_loss", save_top_k=2)
+    fit(roomier.Trainer, tmp_path / "whole", whole)
+    fit(
+        roomier.Trainer,
+        tmp_path / "parts",
+        pl.callbacks.ModelCheckpoint(monitor="val_loss", save_top_k=2),
+        max_epochs=2,
+    )
+    for kind in (pl, own):  # roomier's reads the books of Lightning's, which were roomier's
+        again = (kind.callbacks if kind is pl else kind).ModelCheckpoint(monitor="val_loss", save_top_k=2)
+        trainer = trainer_of(roomier.Trainer, tmp_path / "parts", again, max_epochs=4)
+        trainer.fit(Net(), loader(), loader(4), ckpt_path="last")
+        assert [Path(path).name for path in again.best_k_models] == [Path(path).name for path in whole.best_k_models]
+        assert again.best_model_score == whole.best_model_score == 0.25
+
+
 def test_its_best_checkpoint_is_read_by_name_and_by_path(tmp_path: Path) -> None:
     given = pl.callbacks.ModelCheckpoint(monitor="val_loss")
     trainer = fit(roomier.Trainer, tmp_path, given)
@@ -241,7 +258,7 @@ def test_learning_rates_are_seen_on_the_object_given(tmp_path: Path) -> None:
         (lambda folder: pl.callbacks.OnExceptionCheckpoint(folder), "OnExceptionCheckpoint"),
         (lambda folder: pl.callbacks.WeightAveraging(), "WeightAveraging"),
         (lambda folder: pl.callbacks.EMAWeightAveraging(decay=0.5), "WeightAveraging"),
-        (lambda folder: pl.callbacks.BackboneFinetuning(1), "BaseFinetuning"),
+        (lambda folder: pl.callbacks.BackboneFinetuning(1), "BackboneFinetuning"),
         (lambda folder: pl.callbacks.GradientAccumulationScheduler({0: 1, 2: 2}), "GradientAccumulationScheduler"),
     ],
 )

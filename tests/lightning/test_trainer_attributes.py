@@ -249,3 +249,19 @@ def test_what_roomier_has_not_says_where_to_look() -> None:
     assert not hasattr(trainer, "fit_loop")
     with pytest.raises(AttributeError, match="Read current_epoch, global_step"):
         _ = trainer.fit_loop
+
+
+def test_a_checkpoint_that_is_set_is_read_by_calls_that_are_given_none(make_trainer: Any, tmp_path: Path) -> None:
+    trainer = make_trainer(max_epochs=1)
+    trainer.fit(Net(), loader(2))
+    trainer.save_checkpoint(tmp_path / "saved")
+    trainer.ckpt_path = tmp_path / "saved"
+    fresh, other = Net(), Net()
+    trainer.test(fresh, loader(2), verbose=False)
+    assert torch.equal(fresh.layer.weight, trainer.fitted.module.network.layer.weight)
+    assert str(trainer.ckpt_path) == str(tmp_path / "saved")
+    trainer.ckpt_path = None
+    before = other.layer.weight.detach().clone()
+    trainer.test(other, loader(2), verbose=False)
+    assert torch.equal(other.layer.weight, before)
+    assert trainer.ckpt_path is None

@@ -228,22 +228,14 @@ def _open(
 ) -> Run:
     options, ranks = trainer.options, trainer.ranks
     root = Path(trainer.default_root_dir)
-    best = trainer.checkpoint_callback
-    best_path = None if best is None else best.best_model_path
-    path = ranks.on_zero(lambda: resolve_checkpoint(ckpt_path, root, best_path))
+    path = _checkpoint_to_read(trainer, ckpt_path, root)
     is_fit = stage == "fit"
     fitted = trainer.fitted
     job = job_of_fit(root, ranks) if is_fit and trainer.keeps_files else None
     earlier = None if job is None else ranks.on_zero(lambda: job.find_earlier(root))
     if earlier is not None:
         path = earlier.checkpoint
-    if is_fit:
-        folder = ranks.on_zero(lambda: run_folder(root, path)) if trainer.keeps_files else None
-    else:  # what is measured after a fit goes on in its log
-        folder = None if fitted is None else fitted.folder
-    trainer.log_dir = str(folder or root)
-    tell_folder(trainer.loggers, folder)
-    trainer.ckpt_path = None if path is None else str(path)
+    folder = _folder(trainer, is_fit, root, path)
     first = first_weights(weights, path, trainer.plan, ranks)
     data = RunLoaders(trainer, module, loaders)
     estimate = partial(estimate_steps, trainer, data)
@@ -291,11 +283,33 @@ def _open(
     return run
 
 
+def _checkpoint_to_read(trainer: Trainer, ckpt_path: str | Path | None, root: Path) -> Path | None:
+    best = trainer.checkpoint_callback
+    best_path = None if best is None else best.best_model_path
+    asked = trainer.set_path if ckpt_path is None else ckpt_path
+    return trainer.ranks.on_zero(lambda: resolve_checkpoint(asked, root, best_path))
+
+
+def _folder(trainer: Trainer, is_fit: bool, root: Path, path: Path | None) -> Path | None:
+    """Where the run writes; the Trainer and its loggers are told."""
+    folder = (
+        None if trainer.fitted is None else trainer.fitted.folder
+    )
+    if is_fit:
+        folder = trainer.ranks.on_zero(lambda: run_folder(root, path)) if trainer.keeps_files else None
+    trainer.log_dir = str(folder or root)
+    trainer.read_path = None if path is None else str(path)
+    tell_folder(trainer.loggers, folder)
+    return folder
+
+
 def _make_model(
     trainer: Trainer, stage: str, module: Module, data: RunLoaders, earlier: GlobalBatch | None, *, has_weights: bool
 ) -> None:
     """Settle the plan, and make the model: by then it is known what is cut."""
     settle_plan(trainer, stage, module, data, earlier)
+    if stage == "fit":
+        trainer.settle_micro_batch(data)
     with built_in_parts(trainer.plan, trainer.ranks, has_weights=has_weights):
         module.configure_model()
     if stage == "fit":

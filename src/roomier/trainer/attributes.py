@@ -98,6 +98,12 @@ class TrainerAttributes:
     run: Run | None
     fitted: Run | None
     estimate_steps: Callable[[], float]
+    auto_lr_find: bool | str
+    auto_scale_batch_size: bool | str
+    micro_batch: int | None
+    """Samples of a micro-batch on each rank, where the tuner found them; None: those of the loader."""
+    num_micro_batches: int | None
+    """Of a step, where the tuner found them in the run that is gone on with."""
     count_training_batches: Callable[[], float]
     called: TrainerFn | None
     """The method that was called last."""
@@ -109,7 +115,10 @@ class TrainerAttributes:
     given_metrics: dict[str, dict[str, Any]]
     """What callbacks put into ``callback_metrics``, ``logged_metrics`` and ``progress_bar_metrics``."""
     predict_loop: PredictLoop
-    ckpt_path: Path | str | None
+    read_path: str | None
+    """The checkpoint that the last call read."""
+    set_path: Path | str | None
+    """What the user set ``ckpt_path`` to."""
     _module: Module | None
     barebones = False
     reload_dataloaders_every_n_epochs = 0
@@ -122,6 +131,15 @@ class TrainerAttributes:
     @property
     def current_epoch(self) -> int:
         return self.run.progress.epoch if self.run else 0
+
+    @property
+    def ckpt_path(self) -> Path | str | None:
+        """The checkpoint that the last call read. Set, it is that of each call that is given none, until it is None."""
+        return self.set_path or self.read_path
+
+    @ckpt_path.setter
+    def ckpt_path(self, path: Path | str | None) -> None:
+        self.set_path, self.read_path = path, None
 
     @property
     def is_last_save_point(self) -> bool:

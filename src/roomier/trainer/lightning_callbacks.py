@@ -187,6 +187,22 @@ def _weight_averaging(given: Any) -> callbacks.WeightAveraging:
     return own
 
 
+def _backbone_finetuning(given: Any) -> callbacks.BaseFinetuning:
+    if type(given) is not builtin_class(given):
+        return _Finetuning(given)
+    return callbacks.BackboneFinetuning(
+        unfreeze_backbone_at_epoch=given.unfreeze_backbone_at_epoch,
+        lambda_func=given.lambda_func,
+        backbone_initial_ratio_lr=given.backbone_initial_ratio_lr,
+        backbone_initial_lr=given.backbone_initial_lr,
+        should_align=given.should_align,
+        initial_denom_lr=given.initial_denom_lr,
+        train_bn=given.train_bn,
+        verbose=given.verbose,
+        rounding=given.rounding,
+    )
+
+
 def _stochastic_weight_averaging(given: Any) -> Callback:
     own_fn = None if given._avg_fn is type(given).avg_fn else given._avg_fn
     return callbacks.StochasticWeightAveraging(
@@ -212,7 +228,7 @@ MADE: dict[str, Callable[[Any], Any]] = {
     "StochasticWeightAveraging": _stochastic_weight_averaging,
     "GradientAccumulationScheduler": lambda given: callbacks.GradientAccumulationScheduler(dict(given.scheduling)),
     "BaseFinetuning": _Finetuning,
-    "BackboneFinetuning": _Finetuning,
+    "BackboneFinetuning": _backbone_finetuning,
     "DeviceStatsMonitor": lambda given: callbacks.DeviceStatsMonitor(given._cpu_stats),
     "OnExceptionCheckpoint": lambda given: callbacks.OnExceptionCheckpoint(given.dirpath, given.filename),
 }

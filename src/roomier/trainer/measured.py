@@ -1,0 +1,26 @@
+"""What an evaluation measured, for each of its loaders."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+
+def metrics_table(stage: str, of_loaders: Sequence[Mapping[str, float]]) -> str:
+    """``of_loaders`` as lines, a metric each."""
+    rows = [(name, value) for metrics in of_loaders for name, value in metrics.items()]
+    rows = list(dict(rows).items())
+    width = max([len(name) for name, _ in rows], default=0)
+    lines = [f"  {name:<{width}}  {value:.6g}" for name, value in rows]
+    return "\n".join([f"{stage}:", *lines] if lines else [f"{stage}: nothing was logged"])
+
+
+def by_loader(
+    metrics: Mapping[str, float], loader_of: Mapping[str, int | None], num_loaders: int
+) -> list[dict[str, float]]:
+    """What was logged of each loader, with what was logged of all of them."""
+    if num_loaders == 1:
+        return [dict(metrics)]
+    return [
+        {name: value for name, value in metrics.items() if loader_of.get(name) in (None, index)}
+        for index in range(num_loaders)
+    ]
