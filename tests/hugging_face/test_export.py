@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 import roomier
 from roomier import Trainer, checkpoint
 from roomier.adapters import merge_lora
+from roomier.cli.main import main
 from roomier.core.errors import RoomierError
 from roomier.export.adapter import export_adapter
 from roomier.export.hugging_face import export_hugging_face
@@ -142,3 +143,21 @@ def test_wrong_requests_are_refused_and_write_nothing(make_trainer: MakeTrainer,
         with pytest.raises(RoomierError, match=words):
             export_hugging_face(source, tmp_path / "out", **arguments)
     assert not (tmp_path / "out").exists()
+
+
+def test_the_command(make_trainer: MakeTrainer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(saved(make_trainer, KINDS["gpt2"].model(), "gpt2", tmp_path / "c"))
+    (tmp_path / "words").mkdir()
+    (tmp_path / "words" / "merges.txt").write_text("a b")
+    arguments = ["--to", "hugging-face", "--dtype", "bf16", "--processor", str(tmp_path / "words")]
+    assert main(["export", path, *arguments]) == 0
+    assert "model.safetensors" in capsys.readouterr().out
+    names = {each.name for each in (tmp_path / "c-hugging-face").iterdir()}
+    assert names == {"config.json", "generation_config.json", "model.safetensors", "merges.txt"}
+    for wrong, words in (
+        (["--to", "hugging-face", "--prefix", "transformer."], "--prefix"),
+        (["--to", "safetensors", "--adapters", "alone"], "does not go with --to safetensors"),
+        (["--to", "hugging-face", "--adapters", "alone"], "has no adapters"),
+    ):
+        assert main(["export", path, *wrong, "--output", str(tmp_path / "other")]) == 2
+        assert words in capsys.readouterr().err
