@@ -277,10 +277,16 @@ def forget_iterator(loader: DataLoader[Any]) -> None:
     loader._iterator = None
 
 
+def makes_own_iterator(loader: DataLoader[Any]) -> bool:
+    """Whether a subclass puts something around torch's iterator, as the loaders of graph libraries do."""
+    return type(loader)._get_iterator is not DataLoader._get_iterator
+
+
 def end_workers(iterator: Any) -> None:
     """End the worker processes of the iterator of a DataLoader now, unless they are to outlive it."""
     from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
+    iterator = getattr(iterator, "iterator", iterator)  # of one that a graph library puts around torch's
     if isinstance(iterator, _MultiProcessingDataLoaderIter) and not iterator._persistent_workers:
         iterator._shutdown_workers()
 

@@ -55,7 +55,7 @@ def first_batch(loader: Any, name: str) -> tuple[Any, Any]:
         return max(islice(loader, _NUM_LISTED), key=_num_bytes), loader
     if isinstance(loader, Iterator):
         return _read_ahead(loader, name)
-    _check_is_read_anew(loader, name)
+    check_is_read_anew(loader, name)
     with untouched(loader):
         try:
             if isinstance(loader, DataLoader) and can_be_rebuilt(loader):
@@ -102,14 +102,25 @@ def untouched(loader: Any) -> Iterator[None]:
         set_rng_state(state)
 
 
-def _check_is_read_anew(loader: Any, name: str) -> None:
+def check_is_read_anew(
+    loader: Any, name: str, instead: str = "name a strategy without memory_budget: then nothing is looked at"
+) -> None:
+    """Refuse a loader that would give other batches to those who read it again.
+
+    Raises:
+        DataError: names what in it can be read once only, and what to do: ``instead`` of changing it.
+    """
+    if isinstance(loader, CombinedLoader):
+        for each, part_name in zip(loader.flattened, loader.part_names, strict=True):
+            check_is_read_anew(each, f"{name}{part_name}", instead)
+        return
     if getattr(loader, "num_workers", 0):
         return  # workers read copies
     for part in _all_parts(loader):
         for attribute, value in vars(part).items() if hasattr(part, "__dict__") else ():
             if isinstance(value, Iterator):
                 problem = f"reads from {type(part).__name__}.{attribute}, which can be read once only"
-                action = "Let __iter__ open it, or name a strategy without memory_budget: then nothing is looked at"
+                action = f"Let __iter__ open it, or {instead}"
                 raise DataError(name, loader, f"{problem}, so its first batch cannot be looked at", action)
 
 
@@ -124,7 +135,7 @@ def _of_data_loader(loader: DataLoader[Any]) -> Any:
     dataset: Any = loader.dataset
     if isinstance(dataset, IterableDataset):
         return next(iter(rebuilt(loader, pin_memory=False)))
-    if plain_sampler(loader) is None:
+    if plain_sampler(loader) is None or torch_private.makes_own_iterator(loader):
         return next(iter(rebuilt(loader, pin_memory=False, **_copied_samplers(loader))))
     if not len(dataset):
         raise StopIteration
@@ -186,7 +197,11 @@ def _first(iterator: Iterator[Any]) -> Any:
 
 
 def _all_parts(loader: Any) -> Iterator[Any]:
-    """``loader``, its samplers, how it collates, and its data sets, down to those within others."""
+    """``loader``, its samplers, how it collates, and its data sets, down to those within others; or those of several."""
+    if isinstance(loader, CombinedLoader):
+        for each in loader.flattened:
+            yield from _all_parts(each)
+        return
     yield from parts_of(loader)
     collate = getattr(loader, "collate_fn", None)
     if collate is not None and hasattr(collate, "__dict__"):
