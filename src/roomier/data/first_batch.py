@@ -197,7 +197,7 @@ def _first(iterator: Iterator[Any]) -> Any:
 
 
 def _all_parts(loader: Any) -> Iterator[Any]:
-    """``loader``, its samplers, how it collates, and its data sets, down to those within others; of several, of each."""
+    """``loader``, its samplers, how it collates, and its data sets, down to those within others; of several, all."""
     if isinstance(loader, CombinedLoader):
         for each in loader.flattened:
             yield from _all_parts(each)
