@@ -12,10 +12,9 @@ import copy
 import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from torch.utils.data import DataLoader
 
 from roomier.api.lightning import overrides
 from roomier.api.module import Module
@@ -29,6 +28,7 @@ from roomier.train.checks import check_hooks_need_no_gradients
 from roomier.train.global_batch import GlobalBatch
 from roomier.train.job import keep_global_batch
 from roomier.train.loaders import RunLoaders
+from roomier.train.micro_batch import keeps_micro_batch
 from roomier.train.step import transfer_to
 
 if TYPE_CHECKING:  # they load torch's sharding, which a run with a strategy by name on one rank does not need
@@ -129,7 +129,7 @@ def _choose(trainer: Trainer, module: Module, data: RunLoaders) -> Choice:
 
     with _alone(trainer):
         workload = _workload(trainer, module, data)
-        keeps = _keeps_micro_batch(trainer, data, workload)
+        keeps = keeps_micro_batch(trainer, data, workload.batch_size)
         machine = this_machine(parallel.devices, parallel.num_nodes, parallel.accelerator)
         choice = choose(workload, plan, machine, keeps_micro_batch=keeps, check=check)
         if choice.chosen is None:
@@ -169,31 +169,6 @@ def _built(module: Module) -> Module:
         copied = shapes_of(module)
         copied.configure_model()
     return copied
-
-
-def _keeps_micro_batch(trainer: Trainer, data: RunLoaders, workload: Workload) -> str:
-    """Why micro-batches stay as the loader gives them; empty where they may be made smaller."""
-    options, batch_size = trainer.options, data.batch_size
-    if batch_size is None:
-        return "the loader makes its batches itself"
-    if batch_size != workload.batch_size:
-        return f"a batch has {workload.batch_size} samples, where the loader speaks of {batch_size}"
-    counts = {
-        "limit_train_batches": options.limit_train_batches not in (None, 1.0),
-        "overfit_batches": bool(options.overfit_batches),
-        "val_check_interval": options.val_check_interval not in (None, 1.0),
-        "fast_dev_run": bool(options.num_dev_batches),
-    }
-    named = [name for name, is_set in counts.items() if is_set]
-    if named:
-        return f"{' and '.join(named)} counts micro-batches"
-    loader = data.train_loader
-    assert isinstance(loader, DataLoader)
-    whole = batch_size * trainer.world.size
-    sized: Any = loader.dataset
-    if getattr(loader.batch_sampler, "drop_last", False) and len(sized) % whole:
-        return "drop_last=True drops other samples where batches are smaller"
-    return ""
 
 
 @contextmanager

@@ -29,8 +29,6 @@ _SAVES = "Write callbacks=[ModelCheckpoint(every_n_train_steps=...)]"
 FORMER_KEYWORDS: dict[str, str] = {
     # Lightning's Trainer, of today and of earlier versions
     "auto_select_gpus": "Leave it out: each process takes the CUDA device of its number; CUDA_VISIBLE_DEVICES chooses",
-    "auto_lr_find": "It is not built: choose the learning rate yourself",
-    "auto_scale_batch_size": "It is not built: choose the batch size of your DataLoader yourself",
     "checkpoint_callback": "Write enable_checkpointing, or put a ModelCheckpoint into callbacks",
     "resume_from_checkpoint": "Pass it to fit: trainer.fit(model, ckpt_path=...)",
     "progress_bar_refresh_rate": "Write callbacks=[ProgressBar(refresh_interval_s=0.1)], or enable_progress_bar=False",

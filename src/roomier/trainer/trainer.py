@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -28,7 +28,9 @@ from roomier.plan import Plan
 from roomier.train.checks import check_callbacks
 from roomier.train.evaluate import evaluate
 from roomier.train.fit import fit
+from roomier.train.loaders import RunLoaders
 from roomier.train.manual import ManualOptimizer
+from roomier.train.micro_batch import settle_micro_batch
 from roomier.train.options import LoopOptions, check_flag
 from roomier.train.predict_stream import opened_stream
 from roomier.train.run import Run
@@ -50,7 +52,10 @@ from roomier.trainer.keywords import (
     with_defaults,
 )
 from roomier.trainer.lightning_callbacks import adopted
+from roomier.trainer.measured import by_loader, metrics_table
 from roomier.trainer.predicted import KeepsPredicted, PredictLoop, writes_at_end, writes_predictions
+from roomier.tuner.before_fit import check_flags, tune, write_picture
+from roomier.tuner.trial import Subject
 
 
 class Trainer(TrainerAttributes):
@@ -81,6 +86,10 @@ class Trainer(TrainerAttributes):
         memory_budget: what a device may hold at the peak of a step, such as ``"22GiB"``; None is all it has.
         accumulate_grad_batches: micro-batches of one optimizer step; their gradient is that of the whole batch.
         gradient_clip_val, gradient_clip_algorithm: clip by ``"norm"`` or ``"value"``.
+        auto_lr_find: before a fit, try rising learning rates on a copy of the model, and take the suggested one; or the
+            name of the attribute of the module that holds it.
+        auto_scale_batch_size: before a fit, try how large micro-batches may be; a step keeps its samples. True is
+            ``"power"``; or ``"binsearch"``.
         max_epochs, min_epochs, max_steps, min_steps, max_time: how long to train; steps are optimizer steps.
         limit_train_batches, limit_val_batches, limit_test_batches, limit_predict_batches: a number of batches
             (int) or a fraction (float) of an epoch; of each rank in training, of all ranks together in evaluation.
@@ -127,6 +136,8 @@ class Trainer(TrainerAttributes):
         accumulate_grad_batches: int = 1,
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
+        auto_lr_find: bool | str = False,
+        auto_scale_batch_size: bool | str = False,
         max_epochs: int | None = None,
         min_epochs: int | None = None,
         max_steps: int = -1,
@@ -157,6 +168,7 @@ class Trainer(TrainerAttributes):
         given = with_defaults(locals(), Trainer.__init__)
         for name in ("enable_checkpointing", "enable_progress_bar", "enable_model_summary"):
             check_flag(name, given[name])
+        check_flags(given["auto_lr_find"], given["auto_scale_batch_size"])
         launch = present_launch()
         self.plan = self.asked_plan = plan_of(given, Trainer.__init__, launch)
         self.choice = None
@@ -171,6 +183,9 @@ class Trainer(TrainerAttributes):
         check_callbacks(self.callbacks)
         self.run: Run | None = None
         self.fitted: Run | None = None
+        self.auto_lr_find, self.auto_scale_batch_size = given["auto_lr_find"], given["auto_scale_batch_size"]
+        self.micro_batch: int | None = None
+        self.num_micro_batches: int | None = None
         self.datamodule: DataModule | None = None
         self.manual_optimizers: list[ManualOptimizer] = []
         self.estimate_steps: Callable[[], float] = lambda: float("inf")
@@ -182,7 +197,7 @@ class Trainer(TrainerAttributes):
         self.given_metrics = {name: dict[str, Any]() for name in ("callback", "logged", "progress_bar")}
         self.predict_loop = PredictLoop()
         self.log_dir = self.default_root_dir
-        self.ckpt_path: Path | str | None = None
+        self.ckpt_path = None
         self.should_stop = False
         self.interrupted = False
         self.training = self.validating = self.testing = self.predicting = self.sanity_checking = False
@@ -221,8 +236,13 @@ class Trainer(TrainerAttributes):
         check_weights_only(weights_only)
         if is_one(train_dataloaders, DataModule):
             train_dataloaders, datamodule = None, train_dataloaders
+        curve = None
+        if self.auto_lr_find or self.auto_scale_batch_size:
+            curve = tune(self, Subject.of(model, train_dataloaders, datamodule, weights), ckpt_path)
         loaders = {"train": train_dataloaders, "val": val_dataloaders}
         with session(self, "fit", model, loaders, datamodule, ckpt_path, weights) as run:
+            if curve is not None:
+                write_picture(curve, run)
             start_fit(run)
             fit(run)
             end_fit(run)
@@ -390,6 +410,10 @@ class Trainer(TrainerAttributes):
             return self.callbacks
         return [KeepsPredicted(until_end=any(map(writes_at_end, writers))), *self.callbacks]
 
+    def settle_micro_batch(self, data: RunLoaders) -> None:
+        """See :func:`roomier.train.micro_batch.settle_micro_batch`."""
+        settle_micro_batch(self, data)
+
     def prepare_forecast(self, module: Module) -> None:
         """See :func:`roomier.trainer.forecasts.prepare_forecast`."""
         prepare_forecast(self, module)
@@ -423,10 +447,10 @@ class Trainer(TrainerAttributes):
         with self._evaluation(stage, model, dataloaders, ckpt_path, datamodule) as run:
             evaluate(run, step, run.val_sources, run.val_limits)
             metrics = {name: float(value) for name, value in run.results.callback_metrics.items()}
-            by_loader = _by_loader(metrics, run.results.loader_of, len(run.val_sources))
+            of_loaders = by_loader(metrics, run.results.loader_of, len(run.val_sources))
         if verbose and self.is_global_zero:
-            print(metrics_table(stage, by_loader), file=sys.stderr, flush=True)
-        return by_loader
+            print(metrics_table(stage, of_loaders), file=sys.stderr, flush=True)
+        return of_loaders
 
     def _evaluation(self, stage: str, model: Any, dataloaders: Any, ckpt_path: Any, datamodule: Any) -> Any:
         if model is None:
@@ -442,24 +466,3 @@ class Trainer(TrainerAttributes):
         if datamodule is None and dataloaders is None:
             datamodule = self.datamodule
         return session(self, stage, model, {LOADER_NAMES[stage]: dataloaders}, datamodule, ckpt_path)
-
-
-def metrics_table(stage: str, by_loader: Sequence[Mapping[str, float]]) -> str:
-    """``by_loader`` as lines, a metric each."""
-    rows = [(name, value) for metrics in by_loader for name, value in metrics.items()]
-    rows = list(dict(rows).items())
-    width = max([len(name) for name, _ in rows], default=0)
-    lines = [f"  {name:<{width}}  {value:.6g}" for name, value in rows]
-    return "\n".join([f"{stage}:", *lines] if lines else [f"{stage}: nothing was logged"])
-
-
-def _by_loader(
-    metrics: Mapping[str, float], loader_of: Mapping[str, int | None], num_loaders: int
-) -> list[dict[str, float]]:
-    """What was logged of each loader, with what was logged of all of them."""
-    if num_loaders == 1:
-        return [dict(metrics)]
-    return [
-        {name: value for name, value in metrics.items() if loader_of.get(name) in (None, index)}
-        for index in range(num_loaders)
-    ]

@@ -1,0 +1,251 @@
+"""The largest micro-batch that fits, by trial; a step goes on to be made of the same samples."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from roomier.api.callback import Callback
+from roomier.api.datamodule import DataModule
+from roomier.api.module import Module
+from roomier.callbacks.tracked_step import FIRST_STEP_OF_A_BUDGET, TrackedStep, first_step_of, tracked_step
+from roomier.core.device import resolve_device
+from roomier.core.errors import RoomierError
+from roomier.core.log import notice
+from roomier.core.units import format_bytes, parse_bytes
+from roomier.plan import Plan
+from roomier.train.loaders import RunLoaders
+from roomier.train.micro_batch import samples_of_step, set_micro_batch
+from roomier.tuner.trial import Subject, TrialOverError, run_trial
+
+if TYPE_CHECKING:
+    from roomier.trainer import Trainer
+
+_FIELD = "auto_scale_batch_size"
+MODES = ("power", "binsearch")
+
+
+def scale_batch_size(
+    trainer: Trainer,
+    model: nn.Module | Subject,
+    train_dataloaders: Any = None,
+    *,
+    datamodule: DataModule | None = None,
+    mode: str = "power",
+    steps_per_trial: int = 3,
+    init_val: int = 2,
+    max_trials: int = 25,
+    margin: float = 0.0,
+    max_val: int = 8192,
+    memory_budget: int | str | None = None,
+) -> int | None:
+    """Find the largest micro-batch that fits, and let the next fits of ``trainer`` use it.
+
+    The samples of an optimizer step stay what the loader's batch and ``accumulate_grad_batches`` say: micro-batches are
+    tried whose size divides them, and more of them are accumulated. Steps of a copy are tried, as long as the first
+    samples of the loader make them: where lengths differ, leave a ``margin``.
+
+    Nothing that a run depends on is changed but the cut of its batches: a fit after it is the fit with this micro-batch
+    in the loader, bit for bit.
+
+    Args:
+        model, train_dataloaders, datamodule: as for ``Trainer.fit``; or all of them, as a Subject.
+        mode: ``"power"`` doubles the size as long as it fits; ``"binsearch"`` then halves the gap to what does not.
+        steps_per_trial: optimizer steps of a trial. init_val: the size it begins with.
+        max_trials: at most. max_val: the largest size that is tried.
+        margin: of a size that fits, take this share less.
+        memory_budget: what a step may hold, as measured; None is that of the Trainer, else all a device has. A CPU
+            needs one. One of the Trainer is kept by this trial from here on, and no longer by forecast.
+
+    Returns:
+        The size; None in a fast development run.
+
+    Raises:
+        RoomierError: there are several ranks, nothing says when memory is full, batches cannot be cut, or the smallest
+            does not fit.
+    """
+    _check(mode, steps_per_trial, init_val, max_trials, margin, max_val)
+    if trainer.options.num_dev_batches:
+        notice("no batch size is looked for in a fast development run")
+        return None
+    limit_bytes = _limit_bytes(trainer, memory_budget)
+    plan = dataclasses.replace(
+        trainer.asked_plan, choice=dataclasses.replace(trainer.asked_plan.choice, memory_budget_bytes=None)
+    )
+    subject = model if isinstance(model, Subject) else Subject.of(model, train_dataloaders, datamodule)
+    trials = _Trials(trainer, subject, plan, steps_per_trial, limit_bytes)
+    of_step, num_samples = trials.sizes()
+    sizes = [size for size in range(1, of_step + 1) if of_step % size == 0 and size <= min(max_val, num_samples)]
+    found = largest_that_fits(sizes, trials.fits, first=init_val, refines=mode == "binsearch", max_trials=max_trials)
+    if found is None:
+        limit = "the device's memory" if limit_bytes is None else format_bytes(limit_bytes)
+        action = "Use strategy='auto', which looks for a plan that fits, or activation_checkpointing='full'"
+        raise RoomierError(_FIELD, sizes[0], f"a micro-batch of {sizes[0]} samples does not fit into {limit}", action)
+    if margin:
+        found = max(size for size in sizes if size <= max(1, int(found * (1 - margin))))
+    trainer.micro_batch, trainer.num_micro_batches = found, None
+    trainer.plan = trainer.asked_plan = plan
+    return found
+
+
+def largest_that_fits(
+    sizes: Sequence[int],
+    fits: Callable[[int], bool],
+    *,
+    first: int = 1,
+    refines: bool = True,
+    max_trials: int = 25,
+) -> int | None:
+    """The largest of ``sizes`` that ``fits``, which holds for all below one for which it holds; None where none does.
+
+    Args:
+        sizes: rising. first: where to begin.
+        refines: look between the last that fits and the first that does not; else the last that fits in doubling.
+        max_trials: how often ``fits`` is asked at most.
+    """
+    best, too_large = -1, len(sizes)  # indices
+    index = max((each for each, size in enumerate(sizes) if size <= first), default=0)
+    for _ in range(max_trials):
+        if fits(sizes[index]):
+            best = index
+            doubled = [each for each in range(index + 1, len(sizes)) if sizes[each] <= 2 * sizes[index]]
+            upward = doubled[-1] if doubled else index + 1
+        else:
+            too_large = index
+            upward = too_large
+        if too_large - best <= 1:
+            break
+        if upward < too_large:
+            index = upward
+        elif best >= 0 and not refines:
+            break
+        else:
+            index = (best + too_large) // 2 if best >= 0 else index // 2
+    return None if best < 0 else sizes[best]
+
+
+def _check(mode: str, steps_per_trial: int, init_val: int, max_trials: int, margin: float, max_val: int) -> None:
+    if mode not in MODES:
+        raise RoomierError("mode", mode, "is unknown", "Use 'power' or 'binsearch'")
+    counts = {"steps_per_trial": steps_per_trial, "init_val": init_val, "max_trials": max_trials, "max_val": max_val}
+    for name, value in counts.items():
+        if not isinstance(value, int) or value < 1:
+            raise RoomierError(name, value, "is not a count", "Use 1 or more")
+    if not 0.0 <= margin < 1.0:
+        raise RoomierError("margin", margin, "is not a share", "Use a number from 0 up to 1, such as 0.05")
+
+
+def _limit_bytes(trainer: Trainer, memory_budget: int | str | None) -> int | None:
+    """What a step may hold; None: what the device has.
+
+    Raises:
+        RoomierError: nothing says so, or an error of memory on one rank would leave others waiting.
+    """
+    plan = trainer.asked_plan
+    if plan.parallel.strategy == "auto":
+        problem = "strategy='auto' chooses the micro-batch by forecast"
+        raise RoomierError(_FIELD, True, problem, "Leave one of the two out")
+    if trainer.world.size > 1:
+        problem = f"a rank that runs out of memory would leave the other {trainer.world.size - 1} waiting for ever"
+        action = "Use strategy='auto' or memory_budget: they choose the micro-batch by forecast, for all ranks alike"
+        raise RoomierError(_FIELD, f"{trainer.world.size} ranks", problem, action)
+    if memory_budget is not None:
+        return memory_budget if isinstance(memory_budget, int) else parse_bytes("memory_budget", memory_budget)
+    limit_bytes = plan.choice.memory_budget_bytes
+    device = resolve_device(plan.parallel.accelerator)
+    if limit_bytes is None and device.type == "cpu":
+        problem = "a CPU gives no error when its memory is full: the process is killed"
+        raise RoomierError(_FIELD, str(device), problem, "Say how much there is: memory_budget='8GiB'")
+    return limit_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class _Trials:
+    trainer: Trainer
+    subject: Subject
+    plan: Plan
+    num_steps: int
+    limit_bytes: int | None
+
+    def sizes(self) -> tuple[int, int]:
+        """Samples of an optimizer step, and of the data set."""
+        found: list[tuple[int, int]] = []
+
+        def look(trial: Trainer, data: RunLoaders) -> None:
+            found.append((samples_of_step(trial, data), len(data.train_loader.dataset)))
+            raise TrialOverError
+
+        run_trial(self.trainer, self.subject, plan=self.plan, max_steps=1, callback=Callback(), settle=look)
+        [(of_step, num_samples)] = found
+        return of_step, num_samples
+
+    def fits(self, size: int) -> bool:
+        """Whether steps of micro-batches of ``size`` samples stay within the limit."""
+
+        def settle(trial: Trainer, data: RunLoaders) -> None:
+            whole = samples_of_step(trial, data) // size
+            set_micro_batch(trial, data, size, min(whole, 2))  # the second finds the gradients of the first there
+
+        peak = _PeakOfAStep()
+        num_steps = max(self.num_steps, 2)
+        if self.limit_bytes is not None:
+            num_steps = max(num_steps, FIRST_STEP_OF_A_BUDGET + 1)
+        is_full = False
+        try:
+            run_trial(
+                self.trainer,
+                self.subject,
+                plan=self.plan,
+                max_steps=num_steps,
+                callback=peak if self.limit_bytes is not None else Callback(),
+                settle=settle,
+            )
+        except torch.OutOfMemoryError:
+            is_full = True
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        if self.limit_bytes is None or is_full:
+            notice(f"micro-batches of {size} samples {'do not fit' if is_full else 'fit'}")
+            return not is_full
+        fits = peak.num_bytes <= self.limit_bytes
+        told = f"hold {format_bytes(peak.num_bytes)} at the peak of a step"
+        notice(f"micro-batches of {size} samples {told}, which {'fits' if fits else 'does not fit'}")
+        return fits
+
+
+class _PeakOfAStep(Callback):
+    """Tracks what one step holds, from the second on: then the optimizer has its states."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self._step = 0
+        self._tracked: TrackedStep | None = None
+
+    def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
+        of_epoch = math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches)
+        self._step = first_step_of(trainer)
+        if of_epoch > 1 and self._step % of_epoch == 0:  # the last one of an epoch may have fewer samples
+            self._step += 1
+        self._tracked = tracked_step(trainer, self._step)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Module, batch: Any, batch_idx: int) -> None:
+        if self._tracked is not None:
+            self._tracked.begin_batch(trainer)
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+        tracker = None if self._tracked is None else self._tracked.end_batch(trainer)
+        if tracker is not None:
+            self.num_bytes = tracker.allocator_peak_bytes or tracker.peak().total()
+            self._tracked = None
+            trainer.should_stop = True
+
+    def on_exception(self, trainer: Trainer, pl_module: Module, exception: BaseException) -> None:
+        if self._tracked is not None:
+            self._tracked.pause()

@@ -1,0 +1,97 @@
+"""``Trainer(auto_lr_find=True, auto_scale_batch_size=True)``: what comes before a fit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from roomier import checkpoint
+from roomier.core.device import resolve_device
+from roomier.core.errors import RoomierError
+from roomier.core.log import notice
+from roomier.launch import join
+from roomier.plan import Plan
+from roomier.train.restore import resolve_checkpoint
+from roomier.train.run import Run
+from roomier.tuner.batch_size import MODES, scale_batch_size
+from roomier.tuner.curve import LearningRateCurve
+from roomier.tuner.learning_rate import set_in_plan
+from roomier.tuner.lr_find import lr_find
+from roomier.tuner.trial import Subject
+
+if TYPE_CHECKING:
+    from roomier.trainer import Trainer
+
+PICTURE = "lr_find.png"
+
+
+def check_flags(auto_lr_find: bool | str, auto_scale_batch_size: bool | str) -> None:
+    """Refuse what neither flag can be.
+
+    Raises:
+        RoomierError: says what it can be.
+    """
+    if not isinstance(auto_lr_find, bool) and not (isinstance(auto_lr_find, str) and auto_lr_find.isidentifier()):
+        action = "Use True or False, or the name of the attribute that holds the learning rate"
+        raise RoomierError("auto_lr_find", auto_lr_find, "is neither a flag nor a name", action)
+    if not isinstance(auto_scale_batch_size, bool) and auto_scale_batch_size not in MODES:
+        action = "Use True or False, 'power' or 'binsearch'"
+        raise RoomierError("auto_scale_batch_size", auto_scale_batch_size, "is not known", action)
+
+
+def tune(trainer: Trainer, subject: Subject, ckpt_path: str | Path | None) -> LearningRateCurve | None:
+    """Find what the flags of ``trainer`` ask for, and let the fit that follows have it.
+
+    A fit that goes on from a checkpoint has what was found before; so has a model that was fitted before.
+    """
+    rate, size = trainer.auto_lr_find, trainer.auto_scale_batch_size
+    if _was_fitted(trainer, subject.model):
+        notice("auto_lr_find, auto_scale_batch_size: the model was fitted already, so all stays as it was found")
+        return None
+    best = trainer.checkpoint_callback
+    best_path, root = None if best is None else best.best_model_path, Path(trainer.default_root_dir)
+    trainer.ranks = join(trainer.world, resolve_device(trainer.plan.parallel.accelerator).type)
+    path = trainer.ranks.on_zero(lambda: resolve_checkpoint(ckpt_path, root, best_path))
+    if path is not None:
+        _take_from(trainer, path)
+        return None
+    if size:
+        mode = size if isinstance(size, str) else "power"
+        found = scale_batch_size(trainer, subject, mode=mode)
+        notice(f"auto_scale_batch_size: micro-batches of {found} samples")
+    curve = None
+    if rate:
+        name = rate if isinstance(rate, str) else ""
+        curve = lr_find(trainer, subject, update_attr=True, attr_name=name)
+        if curve is not None:
+            notice(f"auto_lr_find: the learning rate is {curve.suggestion():.3g}")
+    return curve
+
+
+def write_picture(curve: LearningRateCurve, run: Run) -> None:
+    """Write the curve into the run folder, where there is one; a picture that fails is no reason to end a fit."""
+    if run.folder is None or not run.ranks.is_zero:
+        return
+    try:
+        curve.save_png(run.folder / PICTURE)
+    except (RoomierError, OSError) as error:
+        notice(f"auto_lr_find: no picture of the curve: {error}")
+
+
+def _was_fitted(trainer: Trainer, model: nn.Module) -> bool:
+    fitted = trainer.fitted
+    return fitted is not None and (fitted.module is model or getattr(fitted.module, "network", None) is model)
+
+
+def _take_from(trainer: Trainer, path: Path) -> None:
+    try:
+        stored = Plan.from_dict(checkpoint.peek(path)["plan"])
+    except (RoomierError, KeyError):  # the fit says what is wrong with it
+        return
+    if trainer.auto_lr_find and None not in (stored.optimizer.name, trainer.asked_plan.optimizer.name):
+        set_in_plan(trainer, stored.optimizer.lr)
+    if trainer.auto_scale_batch_size:
+        trainer.num_micro_batches = stored.batch.accumulate_grad_batches
+    notice("auto_lr_find, auto_scale_batch_size: nothing is looked for, the fit goes on as its checkpoint says")

@@ -1,0 +1,209 @@
+"""A few steps of a fit on a copy of everything it would change.
+
+[Note: nothing is left of a trial]
+The model and the DataModule are copied before their ``setup``; the data they and the caller hold are not, and the
+attributes, positions and generators of loaders, samplers and data sets are put back, as are the generators of the
+process. The Trainer of a trial is a copy too, without callbacks, and with a logger that keeps nothing. What user code
+does elsewhere (files, networks, lists inside a data set) is its own affair.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from roomier.api.callback import Callback
+from roomier.api.datamodule import DataModule
+from roomier.api.lightning import is_one
+from roomier.core.errors import DataError, RoomierError
+from roomier.core.log import quiet
+from roomier.core.rng import rng_state, separate_rng, set_rng_state
+from roomier.data.first_batch import check_is_read_anew, untouched
+from roomier.data.loaders import is_combined, is_loader_collection
+from roomier.loggers.silent import SilentLogger
+from roomier.plan import Plan
+from roomier.train.fit import fit
+from roomier.train.loaders import RunLoaders
+from roomier.train.run import Run, call
+from roomier.train.session import session
+
+if TYPE_CHECKING:
+    from roomier.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What a trial is made on: the arguments of ``Trainer.fit``."""
+
+    model: nn.Module
+    train_dataloaders: Any = None
+    datamodule: DataModule | None = None
+    weights: str | Path | None = None
+
+    @staticmethod
+    def of(model: nn.Module, train_dataloaders: Any, datamodule: Any, weights: str | Path | None = None) -> Subject:
+        """Of the arguments as they came: a DataModule may stand in the place of the loaders."""
+        if is_one(train_dataloaders, DataModule):
+            return Subject(model, None, train_dataloaders, weights)
+        return Subject(model, train_dataloaders, datamodule, weights)
+
+
+class TrialOverError(Exception):
+    """What was wanted of a trial is known."""
+
+
+def run_trial(
+    trainer: Trainer,
+    subject: Subject,
+    *,
+    plan: Plan,
+    max_steps: int,
+    callback: Callback,
+    change_model: Callable[[nn.Module], None] | None = None,
+    settle: Callable[[Trainer, RunLoaders], None] | None = None,
+    prepare: Callable[[Run], None] | None = None,
+) -> None:
+    """Train a copy of ``subject`` for ``max_steps`` optimizer steps; see [Note: nothing is left of a trial].
+
+    Args:
+        plan: of the trial.
+        change_model: called with the copy of the model.
+        settle: called with the Trainer of the trial and its data, before the model is built.
+        prepare: called with the run, before its first step.
+
+    Raises:
+        RoomierError: the model cannot be copied, or its data be read twice.
+    """
+    _refuse_fitted(trainer, subject.model)
+    with ExitStack() as stack:
+        stack.callback(set_rng_state, rng_state())
+        for loader in _read_by(subject):
+            check_is_read_anew(loader, "train_dataloaders", "choose the value yourself")
+            stack.enter_context(untouched(loader))
+        trial = _trainer_of_trial(trainer, plan, max_steps, callback, settle)
+        model, datamodule = _copied(subject, trainer, trial)
+        if change_model is not None:
+            change_model(model)
+        stack.enter_context(quiet())
+        loaders = {"train": subject.train_dataloaders, "val": None}
+        try:
+            with session(trial, "fit", model, loaders, datamodule, None, subject.weights) as run:
+                if prepare is not None:
+                    prepare(run)
+                call(run.hooks.on_fit_start)
+                separate_rng(run.ranks.world.rank)
+                fit(run)
+        except TrialOverError:
+            pass
+
+
+def _refuse_fitted(trainer: Trainer, model: nn.Module) -> None:
+    if any("_roomier_shards" in vars(each) for each in model.modules()):
+        problem = "was divided among the ranks by an earlier fit, so it cannot be copied for a trial"
+        raise RoomierError("model", type(model).__name__, problem, "Tune before the first fit")
+
+
+def _trainer_of_trial(
+    trainer: Trainer,
+    plan: Plan,
+    max_steps: int,
+    callback: Callback,
+    settle: Callable[[Trainer, RunLoaders], None] | None,
+) -> Trainer:
+    trial = copy.copy(trainer)
+    own = vars(trial)
+    own.update({name: _container(value) for name, value in own.items()})
+    own["options"] = dataclasses.replace(
+        trainer.options,
+        max_steps=max_steps,
+        max_epochs=-1,
+        min_epochs=None,
+        min_steps=None,
+        max_time=None,
+        limit_val_batches=0,
+        num_sanity_val_steps=0,
+        val_check_interval=None,
+        check_val_every_n_epoch=1,
+        log_every_n_steps=10**9,
+        profiler=None,
+    )
+    own["callbacks"] = [callback]
+    own["loggers"] = [SilentLogger()] if trainer.loggers else []
+    own.update(plan=plan, asked_plan=plan, logger_is_on=False, enable_checkpointing=False)
+    own.update(dict.fromkeys(("run", "fitted", "choice", "shapes", "datamodule", "ckpt_path", "_module")))
+    own["add_callbacks_of"] = own["prepare_forecast"] = lambda module: None  # no files, no forecasts
+    own["settle_micro_batch"] = lambda data: None if settle is None else settle(trial, data)
+    return trial
+
+
+def _container(value: Any) -> Any:
+    """A list, dict or set of its own; all else as it is."""
+    if isinstance(value, dict):
+        return {name: _container(item) for name, item in value.items()}
+    return copy.copy(value) if isinstance(value, (list, set)) else value
+
+
+def _copied(subject: Subject, trainer: Trainer, trial: Trainer) -> tuple[nn.Module, DataModule | None]:
+    """The model and the DataModule anew, with the same data."""
+    memo: dict[int, Any] = {id(trainer): trial}
+    for part in subject.model.modules():
+        former = vars(part).get("_trainer")
+        if former is not None:
+            memo[id(former)] = trial
+    memo |= {id(each): each for each in _held_data(subject)}
+    try:
+        return copy.deepcopy((subject.model, subject.datamodule), memo)
+    except Exception as error:  # whatever a model holds
+        problem = f"cannot be copied for a trial: {type(error).__name__}: {error}"
+        action = "Hold what cannot be copied outside the module, or choose the value yourself"
+        raise RoomierError("model", type(subject.model).__name__, problem, action) from error
+
+
+def _owners(subject: Subject) -> Iterator[Any]:
+    yield from subject.model.modules()
+    if subject.datamodule is not None:
+        yield subject.datamodule
+
+
+def _read_by(subject: Subject) -> list[Any]:
+    """Everything that gives samples, each once.
+
+    Raises:
+        DataError: one of them can be read once only.
+    """
+    found = [*_leaves(subject.train_dataloaders), *_held_data(subject)]
+    for each in found:
+        if isinstance(each, Iterator):
+            problem = "can be read once only, so nothing can be tried on it"
+            action = "Pass a DataLoader, or an object whose __iter__ starts anew"
+            raise DataError("train_dataloaders", each, problem, action)
+    return list({id(each): each for each in found}.values())
+
+
+def _held_data(subject: Subject) -> Iterator[Any]:
+    """The data sets and loaders that are attributes of the model or the DataModule."""
+    for owner in _owners(subject):
+        for value in vars(owner).values():
+            if isinstance(value, (Dataset, DataLoader)):
+                yield value
+            elif is_combined(value) or is_loader_collection(value):
+                yield from _leaves(value)
+
+
+def _leaves(loaders: Any) -> Iterator[Any]:
+    """The loaders in ``loaders``, but for lists of batches: they have no state."""
+    if is_combined(loaders):
+        yield from _leaves(loaders.iterables)
+    elif is_loader_collection(loaders):
+        for each in loaders.values() if isinstance(loaders, Mapping) else loaders:
+            yield from _leaves(each)
+    elif loaders is not None and not isinstance(loaders, (list, tuple)):
+        yield loaders

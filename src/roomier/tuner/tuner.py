@@ -1,0 +1,101 @@
+"""Tuner: the two searches under Lightning's names."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from roomier.api.datamodule import DataModule
+from roomier.core.errors import RoomierError
+from roomier.tuner.batch_size import scale_batch_size
+from roomier.tuner.curve import LearningRateCurve
+from roomier.tuner.lr_find import Mode, lr_find
+
+if TYPE_CHECKING:
+    from roomier.trainer import Trainer
+
+
+class Tuner:
+    """Looks for a learning rate, or a batch size, for ``trainer``.
+
+    ::
+
+        tuner = Tuner(trainer)
+        tuner.lr_find(model, loader)
+        trainer.fit(model, loader)
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+
+    def lr_find(
+        self,
+        model: nn.Module,
+        train_dataloaders: Any = None,
+        val_dataloaders: Any = None,
+        dataloaders: Any = None,
+        datamodule: DataModule | None = None,
+        method: str = "fit",
+        min_lr: float = 1e-8,
+        max_lr: float = 1.0,
+        num_training: int = 100,
+        mode: Mode = "exponential",
+        early_stop_threshold: float | None = 4.0,
+        update_attr: bool = True,
+        attr_name: str = "",
+    ) -> LearningRateCurve | None:
+        """See :func:`roomier.tuner.lr_find`. ``val_dataloaders`` are not used."""
+        _check_method(method, dataloaders)
+        return lr_find(
+            self._trainer,
+            model,
+            train_dataloaders,
+            datamodule=datamodule,
+            min_lr=min_lr,
+            max_lr=max_lr,
+            num_training=num_training,
+            mode=mode,
+            early_stop_threshold=early_stop_threshold,
+            update_attr=update_attr,
+            attr_name=attr_name,
+        )
+
+    def scale_batch_size(
+        self,
+        model: nn.Module,
+        train_dataloaders: Any = None,
+        val_dataloaders: Any = None,
+        dataloaders: Any = None,
+        datamodule: DataModule | None = None,
+        method: str = "fit",
+        mode: str = "power",
+        steps_per_trial: int = 3,
+        init_val: int = 2,
+        max_trials: int = 25,
+        batch_arg_name: str = "batch_size",
+        margin: float = 0.0,
+        max_val: int = 8192,
+        memory_budget: int | str | None = None,
+    ) -> int | None:
+        """See :func:`roomier.tuner.scale_batch_size`. No attribute is changed, so ``batch_arg_name`` is not used."""
+        _check_method(method, dataloaders)
+        return scale_batch_size(
+            self._trainer,
+            model,
+            train_dataloaders,
+            datamodule=datamodule,
+            mode=mode,
+            steps_per_trial=steps_per_trial,
+            init_val=init_val,
+            max_trials=max_trials,
+            margin=margin,
+            max_val=max_val,
+            memory_budget=memory_budget,
+        )
+
+
+def _check_method(method: str, dataloaders: Any) -> None:
+    if method != "fit" or dataloaders is not None:
+        action = "Pass train_dataloaders or a datamodule, and choose the batch size of an evaluation in its loader"
+        raise RoomierError("method", method, "tuning tries steps of training alone", action)
