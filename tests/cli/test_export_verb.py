@@ -73,13 +73,14 @@ def test_inputs_are_named_as_for_plan(
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--to", "lightning", *MODEL], "is no option of --to lightning"),
-        (["--to", "lightning", "--model.hidden", "3"], "is no option of --to lightning"),
+        (["--to", "lightning", *MODEL], "does not go with --to lightning"),
+        (["--to", "lightning", "--model.hidden", "3"], "does not go with --to lightning"),
         (["--to", "torchscript", "--model", "cli_toy.HasForwar"], "Did you mean 'HasForward'"),
         (["--to", "torchscript", "--model", "cli_toy.ToyData"], "is no class of models"),
         (["--to", "torchscript", *MODEL, "--model.hidden", "2"], "its weights are not those of HasForward"),
         (["--to", "torchscript", *MODEL, "--modle.hidden", "2"], "is not known"),
         (["--to", "onnx"], "example_input_array"),
+        (["--to", "torchscript", "--dtype", "bf16"], "does not go with --to torchscript"),
         (["--to", "pickle"], "invalid choice"),
         (["--to", "lightning", "a", "--output", "b"], "named twice"),
     ],

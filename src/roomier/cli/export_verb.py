@@ -1,19 +1,38 @@
-"""``roomier export CKPT --to safetensors`` or ``hugging-face``: weights for other programs."""
+"""``roomier export CHECKPOINT --to FORMAT OUT``: a checkpoint for other programs."""
 
 from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from roomier import checkpoint
+from roomier.checkpoint.lightning import is_lightning_file
+from roomier.cli.exported_model import example_inputs, model_to_export
+from roomier.cli.trainer_verbs import current_folder_importable
 from roomier.core.errors import RoomierError
 from roomier.core.units import format_bytes
-from roomier.export.hugging_face import export_hugging_face
 from roomier.export.safetensors import DEFAULT_SHARD_BYTES, DTYPES, Exported, export_safetensors
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+_SUFFIXES = {
+    "safetensors": "-safetensors",
+    "hugging-face": "-hugging-face",
+    "lightning": ".ckpt",
+    "torchscript": ".pt",
+    "onnx": ".onnx",
+    "torch-export": ".pt2",
+}
+_OF_A_MODEL = ("torchscript", "onnx", "torch-export")
+_OF_WEIGHTS = ("safetensors", "hugging-face")
+_GOES_WITH = {
+    **dict.fromkeys(("max_shard_size", "dtype"), _OF_WEIGHTS),
+    "prefix": ("safetensors",),
+    **dict.fromkeys(("processor", "adapters"), ("hugging-face",)),
+    **dict.fromkeys(("model", "input"), _OF_A_MODEL),
+    "method": ("torchscript",),
+}
 
 
 def run(verb: str, arguments: Sequence[str]) -> int:
@@ -22,38 +41,96 @@ def run(verb: str, arguments: Sequence[str]) -> int:
     Raises:
         RoomierError: an option is wrong, the checkpoint is damaged, or the output cannot be written.
     """
-    options = _parser(verb).parse_args(list(arguments))
+    options, others = _parser(verb).parse_known_intermixed_args(list(arguments))
+    if options.out is not None and options.output is not None:
+        raise RoomierError("--output", str(options.output), "is named twice", f"Leave it, or {str(options.out)!r}, out")
     # A folder of checkpoints, or of runs, means its newest.
     found = checkpoint.find_last(options.checkpoint) if options.checkpoint.is_dir() else None
     path = found or options.checkpoint
-    output = options.output or path.with_name(f"{path.resolve().name}-{options.to}")
-    shard_bytes = _bytes("--max-shard-size", options.max_shard_size)
-    if options.to == "hugging-face":
-        done = _hugging_face(path, output, shard_bytes, options)
-    else:
-        _refuse(options, "processor", "adapters")
-        done = export_safetensors(path, output, max_shard_bytes=shard_bytes, dtype=options.dtype, prefix=options.prefix)
-    print(f"{path} -> {done.folder}: {format_bytes(done.num_bytes)} in {', '.join(done.files)}")
+    output = options.out or options.output or _default_output(path, options.to)
+    _refuse_what_does_not_go_with(options, others)
+    if options.to in _OF_A_MODEL:
+        with current_folder_importable():
+            _export_model(options, others, path, output)
+        return 0
+    if is_lightning_file(path):
+        action = "Load it where it was written, or go on with it: fit(ckpt_path=...), and export what that saves"
+        problem = f"is a file of Lightning, and --to {options.to} reads folders"
+        raise RoomierError("checkpoint", str(path), problem, action)
+    _WRITERS[options.to](options, path, output)
     return 0
 
 
-def _hugging_face(path: Path, output: Path, shard_bytes: int, options: argparse.Namespace) -> Exported:
-    _refuse(options, "prefix")
-    return export_hugging_face(
+def _refuse_what_does_not_go_with(options: argparse.Namespace, others: Sequence[str]) -> None:
+    to = options.to
+    for name, formats in _GOES_WITH.items():
+        value = getattr(options, name)
+        if value is not None and to not in formats:
+            option = f"--{name.replace('_', '-')}"
+            raise RoomierError(option, value, f"does not go with --to {to}", f"Leave it out; it is for {formats[0]}")
+    if others and to not in _OF_A_MODEL:
+        action = f"Leave it out; arguments of the model are for {_OF_A_MODEL[0]}, see `roomier export --help`"
+        raise RoomierError("export", others[0], f"does not go with --to {to}", action)
+
+
+def _default_output(path: Path, to: str) -> Path:
+    return path.with_name(f"{path.resolve().name.removesuffix('.ckpt')}{_SUFFIXES[to]}")
+
+
+def _export_model(options: argparse.Namespace, others: Sequence[str], path: Path, output: Path) -> None:
+    model = model_to_export(path, options.model, others)
+    inputs = example_inputs(options.input)
+    if options.to == "onnx":
+        from roomier.export.onnx import export_onnx
+
+        export_onnx(model, output, inputs)
+    elif options.to == "torch-export":
+        from roomier.export.torch_export import export_torch
+
+        export_torch(model, output, inputs)
+    else:
+        from roomier.export.torchscript import export_torchscript
+
+        export_torchscript(model, output, method=options.method or "script", example_inputs=inputs)
+    print(f"{path} -> {output}: {format_bytes(output.stat().st_size)}")
+
+
+def _to_safetensors(options: argparse.Namespace, path: Path, output: Path) -> None:
+    num_bytes = _bytes("--max-shard-size", options.max_shard_size or str(DEFAULT_SHARD_BYTES))
+    _say(path, export_safetensors(path, output, max_shard_bytes=num_bytes, dtype=options.dtype, prefix=options.prefix))
+
+
+def _to_hugging_face(options: argparse.Namespace, path: Path, output: Path) -> None:
+    from roomier.export.hugging_face import export_hugging_face
+
+    num_bytes = _bytes("--max-shard-size", options.max_shard_size or str(DEFAULT_SHARD_BYTES))
+    done = export_hugging_face(
         path,
         output,
-        max_shard_bytes=shard_bytes,
+        max_shard_bytes=num_bytes,
         dtype=options.dtype,
         processor=options.processor,
         adapters=options.adapters or "merged",
     )
+    _say(path, done)
 
 
-def _refuse(options: argparse.Namespace, *names: str) -> None:
-    for name in names:
-        value = getattr(options, name)
-        if value is not None:
-            raise RoomierError(f"--{name}", value, f"does not go with --to {options.to}", "Leave it out")
+def _to_lightning(options: argparse.Namespace, path: Path, output: Path) -> None:
+    from roomier.export.lightning import export_lightning
+
+    target = export_lightning(path, output)
+    print(f"{path} -> {target}: {format_bytes(target.stat().st_size)}")
+
+
+def _say(path: Path, done: Exported) -> None:
+    print(f"{path} -> {done.folder}: {format_bytes(done.num_bytes)} in {', '.join(done.files)}")
+
+
+_WRITERS: dict[str, Callable[[argparse.Namespace, Path, Path], None]] = {
+    "safetensors": _to_safetensors,
+    "hugging-face": _to_hugging_face,
+    "lightning": _to_lightning,
+}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -64,27 +141,34 @@ class _Parser(argparse.ArgumentParser):
 def _parser(verb: str) -> _Parser:
     parser = _Parser(
         prog=f"roomier {verb}",
-        description="Write the weights of a checkpoint for other programs. It takes a few MiB of memory.",
+        description="Write a checkpoint for other programs: its weights, all of it for Lightning, or the model itself.",
         allow_abbrev=False,
     )
     parser.add_argument("checkpoint", type=Path, help="a checkpoint; of a folder of checkpoints or runs, the newest")
+    parser.add_argument("out", type=Path, nargs="?", help="a new file or folder; by default beside the checkpoint")
     parser.add_argument(
         "--to",
         required=True,
-        choices=["safetensors", "hugging-face"],
-        help="safetensors: weights under the names they have in the model. hugging-face: what save_pretrained writes "
-        "and from_pretrained opens",
+        choices=list(_SUFFIXES),
+        help="safetensors: weights under the names they have in the model; hugging-face: what save_pretrained writes, "
+        "for from_pretrained; lightning: a .ckpt to go on with there; torchscript, onnx, torch-export: the model",
     )
-    parser.add_argument("--output", type=Path, help="a new folder; by default the checkpoint's name and that of --to")
-    parser.add_argument("--max-shard-size", default=str(DEFAULT_SHARD_BYTES), help="of one file: 5GB (default), 500MiB")
-    parser.add_argument("--dtype", choices=sorted(DTYPES), help="of all floating-point weights")
-    parser.add_argument("--prefix", help="only weights whose names begin so, without it: 'model.'; '' is all")
-    parser.add_argument(
+    parser.add_argument("--output", type=Path, help="the same as out")
+    weights = parser.add_argument_group("weights: safetensors, hugging-face (these take a few MiB of memory)")
+    weights.add_argument("--max-shard-size", help="of one file: 5GB (default), 500MiB")
+    weights.add_argument("--dtype", choices=sorted(DTYPES), help="of all floating-point weights")
+    weights.add_argument("--prefix", help="safetensors: only weights whose names begin so, without it; '' is all")
+    weights.add_argument(
         "--processor", type=Path, help="hugging-face: the folder of a tokenizer or processor, to go along"
     )
-    parser.add_argument(
+    weights.add_argument(
         "--adapters", choices=["merged", "alone"], help="hugging-face: into the weights, or as a folder for peft"
     )
+    model = parser.add_argument_group("models: torchscript, onnx, torch-export")
+    model.add_argument("--model", help="import path of its class; by default as config.yaml of the run names it")
+    model.add_argument("--model.NAME", metavar="VALUE", help="its arguments; by default the stored hyperparameters")
+    model.add_argument("--input", help="what forward takes, such as 'x=float32[8,3]', or a file of torch.save")
+    model.add_argument("--method", choices=["script", "trace"], help="torchscript: script (default), or trace")
     return parser
 
 
