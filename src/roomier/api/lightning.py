@@ -80,12 +80,18 @@ class LightningAdapter(WrappedModule):
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__(network)
-        self.__class__ = _adapter_class(type(network))
+        kind: Any = type(network)
+        self.__class__ = _adapter_class(kind)
         for name in _public_names():
             if hasattr(type(network), name) and overrides(network, name, Module):
                 vars(self)[name] = getattr(network, name)
         if hasattr(network, "loss_reduction"):
-            self.loss_reduction = network.loss_reduction
+            self.loss_reduction = self._user.loss_reduction
+
+    @property
+    def _user(self) -> Any:
+        """The LightningModule, whose attributes are its class's business."""
+        return self.network
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.network(*args, **kwargs)
@@ -96,27 +102,27 @@ class LightningAdapter(WrappedModule):
     @property
     def automatic_optimization(self) -> bool:
         """The network's own, which may be set at any time."""
-        return bool(self.network.automatic_optimization)
+        return bool(self._user.automatic_optimization)
 
     @automatic_optimization.setter
     def automatic_optimization(self, is_automatic: bool) -> None:
-        self.network.automatic_optimization = is_automatic
+        self._user.automatic_optimization = is_automatic
 
     @property
     def strict_loading(self) -> bool:
-        return bool(self.network.strict_loading)
+        return bool(self._user.strict_loading)
 
     @strict_loading.setter
     def strict_loading(self, is_strict: bool) -> None:
-        self.network.strict_loading = is_strict
+        self._user.strict_loading = is_strict
 
     @property
     def example_input_array(self) -> Any:
-        return self.network.example_input_array
+        return self._user.example_input_array
 
     @example_input_array.setter
     def example_input_array(self, example: Any) -> None:
-        self.network.example_input_array = example
+        self._user.example_input_array = example
 
     @property
     def hparams(self) -> HyperParameters:
@@ -220,7 +226,8 @@ def _make_lent_class(kind: type) -> type:
 def _reduce_as(kind: type) -> Callable[[Any, Any], Any]:
     # A copy, or a pickle, is one of the user's class: the class made here has no name to be found by.
     def reduce_ex(self: Any, protocol: Any) -> Any:
-        maker, arguments, *state = kind.__reduce_ex__(self, protocol)
+        user_class: Any = kind
+        maker, arguments, *state = user_class.__reduce_ex__(self, protocol)
         if maker is copyreg.__newobj__:  # type: ignore[attr-defined]  # which must get the very class of the object
             maker, arguments = object.__new__, (kind, *arguments[1:])
         return (maker, arguments, *state)

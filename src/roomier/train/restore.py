@@ -73,7 +73,7 @@ def restore_weights(run: Run, path: Path) -> None:
     with _named_ckpt_path():
         stored, weights = checkpoint.peek(path), run.engine.weights()
         _check_adapters(path, stored, weights, run.plan)
-        only = ("module",)
+        only: tuple[str, ...] = ("module",)
         if overrides(run.module, "on_load_checkpoint", Module):
             only = ("module", *(stored.keys() - (OWN_ENTRIES - {"progress", "hyperparameters"})))
         places = _places(run, weights, stored["module"])
