@@ -78,7 +78,19 @@ def assert_equal(seen: Seen, expected: Seen) -> None:
     torch.testing.assert_close(seen.weights, expected.weights, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", CASES)
+SLOW = {  # each is near another one
+    "dropout",
+    "accumulation and schedulers",
+    "clipping by value",
+    "clipping of its own",
+    "warm-up with accumulation and clipping",
+    "LBFGS with clipping",
+    "a stream",
+    "validation within epochs",
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in CASES])
 def test_losses_metrics_and_weights_are_equal(tmp_path, name):
     case = CASES[name]
     runs = [

@@ -54,9 +54,17 @@ def error_after(kind: type, strategy: str, num_ranks: int, keywords: dict[str, A
     return trainer.validate(module, DataLoader(data, 8))[0]["error"]
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+CLIPPED = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}
+
+
 @pytest.mark.parametrize(
-    "keywords", [{}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}], ids=["", "clipped"]
+    ("strategy", "keywords"),
+    [
+        ("ddp", CLIPPED),
+        ("zero3", {}),
+        pytest.param("ddp", {}, marks=pytest.mark.slow),
+        pytest.param("zero3", CLIPPED, marks=pytest.mark.slow),
+    ],
 )
 def test_a_closure_on_two_ranks(on_ranks, strategy, keywords):
     expected = error_after(Regression, "single", 1, keywords)
