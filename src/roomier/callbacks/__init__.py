@@ -16,6 +16,7 @@ from roomier.callbacks.prediction_writer import PredictionWriter
 from roomier.callbacks.progress import ProgressBar
 from roomier.callbacks.rich_model_summary import RichModelSummary
 from roomier.callbacks.spike_guard import SpikeGuard
+from roomier.callbacks.stochastic_weight_averaging import StochasticWeightAveraging
 from roomier.callbacks.throughput import Throughput
 from roomier.callbacks.timer import Timer
 from roomier.callbacks.weight_averaging import EMAWeightAveraging, WeightAveraging
@@ -40,6 +41,7 @@ __all__ = [
     "ProgressBar",
     "RichModelSummary",
     "SpikeGuard",
+    "StochasticWeightAveraging",
     "Throughput",
     "Timer",
     "WeightAveraging",
