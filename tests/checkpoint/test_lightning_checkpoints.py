@@ -18,6 +18,7 @@ from roomier import Trainer
 from roomier.callbacks import EarlyStopping, ModelCheckpoint
 from roomier.checkpoint.lightning import LightningFile, is_lightning_file
 from roomier.core.errors import CheckpointError, RoomierError
+from roomier.export.lightning import export_lightning
 from tests.checkpoint.lightning_runs import OwnModule, fit_in_lightning, lightning_module, loader
 from tests.ranks.pool import RankPool
 
@@ -162,6 +163,69 @@ def test_load_from_checkpoint_makes_the_module_of_its_hyperparameters(tmp_path: 
     assert all(torch.equal(module.state_dict()[n], each) for n, each in LightningFile(path).state_dict.items())
     with pytest.raises(CheckpointError, match=r"other|shape|size"):
         OwnModule.load_from_checkpoint(path, width=6)
+
+
+def test_the_loss_scale_goes_on(tmp_path: Path, make_trainer: Callable[..., Trainer]) -> None:
+    path = saved_by_lightning(tmp_path, 1)
+    content = torch.load(path, weights_only=True)
+    scale = {
+        "scale": 1024.0,
+        "growth_factor": 2.0,
+        "backoff_factor": 0.5,
+        "growth_interval": 2000,
+        "_growth_tracker": 7,
+    }
+    torch.save({**content, "MixedPrecision": scale}, path)  # Lightning has one on a GPU alone
+    trainer = make_trainer(max_epochs=1, precision="16-mixed")
+
+    trainer.fit(OwnModule(), loader(), ckpt_path=path)
+
+    assert trainer.engine.scaler is not None
+    state = trainer.engine.scaler.state()
+    assert (state["scale"], state["_growth_tracker"]) == (1024.0, 7)
+    trainer.save_checkpoint(tmp_path / "own")
+    assert LightningFile(export_lightning(tmp_path / "own", tmp_path / "out.ckpt")).scaler == scale
+
+
+def test_several_optimizers_stepped_by_hand_go_on(tmp_path: Path, make_trainer: Callable[..., Trainer]) -> None:
+    torch.manual_seed(3)
+    fit_in_lightning(by_hand(), 2, save_at=tmp_path / "x.ckpt")
+    expected = fit_in_lightning(by_hand(), 4, ckpt_path=tmp_path / "x.ckpt")
+    module = by_hand()
+    trainer = make_trainer(max_epochs=4)
+
+    trainer.fit(module, loader(), ckpt_path=tmp_path / "x.ckpt")
+
+    assert module.losses == pytest.approx(expected, abs=TOLERANCE)
+    assert trainer.global_step == 48
+
+
+def by_hand() -> Any:
+    import lightning.pytorch as pl
+
+    class ByHand(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 1)
+            self.losses: list[float] = []
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            for optimizer in self.optimizers():
+                loss = nn.functional.mse_loss(self.second(self.first(batch[0])), batch[1])
+                optimizer.zero_grad()
+                self.manual_backward(loss)
+                optimizer.step()
+                self.losses.append(loss.item())
+            if self.trainer.is_last_batch:
+                self.lr_schedulers().step()
+
+        def configure_optimizers(self) -> Any:
+            adam = torch.optim.Adam(self.first.parameters(), lr=0.05)
+            sgd = torch.optim.SGD(self.second.parameters(), lr=0.05, momentum=0.9)
+            return [adam, sgd], [torch.optim.lr_scheduler.ExponentialLR(adam, 0.9)]
+
+    return ByHand()
 
 
 class OneArgument(OwnModule):

@@ -19,7 +19,7 @@ from roomier.core.errors import CheckpointError, RoomierError
 from roomier.export.plain import plain_model
 from roomier.export.torch_export import export_torch
 from roomier.export.torchscript import export_torchscript
-from tests.checkpoint.lightning_runs import OwnModule, loader
+from tests.checkpoint.lightning_runs import OwnModule, lightning_module, loader
 from tests.export.test_lightning_export import trained_cut
 from tests.ranks.pool import RankPool
 
@@ -218,6 +218,16 @@ def test_the_plain_model_of_a_checkpoint_of_two_ranks(tmp_path: Path, on_ranks: 
     export_torchscript(model, tmp_path / "x.pt")
     assert torch.equal(torch.jit.load(tmp_path / "x.pt")(LARGER), model(LARGER))
     assert model(LARGER).std() > 0
+
+
+def test_a_lightning_module_is_scripted_from_its_checkpoint(tmp_path: Path) -> None:
+    module = lightning_module(width=5)
+    torch.save({"state_dict": module.state_dict(), "hyper_parameters": {"width": 5}}, tmp_path / "x.ckpt")
+
+    model = plain_model(tmp_path / "x.ckpt", type(module))
+
+    assert torch.equal(export_torchscript(model)(X), module(X))
+    assert "_trainer" not in vars(model) or vars(model)["_trainer"] is None
 
 
 def test_the_plain_model_of_a_lightning_checkpoint(tmp_path: Path) -> None:
