@@ -81,7 +81,6 @@ def assert_equal(seen: Seen, expected: Seen) -> None:
 SLOW = {  # each is near another one
     "dropout",
     "accumulation and schedulers",
-    "clipping by value",
     "clipping of its own",
     "warm-up with accumulation and clipping",
     "LBFGS with clipping",
