@@ -301,6 +301,13 @@ def test_what_a_module_asks_and_calls_within_a_run(tmp_path, capsys):
     assert all(isinstance(each, torch.Tensor) for each in gathered["b"])
 
 
+def test_after_a_run_the_module_knows_where_its_weights_are(tmp_path):
+    module = Line()
+    fit(module, tmp_path, precision="bf16-true")
+    assert module.dtype == module.net.weight.dtype == torch.bfloat16
+    assert module.device == module.net.weight.device
+
+
 def test_freezing_within_a_hook_holds(tmp_path):
     class Freezes(Line):
         def on_fit_start(self):

@@ -192,8 +192,16 @@ def lent_to_lightning(module: nn.Module, trainer: Trainer) -> Iterator[None]:
         yield
     finally:
         for part in parts:
+            _note_place(part)
             if "user_class" in vars(type(part)):
                 part.__class__ = vars(type(part))["user_class"]
+
+
+def _note_place(part: nn.Module) -> None:
+    # Lightning's ``device`` and ``dtype`` are notes that its own ``to`` makes; a run moves the parameters alone.
+    tensor = next((each for each in part.parameters() if each.is_floating_point()), None)
+    if tensor is not None:
+        vars(part).update(_device=tensor.device, _dtype=tensor.dtype)
 
 
 def _is_lent(kind: type) -> bool:
