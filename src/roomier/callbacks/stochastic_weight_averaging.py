@@ -200,7 +200,7 @@ class StochasticWeightAveraging(Callback):
         return self._scheduler
 
 
-def batch_norms_of(module: nn.Module) -> list[nn.Module]:
+def batch_norms_of(module: nn.Module) -> list[Any]:
     """The BatchNorm modules that keep running statistics."""
     return [each for each in module.modules() if isinstance(each, BATCH_NORMS) and each.running_mean is not None]
 
@@ -240,7 +240,7 @@ def _forward(trainer: Trainer, batch: Any, batch_idx: int) -> None:
 
 
 @contextmanager
-def _averaging_statistics(trainer: Trainer, norms: list[nn.Module]) -> Iterator[None]:
+def _averaging_statistics(trainer: Trainer, norms: list[Any]) -> Iterator[None]:
     results = trainer.results
     momenta = [norm.momentum for norm in norms]
     for norm in norms:

@@ -53,7 +53,7 @@ FORMER_KEYWORDS: dict[str, str] = {
     "model_registry": "Leave it out: checkpoints go to the run folder; upload them in a callback's on_fit_end",
     "backend": "Leave it out: gloo on the CPU, nccl on CUDA",
     "terminate_on_nan": "Leave it out: a loss that is not finite ends the run at the next log step",
-    "stochastic_weight_avg": "It is not built: update a torch.optim.swa_utils.AveragedModel in a callback",
+    "stochastic_weight_avg": "Write callbacks=[StochasticWeightAveraging(swa_lrs=...)]",
     "process_position": "Leave it out: there is one progress bar",
     "flush_logs_every_n_steps": "Leave it out: each row is in its file when it was logged",
     "log_gpu_memory": "It is not built: log torch.cuda.max_memory_allocated() in training_step",
