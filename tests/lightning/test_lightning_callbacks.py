@@ -260,6 +260,7 @@ def test_learning_rates_are_seen_on_the_object_given(tmp_path: Path) -> None:
         (lambda folder: pl.callbacks.EMAWeightAveraging(decay=0.5), "WeightAveraging"),
         (lambda folder: pl.callbacks.BackboneFinetuning(1), "BackboneFinetuning"),
         (lambda folder: pl.callbacks.GradientAccumulationScheduler({0: 1, 2: 2}), "GradientAccumulationScheduler"),
+        (lambda folder: pl.callbacks.StochasticWeightAveraging(0.05, 1), "StochasticWeightAveraging"),
     ],
 )
 def test_what_reaches_into_lightnings_loops_runs_as_roomiers(

@@ -292,9 +292,8 @@ def _checkpoint_to_read(trainer: Trainer, ckpt_path: str | Path | None, root: Pa
 
 def _folder(trainer: Trainer, is_fit: bool, root: Path, path: Path | None) -> Path | None:
     """Where the run writes; the Trainer and its loggers are told."""
-    folder = (
-        None if trainer.fitted is None else trainer.fitted.folder
-    )
+    # What is measured after a fit goes on in its log.
+    folder = None if trainer.fitted is None else trainer.fitted.folder
     if is_fit:
         folder = trainer.ranks.on_zero(lambda: run_folder(root, path)) if trainer.keeps_files else None
     trainer.log_dir = str(folder or root)
