@@ -250,7 +250,7 @@ WRONG = {
         CheckpointError,
         "ckpt_path",
         "4",
-        "Pass a checkpoint folder, 'last' or 'best'",
+        "Pass a checkpoint, 'last' or 'best'",
     ),
     "of weights alone": (from_weights_only, CheckpointError, "ckpt_path", "weights", "Load it with Module.load_from"),
     "the best, where there is none": (

@@ -414,7 +414,7 @@ class Module(HasHyperParameters, Exports, nn.Module):
         """The module as the checkpoint has it: made from its stored hyperparameters, with its weights.
 
         Args:
-            checkpoint_path: a checkpoint folder.
+            checkpoint_path: a checkpoint folder, or a ``.ckpt`` of Lightning.
             map_location: the device to put it on; None leaves it where ``__init__`` makes it, on the CPU as a rule.
             strict: the names of the weights must agree; by default as ``strict_loading`` says.
             kwargs: arguments of ``__init__`` that take the place of stored ones, or were not stored.

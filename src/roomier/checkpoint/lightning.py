@@ -23,6 +23,7 @@ SCALERS = ("MixedPrecision", "MixedPrecisionPlugin", "NativeMixedPrecisionPlugin
 SUFFIX = ".ckpt"
 _GROUP_KEYS_OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}
 _NUM_NAMES_SHOWN = 5
+_PICKLE = b"\x80"
 
 
 def is_lightning_file(path: str | Path) -> bool:
@@ -208,9 +209,11 @@ def books_of(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    again = "Copy the file again, or give another checkpoint"
+    again = "Give the path of a checkpoint folder, or of a .ckpt that Lightning saved; copy it again if it was one"
     try:
         is_zip = zipfile.is_zipfile(path)  # what torch wrote before 1.6 is none, and cannot be read in parts
+        if not is_zip and _first_byte(path) != _PICKLE:
+            raise ValueError("torch did not write it, or its end is missing")
         with harmless_types(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Detected pickle protocol", category=UserWarning)
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
@@ -223,6 +226,11 @@ def _read(path: Path) -> dict[str, Any]:
         action = "Give a .ckpt file of Lightning, a checkpoint folder of roomier, or .safetensors files"
         raise CheckpointError("checkpoint", str(path), "is no checkpoint of Lightning: no 'state_dict' in it", action)
     return {key: value if key == "state_dict" else as_plain(value) for key, value in content.items()}
+
+
+def _first_byte(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return file.read(1)
 
 
 def _refused(path: Path, error: Exception) -> CheckpointError:

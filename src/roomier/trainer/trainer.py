@@ -223,7 +223,8 @@ class Trainer(TrainerAttributes):
             model: a :class:`roomier.Module`, or any ``nn.Module`` whose forward returns a loss.
             train_dataloaders: a list of batches, an iterable of batches, a DataLoader, or a DataModule.
             val_dataloaders: the same, or several of them.
-            ckpt_path: a checkpoint to go on from, bit for bit; ``"last"``: the newest under ``default_root_dir``.
+            ckpt_path: a checkpoint to go on from, bit for bit; ``"last"``: the newest under ``default_root_dir``. A
+                ``.ckpt`` of Lightning is gone on with as Lightning would.
             weights_only: None or True: loading a checkpoint never executes code.
             weights: what ``model`` begins with: a ``.safetensors`` file, a folder with ``model.safetensors`` or its
                 index, or a checkpoint. Each rank reads its part. Not read where ``ckpt_path`` is found.
