@@ -206,3 +206,45 @@ def test_terms_are_counted_as_the_model_counts_them(
 
 def test_a_loss_that_is_a_sum_over_samples_is_added_up() -> None:
     assert ForwardModule(network("Wav2Vec2ForCTC", ctc_loss_reduction="sum")).loss_reduction == "sum"
+
+
+def speech(reduction: str) -> Any:
+    rates = ("hidden_dropout", "attention_dropout", "activation_dropout", "feat_proj_dropout", "final_dropout")
+    config = transformers.Wav2Vec2Config(
+        vocab_size=12,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=24,
+        conv_dim=(8, 8),
+        conv_kernel=(4, 4),
+        conv_stride=(2, 2),
+        num_conv_pos_embeddings=4,
+        num_conv_pos_embedding_groups=2,
+        ctc_loss_reduction=reduction,
+        pad_token_id=0,
+        layerdrop=0.0,
+        apply_spec_augment=False,
+        **dict.fromkeys(rates, 0.0),
+    )
+    torch.manual_seed(0)
+    return transformers.Wav2Vec2ForCTC(config).train()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_transcripts_without_times(
+    make_trainer: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch, reduction: str
+) -> None:
+    """CTC adds up its samples, or averages over them, whatever their lengths."""
+    monkeypatch.setattr(f"{__name__}.LR", 0.01)
+    generator = torch.Generator().manual_seed(0)
+    steps: list[list[Batch]] = [[]]
+    for size in SIZES:
+        labels = torch.randint(1, 12, (size, 6), generator=generator)
+        labels[:, -size:] = -100
+        steps[0].append({"input_values": torch.randn(size, 200, generator=generator), "labels": labels})
+    ours = trained(make_trainer, speech(reduction), steps)
+    assert apart(ours, bare_loop(speech(reduction), steps, of_one_batch)) < 2e-6
+    means = bare_loop(speech(reduction), steps, lambda model, window: [model(**batch).loss / 3 for batch in window])
+    assert apart(ours, means) > 1e-4
