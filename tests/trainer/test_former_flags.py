@@ -64,7 +64,7 @@ def test_a_former_flag_is_told_in_todays_spelling(flags: dict[str, Any], today: 
     assert caught.value.received == flags[caught.value.field]
 
 
-@pytest.mark.parametrize("today", [today for _, today in SPELLED if "gpu" not in today and "auto_lr" not in today])
+@pytest.mark.parametrize("today", [today for _, today in SPELLED if "gpu" not in today])
 def test_todays_spelling_is_taken(today: str) -> None:
     trainer = eval(f"roomier.Trainer({today})", {"roomier": roomier})
     assert isinstance(trainer, roomier.Trainer)
