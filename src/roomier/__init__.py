@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __version__ = version("roomier")
 
-_FOLDERS = ("adapters", "callbacks", "checkpoint", "data", "export", "loggers", "memory", "models")
+_FOLDERS = ("adapters", "callbacks", "checkpoint", "data", "export", "loggers", "memory", "models", "tuner")
 
 # Loaded when first asked for: a Plan, or the command's help, must not wait for torch.
 _HOMES = {

@@ -107,6 +107,8 @@ WRONG = {
         (3.5, "Pass True, False, a name"),
         ("neptune", "Use one of: comet"),
     ],
+    "auto_lr_find": [(1, "Use True or False"), ("no way", "the name of the attribute")],
+    "auto_scale_batch_size": [("max", "'power' or 'binsearch'")],
     "enable_checkpointing": [("no", "Use True or False"), (0, "Use True or False")],
     "enable_progress_bar": [(1, "Use True or False")],
     "enable_model_summary": [("full", "Use True or False")],

@@ -84,6 +84,7 @@ CASES: dict[str, Case] = {
     "list": lambda: (Net(), {"train_dataloaders": list(shuffled())}),
     "two loaders": lambda: (Pair(), {"train_dataloaders": {"a": shuffled(), "b": shuffled(32)}}),
 }
+SLOW = ("generator", "list", "own loader")
 
 
 class Pair(Net):
@@ -161,13 +162,15 @@ def sizes(trainer: roomier.Trainer, *arguments: Any, **keywords: Any) -> None:
     trainer.plan = trainer.asked_plan = plan
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in CASES])
 def test_after_a_search_for_a_rate(tmp_path: Path, name: str) -> None:
     without = fitted(tmp_path / "without", CASES[name], None)
     assert_same(fitted(tmp_path / "with", CASES[name], rates), without)
 
 
-@pytest.mark.parametrize("name", ["shuffle", "own draws", "data module"])
+@pytest.mark.parametrize(
+    "name", ["data module", *(pytest.param(name, marks=pytest.mark.slow) for name in ("shuffle", "own draws"))]
+)
 def test_after_a_search_for_a_batch_size(tmp_path: Path, name: str) -> None:
     without = fitted(tmp_path / "without", CASES[name], None)
     assert_same(fitted(tmp_path / "with", CASES[name], sizes), without)

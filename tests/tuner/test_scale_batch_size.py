@@ -52,7 +52,7 @@ def test_errors_of_memory_are_caught_and_the_global_batch_is_kept(make_trainer, 
     assert (
         "a step takes 4 micro-batches of 12 samples on each rank: as many samples as before" in capsys.readouterr().err
     )
-    assert Tuner(trainer).scale_batch_size(Full(), shuffled(24), memory_budget="1GiB", margin=0.5, init_val=12) == 4
+    assert Tuner(trainer).scale_batch_size(Full(), shuffled(24), memory_budget="1GiB", margin=0.5, init_val=12) == 6
 
 
 def test_a_budget_limits_what_a_step_holds_as_measured(make_trainer, capsys) -> None:
@@ -67,6 +67,7 @@ def test_a_budget_limits_what_a_step_holds_as_measured(make_trainer, capsys) -> 
     assert trainer.micro_batch == smaller, "as it was found before"
 
 
+@pytest.mark.slow
 def test_a_resumed_run_keeps_what_was_found(make_trainer, capsys) -> None:
     keywords = {"auto_scale_batch_size": True, "memory_budget": "1MiB", "enable_checkpointing": True}
     first = make_trainer(max_steps=2, **keywords)

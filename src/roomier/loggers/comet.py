@@ -65,7 +65,7 @@ class CometLogger(ServiceLogger):
             raise missing_package(self.name, self.PACKAGE, error) from error
         super().__init__(project or os.environ.get("COMET_PROJECT_NAME") or "lightning_logs", experiment_key, prefix)
         self._comet = comet_ml
-        self._start = {"api_key": api_key, "workspace": workspace, "online": online}
+        self._start: dict[str, Any] = {"api_key": api_key, "workspace": workspace, "online": online}
         self._mode = mode
         self._config = {"log_code": False, "auto_output_logging": False, "display_summary_level": 0, **kwargs}
         try:

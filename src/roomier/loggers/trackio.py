@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import uuid
+from importlib import import_module
 from typing import Any, ClassVar
 
 from roomier.loggers.guarded import flat
@@ -40,7 +41,7 @@ class TrackioLogger(ServiceLogger):
         **kwargs: Any,
     ) -> None:
         try:
-            import trackio
+            trackio = import_module("trackio")
         except ImportError as error:
             raise missing_package(self.name, self.PACKAGE, error) from error
         super().__init__(project or os.environ.get("TRACKIO_PROJECT") or "lightning_logs", name, prefix)
