@@ -83,12 +83,18 @@ def train(size: int, strategy: str, mode: Any, num_workers: int, root: Path, max
 
 @pytest.mark.parametrize(
     ("mode", "num_batches", "num_workers"),
-    [("min_size", 4, 0), ("max_size", 8, 0), ("max_size_cycle", 8, 0), ("sequential", 27, 0), ("max_size_cycle", 8, 1)],
+    [
+        ("min_size", 4, 0),
+        ("max_size_cycle", 8, 1),
+        pytest.param("max_size", 8, 0, marks=pytest.mark.slow),
+        pytest.param("max_size_cycle", 8, 0, marks=pytest.mark.slow),
+        pytest.param("sequential", 27, 0, marks=pytest.mark.slow),
+    ],
 )
 def test_a_run_that_was_cut_off_goes_on_to_the_last_bit(tmp_path, mode: str, num_batches: int, num_workers: int):
     read, weights, length = train(1, "single", mode, num_workers, tmp_path / "whole", -1, False)
     assert (length, len(read)) == (num_batches, 2 * num_batches)
-    for number, max_steps in enumerate([3, num_batches, num_batches + 2] if not num_workers else [num_batches + 2]):
+    for number, max_steps in enumerate([num_batches, num_batches + 2] if not num_workers else [num_batches + 2]):
         root = tmp_path / str(number)
         before, _, _ = train(1, "single", mode, num_workers, root, max_steps, False)
         after, resumed, _ = train(1, "single", mode, num_workers, root, -1, True)
@@ -98,7 +104,11 @@ def test_a_run_that_was_cut_off_goes_on_to_the_last_bit(tmp_path, mode: str, num
 
 @pytest.mark.parametrize(
     ("size", "strategy", "mode", "num_batches"),
-    [(2, "ddp", "max_size_cycle", 4), (4, "zero3", "max_size", 2), (2, "zero2", "sequential", 13)],
+    [
+        (2, "zero2", "max_size_cycle", 4),
+        pytest.param(4, "zero3", "max_size", 2, marks=pytest.mark.slow),
+        pytest.param(2, "ddp", "sequential", 13, marks=pytest.mark.slow),
+    ],
 )
 def test_ranks_that_were_cut_off_go_on_to_the_last_bit(on_ranks, tmp_path, size, strategy, mode, num_batches):
     whole = on_ranks(size, train, size, strategy, mode, 0, tmp_path / "whole", -1, False)
@@ -273,3 +283,52 @@ def test_a_micro_batch_of_several_loaders_is_not_cut(make_trainer):
     trainer = make_trainer(strategy="auto", max_epochs=1, memory_budget="2GB")
     trainer.fit(module, pair)
     assert [[len(each) for each in batches] for *_, batches in module.read] == [[2, 1], [2, 1], [2, 1]]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("mode", [None, "min_size", "max_size"])
+def test_a_lightning_module_with_several_loaders_trains_as_under_lightning(make_trainer, mode: Any):
+    lightning = pytest.importorskip("lightning.pytorch")
+
+    class Both(lightning.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Linear(2, 1)
+            self.calls: list[Any] = []
+
+        def loader(self, length: int, seed: int) -> DataLoader[Any]:
+            return DataLoader(torch.rand(length, 2, generator=torch.Generator().manual_seed(seed)), batch_size=2)
+
+        def train_dataloader(self):
+            pair = {"a": self.loader(9, 1), "b": [self.loader(5, 2)]}
+            return pair if mode is None else lightning.utilities.CombinedLoader(pair, mode)
+
+        def val_dataloader(self):
+            return [self.loader(5, 3), self.loader(3, 4)]
+
+        def training_step(self, batch, batch_idx):
+            loss = sum(self.net(each).square().mean() for each in tensors(batch))
+            self.calls.append((batch_idx, -1, float(loss.detach())))
+            return loss
+
+        def validation_step(self, batch, batch_idx, dataloader_idx):
+            loss = self.net(batch).square().mean()
+            self.calls.append((batch_idx, dataloader_idx, float(loss)))
+            self.log("loss", loss)
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    found = []
+    options: Any = {"max_epochs": 2, "enable_checkpointing": False, **QUIET}
+    for trainer in (lightning.Trainer(**options), make_trainer(max_epochs=2)):
+        torch.manual_seed(0)
+        module = Both()
+        trainer.fit(module)
+        results = trainer.validate(module, verbose=False)
+        found.append((module.calls, results, trainer.num_training_batches))
+    (their_calls, theirs, their_length), (calls, ours, length) = found
+    assert [call[:2] for call in calls] == [call[:2] for call in their_calls]
+    assert [call[2] for call in calls] == pytest.approx([call[2] for call in their_calls], abs=1e-6)
+    assert ours == [pytest.approx(each, abs=1e-6) for each in theirs]
+    assert length == their_length
