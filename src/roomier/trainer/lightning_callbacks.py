@@ -188,7 +188,8 @@ def _weight_averaging(given: Any) -> callbacks.WeightAveraging:
 
 
 def _backbone_finetuning(given: Any) -> callbacks.BaseFinetuning:
-    if type(given) is not builtin_class(given):
+    is_derived: bool = type(given) is not builtin_class(given)
+    if is_derived:
         return _Finetuning(given)
     return callbacks.BackboneFinetuning(
         unfreeze_backbone_at_epoch=given.unfreeze_backbone_at_epoch,
