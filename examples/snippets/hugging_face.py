@@ -19,7 +19,7 @@ trainer = Trainer(
     activation_checkpointing="full",
     optimizer="adafactor",  # or "adamw8bit"
     learning_rate=1e-2,
-    max_epochs=4,
+    max_epochs=8,
 )
 loader = torch.utils.data.DataLoader(samples, batch_size=4, shuffle=True)
 model = BertForSequenceClassification(config).train()
