@@ -17,9 +17,9 @@ trainer = Trainer(
     precision="bf16-mixed",
     accumulate_grad_batches=4,  # 4 micro-batches of 4 samples: a batch of 16
     activation_checkpointing="full",
-    optimizer="adafactor",  # or "adamw8bit"
-    learning_rate=1e-2,
-    max_epochs=8,
+    optimizer="adafactor",  # or "adamw8bit", with a tenth of the rate
+    learning_rate=1e-1,
+    max_epochs=4,
 )
 loader = torch.utils.data.DataLoader(samples, batch_size=4, shuffle=True)
 model = BertForSequenceClassification(config).train()

@@ -10,6 +10,7 @@ import pytest
 FOLDER = Path(__file__).parents[2] / "examples" / "snippets"
 SNIPPETS = sorted(path.stem for path in FOLDER.glob("*.py"))
 STARTS_RANKS = ("sharded",)
+SLOW = ("billions",)  # twenty seconds of planning
 
 
 def test_each_is_under_forty_lines() -> None:
@@ -18,7 +19,15 @@ def test_each_is_under_forty_lines() -> None:
     assert {name: length for name, length in lengths.items() if length >= 40} == {}
 
 
-@pytest.mark.parametrize("name", [name for name in SNIPPETS if name not in STARTS_RANKS])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in SLOW else ())
+        for name in SNIPPETS
+        if name not in STARTS_RANKS
+    ],
+)
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 def test_it_runs(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
