@@ -7,6 +7,9 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 BROWSERS := chromium chromium-browser google-chrome google-chrome-stable
 
+# Two processes, each with a pool of ranks of its own: files of tests are theirs by turns. make test PARALLEL= uses one.
+PARALLEL ?= -n 2 --dist loadfile
+
 .DEFAULT_GOAL := help
 .PHONY: help install browser demo test test-full lint format clean
 
@@ -43,10 +46,10 @@ demo: install
 	OMP_WAIT_POLICY=passive $(BIN)/python examples/demo.py
 
 test: lint
-	$(BIN)/python -m pytest -m 'not slow'
+	$(BIN)/python -m pytest $(PARALLEL) -m 'not slow'
 
 test-full: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(PARALLEL)
 
 lint: install
 	$(BIN)/ruff check .
