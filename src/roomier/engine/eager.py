@@ -167,11 +167,12 @@ class EagerEngine:
     def _micro_batch(self, window: _Window, on_device: Any) -> None:
         """Forward and backward of one micro-batch; what it uses is free when this returns."""
         hooks, index = self.hooks, window.index
-        if self._parallel is not None:
+        step, parallel = window.step, self._parallel
+        if parallel is not None:
             is_first = index == 0 and hooks.zero_grad is None  # a hook in its place may keep gradients
-            self._parallel.begin_micro_batch(is_first=is_first, is_last=index == window.size - 1)
+            parallel.begin_micro_batch(is_first=is_first, is_last=index == window.size - 1)
         with self._context():
-            output = self._run(window.step, on_device)
+            output = step(on_device) if parallel is None else parallel.runner(step, on_device)
         if index == 0 and hooks.zero_grad is not None:
             for optimizer in self.optimizers:
                 hooks.zero_grad(optimizer)
@@ -196,9 +197,6 @@ class EagerEngine:
         self.backward(scaled)
         loss, self.micro_batch_loss = loss.detach(), scaled.detach()
         window.loss = loss if window.loss is None else window.loss + loss
-
-    def _run(self, step: Step, batch: Any) -> Any:
-        return step(batch) if self._parallel is None else self._parallel.runner(step, batch)
 
     def _is_skipping(self) -> bool:
         return self.hooks.is_skipping is not None and self.hooks.is_skipping()
@@ -234,10 +232,11 @@ class EagerEngine:
         return self.precision.convert_batch(batch) if self._converts else batch
 
     def forward(self, step: Step, batch: Any) -> Any:
-        if self._parallel is not None:
-            self._parallel.begin_micro_batch(is_first=False, is_last=True)
+        parallel = self._parallel
+        if parallel is not None:
+            parallel.begin_micro_batch(is_first=False, is_last=True)
         with self._context():
-            return self._run(step, batch)
+            return step(batch) if parallel is None else parallel.runner(step, batch)
 
     @property
     def allows_inference_mode(self) -> bool:

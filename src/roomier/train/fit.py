@@ -28,13 +28,25 @@ def fit(run: Run) -> None:
     """
     step, update = TrainingStep(run), update_of(run)
     install_step_hooks(run, step)
+    forward_backward = forward_backward_of(run)
     if not begin(run):
         return
     is_over, goes_on = catch_up(run), True
     while goes_on:
         try:
-            if not is_over:
-                train(run, step, update)
+            while not is_over:
+                for window in windows(run, start_epoch(run), step):
+                    step.start_window()
+                    loss = forward_backward(step, window)
+                    if step.skips_epoch:  # gradients of a step that is not to be are left
+                        step.end()
+                        break
+                    if is_over := end_step(run, step, len(window), has_stepped=take_step(run, loss, update)):
+                        break
+                if not is_over:
+                    end_epoch(run, is_left=step.skips_epoch)
+                    run.vote(waits=True)
+                    is_over = save_point(run)
             if not run.is_interrupted:
                 finish(run)
             goes_on = False
@@ -43,55 +55,44 @@ def fit(run: Run) -> None:
     run.vote(waits=True)
 
 
-def train(run: Run, step: TrainingStep, update: Callable[[Tensor | None], None]) -> None:
-    """Epoch after epoch, until a save point at which training ends."""
-    progress, schedulers = run.progress, run.schedulers
-    forward_backward, log_interval = forward_backward_of(run), run.options.log_every_n_steps
-    is_over = False
-    while not is_over:
-        batches = run.source.start(progress.epoch)
-        if progress.batch_idx == 0:
-            call(run.hooks.on_train_epoch_start)
-        progress.batch_idx = run.source.num_batches_done  # a resumed epoch goes on behind them
+def start_epoch(run: Run) -> Iterator[Any]:
+    """The batches of the epoch at hand, from where it stands."""
+    progress = run.progress
+    batches = run.source.start(progress.epoch)
+    if progress.batch_idx == 0:
+        call(run.hooks.on_train_epoch_start)
+    progress.batch_idx = run.source.num_batches_done  # a resumed epoch goes on behind them
+    return batches
 
-        for window in windows(run, batches, step):
-            first_batch, first_step = progress.batch_idx, progress.global_step
-            step.start_window(first_batch)
-            loss = forward_backward(step, window)
-            if step.skips_epoch:  # gradients of a step that is not to be are left
-                step.end()
-                break
-            if loss is None:
-                run.check_trains()
-            has_stepped = take_step(run, loss, update)
-            progress.global_step += has_stepped
-            progress.batch_idx += len(window)
-            progress.num_batches += len(window)
-            if schedulers.are_there:
-                step_schedulers(run, has_stepped=has_stepped)
-            step.end()
-            if run.profiler is not None:
-                run.profiler.step()
-            if progress.global_step // log_interval > first_step // log_interval:
-                log_step(run)
-            if is_validation_due(run, first_batch):
-                validate_within_fit(run)
-            if schedulers.watch_each_step and has_stepped:
-                step_watching(run)
-            run.vote()
-            if is_over := save_point(run):
-                break
 
-        if not is_over:
-            end_epoch(run, is_left=step.skips_epoch)
-            run.vote(waits=True)
-            is_over = save_point(run)
+def end_step(run: Run, step: TrainingStep, num_batches: int, *, has_stepped: bool) -> bool:
+    """Everything that comes after the update of a step; whether training ends with it."""
+    progress, schedulers, log_interval = run.progress, run.schedulers, run.options.log_every_n_steps
+    first_batch = progress.batch_idx
+    progress.global_step += has_stepped
+    progress.batch_idx += num_batches
+    progress.num_batches += num_batches
+    if schedulers.are_there:
+        step_schedulers(run, has_stepped=has_stepped)
+    step.end()
+    if run.profiler is not None:
+        run.profiler.step()
+    if progress.global_step // log_interval > step.first_step // log_interval:
+        log_step(run)
+    if is_validation_due(run, first_batch):
+        validate_within_fit(run)
+    if schedulers.watch_each_step and has_stepped:
+        step_watching(run)
+    run.vote()
+    return save_point(run)
 
 
 def take_step(run: Run, loss: Tensor | None, update: Callable[[Tensor | None], None]) -> bool:
     """The update; whether it counts as a step. Where a hook leaves it out, its loss has not been either."""
-    if loss is None and not run.counts_empty_steps:
-        return False
+    if loss is None:
+        run.check_trains()
+        if not run.counts_empty_steps:
+            return False
     before, run.last_loss = run.last_loss, run.last_loss if loss is None else loss
     update(loss)
     if not run.leaves_out_step:

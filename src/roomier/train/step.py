@@ -29,6 +29,7 @@ class TrainingStep:
 
     Attributes:
         batch_idx: of the micro-batch that runs, from 0 in each epoch.
+        first_step: ``global_step`` before this window; one optimized by hand may add several.
         skips_epoch: a hook asked to leave out the rest of this epoch, this micro-batch and its step included.
     """
 
@@ -39,7 +40,7 @@ class TrainingStep:
         self._ends = run.hooks.on_train_batch_end
         self._training_step = run.module.training_step
         self._num_arguments = num_step_arguments(run.module, "training_step", 2)
-        self.batch_idx = -1
+        self.batch_idx, self.first_step = -1, 0
         self._batch: Any = None
         self._output: Any = None
         self.skips_epoch = False
@@ -52,8 +53,9 @@ class TrainingStep:
         )
         return output
 
-    def start_window(self, batch_idx: int) -> None:
-        self.batch_idx = batch_idx - 1
+    def start_window(self) -> None:
+        progress = self._run.progress
+        self.batch_idx, self.first_step = progress.batch_idx - 1, progress.global_step
 
     def start(self, batch: Any) -> None:
         """Before the forward of each micro-batch, which is on the device."""
