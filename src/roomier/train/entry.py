@@ -70,6 +70,11 @@ class Entry:
 
     def add(self, value: Any, weight: Any) -> None:
         """Take one value into the epoch's reduction; a value of weight 0 counts for nothing."""
+        if self.reduce_fx == "mean" and isinstance(value, Tensor) and _is_double(self.total):
+            if not isinstance(weight, Tensor):  # what most steps log: one operation, in place of four
+                if weight:
+                    self.total, self.weight = torch.add(self.total, value, alpha=weight), self.weight + weight
+                return
         if isinstance(value, Tensor):  # thousands of steps are added up: fp32 would drift, bf16 lose digits at once
             value = value.float() if value.device.type == "mps" else value.double()
         if self.reduce_fx == "mean":
@@ -137,3 +142,7 @@ def is_double(value: Any) -> bool:
     if isinstance(value, Tensor):
         return value.dtype == torch.float64
     return torch.get_default_dtype() == torch.float64
+
+
+def _is_double(total: Any) -> bool:
+    return isinstance(total, Tensor) and total.dtype is torch.float64
