@@ -1,6 +1,7 @@
 """The range test: what it does to the optimizer, when it ends, and what it refuses."""
 
 import math
+from collections import Counter
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -10,6 +11,7 @@ from torch import nn
 
 import roomier
 from roomier.core.errors import RoomierError
+from roomier.train import job
 from roomier.tuner import Tuner, lr_find
 from tests.tuner.conftest import Named, Net, shuffled
 
@@ -179,6 +181,27 @@ def test_the_picture_lies_in_the_run_folder_and_resuming_looks_for_nothing(
     assert "nothing is looked for" in capsys.readouterr().err
     resumed.fit(resumed.model, loader)
     assert "fitted already" in capsys.readouterr().err
+
+
+def test_a_checkpoint_named_beforehand_is_gone_on_with_as_it_is(make_trainer, loader, net: Net, capsys) -> None:
+    make_trainer(max_steps=2, enable_checkpointing=True).fit(net, loader)
+    resumed, model = make_trainer(max_steps=3, auto_lr_find=True, enable_checkpointing=True), Net()
+    resumed.ckpt_path = "last"
+    resumed.fit(model, loader)
+    assert (resumed.global_step, model.lr) == (3, 1e-3)
+    assert "nothing is looked for" in capsys.readouterr().err
+
+
+def test_a_restarted_job_looks_for_nothing(make_trainer, loader, net: Net, monkeypatch, capsys) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
+    make_trainer(max_steps=2, enable_checkpointing=True).fit(net, loader)
+    monkeypatch.setattr(job, "_num_fits", Counter())  # as in a new process
+    restarted, model = make_trainer(max_steps=3, auto_lr_find=True, enable_checkpointing=True), Net()
+    restarted.fit(model, loader)
+    assert (restarted.global_step, model.lr) == (3, 1e-3)
+    told = capsys.readouterr().err
+    assert "nothing is looked for" in told
+    assert told.count("this job was restarted") == 1
 
 
 def test_a_fast_development_run_looks_for_nothing(make_trainer, loader, net: Net) -> None:

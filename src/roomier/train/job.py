@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from roomier import checkpoint
 from roomier.api.module import Module
-from roomier.core.log import notice
+from roomier.core.log import notice, quiet
 from roomier.core.ranks import Ranks
 from roomier.launch.job import job_names, num_restarts
 from roomier.loggers.files import replacing
@@ -81,10 +81,24 @@ class Job:
 
 def job_of_fit(root: Path, ranks: Ranks) -> Job | None:
     """The job of the fit that begins; None where nobody would restart it. All ranks ask together, once in each fit."""
-    fit = _num_fits[root.absolute()]
+    job = _next_job(root, ranks)
     _num_fits[root.absolute()] += 1
+    return job
+
+
+def checkpoint_after_restart(root: Path, ranks: Ranks) -> Path | None:
+    """What the next fit goes on from because its job was restarted; asked before that fit begins, by all ranks."""
+    job = _next_job(root, ranks)
+    if job is None:
+        return None
+    with quiet():  # the fit tells
+        earlier = ranks.on_zero(lambda: job.find_earlier(root))
+    return None if earlier is None else earlier.checkpoint
+
+
+def _next_job(root: Path, ranks: Ranks) -> Job | None:
     names = frozenset(name for names in ranks.gather(job_names(os.environ)) for name in names)
-    return Job(names, fit) if names else None
+    return Job(names, _num_fits[root.absolute()]) if names else None
 
 
 def keep_global_batch(trainer: Trainer, module: Module, data: RunLoaders, earlier: GlobalBatch) -> None:

@@ -13,6 +13,7 @@ from roomier.core.errors import RoomierError
 from roomier.core.log import notice
 from roomier.launch import join
 from roomier.plan import Plan
+from roomier.train.job import checkpoint_after_restart
 from roomier.train.restore import resolve_checkpoint
 from roomier.train.run import Run
 from roomier.tuner.batch_size import MODES, scale_batch_size
@@ -53,7 +54,10 @@ def tune(trainer: Trainer, subject: Subject, ckpt_path: str | Path | None) -> Le
     best = trainer.checkpoint_callback
     best_path, root = None if best is None else best.best_model_path, Path(trainer.default_root_dir)
     trainer.ranks = join(trainer.world, resolve_device(trainer.plan.parallel.accelerator).type)
-    path = trainer.ranks.on_zero(lambda: resolve_checkpoint(ckpt_path, root, best_path))
+    asked = trainer.set_path if ckpt_path is None else ckpt_path
+    path = trainer.ranks.on_zero(lambda: resolve_checkpoint(asked, root, best_path))
+    if trainer.keeps_files:
+        path = checkpoint_after_restart(root, trainer.ranks) or path
     if path is not None:
         _take_from(trainer, path)
         return None

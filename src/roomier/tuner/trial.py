@@ -138,7 +138,7 @@ def _trainer_of_trial(
     own["callbacks"] = [callback]
     own["loggers"] = [SilentLogger()] if trainer.loggers else []
     own.update(plan=plan, asked_plan=plan, logger_is_on=False, enable_checkpointing=False)
-    own.update(dict.fromkeys(("run", "fitted", "choice", "shapes", "datamodule", "ckpt_path", "_module")))
+    own.update(dict.fromkeys(("run", "fitted", "choice", "shapes", "datamodule", "set_path", "_module")))
     own["add_callbacks_of"] = own["prepare_forecast"] = lambda module: None  # no files, no forecasts
     own["settle_micro_batch"] = lambda data: None if settle is None else settle(trial, data)
     return trial
