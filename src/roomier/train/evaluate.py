@@ -81,40 +81,69 @@ def take_statistics_of_rank_zero(run: Run) -> None:
 
 
 def _evaluate_source(run: Run, stage: str, source: Source, limit: float, dataloader_idx: int | None) -> list[Any]:
-    module, results, engine = run.module, run.results, run.engine
-    starts = getattr(run.hooks, f"on_{stage}_batch_start")
-    ends = getattr(run.hooks, f"on_{stage}_batch_end")
-    step = getattr(module, STEP_NAMES[stage])
-    num_arguments = num_step_arguments(module, STEP_NAMES[stage], 2 if dataloader_idx is None else 3)
-    last = () if dataloader_idx is None else (dataloader_idx,)
+    is_kept = stage == "predict" and run.keeps_predictions
+    engine, run_batch = run.engine, batch_runner(run, stage, dataloader_idx)
     outer_transfer, engine.hooks.transfer = engine.hooks.transfer, transfer_of(run, dataloader_idx or 0)
     kept: dict[int, Any] = {}
     try:
-        for host_batch, batch_idx, counts in source.turns(limit):
-            run.vote()
-            if run.stop.received is not None:
-                raise EvaluationCutError
-            batch = results.batch = engine.move(host_batch)
-            arguments = (batch_idx, *last)[: num_arguments - 1]
-            results.is_in_batch = True
+        for host_batch, batch_idx, counts in turns(run, source, limit):
+            if is_kept and counts:
+                kept[batch_idx] = run_batch(host_batch, batch_idx, counts)
+            else:
+                run_batch(host_batch, batch_idx, counts)
+    finally:
+        engine.hooks.transfer = outer_transfer
+    return list(kept.values()) if run.ranks.is_alone else _of_all_ranks(run, kept)
+
+
+def turns(run: Run, source: Source, limit: float) -> Iterator[tuple[Any, int, bool]]:
+    """As :meth:`roomier.data.source.Source.turns`, until a signal is obeyed.
+
+    Raises:
+        EvaluationCutError: it is.
+    """
+    for turn in source.turns(limit):
+        run.vote()
+        if run.stop.received is not None:
+            raise EvaluationCutError
+        yield turn
+
+
+def batch_runner(run: Run, stage: str, dataloader_idx: int | None) -> Callable[[Any, int, bool], Any]:
+    """What runs one batch of a loader, its hooks and the step, and returns the output: a function of the batch, its
+    number, and whether it counts; one that does not is run for the other ranks' sake, and gives None.
+
+    Args:
+        dataloader_idx: None where there is one loader.
+    """
+    module, results, engine = run.module, run.results, run.engine
+    starts = getattr(run.hooks, f"on_{stage}_batch_start")
+    ends = getattr(run.hooks, f"on_{stage}_batch_end")
+    own_step = getattr(module, STEP_NAMES[stage])
+    num_arguments = num_step_arguments(module, STEP_NAMES[stage], 2 if dataloader_idx is None else 3)
+    last = () if dataloader_idx is None else (dataloader_idx,)
+
+    def run_batch(host_batch: Any, batch_idx: int, counts: bool) -> Any:
+        step = partial(_with_index, own_step, (batch_idx, *last)[: num_arguments - 1])
+        batch = results.batch = engine.move(host_batch)
+        results.is_in_batch = True
+        try:
             if not counts:
                 with muted(module, results):
-                    engine.forward(partial(with_index, step, arguments), batch)
-                continue
+                    engine.forward(step, batch)
+                return None
             for hook in starts:
                 hook(batch, batch_idx, *last)
-            output = engine.forward(partial(with_index, step, arguments), batch)
+            output = engine.forward(step, batch)
             if stage == "predict":
                 output = computed(output)  # it outlives the weights
             for hook in ends:
                 hook(output, batch, batch_idx, *last)
-            if stage == "predict" and run.keeps_predictions:
-                kept[batch_idx] = output
-            results.batch = batch = output = None  # makes room for the next
-    finally:
-        results.batch = None
-        engine.hooks.transfer = outer_transfer
-    return list(kept.values()) if run.ranks.is_alone else _of_all_ranks(run, kept)
+            return output
+        finally:
+            results.batch = None
+
+    return run_batch
 
 
 def _of_all_ranks(run: Run, kept: dict[int, Any]) -> list[Any]:
@@ -125,7 +154,7 @@ def _of_all_ranks(run: Run, kept: dict[int, Any]) -> list[Any]:
     return [outputs[number] for number in sorted(outputs)]
 
 
-def with_index(step: Callable[..., Any], rest: tuple[int, ...], batch: Any) -> Any:
+def _with_index(step: Callable[..., Any], rest: tuple[int, ...], batch: Any) -> Any:
     return step(batch, *rest)
 
 

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from functools import partial
 from typing import Any
 
 import torch
 
 from roomier.api.lightning import overrides
 from roomier.api.module import Module
-from roomier.api.step_arguments import num_step_arguments
 from roomier.core.tree import map_tensors
 from roomier.data.source import Source
-from roomier.loss.lazy_logits import computed
-from roomier.train.evaluate import EvaluationCutError, take_statistics_of_rank_zero, with_index
-from roomier.train.muted import muted
+from roomier.train.evaluate import batch_runner, take_statistics_of_rank_zero, turns
 from roomier.train.run import Run, call
 from roomier.train.step import transfer_of
 
@@ -49,33 +45,18 @@ def _all(run: Run) -> Iterator[Any]:
         results.call(hooks.on_predict_epoch_end)
         run.log_metrics(results.end_epoch("predict"))
         call(hooks.on_predict_end)
+    run.vote(waits=True)  # a signal that came to one rank is obeyed by all
 
 
 def _of_source(run: Run, source: Source, limit: float, dataloader_idx: int | None) -> Iterator[Any]:
     """What each batch gives; of several ranks, after each round of batches what all gave, in order."""
-    module, results, engine = run.module, run.results, run.engine
-    num_arguments = num_step_arguments(module, "predict_step", 2 if dataloader_idx is None else 3)
-    last = () if dataloader_idx is None else (dataloader_idx,)
-    engine.hooks.transfer = transfer_of(run, dataloader_idx or 0)
-    for host_batch, batch_idx, counts in source.turns(limit):
-        run.vote()
-        if run.stop.received is not None:
-            raise EvaluationCutError
+    results, run_batch = run.results, batch_runner(run, "predict", dataloader_idx)
+    run.engine.hooks.transfer = transfer_of(run, dataloader_idx or 0)
+    for host_batch, batch_idx, counts in turns(run, source, limit):
         with _without_gradients(run):
-            results.stage, results.dataloader_idx, results.is_in_batch = "predict", dataloader_idx, True
-            batch = results.batch = engine.move(host_batch)
-            step = partial(with_index, module.predict_step, (batch_idx, *last)[: num_arguments - 1])
-            if counts:
-                for hook in run.hooks.on_predict_batch_start:
-                    hook(batch, batch_idx, *last)
-                output = computed(engine.forward(step, batch))
-                for hook in run.hooks.on_predict_batch_end:
-                    hook(output, batch, batch_idx, *last)
-            else:
-                with muted(module, results):
-                    engine.forward(step, batch)
-                output = None
-            results.stage = results.batch = batch = None
+            results.stage, results.dataloader_idx = "predict", dataloader_idx
+            output = run_batch(host_batch, batch_idx, counts)
+            results.stage = None
         if run.ranks.is_alone:
             yield output
         else:
