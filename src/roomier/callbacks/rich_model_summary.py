@@ -13,7 +13,6 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from roomier.callbacks.model_summary import ModelSummary, Row, Summary, summarize
 from roomier.core.rng import rng_state, set_rng_state
@@ -75,6 +74,8 @@ def measure(model: nn.Module, example: Any, run: Callable[[Callable[[Any], Any]]
     Args:
         run: calls a step in the precision of training.
     """
+    from torch.utils.flop_counter import FlopCounterMode  # slow to import
+
     in_sizes: dict[str, str] = {}
     out_sizes: dict[str, str] = {}
 

@@ -20,8 +20,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
-from statistics import median
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -224,10 +223,8 @@ class SpikeGuard(Callback):
         pending, self._pending = self._pending, []
         if not pending:
             return []
-        zero = torch.zeros(())
-        own = torch.stack(
-            [torch.stack([loss.double(), (zero if norm is None else norm).to(loss)]) for *_, loss, norm in pending]
-        ).cpu()
+        figures = [torch.stack([loss, loss if norm is None else norm.to(loss.device)]) for *_, loss, norm in pending]
+        own = torch.stack(figures).cpu().double()  # on the host: not every device has float64
         rows = trainer.ranks.sum(own).tolist()  # a loss is a share, a norm that of all
         size_of_world = trainer.world_size
         return [
@@ -246,7 +243,7 @@ class SpikeGuard(Callback):
                     return None  # the loss scale leaves this step out, and lowers itself
                 return f"{name} is {value}"
             if self.factor is not None and len(good) >= self.warmup:
-                usual = median(good)
+                usual = _median(good)
                 if value > self.factor * abs(usual):
                     return f"{name} is {value:.4g}, more than {self.factor:g} times the {usual:.4g} of the steps before"
         for name in self.monitor:
@@ -322,6 +319,12 @@ class _Undo:
         # torch does not count what batch_norm writes to running statistics.
         written = {n for n, each in self._buffers.items() if torch_private.version_of(each) != self._versions[n]}
         return {name for name in self._buffers if name in written or name.rpartition(".")[2].startswith("running_")}
+
+
+def _median(values: Iterable[float]) -> float:
+    ordered = sorted(values)
+    half = len(ordered) // 2
+    return (ordered[half] + ordered[-half - 1]) / 2  # the same one twice, where their number is odd
 
 
 def _wrong(field: str, received: object, problem: str, action: str) -> RoomierError:
