@@ -70,11 +70,11 @@ class Entry:
 
     def add(self, value: Any, weight: Any) -> None:
         """Take one value into the epoch's reduction; a value of weight 0 counts for nothing."""
-        if self.reduce_fx == "mean" and isinstance(value, Tensor) and _is_double(self.total):
-            if not isinstance(weight, Tensor):  # what most steps log: one operation, in place of four
-                if weight:
-                    self.total, self.weight = torch.add(self.total, value, alpha=weight), self.weight + weight
-                return
+        is_usual = self.reduce_fx == "mean" and isinstance(value, Tensor) and not isinstance(weight, Tensor)
+        if is_usual and _is_double(self.total):  # one operation in place of four
+            if weight:
+                self.total, self.weight = torch.add(self.total, value, alpha=weight), self.weight + weight
+            return
         if isinstance(value, Tensor):  # thousands of steps are added up: fp32 would drift, bf16 lose digits at once
             value = value.float() if value.device.type == "mps" else value.double()
         if self.reduce_fx == "mean":
