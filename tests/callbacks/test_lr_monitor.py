@@ -55,6 +55,7 @@ def test_a_row_has_the_rate_its_step_was_done_with(make_trainer: Make, batches: 
     trainer.fit(Net(lambda net: halving(net, "step")), batches)
     # step 1 at 1, step 2 at 1/2, ..., step n at 2^(1-n)
     assert rates(trainer) == {2: {"lr-SGD": 0.5}, 4: {"lr-SGD": 0.125}, 6: {"lr-SGD": 0.03125}}
+    assert trainer.callback_metrics["lr-SGD"].item() == 0.03125
 
 
 def test_accumulation_gives_one_row_an_optimizer_step(make_trainer: Make, batches: Any) -> None:

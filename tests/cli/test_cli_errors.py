@@ -28,7 +28,8 @@ def in_the_project(monkeypatch: pytest.MonkeyPatch) -> None:
         ([*TOY, "--model.lrr", "3"], ["cli_toy.ToyModule has no such argument", "Did you mean 'lr'?"]),
         ([*TOY, "--model.lr", "x"], ["model.lr='x': is of the wrong type. Give float"]),
         ([*TOY, "--trainer.max_step", "3"], ["--trainer.max_step='3'", "Did you mean '--trainer.max_steps'?"]),
-        ([*TOY, "--trainer.gpus", "1"], ["--trainer.gpus='1'", "Write accelerator='gpu', devices=N"]),
+        ([*TOY, "--trainer.gpus", "1"], ["--trainer.gpus='1'", "Write --trainer.accelerator gpu --trainer.devices 1"]),
+        ([*TOY, "--trainer.distributed_backend=ddp"], ["Write --trainer.strategy ddp"]),
         ([*TOY, "--trainer.zebra", "1"], ["--trainer.zebra='1'", "help(roomier.Trainer) lists them"]),
         ([*TOY, "--trainer.max_steps", "x"], ["trainer.max_steps='x': is of the wrong type. Give int"]),
         ([*TOY, "--trainer.max_steps", "-5"], ["max_steps=-5", "Use an integer of -1 or more"]),
@@ -56,7 +57,7 @@ def test_a_wrong_option_is_one_message_and_exit_code_2(
     ("text", "told"),
     [
         ("trainer: {max_step: 3}", ["trainer.max_step", "Did you mean 'max_steps'?"]),
-        ("trainer: {gpus: 1}", ["trainer.gpus", "Write accelerator='gpu', devices=N"]),
+        ("trainer: {gpus: 1}", ["trainer.gpus", "Write accelerator: gpu, devices: N, strategy: ddp"]),
         ("trainer: [", ["is not YAML"]),
         ("model: cli_toy.Nothing", ["cli_toy has no 'Nothing'"]),
         ("model: {class_path: cli_toy.ToyModule, init_args: {lrr: 1}}", ["Did you mean 'lr'?"]),

@@ -68,3 +68,8 @@ def test_no_loader():
 def test_what_is_no_loader(wrong: Any):
     with pytest.raises(DataError, match="val_dataloaders="):
         as_loaders(wrong, "val_dataloaders")
+
+
+def test_a_class_is_no_loader() -> None:
+    with pytest.raises(DataError, match=r"is a class. Make an object of it: DataLoader\(...\)"):
+        as_loaders(DataLoader, "train_dataloaders")

@@ -275,6 +275,19 @@ def test_what_reaches_into_lightnings_loops_runs_as_roomiers(
     assert trainer.current_epoch == 3
 
 
+def test_a_checkpoint_is_told_to_be_a_folder_and_named_as_the_user_named_it(tmp_path: Path, capsys: Any) -> None:
+    with quiet_lightning():
+        callback = pl.callbacks.ModelCheckpoint(monitor="val_los")
+    with pytest.raises(roomier.RoomierError, match=r"^ModelCheckpoint\(monitor\)='val_los'"):
+        fit(roomier.Trainer, tmp_path, callback, max_epochs=1)
+    assert "folders, read by ckpt_path= and roomier.checkpoint.load_module(cls, path)" in capsys.readouterr().err
+
+
+def test_a_class_in_the_place_of_a_callback_is_told() -> None:
+    with pytest.raises(roomier.RoomierError, match=r"is a class. Make an object of it: EarlyStopping\(...\)"):
+        roomier.Trainer(callbacks=[pl.callbacks.EarlyStopping])  # type: ignore[list-item]
+
+
 def test_an_average_is_lightnings(tmp_path: Path) -> None:
     class Later(pl.callbacks.EMAWeightAveraging):
         def should_update(self, step_idx: Any = None, epoch_idx: Any = None) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 from torch.optim import Optimizer
 
 from roomier.api.callback import Callback
@@ -90,6 +91,7 @@ class LearningRateMonitor(Callback):
         for name, rate in rates.items():
             self.lrs.setdefault(name, []).append(rate)
         trainer.log_metrics(rates)
+        trainer.callback_metrics.update({name: torch.tensor(rate) for name, rate in rates.items()})
 
     def _rates(self, trainer: Trainer, interval: str) -> dict[str, float]:
         """The present values of all optimizers that are logged at ``interval``."""

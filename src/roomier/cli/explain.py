@@ -12,9 +12,11 @@ from jsonargparse import ArgumentParser
 from roomier.core.errors import RoomierError, did_you_mean
 from roomier.core.keywords import what_to_write
 from roomier.trainer import Trainer
+from roomier.trainer.former_flags import written_today
 from roomier.trainer.keywords import FORMER_KEYWORDS
 
 _TRAINER = "--trainer."
+_FORMER = "is a flag of former years"
 
 _UNRECOGNIZED = re.compile(r"unrecognized arguments: (?P<option>\S+)(?: (?P<value>[^-]\S*))?")
 _UNKNOWN_IN_GROUP = re.compile(r"Group '(?P<group>[\w.]+)' does not accept option '(?P<name>[\w.]+)'")
@@ -32,14 +34,21 @@ def explain(message: str, parser: ArgumentParser) -> RoomierError:
     """``message`` as an error that names the option and what to do; whole where its form is not known."""
     options = [text for action in parser._actions for text in action.option_strings]
     if found := _UNRECOGNIZED.search(message):
-        option = found["option"].partition("=")[0]
+        option, is_joined, value = found["option"].partition("=")
+        given = value if is_joined else found["value"]
         if option.startswith(_TRAINER):
+            former = _former_flag(option.removeprefix(_TRAINER), given or "N", "--trainer.{} {}", " ")
+            if former is not None:
+                return RoomierError(option, given, _FORMER, former)
             names = [text.removeprefix(_TRAINER) for text in options if text.startswith(_TRAINER)]
             action = what_to_write("Trainer", option.removeprefix(_TRAINER), names, FORMER_KEYWORDS, prefix=_TRAINER)
-            return RoomierError(option, found["value"], "Trainer has no such keyword", action)
-        return RoomierError(option, found["value"], "there is no such option", did_you_mean(option, options))
+            return RoomierError(option, given, "Trainer has no such keyword", action)
+        return RoomierError(option, given, "there is no such option", did_you_mean(option, options))
     if found := _UNKNOWN_IN_GROUP.search(message):
         field = f"{found['group']}.{found['name']}"
+        former = _former_flag(found["name"], "N", "{}: {}", ", ")
+        if former is not None:
+            return RoomierError(field, "...", _FORMER, former)
         action = what_to_write("Trainer", found["name"], _names_of(Trainer), FORMER_KEYWORDS)
         return RoomierError(field, "...", "Trainer has no such keyword", action)
     if found := _UNKNOWN_IN_CLASS.search(message):
@@ -67,6 +76,20 @@ def explain(message: str, parser: ArgumentParser) -> RoomierError:
     if found := _BAD_OPTION.search(message):
         return RoomierError(found["option"], None, found["problem"], _see_help(parser))
     return RoomierError(_key(message), _given(message), " ".join(message.split()), _see_help(parser))
+
+
+def _former_flag(name: str, value: str, form: str, separator: str) -> str | None:
+    """A flag of the Trainer of former years in today's spelling; None where it is none.
+
+    Args:
+        form: how a keyword and its value are written where the flag stood.
+    """
+    found = written_today(name, value)
+    if found is None:
+        return None
+    today, remarks = found
+    spelled = separator.join(form.format(keyword, each) for keyword, each in today.items())
+    return ". ".join([f"Write {spelled}", *remarks])
 
 
 def _key(message: str) -> str:

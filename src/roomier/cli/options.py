@@ -9,6 +9,7 @@ from jsonargparse import ArgumentParser, Namespace
 from torch import nn
 
 from roomier.api.datamodule import DataModule
+from roomier.api.lightning_types import LightningDataModule
 from roomier.cli.class_paths import check_class_paths
 from roomier.cli.explain import explain
 from roomier.trainer import Trainer
@@ -30,14 +31,18 @@ def trainer_parser(verb: str) -> ArgumentParser:
     parser.add_argument("--seed_everything", type=int | None, default=None, help="seed of Python, NumPy and torch")
     parser.add_class_arguments(Trainer, "trainer", fail_untyped=False)
     parser.add_subclass_arguments(
-        nn.Module, "model", fail_untyped=False, required=True, help="import path of a roomier.Module or nn.Module"
+        nn.Module,
+        "model",
+        fail_untyped=False,
+        required=True,
+        help="import path of a roomier.Module, a LightningModule, or any nn.Module with a loss",
     )
     parser.add_subclass_arguments(
-        DataModule,
+        (DataModule, LightningDataModule),
         "data",
         fail_untyped=False,
         required=False,
-        help="import path of a roomier.DataModule; without it the model's own loaders are asked",
+        help="import path of a DataModule, roomier's or Lightning's; without it the model's own loaders are asked",
     )
     parser.add_argument(
         "--ckpt_path", type=str | None, default=None, help="a checkpoint folder, or 'last': the newest one"

@@ -10,6 +10,7 @@ from jsonargparse import ArgumentParser, Namespace
 from torch import nn
 
 from roomier.api.datamodule import DataModule
+from roomier.api.lightning_types import LightningDataModule
 from roomier.core.errors import RoomierError
 from roomier.hardware.machine import Machine
 from roomier.models.gpt import SIZES, GPTConfig
@@ -62,7 +63,10 @@ def plan_parser(gpt: str | None) -> ArgumentParser:
         if gpt != _GPT:
             parser.set_defaults({f"model.{name}": value for name, value in asdict(GPTConfig.named(gpt)).items()})
     parser.add_subclass_arguments(
-        DataModule, "data", fail_untyped=False, help="import path of a roomier.DataModule, which gives the batch"
+        (DataModule, LightningDataModule),
+        "data",
+        fail_untyped=False,
+        help="import path of a DataModule, roomier's or Lightning's, which gives the batch",
     )
     return parser
 

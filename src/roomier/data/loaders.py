@@ -129,6 +129,8 @@ def check_gives_batches(obj: object, name: str) -> None:
         raise DataError(name, obj, problem, "Pass a loader, a list of batches, or a dict of DataLoaders")
     if isinstance(obj, (list, tuple)) or is_loader(obj):
         return
+    if isinstance(obj, type):
+        raise DataError(name, obj, "is a class", f"Make an object of it: {obj.__name__}(...)")
     raise DataError(
         name,
         obj,

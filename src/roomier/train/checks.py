@@ -129,6 +129,10 @@ def check_callbacks(callbacks: Sequence[Any]) -> None:
     seen: dict[str, Any] = {}
     for callback in callbacks:
         if not is_one(callback, Callback):
+            if isinstance(callback, type):
+                raise RoomierError(
+                    "callbacks", callback, "is a class", f"Make an object of it: {callback.__name__}(...)"
+                )
             raise RoomierError(
                 "callbacks", callback, "is not a Callback", "Pass objects of subclasses of roomier.Callback"
             )

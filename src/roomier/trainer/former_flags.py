@@ -60,6 +60,11 @@ def refuse_former_flags(given: Mapping[str, Any]) -> None:
     raise RoomierError(name, given[name], problem, ". ".join([f"Write Trainer({call})", *remarks]))
 
 
+def written_today(name: str, value: Any) -> tuple[dict[str, Any], list[str]] | None:
+    """The keywords that say today what the flag ``name`` said, and remarks; None where it is no flag of those years."""
+    return _todays({name: value}) if _is_former(name, value) else None
+
+
 def _is_former(name: str, value: Any) -> bool:
     if name == "accelerator":
         return isinstance(value, str) and value.lower() in _STRATEGIES

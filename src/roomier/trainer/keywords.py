@@ -57,7 +57,9 @@ FORMER_KEYWORDS: dict[str, str] = {
     "process_position": "Leave it out: there is one progress bar",
     "flush_logs_every_n_steps": "Leave it out: each row is in its file when it was logged",
     "log_gpu_memory": "It is not built: log torch.cuda.max_memory_allocated() in training_step",
-    "multiple_trainloader_mode": "It is not built: fit reads one training loader",
+    "multiple_trainloader_mode": (
+        "Pass it with the loaders: fit(model, roomier.data.CombinedLoader(loaders, mode='max_size_cycle'))"
+    ),
     "move_metrics_to_cpu": "Leave it out: logged values leave their device at log steps only",
     # Hugging Face's TrainingArguments
     "num_train_epochs": "Write max_epochs",

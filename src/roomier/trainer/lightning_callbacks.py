@@ -70,6 +70,7 @@ class _MirroredCheckpoint(ModelCheckpoint):
 
 
 _MirroredCheckpoint.__qualname__ = ModelCheckpoint.__qualname__  # checkpoints of both are one another's
+_MirroredCheckpoint.__name__ = ModelCheckpoint.__name__  # in messages
 
 
 class _Finetuning(callbacks.BaseFinetuning):
@@ -136,11 +137,15 @@ def _adopted(callback: Any) -> Any:
         raise RoomierError("callbacks", type(callback).__name__, problem, action)
     own = make(callback)
     unheard = f"; its own {', '.join(left)} are not called" if left else ""
-    notice(f"callbacks: Lightning's {type(callback).__name__} runs as roomier.callbacks.{_name(own)}{unheard}")
+    remark = _REMARKS.get(name, "")
+    notice(f"callbacks: Lightning's {type(callback).__name__} runs as roomier.callbacks.{_name(own)}{remark}{unheard}")
     return own
 
 
 _OWN = "callback"
+_REMARKS = {
+    "ModelCheckpoint": "; what it keeps are folders, read by ckpt_path= and roomier.checkpoint.load_module(cls, path)"
+}
 
 
 def _name(own: Any) -> str:

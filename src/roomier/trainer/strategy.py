@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from roomier import checkpoint
+from roomier.core.all_gather import all_gather
 from roomier.core.device import resolve_device
 from roomier.core.errors import RoomierError
-from roomier.core.tree import map_tensors
 
 if TYPE_CHECKING:
     from roomier.trainer.attributes import TrainerAttributes
@@ -24,7 +24,8 @@ _REDUCTIONS = ("mean", "avg", "sum", "max", "min")
 class Strategy:
     """A view of a Trainer; it decides nothing. What trains, and how it is spread, says ``trainer.plan``.
 
-    What moves between ranks goes over the host: these are for figures and decisions, not for the tensors of a step.
+    What moves between ranks goes over the host, but for ``all_gather``: the rest is for figures and decisions, not for
+    the tensors of a step.
     Every rank must make the same calls in the same order.
     """
 
@@ -127,21 +128,9 @@ class Strategy:
 
     def all_gather(self, tensor: Any, group: Any = None, sync_grads: bool = False) -> Any:
         """Tensors ``(...)`` of all ranks as ``(ranks, ...)`` on the device of each, for each in nested dicts and lists;
-        of one rank as they are.
-
-        Raises:
-            RoomierError: gradients are asked for.
+        of one rank as they are. See :meth:`roomier.Module.all_gather`, which this is.
         """
-        if sync_grads:
-            raise RoomierError(
-                "sync_grads", True, "what ranks tell each other here has no gradient", "Compute the loss on each rank"
-            )
-        if self._trainer.ranks.is_alone:
-            return tensor
-        return map_tensors(self._of_all, tensor)
-
-    def _of_all(self, tensor: Tensor) -> Tensor:
-        return torch.stack(self._trainer.ranks.gather(tensor.detach().cpu())).to(tensor.device)
+        return all_gather(tensor, self._trainer.ranks, self.root_device, group, has_gradients=sync_grads)
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """Remove the checkpoint at ``filepath``, on rank 0; nothing where there is none."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from roomier.api.callback import Callback
 from roomier.api.datamodule import DataModule
 from roomier.api.lightning import is_one
+from roomier.api.lightning_types import LightningCallback, LightningLogger
 from roomier.api.logger import Logger
 from roomier.api.module import Module
 from roomier.core.errors import RoomierError
@@ -153,8 +154,8 @@ class Trainer(TrainerAttributes):
         check_val_every_n_epoch: int | None = 1,
         num_sanity_val_steps: int | None = 2,
         log_every_n_steps: int | None = 50,
-        callbacks: list[Callback] | Callback | None = None,
-        logger: bool | str | Logger | list[str | Logger] | None = True,
+        callbacks: Sequence[Callback | LightningCallback] | Callback | LightningCallback | None = None,
+        logger: bool | str | Logger | LightningLogger | Sequence[str | Logger | LightningLogger] | None = True,
         enable_checkpointing: bool | None = True,
         enable_progress_bar: bool | None = True,
         enable_model_summary: bool | None = True,
