@@ -2,12 +2,8 @@
 
 import dataclasses
 import json
-import re
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
-
-import yaml
 
 from roomier.core.errors import PlanError, did_you_mean
 from roomier.plan.parts import FIELDS, PARTS, OptimizerPlan, Options, Part
@@ -49,7 +45,11 @@ def parts_from_dict(values: object) -> dict[str, Part]:
 
 def dump_yaml(values: Mapping[str, object]) -> str:
     """Sections in the order of the Plan, one field a line."""
-    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+    import yaml  # slow to import, and not needed to make a Plan
+
+    from roomier.plan.yaml_dialect import Dumper
+
+    return yaml.dump(values, Dumper=Dumper, sort_keys=False, allow_unicode=True)
 
 
 def load_yaml(text: str, source: str | None = None) -> object:
@@ -62,8 +62,12 @@ def load_yaml(text: str, source: str | None = None) -> object:
     Raises:
         PlanError: the text is not YAML.
     """
+    import yaml
+
+    from roomier.plan.yaml_dialect import Loader
+
     try:
-        return yaml.load(text, Loader=_Loader)
+        return yaml.load(text, Loader=Loader)
     except PlanError:
         raise
     except (yaml.YAMLError, ValueError) as error:  # ValueError: a date or a number Python has no room for
@@ -133,30 +137,3 @@ def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
             raise PlanError("plan", name, "is given twice in one mapping", "Keep one of the two")
         values[name] = value
     return values
-
-
-class _Dumper(yaml.SafeDumper):
-    """SafeDumper that quotes a string which the loader below would read as a number or fold at a line break."""
-
-    def represent_str(self, data: str) -> yaml.ScalarNode:
-        # PyYAML writes these line breaks unquoted, and reads them back as a space or a plain line break
-        style = '"' if _UNICODE_BREAK.search(data) else None
-        return self.represent_scalar("tag:yaml.org,2002:str", data, style=style)
-
-
-class _Loader(yaml.SafeLoader):
-    """SafeLoader that reads ``3e-4`` as a number (YAML 1.2; PyYAML alone reads a string) and wants unique keys."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        keys = [self.construct_object(key) for key, _ in node.value]
-        for key in keys:
-            if keys.count(key) > 1:
-                raise PlanError("plan", key, "is given twice in one mapping", "Keep one of the two")
-        return super().construct_mapping(node, deep)
-
-
-_UNICODE_BREAK = re.compile("[\x85\u2028\u2029]")
-_SCIENTIFIC = re.compile(r"^[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+$")
-_Dumper.add_representer(str, _Dumper.represent_str)
-for _resolver in (_Dumper, _Loader):
-    _resolver.add_implicit_resolver("tag:yaml.org,2002:float", _SCIENTIFIC, list("-+.0123456789"))

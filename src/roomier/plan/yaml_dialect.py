@@ -1,0 +1,36 @@
+"""YAML as a Plan is written in it: every value reads back as it was."""
+
+import re
+from collections.abc import Hashable
+from typing import Any
+
+import yaml
+
+from roomier.core.errors import PlanError
+
+
+class Dumper(yaml.SafeDumper):
+    """SafeDumper that quotes a string which the loader below would read as a number or fold at a line break."""
+
+    def represent_str(self, data: str) -> yaml.ScalarNode:
+        # PyYAML writes these line breaks unquoted, and reads them back as a space or a plain line break
+        style = '"' if _UNICODE_BREAK.search(data) else None
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style=style)
+
+
+class Loader(yaml.SafeLoader):
+    """SafeLoader that reads ``3e-4`` as a number (YAML 1.2; PyYAML alone reads a string) and wants unique keys."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        keys = [self.construct_object(key) for key, _ in node.value]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise PlanError("plan", key, "is given twice in one mapping", "Keep one of the two")
+        return super().construct_mapping(node, deep)
+
+
+_UNICODE_BREAK = re.compile("[\x85\u2028\u2029]")
+_SCIENTIFIC = re.compile(r"^[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+$")
+Dumper.add_representer(str, Dumper.represent_str)
+for _resolver in (Dumper, Loader):
+    _resolver.add_implicit_resolver("tag:yaml.org,2002:float", _SCIENTIFIC, list("-+.0123456789"))
