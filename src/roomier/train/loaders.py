@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from roomier.api.lightning import LightningAdapter
+from roomier.api.datamodule import DataModule
+from roomier.api.lightning import LightningAdapter, overrides
 from roomier.api.module import Module
 from roomier.core.errors import DataError
 from roomier.data.batch_size import batch_size_of, with_batch_size
@@ -117,8 +118,11 @@ class RunLoaders:
     def _find(self, name: str) -> Any:
         found = self._loaders.get(name)
         if found is None:
-            source = self._module if self._trainer.datamodule is None else self._trainer.datamodule
-            found = getattr(source, f"{name}_dataloader")()
+            data = self._trainer.datamodule
+            if data is None:
+                found = getattr(self._module, f"{name}_dataloader")()
+            elif overrides(data, f"{name}_dataloader", DataModule):  # Lightning's own raises
+                found = getattr(data, f"{name}_dataloader")()
         self._trainer.seen_loaders[name] = found
         return found
 

@@ -33,6 +33,7 @@ from roomier.train.results import Results
 from roomier.train.run import Run
 from roomier.train.states import STAGE_OF_FLAG, TrainerFn, TrainerState, TrainerStatus
 from roomier.trainer.keywords import with_batch_field
+from roomier.trainer.lightning_batches import BatchHooks, NamedSpans
 from roomier.trainer.predicted import PredictLoop
 from roomier.trainer.strategy import Strategy
 
@@ -385,6 +386,15 @@ class TrainerAttributes:
     def strategy(self) -> Strategy:
         """What Lightning's callbacks and modules ask of the ranks; what it is called says ``strategy.name``."""
         return Strategy(self)
+
+    @property
+    def profiler(self) -> NamedSpans:
+        return NamedSpans()
+
+    @property
+    def _data_connector(self) -> BatchHooks:
+        """Asked by a LightningModule's ``to_onnx`` and ``to_torchscript``."""
+        return BatchHooks(self)
 
     @property
     def state(self) -> TrainerState:
