@@ -108,7 +108,7 @@ def asked_class(
     """
     module = as_module(_on_meta_if_it_can(parser, config))
     data = None if config.get("data") is None else parser.instantiate(_only(config, "data")).data
-    stand_in.attach(module, data)
+    stand_in.attach("fit", module, data)
     stand_in.estimate_steps = lambda: _NUM_STEPS
     module.__dict__["_trainer"] = stand_in
     workload = Workload.of(module, batch_of(inputs) if inputs is not None else _first_batch(module, data, stand_in))
