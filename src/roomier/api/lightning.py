@@ -183,11 +183,7 @@ def lent_to_lightning(module: nn.Module, trainer: Trainer) -> Iterator[None]:
     Each gets a class between its own and Lightning's, as ``fully_shard`` does in front of a module's, so an overridden
     ``log`` that calls ``super().log`` works. The library is left as it is, and so is the object afterwards.
     """
-    parts = [part for part in module.modules() if lightning_base(type(part), Module) is not None]
-    for part in parts:
-        vars(part)["_trainer"] = trainer
-        if not _is_lent(type(part)):
-            part.__class__ = _lent_class(type(part))
+    parts = lend_to_lightning(module, trainer)
     try:
         yield
     finally:
@@ -195,6 +191,17 @@ def lent_to_lightning(module: nn.Module, trainer: Trainer) -> Iterator[None]:
             _note_place(part)
             if "user_class" in vars(type(part)):
                 part.__class__ = vars(type(part))["user_class"]
+
+
+def lend_to_lightning(module: nn.Module, trainer: Trainer | None) -> list[nn.Module]:
+    """As :func:`lent_to_lightning`, for good: the LightningModules in ``module``, a copy that is thrown away. Without a
+    ``trainer`` they are as a roomier.Module without one."""
+    parts = [part for part in module.modules() if lightning_base(type(part), Module) is not None]
+    for part in parts:
+        vars(part)["_trainer"] = trainer
+        if not _is_lent(type(part)):
+            part.__class__ = _lent_class(type(part))
+    return parts
 
 
 def _note_place(part: nn.Module) -> None:

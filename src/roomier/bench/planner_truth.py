@@ -42,11 +42,13 @@ def measured_step(module: nn.Module, batch: Any, plan: Plan, ranks: Ranks | None
 
     def step(tracker: MemoryTracker) -> None:
         tracker.enter("forward")
-        engine.forward_backward(lambda each: copied.training_step(each, 0), windows.pop())
+        batches = windows.pop()  # held while the optimizer steps, as loops do
+        engine.forward_backward(lambda each: copied.training_step(each, 0), batches)
         tracker.enter("update")
         if plan.batch.gradient_clip_val is not None:
             engine.clip()
         engine.step()
+        del batches
         tracker.enter("rest")
 
     with quiet():

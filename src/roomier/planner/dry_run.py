@@ -173,12 +173,14 @@ def _tracked_step(
 
     def step(tracker: MemoryTracker) -> None:
         tracker.enter("forward")
-        engine.forward_backward(training_step, make_batches())
+        batches = make_batches()
+        engine.forward_backward(training_step, batches)
         tracker.place = ""
         tracker.enter("update")
         if clips is not None:
             engine.clip()
         engine.step()
+        del batches  # only now: loops hold them while the optimizer steps
         tracker.enter("rest")
 
     with tracking(engine) as tracker, ExitStack() as stack:

@@ -91,6 +91,8 @@ def _nothing_priced(plan: Plan, priced: Priced) -> RoomierError:
             return error
         problem = f"its step cannot be forecast: without values it fails ({type(error).__name__}: {error})"
         return RoomierError("strategy", plan.parallel.strategy, problem, "Name a strategy, and leave out memory_budget")
+    if len({(each.field, each.problem) for each in priced.errors}) == 1:  # all fail alike: the rules do not matter
+        return priced.errors[0]
     reasons = "; ".join(dict.fromkeys(each.reason for each in priced.refused))
     action = "Change what these say, or name a strategy"
     return PlanError("strategy", plan.parallel.strategy, f"every plan is refused: {reasons}", action)

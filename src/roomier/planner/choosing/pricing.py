@@ -82,12 +82,14 @@ class Priced:
         priced: forecasts, in the order of the candidates.
         refused: what rules, or the build, refuse.
         unpriced: what was not looked at, and why.
+        errors: what refused those of ``refused`` that no rule of a Plan did, in their order.
         failures: what a dry run raised that is no refusal.
     """
 
     priced: list[Forecast] = field(default_factory=list)
     refused: list[Considered] = field(default_factory=list)
     unpriced: list[Considered] = field(default_factory=list)
+    errors: list[RoomierError] = field(default_factory=list)
     failures: list[Exception] = field(default_factory=list)
 
 
@@ -193,6 +195,7 @@ class Pricing:
                 self._check(each.plan)
             forecast = self._prices.estimate(each.plan, each.micro_batch)
         except RoomierError as error:
+            self.priced.errors.append(error)
             reason = f"{error.field}: {error.problem}"
         except Exception as error:  # the user's step, in a world without values: anything may come of it
             self.priced.failures.append(error)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader, Dataset
 
-from roomier.api.lightning import overrides
+from roomier.api.lightning import lend_to_lightning, overrides
 from roomier.api.module import Module
 from roomier.core import torch_fake, torch_private
 from roomier.core.errors import RoomierError
@@ -42,8 +42,9 @@ def shapes_of(module: Module, weight_dtype: torch.dtype | None = None) -> Module
     makers = _Makers(module, weight_dtype)
     memo: dict[int, Any] = {id(each): makers.make(each) for each in _tensors_of(module)}
     memo |= {id(each): each for part in module.modules() for each in part.__dict__.values() if _is_data(each)}
-    if module.is_attached:
-        memo[id(module.trainer)] = module.trainer  # its step may ask for the epoch, say
+    trainer = module.trainer if module.is_attached else None  # the step may ask it for the epoch, say
+    if trainer is not None:
+        memo[id(trainer)] = trainer
     try:
         copied = copy.deepcopy(module, memo)
     except RoomierError:
@@ -52,10 +53,10 @@ def shapes_of(module: Module, weight_dtype: torch.dtype | None = None) -> Module
         problem = f"cannot be copied, so its step cannot be tried without memory: {type(error).__name__}: {error}"
         action = "Hold what cannot be copied outside the module, or name a strategy and measure a step"
         raise RoomierError("model", type(module).__name__, problem, action) from error
-    for part in copied.modules():
-        if isinstance(part, Module):
-            for name in ("log", "log_dict", "print"):
-                part.__dict__[name] = _say_nothing
+    of_lightning = lend_to_lightning(copied, trainer)
+    for part in (*of_lightning, *(each for each in copied.modules() if isinstance(each, Module))):
+        for name in ("log", "log_dict", "print"):
+            part.__dict__[name] = _say_nothing
     unwrap(copied)  # what an earlier run put around its forward
     if next(copied.parameters(), None) is None and overrides(copied, "configure_model", Module):
         copied.configure_model()

@@ -80,7 +80,8 @@ class _Step:
         self.owned = [states.kept.get(kind, 0) for kind in KINDS]
 
     def update(self) -> Stretch:
-        """The optimizer's."""
+        """The optimizer's, while the loop still holds the batches."""
+        self.owned[_ACTIVATION] += self.trace.batch_bytes * self.layout.num_micro_batches
         begin = _by_kind(self.owned)
         peak = {kind: num_bytes + self.states.update.get(kind, 0) for kind, num_bytes in begin.items()}
         return Stretch("update", "", begin, peak, begin)
