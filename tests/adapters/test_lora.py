@@ -220,3 +220,10 @@ def test_a_weight_that_two_layers_have_is_not_merged() -> None:
     network = adapted(make_transformer("gpt2"), lora_targets="lm_head")
     with pytest.raises(RoomierError, match="another layer has the same weight"):
         merge_lora(network)
+
+
+def test_gradients_of_an_earlier_fit_are_let_go_with_what_is_frozen() -> None:
+    network = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+    network(torch.ones(2, 4)).sum().backward()
+    apply_lora(network, [], AdapterPlan(lora_rank=2, lora_targets="0"))
+    assert all(each.grad is None for each in network.parameters() if not each.requires_grad)

@@ -46,6 +46,8 @@ def apply_lora(network: nn.Module, blocks: Sequence[nn.Module], plan: AdapterPla
     _calls_layers_always(network)
     for name, each in network.named_parameters():
         each.requires_grad_(is_adapter(name) or each in trained)
+        if not each.requires_grad:
+            each.grad = None  # of an earlier fit: no optimizer would ever free it
     for layer in targets.values():
         if isinstance(layer, Adapted):
             layer.lora_dropout = plan.lora_dropout
