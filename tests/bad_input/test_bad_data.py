@@ -98,11 +98,11 @@ LOADERS = {
         "{'x'",
         "Pass a loader, a list of batches",
     ),
-    "several training loaders": (
-        lambda d: d.fit(train=[DataLoader(SAMPLES), DataLoader(SAMPLES)]),
-        "train_dataloaders",
-        "2 loaders",
-        "torch.utils.data.ConcatDataset",
+    "one of several training loaders": (
+        lambda d: d.fit(train=[DataLoader(SAMPLES), 3]),
+        "train_dataloaders[1]",
+        "3",
+        "loader",
     ),
     "a generator for two epochs": (
         lambda d: d.fit(train=iter(d.batches)),

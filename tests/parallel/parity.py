@@ -168,15 +168,14 @@ def train_bare(make_task: Callable[[], Task], setup: Setup, *, in_parts: bool = 
 
 
 def bare_optimizer(name: str, module: nn.Module) -> torch.optim.Optimizer:
-    # As the optimizers that a Plan names: what has two dimensions or more decays.
+    # As the optimizers that a Plan names: what has two dimensions or more decays, unless it is a table of biases (T5).
     options = {key: value for key, value in OPTIMIZERS[name].items() if key != "name"}
-    trained = [each for each in module.parameters() if each.requires_grad]
+    trained = {key: each for key, each in module.named_parameters() if each.requires_grad}
     if name == "sgd":
-        return torch.optim.SGD(trained, **options)
-    groups = [
-        {"params": [each for each in trained if each.dim() >= 2], "weight_decay": 0.01},
-        {"params": [each for each in trained if each.dim() < 2], "weight_decay": 0.0},
-    ]
+        return torch.optim.SGD(trained.values(), **options)
+    decaying = [each for key, each in trained.items() if each.dim() >= 2 and "bias" not in key]
+    others = [each for key, each in trained.items() if each.dim() < 2 or "bias" in key]
+    groups = [{"params": decaying, "weight_decay": 0.01}, {"params": others, "weight_decay": 0.0}]
     return torch.optim.AdamW([group for group in groups if group["params"]], **options)
 
 
