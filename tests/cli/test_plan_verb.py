@@ -85,6 +85,8 @@ def test_a_configuration_of_fit_is_read(capsys: pytest.CaptureFixture[str], tmp_
     [plan] = planned(capsys, "--config", str(run), *TWO)["plans"]
     assert plan["plan"]["precision"]["mode"] == "bf16-mixed"
     assert plan["strategy"] == "zero2"  # the option says so, whatever the run's own is
+    assert main(["plan", "--config", str(run), "--hardware", "a100-40gb:2"]) == 0
+    assert "asks for zero3, which fits" in capsys.readouterr().out
 
 
 # What is printed ----------------------------------------------------------------------------------------------------

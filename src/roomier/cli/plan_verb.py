@@ -58,6 +58,7 @@ def run(verb: str, arguments: Sequence[str]) -> int:
         print(json.dumps(choice.as_dict() | ({} if grid is None else {"what_if": _grid_as_dict(grid)})))
     else:
         _show(asked, plan, choice, grid if config.what_if else None)
+        _tell_own_strategy(config, choice)
     return 0 if choice.chosen is not None else EXIT_NOTHING_FITS
 
 
@@ -123,6 +124,16 @@ def _show(asked: Asked, plan: Plan, choice: Choice, grid: Grid | None) -> None:
     if grid is not None:
         console.print()
         console.print(what_if_table(grid))
+
+
+def _tell_own_strategy(config: Namespace, choice: Choice) -> None:
+    """What the configuration says is no answer to which is the fastest, so all are compared; which it was, is told."""
+    own = config.trainer.strategy
+    name = own.get("name") if isinstance(own, dict) else own
+    if config.strategy is None and name not in (None, "auto", "single"):
+        best = next((each for each in choice.considered if each.plan.parallel.strategy == name and each.forecast), None)
+        fits = "" if best is None else ", which fits" if best.fits else ", which does not fit"
+        print(f"The configuration asks for {name}{fits}; it alone: --strategy {name}")
 
 
 def _subject(asked: Asked, plan: Plan) -> str:
