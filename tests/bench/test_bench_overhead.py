@@ -13,7 +13,7 @@ from rich.console import Console
 
 from roomier.bench import overhead
 
-STEPS, REPEATS = 200, 3
+STEPS, REPEATS = 200, 2
 
 
 @pytest.fixture(scope="module")
