@@ -100,7 +100,7 @@ WRONG = {
     "callbacks": [
         (5, "Pass objects of subclasses of roomier.Callback"),
         ("early_stopping", "Pass objects of subclasses of roomier.Callback"),
-        ([roomier.Callback], "Pass objects of subclasses of roomier.Callback"),
+        ([roomier.Callback], "Make an object of it: Callback(...)"),
     ],
     "logger": [
         ("tensorbord", "Did you mean 'tensorboard'?"),
