@@ -172,3 +172,11 @@ def test_what_is_unfrozen_is_trained_by_all_ranks(on_ranks: Any, tmp_path: Path,
     )
     torch.testing.assert_close(whole, one, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(resumed, whole, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["freeze_before_training", "finetune_function"])
+def test_a_callback_that_lacks_one_of_the_two_methods_is_told_which(make_trainer: Make, name: str) -> None:
+    other = {"freeze_before_training", "finetune_function"} - {name}
+    partial = type("Partial", (BaseFinetuning,), {each: lambda self, *arguments: None for each in other})()
+    with pytest.raises(RoomierError, match=f"{name}='Partial'.*Define {name}"):
+        make_trainer(partial, max_steps=1, logger=False, enable_checkpointing=False).fit(Net(), [data()])

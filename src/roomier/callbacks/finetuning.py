@@ -40,11 +40,15 @@ class BaseFinetuning(Callback):
 
     def freeze_before_training(self, pl_module: Module) -> None:
         """Freeze what is not to be trained at first: ``self.freeze(pl_module.backbone)``."""
-        raise NotImplementedError
+        raise self._unwritten("freeze_before_training", "(self, pl_module): self.freeze(pl_module.backbone)")
 
     def finetune_function(self, pl_module: Module, epoch: int, optimizer: Optimizer) -> None:
         """Called as each epoch begins, for each optimizer: ``self.unfreeze_and_add_param_group(...)``."""
-        raise NotImplementedError
+        told = "(self, pl_module, epoch, optimizer): self.unfreeze_and_add_param_group(...) in the epoch it is due"
+        raise self._unwritten("finetune_function", told)
+
+    def _unwritten(self, name: str, definition: str) -> RoomierError:
+        return RoomierError(name, type(self).__name__, "the callback does not define it", f"Define {name}{definition}")
 
     # What helps -----------------------------------------------------------------------------------------------------
 
