@@ -118,14 +118,15 @@ def nothing_is_lost(desk: Desk) -> Iterator[None]:
     """Fails the test if its wrong input cost anything."""
     files = _bytes_in(desk.good.parent)
     state = checkpoint.load(desk.good)
-    before = _process_settings()
+    before, running = _process_settings(), _running()
     yield
-    if _process_settings() != before:
-        gc.collect()  # the error that was caught held the workers of its loader
-    deadline_s = time.monotonic() + 5
-    while _process_settings() != before and time.monotonic() < deadline_s:
-        time.sleep(0.01)  # the threads that fed a worker end when they find it gone
     assert _process_settings() == before
+    if _started_since(running):
+        gc.collect()  # the error that was caught held the workers of its loader
+    deadline_s = time.monotonic() + 30
+    while _started_since(running) and time.monotonic() < deadline_s:
+        time.sleep(0.01)  # the threads that fed a worker end when they find it gone
+    assert not _started_since(running)
     now = _bytes_in(desk.good.parent)
     touched = {name for name in files if files[name] != now.get(name)}
     if touched:  # a test that damages the checkpoint itself says so by leaving a mark
@@ -154,11 +155,21 @@ def _fingerprint(state: Any) -> Any:
     return state
 
 
+def _running() -> set[str]:
+    """The threads and the child processes that are there."""
+    threads = {f"thread {each.name} ({each.ident})" for each in threading.enumerate()}
+    children = [each for each in psutil.Process().children() if "resource_tracker" not in _command(each)]
+    return threads | {f"process {each.pid} {_command(each)}" for each in children}
+
+
+def _started_since(running: set[str]) -> set[str]:
+    """What earlier tests left may end meanwhile; what began meanwhile may not stay."""
+    return _running() - running
+
+
 def _process_settings() -> dict[str, Any]:
     return {
         "signal handlers": [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)],
-        "threads": threading.active_count(),
-        "worker processes": [p.pid for p in psutil.Process().children() if "resource_tracker" not in _command(p)],
         "matmul": torch.get_float32_matmul_precision(),
         "deterministic": (
             torch.are_deterministic_algorithms_enabled(),

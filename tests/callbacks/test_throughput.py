@@ -142,4 +142,4 @@ def test_it_costs_little_between_log_steps(make_trainer: Make, clock: Clock) -> 
         for _ in range(100):
             throughput.on_train_batch_end(trainer, module, None, TOKENS[0], 0)
         best_s = min(best_s, (time.perf_counter() - began_s) / 100)
-    assert best_s < 20e-6
+    assert best_s < 100e-6  # about 3 microseconds on an idle core

@@ -246,7 +246,7 @@ def test_a_rank_killed_while_it_saves_leaves_the_last_checkpoint(
         began_s = time.monotonic()
         with pytest.raises(RankFailed):
             on_ranks(2, save_until_killed, tmp_path, victim, 0.2 + 0.13 * attempt)
-        assert time.monotonic() - began_s < 30
+        assert time.monotonic() - began_s < 60
         reported = tmp_path / "reported"
         found = checkpoint.find_last(tmp_path)
         if not reported.exists():

@@ -22,7 +22,7 @@ from roomier.launch.environment import RANK_VARIABLES
 
 PROGRAMS = Path(__file__).parent / "programs"
 TRAIN = str(PROGRAMS / "train.py")
-SECONDS_TO_END = 20.0  # on a machine that is busy; some 2 s on one that is not
+SECONDS_TO_END = 60.0  # on a machine that is busy; some 2 s on one that is not
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,7 @@ def test_a_step_without_a_loss_on_one_rank_ends_the_call(on_ranks: RankPool, str
     begin = time.perf_counter()
     with pytest.raises(RankFailed, match=r"(?s)rank 1 failed first.*returned no loss on rank 1.*0\.0 \* loss"):
         on_ranks(2, run_one_step, NoLoss, strategy)
-    assert time.perf_counter() - begin < 20
+    assert time.perf_counter() - begin < 60
 
 
 class ReadsWeight(Regression):

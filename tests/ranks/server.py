@@ -33,7 +33,7 @@ import torch.distributed.tensor
 
 import roomier  # noqa: F401
 
-GROUP_TIMEOUT_S = 30.0
+GROUP_TIMEOUT_S = 120.0
 GRACE_S = 3.0  # for the other ranks to end, once one has failed
 # What a rank says when the one it talks to is gone: never the first cause.
 _SIGNS_OF_A_LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket Timeout")

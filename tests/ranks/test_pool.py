@@ -37,7 +37,7 @@ def test_a_call_is_quick(on_ranks: RankPool) -> None:
         begin = time.perf_counter()
         on_ranks(2, all_sums, 1.0)
         times_s.append(time.perf_counter() - begin)
-    assert min(times_s) < 0.3
+    assert min(times_s) < 2  # some 0.02 on a free core; a process started for each call takes 5
 
 
 def tensors(given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -106,7 +106,7 @@ def test_the_first_failure_is_told_and_the_others_do_not_hang(on_ranks: RankPool
     with pytest.raises(RankFailed, match=rf"(?s)rank {rank} failed first.*in fail_on.*has had enough") as info:
         on_ranks(3, fail_on, rank)
     assert info.value.rank == rank
-    assert time.perf_counter() - begin < 8
+    assert time.perf_counter() - begin < 60
     assert len(on_ranks(3, all_sums, 1.0)) == 3
 
 
@@ -120,7 +120,7 @@ def test_a_rank_that_goes_on_after_a_failure_is_killed(on_ranks: RankPool) -> No
     begin = time.perf_counter()
     with pytest.raises(RankFailed, match=r"(?s)rank 0 failed first.*ValueError: no") as info:
         on_ranks(2, fail_while_another_sleeps)
-    assert time.perf_counter() - begin < 10
+    assert time.perf_counter() - begin < 40
     assert "fail_while_another_sleeps" in info.value.reports[1]  # its stack
 
 
