@@ -7,14 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 import roomier
 from roomier.callbacks import EMAWeightAveraging, LambdaCallback, StochasticWeightAveraging, WeightAveraging
-from roomier.core.errors import RoomierError
+from roomier.core.errors import DataError, RoomierError
 from roomier.trainer import Trainer
+from tests.ranks.pool import RankFailed
 
 Make = Callable[..., Trainer]
 OFF = {"logger": False, "enable_checkpointing": False}
@@ -179,3 +181,32 @@ def test_ranks_average_their_parts_and_share_statistics(on_ranks: Any, tmp_path:
     with torch.no_grad():
         hidden = model.layer(data())
     torch.testing.assert_close(whole["norm.running_mean"], hidden.mean(dim=0), rtol=1e-4, atol=1e-5)
+
+
+class FailsInStatistics(Dataset[Tensor]):
+    """Reads well while it is trained on; for the statistics of BatchNorm, not on the second rank."""
+
+    num_reads_left = 6 * 12
+
+    def __len__(self) -> int:
+        return len(data())
+
+    def __getitem__(self, index: int) -> Tensor:
+        self.num_reads_left -= 1
+        if self.num_reads_left < 0 and dist.get_rank() == 1:
+            raise DataError("train_dataloaders", index, "lost a worker process", "Use fewer workers")
+        return data()[index]
+
+
+def fit_with_failing_statistics(root: Path, strategy: str) -> None:
+    model = make_net(roomier.Module, norm=True)
+    swa = StochasticWeightAveraging(0.05, 3)
+    trainer = Trainer(max_epochs=6, default_root_dir=root, strategy=strategy, devices=2, callbacks=[swa], **QUIET)
+    trainer.fit(model, DataLoader(FailsInStatistics(), batch_size=2))
+
+
+@pytest.mark.parametrize("strategy", ["zero3", pytest.param("ddp", marks=pytest.mark.slow)])
+def test_a_rank_that_cannot_take_its_statistics_ends_the_others(on_ranks: Any, tmp_path: Path, strategy: str) -> None:
+    with pytest.raises(RankFailed, match="lost a worker process") as caught:
+        on_ranks(2, fit_with_failing_statistics, tmp_path, strategy)
+    assert caught.value.rank == 1

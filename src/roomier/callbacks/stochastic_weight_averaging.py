@@ -207,7 +207,11 @@ def batch_norms_of(module: nn.Module) -> list[Any]:
 
 def update_batch_norms(trainer: Trainer) -> None:
     """Take the running statistics anew, as means over the batches of one epoch of training data (Izmailov et al. 2018,
-    section 3.2). Every rank must call it; the statistics are those of all."""
+    section 3.2). Every rank must call it; the statistics are those of all.
+
+    Raises:
+        DataError: a loader failed on one of several ranks.
+    """
     run = trainer.needs_run("update_batch_norms")
     norms = batch_norms_of(run.module)
     for norm in norms:
@@ -219,6 +223,8 @@ def update_batch_norms(trainer: Trainer) -> None:
             for batch_idx, batch in enumerate(islice(batches, None if math.isinf(limit) else int(limit))):
                 _forward(trainer, batch, batch_idx)
         except DataError as error:
+            if not run.ranks.is_alone:  # the others are in a forward, or in the sum below, and wait for this one
+                raise
             notice(f"StochasticWeightAveraging: the statistics of BatchNorm are not complete: {error}")
     run.engine.release()
     if not run.ranks.is_alone:
