@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from roomier.cli.main import main
 
@@ -89,6 +90,26 @@ def test_a_configuration_of_fit_is_read(capsys: pytest.CaptureFixture[str], tmp_
     assert "asks for zero3, which fits" in capsys.readouterr().out
 
 
+def test_a_strategy_typed_for_the_trainer_is_planned_alone(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    run = tmp_path / "run.yaml"
+    with pytest.raises(SystemExit):
+        main(["fit", *TOY, "--trainer.strategy", "zero3", "--print_config"])
+    run.write_text(capsys.readouterr().out)
+    words = ["--config", str(run), "--hardware", "a100-40gb:2"]
+    assert {each["strategy"] for each in planned(capsys, *words)["plans"]} > {"ddp"}
+    assert {each["strategy"] for each in planned(capsys, *words, "--trainer.strategy", "ddp")["plans"]} == {"ddp"}
+    assert {each["strategy"] for each in planned(capsys, *words, "--trainer.strategy=auto")["plans"]} > {"ddp"}
+
+
+def test_without_hardware_it_is_this_machine_as_the_trainer_is_told_to_use_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = [*TOY, "--trainer.devices", "2", "--trainer.strategy", "ddp", "--trainer.accelerator", "cpu"]
+    [plan] = planned(capsys, *words)["plans"]
+    assert (plan["strategy"], plan["plan"]["parallel"]["accelerator"]) == ("ddp", "cpu")
+    assert planned(capsys, *words, "--trainer.num_nodes", "2")["num_ranks"] == 4
+
+
 # What is printed ----------------------------------------------------------------------------------------------------
 
 
@@ -159,6 +180,10 @@ def test_what_user_code_prints_is_not_in_the_json(
         ([*TOY, "--seq_len", "8"], ["--seq_len=8", "--input 'x=int64[8,2048]'"]),
         (["--model", "cli_toy.PlainNetwork", "--input", "x=float[", *TWO], ["is not a name, a dtype and sizes"]),
         ([*TOY, "--trainer.max_step", "3"], ["Did you mean '--trainer.max_steps'?"]),
+        ([*TOY, *TWO, "--trainer.strategy", "ddp"], ["--trainer.strategy='ddp': --strategy zero2 was given as well"]),
+        ([*TOY, *TWO, "--trainer.accelerator=cpu"], ["--trainer.accelerator='cpu': --hardware a100-40gb:2 is cuda"]),
+        ([*TOY, *TWO, "--trainer.devices", "4"], ["--trainer.devices=4: --hardware a100-40gb:2 has 2 of them"]),
+        ([*TOY, "--nodes", "2", "--trainer.num_nodes", "3"], ["--trainer.num_nodes=3: --nodes 2 was given as well"]),
     ],
 )
 def test_a_wrong_option_is_one_message_and_exit_code_2(
@@ -177,3 +202,18 @@ def test_a_configuration_of_an_unknown_kind_is_told(capsys: pytest.CaptureFixtur
         (tmp_path / "config.json").write_text(json.dumps(values))
         assert main(["plan", "--hf", str(tmp_path), *TWO]) == 2
         assert told in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
+def test_a_run_for_a_device_that_this_machine_has_not_asks_for_hardware(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *TOY, "--trainer.accelerator", "cuda"]) == 2
+    told = capsys.readouterr().err
+    assert "--trainer.accelerator='cuda': this machine has none. Name the hardware to plan for: --hardware" in told
+
+
+def test_a_file_of_a_machine_says_how_many_nodes_there_are(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    cluster = tmp_path / "cluster.yaml"
+    cluster.write_text("device: a100-40gb\ndevices_per_node: 2\nnum_nodes: 3\n")
+    words = [*TOY, "--hardware", str(cluster), "--strategy", "zero2"]
+    assert planned(capsys, *words)["num_ranks"] == 6
+    assert planned(capsys, *words, "--nodes", "2")["num_ranks"] == 4

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
+import torch
 from jsonargparse import ArgumentParser, Namespace
 from torch import nn
 
 from roomier.api.datamodule import DataModule
 from roomier.api.lightning_types import LightningDataModule
+from roomier.core.device import resolve_device
 from roomier.core.errors import RoomierError
 from roomier.hardware.machine import Machine
 from roomier.models.gpt import SIZES, GPTConfig
@@ -37,9 +39,12 @@ def plan_parser(gpt: str | None) -> ArgumentParser:
     parser.add_argument("--seed_everything", type=int | None, default=None, help="is read from a run's YAML; unused")
     parser.add_argument("--ckpt_path", type=str | None, default=None, help="is read from a run's YAML; unused")
     parser.add_argument("--hardware", type=str | None, default=None, help="a100-40gb:8; without it this machine")
-    parser.add_argument("--nodes", type=int, default=1, help="number of machines")
+    parser.add_argument("--nodes", type=int | None, default=None, help="number of machines; --trainer.num_nodes else")
     parser.add_argument(
-        "--strategy", type=str | None, default=None, help="plan this one alone; without it all are compared"
+        "--strategy",
+        type=str | None,
+        default=None,
+        help="plan this one alone, as --trainer.strategy does; without either all are compared, whatever a YAML says",
     )
     parser.add_argument(
         "--memory_budget", type=str | int | None, default=None, help="of each device, such as 38GiB; else all it has"
@@ -109,24 +114,89 @@ def check_asked(config: Namespace, gpt: str | None) -> None:
             raise RoomierError(f"--{name}", config[name], "is not positive", "Give 1 or more")
 
 
-def machine_asked(config: Namespace) -> Machine:
-    """The machine that ``--hardware`` and ``--nodes`` name; else this one with the devices of the Trainer.
+def trainer_words(words: Sequence[str]) -> frozenset[str]:
+    """The keywords of the Trainer that are among ``words`` themselves, not only in a YAML that these name."""
+    options = (word.partition("=")[0] for word in words)
+    return frozenset(option.split(".")[1] for option in options if option.startswith("--trainer."))
+
+
+def heed_strategy(config: Namespace, given: Collection[str]) -> None:
+    """Plan the strategy alone that ``--trainer.strategy`` names, as ``--strategy`` does: who types it means it.
+
+    Args:
+        given: from :func:`trainer_words`.
 
     Raises:
-        RoomierError: there is no such device.
+        RoomierError: the two name different ones.
     """
+    if "strategy" not in given:
+        return
+    own = config.trainer.strategy
+    name = own.get("name") if isinstance(own, dict) else own
+    if config.strategy is not None and config.strategy != name:
+        action = "Give one of the two, or neither: then all strategies are compared"
+        raise RoomierError("--trainer.strategy", name, f"--strategy {config.strategy} was given as well", action)
+    config.strategy = None if name == "auto" else name
+
+
+def machine_asked(config: Namespace, given: Collection[str] = ()) -> Machine:
+    """The machine that ``--hardware`` and ``--nodes`` name; else this one with the devices of the Trainer.
+
+    Args:
+        given: from :func:`trainer_words`: these must not say anything else than ``--hardware`` does.
+
+    Raises:
+        RoomierError: there is no such device, or two options name different ones.
+    """
+    num_nodes = _num_nodes(config, given)
     if config.hardware is not None:
         from roomier.hardware.spec import machine_of
 
-        machine = machine_of(config.hardware, config.nodes)
+        machine = machine_of(config.hardware, num_nodes)
+        _check_names_the_same(config, machine, given)
     else:
         from roomier.hardware.this_machine import this_machine
 
-        devices = config.trainer.devices
-        machine = this_machine(devices if isinstance(devices, int) else 1, config.nodes)
+        accelerator = config.trainer.accelerator
+        try:
+            device = resolve_device(accelerator)
+        except RoomierError as error:
+            action = f"Name the hardware to plan for: --hardware a100-80gb:8. {error.action} with --trainer.accelerator"
+            raise RoomierError("--trainer.accelerator", accelerator, error.problem, action) from error
+        machine = this_machine(_num_devices(config.trainer.devices, device), num_nodes or 1, accelerator)
     if config.strategy == "single":
         machine = replace(machine, devices_per_node=1, num_nodes=1)
     return machine
+
+
+def _num_nodes(config: Namespace, given: Collection[str]) -> int | None:
+    """None where nobody says: one, or what the file of a machine says."""
+    own, told = config.trainer.num_nodes, config.nodes
+    is_meant = isinstance(own, int) and ("num_nodes" in given or config.hardware is None)
+    if told is not None and "num_nodes" in given and own != told:
+        raise RoomierError("--trainer.num_nodes", own, f"--nodes {told} was given as well", "Give one of the two")
+    nodes: int | None = own if told is None and is_meant else told
+    return nodes
+
+
+def _num_devices(devices: Any, device: torch.device) -> int:
+    """Of this machine; ``"auto"`` and -1 are all GPUs, and one where there is none."""
+    if isinstance(devices, int) and devices > 0:
+        return devices
+    return torch.cuda.device_count() if device.type == "cuda" else 1
+
+
+def _check_names_the_same(config: Namespace, machine: Machine, given: Collection[str]) -> None:
+    trainer, hardware = config.trainer, f"--hardware {config.hardware}"
+    kinds = {"gpu": ("cuda", "mps"), "auto": ("cuda", "mps", "cpu")}.get(trainer.accelerator, (trainer.accelerator,))
+    action = "Leave one of the two out"
+    if "accelerator" in given and machine.device.kind not in kinds:
+        problem = f"{hardware} is {machine.device.kind}"
+        raise RoomierError("--trainer.accelerator", trainer.accelerator, problem, action)
+    own = trainer.devices
+    if "devices" in given and isinstance(own, int) and own not in (-1, machine.devices_per_node):
+        problem = f"{hardware} has {machine.devices_per_node} of them on each node"
+        raise RoomierError("--trainer.devices", own, problem, action)
 
 
 def plan_asked(config: Namespace, machine: Machine, *, optimizes_itself: bool) -> Plan:

@@ -14,7 +14,15 @@ from jsonargparse import ArgumentParser, Namespace
 from roomier.api.lightning import overrides
 from roomier.api.module import Module
 from roomier.cli.options import parse
-from roomier.cli.plan_options import check_asked, machine_asked, plan_asked, plan_parser, without_gpt
+from roomier.cli.plan_options import (
+    check_asked,
+    heed_strategy,
+    machine_asked,
+    plan_asked,
+    plan_parser,
+    trainer_words,
+    without_gpt,
+)
 from roomier.cli.trainer_verbs import current_folder_importable
 from roomier.core.errors import RoomierError
 from roomier.core.units import format_count
@@ -46,8 +54,10 @@ def run(verb: str, arguments: Sequence[str]) -> int:
         parser = plan_parser(gpt)
         config = parse(parser, words)
         check_asked(config, gpt)
+        given = trainer_words(words)
+        heed_strategy(config, given)
         with contextlib.redirect_stdout(sys.stderr):  # what a user's code prints is no part of the answer
-            machine = machine_asked(config)
+            machine = machine_asked(config, given)
             asked = _asked(parser, config, gpt)
             plan = plan_asked(config, machine, optimizes_itself=_optimizes_itself(asked.workload.module))
             choice = _choose(asked, plan, machine)
