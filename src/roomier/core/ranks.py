@@ -6,6 +6,7 @@ the same calls in the same order. The tensors of a model go other ways (``parall
 
 import pickle
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
@@ -31,8 +32,9 @@ class Ranks:
         self._group = group
         assert self.world.size == 1 or self.world.size == dist.get_world_size()
 
-    @property
+    @cached_property
     def is_alone(self) -> bool:
+        """Whether this rank is the only one."""
         return self.world.size == 1
 
     def exchange_pairwise(self, device: torch.device) -> bool:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -108,21 +108,27 @@ class EagerEngine:
 
     def forward_backward(self, step: Step, batches: Sequence[Any]) -> Tensor | None:
         window = self._begin_window(step, batches)
-        with self._abandons_on_error():
+        try:
             for batch in batches:
                 self._micro_batch(window, self._start_micro_batch(window, batch))
+        except BaseException:
+            self._abandon_window()
+            raise
         return self._end_window(window)
 
     def step_with_closure(
         self, step: Step, batches: Sequence[Any], update: Callable[[Callable[[], Tensor | None]], Any]
     ) -> Tensor | None:
         window = self._begin_window(step, batches)
-        with self._abandons_on_error():
+        try:
             for batch in batches[:-1]:
                 self._micro_batch(window, self._start_micro_batch(window, batch))
             on_device = self._start_micro_batch(window, batches[-1])
             if not self._is_skipping():
                 update(_Closure(self, window, on_device))
+        except BaseException:
+            self._abandon_window()
+            raise
         return self._end_window(window)
 
     def _begin_window(self, step: Step, batches: Sequence[Any]) -> _Window:
@@ -143,14 +149,9 @@ class EagerEngine:
             self._weigh_again(window)
         return window.loss
 
-    @contextmanager
-    def _abandons_on_error(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            if self._recompute is not None:
-                self._recompute.abandon_step()
-            raise
+    def _abandon_window(self) -> None:
+        if self._recompute is not None:
+            self._recompute.abandon_step()
 
     def _start_micro_batch(self, window: _Window, batch: Any) -> Any:
         """The next micro-batch on the device, its hooks called."""

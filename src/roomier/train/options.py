@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 from pathlib import Path
 from types import NoneType
 from typing import Any
@@ -97,8 +98,8 @@ class LoopOptions:
         """Batches of a fast development run; 0 where it is none."""
         return int(self.fast_dev_run)
 
-    @property
-    def max_time_s(self) -> float | None:
+    @cached_property
+    def max_time_s(self) -> float | None:  # asked at each step
         return None if self.max_time is None else parse_duration_s("max_time", self.max_time)
 
     def epoch_limit(self) -> float:
