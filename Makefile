@@ -22,12 +22,13 @@ help:
 	@echo 'make format     let ruff rewrite the files'
 	@echo 'make clean      remove .venv, caches and runs'
 
+# Python compiles what is imported, when it is: pip would first compile all of it, most of which nobody imports.
 install: $(INSTALLED)
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "roomier needs Python 3.11 or newer: make PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[dev]'
 	@$(MAKE) --no-print-directory browser
 	@touch $@
 
