@@ -92,6 +92,14 @@ def test_a_rank_that_lost_another_learns_which_failed(news: Callable[[int], Fail
     assert news(0).wait_for_peer() == "rank 1 failed"
 
 
+def test_whether_a_rank_has_told_of_its_failure(news: Callable[[int], FailureNews]) -> None:
+    mine = news(0)
+    assert not mine.is_told(within_s=0.0)
+    assert not FailureNews(World(0, 3)).is_told(within_s=60.0)  # the ranks have not met: there is nothing to wait for
+    news(1).claim("ValueError: late")
+    assert mine.is_told(within_s=0.0)
+
+
 def test_errors_that_only_tell_of_a_lost_rank() -> None:
     lost = RuntimeError("[gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:1")
     assert is_of_lost_peer(lost)

@@ -223,6 +223,26 @@ def is_in_backward() -> bool:
     return int(torch._C._current_graph_task_id()) != -1
 
 
+class LossScalerOfParts(GradScaler):
+    """A GradScaler whose optimizers may hold parameters that are cut among ranks beside others that are not.
+
+    DTensor's kernel asks the first of a list of gradients among which ranks to look for infinite ones.
+    """
+
+    def _unscale_grads_(self, optimizer: Optimizer, *arguments: Any) -> dict[torch.device, Tensor]:
+        groups = optimizer.param_groups
+        parameters = [each for group in groups for each in group["params"]]
+        cut = [each for each in parameters if type(each) is not nn.Parameter]
+        if not cut or len(cut) == len(parameters):
+            return super()._unscale_grads_(optimizer, *arguments)
+        whole = [each for each in parameters if type(each) is nn.Parameter]
+        optimizer.param_groups = [{"params": cut + whole}]  # nothing else of a group is read
+        try:
+            return super()._unscale_grads_(optimizer, *arguments)
+        finally:
+            optimizer.param_groups = groups
+
+
 def found_inf(scaler: GradScaler, optimizer: Optimizer) -> list[Tensor]:
     """The flags (0-dim float, one a device) that ``scaler`` set while it unscaled ``optimizer``."""
     return list(scaler._found_inf_per_device(optimizer).values())
@@ -341,6 +361,13 @@ def reduce_missing_gradients_as_zeros(unit: Any) -> None:
                 "parallel.find_unused_parameters", True, f"torch {torch.__version__} cannot", "Install torch 2.13"
             )
         group.reduce_scatter_unused_params = True
+
+
+def default_store() -> Any:
+    """The store in which the ranks of the default process group met: what one writes there, all can read."""
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return _get_default_store()
 
 
 def compile_s() -> float:

@@ -76,6 +76,18 @@ class FailureNews:
             time.sleep(0.05)
         return None
 
+    def is_told(self, within_s: float) -> bool:
+        """Whether a rank tells of its failure, now or ``within_s`` from now."""
+        until = time.monotonic() + within_s
+        while self.store is not None:
+            with suppress(DistError, RuntimeError):
+                if self.store.check([_FIRST]):
+                    return True
+            if time.monotonic() >= until:
+                break
+            time.sleep(0.02)
+        return False
+
     def _end(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         end_in_time()
         if issubclass(kind, KeyboardInterrupt) and self.world.rank > 0:

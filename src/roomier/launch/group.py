@@ -33,6 +33,11 @@ def is_worth_telling(error: BaseException) -> bool:
     return _news is None or _news.claim(f"{type(error).__name__}: {error}")
 
 
+def failure_is_told(within_s: float) -> bool:
+    """Whether a rank tells of an error that ends it, now or ``within_s`` from now."""
+    return _news is not None and _news.is_told(within_s)
+
+
 def initialise(world: World, device_type: str) -> None:
     """Make the default process group.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -13,8 +13,11 @@ from roomier.api.module import Module
 from roomier.core.tree import map_tensors
 from roomier.data.source import Source
 from roomier.train.evaluate import batch_runner, take_statistics_of_rank_zero, turns
+from roomier.train.predict_stream_roll_call import RollCall
 from roomier.train.run import Run, call
 from roomier.train.step import transfer_of
+
+T = TypeVar("T")
 
 
 def opened_stream(session: AbstractContextManager[Run]) -> Generator[Any, None, None]:
@@ -26,12 +29,12 @@ def opened_stream(session: AbstractContextManager[Run]) -> Generator[Any, None, 
     with session as run:
         take_statistics_of_rank_zero(run)
         # Closed early, it has come to a good end, without the hooks of the end.
-        with _in_evaluation_mode(run.module), suppress(GeneratorExit):
-            yield from _all(run)
+        with suppress(GeneratorExit), _in_evaluation_mode(run.module), RollCall(run.ranks) as roll_call:
+            yield from _all(run, roll_call)
         run.engine.release()
 
 
-def _all(run: Run) -> Iterator[Any]:
+def _all(run: Run, roll_call: RollCall) -> Iterator[Any]:
     results, hooks = run.results, run.hooks
     with _without_gradients(run):
         call(hooks.on_predict_start)
@@ -39,7 +42,7 @@ def _all(run: Run) -> Iterator[Any]:
     yield None
     num_sources = len(run.val_sources)
     for index, (source, limit) in enumerate(zip(run.val_sources, run.val_limits, strict=True)):
-        yield from _of_source(run, source, limit, index if num_sources > 1 else None)
+        yield from _of_source(run, source, limit, index if num_sources > 1 else None, roll_call)
     with _without_gradients(run):
         results.stage, results.dataloader_idx, results.is_in_batch = "predict", None, False
         results.call(hooks.on_predict_epoch_end)
@@ -48,11 +51,13 @@ def _all(run: Run) -> Iterator[Any]:
     run.vote(waits=True)  # a signal that came to one rank is obeyed by all
 
 
-def _of_source(run: Run, source: Source, limit: float, dataloader_idx: int | None) -> Iterator[Any]:
+def _of_source(
+    run: Run, source: Source, limit: float, dataloader_idx: int | None, roll_call: RollCall
+) -> Iterator[Any]:
     """What each batch gives; of several ranks, after each round of batches what all gave, in order."""
     results, run_batch = run.results, batch_runner(run, "predict", dataloader_idx)
     run.engine.hooks.transfer = transfer_of(run, dataloader_idx or 0)
-    for host_batch, batch_idx, counts in turns(run, source, limit):
+    for host_batch, batch_idx, counts in _called(turns(run, source, limit), roll_call):
         with _without_gradients(run):
             results.stage, results.dataloader_idx = "predict", dataloader_idx
             output = run_batch(host_batch, batch_idx, counts)
@@ -65,6 +70,16 @@ def _of_source(run: Run, source: Source, limit: float, dataloader_idx: int | Non
             for _, each in sorted((one for one in of_round if one is not None), key=lambda one: one[0]):
                 yield each
         output = None
+
+
+def _called(rounds: Iterator[T], roll_call: RollCall) -> Iterator[T]:
+    """``rounds``, each begun once all ranks are there: they do it together, or find together that there is none."""
+    while True:
+        roll_call.wait()
+        try:
+            yield next(rounds)
+        except StopIteration:
+            return
 
 
 @contextmanager

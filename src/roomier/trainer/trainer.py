@@ -34,11 +34,11 @@ from roomier.train.manual import ManualOptimizer
 from roomier.train.micro_batch import settle_micro_batch
 from roomier.train.options import LoopOptions, check_flag
 from roomier.train.predict_stream import opened_stream
-from roomier.train.run import Run
+from roomier.train.progress import Progress
 from roomier.train.save import save_checkpoint
 from roomier.train.session import LOADER_NAMES, end_fit, session, start_fit
 from roomier.train.states import TrainerFn, TrainerStatus
-from roomier.trainer.attributes import STAGE_FLAGS, TrainerAttributes
+from roomier.trainer.attributes import STAGE_FLAGS, TrainerAttributes, without_runs
 from roomier.trainer.forecasts import prepare_forecast
 from roomier.trainer.former_flags import refuse_former_flags
 from roomier.trainer.keywords import (
@@ -54,7 +54,7 @@ from roomier.trainer.keywords import (
 )
 from roomier.trainer.lightning_callbacks import adopted
 from roomier.trainer.measured import by_loader, metrics_table
-from roomier.trainer.predicted import KeepsPredicted, PredictLoop, writes_at_end, writes_predictions
+from roomier.trainer.predicted import KeepsPredicted, writes_at_end, writes_predictions
 from roomier.tuner.before_fit import check_flags, tune, write_picture
 from roomier.tuner.trial import Subject
 
@@ -172,8 +172,6 @@ class Trainer(TrainerAttributes):
         check_flags(given["auto_lr_find"], given["auto_scale_batch_size"])
         launch = present_launch()
         self.plan = self.asked_plan = plan_of(given, Trainer.__init__, launch)
-        self.choice = None
-        self.shapes = None
         self.options = LoopOptions(**{name: given[name] for name in LoopOptions.__dataclass_fields__})
         self.world = place(self.plan.parallel.devices, self.plan.parallel.num_nodes, launch)
         self.ranks = Ranks()  # alone, until a run begins
@@ -182,27 +180,27 @@ class Trainer(TrainerAttributes):
         self.enable_checkpointing = given["enable_checkpointing"] and not self.options.num_dev_batches
         self.callbacks = ordered(callbacks_of(given, self.enable_checkpointing))
         check_callbacks(self.callbacks)
-        self.run: Run | None = None
-        self.fitted: Run | None = None
         self.auto_lr_find, self.auto_scale_batch_size = given["auto_lr_find"], given["auto_scale_batch_size"]
         self.micro_batch: int | None = None
         self.num_micro_batches: int | None = None
-        self.datamodule: DataModule | None = None
-        self.manual_optimizers: list[ManualOptimizer] = []
-        self.estimate_steps: Callable[[], float] = lambda: float("inf")
-        self.count_training_batches: Callable[[], float] = lambda: float("inf")
         self.called: TrainerFn | None = None
         self.status = TrainerStatus.INITIALIZING
-        self.seen_loaders: dict[str, Any] = {}
-        self.num_batches_of: dict[str, list[float]] = {}
-        self.given_metrics = {name: dict[str, Any]() for name in ("callback", "logged", "progress_bar")}
-        self.predict_loop = PredictLoop()
         self.log_dir = self.default_root_dir
         self.ckpt_path = None
         self.should_stop = False
         self.interrupted = False
         self.training = self.validating = self.testing = self.predicting = self.sanity_checking = False
-        self._module: Module | None = None
+        vars(self).update(without_runs(Progress()))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy, or what goes to another process with a DataModule, has the settings and knows the step and the epoch;
+        what ran it does not have. Made in a run, which holds open files, it has no callbacks and loggers either."""
+        own = dict(vars(self))
+        if self.is_running:  # nor what the Trainer of a trial has in the place of a method
+            own = {name: value for name, value in own.items() if not callable(getattr(type(self), name, None))}
+            own |= {"callbacks": [], "loggers": []}
+        progress = Progress(**self.run.progress.state()) if self.run else self.copied_progress
+        return own | without_runs(progress)
 
     # What a user calls --------------------------------------------------------------------------------------------
 
@@ -326,10 +324,11 @@ class Trainer(TrainerAttributes):
 
         The run ends when the iterator is exhausted, closed (``stream.close()``), or let go; until then this Trainer
         does nothing else. On several ranks each gets the predictions of all, on the host, in the order of the batches;
-        every rank must take as many.
+        every rank must take as many: where one leaves early, the others get an error that names it.
 
         Raises:
-            RoomierError: what was given cannot be predicted; it says what to do. Raised by the call itself.
+            RoomierError: what was given cannot be predicted; it says what to do. Raised by the call itself. Where the
+                next batch is asked for: another rank has left, or does not ask.
             SystemExit: a signal came; raised where the next batch is asked for.
         """
         self.predict_loop.return_predictions = False
