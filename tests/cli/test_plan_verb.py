@@ -217,3 +217,21 @@ def test_a_file_of_a_machine_says_how_many_nodes_there_are(capsys: pytest.Captur
     words = [*TOY, "--hardware", str(cluster), "--strategy", "zero2"]
     assert planned(capsys, *words)["num_ranks"] == 6
     assert planned(capsys, *words, "--nodes", "2")["num_ranks"] == 4
+
+
+def test_a_run_calibrates_plans_of_its_model_and_no_others(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    trainer = ["--trainer.max_steps", "2", "--trainer.default_root_dir", str(tmp_path), "--trainer.accelerator", "cpu"]
+    callback = ["--trainer.callbacks", "roomier.callbacks.MemoryForecast", "--trainer.enable_checkpointing", "false"]
+    words = ["--model", "cli_toy.ToyModule", "--data", "cli_toy.ToyData"]
+    assert main(["fit", *words, *trainer, *callback]) == 0
+    capsys.readouterr()
+    asked = [*words, "--strategy", "single", "--trainer.accelerator", "cpu", "--calibrated_by", str(tmp_path)]
+    assert main(["report", str(tmp_path), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert abs(told["error"]) > 0.1, "all batches are there all the time, which no forecast of a step knows"
+    assert main(["plan", *asked, "--json"]) == 0
+    output = capsys.readouterr()
+    assert json.loads(output.out)["chosen"]["peak_bytes"] == pytest.approx(told["measured_bytes"], abs=2)
+    assert "activations and temporaries are" in output.err
+    assert main(["plan", *asked, "--model.width", "5"]) == 2
+    assert "is a run of a model with 5 parameters, and this one has 6" in capsys.readouterr().err

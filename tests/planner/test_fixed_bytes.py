@@ -122,3 +122,11 @@ def test_a_calibration_that_cannot_be_read_is_told_and_ignored(capsys):
     assert fixed_bytes(plan_of(), machine_of("h100"))["context"] == CONTEXT_BYTES
     assert fixed_bytes(plan_of(), machine_of("h200"))["context"] == CONTEXT_BYTES
     assert capsys.readouterr().err.count("is ignored") == 2
+
+
+def test_a_steady_run_teaches_nothing_of_steps_that_recompute_or_shard():
+    machine = machine_of("a100-40gb")
+    before = fixed_bytes(plan_of("zero3", 2), machine, GIB)["allocator"]
+    calibrate(plan_of(), machine, allocated_bytes=10 * GIB, reserved_bytes=10 * GIB + 22 * MIB)
+    assert fixed_bytes(plan_of(), machine, GIB)["allocator"] == 22 * MIB
+    assert fixed_bytes(plan_of("zero3", 2), machine, GIB)["allocator"] == before

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from roomier.api.callback import Callback
-from roomier.callbacks.memory_anatomy import MemoryAnatomy
 from roomier.callbacks.tracked_step import TrackedStep, first_step_of, tracked_step
 from roomier.core.errors import RoomierError
 from roomier.core.log import notice
@@ -104,6 +104,8 @@ class MemoryForecast(Callback):
 
     def _step_beside(self, trainer: Trainer) -> int:
         """That of a MemoryAnatomy: one tracker serves both."""
+        from roomier.callbacks.memory_anatomy import MemoryAnatomy
+
         steps = (each.next_step for each in trainer.callbacks if isinstance(each, MemoryAnatomy))
         return next(steps, None) or self._first_step
 
@@ -126,7 +128,7 @@ class MemoryForecast(Callback):
 
         measured = _measured_of_all(trainer, tracker)
         forecast, reason = trainer.ranks.on_zero(lambda: _forecast(trainer, self._workload))
-        self._workload = None
+        workload, self._workload = self._workload, None
         if forecast is None:
             notice(f"memory: no forecast, so none is held against what was measured ({reason})")
             return
@@ -138,6 +140,7 @@ class MemoryForecast(Callback):
             budget_bytes=None if choice is None else choice.budget_bytes,
             source="dry run" if choice is None else "planned",
             notes=tuple(_notes(trainer)),
+            num_parameters=None if workload is None else workload.num_parameters,
         )
         notice(record.line())
         trainer.log_metrics(
@@ -155,13 +158,11 @@ class MemoryForecast(Callback):
 
 def _measured_of_all(trainer: Trainer, tracker: MemoryTracker) -> tuple[Any, ...]:
     """By rank: of the fullest all of the step, of the others their peak."""
-    from roomier.planner.dry_run import stretches_of
     from roomier.planner.record import Measured
 
-    timeline = tuple(stretches_of(tracker.moments()))
     rank = trainer.ranks.world.rank
-    own = Measured(rank, timeline, tracker.allocator_peak_bytes)
-    peaks = trainer.ranks.gather(Measured(rank, (own.peak,), tracker.allocator_peak_bytes))
+    own = Measured.of(rank, tracker)
+    peaks = trainer.ranks.gather(replace(own, timeline=(own.peak,)))
     worst = max(peaks, key=lambda each: each.peak_bytes).rank
     whole = trainer.ranks.gather(own if rank == worst else None)
     return tuple(whole[index] or peak for index, peak in enumerate(peaks))

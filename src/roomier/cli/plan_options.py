@@ -55,6 +55,13 @@ def plan_parser(gpt: str | None) -> ArgumentParser:
     parser.add_argument(
         "--input", type=str | None, default=None, help="tensors of a batch: 'x=float32[8,3,224,224]; label=int64[8]'"
     )
+    parser.add_argument(
+        "--calibrated_by",
+        type=str | None,
+        default=None,
+        help="the folder of a run of this model, as `roomier report` reads it: activations are forecast as they were "
+        "measured there, and what it tells of a GPU beside tensors is kept for all plans on such GPUs",
+    )
     parser.add_argument("--what_if", action="store_true", help="also the peak for other batches")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     parser.add_argument("--html", type=str | None, default=None, help="write a page that needs no network")

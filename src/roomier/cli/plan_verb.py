@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ from roomier.cli.plan_options import (
 )
 from roomier.cli.trainer_verbs import current_folder_importable
 from roomier.core.errors import RoomierError
+from roomier.core.log import notice
 from roomier.core.units import format_count
 from roomier.models.gpt import GPTConfig
 from roomier.plan import Plan
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from roomier.hardware.machine import Machine
     from roomier.planner.choice import Choice
     from roomier.planner.what_if import Grid
+    from roomier.planner.workload import Workload
 
 EXIT_NOTHING_FITS = 1
 
@@ -59,13 +62,18 @@ def run(verb: str, arguments: Sequence[str]) -> int:
         with contextlib.redirect_stdout(sys.stderr):  # what a user's code prints is no part of the answer
             machine = machine_asked(config, given)
             asked = _asked(parser, config, gpt)
+            if config.calibrated_by is not None:
+                asked = _calibrated(asked, config.calibrated_by, machine)
             plan = plan_asked(config, machine, optimizes_itself=_optimizes_itself(asked.workload.module))
             choice = _choose(asked, plan, machine)
             grid = _what_if(asked, plan, choice) if config.what_if or config.html is not None else None
         if config.html is not None:
             _write_page(Path(config.html), asked, choice, grid)
     if config.json:
-        print(json.dumps(choice.as_dict() | ({} if grid is None else {"what_if": _grid_as_dict(grid)})))
+        more: dict[str, Any] = {} if grid is None else {"what_if": _grid_as_dict(grid)}
+        if config.calibrated_by is not None:
+            more["activation_factor"] = asked.workload.activation_factor
+        print(json.dumps(choice.as_dict() | more))
     else:
         _show(asked, plan, choice, grid if config.what_if else None)
         _tell_own_strategy(config, choice)
@@ -81,6 +89,29 @@ def _asked(parser: ArgumentParser, config: Namespace, gpt: str | None) -> Asked:
         return workloads.asked_gpt(GPTConfig(**config.model.as_dict()), config.batch_size, config.seq_len)
     stand_in = Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
     return workloads.asked_class(parser, config, config.input, config.batch_size, stand_in)
+
+
+def _calibrated(asked: Asked, run: str, machine: Machine) -> Asked:
+    """``asked`` with the activations that a run of it had; what that tells of its device is kept, and said."""
+    from roomier.cli.report_verb import find_run
+    from roomier.hardware.cache import cache_file
+    from roomier.planner.calibrated import learn_device, learned_of
+    from roomier.planner.record import read_record
+
+    record = read_record(find_run(Path(run)))
+    workload = learned_of(asked.workload, record, machine, run)
+    factor, at_length = workload.activation_factor, asked.at_length
+    notice(f"as in {run}, activations and temporaries are {factor:.3g} times what is forecast ({record.line()})")
+    if learn_device(record) is not None:
+        name = record.forecast.machine.device.name
+        notice(f"what {run} tells of a {name} beside tensors is kept in {cache_file()}; `roomier hardware --forget`")
+    if at_length is not None:
+        at_length = _with_factor(at_length, factor)
+    return replace(asked, workload=workload, at_length=at_length)
+
+
+def _with_factor(at_length: Callable[[int], Workload], factor: float) -> Callable[[int], Workload]:
+    return lambda length: replace(at_length(length), activation_factor=factor)
 
 
 def _optimizes_itself(module: Module) -> bool:

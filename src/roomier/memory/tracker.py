@@ -91,6 +91,12 @@ class MemoryTracker:
         module: whose parameters and buffers are known by kind.
         optimizers: over its parameters.
         device: storages elsewhere are not counted.
+
+    Attributes:
+        allocator_peak_bytes, reserved_peak_bytes: on CUDA, the most that its allocator gave out, and had from the
+            device, since the :meth:`restart`; None elsewhere.
+        beside_bytes: on CUDA, what of the device is in use and not the allocator's: contexts, kernels, buffers of NCCL,
+            and whatever other programs hold there; None elsewhere.
     """
 
     def __init__(self, module: nn.Module, optimizers: Sequence[Optimizer], device: torch.device) -> None:
@@ -112,6 +118,8 @@ class MemoryTracker:
         self._at_start: list[_Change] = []
         self._changes: list[_Change] = []
         self.allocator_peak_bytes: int | None = None
+        self.reserved_peak_bytes: int | None = None
+        self.beside_bytes: int | None = None
 
     def __enter__(self) -> MemoryTracker:
         self.resume()
@@ -136,8 +144,7 @@ class MemoryTracker:
         self._note_sizes()
         self._note_roles()
         if self._device.type == "cuda":
-            peak_bytes = torch.cuda.max_memory_allocated(self._device)
-            self.allocator_peak_bytes = max(peak_bytes, self.allocator_peak_bytes or 0)
+            self._note_allocator()
 
     def close(self) -> None:
         """Look no more."""
@@ -156,7 +163,7 @@ class MemoryTracker:
             each.phase = "rest"
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
-            self.allocator_peak_bytes = None
+            self.allocator_peak_bytes = self.reserved_peak_bytes = None
 
     def enter(self, phase: str) -> None:
         """What runs from here on belongs to ``phase``; what outlives ``"forward"`` counts as activation."""
@@ -192,6 +199,13 @@ class MemoryTracker:
         for change in self._changes:
             num_bytes[change.storage.kind] += change.num_bytes
             yield Snapshot(change.phase, num_bytes, change.place)
+
+    def _note_allocator(self) -> None:
+        device = self._device
+        self.allocator_peak_bytes = max(torch.cuda.max_memory_allocated(device), self.allocator_peak_bytes or 0)
+        self.reserved_peak_bytes = max(torch.cuda.max_memory_reserved(device), self.reserved_peak_bytes or 0)
+        free_bytes, total_bytes_of_device = torch.cuda.mem_get_info(device)
+        self.beside_bytes = max(total_bytes_of_device - free_bytes - torch.cuda.memory_reserved(device), 0)
 
     def _on_operation(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if types and any(issubclass(each, DTensor) for each in types):

@@ -34,12 +34,13 @@ def confirm(workload: Workload, plan: Plan, machine: Machine) -> Forecast:
     if not is_seen_by_dry_run(plan, machine):
         return Estimator(workload, machine).estimate(plan, workload.batch_size)
     run = dry_run_by_depth(workload, plan, is_pairwise=machine.device.kind == "cpu", like=machine.device.kind)
+    stretches = workload.calibrated(run.stretches, plan)
     return Forecast(
         plan=plan,
         machine=machine,
         micro_batch=workload.batch_size,
         method="dry run",
-        timeline=run.stretches,
-        fixed_bytes=fixed_bytes(plan, machine, max(each.peak_bytes for each in run.stretches)),
+        timeline=stretches,
+        fixed_bytes=fixed_bytes(plan, machine, max(each.peak_bytes for each in stretches)),
         time=step_time(workload, plan, machine, run.work),
     )

@@ -29,6 +29,8 @@ from roomier.planner.workload import Workload
 from roomier.precision.policy import precision_of
 
 NumBytes = dict[Kind, int]
+OF_THE_BATCH = (Kind.ACTIVATION, Kind.TEMPORARY)
+"""What may differ from a forecast where shapes depend on values, or kernels keep more than their operations tell."""
 _NUM_STEPS = 1000  # of the run, for schedules: none of them changes a byte
 
 
@@ -51,6 +53,14 @@ class Stretch:
     @cached_property
     def peak_bytes(self) -> int:
         return total_bytes(self.peak)
+
+    def with_activations(self, factor: float) -> Stretch:
+        """The same with ``factor`` times as much of what depends on the batch: activations and temporaries."""
+        moments = (
+            {kind: round(count * factor) if kind in OF_THE_BATCH else count for kind, count in moment.items()}
+            for moment in (self.begin, self.peak, self.end)
+        )
+        return Stretch(self.phase, self.place, *moments)
 
 
 @dataclass(frozen=True)

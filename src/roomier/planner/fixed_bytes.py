@@ -33,7 +33,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -61,12 +61,15 @@ class Calibration:
     Attributes:
         context_bytes: beside the allocator, in a run of one rank.
         communication_bytes: beside the allocator and the context, in a run of several.
-        fragmented: what was reserved beyond what was allocated, as a share of that, at their peaks.
+        fragmented: what was reserved beyond what was allocated, as a share of that, at their peaks, in steps that
+            compute again, shard or offload.
+        fragmented_steady: the same in steps that do none of these.
     """
 
     context_bytes: int | None = None
     communication_bytes: int | None = None
     fragmented: float | None = None
+    fragmented_steady: float | None = None
 
 
 def fixed_bytes(plan: Plan, machine: Machine, tensor_bytes: int = 0) -> dict[str, int]:
@@ -82,7 +85,8 @@ def fixed_bytes(plan: Plan, machine: Machine, tensor_bytes: int = 0) -> dict[str
         return {}
     learned, sheet = _learned(machine.device.name), sheet_of(machine.device.name)
     workspace_bytes = _workspace_bytes(sheet)
-    fragmented = _fragmented(plan) if learned.fragmented is None else learned.fragmented
+    share = learned.fragmented_steady if _is_steady(plan) else learned.fragmented
+    fragmented = _fragmented(plan) if share is None else share
     found = {
         "context": CONTEXT_BYTES if learned.context_bytes is None else learned.context_bytes,
         "communication": _communication_bytes(plan, machine, sheet),
@@ -97,7 +101,8 @@ def fixed_bytes(plan: Plan, machine: Machine, tensor_bytes: int = 0) -> dict[str
 def calibrate(
     plan: Plan, machine: Machine, *, allocated_bytes: int, reserved_bytes: int, used_bytes: int | None = None
 ) -> Calibration:
-    """Learn from one run of ``plan``, and keep it for all plans on devices of this kind.
+    """Learn from one run of ``plan``, and keep it for all plans on devices of this kind: ``roomier plan
+    --calibrated_by RUN`` does. What it tells of fragmentation is for plans that are steady as it is, or as it is not.
 
     Args:
         allocated_bytes: ``torch.cuda.max_memory_allocated()`` after some steps.
@@ -117,8 +122,9 @@ def calibrate(
             context = beside
         else:
             communication = max(0, beside - (CONTEXT_BYTES if context is None else context))
-    fragmented = max(0.0, (reserved_bytes - _SEGMENT_BYTES) / allocated_bytes - 1)
-    learned = Calibration(context, communication, fragmented)
+    share = max(0.0, (reserved_bytes - _SEGMENT_BYTES) / allocated_bytes - 1)
+    known = replace(before, context_bytes=context, communication_bytes=communication)
+    learned = replace(known, fragmented_steady=share) if _is_steady(plan) else replace(known, fragmented=share)
     kept = cache.read(_SECTION)
     kept = kept if isinstance(kept, dict) else {}
     cache.write(_SECTION, {**kept, machine.device.name: asdict(learned)})
@@ -171,9 +177,13 @@ def _fragmented(plan: Plan) -> float:
     settings = ",".join(os.environ.get(name, "") for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
     if "expandable_segments:true" in settings.lower().replace(" ", ""):
         return FRAGMENTED_EXPANDABLE
+    return FRAGMENTED_STEADY if _is_steady(plan) else FRAGMENTED
+
+
+def _is_steady(plan: Plan) -> bool:
+    """Whether its steps allocate the same each time, and free nothing in between to allocate it again."""
     is_kept = plan.activation.policy == "none" and plan.offload.activations == "none"
-    is_steady = is_kept and plan.parallel.strategy in ("single", "ddp")
-    return FRAGMENTED_STEADY if is_steady else FRAGMENTED
+    return is_kept and plan.parallel.strategy in ("single", "ddp")
 
 
 def _learned(device: str) -> Calibration:

@@ -13,8 +13,9 @@ from roomier.core.units import format_bytes
 from roomier.hardware.machine import Device, Link, Machine
 from roomier.loggers.files import replacing
 from roomier.memory.kinds import Kind
+from roomier.memory.tracker import MemoryTracker
 from roomier.plan import Plan
-from roomier.planner.dry_run import Stretch
+from roomier.planner.dry_run import Stretch, stretches_of
 from roomier.planner.forecast import Forecast, StepTime
 
 FILE_NAME = "forecast.json"
@@ -35,11 +36,22 @@ class Measured:
     Attributes:
         timeline: of the step; of ranks that hold less than the fullest, its peak alone.
         allocator_bytes: the most that CUDA's allocator had given out in it; None on other devices.
+        reserved_bytes: the most that it had from the device.
+        beside_bytes: what else of the device was in use, other programs' among it.
     """
 
     rank: int
     timeline: tuple[Stretch, ...]
     allocator_bytes: int | None = None
+    reserved_bytes: int | None = None
+    beside_bytes: int | None = None
+
+    @classmethod
+    def of(cls, rank: int, tracker: MemoryTracker) -> Measured:
+        """What ``tracker`` saw of a step."""
+        timeline = tuple(stretches_of(tracker.moments()))
+        allocator = (tracker.allocator_peak_bytes, tracker.reserved_peak_bytes, tracker.beside_bytes)
+        return cls(rank, timeline, *allocator)
 
     @property
     def peak(self) -> Stretch:
@@ -62,6 +74,7 @@ class Record:
         budget_bytes: what a device was to hold; None where nobody said.
         source: ``"planned"``: forecast when the run chose its plan; ``"dry run"``: for the plan it had.
         notes: what to know of the figures.
+        num_parameters: of the model as it was given; None where it was not kept.
     """
 
     forecast: Forecast
@@ -70,6 +83,7 @@ class Record:
     budget_bytes: int | None = None
     source: str = "planned"
     notes: tuple[str, ...] = ()
+    num_parameters: int | None = None
 
     @property
     def worst(self) -> Measured:
@@ -119,6 +133,7 @@ class Record:
             "budget_bytes": self.budget_bytes,
             "worst_rank": worst.rank,
             "notes": list(self.notes),
+            "num_parameters": self.num_parameters,
             "forecast": {**self.forecast.as_dict(), "timeline": _timeline_dict(self.forecast.timeline)},
             "machine": asdict(self.forecast.machine),
             "measured": [
@@ -126,6 +141,8 @@ class Record:
                     "rank": each.rank,
                     "peak_bytes": each.peak_bytes,
                     "allocator_bytes": each.allocator_bytes,
+                    "reserved_bytes": each.reserved_bytes,
+                    "beside_bytes": each.beside_bytes,
                     "peak_at": {"phase": each.peak.phase, "place": each.peak.place},
                     "bytes_by_kind": _kinds_dict(each.peak.peak),
                     "timeline": _timeline_dict(each.timeline if each is worst else (each.peak,)),
@@ -185,11 +202,26 @@ def record_from(data: Mapping[str, Any]) -> Record:
         time=_time_from(told["time"]),
     )
     ranks = tuple(
-        Measured(each["rank"], _timeline_from(each["timeline"]), each["allocator_bytes"]) for each in data["measured"]
+        Measured(
+            each["rank"],
+            _timeline_from(each["timeline"]),
+            each["allocator_bytes"],
+            each.get("reserved_bytes"),
+            each.get("beside_bytes"),
+        )
+        for each in data["measured"]
     )
     if not (ranks and forecast.timeline and all(each.timeline for each in ranks)):
         raise ValueError("no step was measured")
-    return Record(forecast, data["step"], ranks, data["budget_bytes"], data["source"], tuple(data["notes"]))
+    return Record(
+        forecast=forecast,
+        step=data["step"],
+        ranks=ranks,
+        budget_bytes=data["budget_bytes"],
+        source=data["source"],
+        notes=tuple(data["notes"]),
+        num_parameters=data.get("num_parameters"),
+    )
 
 
 def _machine_from(told: Mapping[str, Any]) -> Machine:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,10 @@ from roomier.core.errors import RoomierError
 from roomier.core.tree import batch_size_of, map_tensors
 from roomier.planner.fake import known_values
 
+if TYPE_CHECKING:
+    from roomier.plan import Plan
+    from roomier.planner.dry_run import Stretch
+
 
 @dataclass(frozen=True)
 class Workload:
@@ -25,6 +29,8 @@ class Workload:
         module: never changed, and never run: copies of its shapes are.
         batch: as the loader gives it.
         batch_size: samples of ``batch``, along dimension 0 of its tensors.
+        activation_factor: how many times what is forecast of its activations and temporaries they are, as a run of it
+            taught: see :mod:`roomier.planner.calibrated`.
 
     Raises:
         RoomierError: the module optimizes by hand: what its step does is not known before it runs.
@@ -33,6 +39,7 @@ class Workload:
     module: Module
     batch: Any
     batch_size: int
+    activation_factor: float = 1.0
 
     def __post_init__(self) -> None:
         if not self.module.automatic_optimization:
@@ -56,6 +63,13 @@ class Workload:
             return tensor.new_empty((batch_size, *tensor.shape[1:]))
 
         return replace(self, batch=map_tensors(resized, self.batch), batch_size=batch_size)
+
+    def calibrated(self, stretches: tuple[Stretch, ...], plan: Plan) -> tuple[Stretch, ...]:
+        """A step of it, as forecast under ``plan``, with the activations that a run taught. A budget of activations is
+        kept by measuring, so nothing is to be learned there."""
+        if self.activation_factor == 1 or plan.activation.policy == "budget":
+            return stretches
+        return tuple(each.with_activations(self.activation_factor) for each in stretches)
 
     @property
     def num_parameters(self) -> int:

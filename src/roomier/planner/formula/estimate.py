@@ -87,7 +87,7 @@ class Estimator:
         work = {part: each * num_micro_batches for part, each in trace.work.items()}
         states = self._states_of(plan, layout)
         moves = plan.offload.activations != "none"
-        stretches = self._timeline(trace, states, layout)
+        stretches = self._workload.calibrated(self._timeline(trace, states, layout), plan)
         return Forecast(
             plan=plan,
             machine=self._machine,
@@ -95,7 +95,7 @@ class Estimator:
             method="closed form",
             timeline=stretches,
             fixed_bytes=fixed_bytes(plan, self._machine, max(each.peak_bytes for each in stretches)),
-            host_bytes=host_bytes,
+            host_bytes=round(host_bytes * self._workload.activation_factor),
             time=step_time(
                 self._sized(micro_batch),
                 plan,
@@ -110,7 +110,7 @@ class Estimator:
         """The timeline of :meth:`estimate` alone, where nobody asks for seconds yet."""
         layout = self._layout(plan)
         trace, _ = self._trace_within_budget(plan, layout, micro_batch)
-        return self._timeline(trace, self._states_of(plan, layout), layout)
+        return self._workload.calibrated(self._timeline(trace, self._states_of(plan, layout), layout), plan)
 
     def _layout(self, plan: Plan) -> Layout:
         return replace(layout_of(plan, _CPU), on_gloo=self._machine.device.kind == "cpu")
