@@ -68,8 +68,9 @@ def activation_factor(record: Record, run: str = "") -> float:
                 found.append((measured_bytes - others) / of_batch)
     factor = min(found, default=0.0)
     if not 1 / _MOST <= factor <= _MOST:
-        both = f"measured {format_bytes(record.measured_bytes)} where the forecast was {format_bytes(record.forecast_bytes)}"
-        problem = f"{both}, which activations do not explain"
+        said = format_bytes(record.forecast_bytes)
+        took = format_bytes(record.measured_bytes)
+        problem = f"measured {took} where the forecast was {said}, which activations do not explain"
         raise RoomierError(_FIELD, run, problem, "Look at `roomier report` of it, or name another run")
     return factor
 
