@@ -301,6 +301,15 @@ def test_what_a_module_asks_and_calls_within_a_run(tmp_path, capsys):
     assert all(isinstance(each, torch.Tensor) for each in gathered["b"])
 
 
+def test_after_a_run_logging_says_that_nothing_runs_and_the_optimizer_is_the_one_of_the_run(tmp_path):
+    module = Line()
+    trainer = fit(module, tmp_path)
+    with pytest.raises(roomier.RoomierError, match=r"^log=.Line.: no step or epoch is running"):
+        module.log("loss", 0.0)
+    assert module.optimizers() is trainer.manual_optimizers[0]
+    assert module.optimizers(use_pl_optimizer=False) is trainer.optimizers[0]
+
+
 def test_after_a_run_the_module_knows_where_its_weights_are(tmp_path):
     module = Line()
     fit(module, tmp_path, precision="bf16-true")

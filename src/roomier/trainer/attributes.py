@@ -10,7 +10,7 @@ import math
 import signal
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Never
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -28,7 +28,9 @@ from roomier.engine.eager import EagerEngine
 from roomier.optim.configured import LRSchedulerConfig
 from roomier.plan import Plan
 from roomier.train.accumulation import accumulation_at
+from roomier.train.manual import ManualOptimizer
 from roomier.train.options import LoopOptions
+from roomier.train.progress import Progress
 from roomier.train.results import Results
 from roomier.train.run import Run
 from roomier.train.states import STAGE_OF_FLAG, TrainerFn, TrainerState, TrainerStatus
@@ -78,6 +80,30 @@ class Shown(dict[str, Any]):
             self[name] = value
 
 
+def without_runs(copied_progress: Progress) -> dict[str, Any]:
+    """What stands, by the name of the attribute, on a Trainer that has not run anything."""
+    return {
+        "run": None,
+        "fitted": None,
+        "_module": None,
+        "datamodule": None,
+        "choice": None,
+        "shapes": None,
+        "manual_optimizers": [],
+        "estimate_steps": _not_known,
+        "count_training_batches": _not_known,
+        "seen_loaders": {},
+        "num_batches_of": {},
+        "given_metrics": {name: {} for name in ("callback", "logged", "progress_bar")},
+        "predict_loop": PredictLoop(),
+        "copied_progress": copied_progress,
+    }
+
+
+def _not_known() -> float:
+    return math.inf
+
+
 class TrainerAttributes:
     """The reading half of :class:`roomier.Trainer`, which sets what is declared here."""
 
@@ -98,6 +124,10 @@ class TrainerAttributes:
     enable_checkpointing: bool
     run: Run | None
     fitted: Run | None
+    copied_progress: Progress
+    """Where the Trainer stood that this one is a copy of."""
+    datamodule: Any
+    manual_optimizers: list[ManualOptimizer]
     estimate_steps: Callable[[], float]
     auto_lr_find: bool | str
     auto_scale_batch_size: bool | str
@@ -127,11 +157,11 @@ class TrainerAttributes:
     @property
     def global_step(self) -> int:
         """Optimizer steps done."""
-        return self.run.progress.global_step if self.run else 0
+        return (self.run.progress if self.run else self.copied_progress).global_step
 
     @property
     def current_epoch(self) -> int:
-        return self.run.progress.epoch if self.run else 0
+        return (self.run.progress if self.run else self.copied_progress).epoch
 
     @property
     def ckpt_path(self) -> Path | str | None:
@@ -390,6 +420,16 @@ class TrainerAttributes:
     @property
     def profiler(self) -> NamedSpans:
         return NamedSpans()
+
+    @property
+    def _results(self) -> Never:
+        """Asked by the own ``log`` of a LightningModule, which a run has lent another.
+
+        Raises:
+            RoomierError: always: no run is going on with it.
+        """
+        action = "Log from a step or a hook of the loop"
+        raise RoomierError("log", type(self.model).__name__, "no step or epoch is running", action)
 
     @property
     def _data_connector(self) -> BatchHooks:

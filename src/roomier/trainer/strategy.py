@@ -86,6 +86,11 @@ class Strategy:
     def optimizers(self) -> list[torch.optim.Optimizer]:
         return self._trainer.optimizers
 
+    @property
+    def _lightning_optimizers(self) -> list[Any]:
+        """Asked by the own ``optimizers`` of a LightningModule, after a run."""
+        return self._trainer.manual_optimizers
+
     def barrier(self, name: str | None = None) -> None:
         """Wait until every rank is here."""
         self._trainer.ranks.barrier()
