@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rich.console import Console, RenderableType
-from rich.table import Table
 from torch import nn
 from torch.optim import Optimizer
 
@@ -18,6 +16,9 @@ from roomier.core.log import notice
 from roomier.core.units import format_bytes, format_count
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
+
     from roomier.api.module import Module
     from roomier.trainer import Trainer
 
@@ -90,6 +91,8 @@ class ModelSummary(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: Module) -> None:
         if not trainer.is_global_zero:
             return
+        from rich.console import Console
+
         console = Console(stderr=True)
         console.print(self.table(trainer, pl_module))
         if trainer.optimizers:
@@ -146,6 +149,8 @@ def _number(value: float | None) -> str:
 
 
 def _plain_table(*texts: str, numbers: tuple[str, ...]) -> Table:
+    from rich.table import Table
+
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in texts:
         table.add_column(name, overflow="fold")

@@ -7,13 +7,13 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
 from roomier.api.callback import Callback
 from roomier.callbacks.progress_display import BarDisplay, Display, LineDisplay, Standing
 from roomier.core.errors import RoomierError
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from roomier.api.module import Module
     from roomier.trainer import Trainer
 
@@ -192,6 +192,8 @@ class ProgressBar(Callback):
 
     def _open(self, trainer: Trainer) -> None:
         if self._display is None and trainer.is_global_zero:
+            from rich.console import Console
+
             console = self._console or Console(file=sys.stderr)
             is_terminal = console.is_terminal and not console.is_dumb_terminal
             self._display = BarDisplay(console) if is_terminal else LineDisplay(console)

@@ -6,10 +6,11 @@ import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress, TaskID
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,8 @@ class BarDisplay:
 
     def _started(self) -> Progress:
         if self._progress is None:
+            from rich.progress import BarColumn, Progress, TextColumn
+
             columns = (TextColumn("{task.description}"), BarColumn(bar_width=20), TextColumn("{task.fields[text]}"))
             # What the user prints appears above the bar, but where standard output goes to a file or a pipe, there.
             self._progress = Progress(

@@ -322,8 +322,9 @@ PARTS: dict[str, type[Part]] = {
 """Section name -> part, in the order in which a Plan lists them."""
 
 FIELDS: dict[str, dict[str, object]] = {
-    section: {field.name: get_type_hints(part)[field.name] for field in dataclasses.fields(part)}
+    section: {field.name: hints[field.name] for field in dataclasses.fields(part)}
     for section, part in PARTS.items()
+    for hints in [get_type_hints(part)]  # slow: once for each part
 }
 """Section name -> field name -> annotated type."""
 

@@ -1,8 +1,21 @@
 """What is tried on a copy before a fit: the learning rate, and how many samples a micro-batch may have."""
 
-from roomier.tuner.batch_size import scale_batch_size
-from roomier.tuner.curve import LearningRateCurve
-from roomier.tuner.lr_find import lr_find
-from roomier.tuner.tuner import Tuner
+from typing import TYPE_CHECKING
+
+from roomier.core.late_names import late_names
+
+if TYPE_CHECKING:
+    from roomier.tuner.batch_size import scale_batch_size
+    from roomier.tuner.curve import LearningRateCurve
+    from roomier.tuner.range_test import lr_find
+    from roomier.tuner.tuner import Tuner
+else:  # no one waits for what is not asked for
+    _HOMES = {
+        "LearningRateCurve": "curve",
+        "Tuner": "tuner",
+        "lr_find": "range_test",
+        "scale_batch_size": "batch_size",
+    }
+    __getattr__, __dir__ = late_names(__name__, _HOMES)
 
 __all__ = ["LearningRateCurve", "Tuner", "lr_find", "scale_batch_size"]

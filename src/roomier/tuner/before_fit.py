@@ -16,14 +16,12 @@ from roomier.plan import Plan
 from roomier.train.job import checkpoint_after_restart
 from roomier.train.restore import resolve_checkpoint
 from roomier.train.run import Run
-from roomier.tuner.batch_size import MODES, scale_batch_size
-from roomier.tuner.curve import LearningRateCurve
 from roomier.tuner.learning_rate import set_in_plan
-from roomier.tuner.lr_find import lr_find
 from roomier.tuner.trial import Subject
 
 if TYPE_CHECKING:
     from roomier.trainer import Trainer
+    from roomier.tuner.curve import LearningRateCurve
 
 PICTURE = "lr_find.png"
 
@@ -37,7 +35,11 @@ def check_flags(auto_lr_find: bool | str, auto_scale_batch_size: bool | str) -> 
     if not isinstance(auto_lr_find, bool) and not (isinstance(auto_lr_find, str) and auto_lr_find.isidentifier()):
         action = "Use True or False, or the name of the attribute that holds the learning rate"
         raise RoomierError("auto_lr_find", auto_lr_find, "is neither a flag nor a name", action)
-    if not isinstance(auto_scale_batch_size, bool) and auto_scale_batch_size not in MODES:
+    if isinstance(auto_scale_batch_size, bool):
+        return
+    from roomier.tuner.batch_size import MODES  # late: most runs look for nothing
+
+    if auto_scale_batch_size not in MODES:
         action = "Use True or False, 'power' or 'binsearch'"
         raise RoomierError("auto_scale_batch_size", auto_scale_batch_size, "is not known", action)
 
@@ -62,11 +64,15 @@ def tune(trainer: Trainer, subject: Subject, ckpt_path: str | Path | None) -> Le
         _take_from(trainer, path)
         return None
     if size:
+        from roomier.tuner.batch_size import scale_batch_size
+
         mode = size if isinstance(size, str) else "power"
         found = scale_batch_size(trainer, subject, mode=mode)
         notice(f"auto_scale_batch_size: micro-batches of {found} samples")
     curve = None
     if rate:
+        from roomier.tuner.range_test import lr_find
+
         name = rate if isinstance(rate, str) else ""
         curve = lr_find(trainer, subject, update_attr=True, attr_name=name)
         if curve is not None:

@@ -10,7 +10,7 @@ from roomier.api.datamodule import DataModule
 from roomier.core.errors import RoomierError
 from roomier.tuner.batch_size import scale_batch_size
 from roomier.tuner.curve import LearningRateCurve
-from roomier.tuner.lr_find import Mode, lr_find
+from roomier.tuner.range_test import Mode, lr_find
 
 if TYPE_CHECKING:
     from roomier.trainer import Trainer
