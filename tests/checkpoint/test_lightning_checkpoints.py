@@ -64,6 +64,43 @@ def test_a_run_saved_within_an_epoch_goes_on_as_if_it_had_not_stopped(
     assert module.losses == pytest.approx(undisturbed[at_step:], abs=TOLERANCE)
 
 
+def test_what_the_module_changes_of_the_checkpoint_is_gone_on_with_as_in_lightning(
+    tmp_path: Path, make_trainer: Callable[..., Trainer]
+) -> None:
+    def without_momentum(checkpoint: dict[str, Any]) -> None:
+        for state in checkpoint["optimizer_states"][0]["state"].values():
+            state["momentum_buffer"] = torch.zeros_like(state["momentum_buffer"])
+        checkpoint["state_dict"]["net.2.bias"] += 1.0
+
+    path = saved_by_lightning(tmp_path, kind="sgd")
+    theirs = lightning_module(kind="sgd")
+    theirs.on_load_checkpoint = without_momentum
+    expected = fit_in_lightning(theirs, 3, ckpt_path=path)
+    module = OwnModule(kind="sgd")
+    module.on_load_checkpoint = without_momentum  # type: ignore[method-assign]
+
+    make_trainer(max_epochs=3).fit(module, loader(), ckpt_path=path)
+
+    assert module.losses == pytest.approx(expected, abs=TOLERANCE)
+
+
+@pytest.mark.parametrize("argument", ["ckpt_path", "weights"])
+def test_layers_that_on_load_checkpoint_makes_for_no_optimizer_are_refused(
+    tmp_path: Path, make_trainer: Callable[..., Trainer], argument: str
+) -> None:
+    first = make_trainer(max_epochs=1)
+    first.fit(OwnModule(), loader())
+    first.save_checkpoint(tmp_path / "saved")
+    module = OwnModule()
+
+    def new_head(checkpoint: dict[str, Any]) -> None:
+        module.net[2] = nn.Linear(checkpoint["state_dict"]["net.2.weight"].shape[1], 1)
+
+    module.on_load_checkpoint = new_head  # type: ignore[method-assign]
+    with pytest.raises(CheckpointError, match=r"parameters anew: net\.2\.weight, net\.2\.bias; .* would not train"):
+        make_trainer(max_epochs=2).fit(module, loader(), **{argument: tmp_path / "saved"})
+
+
 def test_early_stopping_and_model_checkpoint_know_what_those_of_lightning_knew(
     tmp_path: Path, make_trainer: Callable[..., Trainer]
 ) -> None:

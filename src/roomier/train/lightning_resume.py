@@ -92,7 +92,7 @@ def restore_lightning_weights(run: Run, path: Path) -> None:
         CheckpointError: damaged, or of another model; nothing was changed.
     """
     file = opened(path, run.ranks)
-    run.module.on_load_checkpoint(file.content)  # as in Lightning: it may change the names
+    show_checkpoint(run, file.content)  # as in Lightning: it may change the names
     run.engine.module.load_state_dict(_weights(run, file))
 
 
@@ -106,6 +106,7 @@ def restore_lightning(run: Run, path: Path) -> None:
         In both cases nothing was changed, unless by the module's own ``on_load_checkpoint``.
     """
     file = opened(path, run.ranks)
+    show_checkpoint(run, file.content)  # first, as in Lightning: it may change any of it
     try:
         position, names = file.position(), parameter_names(run.engine.module)
         if run.plan.optimizer.name is not None:
@@ -118,7 +119,6 @@ def restore_lightning(run: Run, path: Path) -> None:
     except CheckpointError as error:
         raise CheckpointError("ckpt_path", str(path), error.problem, error.action) from error
     restore_position = _where(run, position)
-    run.module.on_load_checkpoint(file.content)
     state: dict[str, Any] = {"module": _weights(run, file), "optimizers": optimizers, "scaler": None}
     run.engine.check(state)
     tell_kept(run.engine.optimizers, optimizers, has_schedulers=bool(run.schedulers.configs))
@@ -130,6 +130,26 @@ def restore_lightning(run: Run, path: Path) -> None:
     _restore_datamodule(run, file.content)
     _restore_callbacks(run, file.content)
     notice(f"{path}: goes on from a checkpoint of Lightning {file.version} at step {run.progress.global_step}")
+
+
+def show_checkpoint(run: Run, content: dict[str, Any]) -> None:
+    """Let ``on_load_checkpoint`` of the module look at ``content``, and change it, before anything of it is loaded.
+
+    Raises:
+        CheckpointError: it makes layers that no optimizer of a fit has, and that would stay as they are.
+    """
+    module = run.engine.module
+    before = {id(each) for each in module.parameters()}
+    run.module.on_load_checkpoint(content)
+    groups = [group for optimizer in run.engine.optimizers for group in optimizer.param_groups]
+    owned = {id(each) for group in groups for each in group["params"]}
+    made = [name for name, each in module.named_parameters() if each.requires_grad and id(each) not in before | owned]
+    if made and owned:
+        problem = (
+            f"makes {_some('parameters anew', made)}; the optimizers, which are made before it, would not train them"
+        )
+        action = "Make them in __init__ or configure_model; save_hyperparameters keeps their sizes for another process"
+        raise CheckpointError("on_load_checkpoint", type(run.module).__name__, problem, action)
 
 
 def _weights(run: Run, file: LightningFile) -> dict[str, Any]:

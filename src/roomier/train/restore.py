@@ -28,7 +28,7 @@ from roomier.engine.optimizer_state import parameter_names, state_places
 from roomier.plan import Plan
 from roomier.plan.parts import AdapterPlan
 from roomier.train.group_values import changed_in_plan, check_same_optimizer, put_changed, tell_kept
-from roomier.train.lightning_resume import restore_lightning, restore_lightning_weights
+from roomier.train.lightning_resume import restore_lightning, restore_lightning_weights, show_checkpoint
 from roomier.train.metric_state import load_metric_states, metrics_of
 from roomier.train.run import Run
 from roomier.train.run_folder import PREFIX
@@ -174,7 +174,7 @@ def loaded_weights(run: Run, path: Path, state: dict[str, Any], own: Mapping[str
         found: dict[str, Any] = state["module"]
         return found
     shown = ShownCheckpoint(state)
-    run.module.on_load_checkpoint(shown)
+    show_checkpoint(run, shown)
     state.update(shown)
     found = shown["module"]
     differing = sorted(own.keys() ^ found.keys())
