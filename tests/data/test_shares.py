@@ -1,5 +1,6 @@
 """What each rank reads: every sample once among all of them, also where a run goes on with other ranks."""
 
+import math
 import os
 import random
 from collections.abc import Callable, Iterator
@@ -274,6 +275,33 @@ class SaysNo(Sharded):
     shards_by_rank = False
 
 
+class OwnShard(Sampler[int]):
+    """No DistributedSampler, and divides all the same, as those of transformers and timm do."""
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES // dist.get_world_size()
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(dist.get_rank(), NUM_SAMPLES, dist.get_world_size()))
+
+
+class MadeForRank(Sampler[int]):
+    """The same for a place that it is given."""
+
+    def __init__(self, num_replicas: int, rank: int) -> None:
+        self.num_replicas, self.rank = num_replicas, rank
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES // self.num_replicas
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.rank, NUM_SAMPLES, self.num_replicas))
+
+
+class OwnShardOfAll(OwnShard):
+    shards_by_rank = False
+
+
 @pytest.mark.parametrize(
     ("make", "divides_itself"),
     [
@@ -283,6 +311,11 @@ class SaysNo(Sharded):
         (lambda: DataLoader(SaysSo(), batch_size=2), True),
         (lambda: DataLoader(SaysNo(), batch_size=2), False),
         (lambda: distributed(0, 2), True),
+        (lambda: DataLoader(Numbers(), sampler=OwnShard()), True),
+        (lambda: DataLoader(Numbers(), batch_sampler=BatchSampler(OwnShard(), 2, False)), True),
+        (lambda: DataLoader(Numbers(), sampler=MadeForRank(2, 0)), True),
+        (lambda: DataLoader(Numbers(), sampler=MadeForRank(1, 0)), False),
+        (lambda: DataLoader(Numbers(), sampler=OwnShardOfAll()), False),
         (Plain, False),
         (lambda: DataLoader(ShuffledStream(), batch_size=2), False),
         (lambda: DataLoader(Numbers(), batch_size=2), False),
@@ -302,6 +335,15 @@ def read_sharded() -> list[int]:
 
 def test_a_stream_that_divides_itself_is_not_divided_again(on_ranks):
     assert on_ranks(2, read_sharded) == [list(range(0, NUM_SAMPLES, 2)), list(range(1, NUM_SAMPLES, 2))]
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_sampler_that_divides_is_not_divided_again(training: bool):
+    for rank in range(2):
+        loader = DataLoader(Numbers(), sampler=MadeForRank(2, rank), batch_size=2)
+        mine = Source(loader, name="loader", seed=0, ranks=Pretended(rank, 2), training=training)
+        batches = mine.start(0) if training else [turn.batch for turn in mine.turns(math.inf) if turn.counts]
+        assert ids(batches) == list(range(rank, NUM_SAMPLES, 2))
 
 
 def stop_within_sharded() -> Any:

@@ -10,16 +10,20 @@ from roomier.data.rebuild import can_be_rebuilt, plain_sampler, rebuilt
 
 
 def batch_size_of(loader: Any) -> int | None:
-    """Samples of a micro-batch; None where anything but torch groups them, or draws them."""
+    """Samples of a micro-batch; None where anything but torch groups them (a data set whose items are batches, say), or
+    draws them."""
     if not isinstance(loader, DataLoader) or not can_be_rebuilt(loader) or plain_sampler(loader) is None:
         return None
     batching = loader.batch_sampler
-    return batching.batch_size if isinstance(batching, BatchSampler) else 1
+    return batching.batch_size if isinstance(batching, BatchSampler) else None
 
 
 def with_batch_size(loader: DataLoader[Any], batch_size: int) -> DataLoader[Any]:
     """A copy of ``loader``, whose :func:`batch_size_of` is known, that groups ``batch_size`` samples."""
-    batching = loader.batch_sampler
-    drop_last = isinstance(batching, BatchSampler) and batching.drop_last
-    batches = BatchSampler(loader.sampler, batch_size, drop_last)
-    return rebuilt(loader, batch_sampler=batches, batch_size=batch_size, drop_last=drop_last)
+    batching, sampler = loader.batch_sampler, plain_sampler(loader)
+    assert isinstance(batching, BatchSampler)
+    assert sampler is not None
+    # Of a batch sampler that the user made it is not loader.sampler, which is torch's default then.
+    batches = BatchSampler(sampler, batch_size, batching.drop_last)
+    changes = {"sampler": sampler, "batch_sampler": batches}
+    return rebuilt(loader, **changes, batch_size=batch_size, drop_last=batching.drop_last)

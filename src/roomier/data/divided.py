@@ -21,8 +21,9 @@ _ASKS_FOR_RANK = {"get_rank", "get_world_size", "get_node_local_rank", "RANK", "
 def share_of(loader: object, world: World) -> Share:
     """How ``loader`` is divided among the ranks: by itself where it says or shows so, else by whole batches.
 
-    It says so with the attribute ``shards_by_rank`` (of the loader or its dataset). It shows so by a
-    ``DistributedSampler``, by Hugging Face's ``split_dataset_by_node``, or by code of a stream that names the rank.
+    It says so with the attribute ``shards_by_rank`` (of the loader, its dataset or its samplers). It shows so by a
+    ``DistributedSampler``, or a sampler made for this rank; by Hugging Face's ``split_dataset_by_node``, or by code of
+    a sampler or a stream that names the rank.
 
     Raises:
         DataError: a ``DistributedSampler`` was made for another number of ranks.
@@ -33,14 +34,17 @@ def share_of(loader: object, world: World) -> Share:
         if isinstance(part, DistributedSampler):
             _check_made_for(part, world)
             return Share(world, type(part).__name__, keeps_order=type(part) is DistributedSampler)
-    for part in (loader, getattr(loader, "dataset", None)):
+    for part in (*parts_of(loader), getattr(loader, "dataset", None)):
         says = getattr(part, SHARD_MARK, None)
         if says is not None:
             return Share(world, f"{type(part).__name__} ({SHARD_MARK}={says})" if says else None)
         # Hugging Face's IterableDataset behind split_dataset_by_node
         if getattr(part, "_distributed", None) is not None:
             return Share(world, f"{type(part).__name__} (split_dataset_by_node)")
-    for part in _streams(loader):
+    for part in _samplers(loader):
+        if (getattr(part, "rank", None), getattr(part, "num_replicas", None)) == (world.rank, world.size):
+            return Share(world, f"{type(part).__name__}, which is made for this rank")
+    for part in (*_streams(loader), *_samplers(loader)):
         if _asks_for_rank(part):
             return Share(world, f"{type(part).__name__}, which asks for its rank")
     return Share(world)
@@ -52,6 +56,12 @@ def _check_made_for(sampler: DistributedSampler[Any], world: World) -> None:
         problem = f"is made for rank {made_for[0]} of {made_for[1]}; this is rank {world.rank} of {world.size}"
         action = "Make it in train_dataloader, where the ranks are known, or leave it out: roomier divides the data"
         raise DataError("DistributedSampler", sampler, problem, action)
+
+
+def _samplers(loader: object) -> Iterator[object]:
+    """What gives ``loader`` its indices."""
+    if isinstance(loader, DataLoader):
+        yield from (part for part in parts_of(loader) if part is not loader and part is not loader.dataset)
 
 
 def _streams(loader: object) -> Iterator[object]:

@@ -1,0 +1,56 @@
+"""The size of micro-batches is read and changed; everything else of the loader stays."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, SequentialSampler
+
+from roomier.data.batch_size import batch_size_of, with_batch_size
+
+DATA = range(100, 111)
+
+
+class Pairs(Dataset[Tensor]):
+    """Its items are batches."""
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.arange(2 * index, 2 * index + 2)
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("is_made_by_hand", [False, True])
+def test_other_batches_are_of_the_same_order(is_made_by_hand: bool, shuffle: bool, drop_last: bool) -> None:
+    generator = torch.Generator().manual_seed(1)
+    options: dict[str, Any] = {"batch_size": 4, "shuffle": shuffle, "drop_last": drop_last}
+    if is_made_by_hand:
+        sampler = RandomSampler(DATA, generator=generator) if shuffle else SequentialSampler(DATA)
+        options = {"batch_sampler": BatchSampler(sampler, 4, drop_last)}
+    loader: DataLoader[int] = DataLoader(DATA, generator=generator, **options)  # type: ignore[arg-type]
+    assert batch_size_of(loader) == 4
+    whole = torch.cat(list(loader)).tolist()
+    generator.manual_seed(1)
+    smaller = with_batch_size(loader, 2)
+    assert batch_size_of(smaller) == 2
+    batches = [batch.tolist() for batch in smaller]
+    assert [len(batch) for batch in batches] == [2] * 5 + [1] * (not drop_last)
+    assert [each for batch in batches for each in batch][: len(whole)] == whole
+    assert (whole == sorted(whole)) is not shuffle
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: DataLoader(Pairs(), batch_size=None, shuffle=True),
+        lambda: DataLoader(Pairs(), batch_sampler=[[0, 1], [2]]),
+        lambda: [torch.ones(2)],
+    ],
+)
+def test_where_torch_does_not_group_samples_there_is_no_size(make: Callable[[], Any]) -> None:
+    assert batch_size_of(make()) is None
