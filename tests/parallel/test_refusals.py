@@ -15,13 +15,6 @@ from tests.ranks.pool import RankFailed, RankPool
 CUT = ["zero1", "zero2", "zero3"]
 
 
-class Scalar(Regression):
-    def make_network(self) -> nn.Module:
-        network = nn.Sequential(nn.Flatten(), nn.Linear(18, 1))
-        network.scale = nn.Parameter(torch.tensor(1.0))
-        return network
-
-
 class Mixed(Regression):
     def make_network(self) -> nn.Module:
         return nn.Sequential(nn.Flatten(), nn.Linear(18, 4), nn.Linear(4, 1, dtype=torch.bfloat16))
@@ -33,18 +26,6 @@ def message_of_build(task: type[Regression], strategy: str) -> str:
     except RoomierError as error:
         return str(error)
     return "built"
-
-
-@pytest.mark.parametrize("strategy", CUT)
-def test_a_parameter_without_dimensions(on_ranks: RankPool, strategy: str) -> None:
-    for message in on_ranks(2, message_of_build, Scalar, strategy):
-        assert "scale" in message
-        assert "no dimension" in message
-        assert "shape [1]" in message
-
-
-def test_ddp_takes_it(on_ranks: RankPool) -> None:
-    assert on_ranks(2, message_of_build, Scalar, "ddp") == ["built", "built"]
 
 
 @pytest.mark.parametrize("strategy", CUT)

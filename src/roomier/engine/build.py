@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -132,10 +132,19 @@ def _updates_in_backward(
         problem = "the module optimizes by hand (automatic_optimization=False): its training_step says when to step"
         raise PlanError("optimizer.step_in_backward", way, problem, "Leave it out, or let the Trainer step")
     network = network_of(module)
-    join_norms = torch_private.join_norms if parallel is None else parallel.join_norms
     return StepInBackward(
-        network, optimizers, find_blocks(network), way=way, batch_plan=plan.batch, join_norms=join_norms
+        network,
+        optimizers,
+        find_blocks(network),
+        way=way,
+        batch_plan=plan.batch,
+        join_norms=_join_norms if parallel is None else parallel.join_norms,
+        late=() if parallel is None else parallel.late_parameters,
     )
+
+
+def _join_norms(norms: Mapping[Tensor, Tensor]) -> Tensor:
+    return torch_private.join_norms(list(norms.values()))
 
 
 def _check_network(network: nn.Module) -> None:

@@ -77,7 +77,7 @@ def divide(
         return earlier
     check_shardable(network)
     take_values_of_rank_zero(network, ranks)
-    shards = Shards(network, sharding)
+    shards = Shards(network, sharding, ranks)
     shards.begin_run()
     network.__dict__[_SHARDS] = shards  # past __setattr__, for which it would be a part of the model
     return shards

@@ -280,6 +280,8 @@ class EagerEngine:
             after()
 
     def _run_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        if self._parallel is not None:
+            self._parallel.begin_backward()
         with self._backward_context():
             if self.hooks.backward is None:
                 loss.backward(*args, **kwargs)  # type: ignore[no-untyped-call]

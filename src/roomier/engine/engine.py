@@ -45,15 +45,21 @@ class Parallel(Protocol):
         allows_inference_mode: what is gathered in ``torch.inference_mode`` serves training afterwards.
         trace: stands for the parts of the model that were run so far, in their order; the same on all ranks, or one
             rank took what it gathered for another part.
+        late_parameters: whose gradients are complete after :meth:`end_backward`, not when autograd has them.
     """
 
     runner: nn.Module
     loss_factor: float
     allows_inference_mode: bool
     trace: int
+    late_parameters: Sequence[nn.Parameter]
 
     def begin_micro_batch(self, *, is_first: bool, is_last: bool) -> None:
         """Before the forward of each micro-batch of a step."""
+        ...
+
+    def begin_backward(self) -> None:
+        """Before each backward, with the gradients there that it is added to."""
         ...
 
     def end_backward(self) -> None:
@@ -80,8 +86,8 @@ class Parallel(Protocol):
         """Clamp each element of the gradients."""
         ...
 
-    def join_norms(self, norms: Sequence[Tensor]) -> Tensor:
-        """The norm of all gradients, over all ranks, from those of this rank's parts (0-dim)."""
+    def join_norms(self, norms: Mapping[Tensor, Tensor]) -> Tensor:
+        """The norm of all gradients, over all ranks (0-dim), from that of this rank's part of each, by parameter."""
         ...
 
 

@@ -47,7 +47,8 @@ class StepInBackward:
         network: names parameters in errors.
         blocks: the parameters of each are updated together.
         way: ``"exact"`` or ``"stale_norm"``; see [Note: clipping by norm].
-        join_norms: the norm of a gradient, over all ranks, from those of its parts here.
+        join_norms: the norm of a gradient, over all ranks, from the norm of each of its parts here, by parameter.
+        late: parameters whose gradients are not complete until the backward is over.
 
     Attributes:
         norm: of the gradients of the last step, before they were clipped (0-dim); None where no norm is taken.
@@ -64,7 +65,8 @@ class StepInBackward:
         *,
         way: str,
         batch_plan: BatchPlan,
-        join_norms: Callable[[Sequence[Tensor]], Tensor],
+        join_norms: Callable[[Mapping[Tensor, Tensor]], Tensor],
+        late: Iterable[Tensor] = (),
     ) -> None:
         for optimizer in optimizers:
             _check_optimizer(optimizer, way)
@@ -73,12 +75,16 @@ class StepInBackward:
         self._network = network
         self._optimizers = list(optimizers)
         self._join_norms = join_norms
+        self._late = dict.fromkeys(late)
         limit = batch_plan.gradient_clip_val
         self._max_norm = limit if batch_plan.clips_norm else None
         self._max_value = None if batch_plan.clips_norm else limit
         self._factor: Tensor | None = None  # what gradients of this step are multiplied by
         self._block_of: dict[Tensor, int] = {
-            parameter: number for number, block in enumerate(blocks) for parameter in block.parameters()
+            parameter: number
+            for number, block in enumerate(blocks)
+            for parameter in block.parameters()
+            if parameter not in self._late
         }
         self._num_in_block: Counter[int | None] = Counter()
         self._handles: dict[Tensor, RemovableHandle] = {}
@@ -181,7 +187,7 @@ class StepInBackward:
 
     def take(self, parameter: Tensor) -> None:
         """The gradient of ``parameter`` is complete."""
-        if self._receive is not None:
+        if self._receive is not None and parameter not in self._late:
             self._receive(parameter)
 
     def _run(self, run: Callable[[], None], receive: Callable[[Tensor], None]) -> None:
@@ -189,6 +195,9 @@ class StepInBackward:
         self._receive = receive
         try:
             run()
+            for parameter in self._late:
+                if parameter in self._home and parameter.grad is not None:
+                    receive(parameter)
             self._update()
         finally:
             self._receive = None
@@ -240,7 +249,7 @@ class StepInBackward:
 
     def _total_norm(self) -> Tensor:
         norms, self._norms = self._norms, {}
-        return self._join_norms([norms[each] for each in self._home if each in norms])  # the order is that of torch
+        return self._join_norms({each: norms[each] for each in self._home if each in norms})  # in torch's order
 
     def _check_begins_step(self) -> None:
         if self._is_step_open:

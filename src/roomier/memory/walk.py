@@ -88,7 +88,8 @@ class UnitBytes:
         stored: of this rank's part between steps, padded.
         gathered: of the whole of it, padded, in the dtype it computes in.
         cast: of this rank's part in that dtype, where it is another.
-        gradient: of whole weights, as they come from a backward.
+        gradient: of gathered weights, as they come from a backward.
+        kept_gradient: of weights that are not cut, from a backward to the update.
         summed: the same in the dtype in which they are added up.
         last_share: the share of the last weight in them: ``fully_shard`` holds its gradient until they are reduced.
         sent: the buffer from which they are sent.
@@ -102,6 +103,7 @@ class UnitBytes:
     gathered: int
     cast: int
     gradient: int
+    kept_gradient: int
     summed: int
     last_share: float
     sent: int
@@ -120,10 +122,12 @@ def unit_bytes(unit: Unit, layout: Layout) -> UnitBytes:
 def _unit_bytes(
     shapes: tuple[WeightShape, ...], gathered_dtype: torch.dtype, sum_dtype: torch.dtype, layout: Layout
 ) -> UnitBytes:
+    whole = [each for each in shapes if layout.is_cut and not each.shape]
+    shapes = tuple(each for each in shapes if each not in whole)
     padded = [padded_elements(each.shape, layout) for each in shapes]
     trained = [(math.prod(each.shape), num) for each, num in zip(shapes, padded, strict=True) if each.is_trained]
     num_trained, num_sent = sum(own for own, _ in trained), sum(num for _, num in trained)
-    weight_dtype = shapes[0].dtype
+    weight_dtype = shapes[0].dtype if shapes else gathered_dtype
     gathered = sum(padded) * gathered_dtype.itemsize
     is_cast = any(each.dtype != gathered_dtype for each in shapes)
     wire_dtype = layout.wire_dtype
@@ -137,10 +141,12 @@ def _unit_bytes(
     # What is added to those of other copies is waited for, and so is what an update in the backward waits for.
     may_come_late = layout.on_gloo and layout.strategy != "hsdp" and not layout.steps_in_backward
     return UnitBytes(
-        stored=sum(num // layout.num_shards * each.dtype.itemsize for each, num in zip(shapes, padded, strict=True)),
+        stored=sum(num // layout.num_shards * each.dtype.itemsize for each, num in zip(shapes, padded, strict=True))
+        + sum(each.dtype.itemsize for each in whole),
         gathered=gathered,
         cast=gathered // layout.num_shards if is_cast else 0,
         gradient=num_trained * gathered_dtype.itemsize,
+        kept_gradient=sum(each.dtype.itemsize for each in whole if each.is_trained),
         summed=num_trained * sum_dtype.itemsize,
         last_share=trained[-1][0] / num_trained if num_trained else 0.0,
         sent=sent,
@@ -152,15 +158,16 @@ def _unit_bytes(
 
 
 def own_shape(shape: tuple[int, ...], layout: Layout) -> tuple[int, ...]:
-    """The part of a tensor that this rank owns: its chunk of dimension 0, smaller or empty at the end."""
-    if not layout.is_cut:
+    """The part of a tensor that this rank owns: its chunk of dimension 0, smaller or empty at the end; all of one
+    without a dimension."""
+    if not layout.is_cut or not shape:
         return shape
     rows = math.ceil(shape[0] / layout.num_shards)
     return (min(max(shape[0] - rows * layout.shard, 0), rows), *shape[1:])
 
 
 def padded_elements(shape: tuple[int, ...], layout: Layout) -> int:
-    if not layout.is_cut:
+    if not layout.is_cut or not shape:
         return math.prod(shape)
     return math.ceil(shape[0] / layout.num_shards) * layout.num_shards * math.prod(shape[1:])
 
@@ -257,6 +264,7 @@ class Walk:
         # Where those of whole parameters are added up in the dtype they have, the new ones go into the old.
         if is_first or not self.adds_in_place(unit):
             self.now[_GRADIENT] += self.sizes[unit].gradient
+        self.now[_GRADIENT] += self.sizes[unit].kept_gradient if is_first else 0
 
     def adds_in_place(self, unit: int) -> bool:
         """Whether later micro-batches of a step add its whole gradients to what is there as they come."""
@@ -284,6 +292,8 @@ class Walk:
     def end_backward_of_all(self) -> None:
         """The backward of the whole model is over."""
         self._let_go_of_sent()
+        if self.layout.steps_in_backward:
+            self.now[_GRADIENT] -= sum(each.kept_gradient for each in self.sizes)
         self.now[_SENT] -= self._summed_bytes
         self._summed_bytes = 0
 

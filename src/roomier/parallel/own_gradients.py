@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 import torch.distributed as dist
@@ -29,6 +29,7 @@ class OwnGradients:
 
     allows_inference_mode = True
     trace = 0  # each rank runs what it likes
+    late_parameters: Sequence[nn.Parameter] = ()
 
     def __init__(self, network: nn.Module, ranks: Ranks) -> None:
         take_values_of_rank_zero(network, ranks)
@@ -39,6 +40,9 @@ class OwnGradients:
 
     def begin_micro_batch(self, *, is_first: bool, is_last: bool) -> None:
         """Before the forward of each micro-batch of a step."""
+
+    def begin_backward(self) -> None:
+        """Before each backward."""
 
     def end_backward(self) -> None:
         """After each backward."""
@@ -60,7 +64,7 @@ class OwnGradients:
     def clip_grad_value_(self, parameters: Sequence[Tensor], max_value: float) -> None:
         _refuse_to_clip(max_value)
 
-    def join_norms(self, norms: Sequence[Tensor]) -> Tensor:
+    def join_norms(self, norms: Mapping[Tensor, Tensor]) -> Tensor:
         _refuse_to_clip(None)
 
 

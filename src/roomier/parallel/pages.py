@@ -210,7 +210,7 @@ class Pages:
     """The paged parameters of one model.
 
     Args:
-        cut: which part of each this rank keeps.
+        cut: which part of each this rank keeps; of one without a dimension all.
         discards: the parameters will be overwritten from elsewhere: nothing is written to them, and nothing drawn.
     """
 
@@ -227,7 +227,8 @@ class Pages:
             return known
         is_meta = parameter.is_meta
         device = torch.device("cpu") if is_meta else parameter.device
-        page = Page(self.cut, parameter.shape, parameter.dtype, device, discards=self.discards)
+        cut = self.cut if parameter.dim() else Cut()
+        page = Page(cut, parameter.shape, parameter.dtype, device, discards=self.discards)
         self._made.add(page)
         if not is_meta and not self.discards:
             self._close_others([page])
@@ -291,7 +292,8 @@ def paged_parameters(cut: Cut, *, discards: bool = False) -> Iterator[Pages]:
     pages = Pages(cut, discards=discards)
 
     def register(_module: nn.Module, _name: str, parameter: nn.Parameter) -> nn.Parameter | None:
-        return pages.page_of(parameter) if is_pageable(parameter) and not parameter.is_meta else None
+        is_cut = is_pageable(parameter) and parameter.dim() > 0  # what has no dimension is held whole anyway
+        return pages.page_of(parameter) if is_cut and not parameter.is_meta else None
 
     handle = register_module_parameter_registration_hook(register)  # type: ignore[arg-type]
     try:
@@ -301,8 +303,8 @@ def paged_parameters(cut: Cut, *, discards: bool = False) -> Iterator[Pages]:
 
 
 def is_pageable(parameter: object) -> bool:
-    """Whether it is a parameter of the plain kind, with a dimension to cut."""
-    return type(parameter) is nn.Parameter and not isinstance(parameter, PagedTensor) and parameter.dim() > 0
+    """Whether it is a parameter of the plain kind."""
+    return type(parameter) is nn.Parameter and not isinstance(parameter, PagedTensor)
 
 
 def local_part(tensor: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ arithmetic of a sharded run is that of autocast on one device, where ``fully_sha
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -28,14 +28,17 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from roomier.api.blocks import find_blocks, num_elements_of
 from roomier.core import torch_private
 from roomier.core.errors import RoomierError
+from roomier.core.ranks import Ranks
 from roomier.core.tree import map_tensors, tensors
 from roomier.parallel.collectives import PairwiseAllGather, PairwiseReduceScatter, Reductions
 from roomier.parallel.norm import clip_grad_norm, clip_grad_value, over_ranks
 from roomier.parallel.runner import StepRunner
+from roomier.parallel.whole import WholeParameters, cut_parameters, is_whole
 
 MULTIPLYING = (
     nn.Linear,
@@ -97,15 +100,19 @@ class Shards:
         allows_inference_mode: memory that is first gathered into in inference mode can never be trained with.
         trace: a digest of the units whose forward was run, in their order. Collectives go by their order: a rank that
             runs other units gathers these with parts of others, which nothing else would notice.
+        late_parameters: those that stay whole, see [Note: parameters without a dimension] in ``whole.py``.
     """
 
     loss_factor = 1.0
     allows_inference_mode = False
 
-    def __init__(self, network: nn.Module, sharding: Sharding) -> None:
+    def __init__(self, network: nn.Module, sharding: Sharding, ranks: Ranks) -> None:
         self.sharding = sharding
+        self._whole = WholeParameters(network, ranks, by_hand=sharding.by_hand, finds_unused=sharding.finds_unused)
+        self.late_parameters: Sequence[nn.Parameter] = self._whole.parameters
         self._reductions = Reductions()
         self._was_gathered = False
+        self._is_last = True
         self._parameters: list[nn.Parameter] | None = None  # all of them, as they are between steps
         self.runner: nn.Module = StepRunner(network)
         self.trace = 0
@@ -133,6 +140,9 @@ class Shards:
 
     def begin_micro_batch(self, *, is_first: bool, is_last: bool) -> None:
         """Before the forward of each micro-batch of a step."""
+        self._is_last = is_last
+        if is_first:
+            self._whole.begin_step()
         is_pairwise = self.sharding.is_pairwise
         self._reductions.window += is_first and is_pairwise and self._may_gradients_come_later()
         if self.sharding.reduces_each_micro_batch:
@@ -154,12 +164,18 @@ class Shards:
         # hooks of users look at it.
         if self._parameters is None:
             self.release()
-            self._parameters = list(self.runner.parameters())
+            self._parameters = cut_parameters(self.runner)
         return all(each.grad is None and not torch_private.has_gradient_hooks(each) for each in self._parameters)
+
+    def begin_backward(self) -> None:
+        """Before each backward."""
+        self._whole.begin_backward()
 
     def end_backward(self) -> None:
         """After each backward."""
         self._reductions.finish()
+        if self._is_last:
+            self._whole.end_step()
         self._gather_root_again()
 
     def end_update(self) -> None:
@@ -191,8 +207,14 @@ class Shards:
     def clip_grad_value_(self, parameters: Sequence[Tensor], max_value: float) -> None:
         clip_grad_value(parameters, max_value)
 
-    def join_norms(self, norms: Sequence[Tensor]) -> Tensor:
-        return over_ranks(torch_private.join_norms(norms), self.sharding.mesh.get_group(-1))
+    def join_norms(self, norms: Mapping[Tensor, Tensor]) -> Tensor:
+        of_cut = [norm for parameter, norm in norms.items() if isinstance(parameter, DTensor)]
+        whole = [norm for parameter, norm in norms.items() if not isinstance(parameter, DTensor)]
+        norm = torch_private.join_norms(whole)
+        if of_cut:
+            over_parts = over_ranks(torch_private.join_norms(of_cut), self.sharding.mesh.get_group(-1))
+            norm = torch.hypot(over_parts, norm) if whole else over_parts
+        return norm
 
     def _cut_unit(self, unit: nn.Module) -> list[FSDPModule]:
         """Cut ``unit``: as one, or what it multiplies with and the rest of it as two."""
@@ -205,7 +227,7 @@ class Shards:
     def _cut(self, modules: list[nn.Module], compute_dtype: torch.dtype | None) -> FSDPModule:
         """Make ``modules`` one unit, gathered in ``compute_dtype`` (None: as they are)."""
         sharding = self.sharding
-        dtypes = {each.dtype for module in modules for each in module.parameters() if each.requires_grad}
+        dtypes = {each.dtype for module in modules for each in cut_parameters(module) if each.requires_grad}
         sum_dtype = torch.float64 if torch.float64 in dtypes else torch.float32
         # Inputs are left to autocast. torch 2.15 changes what reduce_dtype=None means, so it is always named.
         policy = MixedPrecisionPolicy(
@@ -218,7 +240,13 @@ class Shards:
         if not is_root:
             for each in modules:
                 each.register_forward_hook(without_views)  # before those of fully_shard: hooks run in their order
-        unit: FSDPModule = fully_shard(modules, mesh=sharding.mesh, reshard_after_forward=frees, mp_policy=policy)[0]
+        unit: FSDPModule = fully_shard(
+            modules,
+            mesh=sharding.mesh,
+            reshard_after_forward=frees,
+            mp_policy=policy,
+            ignored_params=set(self._whole.parameters) or None,
+        )[0]
         # A sum, on every backend: the weights of the losses make it the gradient of the global batch.
         unit.set_force_sum_reduction_for_comms(True)
         if sharding.finds_unused:
@@ -273,7 +301,7 @@ def units_of(network: nn.Module) -> list[nn.Module]:
         if each not in in_blocks | read
         and each is not network
         and (each in readers or not any(True for _ in each.children()))
-        and sum(parameter.numel() for parameter in each.parameters()) > _LARGE * num_elements
+        and sum(parameter.numel() for parameter in cut_parameters(each)) > _LARGE * num_elements
         and _is_closed(each, num_owners)
     ]
     wanted = {*blocks, *alone}
@@ -288,7 +316,7 @@ def find_closed_blocks(network: nn.Module) -> list[nn.Module]:
 
 def _num_owners(network: nn.Module) -> Counter[nn.Parameter]:
     # A module that is registered twice is one module.
-    return Counter(parameter for module in network.modules() for parameter in module.parameters(recurse=False))
+    return Counter(each for module in network.modules() for each in cut_parameters(module, recurse=False))
 
 
 def parts_of(unit: nn.Module, compute_dtype: torch.dtype | None) -> list[tuple[list[nn.Module], torch.dtype | None]]:
@@ -302,26 +330,23 @@ def parts_of(unit: nn.Module, compute_dtype: torch.dtype | None) -> list[tuple[l
 
 
 def _is_closed(module: nn.Module, num_owners: Counter[nn.Parameter]) -> bool:
-    own = Counter(parameter for part in module.modules() for parameter in part.parameters(recurse=False))
+    own = _num_owners(module)
     return all(count == num_owners[parameter] for parameter, count in own.items())
 
 
 def _is_leaf_with_parameters(module: nn.Module) -> bool:
-    return not any(True for _ in module.children()) and next(module.parameters(), None) is not None
+    return not any(True for _ in module.children()) and bool(cut_parameters(module))
 
 
 def check_shardable(network: nn.Module) -> None:
     """Refuse what ``fully_shard`` cannot cut.
 
     Raises:
-        RoomierError: a parameter has no dimension, or those that are trained are of several dtypes.
+        RoomierError: parameters that are trained are of several dtypes.
     """
     dtypes: dict[torch.dtype, str] = {}
     for name, parameter in network.named_parameters():
-        if not parameter.dim():
-            action = "Give it the shape [1], nn.Parameter(torch.zeros(1)), or use strategy='ddp'"
-            raise RoomierError(name, tuple(parameter.shape), "has no dimension along which it could be cut", action)
-        if parameter.requires_grad:
+        if parameter.requires_grad and not is_whole(parameter):
             dtypes.setdefault(parameter.dtype, name)
     if len(dtypes) > 1:
         found = ", ".join(f"{name}: {dtype}" for dtype, name in dtypes.items())

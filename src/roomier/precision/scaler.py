@@ -4,7 +4,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from roomier.core import torch_private
@@ -19,7 +18,7 @@ class LossScaler:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._scaler = GradScaler(device.type)
+        self._scaler = torch_private.LossScalerOfParts(device.type)
         self.num_skipped = torch.zeros((), dtype=torch.float32, device=device)
 
     def scale(self, loss: Tensor) -> Tensor:

@@ -194,7 +194,8 @@ def _reduce(unit: Unit, plan: Plan, layout: Layout, machine: Machine) -> Exchang
 
 
 def _own_elements(weight: Weight, layout: Layout) -> int:
-    return math.prod(own_shape(weight.shape, layout))
+    # What has no dimension is not cut; of a few numbers, added up once a step, no time is worth telling.
+    return math.prod(own_shape(weight.shape, layout)) if weight.shape else 0
 
 
 def _all_reduce(num_bytes: float, group: Group, machine: Machine) -> Exchange:
