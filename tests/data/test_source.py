@@ -18,6 +18,7 @@ from torch.utils.data import (
     RandomSampler,
     Sampler,
     SequentialSampler,
+    Subset,
     TensorDataset,
     WeightedRandomSampler,
 )
@@ -91,9 +92,10 @@ def test_no_batch_is_pulled_before_it_is_asked_for(make: Callable[[Any], Any]):
     assert sizes in ([2, 4, 6], [1, 2, 3], [4, 8, 12])
 
 
-def test_the_sample_noise_of_workers_depends_on_seed_epoch_and_index():
+@pytest.mark.parametrize("data", [Noisy(), Subset(Noisy(), range(NUM_SAMPLES))])
+def test_the_sample_noise_of_workers_depends_on_seed_epoch_and_index(data: Dataset[Tensor]):
     def noise(seed: int, epoch: int, num_workers: int, batch_size: int) -> dict[int, list[float]]:
-        loader = DataLoader(Noisy(), batch_size=batch_size, shuffle=True, num_workers=num_workers)
+        loader = DataLoader(data, batch_size=batch_size, shuffle=True, num_workers=num_workers)
         batches = Source(loader, name="train", seed=seed).start(epoch)
         return {int(sample[0]): sample[1:].tolist() for batch in batches for sample in batch}
 
@@ -215,6 +217,21 @@ def test_set_epoch_is_called():
 
     mine = source(DataLoader(Numbers(), sampler=ByEpoch()))
     assert [samples(list(mine.start(epoch))) for epoch in (3, 4)] == [[3], [4]]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_an_evaluation_leaves_the_epoch_of_a_data_set_that_is_trained_on(size: int):
+    class ByEpoch(Numbers):
+        epoch = -1
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epoch = epoch
+
+    data, ranks = ByEpoch(), Pretended(0, size)
+    training = source(DataLoader(data), ranks=ranks).start(7)
+    next(training)
+    list(source(DataLoader(data), ranks=ranks, training=False).turns(2))
+    assert data.epoch == 7
 
 
 @pytest.mark.parametrize(

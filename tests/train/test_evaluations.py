@@ -73,6 +73,28 @@ def test_loaders_by_name(make_trainer):
     assert results == [{"v/dataloader_idx_0": 4.0}, {"v/dataloader_idx_1": 10.0}]
 
 
+def test_a_loader_that_is_not_read_to_its_end_is_closed_when_the_training_goes_on(make_trainer):
+    events = []
+
+    class Opens:
+        """Holds something while it is read, as worker processes are held."""
+
+        def __iter__(self):
+            events.append("open")
+            try:
+                yield from numbers(1, 2, 3)
+            finally:
+                events.append("closed")
+
+    class Notes(Line):
+        def training_step(self, batch, batch_idx):
+            events.append("train")
+            return super().training_step(batch, batch_idx)
+
+    make_trainer(max_epochs=2, limit_val_batches=2, num_sanity_val_steps=1).fit(Notes(), numbers(1), Opens())
+    assert events == ["open", "closed", *(["train", "open", "closed"] * 2)]
+
+
 def test_an_evaluation_leaves_weights_and_mode(make_trainer):
     module = Line()
     module.train()

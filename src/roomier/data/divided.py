@@ -17,6 +17,9 @@ from roomier.data.share import Share
 SHARD_MARK = "shards_by_rank"
 _ASKS_FOR_RANK = {"get_rank", "get_world_size", "get_node_local_rank", "RANK", "WORLD_SIZE", "LOCAL_RANK"}
 
+# What samplers call the rank they are made for, and the number of ranks: torch's; those of accelerate; of Megatron.
+_PLACES = (("rank", "num_replicas"), ("process_index", "num_processes"), ("data_parallel_rank", "data_parallel_size"))
+
 
 def share_of(loader: object, world: World) -> Share:
     """How ``loader`` is divided among the ranks: by itself where it says or shows so, else by whole batches.
@@ -42,7 +45,8 @@ def share_of(loader: object, world: World) -> Share:
         if getattr(part, "_distributed", None) is not None:
             return Share(world, f"{type(part).__name__} (split_dataset_by_node)")
     for part in _samplers(loader):
-        if (getattr(part, "rank", None), getattr(part, "num_replicas", None)) == (world.rank, world.size):
+        places = [(getattr(part, rank, None), getattr(part, size, None)) for rank, size in _PLACES]
+        if (world.rank, world.size) in places:
             return Share(world, f"{type(part).__name__}, which is made for this rank")
     for part in (*_streams(loader), *_samplers(loader)):
         if _asks_for_rank(part):

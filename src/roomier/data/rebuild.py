@@ -68,9 +68,14 @@ def parts_of(loader: object) -> Iterator[object]:
     yield from seen
 
 
-def tell_epoch(loader: object, epoch: int) -> None:
-    """Call ``set_epoch(epoch)`` on ``loader``, its dataset and its samplers, where they have it."""
+def tell_epoch(loader: object, epoch: int, *, training: bool = True) -> None:
+    """Call ``set_epoch(epoch)`` on ``loader``, its samplers and, in training, its dataset, where they have it.
+
+    An evaluation may be over the data set that is trained on, in the middle of an epoch, which must not begin anew.
+    """
     for part in parts_of(loader):
+        if not training and part is getattr(loader, "dataset", None):
+            continue
         set_epoch = getattr(part, "set_epoch", None)
         if callable(set_epoch):
             set_epoch(epoch)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Subset
 
 
 def mix_seed(*parts: int) -> int:
@@ -86,6 +86,9 @@ class SampleSeededDataset(_SeededDataset):
         seed_generators(mix_seed(self._epoch_seed.get(), index))
         return self._dataset[index]
 
+    def __getitems__(self, indices: list[int]) -> Any:
+        return [self[index] for index in indices]  # not those of the dataset: a Subset has them
+
 
 class BatchReadSeededDataset(SampleSeededDataset):
     """The same over a dataset with ``__getitems__``: a batch read at once is seeded by its first index."""
@@ -114,7 +117,10 @@ class NumberSeededDataset(_SeededDataset):
 
 
 def reads_batches(dataset: Any) -> bool:
-    """Whether ``dataset`` reads a list of indices at once (``__getitems__``, as torch's loader asks for it)."""
+    """Whether ``dataset`` reads a list of indices at once (``__getitems__``, as torch's loader asks for it). A Subset
+    does where what it is cut from does."""
+    while type(dataset) is Subset:
+        dataset = dataset.dataset
     return callable(getattr(dataset, "__getitems__", None))
 
 

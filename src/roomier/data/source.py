@@ -59,7 +59,7 @@ class Source:
     - a :class:`CombinedLoader`: the position of each loader in it, and which pass over it is running. What a loader in
       it draws from the global generators it draws from states of its own.
 
-    A loader, dataset or sampler with ``set_epoch`` is told each epoch.
+    A loader, dataset or sampler with ``set_epoch`` is told each epoch; in evaluation all but the dataset, epoch 0.
 
     On several ranks the global order is the one that all of them share. Of a DataLoader that torch batches, each takes
     its samples (:class:`OrderedSampler`); of anything else every ``N``-th batch, unless the loader divides itself
@@ -97,6 +97,7 @@ class Source:
         self.loader = loader
         self.name = name
         self._ranks = ranks = ranks or Ranks()
+        self._is_training = training
         self._turns: Turns | None = None
         self._feed: Feed
         if training:
@@ -180,7 +181,7 @@ class Source:
 
     def _tell_epoch(self, epoch: int) -> None:
         for loader in self.loader.flattened if isinstance(self.loader, CombinedLoader) else (self.loader,):
-            tell_epoch(loader, epoch)
+            tell_epoch(loader, epoch, training=self._is_training)
 
     def turns(self, limit: float) -> Iterator[Turn]:
         """The forwards of this rank in an evaluation of at most ``limit`` batches; see [Note: turns].

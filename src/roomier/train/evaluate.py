@@ -102,11 +102,14 @@ def turns(run: Run, source: Source, limit: float) -> Iterator[tuple[Any, int, bo
     Raises:
         EvaluationCutError: it is.
     """
-    for turn in source.turns(limit):
-        run.vote()
-        if run.stop.received is not None:
-            raise EvaluationCutError
-        yield turn
+    try:
+        for turn in source.turns(limit):
+            run.vote()
+            if run.stop.received is not None:
+                raise EvaluationCutError
+            yield turn
+    finally:
+        source.close()  # of a loader that was not read to its end, workers would live on through the training
 
 
 def batch_runner(run: Run, stage: str, dataloader_idx: int | None) -> Callable[[Any, int, bool], Any]:
