@@ -14,6 +14,7 @@ from roomier.callbacks import ProgressBar
 from roomier.callbacks.progress import num_batches_left
 from roomier.callbacks.progress_display import BarDisplay, Standing, duration_text, rate_text
 from roomier.core.errors import RoomierError
+from roomier.data import CombinedLoader
 from roomier.trainer import Trainer
 
 Make = Callable[..., Trainer]
@@ -44,6 +45,13 @@ def test_elsewhere_there_is_one_line_a_log_interval_and_one_a_validation(
     ]
     assert re.search(r"\| [\d.]+ it/s \| ETA \d+:\d\d", lines[1])
     assert all("\x1b" not in line for line in lines), "no terminal codes"
+
+
+def test_loaders_that_are_joined_count_as_one(make_trainer: Make, scripted: Any, batches: Any) -> None:
+    bar, stream = shown()
+    joined = CombinedLoader([batches[:3], batches[:2]], "min_size")
+    make_trainer(bar, max_steps=1, num_sanity_val_steps=-1, logger=False).fit(scripted(), batches, joined)
+    assert stream.getvalue().startswith("sanity check | batch 2/2")
 
 
 def test_accumulation_gives_one_line_a_log_interval(make_trainer: Make, scripted: Any, batches: Any) -> None:

@@ -301,9 +301,11 @@ def test_what_a_module_asks_and_calls_within_a_run(tmp_path, capsys):
     assert all(isinstance(each, torch.Tensor) for each in gathered["b"])
 
 
-def test_after_a_run_logging_says_that_nothing_runs_and_the_optimizer_is_the_one_of_the_run(tmp_path):
+def test_after_a_run_logging_says_that_nothing_runs_and_the_optimizer_is_the_one_of_the_run(tmp_path, capsys):
     module = Line()
-    trainer = fit(module, tmp_path)
+    trainer = fit(module, tmp_path, enable_progress_bar=True)
+    module.print("printed")
+    assert capsys.readouterr().out == "printed\n"
     with pytest.raises(roomier.RoomierError, match=r"^log=.Line.: no step or epoch is running"):
         module.log("loss", 0.0)
     assert module.optimizers() is trainer.manual_optimizers[0]

@@ -265,3 +265,23 @@ def test_a_checkpoint_that_is_set_is_read_by_calls_that_are_given_none(make_trai
     trainer.test(other, loader(2), verbose=False)
     assert torch.equal(other.layer.weight, before)
     assert trainer.ckpt_path is None
+
+
+class Joined(Net):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(next(iter(batch.values())), batch_idx)
+
+
+@pytest.mark.parametrize("limit", [None, 2, 0.5])
+@pytest.mark.parametrize("mode", ["min_size", "max_size_cycle"])
+def test_of_loaders_that_are_joined_each_has_its_number_of_batches(tmp_path: Path, mode: Any, limit: Any) -> None:
+    found = []
+    for kind in (pl.Trainer, roomier.Trainer):
+        with quiet_lightning():
+            trainer = make_trainer(kind, tmp_path, limit_val_batches=limit)
+            pair = pl.utilities.CombinedLoader({"a": loader(5), "b": loader(3)}, mode)
+            trainer.validate(Joined(), pair, verbose=False)
+        found.append((trainer.num_val_batches, float(trainer.callback_metrics["val_loss"])))
+    (theirs, their_loss), (own, own_loss) = found
+    assert own == theirs
+    assert own_loss == pytest.approx(their_loss)

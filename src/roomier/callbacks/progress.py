@@ -48,6 +48,15 @@ class ProgressBar(Callback):
         self._evaluation_began_s = 0.0
         self._rest_began_s: float | None = None
 
+    @property
+    def is_enabled(self) -> bool:
+        """Whether it draws now."""
+        return self._display is not None
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """``print``: what a LightningModule's own ``print`` asks of a bar."""
+        print(*args, **kwargs)
+
     # Training -----------------------------------------------------------------------------------------------------
 
     def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
@@ -124,15 +133,15 @@ class ProgressBar(Callback):
     def on_validation_start(self, trainer: Trainer, pl_module: Module) -> None:
         if trainer.sanity_checking:
             limit = math.inf if trainer.num_sanity_val_steps == -1 else trainer.num_sanity_val_steps
-            self._start_evaluation(trainer, "sanity check", sum(min(limit, num) for num in trainer.num_val_batches))
+            self._start_evaluation(trainer, "sanity check", limit)
         else:
-            self._start_evaluation(trainer, "validation", sum(trainer.num_val_batches))
+            self._start_evaluation(trainer, "validation")
 
     def on_test_start(self, trainer: Trainer, pl_module: Module) -> None:
-        self._start_evaluation(trainer, "test", sum(trainer.num_test_batches))
+        self._start_evaluation(trainer, "test")
 
     def on_predict_start(self, trainer: Trainer, pl_module: Module) -> None:
-        self._start_evaluation(trainer, "predict", sum(trainer.num_predict_batches))
+        self._start_evaluation(trainer, "predict")
 
     def on_validation_batch_end(
         self,
@@ -160,8 +169,9 @@ class ProgressBar(Callback):
     def on_predict_end(self, trainer: Trainer, pl_module: Module) -> None:
         self._end_evaluation(trainer)
 
-    def _start_evaluation(self, trainer: Trainer, title: str, num_total: float) -> None:
+    def _start_evaluation(self, trainer: Trainer, title: str, most_of_a_loader: float = math.inf) -> None:
         self._open(trainer)
+        num_total = sum(min(most_of_a_loader, number) for number in trainer.needs_run("val_limits").val_limits)
         self._title, self._num_total, self._num_evaluated = title, num_total, 0
         self._evaluation_began_s = time.monotonic()
         self._rest_clock()

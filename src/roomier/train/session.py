@@ -26,6 +26,8 @@ from roomier.core.device import resolve_device
 from roomier.core.errors import DataError, RoomierError
 from roomier.core.log import notice
 from roomier.core.rng import separate_rng
+from roomier.data.batch_feeds import length_of
+from roomier.data.combined import CombinedLoader
 from roomier.data.workers import workers_outlive_signals
 from roomier.engine.build import build, configure
 from roomier.engine.eager import EagerEngine
@@ -320,7 +322,7 @@ def _make_model(
 def _open_evaluation(run: Run, data: RunLoaders, stage: str, path: Path | None) -> None:
     name = LOADER_NAMES[stage]
     run.val_sources, run.val_limits = data.evaluation(name)
-    run.trainer.num_batches_of[stage] = list(run.val_limits)
+    run.trainer.num_batches_of[stage] = _num_batches_of_loaders(run, name)
     if not run.val_sources:
         raise DataError(f"{name}_dataloaders", None, f"there is no data to {stage} on", f"Pass {name}_dataloaders")
     if path is not None:
@@ -342,7 +344,7 @@ def _open_fit(run: Run, data: RunLoaders, path: Path | None) -> None:
     if run.val_sources and not defines_validation:
         notice(f"{type(run.module).__name__} has no validation_step: val_dataloaders are not used")
         run.val_sources, run.val_limits = (), ()
-    run.trainer.num_batches_of["fit"] = list(run.val_limits)
+    run.trainer.num_batches_of["fit"] = _num_batches_of_loaders(run, "val")
     if run.val_sources:
         run.val_interval = options.val_interval(run.num_training_batches)
         _tell_validation_at_unknown_end(run)
@@ -357,6 +359,19 @@ def _open_fit(run: Run, data: RunLoaders, path: Path | None) -> None:
         run.loggers.start(run.folder, run.progress.global_step if path is not None else None)
         run.loggers.log_hyperparams(hyperparameters)
     run.results.stage = "train"
+
+
+def _num_batches_of_loaders(run: Run, name: str) -> list[float]:
+    """As Lightning tells them: of loaders whose batches are joined, those of each."""
+    limit, told = run.options.limit_of(name), list[float]()
+    for source, num_batches in zip(run.val_sources, run.val_limits, strict=True):
+        if not isinstance(source.loader, CombinedLoader):
+            told.append(num_batches)
+            continue
+        for length in map(length_of, source.loader.flattened):
+            is_share = isinstance(limit, float) and limit < 1.0 and math.isfinite(length)
+            told.append(int(length * limit) if is_share else length if isinstance(limit, float) else min(limit, length))
+    return told
 
 
 def _tell_validation_at_unknown_end(run: Run) -> None:
