@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +11,14 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import roomier
-from roomier.callbacks import LambdaCallback, ModelCheckpoint, SpikeGuard
+from roomier.callbacks import (
+    BackboneFinetuning,
+    LambdaCallback,
+    ModelCheckpoint,
+    SpikeGuard,
+    StochasticWeightAveraging,
+    Timer,
+)
 from roomier.core.errors import RoomierError, TrainingError
 from roomier.trainer import Trainer
 
@@ -79,6 +87,20 @@ def test_a_step_that_is_left_out_has_never_been(make_trainer: Make, value: float
     told = capsys.readouterr().err
     assert "in batch 4 of epoch 0; the step is left out" in told
     assert "in batch 7 of epoch 1" in told
+
+
+@pytest.mark.parametrize("value", [float("nan"), 1e4])
+@pytest.mark.parametrize("monitor", [("loss", "grad_norm"), ("grad_norm", "loss")])
+def test_under_a_loss_scale_bad_batches_are_left_out_and_infinite_gradients_are_not_counted(
+    make_trainer: Make, value: float, monitor: tuple[str, ...]
+) -> None:
+    guard, keywords = SpikeGuard(warmup=3, monitor=monitor), {"precision": "16-mixed", "max_epochs": 1}
+    guarded = fitted(make_trainer, batches(8, value=value), guard, **keywords)
+    plain = fitted(make_trainer, without(batches(), 8), **keywords)
+    same(guarded, plain)
+    assert guard.num_bad_steps == 1
+    assert guarded[1].scaler.num_skipped == plain[1].scaler.num_skipped > 0
+    assert guarded[1].scaler.factor == plain[1].scaler.factor
 
 
 def test_a_whole_window_is_left_out_and_named(make_trainer: Make, capsys: Any) -> None:
@@ -160,6 +182,64 @@ def test_no_checkpoint_holds_what_was_bad(make_trainer: Make, tmp_path: Path) ->
         stored = roomier.checkpoint.load(path)
         assert all(value.isfinite().all() for value in stored["module"].values()), path
     assert stored["callbacks"]["SpikeGuard"]["num_bad_steps"] in (0, 1)
+
+
+class BadOnce(Net):
+    """The loss of the first batch of epoch 1 is NaN; the first layer is what a BackboneFinetuning freezes."""
+
+    backbone = property(lambda self: self.layer)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss * torch.nan if (self.current_epoch, batch_idx) == (1, 0) else loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.Adam([each for each in self.parameters() if each.requires_grad], lr=0.01)
+        return [optimizer], [torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.9**epoch)]
+
+
+def gone_back_and_skipped(make: Make, folder: Path, make_callback: Callable[[], Any]) -> list[tuple[Net, Trainer]]:
+    """Of a run that goes back from epoch 1 into epoch 0, and one that leaves out the same step before its update."""
+    runs: list[tuple[Net, Trainer]] = []
+    for action in ("rollback", "skip"):
+        torch.manual_seed(1)
+        saves = ModelCheckpoint(dirpath=folder / action, every_n_train_steps=4)
+        trainer = make(SpikeGuard(action), make_callback(), saves, max_epochs=3, logger=False)
+        model = BadOnce()
+        trainer.fit(model, batches())
+        runs.append((model, trainer))
+    return runs
+
+
+@pytest.mark.parametrize(
+    "make_callback",
+    [lambda: BackboneFinetuning(1), lambda: StochasticWeightAveraging(0.02, 2, annealing_epochs=2)],
+    ids=["unfreezing", "averaging"],
+)
+def test_what_began_since_the_checkpoint_begins_again(
+    make_trainer: Make, tmp_path: Path, make_callback: Any, capsys: Any
+) -> None:
+    back, skipped = gone_back_and_skipped(make_trainer, tmp_path, make_callback)
+    assert "the run goes back to step 8" in capsys.readouterr().err
+    same(back, skipped)
+    rates = [[group["lr"] for group in each[1].optimizers[0].param_groups] for each in (back, skipped)]
+    assert rates[0] == rates[1]
+    assert back[1].lr_scheduler_configs[0].scheduler.base_lrs == skipped[1].lr_scheduler_configs[0].scheduler.base_lrs
+
+
+def test_a_timer_counts_on_when_a_run_goes_back(make_trainer: Make, tmp_path: Path, monkeypatch: Any) -> None:
+    now_s = 0.0
+
+    def passes(*_: Any) -> None:
+        nonlocal now_s
+        now_s += 1.0
+
+    monkeypatch.setattr("roomier.callbacks.timer.time", SimpleNamespace(monotonic=lambda: now_s))
+    timer, clock = Timer(), LambdaCallback(on_train_batch_end=passes)
+    saves = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=4)
+    model = BadOnce()
+    make_trainer(clock, timer, SpikeGuard("rollback"), saves, max_epochs=2, logger=False).fit(model, batches())
+    assert timer.time_elapsed() == now_s > 20
 
 
 def test_going_back_needs_a_checkpoint_and_stopping_none(make_trainer: Make) -> None:

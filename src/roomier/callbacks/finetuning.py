@@ -35,6 +35,7 @@ class BaseFinetuning(Callback):
     def __init__(self) -> None:
         self._trainer: Trainer | None = None
         self._module: Any = None
+        self._num_configured: dict[Optimizer, int] = {}
 
     # What the user writes -----------------------------------------------------------------------------------------
 
@@ -139,13 +140,14 @@ class BaseFinetuning(Callback):
 
     def setup(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
         if stage == "fit":
-            self._trainer, self._module = trainer, pl_module
+            self._trainer, self._module, self._num_configured = trainer, pl_module, {}
             self.freeze_before_training(pl_module)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: Module) -> None:
         engine = trainer.engine
         engine.release()  # parameters as the optimizer holds them
         trained = _trained(engine.module)
+        self._note_configured(trainer)
         for optimizer in trainer.optimizers:
             self.finetune_function(pl_module, trainer.current_epoch, optimizer)
         self._extend_schedulers(trainer)
@@ -154,6 +156,7 @@ class BaseFinetuning(Callback):
 
     def teardown(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
         self._trainer = self._module = None
+        self._num_configured = {}
 
     def state_dict(self) -> dict[str, Any]:
         if self._trainer is None or self._trainer.run is None:
@@ -163,8 +166,8 @@ class BaseFinetuning(Callback):
         return {"trained": _trained(network), "without_statistics": still}
 
     def places(self, weights: Mapping[str, Tensor], stored: Mapping[str, Any]) -> dict[str, Any]:
-        """Give the optimizers the groups they had; nothing is to be placed. See
-        :class:`roomier.api.callback.PlacesTensors`."""
+        """Give the optimizers the groups they had, and no more: a run that goes back unfreezes again. Nothing is to be
+        placed. See :class:`roomier.api.callback.PlacesTensors`."""
         state, trainer = stored.get("callbacks", {}).get(self.state_key), self._trainer
         if not state or trainer is None:
             return {}
@@ -176,13 +179,20 @@ class BaseFinetuning(Callback):
         for name, each in network.named_modules():
             if isinstance(each, BATCH_NORMS) and (name in still or _keeps_statistics(each)):
                 each.track_running_stats = name not in still
+        self._note_configured(trainer)
         for optimizer, saved in zip(trainer.optimizers, stored["optimizers"], strict=False):
+            _drop_groups(optimizer, max(len(saved["param_groups"]), self._num_configured[optimizer]))
             for group in saved["param_groups"][len(optimizer.param_groups) :]:
                 if all(name in parameters for name in group["params"]):  # else the check of the optimizer tells
                     optimizer.add_param_group({**group, "params": [parameters[name] for name in group["params"]]})
         self._extend_schedulers(trainer)
         trainer.engine.trained_parameters_changed()
         return {}
+
+    def _note_configured(self, trainer: Trainer) -> None:
+        """How many groups the optimizers had before anything was unfrozen."""
+        for optimizer in trainer.optimizers:
+            self._num_configured.setdefault(optimizer, len(optimizer.param_groups))
 
     @staticmethod
     def _extend_schedulers(trainer: Trainer) -> None:
@@ -193,6 +203,10 @@ class BaseFinetuning(Callback):
             rates = getattr(scheduler, "base_lrs", None)
             if not isinstance(rates, list):
                 continue
+            for name in ("base_lrs", "lr_lambdas", "_last_lr", "min_lrs"):
+                known = getattr(scheduler, name, None)
+                if isinstance(known, list):
+                    del known[len(groups) :]  # of groups that are gone
             for group in groups[len(rates) :]:
                 group.setdefault("initial_lr", group["lr"])
                 rates.append(group["initial_lr"])
@@ -202,6 +216,15 @@ class BaseFinetuning(Callback):
                     known = getattr(scheduler, name, None)
                     if isinstance(known, list) and known:
                         known.append(group["lr"] if name == "_last_lr" else known[0])
+
+
+def _drop_groups(optimizer: Optimizer, num_kept: int) -> None:
+    """Take the groups behind the first ``num_kept`` away, and what is held for their parameters."""
+    for group in optimizer.param_groups[num_kept:]:
+        for parameter in group["params"]:
+            optimizer.state.pop(parameter, None)
+            parameter.grad = None
+    del optimizer.param_groups[num_kept:]
 
 
 def _trained(network: nn.Module) -> list[str]:

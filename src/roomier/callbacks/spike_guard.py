@@ -52,8 +52,8 @@ class SpikeGuard(Callback):
 
     Figures are those of the whole batch, over all ranks, which decide alike. What was bad is told, with the numbers of
     the samples where roomier makes the order of the data, else of the micro-batches. With a loss scale (``16-mixed``),
-    gradients that are not finite are left to that. See the notes in ``callbacks/spike_guard.py``: what waits for the
-    device, and what a step that is left out leaves behind.
+    gradients that are not finite are left to that, as long as the loss is finite. See the notes in
+    ``callbacks/spike_guard.py``: what waits for the device, and what a step that is left out leaves behind.
 
     Args:
         action: ``"skip"``: leave out the update of a bad step, at the price of waiting for the device once a step.
@@ -235,19 +235,21 @@ class SpikeGuard(Callback):
     def _judge(self, trainer: Trainer, figures: dict[str, float]) -> str | None:
         """What is wrong with a step; a good one is remembered."""
         self._num_judged += 1
-        is_scaled = trainer.engine.scaler is not None
+        is_left_to_scale = False
         for name in self.monitor:
             value, good = figures[name], self._good[name]
             if not math.isfinite(value):
-                if is_scaled:
-                    return None  # the loss scale leaves this step out, and lowers itself
+                if name == "grad_norm" and trainer.engine.scaler is not None:
+                    is_left_to_scale = True  # it leaves out this step, and lowers itself
+                    continue
                 return f"{name} is {value}"
             if self.factor is not None and len(good) >= self.warmup:
                 usual = _median(good)
                 if value > self.factor * abs(usual):
                     return f"{name} is {value:.4g}, more than {self.factor:g} times the {usual:.4g} of the steps before"
-        for name in self.monitor:
-            self._good[name].append(figures[name])
+        if not is_left_to_scale:
+            for name in self.monitor:
+                self._good[name].append(figures[name])
         return None
 
     def _count_bad(self, trainer: Trainer, told: str) -> None:

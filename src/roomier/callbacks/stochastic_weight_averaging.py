@@ -86,6 +86,7 @@ class StochasticWeightAveraging(Callback):
     def _forget(self) -> None:
         self._average: WeightAverage | None = None
         self._scheduler: SWALR | None = None
+        self._former_turns = False, False  # of the module's schedulers
         self._stored: dict[str, Any] = {}
         self._latest_epoch = -1
 
@@ -121,11 +122,22 @@ class StochasticWeightAveraging(Callback):
         return {KEY: places} if places else {}
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: Module, checkpoint: dict[str, Any]) -> None:
+        if self._scheduler is not None:  # a run that goes back
+            self._go_back(trainer, self._scheduler)
         values, self._average = checkpoint.get(KEY), None
         if values and self._stored:
             average = self._begin(trainer)
             average.take(values)
             average.num_averaged = self._stored["num_averaged"]
+
+    def _go_back(self, trainer: Trainer, scheduler: SWALR) -> None:
+        state = self._stored.get("scheduler")
+        if state is not None:
+            scheduler.load_state_dict(state)
+            return
+        schedulers = trainer.needs_run("StochasticWeightAveraging").schedulers
+        schedulers.are_there, schedulers.watch_each_step = self._former_turns
+        self._scheduler = None
 
     # The run ------------------------------------------------------------------------------------------------------
 
@@ -196,6 +208,7 @@ class StochasticWeightAveraging(Callback):
         run = trainer.needs_run("StochasticWeightAveraging")
         rates: Any = self._rates if len(self._rates) > 1 else self._rates[0]
         self._scheduler = SWALR(trainer.optimizers[0], rates, **self._annealing)  # type: ignore[arg-type]
+        self._former_turns = run.schedulers.are_there, run.schedulers.watch_each_step
         run.schedulers.are_there = run.schedulers.watch_each_step = False
         return self._scheduler
 

@@ -73,6 +73,8 @@ class Timer(Callback):
         return {"time_elapsed": {stage: self.time_elapsed(stage) for stage in STAGES}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if self._started_s["train"] is not None:  # a run that goes back: its time has passed all the same
+            return
         self._earlier_s = float(state_dict.get("time_elapsed", {}).get("train", 0.0))
 
     def _start(self, stage: str) -> None:
@@ -81,8 +83,11 @@ class Timer(Callback):
     def _end(self, stage: str) -> None:
         self._ended_s[stage] = time.monotonic()
 
+    def setup(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
+        if stage == "fit":
+            self._started_s["train"] = self._ended_s["train"] = None
+
     def on_fit_start(self, trainer: Trainer, pl_module: Module) -> None:
-        self._started_s["train"] = self._ended_s["train"] = None
         self._look(trainer)  # a resumed run may have none left
 
     def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
