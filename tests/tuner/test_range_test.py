@@ -192,6 +192,16 @@ def test_a_checkpoint_named_beforehand_is_gone_on_with_as_it_is(make_trainer, lo
     assert "nothing is looked for" in capsys.readouterr().err
 
 
+def test_a_resumed_module_has_the_rate_that_was_found(make_trainer, loader, capsys) -> None:
+    first = Net()
+    make_trainer(max_steps=2, auto_lr_find=True, enable_checkpointing=True).fit(first, loader)
+    resumed, model = make_trainer(max_steps=3, auto_lr_find=True), Net()
+    resumed.fit(model, loader, ckpt_path="last")
+    assert model.lr == model.hparams.lr == first.lr != Net().lr
+    assert resumed.optimizers[0].param_groups[0]["lr"] == first.lr
+    assert "this run configured" not in capsys.readouterr().err
+
+
 def test_a_restarted_job_looks_for_nothing(make_trainer, loader, net: Net, monkeypatch, capsys) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
     make_trainer(max_steps=2, enable_checkpointing=True).fit(net, loader)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -16,7 +18,7 @@ from roomier.plan import Plan
 from roomier.train.job import checkpoint_after_restart
 from roomier.train.restore import resolve_checkpoint
 from roomier.train.run import Run
-from roomier.tuner.learning_rate import set_in_plan
+from roomier.tuner.learning_rate import attribute_of, set_attribute, set_in_plan
 from roomier.tuner.trial import Subject
 
 if TYPE_CHECKING:
@@ -61,7 +63,7 @@ def tune(trainer: Trainer, subject: Subject, ckpt_path: str | Path | None) -> Le
     if trainer.keeps_files:
         path = checkpoint_after_restart(root, trainer.ranks) or path
     if path is not None:
-        _take_from(trainer, path)
+        _take_from(trainer, subject.model, path)
         return None
     if size:
         from roomier.tuner.batch_size import scale_batch_size
@@ -95,13 +97,24 @@ def _was_fitted(trainer: Trainer, model: nn.Module) -> bool:
     return fitted is not None and (fitted.module is model or getattr(fitted.module, "network", None) is model)
 
 
-def _take_from(trainer: Trainer, path: Path) -> None:
+def _take_from(trainer: Trainer, model: nn.Module, path: Path) -> None:
     try:
-        stored = Plan.from_dict(checkpoint.peek(path)["plan"])
+        record = checkpoint.peek(path)
+        stored = Plan.from_dict(record["plan"])
     except (RoomierError, KeyError):  # the fit says what is wrong with it
         return
     if trainer.auto_lr_find and None not in (stored.optimizer.name, trainer.asked_plan.optimizer.name):
         set_in_plan(trainer, stored.optimizer.lr)
+    elif trainer.auto_lr_find and trainer.asked_plan.optimizer.name is None:
+        _put_kept_rate(trainer, model, record.get("hyperparameters", {}))
     if trainer.auto_scale_batch_size:
         trainer.num_micro_batches = stored.batch.accumulate_grad_batches
     notice("auto_lr_find, auto_scale_batch_size: nothing is looked for, the fit goes on as its checkpoint says")
+
+
+def _put_kept_rate(trainer: Trainer, model: nn.Module, hyperparameters: Mapping[str, Any]) -> None:
+    # The optimizer goes on with the rate that was found in any case; this is for who reads it on the module.
+    with suppress(RoomierError):  # it has none any more
+        name = attribute_of(model, trainer.auto_lr_find if isinstance(trainer.auto_lr_find, str) else "")
+        if isinstance(hyperparameters.get(name), float):
+            set_attribute(model, name, hyperparameters[name])
