@@ -26,6 +26,11 @@ BATCH = torch.arange(64).view(4, 16) % 101
 TORCH_SAYS = "CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has a total capacity of 39.39 GiB"
 
 
+@pytest.fixture(autouse=True)
+def _no_clock_decides_what_is_advised(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROOMIER_PLANNING_S", "36000")
+
+
 class Greedy(roomier.Module):
     """Runs out of memory in its third step, with the graph of that step in its hands."""
 

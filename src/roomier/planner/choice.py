@@ -56,6 +56,7 @@ class Choice:
         budget_bytes: what a device may hold.
         planning_s: how long it took.
         num_plans: that were compared, those not in ``considered`` included; refused ones are not counted.
+        is_complete: the search came to its end; else time ran out, and the considered say what it did not look at.
     """
 
     machine: Machine
@@ -64,6 +65,7 @@ class Choice:
     considered: tuple[Considered, ...]
     planning_s: float
     num_plans: int = 0
+    is_complete: bool = True
 
     @property
     def why(self) -> str:
@@ -77,7 +79,9 @@ class Choice:
         bytes_of = f"{format_bytes(chosen.peak_bytes)} of {format_bytes(self.budget_bytes)}"
         takes = "" if chosen.time is None else f", {format_seconds(chosen.time.total_s)} a step"
         how = words_of(chosen.plan, chosen.micro_batch)
-        if self.num_plans > 1:
+        if not self.is_complete:
+            rank = f"the fastest that fits of those of {self.num_plans} plans that there was time for"
+        elif self.num_plans > 1:
             rank = f"the fastest that fits of {self.num_plans} plans"
             others = self.considered[1:]
             if any(each.fits and _is_faster(each.forecast, chosen) for each in others):
@@ -95,10 +99,11 @@ class Choice:
         return fragment_of(self)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data with the keys ``chosen``, ``planning_s``, ``budget_bytes``, ``plans``."""
+        """Plain data with the keys ``chosen``, ``planning_s``, ``is_complete``, ``budget_bytes``, ``plans``."""
         return {
             "chosen": None if self.chosen is None else self.chosen.as_dict(),
             "planning_s": self.planning_s,
+            "is_complete": self.is_complete,
             "budget_bytes": self.budget_bytes,
             "machine": self.machine.device.name,
             "num_ranks": self.machine.num_ranks,

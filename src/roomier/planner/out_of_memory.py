@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from roomier.hardware.machine import Machine
     from roomier.plan import Plan
     from roomier.planner.choice import Choice
+    from roomier.planner.deadline import Deadline
     from roomier.planner.forecast import Forecast
     from roomier.planner.workload import Workload
     from roomier.train.run import Run
@@ -40,7 +41,6 @@ _NAMES = {
     Kind.OPTIMIZER_STATE: "optimizer states",
 }
 _LESS = 0.9  # where a plan that was forecast to fit did not: the next one is to need so much of its forecast at most
-_LIMIT_S = 10.0  # of comparing plans, while other ranks wait
 
 
 class OutOfMemory(TrainingError, torch.OutOfMemoryError):  # noqa: N818 - torch's own is the Error
@@ -188,21 +188,23 @@ def _advice(workload: Workload, plan: Plan, machine: Machine, forecast: Forecast
     """What to paste, and the plan it makes."""
     from roomier.planner.choosing.candidates import changed
     from roomier.planner.choosing.choose import budget_of, choose
+    from roomier.planner.deadline import AFTER_OUT_OF_MEMORY_S, Deadline
 
     budget_bytes = budget_of(plan, machine)
     if forecast is not None:
         budget_bytes = min(budget_bytes, int(_LESS * forecast.peak_bytes))
     asked = changed(plan, {"parallel.strategy": "auto"})
-    choice = choose(workload, asked, machine, budget_bytes=budget_bytes, limit_s=_LIMIT_S)
+    deadline = Deadline.after(AFTER_OUT_OF_MEMORY_S)
+    choice = choose(workload, asked, machine, budget_bytes=budget_bytes, deadline=deadline.first_half())
     if choice.chosen is None:
-        return _nothing(workload, asked, choice), None
+        return _nothing(workload, asked, choice, deadline), None
     return _pasted(choice.chosen, workload.batch_size), choice.chosen.plan
 
 
-def _nothing(workload: Workload, plan: Plan, choice: Choice) -> str:
+def _nothing(workload: Workload, plan: Plan, choice: Choice, deadline: Deadline) -> str:
     from roomier.planner.choosing.nearest import nothing_fits
 
-    error: RoomierError = nothing_fits(workload, plan, choice)
+    error: RoomierError = nothing_fits(workload, plan, choice, deadline=deadline)
     return f"No plan fits here: {error.action}"
 
 

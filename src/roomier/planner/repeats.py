@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 from torch import nn
 
@@ -19,10 +20,13 @@ from roomier.api.blocks import num_elements_of, stand_for
 from roomier.api.module import Module
 from roomier.api.wrapped import network_of
 from roomier.core import torch_private
+from roomier.core.log import notice
 from roomier.parallel.shard import find_closed_blocks
 from roomier.plan import Plan
+from roomier.planner.fake.user_code import reason_of
 
 _LONGEST_TURN = 8
+_told: WeakSet[nn.Module] = WeakSet()
 _PLAIN = (bool, str, float, complex, type(None), bytes)
 
 
@@ -62,6 +66,17 @@ def find_repeats(network: nn.Module, plan: Plan, *, least: int) -> list[Repeat]:
             if len(faces) >= least and len(faces) == len(container):  # else one block stands in it twice
                 found += _runs(name, faces, least, step)
     return found
+
+
+def tell_traced_whole(module: Module, repeats: Sequence[Repeat], error: Exception) -> None:
+    """Say, once of each model, that planning takes longer, since copies with fewer blocks do not tell of it."""
+    if module in _told:
+        return
+    _told.add(module)
+    num_blocks = sum(each.count * each.length for each in repeats)
+    name = type(network_of(module)).__name__
+    why = reason_of(error)
+    notice(f"planning traces all {num_blocks} blocks of {name}, which takes longer; with fewer of them its step {why}")
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from roomier.core.errors import PlanError
 from roomier.memory.kinds import Kind
 from roomier.plan import Plan
 from roomier.planner.dry_run import DryRun, NumBytes, Stretch, dry_run, within_budget
-from roomier.planner.repeats import Repeat, Shallow, find_repeats, shallow_copy
+from roomier.planner.repeats import Repeat, Shallow, find_repeats, shallow_copy, tell_traced_whole
 from roomier.planner.work import Part, Work
 from roomier.planner.workload import Workload
 
@@ -34,6 +34,9 @@ _LEAST = _NUM_TRACED + 2  # periods of a row that is worth it
 
 class _IsNotLinear(Exception):  # noqa: N818 - says what was found; it is never raised to a caller
     """The timelines of two depths do not tell that of another."""
+
+    def __str__(self) -> str:
+        return "one more changes more than its own part of the step"
 
 
 def dry_run_by_depth(
@@ -61,8 +64,8 @@ def dry_run_by_depth(
             return _from_shallow_copies(workload, repeats, trace)
         except PlanError:
             raise
-        except Exception:  # whatever a model does with fewer blocks than it was made with
-            pass
+        except Exception as error:  # whatever a model does with fewer blocks than it was made with
+            tell_traced_whole(workload.module, repeats, error)
     return trace(workload)
 
 

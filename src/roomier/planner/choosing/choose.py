@@ -15,6 +15,7 @@ from roomier.planner.choice import Choice, Considered
 from roomier.planner.choosing.candidates import STAGES, candidates
 from roomier.planner.choosing.pricing import TIE, Check, DryRuns, Priced, Prices, Pricing, prices_of, time_s
 from roomier.planner.confirm import is_seen_by_dry_run
+from roomier.planner.deadline import SEARCH_S, Deadline
 from roomier.planner.forecast import Forecast
 from roomier.planner.workload import Workload
 
@@ -37,7 +38,7 @@ def choose(
     keeps_micro_batch: str = "",
     check: Check | None = None,
     prices: Prices | None = None,
-    limit_s: float = 120.0,
+    deadline: Deadline | None = None,
 ) -> Choice:
     """The fastest plan that fits, of all that ``plan`` leaves open.
 
@@ -50,7 +51,7 @@ def choose(
         keeps_micro_batch: why micro-batches stay as they are; empty where they may be cut.
         check: a rule of the run, beside those of the Plan.
         prices: what each plan costs; None takes the closed form.
-        limit_s: what is not priced until then is left out, and said to be.
+        deadline: what is not priced until then is left out, and said to be; None is after :data:`SEARCH_S`.
 
     Returns:
         ``chosen`` is None where nothing fits: :mod:`roomier.planner.choosing.nearest` says what would.
@@ -66,14 +67,15 @@ def choose(
         prices or prices_of(workload, machine),
         check,
         budget_bytes=budget * (1 + ESTIMATE_ERROR),
-        until_s=start + limit_s,
+        deadline=deadline or Deadline.after(SEARCH_S),
     )
     search = _Search(budget, pricing, DryRuns(workload, machine))
     chosen = search.run()
     if not pricing.priced.priced:
         raise _nothing_priced(plan, pricing.priced)
     considered = _considered(chosen, search, pricing.priced)
-    return Choice(machine, budget, chosen, considered, time.perf_counter() - start, len(pricing.candidates))
+    took_s, num_plans = time.perf_counter() - start, len(pricing.candidates)
+    return Choice(machine, budget, chosen, considered, took_s, num_plans, is_complete=not pricing.ran_out)
 
 
 def budget_of(plan: Plan, machine: Machine) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -19,14 +18,14 @@ from roomier.planner.choosing.choose import ESTIMATE_ERROR, budget_of, choose
 from roomier.planner.choosing.keywords import as_call, trainer_keywords
 from roomier.planner.choosing.pricing import Check, Prices, prices_of
 from roomier.planner.confirm import confirm
+from roomier.planner.deadline import ADVICE_S, Deadline
+from roomier.planner.fake.user_code import DryRunError, reason_of
 from roomier.planner.forecast import Forecast
 from roomier.planner.workload import Workload
 
 _PRECISIONS = ("bf16-mixed", "bf16-true")
 _SMALL_STATES = ("adamw8bit", "adamw4bit")
 _MAX_TIMES = 256  # as many ranks as there are
-_LOOKS_S = 20.0  # for a plan with another strategy
-_TRIES_S = 20.0  # for what is not asked for; what was not tried by then is not advised
 
 
 def nothing_fits(
@@ -37,26 +36,35 @@ def nothing_fits(
     keeps_micro_batch: str = "",
     check: Check | None = None,
     prices: Prices | None = None,
+    deadline: Deadline | None = None,
 ) -> PlanError:
     """The error that says which is the smallest plan, what it needs, and what would let one fit.
 
     Args:
         plan: what was asked.
         choice: of :func:`choose`, in which nothing fits.
+        deadline: what is not tried until then is not advised, and the error says so; None is after :data:`ADVICE_S`.
     """
+    deadline = deadline or Deadline.after(ADVICE_S)
     smallest = min((each.forecast for each in choice.considered if each.forecast), key=lambda each: each.peak_bytes)
     needs, budget = format_bytes(smallest.peak_bytes), format_bytes(choice.budget_bytes)
     how = words_of(smallest.plan, smallest.micro_batch)
     is_auto = plan.parallel.strategy == "auto"
-    what = f"the smallest plan, {how}," if is_auto else how
+    of_which = "the smallest plan" if choice.is_complete else "the smallest plan that there was time for"
+    what = f"{of_which}, {how}," if is_auto else how
     problem = f"{what} needs {needs} on each rank, where {budget} are to be had"
-    ways = list(_ways(workload, plan, choice, smallest, keeps_micro_batch, check, prices))
+    peaks = _Peaks(workload, choice.machine, prices or prices_of(workload, choice.machine), deadline)
+    ways = list(_ways(workload, plan, choice, smallest, keeps_micro_batch, check, peaks))
     action = "; or ".join([*ways[:1], *(way[0].lower() + way[1:] for way in ways[1:])])
     action = action or "Use a smaller model or a larger device"
+    if peaks.ran_out or not choice.is_complete:
+        action += f". There was no time to try all that may fit. {deadline.longer}"
     given = plan.choice.memory_budget_bytes
-    if given is None:
-        return PlanError("strategy", plan.parallel.strategy, problem, action)
-    return PlanError("memory_budget", format_bytes(given), problem, action)
+    field, value = ("strategy", plan.parallel.strategy) if given is None else ("memory_budget", format_bytes(given))
+    error = PlanError(field, value, problem, action)
+    for failure in dict.fromkeys(peaks.failures):
+        error.add_note(f"roomier could not try all that may fit: {failure}")
+    return error
 
 
 def _ways(
@@ -66,10 +74,9 @@ def _ways(
     smallest: Forecast,
     keeps_micro_batch: str,
     check: Check | None,
-    prices: Prices | None,
+    peaks: _Peaks,
 ) -> Iterator[str]:
     machine, budget = choice.machine, choice.budget_bytes
-    priced = prices or prices_of(workload, machine)
     if plan.parallel.strategy != "auto":
         auto = replace(plan, parallel=replace(plan.parallel, strategy="auto", shard_size=None))
         found = choose(
@@ -79,14 +86,14 @@ def _ways(
             budget_bytes=budget,
             keeps_micro_batch=keeps_micro_batch,
             check=check,
-            prices=priced,
-            limit_s=_LOOKS_S,
+            prices=peaks.prices,
+            deadline=peaks.deadline.first_half(),
         )
+        peaks.ran_out = not found.is_complete
         if found.chosen is not None:
             yield f"Use {as_call(trainer_keywords(found.chosen.plan))}{_with_batch(found.chosen, workload)}"
             return
         smallest = min((each.forecast for each in found.considered if each.forecast), key=lambda each: each.peak_bytes)
-    peaks = _Peaks(workload, machine, priced)
     allowed = _allowing(peaks, plan, smallest, budget)
     if allowed is not None:
         yield allowed
@@ -108,13 +115,22 @@ def _with_batch(chosen: Forecast, workload: Workload) -> str:
 
 
 class _Peaks:
-    """What is not asked for, tried: by the closed form, and where that says that it fits, by a dry run."""
+    """What is not asked for, tried: by the closed form, and where that says that it fits, by a dry run.
 
-    def __init__(self, workload: Workload, machine: Machine, prices: Prices) -> None:
+    Attributes:
+        prices: on ``machine``.
+        ran_out: the deadline left something out.
+        failures: what failed while it was tried, and is no refusal, in a line each.
+    """
+
+    def __init__(self, workload: Workload, machine: Machine, prices: Prices, deadline: Deadline) -> None:
         self.machine = machine
+        self.prices = prices
+        self.deadline = deadline
+        self.ran_out = False
+        self.failures: list[str] = []
         self._workload = workload
         self._prices = {machine.device.name: prices}
-        self._until_s = time.perf_counter() + _TRIES_S
 
     def peak_bytes(self, plan: Plan, micro_batch: int, budget_bytes: int, machine: Machine | None = None) -> int | None:
         """Of a step; None where it cannot be forecast, or where there is no time left for it.
@@ -122,7 +138,8 @@ class _Peaks:
         Args:
             machine: in the place of the one that was asked for.
         """
-        if time.perf_counter() > self._until_s:
+        if self.deadline.is_over:
+            self.ran_out = True
             return None
         machine = machine or self.machine
         name = machine.device.name
@@ -133,8 +150,13 @@ class _Peaks:
             if forecast.fits(int(budget_bytes * (1 + ESTIMATE_ERROR))):
                 forecast = confirm(self._workload.with_batch_size(micro_batch), plan, machine)
             return forecast.peak_bytes
-        except Exception:  # this is advice: a plan that cannot be forecast is none
-            return None
+        except DryRunError as error:
+            self.failures.append(reason_of(error))
+        except RoomierError:
+            pass  # it is refused, so it is no advice
+        except Exception as error:  # the error that is being told comes first
+            self.failures.append(reason_of(error))
+        return None
 
 
 def _allowing(peaks: _Peaks, plan: Plan, smallest: Forecast, budget: int) -> str | None:

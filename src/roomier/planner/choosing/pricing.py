@@ -14,17 +14,20 @@ One lever may in truth be faster than none: the loss in chunks, which moves fewe
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from roomier.api.wrapped import network_of
 from roomier.core.errors import RoomierError
+from roomier.core.log import notice
 from roomier.hardware.machine import Machine
 from roomier.plan import Plan
 from roomier.planner.choice import Considered
 from roomier.planner.choosing.candidates import Candidate
 from roomier.planner.confirm import confirm
+from roomier.planner.deadline import Deadline
+from roomier.planner.fake.user_code import DryRunError, reason_of
 from roomier.planner.forecast import Forecast
 from roomier.planner.formula.estimate import Estimator
 from roomier.planner.workload import Workload
@@ -59,19 +62,38 @@ class DryRuns:
 
 
 class ClosedForms:
-    """Prices by the closed form; by a dry run where the closed form finds no way through a model."""
+    """Prices by the closed form; by a dry run where the closed form finds no way through a model, which is told."""
 
     def __init__(self, workload: Workload, machine: Machine) -> None:
         self._estimator = Estimator(workload, machine)
         self._dry_runs = DryRuns(workload, machine)
+        self._name = type(network_of(workload.module)).__name__
+        self._has_told = False
+        self._hopeless: set[str] = set()  # what fails in a dry run as well
 
     def estimate(self, plan: Plan, micro_batch: int) -> Forecast:
         try:
             return self._estimator.estimate(plan, micro_batch)
-        except RoomierError:
+        except RoomierError as error:
+            if not isinstance(error, DryRunError) or error.problem in self._hopeless:
+                raise
+            found: Exception = error
+        except Exception as error:  # it reads more into a model than a dry run does
+            found = error
+        return self._without_closed_form(plan, micro_batch, found)
+
+    def _without_closed_form(self, plan: Plan, micro_batch: int, error: Exception) -> Forecast:
+        try:
+            forecast = self._dry_runs.estimate(plan, micro_batch)
+        except DryRunError:  # the model is wrong, or no step of it can be forecast
+            if isinstance(error, DryRunError):
+                self._hopeless.add(error.problem)
             raise
-        except Exception:  # it reads more into a model than a dry run does, which tells what is wrong, if anything is
-            return self._dry_runs.estimate(plan, micro_batch)
+        if not self._has_told:
+            self._has_told = True
+            why = reason_of(error)
+            notice(f"plans of {self._name} are compared by dry runs, which takes longer; by formula its step {why}")
+        return forecast
 
 
 @dataclass
@@ -103,10 +125,11 @@ class Pricing:
     Args:
         found: all of them, in the order of their levers, those that cut no batch first.
         budget_bytes: what a device may hold.
-        until_s: of ``time.perf_counter``: what is not priced by then is ``unseen``.
+        deadline: what is not priced by then is left out; one plan always is.
 
     Attributes:
         priced: what was found out so far.
+        ran_out: the deadline left something out.
     """
 
     def __init__(
@@ -116,13 +139,14 @@ class Pricing:
         check: Check | None,
         *,
         budget_bytes: float,
-        until_s: float,
+        deadline: Deadline,
     ) -> None:
         self.priced = Priced()
         self._prices = prices
         self._check = check
         self._budget_bytes = budget_bytes
-        self._until_s = until_s
+        self._deadline = deadline
+        self.ran_out = False
         self._known: dict[int, Forecast | None] = {}
         self._too_large: set[int] = set()
         self._rows: dict[Hashable, dict[Hashable, list[Candidate]]] = {}
@@ -184,7 +208,8 @@ class Pricing:
     def _price(self, candidate: Candidate) -> Forecast | None:
         key = id(candidate)
         if key not in self._known:
-            if self.priced.priced and time.perf_counter() > self._until_s:
+            self.ran_out = self.ran_out or (bool(self.priced.priced) and self._deadline.is_over)
+            if self.ran_out:
                 return None
             self._known[key] = self._price_one(candidate)
         return self._known[key]
@@ -209,8 +234,8 @@ class Pricing:
         return None
 
     def _tell_unpriced(self, reason: str) -> None:
-        if time.perf_counter() > self._until_s:
-            reason = "not looked at: planning took too long"
+        if self.ran_out:
+            reason = f"not looked at in time. {self._deadline.longer}"
         self.priced.unpriced += [
             Considered(each.plan, each.micro_batch, None, False, reason, is_left_out=True)
             for each in self.candidates

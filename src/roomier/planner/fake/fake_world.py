@@ -70,7 +70,7 @@ def fake_world(world: World, *, is_pairwise: bool, like: str = "cpu") -> Iterato
         like: ``"cpu"``, or ``"cuda"`` for what is known to differ there: see [Note: like CUDA].
 
     Raises:
-        RoomierError: for any error inside.
+        RoomierError: of those inside as they are; any other error as a DryRunError.
     """
     is_cuda = like == "cuda"
     functions: dict[Any, Any] = functions_like_cuda() if is_cuda else {}

@@ -20,9 +20,13 @@ _PYTHON = Path(sysconfig.get_path("stdlib"))
 _READS_MEMORY = ("data is not allocated", "not supported for tensor subclasses", "data pointer", "data_ptr")
 
 
+class DryRunError(RoomierError):
+    """A step failed because of what a dry run is: as a run it may well work."""
+
+
 @contextmanager
 def told_where() -> Iterator[None]:
-    """What is raised inside becomes a RoomierError that names the last line outside torch and roomier; a RoomierError
+    """What is raised inside becomes a DryRunError that names the last line outside torch and roomier; a RoomierError
     stays as it is."""
     try:
         yield
@@ -39,7 +43,15 @@ def told_where() -> Iterator[None]:
         place = _place_of(error)
         problem += f"{place and ' at '}{place}, in a dry run, whose tensors have shapes and no values"
         action = "Name a strategy and measure a step of it, or let what the step does depend on shapes alone"
-        raise RoomierError("model", type(error).__name__, problem, action) from error
+        raise DryRunError("model", type(error).__name__, problem, action) from error
+
+
+def reason_of(error: Exception) -> str:
+    """What something that failed does, in a line: ``"raises KeyError: ..."``."""
+    if isinstance(error, RoomierError):
+        return error.problem
+    first, *_ = str(error).splitlines() or [""]
+    return f"raises {type(error).__name__}: {first[:120]}"
 
 
 def _place_of(error: BaseException) -> str:

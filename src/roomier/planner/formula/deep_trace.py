@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 from roomier.api.wrapped import network_of
-from roomier.core.errors import RoomierError
+from roomier.core.errors import PlanError
 from roomier.plan import Plan
 from roomier.planner.formula.trace import Passage, Trace, take_trace
-from roomier.planner.repeats import Repeat, find_repeats, shallow_copy
+from roomier.planner.repeats import Repeat, find_repeats, shallow_copy, tell_traced_whole
 from roomier.planner.work import Part, Work
 from roomier.planner.workload import Workload
 
@@ -33,10 +33,10 @@ def take_deep_trace(workload: Workload, plan: Plan, *, is_cut: bool, like: str =
             return _from_shallow_copies(
                 workload, repeats, lambda given: take_trace(given, plan, is_cut=is_cut, like=like)
             )
-        except RoomierError:
+        except PlanError:
             raise
-        except Exception:
-            pass
+        except Exception as error:  # whatever a model does with fewer blocks than it was made with
+            tell_traced_whole(workload.module, repeats, error)
     return take_trace(workload, plan, is_cut=is_cut, like=like)
 
 

@@ -1,0 +1,103 @@
+"""What plans cost where the shorter ways to it fail: it is found out all the same, and told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import roomier
+from roomier.core.errors import RoomierError
+from roomier.hardware.this_machine import this_machine
+from roomier.plan import Plan
+from roomier.planner.choosing import pricing
+from roomier.planner.choosing.choose import choose
+from roomier.planner.choosing.nearest import nothing_fits
+from roomier.planner.choosing.pricing import ClosedForms
+from roomier.planner.forecast import Forecast
+from roomier.planner.workload import Workload
+from tests.planner.made_up_prices import KIB, Regression, auto, made_up, regression, strategy_of
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(x)
+
+
+class ByNumber(roomier.Module):
+    """Takes its blocks by number, so that a copy with fewer of them fails."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(9))
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        for number in range(9):
+            batch = self.blocks[number](batch)
+        return batch.square().mean()
+
+
+def test_a_deep_model_that_takes_its_blocks_by_number_is_planned_and_said_to_take_longer(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    workload = Workload.of(ByNumber(), torch.zeros(1, 8))
+    choice = choose(workload, auto(activation_checkpointing="full", step_in_backward=True), this_machine())
+    assert strategy_of(choice.chosen.plan) == "single"
+    told = capsys.readouterr().err
+    assert told.count("planning traces all 9 blocks of ByNumber, which takes longer; with fewer of them its step") == 1
+    assert "IndexError" in told
+
+
+def test_plans_without_a_closed_form_are_priced_by_dry_runs_and_that_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prices = ClosedForms(regression(1), this_machine())
+    plan = auto(strategy="single")
+    closed = prices.estimate(plan, 1)
+
+    def fail(*args: Any) -> Forecast:
+        raise KeyError("no way through")
+
+    monkeypatch.setattr(pricing.Estimator, "estimate", fail)
+    assert [prices.estimate(plan, 1).method, prices.estimate(plan, 1).method] == ["dry run", "dry run"]
+    assert closed.method == "closed form"
+    told = capsys.readouterr().err
+    assert (
+        told.count("plans of Regression are compared by dry runs, which takes longer; by formula its step raises") == 1
+    )
+
+
+def test_a_step_that_fails_in_every_dry_run_is_not_tried_twice_for_each_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Reads(Regression):
+        def training_step(self, batch: Tensor) -> Tensor:
+            return self.network(batch).sum() * float(batch.numpy().sum())
+
+    tried: list[Plan] = []
+    estimate = pricing.DryRuns.estimate
+
+    def counting(self: Any, plan: Plan, micro_batch: int) -> Forecast:
+        tried.append(plan)
+        return estimate(self, plan, micro_batch)
+
+    monkeypatch.setattr(pricing.DryRuns, "estimate", counting)
+    with pytest.raises(RoomierError, match="reads the memory of a tensor"):
+        choose(Workload.of(Reads(), torch.zeros(2, 64)), auto(), this_machine())
+    assert len(tried) == 1
+
+
+def test_what_fails_while_advice_is_sought_is_noted_on_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def price(plan: Plan, micro_batch: int) -> tuple[int, float]:
+        if plan.precision.mode == "bf16-mixed":
+            raise KeyError("a bug")
+        return 2 * KIB, 1.0
+
+    prices = made_up(monkeypatch, price)
+    choice = choose(regression(1), auto(), this_machine(), budget_bytes=KIB, prices=prices)
+    error = nothing_fits(regression(1), auto(), choice, prices=prices)
+    assert error.__notes__ == ["roomier could not try all that may fit: raises KeyError: 'a bug'"]
