@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import resource
+import stat
 import subprocess
 import sys
 import threading
@@ -47,7 +48,7 @@ def test_kill_9_always_leaves_the_last_complete_checkpoint_loadable(tmp_path):
         capture_output=True,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
-        timeout=200,
+        timeout=500,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     seen = json.loads(done.stdout)
@@ -70,6 +71,42 @@ def test_a_relative_path(tmp_path, monkeypatch):
     assert checkpoint.find_last(".") == Path("c")
     checkpoint.remove("c")
     assert os.listdir(tmp_path) == []
+
+
+def test_the_home_folder_is_meant_by_a_tilde(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    checkpoint.save("~/runs/c", state_of(1))
+    assert step_in(tmp_path / "home" / "runs" / "c") == step_in(Path("~/runs/c")) == 1
+    assert checkpoint.peek("~/runs/c")["progress"] == {"global_step": 1}
+    assert checkpoint.find_last("~/runs") == tmp_path / "home" / "runs" / "c"
+    saver = checkpoint.BackgroundSaver()
+    saver.start("~/runs/d", state_of(2))
+    saver.wait()
+    assert checkpoint.list_complete("~/runs") == [tmp_path / "home" / "runs" / name for name in "cd"]
+    checkpoint.remove("~/runs/c")
+    assert os.listdir(tmp_path) == ["home"]
+    assert os.listdir(tmp_path / "home" / "runs") == ["d"]
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EIO])
+def test_a_file_system_that_cannot_flush_folders_keeps_checkpoints_and_one_that_fails_does_not(
+    tmp_path, monkeypatch, number
+):
+    fsync = os.fsync
+
+    def of_files_alone(descriptor):
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(number, os.strerror(number))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", of_files_alone)
+    if number == errno.EINVAL:
+        checkpoint.save(tmp_path / "c", state_of(1))
+        assert step_in(tmp_path / "c") == 1
+    else:
+        with pytest.raises(CheckpointError, match="cannot be written: Input/output error"):
+            checkpoint.save(tmp_path / "c", state_of(1))
 
 
 def test_an_empty_folder_is_taken_and_a_damaged_checkpoint_is_replaced(tmp_path):

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, empty
 
 from roomier import checkpoint
-from roomier.checkpoint import store, tensor_file
+from roomier.checkpoint import parts, store, tensor_file
 from roomier.checkpoint.agree import all_ranks
 from roomier.core.errors import CheckpointError
 from tests.ranks.pool import RankFailed, RankPool
@@ -116,6 +116,22 @@ def test_each_rank_writes_its_own_files_in_turns(tmp_path: Path, on_ranks: RankP
     on_ranks(4, save_cut, tmp_path / "c", "hsdp")
     writers = {path.name.split("-")[1] for path in (tmp_path / "c").glob("*.safetensors")}
     assert writers == {"00001", "00002", "00003", "00004"}, "both copies of an HSDP model take a share of the writing"
+
+
+def save_beside_what_rank_0_alone_has(path: Path) -> None:
+    mesh, placements = layout("replicated")
+    weights = {name: distribute_tensor(torch.ones(2), mesh, placements) for name in "ab"}
+    own = {"scores": torch.zeros(3)} if dist.get_rank() == 0 else {}
+    checkpoint.save(path, {"callbacks": {"mine": own, "averaged": weights}})
+
+
+def test_a_tensor_that_rank_0_alone_has_does_not_change_who_writes_the_others(
+    tmp_path: Path, on_ranks: RankPool
+) -> None:
+    on_ranks(2, save_beside_what_rank_0_alone_has, tmp_path / "c")
+    stored = checkpoint.load(tmp_path / "c")["callbacks"]
+    assert stored["mine"]["scores"].tolist() == [0, 0, 0]
+    assert stored["averaged"]["a"].tolist() == stored["averaged"]["b"].tolist() == [1, 1]
 
 
 def test_files_of_a_rank_stay_small(tmp_path: Path, on_ranks: RankPool) -> None:
@@ -220,6 +236,19 @@ def save_on_one_rank_only(path: Path) -> None:
 
 def test_a_part_of_a_model_is_not_a_checkpoint(tmp_path: Path, on_ranks: RankPool) -> None:
     on_ranks(2, save_on_one_rank_only, tmp_path / "c")
+    assert os.listdir(tmp_path) == []
+
+
+def save_one_twice(path: Path) -> None:
+    mesh, placements = layout("replicated")
+    state = {name: distribute_tensor(torch.ones(2), mesh, placements) for name in "ab"}
+    parts._is_mine = lambda tensor, turn: turn == 2  # what both ranks then take for theirs is "b"
+    with pytest.raises(CheckpointError, match=r"0 of 2 elements of m\.a'?: the ranks that save"):
+        checkpoint.save(path, {"m": state})
+
+
+def test_one_tensor_written_twice_does_not_stand_for_another(tmp_path: Path, on_ranks: RankPool) -> None:
+    on_ranks(2, save_one_twice, tmp_path / "c")
     assert os.listdir(tmp_path) == []
 
 

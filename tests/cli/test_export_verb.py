@@ -94,3 +94,17 @@ def test_what_is_wrong_is_told(
 
     assert told in capsys.readouterr().err
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_the_output_is_beside_the_checkpoint_that_a_dot_names_and_a_tilde_is_the_home_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint.save(tmp_path / "saved", {"module": {"weight": torch.ones(2)}})
+    monkeypatch.chdir(tmp_path / "saved")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+
+    assert main(["export", ".", "--to", "safetensors"]) == 0
+    assert main(["export", ".", "--to", "safetensors", "--output=~/out"]) == 0
+
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["home", "saved", "saved-safetensors"]
+    assert (tmp_path / "home" / "out" / "model.safetensors").is_file()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,13 @@ from torch import nn
 
 from roomier import Trainer, checkpoint
 from roomier.adapters import adapter_state, merge_lora
+from roomier.adapters.lora import apply_lora
 from roomier.cli.main import main
 from roomier.core.errors import RoomierError
-from roomier.export.adapter import export_adapter
+from roomier.export.adapter import export_adapter, export_adapter_of
+from roomier.export.plain import weights_of
 from roomier.export.safetensors import export_safetensors
+from roomier.plan.parts import AdapterPlan
 from tests.adapters.models import MODELS, loss_of, make_gpt, token_batches
 
 
@@ -81,6 +85,35 @@ def test_adapters_alone_in_the_layout_of_peft(make_trainer: Callable[..., Traine
         export_adapter(network, tmp_path / "adapter")
     with pytest.raises(RoomierError, match="has no adapters"):
         export_adapter(make_gpt(), tmp_path / "other")
+
+
+def test_layers_that_store_their_weights_either_way_leave_in_the_layout_of_peft(tmp_path: Path) -> None:
+    from transformers.pytorch_utils import Conv1D
+
+    network = nn.ModuleDict({"plain": nn.Linear(8, 6), "other": Conv1D(6, 8)})
+    settings = AdapterPlan(lora_rank=2, lora_targets="plain,other")
+    apply_lora(network, [], settings)
+    checkpoint.save(tmp_path / "saved", {"module": network.state_dict()})
+    export_adapter(network, tmp_path / "of_network")
+    export_adapter_of(tmp_path / "saved", tmp_path / "of_checkpoint", settings)
+    for folder in ("of_network", "of_checkpoint"):
+        found = load_file(tmp_path / folder / "adapter_model.safetensors")
+        for name in ("plain", "other"):
+            assert found[f"base_model.model.{name}.lora_A.weight"].shape == (2, 8)
+            assert found[f"base_model.model.{name}.lora_B.weight"].shape == (6, 2)
+        assert torch.equal(found["base_model.model.plain.lora_A.weight"], network["plain"].lora_A)
+        assert torch.equal(found["base_model.model.other.lora_A.weight"], network["other"].lora_A.T)
+
+
+def test_a_checkpoint_with_adapters_and_a_tensor_without_elements_is_merged(tmp_path: Path) -> None:
+    network = nn.Sequential(nn.Linear(8, 6))
+    network.register_buffer("cache", torch.empty(0, 3))
+    settings = AdapterPlan(lora_rank=2, lora_targets="0")
+    apply_lora(network, [], settings)
+    checkpoint.save(tmp_path / "saved", {"module": network.state_dict(), "plan": {"adapter": asdict(settings)}})
+    merged = weights_of(tmp_path / "saved")
+    assert merged["cache"].shape == (0, 3)
+    assert torch.equal(merged["0.weight"], merge_lora(network).state_dict()["0.weight"])
 
 
 def test_what_is_trained_whole_goes_along_in_the_layout_of_peft(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Mapping
 from dataclasses import replace
@@ -14,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from roomier.checkpoint.agree import all_ranks, together
+from roomier.checkpoint.commit import absolute
 from roomier.checkpoint.parts import Part
 from roomier.checkpoint.saving import Prepared, prepare, write
 from roomier.core.ranks import Ranks
@@ -59,7 +59,7 @@ class BackgroundSaver:
             CheckpointError: that save failed, or ``state`` cannot be stored.
         """
         self.wait()
-        prepared = prepare(Path(os.path.abspath(path)), state, self._ranks)
+        prepared = prepare(absolute(path), state, self._ranks)
         staged: list[Part] = []
         together(self._ranks, lambda: staged.extend(self._stage(prepared.parts)))
         if self._group is None and not self._ranks.is_alone:
@@ -106,9 +106,10 @@ class BackgroundSaver:
         buffers = {part.name: self._buffer(part) for part in parts}
         self._buffers = buffers  # those of tensors that are no longer there go
         for part in parts:
-            buffers[part.name].copy_(part.tensor.detach(), non_blocking=True)
-        if any(part.tensor.is_cuda for part in parts):
-            torch.cuda.synchronize()
+            # Only for CUDA is there somebody who waits below: other devices would still be copying.
+            buffers[part.name].copy_(part.tensor.detach(), non_blocking=part.tensor.is_cuda)
+        for device in {part.tensor.device for part in parts if part.tensor.is_cuda}:
+            torch.cuda.synchronize(device)  # a model may stand on several
         return [replace(part, tensor=buffers[part.name]) for part in parts]
 
     def _buffer(self, part: Part) -> Tensor:

@@ -37,6 +37,8 @@ from roomier.core.units import format_bytes
 
 # Whether a process on another machine lives cannot be asked from here.
 _FOREIGN_STALE_AFTER_S = 24 * 3600.0
+# What file systems say that know none (network shares, FUSE): there is nothing to do then, and nothing failed.
+_NO_FSYNC_OF_FOLDERS = (errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.ENOSYS)
 _ASIDE = re.compile(r"\.(?P<kind>tmp|old)-(?P<target>.+)@(?P<host>[0-9a-f]{8})-(?P<pid>\d+)-[0-9a-f]{8}")
 
 
@@ -142,13 +144,23 @@ def _put_in_place(aside: Path, target: Path) -> None:
         _delete(replaced)
 
 
+def at_home(path: str | Path) -> Path:
+    """``path`` with the home folder for ``~``: a folder of that name is never what is meant."""
+    return Path(os.path.expanduser(path))
+
+
+def absolute(path: str | Path) -> Path:
+    """``path`` from the root on, and with the home folder for ``~``."""
+    return Path(os.path.abspath(at_home(path)))
+
+
 def remove(path: str | Path) -> None:
     """Delete the checkpoint ``path``. A kill half way leaves no part of it under its name.
 
     Raises:
         CheckpointError: ``path`` is no checkpoint folder, or may not be deleted.
     """
-    target = Path(os.path.abspath(path))
+    target = absolute(path)
     if not (target / RECORD_NAME).is_file():
         raise CheckpointError(
             "path", str(target), f"is not a checkpoint: it has no {RECORD_NAME}", "Give the path of a checkpoint folder"
@@ -168,6 +180,7 @@ def remove(path: str | Path) -> None:
 
 def standing(path: Path) -> Path:
     """Where the checkpoint of this name stands: at ``path``, or aside if a kill struck while it was replaced."""
+    path = at_home(path)
     if os.path.lexists(path) or not path.parent.is_dir():
         return path
     return next((old for old in replaced_in(path.parent) if old.name.startswith(f".old-{path.name}@")), path)
@@ -213,10 +226,13 @@ def _make_folder(folder: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush the names in ``folder`` to the disk: a rename is not durable before that."""
+    """Flush the names in ``folder`` to the disk: a rename is not durable before that. Raises OSError."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _NO_FSYNC_OF_FOLDERS:
+            raise
     finally:
         os.close(descriptor)
 

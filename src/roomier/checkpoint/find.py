@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from roomier.checkpoint.commit import replaced_in, standing
+from roomier.checkpoint.commit import at_home, replaced_in, standing
 from roomier.checkpoint.record import (
     DamagedCheckpointError,
     NotACheckpointError,
@@ -29,7 +29,7 @@ def list_complete(folder: str | Path) -> list[Path]:
     Complete means: the record is whole and every file it lists has its full size. Contents are not read; for
     that there is :func:`verify`. One that a kill caught while it was being replaced is listed under its ``.old-`` name.
     """
-    complete, _ = _survey([Path(folder)])
+    complete, _ = _survey([at_home(folder)])
     return [path for path, _ in complete]
 
 
@@ -40,7 +40,7 @@ def find_last(root: str | Path) -> Path | None:
     runs (it holds ``version_*/checkpoints/``). Checkpoints committed at the same time are ordered by
     ``state["progress"]["global_step"]``. Says so when a newer one had to be passed over because it is damaged.
     """
-    root = Path(root)
+    root = at_home(root)
     folders = [root, root / "checkpoints", *sorted(root.glob("version_*/checkpoints"))]
     complete, damaged = _survey(folders, itself=root)
     newest_key = complete[-1][1].age_key if complete else (-1, -1)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from roomier.checkpoint.commit import at_home
 from roomier.checkpoint.harmless_types import as_plain, harmless_types
 from roomier.core.errors import CheckpointError
 
@@ -28,7 +29,7 @@ _PICKLE = b"\x80"
 
 def is_lightning_file(path: str | Path) -> bool:
     """Whether ``path`` is a file as ``torch.save`` writes it, as Lightning's checkpoints are; roomier's are folders."""
-    path = Path(path)
+    path = at_home(path)
     return path.is_file() and (path.suffix == SUFFIX or zipfile.is_zipfile(path))
 
 
@@ -61,7 +62,7 @@ class LightningFile:
     """
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
+        self.path = at_home(path)
         self.content: dict[str, Any] = _read(self.path)
 
     @property

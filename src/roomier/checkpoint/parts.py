@@ -43,16 +43,17 @@ def parts_to_write(tensors: Mapping[str, Tensor], *, writes_whole: bool) -> list
     Args:
         writes_whole: whether this rank writes the tensors that are not cut.
     """
-    found = []
-    for index, (name, tensor) in enumerate(tensors.items()):
+    found, turn = [], 0
+    for name, tensor in tensors.items():
         if not is_cut(tensor):
             if writes_whole:
                 found.append(Part(name, (0,) * tensor.dim(), tensor))
             continue
+        turn += 1  # of the cut ones alone: they are the same on all ranks, the others may not be
         if not tensor.numel():  # nobody has a box of it
             if writes_whole:
                 found.append(Part(name, (0,) * tensor.dim(), torch.empty(tensor.shape, dtype=tensor.dtype)))
-        elif _is_mine(tensor, turn=index) and tensor.to_local().numel():
+        elif _is_mine(tensor, turn) and tensor.to_local().numel():
             found.append(Part(name, torch_private.offsets_of_shard(tensor), tensor.to_local(), is_cut=True))
     return found
 

@@ -10,7 +10,8 @@ others learn it from the broken connection, and nothing was renamed.
 import importlib.metadata
 import time
 import zlib
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,14 +39,14 @@ class Prepared:
         json_tree: all that is not a tensor.
         parts: what this rank writes.
         section_of: top-level key of each tensor, by name.
-        num_cut_elements: of all tensors that are cut among ranks, as a whole.
+        num_cut_elements: of each tensor that is cut among ranks, as a whole, by name.
     """
 
     target: Path
     json_tree: tree.Json
     parts: list[Part]
     section_of: dict[str, Any]
-    num_cut_elements: int
+    num_cut_elements: dict[str, int]
 
     @property
     def num_bytes(self) -> int:
@@ -64,7 +65,7 @@ def prepare(target: Path, state: Mapping[str, Any], ranks: Ranks) -> Prepared:
     def take_apart() -> int:
         tensors, json_tree = tree.split(state)
         parts = parts_to_write(tensors, writes_whole=ranks.is_zero)
-        num_cut = sum(tensor.numel() for tensor in tensors.values() if is_cut(tensor))
+        num_cut = {name: tensor.numel() for name, tensor in tensors.items() if is_cut(tensor)}
         prepared.append(Prepared(target, json_tree, parts, _sections(json_tree), num_cut))
         cut = [(path, tuple(each.shape), each.dtype) for path, each in leaves(state, Tensor) if is_cut(each)]
         return zlib.crc32(repr(cut).encode("utf-8", "backslashreplace"))
@@ -98,19 +99,19 @@ def write(prepared: Prepared, ranks: Ranks) -> None:
         folder = together(ranks, make_folder)[0]
         assert folder is not None
 
-        def write_own() -> tuple[list[StoredFile], int]:
+        def write_own() -> tuple[list[StoredFile], dict[str, int]]:
             _check_shared(folder, target)
             with disk_errors(target, num_bytes, folder):
                 files = store.write_parts(folder, prepared.parts, prepared.section_of, ranks.world.rank)
                 sync_folder(folder)
-            return files, sum(part.tensor.numel() for part in prepared.parts if part.is_cut)
+            return files, {part.name: part.tensor.numel() for part in prepared.parts if part.is_cut}
 
         written = together(ranks, write_own)
 
         def commit() -> None:
             if not ranks.is_zero:
                 return
-            _check_whole(prepared, sum(num_elements for _, num_elements in written))
+            _check_whole(prepared, [num_elements for _, num_elements in written])
             with disk_errors(target, num_bytes, folder):
                 write_record(folder, _record(prepared, [file for files, _ in written for file in files]))
             until_committed.close()
@@ -146,11 +147,16 @@ def _check_shared(folder: Path, target: Path) -> None:
         )
 
 
-def _check_whole(prepared: Prepared, num_elements: int) -> None:
-    if num_elements != prepared.num_cut_elements:
+def _check_whole(prepared: Prepared, num_elements: Sequence[Mapping[str, int]]) -> None:
+    written: Counter[str] = Counter()
+    for of_rank in num_elements:
+        written.update(of_rank)
+    for name, num_all in prepared.num_cut_elements.items():
+        if written[name] == num_all:
+            continue
         raise CheckpointError(
             "state",
-            f"{num_elements} of {prepared.num_cut_elements} elements",
+            f"{written[name]} of {num_all} elements of {name}",
             "the ranks that save hold only a part of the tensors that are cut",
             "Call save on every rank of the process group",
         )

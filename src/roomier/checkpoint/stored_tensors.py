@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -98,6 +98,16 @@ class StoredTensors:
             with open(piece.path, "rb", buffering=0) as file:
                 read_box(file, piece.first, piece.shape, [slice(0, size) for size in piece.shape], whole[box])
         yield from torch.split(whole.reshape(-1), max(1, CHUNK_BYTES // spec.dtype.itemsize))
+
+    def whole(self, key: str) -> Tensor:
+        """All of a tensor, in memory. Raises OSError."""
+        return joined(self.chunks(key), self.specs[key])
+
+
+def joined(chunks: Iterable[Tensor], spec: TensorSpec) -> Tensor:
+    """The tensor of ``spec`` from its elements in row-major order, in flat pieces; in twice its memory at most."""
+    pieces = list(chunks)  # none of a tensor without elements
+    return torch.cat(pieces).view(spec.shape) if pieces else torch.empty(spec.shape, dtype=spec.dtype)
 
 
 def _rows_of(piece: _Piece, dtype: torch.dtype) -> Iterator[Tensor]:

@@ -1,7 +1,6 @@
 """Save, load and peek."""
 
 import enum
-import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from roomier.checkpoint import tree
 from roomier.checkpoint.agree import all_ranks, together
-from roomier.checkpoint.commit import standing
+from roomier.checkpoint.commit import absolute, standing
 from roomier.checkpoint.find import with_alternative
 from roomier.checkpoint.record import (
     DamagedCheckpointError,
@@ -60,7 +59,7 @@ def save(path: str | Path, state: Mapping[str, Any], ranks: Ranks | None = None)
             them, whichever failed. Earlier checkpoints are untouched.
     """
     ranks = all_ranks() if ranks is None else ranks
-    write(prepare(Path(os.path.abspath(path)), state, ranks), ranks)
+    write(prepare(absolute(path), state, ranks), ranks)
 
 
 def peek(path: str | Path) -> dict[str, Any]:

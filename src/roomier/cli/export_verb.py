@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from roomier import checkpoint
+from roomier.checkpoint.commit import at_home
 from roomier.checkpoint.lightning import is_lightning_file
 from roomier.cli.exported_model import example_inputs, model_to_export
 from roomier.cli.trainer_verbs import current_folder_importable
@@ -74,7 +75,9 @@ def _refuse_what_does_not_go_with(options: argparse.Namespace, others: Sequence[
 
 
 def _default_output(path: Path, to: str) -> Path:
-    return path.with_name(f"{path.resolve().name.removesuffix('.ckpt')}{_SUFFIXES[to]}")
+    # A link such as "last" has a name beside it; "." has none of its own.
+    folder = path.parent if path.name else path.resolve().parent
+    return folder / f"{path.resolve().name.removesuffix('.ckpt')}{_SUFFIXES[to]}"
 
 
 def _export_model(options: argparse.Namespace, others: Sequence[str], path: Path, output: Path) -> None:
@@ -144,8 +147,8 @@ def _parser(verb: str) -> _Parser:
         description="Write a checkpoint for other programs: its weights, all of it for Lightning, or the model itself.",
         allow_abbrev=False,
     )
-    parser.add_argument("checkpoint", type=Path, help="a checkpoint; of a folder of checkpoints or runs, the newest")
-    parser.add_argument("out", type=Path, nargs="?", help="a new file or folder; by default beside the checkpoint")
+    parser.add_argument("checkpoint", type=at_home, help="a checkpoint; of a folder of checkpoints or runs, the newest")
+    parser.add_argument("out", type=at_home, nargs="?", help="a new file or folder; by default beside the checkpoint")
     parser.add_argument(
         "--to",
         required=True,
@@ -153,13 +156,13 @@ def _parser(verb: str) -> _Parser:
         help="safetensors: weights under the names they have in the model; hugging-face: what save_pretrained writes, "
         "for from_pretrained; lightning: a .ckpt to go on with there; torchscript, onnx, torch-export: the model",
     )
-    parser.add_argument("--output", type=Path, help="the same as out")
+    parser.add_argument("--output", type=at_home, help="the same as out")
     weights = parser.add_argument_group("weights: safetensors, hugging-face (these take a few MiB of memory)")
     weights.add_argument("--max-shard-size", help="of one file: 5GB (default), 500MiB")
     weights.add_argument("--dtype", choices=sorted(DTYPES), help="of all floating-point weights")
     weights.add_argument("--prefix", help="safetensors: only weights whose names begin so, without it; '' is all")
     weights.add_argument(
-        "--processor", type=Path, help="hugging-face: the folder of a tokenizer or processor, to go along"
+        "--processor", type=at_home, help="hugging-face: the folder of a tokenizer or processor, to go along"
     )
     weights.add_argument(
         "--adapters", choices=["merged", "alone"], help="hugging-face: into the weights, or as a folder for peft"

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
-import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from roomier.adapters.found import trained_whole
@@ -17,7 +15,7 @@ from roomier.checkpoint.commit import committed_folder
 from roomier.checkpoint.stored_tensors import StoredTensors
 from roomier.core.errors import RoomierError
 from roomier.export.safetensors import dtype_in_file, new_folder
-from roomier.export.shards import write_json
+from roomier.export.shards import ToWrite, write_json, write_shard
 from roomier.plan.parts import AdapterPlan
 
 _PREFIX = "base_model.model."
@@ -39,7 +37,7 @@ def export_adapter(network: nn.Module, output: str | Path) -> Path:
     if any(hasattr(each.lora_A, "placements") for each in layers.values()):
         problem = "is divided among the ranks"
         raise RoomierError("network", type(network).__name__, problem, "Load its checkpoint into a new model")
-    parts = {name: (each.lora_A.detach().cpu(), each.lora_B.detach().cpu()) for name, each in layers.items()}
+    parts = {name: _as_in_peft(each.lora_A, each.lora_B, is_in_out=each.is_in_out) for name, each in layers.items()}
     trained = trained_whole(network)
     beside = {
         part: each.detach().cpu() for name, module in trained.items() for part, each in module.named_parameters(name)
@@ -48,8 +46,10 @@ def export_adapter(network: nn.Module, output: str | Path) -> Path:
     settings = AdapterPlan(
         lora_rank=rank_of(layer), lora_alpha=layer.lora_scale * rank_of(layer), lora_dropout=layer.lora_dropout
     )
-    _write(new_folder(output, None), parts, beside, settings, in_out=layer.is_in_out, trained=list(trained))
-    return Path(os.path.abspath(output))
+    is_in_out = any(each.is_in_out for each in layers.values())
+    target = new_folder(output, None)
+    _write(target, parts, beside, settings, is_in_out=is_in_out, trained=list(trained))
+    return target
 
 
 def export_adapter_of(
@@ -77,10 +77,15 @@ def export_adapter_of(
         raise RoomierError("checkpoint", str(path), problem, action)
 
     def read(key: str) -> Tensor:
-        whole = torch.cat(list(stored.chunks(key))).view(stored.specs[key].shape)
+        whole = stored.whole(key)
         return whole.to(dtype_in_file(whole.dtype, dtype))
 
-    parts = {name.removeprefix(prefix): (read(f"{name}.lora_A"), read(f"{name}.lora_B")) for name in names}
+    # The rank tells how a layer stores its weight: it is less than both sizes of one that is stored as (in, out).
+    in_out = {name: stored.specs[f"{name}.lora_A"].shape[0] != rank for name in names}
+    parts = {
+        name.removeprefix(prefix): _as_in_peft(read(f"{name}.lora_A"), read(f"{name}.lora_B"), is_in_out=in_out[name])
+        for name in names
+    }
     patterns = [each for each in adapter.lora_trained.split(",") if each]
     owners = {key.rpartition(".")[0] for key in stored.specs if key.startswith(prefix)}
     parents = {name[:end] for name in owners for end in _ends_of_parts(name)}
@@ -88,11 +93,16 @@ def export_adapter_of(
     trained = [name for name in meant if not any(name.startswith(f"{outer}.") for outer in meant)]
     inside = tuple(f"{name}." for name in trained)
     beside = {key.removeprefix(prefix): read(key) for key in stored.specs if inside and key.startswith(inside)}
-    in_out = next(iter(parts.values()))[0].shape[0] != rank
     alpha = adapter.lora_alpha if adapter.lora_alpha is not None else rank
     settings = AdapterPlan(lora_rank=rank, lora_alpha=alpha, lora_dropout=adapter.lora_dropout)
     own = [name.removeprefix(prefix) for name in trained]
-    return _write(output, parts, beside, settings, in_out=in_out, trained=own)
+    return _write(output, parts, beside, settings, is_in_out=any(in_out.values()), trained=own)
+
+
+def _as_in_peft(a: Tensor, b: Tensor, *, is_in_out: bool) -> tuple[Tensor, Tensor]:
+    """The two factors of a layer, as (rank, in) and (out, rank)."""
+    a, b = a.detach().cpu(), b.detach().cpu()
+    return (a.T, b.T) if is_in_out else (a, b)
 
 
 def _ends_of_parts(name: str) -> list[int]:
@@ -105,14 +115,15 @@ def _write(
     beside: Mapping[str, Tensor],
     settings: AdapterPlan,
     *,
-    in_out: bool,
+    is_in_out: bool,
     trained: list[str],
 ) -> int:
-    tensors = {f"{_PREFIX}{name}": each.contiguous().clone() for name, each in beside.items()}  # it may be tied
+    tensors = {f"{_PREFIX}{name}": each for name, each in beside.items()}
     for name, pair in parts.items():
         for part, values in zip(("lora_A", "lora_B"), pair, strict=True):
-            tensors[f"{_PREFIX}{name}.{part}.weight"] = (values.T if in_out else values).contiguous()
-    num_bytes = sum(each.nbytes for each in tensors.values())
+            tensors[f"{_PREFIX}{name}.{part}.weight"] = values
+    to_write = [ToWrite(key, each.dtype, tuple(each.shape), partial(iter, [each])) for key, each in tensors.items()]
+    num_bytes = sum(each.num_bytes for each in to_write)
     config = {
         "peft_type": "LORA",
         "task_type": None,
@@ -120,12 +131,12 @@ def _write(
         "lora_alpha": settings.lora_alpha,
         "lora_dropout": settings.lora_dropout,
         "target_modules": list(parts),
-        "fan_in_fan_out": in_out,
+        "fan_in_fan_out": is_in_out,
         "modules_to_save": trained or None,
         "bias": "none",
         "inference_mode": True,
     }
     with committed_folder(target, num_bytes) as folder:
-        save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+        write_shard(folder / "adapter_model.safetensors", to_write)
         write_json(folder / "adapter_config.json", config)
     return num_bytes

@@ -121,12 +121,8 @@ class _Group:
             yield from self.stored.chunks(self.keys[sources[0]])
             return
         if name not in self._made:
-            self._made = run({source: self._whole(source) for source in sources})
+            self._made = run({source: self.stored.whole(self.keys[source]) for source in sources})
         yield self._made.pop(name)
-
-    def _whole(self, source: str) -> Tensor:
-        key = self.keys[source]
-        return torch.cat(list(self.stored.chunks(key))).view(self.stored.specs[key].shape)
 
 
 def _without_memory(config: Mapping[str, Any]) -> Any:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from roomier.adapters.codes import decode
 from roomier.adapters.layers import product_of
-from roomier.checkpoint.stored_tensors import StoredTensors
+from roomier.checkpoint.stored_tensors import StoredTensors, joined
 from roomier.checkpoint.tensor_file import CHUNK_BYTES
 from roomier.checkpoint.tree import TensorSpec
 from roomier.core.errors import RoomierError
@@ -61,12 +61,16 @@ class MergedTensors:
         spec, prefix = self.specs[key], key.removesuffix("weight")
         added = self._added(prefix)
         if key in self._stored.specs:
-            weight = self._whole(key)
+            weight = self._stored.whole(key)
         else:
-            codes, scales = self._whole(f"{prefix}weight_codes"), self._whole(f"{prefix}weight_scales")
+            codes, scales = (self._stored.whole(f"{prefix}{each}") for each in ("weight_codes", "weight_scales"))
             weight = decode(codes, scales, self._adapter.frozen_base, torch.Size(spec.shape), torch.float32)
         merged = (weight.to(added.dtype) + added).to(spec.dtype)
         yield from torch.split(merged.reshape(-1), max(1, CHUNK_BYTES // spec.dtype.itemsize))
+
+    def whole(self, key: str) -> Tensor:
+        """As there."""
+        return joined(self.chunks(key), self.specs[key])
 
     def _specs_of_plain_model(self) -> dict[str, TensorSpec]:
         specs: dict[str, TensorSpec] = {}
@@ -90,8 +94,5 @@ class MergedTensors:
         rank = self._adapter.lora_rank
         assert rank is not None
         alpha = rank if self._adapter.lora_alpha is None else self._adapter.lora_alpha
-        a, b = self._whole(f"{prefix}lora_A"), self._whole(f"{prefix}lora_B")
+        a, b = self._stored.whole(f"{prefix}lora_A"), self._stored.whole(f"{prefix}lora_B")
         return product_of(a, b, alpha / rank, is_in_out=self._is_in_out(prefix))
-
-    def _whole(self, key: str) -> Tensor:
-        return torch.cat(list(self._stored.chunks(key))).view(self._stored.specs[key].shape)

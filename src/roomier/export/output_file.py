@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from roomier.checkpoint.commit import absolute
 from roomier.core.errors import CheckpointError, RoomierError
 
 
@@ -18,7 +19,7 @@ def new_file(output: str | Path) -> Path:
     Raises:
         RoomierError: something does.
     """
-    target = Path(os.path.abspath(output))
+    target = absolute(output)
     if target.exists():
         raise RoomierError("output", str(output), "is there already", "Choose another name")
     return target
@@ -33,7 +34,7 @@ def replacing_file(output: str | Path, *, may_exist: bool = False) -> Iterator[P
         RoomierError: ``output`` is there already.
         CheckpointError: it cannot be written.
     """
-    target = Path(os.path.abspath(output)) if may_exist else new_file(output)
+    target = absolute(output) if may_exist else new_file(output)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         folder = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))

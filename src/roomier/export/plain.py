@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from roomier import checkpoint
@@ -59,7 +58,7 @@ def weights_of(path: str | Path) -> dict[str, Any]:
         found: dict[str, Any] = checkpoint.load(path, only=("module",))["module"]
         return found
     stored = MergedTensors(path, "module", AdapterPlan(**described.get("plan", {}).get("adapter", {})))
-    return {key: torch.cat(list(stored.chunks(key))).view(spec.shape) for key, spec in stored.specs.items()}
+    return {key: stored.whole(key) for key in stored.specs}
 
 
 def _of_lightning(model: nn.Module, file: LightningFile) -> dict[str, Any]:

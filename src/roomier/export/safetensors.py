@@ -8,7 +8,6 @@ adapter, is put together first. So the size of the model does not matter.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +17,7 @@ from typing import Any
 import torch
 
 from roomier import checkpoint
-from roomier.checkpoint.commit import committed_folder
+from roomier.checkpoint.commit import absolute, committed_folder
 from roomier.core.errors import RoomierError, did_you_mean
 from roomier.core.log import notice
 from roomier.export.merged import MergedTensors
@@ -121,7 +120,7 @@ def new_folder(output: str | Path, dtype: str | None) -> Path:
     """
     if dtype is not None and dtype not in DTYPES:
         raise RoomierError("dtype", dtype, "is unknown", did_you_mean(dtype, DTYPES))
-    target = Path(os.path.abspath(output))
+    target = absolute(output)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise RoomierError("output", str(output), "is there already and not empty", "Choose another folder")
     return target

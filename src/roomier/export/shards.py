@@ -57,7 +57,7 @@ def write_tensors(folder: Path, tensors: Sequence[ToWrite], max_shard_bytes: int
         held_bytes += each.num_bytes
     files = _file_names(len(shards))
     for file_name, shard in zip(files, shards, strict=True):
-        _write_shard(folder / file_name, shard)
+        write_shard(folder / file_name, shard)
     if len(shards) > 1:
         weight_map = {each.name: file for file, shard in zip(files, shards, strict=True) for each in shard}
         total = sum(each.num_bytes for each in tensors)
@@ -71,7 +71,8 @@ def _file_names(num_files: int) -> tuple[str, ...]:
     return tuple(f"model-{index:05}-of-{num_files:05}.safetensors" for index in range(1, num_files + 1))
 
 
-def _write_shard(path: Path, shard: Sequence[ToWrite]) -> None:
+def write_shard(path: Path, shard: Sequence[ToWrite]) -> None:
+    """One safetensors file of them, flushed to the disk. Raises OSError."""
     by_name = {each.name: each for each in shard}
     tied = {other: each.name for each in shard for other in each.other_names}  # as safetensors' save_model has it
     specs = {each.name: (each.dtype, each.shape) for each in shard}

@@ -9,6 +9,7 @@ from torch import nn
 
 from roomier import checkpoint
 from roomier.adapters.layers import is_adapter
+from roomier.checkpoint.commit import at_home
 from roomier.checkpoint.lightning import is_lightning_file
 from roomier.core.errors import CheckpointError, RoomierError
 from roomier.core.log import notice
@@ -85,15 +86,15 @@ def first_weights(weights: object, ckpt_path: Path | None, plan: Plan, ranks: Ra
     if ckpt_path is not None:
         notice(f"weights={str(weights)!r} is not read: the run goes on from {ckpt_path}")
         return FirstWeights()
-    if (Path(weights) / _RECORD_OF_CHECKPOINT).is_file():
-        path = Path(weights)
+    path = at_home(weights)
+    if (path / _RECORD_OF_CHECKPOINT).is_file():
         if plan.adapter.lora_rank is not None and not _has_adapters(path):
             return FirstWeights(file=PlainCheckpoint(path, ranks))
         return FirstWeights(checkpoint=path)
-    if is_lightning_file(weights):
-        return FirstWeights(file=LightningWeights(Path(weights), ranks))
-    _check_is_no_folder_of_checkpoints(Path(weights))
-    return FirstWeights(file=WeightsFile(weights))
+    if is_lightning_file(path):
+        return FirstWeights(file=LightningWeights(path, ranks))
+    _check_is_no_folder_of_checkpoints(path)
+    return FirstWeights(file=WeightsFile(path))
 
 
 def _check_is_no_folder_of_checkpoints(path: Path) -> None:

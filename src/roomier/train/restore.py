@@ -18,6 +18,7 @@ from roomier.api.adapt import seen_by_user
 from roomier.api.callback import PlacesTensors
 from roomier.api.lightning import overrides
 from roomier.api.module import Module
+from roomier.checkpoint.commit import at_home
 from roomier.checkpoint.lightning import is_lightning_file
 from roomier.checkpoint.shown import OWN_ENTRIES, ShownCheckpoint
 from roomier.core.errors import CheckpointError
@@ -62,7 +63,7 @@ def resolve_checkpoint(ckpt_path: str | Path | None, root: Path, best_path: str 
         return Path(best_path)
     if not isinstance(ckpt_path, (str, Path)):
         raise CheckpointError("ckpt_path", ckpt_path, "is not a path", "Pass a checkpoint, 'last' or 'best'")
-    return Path(ckpt_path)
+    return at_home(ckpt_path)
 
 
 def restore_weights(run: Run, path: Path) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from roomier import checkpoint
 from roomier.api.adapt import seen_by_user
 from roomier.api.lightning import LightningAdapter, described_hparams
+from roomier.checkpoint.commit import at_home
 from roomier.checkpoint.shown import ShownCheckpoint, without_objects
 from roomier.core.log import notice
 from roomier.core.rng import rng_state
@@ -68,7 +69,7 @@ def save_checkpoint(
         asynchronous: go on as soon as the state is copied to host memory, and write it beside the training.
         when_committed: called in this thread, on every rank, once it is.
     """
-    wanted = WantedSave(Path(path), weights_only, asynchronous, when_committed)
+    wanted = WantedSave(at_home(path), weights_only, asynchronous, when_committed)
     if run.is_in_step:
         run.deferred_saves.append(wanted)
     else:

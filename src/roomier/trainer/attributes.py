@@ -21,6 +21,7 @@ from roomier.api.lightning_callbacks import is_builtin
 from roomier.api.logger import Logger
 from roomier.api.module import Module
 from roomier.callbacks import EarlyStopping, ModelCheckpoint, ProgressBar
+from roomier.checkpoint.commit import at_home
 from roomier.core.errors import RoomierError
 from roomier.core.ranks import Ranks
 from roomier.core.world import World
@@ -354,7 +355,7 @@ class TrainerAttributes:
 
     @property
     def default_root_dir(self) -> str:
-        return str(self.options.default_root_dir or "runs")
+        return str(at_home(self.options.default_root_dir or "runs"))
 
     @property
     def keeps_files(self) -> bool:
