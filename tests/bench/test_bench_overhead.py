@@ -14,7 +14,7 @@ from rich.console import Console
 
 from roomier.bench import overhead
 
-STEPS, REPEATS = 200, 2
+STEPS, REPEATS = 200, 1
 
 
 @pytest.fixture(scope="module")

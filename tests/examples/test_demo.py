@@ -16,7 +16,7 @@ def run_demo(folder: Path, num_steps: int) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.parametrize(("num_steps", "is_enough"), [(8, False), (96, True)])
+@pytest.mark.parametrize(("num_steps", "is_enough"), [pytest.param(8, False, marks=pytest.mark.slow), (96, True)])
 def test_the_demo_trains_resumes_draws_and_tells_the_truth(tmp_path: Path, num_steps: int, is_enough: bool) -> None:
     (tmp_path / "runs" / "demo" / "version_7").mkdir(parents=True)  # of a demo before: it starts afresh
     done = run_demo(tmp_path, num_steps)

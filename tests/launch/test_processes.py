@@ -50,7 +50,7 @@ def run(notes: Path, words: list[str], changes: Mapping[str, str] | None = None)
     notes.mkdir()
     environ = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
     environ |= {"NOTES": str(notes), "OMP_NUM_THREADS": "1", **(changes or {})}
-    done = subprocess.run(words, env=environ, cwd=notes, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(words, env=environ, cwd=notes, capture_output=True, text=True, timeout=500)
     end = time.time()
     wrong = notes / "gone-wrong"
     pids = [int(path.stem) for path in notes.glob("*.pid")]

@@ -73,7 +73,7 @@ def look_at(page: str, widths: tuple[int, ...], folder: Path, *, is_dark: bool =
     options += ["--enable-logging=stderr", "--virtual-time-budget=5000", "--window-size=1600,1200"]
     options += ["--blink-settings=preferredColorScheme=0"] if is_dark else []
     done = subprocess.run(
-        [command, *options, "--dump-dom", file.as_uri()], capture_output=True, text=True, timeout=120, check=True
+        [command, *options, "--dump-dom", file.as_uri()], capture_output=True, text=True, timeout=500, check=True
     )
     complaints = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
     assert not complaints, complaints

@@ -28,7 +28,7 @@ def run_job(folder: Path, strategy: str, num_ranks: int, killed_rank: int, after
     arguments = [str(folder), strategy, str(NUM_STEPS), str(killed_rank), str(after_s), kind]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, *job, str(Path(__file__).with_name("faulty_job.py")), *arguments]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr[-5000:]
     return done.stderr
 
