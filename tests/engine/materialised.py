@@ -71,8 +71,22 @@ def make_tied_gpt() -> nn.Module:
     return GPT(GPTConfig(vocab_size=33, context=7, num_layers=2, num_heads=2, width=10, tied_head=True))
 
 
+class Temperature(nn.Module):
+    """A number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.value = nn.Parameter(torch.empty(()))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.uniform_(self.value, 1.0, 2.0)
+        with torch.no_grad():
+            self.value.log_()
+
+
 class Layers(nn.Module):
-    """Layers of torch as they are, at sizes that no number of ranks divides."""
+    """Layers of torch as they are, at sizes that no number of ranks divides, and a number that none could."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,6 +100,7 @@ class Layers(nn.Module):
         self.slope = nn.PReLU(3)
         self.bilinear = nn.Bilinear(2, 3, 4)
         self.transformer = nn.TransformerEncoderLayer(8, 2, 16)
+        self.temperature = Temperature()
 
 
 class CustomStart(nn.Module):

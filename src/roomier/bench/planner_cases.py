@@ -19,7 +19,6 @@ SETUPS = (
 )
 _LORA = "llama_lora"  # the Llama with adapters, which the plan adds
 _WITHOUT_BLOCKS = ("lstm", "lstm_padded", "recommender")  # nothing to compute again by block
-_NOT_CUT = ("clip",)  # its scale has no dimension to be cut along
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,7 @@ def all_cases() -> list[Case]:
     return [
         Case(model, strategy, num_ranks, *levers)
         for model in _names()
-        for strategy, num_ranks in _setups(model)
+        for strategy, num_ranks in SETUPS
         for levers in _levers(model, strategy)
     ]
 
@@ -82,7 +81,7 @@ def some_cases(per_pair: int = 2) -> list[Case]:
     return [
         _case(model, setup, i + j + 5 * turn, accumulate=1 + (i + j + turn) % 2)
         for i, model in enumerate(_names())
-        for j, setup in enumerate(_setups(model))
+        for j, setup in enumerate(SETUPS)
         for turn in range(per_pair)
     ]
 
@@ -91,20 +90,15 @@ def few_cases() -> list[Case]:
     """Every model twice, each time under another strategy; every lever twice or more."""
     cases = []
     for i, model in enumerate(_names()):
-        setups = _setups(model)
         for turn in range(2):
             j = 3 * i + 7 * turn + i // len(SETUPS)
-            cases.append(_case(model, setups[j % len(setups)], i + j + 5 * turn, accumulate=1 + (i + turn) % 2))
+            cases.append(_case(model, SETUPS[j % len(SETUPS)], i + j + 5 * turn, accumulate=1 + (i + turn) % 2))
     return cases
 
 
 def _case(model: str, setup: tuple[str, int], number: int, accumulate: int) -> Case:
     levers = _levers(model, setup[0])
     return Case(model, *setup, *levers[5 * number % len(levers)], accumulate=accumulate)  # 5 divides no number of these
-
-
-def _setups(model: str) -> list[tuple[str, int]]:
-    return [each for each in SETUPS if model not in _NOT_CUT or each[0] in ("single", "ddp")]
 
 
 def _levers(model: str, strategy: str) -> list[tuple[str, str, str]]:
