@@ -56,6 +56,46 @@ def test_when_it_stops_and_why(
     assert "val_loss" in stopping.stopping_reason_message
 
 
+@pytest.mark.parametrize("threshold", ["stopping_threshold", "divergence_threshold"])
+def test_a_value_that_is_the_threshold_is_on_neither_side_of_it(
+    make_trainer: Make, scripted: Any, batches: Any, threshold: str
+) -> None:
+    for mode in ("min", "max"):
+        for number in (0.1, 0.35):  # float32 has one above and one below
+            stopping = EarlyStopping("val_loss", mode=mode, **{threshold: number})
+            trainer = make_trainer(stopping, max_epochs=2, enable_checkpointing=False, logger=False)
+            trainer.fit(scripted([number]), batches[:1], batches[:1])
+            assert stopping.stopping_reason is EarlyStoppingReason.NOT_STOPPED, (mode, number)
+
+
+def test_a_change_by_min_delta_is_no_improvement_and_float64_has_its_digits(
+    make_trainer: Make, scripted: Any, batches: Any
+) -> None:
+    stopping = EarlyStopping("val_loss", mode="max", min_delta=0.1, patience=2)
+    trainer = make_trainer(stopping, max_epochs=5, enable_checkpointing=False, logger=False)
+    trainer.fit(scripted([0.1, 0.2, 0.2, 0.9]), batches[:1], batches[:1])
+    assert stopping.stopped_epoch == 2
+
+    class Fine(scripted):  # type: ignore[misc]
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("val_loss", torch.tensor(1 + 1e-12 / (1 + self.current_epoch), dtype=torch.float64))
+
+    stopping = EarlyStopping("val_loss", patience=1)
+    trainer = make_trainer(stopping, max_epochs=3, enable_checkpointing=False, logger=False)
+    trainer.fit(Fine(), batches[:1], batches[:1])
+    assert stopping.stopping_reason is EarlyStoppingReason.NOT_STOPPED
+
+
+def test_why_a_run_is_to_stop_stays_known_while_min_epochs_holds_it(
+    make_trainer: Make, scripted: Any, batches: Any
+) -> None:
+    stopping = EarlyStopping("val_loss", patience=1)
+    trainer = make_trainer(stopping, max_epochs=5, min_epochs=3, enable_checkpointing=False, logger=False)
+    trainer.fit(scripted([3.0, 4.0, 2.0]), batches[:1], batches[:1])
+    assert trainer.current_epoch == 3
+    assert (stopping.stopped_epoch, stopping.stopping_reason) == (1, EarlyStoppingReason.PATIENCE_EXHAUSTED)
+
+
 def test_a_run_that_goes_on_improving_is_not_stopped(make_trainer: Make, scripted: Any, batches: Any) -> None:
     stopping = EarlyStopping("val_loss", patience=1)
     trainer = make_trainer(stopping, max_epochs=4, enable_checkpointing=False, logger=False)

@@ -195,6 +195,16 @@ def test_nan_is_never_the_best(
     assert capsys.readouterr().err.count("val_loss is NaN") == 1
 
 
+def test_a_run_of_which_nothing_could_be_ranked_keeps_its_end(make_trainer: Make, scripted: Any, batches: Any) -> None:
+    never_finite = ModelCheckpoint(monitor="val_loss")
+    make_trainer(never_finite, max_epochs=2).fit(scripted([math.nan]), batches, batches[:1])
+    assert names(never_finite.dirpath) == ["epoch=1-step=20"]
+    assert never_finite.best_model_path == ""
+    not_validated = ModelCheckpoint(monitor="val_loss", every_n_train_steps=4)
+    make_trainer(not_validated, max_steps=8).fit(scripted(), batches, batches[:1])
+    assert names(not_validated.dirpath) == ["epoch=0-step=8"]
+
+
 def test_a_metric_nobody_logs_is_an_error_that_names_the_nearest(
     make_trainer: Make, scripted: Any, batches: Any
 ) -> None:

@@ -142,26 +142,36 @@ class EarlyStopping(Callback):
         current = self._monitored.read(trainer)
         if current is None:
             return
-        self.stopping_reason, message = self._judge(current)
-        if self.stopping_reason is not EarlyStoppingReason.NOT_STOPPED:
+        metric: Any = trainer.callback_metrics[self.monitor]
+        reason, message = self._judge(current, metric.dtype if isinstance(metric, Tensor) else torch.float64)
+        if reason is not EarlyStoppingReason.NOT_STOPPED:
             trainer.should_stop = True
+            self.stopping_reason = reason
             self.stopped_epoch = trainer.current_epoch
             self.stopping_reason_message = message
         if message:
             self._tell(trainer, message)
 
-    def _judge(self, current: float) -> tuple[EarlyStoppingReason, str | None]:
-        """Take in one value; returns whether to stop, and what there is to say."""
+    def _judge(self, current: float, dtype: torch.dtype) -> tuple[EarlyStoppingReason, str | None]:
+        """Take in one value; returns whether to stop, and what there is to say.
+
+        Args:
+            dtype: of the metric: 0.35 in float32 is less than 0.35, and still no better than a threshold of 0.35.
+        """
+
+        def rounded(value: float) -> float:
+            return torch.tensor(value, dtype=torch.promote_types(dtype, torch.float32)).item()
+
         sign = 1.0 if self.mode == "min" else -1.0  # in sign * value, lower is better
-        best = self.best_score.item()
+        now, best = sign * rounded(current), self.best_score.item()
         value = f"{self.monitor} = {current:.6g}"
         if self.check_finite and not math.isfinite(current):
             return EarlyStoppingReason.NON_FINITE_METRIC, f"{value} is not finite; the best was {best:.6g}"
-        if self.stopping_threshold is not None and sign * current < sign * self.stopping_threshold:
+        if self.stopping_threshold is not None and now < sign * rounded(self.stopping_threshold):
             return EarlyStoppingReason.STOPPING_THRESHOLD, f"{value} is better than {self.stopping_threshold}"
-        if self.divergence_threshold is not None and sign * current > sign * self.divergence_threshold:
+        if self.divergence_threshold is not None and now > sign * rounded(self.divergence_threshold):
             return EarlyStoppingReason.DIVERGENCE_THRESHOLD, f"{value} is worse than {self.divergence_threshold}"
-        if sign * current + self.min_delta < sign * best:
+        if rounded(now + rounded(self.min_delta)) < sign * rounded(best):
             self.best_score = torch.tensor(current, dtype=torch.float64)
             self.wait_count = 0
             return EarlyStoppingReason.NOT_STOPPED, f"{value} is the new best; it was {best:.6g}"

@@ -251,12 +251,12 @@ class ModelCheckpoint(Callback):
         if is_due:
             trainer.results.settle()  # the score and the name are of what all ranks logged
             self._save(trainer, trainer.ranks.from_zero(self._score(trainer)), self._keep)
-        elif not trainer.interrupted:
+        if trainer.is_last_save_point and not trainer.interrupted and self._books.step != step:
             self._save_at_the_end(trainer)
 
     def _save_at_the_end(self, trainer: Trainer) -> None:
-        """Training ends at a step that was not due: within an epoch, say. It is not lost where the newest is kept, or
-        where nothing was saved so far. It is not ranked: its metrics are those of an earlier step."""
+        """Training ends at a step that was not due (within an epoch, say), or of no score that counts. It is not lost
+        where the newest is kept, or nothing was saved so far. It is not ranked: its metrics are of an earlier step."""
         keep = self._keep if self._books.paths or self.save_top_k == 0 else replace(self._keep, last=True)
         is_cut_epoch = self._ended_epoch[0] != trainer.global_step and self._is_due_epoch(trainer.current_epoch)
         if keep.last or (is_cut_epoch and not keep.monitored):
