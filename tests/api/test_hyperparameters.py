@@ -1,5 +1,6 @@
 """``save_hyperparameters`` and ``load_from_checkpoint``."""
 
+import dataclasses
 import json
 
 import pytest
@@ -83,6 +84,49 @@ def test_the_outer_class_wins():
 
     hparams = Twice(3).hparams
     assert (hparams.width, hparams.factor, hparams.depth) == (3, 2, 2)
+
+
+def test_a_method_that_init_calls_keeps_the_arguments_of_init():
+    class Base(roomier.Module):
+        def __init__(self, a):
+            super().__init__()
+            self.keep()
+
+        def keep(self):
+            self.save_hyperparameters()
+
+    class Derived(Base):
+        def __init__(self, a, b=2):
+            super().__init__(a)
+
+    assert dict(Derived(1).hparams) == {"a": 1, "b": 2}
+
+
+def test_the_fields_of_a_dataclass_are_its_arguments():
+    @dataclasses.dataclass
+    class Data(roomier.DataModule):
+        folder: str
+        batch_size: int = 8
+
+        def __post_init__(self):
+            super().__init__()
+            self.save_hyperparameters()
+
+    assert dict(Data("here").hparams) == {"folder": "here", "batch_size": 8}
+
+
+def test_where_there_is_no_init_what_is_kept_must_be_passed():
+    class Late(roomier.Module):
+        def setup(self, stage):
+            self.save_hyperparameters({"seen": 1})
+            self.save_hyperparameters()
+
+    module = Late()
+    with pytest.raises(roomier.RoomierError, match="save_hyperparameters='Late': keeps arguments of __init__, and"):
+        module.setup("fit")
+    assert dict(module.hparams) == {"seen": 1}
+    with pytest.raises(roomier.RoomierError, match=r"hparams=.*Write self\.save_hyperparameters\(values\)"):
+        module.hparams = {"lr": 0.1}
 
 
 def test_what_cannot_be_stored_is_said(capsys):

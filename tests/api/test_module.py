@@ -8,6 +8,8 @@ import torch
 from torch import nn
 
 import roomier
+from roomier.api.adapt import as_module
+from roomier.api.step_arguments import num_step_arguments
 
 
 class Net(roomier.Module):
@@ -95,6 +97,18 @@ def test_freeze_and_unfreeze():
 def test_what_is_not_defined_is_said(tmp_path):
     with pytest.raises(roomier.RoomierError, match="does not define training_step"):
         roomier.Module().training_step(1, 0)
+
+
+def test_a_module_that_torch_compile_hides_is_refused():
+    with pytest.raises(roomier.RoomierError, match=r"model='Net': torch\.compile .* Pass the module itself"):
+        as_module(torch.compile(Net(), backend="eager"))
+
+
+def test_a_step_that_takes_the_iterator_is_told_that_it_gets_batches():
+    module = Net()
+    module.training_step = lambda dataloader_iter: None
+    with pytest.raises(roomier.RoomierError, match=r"Define it as training_step\(self, batch, batch_idx\)"):
+        num_step_arguments(module, "training_step", 2)
 
 
 def test_print(capsys):

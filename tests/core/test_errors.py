@@ -46,6 +46,14 @@ def test_a_long_value_is_shortened(length, expected):
     assert len(shorten("x" * length)) == expected
 
 
+def test_an_object_that_cannot_be_shown_is_named_by_its_class():
+    class Half:
+        def __repr__(self):
+            raise AttributeError("not made yet")
+
+    assert str(RoomierError("model", Half(), "is half", "Make it whole")) == "model=<Half>: is half. Make it whole."
+
+
 def test_did_you_mean():
     assert did_you_mean("max_step", ["max_steps", "min_steps"]) == "Did you mean 'max_steps'?"
     assert did_you_mean("zzz", ["b", "a"]) == "Use one of: a, b"

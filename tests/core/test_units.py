@@ -38,7 +38,9 @@ def test_durations(value, seconds):
     assert parse_duration_s("max_time", value) == seconds
 
 
-@pytest.mark.parametrize("value", ["10:00", "1h", 60, {"hour": 1}, {"hours": "1"}, None, "00:00:00:00", timedelta(0)])
+@pytest.mark.parametrize(
+    "value", ["10:00", "1h", 60, {"hour": 1}, {"hours": "1"}, None, "00:00:00:00", timedelta(0), {"days": 10**10}]
+)
 def test_what_is_no_duration(value):
     with pytest.raises(RoomierError, match=r"max_time=.*'DD:HH:MM:SS'"):
         parse_duration_s("max_time", value)

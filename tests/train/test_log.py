@@ -328,11 +328,19 @@ def test_results_of_validate_after_fit(make_trainer):
         (None, {}, "neither a number nor"),
         (1.0, {"reduce_fx": "median"}, "is unknown"),
         (1.0, {"reduce_fx": lambda x: x}, "is unknown"),
+        (1.0, {"on_epoch": "no"}, "on_epoch='no': is not a flag, for 'x'"),
+        (1.0, {"prog_bar": "yes"}, "prog_bar='yes': is not a flag"),
     ],
 )
 def test_refused(make_trainer, value, options, problem):
     module = Logs(validation_step=lambda m, batch, i: m.log("x", value, **options))
     with pytest.raises(roomier.RoomierError, match=f"log.*{problem}"):
+        make_trainer().validate(module, [batch_of(1)])
+
+
+def test_log_dict_of_no_mapping_is_refused(make_trainer):
+    module = Logs(validation_step=lambda m, batch, i: m.log_dict([("x", 1.0)]))
+    with pytest.raises(roomier.RoomierError, match=r"log_dict='list': is no mapping .* self\.log_dict\(\{"):
         make_trainer().validate(module, [batch_of(1)])
 
 

@@ -1,8 +1,10 @@
 """Modules inside a module, and the hooks that put a module into evaluation and back."""
 
+import copy
 import gc
 import weakref
 
+import pytest
 import torch
 from torch import nn
 
@@ -44,6 +46,28 @@ def test_a_module_inside_a_module_logs(make_trainer, rows):
     trainer.fit(Outer(), data, data[:1])
     assert rows.steps("inner_mean") == [1, 2, 3, 3], "each step, and the validation"
     assert "inner_mean" in trainer.callback_metrics
+
+
+class AsksAnother(Outer):
+    def __init__(self, other):
+        super().__init__()
+        self.__dict__["other"] = other
+
+    def on_train_epoch_end(self):
+        self.other(self)
+
+
+def test_a_module_is_refused_by_a_second_trainer_while_the_first_runs_it(make_trainer):
+    """It would take away the levers of the first, and where the module logs; a copy is another module."""
+    data = [torch.randn(4, 2) for _ in range(2)]
+    module = AsksAnother(lambda module: make_trainer().validate(copy.deepcopy(module), data, verbose=False))
+    trainer = make_trainer(max_epochs=1)
+    trainer.fit(module, data)
+    assert trainer.global_step == 2
+    module.__dict__["other"] = lambda module: make_trainer().validate(module, data, verbose=False)
+    with pytest.raises(roomier.RoomierError, match=r"another Trainer is running it.*copy\.deepcopy\(model\)"):
+        trainer.fit(module, data)
+    make_trainer().validate(module, data, verbose=False)
 
 
 def test_validation_gives_each_part_its_mode_back(make_trainer):

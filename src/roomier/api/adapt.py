@@ -7,8 +7,9 @@ from typing import Any
 from torch import nn
 
 from roomier.api.forward import ForwardModule
-from roomier.api.lightning import LightningAdapter, lightning_base
+from roomier.api.lightning import LightningAdapter, is_one, lightning_base
 from roomier.api.module import Module
+from roomier.core import torch_private
 from roomier.core.errors import RoomierError
 
 
@@ -16,7 +17,7 @@ def as_module(model: nn.Module) -> Module:
     """``model`` itself where it is a Module; a LightningModule or another ``nn.Module`` in a Module around it.
 
     Raises:
-        RoomierError: it is no ``nn.Module``.
+        RoomierError: it is no ``nn.Module``, or a Module that ``torch.compile`` hides.
     """
     if isinstance(model, Module):
         return model
@@ -26,6 +27,11 @@ def as_module(model: nn.Module) -> Module:
         raise RoomierError("model", model, "is not an nn.Module", "Pass a roomier.Module or an nn.Module")
     if lightning_base(type(model), Module) is not None:
         return LightningAdapter(model)
+    hidden = torch_private.compiled_of(model)
+    if hidden is not None and is_one(hidden, Module):
+        problem = "torch.compile was called on the whole of it, which leaves its training_step and hooks uncalled"
+        action = "Pass the module itself: Trainer(compile=True) compiles its blocks; or compile a network inside of it"
+        raise RoomierError("model", type(hidden).__name__, problem, action)
     return ForwardModule(model)
 
 

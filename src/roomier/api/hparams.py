@@ -35,21 +35,31 @@ def is_plain(value: object) -> bool:
     return value is None or isinstance(value, (bool, int, float, str))
 
 
-def init_arguments(frame: FrameType | None, obj: object, ignore: Iterable[str]) -> dict[str, Any]:
-    """The arguments of the ``__init__`` calls of ``obj`` that are running now, from ``frame`` outwards.
+def init_arguments(frame: FrameType | None, obj: object, ignore: Iterable[str]) -> dict[str, Any] | None:
+    """The arguments of the ``__init__`` calls of ``obj`` that are running now, from ``frame`` outwards; None for none.
 
-    A subclass whose ``__init__`` calls its parent's has both in it; the outer one wins.
+    A subclass whose ``__init__`` calls its parent's has both in it; the outer one wins. ``frame`` may be that of a
+    method which ``__init__`` calls, or of the ``__post_init__`` of a dataclass.
     """
+    while frame is not None and not _is_init_of(obj, frame):
+        frame = frame.f_back
+    if frame is None:
+        return None
     found: dict[str, Any] = {}
-    while frame is not None and frame.f_code.co_name == "__init__":
+    while frame is not None and _is_init_of(obj, frame):
         arguments = inspect.getargvalues(frame)
-        if not arguments.args or frame.f_locals.get(arguments.args[0]) is not obj:
-            break
         found.update({name: frame.f_locals[name] for name in arguments.args[1:]})
         if arguments.keywords:
             found.update(frame.f_locals[arguments.keywords])
         frame = frame.f_back
     return {name: value for name, value in found.items() if name not in set(ignore)}
+
+
+def _is_init_of(obj: object, frame: FrameType) -> bool:
+    if frame.f_code.co_name != "__init__":
+        return False
+    names = inspect.getargvalues(frame).args
+    return bool(names) and frame.f_locals.get(names[0]) is obj
 
 
 class HasHyperParameters:
@@ -74,13 +84,19 @@ class HasHyperParameters:
             logger: False leaves all of them out of the log.
 
         Raises:
-            RoomierError: a name is no argument of ``__init__``, or what is passed holds no names.
+            RoomierError: a name is no argument of ``__init__``, what is passed holds no names, or there is no
+                ``__init__`` whose arguments could be meant.
         """
         current = inspect.currentframe()
         assert current is not None
         ignored = (ignore,) if isinstance(ignore, str) else tuple(ignore or ())
         configurations = [each for each in args if not isinstance(each, str)]
         arguments = init_arguments(frame or current.f_back, self, ignored)
+        if arguments is None and not configurations:
+            problem = "keeps arguments of __init__, and was not called in one"
+            action = "Call it in __init__, or pass it what to keep as a dict"
+            raise RoomierError("save_hyperparameters", type(self).__name__, problem, action)
+        arguments = arguments or {}
         if len(configurations) == 1:
             chosen = {name: value for name, value in _named_values(configurations[0]).items() if name not in ignored}
             passed_as = [name for name, value in arguments.items() if value is configurations[0]]
@@ -106,6 +122,11 @@ class HasHyperParameters:
         """What :meth:`save_hyperparameters` kept."""
         found: HyperParameters = self.__dict__.setdefault("_hparams", HyperParameters())
         return found
+
+    @hparams.setter
+    def hparams(self, values: Any) -> None:
+        action = "Write self.save_hyperparameters(values), for a dict or Namespace of them; or give it another name"
+        raise RoomierError("hparams", values, "cannot be put in the place of what is kept", action)
 
     @property
     def hparams_initial(self) -> HyperParameters:

@@ -445,4 +445,7 @@ def _items_to_log(dictionary: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
             copy_state=False
         )  # the metrics themselves, under full names
         return found
+    if not isinstance(dictionary, Mapping):
+        action = "Write self.log_dict({'loss': loss, ...}), or self.log(name, value) for one"
+        raise RoomierError("log_dict", type(dictionary).__name__, "is no mapping of names to values", action)
     return dictionary.items()

@@ -12,10 +12,13 @@ def num_step_arguments(module: Module, name: str, num_given: int) -> int:
     """How many of the ``num_given`` arguments (batch, batch_idx, dataloader_idx) the method ``name`` takes.
 
     Raises:
-        RoomierError: it takes none, or asks for more.
+        RoomierError: it takes none, asks for more, or for an iterator.
     """
     signature = inspect.signature(getattr(module, name))
     parameters = signature.parameters.values()
+    if "dataloader_iter" in signature.parameters:
+        problem = "takes the iterator of a loader, as Lightning may give it; here it gets one batch after another"
+        raise RoomierError(name, str(signature), problem, f"Define it as {name}(self, batch, batch_idx)")
     if any(p.kind is p.VAR_POSITIONAL for p in parameters):
         return num_given
     named = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]

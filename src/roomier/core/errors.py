@@ -61,7 +61,10 @@ class TrainingError(RoomierError):
 
 def shorten(value: object, limit: int = 120) -> str:
     """``repr(value)`` in at most ``limit`` characters."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except Exception:  # of an object that is not whole, say; what is told of it matters more
+        text = f"<{type(value).__name__}>"
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 

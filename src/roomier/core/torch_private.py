@@ -311,6 +311,11 @@ def end_workers(iterator: Any) -> None:
         iterator._shutdown_workers()
 
 
+def has_ended(iterator: Any) -> bool:
+    """Whether the iterator of a DataLoader over a stream, without workers, knows that there is nothing more."""
+    return bool(getattr(getattr(iterator, "_dataset_fetcher", None), "ended", False))
+
+
 def scale_each(tensors: Sequence[Tensor], factor: Tensor) -> None:
     """Multiply each of ``tensors`` by ``factor`` (0-dim), in place and in one call."""
     if tensors:
@@ -462,6 +467,12 @@ def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
     """The parts of ``module`` itself by name: one that it has twice with both names, and what may be a part and is
     none."""
     return dict(module._modules)
+
+
+def compiled_of(module: nn.Module) -> nn.Module | None:
+    """The module that ``torch.compile`` made ``module`` of; None where it made none."""
+    found: nn.Module | None = getattr(module, "_orig_mod", None)
+    return found
 
 
 def uncompiled(module: nn.Module) -> nn.Module:

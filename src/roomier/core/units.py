@@ -73,7 +73,7 @@ def parse_duration_s(field: str, value: object) -> float:
             seconds = timedelta(days=days, hours=hours, minutes=minutes, seconds=rest).total_seconds()
         else:
             raise TypeError(type(value))
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise RoomierError(field, value, "is not a duration", action) from error
     if seconds <= 0:
         raise RoomierError(field, value, "is not positive", action)

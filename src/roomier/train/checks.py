@@ -31,6 +31,12 @@ def check_call(
     if trainer.is_running:
         action = "Call it when that is over; to validate within a fit, use val_check_interval"
         raise RoomierError(stage, type(module).__name__, "is called while this Trainer is running", action)
+    for part in module.modules():
+        other = vars(part).get("_trainer")
+        if other is not trainer and getattr(other, "is_running", False):  # else it is Lightning's, or is done with it
+            problem = f"another Trainer is running it, and this {stage} would take away what that put in place"
+            action = "Give this one a copy, copy.deepcopy(model), or call it when that run is over"
+            raise RoomierError("model", type(part).__name__, problem, action)
     step = {"fit": "training_step", "validate": "validation_step", "test": "test_step"}.get(stage)
     if step is not None and not overrides(module, step, Module):
         action = f"Define {step}(self, batch, batch_idx){' and return the loss' * (stage == 'fit')}"

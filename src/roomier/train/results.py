@@ -49,7 +49,8 @@ def _reduction(reduce_fx: Any) -> str:
         if name in REDUCTIONS and reduce_fx not in _FUNCTIONS[name]:
             name = f"{getattr(reduce_fx, '__module__', '?')}.{name}"
     if name not in REDUCTIONS:
-        advice = f"{did_you_mean(name, REDUCTIONS)}; for another reduction log a torchmetrics object"
+        advice = did_you_mean(name, REDUCTIONS)
+        advice += f"{'' if advice.endswith('?') else '.'} For another reduction log a torchmetrics object"
         raise RoomierError("log: reduce_fx", reduce_fx, "is unknown", advice)
     return name
 
@@ -193,6 +194,9 @@ class Results:
             raise RoomierError(
                 "log", name, f"is logged with {problem}", "Use the same arguments each time, or another name"
             )
+        for what, value in zip(("on_step", "on_epoch", "prog_bar", "logger"), asked, strict=False):
+            if value not in (True, False, None):  # "no" would count as True
+                raise RoomierError(f"log: {what}", value, f"is not a flag, for {name!r}", "Use True or False")
         new = self._new_entry(name, *asked)
         taken = {each: other.name for other in table.values() if other.name != name for each in other.columns}
         for column in sorted(new.columns & taken.keys()):
