@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from roomier.loggers import CSVLogger, JSONLLogger
+from roomier.loggers.files import write_hyperparams
 
 
 def json_rows(folder: Path) -> list[dict[str, Any]]:
@@ -151,6 +152,12 @@ def test_hyperparameters_stand_beside_the_rows(tmp_path: Path, kind: type[JSONLL
     assert params["lr"] == 0.1
     assert params["model"] == {"depth": 2}
     assert "x" in params["path"]
+
+
+def test_hyperparameters_under_names_that_json_has_not_cost_no_logger(tmp_path: Path) -> None:
+    write_hyperparams(tmp_path, {"outer": [{(1, 2): 0.1, 3: "x", None: {Path("a"): 1}}], "lr": 0.5})
+    params = json.loads((tmp_path / "hparams.json").read_text())
+    assert params == {"outer": [{"(1, 2)": 0.1, "3": "x", "null": {"a": 1}}], "lr": 0.5}
 
 
 def test_a_resumed_run_leaves_the_hyperparameters_of_its_beginning(

@@ -53,6 +53,22 @@ def test_every_logger_gets_every_call_in_order(tmp_path: Path) -> None:
     assert (list(group), len(group)) == ([first, second], 2)
 
 
+def test_what_one_logger_does_to_its_row_the_next_does_not_see() -> None:
+    class Takes(Recorder):
+        def log_metrics(self, metrics: Any, step: int) -> None:
+            metrics.clear()
+
+        def log_hyperparams(self, params: Any) -> None:
+            params.clear()
+
+    given, last = {"loss": 2.0}, Recorder()
+    group = LoggerGroup([Takes(), last])
+    group.log_hyperparams(given)
+    group.log_metrics(given, 1)
+    assert last.calls == [{"loss": 2.0}, ({"loss": 2.0}, 1)]
+    assert given == {"loss": 2.0}
+
+
 def test_a_broken_logger_is_named_once_and_muted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     broken, good = Broken(), Recorder()
     group = LoggerGroup([broken, good])

@@ -43,6 +43,21 @@ def test_a_resumed_run_hides_the_points_after_its_step(tmp_path: Path) -> None:
     assert points(tmp_path, "loss") == [(1, 1.0), (2, 2.0), (3, 30.0)]
 
 
+def test_one_that_was_used_after_a_run_opens_the_next(tmp_path: Path) -> None:
+    logger = TensorBoardLogger()
+    for number in (1, 2):
+        folder = tmp_path / str(number)
+        logger.start(folder)
+        logger.log_metrics({"loss": 0.5 * number}, 1)
+        logger.finalize("success")
+        logger.experiment.add_scalar("after", number, 9)
+    logger.finalize("success")
+    for number in (1, 2):
+        folder = tmp_path / str(number)
+        assert points(folder, "loss") == [(1, 0.5 * number)]
+        assert points(folder, "after") == [(9, number)]
+
+
 def test_hyperparameters_are_in_the_same_run(tmp_path: Path) -> None:
     logger = TensorBoardLogger()
     logger.start(tmp_path)

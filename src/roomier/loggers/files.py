@@ -39,7 +39,7 @@ def write_hyperparams(run_dir: Path, params: Mapping[str, Any], resumed_step: in
     That of the run's beginning stays: a resumed run does not use all that it was given (the learning rate is the
     checkpoint's, say). Where it was given other values, these go to ``hparams-from-step=N.json``, and a notice says so.
     """
-    text = json.dumps(dict(params), indent=2, default=repr) + "\n"
+    text = json.dumps(_with_names(dict(params)), indent=2, default=repr) + "\n"
     path = run_dir / "hparams.json"
     if resumed_step is not None and path.is_file():
         if path.read_text(encoding="utf-8") == text:
@@ -50,6 +50,16 @@ def write_hyperparams(run_dir: Path, params: Mapping[str, Any], resumed_step: in
         notice(f"the hyperparameters are not those the run began with: hparams.json stays, these are in {path.name}")
     with replacing(path) as file:
         file.write(text)
+
+
+def _with_names(value: Any) -> Any:
+    """``value`` with text in the place of keys that JSON has no form for."""
+    if isinstance(value, dict):
+        return {
+            key if key is None or isinstance(key, (str, int, float)) else str(key): _with_names(item)
+            for key, item in value.items()
+        }
+    return [_with_names(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 class FileLogger(GuardedLogger):

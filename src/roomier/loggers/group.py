@@ -43,10 +43,10 @@ class LoggerGroup:
         self._each("start", lambda logger: logger.start(run_dir, resumed_step))
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        self._each("log_metrics", lambda logger: logger.log_metrics(metrics, step))
+        self._each("log_metrics", lambda logger: logger.log_metrics(dict(metrics), step))
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
-        self._each("log_hyperparams", lambda logger: logger.log_hyperparams(params))
+        self._each("log_hyperparams", lambda logger: logger.log_hyperparams(dict(params)))
 
     def finalize(self, status: str) -> None:
         for logger in self.muted:

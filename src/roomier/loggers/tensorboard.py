@@ -87,10 +87,10 @@ class TensorBoardLogger(GuardedLogger):
 
     def start(self, run_dir: Path, resumed_step: int | None = None) -> None:
         """Open a new event file. Points after ``resumed_step`` in older ones are marked to be hidden."""
-        if self._writer is not None:  # it was used before the run: this is its run
-            assert self._place is not None
+        if self._writer is not None and self._place is not None:  # it was used before the run: this is its run
             self._place.keep(run_dir, cast("Path", self._folder))
             return
+        self.finalize("success")  # it was used after the run before
         folder = run_dir if self._place is None else self._place.find(run_dir)
         self._open(folder, purge_step=None if resumed_step is None else resumed_step + 1)
 
