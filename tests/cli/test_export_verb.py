@@ -79,7 +79,11 @@ def test_inputs_are_named_as_for_plan(
         (["--to", "torchscript", "--model", "cli_toy.ToyData"], "is no class of models"),
         (["--to", "torchscript", *MODEL, "--model.hidden", "2"], "its weights are not those of HasForward"),
         (["--to", "torchscript", *MODEL, "--modle.hidden", "2"], "is not known"),
-        (["--to", "onnx"], "example_input_array"),
+        (["--to", "onnx"], "--input=None: is needed"),
+        (
+            ["--to", "onnx", "--input", "float32[2,5]"],
+            "--input='float32[2,5]': forward fails",
+        ),
         (["--to", "torchscript", "--dtype", "bf16"], "does not go with --to torchscript"),
         (["--to", "pickle"], "invalid choice"),
         (["--to", "lightning", "a", "--output", "b"], "named twice"),

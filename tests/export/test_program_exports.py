@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable
 from io import BytesIO
@@ -12,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from roomier import Module, Trainer
+from roomier import Module, Trainer, checkpoint
 from roomier.api.exports import Exports
 from roomier.checkpoint.lightning import LightningFile
 from roomier.core.errors import CheckpointError, RoomierError
@@ -170,6 +171,34 @@ def test_an_onnx_file_that_differs_is_not_written(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("sample", [X[:, :3], {"y": X}, X.long()])
+def test_an_example_that_forward_does_not_take_is_told_before_any_exporter_meets_it(
+    tmp_path: Path, sample: Any
+) -> None:
+    told = r"forward fails when it is called with it \(.*Pass what forward\(x\) takes"
+    with pytest.raises(RoomierError, match=f"input_sample.*{told}"):
+        Net().to_onnx(tmp_path / "x.onnx", sample)
+    with pytest.raises(RoomierError, match=f"sample.*{told}"):
+        export_torch(Net(), tmp_path / "x.pt2", sample)
+    for method in ("script", "trace"):
+        with pytest.raises(RoomierError, match=f"example_inputs.*{told}"):
+            Net().to_torchscript(tmp_path / "x.pt", method=method, example_inputs=sample)  # type: ignore[arg-type]
+
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_what_onnxruntime_cannot_run_or_a_buffer_cannot_hold_is_told(tmp_path: Path) -> None:
+    with pytest.raises(RoomierError, match=r"onnxruntime cannot run it on the CPU .*Export a copy in float32"):
+        Net().bfloat16().to_onnx(tmp_path / "x.onnx", X.bfloat16())
+    buffer = BytesIO()
+    with pytest.raises(RoomierError, match=r"second file.*name of a file instead"):
+        Net().to_onnx(buffer, X, external_data=True)
+
+    assert buffer.getvalue() == b""
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "onnxscript", None)
 
@@ -218,6 +247,20 @@ def test_the_plain_model_of_a_checkpoint_of_two_ranks(tmp_path: Path, on_ranks: 
     export_torchscript(model, tmp_path / "x.pt")
     assert torch.equal(torch.jit.load(tmp_path / "x.pt")(LARGER), model(LARGER))
     assert model(LARGER).std() > 0
+
+
+def test_a_model_of_transformers_is_made_from_the_configuration_in_its_checkpoint(tmp_path: Path) -> None:
+    from transformers import BertConfig, BertModel
+
+    sizes = {"vocab_size": 9, "hidden_size": 4, "num_hidden_layers": 1, "num_attention_heads": 1}
+    trained = BertModel(BertConfig(**sizes, intermediate_size=4, max_position_embeddings=8)).eval()
+    pretrained = {"prefix": "", "config": json.loads(trained.config.to_json_string())}
+    checkpoint.save(tmp_path / "c", {"module": trained.state_dict(), "pretrained": pretrained})
+
+    model = plain_model(tmp_path / "c", BertModel)
+
+    tokens = torch.arange(8).view(2, 4)
+    assert torch.equal(model(tokens).last_hidden_state, trained(tokens).last_hidden_state)
 
 
 def test_a_lightning_module_is_scripted_from_its_checkpoint(tmp_path: Path) -> None:

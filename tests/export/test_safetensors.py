@@ -183,6 +183,13 @@ def test_what_is_left_out_is_told(tmp_path: Path, capsys: Any) -> None:
     assert "no config.json" in told
 
 
+def test_a_part_is_named_with_or_without_the_dot_behind_it(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path / "c", {"module": {"net.0.weight": torch.ones(2), "network": torch.zeros(1)}})
+    for number, prefix in enumerate(("net", "net.")):
+        export_safetensors(tmp_path / "c", tmp_path / str(number), prefix=prefix)
+        assert set(load_file(tmp_path / str(number) / "model.safetensors")) == {"0.weight"}
+
+
 def test_wrong_requests_are_refused_and_write_nothing(tmp_path: Path) -> None:
     checkpoint.save(tmp_path / "c", {"module": weights()})
     (tmp_path / "full").mkdir()

@@ -6,6 +6,9 @@ import argparse
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
+
+from torch import nn
 
 from roomier import checkpoint
 from roomier.checkpoint.commit import at_home
@@ -27,6 +30,7 @@ _SUFFIXES = {
 }
 _OF_A_MODEL = ("torchscript", "onnx", "torch-export")
 _OF_WEIGHTS = ("safetensors", "hugging-face")
+_INPUT_IN_PYTHON = ("input_sample", "sample", "example_inputs")  # the argument is named otherwise by each function
 _GOES_WITH = {
     **dict.fromkeys(("max_shard_size", "dtype"), _OF_WEIGHTS),
     "prefix": ("safetensors",),
@@ -83,6 +87,19 @@ def _default_output(path: Path, to: str) -> Path:
 def _export_model(options: argparse.Namespace, others: Sequence[str], path: Path, output: Path) -> None:
     model = model_to_export(path, options.model, others)
     inputs = example_inputs(options.input)
+    try:
+        _write_model(options, model, inputs, output)
+    except RoomierError as error:
+        if error.field not in _INPUT_IN_PYTHON:
+            raise
+        if inputs is None and getattr(model, "example_input_array", None) is None:
+            action = "Pass --input, such as 'x=float32[8,3]', or set self.example_input_array in the model"
+            raise RoomierError("--input", None, "is needed: what forward is called with", action) from error
+        raise RoomierError("--input", options.input, error.problem, error.action) from error
+    print(f"{path} -> {output}: {format_bytes(output.stat().st_size)}")
+
+
+def _write_model(options: argparse.Namespace, model: nn.Module, inputs: Any, output: Path) -> None:
     if options.to == "onnx":
         from roomier.export.onnx import export_onnx
 
@@ -95,7 +112,6 @@ def _export_model(options: argparse.Namespace, others: Sequence[str], path: Path
         from roomier.export.torchscript import export_torchscript
 
         export_torchscript(model, output, method=options.method or "script", example_inputs=inputs)
-    print(f"{path} -> {output}: {format_bytes(output.stat().st_size)}")
 
 
 def _to_safetensors(options: argparse.Namespace, path: Path, output: Path) -> None:
@@ -160,7 +176,7 @@ def _parser(verb: str) -> _Parser:
     weights = parser.add_argument_group("weights: safetensors, hugging-face (these take a few MiB of memory)")
     weights.add_argument("--max-shard-size", help="of one file: 5GB (default), 500MiB")
     weights.add_argument("--dtype", choices=sorted(DTYPES), help="of all floating-point weights")
-    weights.add_argument("--prefix", help="safetensors: only weights whose names begin so, without it; '' is all")
+    weights.add_argument("--prefix", help="safetensors: only this part of the model, without its name; '' is all")
     weights.add_argument(
         "--processor", type=at_home, help="hugging-face: the folder of a tokenizer or processor, to go along"
     )

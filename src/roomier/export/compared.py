@@ -73,7 +73,7 @@ def check_same(
         difference = _difference(expected, found)
         if not difference <= max_difference:
             what = f"differs from the model by {difference:.1e} of the largest value (allowed: {max_difference:.0e})"
-            raise _differs(model, to, f"{what} with {'other values than' * bool(number)} the example", hints)
+            raise _differs(model, to, f"{what} with {'other values than ' * bool(number)}the example", hints)
         worst = max(worst, difference)
         sizes.append(each.batch_size or 1)
     return Compared(worst, len(sizes), tuple(sizes))

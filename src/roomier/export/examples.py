@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -78,7 +79,7 @@ def example_of(model: nn.Module, sample: Any, field: str) -> Example:
         field: what the user calls it.
 
     Raises:
-        RoomierError: there is none.
+        RoomierError: there is none, or the model cannot be called with it.
     """
     given = getattr(model, "example_input_array", None) if sample is None else sample
     if given is None:
@@ -87,8 +88,25 @@ def example_of(model: nn.Module, sample: Any, field: str) -> Example:
     device = next((each.device for each in model.parameters()), torch.device("cpu"))
     given = to_device(given, device)
     if isinstance(given, Mapping):
-        return Example(kwargs=dict(given))
-    return Example(tuple(given) if isinstance(given, (tuple, list)) else (given,))
+        example = Example(kwargs=dict(given))
+    else:
+        example = Example(tuple(given) if isinstance(given, (tuple, list)) else (given,))
+    _check_call(model, example, field)
+    return example
+
+
+def _check_call(model: nn.Module, example: Example, field: str) -> None:
+    # Before an exporter meets it, whose error would be about anything but the arguments.
+    try:
+        example.call(model)
+    except Exception as error:
+        shown = [f"{str(each.dtype).removeprefix('torch.')}{list(each.shape)}" for each in example.tensors()]
+        names = f" for {', '.join(example.kwargs)}" if example.kwargs else ""
+        text = " ".join(str(error).split())[:200]
+        problem = f"forward fails when it is called with it ({type(error).__name__}: {text})"
+        taken = ", ".join(inspect.signature(model.forward).parameters)
+        action = f"Pass what forward({taken}) takes, in shapes and dtypes of the training"
+        raise RoomierError(field, f"{', '.join(shown)}{names}", problem, action) from error
 
 
 def _copied(each: Any) -> Any:

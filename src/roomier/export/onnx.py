@@ -63,13 +63,14 @@ def export_onnx(
             program = _write(plain, example, target, options)
             done = check_same(
                 plain,
-                _session(target),
+                _session(plain, target),
                 example,
                 fixed_shapes=bool({"dynamic_shapes", *_GOES_ITS_OWN_WAY} & options.keys()),
                 max_difference=max_difference,
                 to="onnx",
             )
             if isinstance(output, BytesIO):
+                _check_in_one_file(model, target)
                 output.write(target.read_bytes())
     notice(f"{'onnx' if in_memory else output}: {done}")
     return program
@@ -97,13 +98,25 @@ def _write(model: nn.Module, example: Example, target: Path, options: dict[str, 
         raise RoomierError("to onnx", type(model).__name__, problem, action) from error
 
 
-def _session(path: Path) -> Any:
+def _check_in_one_file(model: nn.Module, path: Path) -> None:
+    others = [each.name for each in path.parent.iterdir() if each != path]
+    if others:
+        problem = "has its weights in a second file, and there is one buffer"
+        raise RoomierError("to onnx", type(model).__name__, problem, "Pass the name of a file instead of a BytesIO")
+
+
+def _session(model: nn.Module, path: Path) -> Any:
     import onnxruntime  # type: ignore[import-untyped]  # slow to import, and needed only here
 
     settings = onnxruntime.SessionOptions()
     settings.log_severity_level = 3
     settings.intra_op_num_threads = torch.get_num_threads()
-    session = onnxruntime.InferenceSession(str(path), settings, providers=["CPUExecutionProvider"])
+    try:
+        session = onnxruntime.InferenceSession(str(path), settings, providers=["CPUExecutionProvider"])
+    except Exception as error:  # its own kinds, derived from no other
+        problem = f"was written, and onnxruntime cannot run it on the CPU ({' '.join(str(error).split())[:300]})"
+        action = "Export a copy in float32: model.float(); torch-export keeps every dtype"
+        raise RoomierError("to onnx", type(model).__name__, problem, action) from error
     names = [each.name for each in session.get_inputs()]
 
     def run(example: Example) -> Sequence[Tensor]:

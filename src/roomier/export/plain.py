@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -31,9 +32,17 @@ def plain_model(path: str | Path, cls: type[nn.Module], arguments: Mapping[str, 
     """
     file = LightningFile(path) if is_lightning_file(path) else None
     described = checkpoint.peek(path) if file is None else file.described
-    model = make_module(cls, path, described, arguments or {})
+    model = make_module(cls, path, described, {**_configuration(cls, described), **(arguments or {})})
     fill(model, path, file)
     return model.eval()
+
+
+def _configuration(cls: type[nn.Module], described: Mapping[str, Any]) -> dict[str, Any]:
+    """The one argument of a model of transformers, where the module that was trained is such a model itself."""
+    found, made_by = described.get("pretrained"), getattr(cls, "config_class", None)
+    if not found or found["prefix"] or made_by is None or "config" not in inspect.signature(cls).parameters:
+        return {}
+    return {"config": made_by.from_dict(dict(found["config"]))}
 
 
 def fill(model: nn.Module, path: str | Path, file: LightningFile | None = None) -> None:

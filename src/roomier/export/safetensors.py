@@ -68,8 +68,8 @@ def export_safetensors(
     Args:
         max_shard_bytes: of tensors in a file, unless one alone is larger.
         dtype: of all floating-point tensors; one of ``DTYPES``; None leaves each as it is.
-        prefix: only tensors under it, without it; None is the place of the Hugging Face model in the module that was
-            trained, if there is one; ``""`` is all of them.
+        prefix: only tensors under it, without it: the name of a part of the module, or how names begin; None is the
+            place of the Hugging Face model in the module that was trained, if there is one; ``""`` is all of them.
 
     Raises:
         RoomierError: ``dtype`` or ``prefix`` is unknown, or ``output`` is there already.
@@ -79,7 +79,7 @@ def export_safetensors(
     described = checkpoint.peek(path)
     stored = MergedTensors(path, "module", AdapterPlan(**described.get("plan", {}).get("adapter", {})))
     found_prefix, config = _pretrained(described)
-    prefix = found_prefix if prefix is None else prefix
+    prefix = found_prefix if prefix is None else _of_part(prefix, stored)
     names = names_in_files(stored, prefix)
     tensors = [
         ToWrite(
@@ -110,6 +110,12 @@ def _pretrained(described: Mapping[str, Any]) -> tuple[str, dict[str, Any] | Non
         if isinstance(value, dict) and "model_type" in value:
             return "", value
     return "", None
+
+
+def _of_part(prefix: str, stored: MergedTensors) -> str:
+    """``prefix``; with a dot behind, where it is the name of a part of the model: no name begins with one."""
+    is_part = bool(prefix) and any(key.startswith(f"{prefix}.") for key in stored.specs)
+    return f"{prefix}." if is_part else prefix
 
 
 def new_folder(output: str | Path, dtype: str | None) -> Path:
