@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader
 
-from tests.parallel.parity import Setup, Task, Trained, distance, train_bare, train_on_ranks
+from roomier import Trainer
+from tests.parallel.parity import Batch, Setup, Task, Trained, distance, train_bare, train_on_ranks, whole_weights
 from tests.parallel.test_shapes import WIDTH, Mean, Regression
 from tests.ranks.pool import RankPool
 
@@ -122,3 +127,54 @@ def test_a_loss_scale_finds_what_is_infinite_in_either_kind(on_ranks: RankPool) 
     expected = train_bare(SharedByBlocks, replace(setup, precision="32-true"))
     assert distance(trained, expected).losses < 0.2
     assert trained.weights["network.0.alpha"] != 0.3  # not all steps were left out
+
+
+class Fitted(Scalars):
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:  # type: ignore[override]
+        return self.loss(batch)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([each for each in self.parameters() if each.requires_grad], lr=3e-3, eps=1e-3)
+
+
+def fit(folder: Path, num_ranks: int, num_steps: int, *, is_resumed: bool = False) -> dict[str, Tensor]:
+    """Weights, and what the optimizer keeps, by name; the run is saved in ``folder``."""
+    module = Fitted()
+    trainer = Trainer(
+        default_root_dir=folder,
+        strategy="zero3" if num_ranks > 1 else "single",
+        devices=num_ranks,
+        accelerator="cpu",
+        max_steps=num_steps,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    samples = module.make_batch(8, torch.Generator().manual_seed(1))
+    rows = [dict(zip(samples, row, strict=True)) for row in zip(*samples.values(), strict=True)]
+    loader = DataLoader(cast(Any, rows), batch_size=4 // num_ranks)
+    trainer.fit(module, loader, ckpt_path=folder / "saved" if is_resumed else None)
+    if not is_resumed:
+        trainer.save_checkpoint(folder / "saved")
+    found = whole_weights(module)
+    for name, parameter in module.named_parameters():
+        for key, each in trainer.optimizers[0].state.get(parameter, {}).items():
+            found[f"{name}: {key}"] = each.full_tensor() if isinstance(each, DTensor) else each.clone()
+    return found
+
+
+def saved_and_resumed(folder: Path) -> list[dict[str, Tensor]]:
+    return [fit(folder / "whole", 2, 4), fit(folder, 2, 2), fit(folder, 2, 4, is_resumed=True)]
+
+
+def test_a_checkpoint_holds_it_as_any_strategy_does(on_ranks: RankPool, tmp_path: Path) -> None:
+    [(whole, saved, resumed), _] = on_ranks(2, saved_and_resumed, tmp_path)
+    assert {"network.temperature: exp_avg", "network.0.alpha: step", "network.offset"} <= whole.keys()
+    assert whole["network.temperature: exp_avg"].shape == ()
+    for name, each in whole.items():
+        assert torch.equal(resumed[name], each), name
+    on_one = fit(tmp_path, 1, 2, is_resumed=True)  # nothing is left to train
+    assert on_one.keys() == saved.keys()
+    for name, each in saved.items():
+        assert torch.equal(on_one[name], each), name
