@@ -257,6 +257,31 @@ def test_like_cuda_norms_compute_in_float32_under_autocast() -> None:
     assert dry_run(workload, exact, like="cuda").peak_bytes == dry_run(workload, exact).peak_bytes
 
 
+def test_like_cuda_is_what_is_computed_again_in_a_backward_too() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(16, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + F.softmax(self.layer(x), -1)  # in float32 under CUDA's autocast, in 16 bits under a CPU's
+
+    class Blocks(roomier.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([Block(), Block()])
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            for block in self.blocks:
+                batch = block(batch)
+            return batch.mean()
+
+    workload = Workload.of(Blocks(), torch.ones(64, 16))
+    plan = plan_of({"precision": {"mode": "bf16-mixed"}, "activation": {"policy": "full"}})
+    whole = plan_of({"precision": {"mode": "bf16-mixed"}})
+    assert dry_run(workload, plan, like="cuda").peak_bytes < dry_run(workload, whole, like="cuda").peak_bytes
+
+
 def test_like_cuda_optimizers_take_all_parameters_at_once() -> None:
     module = as_module(nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)), nn.Flatten(0), nn.Linear(64, 1)))
     plan = plan_of({"optimizer": {"name": "rmsprop"}})

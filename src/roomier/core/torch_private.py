@@ -193,10 +193,22 @@ class _Replacements(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.backward:  # what is computed again in it is computed as it was
-            with self:
+            with self, _own_backward():
                 named = dict(kwargs or {})
                 return torch.autograd.backward(args[0], grad_tensors=named.pop("gradient", None), **named)
         return self._functions.get(func, func)(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _own_backward() -> Iterator[None]:
+    """Inside, ``torch.autograd.backward`` asks no mode to run it (torch 2.13 does), which would leave the mode first."""
+    module: Any = torch.autograd
+    before = module.has_torch_function
+    module.has_torch_function = lambda arguments: False
+    try:
+        yield
+    finally:
+        module.has_torch_function = before
 
 
 class _CompiledInterception(_Interception):  # type: ignore[no-untyped-call]
@@ -467,12 +479,6 @@ def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
     """The parts of ``module`` itself by name: one that it has twice with both names, and what may be a part and is
     none."""
     return dict(module._modules)
-
-
-def compiled_of(module: nn.Module) -> nn.Module | None:
-    """The module that ``torch.compile`` made ``module`` of; None where it made none."""
-    found: nn.Module | None = getattr(module, "_orig_mod", None)
-    return found
 
 
 def uncompiled(module: nn.Module) -> nn.Module:
