@@ -70,6 +70,32 @@ def test_a_module_is_refused_by_a_second_trainer_while_the_first_runs_it(make_tr
     make_trainer().validate(module, data, verbose=False)
 
 
+class Blocks(Outer):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(*(nn.Sequential(nn.Linear(2, 2), nn.Tanh()) for _ in range(2)))
+
+    def teardown(self, stage):
+        raise OSError("teardown")
+
+
+def test_a_fit_that_cannot_begin_leaves_the_model_without_levers(make_trainer, tmp_path):
+    module, trainer = Blocks(), make_trainer(activation_checkpointing="full", max_epochs=1)
+    module.teardown = lambda stage: None
+    with pytest.raises(roomier.RoomierError, match="ckpt_path="):
+        trainer.fit(module, [torch.randn(4, 2)], ckpt_path=tmp_path / "none")
+    assert all("forward" not in vars(block) for block in module.inner)
+
+
+def test_a_teardown_that_fails_does_not_leave_the_trainer_running(make_trainer):
+    trainer = make_trainer(max_epochs=1)
+    with pytest.raises(OSError, match="teardown"):
+        trainer.fit(Blocks(), [torch.randn(4, 2)])
+    assert trainer.state.status.stopped
+    trainer.fit(Outer(), [torch.randn(4, 2)])
+    assert trainer.state.finished
+
+
 def test_validation_gives_each_part_its_mode_back(make_trainer):
     module = Outer()
     data = [torch.randn(4, 2) for _ in range(3)]

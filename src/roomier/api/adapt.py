@@ -27,8 +27,8 @@ def as_module(model: nn.Module) -> Module:
         raise RoomierError("model", model, "is not an nn.Module", "Pass a roomier.Module or an nn.Module")
     if lightning_base(type(model), Module) is not None:
         return LightningAdapter(model)
-    hidden = torch_private.compiled_of(model)
-    if hidden is not None and is_one(hidden, Module):
+    hidden = torch_private.uncompiled(model)
+    if is_one(hidden, Module):
         problem = "torch.compile was called on the whole of it, which leaves its training_step and hooks uncalled"
         action = "Pass the module itself: Trainer(compile=True) compiles its blocks; or compile a network inside of it"
         raise RoomierError("model", type(hidden).__name__, problem, action)

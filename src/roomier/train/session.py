@@ -147,8 +147,10 @@ def _opened_and_closed(
             for source in (*([run.train_source] if run.train_source else []), *run.val_sources):
                 source.close()
             run.loggers.finalize(status)
-        trainer.teardown(stage)
-        trainer.status = TrainerStatus.FINISHED if status == "success" else TrainerStatus.INTERRUPTED
+        try:
+            trainer.teardown(stage)
+        finally:
+            trainer.status = TrainerStatus.FINISHED if status == "success" else TrainerStatus.INTERRUPTED
     if stop.noted is not None or stop.received is not None:
         raise SystemExit(128 + (stop.noted or stop.received or 0))
 
@@ -258,31 +260,42 @@ def _open(
 
     with naming_nearest(plan, module):
         engine, configured = build(plan, module, optimizers, EagerEngine, ranks, first.file)
-    check_modes(trainer, module, configured, is_fit)
-    run = Run(
-        trainer=trainer,
-        module=module,
-        plan=name_adapters(plan, network_of(module)),
-        options=options,
-        engine=engine,
-        hooks=HookTable(trainer, module, trainer.hooked_callbacks(stage)),
-        schedulers=Schedulers(module, configured.schedulers),
-        results=Results(ranks, allows_overlaps=isinstance(module, LightningAdapter)),
-        loggers=LoggerGroup(trainer.loggers if folder is not None and ranks.is_zero else ()),
-        stop=stop,
-        folder=folder,
-        ranks=ranks,
-        progress=Progress() if is_fit or fitted is None else fitted.progress,
-    )
-    trainer.run = run
-    trainer.manual_optimizers = [ManualOptimizer(optimizer, run) for optimizer in engine.optimizers]
-    first.restore(run)
-    if is_fit:
-        trainer.fitted = run
-        _open_fit(run, data, path)
-    else:
-        _open_evaluation(run, data, stage, path)
+    with _closed_on_error(engine):
+        check_modes(trainer, module, configured, is_fit)
+        run = Run(
+            trainer=trainer,
+            module=module,
+            plan=name_adapters(plan, network_of(module)),
+            options=options,
+            engine=engine,
+            hooks=HookTable(trainer, module, trainer.hooked_callbacks(stage)),
+            schedulers=Schedulers(module, configured.schedulers),
+            results=Results(ranks, allows_overlaps=isinstance(module, LightningAdapter)),
+            loggers=LoggerGroup(trainer.loggers if folder is not None and ranks.is_zero else ()),
+            stop=stop,
+            folder=folder,
+            ranks=ranks,
+            progress=Progress() if is_fit or fitted is None else fitted.progress,
+        )
+        trainer.run = run
+        trainer.manual_optimizers = [ManualOptimizer(optimizer, run) for optimizer in engine.optimizers]
+        first.restore(run)
+        if is_fit:
+            trainer.fitted = run
+            _open_fit(run, data, path)
+        else:
+            _open_evaluation(run, data, stage, path)
     return run
+
+
+@contextmanager
+def _closed_on_error(engine: EagerEngine) -> Iterator[None]:
+    """A model that is not run after all is left as it was, without what the engine put into its forward."""
+    try:
+        yield
+    except BaseException:
+        engine.close()
+        raise
 
 
 def _checkpoint_to_read(trainer: Trainer, ckpt_path: str | Path | None, root: Path) -> Path | None:
