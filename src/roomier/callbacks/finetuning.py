@@ -10,14 +10,13 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from roomier.api.callback import Callback
+from roomier.core.batch_norms import BATCH_NORMS
 from roomier.core.errors import RoomierError
 from roomier.core.log import notice
 
 if TYPE_CHECKING:
     from roomier.api.module import Module
     from roomier.trainer import Trainer
-
-BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 Modules = nn.Module | Iterable[Any]
 """A module, or modules in lists within lists."""

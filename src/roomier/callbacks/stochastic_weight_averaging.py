@@ -14,6 +14,7 @@ from torch.optim.swa_utils import SWALR
 
 from roomier.api.callback import Callback
 from roomier.api.step_arguments import num_step_arguments
+from roomier.core.batch_norms import BATCH_NORMS
 from roomier.core.errors import DataError, RoomierError
 from roomier.core.log import notice
 from roomier.optim.averaging import AverageOne, WeightAverage, tensors_to_average
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from roomier.trainer import Trainer
 
 KEY = "stochastic_average"  # of a checkpoint
-BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 class StochasticWeightAveraging(Callback):

@@ -46,7 +46,7 @@ def evaluate(run: Run, stage: str, sources: Sequence[Source], limits: Sequence[f
     kept: list[list[Any]] = []
     take_statistics_of_rank_zero(run)
     try:
-        with evaluation_mode(module, stage, run.options.inference_mode and run.engine.allows_inference_mode):
+        with evaluation_mode(module, stage), without_gradients(run):
             call(getattr(hooks, f"on_{stage}_start"))
             call(getattr(hooks, f"on_{stage}_epoch_start"))
             for index, (source, limit) in enumerate(zip(sources, limits, strict=True)):
@@ -194,19 +194,25 @@ def sanity_check(run: Run, num_batches: float) -> None:
 
 
 @contextmanager
-def evaluation_mode(module: Module, stage: str, inference_mode: bool) -> Iterator[None]:
-    """No gradients, and ``eval()``; each submodule gets back the mode it had, unless the module's hooks differ."""
+def evaluation_mode(module: Module, stage: str) -> Iterator[None]:
+    """``eval()``; each submodule gets back the mode it had, unless the module's hooks differ."""
     training = [each for each in module.modules() if each.training]
     getattr(module, f"on_{stage}_model_eval")()
     try:
-        with torch.inference_mode() if inference_mode else torch.no_grad():
-            yield
+        yield
     finally:
         if overrides(module, f"on_{stage}_model_train", Module):
             getattr(module, f"on_{stage}_model_train")()
         else:
             for each in training:
                 each.training = True
+
+
+@contextmanager
+def without_gradients(run: Run) -> Iterator[None]:
+    inference = run.options.inference_mode and run.engine.allows_inference_mode
+    with torch.inference_mode() if inference else torch.no_grad():
+        yield
 
 
 @contextmanager

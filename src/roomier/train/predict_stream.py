@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from typing import Any, TypeVar
 
-import torch
-
-from roomier.api.lightning import overrides
-from roomier.api.module import Module
 from roomier.core.tree import map_tensors
 from roomier.data.source import Source
-from roomier.train.evaluate import batch_runner, take_statistics_of_rank_zero, turns
+from roomier.train.evaluate import (
+    batch_runner,
+    evaluation_mode,
+    take_statistics_of_rank_zero,
+    turns,
+    without_gradients,
+)
 from roomier.train.predict_stream_roll_call import RollCall
 from roomier.train.run import Run, call
 from roomier.train.step import transfer_of
@@ -29,21 +31,21 @@ def opened_stream(session: AbstractContextManager[Run]) -> Generator[Any, None, 
     with session as run:
         take_statistics_of_rank_zero(run)
         # Closed early, it has come to a good end, without the hooks of the end.
-        with suppress(GeneratorExit), _in_evaluation_mode(run.module), RollCall(run.ranks) as roll_call:
+        with suppress(GeneratorExit), evaluation_mode(run.module, "predict"), RollCall(run.ranks) as roll_call:
             yield from _all(run, roll_call)
         run.engine.release()
 
 
 def _all(run: Run, roll_call: RollCall) -> Iterator[Any]:
     results, hooks = run.results, run.hooks
-    with _without_gradients(run):
+    with without_gradients(run):
         call(hooks.on_predict_start)
         call(hooks.on_predict_epoch_start)
     yield None
     num_sources = len(run.val_sources)
     for index, (source, limit) in enumerate(zip(run.val_sources, run.val_limits, strict=True)):
         yield from _of_source(run, source, limit, index if num_sources > 1 else None, roll_call)
-    with _without_gradients(run):
+    with without_gradients(run):
         results.stage, results.dataloader_idx, results.is_in_batch = "predict", None, False
         results.call(hooks.on_predict_epoch_end)
         run.log_metrics(results.end_epoch("predict"))
@@ -58,7 +60,7 @@ def _of_source(
     results, run_batch = run.results, batch_runner(run, "predict", dataloader_idx)
     run.engine.hooks.transfer = transfer_of(run, dataloader_idx or 0)
     for host_batch, batch_idx, counts in _called(turns(run, source, limit), roll_call):
-        with _without_gradients(run):
+        with without_gradients(run):
             results.stage, results.dataloader_idx = "predict", dataloader_idx
             output = run_batch(host_batch, batch_idx, counts)
             results.stage = None
@@ -80,24 +82,3 @@ def _called(rounds: Iterator[T], roll_call: RollCall) -> Iterator[T]:
             yield next(rounds)
         except StopIteration:
             return
-
-
-@contextmanager
-def _without_gradients(run: Run) -> Iterator[None]:
-    inference = run.options.inference_mode and run.engine.allows_inference_mode
-    with torch.inference_mode() if inference else torch.no_grad():
-        yield
-
-
-@contextmanager
-def _in_evaluation_mode(module: Module) -> Iterator[None]:
-    training = [each for each in module.modules() if each.training]
-    module.on_predict_model_eval()
-    try:
-        yield
-    finally:
-        if overrides(module, "on_predict_model_train", Module):
-            module.on_predict_model_train()
-        else:
-            for each in training:
-                each.training = True

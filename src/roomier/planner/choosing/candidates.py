@@ -12,6 +12,7 @@ from torch import nn
 from roomier.api.blocks import find_blocks
 from roomier.api.module import Module
 from roomier.api.wrapped import network_of
+from roomier.core.batch_norms import BATCH_NORMS
 from roomier.core.errors import PlanError, RoomierError
 from roomier.hardware.machine import Machine
 from roomier.loss.output_layer import find_output_layer
@@ -24,7 +25,6 @@ from roomier.planner.workload import Workload
 Changes = Mapping[str, object]
 """Field of a Plan -> value."""
 
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 STAGES = ("single", "ddp", "zero1", "zero2", "zero3", "hsdp")
 """From the simplest on."""
 
@@ -100,7 +100,7 @@ def refused_plan(plan: Plan, changes: Changes) -> Plan:
 def keeps_batches_whole(module: Module) -> str:
     """Why smaller micro-batches would change what is learned; empty where they do not."""
     network = network_of(module)
-    if any(isinstance(each, _BATCH_NORMS) and each.training for each in network.modules()):
+    if any(isinstance(each, BATCH_NORMS) and each.training for each in network.modules()):
         return "BatchNorm takes the statistics of each micro-batch, so that smaller ones would train another model"
     return ""
 
