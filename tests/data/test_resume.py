@@ -24,6 +24,7 @@ from torch.utils.data import (
 
 from roomier.core.errors import DataError
 from roomier.core.rng import rng_state, seed_everything, set_rng_state
+from roomier.data.same import is_same
 from roomier.data.source import Source
 from tests.data.pretended import Pretended
 
@@ -288,7 +289,62 @@ def test_an_epoch_cut_short_is_not_gone_on_with_in_the_next():
     first, second = source(Stateful()), source(Stateful())
     list(islice(first.start(0), 5))
     second.load_state_dict(first.state_dict())
-    assert len(list(second.start(1))) == NUM_SAMPLES
+    of_next = list(second.start(1))
+    assert len(of_next) == NUM_SAMPLES
+    assert same(of_next, list(first.start(1)))
+
+
+class WithoutEnd:
+    """Like a stream of tokens: a new iterator goes on where the one before it was left."""
+
+    def __init__(self) -> None:
+        self.position = 0
+
+    def __iter__(self) -> Iterator[Tensor]:
+        while True:
+            self.position += 1
+            yield torch.tensor([self.position])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": torch.tensor(self.position)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.position = int(state_dict["position"])
+
+
+def test_a_stream_without_an_end_goes_on_after_an_epoch_that_a_limit_cut_short():
+    first, second = source(WithoutEnd()), source(WithoutEnd())
+    assert list(islice(first.start(0), 3)) == [1, 2, 3]
+    second.load_state_dict(first.state_dict())
+    before = rng_state()
+    assert list(islice(second.start(1), 3)) == [4, 5, 6] == list(islice(first.start(1), 3))
+    assert is_same(rng_state(), before)
+    second.load_state_dict(first.state_dict())  # in the same process, after a spike of the loss say
+    assert list(islice(second.start(2), 3)) == [7, 8, 9]
+
+
+class BackAtItsEnd(IterableDataset[Tensor]):
+    """Stands at its beginning again as soon as it has come to its end."""
+
+    def __init__(self) -> None:
+        self.position = 0
+
+    def __iter__(self) -> Iterator[Tensor]:
+        while self.position < 5:
+            self.position += 1
+            yield torch.tensor(float(self.position))
+        self.position = 0
+
+    state_dict = WithoutEnd.state_dict
+    load_state_dict = WithoutEnd.load_state_dict
+
+
+def test_a_stream_that_has_come_to_its_end_is_not_read_again_in_the_same_epoch():
+    first, second = (source(DataLoader(BackAtItsEnd(), batch_size=2)) for _ in range(2))
+    assert len(list(islice(first.start(0), 3))) == 3
+    second.load_state_dict(first.state_dict())
+    assert list(second.start(0)) == []
+    assert same(list(second.start(1)), list(first.start(1)))
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])

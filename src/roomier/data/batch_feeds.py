@@ -5,6 +5,7 @@ On several ranks each takes every ``N``-th batch of the order that all of them r
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -13,12 +14,14 @@ from typing import Any, Protocol
 
 from torch.utils.data import DataLoader
 
+from roomier.core import torch_private
 from roomier.core.errors import DataError
 from roomier.core.log import notice
 from roomier.core.ranks import Ranks
 from roomier.core.rng import rng_state, set_rng_state
 from roomier.data.common_draws import CommonDraws
 from roomier.data.feeds import PASS, Feed, OwnGenerators
+from roomier.data.same import is_same
 from roomier.data.sampler import WalkedSampler
 from roomier.data.seeding import EpochSeed, mix_seed
 from roomier.data.share import Share
@@ -312,6 +315,11 @@ class ReplayedFeed(BatchFeed):
         return self._epoch_start.position()
 
 
+def _begins_anew(kind: type) -> bool:
+    """Whether it is of a library in which a new iterator is a new epoch, whatever was read before."""
+    return kind.__module__.partition(".")[0] in ("torchdata", "datasets")
+
+
 class StatefulFeed(BatchFeed):
     """A loader that speaks ``state_dict`` / ``load_state_dict``: it resumes by itself.
 
@@ -339,6 +347,11 @@ class StatefulFeed(BatchFeed):
         self._begins_at_an_end = False
         self._unread: Iterator[Any] | None = None  # made for a resume
 
+    @property
+    def has_ended(self) -> bool:
+        # A last batch that is not whole: the stream has said that it is at its end, and may stand at its begin again.
+        return self._share.world.size == 1 and torch_private.has_ended(self.reading)
+
     def start(self, epoch: int) -> Iterator[Any]:
         self._begin(epoch)
         with self._alike():
@@ -346,10 +359,13 @@ class StatefulFeed(BatchFeed):
                 next(self._unread, None)
                 self._unread = None
             iterator = iter(self._loader)
+        batches = iterator
         if self._begins_at_an_end:
             self._begins_at_an_end = False
-            iterator = self._past_the_end(iterator)
-        return self._own_part(iterator)
+            batches = self._past_the_end(iterator)
+        batches = self._own_part(batches)
+        self.reading = iterator
+        return batches
 
     def _past_the_end(self, iterator: Iterator[Any]) -> Iterator[Any]:
         # Given the state of a finished epoch, some loaders begin the next one, others have nothing left.
@@ -381,10 +397,30 @@ class StatefulFeed(BatchFeed):
         yield from iterator
 
     def adopt(self, position: dict[str, Any], *, is_complete: bool) -> None:
-        # The state of an epoch that was cut short would make the next one begin in its middle.
+        state = self._of_this_rank(position)["loader"]
         if is_complete:
-            self._keeper.load_state_dict(self._of_this_rank(position)["loader"])
+            self._keeper.load_state_dict(state)
             self._begins_at_an_end = True
+        elif not isinstance(self._keeper, DataLoader) and not any(map(_begins_anew, type(self._keeper).__mro__)):
+            random_state = rng_state()
+            goes_on = self._goes_on()
+            self._keeper.load_state_dict(state)
+            if not goes_on:  # what was loaded is for an iterator of the epoch that was cut short, not for the next one
+                self._state_behind_a_batch()
+            set_rng_state(random_state)
+
+    def _goes_on(self) -> bool:
+        """Whether a new iterator goes on where the one before it was left, as that of a stream without an end may, or
+        begins an epoch. A loader does not say, so it is read a little."""
+        first = self._state_behind_a_batch()
+        second = self._state_behind_a_batch()
+        self._keeper.load_state_dict(first)
+        return is_same(second, self._state_behind_a_batch())
+
+    def _state_behind_a_batch(self) -> dict[str, Any]:
+        iterator = iter(self._loader)
+        next(iterator, None)
+        return copy.deepcopy(self._keeper.state_dict())
 
     def _own_position(self) -> dict[str, Any]:
         draws = None

@@ -37,6 +37,7 @@ class CombinedFeed(Feed):
         self._ranks = ranks
         self._limits: Sequence[float] = [math.inf] * len(feeds)
         self._parts: list[Part] = []
+        self._ended_before = [True] * len(feeds)  # whether what was read last of each came to an end
         self.may_end_apart = any(feed.may_end_apart for feed in feeds)
         if loader.mode == "sequential":
             for feed in feeds:  # a rank may come to the next loader before the others
@@ -74,6 +75,8 @@ class CombinedFeed(Feed):
         return parts
 
     def start(self, epoch: int) -> Iterator[Any]:
+        for number, part in enumerate(self._parts):
+            self._ended_before[number] = self._is_complete(number, part)
         parts = self._made_parts(epoch)
         begin(parts, self.mode)
         return read_on(parts, self._loader)
@@ -102,13 +105,16 @@ class CombinedFeed(Feed):
         """The parts that had begun at ``position``, in the pass where they were."""
         rank, num_ranks = self._ranks.world.rank, self._ranks.world.size
         parts = self._made_parts(position["epoch"])
-        for part, feed, of_all in zip(parts, self._feeds, position["parts"], strict=True):
+        for number, (part, feed, of_all) in enumerate(zip(parts, self._feeds, position["parts"], strict=True)):
             stored = of_all
             if "by_rank" in of_all:
                 by_rank = of_all["by_rank"]
                 own = by_rank[rank if len(by_rank) == num_ranks else 0]
                 stored = {**own, "position": {**of_all["position"], "num_batches": own["num_batches"]}}
             if stored["cycle"] < 0:
+                if stored["position"]:  # earlier releases told nothing of what is read later
+                    self._ended_before[number] = stored["is_complete"]
+                    feed.adopt(stored["position"], is_complete=stored["is_complete"])
                 continue
             part.cycle, part.came_to_end = stored["cycle"], stored["came_to_end"]
             epoch = position["epoch"] + stored["cycle"] * PASS
@@ -131,20 +137,25 @@ class CombinedFeed(Feed):
         return {
             "mode": self.mode,
             "num_batches": num_batches * self._ranks.world.size,
-            "parts": [
-                self._position_of(*each) for each in zip(self._parts, self._feeds, self._loader.part_names, strict=True)
-            ],
+            "parts": [self._position_of(number, part) for number, part in enumerate(self._parts)],
         }
 
-    def _position_of(self, part: Part, feed: Feed, name: str) -> dict[str, Any]:
-        position = feed.position(part.num_read) if part.cycle >= 0 else {}
-        is_at_end = part.cycle >= 0 and part.num_left == 0
+    def _is_complete(self, number: int, part: Part) -> bool:
+        if part.cycle < 0:
+            return self._ended_before[number]
+        return part.num_left == 0 and (part.num_read >= part.length or part.came_to_end)
+
+    def _position_of(self, number: int, part: Part) -> dict[str, Any]:
+        feed, name = self._feeds[number], self._loader.part_names[number]
+        position = feed.position(part.num_read)
+        if part.cycle < 0:  # a loader that comes later will draw what it would have drawn
+            position = {key: value for key, value in position.items() if key not in ("num_batches", "num_samples")}
         own = {
             "cycle": part.cycle,
             "num_read": part.num_read,
             "came_to_end": part.came_to_end,
-            "is_at_end": is_at_end,
-            "is_complete": is_at_end and (part.num_read >= part.length or part.came_to_end),
+            "is_at_end": part.cycle >= 0 and part.num_left == 0,
+            "is_complete": self._is_complete(number, part),
         }
         whole = {"name": name, "kind": feed.kind, "position": position, **own}
         if feed.ends_by_rank:

@@ -47,6 +47,11 @@ class Feed(ABC):
         return False
 
     @property
+    def has_ended(self) -> bool:
+        """Whether the running epoch is known to have no batch left, though the loop has not asked for one."""
+        return False
+
+    @property
     @abstractmethod
     def num_batches(self) -> int | float:
         """Batches of one whole epoch on this rank; ``inf`` where nothing tells."""

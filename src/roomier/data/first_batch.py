@@ -27,6 +27,7 @@ from roomier.data.choose import speaks_state
 from roomier.data.combined import CombinedLoader
 from roomier.data.joint import Joined
 from roomier.data.rebuild import can_be_rebuilt, parts_of, plain_sampler, rebuilt
+from roomier.data.same import is_same
 
 _NUM_LISTED = 1000  # batches of a list whose shapes are looked at
 _DEPTH = 3  # of data sets within data sets
@@ -181,7 +182,7 @@ def _read_ahead(loader: Iterator[Any], name: str) -> tuple[Any, Any]:
         found = next(loader)
     except StopIteration:
         raise _no_batch(loader, name) from None
-    if not _is_same(before, rng_state()):
+    if not is_same(before, rng_state()):
         problem = "is read once only and draws random numbers, so its first batch cannot be looked at before the run"
         action = "Pass a DataLoader or an object whose __iter__ starts anew, or name a strategy without memory_budget"
         raise DataError(name, loader, problem, action)
@@ -238,12 +239,6 @@ def _put_back_generators(part: Any) -> Iterator[Callable[[], Any]]:
 
 def _call(function: Callable[..., Any], *arguments: Any) -> Callable[[], Any]:
     return lambda: function(*arguments)
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    if isinstance(one, dict):
-        return all(_is_same(value, other[key]) for key, value in one.items())
-    return torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one == other)
 
 
 def _num_bytes(batch: Any) -> int:

@@ -257,11 +257,12 @@ class Source:
         if self._running is None:
             return state
         num_batches = self._running.num_batches
+        is_exhausted = self._running.is_exhausted or num_batches >= self._feed.num_batches or self._feed.has_ended
         return {
             **state,
             "epoch": self._running.epoch,
             "num_batches": num_batches,
-            "is_exhausted": self._running.is_exhausted or num_batches >= self._feed.num_batches,
+            "is_exhausted": is_exhausted,
             **self._feed.position(num_batches),  # where it counts batches, those of all ranks
         }
 
