@@ -73,6 +73,7 @@ def test_what_an_update_holds_of_the_weight_before_is_counted(name: str) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
 def test_an_update_that_is_compiled_needs_nothing_beside() -> None:
     module, batch = Layers(8, 1024), torch.zeros(8, 1024)
     plan = plan_of("adamw8bit")

@@ -201,7 +201,7 @@ class _Replacements(TorchFunctionMode):
 
 @contextmanager
 def _own_backward() -> Iterator[None]:
-    """Inside, ``torch.autograd.backward`` asks no mode to run it (torch 2.13 does), which would leave the mode first."""
+    """Inside, ``torch.autograd.backward`` asks no mode to run it (torch 2.13 does): that would leave the mode."""
     module: Any = torch.autograd
     before = module.has_torch_function
     module.has_torch_function = lambda arguments: False
