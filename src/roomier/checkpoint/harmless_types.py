@@ -9,6 +9,9 @@ those who call its ``save_hyperparameters`` with what a parser gave them, write 
 - paths of ``pathlib``: folders among the hyperparameters; a string;
 - NumPy scalars and their dtypes: scores and learning rates that NumPy computed; a number, made of the bytes in the
   file for boolean, integer and floating dtypes alone;
+- ``DictConfig`` and ``ListConfig`` of OmegaConf, which Hydra hands over: a dict that reads as attributes, and a list.
+  What refers to another value (``"${a.b}"``), or is to be given (``"???"``), stays that text, as :class:`Unresolved`;
+- ``collections.defaultdict``: a dict;
 - ``EarlyStoppingReason``: an enum of Lightning's EarlyStopping, which its state held in some versions; its number.
 
 None of them can run code: they take strings, numbers and dicts, and keep them.
@@ -25,6 +28,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from roomier.api.hparams import HyperParameters
+
 _ATTRIBUTE_DICTS = (
     "lightning.fabric.utilities.data.AttributeDict",
     "lightning_fabric.utilities.data.AttributeDict",
@@ -38,10 +43,35 @@ _STOPPING_REASONS = (
 )
 _NUMPY_CORES = ("numpy.core.multiarray", "numpy._core.multiarray")
 _KINDS_OF_NUMBERS = "biuf"
+_CONFIGS = ("omegaconf.dictconfig.DictConfig", "omegaconf.listconfig.ListConfig")
+_NODES = tuple(f"omegaconf.nodes.{kind}Node" for kind in ("Any", "String", "Integer", "Float", "Boolean", "Path"))
+_FACTS = ("omegaconf.base.ContainerMetadata", "omegaconf.base.Metadata")
+_TYPES_NAMED_THERE = ("typing.Any", *(f"builtins.{name}" for name in ("int", "float", "bool", "str", "list", "dict")))
 
 
 class _Namespace:
     """In the place of ``argparse.Namespace``."""
+
+
+class Unresolved(str):
+    """The text of a value of OmegaConf that is worked out, or missing, when it is read."""
+
+
+class _Config:
+    """In the place of a container of OmegaConf: its ``_content`` is a dict or list of nodes, None, or an
+    :class:`Unresolved`."""
+
+
+class _Node:
+    """In the place of a value in one: ``_val``."""
+
+
+class _Facts:
+    """In the place of what OmegaConf notes of each of them, which is not looked at."""
+
+
+class _Type:
+    """In the place of every type that is named in such notes. It stands for none of them, so it is nobody's value."""
 
 
 class _NumpyDtype:
@@ -78,11 +108,18 @@ def _number(value: int) -> int:
     return int(value)
 
 
+def _empty(*_: Any) -> dict[Any, Any]:
+    return {}
+
+
 def _by_name() -> list[Any]:
     listed: list[tuple[Any, str]] = [(OrderedDict, name) for name in _ATTRIBUTE_DICTS]
     listed += [(_Namespace, "argparse.Namespace"), (_NumpyDtype, "numpy.dtype")]
     listed += [(_number, name) for name in _STOPPING_REASONS]
     listed += [(_numpy_scalar, f"{module}.scalar") for module in _NUMPY_CORES]
+    listed += [(_Config, name) for name in _CONFIGS] + [(_Node, name) for name in _NODES]
+    listed += [(_Facts, name) for name in _FACTS] + [(_Type, name) for name in _TYPES_NAMED_THERE]
+    listed += [(_empty, "collections.defaultdict")]
     for module in _PATH_MODULES:
         listed += [(_posix_path, f"{module}.{name}") for name in ("PosixPath", "PurePosixPath")]
         listed += [(_windows_path, f"{module}.{name}") for name in ("WindowsPath", "PureWindowsPath")]
@@ -96,9 +133,18 @@ def harmless_types() -> AbstractContextManager[Any]:
 
 
 def as_plain(value: Any) -> Any:
-    """``value`` with dicts in the place of what was read as a namespace or a dict of another class."""
+    """``value`` with dicts in the place of what was read as a namespace or a dict of another class, and with what
+    OmegaConf's containers hold in theirs.
+
+    Raises:
+        ValueError: it holds a type, or a container in a form that is not known.
+    """
     if isinstance(value, _Namespace):
         return as_plain(vars(value))
+    if isinstance(value, _Config):
+        return _content_of(value)
+    if isinstance(value, (type, _Type, _Node, _Facts)):
+        raise ValueError("it holds a type, such as int, as a value")
     if isinstance(value, Mapping):
         return {key: as_plain(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -106,3 +152,31 @@ def as_plain(value: Any) -> Any:
     if type(value) is tuple:
         return tuple(as_plain(item) for item in value)
     return value
+
+
+def _content_of(config: _Config) -> Any:
+    content = vars(config).get("_content", config)
+    if content is None:
+        return None
+    if isinstance(content, str):
+        return Unresolved(content)
+    if isinstance(content, dict):
+        return HyperParameters({key: _value_of(each) for key, each in content.items()})
+    if isinstance(content, list):
+        return [_value_of(each) for each in content]
+    raise ValueError("it holds a container of OmegaConf in a form that is not known")
+
+
+def _value_of(node: Any) -> Any:
+    if not isinstance(node, _Node):
+        return as_plain(node)
+    value = vars(node).get("_val", node)
+    return Unresolved(value) if isinstance(value, str) and ("${" in value or value == "???") else as_plain(value)
+
+
+def unresolved_in(value: Any, place: str = "") -> list[str]:
+    """Where an :class:`Unresolved` stands in what :func:`as_plain` gave: ``"['cfg']['lr'] = '${base.lr}'"``."""
+    if isinstance(value, Unresolved):
+        return [f"{place} = {str(value)!r}"]
+    items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
+    return [found for key, each in items for found in unresolved_in(each, f"{place}[{key!r}]")]

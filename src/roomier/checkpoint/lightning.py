@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from roomier.checkpoint.commit import at_home
-from roomier.checkpoint.harmless_types import as_plain, harmless_types
+from roomier.checkpoint.harmless_types import as_plain, harmless_types, unresolved_in
 from roomier.core.errors import CheckpointError
 
 VERSION = "pytorch-lightning_version"
 HYPERPARAMETERS, HYPERPARAMETERS_NAME = "hyper_parameters", "hparams_name"
+_HYPERPARAMETERS_TYPE = "hparams_type"
 SCALERS = ("MixedPrecision", "MixedPrecisionPlugin", "NativeMixedPrecisionPlugin", "native_amp_scaling_state")
 SUFFIX = ".ckpt"
 _GROUP_KEYS_OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}
@@ -78,8 +79,20 @@ class LightningFile:
 
     @property
     def hyperparameters(self) -> dict[str, Any]:
-        """By name."""
-        return dict(self.content.get(HYPERPARAMETERS) or {})
+        """By name.
+
+        Raises:
+            CheckpointError: values among them are worked out by OmegaConf, which is not asked.
+        """
+        found: dict[str, Any] = dict(self.content.get(HYPERPARAMETERS) or {})
+        if unresolved := unresolved_in(found):
+            shown = ", ".join(unresolved[:_NUM_NAMES_SHOWN])
+            action = (
+                "Make the module yourself, and give it the weights: fit(weights=...); or call OmegaConf.resolve(cfg) "
+                "before save_hyperparameters. A run goes on from this file as it is: fit(ckpt_path=...)"
+            )
+            raise self.error(f"its hyperparameters refer to others, or are missing: {shown}", action)
+        return found
 
     @property
     def described(self) -> dict[str, Any]:
@@ -226,7 +239,11 @@ def _read(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict) or not isinstance(content.get("state_dict"), dict):
         action = "Give a .ckpt file of Lightning, a checkpoint folder of roomier, or .safetensors files"
         raise CheckpointError("checkpoint", str(path), "is no checkpoint of Lightning: no 'state_dict' in it", action)
-    return {key: value if key == "state_dict" else as_plain(value) for key, value in content.items()}
+    content.pop(_HYPERPARAMETERS_TYPE, None)  # a class: that of their container
+    try:
+        return {key: value if key == "state_dict" else as_plain(value) for key, value in content.items()}
+    except (ValueError, RecursionError) as error:
+        raise _refused(path, error) from error
 
 
 def _first_byte(path: Path) -> bytes:
