@@ -22,6 +22,7 @@ from roomier.api.lightning import LightningAdapter, lent_to_lightning, logged_hp
 from roomier.api.misspelled import check_hook_names
 from roomier.api.module import Module
 from roomier.api.wrapped import network_of
+from roomier.core.batch_norms import BATCH_NORMS
 from roomier.core.device import resolve_device
 from roomier.core.errors import DataError, RoomierError
 from roomier.core.log import notice
@@ -62,7 +63,6 @@ if TYPE_CHECKING:
     from roomier.trainer import Trainer
 
 LOADER_NAMES = {"validate": "val", "test": "test", "predict": "predict"}
-BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 FLAGS = {"fit": "training", "validate": "validating", "test": "testing", "predict": "predicting"}
 
 
