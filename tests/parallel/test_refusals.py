@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from roomier.core.errors import RoomierError, TrainingError
 from tests.parallel.parity import Batch, Setup, batches_of, engine_of
-from tests.parallel.test_shapes import Regression
+from tests.parallel.test_shapes import WIDTH, Regression
 from tests.ranks.pool import RankFailed, RankPool
 
 CUT = ["zero1", "zero2", "zero3"]
@@ -18,6 +18,18 @@ CUT = ["zero1", "zero2", "zero3"]
 class Mixed(Regression):
     def make_network(self) -> nn.Module:
         return nn.Sequential(nn.Flatten(), nn.Linear(18, 4), nn.Linear(4, 1, dtype=torch.bfloat16))
+
+
+class Linear(Regression):
+    def make_network(self) -> nn.Module:
+        return nn.Linear(WIDTH, 1)
+
+
+class Complex(Regression):
+    """All of it is, so that the imaginary parts alone would be lost."""
+
+    def make_network(self) -> nn.Module:
+        return nn.Linear(WIDTH, 1, dtype=torch.complex64)
 
 
 def message_of_build(task: type[Regression], strategy: str) -> str:
@@ -34,6 +46,30 @@ def test_trained_parameters_of_two_dtypes(on_ranks: RankPool, strategy: str) -> 
         assert "float32" in message
         assert "bfloat16" in message
         assert "strategy='ddp'" in message
+
+
+def test_complex_parameters(on_ranks: RankPool) -> None:
+    for message in on_ranks(2, message_of_build, Complex, "zero2"):
+        assert "weight" in message
+        assert "complex64" in message
+        assert "strategy='ddp'" in message
+
+
+def messages_of_second_builds() -> list[str]:
+    messages = []
+    for second in ("zero1", "ddp"):
+        task = Linear()
+        engine_of(task, Setup("zero3").plan())
+        with pytest.raises(RoomierError) as caught:
+            engine_of(task, Setup(second).plan())
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_a_model_that_is_cut_already_in_another_way(on_ranks: RankPool) -> None:
+    for messages in on_ranks(2, messages_of_second_builds):
+        for message in messages:
+            assert "an earlier run divided it among the ranks in another way" in message
 
 
 class NoLoss(Regression):

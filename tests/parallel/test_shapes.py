@@ -236,6 +236,21 @@ class AloneInRoot(Regression):
         return prediction
 
 
+class ChannelsLast(Regression):
+    """Weights that lie in memory in another order: of convolutions, and a transpose."""
+
+    def make_network(self) -> nn.Module:
+        layers = [nn.Unflatten(2, (WIDTH, 1)), nn.Conv2d(self.num_tokens, 5, kernel_size=(3, 1)), nn.Flatten(1)]
+        network = nn.Sequential(*layers, nn.Linear(5 * (WIDTH - 2), 1)).to(memory_format=torch.channels_last)
+        network[3].weight = nn.Parameter(torch.randn(5 * (WIDTH - 2), 2).t()[:1].mul(0.1))
+        network.transposed = nn.Parameter(torch.randn(WIDTH, self.num_tokens).t())
+        return network
+
+    def predict(self, x: Tensor) -> Tensor:
+        prediction: Tensor = self.network(x * self.network.transposed)
+        return prediction
+
+
 TASKS = [
     FrozenSome,
     FrozenBlock,
@@ -250,6 +265,7 @@ TASKS = [
     Normed,
     InPlace,
     AloneInRoot,
+    ChannelsLast,
 ]
 LAYOUTS = [("ddp", 2), ("zero1", 2), ("zero2", 2), ("zero3", 4)]
 

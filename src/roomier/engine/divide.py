@@ -11,6 +11,7 @@ from torch import nn
 from roomier.core.errors import RoomierError
 from roomier.core.ranks import Ranks
 from roomier.engine.engine import Parallel
+from roomier.engine.materialise import cuts_parameters
 from roomier.plan import Plan
 from roomier.precision.policy import Precision
 
@@ -34,6 +35,9 @@ def divide(
     if ranks.is_alone:
         return None
     wanted = plan.parallel
+    earlier: Shards | None = network.__dict__.get(_SHARDS)
+    if earlier is not None and not cuts_parameters(plan, ranks):
+        raise _cut_otherwise(network)
     if plan.optimizer.name == "onebit_adam":
         from roomier.parallel.own_gradients import OwnGradients
 
@@ -57,7 +61,7 @@ def divide(
             compression=PowerSGD(wanted.compression_rank, wanted.compression_warmup_steps) if compresses else None,
         )
     from roomier.parallel.mesh import make_mesh
-    from roomier.parallel.shard import Sharding, Shards, check_shardable
+    from roomier.parallel.shard import Sharding, Shards, check_shardable, lay_out_by_rows
 
     sharding = Sharding(
         mesh=make_mesh(device.type, ranks.world.size, wanted.num_shards),
@@ -69,13 +73,13 @@ def divide(
         by_hand=by_hand,
         is_pairwise=ranks.exchange_pairwise(device),
     )
-    earlier: Shards | None = network.__dict__.get(_SHARDS)
     if earlier is not None:  # a fit before: the model is evaluated, or fitted again, as it was cut
         _check_cut_alike(earlier, sharding, network)
         earlier.release()
         earlier.begin_run()
         return earlier
     check_shardable(network)
+    lay_out_by_rows(network)
     take_values_of_rank_zero(network, ranks)
     shards = Shards(network, sharding, ranks)
     shards.begin_run()
@@ -85,6 +89,10 @@ def divide(
 
 def _check_cut_alike(earlier: Shards, wanted: Sharding, network: nn.Module) -> None:
     if earlier.sharding != wanted:
-        action = "Use the strategy, precision and accumulation of that run, or load its checkpoint into a new model"
-        problem = "an earlier run divided it among the ranks in another way, which cannot be undone"
-        raise RoomierError("model", type(network).__name__, problem, action)
+        raise _cut_otherwise(network)
+
+
+def _cut_otherwise(network: nn.Module) -> RoomierError:
+    action = "Use the strategy, precision and accumulation of that run, or load its checkpoint into a new model"
+    problem = "an earlier run divided it among the ranks in another way, which cannot be undone"
+    return RoomierError("model", type(network).__name__, problem, action)

@@ -33,6 +33,7 @@ from torch.distributed.tensor import DTensor
 from roomier.api.blocks import find_blocks, num_elements_of
 from roomier.core import torch_private
 from roomier.core.errors import RoomierError
+from roomier.core.log import notice
 from roomier.core.ranks import Ranks
 from roomier.core.tree import map_tensors, tensors
 from roomier.parallel.collectives import PairwiseAllGather, PairwiseReduceScatter, Reductions
@@ -338,16 +339,34 @@ def _is_leaf_with_parameters(module: nn.Module) -> bool:
     return not any(True for _ in module.children()) and bool(cut_parameters(module))
 
 
+def lay_out_by_rows(network: nn.Module) -> None:
+    """Parameters that lie in memory in another order (``channels_last``, a transpose), of which ``fully_shard`` cannot
+    cut rows, in the usual one, in place. Their values stay what they are."""
+    found = {name: each for name, each in network.named_parameters() if not each.is_contiguous()}
+    for parameter in found.values():
+        parameter.data = parameter.data.contiguous()
+    if found:
+        notice(
+            f"{next(iter(found))} and {len(found) - 1} other parameters lay in memory in another order (channels_last, "
+            "a transpose); cut among ranks they are contiguous, with the values they had"
+        )
+
+
 def check_shardable(network: nn.Module) -> None:
     """Refuse what ``fully_shard`` cannot cut.
 
     Raises:
-        RoomierError: parameters that are trained are of several dtypes.
+        RoomierError: parameters that are trained are complex, or of several dtypes.
     """
     dtypes: dict[torch.dtype, str] = {}
     for name, parameter in network.named_parameters():
         if parameter.requires_grad and not is_whole(parameter):
             dtypes.setdefault(parameter.dtype, name)
+    for dtype, name in dtypes.items():
+        if dtype.is_complex:
+            problem = f"is of {dtype}, and gradients that travel in parts are added up as real numbers"
+            action = "Hold it as real numbers (torch.view_as_real) and view it as complex in the forward, or use "
+            raise RoomierError("model", name, problem, action + "strategy='ddp'")
     if len(dtypes) > 1:
         found = ", ".join(f"{name}: {dtype}" for dtype, name in dtypes.items())
         action = "Convert the model to one dtype (model.float()), or use strategy='ddp'"
