@@ -1,12 +1,14 @@
 """The exchange of parts over gloo gives what torch's own collectives give."""
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from roomier.parallel.collectives import PairwiseAllGather, PairwiseReduceScatter, Reductions
+from roomier.core.errors import TrainingError
+from roomier.parallel.collectives import PairwiseAllGather, PairwiseReduceScatter, Reductions, wait_for
 from roomier.parallel.mesh import REPLICATE, SHARD, make_mesh
 from tests.ranks.pool import RankPool
 
@@ -151,3 +153,28 @@ def test_neighbouring_ranks_share_a_copy(on_ranks: RankPool, num_ranks: int, num
 def ranks_of_copy(num_ranks: int, num_shards: int) -> list[int]:
     ranks: list[int] = dist.get_process_group_ranks(make_mesh("cpu", num_ranks, num_shards).get_group(SHARD))
     return ranks
+
+
+@pytest.mark.parametrize(
+    "said", ["Timed out waiting 600000ms for recv operation to complete", "Application timeout caused pair closure"]
+)
+def test_a_part_that_never_comes_is_told_however_gloo_says_it(monkeypatch: pytest.MonkeyPatch, said: str) -> None:
+    class Late:
+        def wait(self, timeout: Any) -> bool:
+            raise RuntimeError(said)
+
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    late: Any = Late()
+    with pytest.raises(TrainingError, match=r"rank 1.*another rank did not send.*batch_idx counts over all ranks"):
+        wait_for([late])
+
+
+def test_another_failure_of_an_exchange_is_told_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Lost:
+        def wait(self, timeout: Any) -> bool:
+            raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    lost: Any = Lost()
+    with pytest.raises(RuntimeError, match="Connection closed by peer"):
+        wait_for([lost])
