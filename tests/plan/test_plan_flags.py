@@ -135,6 +135,7 @@ def test_keywords_mean(keywords: dict[str, Any], values: dict[str, Any]) -> None
         ({"gradient_clip_val": -1}, "gradient_clip_val=-1: is not above 0", "Use None"),
         ({"gradient_clip_val": False}, "gradient_clip_val=False: is not a number", "number"),
         ({"accumulate_grad_batches": 0}, "accumulate_grad_batches=0: is not at least 1", "Use 1"),
+        ({"memory_budget": "10KiB"}, "memory_budget='10KiB': is not at least 1.0 MiB", "22GiB"),
         ({"accumulate_grad_batches": {4: 2}}, "accumulate_grad_batches={4: 2}: is not an integer", "number"),
         ({"optimizer": "adamwfp8"}, "optimizer='adamwfp8': is not built yet", "adamw8bit"),
         ({"optimizer": {"name": "soap"}}, "optimizer.name='soap': is not built yet", "adamw"),

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, get_args
 
 from roomier.core.errors import PlanError, did_you_mean
+from roomier.core.units import format_bytes
 from roomier.plan.choices import ALIASES, CHOICES, REFUSED, aliases_of
 from roomier.plan.lever_rules import LEVER_RULES
 from roomier.plan.parts import FIELDS, MIN_BUDGET_BYTES, PARTS, Options
@@ -83,6 +84,7 @@ class _Range:
     action: str
     low_is_allowed: bool = True
     high: float = math.inf
+    is_in_bytes: bool = False
 
     def holds(self, value: float) -> bool:
         above = value >= self.low if self.low_is_allowed else value > self.low
@@ -91,7 +93,8 @@ class _Range:
     def __str__(self) -> str:
         if self.high < math.inf:
             return f"between {self.low:g} and {self.high:g}"
-        return f"at least {self.low:g}" if self.low_is_allowed else f"above {self.low:g} and finite"
+        low = format_bytes(self.low) if self.is_in_bytes else f"{self.low:g}"
+        return f"at least {low}" if self.low_is_allowed else f"above {low} and finite"
 
 
 RANGES: dict[str, _Range] = {
@@ -108,11 +111,13 @@ RANGES: dict[str, _Range] = {
     "optimizer.min_lr_ratio": _Range(0, "Give the last learning rate as a share of the highest", high=1),
     "activation.every_n": _Range(1, "Use 2 for every second block"),
     "activation.budget_bytes": _Range(
-        MIN_BUDGET_BYTES, "Give the bytes of the device, such as '6GiB', or a fraction up to 1"
+        MIN_BUDGET_BYTES, "Give the bytes of the device, such as '6GiB', or a fraction up to 1", is_in_bytes=True
     ),
     "activation.budget_fraction": _Range(0, "Use 0 for the least memory, 1 for the least computation", high=1),
     "loss.chunk_tokens": _Range(1, "Use None, or 1024"),
-    "choice.memory_budget_bytes": _Range(MIN_BUDGET_BYTES, "Give the bytes of the device, such as '22GiB', or None"),
+    "choice.memory_budget_bytes": _Range(
+        MIN_BUDGET_BYTES, "Give the bytes of the device, such as '22GiB', or None", is_in_bytes=True
+    ),
     "adapter.lora_rank": _Range(1, "Use 8, or None for no adapters"),
     "adapter.lora_alpha": _Range(0, "Use twice lora_rank, or None", low_is_allowed=False),
     "adapter.lora_dropout": _Range(0, "Use a probability such as 0.05", high=1),
