@@ -167,6 +167,7 @@ def test_plans_that_save_memory_nobody_needs_are_left_out_and_not_priced() -> No
     assert {each for _, each, _ in asked} == {"none"}  # of each strategy the plain plan alone
     left_out = {strategy_of(each.plan) for each in choice.considered if each.is_left_out}
     assert left_out
+    assert {each.as_dict()["fits"] for each in choice.considered if each.is_left_out} == {None}  # it was not looked at
     assert len(asked) == len(set(asked)) == 4
     assert "the fastest that fits" in choice.why
 

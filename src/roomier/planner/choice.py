@@ -32,7 +32,8 @@ class Considered:
     is_left_out: bool = False
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data; the keys are those of :meth:`Forecast.as_dict`, ``fits`` and ``reason``."""
+        """Plain data; the keys are those of :meth:`Forecast.as_dict`, ``fits`` (None of what was not looked at) and
+        ``reason``."""
         known = {} if self.forecast is None else self.forecast.as_dict()
         missing = dict.fromkeys(("peak_bytes", "bytes_by_kind", "step_s"))
         return {
@@ -40,7 +41,7 @@ class Considered:
             "micro_batch": self.micro_batch,
             **missing,
             **known,
-            "fits": self.fits,
+            "fits": None if self.is_left_out else self.fits,
             "reason": self.reason,
         }
 
