@@ -1,7 +1,7 @@
 """Nested batches: every form comes back as itself, with its tensors changed."""
 
 from collections import OrderedDict, UserDict, namedtuple
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 
 import pytest
 import torch
@@ -49,9 +49,44 @@ def test_the_form_stays(batch):
 
 
 def test_a_dataclass():
-    graph = map_tensors(lambda t: t[:1], Graph(ONE, "g"))
+    graph = map_tensors(lambda t: t[:1], Graph(ONE, "g"), makes_anew=True)
     assert (graph.nodes.shape, graph.name, graph.num_nodes) == ((1, 3), "g", 1)
     assert next(iter(tensors(graph))) is graph.nodes
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """Does to its values what must not be done twice: a batch that is moved would not be the one that was loaded."""
+
+    values: torch.Tensor
+    scale: InitVar[float]
+    total: torch.Tensor = field(init=False)
+
+    def __post_init__(self, scale):
+        object.__setattr__(self, "values", self.values * scale)
+        object.__setattr__(self, "total", self.values.sum())
+
+
+def test_a_dataclass_that_is_moved_is_not_made_anew():
+    batch = Scaled(ONE, 2.0)
+    moved = map_tensors(lambda t: t.double(), batch)
+    assert torch.equal(moved.values, 2 * ONE.double())
+    assert (float(moved.total), moved.total.dtype) == (12.0, torch.float64)
+    assert batch.values.dtype == torch.float32
+
+
+class Tagged(list):
+    def __init__(self, items, tag):
+        super().__init__(items)
+        self.tag = tag
+
+
+def test_a_list_of_ones_own_class_keeps_what_it_has_beside():
+    batch = Tagged([ONE], "train")
+    moved = map_tensors(lambda t: t + 1, batch)
+    assert (type(moved), moved.tag) == (Tagged, "train")
+    assert torch.equal(moved[0], ONE + 1)
+    assert batch[0] is ONE
 
 
 def test_the_order_of_tensors_is_that_of_the_form():

@@ -1,5 +1,6 @@
 """Batches are nested: dicts, lists, tuples, named tuples and dataclasses with tensors at the leaves."""
 
+import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -9,24 +10,42 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 
-def map_tensors(fn: Callable[[Any], Any], batch: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:
+def map_tensors(
+    fn: Callable[[Any], Any], batch: Any, is_leaf: Callable[[Any], bool] | None = None, *, makes_anew: bool = False
+) -> Any:
     """A copy of ``batch`` of the same form with ``fn`` applied to each tensor; other leaves stay.
 
     Args:
         is_leaf: says of what it stands for as a whole; ``fn`` is applied to that too.
+        makes_anew: ``fn`` changes shapes, so what a dataclass derives of its tensors in ``__post_init__`` is derived
+            again; else that is not called, for it may do to the values what is done already.
     """
+
+    def mapped(part: Any) -> Any:
+        return map_tensors(fn, part, is_leaf, makes_anew=makes_anew)
+
     if isinstance(batch, Tensor) or (is_leaf is not None and is_leaf(batch)):
         return fn(batch)
     if isinstance(batch, Mapping):
-        mapped = {key: map_tensors(fn, value, is_leaf) for key, value in batch.items()}
-        return mapped if type(batch) is dict else _same_mapping(batch, mapped)
+        items = {key: mapped(value) for key, value in batch.items()}
+        return items if type(batch) is dict else _same_mapping(batch, items)
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(map_tensors(fn, value, is_leaf) for value in batch))
+        return type(batch)(*map(mapped, batch))
+    if isinstance(batch, list) and type(batch) is not list:
+        same = copy.copy(batch)  # its class may be made of other arguments
+        same[:] = map(mapped, batch)
+        return same
     if isinstance(batch, (list, tuple)):
-        return type(batch)(map_tensors(fn, value, is_leaf) for value in batch)
+        return type(batch)(map(mapped, batch))
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        values = {f.name: map_tensors(fn, getattr(batch, f.name), is_leaf) for f in dataclasses.fields(batch) if f.init}
-        return dataclasses.replace(batch, **values)
+        values = {each.name: mapped(getattr(batch, each.name)) for each in dataclasses.fields(batch)}
+        if makes_anew:
+            given = {each.name: values[each.name] for each in dataclasses.fields(batch) if each.init}
+            return dataclasses.replace(batch, **given)
+        same = copy.copy(batch)
+        for name, value in values.items():
+            object.__setattr__(same, name, value)  # it may be frozen
+        return same
     return batch
 
 
@@ -77,8 +96,5 @@ def moved(leaf: Any, device: torch.device) -> Any:
 
 def batch_size_of(batch: Any) -> int:
     """The first dimension of the first tensor of ``batch``; 1 where there is none."""
-    if isinstance(batch, Tensor):
-        return batch.shape[0] if batch.dim() else 1
-    for tensor in tensors(batch):
-        return tensor.shape[0] if tensor.dim() else 1
-    return 1
+    first = batch if isinstance(batch, Tensor) else next(tensors(batch), None)
+    return first.size(0) if first is not None and first.dim() else 1  # a nested tensor has a size, and no shape

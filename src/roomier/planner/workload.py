@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from roomier.api.adapt import as_module
+from roomier.api.kept_weights import KeptWeights
 from roomier.api.module import Module
 from roomier.api.wrapped import network_of
 from roomier.core.errors import RoomierError
@@ -31,6 +32,7 @@ class Workload:
         batch_size: samples of ``batch``, along dimension 0 of its tensors.
         activation_factor: how many times what is forecast of its activations and temporaries they are, as a run of it
             taught: see :mod:`roomier.planner.calibrated`.
+        copies: of the weights, which callbacks of the run keep.
 
     Raises:
         RoomierError: the module optimizes by hand: what its step does is not known before it runs.
@@ -40,6 +42,7 @@ class Workload:
     batch: Any
     batch_size: int
     activation_factor: float = 1.0
+    copies: tuple[KeptWeights, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.module.automatic_optimization:
@@ -62,7 +65,7 @@ class Workload:
                 return tensor[torch.arange(batch_size) % self.batch_size]
             return tensor.new_empty((batch_size, *tensor.shape[1:]))
 
-        return replace(self, batch=map_tensors(resized, self.batch), batch_size=batch_size)
+        return replace(self, batch=map_tensors(resized, self.batch, makes_anew=True), batch_size=batch_size)
 
     def calibrated(self, stretches: tuple[Stretch, ...], plan: Plan) -> tuple[Stretch, ...]:
         """A step of it, as forecast under ``plan``, with the activations that a run taught. A budget of activations is
