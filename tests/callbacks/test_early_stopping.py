@@ -94,6 +94,9 @@ def test_why_a_run_is_to_stop_stays_known_while_min_epochs_holds_it(
     trainer.fit(scripted([3.0, 4.0, 2.0]), batches[:1], batches[:1])
     assert trainer.current_epoch == 3
     assert (stopping.stopped_epoch, stopping.stopping_reason) == (1, EarlyStoppingReason.PATIENCE_EXHAUSTED)
+    trainer = make_trainer(stopping, max_epochs=1, enable_checkpointing=False, logger=False)
+    trainer.fit(scripted([1.0]), batches[:1], batches[:1])
+    assert (stopping.stopping_reason, stopping.stopping_reason_message) == (EarlyStoppingReason.NOT_STOPPED, None)
 
 
 def test_a_run_that_goes_on_improving_is_not_stopped(make_trainer: Make, scripted: Any, batches: Any) -> None:

@@ -117,6 +117,8 @@ class EarlyStopping(Callback):
 
     def setup(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
         self._is_fitting = stage == "fit"
+        if self._is_fitting:
+            self.stopping_reason, self.stopping_reason_message = EarlyStoppingReason.NOT_STOPPED, None
 
     def on_validation_end(self, trainer: Trainer, pl_module: Module) -> None:
         if self._is_fitting and not trainer.sanity_checking:
