@@ -128,6 +128,10 @@ class LightningAdapter(WrappedModule):
     def hparams(self) -> HyperParameters:
         return HyperParameters(hparams_of(self.network))
 
+    @hparams.setter
+    def hparams(self, values: Any) -> None:
+        self._user.hparams = values  # whose class refuses it
+
     @property
     def logged_hparams(self) -> dict[str, Any]:
         return logged_hparams_of(self.network)

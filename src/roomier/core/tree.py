@@ -32,9 +32,9 @@ def map_tensors(
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*map(mapped, batch))
     if isinstance(batch, list) and type(batch) is not list:
-        same = copy.copy(batch)  # its class may be made of other arguments
-        same[:] = map(mapped, batch)
-        return same
+        listed = copy.copy(batch)  # its class may be made of other arguments
+        listed[:] = map(mapped, batch)
+        return listed
     if isinstance(batch, (list, tuple)):
         return type(batch)(map(mapped, batch))
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
