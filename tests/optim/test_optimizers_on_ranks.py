@@ -61,10 +61,10 @@ class Own(Language):
         return LikeBitsandbytes(self.parameters(), lr=0.1)
 
 
-def build_own(strategy: str) -> str:
+def build_own(strategy: str, kind: type[Own] = Own) -> str:
     plan = plan_from_flags(strategy=strategy, devices=2, accelerator="cpu")
     try:
-        engine_of(Own(), plan)
+        engine_of(kind(), plan)
     except RoomierError as error:
         return str(error)
     return "built"
@@ -75,3 +75,26 @@ def test_bitsandbytes_is_refused_where_parameters_are_cut(on_ranks: RankPool) ->
     for said in on_ranks(2, build_own, "zero2"):
         assert said.startswith("configure_optimizers='LikeBitsandbytes'")
         assert "optimizer='adamw8bit'" in said
+
+
+class WithFusedSGD(Own):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1, fused=True)
+
+
+class WithAdafactor(Own):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adafactor(self.parameters())
+
+
+def build_all(strategy: str) -> list[str]:
+    return [build_own(strategy, kind) for kind in (WithFusedSGD, WithAdafactor)]
+
+
+def test_optimizers_of_torch_that_take_whole_tensors_are_refused_before_their_first_step(on_ranks: RankPool) -> None:
+    assert on_ranks(2, build_all, "ddp") == [["built"] * 2] * 2
+    for fused, adafactor in on_ranks(2, build_all, "zero3"):
+        assert fused.startswith("configure_optimizers='SGD': with fused=True takes whole tensors")
+        assert "Leave out fused=True" in fused
+        assert adafactor.startswith("configure_optimizers='Adafactor'")
+        assert "AdamW" in adafactor

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
@@ -12,6 +13,9 @@ from roomier.core.errors import RoomierError, did_you_mean
 from roomier.optim.local import is_cut
 
 FIELD = "configure_optimizers"
+# What torch 2.13 lacks of them for DTensor is found at their first step.
+_OF_WHOLE_TENSORS = (torch.optim.Adafactor, torch.optim.Rprop)
+_FUSED_OF_WHOLE_TENSORS = (torch.optim.SGD, torch.optim.Adagrad)
 
 
 @dataclass
@@ -114,20 +118,28 @@ def check_ownership(configured: Configured, parameters: Iterable[nn.Parameter]) 
 
 
 def check_cut_parameters(optimizers: Iterable[Optimizer]) -> None:
-    """Refuse an optimizer of bitsandbytes over parameters that are cut among ranks, before its first step fails.
+    """Refuse an optimizer whose first step would fail on parameters that are cut among ranks.
 
     Raises:
         RoomierError: names it.
     """
     for optimizer in optimizers:
-        is_of_bitsandbytes = any(kind.__module__.startswith("bitsandbytes.") for kind in type(optimizer).__mro__)
-        if is_of_bitsandbytes and any(is_cut(each) for group in optimizer.param_groups for each in group["params"]):
-            raise RoomierError(
-                FIELD,
-                type(optimizer).__name__,
-                "its kernels take whole tensors, and the strategy cuts parameters among the ranks",
-                "Use Trainer(optimizer='adamw8bit'), whose states are cut as well, or strategy='ddp'",
-            )
+        cut_groups = [group for group in optimizer.param_groups if any(map(is_cut, group["params"]))]
+        if not cut_groups:
+            continue
+        problem = action = ""
+        if any(kind.__module__.startswith("bitsandbytes.") for kind in type(optimizer).__mro__):
+            problem = "its kernels take whole tensors"
+            action = "Use Trainer(optimizer='adamw8bit'), whose states are cut as well"
+        elif type(optimizer) in _OF_WHOLE_TENSORS:
+            problem = "of torch takes whole tensors"
+            action = "Use torch.optim.AdamW, whose states are cut as well"
+        elif type(optimizer) in _FUSED_OF_WHOLE_TENSORS and any(group.get("fused") for group in cut_groups):
+            problem = "with fused=True takes whole tensors"
+            action = "Leave out fused=True"
+        if problem:
+            problem += ", and the strategy cuts parameters among the ranks"
+            raise RoomierError(FIELD, type(optimizer).__name__, problem, f"{action}, or use strategy='ddp'")
 
 
 def _from_mapping(returned: Mapping[str, Any]) -> Configured:
