@@ -22,7 +22,7 @@ class Net(roomier.Module):
 
     def predict_step(self, batch: Any, batch_idx: int) -> int:
         self.layer(batch[0])
-        return batch_idx
+        return int(batch[0][0, 0]) // 8  # its number among those of all ranks
 
 
 def trainer() -> roomier.Trainer:

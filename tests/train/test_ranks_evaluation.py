@@ -50,7 +50,7 @@ class Measures(roomier.Module):
         self.accuracy(out, y)
         self.by_hand.update(loss)
         self.outputs.extend(loss.tolist())
-        self.seen.append(batch_idx)
+        self.seen.append(self.trainer.run.batch_number)
         self.log("mean", loss.mean())
         self.log("sum", loss.sum(), reduce_fx="sum")
         self.log("min", loss.min(), reduce_fx="min")
@@ -58,7 +58,7 @@ class Measures(roomier.Module):
         self.log("half", loss.mean(), batch_size=0.5)
         if len(self.trainer.num_val_batches) == 1:  # one object is for one loader
             self.log("accuracy", self.accuracy)
-        if batch_idx == 1:
+        if self.trainer.run.batch_number == 1:
             self.log("of one", loss.mean())
 
     test_step = validation_step
@@ -71,8 +71,10 @@ class Measures(roomier.Module):
         self.by_hand.reset()
 
     def predict_step(self, batch, batch_idx, dataloader_idx=0):
-        self.seen.append(batch_idx)
-        return {"out": self(batch[0]), "idx": batch_idx}
+        number = self.trainer.run.batch_number
+        assert batch_idx == number // self.trainer.world_size
+        self.seen.append(number)
+        return {"out": self(batch[0]), "idx": number}
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -212,3 +214,24 @@ def test_all_ranks_evaluate_with_the_statistics_of_the_first(on_ranks, strategy:
     first, second = on_ranks(2, normalised, strategy)
     assert first == second
     assert first != [0.0, 0.0, 0.0]
+
+
+def outputs_of_first_batch(num_samples: int) -> list[float]:
+    """What a user does once an evaluation, on the first batch: under zero3 all ranks must do it."""
+
+    class Shows(Measures):
+        def validation_step(self, batch, batch_idx):
+            if batch_idx == 0:
+                self.shown = self(torch.ones(1, 3)).tolist()
+            return self(batch[0])
+
+    module = Shows()
+    roomier.Trainer(**QUIET, strategy="zero3", devices=2).validate(module, DataLoader(data(num_samples), batch_size=4))
+    return getattr(module, "shown", [])
+
+
+@pytest.mark.parametrize("num_samples", [4, 12])  # of 1 batch and of 3
+def test_every_rank_counts_its_batches_from_zero(on_ranks, num_samples: int):
+    first, second = on_ranks(2, outputs_of_first_batch, num_samples)
+    assert len(first) == 1
+    assert second == (first if num_samples > 4 else [])  # without a batch of its own it runs one that leaves no trace

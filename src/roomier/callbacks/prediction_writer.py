@@ -115,10 +115,11 @@ class PredictionWriter(Callback):
 
         Args:
             batch_indices: places of its samples in the data set; empty where they are not known.
-            batch_idx: its number among those of all ranks.
+            batch_idx: its number on this rank; ``trainer.predict_loop.current_batch_number`` is that of all ranks.
         """
         assert self.output_dir is not None
-        _save(prediction, self.output_dir / f"predictions-{dataloader_idx}-{batch_idx:06d}.pt")
+        number = trainer.predict_loop.current_batch_number
+        _save(prediction, self.output_dir / f"predictions-{dataloader_idx}-{number:06d}.pt")
 
     def write_on_epoch_end(
         self, trainer: Trainer, pl_module: Module, predictions: Sequence[Any], batch_indices: Sequence[Any]

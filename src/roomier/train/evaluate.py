@@ -86,9 +86,10 @@ def _evaluate_source(run: Run, stage: str, source: Source, limit: float, dataloa
     outer_transfer, engine.hooks.transfer = engine.hooks.transfer, transfer_of(run, dataloader_idx or 0)
     kept: dict[int, Any] = {}
     try:
-        for host_batch, batch_idx, counts in turns(run, source, limit):
+        for batch_idx, turn in enumerate(turns(run, source, limit)):
+            host_batch, run.batch_number, counts = turn
             if is_kept and counts:
-                kept[batch_idx] = run_batch(host_batch, batch_idx, counts)
+                kept[run.batch_number] = run_batch(host_batch, batch_idx, counts)
             else:
                 run_batch(host_batch, batch_idx, counts)
     finally:
@@ -114,7 +115,7 @@ def turns(run: Run, source: Source, limit: float) -> Iterator[tuple[Any, int, bo
 
 def batch_runner(run: Run, stage: str, dataloader_idx: int | None) -> Callable[[Any, int, bool], Any]:
     """What runs one batch of a loader, its hooks and the step, and returns the output: a function of the batch, its
-    number, and whether it counts; one that does not is run for the other ranks' sake, and gives None.
+    index on this rank, and whether it counts; one that does not is run for the other ranks' sake, and gives None.
 
     Args:
         dataloader_idx: None where there is one loader.

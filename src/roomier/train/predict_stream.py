@@ -59,7 +59,8 @@ def _of_source(
     """What each batch gives; of several ranks, after each round of batches what all gave, in order."""
     results, run_batch = run.results, batch_runner(run, "predict", dataloader_idx)
     run.engine.hooks.transfer = transfer_of(run, dataloader_idx or 0)
-    for host_batch, batch_idx, counts in _called(turns(run, source, limit), roll_call):
+    for batch_idx, turn in enumerate(_called(turns(run, source, limit), roll_call)):
+        host_batch, run.batch_number, counts = turn
         with without_gradients(run):
             results.stage, results.dataloader_idx = "predict", dataloader_idx
             output = run_batch(host_batch, batch_idx, counts)
@@ -68,7 +69,7 @@ def _of_source(
             yield output
         else:
             on_host = map_tensors(lambda tensor: tensor.cpu(), output)
-            of_round = run.ranks.gather((batch_idx, on_host) if counts else None)
+            of_round = run.ranks.gather((run.batch_number, on_host) if counts else None)
             for _, each in sorted((one for one in of_round if one is not None), key=lambda one: one[0]):
                 yield each
         output = None

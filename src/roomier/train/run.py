@@ -64,6 +64,8 @@ class Run:
         state_at_end: all but the engine's part of a checkpoint, as training left it at its last save point.
         random_state: of a checkpoint, put back when the loop begins.
         batch_idx: of the training batch at hand in its epoch, counting micro-batches.
+        batch_number: of the batch that is evaluated, among those of all ranks; each rank counts its own by itself, and
+            steps and hooks get that count as their ``batch_idx``.
         last_loss: loss of the last optimizer step (0-dim, on the device); on several ranks, this rank's share of it.
         leaves_out_step: a hook before an update asked that it is not done; the step counts for nothing.
         looks: called, on every rank, before a loss that is not finite would end the run.
@@ -90,6 +92,7 @@ class Run:
     keeps_predictions: bool = True
     num_training_batches: float = 0
     batch_idx: int = -1
+    batch_number: int = -1
     val_interval: float = math.inf
     deferred_saves: list[WantedSave] = field(default_factory=list)
     not_stored: set[str] = field(default_factory=set)

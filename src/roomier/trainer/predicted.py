@@ -20,6 +20,7 @@ class PredictLoop:
     """What ``predict`` has done so far on this rank, under Lightning's names; filled by :class:`KeepsPredicted`.
 
     Attributes:
+        current_batch_number: of the batch at hand, among those of all ranks.
         current_batch_indices: places of the samples of the batch at hand in its data set; empty where they are not
             known: the loader is no DataLoader that reads in order.
         epoch_batch_indices: those of each batch so far, a list a loader.
@@ -27,6 +28,7 @@ class PredictLoop:
     """
 
     def __init__(self) -> None:
+        self.current_batch_number = -1
         self.current_batch_indices: list[int] = []
         self.epoch_batch_indices: list[list[list[int]]] = []
         self.return_predictions = False
@@ -46,8 +48,8 @@ class PredictLoop:
         self.epoch_batch_indices = [[] for _ in range(num_loaders)]
         self._predictions = [[] for _ in range(num_loaders)]
 
-    def add(self, loader_number: int, indices: list[int], output: Any, *, is_kept: bool) -> None:
-        self.current_batch_indices = indices
+    def add(self, loader_number: int, number: int, indices: list[int], output: Any, *, is_kept: bool) -> None:
+        self.current_batch_number, self.current_batch_indices = number, indices
         self.epoch_batch_indices[loader_number].append(indices)
         if is_kept:
             self._predictions[loader_number].append(map_tensors(lambda tensor: tensor.cpu(), output))
@@ -77,8 +79,9 @@ class KeepsPredicted(Callback):
     ) -> None:
         loaders = trainer.predict_dataloaders
         loader = loaders[dataloader_idx] if isinstance(loaders, (list, tuple)) and _are_loaders(loaders) else loaders
-        indices = batch_indices(loader, batch_idx)
-        trainer.predict_loop.add(dataloader_idx, indices, outputs, is_kept=self._until_end)
+        number = trainer.needs_run("predict_loop").batch_number
+        indices = batch_indices(loader, number)
+        trainer.predict_loop.add(dataloader_idx, number, indices, outputs, is_kept=self._until_end)
 
 
 def writes_predictions(callback: Any) -> bool:
@@ -96,12 +99,13 @@ def _are_loaders(loaders: Any) -> bool:
     return all(isinstance(each, DataLoader) for each in loaders)
 
 
-def batch_indices(loader: Any, batch_idx: int) -> list[int]:
-    """Places in the data set of the samples of a batch; ``[]`` where the loader does not read it in order."""
+def batch_indices(loader: Any, number: int) -> list[int]:
+    """Places in the data set of the samples of the batch of that number; ``[]`` where the loader does not read in
+    order."""
     sampler = getattr(loader, "batch_sampler", None)
     if not isinstance(loader, DataLoader) or type(sampler) is not BatchSampler:
         return []
     if type(sampler.sampler) is not SequentialSampler:
         return []
-    start = batch_idx * sampler.batch_size
+    start = number * sampler.batch_size
     return list(range(start, min(start + sampler.batch_size, len(sampler.sampler))))
