@@ -235,3 +235,14 @@ def test_a_run_calibrates_plans_of_its_model_and_no_others(capsys: pytest.Captur
     assert "activations and temporaries are" in output.err
     assert main(["plan", *asked, "--model.width", "5"]) == 2
     assert "is a run of a model with 5 parameters, and this one has 6" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("callback", ["roomier.callbacks.EMAWeightAveraging", "roomier.callbacks.WeightAveraging"])
+def test_a_copy_of_the_weights_that_a_callback_keeps_is_counted(
+    callback: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--model", "cli_toy.ToyModule", "--data", "cli_toy.ToyData", "--trainer.accelerator", "cpu"]
+    words += ["--strategy", "single", "--trainer.enable_checkpointing", "false"]
+    plain = planned(capsys, *words)["chosen"]["bytes_by_kind"]["parameter"]
+    averaging = planned(capsys, *words, "--trainer.callbacks", callback)["chosen"]["bytes_by_kind"]["parameter"]
+    assert (plain, averaging) == (20, 40)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from roomier.api.callback import Callback
+from roomier.api.kept_weights import KeepsWeights, kept_by
 from roomier.callbacks.tracked_step import TrackedStep, first_step_of, tracked_step
 from roomier.core.errors import RoomierError
 from roomier.core.log import notice
@@ -119,7 +120,7 @@ class MemoryForecast(Callback):
 
         if trainer.shapes is None:
             return
-        found = Workload.of(trainer.shapes, batch)
+        found = replace(Workload.of(trainer.shapes, batch), copies=kept_by(trainer.callbacks, now=True))
         if self._workload is None or found.batch_size > self._workload.batch_size:
             self._workload = found
 
@@ -190,7 +191,11 @@ def _forecast(trainer: Trainer, workload: Workload | None) -> tuple[Forecast | N
 
 
 def _notes(trainer: Trainer) -> list[str]:
-    notes = []
+    notes = [
+        f"The copy of the weights that {type(each).__name__} keeps is forecast, but it is not there yet."
+        for each in trainer.callbacks
+        if trainer.choice is not None and isinstance(each, KeepsWeights) and not list(each.held_weights())
+    ]
     if trainer.plan.compile.enabled:
         notes.append("Compiled blocks ran uncompiled in the tracked step; compiled they need less.")
     return notes

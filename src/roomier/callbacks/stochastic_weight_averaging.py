@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import SWALR
 
 from roomier.api.callback import Callback
+from roomier.api.kept_weights import KeptWeights
 from roomier.api.step_arguments import num_step_arguments
 from roomier.core.batch_norms import BATCH_NORMS
 from roomier.core.errors import DataError, RoomierError
@@ -39,7 +40,8 @@ class StochasticWeightAveraging(Callback):
 
     A checkpoint of a run holds the weights that are trained and, beside them, the average; what ``save_checkpoint``
     writes after ``fit`` has the average as the model's weights. A run that ends before ``max_epochs`` keeps what it
-    trained. The average takes the memory of one more copy of the weights, which plans do not count.
+    trained. The average takes the memory of one more copy of the weights, which plans count where it is
+    held beside them.
 
     Args:
         swa_lrs: the learning rate to anneal to, or one for each parameter group.
@@ -81,6 +83,7 @@ class StochasticWeightAveraging(Callback):
         self._annealing = {"anneal_epochs": annealing_epochs, "anneal_strategy": annealing_strategy}
         self._avg_fn = avg_fn
         self._device = None if device is None else torch.device(device)
+        self.kept_weights = KeptWeights(device=self._device)
         self._forget()
 
     def _forget(self) -> None:
@@ -94,6 +97,10 @@ class StochasticWeightAveraging(Callback):
     def num_averaged(self) -> int:
         """How many weights the average is of."""
         return 0 if self._average is None else self._average.num_averaged
+
+    def held_weights(self) -> list[Tensor]:
+        """See :class:`roomier.api.kept_weights.KeepsWeights`."""
+        return [] if self._average is None else list(self._average.averages.values())
 
     # Checkpoints --------------------------------------------------------------------------------------------------
 

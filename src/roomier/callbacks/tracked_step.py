@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from roomier.api.blocks import find_blocks
+from roomier.api.kept_weights import held_by
 from roomier.api.wrapped import network_of
 from roomier.engine.engine import Engine
 
@@ -67,7 +68,8 @@ class TrackedStep:
         if self._looking is None:
             from roomier.memory.tracker import MemoryTracker  # late: it needs the distributed tensors
 
-            self._looking = MemoryTracker(engine.module, engine.optimizers, engine.device)
+            callbacks = trainer.callbacks
+            self._looking = MemoryTracker(engine.module, engine.optimizers, engine.device, lambda: held_by(callbacks))
         tracker = self._looking
         tracker.resume()
         self._inside = _told(tracker, trainer)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from roomier.api.callback import Callback
+from roomier.api.kept_weights import KeptWeights
 from roomier.core.errors import RoomierError
 from roomier.core.log import notice
 from roomier.optim.averaging import AverageAll, AverageOne, WeightAverage, tensors_to_average
@@ -27,8 +28,7 @@ class WeightAveraging(Callback):
     Until the first update there is no average, and the weights that are trained are validated. Arguments are those of
     Lightning's callback. The average is of parameters that are trained and of floating-point buffers; each rank
     averages its part where parameters are cut. It takes the memory of one more copy of the weights (in float32), which
-    forecasts and plans do not count: ``device="cpu"`` keeps it in host memory, and copies the weights there at each
-    update.
+    forecasts and plans count: ``device="cpu"`` keeps it in host memory, and copies the weights there at each update.
 
     In a checkpoint the average stands at ``"module"``, where evaluation and export look, and what is trained at
     ``"current_model_state"``; a resume is exact, and needs this callback.
@@ -58,6 +58,7 @@ class WeightAveraging(Callback):
             raise self._wrong("avg_fn", avg_fn, "multi_avg_fn is given as well", "Pass one of the two")
         self._device = None if device is None else torch.device(device)
         self._use_buffers = use_buffers
+        self.kept_weights = KeptWeights(use_buffers, self._device)
         self._functions: dict[str, Any] = {"average_one": avg_fn, "average_all": multi_avg_fn}
         self._weight: float | None = None  # of the newest weights; None counts all alike
         self._average: WeightAverage | None = None
@@ -85,6 +86,10 @@ class WeightAveraging(Callback):
     def has_average_in_model(self) -> bool:
         """Whether the model has the averaged weights now."""
         return self._average is not None and self._average.is_swapped
+
+    def held_weights(self) -> list[Tensor]:
+        """See :class:`roomier.api.kept_weights.KeepsWeights`."""
+        return [] if self._average is None else list(self._average.averages.values())
 
     # The run ------------------------------------------------------------------------------------------------------
 

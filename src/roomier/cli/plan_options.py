@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, replace
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -11,7 +12,9 @@ from jsonargparse import ArgumentParser, Namespace
 from torch import nn
 
 from roomier.api.datamodule import DataModule
+from roomier.api.kept_weights import KeptWeights, kept_by
 from roomier.api.lightning_types import LightningDataModule
+from roomier.cli.options import VerbParser
 from roomier.core.device import resolve_device
 from roomier.core.errors import RoomierError
 from roomier.hardware.machine import Machine
@@ -19,6 +22,7 @@ from roomier.models.gpt import SIZES, GPTConfig
 from roomier.plan import Plan
 from roomier.trainer import Trainer
 from roomier.trainer.keywords import plan_of
+from roomier.trainer.lightning_callbacks import adopted
 
 _DESCRIPTION = (
     "What each plan costs on a machine, and the fastest that fits. Nothing is run, and the machine need not be there. "
@@ -34,7 +38,7 @@ def plan_parser(gpt: str | None) -> ArgumentParser:
         gpt: ``"gpt"`` or the name of one of its sizes where ``--model`` is that; its options are then those of
             :class:`GPTConfig`.
     """
-    parser = ArgumentParser(prog="roomier plan", description=_DESCRIPTION, exit_on_error=False, allow_abbrev=False)
+    parser = VerbParser(prog="roomier plan", description=_DESCRIPTION, exit_on_error=False, allow_abbrev=False)
     parser.add_argument("--config", action="config", help="YAML with these options, as `roomier fit` takes it")
     parser.add_argument("--seed_everything", type=int | None, default=None, help="is read from a run's YAML; unused")
     parser.add_argument("--ckpt_path", type=str | None, default=None, help="is read from a run's YAML; unused")
@@ -204,6 +208,18 @@ def _check_names_the_same(config: Namespace, machine: Machine, given: Collection
     if "devices" in given and isinstance(own, int) and own not in (-1, machine.devices_per_node):
         problem = f"{hardware} has {machine.devices_per_node} of them on each node"
         raise RoomierError("--trainer.devices", own, problem, action)
+
+
+def copies_asked(config: Namespace) -> tuple[KeptWeights, ...]:
+    """The copies of the weights that callbacks of the configuration keep. No other callback is made."""
+    callbacks = config.trainer.callbacks or ()
+    made: list[Any] = []
+    for each in callbacks if isinstance(callbacks, (list, tuple)) else (callbacks,):
+        module, _, name = str(each.class_path).rpartition(".")
+        found = getattr(import_module(module), name)
+        if hasattr(found, "held_weights") or name in ("WeightAveraging", "EMAWeightAveraging"):  # Lightning's as well
+            made.append(found(**each.get("init_args", Namespace()).as_dict()))
+    return kept_by(adopted(made))
 
 
 def plan_asked(config: Namespace, machine: Machine, *, optimizes_itself: bool) -> Plan:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ from roomier.api.module import Module
 from roomier.cli.options import parse
 from roomier.cli.plan_options import (
     check_asked,
+    copies_asked,
     heed_strategy,
     machine_asked,
     plan_asked,
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
     from roomier.hardware.machine import Machine
     from roomier.planner.choice import Choice
     from roomier.planner.what_if import Grid
-    from roomier.planner.workload import Workload
 
 EXIT_NOTHING_FITS = 1
 
@@ -61,7 +61,7 @@ def run(verb: str, arguments: Sequence[str]) -> int:
         heed_strategy(config, given)
         with contextlib.redirect_stdout(sys.stderr):  # what a user's code prints is no part of the answer
             machine = machine_asked(config, given)
-            asked = _asked(parser, config, gpt)
+            asked = _with(_asked(parser, config, gpt), copies=copies_asked(config))
             if config.calibrated_by is not None:
                 asked = _calibrated(asked, config.calibrated_by, machine)
             plan = plan_asked(config, machine, optimizes_itself=_optimizes_itself(asked.workload.module))
@@ -100,18 +100,19 @@ def _calibrated(asked: Asked, run: str, machine: Machine) -> Asked:
 
     record = read_record(find_run(Path(run)))
     workload = learned_of(asked.workload, record, machine, run)
-    factor, at_length = workload.activation_factor, asked.at_length
+    factor = workload.activation_factor
     notice(f"as in {run}, activations and temporaries are {factor:.3g} times what is forecast ({record.line()})")
     if learn_device(record) is not None:
         name = record.forecast.machine.device.name
         notice(f"what {run} tells of a {name} beside tensors is kept in {cache_file()}; `roomier hardware --forget`")
-    if at_length is not None:
-        at_length = _with_factor(at_length, factor)
-    return replace(asked, workload=workload, at_length=at_length)
+    return _with(asked, activation_factor=factor)
 
 
-def _with_factor(at_length: Callable[[int], Workload], factor: float) -> Callable[[int], Workload]:
-    return lambda length: replace(at_length(length), activation_factor=factor)
+def _with(asked: Asked, **changes: Any) -> Asked:
+    """``asked`` with what else is known of its workload, at any length."""
+    at_length = asked.at_length
+    later = None if at_length is None else lambda length: replace(at_length(length), **changes)
+    return replace(asked, workload=replace(asked.workload, **changes), at_length=later)
 
 
 def _optimizes_itself(module: Module) -> bool:

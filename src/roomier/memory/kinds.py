@@ -10,7 +10,8 @@ class Kind(StrEnum):
     """What a tensor's memory is for. Its value is the name in reports.
 
     Attributes:
-        PARAMETER: what this rank owns between steps: all of the weights, or its part of them; and buffers.
+        PARAMETER: what this rank owns between steps: all of the weights, or its part of them; buffers; and averages of
+            weights that callbacks keep.
         GATHERED: copies of weights whose parts came from other ranks, in the dtype they compute in.
         GRADIENT: of whole parameters while a backward runs, and of this rank's part of them.
         OPTIMIZER_STATE: as the optimizer keeps it.

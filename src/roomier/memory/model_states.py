@@ -21,9 +21,12 @@ own less.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+
+import torch
 
 from roomier.memory.kinds import MODEL_STATES, Kind, total_bytes
 from roomier.memory.walk import KINDS, Layout, Walk, gradient_bytes, in_order_of_gathering, own_shape, unit_bytes
@@ -91,6 +94,17 @@ def kept_bytes(
         Kind.PARAMETER: buffer_bytes + sum(unit_bytes(each, layout).stored for each in units),
         Kind.OPTIMIZER_STATE: sum(state_bytes(each, own_shape(each.shape, layout)) for each in trained),
     }
+
+
+def copied_bytes(units: Sequence[Unit], layout: Layout) -> int:
+    """Of a copy of what is trained of this rank's part, in float32 at least: an average of the weights."""
+    trained = (
+        weight for unit in units for weight in unit.weights if weight.is_trained and weight.dtype.is_floating_point
+    )
+    return sum(
+        math.prod(own_shape(each.shape, layout)) * torch.promote_types(each.dtype, torch.float32).itemsize
+        for each in trained
+    )
 
 
 class _WholeStep:

@@ -15,7 +15,7 @@ allocator rounds up. On CUDA the allocator's own peak is noted beside.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -91,6 +91,7 @@ class MemoryTracker:
         module: whose parameters and buffers are known by kind.
         optimizers: over its parameters.
         device: storages elsewhere are not counted.
+        kept: gives tensors beside the module's that are kept for as long as it is: averages of its weights.
 
     Attributes:
         allocator_peak_bytes, reserved_peak_bytes: on CUDA, the most that its allocator gave out, and had from the
@@ -99,7 +100,13 @@ class MemoryTracker:
             and whatever other programs hold there; None elsewhere.
     """
 
-    def __init__(self, module: nn.Module, optimizers: Sequence[Optimizer], device: torch.device) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizers: Sequence[Optimizer],
+        device: torch.device,
+        kept: Callable[[], Iterable[Tensor]] = tuple,
+    ) -> None:
         self.phase = "rest"
         self.place = ""
         self._interception = torch_private.intercept(self._on_operation)
@@ -108,6 +115,7 @@ class MemoryTracker:
             (each, name) for each in module.modules() for name, _ in each.named_parameters(recurse=False)
         ]
         self._optimizers = optimizers
+        self._kept = kept
         self._device = device
         self._is_cut = any(isinstance(each, DTensor) for each in self._owned())
         self._owned_once: list[nn.Parameter] = []
@@ -296,8 +304,8 @@ class MemoryTracker:
             self._see(parameter, Kind.PARAMETER, was_there=True)
             if parameter.grad is not None:
                 self._see(parameter.grad, Kind.GRADIENT, was_there=True)
-        for buffer in self._module.buffers():
-            self._see(buffer, Kind.PARAMETER, was_there=True)
+        for tensor in (*self._module.buffers(), *self._kept()):
+            self._see(tensor, Kind.PARAMETER, was_there=True)
         for optimizer in self._optimizers:
             for state in optimizer.state.values():
                 for tensor in _tensors_in(state):
@@ -317,10 +325,14 @@ class MemoryTracker:
 
 
 @contextmanager
-def tracking(engine: Engine) -> Iterator[MemoryTracker]:
+def tracking(engine: Engine, kept: Sequence[Tensor] = ()) -> Iterator[MemoryTracker]:
     """Track the steps of ``engine`` taken inside. Its ``forward_backward`` tells the phases ``"forward"`` and
-    ``"backward"``; around ``engine.step()`` the caller may enter ``"update"``."""
-    tracker = MemoryTracker(engine.module, engine.optimizers, engine.device)
+    ``"backward"``; around ``engine.step()`` the caller may enter ``"update"``.
+
+    Args:
+        kept: tensors beside the module's that stay.
+    """
+    tracker = MemoryTracker(engine.module, engine.optimizers, engine.device, lambda: kept)
     hooks = engine.hooks
     before, after = hooks.before_backward, hooks.after_backward
     hooks.before_backward = (*before, lambda loss: tracker.enter("backward"))

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from roomier.api.blocks import find_blocks
+from roomier.api.kept_weights import KeptWeights
 from roomier.api.module import Module
 from roomier.api.step_arguments import num_step_arguments
 from roomier.api.wrapped import network_of
@@ -20,6 +22,7 @@ from roomier.engine.build import build, configure
 from roomier.engine.eager import EagerEngine
 from roomier.memory.kinds import Kind, total_bytes
 from roomier.memory.tracker import MemoryTracker, Snapshot, tracking
+from roomier.optim.averaging import WeightAverage, tensors_to_average
 from roomier.plan import ActivationPlan, Plan
 from roomier.planner.fake.fake_world import fake_world
 from roomier.planner.fake.shapes import shapes_of, shapes_of_batch
@@ -115,6 +118,7 @@ def dry_run(workload: Workload, plan: Plan, *, rank: int = 0, is_pairwise: bool 
         return _tracked_step(
             engine,
             module,
+            _copies(engine, [each for each in workload.copies if each.is_on(like)]),
             lambda: _micro_batches(workload, plan),
             clips=plan.batch.gradient_clip_val,
             num_steps_before=2 if plan.parallel.strategy == "ddp" else 1,  # DDP is there from the second on
@@ -166,9 +170,21 @@ def _micro_batches(workload: Workload, plan: Plan) -> list[Any]:
     return [shapes_of_batch(workload.batch) for _ in range(plan.batch.accumulate_grad_batches)]
 
 
+def _copies(engine: EagerEngine, copies: Sequence[KeptWeights]) -> list[Tensor]:
+    """What callbacks keep from the start of a run on."""
+    saved = engine.weights() if any(each.with_buffers for each in copies) else {}
+    buffers = [(name, each) for name, each in engine.module.named_buffers() if name in saved]
+    averages = [
+        WeightAverage(tensors_to_average(engine.module.named_parameters(), buffers if each.with_buffers else ()))
+        for each in copies
+    ]
+    return [tensor for average in averages for tensor in average.averages.values()]
+
+
 def _tracked_step(
     engine: EagerEngine,
     module: Module,
+    copies: Sequence[Tensor],
     make_batches: Callable[[], list[Any]],
     *,
     clips: float | None,
@@ -193,7 +209,7 @@ def _tracked_step(
         del batches  # only now: loops hold them while the optimizer steps
         tracker.enter("rest")
 
-    with tracking(engine) as tracker, ExitStack() as stack:
+    with tracking(engine, copies) as tracker, ExitStack() as stack:
 
         def tell(place: str) -> None:
             tracker.place = place

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
+from roomier.api.kept_weights import kept_by
 from roomier.core.errors import RoomierError, TrainingError
 from roomier.core.units import format_bytes
 from roomier.memory.kinds import Kind
@@ -154,7 +155,9 @@ def _workload(trainer: Trainer, run: Run) -> Workload | None:
     from roomier.planner.workload import Workload
 
     shapes, batch = trainer.shapes or _plain(run), run.results.batch
-    return None if shapes is None or batch is None else Workload.of(shapes, batch)
+    if shapes is None or batch is None:
+        return None
+    return dataclasses.replace(Workload.of(shapes, batch), copies=kept_by(trainer.callbacks))
 
 
 def _plain(run: Run) -> Module | None:

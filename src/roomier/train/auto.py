@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from roomier.api.kept_weights import kept_by
 from roomier.api.lightning import overrides
 from roomier.api.module import Module
 from roomier.core.errors import RoomierError
@@ -156,7 +157,7 @@ def _workload(trainer: Trainer, module: Module, data: RunLoaders) -> Workload:
     transfer = transfer_to(torch.device("cpu"), module, trainer.datamodule)
     if transfer is not None:
         batch = transfer(copy.deepcopy(batch))
-    return Workload.of(_built(module), batch)
+    return dataclasses.replace(Workload.of(_built(module), batch), copies=kept_by(trainer.callbacks))
 
 
 def _built(module: Module) -> Module:

@@ -15,10 +15,12 @@ from roomier.core.world import World
 from roomier.engine.build import build, configure
 from roomier.engine.eager import EagerEngine
 from roomier.hardware.machine import Machine
-from roomier.memory.model_states import kept_bytes
+from roomier.memory.kinds import Kind
+from roomier.memory.model_states import copied_bytes, kept_bytes
 from roomier.memory.predict import layout_of, state_bytes_of
 from roomier.memory.walk import Layout, gradient_bytes, unit_bytes
 from roomier.memory.weights import Unit, buffer_bytes, units_with_weights
+from roomier.optim.averaging import tensors_to_average
 from roomier.plan import ActivationPlan, BatchPlan, OffloadPlan, ParallelPlan, Plan
 from roomier.planner.dry_run import Stretch
 from roomier.planner.fake.fake_world import fake_world
@@ -44,6 +46,7 @@ class _Built:
 
     units: list[Unit]
     buffer_bytes: int
+    saved_buffer_bytes: int  # of floating-point ones that are saved, in float32 at least
     optimizers: list[Optimizer]
     names: dict[str, Any]
 
@@ -193,10 +196,15 @@ class Estimator:
         at_once = self._machine.device.kind == "cuda"
         with fake_world(World(0, 1, 0, 0, 1), is_pairwise=True):
             update = {} if layout.steps_in_backward else update_bytes(built.optimizers, layout, at_once=at_once)
+        kept = kept_bytes(built.units, layout, sizes, built.buffer_bytes)
+        for each in self._workload.copies:
+            if each.is_on(self._machine.device.kind):
+                kept[Kind.PARAMETER] += copied_bytes(built.units, layout)
+                kept[Kind.PARAMETER] += built.saved_buffer_bytes if each.with_buffers else 0
         return States(
             units=built.units,
             sizes=[unit_bytes(each, layout) for each in built.units],
-            kept=kept_bytes(built.units, layout, sizes, built.buffer_bytes),
+            kept=kept,
             gradient_bytes=sum(gradient_bytes(each.weights) for each in built.units),
             update=update,
         )
@@ -230,10 +238,13 @@ def _build_on_one(workload: Workload, plan: Plan) -> _Built:
             for parameter in group["params"]
             if parameter in names
         }
+        saved = engine.weights()
+        averaged = tensors_to_average((), ((name, each) for name, each in network.named_buffers() if name in saved))
         engine.close()
         return _Built(
             units_with_weights(network, precision.autocast_dtype, precision.weight_dtype),
             buffer_bytes(network),
+            sum(each.numel() * max(each.itemsize, 4) for each in averaged.values()),
             engine.optimizers,
             updated_by,
         )
