@@ -318,3 +318,33 @@ def test_ranks_decide_alike(on_ranks: Any, tmp_path: Path, strategy: str, action
     whole = [roomier.checkpoint.load(tmp_path / f"{name}-{action}") for name in ("single", strategy)]
     assert [each["progress"]["global_step"] for each in whole] == [11, 11]
     torch.testing.assert_close(whole[0]["module"], whole[1]["module"], rtol=1e-4, atol=1e-5)
+
+
+def fit_across_an_unfreeze(root: Path, strategy: str, action: str) -> None:
+    torch.manual_seed(1)
+    saves = ModelCheckpoint(dirpath=root / f"saves-{action}", every_n_train_steps=4)
+    trainer = Trainer(
+        accelerator="cpu",
+        strategy=strategy,
+        devices=2,
+        max_epochs=3,
+        default_root_dir=root,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[SpikeGuard(action), BackboneFinetuning(1), saves],
+    )
+    trainer.fit(BadOnce(norm=False), DataLoader(torch.cat(batches()), batch_size=2))
+    trainer.save_checkpoint(root / action)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3"])
+def test_ranks_go_back_across_an_unfreeze(on_ranks: Any, tmp_path: Path, strategy: str, capsys: Any) -> None:
+    for action in ("rollback", "skip"):
+        on_ranks(2, fit_across_an_unfreeze, tmp_path, strategy, action)
+    assert "goes back to step 8" in capsys.readouterr().out
+    back, skipped = (roomier.checkpoint.load(tmp_path / action) for action in ("rollback", "skip"))
+    torch.testing.assert_close(back["module"], skipped["module"], rtol=0, atol=0)
+    states = (each["optimizers"][0]["state"] for each in (back, skipped))
+    torch.testing.assert_close(*states, rtol=0, atol=0)
