@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import re
+import subprocess
 import sys
 from collections.abc import Callable
 from io import BytesIO
@@ -17,6 +21,7 @@ from roomier import Module, Trainer, checkpoint
 from roomier.api.exports import Exports
 from roomier.checkpoint.lightning import LightningFile
 from roomier.core.errors import CheckpointError, RoomierError
+from roomier.export.output_file import for_torch, replacing_file
 from roomier.export.plain import plain_model
 from roomier.export.torch_export import export_torch
 from roomier.export.torchscript import export_torchscript
@@ -282,3 +287,60 @@ def test_the_plain_model_of_a_lightning_checkpoint(tmp_path: Path) -> None:
     assert LightningFile(tmp_path / "x.ckpt").hyperparameters == {"width": 5}
     with pytest.raises(CheckpointError, match=r"its weights are not those of OwnModule.*--model"):
         plain_model(tmp_path / "x.ckpt", OwnModule, {"width": 6})
+
+
+WITHOUT_SPACE = """
+import resource, signal, sys, torch
+from pathlib import Path
+from roomier.export.torch_export import export_torch
+from roomier.export.torchscript import export_torchscript
+
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]),) * 2)
+for export, name in ((export_torchscript, "x.pt"), (export_torch, "x.pt2")):
+    inputs = {"example_inputs" if name == "x.pt" else "sample": torch.ones(2, 100)}
+    try:
+        export(torch.nn.Linear(100, 100), Path(sys.argv[1], name), **inputs)
+    except ValueError as error:
+        print(type(error).__name__, error)
+print([path.name for path in Path(sys.argv[1]).iterdir()])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("limit_bytes", [100, 30_000])
+def test_a_full_disk_is_told_and_does_not_end_the_process(tmp_path: Path, limit_bytes: int) -> None:
+    command = [sys.executable, "-c", WITHOUT_SPACE, str(tmp_path), str(limit_bytes)]
+    done = subprocess.run(command, capture_output=True, text=True)
+
+    assert done.returncode == 0, done.stderr[-2000:]
+    told = "CheckpointError output='.*': cannot be written (File too large). Free space.*"
+    assert re.search(told.replace("(", r"\(").replace(")", r"\)"), done.stdout)
+    assert done.stdout.count("CheckpointError") == 2
+    assert done.stdout.endswith("[]\n")
+
+
+class Full:
+    """A file on a disk without space."""
+
+    def write(self, data: Any) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_what_torch_writes_is_whole_or_the_error_comes_behind_it(tmp_path: Path) -> None:
+    with for_torch(tmp_path / "good") as file:
+        torch.save(X, file)
+    assert torch.equal(torch.load(tmp_path / "good", weights_only=True), X)
+
+    seen: list[str] = []
+
+    def write_on_a_full_disk() -> None:
+        with replacing_file(tmp_path / "full") as target, for_torch(target) as file:
+            file._file = Full()
+            torch.save(X, file)
+            seen.append("no error within")
+
+    with pytest.raises(CheckpointError, match=r"output='.*full': cannot be written \(No space left"):
+        write_on_a_full_disk()
+    assert seen == ["no error within"], "torch's writer must not meet it"
+    assert [path.name for path in tmp_path.iterdir()] == ["good"]

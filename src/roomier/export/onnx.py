@@ -87,7 +87,7 @@ def _write(model: nn.Module, example: Example, target: Path, options: dict[str, 
         program = graph_of(model, example, shapes, "onnx")
         with quietly():
             return torch.onnx.export(program, (), str(target), **common)
-    except RoomierError:
+    except (RoomierError, OSError):  # the disk's are told by who made the file
         raise
     except Exception as error:
         text = " ".join(str(error.__cause__ or error).split())[:300]

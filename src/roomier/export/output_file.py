@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from roomier.checkpoint.commit import absolute
 from roomier.core.errors import CheckpointError, RoomierError
@@ -50,6 +52,49 @@ def replacing_file(output: str | Path, *, may_exist: bool = False) -> Iterator[P
     finally:
         with suppress(OSError):
             shutil.rmtree(folder)
+
+
+class _FailsLate(io.RawIOBase):
+    def __init__(self, file: io.BufferedWriter) -> None:
+        self._file = file
+        self.error: OSError | None = None
+
+    def writable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        self._try(lambda: self._file.write(view))
+        return len(view)
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._try(lambda: self._file.seek(offset, whence))
+        return offset
+
+    def _try(self, function: Callable[[], int]) -> None:
+        if self.error is None:
+            try:
+                function()
+            except OSError as error:
+                self.error = error
+
+
+@contextmanager
+def for_torch(path: Path) -> Iterator[Any]:
+    """The new file ``path`` for torch to write a program into. Where a write fails, torch's writer ends the process
+    instead of raising; here it goes on to its end, and the error comes behind it.
+
+    Raises:
+        OSError: a write failed.
+    """
+    with path.open("wb") as file:
+        taking = _FailsLate(file)
+        yield taking
+        if taking.error is not None:
+            raise taking.error
 
 
 def _flush(path: Path) -> None:

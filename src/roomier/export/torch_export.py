@@ -13,7 +13,7 @@ from roomier.core.errors import RoomierError
 from roomier.core.log import notice
 from roomier.export.compared import MAX_DIFFERENCE, Compared, check_same, tensors_in
 from roomier.export.examples import Example, example_of
-from roomier.export.output_file import replacing_file
+from roomier.export.output_file import for_torch, replacing_file
 from roomier.export.ready import quietly, ready_for_export
 
 _ANY_SIZE = "Write it for any size, with x.shape[0] or -1 for numbers; or export for this one size: dynamic_shapes={}"
@@ -50,7 +50,8 @@ def export_torch(
         example = example_of(plain, sample, "sample").with_batch()
         program = graph_of(plain, example, dynamic_shapes, "torch-export")
         with quietly():
-            torch.export.save(program, target)
+            with for_torch(target) as file:
+                torch.export.save(program, file)
             again = torch.export.load(target).module()
         done = check_same(
             plain,

@@ -17,7 +17,7 @@ from roomier.core.errors import RoomierError, did_you_mean
 from roomier.core.log import notice
 from roomier.export.compared import MAX_DIFFERENCE, check_same, tensors_in
 from roomier.export.examples import Example, example_of
-from roomier.export.output_file import replacing_file
+from roomier.export.output_file import for_torch, replacing_file
 from roomier.export.ready import quietly, ready_for_export
 
 _METHODS = ("script", "trace")
@@ -68,8 +68,8 @@ def export_torchscript(
             for each in _branches(told):
                 notice(f"to torchscript: {each}; with other values it was the same")
         if output is not None:
-            with replacing_file(output, may_exist=may_exist) as target, quietly():
-                torch.jit.save(made, str(target))
+            with replacing_file(output, may_exist=may_exist) as target, quietly(), for_torch(target) as file:
+                torch.jit.save(made, file)
     if any(issubclass(each.category, DeprecationWarning) and "torch.jit" in str(each.message) for each in told):
         notice(
             "TorchScript is deprecated in torch: what is new goes into torch.export and ONNX, which are here as well"
