@@ -82,6 +82,22 @@ class SharedByBlocks(Scalars):
         return network
 
 
+class InTurns(Scalars):
+    """Samples decide which of the two numbers is used: others on other ranks, and some steps leave out one."""
+
+    def predict(self, x: Tensor) -> Tensor:
+        numbers = (self.network.temperature, self.network[0].alpha)
+        number = numbers[int(x[0, 0, 0] > 0)]
+        prediction: Tensor = self.network[4](x.mean(dim=1)) * number
+        return prediction
+
+    def make_network(self) -> nn.Module:
+        network = super().make_network()
+        for name, each in network.named_parameters():
+            each.requires_grad_(name.startswith(("temperature", "0.alpha", "4.")))
+        return network
+
+
 TASKS = [Scalars, OnlyOneIsTrained, NothingElse, SharedByBlocks]
 
 
@@ -110,6 +126,15 @@ def test_a_parameter_without_a_dimension_is_trained_as_in_one_process(
     by_value = replace(setup, clip=0.01, clip_algorithm="value")
     unused = replace(setup, clip=None, options={"find_unused_parameters": True})
     check(on_ranks, [*((task, setup) for task in TASKS), (Scalars, by_value), (Scalars, unused)])
+
+
+def test_one_that_some_ranks_or_all_leave_out_of_a_step(on_ranks: RankPool) -> None:
+    """Where no rank uses it, it has no gradient, and the optimizer passes it over as in one process."""
+    setup = Setup("zero3", 2, num_steps=8, micro_batch=1)
+    expected = train_bare(InTurns, setup, in_parts=True)
+    for trained in on_ranks(2, train_on_ranks, InTurns, setup):
+        apart = distance(trained, expected)
+        assert max(apart.losses, apart.weights) < 1e-5, apart
 
 
 @pytest.mark.parametrize("algorithm", ["norm", "value"])

@@ -81,7 +81,7 @@ def divide(
     check_shardable(network)
     lay_out_by_rows(network)
     take_values_of_rank_zero(network, ranks)
-    shards = Shards(network, sharding, ranks)
+    shards = Shards(network, sharding)
     shards.begin_run()
     network.__dict__[_SHARDS] = shards  # past __setattr__, for which it would be a part of the model
     return shards

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Any, cast
 
 import torch
@@ -13,7 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 from roomier.core import torch_fake, torch_private
 from roomier.core.errors import RoomierError, TrainingError
 from roomier.core.ranks import Ranks
-from roomier.parallel.average import average_gradients
 from roomier.parallel.fake_ddp import FakeDDP
 from roomier.parallel.powersgd import PowerSGD
 from roomier.parallel.rounded import send_rounded
@@ -173,3 +173,37 @@ def _constant_buffers(module: nn.Module) -> list[str]:
     # DDP sends buffers to all ranks in each forward; codes of frozen weights never change.
     names = ((prefix, getattr(each, "constant_buffers", ())) for prefix, each in module.named_modules())
     return [f"{prefix}.{name}" for prefix, own in names for name in own]
+
+
+def average_gradients(parameters: Sequence[nn.Parameter], ranks: Ranks, wire_dtype: torch.dtype | None = None) -> bool:
+    """Average the gradients of ``parameters`` over all ranks, in place; one that is missing on some counts as zero.
+
+    Args:
+        wire_dtype: in which they travel; None as they are.
+
+    Returns:
+        Whether one was missing on any rank. A gradient that is missing on all stays so.
+    """
+    num_with = torch.tensor([float(each.grad is not None) for each in parameters])
+    if parameters:
+        num_with = ranks.sum(num_with.to(parameters[0].device))
+    counts = num_with.tolist()
+    used = [each for each, count in zip(parameters, counts, strict=True) if count]
+    for each in used:
+        if each.grad is None:
+            each.grad = torch.zeros_like(each)
+    for _, group in groupby(sorted(used, key=_dtype_name), _dtype_name):
+        _average([each.grad for each in group if each.grad is not None], wire_dtype)
+    return any(count < ranks.world.size for count in counts)
+
+
+def _average(gradients: list[Tensor], wire_dtype: torch.dtype | None) -> None:
+    flat = torch.cat([each.flatten() for each in gradients]).to(wire_dtype)
+    dist.all_reduce(flat)
+    flat /= dist.get_world_size()
+    for gradient, part in zip(gradients, torch.split(flat, [each.numel() for each in gradients]), strict=True):
+        gradient.copy_(part.view_as(gradient))
+
+
+def _dtype_name(parameter: nn.Parameter) -> str:
+    return str(parameter.dtype)

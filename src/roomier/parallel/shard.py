@@ -34,7 +34,6 @@ from roomier.api.blocks import find_blocks, num_elements_of
 from roomier.core import torch_private
 from roomier.core.errors import RoomierError
 from roomier.core.log import notice
-from roomier.core.ranks import Ranks
 from roomier.core.tree import map_tensors, tensors
 from roomier.parallel.collectives import PairwiseAllGather, PairwiseReduceScatter, Reductions
 from roomier.parallel.norm import clip_grad_norm, clip_grad_value, over_ranks
@@ -107,9 +106,9 @@ class Shards:
     loss_factor = 1.0
     allows_inference_mode = False
 
-    def __init__(self, network: nn.Module, sharding: Sharding, ranks: Ranks) -> None:
+    def __init__(self, network: nn.Module, sharding: Sharding) -> None:
         self.sharding = sharding
-        self._whole = WholeParameters(network, ranks, by_hand=sharding.by_hand, finds_unused=sharding.finds_unused)
+        self._whole = WholeParameters(network, sharding.mesh.size() if sharding.by_hand else 1)
         self.late_parameters: Sequence[nn.Parameter] = self._whole.parameters
         self._reductions = Reductions()
         self._was_gathered = False

@@ -9,15 +9,14 @@ tensors without a dimension as equal on all ranks, so optimizers take both kinds
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
+from itertools import groupby
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from roomier.core.errors import TrainingError
-from roomier.core.ranks import Ranks
-from roomier.parallel.average import add_up_gradients, fill_missing_gradients
+from roomier.core import torch_fake
 
 
 def is_whole(parameter: Tensor) -> bool:
@@ -34,21 +33,15 @@ class WholeParameters:
     """The parameters of a network that stay whole: what they are told at each step.
 
     Args:
-        by_hand: gradients are the mean over the ranks, not their sum.
-        finds_unused: a step may leave out some of them, others on other ranks.
+        num_shares: what the sum of their gradients over the ranks is divided by.
 
     Attributes:
         parameters: all of them, trained or not.
     """
 
-    def __init__(self, network: nn.Module, ranks: Ranks, *, by_hand: bool, finds_unused: bool) -> None:
+    def __init__(self, network: nn.Module, num_shares: int = 1) -> None:
         self.parameters = [each for each in network.parameters() if is_whole(each)]
-        self._network = network
-        self._ranks = ranks
-        self._num_shares = ranks.world.size if by_hand else 1
-        # The optimizers of a training step that runs its own backward have their turns.
-        self._looks_each_time = by_hand or finds_unused
-        self._complete: list[int] = []  # ids of those that get a gradient in each step, on every rank
+        self._num_shares = num_shares
         self._kept: dict[nn.Parameter, Tensor] | None = None
 
     def begin_step(self) -> None:
@@ -66,37 +59,35 @@ class WholeParameters:
 
     @torch.no_grad()
     def end_step(self) -> None:
-        """After the backward of the last micro-batch.
-
-        Raises:
-            TrainingError: one got no gradient, and got one before.
-        """
-        trained = [each for each in self.parameters if each.requires_grad]
-        if trained:
-            add_up_gradients(self._with_gradient(trained), self._num_shares)
+        """After the backward of the last micro-batch."""
+        trained = sorted((each for each in self.parameters if each.requires_grad), key=_dtype_name)
+        for _, group in groupby(trained, _dtype_name):
+            self._add_up(list(group))
         for each, kept in (self._kept or {}).items():
             each.grad = kept if each.grad is None else kept.add_(each.grad)
         self._kept = None
 
-    def _with_gradient(self, trained: list[nn.Parameter]) -> list[nn.Parameter]:
-        """Those of ``trained`` that have a gradient, the same on every rank.
+    def _add_up(self, parameters: Sequence[nn.Parameter]) -> None:
+        """The sum over all ranks of their gradients; one that is missing on some counts as zero, on all stays so.
 
-        To ask all ranks waits for the device, so they are asked in the first step, and then where that step left out
-        some.
+        Gradients of 16 bits travel, and are added up, in float32. On how many ranks each is there travels with them,
+        and is looked at, which waits for the device, only where one is missing here.
         """
-        ids = [id(each) for each in trained]
-        if self._looks_each_time or ids != self._complete:
-            used, is_unused = fill_missing_gradients(trained, self._ranks)
-            self._looks_each_time |= is_unused
-            self._complete = ids
-            return used
-        left_out = [each for each in trained if each.grad is None]
-        if left_out:
-            raise self._left_out(left_out)
-        return trained
+        values = torch.stack([torch.zeros_like(each) if each.grad is None else each.grad for each in parameters])
+        values = values.to(torch.promote_types(values.dtype, torch.float32))
+        is_there = torch.ones_like(values)  # made where it is needed: a copy from the host would wait
+        for number, each in enumerate(parameters):
+            if each.grad is None:
+                is_there[number].zero_()
+        together = torch.stack([values, is_there])
+        dist.all_reduce(together)
+        sums, num_with = together[0] / self._num_shares, together[1]
+        for number, each in enumerate(parameters):
+            if each.grad is not None:
+                each.grad.copy_(sums[number])
+            elif not torch_fake.is_fake([num_with]) and num_with[number]:
+                each.grad = sums[number].to(each.dtype)
 
-    def _left_out(self, parameters: Iterable[nn.Parameter]) -> TrainingError:
-        names = {parameter: name for name, parameter in self._network.named_parameters()}
-        problem = f"got no gradient in this step on rank {dist.get_rank()}, and got one in the first"
-        action = "Tell that steps leave out parameters: set find_unused_parameters in the strategy"
-        return TrainingError("training_step", [names[each] for each in parameters][:5], problem, action)
+
+def _dtype_name(parameter: nn.Parameter) -> str:
+    return str(parameter.dtype)
