@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ import yaml
 from roomier import Trainer, checkpoint
 from roomier.cli.main import main
 from roomier.cli.options import parse, trainer_parser
+from roomier.cli.plan_options import plan_parser
 
 QUIET = ["--trainer.enable_progress_bar", "false", "--trainer.enable_model_summary", "false"]
 TOY = ["--model", "cli_toy.ToyModule", "--data", "cli_toy.ToyData"]
@@ -201,3 +203,18 @@ def test_the_installed_command_finds_classes_in_the_current_folder(tmp_path: Pat
     assert done.returncode == 0, done.stderr
     assert done.stdout == ""
     assert saved_steps(tmp_path) == [2]
+
+
+def test_help_has_words_of_its_own_for_each_option_of_the_trainer() -> None:
+    told = trainer_parser("fit").format_help()
+    assert not re.findall(r"--trainer\.(\w+)\+? \S+\s+\(type", told)  # the type comes first where there are none
+    assert "num_nodes:" not in told  # words of one that stand with another
+    assert "lr_schedule:" not in told
+
+
+def test_help_does_not_list_the_classes_of_torch() -> None:
+    for parser in (trainer_parser("fit"), plan_parser(None)):
+        told = parser.format_help()
+        assert "import path of a" in told
+        assert "LazyConv1d" not in told
+        assert "known subclasses" not in told

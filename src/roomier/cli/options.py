@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from argparse import ArgumentError
 from collections.abc import Sequence
+from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace
 from torch import nn
 
+from roomier import callbacks
 from roomier.api.datamodule import DataModule
 from roomier.api.lightning_types import LightningDataModule
 from roomier.cli.class_paths import check_class_paths
@@ -21,10 +24,25 @@ _DESCRIPTIONS = {
     "predict": "Run predict_step over the prediction data; callbacks take what it returns in on_predict_batch_end.",
 }
 
+_CLASSES_OF_TORCH = re.compile(r",\s+known\s+subclasses:[^()]*\)")
+
+
+class VerbParser(ArgumentParser):
+    """A parser that finds roomier's callbacks by their names alone, as only those classes are found that are imported.
+    Its help leaves out the classes that could be named: for a model they are hundreds of torch's own."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        for name in callbacks.__all__:
+            getattr(callbacks, name)
+
+    def format_help(self, *arguments: Any, **options: Any) -> str:
+        return _CLASSES_OF_TORCH.sub(")", super().format_help(*arguments, **options))
+
 
 def trainer_parser(verb: str) -> ArgumentParser:
     """The parser of ``verb``. It knows every keyword of the Trainer, and those of any class it is given."""
-    parser = ArgumentParser(
+    parser = VerbParser(
         prog=f"roomier {verb}", description=_DESCRIPTIONS[verb], exit_on_error=False, allow_abbrev=False
     )
     parser.add_argument("--config", action="config", help="YAML with these options; later ones win")

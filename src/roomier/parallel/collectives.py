@@ -140,8 +140,7 @@ def wait_for(work: Sequence[dist.Work]) -> None:
             "strategy",
             f"rank {dist.get_rank()}",
             f"waited {PATIENCE} for a part that another rank did not send: it is stuck, or it left out a layer",
-            "See what the other ranks do; where steps leave out layers, set find_unused_parameters in the strategy; in an "
-            "evaluation batch_idx counts over all ranks: what all must run, on_validation_epoch_end can run",
+            "See what the other ranks do; where steps leave out layers, set find_unused_parameters in the strategy",
         ) from error
 
 

@@ -68,13 +68,14 @@ class Trainer(TrainerAttributes):
             ``"hsdp"``; ``"auto"``, the fastest plan that fits; or a dict with ``name`` and fields of ``ParallelPlan``.
         accelerator: ``"auto"``, ``"cpu"``, ``"gpu"``, ``"cuda"``, ``"mps"``.
         devices: processes on each node, each with a device of its own; ``"auto"``: what torchrun, SLURM or MPI started,
-            else all CUDA devices, or one process without any. num_nodes: machines.
+            else all CUDA devices, or one process without any.
+        num_nodes: machines; ``"auto"``: as many as the launcher started.
         precision: ``"32-true"`` (the default: nothing is rounded below fp32), ``"bf16-mixed"``, ``"16-mixed"``,
             ``"bf16-true"``, ``"64-true"``.
         matmul_precision: fp32 matrix products in ``"highest"`` (fp32), ``"high"`` (tf32) or ``"medium"``.
         optimizer: its name, or a dict with ``name`` and its options, for models without ``configure_optimizers``.
-        learning_rate: of that optimizer. lr_schedule: a name, or a dict with ``name``, ``warmup_steps``,
-            ``min_lr_ratio``.
+        learning_rate: of that optimizer.
+        lr_schedule: a name, or a dict with ``name``, ``warmup_steps``, ``min_lr_ratio``.
         step_in_backward: update each parameter as its gradient is complete, and free the gradient.
         activation_checkpointing: what blocks compute again in backward: ``"full"``, ``"selective"``, ``"every_n"``, or
             a budget for the peak, such as ``"6GiB"``.
@@ -86,24 +87,35 @@ class Trainer(TrainerAttributes):
         compile: compile each block.
         memory_budget: what a device may hold at the peak of a step, such as ``"22GiB"``; None is all it has.
         accumulate_grad_batches: micro-batches of one optimizer step; their gradient is that of the whole batch.
-        gradient_clip_val, gradient_clip_algorithm: clip by ``"norm"`` or ``"value"``.
+        gradient_clip_val: the largest norm, or value, of gradients; None clips nothing.
+        gradient_clip_algorithm: clip by ``"norm"`` (the default) or ``"value"``.
         auto_lr_find: before a fit, try rising learning rates on a copy of the model, and take the suggested one; or the
             name of the attribute of the module that holds it.
         auto_scale_batch_size: before a fit, try how large micro-batches may be; a step keeps its samples. True is
             ``"power"``; or ``"binsearch"``.
-        max_epochs, min_epochs, max_steps, min_steps, max_time: how long to train; steps are optimizer steps.
-        limit_train_batches, limit_val_batches, limit_test_batches, limit_predict_batches: a number of batches
-            (int) or a fraction (float) of an epoch; of each rank in training, of all ranks together in evaluation.
+        max_epochs: train at most so many; -1 has no end.
+        min_epochs: train at least so many.
+        max_steps: at most so many optimizer steps; -1 is no limit.
+        min_steps: at least so many optimizer steps.
+        max_time: at most so long: ``"DD:HH:MM:SS"``, a ``timedelta``, or a dict of its keywords.
+        limit_train_batches: a number of batches (int) or a fraction (float) of an epoch, of each rank.
+        limit_val_batches: the same, of all ranks together.
+        limit_test_batches: as ``limit_val_batches``.
+        limit_predict_batches: as ``limit_val_batches``.
         overfit_batches: train and validate on that many batches, in fixed order.
         fast_dev_run: run that many batches of everything (True: 1), without logs and checkpoints.
         val_check_interval: validate after so many training batches (int) or a fraction of an epoch (float).
         check_val_every_n_epoch: validate in every n-th epoch; None counts ``val_check_interval`` across epochs.
         num_sanity_val_steps: validation batches before training begins; -1 for all.
         log_every_n_steps: a row in the log every so many optimizer steps.
-        callbacks, logger: objects; loggers by name too. ``logger=True`` writes ``metrics.jsonl``, ``metrics.csv``.
-        enable_checkpointing, enable_progress_bar, enable_model_summary: the callbacks that are there by default.
+        callbacks: objects.
+        logger: objects or names; True writes ``metrics.jsonl``, ``metrics.csv``.
+        enable_checkpointing: a ModelCheckpoint is there by default.
+        enable_progress_bar: a ProgressBar is there by default.
+        enable_model_summary: a ModelSummary is there by default.
         deterministic: True, False or ``"warn"``, as ``torch.use_deterministic_algorithms``.
-        benchmark: let cuDNN try kernels. detect_anomaly: find the operation that gives NaN (slow).
+        benchmark: let cuDNN try kernels.
+        detect_anomaly: find the operation that gives NaN (slow).
         inference_mode: evaluate under ``torch.inference_mode`` (else ``no_grad``).
         profiler: ``"torch"`` or a ``torch.profiler.profile``.
         default_root_dir: where run folders ``version_N`` go (``"runs"``).
