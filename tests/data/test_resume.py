@@ -275,6 +275,37 @@ def test_resume_between_two_epochs(kind: str):
         assert same(list(with_step_noise(second.start(1))), epoch_one)
 
 
+def weighted_with_workers(**options: Any) -> DataLoader[Tensor]:
+    sampler = WeightedRandomSampler([1.0] * NUM_SAMPLES, NUM_SAMPLES, **options)
+    return DataLoader(Numbers(), 8, sampler=sampler, num_workers=1, persistent_workers=True, **options)
+
+
+@pytest.mark.parametrize(("has_own_generator", "ends_by_loop"), [(False, True), (True, False)])
+def test_workers_that_stay_draw_no_more_in_a_resumed_run(has_own_generator: bool, ends_by_loop: bool):
+    """What comes behind the start of an epoch, a dropout say, draws the same."""
+
+    def make() -> DataLoader[Tensor]:
+        if not has_own_generator:
+            return weighted_with_workers()
+        return weighted_with_workers(generator=torch.Generator().manual_seed(1))
+
+    torch.manual_seed(0)
+    first, second = source(make()), source(make())
+    begun = list(first.start(0))
+    state, of_torch = first.state_dict(), torch.get_rng_state()
+    of_next, drawn = list(first.start(1)), torch.get_rng_state()
+    assert not same(of_next, begun)
+    torch.manual_seed(1)
+    second.load_state_dict(state)
+    torch.set_rng_state(of_torch)
+    if ends_by_loop:
+        assert list(second.start(0)) == []
+    assert same(list(second.start(1)), of_next)
+    assert torch.equal(torch.get_rng_state(), drawn)
+    for each in (first, second):
+        each.close()
+
+
 def test_a_loop_that_counts_batches_ends_an_epoch_too():
     """The loop may stop at ``num_batches`` without asking for one more: the epoch is over all the same."""
     first = source(DataLoader(Numbers(), batch_size=4, shuffle=True))

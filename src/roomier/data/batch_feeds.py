@@ -20,7 +20,7 @@ from roomier.core.log import notice
 from roomier.core.ranks import Ranks
 from roomier.core.rng import rng_state, set_rng_state
 from roomier.data.common_draws import CommonDraws
-from roomier.data.feeds import PASS, Feed, OwnGenerators
+from roomier.data.feeds import PASS, Feed, OwnGenerators, begin
 from roomier.data.same import is_same
 from roomier.data.sampler import WalkedSampler
 from roomier.data.seeding import EpochSeed, mix_seed
@@ -218,7 +218,7 @@ class WalkedFeed(BatchFeed):
         if self._epoch_seed is not None:
             self._epoch_seed.set(self._seed, epoch)
         self._sampler.skip(num_skipped)
-        return iter(self._loader)
+        return begin(self._loader, workers_were_there=self.goes_on)
 
     def check(self, position: dict[str, Any]) -> None:
         self._share.num_skipped(position, self.name, self._loader)
@@ -238,6 +238,7 @@ class WalkedFeed(BatchFeed):
         return iterator, self._first
 
     def adopt(self, position: dict[str, Any], *, is_complete: bool) -> None:
+        self.goes_on = True
         self._epoch_start.leave(self._of_this_rank(position))
 
     def _own_position(self) -> dict[str, Any]:
@@ -284,7 +285,7 @@ class ReplayedFeed(BatchFeed):
                 "Pass a DataLoader, a list, or an object whose __iter__ starts anew; or train for one epoch",
             )
         self._was_started = True
-        return iter(self._loader)
+        return begin(self._loader, workers_were_there=self.goes_on)
 
     def check(self, position: dict[str, Any]) -> None:
         self._share.num_skipped(position, self.name, self._loader)
@@ -309,6 +310,7 @@ class ReplayedFeed(BatchFeed):
         return self._own_part(iterator), self._first
 
     def adopt(self, position: dict[str, Any], *, is_complete: bool) -> None:
+        self.goes_on = True
         self._epoch_start.leave(self._of_this_rank(position))
 
     def _own_position(self) -> dict[str, Any]:

@@ -115,6 +115,7 @@ class CombinedFeed(Feed):
                 if stored["position"]:  # earlier releases told nothing of what is read later
                     self._ended_before[number] = stored["is_complete"]
                     feed.adopt(stored["position"], is_complete=stored["is_complete"])
+                    feed.goes_on = position["epoch"] > 0
                 continue
             part.cycle, part.came_to_end = stored["cycle"], stored["came_to_end"]
             epoch = position["epoch"] + stored["cycle"] * PASS

@@ -9,9 +9,10 @@ before it is asked for (a replay reads those that were done).
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -37,6 +38,9 @@ class Feed(ABC):
 
     reading: Iterator[Any] | None = None
     """The loader's own iterator, where :meth:`start` gave another one."""
+
+    goes_on: bool = False
+    """Whether an epoch was read before, by the saved run."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -93,6 +97,24 @@ class Feed(ABC):
         """
         del num_batches
         return {}
+
+
+def begin(loader: Iterable[Any], *, workers_were_there: bool) -> Iterator[Any]:
+    """An iterator of ``loader``.
+
+    Args:
+        workers_were_there: in the saved run, whose workers stayed after the epoch before. A DataLoader draws a seed for
+            its workers when it starts them, and none for those that stay: so none is drawn here.
+    """
+    if not (workers_were_there and isinstance(loader, DataLoader) and loader.persistent_workers):
+        return iter(loader)
+    own, generator = loader.generator, torch.Generator()
+    generator.set_state(torch.get_rng_state() if own is None else own.get_state())
+    loader.generator = generator
+    try:
+        return iter(loader)
+    finally:
+        loader.generator = own
 
 
 class OwnGenerators:
@@ -163,7 +185,7 @@ class OrderedFeed(Feed):
         self._sampler.set_position(epoch, num_samples_done, of_order)
         if self._epoch_seed is not None:
             self._epoch_seed.set(self._sampler.seed, epoch)
-        return iter(self._loader)
+        return begin(self._loader, workers_were_there=self.goes_on)
 
     def resume(self, position: dict[str, Any]) -> tuple[Iterator[Any], int]:
         self.check(position)
@@ -173,6 +195,7 @@ class OrderedFeed(Feed):
         return iterator, self._first_batch
 
     def adopt(self, position: dict[str, Any], *, is_complete: bool) -> None:
+        self.goes_on = True
         self._sampler.seed = position["seed"]
         self._own_generators.set_states(position["random_now"])
 

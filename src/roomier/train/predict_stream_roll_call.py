@@ -19,7 +19,8 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
-from torch.distributed import DistError, PrefixStore, Store
+from torch.distributed import DistError
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from roomier.core import torch_private
 from roomier.core.errors import RoomierError
