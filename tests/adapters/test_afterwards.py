@@ -16,6 +16,7 @@ from roomier import Trainer
 from roomier.adapters import adapter_state, merge_lora
 from roomier.adapters.found import adapters_of, as_keyword
 from roomier.adapters.layers import Adapted, is_adapter
+from roomier.checkpoint import load_module
 from roomier.core.errors import CheckpointError, PlanError, RoomierError
 from roomier.export.safetensors import export_safetensors
 from roomier.plan.parts import AdapterPlan
@@ -64,6 +65,18 @@ def test_a_layer_that_is_pickled_in_its_own_way_says_so(make_trainer: MakeTraine
 class OwnWay(nn.Linear):
     def __reduce__(self) -> Any:
         return OwnWay, (self.in_features, self.out_features)
+
+
+def test_a_second_run_on_other_layers_is_stored_with_those_of_the_first(
+    make_trainer: MakeTrainer, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    module = trained(make_trainer, Adaptable(), targets=["mlp.up"])
+    trainer = make_trainer(lora={"rank": 4, "targets": ["mlp.out"]}, optimizer=OPTIMIZER, max_steps=1)
+    trainer.fit(module, token_batches(1))
+    assert "2 layers that lora targets does not name have adapters from an earlier run" in capfd.readouterr().err
+    trainer.save_checkpoint(tmp_path / "saved")
+    again = load_module(Adaptable, tmp_path / "saved")
+    assert torch.equal(loss_of(again.net, token_batches(1)[0]), loss_of(module.net, token_batches(1)[0]))
 
 
 @pytest.mark.parametrize("base", BASES)

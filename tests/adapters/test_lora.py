@@ -186,6 +186,18 @@ def test_adapters_stay_and_others_are_refused() -> None:
             adapted(network, **other)
 
 
+def test_adapters_of_one_model_are_of_one_rank_whatever_layers_they_are_on() -> None:
+    network = adapted(make_gpt(), lora_targets="mlp.up")
+    with pytest.raises(RoomierError, match="has an adapter of rank 4, scaled by 1, already"):
+        adapted(network, lora_targets="mlp.out", lora_rank=2)
+
+
+def test_a_weight_that_is_computed_of_others_gets_no_adapter() -> None:
+    network = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)))
+    with pytest.raises(RoomierError, match=r"lora\.targets='0': the weight of 0 is no parameter"):
+        adapted(network, lora_targets="0")
+
+
 @pytest.mark.parametrize("base", ["as_is", "int8", "nf4"])
 @pytest.mark.parametrize("kind", MODELS)
 def test_merged_weights_compute_the_same_without_adapters(kind: str, base: str) -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from torch import nn
 
 from roomier.adapters.layers import Adapted, InFewBits, is_adapter, rank_of
-from roomier.adapters.lora import adaptable_in_blocks
+from roomier.adapters.lora import adaptable_in_blocks, adapted_layers, target_layers
 from roomier.api.blocks import find_blocks
 from roomier.core.errors import PlanError
 from roomier.core.log import notice
@@ -69,15 +69,21 @@ def name_adapters(plan: Plan, network: nn.Module) -> Plan:
     if found is None:
         return plan
     if plan.adapter.lora_rank is not None:
-        if plan.adapter.frozen_base != "as_is":
-            return plan
-        found = replace(plan.adapter, frozen_base=found.frozen_base)
+        found = _beside_named(plan.adapter, found, network)
     try:
         return replace(plan, adapter=found)
     except PlanError as error:
         problem = f"the model has it from an earlier run, and it {error.problem}"
         action = f"{error.action}; or call merge_lora(model) first ({_IMPORT})"
         raise PlanError(error.field, error.received, problem, action) from error
+
+
+def _beside_named(named: AdapterPlan, found: AdapterPlan, network: nn.Module) -> AdapterPlan:
+    """``named``, with what ``network`` has from an earlier run beside it: codes, and adapters on other layers."""
+    base = found.frozen_base if named.frozen_base == "as_is" else named.frozen_base
+    layers = adapted_layers(network).keys()
+    is_all = layers <= target_layers(network, find_blocks(network), named.lora_targets).keys()
+    return replace(named, frozen_base=base, lora_targets=named.lora_targets if is_all else ",".join(layers))
 
 
 def tell_unnamed(plan: Plan, network: nn.Module) -> None:
@@ -91,7 +97,17 @@ def tell_unnamed(plan: Plan, network: nn.Module) -> None:
         return
     base = named.frozen_base
     if plan.adapter.lora_rank is not None:
-        notice(f"the model has its frozen weights in {base} from an earlier run, and keeps them so (lora base: {base})")
+        if base != plan.adapter.frozen_base:
+            notice(
+                f"the model has its frozen weights in {base} from an earlier run, and keeps them so (lora base: {base})"
+            )
+        if named.lora_targets != plan.adapter.lora_targets:
+            targets = target_layers(network, find_blocks(network), plan.adapter.lora_targets)
+            others = [name for name in adapted_layers(network) if name not in targets]
+            notice(
+                f"{len(others)} layers that lora targets does not name have adapters from an earlier run, which stay "
+                f"and train on (the first: {others[0]})"
+            )
         return
     num_layers = sum(isinstance(each, Adapted) for each in network.modules())
     trains_alone = all(is_adapter(name) for name, each in network.named_parameters() if each.requires_grad)

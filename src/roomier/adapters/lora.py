@@ -39,9 +39,9 @@ def apply_lora(network: nn.Module, blocks: Sequence[nn.Module], plan: AdapterPla
     rank = plan.lora_rank
     assert rank is not None
     alpha = rank if plan.lora_alpha is None else plan.lora_alpha
-    targets = _targets(network, blocks, plan.lora_targets)
+    targets = target_layers(network, blocks, plan.lora_targets)
     trained = _trained(network, plan.lora_trained, targets)
-    for name, layer in targets.items():
+    for name, layer in {**adapted_layers(network), **targets}.items():
         _check(name, layer, rank, alpha / rank)
     _calls_layers_always(network)
     for name, each in network.named_parameters():
@@ -151,8 +151,17 @@ def _adaptable(network: nn.Module) -> dict[str, nn.Module]:
     return {name: each for name, each in network.named_modules() if is_adaptable(each) and each not in reading}
 
 
-def _targets(network: nn.Module, blocks: Sequence[nn.Module], targets: str) -> dict[str, nn.Module]:
-    """Name -> layer, in the order of the network."""
+def adapted_layers(network: nn.Module) -> dict[str, nn.Module]:
+    """The layers that have adapters: name -> layer, in the order of the network."""
+    return {name: each for name, each in network.named_modules() if isinstance(each, Adapted)}
+
+
+def target_layers(network: nn.Module, blocks: Sequence[nn.Module], targets: str) -> dict[str, nn.Module]:
+    """The layers that ``lora_targets`` means: name -> layer, in the order of the network.
+
+    Raises:
+        RoomierError: it means none.
+    """
     layers = _adaptable(network)
     if targets == "blocks":
         found = adaptable_in_blocks(network, blocks)
@@ -219,6 +228,10 @@ def _check(name: str, layer: nn.Module, rank: int, scale: float) -> None:
             )
             raise RoomierError("lora", {"rank": rank, "alpha": scale * rank}, problem, action)
         return
+    if not isinstance(layer.weight, nn.Parameter):
+        problem = f"the weight of {name} is no parameter: it is computed of others (weight norm, spectral norm)"
+        action = "Leave it out of lora.targets, or remove what computes it first (torch.nn.utils.parametrize)"
+        raise RoomierError(_FIELD, name, problem, action)
     weight = _parameter_of(layer)
     _check_whole(name, weight)
     if is_transposed(layer) and rank >= min(weight.shape):
