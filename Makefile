@@ -10,6 +10,9 @@ BROWSERS := chromium chromium-browser google-chrome google-chrome-stable
 # Two processes, each with a pool of ranks of its own: files of tests are theirs by turns. make test PARALLEL= uses one.
 PARALLEL ?= -n 2 --dist loadfile
 
+# Tests start hundreds of processes. Where no bytecode may be kept, each would compile all that it imports.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help install browser demo test test-full lint format clean
 
@@ -22,7 +25,7 @@ help:
 	@echo 'make format     let ruff rewrite the files'
 	@echo 'make clean      remove .venv, caches and runs'
 
-# Python compiles what is imported, when it is: pip would first compile all of it, most of which nobody imports.
+# Python compiles what is imported, once: pip would first compile all of it, most of which nobody imports.
 install: $(INSTALLED)
 
 $(INSTALLED): pyproject.toml constraints.txt
