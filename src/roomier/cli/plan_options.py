@@ -218,7 +218,8 @@ def copies_asked(config: Namespace) -> tuple[KeptWeights, ...]:
         module, _, name = str(each.class_path).rpartition(".")
         found = getattr(import_module(module), name)
         if hasattr(found, "held_weights") or name in ("WeightAveraging", "EMAWeightAveraging"):  # Lightning's as well
-            made.append(found(**each.get("init_args", Namespace()).as_dict()))
+            arguments = each.get("init_args")
+            made.append(found(**({} if arguments is None else arguments.as_dict())))
     return kept_by(adopted(made))
 
 

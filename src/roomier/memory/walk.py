@@ -55,6 +55,7 @@ class Layout:
         on_gloo: ranks send each other their parts.
         steps_in_backward: gradients are used and freed as they come.
         num_backwards: of each micro-batch; a first one may take the norm.
+        holds_all_batches: of a step, on the device: where that is the host. Else they come one by one.
     """
 
     strategy: str
@@ -65,6 +66,7 @@ class Layout:
     on_gloo: bool = True
     steps_in_backward: bool = False
     num_backwards: int = 1
+    holds_all_batches: bool = True
 
     @property
     def is_cut(self) -> bool:

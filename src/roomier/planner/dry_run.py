@@ -119,7 +119,7 @@ def dry_run(workload: Workload, plan: Plan, *, rank: int = 0, is_pairwise: bool 
             engine,
             module,
             _copies(engine, [each for each in workload.copies if each.is_on(like)]),
-            lambda: _micro_batches(workload, plan),
+            lambda: _micro_batches(workload, plan, like),
             clips=plan.batch.gradient_clip_val,
             num_steps_before=2 if plan.parallel.strategy == "ddp" else 1,  # DDP is there from the second on
         )
@@ -166,8 +166,26 @@ def within_budget(plan: Plan, run: Callable[[Plan], DryRun]) -> DryRun:
     return DryRun(tuple(stretches), work)
 
 
-def _micro_batches(workload: Workload, plan: Plan) -> list[Any]:
-    return [shapes_of_batch(workload.batch) for _ in range(plan.batch.accumulate_grad_batches)]
+def _micro_batches(workload: Workload, plan: Plan, like: str) -> Sequence[Any]:
+    """Of a step. A device with memory of its own has them one by one: engines move each when its turn comes."""
+    one_by_one = _OneByOne(lambda: shapes_of_batch(workload.batch), plan.batch.accumulate_grad_batches)
+    return list(one_by_one) if like == "cpu" else one_by_one
+
+
+class _OneByOne(Sequence[Any]):
+    """As many as ``num``, each made when it is asked for, and held by nobody."""
+
+    def __init__(self, make: Callable[[], Any], num: int) -> None:
+        self._make = make
+        self._num = num
+
+    def __len__(self) -> int:
+        return self._num
+
+    def __getitem__(self, index: Any) -> Any:
+        if not 0 <= index < self._num:
+            raise IndexError(index)
+        return self._make()
 
 
 def _copies(engine: EagerEngine, copies: Sequence[KeptWeights]) -> list[Tensor]:
@@ -185,7 +203,7 @@ def _tracked_step(
     engine: EagerEngine,
     module: Module,
     copies: Sequence[Tensor],
-    make_batches: Callable[[], list[Any]],
+    make_batches: Callable[[], Sequence[Any]],
     *,
     clips: float | None,
     num_steps_before: int,
@@ -193,6 +211,8 @@ def _tracked_step(
     takes_index = num_step_arguments(module, "training_step", 2) > 1
     places = named_places(network_of(module), find_blocks(network_of(module)))
     counter = WorkCounter()
+    at_hand: list[Any] = []  # loops hold a micro-batch until the next one begins, the last until the update is over
+    engine.hooks.batch_start, engine.hooks.batch_end = at_hand.append, at_hand.clear
 
     def training_step(batch: Any) -> Any:
         return module.training_step(batch, 0) if takes_index else module.training_step(batch)
@@ -206,6 +226,7 @@ def _tracked_step(
         if clips is not None:
             engine.clip()
         engine.step()
+        at_hand.clear()
         del batches  # only now: loops hold them while the optimizer steps
         tracker.enter("rest")
 

@@ -75,13 +75,13 @@ class _Step:
         self.trace = trace
         self.states = states
         self.layout = layout
-        # All batches of a step are there at its begin.
-        self.other_batches_bytes = trace.batch_bytes * (layout.num_micro_batches - 1)
+        self._num_batches = layout.num_micro_batches if layout.holds_all_batches else 1  # there at a time
+        self.other_batches_bytes = trace.batch_bytes * (self._num_batches - 1)
         self.owned = [states.kept.get(kind, 0) for kind in KINDS]
 
     def update(self) -> Stretch:
-        """The optimizer's, while the loop still holds the batches."""
-        self.owned[_ACTIVATION] += self.trace.batch_bytes * self.layout.num_micro_batches
+        """The optimizer's, while the loop still holds the batches, or the last one."""
+        self.owned[_ACTIVATION] += self.trace.batch_bytes * self._num_batches
         begin = _by_kind(self.owned)
         peak = {kind: num_bytes + self.states.update.get(kind, 0) for kind, num_bytes in begin.items()}
         return Stretch("update", "", begin, peak, begin)

@@ -116,7 +116,8 @@ class Estimator:
         return self._workload.calibrated(self._timeline(trace, self._states_of(plan, layout), layout), plan)
 
     def _layout(self, plan: Plan) -> Layout:
-        return replace(layout_of(plan, _CPU), on_gloo=self._machine.device.kind == "cpu")
+        on_cpu = self._machine.device.kind == "cpu"
+        return replace(layout_of(plan, _CPU), on_gloo=on_cpu, holds_all_batches=on_cpu)
 
     def _trace_within_budget(self, plan: Plan, layout: Layout, micro_batch: int) -> tuple[Trace, int]:
         wanted = plan.activation
