@@ -48,6 +48,32 @@ def test_a_run_goes_on_with_the_losses_it_would_have_had_in_lightning(
         assert (trainer.global_step, trainer.current_epoch) == (24, 4)
 
 
+def test_a_file_made_of_a_sharded_checkpoint_is_gone_on_with_and_the_folder_says_so(
+    tmp_path: Path, make_trainer: Callable[..., Trainer]
+) -> None:
+    path = saved_by_lightning(tmp_path)
+    content = torch.load(path, weights_only=False)
+    names = [name for name, _ in OwnModule().named_parameters()]
+    for state in content["optimizer_states"]:  # FSDP names the parameters
+        state["state"] = {names[number]: each for number, each in state["state"].items()}
+        for group in state["param_groups"]:
+            group["params"] = [names[number] for number in group["params"]]
+    (tmp_path / "sharded").mkdir()
+    (tmp_path / "sharded" / ".metadata").write_bytes(pickle.dumps(Recorded()))
+    torch.save(content, tmp_path / "sharded.consolidated")
+    losses = []
+    for each in (path, tmp_path / "sharded.consolidated"):
+        module = OwnModule()
+        make_trainer(max_epochs=3).fit(module, loader(), loader(), ckpt_path=each)
+        losses.append(module.losses)
+    assert losses[0] == losses[1] != []
+
+    for name in ("ckpt_path", "weights"):
+        with pytest.raises(RoomierError, match=rf"{name}=.*sharded checkpoint.*consolidate_checkpoint {tmp_path}"):
+            make_trainer(max_epochs=3).fit(OwnModule(), loader(), loader(), **{name: tmp_path / "sharded"})
+    assert Recorded.made == []
+
+
 @pytest.mark.parametrize("at_step", [2, 6, 8])
 def test_a_run_saved_within_an_epoch_goes_on_as_if_it_had_not_stopped(
     tmp_path: Path, make_trainer: Callable[..., Trainer], at_step: int

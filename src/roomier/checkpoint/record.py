@@ -17,6 +17,7 @@ from roomier.core.errors import CheckpointError
 
 RECORD_NAME = "run.json"
 TENSOR_SUFFIX = ".safetensors"
+RECORD_OF_DCP = ".metadata"
 FORMAT_VERSION = 2
 
 _HEAD = b'{"crc32": "%08x", "content": '
@@ -106,6 +107,14 @@ def _without_record(folder: Path) -> CheckpointError:
         )
     if any(folder.glob(f"shard-*{TENSOR_SUFFIX}")):
         return damage(folder, f"{RECORD_NAME} is missing")
+    if (folder / RECORD_OF_DCP).is_file():  # a pickle, which is not read
+        program = "python -m lightning.pytorch.utilities.consolidate_checkpoint"
+        return NotACheckpointError(
+            "checkpoint",
+            str(folder),
+            "is a sharded checkpoint of torch.distributed.checkpoint, as Lightning writes it with FSDP",
+            f"Make one file of it where it was written, `{program} {folder}`, and pass that: {folder}.consolidated",
+        )
     return NotACheckpointError(
         "checkpoint",
         str(folder),

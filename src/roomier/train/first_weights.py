@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -11,6 +12,7 @@ from roomier import checkpoint
 from roomier.adapters.layers import is_adapter
 from roomier.checkpoint.commit import at_home
 from roomier.checkpoint.lightning import is_lightning_file
+from roomier.checkpoint.record import RECORD_OF_DCP
 from roomier.core.errors import CheckpointError, RoomierError
 from roomier.core.log import notice
 from roomier.core.ranks import Ranks
@@ -104,10 +106,16 @@ def _check_is_no_folder_of_checkpoints(path: Path) -> None:
     if newest is not None:
         problem = "is no checkpoint, but a folder that holds some"
         raise RoomierError("weights", str(path), problem, f"Pass one of them; the newest is {newest}")
+    if (path / RECORD_OF_DCP).is_file():
+        _peek(path)  # which says what it is, and what to do
 
 
 def _has_adapters(path: Path) -> bool:
+    return any(is_adapter(name) for name in _peek(path).get("module", {}))
+
+
+def _peek(path: Path) -> dict[str, Any]:
     try:
-        return any(is_adapter(name) for name in checkpoint.peek(path).get("module", {}))
+        return checkpoint.peek(path)
     except CheckpointError as error:
         raise CheckpointError("weights", str(path), error.problem, error.action) from error
