@@ -66,6 +66,7 @@ IMPOSSIBLE: dict[str, tuple[type[roomier.Module], dict[str, Any], dict[str, Any]
     "groups of a strategy that has none": (Language, on_two(strategy={"name": "zero3", "shard_size": 2}), {}),
     "a strategy that is not built": (Language, on_two(strategy="tensor_parallel"), {"strategy": "zero3"}),
     "a strategy misspelled": (Language, on_two(strategy="zero_3"), {"strategy": "zero3"}),
+    "an optimizer misspelled": (Language, request(optimizer="adamW8bits"), {"optimizer": "adamw8bit"}),
     "states on the host": (Language, on_two(strategy="zero2+offload"), {"strategy": "zero2"}),
     "compression of what is cut": (
         Language,

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import difflib
 import itertools
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -151,7 +152,8 @@ def _edits(asked: Keywords, error: RoomierError) -> Iterator[_Edit]:
     named = " ".join(each.action for each in _singles(error))
     fields = {each.field.partition(".")[0] for each in _singles(error)}
     is_alone = asked.get("devices", 1) == 1 and asked.get("num_nodes", 1) == 1
-    for edit in (*_of_strategy(asked), *_of_levers(asked), *_of_arithmetic(asked), *_of_hardware(asked)):
+    misspelled = _of_misspelled(asked, error)
+    for edit in (*misspelled, *_of_strategy(asked), *_of_levers(asked), *_of_arithmetic(asked), *_of_hardware(asked)):
         [*values] = edit.changes.values()
         is_named = any(isinstance(value, str) and f"'{value}'" in named for value in values)
         near = 0.9 if is_named else 0.0
@@ -164,6 +166,14 @@ def _edits(asked: Keywords, error: RoomierError) -> Iterator[_Edit]:
 
 def _singles(error: RoomierError) -> tuple[RoomierError, ...]:
     return each_error(error) if isinstance(error, PlanError) else (error,)
+
+
+def _of_misspelled(asked: Keywords, error: RoomierError) -> Iterator[_Edit]:
+    """What the error itself takes for a slip of the pen."""
+    for each in _singles(error):
+        meant = re.search(r"Did you mean '([^']+)'", each.action)
+        if meant is not None and isinstance(each.received, str) and asked.get(each.field) == each.received:
+            yield _Edit({each.field: meant[1]}, 1)
 
 
 def _of_strategy(asked: Keywords) -> Iterator[_Edit]:
