@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map
-from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import DataLoader, _MultiProcessingDataLoaderIter
 
 from roomier.core.errors import PlanError
 
@@ -236,19 +236,14 @@ def is_in_backward() -> bool:
 
 
 class LossScalerOfParts(GradScaler):
-    """A GradScaler whose optimizers may hold parameters that are cut among ranks beside others that are not.
-
-    DTensor's kernel asks the first of a list of gradients among which ranks to look for infinite ones.
-    """
+    """For optimizers of some parameters that are cut and some that are not: DTensor's kernel asks the first gradient of
+    a list among which ranks to look for infinite ones."""
 
     def _unscale_grads_(self, optimizer: Optimizer, *arguments: Any) -> dict[torch.device, Tensor]:
         groups = optimizer.param_groups
         parameters = [each for group in groups for each in group["params"]]
-        cut = [each for each in parameters if type(each) is not nn.Parameter]
-        if not cut or len(cut) == len(parameters):
-            return super()._unscale_grads_(optimizer, *arguments)
-        whole = [each for each in parameters if type(each) is nn.Parameter]
-        optimizer.param_groups = [{"params": cut + whole}]  # nothing else of a group is read
+        if len({type(each) is nn.Parameter for each in parameters}) == 2:  # nothing else of a group is read
+            optimizer.param_groups = [{"params": sorted(parameters, key=lambda each: type(each) is nn.Parameter)}]
         try:
             return super()._unscale_grads_(optimizer, *arguments)
         finally:
@@ -316,8 +311,6 @@ def makes_own_iterator(loader: DataLoader[Any]) -> bool:
 
 def end_workers(iterator: Any) -> None:
     """End the worker processes of the iterator of a DataLoader now, unless they are to outlive it."""
-    from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
-
     iterator = getattr(iterator, "iterator", iterator)  # of one that a graph library puts around torch's
     if isinstance(iterator, _MultiProcessingDataLoaderIter) and not iterator._persistent_workers:
         iterator._shutdown_workers()
@@ -382,9 +375,7 @@ def reduce_missing_gradients_as_zeros(unit: Any) -> None:
 
 def default_store() -> Any:
     """The store in which the ranks of the default process group met: what one writes there, all can read."""
-    from torch.distributed.distributed_c10d import _get_default_store
-
-    return _get_default_store()
+    return torch.distributed.distributed_c10d._get_default_store()
 
 
 def compile_s() -> float:
