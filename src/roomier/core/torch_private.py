@@ -242,8 +242,10 @@ class LossScalerOfParts(GradScaler):
     def _unscale_grads_(self, optimizer: Optimizer, *arguments: Any) -> dict[torch.device, Tensor]:
         groups = optimizer.param_groups
         parameters = [each for group in groups for each in group["params"]]
-        if len({type(each) is nn.Parameter for each in parameters}) == 2:  # nothing else of a group is read
-            optimizer.param_groups = [{"params": sorted(parameters, key=lambda each: type(each) is nn.Parameter)}]
+        if len({type(each) is nn.Parameter for each in parameters}) < 2:
+            return super()._unscale_grads_(optimizer, *arguments)
+        parameters.sort(key=lambda each: type(each) is nn.Parameter)
+        optimizer.param_groups = [{"params": parameters}]  # nothing else of a group is read
         try:
             return super()._unscale_grads_(optimizer, *arguments)
         finally:
