@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from roomier import Trainer
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("ROOMIER_PLANNING_S", "400")  # which plan is chosen does not depend on how busy the machine is
 
 # The same examples in every run, so that a change is judged by what it changed; HYPOTHESIS_PROFILE=default searches on.
 settings.register_profile("repeatable", derandomize=True)
