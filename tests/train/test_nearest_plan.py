@@ -134,6 +134,10 @@ def run(model: type[roomier.Module], keywords: dict[str, Any], root: Path) -> li
     return torch.stack(module.losses).tolist()  # type: ignore[arg-type]  # both models have them
 
 
+@pytest.mark.filterwarnings(  # of torch's compiler
+    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning",
+    "ignore:.*torch.jit.script_method.*:DeprecationWarning",
+)
 @pytest.mark.parametrize(
     "name", [pytest.param(each, marks=[pytest.mark.slow] if each in SLOW else []) for each in IMPOSSIBLE]
 )
