@@ -27,8 +27,9 @@ def test_help_shows_the_verbs_and_nothing_that_is_not_there(capsys: pytest.Captu
     ]
 
 
-def test_the_installed_command_tells_its_version() -> None:
-    done = subprocess.run([ROOMIER, "--version"], capture_output=True, text=True, check=True)
+@pytest.mark.parametrize("command", [[ROOMIER], [sys.executable, "-m", "roomier"]], ids=["installed", "module"])
+def test_the_command_tells_its_version(command: list[str]) -> None:
+    done = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True)
     assert done.stdout.split()[0] == "roomier"
     assert done.stderr == ""
 
