@@ -94,7 +94,9 @@ class _Watch:
         signal.set_wakeup_fd(self._before)
         _Watch.open = self._outer
         self._is_closed.set()
-        self._written.close()  # the thread finds that nothing more will come
+        # The thread finds that nothing more will come: closed alone, it would wait for workers that have a copy.
+        self._written.shutdown(socket.SHUT_WR)
+        self._written.close()
         self._thread.join()
         self._read.close()
 
