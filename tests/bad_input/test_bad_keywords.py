@@ -290,4 +290,6 @@ def test_a_plan_file_that_is_wrong(text, field, received, action, desk, refuses)
 def test_a_word_already_found_wrong_is_not_judged_again():
     with pytest.raises(PlanError) as caught:
         roomier.Trainer(gradient_clip_algorithm="nrom")
-    assert str(caught.value) == "gradient_clip_algorithm='nrom': is not known. Did you mean 'norm'?"
+    told, _, nearest = str(caught.value).partition(" The nearest plan that works: ")
+    assert told == "gradient_clip_algorithm='nrom': is not known. Did you mean 'norm'?"
+    assert nearest == "Trainer(gradient_clip_algorithm='norm')."
