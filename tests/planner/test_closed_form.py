@@ -13,6 +13,7 @@ import torch
 from roomier.api.adapt import as_module
 from roomier.core.errors import RoomierError
 from roomier.hardware.machine import Device, Link, Machine
+from roomier.memory.predict import layout_of
 from roomier.models.gpt import GPT, GPTConfig
 from roomier.plan import Plan
 from roomier.planner.dry_run import dry_run
@@ -95,6 +96,12 @@ def error_of(name: str, plan: Plan, kind: str) -> float:
 )
 def test_the_closed_form_is_what_the_dry_run_finds(name: str, kind: str, settings: dict[str, Any]) -> None:
     assert -0.01 < error_of(name, make_plan(**settings), kind) < 0.02
+
+
+def test_hsdp_of_one_copy_is_zero3() -> None:
+    one_copy, two_copies = (layout_of(make_plan("hsdp", num), torch.device("cpu")) for num in (2, 4))
+    assert one_copy == layout_of(make_plan("zero3", 2), torch.device("cpu"))
+    assert two_copies.strategy == "hsdp"
 
 
 @pytest.mark.slow

@@ -61,8 +61,9 @@ def layout_of(plan: Plan, device: torch.device, rank: int = 0) -> Layout:
     if parallel.num_ranks == 1 or plan.optimizer.name == "onebit_adam":
         # One rank is not wrapped; nor is a model of which each rank has the gradients of its own batches.
         return Layout("single", num_micro_batches=num_micro_batches, steps_in_backward=steps_in_backward)
+    is_one_copy = parallel.strategy == "hsdp" and parallel.num_shards == parallel.num_ranks
     return Layout(
-        strategy=parallel.strategy,
+        strategy="zero3" if is_one_copy else parallel.strategy,
         num_shards=parallel.num_shards,
         shard=rank % parallel.num_shards,
         num_micro_batches=num_micro_batches,
