@@ -8,7 +8,7 @@ INSTALLED := $(VENV)/.installed
 BROWSERS := chromium chromium-browser google-chrome google-chrome-stable
 
 # Two processes, each with a pool of ranks of its own: files of tests are theirs by turns. make test PARALLEL= uses one.
-PARALLEL ?= -n 2 --dist loadfile
+PARALLEL ?= -n 2 --dist loadfile --no-loadscope-reorder
 
 # Tests start hundreds of processes. Where no bytecode may be kept, each would compile all that it imports.
 unexport PYTHONDONTWRITEBYTECODE
