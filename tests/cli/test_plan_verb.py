@@ -204,7 +204,7 @@ def test_a_configuration_of_an_unknown_kind_is_told(capsys: pytest.CaptureFixtur
         assert told in capsys.readouterr().err
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device, which this run would be planned for")
 def test_a_run_for_a_device_that_this_machine_has_not_asks_for_hardware(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *TOY, "--trainer.accelerator", "cuda"]) == 2
     told = capsys.readouterr().err

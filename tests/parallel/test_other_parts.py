@@ -121,7 +121,5 @@ def test_a_layer_of_one_rank_trains_where_it_is_looked_for(on_ranks: RankPool) -
 
 
 def test_a_layer_of_one_rank_does_not_wait_for_ever(on_ranks: RankPool) -> None:
-    # Where both give up at the same moment, gloo now and then aborts the process: that is an end as well.
-    told = r"waited 0:00:03 for a part|Connection closed|collective mismatch|ended|killed by SIGABRT"
-    with pytest.raises(RankFailed, match=told):
+    with pytest.raises(RankFailed, match=r"waited 0:00:03 for a part|Connection closed|collective mismatch|ended"):
         on_ranks(2, fit_with_extra_layer, "zero2", 3.0)

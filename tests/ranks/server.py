@@ -34,6 +34,7 @@ import torch.distributed.tensor
 import roomier  # noqa: F401
 
 GROUP_TIMEOUT_S = 120.0
+MOST_TOLD = 20_000  # characters: behind what a process that aborts said stand its stacks and all its libraries
 GRACE_S = 3.0  # for the other ranks to end, once one has failed
 # What a rank says when the one it talks to is gone: never the first cause.
 _SIGNS_OF_A_LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket Timeout")
@@ -147,7 +148,7 @@ def hear(rank: Rank) -> None:
     try:
         kind, at, content = rank.connection.recv()
     except (EOFError, OSError):
-        rank.fail(time.monotonic(), f"it {how_it_ended(rank.pid)} without a word\n{rank.output()[-6000:]}")
+        rank.fail(time.monotonic(), f"it {how_it_ended(rank.pid)} without a word\n{rank.output()[-MOST_TOLD:]}")
         return
     if kind == "result":
         rank.result = content
@@ -170,7 +171,7 @@ def give_up(waiting: list[Rank], *, has_failure: bool) -> None:
     time.sleep(0.3)
     why = "had to be killed, for another rank failed" if has_failure else "did not end in time"
     for rank in waiting:
-        rank.fail(time.monotonic(), f"it {why}; where it was:\n{rank.output()[-6000:]}")
+        rank.fail(time.monotonic(), f"it {why}; where it was:\n{rank.output()[-MOST_TOLD:]}")
 
 
 def end(rank: Rank) -> None:

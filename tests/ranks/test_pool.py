@@ -146,6 +146,18 @@ def test_a_rank_that_is_killed_is_named(on_ranks: RankPool) -> None:
         on_ranks(2, die_on, 1)
 
 
+def abort_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        print("why it aborts", file=sys.stderr, flush=True)
+        os.abort()
+    dist.all_reduce(torch.zeros(1))
+
+
+def test_a_rank_that_aborts_is_named_with_its_reason(on_ranks: RankPool) -> None:
+    with pytest.raises(RankFailed, match=r"(?s)rank 1 failed first.*was killed by SIGABRT.*why it aborts"):
+        on_ranks(2, abort_on, 1)
+
+
 def leave_early() -> float:
     if dist.get_rank() == 1:
         time.sleep(0.5)
