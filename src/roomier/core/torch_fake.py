@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
 
 READS_VALUE = torch.ops.aten._local_scalar_dense.default
 """What ``Tensor.item()`` and ``bool(tensor)`` dispatch."""
@@ -139,3 +140,34 @@ def replaced_kernels(kernels: Mapping[str, Callable[..., Any]]) -> Iterator[None
     finally:
         for name in kernels:
             delattr(torch._VF, name)
+
+
+def replace_functions(functions: Mapping[Any, Callable[..., Any]]) -> AbstractContextManager[Any]:
+    """A context in which functions of torch that take tensors are replaced: what is called, and what is in its place.
+    In there, a function is called as it is."""
+    return _Replacements(functions)
+
+
+class _Replacements(TorchFunctionMode):
+    def __init__(self, functions: Mapping[Any, Callable[..., Any]]) -> None:
+        super().__init__()
+        self._functions = functions
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.backward:  # what is computed again in it is computed as it was
+            with self, _own_backward():
+                named = dict(kwargs or {})
+                return torch.autograd.backward(args[0], grad_tensors=named.pop("gradient", None), **named)
+        return self._functions.get(func, func)(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _own_backward() -> Iterator[None]:
+    """Inside, ``torch.autograd.backward`` asks no mode to run it (torch 2.13 does): that would leave the mode."""
+    module: Any = torch.autograd
+    before = module.has_torch_function
+    module.has_torch_function = lambda arguments: False
+    try:
+        yield
+    finally:
+        module.has_torch_function = before

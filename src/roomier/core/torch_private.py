@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map
 from torch.utils.data.dataloader import DataLoader, _MultiProcessingDataLoaderIter
@@ -180,37 +179,6 @@ class _Interception(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._handler(func, types, args, kwargs or {})
 
 
-def replace_functions(functions: Mapping[Any, Callable[..., Any]]) -> AbstractContextManager[Any]:
-    """A context in which functions of torch that take tensors are replaced: what is called, and what is in its place.
-    In there, a function is called as it is."""
-    return _Replacements(functions)
-
-
-class _Replacements(TorchFunctionMode):
-    def __init__(self, functions: Mapping[Any, Callable[..., Any]]) -> None:
-        super().__init__()
-        self._functions = functions
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is Tensor.backward:  # what is computed again in it is computed as it was
-            with self, _own_backward():
-                named = dict(kwargs or {})
-                return torch.autograd.backward(args[0], grad_tensors=named.pop("gradient", None), **named)
-        return self._functions.get(func, func)(*args, **(kwargs or {}))
-
-
-@contextmanager
-def _own_backward() -> Iterator[None]:
-    """Inside, ``torch.autograd.backward`` asks no mode to run it (torch 2.13 does): that would leave the mode."""
-    module: Any = torch.autograd
-    before = module.has_torch_function
-    module.has_torch_function = lambda arguments: False
-    try:
-        yield
-    finally:
-        module.has_torch_function = before
-
-
 class _CompiledInterception(_Interception):  # type: ignore[no-untyped-call]
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -351,6 +319,16 @@ def without_view(tensor: Tensor, *, may_share: bool) -> Tensor:
     if not is_view(tensor):
         return tensor
     return torch.ops.aten._unsafe_view(tensor, tensor.shape) if may_share else tensor.clone()
+
+
+def leave_out_all_reduce(unit: Any) -> None:
+    """Let a unit of ``fully_shard`` on a grid of ranks reduce gradients within its replica only."""
+    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
+
+    for group in unit._get_fsdp_state()._fsdp_param_groups:
+        within = FSDPMeshInfo(group.mesh_info.mesh, shard_mesh_dim=group.mesh_info.shard_mesh_dim)
+        group.post_forward_mesh_info = within if group.post_forward_mesh_info is group.mesh_info else None
+        group.mesh_info = within
 
 
 def forget_unreduced_gradients(unit: Any) -> None:

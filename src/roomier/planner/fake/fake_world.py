@@ -90,7 +90,7 @@ def fake_world(world: World, *, is_pairwise: bool, like: str = "cpu") -> Iterato
         if is_cuda:
             stack.enter_context(attention_like_cuda())
         if functions:  # it is asked of every function
-            stack.enter_context(torch_private.replace_functions(functions))
+            stack.enter_context(torch_fake.replace_functions(functions))
         yield FakeRanks(world, is_pairwise=is_pairwise)
 
 
