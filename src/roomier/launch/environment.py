@@ -11,10 +11,10 @@ from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
 from roomier.core.errors import RoomierError
+from roomier.core.loopback import LOOPBACK
 from roomier.core.world import World
 from roomier.launch.hostlist import first_host, tasks_per_node
 
-LOOPBACK = "127.0.0.1"
 STARTED_BY_ROOMIER = "ROOMIER_STARTER_PID"
 """In ranks that roomier started (``launch/start.py``): the id of the process that started those of this machine."""
 

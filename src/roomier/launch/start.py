@@ -13,17 +13,19 @@ import sys
 from collections.abc import MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from datetime import timedelta
 
 import psutil
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from roomier.core.errors import RoomierError
+from roomier.core.loopback import LOOPBACK
 from roomier.core.world import World
-from roomier.launch.environment import LOOPBACK, RANK_VARIABLES, STARTED_BY_ROOMIER, Launch, export
+from roomier.launch.environment import RANK_VARIABLES, STARTED_BY_ROOMIER, Launch, export
+from roomier.launch.meet import serve_on_loopback
 from roomier.launch.watch import Children, watch_parent
 
+_STORE_TIMEOUT_S = 60.0  # of one request
 _NUM_THREADS_AT_IMPORT = torch.get_num_threads()
 _FOLDER_AT_IMPORT = None
 with suppress(OSError):  # it was removed
@@ -63,8 +65,8 @@ def start_ranks(world: World) -> tuple[TCPStore | None, Children]:
     command = command_again()
     store = None
     if world.local_size == world.size:
-        # Served before anybody is told the port: no other process can take it.
-        store = TCPStore(LOOPBACK, 0, is_master=True, timeout=timedelta(seconds=60), wait_for_workers=False)
+        # The store is served before the other ranks start, so no other process can take its port.
+        store = serve_on_loopback(_STORE_TIMEOUT_S)
         address, port = LOOPBACK, store.port
     else:
         address, port = _given_address(world)
