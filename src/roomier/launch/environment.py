@@ -203,4 +203,6 @@ def number_in(environ: Mapping[str, str], name: str, default: int | None = None)
 
 def _wrong(name: str, value: str | None, problem: str) -> RoomierError:
     action = "It is an environment variable of the launcher: unset it if no launcher started this process"
+    if name.startswith("ROOMIER_"):
+        action = "Unset this environment variable, or set it to a whole number"
     return RoomierError(name, value, problem, action)

@@ -10,7 +10,7 @@ import json
 import socket
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from datetime import timedelta
 
@@ -25,17 +25,25 @@ _POLL_S = 0.02
 _ROUND = "roomier/round"
 
 
-def meet(world: World, store: Store, timeout_s: float) -> str:
+def meet(
+    world: World, store: Store, timeout_s: float, ended_rank: Callable[[], tuple[int, str] | None] = lambda: None
+) -> str:
     """Wait until all ranks are here.
+
+    Args:
+        ended_rank: returns a rank that has ended, and how, as far as this process started the ranks.
 
     Returns:
         A prefix for keys that only the ranks of this meeting know.
 
     Raises:
-        RoomierError: they did not come within ``timeout_s``, or each of them was told something else.
+        RoomierError: a rank has ended; or the ranks did not come within ``timeout_s``, or the launcher gave them
+            different numbers of ranks.
     """
     until = time.monotonic() + timeout_s
-    return _call(world, store, until, timeout_s) if world.rank == 0 else _answer(world, store, until, timeout_s)
+    if world.rank > 0:
+        return _answer(world, store, until, timeout_s)
+    return _call(world, store, until, timeout_s, ended_rank)
 
 
 def open_store(world: World, environ: Mapping[str, str], timeout_s: float) -> TCPStore:
@@ -93,7 +101,9 @@ def connect_again(store: TCPStore, timeout_s: float) -> TCPStore:
     return TCPStore(store.host, store.port, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
 
 
-def _call(world: World, store: Store, until: float, timeout_s: float) -> str:
+def _call(
+    world: World, store: Store, until: float, timeout_s: float, ended_rank: Callable[[], tuple[int, str] | None]
+) -> str:
     """Rank 0's part: call, gather the answers, and tell who answered."""
     meeting = f"roomier/{uuid.uuid4().hex}"
     store.set(_ROUND, meeting)
@@ -102,6 +112,10 @@ def _call(world: World, store: Store, until: float, timeout_s: float) -> str:
         for rank in missing:
             if store.check([f"{meeting}/{rank}"]):
                 answers[str(rank)] = store.get(f"{meeting}/{rank}").decode()
+        if missing and (ended := ended_rank()) is not None:
+            rank, how = ended
+            action = "See its output above: each rank runs the same command and must reach the same call"
+            raise RoomierError("rank", rank, how, action) from DistError(f"rank {rank} {how}")
         if time.monotonic() > until:
             problem = f"of {world.size} ranks these did not come within {timeout_s:g} s: {_shown(missing)}"
             raise RoomierError("rank", missing[0], problem, "See what they were doing: each must reach the same call")
