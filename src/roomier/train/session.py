@@ -34,7 +34,7 @@ from roomier.engine.build import build, configure
 from roomier.engine.eager import EagerEngine
 from roomier.engine.engine import StepHooks
 from roomier.engine.materialise import built_in_parts
-from roomier.launch import join
+from roomier.launch import exits_together, join
 from roomier.loggers.group import LoggerGroup, tell_folder
 from roomier.optim.configured import Configured
 from roomier.planner.out_of_memory import explain_out_of_memory
@@ -115,6 +115,7 @@ def _opened_and_closed(
     try:
         with ExitStack() as stack:
             stack.enter_context(lent_to_lightning(module, trainer))
+            stack.enter_context(exits_together(trainer.ranks, lambda: f"at step {trainer.global_step} of {stage}"))
             stop = stack.enter_context(GracefulStop(trainer.ranks.is_alone))
             stack.enter_context(workers_outlive_signals())
             stack.enter_context(process_settings(trainer.plan, trainer.options))
