@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from roomier.core.world import World
+from roomier.launch import heartbeat
 from roomier.launch.environment import launch_of
 from roomier.launch.failure import FailureNews
 from roomier.launch.meet import connect_again, meet, open_store
@@ -65,12 +66,14 @@ def initialise(world: World, device_type: str) -> None:
         timeout=_COLLECTIVE_TIMEOUT,
         device_id=torch.device("cuda", torch.cuda.current_device()) if device_type == "cuda" else None,
     )
+    heartbeat.prepare(world, lambda: PrefixStore(meeting, connect_again(store, timeout_s)), _news)
     atexit.register(_leave)
 
 
 def _leave() -> None:
     # Threads of a group that is still there when the interpreter ends can abort the process. They are joined when the
     # last reference is gone, and models that were cut hold some, in cycles.
+    heartbeat.close()
     if dist.is_initialized():
         gc.collect()
         dist.destroy_process_group()
