@@ -124,7 +124,7 @@ class FailureNews:
             self.is_failing = True
             self._before(kind, error, trace)
             return
-        _tell_torchrun(error, trace)
+        tell_torchrun(error, trace)
         if not self.claim(f"{kind.__name__}: {error}"):
             return
         if self._before is sys.__excepthook__:  # in one write: ranks share the terminal
@@ -162,8 +162,8 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
 
 
-def _tell_torchrun(error: BaseException, trace: TracebackType | None) -> None:
-    """torchrun's summary then names the rank and shows its error."""
+def tell_torchrun(error: BaseException, trace: TracebackType | None) -> None:
+    """Write ``error`` into the error file of torchrun, whose summary names the rank and shows the error."""
     if "TORCHELASTIC_ERROR_FILE" in os.environ:
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 

@@ -15,6 +15,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from roomier.core.errors import TrainingError
 from roomier.core.world import World
+from roomier.launch import heartbeat
 from roomier.launch.environment import launch_of
 from roomier.launch.failure import FailureNews
 from roomier.launch.meet import connect_again, meet, open_store
@@ -71,6 +72,7 @@ def initialise(world: World, device_type: str) -> None:
     )
     if children is not None:
         children.have_met = True
+    heartbeat.prepare(world, lambda: PrefixStore(meeting, connect_again(store, timeout_s)), _news)
     atexit.register(_leave)
 
 
@@ -106,6 +108,7 @@ def exits_together(where: Callable[[], str]) -> Iterator[None]:
 def _leave() -> None:
     # Threads of a group that is still there when the interpreter ends can abort the process. They are joined when the
     # last reference is gone, and models that were cut hold some, in cycles.
+    heartbeat.close()
     if dist.is_initialized():
         gc.collect()
         dist.destroy_process_group()

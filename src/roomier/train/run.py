@@ -66,6 +66,7 @@ class Run:
         batch_idx: of the training batch at hand in its epoch, counting micro-batches.
         batch_number: of the batch that is evaluated, among those of all ranks; each rank counts its own by itself, and
             steps and hooks get that count as their ``batch_idx``.
+        num_batches_before: ``progress.num_batches`` when this fit began.
         last_loss: loss of the last optimizer step (0-dim, on the device); on several ranks, this rank's share of it.
         leaves_out_step: a hook before an update asked that it is not done; the step counts for nothing.
         looks: called, on every rank, before a loss that is not finite would end the run.
@@ -93,6 +94,7 @@ class Run:
     num_training_batches: float = 0
     batch_idx: int = -1
     batch_number: int = -1
+    num_batches_before: int = 0
     val_interval: float = math.inf
     deferred_saves: list[WantedSave] = field(default_factory=list)
     not_stored: set[str] = field(default_factory=set)

@@ -47,6 +47,7 @@ from roomier.train.job import global_batch_of, job_of_fit, keep_global_batch
 from roomier.train.loaders import RunLoaders, estimate_steps
 from roomier.train.manual import ManualOptimizer
 from roomier.train.options import DEFAULT_MAX_EPOCHS
+from roomier.train.position import watch_for_hangs
 from roomier.train.progress import Progress
 from roomier.train.restore import resolve_checkpoint, restore, restore_weights
 from roomier.train.results import Results
@@ -118,6 +119,7 @@ def _opened_and_closed(
             stack.enter_context(exits_together(trainer.ranks, lambda: f"at step {trainer.global_step} of {stage}"))
             stop = stack.enter_context(GracefulStop(trainer.ranks.is_alone))
             stack.enter_context(workers_outlive_signals())
+            stack.enter_context(watch_for_hangs(trainer))
             stack.enter_context(process_settings(trainer.plan, trainer.options))
             run = _open(trainer, stage, module, loaders, ckpt_path, weights, stop)
             run.profiler = stack.enter_context(profiled(trainer.options.profiler, run.folder))

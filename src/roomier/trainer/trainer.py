@@ -32,7 +32,7 @@ from roomier.train.fit import fit
 from roomier.train.loaders import RunLoaders
 from roomier.train.manual import ManualOptimizer
 from roomier.train.micro_batch import settle_micro_batch
-from roomier.train.options import LoopOptions, check_flag
+from roomier.train.options import DEFAULT_HANG_TIMEOUT, LoopOptions, check_flag
 from roomier.train.predict_stream import opened_stream
 from roomier.train.progress import Progress
 from roomier.train.save import save_checkpoint
@@ -118,6 +118,8 @@ class Trainer(TrainerAttributes):
         detect_anomaly: find the operation that gives NaN (slow).
         inference_mode: evaluate under ``torch.inference_mode`` (else ``no_grad``).
         profiler: ``"torch"`` or a ``torch.profiler.profile``.
+        hang_timeout: on several ranks, end the run if the others wait this long for a rank that hangs in a step; all
+            ranks print their positions after a minute. In the forms of ``max_time``; None sets no limit.
         default_root_dir: where run folders ``version_N`` go (``"runs"``).
 
     Raises:
@@ -176,6 +178,7 @@ class Trainer(TrainerAttributes):
         detect_anomaly: bool = False,
         inference_mode: bool = True,
         profiler: Any = None,
+        hang_timeout: str | timedelta | dict[str, int] | None = DEFAULT_HANG_TIMEOUT,
         default_root_dir: str | Path | None = None,
     ) -> None:
         given = with_defaults(locals(), Trainer.__init__)
