@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map
-from torch.utils.data.dataloader import DataLoader, _MultiProcessingDataLoaderIter
 
 from roomier.core.errors import PlanError
 
@@ -297,28 +296,6 @@ def metric_reductions(metric: Any) -> dict[str, tuple[str | None, bool]]:
         name: (names.get(getattr(reduction, "__name__", "")), isinstance(metric._defaults[name], list))
         for name, reduction in metric._reductions.items()
     }
-
-
-def forget_iterator(loader: DataLoader[Any]) -> None:
-    """Let a copy of a DataLoader start workers of its own: the iterator of persistent ones is kept on the loader."""
-    loader._iterator = None
-
-
-def makes_own_iterator(loader: DataLoader[Any]) -> bool:
-    """Whether a subclass puts something around torch's iterator, as the loaders of graph libraries do."""
-    return type(loader)._get_iterator is not DataLoader._get_iterator
-
-
-def end_workers(iterator: Any) -> None:
-    """End the worker processes of the iterator of a DataLoader now, unless they are to outlive it."""
-    iterator = getattr(iterator, "iterator", iterator)  # of one that a graph library puts around torch's
-    if isinstance(iterator, _MultiProcessingDataLoaderIter) and not iterator._persistent_workers:
-        iterator._shutdown_workers()
-
-
-def has_ended(iterator: Any) -> bool:
-    """Whether the iterator of a DataLoader over a stream, without workers, knows that there is nothing more."""
-    return bool(getattr(getattr(iterator, "_dataset_fetcher", None), "ended", False))
 
 
 def scale_each(tensors: Sequence[Tensor], factor: Tensor) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from roomier.core.errors import RoomierError
+from roomier.core.paths import check_path
 from roomier.core.units import parse_duration_s
 
 DEFAULT_MAX_EPOCHS = 1000
@@ -84,8 +85,8 @@ class LoopOptions:
         if self.hang_timeout_s is not None and self.hang_timeout_s > MAX_HANG_TIMEOUT_S:
             problem = "is longer than 30 minutes, after which every collective operation fails"
             raise RoomierError("hang_timeout", self.hang_timeout, problem, "Use '00:00:30:00' or less, or None")
-        if self.default_root_dir is not None and not isinstance(self.default_root_dir, (str, Path)):
-            raise RoomierError("default_root_dir", self.default_root_dir, "is not a path", "Pass a string or a Path")
+        if self.default_root_dir is not None:
+            check_path("default_root_dir", self.default_root_dir)
 
     def _check_flags(self) -> None:
         for name in ("detect_anomaly", "inference_mode"):

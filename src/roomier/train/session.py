@@ -113,6 +113,7 @@ def _opened_and_closed(
 ) -> Iterator[Run]:
     status = "failed"
     run: Run | None = None
+    data = RunLoaders(trainer, module, loaders)
     try:
         with ExitStack() as stack:
             stack.enter_context(lent_to_lightning(module, trainer))
@@ -121,7 +122,7 @@ def _opened_and_closed(
             stack.enter_context(workers_outlive_signals())
             stack.enter_context(watch_for_hangs(trainer))
             stack.enter_context(process_settings(trainer.plan, trainer.options))
-            run = _open(trainer, stage, module, loaders, ckpt_path, weights, stop)
+            run = _open(trainer, stage, module, data, ckpt_path, weights, stop)
             run.profiler = stack.enter_context(profiled(trainer.options.profiler, run.folder))
             yield run
         status = "success" if stop.received is None else "interrupted"
@@ -147,10 +148,9 @@ def _opened_and_closed(
             end_background_save(run)
             run.engine.close()
             run.engine.hooks = StepHooks()  # they hold the run, which holds the engine and its optimizer states
-            for source in (*([run.train_source] if run.train_source else []), *run.val_sources):
-                source.close()
             run.loggers.finalize(status)
         try:
+            data.end()
             trainer.teardown(stage)
         finally:
             trainer.status = TrainerStatus.FINISHED if status == "success" else TrainerStatus.INTERRUPTED
@@ -228,7 +228,7 @@ def _open(
     trainer: Trainer,
     stage: str,
     module: Module,
-    loaders: dict[str, Any],
+    data: RunLoaders,
     ckpt_path: str | Path | None,
     weights: str | Path | None,
     stop: GracefulStop,
@@ -244,7 +244,6 @@ def _open(
         path = earlier.checkpoint
     folder = _folder(trainer, is_fit, root, path)
     first = first_weights(weights, path, trainer.plan, ranks)
-    data = RunLoaders(trainer, module, loaders)
     estimate = partial(estimate_steps, trainer, data)
     if is_fit and not is_planned(trainer):  # else the number is known with the plan, and asking would settle it
         trainer.estimate_steps, trainer.count_training_batches = estimate, data.count_training_batches
