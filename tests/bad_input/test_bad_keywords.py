@@ -87,6 +87,12 @@ WRONG = {
         ({"hour": 1}, "{'hours': 1}"),
         (60, "Write"),
     ],
+    "hang_timeout": [
+        ("ten minutes", "Write 'DD:HH:MM:SS'"),
+        (600, "Write"),
+        (timedelta(0), "Write"),
+        ("00:01:00:00", "Use '00:00:30:00' or less, or None"),
+    ],
     "limit_train_batches": [(1.5, "a float in [0.0, 1.0]"), ("all", "Use an integer"), (-1, "Use an integer of 0")],
     "limit_val_batches": [(1.5, "a float in [0.0, 1.0]"), (True, "Use an integer")],
     "limit_test_batches": [(float("nan"), "a float in [0.0, 1.0]")],

@@ -288,8 +288,7 @@ def compute_metric_anew(metric: Any) -> Any:
 
 
 def metric_reductions(metric: Any) -> dict[str, tuple[str | None, bool]]:
-    """By state of a torchmetrics metric: how the states of several ranks become one (``"sum"``, ``"mean"``, ``"cat"``,
-    ``"min"``, ``"max"``, or None for another way), and whether it is a list."""
+    """Return the reduction over ranks of each state of a metric (None: a custom one), and whether it is a list."""
     names = {"dim_zero_sum": "sum", "dim_zero_mean": "mean", "dim_zero_cat": "cat"}
     names |= {"dim_zero_min": "min", "dim_zero_max": "max"}
     return {

@@ -157,17 +157,19 @@ class Heartbeat:
         exchange = self._exchange_as_zero if self._world.rank == 0 else self._exchange_with_zero
         with suppress(DistError, RuntimeError):  # the process that serves the store has ended
             store = self._connect()
-            while not self._stop.wait(self._tick_s) and not (self._zero and self._zero.has_left):
-                self._record = self._next_record()
-                exchange(store)
-            self._leave(store)
+            try:
+                while not self._stop.wait(self._tick_s) and not (self._zero and self._zero.has_left):
+                    self._record = self._next_record()
+                    exchange(store)
+            finally:
+                self._leave(store)  # after an error too: a rank that publishes no records would seem to hang
 
     def _exchange_as_zero(self, store: Store) -> None:
         judge = self._judge
         others = self._records_of_others(store)
         if judge is not None and others:
             late = judge.look(time.monotonic(), {0: self._record, **others})
-            self._verdict = self._next_verdict(late)
+            self._verdict = self._next_verdict(late, judge.limits.end_s)
         self._publish_as_zero(store)
         if self._verdict is not None:
             self._act(self._verdict)
@@ -209,8 +211,8 @@ class Heartbeat:
 
     # Late ranks ----------------------------------------------------------------------------------------------------
 
-    def _next_verdict(self, late: Sequence[Late]) -> Verdict | None:
-        """Return the verdict of rank 0: the last one again if nothing changed, None if no rank is late."""
+    def _next_verdict(self, late: Sequence[Late], end_s: float) -> Verdict | None:
+        """Return the verdict of rank 0: the last one if no other rank became late, None if no rank is late."""
         for each in late:
             self._note(each)
         hung = [each for each in late if each.left_s is not None]
@@ -220,9 +222,9 @@ class Heartbeat:
                 say(f"rank {', '.join(str(each.rank) for each in before.late)} moves again")
             return None
         ends = any(each.left_s is not None and each.left_s <= 0 for each in hung)
-        if before is not None and (before.ends, _ranks(before.late)) == (ends, _ranks(hung)):
+        if before is not None and before.ends == ends and _ranks(before.late) >= _ranks(hung):
             return before
-        return Verdict(self._last_number + 1, ends, hung)
+        return Verdict(self._last_number + 1, ends, end_s, hung)
 
     def _judge_zero(self) -> None:
         """Judge rank 0 on another rank, which sees only if rank 0 is silent. Its verdicts are for this rank alone."""
@@ -235,17 +237,18 @@ class Heartbeat:
             if judge is None or run is None or zero is None:
                 continue
             own = replace(self._next_record(), beat=beat)
-            late = judge.look(time.monotonic(), {0: zero, self._world.rank: own})
-            hung = [each for each in late if each.rank == 0 and each.is_silent]
-            if not hung:
+            found = judge.look(time.monotonic(), {0: zero, self._world.rank: own})
+            late = next((each for each in found if each.rank == 0 and each.is_silent), None)
+            if late is None:
                 is_reported = False
-            elif hung[0].left_s is None:
-                self._note(hung[0])
-            elif hung[0].left_s <= 0:
-                self._end(hung, run.limits, is_told_by_zero=False)
+            elif late.left_s is None:
+                if self._world.rank == 1:
+                    self._note(late)
+            elif late.left_s <= 0:
+                self._end([late], run.limits.end_s, is_told_by_zero=False)
             elif not is_reported:
                 is_reported = True
-                say(report_of(hung))
+                say(report_of([late]))
                 say(position_of(self._world.rank, own, run.stack()))
 
     def _note(self, late: Late) -> None:
@@ -257,30 +260,30 @@ class Heartbeat:
     def _act(self, verdict: Verdict) -> None:
         """Act on a new verdict of rank 0."""
         run = self.run
-        if verdict.number == self._last_number or run is None:
+        if verdict.number == self._last_number:
             return
         self._last_number = verdict.number
         if verdict.ends:
-            self._end(verdict.late, run.limits, is_told_by_zero=True)
+            self._end(verdict.late, verdict.end_s, is_told_by_zero=True)
             return
-        if self._world.rank == 0:
+        if self._world.local_rank == 0:
             say(report_of(verdict.late))
-        say(position_of(self._world.rank, self._record, run.stack()))
+        say(position_of(self._world.rank, self._record, "" if run is None else run.stack()))
 
-    def _end(self, late: Sequence[Late], limits: Limits, *, is_told_by_zero: bool) -> None:
-        """End this process, and the silent ones of this machine, which cannot end by themselves."""
-        error, rank = end_of(late, limits.end_s), self._world.rank
-        last = threading.Timer(2 * limits.tick_s + 2 * _MARGIN_S, self._end_process, [1])  # a full pipe blocks prints
+    def _end(self, late: Sequence[Late], end_s: float, *, is_told_by_zero: bool) -> None:
+        """End this process, and the silent ranks of this machine, which cannot end by themselves."""
+        error, rank = end_of(late, end_s), self._world.rank
+        last = threading.Timer(2 * self._tick_s + 2 * _MARGIN_S, self._end_process, [1])  # a full pipe blocks prints
         last.daemon = True
         last.start()
         self._news.is_failing = True
         tell_torchrun(error, None)
         if rank == 0:
             self._news.claim(f"{type(error).__name__}: {error}")  # other ranks then report no lost connection
-        if rank == 0 or not is_told_by_zero:
+        if self._world.local_rank == 0 or not is_told_by_zero:
             say(f"the run ends: {error}")
         # The other ranks read the verdict from rank 0, which may serve the store. And torchrun names the first failure.
-        time.sleep(max(_BEFORE_KILL_S, 2 * limits.tick_s if rank == 0 else 0.0))
+        time.sleep(max(_BEFORE_KILL_S, 2 * self._tick_s if rank == 0 else 0.0))
         for each in late:
             if each.is_silent and (process := _process_of(each.record)) is not None:
                 with suppress(psutil.Error):
@@ -294,17 +297,18 @@ def _key(rank: int) -> str:
     return f"heartbeat/{rank}"
 
 
-def _ranks(late: Sequence[Late]) -> list[int]:
-    return [each.rank for each in late]
+def _ranks(late: Sequence[Late]) -> set[int]:
+    return {each.rank for each in late}
 
 
 def _process_of(record: Record) -> psutil.Process | None:
-    """Return the process that published ``record``, if it runs on this machine."""
+    """Return the process that published ``record``, if it runs on this machine, by the same command as this one."""
     if record.host != socket.gethostname():
         return None
     try:
-        process = psutil.Process(record.pid)
-        return process if process.create_time() == record.born else None
+        process, own = psutil.Process(record.pid), psutil.Process()
+        is_same = abs(process.create_time() - record.born) < 1.0 and process.cmdline()[1:] == own.cmdline()[1:]
+        return process if is_same else None
     except psutil.Error:
         return None
 

@@ -22,7 +22,8 @@ def say(message: str) -> None:
 def note_of(late: Late) -> str:
     """The line for a rank whose activity has no time limit."""
     silence = ", without a sign of life from it" if late.is_silent else ""
-    return f"other ranks have waited {_seconds(late)} for {_rank(late)}{silence}: {late.record.position}; no time limit"
+    where = f"{late.record.position} (hang_timeout does not apply)"
+    return f"other ranks have waited {_seconds(late)} for {_rank(late)}{silence}: {where}"
 
 
 def report_of(late: Sequence[Late]) -> str:
@@ -43,8 +44,8 @@ def end_of(late: Sequence[Late], end_s: float) -> TrainingError:
     """The error that ends the run."""
     names = ", ".join(str(each.rank) for each in late[:_NUM_SHOWN])
     action = (
-        f"See the reported position of rank {names}, and continue from the last checkpoint with ckpt_path='last'. If "
-        "ranks may wait that long, set a longer hang_timeout, or None for no limit"
+        f"See the reported stack of rank {names}; if it ends in a collective operation, the ranks ran different layers. "
+        "Resume with ckpt_path='last'. If ranks may wait that long, set a longer hang_timeout, or None for no limit"
     )
     return TrainingError("hang_timeout", timedelta(seconds=end_s), problem_of(late), action)
 

@@ -104,13 +104,15 @@ class Verdict:
 
     Attributes:
         ends: the run ends; otherwise all ranks print their positions.
+        end_s: ``hang_timeout``.
     """
 
     number: int
     ends: bool
+    end_s: float
     late: Sequence[Late]
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Self:
         late = [Late(**{**each, "record": Record.of(each["record"])}) for each in values["late"]]
-        return cls(values["number"], values["ends"], late)
+        return cls(**{**values, "late": late})
