@@ -351,7 +351,7 @@ def test_last_passes_over_a_damaged_one_and_says_so(desk, capsys):
     resumed = resume(desk, ckpt_path="last", max_epochs=1)
     assert resumed.global_step == 4
     told = capsys.readouterr().err
-    assert "passed over the newer checkpoint" in told
+    assert "skipped the checkpoint" in told
     assert "epoch=1-step=8" in told
 
 

@@ -118,6 +118,22 @@ class Callback:
 
 
 @runtime_checkable
+class ChecksState(Protocol):
+    """A callback that rejects a malformed state before anything of a checkpoint is loaded."""
+
+    def check_stored_state(self, state: Any, place: str) -> None:
+        """Check a stored state, whose tensors need not be read yet.
+
+        Args:
+            place: of ``state`` in the checkpoint.
+
+        Raises:
+            FormError: ``load_state_dict`` cannot load it.
+        """
+        ...
+
+
+@runtime_checkable
 class PlacesTensors(Protocol):
     """A callback that writes tensors of the model's size into a checkpoint, in ``on_save_checkpoint``, and says where
     they go when it is loaded, so that no rank reads more than its part."""

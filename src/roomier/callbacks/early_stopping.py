@@ -12,6 +12,7 @@ from torch import Tensor
 from roomier.api.callback import Callback
 from roomier.callbacks.monitored import Monitored, check_mode, is_complete_at_epoch_end
 from roomier.core.errors import RoomierError
+from roomier.core.forms import anything, count, fields, tensor
 from roomier.core.keywords import explain_unknown_keywords
 from roomier.core.log import notice
 
@@ -108,6 +109,11 @@ class EarlyStopping(Callback):
             "best_score": self.best_score,
             "patience": self.patience,
         }
+
+    def check_stored_state(self, state: Any, place: str) -> None:
+        """See :class:`roomier.api.callback.ChecksState`."""
+        form = {"wait_count": count, "stopped_epoch": count, "best_score": tensor(shape=()), "patience": count}
+        fields(form, others=anything)(state, place)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.wait_count = state_dict["wait_count"]

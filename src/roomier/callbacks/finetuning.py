@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from roomier.api.callback import Callback
 from roomier.core.batch_norms import BATCH_NORMS
 from roomier.core.errors import RoomierError
+from roomier.core.forms import anything, fields, finite, list_of, optional, text
 from roomier.core.log import notice
 
 if TYPE_CHECKING:
@@ -164,6 +165,12 @@ class BaseFinetuning(Callback):
         still = [name for name, each in network.named_modules() if _keeps_statistics(each)]
         return {"trained": _trained(network), "without_statistics": still}
 
+    def check_stored_state(self, state: Any, place: str) -> None:
+        """See :class:`roomier.api.callback.ChecksState`."""
+        if state:
+            form = {"trained": list_of(text), "without_statistics": list_of(text)}
+            fields(form, others=anything)(state, place)
+
     def places(self, weights: Mapping[str, Tensor], stored: Mapping[str, Any]) -> dict[str, Any]:
         """Give the optimizers the groups they had, and no more: a run that goes back unfreezes again. Nothing is to be
         placed. See :class:`roomier.api.callback.PlacesTensors`."""
@@ -284,6 +291,10 @@ class BackboneFinetuning(BaseFinetuning):
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "previous_backbone_lr": self.previous_backbone_lr}
+
+    def check_stored_state(self, state: Any, place: str) -> None:
+        super().check_stored_state(state, place)
+        fields({"previous_backbone_lr": optional(finite)}, others=anything)(state, place)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.previous_backbone_lr = state_dict["previous_backbone_lr"]

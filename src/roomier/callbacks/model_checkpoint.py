@@ -17,7 +17,7 @@ from torch import Tensor
 from roomier import checkpoint
 from roomier.api.callback import Callback
 from roomier.callbacks.checkpoint_folder import find_complete, names_in
-from roomier.callbacks.checkpoint_ledger import Keep, Ledger
+from roomier.callbacks.checkpoint_ledger import Keep, Ledger, form_of_books
 from roomier.callbacks.checkpoint_name import (
     DEFAULT_TEMPLATE,
     check_template,
@@ -419,6 +419,10 @@ class ModelCheckpoint(Callback):
             "due_step": self._due_step,  # a signal may end the run between a validation and its save point
             "foreign_names": None if self._foreign_names is None else list(self._foreign_names),
         }
+
+    def check_stored_state(self, state: Any, place: str) -> None:
+        """See :class:`roomier.api.callback.ChecksState`."""
+        form_of_books(monitored=self.monitor is not None)(state, place)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Put the books back; without a ``dirpath`` that waits for ``on_fit_start``, when the run folder is known.

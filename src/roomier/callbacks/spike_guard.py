@@ -33,6 +33,7 @@ from roomier.api.lightning import overrides
 from roomier.api.module import Module
 from roomier.core import torch_private
 from roomier.core.errors import RoomierError, TrainingError, did_you_mean
+from roomier.core.forms import anything, count, fields, items, list_of, mapping_of, number
 from roomier.core.log import notice
 
 if TYPE_CHECKING:
@@ -87,9 +88,9 @@ class SpikeGuard(Callback):
             raise _wrong("action", action, "is not known", did_you_mean(str(action), ACTIONS))
         if factor is not None and (not isinstance(factor, (int, float)) or not 1 < factor < math.inf):
             raise _wrong("factor", factor, "is no factor above 1", "Use 10.0, say, or None")
-        for name, count, least in (("window", window, 1), ("warmup", warmup, 1), ("max_skips", max_skips, 0)):
-            if not isinstance(count, int) or isinstance(count, bool) or count < least:
-                raise _wrong(name, count, "is no number of steps", f"Use an integer of {least} or more")
+        for name, value, least in (("window", window, 1), ("warmup", warmup, 1), ("max_skips", max_skips, 0)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise _wrong(name, value, "is no number of steps", f"Use an integer of {least} or more")
         if warmup > window:
             raise _wrong("warmup", warmup, f"is more than window={window}, so there would be no spikes", "Lower it")
         names = (monitor,) if isinstance(monitor, str) else tuple(monitor)
@@ -121,6 +122,17 @@ class SpikeGuard(Callback):
             "num_bad_steps": self.num_bad_steps,
             "left_out": [list(place) for place in sorted(self._left_out)],
         }
+
+    def check_stored_state(self, state: Any, place: str) -> None:
+        """See :class:`roomier.api.callback.ChecksState`."""
+        form = {
+            "good": mapping_of(list_of(number)),
+            "num_judged": count,
+            "bad_at": list_of(count),
+            "num_bad_steps": count,
+            "left_out": list_of(items(count, count)),
+        }
+        fields(form, others=anything)(state, place)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         for name, values in state_dict["good"].items():

@@ -17,6 +17,7 @@ from roomier.api.kept_weights import KeptWeights
 from roomier.api.step_arguments import num_step_arguments
 from roomier.core.batch_norms import BATCH_NORMS
 from roomier.core.errors import DataError, RoomierError
+from roomier.core.forms import anything, count, fields, integer, mapping_of, optional
 from roomier.core.log import notice
 from roomier.optim.averaging import AverageOne, WeightAverage, tensors_to_average
 
@@ -110,6 +111,12 @@ class StochasticWeightAveraging(Callback):
             "latest_epoch": self._latest_epoch,
             "scheduler": None if self._scheduler is None else self._scheduler.state_dict(),
         }
+
+    def check_stored_state(self, state: Any, place: str) -> None:
+        """See :class:`roomier.api.callback.ChecksState`."""
+        scheduler = optional(mapping_of(anything))
+        form = {"num_averaged": count, "latest_epoch": integer(-1), "scheduler": scheduler}
+        fields(form, others=anything)(state, place)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._stored = dict(state_dict)

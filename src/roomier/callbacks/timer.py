@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from roomier.api.callback import Callback
 from roomier.core.errors import RoomierError
+from roomier.core.forms import fields, finite, mapping_of
 from roomier.core.log import notice
 
 if TYPE_CHECKING:
@@ -71,6 +72,10 @@ class Timer(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         return {"time_elapsed": {stage: self.time_elapsed(stage) for stage in STAGES}}
+
+    def check_stored_state(self, state: Any, place: str) -> None:
+        """See :class:`roomier.api.callback.ChecksState`."""
+        fields({}, others={"time_elapsed": mapping_of(finite)})(state, place)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if self._started_s["train"] is not None:  # a run that goes back: its time has passed all the same

@@ -11,6 +11,7 @@ from torch import Tensor
 from roomier.api.callback import Callback
 from roomier.api.kept_weights import KeptWeights
 from roomier.core.errors import RoomierError
+from roomier.core.forms import anything, count, fields, integer, list_of, text
 from roomier.core.log import notice
 from roomier.optim.averaging import AverageAll, AverageOne, WeightAverage, tensors_to_average
 
@@ -148,6 +149,16 @@ class WeightAveraging(Callback):
             "num_averaged": self.num_averaged,
             "names": [] if self._average is None else self._average.names,
         }
+
+    def check_stored_state(self, state: Any, place: str) -> None:
+        """See :class:`roomier.api.callback.ChecksState`."""
+        form = {
+            "latest_update_step": count,
+            "latest_update_epoch": integer(-1),
+            "num_averaged": count,
+            "names": list_of(text),
+        }
+        fields(form, others=anything)(state, place)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._stored = dict(state_dict)

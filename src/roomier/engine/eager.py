@@ -19,6 +19,7 @@ from roomier.core.transfer import BatchMover
 from roomier.engine.engine import Parallel, Step, StepHooks
 from roomier.engine.levers import Levers
 from roomier.engine.no_terms import zero_gradients
+from roomier.engine.optimizer_form import check_values
 from roomier.engine.optimizer_state import (
     check_optimizer,
     cut_like,
@@ -371,8 +372,9 @@ class EagerEngine:
                 "Configure the optimizers as in the run that was saved",
             )
         names = parameter_names(self.module)
-        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+        for index, (optimizer, saved) in enumerate(zip(self.optimizers, state["optimizers"], strict=True)):
             check_optimizer(optimizer, saved, names)
+            check_values(optimizer, saved, names, f"optimizers[{index}]")
 
     def load(self, state: dict[str, Any]) -> None:
         self.release()

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from roomier.core import torch_private
+from roomier.core.forms import anything, fields, item_of, tensor
 from roomier.core.log import notice
 from roomier.core.world import World
 
@@ -39,6 +40,23 @@ def metric_states(module: nn.Module) -> dict[str, Any]:
         for name, metric in metrics_of(module).items()
         if metric.update_count
     }
+
+
+def check_metric_states(module: nn.Module, by_rank: Mapping[str, Mapping[str, Any]]) -> None:
+    """Check that stored states have the names and kinds of the states of the metrics of ``module``.
+
+    A state with another name could replace a method. Shapes are the metric's own: they may change with its first batch.
+
+    Raises:
+        FormError: a state has another name or kind.
+    """
+    metrics = metrics_of(module)
+    for rank, states in by_rank.items():
+        for name in metrics.keys() & states.keys():
+            place = item_of(item_of(item_of("metrics", rank), name), "state")
+            own = metrics[name].metric_state.items()
+            forms = {key: anything if isinstance(value, list) else tensor() for key, value in own}
+            fields(forms)(states[name]["state"], place)
 
 
 def load_metric_states(module: nn.Module, by_rank: Mapping[str, Mapping[str, Any]], world: World) -> None:

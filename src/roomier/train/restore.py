@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,23 +16,27 @@ from roomier import checkpoint
 from roomier.adapters.found import as_keyword
 from roomier.adapters.layers import is_adapter
 from roomier.api.adapt import seen_by_user
-from roomier.api.callback import PlacesTensors
+from roomier.api.callback import ChecksState, PlacesTensors
 from roomier.api.lightning import overrides
 from roomier.api.module import Module
 from roomier.checkpoint.commit import at_home
 from roomier.checkpoint.lightning import is_lightning_file
+from roomier.checkpoint.record import DamagedCheckpointError, malformed
+from roomier.checkpoint.run_state import check_run_state, peek_run, read_plan
 from roomier.checkpoint.shown import OWN_ENTRIES, ShownCheckpoint
 from roomier.core.errors import CheckpointError
+from roomier.core.forms import item_of
 from roomier.core.log import notice
 from roomier.core.paths import check_path
-from roomier.core.rng import rng_state, seed_everything, set_rng_state
+from roomier.core.rng import check_rng_state, rng_state, seed_everything, set_rng_state
+from roomier.data.position import check_generators
 from roomier.engine.eager import EagerEngine
 from roomier.engine.optimizer_state import parameter_names, state_places
 from roomier.plan import Plan
 from roomier.plan.parts import AdapterPlan
 from roomier.train.group_values import changed_in_plan, check_same_optimizer, put_changed, tell_kept
 from roomier.train.lightning_resume import restore_lightning, restore_lightning_weights, show_checkpoint
-from roomier.train.metric_state import load_metric_states, metrics_of
+from roomier.train.metric_state import check_metric_states, load_metric_states, metrics_of
 from roomier.train.run import Run
 from roomier.train.run_folder import PREFIX
 
@@ -52,7 +57,7 @@ def resolve_checkpoint(ckpt_path: str | Path | None, root: Path, best_path: str 
         for folder in root.glob(f"{PREFIX}*/checkpoints"):
             with suppress(OSError):  # nothing depends on it, and the folder may be somebody else's
                 checkpoint.clear_stale(folder)
-        found = checkpoint.find_last(root) if root.exists() else None
+        found = checkpoint.find_last(root, check_run_state) if root.exists() else None
         if found is None:
             notice(f"ckpt_path='last': no complete checkpoint under {root}; starting from step 0")
         return found
@@ -68,14 +73,42 @@ def resolve_checkpoint(ckpt_path: str | Path | None, root: Path, best_path: str 
     return at_home(ckpt_path)
 
 
+def restore_last(run: Run, path: Path, restore_one: Callable[[Run, Path], None]) -> None:
+    """Call ``restore_one`` with the newest checkpoint ``path``. If it is damaged, use the next older one in the same
+    folder that is valid, with a warning.
+
+    This completes the search for ``"last"``, which does not read tensors or compare values with the present run.
+
+    Raises:
+        CheckpointError: no checkpoint in the folder can be used; about ``path``.
+    """
+    try:
+        return restore_one(run, path)
+    except DamagedCheckpointError as error:
+        for older in run.ranks.on_zero(lambda: _older_than(path)):
+            with suppress(DamagedCheckpointError):
+                restore_one(run, older)
+                notice(f"skipped the checkpoint {path} ({error.problem}); using {older}")
+                run.trainer.read_path = str(older)
+                return None
+        raise
+
+
+def _older_than(path: Path) -> list[Path]:
+    """The complete checkpoints in the folder of ``path`` that are older, the newest first."""
+    found = checkpoint.list_complete(path.parent)
+    return found[: found.index(path)][::-1] if path in found else []
+
+
 def restore_weights(run: Run, path: Path) -> None:
     """Fill the weights of the module from ``path``; nothing else of the checkpoint is read."""
     if is_lightning_file(path):
         restore_lightning_weights(run, path)
         return
     with _named_ckpt_path():
-        stored, weights = checkpoint.peek(path), run.engine.weights()
+        stored, weights = peek_run(path, check_files=True), run.engine.weights()
         _check_adapters(path, stored, weights, run.plan)
+        _check_names(run, path, weights, stored["module"])
         only: tuple[str, ...] = ("module",)
         if overrides(run.module, "on_load_checkpoint", Module):
             only = ("module", *(stored.keys() - (OWN_ENTRIES - {"progress", "hyperparameters"})))
@@ -101,24 +134,31 @@ def restore(run: Run, path: Path) -> None:
         restore_lightning(run, path)
         return
     with _named_ckpt_path():
-        stored = checkpoint.peek(path)
+        stored = peek_run(path, check_files=True)
         _check_complete(path, stored)
         weights = run.engine.weights()
         _check_adapters(path, stored, weights, run.plan)
-        stored_plan = Plan.from_dict(stored["plan"])
+        _check_names(run, path, weights, stored["module"])
+        stored_plan = read_plan(path, stored["plan"])
+        with malformed(path):
+            _check_own_callbacks(run, stored["callbacks"])
         check_same_optimizer(stored_plan, run.plan)
         into: dict[str, Any] = {"module": _places(run, weights, stored["module"])}
-        if stored["module"].keys() == into["module"].keys():  # else load() tells that it is of another model
+        with malformed(path):
             for callback in run.trainer.callbacks:  # first: one may give optimizers the groups they had
                 if isinstance(callback, PlacesTensors):
                     into.update(callback.places(weights, stored))
             run.engine.check(stored)
             into["optimizers"] = optimizer_places(run.engine, stored["optimizers"])
-        run.schedulers.check(stored["schedulers"])
+            run.schedulers.check(stored["schedulers"], stored["optimizers"])
+            run.results.check(stored["results"])
+            check_metric_states(run.module, stored["metrics"])
         run.source.check(stored["data"], stored["progress"]["epoch"])
         changed = changed_in_plan(stored_plan, run.plan, run.engine.optimizers)
         _tell_differences(stored_plan, run.plan)
-        state = checkpoint.load(path, into=into, ranks=run.ranks)
+        state = checkpoint.load(
+            path, into=into, ranks=run.ranks, empty=into.keys() - {"module"}, check=partial(_check_random_states, path)
+        )
         state["module"] = loaded_weights(run, path, state, weights)
     if run.plan.optimizer.name is None:
         tell_kept(run.engine.optimizers, state["optimizers"], has_schedulers=bool(run.schedulers.configs))
@@ -148,6 +188,20 @@ def restore(run: Run, path: Path) -> None:
             f"the checkpoint has random states of {num_stored} ranks, this run has {num_ranks}: the others begin with "
             "states derived from that of rank 0"
         )
+
+
+def _check_names(run: Run, path: Path, own: Mapping[str, Any], stored: Mapping[str, Any]) -> None:
+    """Check that the model has the stored weights, unless its module decides about that itself.
+
+    Raises:
+        CheckpointError: the checkpoint is of another model.
+    """
+    is_strict = run.module.strict_loading and not overrides(run.module, "on_load_checkpoint", Module)
+    if is_strict and own.keys() != stored.keys():
+        found = [("not in it", own.keys() - stored.keys()), ("only in it", stored.keys() - own.keys())]
+        shown = "; ".join(f"{title}: {', '.join(sorted(names)[:5])}" for title, names in found if names)
+        action = "Give the checkpoint of this model, or build the model it was saved from"
+        raise CheckpointError("ckpt_path", str(path), f"belongs to another model: {shown}", action)
 
 
 def _places(run: Run, own: Mapping[str, Any], stored: Mapping[str, Any]) -> dict[str, Any]:
@@ -246,8 +300,22 @@ def _restore_callbacks(run: Run, states: Mapping[str, Any]) -> None:
         notice(f"the checkpoint has a state of callback {key!r}, which this Trainer does not have; it is left out")
 
 
+def _check_own_callbacks(run: Run, states: Mapping[str, Any]) -> None:
+    for callback in run.trainer.callbacks:
+        if isinstance(callback, ChecksState) and callback.state_key in states:
+            callback.check_stored_state(states[callback.state_key], item_of("callbacks", callback.state_key))
+
+
+def _check_random_states(path: Path, state: Mapping[str, Any]) -> None:
+    with malformed(path):
+        for rank, each in state["random"].items():
+            check_rng_state(each, item_of("random", rank))
+        check_generators(state["data"], "data")
+
+
 def _check_complete(path: Path, stored: Mapping[str, Any]) -> None:
-    needed = ("module", "optimizers", "progress", "schedulers", "random", "data", "callbacks", "results", "metrics")
+    of_engine, of_run = ("module", "optimizers", "scaler"), ("plan", "progress", "random", "datamodule", "callbacks")
+    needed = (*of_engine, *of_run, "schedulers", "data", "results", "metrics")
     missing = [key for key in needed if key not in stored]
     if missing:
         raise CheckpointError(

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from roomier.core import torch_private
 from roomier.core.errors import RoomierError, did_you_mean
+from roomier.core.forms import one_of
 from roomier.core.log import notice
 from roomier.core.ranks import Ranks
 from roomier.core.tree import batch_size_of
@@ -449,6 +450,11 @@ class Results:
                 f"log({name!r}): the metric is no submodule of the module, so a checkpoint does not hold what it "
                 "gathered in the running epoch. Make it an attribute (or an item of an nn.ModuleList or ModuleDict)"
             )
+
+    def check(self, state: Mapping[str, Any]) -> None:
+        """Check that reductions in ``state`` exist. Raises FormError."""
+        for index, saved in enumerate(state["running"]):
+            one_of(*REDUCTIONS)(saved["options"][-1], f"results.running[{index}].options[4]")
 
     def load(self, state: dict[str, Any], metrics: Mapping[str, Any], move: Callable[[Any], Any]) -> None:
         """Put back what :meth:`state` gave; ``move`` brings a tensor to the device of the run."""

@@ -13,6 +13,7 @@ from roomier.core.errors import CheckpointError, TrainingError, did_you_mean
 from roomier.core.log import notice
 from roomier.optim.configured import LRSchedulerConfig
 from roomier.optim.schedule import go_on
+from roomier.optim.scheduler_form import check_scheduler
 from roomier.train.results import Results
 
 LENGTHS = ("T_max", "total_steps", "total_iters", "lr_lambdas")  # where torch keeps how long one goes on
@@ -72,11 +73,15 @@ class Schedulers:
             for config in self.configs
         ]
 
-    def check(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Whether ``states`` are of these schedulers.
+    def check(self, states: Sequence[Mapping[str, Any]], optimizers: Sequence[Mapping[str, Any]]) -> None:
+        """Check that ``states`` are states of these schedulers.
+
+        Args:
+            optimizers: the stored states of the optimizers, whose tensors need not be read yet.
 
         Raises:
-            CheckpointError: they are of others.
+            CheckpointError: they are of other schedulers.
+            FormError: a value is malformed.
         """
         now, then = [type(config.scheduler).__name__ for config in self.configs], [each["type"] for each in states]
         if now != then:
@@ -86,6 +91,9 @@ class Schedulers:
                 f"the checkpoint holds the states of {then}",
                 "Configure the schedulers as in the run that was saved, or load the weights alone",
             )
+        groups = [group for each in optimizers for group in each["param_groups"]]
+        for index, (config, saved) in enumerate(zip(self.configs, states, strict=True)):
+            check_scheduler(config.scheduler, saved["state"], groups, f"schedulers[{index}].state")
 
     def load(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Go on from ``states``, as they were saved: with the lengths they had."""

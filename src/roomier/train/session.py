@@ -49,7 +49,7 @@ from roomier.train.manual import ManualOptimizer
 from roomier.train.options import DEFAULT_MAX_EPOCHS
 from roomier.train.position import watch_for_hangs
 from roomier.train.progress import Progress
-from roomier.train.restore import resolve_checkpoint, restore, restore_weights
+from roomier.train.restore import resolve_checkpoint, restore, restore_last, restore_weights
 from roomier.train.results import Results
 from roomier.train.run import Run, call
 from roomier.train.run_folder import is_run_folder, run_folder, write_plan
@@ -235,13 +235,15 @@ def _open(
 ) -> Run:
     options, ranks = trainer.options, trainer.ranks
     root = Path(trainer.default_root_dir)
-    path = _checkpoint_to_read(trainer, ckpt_path, root)
+    asked = trainer.set_path if ckpt_path is None else ckpt_path
+    path = _checkpoint_to_read(trainer, asked, root)
     is_fit = stage == "fit"
     fitted = trainer.fitted
     job = job_of_fit(root, ranks) if is_fit and trainer.keeps_files else None
     earlier = None if job is None else ranks.on_zero(lambda: job.find_earlier(root))
     if earlier is not None:
         path = earlier.checkpoint
+    is_last = asked == "last" or earlier is not None
     folder = _folder(trainer, is_fit, root, path)
     first = first_weights(weights, path, trainer.plan, ranks)
     estimate = partial(estimate_steps, trainer, data)
@@ -284,9 +286,9 @@ def _open(
         first.restore(run)
         if is_fit:
             trainer.fitted = run
-            _open_fit(run, data, path)
+            _open_fit(run, data, path, is_last)
         else:
-            _open_evaluation(run, data, stage, path)
+            _open_evaluation(run, data, stage, path, is_last)
     return run
 
 
@@ -300,10 +302,9 @@ def _closed_on_error(engine: EagerEngine) -> Iterator[None]:
         raise
 
 
-def _checkpoint_to_read(trainer: Trainer, ckpt_path: str | Path | None, root: Path) -> Path | None:
+def _checkpoint_to_read(trainer: Trainer, asked: str | Path | None, root: Path) -> Path | None:
     best = trainer.checkpoint_callback
     best_path = None if best is None else best.best_model_path
-    asked = trainer.set_path if ckpt_path is None else ckpt_path
     return trainer.ranks.on_zero(lambda: resolve_checkpoint(asked, root, best_path))
 
 
@@ -334,19 +335,19 @@ def _make_model(
         keep_global_batch(trainer, module, data, earlier)
 
 
-def _open_evaluation(run: Run, data: RunLoaders, stage: str, path: Path | None) -> None:
+def _open_evaluation(run: Run, data: RunLoaders, stage: str, path: Path | None, is_last: bool) -> None:
     name = LOADER_NAMES[stage]
     run.val_sources, run.val_limits = data.evaluation(name)
     run.trainer.num_batches_of[stage] = _num_batches_of_loaders(run, name)
     if not run.val_sources:
         raise DataError(f"{name}_dataloaders", None, f"there is no data to {stage} on", f"Pass {name}_dataloaders")
     if path is not None:
-        restore_weights(run, path)
+        restore_last(run, path, restore_weights) if is_last else restore_weights(run, path)
     if run.folder is not None:
         run.loggers.start(run.folder, run.progress.global_step)
 
 
-def _open_fit(run: Run, data: RunLoaders, path: Path | None) -> None:
+def _open_fit(run: Run, data: RunLoaders, path: Path | None, is_last: bool) -> None:
     options = run.options
     run.train_source = data.train_source
     run.num_training_batches = data.num_training_batches
@@ -367,7 +368,7 @@ def _open_fit(run: Run, data: RunLoaders, path: Path | None) -> None:
     if not (options.is_bounded or options.num_dev_batches):
         notice(f"neither max_epochs, max_steps nor max_time is set: training for {DEFAULT_MAX_EPOCHS} epochs")
     if path is not None:
-        restore(run, path)
+        restore_last(run, path, restore) if is_last else restore(run, path)
     if run.folder is not None:
         folder, text = run.folder, run.plan.to_yaml()
         run.ranks.on_zero(lambda: write_plan(folder, text))

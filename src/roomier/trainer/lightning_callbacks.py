@@ -21,6 +21,7 @@ from roomier.api.lightning_callbacks import added_names, builtin_class
 from roomier.callbacks import ModelCheckpoint
 from roomier.callbacks.checkpoint_ledger import Ledger
 from roomier.core.errors import RoomierError
+from roomier.core.forms import anything, fields, mapping_of
 from roomier.core.log import notice
 
 if TYPE_CHECKING:
@@ -101,6 +102,10 @@ class _Finetuning(callbacks.BaseFinetuning):
     def state_dict(self) -> dict[str, Any]:
         own = {name: value for name, value in self._given.state_dict().items() if name != _GROUPS}
         return {**super().state_dict(), "own": own}
+
+    def check_stored_state(self, state: Any, place: str) -> None:
+        super().check_stored_state(state, place)
+        fields({"own": mapping_of(anything)}, others=anything)(state, place)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._given.load_state_dict({_GROUPS: {}, **state_dict["own"]})  # the groups are back already
