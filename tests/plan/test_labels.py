@@ -173,7 +173,14 @@ TABLE: dict[str, Compared] = {
     "compile.enabled": Compared({"compile": True}),
     "choice.memory_budget_bytes": Compared({"memory_budget": "8GiB"}),
 }
-SLOW = {"compile.enabled"}
+MARKS = {
+    "compile.enabled": [
+        pytest.mark.slow,
+        # Warnings of the compiler, which would stop if they were errors.
+        pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+        pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning"),
+    ]
+}
 
 SETTINGS = {
     "parallel": {"devices", "num_nodes", "shard_size", "compression_rank", "compression_warmup_steps"},
@@ -278,9 +285,7 @@ def one_rank(name: str, compared: Compared, kind: Kind) -> str:
 ON_ONE_RANK = [name for name, compared in TABLE.items() if compared.num_ranks == 1 and compared is not DEFAULT]
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in ON_ONE_RANK]
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS.get(name, ())) for name in ON_ONE_RANK])
 def test_a_choice_on_one_rank(name: str) -> None:
     compared = TABLE[name]
     if compared.device == "cuda" and not torch.cuda.is_available():

@@ -104,6 +104,7 @@ def test_within_a_rank_nothing_rounds_differently_unless_it_is_allowed() -> None
     assert inexact(allowing) == {"strategy", "accumulate", "loss", "precision", "optimizer"}
     compiled = auto(devices=2, strategy={"name": "auto", "allow": ["chunked_loss"]}, compile=True)
     assert inexact(compiled) == {"strategy", "accumulate", "compile"}
+    assert any("set chunked_loss=True" in each.refusal for each in candidates(language(), compiled, gpus()))
 
 
 def test_levers_that_a_model_has_no_place_for_are_not_tried_and_said_to_be() -> None:
