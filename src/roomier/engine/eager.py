@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -105,6 +105,7 @@ class EagerEngine:
         self._to_device = BatchMover(device) if device.type != "cpu" else None
         self._converts = precision.weight_dtype is not None
         self._unscaled: set[int] = set()
+        self._freed_gradients = False
         self.micro_batch_loss: Tensor | None = None
 
     def forward_backward(self, step: Step, batches: Sequence[Any]) -> Tensor | None:
@@ -133,8 +134,9 @@ class EagerEngine:
         return self._end_window(window)
 
     def _begin_window(self, step: Step, batches: Sequence[Any]) -> _Window:
-        if self.hooks.zero_grad is None:
+        if self.hooks.zero_grad is None and not self._are_gradients_free():
             self.zero_grad()
+        self._freed_gradients = False
         if self._updates is not None:
             self._updates.begin_step(len(batches))
         window = _Window(step, len(batches))
@@ -217,11 +219,9 @@ class EagerEngine:
     def _weigh_again(self, window: _Window) -> None:
         # The step returned None for these: the mean is over the terms of the others, which were weighed too lightly.
         factor = 1 / (1 - sum(window.left_out))
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    if parameter.grad is not None:
-                        parameter.grad.mul_(factor)
+        for parameter in self._parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
         assert window.loss is not None
         window.loss = window.loss * factor
         window.left_out.clear()
@@ -335,6 +335,8 @@ class EagerEngine:
         # An update forgets whose gradients are unscaled; one that was, to be clipped, is still to step.
         if self.scaler is not None and not self._unscaled:
             self.scaler.update()
+        if not self.hooks.keeps_gradients:
+            self.free_gradients(optimizer)
 
     def leave_out_update(self) -> None:
         """Gradients that are there are not used; the loss scale is as before them."""
@@ -347,6 +349,18 @@ class EagerEngine:
     def zero_grad(self) -> None:
         for optimizer in self.optimizers:
             optimizer.zero_grad()
+
+    def free_gradients(self, optimizer: Optimizer | None = None) -> None:
+        for each in self.optimizers if optimizer is None else [optimizer]:
+            each.zero_grad()
+        self._freed_gradients = True
+
+    def _are_gradients_free(self) -> bool:
+        # Code between two windows may run a backward of its own, such as a validation that needs gradients.
+        return self._freed_gradients and not any(map(_has_gradient, self._parameters()))
+
+    def _parameters(self) -> Iterator[Tensor]:
+        return (each for optimizer in self.optimizers for group in optimizer.param_groups for each in group["params"])
 
     def weights(self) -> dict[str, Any]:
         self.release()  # what a checkpoint holds are the parts, not what was gathered from them
@@ -432,6 +446,10 @@ class _Closure:
         if window.left_out and window.loss is not None:  # now: an update may follow
             self._engine._weigh_again(window)
         return self._engine.micro_batch_loss
+
+
+def _has_gradient(parameter: Tensor) -> bool:
+    return parameter.grad is not None
 
 
 def _on_host(count: Any) -> Any:

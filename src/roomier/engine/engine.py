@@ -19,6 +19,8 @@ class StepHooks:
     Attributes:
         zero_grad: called in place of ``optimizer.zero_grad()`` after the first forward of a window, where
             Lightning documents it; None frees the gradients before that forward, which lowers the peak.
+        keeps_gradients: ``Engine.step`` leaves the gradients, because hooks may read them after the update. The
+            caller frees them with ``Engine.free_gradients``, or the next window does.
         backward: called in place of ``loss.backward()``.
         transfer: called in place of the move to the device.
         batch_start: called with each micro-batch on the device, before its forward.
@@ -29,6 +31,7 @@ class StepHooks:
     before_backward: tuple[Callable[[Tensor], Any], ...] = ()
     after_backward: tuple[Callable[[], Any], ...] = ()
     zero_grad: Callable[[Optimizer], Any] | None = None
+    keeps_gradients: bool = False
     backward: Callable[..., Any] | None = None
     transfer: Callable[[Any], Any] | None = None
     batch_start: Callable[[Any], Any] | None = None
@@ -151,7 +154,11 @@ class Engine(Protocol):
         ...
 
     def step(self, optimizer: Optimizer | None = None, closure: Any = None) -> None:
-        """Update the parameters."""
+        """Update the parameters, then free the gradients unless ``hooks.keeps_gradients`` is set."""
+        ...
+
+    def free_gradients(self, optimizer: Optimizer | None = None) -> None:
+        """Free the gradients, after the update and after all hooks that may read them."""
         ...
 
     def weights(self) -> dict[str, Any]:

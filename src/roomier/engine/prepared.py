@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from roomier.core.errors import TrainingError
 from roomier.engine.eager import EagerEngine
-from roomier.engine.engine import Step
+from roomier.engine.engine import Step, StepHooks
 
 
 class PreparedEngine(EagerEngine):
@@ -18,6 +18,7 @@ class PreparedEngine(EagerEngine):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.hooks = StepHooks(keeps_gradients=True)  # a loop may read them after the update, as in plain PyTorch
         self._clipped: set[int] = set()  # optimizers whose gradients were clipped since the last backward
         self._is_before_any_backward = True
 

@@ -75,6 +75,8 @@ def end_step(run: Run, step: TrainingStep, num_batches: int, *, has_stepped: boo
     if schedulers.are_there:
         step_schedulers(run, has_stepped=has_stepped)
     step.end()
+    if step.frees_gradients:
+        run.engine.free_gradients()
     if run.profiler is not None:
         run.profiler.step()
     if progress.global_step // log_interval > step.first_step // log_interval:

@@ -21,6 +21,8 @@ from roomier.train.manual import ManualOptimizer
 from roomier.train.run import Run, call
 
 TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+# They run after on_train_batch_end and before the next window. Lightning frees gradients only in that window.
+_HOOKS_AFTER_A_STEP = ("on_save_point", "on_train_epoch_start", "on_train_epoch_end", "on_train_end", "on_fit_end")
 SKIP_EPOCH = -1  # what on_train_batch_start returns to leave out the rest of the epoch, as in Lightning
 
 
@@ -31,6 +33,7 @@ class TrainingStep:
         batch_idx: of the micro-batch that runs, from 0 in each epoch.
         first_step: ``global_step`` before this window; one optimized by hand may add several.
         skips_epoch: a hook asked to leave out the rest of this epoch, this micro-batch and its step included.
+        frees_gradients: whether the loop frees the gradients after ``on_train_batch_end``.
     """
 
     def __init__(self, run: Run) -> None:
@@ -44,6 +47,7 @@ class TrainingStep:
         self._batch: Any = None
         self._output: Any = None
         self.skips_epoch = False
+        self.frees_gradients = False
 
     def __call__(self, batch: Any) -> Any:
         if self.skips_epoch:
@@ -101,9 +105,11 @@ def install_step_hooks(run: Run, step: TrainingStep) -> None:
         batch_end=step.end,
         is_skipping=lambda: step.skips_epoch,
         zero_grad=_zero_grad(run),
+        keeps_gradients=True,
         backward=module.backward if overrides(module, "backward", Module) else None,
         transfer=transfer_of(run),
     )
+    step.frees_gradients = _frees_gradients(run)
 
 
 def _zero_grad(run: Run) -> Callable[[Optimizer], None] | None:
@@ -117,6 +123,20 @@ def _zero_grad(run: Run) -> Callable[[Optimizer], None] | None:
         module.optimizer_zero_grad(run.progress.epoch, run.progress.batch_idx, optimizer)
 
     return zero_grad
+
+
+def _frees_gradients(run: Run) -> bool:
+    """Whether no code of the user can read gradients after ``on_train_batch_end``."""
+    if not run.module.automatic_optimization or run.engine.hooks.zero_grad is not None:
+        return False
+    if overrides(run.module, "on_validation_model_zero_grad", Module):
+        return False
+    return all(_is_of_library(hook) for name in _HOOKS_AFTER_A_STEP for hook in getattr(run.hooks, name))
+
+
+def _is_of_library(hook: Callable[..., Any]) -> bool:
+    function = hook.func if isinstance(hook, partial) else hook
+    return str(getattr(function, "__module__", "")).startswith("roomier.")
 
 
 def transfer_of(run: Run, dataloader_idx: int = 0) -> Callable[[Any], Any] | None:
