@@ -268,6 +268,9 @@ class EagerEngine:
             self.levers.undo()
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        if loss.is_complex() and not (args or kwargs):
+            problem = "the loss is complex, and only a real one has a smallest value"
+            raise TrainingError("loss", loss.detach(), problem, "Return loss.abs(), say")
         hooks = self.hooks
         for before in hooks.before_backward:
             before(loss)

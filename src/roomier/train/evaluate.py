@@ -16,10 +16,12 @@ from roomier.core.rng import rng_state, set_rng_state
 from roomier.core.tree import map_tensors
 from roomier.data.source import Source
 from roomier.loss.lazy_logits import computed
+from roomier.train.batch_notes import note_text
 from roomier.train.muted import muted
 from roomier.train.run import Run, call
 from roomier.train.step import transfer_of
 
+LOADERS = {"validation": "val", "test": "test", "predict": "predict"}
 STEP_NAMES = {"validation": "validation_step", "test": "test_step", "predict": "predict_step"}
 
 
@@ -144,6 +146,9 @@ def batch_runner(run: Run, stage: str, dataloader_idx: int | None) -> Callable[[
             for hook in ends:
                 hook(output, batch, batch_idx, *last)
             return output
+        except Exception as error:
+            note_text(error, host_batch, f"{LOADERS[stage]}_dataloaders")
+            raise
         finally:
             results.batch = None
 

@@ -13,9 +13,10 @@ from roomier.core.errors import TrainingError
 from roomier.core.log import notice
 from roomier.core.rng import set_rng_state
 from roomier.train.accumulation import accumulation_at
+from roomier.train.batch_notes import note_batches
 from roomier.train.evaluate import validate_within_fit
 from roomier.train.restore import restore
-from roomier.train.run import Run, call
+from roomier.train.run import Run, Window, call
 from roomier.train.save import save_point, settle_background_save, tell_nothing_to_do
 from roomier.train.step import TrainingStep, forward_backward_of, install_step_hooks, update_of
 
@@ -37,7 +38,12 @@ def fit(run: Run) -> None:
             while not is_over:
                 for window in windows(run, start_epoch(run), step):
                     step.start_window()
-                    loss = forward_backward(step, window)
+                    run.window = Window(run.progress.epoch, run.progress.batch_idx, window)
+                    try:
+                        loss = forward_backward(step, window)
+                    except Exception as error:
+                        note_batches(error, run.window)
+                        raise
                     if step.skips_epoch:  # gradients of a step that is not to be are left
                         step.end()
                         break
@@ -206,13 +212,13 @@ def log_step(run: Run) -> None:
     """Write the row of a log step; the one place where the host waits for the device."""
     losses = None if run.ranks.is_alone else run.results.settle(run.loss_number())
     run.check_finite("at a log step", losses)
-    row = run.results.step_values()
+    row, own = run.results.step_values(), dict[str, Any]()
     loss = run.last_loss if losses is None else run.loss_of_all(losses)
     if loss is not None:
-        row.setdefault("loss", loss)
+        own["loss"] = loss
     if run.engine.scaler is not None:
-        row["num_skipped_steps"] = run.engine.scaler.num_skipped
-    run.log_metrics(row)
+        own["num_skipped_steps"] = run.engine.scaler.num_skipped
+    run.log_metrics(row, own)
 
 
 def is_validation_due(run: Run, first_batch: int) -> bool:

@@ -22,6 +22,7 @@ from roomier.core import torch_private
 from roomier.core.errors import RoomierError, did_you_mean
 from roomier.core.forms import one_of
 from roomier.core.log import notice
+from roomier.core.metric_names import check_metric_name
 from roomier.core.ranks import Ranks
 from roomier.core.tree import batch_size_of
 from roomier.train.entry import OF_LOADER, Entry, as_tensor, is_double
@@ -153,6 +154,9 @@ class Results:
                 action = "Leave it out, it is put behind the name; or pass add_dataloader_idx=False"
                 raise RoomierError("log", given, "names the loader", action)
             entry = table[key] = self._asked_anew(entry, table, name, asked)
+            if isinstance(value, Tensor) and value.is_complex():
+                action = "Log value.abs(), or value.real and value.imag under two names"
+                raise RoomierError("log", (name, value.dtype), "the value is complex", action)
             entry.is_double = is_double(value)
             entry.dataloader_idx = self.dataloader_idx
         elif entry.dataloader_idx != self.dataloader_idx:
@@ -188,6 +192,7 @@ class Results:
         """The entry for the first call of ``name``, or the first since ``entry`` came from a checkpoint."""
         if not isinstance(name, str):
             raise RoomierError("log", name, "is not the name of a metric", "Write self.log(name, value)")
+        check_metric_name("log", name)
         if entry is not None and entry.asked is not None:
             names = ("on_step", "on_epoch", "prog_bar", "logger", "reduce_fx")
             changes = zip(names, entry.asked, asked, strict=True)
@@ -244,6 +249,12 @@ class Results:
         if not self._ranks.is_alone and dist.get_world_size(group) != self._ranks.world.size:
             action = "Leave sync_dist_group out; for a figure of some ranks, log what self.all_gather(..., group) gave"
             raise RoomierError("log: sync_dist_group", name, "is a group of some ranks, and figures are of all", action)
+
+    @property
+    def columns(self) -> set[str]:
+        """The names under which loggers see what was logged, in this epoch or one before."""
+        running = {each for table in self._entries.values() for entry in table.values() for each in entry.columns}
+        return running | self._logged_values.keys()
 
     def mark(self) -> Callable[[], None]:
         """What it returns takes back what was logged in training since; torchmetrics objects stay as they are."""

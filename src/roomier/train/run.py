@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +20,10 @@ from roomier.api.lightning import LightningAdapter
 from roomier.api.module import Module
 from roomier.checkpoint import BackgroundSaver
 from roomier.core.errors import RoomierError, TrainingError
+from roomier.core.log import notice
+from roomier.core.metric_names import check_metric_name
 from roomier.core.ranks import Ranks
+from roomier.core.tree import batch_size_of
 from roomier.core.vote import Vote
 from roomier.data.source import Source
 from roomier.engine.eager import EagerEngine
@@ -47,6 +52,19 @@ class WantedSave:
     when_committed: Callable[[], None] | None = None
 
 
+@dataclass(slots=True)
+class Window:
+    """The micro-batches of one optimizer step, as the loader gave them.
+
+    Attributes:
+        first_batch: the index of the first micro-batch in its epoch.
+    """
+
+    epoch: int
+    first_batch: int
+    batches: Sequence[Any]
+
+
 @dataclass
 class Run:
     """Made by :mod:`roomier.train.session`, worked through by the loops; plain data and a few questions to it.
@@ -68,8 +86,10 @@ class Run:
             steps and hooks get that count as their ``batch_idx``.
         num_batches_before: ``progress.num_batches`` when this fit began.
         last_loss: loss of the last optimizer step (0-dim, on the device); on several ranks, this rank's share of it.
+        window: of the last step, or the one that runs.
         leaves_out_step: a hook before an update asked that it is not done; the step counts for nothing.
         looks: called, on every rank, before a loss that is not finite would end the run.
+        renamed: columns of the loop that moved to ``trainer/NAME``.
         is_stop_agreed: on several ranks, all know that one of them wants training to end.
         num_saves_ended: how many checkpoints that were written beside the training all know to have come to their end.
     """
@@ -109,8 +129,10 @@ class Run:
     random_state: dict[str, Any] | None = None
     profiler: torch.profiler.profile | None = None
     last_loss: Tensor | None = None
+    window: Window | None = None
     leaves_out_step: bool = False
     looks: list[Callable[[], None]] = field(default_factory=list)
+    renamed: set[str] = field(default_factory=set)
     is_stop_agreed: bool = False
     num_saves_ended: int = 0
     started_s: float = field(default_factory=time.monotonic)
@@ -207,11 +229,28 @@ class Run:
             num_left += num_steps_between(self.trainer, progress.epoch + 1, self.epoch_limit, self.num_training_batches)
         return max(progress.global_step, min(progress.global_step + num_left, self.step_limit))
 
-    def log_metrics(self, metrics: dict[str, Any]) -> None:
-        """Write one row to the loggers at the current step. Here, and only here, values leave their device."""
+    def log_metrics(self, metrics: dict[str, Any], own: Mapping[str, Any] = MappingProxyType({})) -> None:
+        """Write one row to the loggers at the current step. Here, and only here, values leave their device.
+
+        Args:
+            metrics: what the module or a callback logged.
+            own: values of the loop for the same row. If the module logs one of these names, or ``epoch``, the column is
+                the module's, and the value of the loop has the column ``trainer/NAME``.
+        """
         row = {name: _number(name, value) for name, value in metrics.items()}
-        if row and self.loggers.loggers:
-            self.loggers.log_metrics({"epoch": self.progress.epoch, **row}, self.progress.global_step)
+        if (row or own) and self.loggers.loggers:
+            epoch = self._own_column("epoch", row)
+            rest = {self._own_column(name, row): _number(name, value) for name, value in own.items()}
+            self.loggers.log_metrics({epoch: self.progress.epoch, **row, **rest}, self.progress.global_step)
+
+    def _own_column(self, name: str, row: Mapping[str, float]) -> str:
+        if name not in row and name not in self.results.columns:
+            return name
+        column = f"trainer/{name}"
+        if name not in self.renamed:
+            self.renamed.add(name)
+            notice(f"log({name!r}): the column {name!r} holds the logged value; the value of the Trainer is {column!r}")
+        return column
 
     def loss_number(self) -> float | None:
         """:attr:`last_loss` as a number; waits for the device."""
@@ -251,14 +290,33 @@ class Run:
             if loss is None or math.isfinite(loss):
                 continue
             on_rank = "" if self.ranks.is_alone else f" on rank {rank}"
-            raise TrainingError(
-                "loss",
-                loss,
+            problem = (
                 f"is not finite{on_rank} at step {self.progress.global_step} ({where}; it is looked at every "
                 f"log_every_n_steps={self.options.log_every_n_steps} steps, before each checkpoint and after each "
-                "epoch)",
-                self._way_back(),
+                "epoch)"
             )
+            raise TrainingError("loss", loss, *self._explained(problem))
+
+    def _explained(self, problem: str) -> tuple[str, str]:
+        """``problem`` with its cause as far as the batches of the last step show it, and what to do."""
+        empty = self._batch_without_terms()
+        if empty is None:
+            return problem, self._way_back()
+        action = "Leave such samples out, in the data set or in collate_fn"
+        return f"{problem}: {empty}, so the mean over its labels is 0/0", f"{self._saved()} {action}"
+
+    def _batch_without_terms(self) -> str | None:
+        """The batch of the last step, if its loss is a mean over no terms. Where losses are weighted by their terms, on
+        several ranks or with accumulated gradients, such a batch is left out."""
+        window = self.window
+        if window is None or len(window.batches) > 1 or not self.ranks.is_alone or self.module.loss_reduction != "mean":
+            return None
+        with suppress(Exception):  # the count is the user's code, and the error that is being told matters more
+            if int(self.module.num_loss_terms(window.batches[0])) == 0:
+                is_empty = batch_size_of(window.batches[0]) == 0
+                problem = "holds no samples" if is_empty else "has ignored labels only (-100)"
+                return f"batch {window.first_batch} of epoch {window.epoch} {problem}"
+        return None
 
     def check_finite_weights(self) -> None:
         """Stop before weights that are no numbers take the place of good ones: a finite loss can ruin them. Every rank
@@ -323,9 +381,12 @@ class Run:
 
     def _way_back(self) -> str:
         advice = "Lower the learning rate, set gradient_clip_val, or find the operation: Trainer(detect_anomaly=True)"
+        return f"{self._saved()} {advice}"
+
+    def _saved(self) -> str:
         if self.saved_step is None:
-            return f"No checkpoint was written yet. {advice}"
-        return f"The checkpoint of step {self.saved_step} is untouched: fit(ckpt_path='last') goes on from it. {advice}"
+            return "No checkpoint was written yet."
+        return f"The checkpoint of step {self.saved_step} is untouched: fit(ckpt_path='last') goes on from it."
 
 
 def _ceil(number: float) -> float:
@@ -333,6 +394,7 @@ def _ceil(number: float) -> float:
 
 
 def _number(name: str, value: Any) -> float:
+    check_metric_name("log_metrics", str(name))
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError) as error:

@@ -144,7 +144,7 @@ def _opened_and_closed(
             with suppress(OSError):  # it failed before anything was written
                 Path(trainer.log_dir).rmdir()
         if run is not None:
-            run.results.stage = None
+            run.results.stage = run.window = None
             end_background_save(run)
             run.engine.close()
             run.engine.hooks = StepHooks()  # they hold the run, which holds the engine and its optimizer states
