@@ -1,0 +1,100 @@
+"""Upper limits on couplings between folders, counted in the syntax trees of the sources."""
+
+import ast
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "src" / "roomier"
+TREES = {path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
+OUTSIDE_TRAINER = {name: tree for name, tree in TREES.items() if not name.startswith("trainer/")}
+NAMES_OF_THE_TRAINER = {"trainer", "_trainer"}
+
+
+def imports_trainer_for_types(tree: ast.Module) -> Iterator[int]:
+    """Yield the lines that import ``Trainer`` under ``TYPE_CHECKING``."""
+    for block in ast.walk(tree):
+        if not isinstance(block, ast.If) or "TYPE_CHECKING" not in ast.unparse(block.test):
+            continue
+        for node in ast.walk(block):
+            if isinstance(node, ast.ImportFrom) and any(alias.name == "Trainer" for alias in node.names):
+                yield node.lineno
+
+
+def is_trainer(node: ast.expr) -> bool:
+    """Return whether ``node`` reads ``trainer``, ``_trainer`` or an attribute with this name."""
+    name = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+    return name in NAMES_OF_THE_TRAINER
+
+
+def trainer_attributes_set(tree: ast.Module) -> Iterator[str]:
+    """Yield the name of each attribute of a Trainer that ``tree`` assigns, also in an item or with ``setattr``."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "setattr" and is_trainer(node.args[0]):
+            yield ast.unparse(node.args[1]).strip("'")
+        if isinstance(node, (ast.Attribute, ast.Subscript)) and isinstance(node.ctx, ast.Store):
+            target: ast.expr = node
+            while isinstance(target, ast.Subscript):
+                target = target.value
+            if isinstance(target, ast.Attribute) and is_trainer(target.value):
+                yield target.attr
+
+
+def imports_inside_functions(tree: ast.Module) -> Iterator[int]:
+    """Yield the lines inside functions that import a module of roomier."""
+    for function in ast.walk(tree):
+        if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            for node in ast.walk(function):
+                if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("roomier"):
+                    yield node.lineno
+
+
+def comparisons_with_none(tree: ast.Module) -> Iterator[int]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Compare) and ast.unparse(node).endswith(" None"):
+            yield node.lineno
+
+
+def found(search: Callable[[ast.Module], Iterator[object]], trees: dict[str, ast.Module]) -> list[str]:
+    return [f"{name}: {each}" for name, tree in trees.items() for each in search(tree)]
+
+
+def test_the_searches_find_each_form() -> None:
+    tree = ast.parse(
+        """
+if TYPE_CHECKING:
+    from roomier.trainer import Trainer
+trainer.plan = run.trainer.a, self._trainer.b = 1
+setattr(trainer, "c", 1)
+trainer.d["e"] = trainer.read
+def f():
+    from roomier.plan import Plan
+    return a is None or b is not None
+"""
+    )
+    assert list(imports_trainer_for_types(tree)) == [3]
+    assert sorted(trainer_attributes_set(tree)) == ["a", "b", "c", "d", "plan"]
+    assert list(imports_inside_functions(tree)) == [8]
+    assert list(comparisons_with_none(tree)) == [9, 9]
+
+
+def test_the_trainer_is_imported_for_types_by_the_package_alone() -> None:
+    assert len({each.split(":")[0] for each in found(imports_trainer_for_types, OUTSIDE_TRAINER)}) <= 43
+
+
+def test_code_below_the_trainer_does_not_assign_its_attributes() -> None:
+    assigned = [each for each in found(trainer_attributes_set, OUTSIDE_TRAINER) if not each.endswith(" should_stop")]
+    assert len(assigned) <= 35, assigned
+    assert len([each for each in assigned if each.endswith(" plan")]) <= 8
+
+
+def test_imports_of_our_modules_are_at_the_top_of_the_file() -> None:
+    folders = ("api/", "callbacks/", "engine/", "memory/", "run/", "train/", "trainer/", "tuner/")
+    trees = {name: tree for name, tree in TREES.items() if name.startswith(folders)}
+    assert len(found(imports_inside_functions, trees)) <= 37
+
+
+@pytest.mark.parametrize(("file", "limit"), [("engine/eager.py", 62)])
+def test_the_engine_rarely_asks_if_a_part_exists(file: str, limit: int) -> None:
+    assert len(list(comparisons_with_none(TREES[file]))) <= limit
