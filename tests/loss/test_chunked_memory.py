@@ -1,10 +1,10 @@
 """With a fixed chunk, what a step needs beside weights, gradients and states does not depend on the vocabulary."""
 
 import torch
+from roomier.engine.engine import Engine
 from torch import Tensor
 
 from roomier.engine.build import prepare
-from roomier.engine.engine import Engine
 from roomier.memory.kinds import Kind
 from roomier.memory.tracker import tracking
 from roomier.models.gpt import GPT, GPTConfig

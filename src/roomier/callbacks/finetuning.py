@@ -144,7 +144,7 @@ class BaseFinetuning(Callback):
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: Module) -> None:
         engine = trainer.engine
-        engine.release()  # parameters as the optimizer holds them
+        engine.settle()  # parameters as the optimizer holds them
         trained = _trained(engine.module)
         self._note_configured(trainer)
         for optimizer in trainer.optimizers:

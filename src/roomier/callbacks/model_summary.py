@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from roomier.adapters.layers import InFewBits
 from roomier.api.callback import Callback
-from roomier.attention.watch import AttentionReport
+from roomier.attention.watch import AttentionReport, AttentionWatch
 from roomier.core.errors import RoomierError
 from roomier.core.log import notice
 from roomier.core.units import format_bytes, format_count
@@ -97,8 +97,7 @@ class ModelSummary(Callback):
         console.print(self.table(trainer, pl_module))
         if trainer.optimizers:
             console.print(optimizer_table(trainer.optimizers))
-        if trainer.engine.levers is not None:
-            trainer.engine.levers.watch_attention(_tell_attention)
+        trainer.engine.watch(AttentionWatch(_tell_attention))
 
     def table(self, trainer: Trainer, pl_module: Module) -> RenderableType:
         """The parts of ``pl_module``; the optimizers' table comes after it."""

@@ -239,7 +239,7 @@ class SpikeGuard(Callback):
         for name in self.monitor:
             value, good = figures[name], self._good[name]
             if not math.isfinite(value):
-                if name == "grad_norm" and trainer.engine.scaler is not None:
+                if name == "grad_norm" and trainer.engine.scaler.is_on:
                     is_left_to_scale = True  # it leaves out this step, and lowers itself
                     continue
                 return f"{name} is {value}"

@@ -194,9 +194,9 @@ class StochasticWeightAveraging(Callback):
         if math.isfinite(run.epoch_limit) and trainer.current_epoch < run.epoch_limit:
             notice("StochasticWeightAveraging: the run ended before max_epochs, so the model keeps what it trained")
             return
-        run.engine.release()
+        run.engine.settle()
         self._average.swap()
-        run.engine.release()
+        run.engine.settle()
         if batch_norms_of(run.module):
             update_batch_norms(trainer)
 
@@ -207,7 +207,7 @@ class StochasticWeightAveraging(Callback):
     def _begin(self, trainer: Trainer) -> WeightAverage:
         engine = trainer.engine
         if self._average is None:
-            engine.release()
+            engine.settle()
             self._average = WeightAverage(tensors_to_average(engine.module.named_parameters()), self._device)
         return self._average
 
@@ -246,7 +246,7 @@ def update_batch_norms(trainer: Trainer) -> None:
             if not run.ranks.is_alone:  # the others are in a forward, or in the sum below, and wait for this one
                 raise
             notice(f"StochasticWeightAveraging: the statistics of BatchNorm are not complete: {error}")
-    run.engine.release()
+    run.engine.settle()
     if not run.ranks.is_alone:
         for norm in norms:
             for statistic in (norm.running_mean, norm.running_var):

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from roomier.api.blocks import find_blocks
+from roomier.api.engine import Engine
 from roomier.api.kept_weights import held_by
 from roomier.api.wrapped import network_of
-from roomier.engine.engine import Engine
 
 if TYPE_CHECKING:
     from roomier.memory.tracker import MemoryTracker

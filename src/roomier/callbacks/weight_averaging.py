@@ -230,9 +230,9 @@ class WeightAveraging(Callback):
     def _swap(self, trainer: Trainer) -> None:
         assert self._average is not None
         with torch.inference_mode(False):  # what is written in it could not be trained on
-            trainer.engine.release()
+            trainer.engine.settle()
             self._average.swap()
-            trainer.engine.release()
+            trainer.engine.settle()
 
     def _share_buffers(self, trainer: Trainer) -> None:
         """An average of running statistics is that of this rank's; what is measured is one model, that of rank 0."""

@@ -22,8 +22,8 @@ from roomier.core.units import format_bytes
 from roomier.memory.kinds import Kind
 
 if TYPE_CHECKING:
+    from roomier.api.engine import Engine
     from roomier.api.module import Module
-    from roomier.engine.engine import Engine
     from roomier.hardware.machine import Machine
     from roomier.plan import Plan
     from roomier.planner.choice import Choice

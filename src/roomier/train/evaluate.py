@@ -44,6 +44,7 @@ def evaluate(run: Run, stage: str, sources: Sequence[Source], limits: Sequence[f
     module, hooks, results = run.module, run.hooks, run.results
     outer_stage, results.stage, results.is_in_batch = results.stage, stage, False
     kept: list[list[Any]] = []
+    run.engine.settle()
     take_statistics_of_rank_zero(run)
     try:
         with evaluation_mode(module, stage), without_gradients(run):
@@ -65,7 +66,7 @@ def evaluate(run: Run, stage: str, sources: Sequence[Source], limits: Sequence[f
         raise
     finally:
         results.stage, results.dataloader_idx, results.is_in_batch = outer_stage, None, False
-        run.engine.release()
+        run.engine.settle()
     return kept
 
 

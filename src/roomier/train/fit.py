@@ -207,7 +207,7 @@ def log_step(run: Run) -> None:
     loss = run.last_loss if losses is None else run.loss_of_all(losses)
     if loss is not None:
         row.setdefault("loss", loss)
-    if run.engine.scaler is not None:
+    if run.engine.scaler.is_on:
         row["num_skipped_steps"] = run.engine.scaler.num_skipped
     run.log_metrics(row)
 

@@ -122,7 +122,7 @@ def restore_lightning(run: Run, path: Path) -> None:
     state: dict[str, Any] = {"module": _weights(run, file), "optimizers": optimizers, "scaler": None}
     run.engine.check(state)
     tell_kept(run.engine.optimizers, optimizers, has_schedulers=bool(run.schedulers.configs))
-    if run.engine.scaler is not None and file.scaler is not None:
+    if run.engine.scaler.is_on and file.scaler is not None:
         state["scaler"] = {**file.scaler, "num_skipped": torch.zeros_like(run.engine.scaler.num_skipped)}
     run.engine.load(state)
     run.schedulers.load([{"state": each} for each in file.content["lr_schedulers"]])

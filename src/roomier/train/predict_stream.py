@@ -33,7 +33,7 @@ def opened_stream(session: AbstractContextManager[Run]) -> Generator[Any, None, 
         # Closed early, it has come to a good end, without the hooks of the end.
         with suppress(GeneratorExit), evaluation_mode(run.module, "predict"), RollCall(run.ranks) as roll_call:
             yield from _all(run, roll_call)
-        run.engine.release()
+        run.engine.settle()
 
 
 def _all(run: Run, roll_call: RollCall) -> Iterator[Any]:

@@ -16,6 +16,7 @@ from roomier.adapters.found import as_keyword
 from roomier.adapters.layers import is_adapter
 from roomier.api.adapt import seen_by_user
 from roomier.api.callback import PlacesTensors
+from roomier.api.engine import Engine
 from roomier.api.lightning import overrides
 from roomier.api.module import Module
 from roomier.checkpoint.commit import at_home
@@ -24,7 +25,6 @@ from roomier.checkpoint.shown import OWN_ENTRIES, ShownCheckpoint
 from roomier.core.errors import CheckpointError
 from roomier.core.log import notice
 from roomier.core.rng import rng_state, seed_everything, set_rng_state
-from roomier.engine.eager import EagerEngine
 from roomier.engine.optimizer_state import parameter_names, state_places
 from roomier.plan import Plan
 from roomier.plan.parts import AdapterPlan
@@ -188,7 +188,7 @@ def loaded_weights(run: Run, path: Path, state: dict[str, Any], own: Mapping[str
     return {name: found.get(name, value) for name, value in own.items()}
 
 
-def optimizer_places(engine: EagerEngine, stored: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def optimizer_places(engine: Engine, stored: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """``stored``, the optimizers' part of a checkpoint, with an empty tensor for each that is to be read."""
     names = parameter_names(engine.module)
     return [

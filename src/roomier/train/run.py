@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from roomier.api.engine import Engine
 from roomier.api.hooks import HookTable
 from roomier.api.lightning import LightningAdapter
 from roomier.api.module import Module
@@ -21,7 +22,6 @@ from roomier.core.errors import RoomierError, TrainingError
 from roomier.core.ranks import Ranks
 from roomier.core.vote import Vote
 from roomier.data.source import Source
-from roomier.engine.eager import EagerEngine
 from roomier.loggers.group import LoggerGroup
 from roomier.plan import Plan
 from roomier.train.accumulation import accumulation_at, num_steps_between
@@ -77,7 +77,7 @@ class Run:
     module: Module
     plan: Plan
     options: LoopOptions
-    engine: EagerEngine
+    engine: Engine
     hooks: HookTable
     schedulers: Schedulers
     results: Results
@@ -243,7 +243,7 @@ class Run:
                 return
         elif losses is None:
             losses = self.ranks.gather(self.loss_number())
-        if self.engine.scaler is not None and self.engine.scaler.factor >= 1.0:
+        if self.engine.scaler.is_on and self.engine.scaler.factor >= 1.0:
             return
         for rank, loss in enumerate(losses or [self.loss_number()]):
             if loss is None or math.isfinite(loss):

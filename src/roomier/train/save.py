@@ -84,7 +84,7 @@ def write_checkpoint(run: Run, wanted: WantedSave) -> None:
         CheckpointError: it could not be written, or the one before it, which was written beside the training.
     """
     settle_background_save(run)
-    run.engine.release()  # each rank saves its part, also where a hook gathered the whole
+    run.engine.settle()  # each rank saves its part, also where a hook gathered the whole
     run.check_finite("before a checkpoint")
     run.check_finite_weights()
     shown = ShownCheckpoint(weights(run) if wanted.weights_only else full_state(run))

@@ -16,6 +16,7 @@ from roomier.adapters.found import name_adapters
 from roomier.api.adapt import as_module, seen_by_user
 from roomier.api.callback import Callback
 from roomier.api.datamodule import DataModule
+from roomier.api.engine import StepHooks
 from roomier.api.forward import ForwardModule
 from roomier.api.hooks import HookTable
 from roomier.api.lightning import LightningAdapter, lent_to_lightning, logged_hparams_of, overrides
@@ -32,7 +33,6 @@ from roomier.data.combined import CombinedLoader
 from roomier.data.workers import workers_outlive_signals
 from roomier.engine.build import build, configure
 from roomier.engine.eager import EagerEngine
-from roomier.engine.engine import StepHooks
 from roomier.engine.materialise import built_in_parts
 from roomier.launch import join
 from roomier.loggers.group import LoggerGroup, tell_folder

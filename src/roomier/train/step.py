@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from roomier.api.datamodule import DataModule
+from roomier.api.engine import StepHooks
 from roomier.api.lightning import overrides
 from roomier.api.module import Module
 from roomier.api.step_arguments import num_step_arguments
 from roomier.core.errors import TrainingError
-from roomier.engine.engine import StepHooks
 from roomier.train.checks import needs_closure
 from roomier.train.manual import ManualOptimizer
 from roomier.train.run import Run, call
@@ -40,12 +40,13 @@ class TrainingStep:
         self._ends = run.hooks.on_train_batch_end
         self._training_step = run.module.training_step
         self._num_arguments = num_step_arguments(run.module, "training_step", 2)
-        self.batch_idx, self.first_step = -1, 0
+        self.batch_idx, self.first_step, self._first_batch = -1, 0, 0
         self._batch: Any = None
         self._output: Any = None
+        self._loss: Tensor | None = None
         self.skips_epoch = False
 
-    def __call__(self, batch: Any) -> Any:
+    def __call__(self, batch: Any, index: int) -> Any:
         if self.skips_epoch:
             return None
         self._output = output = (
@@ -55,13 +56,18 @@ class TrainingStep:
 
     def start_window(self) -> None:
         progress = self._run.progress
-        self.batch_idx, self.first_step = progress.batch_idx - 1, progress.global_step
+        self._first_batch, self.first_step = progress.batch_idx, progress.global_step
+        self.batch_idx = self._first_batch - 1
 
-    def start(self, batch: Any) -> None:
-        """Before the forward of each micro-batch, which is on the device."""
+    def start(self, batch: Any, index: int) -> None:
+        """Call the hooks that come before the forward of micro-batch number ``index`` of the window.
+
+        Args:
+            batch: the micro-batch on the device.
+        """
         if self.skips_epoch:
             return
-        self.batch_idx += 1
+        self.batch_idx = self._first_batch + index
         self._run.batch_idx = self.batch_idx
         self._batch = self._results.batch = batch
         self._results.is_in_batch = True
@@ -69,14 +75,18 @@ class TrainingStep:
             if hook(batch, self.batch_idx) == SKIP_EPOCH:
                 self.skips_epoch = True
 
-    def end(self) -> None:
-        """After everything of one micro-batch; for the last of a step, after the optimizer."""
+    def take_loss(self, loss: Tensor, index: int) -> None:
+        """Keep the loss that the backward of the micro-batch ran on, for the hooks after it."""
+        self._loss = loss
+
+    def end(self, index: int = -1) -> None:
+        """Call the hooks after a micro-batch. For the last one of a window, they run after the optimizer."""
         if self._ends and not self.skips_epoch:
             outputs = self._outputs()
             for hook in self._ends:
                 hook(outputs, self._batch, self.batch_idx)
         self._results.is_in_batch = False
-        self._batch = self._output = self._results.batch = None
+        self._batch = self._output = self._loss = self._results.batch = None
 
     def _outputs(self) -> dict[str, Any]:
         """What the hooks get, as in Lightning: a dict, whose loss is the one that was run backward."""
@@ -87,8 +97,7 @@ class TrainingStep:
         if not self._run.module.automatic_optimization:
             loss = outputs.get("loss")
             return {**outputs, "loss": loss.detach()} if isinstance(loss, Tensor) else outputs
-        loss = self._run.engine.micro_batch_loss
-        return {**outputs, "loss": loss} if loss is not None else outputs
+        return {**outputs, "loss": self._loss} if self._loss is not None else outputs
 
 
 def install_step_hooks(run: Run, step: TrainingStep) -> None:
@@ -98,10 +107,11 @@ def install_step_hooks(run: Run, step: TrainingStep) -> None:
         before_backward=hooks.on_before_backward,
         after_backward=hooks.on_after_backward,
         batch_start=step.start,
+        batch_loss=step.take_loss,
         batch_end=step.end,
         is_skipping=lambda: step.skips_epoch,
         zero_grad=_zero_grad(run),
-        backward=module.backward if overrides(module, "backward", Module) else None,
+        backward=module.backward if overrides(module, "backward", Module) else Tensor.backward,
         transfer=transfer_of(run),
     )
 
@@ -184,8 +194,8 @@ def _manual_step(run: Run) -> Callable[[TrainingStep, list[Any]], Tensor | None]
     # training_step does all of it.
     def forward(step: TrainingStep, window: list[Any]) -> None:
         batch = run.engine.move(window[0])
-        step.start(batch)
-        output = run.engine.forward(step, batch)
+        step.start(batch, 0)
+        output = run.engine.forward(lambda each: step(each, 0), batch)
         loss = output.get("loss") if isinstance(output, dict) else output
         if isinstance(loss, Tensor):
             run.last_loss = loss.detach()
@@ -202,7 +212,7 @@ def update_of(run: Run) -> Callable[[Tensor | None], None]:
     before = before_update_of(run)
     if not (before or run.counts_empty_steps):
         return lambda _: engine.step()
-    optimizer, has_scaler = engine.optimizers[0], engine.scaler is not None
+    optimizer, has_scaler = engine.optimizers[0], engine.scaler.is_on
 
     def update(loss: Tensor | None) -> None:
         is_scaled = has_scaler and loss is not None  # without gradients there is nothing to look at

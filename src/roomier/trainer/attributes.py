@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from roomier.api.adapt import seen_by_user
 from roomier.api.callback import Callback
+from roomier.api.engine import Engine
 from roomier.api.lightning_callbacks import is_builtin
 from roomier.api.logger import Logger
 from roomier.api.module import Module
@@ -25,7 +26,6 @@ from roomier.checkpoint.commit import at_home
 from roomier.core.errors import RoomierError
 from roomier.core.ranks import Ranks
 from roomier.core.world import World
-from roomier.engine.eager import EagerEngine
 from roomier.optim.configured import LRSchedulerConfig
 from roomier.plan import Plan
 from roomier.train.accumulation import accumulation_at
@@ -210,7 +210,7 @@ class TrainerAttributes:
         return self.progress_bar_metrics
 
     @property
-    def engine(self) -> EagerEngine:
+    def engine(self) -> Engine:
         return self.needs_run("engine").engine
 
     @property
@@ -225,7 +225,8 @@ class TrainerAttributes:
     @property
     def scaler(self) -> Any:
         """The loss scale of ``"16-mixed"``, else None."""
-        return self._fit_or_run.engine.scaler if self._fit_or_run else None
+        scaler = None if self._fit_or_run is None else self._fit_or_run.engine.scaler
+        return scaler if scaler is not None and scaler.is_on else None
 
     @property
     def _fit_or_run(self) -> Run | None:
