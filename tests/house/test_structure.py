@@ -80,7 +80,7 @@ def f():
 
 
 def test_the_trainer_is_imported_for_types_by_the_package_alone() -> None:
-    assert len({each.split(":")[0] for each in found(imports_trainer_for_types, OUTSIDE_TRAINER)}) <= 43
+    assert len({each.split(":")[0] for each in found(imports_trainer_for_types, OUTSIDE_TRAINER)}) <= 17
 
 
 def test_code_below_the_trainer_does_not_assign_its_attributes() -> None:

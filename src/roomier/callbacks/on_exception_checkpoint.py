@@ -25,7 +25,7 @@ from roomier.core.ranks import Ranks
 
 if TYPE_CHECKING:
     from roomier.api.module import Module
-    from roomier.trainer import Trainer
+    from roomier.api.trainer_view import TrainerView
 
 _WHOLE_ON_EACH_RANK = ("single", "ddp")
 
@@ -58,7 +58,7 @@ class OnExceptionCheckpoint(Callback):
         """Where the first rank writes."""
         return str(self.dirpath / self.filename)
 
-    def setup(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
+    def setup(self, trainer: TrainerView, pl_module: Module, stage: str) -> None:
         self._is_training, strategy = False, trainer.plan.parallel.strategy
         if stage == "fit" and strategy not in _WHOLE_ON_EACH_RANK:
             raise RoomierError(
@@ -68,13 +68,13 @@ class OnExceptionCheckpoint(Callback):
                 "Use ModelCheckpoint(every_n_train_steps=...), from which a run goes on exactly",
             )
 
-    def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
+    def on_train_start(self, trainer: TrainerView, pl_module: Module) -> None:
         self._is_training = True
 
-    def on_train_end(self, trainer: Trainer, pl_module: Module) -> None:
+    def on_train_end(self, trainer: TrainerView, pl_module: Module) -> None:
         self._is_training = False
 
-    def on_exception(self, trainer: Trainer, pl_module: Module, exception: BaseException) -> None:
+    def on_exception(self, trainer: TrainerView, pl_module: Module, exception: BaseException) -> None:
         run = trainer.run
         if run is None or not self._is_training or not run.progress.global_step:
             return

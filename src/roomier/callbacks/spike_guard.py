@@ -29,15 +29,15 @@ from torch.optim import LBFGS, Optimizer
 
 from roomier.api.callback import Callback
 from roomier.api.go_back import GoBackError
-from roomier.api.lightning import overrides
 from roomier.api.module import Module
+from roomier.api.overrides import overrides
 from roomier.core import torch_private
 from roomier.core.errors import RoomierError, TrainingError, did_you_mean
 from roomier.core.log import notice
 
 if TYPE_CHECKING:
+    from roomier.api.trainer_view import TrainerView
     from roomier.train.run import Run
-    from roomier.trainer import Trainer
 
 ACTIONS = ("skip", "rollback", "stop")
 FIGURES = ("loss", "grad_norm")
@@ -138,12 +138,12 @@ class SpikeGuard(Callback):
 
     # The run ------------------------------------------------------------------------------------------------------
 
-    def setup(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
+    def setup(self, trainer: TrainerView, pl_module: Module, stage: str) -> None:
         if stage == "fit":
             self._forget()
             self._is_going_back, self._undo = False, None
 
-    def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
+    def on_train_start(self, trainer: TrainerView, pl_module: Module) -> None:
         module, plan = trainer.needs_run("SpikeGuard").module, trainer.plan
         if not module.automatic_optimization:
             problem = "optimizes by hand (automatic_optimization=False)"
@@ -158,13 +158,13 @@ class SpikeGuard(Callback):
         self._undo = _Undo(run)
         run.looks.append(lambda: self._look(trainer))
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: Module, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: TrainerView, pl_module: Module, batch: Any, batch_idx: int) -> None:
         assert self._undo is not None
         progress = trainer.needs_run("SpikeGuard").progress
         if self.action == "skip" or (progress.epoch, progress.batch_idx) in self._left_out:
             self._undo.begin_micro_batch()
 
-    def on_before_optimizer_step(self, trainer: Trainer, pl_module: Module, optimizer: Optimizer) -> None:
+    def on_before_optimizer_step(self, trainer: TrainerView, pl_module: Module, optimizer: Optimizer) -> None:
         run = trainer.needs_run("SpikeGuard")
         place, loss = (run.progress.epoch, run.progress.batch_idx), run.last_loss
         assert self._undo is not None
@@ -181,7 +181,7 @@ class SpikeGuard(Callback):
         if self.action == "skip":
             self._judge_before_update(trainer, self._undo)
 
-    def _judge_before_update(self, trainer: Trainer, undo: _Undo) -> None:
+    def _judge_before_update(self, trainer: TrainerView, undo: _Undo) -> None:
         [(place, size, figures)] = self._read(trainer)
         problem = self._judge(trainer, figures)
         if problem is None:
@@ -192,16 +192,18 @@ class SpikeGuard(Callback):
         told = f"{self._tell(trainer, place, size, problem)}; the step is left out"
         self._count_bad(trainer, told)
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: TrainerView, pl_module: Module, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         step, every = trainer.global_step, trainer.log_every_n_steps
         if self._pending and step > 0 and step % every == 0:
             self._look(trainer)
 
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: Module) -> None:
+    def on_train_epoch_end(self, trainer: TrainerView, pl_module: Module) -> None:
         if self._undo is not None:
             self._undo.end_epoch()
 
-    def _look(self, trainer: Trainer) -> None:
+    def _look(self, trainer: TrainerView) -> None:
         """Judge the steps that were not looked at yet; every rank is here."""
         bad: list[str] = []
         for place, size, figures in self._read(trainer):
@@ -218,7 +220,7 @@ class SpikeGuard(Callback):
         self._is_going_back = True
         raise GoBackError(bad[0])
 
-    def _read(self, trainer: Trainer) -> list[tuple[Place, int, dict[str, float]]]:
+    def _read(self, trainer: TrainerView) -> list[tuple[Place, int, dict[str, float]]]:
         """The pending figures as numbers of the whole batch: this waits for the device, and for all ranks."""
         pending, self._pending = self._pending, []
         if not pending:
@@ -232,7 +234,7 @@ class SpikeGuard(Callback):
             for (place, size, *_), (loss, norm) in zip(pending, rows, strict=True)
         ]
 
-    def _judge(self, trainer: Trainer, figures: dict[str, float]) -> str | None:
+    def _judge(self, trainer: TrainerView, figures: dict[str, float]) -> str | None:
         """What is wrong with a step; a good one is remembered."""
         self._num_judged += 1
         is_left_to_scale = False
@@ -252,7 +254,7 @@ class SpikeGuard(Callback):
                 self._good[name].append(figures[name])
         return None
 
-    def _count_bad(self, trainer: Trainer, told: str) -> None:
+    def _count_bad(self, trainer: TrainerView, told: str) -> None:
         self.num_bad_steps += 1
         self._bad_at = [at for at in self._bad_at if at > self._num_judged - self.window] + [self._num_judged]
         if trainer.is_global_zero:
@@ -263,7 +265,7 @@ class SpikeGuard(Callback):
             raise TrainingError("SpikeGuard(max_skips)", self.max_skips, problem, action)
 
     @staticmethod
-    def _tell(trainer: Trainer, place: Place, size: int, problem: str) -> str:
+    def _tell(trainer: TrainerView, place: Place, size: int, problem: str) -> str:
         epoch, batch_idx = place
         source = trainer.needs_run("SpikeGuard").source
         samples = source.sample_indices(batch_idx, size) if epoch == trainer.current_epoch else None

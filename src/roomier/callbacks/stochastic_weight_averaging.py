@@ -22,7 +22,7 @@ from roomier.optim.averaging import AverageOne, WeightAverage, tensors_to_averag
 
 if TYPE_CHECKING:
     from roomier.api.module import Module
-    from roomier.trainer import Trainer
+    from roomier.api.trainer_view import TrainerView
 
 KEY = "stochastic_average"  # of a checkpoint
 
@@ -115,7 +115,7 @@ class StochasticWeightAveraging(Callback):
         self._stored = dict(state_dict)
         self._latest_epoch = state_dict["latest_epoch"]
 
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: Module, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, trainer: TrainerView, pl_module: Module, checkpoint: dict[str, Any]) -> None:
         if self._average is not None and "optimizers" in checkpoint:
             checkpoint[KEY] = self._average.averaged()
 
@@ -128,7 +128,7 @@ class StochasticWeightAveraging(Callback):
         }
         return {KEY: places} if places else {}
 
-    def on_load_checkpoint(self, trainer: Trainer, pl_module: Module, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(self, trainer: TrainerView, pl_module: Module, checkpoint: dict[str, Any]) -> None:
         if self._scheduler is not None:  # a run that goes back
             self._go_back(trainer, self._scheduler)
         values, self._average = checkpoint.get(KEY), None
@@ -137,7 +137,7 @@ class StochasticWeightAveraging(Callback):
             average.take(values)
             average.num_averaged = self._stored["num_averaged"]
 
-    def _go_back(self, trainer: Trainer, scheduler: SWALR) -> None:
+    def _go_back(self, trainer: TrainerView, scheduler: SWALR) -> None:
         state = self._stored.get("scheduler")
         if state is not None:
             scheduler.load_state_dict(state)
@@ -148,11 +148,11 @@ class StochasticWeightAveraging(Callback):
 
     # The run ------------------------------------------------------------------------------------------------------
 
-    def setup(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
+    def setup(self, trainer: TrainerView, pl_module: Module, stage: str) -> None:
         if stage == "fit":
             self._forget()
 
-    def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
+    def on_train_start(self, trainer: TrainerView, pl_module: Module) -> None:
         run = trainer.needs_run("StochasticWeightAveraging")
         if len(trainer.optimizers) != 1 or len(trainer.lr_scheduler_configs) > 1:
             received = f"{len(trainer.optimizers)} optimizers, {len(trainer.lr_scheduler_configs)} schedulers"
@@ -170,7 +170,7 @@ class StochasticWeightAveraging(Callback):
         if self._stored.get("scheduler") is not None:
             self._take_over_rate(trainer).load_state_dict(self._stored["scheduler"])
 
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: Module) -> None:
+    def on_train_epoch_start(self, trainer: TrainerView, pl_module: Module) -> None:
         epoch, limit = trainer.current_epoch, trainer.needs_run("StochasticWeightAveraging").epoch_limit
         if not self._first_epoch(limit) <= epoch < limit:
             return
@@ -183,11 +183,11 @@ class StochasticWeightAveraging(Callback):
             self._begin(trainer).update(average_one=self._avg_fn)
             self._latest_epoch = epoch
 
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: Module) -> None:
+    def on_train_epoch_end(self, trainer: TrainerView, pl_module: Module) -> None:
         if self._scheduler is not None and not trainer.is_last_save_point:  # else it ended within the epoch
             self._scheduler.step()
 
-    def on_train_end(self, trainer: Trainer, pl_module: Module) -> None:
+    def on_train_end(self, trainer: TrainerView, pl_module: Module) -> None:
         run = trainer.needs_run("StochasticWeightAveraging")
         if self._average is None:
             return
@@ -204,14 +204,14 @@ class StochasticWeightAveraging(Callback):
         start = self._epoch_start
         return max((int(limit * start) if isinstance(start, float) else start) - 1, 0)
 
-    def _begin(self, trainer: Trainer) -> WeightAverage:
+    def _begin(self, trainer: TrainerView) -> WeightAverage:
         engine = trainer.engine
         if self._average is None:
             engine.settle()
             self._average = WeightAverage(tensors_to_average(engine.module.named_parameters()), self._device)
         return self._average
 
-    def _take_over_rate(self, trainer: Trainer) -> SWALR:
+    def _take_over_rate(self, trainer: TrainerView) -> SWALR:
         run = trainer.needs_run("StochasticWeightAveraging")
         rates: Any = self._rates if len(self._rates) > 1 else self._rates[0]
         self._scheduler = SWALR(trainer.optimizers[0], rates, **self._annealing)  # type: ignore[arg-type]
@@ -225,7 +225,7 @@ def batch_norms_of(module: nn.Module) -> list[Any]:
     return [each for each in module.modules() if isinstance(each, BATCH_NORMS) and each.running_mean is not None]
 
 
-def update_batch_norms(trainer: Trainer) -> None:
+def update_batch_norms(trainer: TrainerView) -> None:
     """Take the running statistics anew, as means over the batches of one epoch of training data (Izmailov et al. 2018,
     section 3.2). Every rank must call it; the statistics are those of all.
 
@@ -253,7 +253,7 @@ def update_batch_norms(trainer: Trainer) -> None:
                 statistic.copy_(run.ranks.sum(statistic) / run.ranks.world.size)
 
 
-def _forward(trainer: Trainer, batch: Any, batch_idx: int) -> None:
+def _forward(trainer: TrainerView, batch: Any, batch_idx: int) -> None:
     run = trainer.needs_run("update_batch_norms")
     moved = run.results.batch = run.engine.move(batch)
 
@@ -266,7 +266,7 @@ def _forward(trainer: Trainer, batch: Any, batch_idx: int) -> None:
 
 
 @contextmanager
-def _averaging_statistics(trainer: Trainer, norms: list[Any]) -> Iterator[None]:
+def _averaging_statistics(trainer: TrainerView, norms: list[Any]) -> Iterator[None]:
     results = trainer.results
     momenta = [norm.momentum for norm in norms]
     for norm in norms:

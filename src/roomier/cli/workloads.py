@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from roomier.api.adapt import as_module
 from roomier.api.datamodule import DataModule
-from roomier.api.lightning import overrides
 from roomier.api.module import Module
+from roomier.api.overrides import overrides
 from roomier.core.errors import RoomierError
 from roomier.core.log import notice
 from roomier.core.tree import tensors

@@ -14,11 +14,11 @@ from roomier.memory.tracker import MemoryTracker
 
 if TYPE_CHECKING:
     from roomier.api.engine import Engine
+    from roomier.api.trainer_view import TrainerView
     from roomier.plan import Plan
-    from roomier.trainer import Trainer
 
 
-def anatomy_of(trainer: Trainer) -> Anatomy:
+def anatomy_of(trainer: TrainerView) -> Anatomy:
     """See :func:`roomier.memory.anatomy`."""
     run = trainer.run or trainer.fitted
     if run is None:

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from roomier.api.kept_weights import kept_by
-from roomier.api.lightning import overrides
 from roomier.api.module import Module
+from roomier.api.overrides import overrides
 from roomier.core.errors import RoomierError
 from roomier.core.log import notice
 from roomier.core.ranks import Ranks

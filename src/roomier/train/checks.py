@@ -11,9 +11,9 @@ from torch.optim import Optimizer
 from roomier.api.adapt import seen_by_user
 from roomier.api.callback import Callback
 from roomier.api.datamodule import DataModule
-from roomier.api.lightning import is_one, overrides
 from roomier.api.misspelled import check_hook_names
 from roomier.api.module import Module
+from roomier.api.overrides import is_one, overrides
 from roomier.core.errors import RoomierError
 from roomier.optim.configured import Configured
 from roomier.plan import Plan

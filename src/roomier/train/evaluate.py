@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from roomier.api.lightning import LightningAdapter, overrides
+from roomier.api.lightning import LightningAdapter
 from roomier.api.module import Module
+from roomier.api.overrides import overrides
 from roomier.api.step_arguments import num_step_arguments
 from roomier.core.rng import rng_state, set_rng_state
 from roomier.core.tree import map_tensors

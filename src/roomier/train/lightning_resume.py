@@ -22,7 +22,7 @@ from torch import nn
 from roomier.adapters.layers import is_adapter
 from roomier.api.adapt import seen_by_user
 from roomier.api.callback import Callback
-from roomier.api.lightning import lightning_base
+from roomier.api.overrides import lightning_base
 from roomier.checkpoint.agree import together
 from roomier.checkpoint.lightning import LightningFile, Position, books_of
 from roomier.core.errors import CheckpointError, RoomierError

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from roomier.api.datamodule import DataModule
-from roomier.api.lightning import LightningAdapter, overrides
+from roomier.api.lightning import LightningAdapter
 from roomier.api.module import Module
+from roomier.api.overrides import overrides
 from roomier.core.errors import DataError
 from roomier.data.batch_size import batch_size_of, with_batch_size
 from roomier.data.combined import CombinedLoader, as_loaders, training_loader

@@ -17,8 +17,8 @@ from roomier.adapters.layers import is_adapter
 from roomier.api.adapt import seen_by_user
 from roomier.api.callback import PlacesTensors
 from roomier.api.engine import Engine
-from roomier.api.lightning import overrides
 from roomier.api.module import Module
+from roomier.api.overrides import overrides
 from roomier.checkpoint.commit import at_home
 from roomier.checkpoint.lightning import is_lightning_file
 from roomier.checkpoint.shown import OWN_ENTRIES, ShownCheckpoint

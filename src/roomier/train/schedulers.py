@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 from torch.optim.lr_scheduler import OneCycleLR
 
-from roomier.api.lightning import overrides
 from roomier.api.module import Module
+from roomier.api.overrides import overrides
 from roomier.core.errors import CheckpointError, TrainingError, did_you_mean
 from roomier.core.log import notice
 from roomier.optim.configured import LRSchedulerConfig

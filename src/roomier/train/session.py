@@ -19,9 +19,10 @@ from roomier.api.datamodule import DataModule
 from roomier.api.engine import StepHooks
 from roomier.api.forward import ForwardModule
 from roomier.api.hooks import HookTable
-from roomier.api.lightning import LightningAdapter, lent_to_lightning, logged_hparams_of, overrides
+from roomier.api.lightning import LightningAdapter, lent_to_lightning, logged_hparams_of
 from roomier.api.misspelled import check_hook_names
 from roomier.api.module import Module
+from roomier.api.overrides import lightning_base, overrides
 from roomier.api.wrapped import network_of
 from roomier.core.batch_norms import BATCH_NORMS
 from roomier.core.device import resolve_device
@@ -114,7 +115,8 @@ def _opened_and_closed(
     run: Run | None = None
     try:
         with ExitStack() as stack:
-            stack.enter_context(lent_to_lightning(module, trainer))
+            if any(lightning_base(type(part), Module) is not None for part in module.modules()):
+                stack.enter_context(lent_to_lightning(module, trainer))
             stop = stack.enter_context(GracefulStop(trainer.ranks.is_alone))
             stack.enter_context(workers_outlive_signals())
             stack.enter_context(process_settings(trainer.plan, trainer.options))

@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 
 from roomier.api.datamodule import DataModule
 from roomier.api.engine import StepHooks
-from roomier.api.lightning import overrides
 from roomier.api.module import Module
+from roomier.api.overrides import overrides
 from roomier.api.step_arguments import num_step_arguments
 from roomier.core.errors import TrainingError
 from roomier.train.checks import needs_closure

@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from roomier.api.callback import Callback
-from roomier.api.lightning import is_one
 from roomier.api.lightning_callbacks import is_builtin
+from roomier.api.overrides import is_one
 from roomier.callbacks import ModelCheckpoint, ModelSummary, ProgressBar
 from roomier.core.errors import PlanError, RoomierError
 from roomier.launch import Launch

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch.profiler import record_function
 
 from roomier.api.datamodule import DataModule
-from roomier.api.lightning import overrides
+from roomier.api.overrides import overrides
 
 if TYPE_CHECKING:
     from roomier.trainer.attributes import TrainerAttributes

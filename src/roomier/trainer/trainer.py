@@ -15,10 +15,10 @@ from torch.optim import Optimizer
 
 from roomier.api.callback import Callback
 from roomier.api.datamodule import DataModule
-from roomier.api.lightning import is_one
 from roomier.api.lightning_types import LightningCallback, LightningLogger
 from roomier.api.logger import Logger
 from roomier.api.module import Module
+from roomier.api.overrides import is_one
 from roomier.core.errors import RoomierError
 from roomier.core.keywords import explain_unknown_keywords, refuse_keywords
 from roomier.core.log import notice

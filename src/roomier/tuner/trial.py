@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from roomier.api.callback import Callback
 from roomier.api.datamodule import DataModule
-from roomier.api.lightning import is_one
+from roomier.api.overrides import is_one
 from roomier.core.errors import DataError, RoomierError
 from roomier.core.log import quiet
 from roomier.core.rng import rng_state, separate_rng, set_rng_state
