@@ -37,7 +37,7 @@ from roomier.core.log import notice
 
 if TYPE_CHECKING:
     from roomier.api.trainer_view import TrainerView
-    from roomier.train.run import Run
+    from roomier.run.run import Run
 
 ACTIONS = ("skip", "rollback", "stop")
 FIGURES = ("loss", "grad_norm")

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from roomier.planner.deadline import Deadline
     from roomier.planner.forecast import Forecast
     from roomier.planner.workload import Workload
-    from roomier.train.run import Run
+    from roomier.run.run import Run
     from roomier.trainer import Trainer
 
 T = TypeVar("T")

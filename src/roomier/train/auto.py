@@ -25,10 +25,10 @@ from roomier.core.ranks import Ranks
 from roomier.core.rng import rng_state, set_rng_state
 from roomier.plan import Plan
 from roomier.plan.parts import ChoicePlan
+from roomier.run.global_batch import GlobalBatch
+from roomier.run.loaders import RunLoaders
 from roomier.train.checks import check_hooks_need_no_gradients
-from roomier.train.global_batch import GlobalBatch
 from roomier.train.job import keep_global_batch
-from roomier.train.loaders import RunLoaders
 from roomier.train.micro_batch import keeps_micro_batch
 from roomier.train.step import transfer_to
 

@@ -17,8 +17,8 @@ from roomier.core.rng import rng_state, set_rng_state
 from roomier.core.tree import map_tensors
 from roomier.data.source import Source
 from roomier.loss.lazy_logits import computed
-from roomier.train.muted import muted
-from roomier.train.run import Run, call
+from roomier.run.logged.muted import muted
+from roomier.run.run import Run, call
 from roomier.train.step import transfer_of
 
 STEP_NAMES = {"validation": "validation_step", "test": "test_step", "predict": "predict_step"}

@@ -18,9 +18,9 @@ from roomier.core.log import notice
 from roomier.core.ranks import Ranks
 from roomier.engine.weights_file import WeightsFile, WeightsToRead
 from roomier.plan import Plan
+from roomier.run.run import Run
 from roomier.train.lightning_resume import LightningWeights
 from roomier.train.restore import restore_weights
-from roomier.train.run import Run
 
 _RECORD_OF_CHECKPOINT = "run.json"
 

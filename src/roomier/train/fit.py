@@ -12,10 +12,10 @@ from roomier.api.go_back import GoBackError
 from roomier.core.errors import TrainingError
 from roomier.core.log import notice
 from roomier.core.rng import set_rng_state
-from roomier.train.accumulation import accumulation_at
+from roomier.run.accumulation import accumulation_at
+from roomier.run.run import Run, call
 from roomier.train.evaluate import validate_within_fit
 from roomier.train.restore import restore
-from roomier.train.run import Run, call
 from roomier.train.save import save_point, settle_background_save, tell_nothing_to_do
 from roomier.train.step import TrainingStep, forward_backward_of, install_step_hooks, update_of
 

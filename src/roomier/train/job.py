@@ -22,11 +22,11 @@ from roomier.core.log import notice, quiet
 from roomier.core.ranks import Ranks
 from roomier.launch.job import job_names, num_restarts
 from roomier.loggers.files import replacing
-from roomier.train.global_batch import GlobalBatch
+from roomier.run.global_batch import GlobalBatch
 from roomier.train.run_folder import is_run_folder
 
 if TYPE_CHECKING:
-    from roomier.train.loaders import RunLoaders
+    from roomier.run.loaders import RunLoaders
     from roomier.trainer import Trainer
 
 FILE_NAME = "job.json"

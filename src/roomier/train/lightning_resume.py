@@ -30,8 +30,8 @@ from roomier.core.log import notice
 from roomier.core.ranks import Ranks
 from roomier.engine.optimizer_state import cut_like, parameter_names
 from roomier.parallel.pages import local_part, local_rows
+from roomier.run.run import Run
 from roomier.train.group_values import tell_kept
-from roomier.train.run import Run
 
 _NUM_NAMES_SHOWN = 5
 

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from roomier.api.adapt import seen_by_user
 
 if TYPE_CHECKING:
-    from roomier.train.run import Run
+    from roomier.run.run import Run
 
 _STATE = ("param_groups", "state", "defaults")
 

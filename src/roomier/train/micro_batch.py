@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 
 from roomier.core.errors import RoomierError
 from roomier.core.log import notice
-from roomier.train.loaders import RunLoaders
+from roomier.run.loaders import RunLoaders
 
 if TYPE_CHECKING:
     from roomier.trainer import Trainer

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from roomier.core.tree import map_tensors
 from roomier.data.source import Source
+from roomier.run.run import Run, call
 from roomier.train.evaluate import (
     batch_runner,
     evaluation_mode,
@@ -16,7 +17,6 @@ from roomier.train.evaluate import (
     without_gradients,
 )
 from roomier.train.predict_stream_roll_call import RollCall
-from roomier.train.run import Run, call
 from roomier.train.step import transfer_of
 
 T = TypeVar("T")

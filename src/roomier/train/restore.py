@@ -28,10 +28,10 @@ from roomier.core.rng import rng_state, seed_everything, set_rng_state
 from roomier.engine.optimizer_state import parameter_names, state_places
 from roomier.plan import Plan
 from roomier.plan.parts import AdapterPlan
+from roomier.run.logged.metric_state import load_metric_states, metrics_of
+from roomier.run.run import Run
 from roomier.train.group_values import changed_in_plan, check_same_optimizer, put_changed, tell_kept
 from roomier.train.lightning_resume import restore_lightning, restore_lightning_weights, show_checkpoint
-from roomier.train.metric_state import load_metric_states, metrics_of
-from roomier.train.run import Run
 from roomier.train.run_folder import PREFIX
 
 

@@ -17,9 +17,9 @@ from roomier.checkpoint.shown import ShownCheckpoint, without_objects
 from roomier.core.log import notice
 from roomier.core.rng import rng_state
 from roomier.core.tree import map_tensors
-from roomier.train.metric_state import metric_states, metrics_of
+from roomier.run.logged.metric_state import metric_states, metrics_of
+from roomier.run.run import Run, WantedSave, call
 from roomier.train.pretrained import pretrained_config
-from roomier.train.run import Run, WantedSave, call
 
 INTERRUPTED = "interrupted-step="
 _GRACE_S = 30.0

@@ -39,25 +39,25 @@ from roomier.launch import join
 from roomier.loggers.group import LoggerGroup, tell_folder
 from roomier.optim.configured import Configured
 from roomier.planner.out_of_memory import explain_out_of_memory
+from roomier.run.global_batch import GlobalBatch
+from roomier.run.loaders import RunLoaders, estimate_steps
+from roomier.run.logged.results import Results
+from roomier.run.options import DEFAULT_MAX_EPOCHS
+from roomier.run.progress import Progress
+from roomier.run.run import Run, call
+from roomier.run.schedulers import Schedulers
+from roomier.run.signals import GracefulStop
+from roomier.run.states import TrainerStatus
 from roomier.train.auto import is_planned, naming_nearest, settle_plan
 from roomier.train.checks import check_call, check_modes
 from roomier.train.evaluate import EvaluationCutError, sanity_check
 from roomier.train.first_weights import first_weights
-from roomier.train.global_batch import GlobalBatch
 from roomier.train.job import global_batch_of, job_of_fit, keep_global_batch
-from roomier.train.loaders import RunLoaders, estimate_steps
 from roomier.train.manual import ManualOptimizer
-from roomier.train.options import DEFAULT_MAX_EPOCHS
-from roomier.train.progress import Progress
 from roomier.train.restore import resolve_checkpoint, restore, restore_weights
-from roomier.train.results import Results
-from roomier.train.run import Run, call
 from roomier.train.run_folder import is_run_folder, run_folder, write_plan
 from roomier.train.save import end_background_save
-from roomier.train.schedulers import Schedulers
 from roomier.train.settings import process_settings, profiled
-from roomier.train.signals import GracefulStop
-from roomier.train.states import TrainerStatus
 from roomier.train.step import TRANSFER_HOOKS
 
 if TYPE_CHECKING:

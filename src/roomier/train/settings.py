@@ -11,7 +11,7 @@ import torch
 from roomier.core.log import notice
 from roomier.plan import Plan
 from roomier.precision.policy import matmul_precision
-from roomier.train.options import LoopOptions
+from roomier.run.options import LoopOptions
 
 
 @contextmanager

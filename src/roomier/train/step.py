@@ -16,9 +16,9 @@ from roomier.api.module import Module
 from roomier.api.overrides import overrides
 from roomier.api.step_arguments import num_step_arguments
 from roomier.core.errors import TrainingError
+from roomier.run.run import Run, call
 from roomier.train.checks import needs_closure
 from roomier.train.manual import ManualOptimizer
-from roomier.train.run import Run, call
 
 TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 SKIP_EPOCH = -1  # what on_train_batch_start returns to leave out the rest of the epoch, as in Lightning

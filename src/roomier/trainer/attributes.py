@@ -28,13 +28,13 @@ from roomier.core.ranks import Ranks
 from roomier.core.world import World
 from roomier.optim.configured import LRSchedulerConfig
 from roomier.plan import Plan
-from roomier.train.accumulation import accumulation_at
+from roomier.run.accumulation import accumulation_at
+from roomier.run.logged.results import Results
+from roomier.run.options import LoopOptions
+from roomier.run.progress import Progress
+from roomier.run.run import Run
+from roomier.run.states import STAGE_OF_FLAG, TrainerFn, TrainerState, TrainerStatus
 from roomier.train.manual import ManualOptimizer
-from roomier.train.options import LoopOptions
-from roomier.train.progress import Progress
-from roomier.train.results import Results
-from roomier.train.run import Run
-from roomier.train.states import STAGE_OF_FLAG, TrainerFn, TrainerState, TrainerStatus
 from roomier.trainer.keywords import with_batch_field
 from roomier.trainer.lightning_batches import BatchHooks, NamedSpans
 from roomier.trainer.predicted import PredictLoop

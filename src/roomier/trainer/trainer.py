@@ -26,18 +26,18 @@ from roomier.core.ranks import Ranks
 from roomier.launch import place, present_launch
 from roomier.loggers.by_name import loggers_from_flag
 from roomier.plan import Plan
+from roomier.run.loaders import RunLoaders
+from roomier.run.options import LoopOptions, check_flag
+from roomier.run.progress import Progress
+from roomier.run.states import TrainerFn, TrainerStatus
 from roomier.train.checks import check_callbacks
 from roomier.train.evaluate import evaluate
 from roomier.train.fit import fit
-from roomier.train.loaders import RunLoaders
 from roomier.train.manual import ManualOptimizer
 from roomier.train.micro_batch import settle_micro_batch
-from roomier.train.options import LoopOptions, check_flag
 from roomier.train.predict_stream import opened_stream
-from roomier.train.progress import Progress
 from roomier.train.save import save_checkpoint
 from roomier.train.session import LOADER_NAMES, end_fit, session, start_fit
-from roomier.train.states import TrainerFn, TrainerStatus
 from roomier.trainer.attributes import STAGE_FLAGS, TrainerAttributes, without_runs
 from roomier.trainer.forecasts import prepare_forecast
 from roomier.trainer.former_flags import refuse_former_flags

@@ -20,7 +20,7 @@ from roomier.core.errors import RoomierError
 from roomier.core.log import notice
 from roomier.core.units import format_bytes, parse_bytes
 from roomier.plan import Plan
-from roomier.train.loaders import RunLoaders
+from roomier.run.loaders import RunLoaders
 from roomier.train.micro_batch import samples_of_step, set_micro_batch
 from roomier.tuner.trial import Subject, TrialOverError, run_trial
 

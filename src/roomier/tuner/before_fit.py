@@ -15,9 +15,9 @@ from roomier.core.errors import RoomierError
 from roomier.core.log import notice
 from roomier.launch import join
 from roomier.plan import Plan
+from roomier.run.run import Run
 from roomier.train.job import checkpoint_after_restart
 from roomier.train.restore import resolve_checkpoint
-from roomier.train.run import Run
 from roomier.tuner.learning_rate import attribute_of, set_attribute, set_in_plan
 from roomier.tuner.trial import Subject
 

@@ -14,8 +14,8 @@ from roomier.api.module import Module
 from roomier.core.errors import RoomierError
 from roomier.core.log import notice
 from roomier.optim.configured import read_configured
-from roomier.train.run import Run
-from roomier.train.schedulers import Schedulers
+from roomier.run.run import Run
+from roomier.run.schedulers import Schedulers
 from roomier.tuner.curve import LearningRateCurve, smoothed
 from roomier.tuner.learning_rate import attribute_of, set_attribute, set_in_plan
 from roomier.tuner.trial import Subject, run_trial

@@ -30,9 +30,9 @@ from roomier.data.first_batch import check_is_read_anew, untouched
 from roomier.data.loaders import is_combined, is_loader_collection
 from roomier.loggers.silent import SilentLogger
 from roomier.plan import Plan
+from roomier.run.loaders import RunLoaders
+from roomier.run.run import Run, call
 from roomier.train.fit import fit
-from roomier.train.loaders import RunLoaders
-from roomier.train.run import Run, call
 from roomier.train.session import session
 
 if TYPE_CHECKING:

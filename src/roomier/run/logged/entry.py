@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from roomier.train.over_ranks import Told
+from roomier.run.logged.over_ranks import Told
 
 OF_LOADER = "/dataloader_idx_"
 
@@ -25,7 +25,7 @@ class Entry:
         updates: of ``metric`` on each rank, when ``agreed`` was computed from it.
         is_double: what was logged has the digits of float64, and so are its figures shown.
         dataloader_idx: of the one loader of an evaluation that it was logged of; None for all of them.
-        is_unseen: ``value`` came after everything that :class:`roomier.train.results.Results` shows already.
+        is_unseen: ``value`` came after everything that :class:`roomier.run.logged.results.Results` shows already.
     """
 
     name: str

@@ -13,7 +13,7 @@ from roomier.core.errors import CheckpointError, TrainingError, did_you_mean
 from roomier.core.log import notice
 from roomier.optim.configured import LRSchedulerConfig
 from roomier.optim.schedule import go_on
-from roomier.train.results import Results
+from roomier.run.logged.results import Results
 
 LENGTHS = ("T_max", "total_steps", "total_iters", "lr_lambdas")  # where torch keeps how long one goes on
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from roomier.train.results import Results
+from roomier.run.logged.results import Results
 
 Undo = Callable[[], Any]
 

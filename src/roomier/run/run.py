@@ -24,12 +24,12 @@ from roomier.core.vote import Vote
 from roomier.data.source import Source
 from roomier.loggers.group import LoggerGroup
 from roomier.plan import Plan
-from roomier.train.accumulation import accumulation_at, num_steps_between
-from roomier.train.options import LoopOptions
-from roomier.train.progress import Progress
-from roomier.train.results import Results
-from roomier.train.schedulers import Schedulers
-from roomier.train.signals import GracefulStop
+from roomier.run.accumulation import accumulation_at, num_steps_between
+from roomier.run.logged.results import Results
+from roomier.run.options import LoopOptions
+from roomier.run.progress import Progress
+from roomier.run.schedulers import Schedulers
+from roomier.run.signals import GracefulStop
 
 if TYPE_CHECKING:
     from roomier.trainer import Trainer

@@ -16,7 +16,7 @@ from roomier.data.batch_size import batch_size_of, with_batch_size
 from roomier.data.combined import CombinedLoader, as_loaders, training_loader
 from roomier.data.first_batch import first_batch
 from roomier.data.source import Source
-from roomier.train.accumulation import num_steps_between
+from roomier.run.accumulation import num_steps_between
 
 if TYPE_CHECKING:
     from roomier.trainer import Trainer

@@ -23,8 +23,8 @@ from roomier.core.errors import RoomierError, did_you_mean
 from roomier.core.log import notice
 from roomier.core.ranks import Ranks
 from roomier.core.tree import batch_size_of
-from roomier.train.entry import OF_LOADER, Entry, as_tensor, is_double
-from roomier.train.over_ranks import REDUCTIONS, reduce_over_ranks
+from roomier.run.logged.entry import OF_LOADER, Entry, as_tensor, is_double
+from roomier.run.logged.over_ranks import REDUCTIONS, reduce_over_ranks
 
 
 def _weight(batch_size: Any) -> Any:
