@@ -193,7 +193,7 @@ def test_made_from_datasets(tmp_path, kind):
 def test_data_are_prepared_once_for_each_machine_or_once_for_all(per_node, local, rank, is_called):
     from types import SimpleNamespace
 
-    from roomier.train.session import _prepares
+    from roomier.train.opening.open_run import _prepares
 
     datamodule = OfLightning()
     datamodule.prepare_data_per_node = per_node

@@ -59,7 +59,7 @@ def forget_peak() -> None:
 
 def train(folder: Path, strategy: str, num_ranks: int, max_steps: int, path: Path | None = None) -> dict[str, int]:
     """What this rank's memory grew by while it was restored, and how large it was then and in training."""
-    from roomier.train import session
+    from roomier.train.opening import open_run as session
 
     seed_everything(0)
     restore, measured = session.restore, {"grown": 0, "restoring": 0}

@@ -17,7 +17,7 @@ from roomier.core.errors import DataError, RoomierError
 from roomier.hardware import this_machine
 from roomier.plan import Plan
 from roomier.planner.choosing.pricing import Pricing
-from roomier.train.auto import settle_plan
+from roomier.train.settling.settle import settle_plan
 
 QUIET: dict[str, Any] = {
     "accelerator": "cpu",

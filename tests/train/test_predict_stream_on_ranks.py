@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import roomier
 from roomier.core.errors import RoomierError
-from roomier.train import predict_stream_roll_call
+from roomier.train.predicting import roll_call as predict_stream_roll_call
 
 X_NC = torch.arange(20.0).reshape(10, 2)
 

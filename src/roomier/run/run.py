@@ -39,7 +39,7 @@ MAX_BATCHES_BEFORE_FIRST_STEP = 1000  # of an epoch whose end does not come
 
 @dataclass(frozen=True)
 class WantedSave:
-    """A checkpoint that was asked for; the arguments are those of :func:`roomier.train.save.save_checkpoint`."""
+    """A checkpoint that was asked for; the arguments are those of :func:`roomier.train.saving.save.save_checkpoint`."""
 
     path: Path
     weights_only: bool = False
@@ -49,7 +49,7 @@ class WantedSave:
 
 @dataclass
 class Run:
-    """Made by :mod:`roomier.train.session`, worked through by the loops; plain data and a few questions to it.
+    """Made by :mod:`roomier.train.opening.open_run`, worked through by the loops; plain data and a few questions to it.
 
     Attributes:
         ranks: what the ranks of the run tell each other; alone where there is one.

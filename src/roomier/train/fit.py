@@ -15,8 +15,8 @@ from roomier.core.rng import set_rng_state
 from roomier.run.accumulation import accumulation_at
 from roomier.run.run import Run, call
 from roomier.train.evaluate import validate_within_fit
-from roomier.train.restore import restore
-from roomier.train.save import save_point, settle_background_save, tell_nothing_to_do
+from roomier.train.saving.restore import restore
+from roomier.train.saving.save import save_point, settle_background_save, tell_nothing_to_do
 from roomier.train.step import TrainingStep, forward_backward_of, install_step_hooks, update_of
 
 

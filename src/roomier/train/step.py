@@ -17,8 +17,8 @@ from roomier.api.overrides import overrides
 from roomier.api.step_arguments import num_step_arguments
 from roomier.core.errors import TrainingError
 from roomier.run.run import Run, call
-from roomier.train.checks import needs_closure
 from roomier.train.manual import ManualOptimizer
+from roomier.train.settling.checks import needs_closure
 
 TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 SKIP_EPOCH = -1  # what on_train_batch_start returns to leave out the rest of the epoch, as in Lightning

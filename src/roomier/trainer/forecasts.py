@@ -15,7 +15,7 @@ from roomier.core.device import resolve_device
 from roomier.core.log import notice
 from roomier.core.rng import rng_state, set_rng_state
 from roomier.plan import Plan
-from roomier.trainer.keywords import ordered
+from roomier.trainer.keywords.arguments import ordered
 
 if TYPE_CHECKING:
     from roomier.trainer import Trainer

@@ -30,18 +30,16 @@ from roomier.run.loaders import RunLoaders
 from roomier.run.options import LoopOptions, check_flag
 from roomier.run.progress import Progress
 from roomier.run.states import TrainerFn, TrainerStatus
-from roomier.train.checks import check_callbacks
 from roomier.train.evaluate import evaluate
 from roomier.train.fit import fit
 from roomier.train.manual import ManualOptimizer
-from roomier.train.micro_batch import settle_micro_batch
-from roomier.train.predict_stream import opened_stream
-from roomier.train.save import save_checkpoint
-from roomier.train.session import LOADER_NAMES, end_fit, session, start_fit
-from roomier.trainer.attributes import STAGE_FLAGS, TrainerAttributes, without_runs
+from roomier.train.opening.open_run import LOADER_NAMES, end_fit, session, start_fit
+from roomier.train.predicting.stream import opened_stream
+from roomier.train.saving.save import save_checkpoint
+from roomier.train.settling.checks import check_callbacks
+from roomier.train.settling.micro_batch import settle_micro_batch
 from roomier.trainer.forecasts import prepare_forecast
-from roomier.trainer.former_flags import refuse_former_flags
-from roomier.trainer.keywords import (
+from roomier.trainer.keywords.arguments import (
     FORMER_ARGUMENTS,
     FORMER_KEYWORDS,
     HARMLESS_KEYWORDS,
@@ -52,9 +50,11 @@ from roomier.trainer.keywords import (
     plan_of,
     with_defaults,
 )
-from roomier.trainer.lightning_callbacks import adopted
+from roomier.trainer.keywords.former_flags import refuse_former_flags
+from roomier.trainer.last_call import STAGE_FLAGS, TrainerAttributes, without_runs
+from roomier.trainer.lightning.callbacks import adopted
+from roomier.trainer.lightning.predicted import KeepsPredicted, writes_at_end, writes_predictions
 from roomier.trainer.measured import by_loader, metrics_table
-from roomier.trainer.predicted import KeepsPredicted, writes_at_end, writes_predictions
 from roomier.tuner.before_fit import check_flags, tune, write_picture
 from roomier.tuner.trial import Subject
 
@@ -424,7 +424,7 @@ class Trainer(TrainerAttributes):
         return [KeepsPredicted(until_end=any(map(writes_at_end, writers))), *self.callbacks]
 
     def settle_micro_batch(self, data: RunLoaders) -> None:
-        """See :func:`roomier.train.micro_batch.settle_micro_batch`."""
+        """See :func:`roomier.train.settling.micro_batch.settle_micro_batch`."""
         settle_micro_batch(self, data)
 
     def prepare_forecast(self, module: Module) -> None:

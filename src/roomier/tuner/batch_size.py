@@ -21,7 +21,7 @@ from roomier.core.log import notice
 from roomier.core.units import format_bytes, parse_bytes
 from roomier.plan import Plan
 from roomier.run.loaders import RunLoaders
-from roomier.train.micro_batch import samples_of_step, set_micro_batch
+from roomier.train.settling.micro_batch import samples_of_step, set_micro_batch
 from roomier.tuner.trial import Subject, TrialOverError, run_trial
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from roomier.core.log import notice
 from roomier.launch import join
 from roomier.plan import Plan
 from roomier.run.run import Run
-from roomier.train.job import checkpoint_after_restart
-from roomier.train.restore import resolve_checkpoint
+from roomier.train.saving.restore import resolve_checkpoint
+from roomier.train.settling.job import checkpoint_after_restart
 from roomier.tuner.learning_rate import attribute_of, set_attribute, set_in_plan
 from roomier.tuner.trial import Subject
 

@@ -33,7 +33,7 @@ from roomier.plan import Plan
 from roomier.run.loaders import RunLoaders
 from roomier.run.run import Run, call
 from roomier.train.fit import fit
-from roomier.train.session import session
+from roomier.train.opening.open_run import session
 
 if TYPE_CHECKING:
     from roomier.trainer import Trainer

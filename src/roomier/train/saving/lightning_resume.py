@@ -31,7 +31,7 @@ from roomier.core.ranks import Ranks
 from roomier.engine.optimizer_state import cut_like, parameter_names
 from roomier.parallel.pages import local_part, local_rows
 from roomier.run.run import Run
-from roomier.train.group_values import tell_kept
+from roomier.train.saving.group_values import tell_kept
 
 _NUM_NAMES_SHOWN = 5
 

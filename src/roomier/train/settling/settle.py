@@ -27,9 +27,9 @@ from roomier.plan import Plan
 from roomier.plan.parts import ChoicePlan
 from roomier.run.global_batch import GlobalBatch
 from roomier.run.loaders import RunLoaders
-from roomier.train.checks import check_hooks_need_no_gradients
-from roomier.train.job import keep_global_batch
-from roomier.train.micro_batch import keeps_micro_batch
+from roomier.train.settling.checks import check_hooks_need_no_gradients
+from roomier.train.settling.job import keep_global_batch
+from roomier.train.settling.micro_batch import keeps_micro_batch
 from roomier.train.step import transfer_to
 
 if TYPE_CHECKING:  # they load torch's sharding, which a run with a strategy by name on one rank does not need

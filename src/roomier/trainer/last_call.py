@@ -35,10 +35,10 @@ from roomier.run.progress import Progress
 from roomier.run.run import Run
 from roomier.run.states import STAGE_OF_FLAG, TrainerFn, TrainerState, TrainerStatus
 from roomier.train.manual import ManualOptimizer
-from roomier.trainer.keywords import with_batch_field
-from roomier.trainer.lightning_batches import BatchHooks, NamedSpans
-from roomier.trainer.predicted import PredictLoop
-from roomier.trainer.strategy import Strategy
+from roomier.trainer.keywords.arguments import with_batch_field
+from roomier.trainer.lightning.batches import BatchHooks, NamedSpans
+from roomier.trainer.lightning.predicted import PredictLoop
+from roomier.trainer.lightning.strategy import Strategy
 
 if TYPE_CHECKING:  # it loads torch's sharding
     from roomier.planner.choice import Choice

@@ -30,9 +30,9 @@ from roomier.plan import Plan
 from roomier.plan.parts import AdapterPlan
 from roomier.run.logged.metric_state import load_metric_states, metrics_of
 from roomier.run.run import Run
-from roomier.train.group_values import changed_in_plan, check_same_optimizer, put_changed, tell_kept
-from roomier.train.lightning_resume import restore_lightning, restore_lightning_weights, show_checkpoint
-from roomier.train.run_folder import PREFIX
+from roomier.train.opening.run_folder import PREFIX
+from roomier.train.saving.group_values import changed_in_plan, check_same_optimizer, put_changed, tell_kept
+from roomier.train.saving.lightning_resume import restore_lightning, restore_lightning_weights, show_checkpoint
 
 
 def resolve_checkpoint(ckpt_path: str | Path | None, root: Path, best_path: str | None) -> Path | None:

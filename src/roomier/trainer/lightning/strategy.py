@@ -16,7 +16,7 @@ from roomier.core.device import resolve_device
 from roomier.core.errors import RoomierError
 
 if TYPE_CHECKING:
-    from roomier.trainer.attributes import TrainerAttributes
+    from roomier.trainer.last_call import TrainerAttributes
 
 _REDUCTIONS = ("mean", "avg", "sum", "max", "min")
 

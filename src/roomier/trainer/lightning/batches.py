@@ -15,7 +15,7 @@ from roomier.api.datamodule import DataModule
 from roomier.api.overrides import overrides
 
 if TYPE_CHECKING:
-    from roomier.trainer.attributes import TrainerAttributes
+    from roomier.trainer.last_call import TrainerAttributes
 
 
 class NamedSpans:

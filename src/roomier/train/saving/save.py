@@ -19,7 +19,7 @@ from roomier.core.rng import rng_state
 from roomier.core.tree import map_tensors
 from roomier.run.logged.metric_state import metric_states, metrics_of
 from roomier.run.run import Run, WantedSave, call
-from roomier.train.pretrained import pretrained_config
+from roomier.train.saving.pretrained import pretrained_config
 
 INTERRUPTED = "interrupted-step="
 _GRACE_S = 30.0

@@ -48,16 +48,16 @@ from roomier.run.run import Run, call
 from roomier.run.schedulers import Schedulers
 from roomier.run.signals import GracefulStop
 from roomier.run.states import TrainerStatus
-from roomier.train.auto import is_planned, naming_nearest, settle_plan
-from roomier.train.checks import check_call, check_modes
 from roomier.train.evaluate import EvaluationCutError, sanity_check
-from roomier.train.first_weights import first_weights
-from roomier.train.job import global_batch_of, job_of_fit, keep_global_batch
 from roomier.train.manual import ManualOptimizer
-from roomier.train.restore import resolve_checkpoint, restore, restore_weights
-from roomier.train.run_folder import is_run_folder, run_folder, write_plan
-from roomier.train.save import end_background_save
-from roomier.train.settings import process_settings, profiled
+from roomier.train.opening.run_folder import is_run_folder, run_folder, write_plan
+from roomier.train.opening.settings import process_settings, profiled
+from roomier.train.saving.first_weights import first_weights
+from roomier.train.saving.restore import resolve_checkpoint, restore, restore_weights
+from roomier.train.saving.save import end_background_save
+from roomier.train.settling.checks import check_call, check_modes
+from roomier.train.settling.job import global_batch_of, job_of_fit, keep_global_batch
+from roomier.train.settling.settle import is_planned, naming_nearest, settle_plan
 from roomier.train.step import TRANSFER_HOOKS
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def session(
     Args:
         stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
         loaders: what the user passed, by ``"train"``, ``"val"``, ``"test"``, ``"predict"``.
-        weights: what the model begins with, see :func:`roomier.train.first_weights.first_weights`.
+        weights: what the model begins with, see :func:`roomier.train.saving.first_weights.first_weights`.
 
     Raises:
         SystemExit: SIGTERM or Ctrl-C ended the run at a save point (128 + the number of the signal).

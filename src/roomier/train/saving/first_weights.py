@@ -19,8 +19,8 @@ from roomier.core.ranks import Ranks
 from roomier.engine.weights_file import WeightsFile, WeightsToRead
 from roomier.plan import Plan
 from roomier.run.run import Run
-from roomier.train.lightning_resume import LightningWeights
-from roomier.train.restore import restore_weights
+from roomier.train.saving.lightning_resume import LightningWeights
+from roomier.train.saving.restore import restore_weights
 
 _RECORD_OF_CHECKPOINT = "run.json"
 

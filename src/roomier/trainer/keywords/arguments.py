@@ -14,8 +14,8 @@ from roomier.callbacks import ModelCheckpoint, ModelSummary, ProgressBar
 from roomier.core.errors import PlanError, RoomierError
 from roomier.launch import Launch
 from roomier.plan import Plan, plan_from_flags
-from roomier.trainer.devices import resolve_auto
-from roomier.trainer.lightning_callbacks import adopted
+from roomier.trainer.keywords.devices import resolve_auto
+from roomier.trainer.lightning.callbacks import adopted
 
 _SHARES = (
     "Leave it out: each rank gets its share of any loader, and one with a DistributedSampler, or with "

@@ -16,7 +16,7 @@ from roomier.train.evaluate import (
     turns,
     without_gradients,
 )
-from roomier.train.predict_stream_roll_call import RollCall
+from roomier.train.predicting.roll_call import RollCall
 from roomier.train.step import transfer_of
 
 T = TypeVar("T")

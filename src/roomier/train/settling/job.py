@@ -23,7 +23,7 @@ from roomier.core.ranks import Ranks
 from roomier.launch.job import job_names, num_restarts
 from roomier.loggers.files import replacing
 from roomier.run.global_batch import GlobalBatch
-from roomier.train.run_folder import is_run_folder
+from roomier.train.opening.run_folder import is_run_folder
 
 if TYPE_CHECKING:
     from roomier.run.loaders import RunLoaders
