@@ -99,8 +99,8 @@ class OnExceptionCheckpoint(Callback):
             notice(f"OnExceptionCheckpoint: the weights could not be saved: {error}")
             return
         way = "no checkpoint was written to go on from exactly"
-        if run.saved_path is not None:
-            way = f"the run goes on exactly from {run.saved_path} (step {run.saved_step})"
+        if run.saves.path is not None:
+            way = f"the run goes on exactly from {run.saves.path} (step {run.saves.step})"
         notice(f"{type(exception).__name__} in the step after {step}: the weights are saved in {path}; {way}")
 
 

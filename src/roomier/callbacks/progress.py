@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from roomier.api.callback import Callback
 from roomier.callbacks.progress_display import BarDisplay, Display, LineDisplay, Standing
 from roomier.core.errors import RoomierError
+from roomier.run.run import run_of
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -173,7 +174,7 @@ class ProgressBar(Callback):
 
     def _start_evaluation(self, trainer: TrainerView, title: str, most_of_a_loader: float = math.inf) -> None:
         self._open(trainer)
-        num_total = sum(min(most_of_a_loader, number) for number in trainer.needs_run("val_limits").val_limits)
+        num_total = sum(min(most_of_a_loader, number) for number in run_of(trainer, "val_limits").batches.limits)
         self._title, self._num_total, self._num_evaluated = title, num_total, 0
         self._evaluation_began_s = time.monotonic()
         self._rest_clock()

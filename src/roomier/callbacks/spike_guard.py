@@ -34,6 +34,7 @@ from roomier.api.overrides import overrides
 from roomier.core import torch_private
 from roomier.core.errors import RoomierError, TrainingError, did_you_mean
 from roomier.core.log import notice
+from roomier.run.run import run_of
 
 if TYPE_CHECKING:
     from roomier.api.trainer_view import TrainerView
@@ -144,7 +145,7 @@ class SpikeGuard(Callback):
             self._is_going_back, self._undo = False, None
 
     def on_train_start(self, trainer: TrainerView, pl_module: Module) -> None:
-        module, plan = trainer.needs_run("SpikeGuard").module, trainer.plan
+        module, plan = run_of(trainer, "SpikeGuard").module, trainer.plan
         if not module.automatic_optimization:
             problem = "optimizes by hand (automatic_optimization=False)"
             raise _wrong("module", type(pl_module).__name__, problem, "Look at the loss in its training_step")
@@ -154,25 +155,25 @@ class SpikeGuard(Callback):
         if plan.parallel.gradient_compression != "none" or plan.optimizer.name == "onebit_adam":
             problem = "compresses gradients, and keeps what it left out: a bad step would stay in that"
             raise _wrong("plan", plan.parallel.gradient_compression, problem, "Do without one of the two")
-        run = trainer.needs_run("SpikeGuard")
+        run = run_of(trainer, "SpikeGuard")
         self._undo = _Undo(run)
         run.looks.append(lambda: self._look(trainer))
 
     def on_train_batch_start(self, trainer: TrainerView, pl_module: Module, batch: Any, batch_idx: int) -> None:
         assert self._undo is not None
-        progress = trainer.needs_run("SpikeGuard").progress
+        progress = run_of(trainer, "SpikeGuard").progress
         if self.action == "skip" or (progress.epoch, progress.batch_idx) in self._left_out:
             self._undo.begin_micro_batch()
 
     def on_before_optimizer_step(self, trainer: TrainerView, pl_module: Module, optimizer: Optimizer) -> None:
-        run = trainer.needs_run("SpikeGuard")
-        place, loss = (run.progress.epoch, run.progress.batch_idx), run.last_loss
+        run = run_of(trainer, "SpikeGuard")
+        place, loss = (run.progress.epoch, run.progress.batch_idx), run.now.last_loss
         assert self._undo is not None
         if loss is None or loss is self._latest_loss:  # no micro-batch of this step gave one
             return
         if place in self._left_out:  # this one it went back for
             self._undo.undo()
-            run.leaves_out_step = True
+            run.now.leaves_out_step = True
             return
         self._latest_loss = loss
         norm = run.engine.clip(math.inf, "norm") if "grad_norm" in self.monitor else None
@@ -188,7 +189,7 @@ class SpikeGuard(Callback):
             undo.end_good_step()
             return
         undo.undo()
-        trainer.needs_run("SpikeGuard").leaves_out_step = True
+        run_of(trainer, "SpikeGuard").now.leaves_out_step = True
         told = f"{self._tell(trainer, place, size, problem)}; the step is left out"
         self._count_bad(trainer, told)
 
@@ -267,7 +268,7 @@ class SpikeGuard(Callback):
     @staticmethod
     def _tell(trainer: TrainerView, place: Place, size: int, problem: str) -> str:
         epoch, batch_idx = place
-        source = trainer.needs_run("SpikeGuard").source
+        source = run_of(trainer, "SpikeGuard").source
         samples = source.sample_indices(batch_idx, size) if epoch == trainer.current_epoch else None
         of_ranks = [each for each in trainer.ranks.gather(samples) if each is not None]
         where = f"micro-batches {batch_idx} to {batch_idx + size - 1}" if size > 1 else f"batch {batch_idx}"

@@ -19,6 +19,7 @@ from roomier.core.batch_norms import BATCH_NORMS
 from roomier.core.errors import DataError, RoomierError
 from roomier.core.log import notice
 from roomier.optim.averaging import AverageOne, WeightAverage, tensors_to_average
+from roomier.run.run import run_of
 
 if TYPE_CHECKING:
     from roomier.api.module import Module
@@ -142,7 +143,7 @@ class StochasticWeightAveraging(Callback):
         if state is not None:
             scheduler.load_state_dict(state)
             return
-        schedulers = trainer.needs_run("StochasticWeightAveraging").schedulers
+        schedulers = run_of(trainer, "StochasticWeightAveraging").schedulers
         schedulers.are_there, schedulers.watch_each_step = self._former_turns
         self._scheduler = None
 
@@ -153,7 +154,7 @@ class StochasticWeightAveraging(Callback):
             self._forget()
 
     def on_train_start(self, trainer: TrainerView, pl_module: Module) -> None:
-        run = trainer.needs_run("StochasticWeightAveraging")
+        run = run_of(trainer, "StochasticWeightAveraging")
         if len(trainer.optimizers) != 1 or len(trainer.lr_scheduler_configs) > 1:
             received = f"{len(trainer.optimizers)} optimizers, {len(trainer.lr_scheduler_configs)} schedulers"
             action = "Configure one optimizer, and at most one scheduler"
@@ -161,7 +162,7 @@ class StochasticWeightAveraging(Callback):
         num_groups = len(trainer.optimizers[0].param_groups)
         if len(self._rates) not in (1, num_groups):
             raise _wrong("swa_lrs", self._rates, f"there are {num_groups} parameter groups", "Give one for each")
-        if isinstance(self._epoch_start, float) and math.isinf(run.epoch_limit):
+        if isinstance(self._epoch_start, float) and math.isinf(run.settled.epoch_limit):
             raise _wrong("swa_epoch_start", self._epoch_start, "there is no max_epochs to take a share of", "Set it")
         if batch_norms_of(run.module) and run.source.may_end_apart and not run.ranks.is_alone:
             problem = "the ranks may have different numbers of batches for its statistics"
@@ -171,7 +172,7 @@ class StochasticWeightAveraging(Callback):
             self._take_over_rate(trainer).load_state_dict(self._stored["scheduler"])
 
     def on_train_epoch_start(self, trainer: TrainerView, pl_module: Module) -> None:
-        epoch, limit = trainer.current_epoch, trainer.needs_run("StochasticWeightAveraging").epoch_limit
+        epoch, limit = trainer.current_epoch, run_of(trainer, "StochasticWeightAveraging").settled.epoch_limit
         if not self._first_epoch(limit) <= epoch < limit:
             return
         if self._scheduler is None:
@@ -188,10 +189,10 @@ class StochasticWeightAveraging(Callback):
             self._scheduler.step()
 
     def on_train_end(self, trainer: TrainerView, pl_module: Module) -> None:
-        run = trainer.needs_run("StochasticWeightAveraging")
+        run = run_of(trainer, "StochasticWeightAveraging")
         if self._average is None:
             return
-        if math.isfinite(run.epoch_limit) and trainer.current_epoch < run.epoch_limit:
+        if math.isfinite(run.settled.epoch_limit) and trainer.current_epoch < run.settled.epoch_limit:
             notice("StochasticWeightAveraging: the run ended before max_epochs, so the model keeps what it trained")
             return
         run.engine.settle()
@@ -212,7 +213,7 @@ class StochasticWeightAveraging(Callback):
         return self._average
 
     def _take_over_rate(self, trainer: TrainerView) -> SWALR:
-        run = trainer.needs_run("StochasticWeightAveraging")
+        run = run_of(trainer, "StochasticWeightAveraging")
         rates: Any = self._rates if len(self._rates) > 1 else self._rates[0]
         self._scheduler = SWALR(trainer.optimizers[0], rates, **self._annealing)  # type: ignore[arg-type]
         self._former_turns = run.schedulers.are_there, run.schedulers.watch_each_step
@@ -232,11 +233,11 @@ def update_batch_norms(trainer: TrainerView) -> None:
     Raises:
         DataError: a loader failed on one of several ranks.
     """
-    run = trainer.needs_run("update_batch_norms")
+    run = run_of(trainer, "update_batch_norms")
     norms = batch_norms_of(run.module)
     for norm in norms:
         norm.reset_running_stats()
-    limit = run.num_training_batches
+    limit = run.batches.num_training
     with _averaging_statistics(trainer, norms), torch.no_grad():
         try:
             batches = run.source.start(trainer.current_epoch)
@@ -254,7 +255,7 @@ def update_batch_norms(trainer: TrainerView) -> None:
 
 
 def _forward(trainer: TrainerView, batch: Any, batch_idx: int) -> None:
-    run = trainer.needs_run("update_batch_norms")
+    run = run_of(trainer, "update_batch_norms")
     moved = run.results.batch = run.engine.move(batch)
 
     takes_index = num_step_arguments(run.module, "training_step", 2) > 1

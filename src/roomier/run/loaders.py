@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -12,27 +13,45 @@ from roomier.api.lightning import LightningAdapter
 from roomier.api.module import Module
 from roomier.api.overrides import overrides
 from roomier.core.errors import DataError
+from roomier.core.ranks import Ranks
 from roomier.data.batch_size import batch_size_of, with_batch_size
 from roomier.data.combined import CombinedLoader, as_loaders, training_loader
 from roomier.data.first_batch import first_batch
 from roomier.data.source import Source
-from roomier.run.accumulation import num_steps_between
-
-if TYPE_CHECKING:
-    from roomier.trainer import Trainer
+from roomier.run.options import LoopOptions
 
 
 class RunLoaders:
-    """The loaders of a run, asked for when they are needed first."""
+    """The loaders of a run. Each is made when it is first needed.
 
-    def __init__(self, trainer: Trainer, module: Module, loaders: dict[str, Any]) -> None:
-        self._trainer = trainer
+    Args:
+        loaders: the loaders that were passed, by ``"train"``, ``"val"``, ``"test"``, ``"predict"``.
+        pins: whether batches are copied to pinned memory.
+
+    Attributes:
+        found: the loaders that were used, as they were passed or defined.
+    """
+
+    def __init__(
+        self,
+        module: Module,
+        loaders: Mapping[str, Any],
+        datamodule: DataModule | None,
+        options: LoopOptions,
+        ranks: Ranks,
+        *,
+        pins: bool = False,
+    ) -> None:
+        self.found: dict[str, Any] = {}
         self._module = module
+        self._datamodule = datamodule
+        self._options = options
+        self._ranks = ranks
         self._loaders = loaders
         self._train_loader: Any = None
         self._train: Source | None = None
         self._num_training_batches: float | None = None
-        self._pins = torch.cuda.is_available() and trainer.plan.parallel.accelerator in ("auto", "cuda", "gpu")
+        self._pins = pins
 
     @property
     def train_loader(self) -> Any:
@@ -73,9 +92,9 @@ class RunLoaders:
                 self.train_loader,
                 name="train_dataloaders",
                 seed=torch.initial_seed() % 2**63,
-                ranks=self._trainer.ranks,
+                ranks=self._ranks,
                 draws_order=isinstance(self._module, LightningAdapter),
-                shuffle_allowed=not self._trainer.options.overfit_batches,
+                shuffle_allowed=not self._options.overfit_batches,
                 pin_memory=self._pins,
             )
         return self._train
@@ -87,13 +106,13 @@ class RunLoaders:
     def num_training_batches(self) -> float:
         """Batches of an epoch on each rank: those of the rank that has the fewest."""
         if self._num_training_batches is None:
-            source, limit = self.train_source, partial(self._trainer.options.limit_batches, "train")
+            source, limit = self.train_source, partial(self._options.limit_batches, "train")
             if source.follow_each_other:  # the limit is that of each
                 source.limit_parts([limit(length) for length in source.part_lengths])
                 num_batches = source.num_batches
             else:
                 num_batches = limit(source.num_batches)
-            self._num_training_batches = min(self._trainer.ranks.gather(num_batches))
+            self._num_training_batches = min(self._ranks.gather(num_batches))
         return self._num_training_batches
 
     def evaluation(self, name: str) -> tuple[list[Source], list[float]]:
@@ -102,10 +121,10 @@ class RunLoaders:
         Raises:
             DataError: there is no data, or predictions are asked for of several loaders' batches at a time.
         """
-        options, field = self._trainer.options, f"{name}_dataloaders"
+        options, field = self._options, f"{name}_dataloaders"
         if not options.num_dev_batches and getattr(options, f"limit_{name}_batches") == 0:
             return [], []
-        seed, ranks = torch.initial_seed() % 2**63, self._trainer.ranks
+        seed, ranks = torch.initial_seed() % 2**63, self._ranks
         loaders = as_loaders(self._find(name), field)
         if name == "predict":
             for loader in loaders:
@@ -119,12 +138,12 @@ class RunLoaders:
     def _find(self, name: str) -> Any:
         found = self._loaders.get(name)
         if found is None:
-            data = self._trainer.datamodule
+            data = self._datamodule
             if data is None:
                 found = getattr(self._module, f"{name}_dataloader")()
             elif overrides(data, f"{name}_dataloader", DataModule):  # Lightning's own raises
                 found = getattr(data, f"{name}_dataloader")()
-        self._trainer.seen_loaders[name] = found
+        self.found[name] = found
         return found
 
 
@@ -132,10 +151,3 @@ def _check_is_predicted(loader: Any, name: str) -> None:
     if isinstance(loader, CombinedLoader):
         problem = f"joins batches of several loaders ({loader.mode!r}), and predictions are those of one"
         raise DataError(name, loader, problem, "Use CombinedLoader(loaders, 'sequential'), or pass the loaders alone")
-
-
-def estimate_steps(trainer: Trainer, loaders: RunLoaders) -> float:
-    """Optimizer steps of a whole fit; infinite where nothing bounds it."""
-    options = trainer.options
-    steps = num_steps_between(trainer, 0, options.epoch_limit(), loaders.num_training_batches)
-    return min(options.step_limit(), steps)

@@ -8,121 +8,124 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from roomier.api.engine import Engine
 from roomier.api.hooks import HookTable
 from roomier.api.lightning import LightningAdapter
 from roomier.api.module import Module
-from roomier.checkpoint import BackgroundSaver
+from roomier.api.trainer_view import TrainerView
 from roomier.core.errors import RoomierError, TrainingError
 from roomier.core.ranks import Ranks
 from roomier.core.vote import Vote
 from roomier.data.source import Source
 from roomier.loggers.group import LoggerGroup
 from roomier.plan import Plan
-from roomier.run.accumulation import accumulation_at, num_steps_between
 from roomier.run.logged.results import Results
 from roomier.run.options import LoopOptions
-from roomier.run.progress import Progress
+from roomier.run.progress import Now, Progress
+from roomier.run.saves import Saves
 from roomier.run.schedulers import Schedulers
+from roomier.run.settled import Settled
 from roomier.run.signals import GracefulStop
-
-if TYPE_CHECKING:
-    from roomier.trainer import Trainer
 
 MAX_BATCHES_BEFORE_FIRST_STEP = 1000  # of an epoch whose end does not come
 
 
 @dataclass(frozen=True)
-class WantedSave:
-    """A checkpoint that was asked for; the arguments are those of :func:`roomier.train.saving.save.save_checkpoint`."""
+class Batches:
+    """The data that the loops of a run read.
 
-    path: Path
-    weights_only: bool = False
-    asynchronous: bool = False
-    when_committed: Callable[[], None] | None = None
+    Attributes:
+        train: the training data of a fit; None in an evaluation.
+        num_training: batches of a training epoch on each rank; infinite if unknown.
+        evaluated: the loaders of an evaluation, or of the validation within a fit; empty if there are none.
+        limits: number of batches of each of these loaders, over all ranks.
+        val_interval: training batches between two validations of a fit; infinite to validate at the end of an epoch.
+    """
+
+    train: Source | None = None
+    num_training: float = 0
+    evaluated: Sequence[Source] = ()
+    limits: Sequence[float] = ()
+    val_interval: float = math.inf
 
 
 @dataclass
 class Run:
-    """Made by :mod:`roomier.train.opening.open_run`, worked through by the loops; plain data and a few questions to it.
+    """One run: settled facts, progress, pending saves, and the objects that the loops use.
 
     Attributes:
-        ranks: what the ranks of the run tell each other; alone where there is one.
-        deferred_saves: checkpoints asked for from a hook, written at the next save point.
-        not_stored: entries of a LightningModule's checkpoint that were said to be left out.
-        background: writes checkpoints beside the training; made by the first that is asked for.
-        when_settled: what is due when the one it is writing is committed.
-        is_in_step: between two save points, where the state of a run is not one to resume from.
-        is_finishing: the save point that is running is the last one.
-        is_interrupted: a signal ended training at a save point; the rest of it is left to the run that goes on.
-        saved_step, saved_path: the newest complete checkpoint this run wrote or was resumed from.
-        state_at_end: all but the engine's part of a checkpoint, as training left it at its last save point.
-        random_state: of a checkpoint, put back when the loop begins.
-        batch_idx: of the training batch at hand in its epoch, counting micro-batches.
-        batch_number: of the batch that is evaluated, among those of all ranks; each rank counts its own by itself, and
-            steps and hooks get that count as their ``batch_idx``.
-        last_loss: loss of the last optimizer step (0-dim, on the device); on several ranks, this rank's share of it.
-        leaves_out_step: a hook before an update asked that it is not done; the step counts for nothing.
-        looks: called, on every rank, before a loss that is not finite would end the run.
-        is_stop_agreed: on several ranks, all know that one of them wants training to end.
-        num_saves_ended: how many checkpoints that were written beside the training all know to have come to their end.
+        settled: the facts of the run (plan, module, data, ranks, callbacks, folder). They do not change.
+        engine: computes gradients and updates.
+        hooks: the hooks that users override.
+        schedulers: the learning rate schedulers.
+        results: the values that the module logs.
+        loggers: receive rows of metrics.
+        stop: the signals that end the run.
+        batches: the data that the loops read.
+        progress: the counters that checkpoints store.
+        now: the state of the current step. It is not stored.
+        saves: checkpoints, written and pending.
+        looks: called on every rank before a loss that is not finite would end the run.
+        profiler: stepped after each optimizer step; None without a profiler.
     """
 
-    trainer: Trainer
-    module: Module
-    plan: Plan
-    options: LoopOptions
+    settled: Settled
     engine: Engine
     hooks: HookTable
     schedulers: Schedulers
     results: Results
     loggers: LoggerGroup
     stop: GracefulStop
-    folder: Path | None
-    ranks: Ranks = field(default_factory=Ranks)
+    batches: Batches
     progress: Progress = field(default_factory=Progress)
-    train_source: Source | None = None
-    val_sources: Sequence[Source] = ()
-    val_limits: Sequence[float] = ()
-    keeps_predictions: bool = True
-    num_training_batches: float = 0
-    batch_idx: int = -1
-    batch_number: int = -1
-    val_interval: float = math.inf
-    deferred_saves: list[WantedSave] = field(default_factory=list)
-    not_stored: set[str] = field(default_factory=set)
-    background: BackgroundSaver | None = None
-    when_settled: Callable[[], None] | None = None
-    is_in_step: bool = False
-    is_finishing: bool = False
-    is_interrupted: bool = False
-    saved_step: int | None = None
-    saved_path: Path | None = None
-    state_at_end: dict[str, Any] | None = None
-    random_state: dict[str, Any] | None = None
-    profiler: torch.profiler.profile | None = None
-    last_loss: Tensor | None = None
-    leaves_out_step: bool = False
+    now: Now = field(default_factory=Now)
+    saves: Saves = field(default_factory=Saves)
     looks: list[Callable[[], None]] = field(default_factory=list)
-    is_stop_agreed: bool = False
-    num_saves_ended: int = 0
-    started_s: float = field(default_factory=time.monotonic)
-    epoch_limit: float = math.inf
-    step_limit: float = math.inf
+    profiler: torch.profiler.profile | None = None
 
     def __post_init__(self) -> None:
         self._vote = Vote(self.ranks)
 
+    # Settled facts that are read often.
+
+    @property
+    def module(self) -> Module:
+        return self.settled.request.module
+
+    @property
+    def plan(self) -> Plan:
+        return self.settled.plan
+
+    @property
+    def options(self) -> LoopOptions:
+        return self.settled.request.options
+
+    @property
+    def ranks(self) -> Ranks:
+        return self.settled.ranks
+
+    @property
+    def trainer(self) -> TrainerView:
+        """The object that hooks receive. The loops read only its ``should_stop``."""
+        return self.settled.request.trainer
+
+    @property
+    def callbacks(self) -> Sequence[Any]:
+        return self.settled.callbacks
+
+    @property
+    def folder(self) -> Path | None:
+        return self.settled.start.folder
+
     @property
     def source(self) -> Source:
         """The training data of a fit."""
-        assert self.train_source is not None
-        return self.train_source
+        assert self.batches.train is not None
+        return self.batches.train
 
     @property
     def counts_empty_steps(self) -> bool:
@@ -132,22 +135,25 @@ class Run:
 
     def is_at_its_end(self) -> bool:
         """Whether there is nothing to do for a fit that begins, or goes on, here."""
-        if self.stop.received is not None or self.num_training_batches == 0:
+        if self.stop.received is not None or self.batches.num_training == 0:
             return True
         return self.progress.is_step_complete and self.is_over()
 
     def is_over(self) -> bool:
         """Whether training has come to its end at this save point; a signal is another matter."""
-        progress, options = self.progress, self.options
-        if progress.global_step >= self.step_limit or progress.epoch >= self.epoch_limit:
+        progress, settled = self.progress, self.settled
+        if progress.global_step >= settled.step_limit or progress.epoch >= settled.epoch_limit:
             return True
-        is_asked = self._wants_to_stop() if self.ranks.is_alone else self.is_stop_agreed
+        is_asked = self._wants_to_stop() if settled.ranks.is_alone else self.now.is_stop_agreed
+        options = settled.request.options
         has_minimum = progress.epoch >= (options.min_epochs or 0) and progress.global_step >= (options.min_steps or 0)
         return is_asked and has_minimum
 
     def _wants_to_stop(self) -> bool:
-        max_time_s = self.options.max_time_s
-        return self.trainer.should_stop or (max_time_s is not None and time.monotonic() - self.started_s >= max_time_s)
+        request = self.settled.request
+        max_time_s = request.options.max_time_s
+        is_late = max_time_s is not None and time.monotonic() - self.now.started_s >= max_time_s
+        return request.trainer.should_stop or is_late
 
     def vote(self, *, waits: bool = False) -> None:
         """Let all ranks obey a signal, or end training, at the same place: every rank must call it there.
@@ -160,9 +166,9 @@ class Run:
         Raises:
             TrainingError: the ranks did not run the same parts of a model that is cut among them.
         """
-        if self.ranks.is_alone:
+        if self.settled.ranks.is_alone:
             return
-        num_ended = 0 if self.background is None else self.background.num_ended
+        num_ended = 0 if self.saves.background is None else self.saves.background.num_ended
         wishes = [int(self.stop.noted or 0), int(self._wants_to_stop()), -num_ended]
         outcome = (self._vote.settle if waits else self._vote.cast)(wishes, self.engine.trace)
         if self._vote.is_split:
@@ -170,8 +176,8 @@ class Run:
         if outcome is None:
             return
         number, wants_to_stop, least_ended = outcome
-        self.num_saves_ended = -least_ended
-        self.is_stop_agreed = bool(wants_to_stop)
+        self.saves.num_ended = -least_ended
+        self.now.is_stop_agreed = bool(wants_to_stop)
         if number:
             self.stop.received = signal.Signals(number)
 
@@ -188,22 +194,23 @@ class Run:
 
     def is_background_save_over(self) -> bool:
         """Whether the checkpoint that is written beside the training has come to its end, as far as all ranks know."""
-        if self.background is None or not self.background.is_busy:
+        background = self.saves.background
+        if background is None or not background.is_busy:
             return False
-        num_ended = self.background.num_ended if self.ranks.is_alone else self.num_saves_ended
-        return num_ended == self.background.num_started
+        num_ended = background.num_ended if self.ranks.is_alone else self.saves.num_ended
+        return num_ended == background.num_started
 
     @property
     def num_steps_in_all(self) -> float:
         """Optimizer steps done and still to do if nothing ends the run early; infinite where that is not known."""
         if not self.module.automatic_optimization:
             return math.inf
-        progress, num_left = self.progress, 0.0
-        if self.epoch_limit > progress.epoch:
-            num_batches_left = self.num_training_batches - progress.batch_idx
-            num_left = _ceil(num_batches_left / accumulation_at(self.trainer, progress.epoch))
-            num_left += num_steps_between(self.trainer, progress.epoch + 1, self.epoch_limit, self.num_training_batches)
-        return max(progress.global_step, min(progress.global_step + num_left, self.step_limit))
+        progress, settled, num_batches, num_left = self.progress, self.settled, self.batches.num_training, 0.0
+        if settled.epoch_limit > progress.epoch:
+            accumulation = settled.accumulation
+            num_left = _ceil((num_batches - progress.batch_idx) / accumulation.at(progress.epoch))
+            num_left += accumulation.num_steps(progress.epoch + 1, settled.epoch_limit, num_batches)
+        return max(progress.global_step, min(progress.global_step + num_left, settled.step_limit))
 
     def log_metrics(self, metrics: dict[str, Any]) -> None:
         """Write one row to the loggers at the current step. Here, and only here, values leave their device."""
@@ -212,8 +219,8 @@ class Run:
             self.loggers.log_metrics({"epoch": self.progress.epoch, **row}, self.progress.global_step)
 
     def loss_number(self) -> float | None:
-        """:attr:`last_loss` as a number; waits for the device."""
-        return None if self.last_loss is None else float(self.last_loss)
+        """The loss of the last step as a number; waits for the device."""
+        return None if self.now.last_loss is None else float(self.now.last_loss)
 
     def loss_of_all(self, losses: Sequence[float | None]) -> float | None:
         """The loss of the last step over all ranks, from that of each: shares of a batch are added up, losses of steps
@@ -239,7 +246,7 @@ class Run:
         for look in self.looks:
             look()
         if self.ranks.is_alone:
-            if self.last_loss is None or bool(torch.isfinite(self.last_loss)):
+            if self.now.last_loss is None or bool(torch.isfinite(self.now.last_loss)):
                 return
         elif losses is None:
             losses = self.ranks.gather(self.loss_number())
@@ -300,8 +307,8 @@ class Run:
         num_batches = self.progress.num_batches
         is_time_to_judge = num_batches > 0 if is_epoch_over else num_batches >= MAX_BATCHES_BEFORE_FIRST_STEP
         has_trained = self.progress.global_step > 0
-        if self.counts_empty_steps and self.saved_step is None:
-            has_trained = self.last_loss is not None
+        if self.counts_empty_steps and self.saves.step is None:
+            has_trained = self.now.last_loss is not None
         if has_trained or not is_time_to_judge:
             return
         if self.module.automatic_optimization:
@@ -311,7 +318,7 @@ class Run:
                 f"returned no loss for any of the first {num_batches} batches, so nothing was trained",
                 "Return the loss at its end; None leaves a batch out",
             )
-        if math.isinf(self.epoch_limit) and self.options.max_time is None:
+        if math.isinf(self.settled.epoch_limit) and self.options.max_time is None:
             raise TrainingError(
                 "training_step",
                 type(self.module).__name__,
@@ -321,9 +328,9 @@ class Run:
 
     def _way_back(self) -> str:
         advice = "Lower the learning rate, set gradient_clip_val, or find the operation: Trainer(detect_anomaly=True)"
-        if self.saved_step is None:
+        if self.saves.step is None:
             return f"No checkpoint was written yet. {advice}"
-        return f"The checkpoint of step {self.saved_step} is untouched: fit(ckpt_path='last') goes on from it. {advice}"
+        return f"The checkpoint of step {self.saves.step} is untouched: fit(ckpt_path='last') goes on from it. {advice}"
 
 
 def _ceil(number: float) -> float:
@@ -335,6 +342,21 @@ def _number(name: str, value: Any) -> float:
         return float(value)
     except (TypeError, ValueError, RuntimeError) as error:
         raise RoomierError("log_metrics", (name, value), "is not a number", "Pass numbers and 0-dim tensors") from error
+
+
+def run_of(trainer: TrainerView, name: str) -> Run:
+    """Return the last run of ``trainer``, for library code that is called in its hooks.
+
+    Args:
+        name: the field of the error.
+
+    Raises:
+        RoomierError: ``trainer`` has not run anything yet.
+    """
+    run: Run | None = trainer.run
+    if run is None:
+        raise RoomierError(name, None, "this Trainer has not run anything yet", "Call fit first")
+    return run
 
 
 def call(hooks: Sequence[Callable[..., Any]], *arguments: Any) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -47,19 +49,15 @@ class TrainerStatus(StrEnum):
         return self in (TrainerStatus.FINISHED, TrainerStatus.INTERRUPTED)
 
 
-STAGE_OF_FLAG = {
-    "training": RunningStage.TRAINING,
-    "validating": RunningStage.VALIDATING,
-    "testing": RunningStage.TESTING,
-    "predicting": RunningStage.PREDICTING,
-    "sanity_checking": RunningStage.SANITY_CHECKING,
-}
-"""The stage that each flag of the Trainer stands for."""
-
-
-@dataclass(frozen=True)
+@dataclass
 class TrainerState:
-    """A moment of a Trainer. Each compares equal to the string it is, so ``state.fn == "fit"``."""
+    """The current state of a Trainer. Its values compare equal to strings: ``state.fn == "fit"``.
+
+    Attributes:
+        fn: the method that was called last.
+        stage: the loop that is running; None between two runs.
+        status: the status of the last call.
+    """
 
     fn: TrainerFn | None = None
     stage: RunningStage | None = None
@@ -72,3 +70,12 @@ class TrainerState:
     @property
     def stopped(self) -> bool:
         return self.status.stopped
+
+    @contextmanager
+    def within(self, stage: RunningStage) -> Iterator[None]:
+        """Set ``stage`` inside the context and restore the previous stage afterwards."""
+        before, self.stage = self.stage, stage
+        try:
+            yield
+        finally:
+            self.stage = before

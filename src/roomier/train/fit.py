@@ -12,7 +12,6 @@ from roomier.api.go_back import GoBackError
 from roomier.core.errors import TrainingError
 from roomier.core.log import notice
 from roomier.core.rng import set_rng_state
-from roomier.run.accumulation import accumulation_at
 from roomier.run.run import Run, call
 from roomier.train.evaluate import validate_within_fit
 from roomier.train.saving.restore import restore
@@ -47,7 +46,7 @@ def fit(run: Run) -> None:
                     end_epoch(run, is_left=step.skips_epoch)
                     run.vote(waits=True)
                     is_over = save_point(run)
-            if not run.is_interrupted:
+            if not run.now.is_interrupted:
                 finish(run)
             goes_on = False
         except GoBackError as error:
@@ -67,7 +66,7 @@ def start_epoch(run: Run) -> Iterator[Any]:
 
 def end_step(run: Run, step: TrainingStep, num_batches: int, *, has_stepped: bool) -> bool:
     """Everything that comes after the update of a step; whether training ends with it."""
-    progress, schedulers, log_interval = run.progress, run.schedulers, run.options.log_every_n_steps
+    progress, schedulers, log_interval = run.progress, run.schedulers, run.settled.request.options.log_every_n_steps
     first_batch = progress.batch_idx
     progress.global_step += has_stepped
     progress.batch_idx += num_batches
@@ -93,11 +92,11 @@ def take_step(run: Run, loss: Tensor | None, update: Callable[[Tensor | None], N
         run.check_trains()
         if not run.counts_empty_steps:
             return False
-    before, run.last_loss = run.last_loss, run.last_loss if loss is None else loss
+    before, run.now.last_loss = run.now.last_loss, run.now.last_loss if loss is None else loss
     update(loss)
-    if not run.leaves_out_step:
+    if not run.now.leaves_out_step:
         return True
-    run.leaves_out_step, run.last_loss = False, before
+    run.now.leaves_out_step, run.now.last_loss = False, before
     return False
 
 
@@ -108,7 +107,7 @@ def go_back(run: Run, error: GoBackError) -> bool:
         TrainingError: there is none.
     """
     settle_background_save(run)
-    path, step = run.saved_path, run.saved_step
+    path, step = run.saves.path, run.saves.step
     if path is None:
         problem = f"{error.reason}; there is no checkpoint to go back to"
         action = "Give a ModelCheckpoint(every_n_train_steps=...), or leave out bad steps before the update"
@@ -116,11 +115,11 @@ def go_back(run: Run, error: GoBackError) -> bool:
     run.results.is_in_batch, run.results.batch = False, None
     run.source.close()
     restore(run, path)
-    run.deferred_saves.clear()
-    run.is_finishing, run.is_in_step = False, True
-    run.state_at_end = run.last_loss = None
-    if run.random_state is not None:
-        set_rng_state(run.random_state)
+    run.saves.deferred.clear()
+    run.now.is_finishing, run.now.is_in_step = False, True
+    run.saves.state_at_end = run.now.last_loss = None
+    if run.now.random_state is not None:
+        set_rng_state(run.now.random_state)
     if run.ranks.is_zero:
         notice(f"the run goes back to step {step}: {path}")
     return catch_up(run)
@@ -130,11 +129,11 @@ def begin(run: Run) -> bool:
     """What comes before the first step; whether there is one to do."""
     run.vote(waits=True)
     has_work = not run.is_at_its_end()
-    run.is_in_step = has_work
+    run.now.is_in_step = has_work
     if has_work:
         call(run.hooks.on_train_start)
-    if run.random_state is not None:  # here: nothing that is done once in a run may draw after it
-        set_rng_state(run.random_state)
+    if run.now.random_state is not None:  # here: nothing that is done once in a run may draw after it
+        set_rng_state(run.now.random_state)
     if not has_work:
         tell_nothing_to_do(run)
     return has_work
@@ -155,7 +154,7 @@ def step_schedulers(run: Run, *, has_stepped: bool) -> None:
     progress = run.progress
     if has_stepped:
         run.schedulers.step("step", progress.batch_idx, run.results)
-    if progress.batch_idx >= run.num_training_batches:
+    if progress.batch_idx >= run.batches.num_training:
         run.schedulers.step("epoch", progress.epoch + 1, run.results)
 
 
@@ -180,10 +179,10 @@ def windows(run: Run, batches: Iterator[Any], step: TrainingStep) -> Iterator[li
     All ranks get as many: where a loader may end on one before the others, its epoch ends with the first.
     """
     progress = run.progress
-    size = accumulation_at(run.trainer, progress.epoch)
+    size = run.settled.accumulation.at(progress.epoch)
     agrees = run.source.may_end_apart and not run.ranks.is_alone
     step.skips_epoch = False
-    while (num_left := run.num_training_batches - progress.batch_idx) > 0 and not step.skips_epoch:
+    while (num_left := run.batches.num_training - progress.batch_idx) > 0 and not step.skips_epoch:
         num_wanted = size if size <= num_left else int(num_left)
         window = list(islice(batches, num_wanted))
         if agrees:
@@ -204,7 +203,7 @@ def log_step(run: Run) -> None:
     losses = None if run.ranks.is_alone else run.results.settle(run.loss_number())
     run.check_finite("at a log step", losses)
     row = run.results.step_values()
-    loss = run.last_loss if losses is None else run.loss_of_all(losses)
+    loss = run.now.last_loss if losses is None else run.loss_of_all(losses)
     if loss is not None:
         row.setdefault("loss", loss)
     if run.engine.scaler.is_on:
@@ -214,15 +213,15 @@ def log_step(run: Run) -> None:
 
 def is_validation_due(run: Run, first_batch: int) -> bool:
     """Whether the batches since ``first_batch`` crossed the point where validation is due."""
-    if not run.val_sources:
+    if not run.batches.evaluated:
         return False
     progress, every_n_epoch = run.progress, run.options.check_val_every_n_epoch
     if every_n_epoch is None:
         done = progress.num_batches
-        return done // run.val_interval > (done - progress.batch_idx + first_batch) // run.val_interval
+        return done // run.batches.val_interval > (done - progress.batch_idx + first_batch) // run.batches.val_interval
     if (progress.epoch + 1) % every_n_epoch:
         return False
-    return progress.batch_idx // run.val_interval > first_batch // run.val_interval
+    return progress.batch_idx // run.batches.val_interval > first_batch // run.batches.val_interval
 
 
 def end_epoch(run: Run, *, is_left: bool) -> None:
@@ -234,7 +233,7 @@ def end_epoch(run: Run, *, is_left: bool) -> None:
     progress, results = run.progress, run.results
     run.check_trains(is_epoch_over=True)
     run.check_finite("at the end of an epoch")
-    if progress.batch_idx < run.num_training_batches and not progress.is_validation_due:  # the end came unforeseen
+    if progress.batch_idx < run.batches.num_training and not progress.is_validation_due:  # the end came unforeseen
         run.schedulers.step("epoch", progress.epoch + 1, results)
     if validates_at_unknown_end(run) and not is_left:
         validate_within_fit(run)
@@ -251,8 +250,8 @@ def validates_at_unknown_end(run: Run) -> bool:
     """Whether this epoch is validated at its end, and that came unforeseen: the loader has no length, or gave less."""
     every_n_epoch = run.options.check_val_every_n_epoch
     return bool(
-        run.val_sources
-        and run.val_interval == run.num_training_batches > run.progress.batch_idx
+        run.batches.evaluated
+        and run.batches.val_interval == run.batches.num_training > run.progress.batch_idx
         and every_n_epoch is not None
         and (run.progress.epoch + 1) % every_n_epoch == 0
     )

@@ -38,6 +38,7 @@ class TrainingStep:
         self._results = run.results
         self._starts = run.hooks.on_train_batch_start
         self._ends = run.hooks.on_train_batch_end
+        self._module = run.module
         self._training_step = run.module.training_step
         self._num_arguments = num_step_arguments(run.module, "training_step", 2)
         self.batch_idx, self.first_step, self._first_batch = -1, 0, 0
@@ -68,7 +69,7 @@ class TrainingStep:
         if self.skips_epoch:
             return
         self.batch_idx = self._first_batch + index
-        self._run.batch_idx = self.batch_idx
+        self._run.now.batch_idx = self.batch_idx
         self._batch = self._results.batch = batch
         self._results.is_in_batch = True
         for hook in self._starts:
@@ -94,7 +95,7 @@ class TrainingStep:
         if output is None:
             return {}
         outputs = dict(output) if isinstance(output, Mapping) else {"loss": output}
-        if not self._run.module.automatic_optimization:
+        if not self._module.automatic_optimization:
             loss = outputs.get("loss")
             return {**outputs, "loss": loss.detach()} if isinstance(loss, Tensor) else outputs
         return {**outputs, "loss": self._loss} if self._loss is not None else outputs
@@ -104,10 +105,10 @@ def install_step_hooks(run: Run, step: TrainingStep) -> None:
     """Give the engine what must happen inside ``forward_backward``."""
     module, hooks, engine = run.module, run.hooks, run.engine
     engine.hooks = StepHooks(
+        batch_loss=step.take_loss,
         before_backward=hooks.on_before_backward,
         after_backward=hooks.on_after_backward,
         batch_start=step.start,
-        batch_loss=step.take_loss,
         batch_end=step.end,
         is_skipping=lambda: step.skips_epoch,
         zero_grad=_zero_grad(run),
@@ -131,7 +132,7 @@ def _zero_grad(run: Run) -> Callable[[Optimizer], None] | None:
 
 def transfer_of(run: Run, dataloader_idx: int = 0) -> Callable[[Any], Any] | None:
     """The three transfer hooks of the module and the DataModule as one function; None where none is overridden."""
-    return transfer_to(run.engine.device, run.module, run.trainer.datamodule, dataloader_idx)
+    return transfer_to(run.engine.device, run.module, run.settled.request.datamodule, dataloader_idx)
 
 
 def transfer_to(
@@ -198,7 +199,7 @@ def _manual_step(run: Run) -> Callable[[TrainingStep, list[Any]], Tensor | None]
         output = run.engine.forward(lambda each: step(each, 0), batch)
         loss = output.get("loss") if isinstance(output, dict) else output
         if isinstance(loss, Tensor):
-            run.last_loss = loss.detach()
+            run.now.last_loss = loss.detach()
 
     return forward
 
@@ -220,7 +221,7 @@ def update_of(run: Run) -> Callable[[Tensor | None], None]:
             engine.unscale()
         for each in before:
             each(optimizer)
-        if run.leaves_out_step:
+        if run.now.leaves_out_step:
             engine.leave_out_update()
         elif is_scaled or not has_scaler:
             engine.step()

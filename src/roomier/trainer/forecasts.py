@@ -9,6 +9,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from roomier.api.module import Module
+from roomier.api.trainer_view import TrainerView
 from roomier.api.wrapped import network_of
 from roomier.callbacks import MemoryForecast
 from roomier.core.device import resolve_device
@@ -49,10 +50,10 @@ def prepare_forecast(trainer: Trainer, module: Module) -> None:
 
 
 class _ByDefault(MemoryForecast):
-    """One that nobody asked for."""
+    """The MemoryForecast that roomier adds by default."""
 
-    def on_train_end(self, trainer: Trainer, pl_module: Module) -> None:
-        """Nobody waits to hear that the run was too short for it."""
+    def on_train_end(self, trainer: TrainerView, pl_module: Module) -> None:
+        """Do not report a run that is too short for a forecast: the user did not ask for one."""
 
 
 def _shapes(module: Module, *, tells: bool) -> Module | None:

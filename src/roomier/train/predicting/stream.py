@@ -24,11 +24,12 @@ T = TypeVar("T")
 
 def opened_stream(session: AbstractContextManager[Run]) -> Generator[Any, None, None]:
     """A generator that opens ``session`` when it is asked for its first value, None, and then gives what
-    ``predict_step`` returns for each batch of ``run.val_sources``. Hooks are those of ``predict``.
+    ``predict_step`` returns for each batch of ``run.batches.evaluated``. Hooks are those of ``predict``.
 
     What runs between two values is the user's own: no gradient mode and no stage of the log is left set there.
     """
     with session as run:
+        run.engine.settle()
         take_statistics_of_rank_zero(run)
         # Closed early, it has come to a good end, without the hooks of the end.
         with suppress(GeneratorExit), evaluation_mode(run.module, "predict"), RollCall(run.ranks) as roll_call:
@@ -42,8 +43,8 @@ def _all(run: Run, roll_call: RollCall) -> Iterator[Any]:
         call(hooks.on_predict_start)
         call(hooks.on_predict_epoch_start)
     yield None
-    num_sources = len(run.val_sources)
-    for index, (source, limit) in enumerate(zip(run.val_sources, run.val_limits, strict=True)):
+    num_sources = len(run.batches.evaluated)
+    for index, (source, limit) in enumerate(zip(run.batches.evaluated, run.batches.limits, strict=True)):
         yield from _of_source(run, source, limit, index if num_sources > 1 else None, roll_call)
     with without_gradients(run):
         results.stage, results.dataloader_idx, results.is_in_batch = "predict", None, False
@@ -60,7 +61,7 @@ def _of_source(
     results, run_batch = run.results, batch_runner(run, "predict", dataloader_idx)
     run.engine.hooks.transfer = transfer_of(run, dataloader_idx or 0)
     for batch_idx, turn in enumerate(_called(turns(run, source, limit), roll_call)):
-        host_batch, run.batch_number, counts = turn
+        host_batch, run.now.batch_number, counts = turn
         with without_gradients(run):
             results.stage, results.dataloader_idx = "predict", dataloader_idx
             output = run_batch(host_batch, batch_idx, counts)
@@ -69,7 +70,7 @@ def _of_source(
             yield output
         else:
             on_host = map_tensors(lambda tensor: tensor.cpu(), output)
-            of_round = run.ranks.gather((run.batch_number, on_host) if counts else None)
+            of_round = run.ranks.gather((run.now.batch_number, on_host) if counts else None)
             for _, each in sorted((one for one in of_round if one is not None), key=lambda one: one[0]):
                 yield each
         output = None

@@ -16,38 +16,14 @@ from roomier.checkpoint.record import RECORD_OF_DCP
 from roomier.core.errors import CheckpointError, RoomierError
 from roomier.core.log import notice
 from roomier.core.ranks import Ranks
-from roomier.engine.weights_file import WeightsFile, WeightsToRead
+from roomier.engine.weights_file import WeightsFile
 from roomier.plan import Plan
 from roomier.run.run import Run
+from roomier.run.settled import FirstWeights
 from roomier.train.saving.lightning_resume import LightningWeights
 from roomier.train.saving.restore import restore_weights
 
 _RECORD_OF_CHECKPOINT = "run.json"
-
-
-@dataclass(frozen=True)
-class FirstWeights:
-    """One of the two, or neither.
-
-    Args:
-        file: read when the engine is built. checkpoint: read when the run is there.
-    """
-
-    file: WeightsToRead | None = None
-    checkpoint: Path | None = None
-
-    def restore(self, run: Run) -> None:
-        """Fill the model from the checkpoint, if it is one.
-
-        Raises:
-            CheckpointError: damaged, or of another model.
-        """
-        if self.checkpoint is None:
-            return
-        try:
-            restore_weights(run, self.checkpoint)
-        except CheckpointError as error:
-            raise CheckpointError("weights", str(self.checkpoint), error.problem, error.action) from error
 
 
 @dataclass(frozen=True)
@@ -97,6 +73,21 @@ def first_weights(weights: object, ckpt_path: Path | None, plan: Plan, ranks: Ra
         return FirstWeights(file=LightningWeights(path, ranks))
     _check_is_no_folder_of_checkpoints(path)
     return FirstWeights(file=WeightsFile(path))
+
+
+def restore_first_weights(run: Run) -> None:
+    """Load the weights that the model of ``run`` begins with, if they are in a checkpoint.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, or belongs to another model.
+    """
+    path = run.settled.start.weights.checkpoint
+    if path is None:
+        return
+    try:
+        restore_weights(run, path)
+    except CheckpointError as error:
+        raise CheckpointError("weights", str(path), error.problem, error.action) from error
 
 
 def _check_is_no_folder_of_checkpoints(path: Path) -> None:

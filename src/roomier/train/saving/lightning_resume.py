@@ -179,7 +179,7 @@ def _where(run: Run, position: Position) -> Callable[[], None]:
         DataError: the data cannot go on there.
     """
     num_done = position.batch_idx
-    is_epoch_over = position.is_last_batch or num_done >= run.num_training_batches
+    is_epoch_over = position.is_last_batch or num_done >= run.batches.num_training
     epoch = position.epoch + (1 if num_done and is_epoch_over else 0)
     batch_idx = 0 if is_epoch_over else num_done
     data = run.source.position_behind(epoch, batch_idx) if batch_idx else None
@@ -210,14 +210,14 @@ def _tell_within_epoch(run: Run, batch_idx: int) -> None:
 
 
 def _restore_datamodule(run: Run, content: Mapping[str, Any]) -> None:
-    datamodule = run.trainer.datamodule
+    datamodule = run.settled.request.datamodule
     if datamodule is not None and type(datamodule).__qualname__ in content:
         datamodule.load_state_dict(content[type(datamodule).__qualname__])
 
 
 def _restore_callbacks(run: Run, content: dict[str, Any]) -> None:
     trainer, left = run.trainer, dict(content["callbacks"])
-    for callback in trainer.callbacks:
+    for callback in run.callbacks:
         callback.on_load_checkpoint(trainer, seen_by_user(run.module), content)
         key = next((each for each in left if _is_key_of(callback.state_key, each)), None)
         if key is not None:

@@ -107,7 +107,7 @@ def restore(run: Run, path: Path) -> None:
         check_same_optimizer(stored_plan, run.plan)
         into: dict[str, Any] = {"module": _places(run, weights, stored["module"])}
         if stored["module"].keys() == into["module"].keys():  # else load() tells that it is of another model
-            for callback in run.trainer.callbacks:  # first: one may give optimizers the groups they had
+            for callback in run.callbacks:  # first: one may give optimizers the groups they had
                 if isinstance(callback, PlacesTensors):
                     into.update(callback.places(weights, stored))
             run.engine.check(stored)
@@ -132,14 +132,14 @@ def restore(run: Run, path: Path) -> None:
     )
     run.source.load_state_dict(state["data"])
     _restore_schedulers(run, stored_plan, state["schedulers"])
-    if run.trainer.datamodule is not None:
-        run.trainer.datamodule.load_state_dict(state["datamodule"])
+    if run.settled.request.datamodule is not None:
+        run.settled.request.datamodule.load_state_dict(state["datamodule"])
     _restore_callbacks(run, state["callbacks"])
     shown = ShownCheckpoint(state)
-    for callback in run.trainer.callbacks:
+    for callback in run.callbacks:
         callback.on_load_checkpoint(run.trainer, seen_by_user(run.module), shown)
-    run.saved_step, run.saved_path = run.progress.global_step, path
-    run.random_state = random_state_of(run.ranks.world.rank, state["random"])
+    run.saves.step, run.saves.path = run.progress.global_step, path
+    run.now.random_state = random_state_of(run.ranks.world.rank, state["random"])
     num_stored, num_ranks = len(state["random"]), run.ranks.world.size
     if num_stored < num_ranks:
         notice(
@@ -237,7 +237,7 @@ def _restore_schedulers(run: Run, stored: Plan, states: Sequence[Mapping[str, An
 
 def _restore_callbacks(run: Run, states: Mapping[str, Any]) -> None:
     left = dict(states)
-    for callback in run.trainer.callbacks:
+    for callback in run.callbacks:
         if callback.state_key in left:
             callback.load_state_dict(left.pop(callback.state_key))
     for key in (key for key, state in left.items() if state):

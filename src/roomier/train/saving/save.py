@@ -18,7 +18,9 @@ from roomier.core.log import notice
 from roomier.core.rng import rng_state
 from roomier.core.tree import map_tensors
 from roomier.run.logged.metric_state import metric_states, metrics_of
-from roomier.run.run import Run, WantedSave, call
+from roomier.run.run import Run, call
+from roomier.run.saves import WantedSave
+from roomier.run.states import RunningStage
 from roomier.train.saving.pretrained import pretrained_config
 
 INTERRUPTED = "interrupted-step="
@@ -35,14 +37,14 @@ def save_point(run: Run) -> bool:
         Whether training ends here.
     """
     progress, is_over = run.progress, False
-    progress.is_epoch_end_due = progress.batch_idx >= run.num_training_batches
+    progress.is_epoch_end_due = progress.batch_idx >= run.batches.num_training
     if progress.is_step_complete:
-        run.is_in_step = False
+        run.now.is_in_step = False
         is_over = run.is_over()
         if is_over or run.stop.received is not None:
-            run.is_finishing, run.trainer.interrupted = True, not is_over
+            run.now.is_finishing, run.now.is_interrupted = True, not is_over
         call(run.hooks.on_save_point)
-        if run.deferred_saves:
+        if run.saves.deferred:
             _write_deferred(run)
         if is_over or run.is_background_save_over():
             settle_background_save(run)
@@ -50,8 +52,8 @@ def save_point(run: Run) -> bool:
         _save_interrupted(run)
         return True
     if is_over:
-        run.state_at_end = map_tensors(_kept_on_host, _state_beside_engine(run))
-    run.is_in_step = not is_over
+        run.saves.state_at_end = map_tensors(_kept_on_host, _state_beside_engine(run))
+    run.now.is_in_step = not is_over
     return is_over
 
 
@@ -70,8 +72,8 @@ def save_checkpoint(
         when_committed: called in this thread, on every rank, once it is.
     """
     wanted = WantedSave(at_home(path), weights_only, asynchronous, when_committed)
-    if run.is_in_step:
-        run.deferred_saves.append(wanted)
+    if run.now.is_in_step:
+        run.saves.deferred.append(wanted)
     else:
         write_checkpoint(run, wanted)
 
@@ -88,25 +90,26 @@ def write_checkpoint(run: Run, wanted: WantedSave) -> None:
     run.check_finite("before a checkpoint")
     run.check_finite_weights()
     shown = ShownCheckpoint(weights(run) if wanted.weights_only else full_state(run))
-    for callback in run.trainer.callbacks:
+    for callback in run.callbacks:
         callback.on_save_checkpoint(run.trainer, seen_by_user(run.module), shown)
     run.module.on_save_checkpoint(shown)
     state = _data_of_lightning(run, shown) if isinstance(run.module, LightningAdapter) else dict(shown)
     then = partial(_committed, run, wanted, run.progress.global_step)
-    if not wanted.asynchronous or run.is_finishing or not run.trainer.training:  # a run waits for it before it ends
+    is_training = run.settled.request.state.stage is RunningStage.TRAINING
+    if not wanted.asynchronous or run.now.is_finishing or not is_training:  # the save must end before the run ends
         checkpoint.save(wanted.path, state, run.ranks)
         then()
         return
-    if run.background is None:
-        run.background = checkpoint.BackgroundSaver(run.ranks)
-    run.background.start(wanted.path, state)
-    run.when_settled = then
+    if run.saves.background is None:
+        run.saves.background = checkpoint.BackgroundSaver(run.ranks)
+    run.saves.background.start(wanted.path, state)
+    run.saves.when_settled = then
 
 
 def _data_of_lightning(run: Run, shown: ShownCheckpoint) -> dict[str, Any]:
     state, left_out = without_objects(shown)
-    if new := [place for place in left_out if place not in run.not_stored]:
-        run.not_stored.update(new)
+    if new := [place for place in left_out if place not in run.saves.not_stored]:
+        run.saves.not_stored.update(new)
         name, places = type(seen_by_user(run.module)).__name__, ", ".join(new)
         notice(f"{name} puts objects into its checkpoints, which hold data only; left out: {places}")
     return state
@@ -119,31 +122,31 @@ def settle_background_save(run: Run) -> None:
     Raises:
         CheckpointError: it could not be written.
     """
-    if run.background is None or not run.background.is_busy:
+    if run.saves.background is None or not run.saves.background.is_busy:
         return
-    then, run.when_settled = run.when_settled, None
-    run.background.wait()
+    then, run.saves.when_settled = run.saves.when_settled, None
+    run.saves.background.wait()
     if then is not None:
         then()
 
 
 def end_background_save(run: Run) -> None:
     """What is left when a run ends with an error: a checkpoint that is nearly there is worth a moment."""
-    if run.background is None:
+    if run.saves.background is None:
         return
     try:
-        is_over = run.background.wait(_GRACE_S)
+        is_over = run.saves.background.wait(_GRACE_S)
     except Exception as error:
         notice(f"a checkpoint that was being written failed as well: {error}")
         is_over = True
     if is_over:
-        run.background.close()
-    run.background = run.when_settled = None
+        run.saves.background.close()
+    run.saves.background = run.saves.when_settled = None
 
 
 def _committed(run: Run, wanted: WantedSave, step: int) -> None:
     if not wanted.weights_only:
-        run.saved_step, run.saved_path = step, wanted.path
+        run.saves.step, run.saves.path = step, wanted.path
         run.ranks.on_zero(partial(_remove_interrupted, run))
     if wanted.when_committed is not None:
         wanted.when_committed()
@@ -160,7 +163,7 @@ def full_state(run: Run) -> dict[str, Any]:
     Training that ended within an epoch has told what was measured so far, and callbacks have acted on it; to a run that
     goes on this never happened. So what is saved after the end is the state of the last save point.
     """
-    return {**_description(run), **run.engine.state(), **(run.state_at_end or _state_beside_engine(run))}
+    return {**_description(run), **run.engine.state(), **(run.saves.state_at_end or _state_beside_engine(run))}
 
 
 def _description(run: Run) -> dict[str, Any]:
@@ -174,7 +177,7 @@ def _description(run: Run) -> dict[str, Any]:
 
 
 def _state_beside_engine(run: Run) -> dict[str, Any]:
-    datamodule = run.trainer.datamodule
+    datamodule = run.settled.request.datamodule
     return {
         "schedulers": run.schedulers.state(),
         "random": _by_rank(run, rng_state()),
@@ -182,7 +185,7 @@ def _state_beside_engine(run: Run) -> dict[str, Any]:
         "datamodule": {} if datamodule is None else datamodule.state_dict(),
         "results": run.results.state(metrics_of(run.module)),
         "metrics": _by_rank(run, map_tensors(_kept_on_host, metric_states(run.module))),
-        "callbacks": {callback.state_key: callback.state_dict() for callback in run.trainer.callbacks},
+        "callbacks": {callback.state_key: callback.state_dict() for callback in run.callbacks},
     }
 
 
@@ -196,44 +199,44 @@ def _kept_on_host(tensor: Tensor) -> Tensor:
 
 
 def _write_deferred(run: Run) -> None:
-    for wanted in run.deferred_saves:
+    for wanted in run.saves.deferred:
         write_checkpoint(run, wanted)
-    run.deferred_saves.clear()
+    run.saves.deferred.clear()
 
 
 def _save_interrupted(run: Run) -> None:
     """Save what no callback saved at this step, and say how to go on."""
     step, signal = run.progress.global_step, run.stop.received
     assert signal is not None
-    run.is_interrupted = run.trainer.interrupted = True
-    run.is_in_step = False
+    run.now.is_interrupted = True
+    run.now.is_in_step = False
     _write_deferred(run)
     settle_background_save(run)
     folder = None if run.folder is None else run.folder / "checkpoints"
-    if run.saved_step != step and folder is not None and run.trainer.enable_checkpointing:
+    if run.saves.step != step and folder is not None and run.settled.request.keeps_checkpoints:
         write_checkpoint(run, WantedSave(folder / f"{INTERRUPTED}{step}"))
-    if run.saved_step != step:
+    if run.saves.step != step:
         notice(f"stopped by {signal.name} at step {step}; nothing was saved: checkpoints are turned off")
         return
-    assert run.saved_path is not None
-    is_found_as_last = folder is not None and run.saved_path.absolute().parent == folder.absolute()
-    ckpt_path = "last" if is_found_as_last else str(run.saved_path)
+    assert run.saves.path is not None
+    is_found_as_last = folder is not None and run.saves.path.absolute().parent == folder.absolute()
+    ckpt_path = "last" if is_found_as_last else str(run.saves.path)
     notice(
-        f"stopped by {signal.name} at step {step}, saved at {run.saved_path}; go on with "
+        f"stopped by {signal.name} at step {step}, saved at {run.saves.path}; go on with "
         f"trainer.fit(..., ckpt_path={ckpt_path!r}), or `roomier fit ... --ckpt_path {ckpt_path}`"
     )
 
 
 def _remove_interrupted(run: Run) -> None:
     """A newer checkpoint is found as the last one: those of earlier interruptions, which no callback counts, can go."""
-    if run.folder is None or run.saved_path is None or run.saved_step is None:
+    if run.folder is None or run.saves.path is None or run.saves.step is None:
         return
     folder = run.folder.absolute() / "checkpoints"
-    if run.saved_path.absolute().parent != folder:
+    if run.saves.path.absolute().parent != folder:
         return
     for path in folder.glob(f"{INTERRUPTED}*"):
         number = path.name.removeprefix(INTERRUPTED)
-        if number.isdecimal() and int(number) < run.saved_step:
+        if number.isdecimal() and int(number) < run.saves.step:
             checkpoint.remove(path)
 
 
@@ -242,9 +245,9 @@ def tell_nothing_to_do(run: Run) -> None:
     progress, options = run.progress, run.options
     at = f"step {progress.global_step}, epoch {progress.epoch}"
     if run.stop.received is not None:
-        run.is_interrupted = True
+        run.now.is_interrupted = True
         notice(f"stopped by {run.stop.received.name} at {at}, before the first step: there is nothing to save")
-    elif run.num_training_batches == 0:
+    elif run.batches.num_training == 0:
         notice("nothing to train: limit_train_batches leaves no batch")
     else:
         limits = f"max_steps={options.max_steps}, max_epochs={options.max_epochs}, max_time={options.max_time}"

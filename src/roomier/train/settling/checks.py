@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.optim import Optimizer
 
@@ -17,18 +17,19 @@ from roomier.api.overrides import is_one, overrides
 from roomier.core.errors import RoomierError
 from roomier.optim.configured import Configured
 from roomier.plan import Plan
-
-if TYPE_CHECKING:
-    from roomier.trainer import Trainer
+from roomier.run.settled import Request
 
 SEES_GRADIENTS = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping", "optimizer_step")
 
 
-def check_call(
-    trainer: Trainer, stage: str, module: Module, loaders: dict[str, Any], datamodule: DataModule | None
-) -> None:
-    """What can be seen to be wrong before anything is touched."""
-    if trainer.is_running:
+def check_call(request: Request) -> None:
+    """Check a call before anything changes.
+
+    Raises:
+        RoomierError: the Trainer or the model is busy, the module lacks the step, or the data is ambiguous.
+    """
+    stage, module, datamodule, trainer = request.stage, request.module, request.datamodule, request.trainer
+    if request.state.stage is not None:
         action = "Call it when that is over; to validate within a fit, use val_check_interval"
         raise RoomierError(stage, type(module).__name__, "is called while this Trainer is running", action)
     for part in module.modules():
@@ -47,18 +48,21 @@ def check_call(
     if not is_one(datamodule, DataModule):
         action = "Pass an object of a subclass of roomier.DataModule; loaders go to the other arguments"
         raise RoomierError("datamodule", datamodule, "is not a DataModule", action)
-    passed = [f"{name}_dataloaders" for name, loader in loaders.items() if loader is not None]
+    passed = [f"{name}_dataloaders" for name, loader in request.loaders.items() if loader is not None]
     if passed:
         problem = f"{' and '.join(passed)} were passed as well"
         raise RoomierError("datamodule", type(datamodule).__name__, problem, "Pass one of the two")
     check_hook_names(datamodule, DataModule)
 
 
-def check_modes(trainer: Trainer, module: Module, configured: Configured, is_fit: bool) -> None:
-    batch = trainer.plan.batch
-    if not is_fit:
-        return
-    check_hooks_need_no_gradients(trainer.plan, trainer.callbacks, module)
+def check_modes(plan: Plan, callbacks: Sequence[Any], module: Module, configured: Configured, num_ranks: int) -> None:
+    """Check that the optimizers and hooks of a fit are compatible with its plan.
+
+    Raises:
+        RoomierError: they are not.
+    """
+    batch = plan.batch
+    check_hooks_need_no_gradients(plan, callbacks, module)
     if module.automatic_optimization:
         if len(configured.optimizers) > 1:
             raise RoomierError(
@@ -70,7 +74,7 @@ def check_modes(trainer: Trainer, module: Module, configured: Configured, is_fit
             )
         for optimizer in configured.optimizers:
             if needs_closure(optimizer):
-                _check_allows_closures(trainer, optimizer)
+                _check_allows_closures(plan, optimizer, num_ranks)
         return
     for field, value, default in (
         ("accumulate_grad_batches", batch.accumulate_grad_batches, 1),
@@ -116,13 +120,13 @@ def needs_closure(optimizer: Optimizer) -> bool:
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
-def _check_allows_closures(trainer: Trainer, optimizer: Optimizer) -> None:
+def _check_allows_closures(plan: Plan, optimizer: Optimizer, num_ranks: int) -> None:
     # It looks at the loss of one micro-batch on one rank, and would take it for that of the whole batch.
-    plan, by_hand = trainer.plan, "or set self.automatic_optimization = False and call optimizer.step(closure=...)"
+    by_hand = "or set self.automatic_optimization = False and call optimizer.step(closure=...)"
     size, mode = plan.batch.accumulate_grad_batches, plan.precision.mode
     for field, value, is_possible, action in (
         ("accumulate_grad_batches", size, size == 1, "Give the whole batch at once"),
-        ("devices", trainer.world.size, trainer.world.size == 1, "Train on one device, or with another optimizer"),
+        ("devices", num_ranks, num_ranks == 1, "Train on one device, or with another optimizer"),
         ("precision", mode, mode != "16-mixed", "Use precision='bf16-mixed' or '32-true'"),
     ):
         if not is_possible:

@@ -14,7 +14,6 @@ import os
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from roomier import checkpoint
 from roomier.api.module import Module
@@ -22,12 +21,11 @@ from roomier.core.log import notice, quiet
 from roomier.core.ranks import Ranks
 from roomier.launch.job import job_names, num_restarts
 from roomier.loggers.files import replacing
+from roomier.plan import Plan
 from roomier.run.global_batch import GlobalBatch
+from roomier.run.loaders import RunLoaders
 from roomier.train.opening.run_folder import is_run_folder
-
-if TYPE_CHECKING:
-    from roomier.run.loaders import RunLoaders
-    from roomier.trainer import Trainer
+from roomier.train.settling.micro_batch import with_accumulation
 
 FILE_NAME = "job.json"
 
@@ -101,26 +99,27 @@ def _next_job(root: Path, ranks: Ranks) -> Job | None:
     return Job(names, _num_fits[root.absolute()]) if names else None
 
 
-def keep_global_batch(trainer: Trainer, module: Module, data: RunLoaders, earlier: GlobalBatch) -> None:
-    """Let a step be made of the samples that made it before the job was restarted, with the ranks there are now.
+def with_global_batch(plan: Plan, module: Module, data: RunLoaders, num_ranks: int, earlier: GlobalBatch) -> Plan:
+    """Return ``plan`` with the global batch ``earlier``, which the job used before its restart, on ``num_ranks`` ranks.
+
+    The micro-batches of ``data`` change with the plan.
 
     Raises:
-        RoomierError: it cannot be divided among them.
+        RoomierError: the global batch cannot be divided among the ranks.
     """
-    now = global_batch_of(trainer, data)
+    now = global_batch_of(plan, data, num_ranks)
     if now.size == earlier.size and (now.batch_size is None) == (earlier.batch_size is None):
-        return
+        return plan
     if not module.automatic_optimization:
         notice(f"the global batch was {earlier} and is now {now}: a module that optimizes by hand cuts its own steps")
-        return
+        return plan
     kept = earlier.on(now.num_ranks, now.batch_size)
     if kept.batch_size is not None and kept.batch_size != now.batch_size:
         data.set_batch_size(kept.batch_size)
-    batch = dataclasses.replace(trainer.plan.batch, accumulate_grad_batches=kept.accumulate)
-    trainer.plan = dataclasses.replace(trainer.plan, batch=batch)
     notice(f"the global batch was {earlier} and is kept as {kept}")
+    return with_accumulation(plan, kept.accumulate)
 
 
-def global_batch_of(trainer: Trainer, data: RunLoaders) -> GlobalBatch:
-    """What a step of this fit is made of."""
-    return GlobalBatch(data.batch_size, trainer.plan.batch.accumulate_grad_batches, trainer.world.size)
+def global_batch_of(plan: Plan, data: RunLoaders, num_ranks: int) -> GlobalBatch:
+    """Return the global batch of a fit with ``plan``."""
+    return GlobalBatch(data.batch_size, plan.batch.accumulate_grad_batches, num_ranks)

@@ -1,18 +1,18 @@
-"""``strategy="auto"`` and ``memory_budget``: the plan of a fit is settled before anything of it is built.
+"""Settle a call: its plan and its micro-batches, before the model is built.
 
 [Note: who plans]
-Rank 0 looks at a batch, plans, and tells the others, which wait: all ranks build the same plan. Nothing of the run
-moves by it: no batch is consumed, no random number drawn, no weight touched. With the chosen plan given by name the run
-is the same, bit for bit.
+Rank 0 reads a batch, plans, and sends the plan to the other ranks, which wait. All ranks build the same plan. Planning
+does not change the run: it consumes no batch, draws no random number and changes no weight. A run with the chosen plan
+given by name has the same bits.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -25,65 +25,74 @@ from roomier.core.ranks import Ranks
 from roomier.core.rng import rng_state, set_rng_state
 from roomier.plan import Plan
 from roomier.plan.parts import ChoicePlan
-from roomier.run.global_batch import GlobalBatch
 from roomier.run.loaders import RunLoaders
+from roomier.run.settled import Request, Settled, Start
 from roomier.train.settling.checks import check_hooks_need_no_gradients
-from roomier.train.settling.job import keep_global_batch
+from roomier.train.settling.job import with_global_batch
 from roomier.train.settling.micro_batch import keeps_micro_batch
 from roomier.train.step import transfer_to
 
 if TYPE_CHECKING:  # they load torch's sharding, which a run with a strategy by name on one rank does not need
     from roomier.planner.choice import Choice
     from roomier.planner.workload import Workload
-    from roomier.trainer import Trainer
 
 _ANY_NUM_STEPS = 1000.0  # of the run, for schedules: none of them changes a byte
 
 
-def is_planned(trainer: Trainer) -> bool:
-    """Whether the plan of a fit is chosen when it begins."""
-    asked = trainer.asked_plan
-    return asked.parallel.strategy == "auto" or asked.choice.memory_budget_bytes is not None
-
-
-def settle_plan(
-    trainer: Trainer, stage: str, module: Module, data: RunLoaders, earlier: GlobalBatch | None = None
-) -> None:
-    """Set ``trainer.plan`` to one with a strategy by name, and the micro-batches of ``data`` to what goes with it.
+def settle(
+    request: Request, data: RunLoaders, ranks: Ranks, *, start: Start | None = None, callbacks: Sequence[Any] = ()
+) -> Settled:
+    """Settle the facts of a run: a plan whose strategy has a name, and the matching micro-batches.
 
     Args:
-        earlier: the global batch of the run that this one goes on with after a restart.
+        request: the call.
+        data: the loaders. Their micro-batches change with the returned plan.
+        ranks: the ranks of the run. All of them call this function together.
+        start: the checkpoint and the folder of the run.
+        callbacks: the callbacks of the run.
 
     Raises:
-        RoomierError: nothing fits, or the model's steps cannot be forecast.
+        RoomierError: no plan fits, the steps of the model cannot be forecast, or the batches cannot be split.
     """
-    asked = trainer.asked_plan
-    if not is_planned(trainer):
-        return
-    if stage != "fit":
-        if trainer.plan.parallel.strategy == "auto":
-            trainer.plan = _plan_of_evaluation(asked)
-        return
+    start = start or Start()
+    settled = Settled(request, start, request.plan, data, ranks, callbacks)
+    if not request.is_fit:
+        return dataclasses.replace(settled, plan=_plan_of_evaluation(request.plan))
+    if request.is_planned:
+        settled = _planned(settled)
+    plan = settled.plan
+    if request.cut is not None:
+        plan = request.cut(plan, data, request)
+    if start.batch is not None:
+        plan = with_global_batch(plan, request.module, data, request.world.size, start.batch)
+    return dataclasses.replace(settled, plan=plan)
+
+
+def _planned(settled: Settled) -> Settled:
+    """Return ``settled`` with the plan that the planner chooses, or that an earlier fit of this model used."""
+    request, data, start = settled.request, settled.data, settled.start
+    asked, module, fitted = request.plan, request.module, request.fitted
     _check_optimizes_itself(asked, module)
-    earlier_fit = trainer.fitted
-    if earlier_fit is not None and earlier_fit.module is module and trainer.choice is not None:
-        _keep_choice(trainer, trainer.choice, data)
-        return
-    trainer.plan = asked
-    if earlier is not None:
-        keep_global_batch(trainer, module, data, earlier)
+    if fitted is not None and fitted.module is module and fitted.choice is not None:
+        plan = _kept(fitted.choice, asked, data)
+        return dataclasses.replace(settled, plan=plan, choice=fitted.choice)
+    if start.batch is not None:
+        plan = with_global_batch(asked, module, data, request.world.size, start.batch)
+        settled = dataclasses.replace(settled, plan=plan)
     _ = data.train_loader  # made by all ranks, which may meet in it, and with random numbers of the run
-    trainer.choice = choice = trainer.ranks.on_zero(lambda: _choose(trainer, module, data))
+    choice = settled.ranks.on_zero(lambda: _choose(settled))
     chosen = choice.chosen
     assert chosen is not None
-    trainer.plan = chosen.plan
     if data.batch_size is not None and chosen.micro_batch != data.batch_size:
         data.set_batch_size(chosen.micro_batch)
-    if trainer.is_global_zero:
+    if settled.ranks.is_zero:
         _tell(choice, asked)
+    return dataclasses.replace(settled, plan=chosen.plan, choice=choice)
 
 
 def _plan_of_evaluation(asked: Plan) -> Plan:
+    if asked.parallel.strategy != "auto":
+        return asked
     # Whole on each rank: a fit that comes after may cut the model in any way.
     strategy = "single" if asked.parallel.num_ranks == 1 else "ddp"
     parallel = dataclasses.replace(asked.parallel, strategy=strategy)
@@ -103,9 +112,9 @@ def _check_optimizes_itself(asked: Plan, module: Module) -> None:
     raise RoomierError(field, value, problem, "Name a strategy such as 'zero3', and leave out memory_budget")
 
 
-def _keep_choice(trainer: Trainer, choice: Choice, data: RunLoaders) -> None:
+def _kept(choice: Choice, asked: Plan, data: RunLoaders) -> Plan:
     """A model that was fitted already stays as it was cut; the micro-batch stays within what was planned."""
-    chosen, asked = choice.chosen, trainer.asked_plan
+    chosen = choice.chosen
     assert chosen is not None
     given, accumulate = data.batch_size, asked.batch.accumulate_grad_batches
     if given is not None:
@@ -114,23 +123,24 @@ def _keep_choice(trainer: Trainer, choice: Choice, data: RunLoaders) -> None:
         if fitting != given:
             data.set_batch_size(fitting)
     batch = dataclasses.replace(chosen.plan.batch, accumulate_grad_batches=accumulate)
-    trainer.plan = dataclasses.replace(chosen.plan, batch=batch)
+    return dataclasses.replace(chosen.plan, batch=batch)
 
 
-def _choose(trainer: Trainer, module: Module, data: RunLoaders) -> Choice:
+def _choose(settled: Settled) -> Choice:
     """On rank 0, while the others wait."""
     from roomier.hardware.this_machine import this_machine
     from roomier.planner.choosing.choose import choose
     from roomier.planner.choosing.nearest import nothing_fits
 
-    plan, parallel = trainer.plan, trainer.plan.parallel
+    request, plan, module = settled.request, settled.plan, settled.request.module
+    parallel = plan.parallel
 
     def check(candidate: Plan) -> None:
-        check_hooks_need_no_gradients(candidate, trainer.callbacks, module)
+        check_hooks_need_no_gradients(candidate, settled.callbacks, module)
 
-    with _alone(trainer):
-        workload = _workload(trainer, module, data)
-        keeps = keeps_micro_batch(trainer, data, workload.batch_size)
+    with _alone(module):
+        workload = _workload(settled)
+        keeps = keeps_micro_batch(request, settled.data, workload.batch_size)
         machine = this_machine(parallel.devices, parallel.num_nodes, parallel.accelerator)
         choice = choose(workload, plan, machine, keeps_micro_batch=keeps, check=check)
         if choice.chosen is None:
@@ -138,26 +148,42 @@ def _choose(trainer: Trainer, module: Module, data: RunLoaders) -> Choice:
     return choice
 
 
+class _PlanningTrainer:
+    """The Trainer as a module sees it while the planner runs: one rank, and a fixed number of steps."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self.ranks = Ranks()
+        self.estimated_stepping_batches = _ANY_NUM_STEPS
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._trainer, name)
+
+
 @contextmanager
-def _alone(trainer: Trainer) -> Iterator[None]:
-    """Inside, what the module asks its Trainer needs no other rank, and random numbers may be drawn."""
-    ranks, estimate_steps, state = trainer.ranks, trainer.estimate_steps, rng_state()
-    trainer.ranks, trainer.estimate_steps = Ranks(), lambda: _ANY_NUM_STEPS
+def _alone(module: Module) -> Iterator[None]:
+    """Give ``module`` a Trainer that needs no other rank, and restore the random state afterwards."""
+    attached = [(part, vars(part)["_trainer"]) for part in module.modules() if vars(part).get("_trainer") is not None]
+    state = rng_state()
+    for part, trainer in attached:
+        vars(part)["_trainer"] = _PlanningTrainer(trainer)
     try:
         yield
     finally:
-        trainer.ranks, trainer.estimate_steps = ranks, estimate_steps
+        for part, trainer in attached:
+            vars(part)["_trainer"] = trainer
         set_rng_state(state)
 
 
-def _workload(trainer: Trainer, module: Module, data: RunLoaders) -> Workload:
+def _workload(settled: Settled) -> Workload:
     from roomier.planner.workload import Workload
 
-    batch = data.first_batch()
-    transfer = transfer_to(torch.device("cpu"), module, trainer.datamodule)
+    module = settled.request.module
+    batch = settled.data.first_batch()
+    transfer = transfer_to(torch.device("cpu"), module, settled.request.datamodule)
     if transfer is not None:
         batch = transfer(copy.deepcopy(batch))
-    return dataclasses.replace(Workload.of(_built(module), batch), copies=kept_by(trainer.callbacks))
+    return dataclasses.replace(Workload.of(_built(module), batch), copies=kept_by(settled.callbacks))
 
 
 def _built(module: Module) -> Module:

@@ -15,7 +15,7 @@ from roomier.api.datamodule import DataModule
 from roomier.api.overrides import overrides
 
 if TYPE_CHECKING:
-    from roomier.trainer.last_call import TrainerAttributes
+    from roomier.api.trainer_view import TrainerView
 
 
 class NamedSpans:
@@ -28,7 +28,7 @@ class NamedSpans:
 class BatchHooks:
     """Whose hook of a batch is called: the DataModule's where it has its own, else the module's."""
 
-    def __init__(self, trainer: TrainerAttributes) -> None:
+    def __init__(self, trainer: TrainerView) -> None:
         self._trainer = trainer
 
     @property

@@ -25,7 +25,7 @@ from roomier.core.log import notice
 
 if TYPE_CHECKING:
     from roomier.api.module import Module
-    from roomier.trainer import Trainer
+    from roomier.api.trainer_view import TrainerView
 
 AS_THEY_ARE = ("EarlyStopping", "LambdaCallback", "Timer")
 
@@ -54,11 +54,11 @@ class _MirroredCheckpoint(ModelCheckpoint):
         super().__init__(**arguments)
         self._seen_as = seen_as
 
-    def on_fit_start(self, trainer: Trainer, pl_module: Module) -> None:
+    def on_fit_start(self, trainer: TrainerView, pl_module: Module) -> None:
         super().on_fit_start(trainer, pl_module)
         self._show()
 
-    def _committed(self, trainer: Trainer, books: Ledger) -> None:
+    def _committed(self, trainer: TrainerView, books: Ledger) -> None:
         super()._committed(trainer, books)
         self._show()
 
@@ -84,7 +84,7 @@ class _Finetuning(callbacks.BaseFinetuning):
     def state_key(self) -> str:
         return str(self._given.state_key)
 
-    def setup(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
+    def setup(self, trainer: TrainerView, pl_module: Module, stage: str) -> None:
         strategy = trainer.plan.parallel.strategy
         if strategy not in ("single", "ddp"):
             action = "Derive it from roomier.callbacks.BaseFinetuning, whose methods have the same names"

@@ -10,10 +10,11 @@ from roomier.api.callback import Callback
 from roomier.api.lightning_callbacks import is_builtin
 from roomier.callbacks.prediction_writer import PredictionWriter
 from roomier.core.tree import map_tensors
+from roomier.run.run import run_of
 
 if TYPE_CHECKING:
     from roomier.api.module import Module
-    from roomier.trainer import Trainer
+    from roomier.api.trainer_view import TrainerView
 
 
 class PredictLoop:
@@ -65,12 +66,12 @@ class KeepsPredicted(Callback):
     def __init__(self, *, until_end: bool) -> None:
         self._until_end = until_end
 
-    def on_predict_start(self, trainer: Trainer, pl_module: Module) -> None:
+    def on_predict_start(self, trainer: TrainerView, pl_module: Module) -> None:
         trainer.predict_loop.begin(len(trainer.num_predict_batches))
 
     def on_predict_batch_end(
         self,
-        trainer: Trainer,
+        trainer: TrainerView,
         pl_module: Module,
         outputs: Any,
         batch: Any,
@@ -79,7 +80,7 @@ class KeepsPredicted(Callback):
     ) -> None:
         loaders = trainer.predict_dataloaders
         loader = loaders[dataloader_idx] if isinstance(loaders, (list, tuple)) and _are_loaders(loaders) else loaders
-        number = trainer.needs_run("predict_loop").batch_number
+        number = run_of(trainer, "predict_loop").now.batch_number
         indices = batch_indices(loader, number)
         trainer.predict_loop.add(dataloader_idx, number, indices, outputs, is_kept=self._until_end)
 

@@ -16,7 +16,7 @@ from roomier.core.device import resolve_device
 from roomier.core.errors import RoomierError
 
 if TYPE_CHECKING:
-    from roomier.trainer.last_call import TrainerAttributes
+    from roomier.api.trainer_view import TrainerView
 
 _REDUCTIONS = ("mean", "avg", "sum", "max", "min")
 
@@ -29,7 +29,7 @@ class Strategy:
     Every rank must make the same calls in the same order.
     """
 
-    def __init__(self, trainer: TrainerAttributes) -> None:
+    def __init__(self, trainer: TrainerView) -> None:
         self._trainer = trainer
 
     def __repr__(self) -> str:
@@ -88,8 +88,8 @@ class Strategy:
 
     @property
     def _lightning_optimizers(self) -> list[Any]:
-        """Asked by the own ``optimizers`` of a LightningModule, after a run."""
-        return self._trainer.manual_optimizers
+        """Read by ``LightningModule.optimizers`` after a run."""
+        return list(self._trainer.manual_optimizers)
 
     def barrier(self, name: str | None = None) -> None:
         """Wait until every rank is here."""
