@@ -66,6 +66,12 @@ def comparisons_with_none(tree: ast.Module) -> Iterator[int]:
             yield node.lineno
 
 
+def has_reason(place: str) -> bool:
+    """Return whether the line ``file: number`` says why its import is late."""
+    file, number = place.split(": ")
+    return "# late: " in (PACKAGE / file).read_text().splitlines()[int(number) - 1]
+
+
 def found(search: Callable[[ast.Module], Iterator[object]], trees: dict[str, ast.Module]) -> list[str]:
     return [f"{name}: {each}" for name, tree in trees.items() for each in search(tree)]
 
@@ -99,9 +105,11 @@ def test_code_below_the_trainer_does_not_assign_its_attributes() -> None:
 
 
 def test_imports_of_our_modules_are_at_the_top_of_the_file() -> None:
-    folders = ("api/", "callbacks/", "engine/", "memory/", "run/", "train/", "trainer/", "tuner/")
+    folders = ("api/", "callbacks/", "memory/", "run/", "train/", "trainer/", "tuner/")
     trees = {name: tree for name, tree in TREES.items() if name.startswith(folders)}
-    assert len(found(imports_inside_functions, trees)) <= 37
+    assert {each for each in found(imports_inside_functions, trees) if not has_reason(each)} == set()
+    elsewhere = {name: tree for name, tree in TREES.items() if name not in trees}
+    assert len(found(imports_inside_functions, elsewhere)) <= 69
 
 
 @pytest.mark.parametrize(("file", "limit"), [("engine/eager.py", 62)])

@@ -424,7 +424,7 @@ class Module(HasHyperParameters, Exports, nn.Module):
             CheckpointError: damaged, or its weights do not fit this class.
         """
         # The one import that goes up: the name is known from Lightning, the work is the checkpoint layer's.
-        from roomier.checkpoint.module import load_module
+        from roomier.checkpoint.module import load_module  # late: a higher layer
 
         return load_module(cls, checkpoint_path, map_location, strict=strict, **kwargs)
 

@@ -12,6 +12,8 @@ from roomier.callbacks.tracked_step import TrackedStep, first_step_of, tracked_s
 from roomier.core.errors import RoomierError
 from roomier.core.log import notice
 from roomier.core.rng import rng_state, set_rng_state
+from roomier.hardware import this_machine
+from roomier.planner.workload import Workload
 
 if TYPE_CHECKING:
     from roomier.api.module import Module
@@ -19,7 +21,6 @@ if TYPE_CHECKING:
     from roomier.memory.tracker import MemoryTracker
     from roomier.planner.forecast import Forecast
     from roomier.planner.record import Record
-    from roomier.planner.workload import Workload
 
 
 class MemoryForecast(Callback):
@@ -106,8 +107,8 @@ class MemoryForecast(Callback):
         self._pause()
 
     def _step_beside(self, trainer: TrainerView) -> int:
-        """That of a MemoryAnatomy: one tracker serves both."""
-        from roomier.callbacks.memory_anatomy import MemoryAnatomy
+        """Return the step of a MemoryAnatomy: one tracker serves both callbacks."""
+        from roomier.callbacks.memory_anatomy import MemoryAnatomy  # late: loads rich
 
         steps = (each.next_step for each in trainer.callbacks if isinstance(each, MemoryAnatomy))
         return next(steps, None) or self._first_step
@@ -117,9 +118,7 @@ class MemoryForecast(Callback):
             self._tracked.pause()
 
     def _note_workload(self, trainer: TrainerView, batch: Any) -> None:
-        """The micro-batch of the tracked step with the most samples: the last of an epoch may have fewer."""
-        from roomier.planner.workload import Workload
-
+        """Keep the micro-batch of the tracked step with the most samples. The last one of an epoch may have fewer."""
         if trainer.shapes is None:
             return
         found = replace(Workload.of(trainer.shapes, batch), copies=kept_by(trainer.callbacks, now=True))
@@ -127,7 +126,7 @@ class MemoryForecast(Callback):
             self._workload = found
 
     def _finish(self, trainer: TrainerView, tracker: MemoryTracker) -> None:
-        from roomier.planner.record import Record
+        from roomier.planner.record import Record  # late: loads the sharding of torch
 
         measured = _measured_of_all(trainer, tracker)
         forecast, reason = trainer.ranks.on_zero(lambda: _forecast(trainer, self._workload))
@@ -161,7 +160,7 @@ class MemoryForecast(Callback):
 
 def _measured_of_all(trainer: TrainerView, tracker: MemoryTracker) -> tuple[Any, ...]:
     """By rank: of the fullest all of the step, of the others their peak."""
-    from roomier.planner.record import Measured
+    from roomier.planner.record import Measured  # late: loads the sharding of torch
 
     rank = trainer.ranks.world.rank
     own = Measured.of(rank, tracker)
@@ -178,13 +177,12 @@ def _forecast(trainer: TrainerView, workload: Workload | None) -> tuple[Forecast
         return planned, ""
     if workload is None:
         return None, "the model could not be copied as shapes before it was built"
-    from roomier.hardware.this_machine import this_machine
-    from roomier.planner.confirm import confirm
+    from roomier.planner.confirm import confirm  # late: loads the sharding of torch
 
     plan = trainer.plan
     state = rng_state()
     try:
-        machine = this_machine(plan.parallel.devices, plan.parallel.num_nodes, plan.parallel.accelerator)
+        machine = this_machine.this_machine(plan.parallel.devices, plan.parallel.num_nodes, plan.parallel.accelerator)
         return confirm(workload, plan, machine), ""
     except Exception as error:  # a forecast that fails must not end the run it is about
         return None, f"{type(error).__name__}: {error}"

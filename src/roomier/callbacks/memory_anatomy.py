@@ -92,7 +92,7 @@ class MemoryAnatomy(KeepsPeak, Callback):
             self._tracked.pause()
 
     def _finish(self, trainer: TrainerView, tracker: MemoryTracker) -> None:
-        from roomier.memory.measure import anatomy_of, peak_of
+        from roomier.memory.measure import anatomy_of, peak_of  # late: loads the sharding of torch
 
         self.peak = peak_of(tracker, trainer.global_step)
         self._tracked = None

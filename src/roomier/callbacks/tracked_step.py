@@ -11,6 +11,7 @@ from roomier.api.blocks import find_blocks
 from roomier.api.engine import Engine
 from roomier.api.kept_weights import held_by
 from roomier.api.wrapped import network_of
+from roomier.planner.places import named_places, telling_places
 
 if TYPE_CHECKING:
     from roomier.api.trainer_view import TrainerView
@@ -66,7 +67,7 @@ class TrackedStep:
             return
         engine = trainer.engine
         if self._looking is None:
-            from roomier.memory.tracker import MemoryTracker  # late: it needs the distributed tensors
+            from roomier.memory.tracker import MemoryTracker  # late: loads the sharding of torch
 
             callbacks = trainer.callbacks
             self._looking = MemoryTracker(engine.module, engine.optimizers, engine.device, lambda: held_by(callbacks))
@@ -99,7 +100,6 @@ class TrackedStep:
 
 def _told(tracker: MemoryTracker, trainer: TrainerView) -> ExitStack:
     """Until it is closed, ``tracker`` is told which phase of the step and which part of the model runs."""
-    from roomier.planner.places import named_places, telling_places
 
     engine, hooks = trainer.engine, trainer.engine.hooks
 

@@ -19,6 +19,6 @@ def anatomy(trainer: TrainerView) -> Anatomy:
     Raises:
         RoomierError: nothing was run yet.
     """
-    from roomier.memory.measure import anatomy_of  # late: it needs the distributed tensors
+    from roomier.memory.measure import anatomy_of  # late: loads the sharding of torch
 
     return anatomy_of(trainer)

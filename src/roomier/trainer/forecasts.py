@@ -15,7 +15,9 @@ from roomier.callbacks import MemoryForecast
 from roomier.core.device import resolve_device
 from roomier.core.log import notice
 from roomier.core.rng import rng_state, set_rng_state
+from roomier.memory.kinds import total_bytes
 from roomier.plan import Plan
+from roomier.planner.fake.shapes import shapes_of
 from roomier.trainer.keywords.arguments import ordered
 
 if TYPE_CHECKING:
@@ -58,7 +60,6 @@ class _ByDefault(MemoryForecast):
 
 def _shapes(module: Module, *, tells: bool) -> Module | None:
     """``module`` without values; None where it cannot be copied."""
-    from roomier.planner.fake.shapes import shapes_of
 
     state = rng_state()
     try:
@@ -78,8 +79,7 @@ def _shapes(module: Module, *, tells: bool) -> Module | None:
 
 def _states_bytes(shapes: Module, plan: Plan) -> int:
     """Of one rank at their peak, by formula; as AdamW's where the optimizer is the module's own; 0 if unknown."""
-    from roomier.memory.kinds import total_bytes
-    from roomier.memory.predict import predict
+    from roomier.memory.predict import predict  # late: loads the sharding of torch
 
     optimizer = plan.optimizer
     if optimizer.name is None:

@@ -16,7 +16,9 @@ from roomier.plan import Plan
 from roomier.run.run import Run
 from roomier.train.saving.restore import resolve_checkpoint
 from roomier.train.settling.job import checkpoint_after_restart
+from roomier.tuner.batch_size import MODES, scale_batch_size
 from roomier.tuner.learning_rate import attribute_of, set_attribute
+from roomier.tuner.range_test import lr_find
 from roomier.tuner.trial import Subject
 from roomier.tuner.tunable import Tunable
 
@@ -37,7 +39,6 @@ def check_flags(auto_lr_find: bool | str, auto_scale_batch_size: bool | str) -> 
         raise RoomierError("auto_lr_find", auto_lr_find, "is neither a flag nor a name", action)
     if isinstance(auto_scale_batch_size, bool):
         return
-    from roomier.tuner.batch_size import MODES  # late: most runs look for nothing
 
     if auto_scale_batch_size not in MODES:
         action = "Use True or False, 'power' or 'binsearch'"
@@ -64,15 +65,11 @@ def tune(trainer: Tunable, subject: Subject, ckpt_path: str | Path | None) -> Le
         _take_from(trainer, subject.model, path)
         return None
     if size:
-        from roomier.tuner.batch_size import scale_batch_size
-
         mode = size if isinstance(size, str) else "power"
         found = scale_batch_size(trainer, subject, mode=mode)
         notice(f"auto_scale_batch_size: micro-batches of {found} samples")
     curve = None
     if rate:
-        from roomier.tuner.range_test import lr_find
-
         name = rate if isinstance(rate, str) else ""
         curve = lr_find(trainer, subject, update_attr=True, attr_name=name)
         if curve is not None:

@@ -117,6 +117,6 @@ def _left(ranks: list[int]) -> RoomierError:
 
 
 def _have_failed() -> bool:
-    from roomier.launch.group import failure_is_told  # here: one process does not import what several ranks need
+    from roomier.launch.group import failure_is_told  # late: one process needs no group
 
     return failure_is_told(_ERROR_COMES_WITHIN_S)

@@ -23,8 +23,13 @@ from roomier.core.errors import RoomierError
 from roomier.core.log import notice
 from roomier.core.ranks import Ranks
 from roomier.core.rng import rng_state, set_rng_state
+from roomier.hardware import this_machine
 from roomier.plan import Plan
 from roomier.plan.parts import ChoicePlan
+from roomier.planner.choosing.keywords import trainer_keywords
+from roomier.planner.choosing.nearest_legal import can_build, with_nearest
+from roomier.planner.fake.shapes import shapes_of
+from roomier.planner.workload import Workload
 from roomier.run.loaders import RunLoaders
 from roomier.run.settled import Request, Settled, Start
 from roomier.train.settling.checks import check_hooks_need_no_gradients
@@ -34,7 +39,6 @@ from roomier.train.step import transfer_to
 
 if TYPE_CHECKING:  # they load torch's sharding, which a run with a strategy by name on one rank does not need
     from roomier.planner.choice import Choice
-    from roomier.planner.workload import Workload
 
 _ANY_NUM_STEPS = 1000.0  # of the run, for schedules: none of them changes a byte
 
@@ -128,9 +132,8 @@ def _kept(choice: Choice, asked: Plan, data: RunLoaders) -> Plan:
 
 def _choose(settled: Settled) -> Choice:
     """On rank 0, while the others wait."""
-    from roomier.hardware.this_machine import this_machine
-    from roomier.planner.choosing.choose import choose
-    from roomier.planner.choosing.nearest import nothing_fits
+    from roomier.planner.choosing.choose import choose  # late: loads the sharding of torch
+    from roomier.planner.choosing.nearest import nothing_fits  # late: loads the sharding of torch
 
     request, plan, module = settled.request, settled.plan, settled.request.module
     parallel = plan.parallel
@@ -141,7 +144,7 @@ def _choose(settled: Settled) -> Choice:
     with _alone(module):
         workload = _workload(settled)
         keeps = keeps_micro_batch(request, settled.data, workload.batch_size)
-        machine = this_machine(parallel.devices, parallel.num_nodes, parallel.accelerator)
+        machine = this_machine.this_machine(parallel.devices, parallel.num_nodes, parallel.accelerator)
         choice = choose(workload, plan, machine, keeps_micro_batch=keeps, check=check)
         if choice.chosen is None:
             raise nothing_fits(workload, plan, choice, keeps_micro_batch=keeps, check=check)
@@ -176,7 +179,6 @@ def _alone(module: Module) -> Iterator[None]:
 
 
 def _workload(settled: Settled) -> Workload:
-    from roomier.planner.workload import Workload
 
     module = settled.request.module
     batch = settled.data.first_batch()
@@ -190,7 +192,6 @@ def _built(module: Module) -> Module:
     """``module``, or a copy as its ``configure_model`` will leave it, as shapes."""
     if not overrides(module, "configure_model", Module):
         return module
-    from roomier.planner.fake.shapes import shapes_of
 
     with torch.device("meta"):
         copied = shapes_of(module)
@@ -204,9 +205,6 @@ def naming_nearest(plan: Plan, module: Module) -> Iterator[None]:
     try:
         yield
     except RoomierError as error:
-        from roomier.planner.choosing.keywords import trainer_keywords
-        from roomier.planner.choosing.nearest_legal import can_build, with_nearest
-
         asked = trainer_keywords(plan)
         if error.field.partition(".")[0] not in asked:
             raise
@@ -217,7 +215,7 @@ def naming_nearest(plan: Plan, module: Module) -> Iterator[None]:
 def _tell(choice: Choice, asked: Plan) -> None:
     from rich.console import Console
 
-    from roomier.planner.tables import choice_table
+    from roomier.planner.tables import choice_table  # late: loads the sharding of torch
 
     chosen = choice.chosen
     assert chosen is not None

@@ -14,6 +14,7 @@ from roomier.callbacks import ModelCheckpoint, ModelSummary, ProgressBar
 from roomier.core.errors import PlanError, RoomierError
 from roomier.launch import Launch
 from roomier.plan import Plan, plan_from_flags
+from roomier.planner.choosing.nearest_legal import with_nearest
 from roomier.trainer.keywords.devices import resolve_auto
 from roomier.trainer.lightning.callbacks import adopted
 
@@ -180,8 +181,6 @@ def _plan_from(flags: dict[str, Any], launch: Launch | None) -> Plan:
         resolved = resolve_auto(flags, launch)
         return plan_from_flags(**resolved)
     except PlanError as error:
-        from roomier.planner.choosing.nearest_legal import with_nearest
-
         defaults = {name: each.default for name, each in inspect.signature(plan_from_flags).parameters.items()}
         asked = {name: value for name, value in resolved.items() if value not in (defaults[name], None)}
         raise with_nearest(error, asked) from error.__cause__
