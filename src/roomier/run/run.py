@@ -31,8 +31,6 @@ from roomier.run.schedulers import Schedulers
 from roomier.run.settled import Settled
 from roomier.run.signals import GracefulStop
 
-MAX_BATCHES_BEFORE_FIRST_STEP = 1000  # of an epoch whose end does not come
-
 
 @dataclass(frozen=True)
 class Batches:
@@ -229,108 +227,6 @@ class Run:
         if not there:
             return None
         return sum(there) if self.module.automatic_optimization else sum(there) / len(there)
-
-    def check_finite(self, where: str, losses: Sequence[float | None] | None = None) -> None:
-        """Stop before a loss that is no number reaches a log row or a checkpoint. Every rank must call it.
-
-        A loss scale leaves out the steps of such losses and halves itself each time: below 1 it has done so many times
-        in a row, and no scale will help.
-
-        Args:
-            losses: of the last step on each rank, where they are known.
-
-        Raises:
-            TrainingError: the last loss is not finite on a rank, and no loss scale is there to deal with it, or it has
-                given up.
-        """
-        for look in self.looks:
-            look()
-        if self.ranks.is_alone:
-            if self.now.last_loss is None or bool(torch.isfinite(self.now.last_loss)):
-                return
-        elif losses is None:
-            losses = self.ranks.gather(self.loss_number())
-        if self.engine.scaler.is_on and self.engine.scaler.factor >= 1.0:
-            return
-        for rank, loss in enumerate(losses or [self.loss_number()]):
-            if loss is None or math.isfinite(loss):
-                continue
-            on_rank = "" if self.ranks.is_alone else f" on rank {rank}"
-            raise TrainingError(
-                "loss",
-                loss,
-                f"is not finite{on_rank} at step {self.progress.global_step} ({where}; it is looked at every "
-                f"log_every_n_steps={self.options.log_every_n_steps} steps, before each checkpoint and after each "
-                "epoch)",
-                self._way_back(),
-            )
-
-    def check_finite_weights(self) -> None:
-        """Stop before weights that are no numbers take the place of good ones: a finite loss can ruin them. Every rank
-        must call it; each looks at its part.
-
-        Raises:
-            TrainingError: a parameter that is trained holds NaN or infinity.
-        """
-        for rank, found in enumerate(self.ranks.gather(self._not_finite())):
-            if found is not None:
-                name, value = found
-                on_rank = "" if self.ranks.is_alone else f" on rank {rank}"
-                raise TrainingError(
-                    name,
-                    value,
-                    f"this parameter is not finite{on_rank} after step {self.progress.global_step} (before a "
-                    "checkpoint)",
-                    self._way_back(),
-                )
-
-    def _not_finite(self) -> tuple[str, float] | None:
-        """The name of a parameter that holds NaN or infinity here, and one of them."""
-        for name, parameter in self.engine.module.named_parameters():
-            if not (parameter.requires_grad and parameter.is_floating_point()):
-                continue
-            own = parameter.detach()
-            to_local = getattr(own, "to_local", None)  # of a parameter that is cut among the ranks
-            own = own if to_local is None else to_local()
-            if own.numel():
-                extremes = torch.stack(own.aminmax())  # unlike isfinite(), needs no second tensor
-                if not bool(extremes.isfinite().all()):
-                    return name, float(extremes.sum())
-        return None
-
-    def check_trains(self, *, is_epoch_over: bool = False) -> None:
-        """Stop a run that would go on for ever, or come to its end, without having trained anything.
-
-        Raises:
-            TrainingError: no batch of the first epoch led to an optimizer step.
-        """
-        num_batches = self.progress.num_batches
-        is_time_to_judge = num_batches > 0 if is_epoch_over else num_batches >= MAX_BATCHES_BEFORE_FIRST_STEP
-        has_trained = self.progress.global_step > 0
-        if self.counts_empty_steps and self.saves.step is None:
-            has_trained = self.now.last_loss is not None
-        if has_trained or not is_time_to_judge:
-            return
-        if self.module.automatic_optimization:
-            raise TrainingError(
-                "training_step",
-                None,
-                f"returned no loss for any of the first {num_batches} batches, so nothing was trained",
-                "Return the loss at its end; None leaves a batch out",
-            )
-        if math.isinf(self.settled.epoch_limit) and self.options.max_time is None:
-            raise TrainingError(
-                "training_step",
-                type(self.module).__name__,
-                f"stepped no optimizer in the first {num_batches} batches, and max_steps counts such steps alone",
-                "Call self.optimizers().step() in it (not an optimizer kept elsewhere), or set max_epochs",
-            )
-
-    def _way_back(self) -> str:
-        advice = "Lower the learning rate, set gradient_clip_val, or find the operation: Trainer(detect_anomaly=True)"
-        if self.saves.step is None:
-            return f"No checkpoint was written yet. {advice}"
-        return f"The checkpoint of step {self.saves.step} is untouched: fit(ckpt_path='last') goes on from it. {advice}"
 
 
 def _ceil(number: float) -> float:

@@ -12,6 +12,7 @@ from roomier.api.go_back import GoBackError
 from roomier.core.errors import TrainingError
 from roomier.core.log import notice
 from roomier.core.rng import set_rng_state
+from roomier.run.checks import check_finite, check_trains
 from roomier.run.run import Run, call
 from roomier.train.evaluate import validate_within_fit
 from roomier.train.saving.restore import restore
@@ -89,7 +90,7 @@ def end_step(run: Run, step: TrainingStep, num_batches: int, *, has_stepped: boo
 def take_step(run: Run, loss: Tensor | None, update: Callable[[Tensor | None], None]) -> bool:
     """The update; whether it counts as a step. Where a hook leaves it out, its loss has not been either."""
     if loss is None:
-        run.check_trains()
+        check_trains(run)
         if not run.counts_empty_steps:
             return False
     before, run.now.last_loss = run.now.last_loss, run.now.last_loss if loss is None else loss
@@ -166,7 +167,7 @@ def step_watching(run: Run) -> None:
 
 def finish(run: Run) -> None:
     """What comes after the last step."""
-    run.check_finite("at the end")
+    check_finite(run, "at the end")
     if run.progress.batch_idx:  # ended within an epoch: what was measured in it is still told
         run.results.call(run.hooks.on_train_epoch_end)
         run.log_metrics(run.results.end_epoch("train"))
@@ -201,7 +202,7 @@ def windows(run: Run, batches: Iterator[Any], step: TrainingStep) -> Iterator[li
 def log_step(run: Run) -> None:
     """Write the row of a log step; the one place where the host waits for the device."""
     losses = None if run.ranks.is_alone else run.results.settle(run.loss_number())
-    run.check_finite("at a log step", losses)
+    check_finite(run, "at a log step", losses)
     row = run.results.step_values()
     loss = run.now.last_loss if losses is None else run.loss_of_all(losses)
     if loss is not None:
@@ -231,8 +232,8 @@ def end_epoch(run: Run, *, is_left: bool) -> None:
         is_left: a hook left out the rest of it; such an epoch is not validated, as in Lightning.
     """
     progress, results = run.progress, run.results
-    run.check_trains(is_epoch_over=True)
-    run.check_finite("at the end of an epoch")
+    check_trains(run, is_epoch_over=True)
+    check_finite(run, "at the end of an epoch")
     if progress.batch_idx < run.batches.num_training and not progress.is_validation_due:  # the end came unforeseen
         run.schedulers.step("epoch", progress.epoch + 1, results)
     if validates_at_unknown_end(run) and not is_left:

@@ -17,6 +17,7 @@ from roomier.checkpoint.shown import ShownCheckpoint, without_objects
 from roomier.core.log import notice
 from roomier.core.rng import rng_state
 from roomier.core.tree import map_tensors
+from roomier.run.checks import check_finite, check_finite_weights
 from roomier.run.logged.metric_state import metric_states, metrics_of
 from roomier.run.run import Run, call
 from roomier.run.saves import WantedSave
@@ -87,8 +88,8 @@ def write_checkpoint(run: Run, wanted: WantedSave) -> None:
     """
     settle_background_save(run)
     run.engine.settle()  # each rank saves its part, also where a hook gathered the whole
-    run.check_finite("before a checkpoint")
-    run.check_finite_weights()
+    check_finite(run, "before a checkpoint")
+    check_finite_weights(run)
     shown = ShownCheckpoint(weights(run) if wanted.weights_only else full_state(run))
     for callback in run.callbacks:
         callback.on_save_checkpoint(run.trainer, seen_by_user(run.module), shown)
