@@ -301,14 +301,14 @@ OPTIMIZERS = {
         RoomierError,
         "configure_optimizers",
         "AdamW",
-        "Make it over self.parameters()",
+        "Create it with self.parameters()",
     ),
     "an optimizer by name and nothing to train": (
         lambda d: d.fit(frozen(d.net(configure_optimizers=lambda self: None)), optimizer="adamw"),
         PlanError,
         "optimizer",
         "'adamw'",
-        "Unfreeze some",
+        "Unfreeze at least one",
     ),
     "an option the optimizer does not have": (
         lambda d: d.fit(d.net(configure_optimizers=lambda self: None), optimizer={"name": "sgd", "momentun": 0.9}),
@@ -382,7 +382,7 @@ SCHEDULERS = {
         RoomierError,
         "configure_optimizers: lr_scheduler",
         "StepLR",
-        "Make it over the optimizer that is returned",
+        "Create it with the optimizer that is returned",
     ),
     "an interval that is not known": (
         lambda d: d.fit(d.net(configure_optimizers=scheduler(step_lr, interval="batch"))),

@@ -1,4 +1,4 @@
-"""bf16-true with an optimizer by name: what float32 masters would give, and back from checkpoints to the bit."""
+"""bf16-true with an optimizer string equals float32 masters, and restores checkpoints bit for bit."""
 
 from __future__ import annotations
 

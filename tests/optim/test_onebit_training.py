@@ -1,4 +1,4 @@
-"""1-bit Adam in training: beside AdamW, through the engine and the Trainer, and what it refuses."""
+"""1-bit Adam in training: compared with AdamW, in the engine and the Trainer, and rejected inputs."""
 
 from __future__ import annotations
 
@@ -236,7 +236,7 @@ def test_its_names(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("keywords", "told"),
+    ("keywords", "message"),
     [
         ({"strategy": "single"}, "strategy.*'single'.*does not go with.*Use strategy='ddp' or 'zero1'"),
         ({"strategy": "zero2", "devices": 2}, "strategy.*'zero2'"),
@@ -248,8 +248,8 @@ def test_its_names(name: str) -> None:
         ({"strategy": {"name": "ddp", "gradient_compression": "powersgd"}}, "gradient_compression.*sends signs"),
     ],
 )
-def test_what_does_not_go_with_it_is_refused(keywords: dict[str, Any], told: str) -> None:
-    with pytest.raises(PlanError, match=f"(?s){told}"):
+def test_unsupported_combinations_are_rejected(keywords: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlanError, match=f"(?s){message}"):
         plan_from_flags(**{"strategy": "ddp", "optimizer": "onebit_adam", **keywords})
 
 
@@ -263,7 +263,7 @@ def clip_by_hand() -> None:
             engine.clip(1.0, algorithm)
 
 
-def test_clipping_by_hand_is_refused(on_ranks: RankPool) -> None:
+def test_clipping_in_a_custom_loop_is_rejected(on_ranks: RankPool) -> None:
     on_ranks(2, clip_by_hand)
 
 
@@ -277,16 +277,16 @@ def test_when_the_variance_is_frozen(capsys: pytest.CaptureFixture[str]) -> None
     assert freeze_step(50, math.inf) == 50
     assert capsys.readouterr().err == ""
     assert freeze_step(1000, 1000) == 1000
-    assert "nothing is compressed: the run has 1000 steps, freeze_step is 1000" in capsys.readouterr().err
+    assert "no step is compressed: the run has 1000 steps, and freeze_step is 1000" in capsys.readouterr().err
     assert freeze_step(50, 1000, warmup=100) == 50
-    assert "while the learning rate still rises" in capsys.readouterr().err
-    with pytest.raises(PlanError, match=r"freeze_step.*needed where the length of the run is not known"):
+    assert "before the end of the learning rate warm-up" in capsys.readouterr().err
+    with pytest.raises(PlanError, match=r"freeze_step.*required if the length of the run is unknown"):
         freeze_step(None, math.inf)
 
 
 @pytest.mark.parametrize("given", [0, -3, 2.5, True, "many"])
-def test_a_freeze_step_that_is_none_is_refused(given: Any) -> None:
-    with pytest.raises(PlanError, match=r"freeze_step.*is not a positive whole number"):
+def test_an_invalid_freeze_step_is_rejected(given: Any) -> None:
+    with pytest.raises(PlanError, match=r"freeze_step.*must be a positive integer"):
         onebit_options({"freeze_step": given}, lambda: 100, 0, cuts=False)
 
 
