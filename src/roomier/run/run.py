@@ -1,4 +1,4 @@
-"""Run: everything one call of fit, validate, test or predict works with."""
+"""Run: the state of one call of fit, validate, test or predict."""
 
 from __future__ import annotations
 
@@ -127,18 +127,17 @@ class Run:
 
     @property
     def counts_empty_steps(self) -> bool:
-        """Whether a step for which ``training_step`` gave no loss counts: for optimizers and schedulers of a
-        LightningModule it does."""
+        """Whether a step counts if ``training_step`` returned no loss. It does for a LightningModule."""
         return self.module.automatic_optimization and isinstance(self.module, LightningAdapter)
 
     def is_at_its_end(self) -> bool:
-        """Whether there is nothing to do for a fit that begins, or goes on, here."""
+        """Return whether a fit that starts or resumes here has no work to do."""
         if self.stop.received is not None or self.batches.num_training == 0:
             return True
         return self.progress.is_step_complete and self.is_over()
 
     def is_over(self) -> bool:
-        """Whether training has come to its end at this save point; a signal is another matter."""
+        """Return whether training ends at this save point. Signals are handled elsewhere."""
         progress, settled = self.progress, self.settled
         if progress.global_step >= settled.step_limit or progress.epoch >= settled.epoch_limit:
             return True
@@ -154,15 +153,15 @@ class Run:
         return request.trainer.should_stop or is_late
 
     def vote(self, *, waits: bool = False) -> None:
-        """Let all ranks obey a signal, or end training, at the same place: every rank must call it there.
+        """Let all ranks obey a signal, or end training, at the same place. Every rank must call this method there.
 
         See [Note: ranks end together] in ``docs/design/train.md``.
 
         Args:
-            waits: for the other ranks: what one of them wants now holds now. Else it holds at the next vote.
+            waits: wait for the other ranks, so that the outcome holds now. Otherwise it holds at the next vote.
 
         Raises:
-            TrainingError: the ranks did not run the same parts of a model that is cut among them.
+            TrainingError: the ranks did not run the same parts of a sharded model.
         """
         if self.settled.ranks.is_alone:
             return
@@ -191,7 +190,7 @@ class Run:
         )
 
     def is_background_save_over(self) -> bool:
-        """Whether the checkpoint that is written beside the training has come to its end, as far as all ranks know."""
+        """Return whether all ranks know that the current background checkpoint has ended."""
         background = self.saves.background
         if background is None or not background.is_busy:
             return False
@@ -200,7 +199,7 @@ class Run:
 
     @property
     def num_steps_in_all(self) -> float:
-        """Optimizer steps done and still to do if nothing ends the run early; infinite where that is not known."""
+        """Optimizer steps of the full run, done and remaining. Infinite if unknown."""
         if not self.module.automatic_optimization:
             return math.inf
         progress, settled, num_batches, num_left = self.progress, self.settled, self.batches.num_training, 0.0
@@ -211,7 +210,7 @@ class Run:
         return max(progress.global_step, min(progress.global_step + num_left, settled.step_limit))
 
     def log_metrics(self, metrics: dict[str, Any]) -> None:
-        """Write one row to the loggers at the current step. Here, and only here, values leave their device."""
+        """Write one row to the loggers at the current step. Values are copied to the host only here."""
         row = {name: _number(name, value) for name, value in metrics.items()}
         if row and self.loggers.loggers:
             self.loggers.log_metrics({"epoch": self.progress.epoch, **row}, self.progress.global_step)

@@ -1,4 +1,4 @@
-"""``trainer.state``: what is called, what runs, and how it stands, in the words that callbacks compare with."""
+"""``trainer.state``: the method that was called, the loop that is running, and the status of the call."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class TrainerFn(StrEnum):
 
 
 class RunningStage(StrEnum):
-    """What runs within it."""
+    """The loop that is running."""
 
     TRAINING = "train"
     SANITY_CHECKING = "sanity_check"
@@ -32,12 +32,12 @@ class RunningStage(StrEnum):
 
     @property
     def dataloader_prefix(self) -> str | None:
-        """What the names of the loader of this stage begin with."""
+        """Prefix of the names of the loaders of this stage."""
         return {"sanity_check": "val", "validate": "val"}.get(self.value, self.value)
 
 
 class TrainerStatus(StrEnum):
-    """How the last call stands."""
+    """The status of the last call."""
 
     INITIALIZING = "initializing"
     RUNNING = "running"

@@ -154,13 +154,12 @@ class LastCall(Settings):
 
     @property
     def callback_metrics(self) -> dict[str, Tensor]:
-        """Everything logged so far by name, of a sanity check while it runs. What is put into it stays until it is
-        logged."""
+        """All logged values by name. A value that a callback assigns stays until its name is logged."""
         return self._shown("callback")
 
     @property
     def logged_metrics(self) -> dict[str, Tensor]:
-        """What the loggers got last, or get next, by name."""
+        """The last row of the loggers, or the next one, by name."""
         return self._shown("logged")
 
     @property
@@ -248,7 +247,7 @@ class LastCall(Settings):
 
     @property
     def train_dataloader(self) -> Any:
-        """What fit reads, as it was passed or defined; None before."""
+        """The training loader as it was passed or defined. None before the first fit."""
         return self.seen_loaders.get("train")
 
     @property
@@ -308,7 +307,7 @@ class LastCall(Settings):
 
     @property
     def seen_loaders(self) -> dict[str, Any]:
-        """What the user passed or defined, by ``"train"``, ``"val"``, ``"test"``, ``"predict"``."""
+        """The loaders that the user passed or defined, by ``"train"``, ``"val"``, ``"test"``, ``"predict"``."""
         return {name: each for data in self.loaders_of_calls.values() for name, each in data.found.items()}
 
     @property
