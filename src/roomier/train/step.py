@@ -35,7 +35,7 @@ class TrainingStep:
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._results = run.results
+        self._results, self._now = run.results, run.now
         self._starts = run.hooks.on_train_batch_start
         self._ends = run.hooks.on_train_batch_end
         self._module = run.module
@@ -68,8 +68,7 @@ class TrainingStep:
         """
         if self.skips_epoch:
             return
-        self.batch_idx = self._first_batch + index
-        self._run.now.batch_idx = self.batch_idx
+        self.batch_idx = self._now.batch_idx = self._first_batch + index
         self._batch = self._results.batch = batch
         self._results.is_in_batch = True
         for hook in self._starts:
