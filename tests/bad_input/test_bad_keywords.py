@@ -117,7 +117,11 @@ WRONG = {
     "detect_anomaly": [("nan", "Use True or False")],
     "inference_mode": [(None, "Use True or False")],
     "profiler": [("simple", "Use 'torch' or a torch.profiler.profile object"), (True, "Use 'torch'")],
-    "default_root_dir": [(5, "Pass a string or a Path"), (b"runs", "Pass a string or a Path")],
+    "default_root_dir": [
+        (5, "Pass a string or a Path"),
+        (b"runs", "Pass a string or a Path"),
+        ("a\0b", "Remove the NUL byte"),
+    ],
 }
 ROWS = [
     pytest.param(keyword, value, action, id=f"{keyword}-{index}")

@@ -171,6 +171,13 @@ CALLBACKS = {
         "5",
         "Pass a string or a Path",
     ),
+    "a folder with a NUL byte": (
+        lambda d: ModelCheckpoint(dirpath="a\0b"),
+        RoomierError,
+        "ModelCheckpoint(dirpath)",
+        r"'a\x00b'",
+        "Remove the NUL byte",
+    ),
     "two with the same state_key": (
         lambda d: d.fit(callbacks=[Keeps(1), Keeps(2)]),
         RoomierError,

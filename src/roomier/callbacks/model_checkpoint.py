@@ -30,6 +30,7 @@ from roomier.callbacks.monitored import Monitored, check_mode, is_complete_at_ep
 from roomier.core.errors import CheckpointError, RoomierError
 from roomier.core.keywords import explain_unknown_keywords
 from roomier.core.log import notice
+from roomier.core.paths import check_path
 from roomier.core.units import parse_duration_s
 
 if TYPE_CHECKING:
@@ -114,8 +115,8 @@ class ModelCheckpoint(Callback):
         enable_version_counter: bool = True,
         async_save: bool = False,
     ) -> None:
-        if dirpath is not None and not isinstance(dirpath, (str, os.PathLike)):
-            raise _wrong("dirpath", dirpath, "is not a path", "Pass a string or a Path")
+        if dirpath is not None:
+            check_path("ModelCheckpoint(dirpath)", dirpath)
         self.dirpath = None if dirpath is None else os.path.abspath(os.path.expanduser(dirpath))
         self.filename = DEFAULT_TEMPLATE if filename is None else check_template(filename)
         self.monitor = monitor
@@ -467,12 +468,8 @@ class ModelCheckpoint(Callback):
         if not _is_count(self.save_top_k, at_least=-1):
             raise _wrong("save_top_k", self.save_top_k, "is not a number it can be", "Use -1 (all), 0 (none), or more")
         if self.monitor is None and self.save_top_k > 1:
-            raise _wrong(
-                "save_top_k",
-                self.save_top_k,
-                "ranks checkpoints, but there is no monitor",
-                "Set monitor, or use -1 or 1",
-            )
+            problem = "ranks checkpoints, but there is no monitor"
+            raise _wrong("save_top_k", self.save_top_k, problem, "Set monitor, or use -1 or 1")
         for field in ("every_n_train_steps", "every_n_epochs"):
             value = getattr(self, field)
             if value is not None and not _is_count(value, at_least=0):

@@ -21,6 +21,7 @@ from roomier.api.callback import Callback
 from roomier.api.hparams import is_plain
 from roomier.core.errors import RoomierError
 from roomier.core.log import notice
+from roomier.core.paths import check_path
 from roomier.core.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -43,12 +44,14 @@ class OnExceptionCheckpoint(Callback):
         filename: of the checkpoint in it.
 
     Raises:
-        RoomierError: ``filename`` is empty; when a fit begins, that the strategy cuts the parameters.
+        RoomierError: ``filename`` is empty, or ``dirpath`` is no path. When a fit begins: the strategy shards the
+            parameters.
     """
 
     def __init__(self, dirpath: str | Path, filename: str = "on_exception") -> None:
         if not filename:
             raise RoomierError("OnExceptionCheckpoint(filename)", filename, "is empty", "Give a name")
+        check_path("OnExceptionCheckpoint(dirpath)", dirpath)
         self.dirpath = Path(dirpath)
         self.filename = filename
         self._is_training = False

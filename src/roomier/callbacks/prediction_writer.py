@@ -13,6 +13,7 @@ from torch import Tensor
 from roomier.api.callback import Callback
 from roomier.core.errors import RoomierError
 from roomier.core.keywords import explain_unknown_keywords
+from roomier.core.paths import check_path
 from roomier.core.tree import map_tensors
 
 if TYPE_CHECKING:
@@ -51,8 +52,8 @@ class PredictionWriter(Callback):
     def __init__(
         self, output_dir: str | Path | None = None, write_interval: str = "batch", *, overwrite: bool = False
     ) -> None:
-        if output_dir is not None and not isinstance(output_dir, (str, os.PathLike)):
-            raise _wrong("output_dir", output_dir, "is not a path", "Pass a string or a Path")
+        if output_dir is not None:
+            check_path("PredictionWriter(output_dir)", output_dir)
         if write_interval not in _INTERVALS:
             raise _wrong("write_interval", write_interval, "is unknown", f"Use one of: {', '.join(_INTERVALS)}")
         methods = [f"write_on_{each}_end" for each in write_interval.split("_and_")]

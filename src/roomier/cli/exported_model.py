@@ -12,10 +12,12 @@ import yaml
 from torch import Tensor, nn
 
 from roomier.cli.class_paths import check_class_path
+from roomier.cli.config_files import read_config
 from roomier.cli.saved_config import FILE_NAME
 from roomier.cli.workloads import batch_of
 from roomier.core.errors import RoomierError
 from roomier.core.tree import map_tensors
+from roomier.core.yaml_text import BoundedLoader
 from roomier.export.plain import fill, plain_model
 
 _ARGUMENT = "--model."
@@ -37,7 +39,7 @@ def model_to_export(path: Path, class_path: str | None, others: Sequence[str]) -
     if class_path is not None:
         return plain_model(path, _class(class_path), arguments)
     config = path.resolve().parent.parent / FILE_NAME
-    named = _read(config).get("model") if config.is_file() else None
+    named = read_config(str(config)).get("model") if config.is_file() else None
     if not named:
         problem = f"is not given, and there is no {FILE_NAME} of `roomier fit` that names it"
         raise RoomierError("--model", None, problem, "Pass --model package.module.Class, the class that was trained")
@@ -85,7 +87,12 @@ def _arguments(others: Sequence[str]) -> dict[str, Any]:
         if not name.startswith(_ARGUMENT) or not (is_joined or words):
             action = "Write --model.NAME VALUE for an argument of the model; see `roomier export --help`"
             raise RoomierError("export", name, "is not known, or has no value", action)
-        found[name.removeprefix(_ARGUMENT)] = yaml.safe_load(value if is_joined else words.pop(0))
+        given = value if is_joined else words.pop(0)
+        try:
+            found[name.removeprefix(_ARGUMENT)] = yaml.load(given, Loader=BoundedLoader)
+        except yaml.YAMLError as error:
+            problem = f"is not YAML: {' '.join(str(error).split())}"
+            raise RoomierError(name, given, problem, "Quote it, if it is a text") from error
     return found
 
 
@@ -99,11 +106,6 @@ def _from_config(named: Any, arguments: Mapping[str, Any]) -> nn.Module:
     parser.add_subclass_arguments(nn.Module, "model", fail_untyped=False, required=True)
     model: nn.Module = parser.instantiate(parser.parse_object({"model": named})).model
     return model
-
-
-def _read(path: Path) -> dict[str, Any]:
-    found = yaml.safe_load(path.read_text())
-    return found if isinstance(found, dict) else {}
 
 
 def _from_file(text: str) -> Any:

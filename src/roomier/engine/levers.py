@@ -19,6 +19,7 @@ from roomier.engine.compile import CompileClock, compile_blocks
 from roomier.engine.first_forward import FirstForward, MakeContext, both
 from roomier.loss.chunked import LossWatch, apply_chunked_loss
 from roomier.plan import Plan
+from roomier.precision.lstm import replace_missing_lstm_kernels
 from roomier.precision.policy import Precision
 from roomier.precision.sizes import size_warnings
 
@@ -60,6 +61,7 @@ def apply_levers(plan: Plan, network: nn.Module, device: torch.device, precision
     context = precision.forward_context()
     levers = Levers(network, FirstForward(context if kernel is nullcontext else both(context, kernel)), kernel)
     levers.undo()  # those of an engine before this one
+    replace_missing_lstm_kernels(network, precision)  # innermost: recomputed and compiled blocks call them
     for warning in size_warnings(network, precision, device):
         notice(warning)
     blocks = find_blocks(network)

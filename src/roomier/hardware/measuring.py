@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from roomier.core.errors import RoomierError
+from roomier.core.loopback import keep_on_loopback
 from roomier.hardware.host import num_cores
 from roomier.hardware.measure import DTYPES, disk_rates, memory_rate, operation_seconds, product_rate, update_rate
 from roomier.hardware.measured import Measured, circumstances_of, now
@@ -119,8 +120,8 @@ def _link(name: str, ranks: Sequence[dict[str, Any]]) -> tuple[float, float] | N
 
 
 def _run_ranks(kind: str, num_ranks: int, num_threads: int, seconds: float, scratch: Path) -> list[dict[str, Any]]:
-    environ = {"GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo", **os.environ}
-    environ["OMP_NUM_THREADS"] = str(num_threads)
+    environ = {**os.environ, "OMP_NUM_THREADS": str(num_threads)}
+    keep_on_loopback(environ)
     # Spinning threads take cores from the threads that they wait for if other programs run as well. A product then
     # took a hundred times as long.
     environ.setdefault("OMP_WAIT_POLICY", "passive")

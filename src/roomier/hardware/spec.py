@@ -13,6 +13,7 @@ import yaml
 
 from roomier.core.errors import RoomierError, did_you_mean, nearest
 from roomier.core.units import parse_bytes
+from roomier.core.yaml_text import BoundedLoader
 from roomier.hardware.devices import MOST_PER_NODE, SHEETS, known_names, plain_name, sheet_of
 from roomier.hardware.machine import Device, Link, Machine
 from roomier.hardware.this_machine import this_machine
@@ -67,7 +68,7 @@ def machine_of_file(path: Path, num_nodes: int | None = None) -> Machine:
     """
     try:
         text = path.read_text()
-        content = json.loads(text) if path.suffix.lower() == ".json" else yaml.safe_load(text)
+        content = json.loads(text) if path.suffix.lower() == ".json" else yaml.load(text, Loader=BoundedLoader)
     except (OSError, ValueError, yaml.YAMLError) as error:
         problem = f"cannot be read: {' '.join(str(error).split())}"
         raise RoomierError("hardware", str(path), problem, "Pass a YAML or JSON file with a machine") from error

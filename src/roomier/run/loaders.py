@@ -50,6 +50,7 @@ class RunLoaders:
         self._loaders = loaders
         self._train_loader: Any = None
         self._train: Source | None = None
+        self._sources: list[Source] = []
         self._num_training_batches: float | None = None
         self._pins = pins
 
@@ -97,6 +98,7 @@ class RunLoaders:
                 shuffle_allowed=not self._options.overfit_batches,
                 pin_memory=self._pins,
             )
+            self._sources.append(self._train)
         return self._train
 
     def count_training_batches(self) -> float:
@@ -133,7 +135,13 @@ class RunLoaders:
             Source(loader, name=field, seed=seed, ranks=ranks, training=False, pin_memory=self._pins)
             for loader in loaders
         ]
+        self._sources += sources
         return sources, [options.limit_batches(name, source.num_batches) for source in sources]
+
+    def end(self) -> None:
+        """End the worker processes of all loaders that were read."""
+        for source in self._sources:
+            source.end()
 
     def _find(self, name: str) -> Any:
         found = self._loaders.get(name)

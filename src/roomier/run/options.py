@@ -13,9 +13,12 @@ from typing import Any
 import torch
 
 from roomier.core.errors import RoomierError
+from roomier.core.paths import check_path
 from roomier.core.units import parse_duration_s
 
 DEFAULT_MAX_EPOCHS = 1000
+DEFAULT_HANG_TIMEOUT = "00:00:10:00"
+MAX_HANG_TIMEOUT_S = 1800.0  # then operations of the process group end by themselves
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,7 @@ class LoopOptions:
     benchmark: bool | None = None
     detect_anomaly: bool = False
     profiler: Any = None
+    hang_timeout: str | timedelta | dict[str, int] | None = DEFAULT_HANG_TIMEOUT
     default_root_dir: str | Path | None = None
 
     def __post_init__(self) -> None:
@@ -78,8 +82,11 @@ class LoopOptions:
             )
         if self.max_time is not None:
             parse_duration_s("max_time", self.max_time)
-        if self.default_root_dir is not None and not isinstance(self.default_root_dir, (str, Path)):
-            raise RoomierError("default_root_dir", self.default_root_dir, "is not a path", "Pass a string or a Path")
+        if self.hang_timeout_s is not None and self.hang_timeout_s > MAX_HANG_TIMEOUT_S:
+            problem = "is longer than 30 minutes, after which every collective operation fails"
+            raise RoomierError("hang_timeout", self.hang_timeout, problem, "Use '00:00:30:00' or less, or None")
+        if self.default_root_dir is not None:
+            check_path("default_root_dir", self.default_root_dir)
 
     def _check_flags(self) -> None:
         for name in ("detect_anomaly", "inference_mode"):
@@ -101,6 +108,10 @@ class LoopOptions:
     @cached_property
     def max_time_s(self) -> float | None:  # asked at each step
         return None if self.max_time is None else parse_duration_s("max_time", self.max_time)
+
+    @cached_property
+    def hang_timeout_s(self) -> float | None:
+        return None if self.hang_timeout is None else parse_duration_s("hang_timeout", self.hang_timeout)
 
     def epoch_limit(self) -> float:
         """The number of epochs after which training ends; infinite where steps or time decide."""

@@ -50,6 +50,7 @@ class Now:
         batch_idx: index of the current training micro-batch in its epoch.
         batch_number: index of the current batch of an evaluation among the batches of all ranks. Steps and hooks get
             the index among the batches of their own rank as ``batch_idx``.
+        num_batches_before: ``progress.num_batches`` when this fit began.
         last_loss: loss of the last optimizer step (0-dim, on the device). On several ranks, the share of this rank.
         leaves_out_step: a hook before the update asked to skip it. The step does not count.
         is_in_step: whether the run is between two save points. Its state cannot be resumed exactly there.
@@ -62,6 +63,7 @@ class Now:
 
     batch_idx: int = -1
     batch_number: int = -1
+    num_batches_before: int = 0
     last_loss: Tensor | None = None
     leaves_out_step: bool = False
     is_in_step: bool = False

@@ -129,6 +129,7 @@ def go_back(run: Run, error: GoBackError) -> bool:
 def begin(run: Run) -> bool:
     """What comes before the first step; whether there is one to do."""
     run.vote(waits=True)
+    run.now.num_batches_before = run.progress.num_batches
     has_work = not run.is_at_its_end()
     run.now.is_in_step = has_work
     if has_work:

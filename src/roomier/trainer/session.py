@@ -25,7 +25,7 @@ from roomier.api.overrides import lightning_base
 from roomier.core.device import resolve_device
 from roomier.core.log import notice
 from roomier.data.workers import workers_outlive_signals
-from roomier.launch import join
+from roomier.launch import exits_together, join
 from roomier.planner.out_of_memory import FailedRun, explain_out_of_memory
 from roomier.run.accumulation import Accumulation
 from roomier.run.loaders import RunLoaders
@@ -45,6 +45,7 @@ from roomier.train.opening.open_run import (
 )
 from roomier.train.opening.run_folder import is_run_folder
 from roomier.train.opening.settings import process_settings, profiled
+from roomier.train.position import watch_for_hangs
 from roomier.train.settling.checks import check_call
 from roomier.train.settling.job import global_batch_of
 from roomier.train.settling.micro_batch import CutTo
@@ -120,14 +121,19 @@ def session(trainer: Trainer, request: Request, *, adds_callbacks: bool = True) 
 def _opened_and_closed(trainer: Trainer, request: Request, adds_callbacks: bool) -> Iterator[Run]:
     status, module = "failed", request.module
     run: Run | None = None
+    pins = torch.cuda.is_available() and request.plan.parallel.accelerator in ("auto", "cuda", "gpu")
+    data = RunLoaders(module, request.loaders, request.datamodule, request.options, trainer.ranks, pins=pins)
     try:
         with ExitStack() as stack:
             if any(lightning_base(type(part), Module) is not None for part in module.modules()):
                 stack.enter_context(lent_to_lightning(module, trainer))
+            at_step = partial(_at_step, trainer, request)
+            stack.enter_context(exits_together(trainer.ranks, at_step))
             stop = stack.enter_context(GracefulStop(trainer.ranks.is_alone))
             stack.enter_context(workers_outlive_signals())
+            stack.enter_context(watch_for_hangs(request, trainer.ranks))
             stack.enter_context(process_settings(request.plan, request.options))
-            run = _open(trainer, request, adds_callbacks, stop)
+            run = _open(trainer, request, data, adds_callbacks, stop)
             _show(trainer, run)
             restore_run(run)
             run.profiler = stack.enter_context(profiled(request.options.profiler, run.folder))
@@ -153,6 +159,7 @@ def _opened_and_closed(trainer: Trainer, request: Request, adds_callbacks: bool)
         if run is not None:
             close_run(run, status)
         try:
+            data.end()
             _teardown(trainer, request)
         finally:
             ended = TrainerStatus.FINISHED if status == "success" else TrainerStatus.INTERRUPTED
@@ -161,7 +168,11 @@ def _opened_and_closed(trainer: Trainer, request: Request, adds_callbacks: bool)
         raise SystemExit(128 + (stop.noted or stop.received or 0))
 
 
-def _open(trainer: Trainer, request: Request, adds_callbacks: bool, stop: GracefulStop) -> Run:
+def _at_step(trainer: Trainer, request: Request) -> str:
+    return f"at step {trainer.global_step} of {request.stage}"
+
+
+def _open(trainer: Trainer, request: Request, data: RunLoaders, adds_callbacks: bool, stop: GracefulStop) -> Run:
     """Settle the call and open its run. Keep each fact on the Trainer as soon as it is known."""
     module, ranks = request.module, trainer.ranks
     best = trainer.checkpoint_callback
@@ -169,8 +180,6 @@ def _open(trainer: Trainer, request: Request, adds_callbacks: bool, stop: Gracef
     start = found.start
     trainer.log_dir = str(start.folder or request.root)
     trainer.read_path = None if start.checkpoint is None else str(start.checkpoint)
-    pins = torch.cuda.is_available() and request.plan.parallel.accelerator in ("auto", "cuda", "gpu")
-    data = RunLoaders(module, request.loaders, request.datamodule, request.options, ranks, pins=pins)
     trainer.show_loaders(data)
     if request.is_fit and not request.is_planned:  # otherwise the planner still changes the loaders
         estimate = partial(num_steps_of, Accumulation.of(request.plan, trainer.callbacks), request.options, data)

@@ -26,7 +26,7 @@ from roomier.core.log import notice
 from roomier.launch import join, place, present_launch
 from roomier.loggers.by_name import loggers_from_flag
 from roomier.plan import Plan
-from roomier.run.options import LoopOptions, check_flag
+from roomier.run.options import DEFAULT_HANG_TIMEOUT, LoopOptions, check_flag
 from roomier.run.progress import Progress
 from roomier.run.run import Run, run_of
 from roomier.run.settled import CutBatches
@@ -117,6 +117,8 @@ class Trainer(LastCall):
         detect_anomaly: find the operation that gives NaN (slow).
         inference_mode: evaluate under ``torch.inference_mode`` (else ``no_grad``).
         profiler: ``"torch"`` or a ``torch.profiler.profile``.
+        hang_timeout: on several ranks, end the run if the others wait this long for a rank that hangs in a step; all
+            ranks print their positions after a minute. In the forms of ``max_time``; None sets no limit.
         default_root_dir: where run folders ``version_N`` go (``"runs"``).
 
     Raises:
@@ -175,6 +177,7 @@ class Trainer(LastCall):
         detect_anomaly: bool = False,
         inference_mode: bool = True,
         profiler: Any = None,
+        hang_timeout: str | timedelta | dict[str, int] | None = DEFAULT_HANG_TIMEOUT,
         default_root_dir: str | Path | None = None,
     ) -> None:
         given = with_defaults(locals(), Trainer.__init__)

@@ -23,7 +23,6 @@ from roomier.core.log import notice
 from roomier.core.rng import separate_rng
 from roomier.data.batch_feeds import length_of
 from roomier.data.combined import CombinedLoader
-from roomier.data.source import Source
 from roomier.engine.build import build, configure
 from roomier.engine.eager import EagerEngine
 from roomier.engine.materialise import built_in_parts
@@ -205,7 +204,7 @@ def end_fit(run: Run) -> None:
 
 
 def close_run(run: Run, status: str) -> None:
-    """Close the engine, the loaders and the loggers of ``run``. The model keeps its trained weights.
+    """Close the engine and the loggers of ``run``. The model keeps its trained weights.
 
     Args:
         status: ``"success"``, ``"interrupted"`` or ``"failed"``, for the loggers.
@@ -214,9 +213,6 @@ def close_run(run: Run, status: str) -> None:
     end_background_save(run)
     run.engine.close()
     run.engine.hooks = StepHooks()  # the hooks hold the run, and the run holds the optimizer states
-    sources: list[Source] = [*([run.batches.train] if run.batches.train else []), *run.batches.evaluated]
-    for source in sources:
-        source.close()
     run.loggers.finalize(status)
 
 

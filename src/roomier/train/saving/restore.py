@@ -24,6 +24,7 @@ from roomier.checkpoint.lightning import is_lightning_file
 from roomier.checkpoint.shown import OWN_ENTRIES, ShownCheckpoint
 from roomier.core.errors import CheckpointError
 from roomier.core.log import notice
+from roomier.core.paths import check_path
 from roomier.core.rng import rng_state, seed_everything, set_rng_state
 from roomier.engine.optimizer_state import parameter_names, state_places
 from roomier.plan import Plan
@@ -63,6 +64,7 @@ def resolve_checkpoint(ckpt_path: str | Path | None, root: Path, best_path: str 
         return Path(best_path)
     if not isinstance(ckpt_path, (str, Path)):
         raise CheckpointError("ckpt_path", ckpt_path, "is not a path", "Pass a checkpoint, 'last' or 'best'")
+    check_path("ckpt_path", ckpt_path, CheckpointError)
     return at_home(ckpt_path)
 
 

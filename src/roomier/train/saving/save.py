@@ -14,7 +14,9 @@ from roomier.api.adapt import seen_by_user
 from roomier.api.lightning import LightningAdapter, described_hparams
 from roomier.checkpoint.commit import at_home
 from roomier.checkpoint.shown import ShownCheckpoint, without_objects
+from roomier.core.errors import CheckpointError
 from roomier.core.log import notice
+from roomier.core.paths import check_path
 from roomier.core.rng import rng_state
 from roomier.core.tree import map_tensors
 from roomier.run.checks import check_finite, check_finite_weights
@@ -72,6 +74,7 @@ def save_checkpoint(
         asynchronous: go on as soon as the state is copied to host memory, and write it beside the training.
         when_committed: called in this thread, on every rank, once it is.
     """
+    check_path("filepath", path, CheckpointError)
     wanted = WantedSave(at_home(path), weights_only, asynchronous, when_committed)
     if run.now.is_in_step:
         run.saves.deferred.append(wanted)

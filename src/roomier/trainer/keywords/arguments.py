@@ -87,6 +87,7 @@ FORMER_KEYWORDS: dict[str, str] = {
     "save_total_limit": "Write callbacks=[ModelCheckpoint(save_top_k=...)]",
     "output_dir": "Write default_root_dir",
     "report_to": "Write logger='tensorboard', or logger=True for files",
+    "ddp_timeout": "Write hang_timeout={'seconds': ...}",
     "seed": "Call roomier.seed_everything before the model is made",
     # What else is tried
     "lr": "Write learning_rate",
