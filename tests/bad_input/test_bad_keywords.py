@@ -11,7 +11,7 @@ import torch
 import roomier
 from roomier.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from roomier.core.errors import PlanError, RoomierError
-from roomier.trainer.keywords import FORMER_KEYWORDS
+from roomier.trainer.keywords.arguments import FORMER_KEYWORDS
 
 # keyword -> (wrong value, what to do next), at least one a keyword
 WRONG = {

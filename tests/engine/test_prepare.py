@@ -78,7 +78,7 @@ def test_parity_with_the_trainer(tmp_path, flags):
     assert same_bits(model, ours)
     assert loss.shape == ()
     assert not loss.requires_grad
-    assert float(loss) == float(trainer.run.last_loss)
+    assert float(loss) == float(trainer.run.now.last_loss)
 
 
 def test_clip_returns_the_norm_before():

@@ -76,7 +76,7 @@ def tracked_step(engine: EagerEngine, module: Module, num_micro_batches: int) ->
     def step(tracker: MemoryTracker | None = None) -> None:
         if tracker is not None:
             tracker.enter("forward")
-        engine.forward_backward(module.training_step, [batch] * num_micro_batches)
+        engine.forward_backward(lambda batch, _: module.training_step(batch), [batch] * num_micro_batches)
         if tracker is not None:
             tracker.enter("update")
         engine.step()
@@ -99,7 +99,7 @@ def measured_and_formula(strategy: str) -> list[dict[str, Any]]:
         before = predict(module, plan, rank=ranks.world.rank)
         engine = make_engine(plan, module, ranks)
         tracker = tracked_step(engine, module, num_micro_batches)
-        engine.release()
+        engine.settle()
         after = predict_built(engine, plan, ranks.world.rank)
         found.append(
             {

@@ -76,7 +76,8 @@ def learn(strategy: str, optimizer: dict[str, Any], num_steps: int, width: int, 
     losses = []
     for step in range(num_steps):
         loss = engine.forward_backward(
-            module.training_step, [sentences(8, seed=step)[ranks.world.rank :: ranks.world.size]]
+            lambda batch, _: module.training_step(batch),
+            [sentences(8, seed=step)[ranks.world.rank :: ranks.world.size]],
         )
         assert loss is not None
         engine.step()
@@ -124,7 +125,7 @@ def train_in_full_precision(setup: Setup, strategy: str) -> dict[str, Tensor]:
     )
     engine, _, ranks = engine_of(task, plan, 2000)
     for parts_of_ranks in batches_of(task, setup):
-        engine.forward_backward(task.training_step, parts_of_ranks[ranks.world.rank])
+        engine.forward_backward(lambda batch, _: task.training_step(batch), parts_of_ranks[ranks.world.rank])
         engine.step()
     return whole_weights(task)
 
@@ -148,7 +149,7 @@ def begin_apart() -> list[float]:
     engine, _, ranks = engine_of(module, plan, 20)
     for step in range(6):
         generator = torch.Generator().manual_seed(2 * step + ranks.world.rank)
-        engine.forward_backward(module.training_step, [torch.randn(8, 4, generator=generator)])
+        engine.forward_backward(lambda batch, _: module.training_step(batch), [torch.randn(8, 4, generator=generator)])
         engine.step()
     return [each.double().sum().item() for each in module.network.state_dict().values()]
 
@@ -256,7 +257,7 @@ def clip_by_hand() -> None:
     module = Speaker()
     plan = plan_from_flags(strategy="ddp", accelerator="cpu", devices=2, optimizer="onebit_adam")
     engine, _, _ = engine_of(module, plan, 20)
-    engine.forward_backward(module.training_step, [sentences(2, 0)])
+    engine.forward_backward(lambda batch, _: module.training_step(batch), [sentences(2, 0)])
     for algorithm in ("norm", "value"):
         with pytest.raises(TrainingError, match="no rank has the gradient of the whole batch"):
             engine.clip(1.0, algorithm)

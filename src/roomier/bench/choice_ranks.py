@@ -75,7 +75,7 @@ class Running:
             self.step()
 
     def step(self) -> None:
-        self.engine.forward_backward(self._module.training_step, list(self._batches))
+        self.engine.forward_backward(lambda batch, _: self._module.training_step(batch), list(self._batches))
         self.engine.step()
 
     def peak_bytes(self) -> int:

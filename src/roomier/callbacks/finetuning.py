@@ -17,7 +17,7 @@ from roomier.core.log import notice
 
 if TYPE_CHECKING:
     from roomier.api.module import Module
-    from roomier.trainer import Trainer
+    from roomier.api.trainer_view import TrainerView
 
 Modules = nn.Module | Iterable[Any]
 """A module, or modules in lists within lists."""
@@ -33,7 +33,7 @@ class BaseFinetuning(Callback):
     """
 
     def __init__(self) -> None:
-        self._trainer: Trainer | None = None
+        self._trainer: TrainerView | None = None
         self._module: Any = None
         self._num_configured: dict[Optimizer, int] = {}
 
@@ -138,14 +138,14 @@ class BaseFinetuning(Callback):
 
     # The run ------------------------------------------------------------------------------------------------------
 
-    def setup(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
+    def setup(self, trainer: TrainerView, pl_module: Module, stage: str) -> None:
         if stage == "fit":
             self._trainer, self._module, self._num_configured = trainer, pl_module, {}
             self.freeze_before_training(pl_module)
 
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: Module) -> None:
+    def on_train_epoch_start(self, trainer: TrainerView, pl_module: Module) -> None:
         engine = trainer.engine
-        engine.release()  # parameters as the optimizer holds them
+        engine.settle()  # parameters as the optimizer holds them
         trained = _trained(engine.module)
         self._note_configured(trainer)
         for optimizer in trainer.optimizers:
@@ -154,7 +154,7 @@ class BaseFinetuning(Callback):
         if _trained(engine.module) != trained:
             engine.trained_parameters_changed()
 
-    def teardown(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
+    def teardown(self, trainer: TrainerView, pl_module: Module, stage: str) -> None:
         self._trainer = self._module = None
         self._num_configured = {}
 
@@ -195,13 +195,13 @@ class BaseFinetuning(Callback):
         trainer.engine.trained_parameters_changed()
         return {}
 
-    def _note_configured(self, trainer: Trainer) -> None:
+    def _note_configured(self, trainer: TrainerView) -> None:
         """How many groups the optimizers had before anything was unfrozen."""
         for optimizer in trainer.optimizers:
             self._num_configured.setdefault(optimizer, len(optimizer.param_groups))
 
     @staticmethod
-    def _extend_schedulers(trainer: Trainer) -> None:
+    def _extend_schedulers(trainer: TrainerView) -> None:
         # A scheduler keeps a first rate, and LambdaLR a function, for each group there was when it was made.
         for config in trainer.lr_scheduler_configs:
             scheduler = config.scheduler

@@ -26,7 +26,7 @@ from roomier.core.ranks import Ranks
 
 if TYPE_CHECKING:
     from roomier.api.module import Module
-    from roomier.trainer import Trainer
+    from roomier.api.trainer_view import TrainerView
 
 _WHOLE_ON_EACH_RANK = ("single", "ddp")
 
@@ -61,7 +61,7 @@ class OnExceptionCheckpoint(Callback):
         """Where the first rank writes."""
         return str(self.dirpath / self.filename)
 
-    def setup(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
+    def setup(self, trainer: TrainerView, pl_module: Module, stage: str) -> None:
         self._is_training, strategy = False, trainer.plan.parallel.strategy
         if stage == "fit" and strategy not in _WHOLE_ON_EACH_RANK:
             raise RoomierError(
@@ -71,13 +71,13 @@ class OnExceptionCheckpoint(Callback):
                 "Use ModelCheckpoint(every_n_train_steps=...), from which a run goes on exactly",
             )
 
-    def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
+    def on_train_start(self, trainer: TrainerView, pl_module: Module) -> None:
         self._is_training = True
 
-    def on_train_end(self, trainer: Trainer, pl_module: Module) -> None:
+    def on_train_end(self, trainer: TrainerView, pl_module: Module) -> None:
         self._is_training = False
 
-    def on_exception(self, trainer: Trainer, pl_module: Module, exception: BaseException) -> None:
+    def on_exception(self, trainer: TrainerView, pl_module: Module, exception: BaseException) -> None:
         run = trainer.run
         if run is None or not self._is_training or not run.progress.global_step:
             return
@@ -102,8 +102,8 @@ class OnExceptionCheckpoint(Callback):
             notice(f"OnExceptionCheckpoint: the weights could not be saved: {error}")
             return
         way = "no checkpoint was written to go on from exactly"
-        if run.saved_path is not None:
-            way = f"the run goes on exactly from {run.saved_path} (step {run.saved_step})"
+        if run.saves.path is not None:
+            way = f"the run goes on exactly from {run.saves.path} (step {run.saves.step})"
         notice(f"{type(exception).__name__} in the step after {step}: the weights are saved in {path}; {way}")
 
 

@@ -18,7 +18,7 @@ from roomier.core.tree import map_tensors
 
 if TYPE_CHECKING:
     from roomier.api.module import Module
-    from roomier.trainer import Trainer
+    from roomier.api.trainer_view import TrainerView
 
 _INTERVALS = ("batch", "epoch", "batch_and_epoch")
 _PLAIN = (str, int, float, bool, type(None))
@@ -64,7 +64,7 @@ class PredictionWriter(Callback):
         self.interval = write_interval
         self.overwrite = overwrite
 
-    def on_predict_start(self, trainer: Trainer, pl_module: Module) -> None:
+    def on_predict_start(self, trainer: TrainerView, pl_module: Module) -> None:
         if self.output_dir is not None:
             trainer.ranks.on_zero(self._make_folder)
             self.output_dir.mkdir(parents=True, exist_ok=True)  # ranks on other machines may not share it
@@ -86,7 +86,7 @@ class PredictionWriter(Callback):
 
     def on_predict_batch_end(
         self,
-        trainer: Trainer,
+        trainer: TrainerView,
         pl_module: Module,
         outputs: Any,
         batch: Any,
@@ -97,14 +97,14 @@ class PredictionWriter(Callback):
             indices = trainer.predict_loop.current_batch_indices
             self.write_on_batch_end(trainer, pl_module, outputs, indices, batch, batch_idx, dataloader_idx)
 
-    def on_predict_epoch_end(self, trainer: Trainer, pl_module: Module) -> None:
+    def on_predict_epoch_end(self, trainer: TrainerView, pl_module: Module) -> None:
         if "epoch" in self.interval:
             loop = trainer.predict_loop
             self.write_on_epoch_end(trainer, pl_module, loop.predictions, loop.epoch_batch_indices)
 
     def write_on_batch_end(
         self,
-        trainer: Trainer,
+        trainer: TrainerView,
         pl_module: Module,
         prediction: Any,
         batch_indices: Sequence[int] | None,
@@ -123,7 +123,7 @@ class PredictionWriter(Callback):
         _save(prediction, self.output_dir / f"predictions-{dataloader_idx}-{number:06d}.pt")
 
     def write_on_epoch_end(
-        self, trainer: Trainer, pl_module: Module, predictions: Sequence[Any], batch_indices: Sequence[Any]
+        self, trainer: TrainerView, pl_module: Module, predictions: Sequence[Any], batch_indices: Sequence[Any]
     ) -> None:
         """Write all ``predictions`` of this rank: for each batch, or for each loader a list of these."""
         assert self.output_dir is not None

@@ -11,8 +11,8 @@ from torch import nn
 from roomier.adapters.lora import apply_lora, quantise_base
 from roomier.api.blocks import find_blocks
 from roomier.api.hparams import HyperParameters
-from roomier.api.lightning import is_one, overrides
 from roomier.api.module import Module
+from roomier.api.overrides import is_one, overrides
 from roomier.api.wrapped import network_of
 from roomier.checkpoint.lightning import LightningFile, is_lightning_file
 from roomier.checkpoint.shown import OWN_ENTRIES, ShownCheckpoint

@@ -12,8 +12,8 @@ from jsonargparse import ArgumentParser
 from roomier.core.errors import RoomierError, did_you_mean
 from roomier.core.keywords import what_to_write
 from roomier.trainer import Trainer
-from roomier.trainer.former_flags import written_today
-from roomier.trainer.keywords import FORMER_KEYWORDS
+from roomier.trainer.keywords.arguments import FORMER_KEYWORDS
+from roomier.trainer.keywords.former_flags import written_today
 
 _TRAINER = "--trainer."
 _FORMER = "is a flag of former years"

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -14,7 +12,6 @@ from roomier.activation.block_forward import Recompute
 from roomier.activation.recompute import apply_recompute
 from roomier.api.blocks import find_blocks
 from roomier.attention.kernels import attention_context
-from roomier.attention.watch import AttentionReport, AttentionWatch
 from roomier.core.log import notice
 from roomier.core.ranks import Ranks
 from roomier.core.wrapped_forward import unwrap
@@ -52,10 +49,6 @@ class Levers:
     def undo(self) -> None:
         """The network as it was; what was trained stays."""
         unwrap(self.network)
-
-    def watch_attention(self, tell: Callable[[AttentionReport], Any]) -> None:
-        """Call ``tell`` once, after the next forward of training, with the kernels that computed attention in it."""
-        self.forward_context.watches.append(AttentionWatch(tell))
 
 
 def apply_levers(plan: Plan, network: nn.Module, device: torch.device, precision: Precision, ranks: Ranks) -> Levers:

@@ -11,8 +11,8 @@ from torch import nn
 
 from roomier import checkpoint
 from roomier.adapters.layers import is_adapter
-from roomier.api.lightning import lightning_base
 from roomier.api.module import Module
+from roomier.api.overrides import lightning_base
 from roomier.checkpoint.lightning import LightningFile, is_lightning_file
 from roomier.checkpoint.module import make_module
 from roomier.core.errors import CheckpointError

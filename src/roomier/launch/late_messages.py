@@ -44,7 +44,7 @@ def end_of(late: Sequence[Late], end_s: float) -> TrainingError:
     """The error that ends the run."""
     names = ", ".join(str(each.rank) for each in late[:_NUM_SHOWN])
     action = (
-        f"See the reported stack of rank {names}; if it ends in a collective operation, the ranks ran different layers. "
+        f"See the reported stack of rank {names}; if it ends in a collective, the ranks ran different layers. "
         "Resume with ckpt_path='last'. If ranks may wait that long, set a longer hang_timeout, or None for no limit"
     )
     return TrainingError("hang_timeout", timedelta(seconds=end_s), problem_of(late), action)

@@ -7,7 +7,7 @@ from typing import Any
 
 from roomier.core.errors import RoomierError, TrainingError, shorten
 from roomier.core.tree import tensors
-from roomier.train.run import Window
+from roomier.run.progress import Window
 
 
 def note_batches(error: Exception, window: Window) -> None:

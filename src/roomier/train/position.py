@@ -11,14 +11,13 @@ import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from types import FrameType
-from typing import TYPE_CHECKING
 
 from roomier.api.hooks import CALLBACK_HOOKS, SHARED_HOOKS
+from roomier.api.trainer_view import TrainerView
+from roomier.core.ranks import Ranks
 from roomier.launch.records import Activity, Position
-from roomier.train.run import Run
-
-if TYPE_CHECKING:
-    from roomier.trainer import Trainer
+from roomier.run.run import Run
+from roomier.run.settled import Request
 
 _HOOKS = frozenset((*SHARED_HOOKS, *CALLBACK_HOOKS))
 _DEBUGGERS = ("bdb", "pdb", "code", "IPython.core.debugger", "IPython.terminal.embed")
@@ -30,8 +29,7 @@ _LONG = {
     "triton.runtime.autotuner": "compiling",
     "torch.profiler": "profiling",
     "roomier.checkpoint": "checkpoint",
-    "roomier.train.save": "checkpoint",
-    "roomier.train.restore": "checkpoint",
+    "roomier.train.saving": "checkpoint",
     "roomier.loggers": "logging",
     "roomier.tuner": "tuning",
 }
@@ -42,17 +40,17 @@ _FIT = "roomier.train.fit"
 class TrainingThread:
     """The calling thread, which runs ``trainer``, as other threads see it."""
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: TrainerView) -> None:
         self._trainer = trainer
         self._ident = threading.get_ident()
 
     def position(self) -> Position:
         """Return the position of the thread."""
-        run = self._trainer.run
+        run: Run | None = self._trainer.run
         if run is None:
             return Position(Activity.LONG, "setup")
         is_evaluation = run.results.stage not in (None, "train")
-        batch = run.batch_number if is_evaluation else run.batch_idx
+        batch = run.now.batch_number if is_evaluation else run.now.batch_idx
         return Position(*self._activity(run), run.progress.global_step, max(0, batch))
 
     def stack(self) -> str:
@@ -76,7 +74,7 @@ class TrainingThread:
             return Activity.LONG, str(run.results.stage)
         if not is_in_fit:
             return Activity.LONG, "setup"
-        if run.progress.num_batches == run.num_batches_before:
+        if run.progress.num_batches == run.now.num_batches_before:
             return Activity.LONG, "first step"
         if loads_data:
             is_first = run.progress.batch_idx == 0
@@ -99,15 +97,15 @@ class TrainingThread:
         return [frames[self._ident], *others] if self._ident in frames else others
 
 
-def watch_for_hangs(trainer: Trainer) -> AbstractContextManager[None]:
-    """Watch the ranks of ``trainer`` inside, as ``hang_timeout`` says."""
-    limit_s = trainer.options.hang_timeout_s
-    if trainer.ranks.is_alone or limit_s is None:
+def watch_for_hangs(request: Request, ranks: Ranks) -> AbstractContextManager[None]:
+    """Watch the ranks of a call inside, as ``hang_timeout`` says."""
+    limit_s = request.options.hang_timeout_s
+    if ranks.is_alone or limit_s is None:
         return nullcontext()
-    from roomier.launch.heartbeat import WatchedRun, watched  # here: one process does not need it
-    from roomier.launch.judge import Limits
+    from roomier.launch.heartbeat import WatchedRun, watched  # late: one process does not need it
+    from roomier.launch.judge import Limits  # late: one process does not need it
 
-    thread = TrainingThread(trainer)
+    thread = TrainingThread(request.trainer)
     return watched(WatchedRun(Limits(limit_s), thread.position, thread.stack))
 
 
