@@ -132,7 +132,7 @@ class EagerEngine:
         return self._end_window(window)
 
     def _begin_window(self, step: Step, batches: Sequence[Any]) -> _Window:
-        if self.hooks.zero_grad is None and not self._are_gradients_free():
+        if self.hooks.zero_grad is None and not self._freed_gradients:
             self.zero_grad()
         self._freed_gradients = False
         if self._updates is not None:
@@ -230,6 +230,7 @@ class EagerEngine:
 
     def forward(self, step: Callable[[Any], Any], batch: Any) -> Any:
         parallel = self._parallel
+        self._freed_gradients = False  # as in settle()
         if parallel is not None:
             parallel.begin_micro_batch(is_first=False, is_last=True)
         with self._context():
@@ -247,6 +248,7 @@ class EagerEngine:
 
     def settle(self) -> None:
         """Free parameters that were gathered from other ranks. No update is pending in this engine."""
+        self._freed_gradients = False  # an evaluation that follows can run a backward, which leaves gradients
         if self._parallel is not None:
             self._parallel.release()
 
@@ -349,10 +351,6 @@ class EagerEngine:
             each.zero_grad()
         self._freed_gradients = True
 
-    def _are_gradients_free(self) -> bool:
-        # Code between two windows may run a backward of its own, such as a validation that needs gradients.
-        return self._freed_gradients and not any(map(_has_gradient, self._parameters()))
-
     def _parameters(self) -> Iterator[Tensor]:
         return (each for optimizer in self.optimizers for group in optimizer.param_groups for each in group["params"])
 
@@ -438,10 +436,6 @@ class _Closure:
         if window.left_out and window.loss is not None:  # now: an update may follow
             self._engine._weigh_again(window)
         return window.last_loss
-
-
-def _has_gradient(parameter: Tensor) -> bool:
-    return parameter.grad is not None
 
 
 def _on_host(count: Any) -> Any:
