@@ -44,14 +44,14 @@ def end_of(late: Sequence[Late], end_s: float) -> TrainingError:
     """The error that ends the run."""
     names = ", ".join(str(each.rank) for each in late[:_NUM_SHOWN])
     action = (
-        f"See the reported stack of rank {names}; if it ends in a collective operation, the ranks ran different layers. "
+        f"See the reported stack of rank {names}; if it ends in a collective, the ranks ran different layers. "
         "Resume with ckpt_path='last'. If ranks may wait that long, set a longer hang_timeout, or None for no limit"
     )
     return TrainingError("hang_timeout", timedelta(seconds=end_s), problem_of(late), action)
 
 
 def problem_of(late: Sequence[Late]) -> str:
-    """What is known of each late rank."""
+    """Describe each late rank."""
     shown = "; ".join(map(_problem, late[:_NUM_SHOWN]))
     return shown if len(late) <= _NUM_SHOWN else f"{shown}; and {len(late) - _NUM_SHOWN} more ranks"
 
