@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from roomier.train.options import MAX_HANG_TIMEOUT_S, LoopOptions
 
 import roomier
 from roomier.bench.calls import CallCount, folder_of
@@ -24,7 +25,6 @@ from roomier.core import torch_private
 from roomier.core.errors import RoomierError
 from roomier.launch.environment import RANK_VARIABLES
 from roomier.launch.group import _COLLECTIVE_TIMEOUT
-from roomier.train.options import MAX_HANG_TIMEOUT_S, LoopOptions
 from tests.ranks.pool import RankPool
 
 PROGRAM = Path(__file__).parent / "programs" / "hang.py"
@@ -67,8 +67,8 @@ RUNS: dict[str, Callable[[Path], Outcome]] = {
     "deadlock 1": lambda notes: run(notes, "deadlock", 1, strategy="zero2", devices=2, **BOUND),
     "stopped 0": lambda notes: run(notes, "stopped", 0, strategy="ddp", devices=2, **BOUND),
     "deadlock 0": lambda notes: run(notes, "deadlock", 0, TORCHRUN, strategy="zero3", **BOUND),
-    "slow hook 1": lambda notes: run(notes, "slow hook", 1, strategy="ddp", devices=2, **BOUND),
-    "slow step 1": lambda notes: run(notes, "slow step", 1, strategy="ddp", devices=2, hang_timeout={"seconds": 10}),
+    "slow hook 0": lambda notes: run(notes, "slow hook", 0, strategy="ddp", devices=2, **BOUND),
+    "slow step 1": lambda notes: run(notes, "slow step", 1, strategy="ddp", devices=2, hang_timeout={"seconds": 60}),
 }
 QUICK = ("stopped 1", "deadlock 1")
 
@@ -100,13 +100,18 @@ def test_so_is_rank_zero(more_outcomes: dict[str, Outcome], name: str) -> None:
     check_end(name, more_outcomes[name])
 
 
+def heartbeat_lines(outcome: Outcome) -> list[str]:
+    """Lines of the heartbeat, without notes of a slow start, which a busy machine causes under such small bounds."""
+    lines = [line for line in outcome.stderr.splitlines() if line.startswith("roomier: heartbeat:")]
+    return [line for line in lines if ": setup, step 0" not in line and ": first step, step 0" not in line]
+
+
 def check_end(name: str, outcome: Outcome) -> None:
     how, late = name.split()
     other = "1" if late == "0" else "0"
     sign = "given no sign of life" if how == "stopped" else "not moved"
     position = "training step, step 3, batch 3"
-    lines = [line for line in outcome.stderr.splitlines() if line.startswith("roomier: heartbeat:")]
-    lines = [line for line in lines if "hang_timeout does not apply" not in line]  # a slow start on a busy machine
+    lines = heartbeat_lines(outcome)
     assert re.search(
         rf"rank {late} \(process \d+ on .*\) has {sign} for .*{position}.*If that does not change", lines[0]
     )
@@ -125,12 +130,12 @@ def check_end(name: str, outcome: Outcome) -> None:
 
 
 @pytest.mark.slow
-def test_a_slow_hook_is_noted_and_the_run_goes_to_its_end(more_outcomes: dict[str, Outcome]) -> None:
-    outcome = more_outcomes["slow hook 1"]
+def test_a_slow_hook_is_noted_and_the_run_completes(more_outcomes: dict[str, Outcome]) -> None:
+    outcome = more_outcomes["slow hook 0"]
     assert outcome.code == 0
-    [line] = [line for line in outcome.stderr.splitlines() if "heartbeat" in line]
+    [line] = heartbeat_lines(outcome)
     assert re.search(
-        r"other ranks have waited .* for rank 1 .*: on_train_batch_end, step 4, batch 3 \(hang_timeout", line
+        r"other ranks have waited .* for rank 0 .*: on_train_batch_end, step 4, batch 3 \(hang_timeout", line
     )
     assert outcome.stdout.count("steps 6") == 2
 
@@ -163,7 +168,7 @@ def test_ranks_that_are_stopped_and_continued_together_are_not_reported(tmp_path
     outcome = run(tmp_path / "run", "nothing", 1, strategy="ddp", devices=2, **BOUND)
     stopper.join()
     assert outcome.code == 0
-    assert "heartbeat" not in outcome.stderr
+    assert heartbeat_lines(outcome) == []
     assert outcome.seconds > 15.0
 
 

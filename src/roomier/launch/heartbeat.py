@@ -120,7 +120,7 @@ class Heartbeat:
         self._threads: list[threading.Thread] = []
 
     def watch(self, run: WatchedRun | None) -> None:
-        """Watch ``run``, or nothing. What was judged of an earlier run is forgotten."""
+        """Watch ``run`` with a new judge; None watches no run."""
         self._judge = None if run is None else Judge(run.limits, _process_state)
         self.run = run
         if run is not None and not self._threads:

@@ -51,7 +51,7 @@ def end_of(late: Sequence[Late], end_s: float) -> TrainingError:
 
 
 def problem_of(late: Sequence[Late]) -> str:
-    """What is known of each late rank."""
+    """Describe each late rank."""
     shown = "; ".join(map(_problem, late[:_NUM_SHOWN]))
     return shown if len(late) <= _NUM_SHOWN else f"{shown}; and {len(late) - _NUM_SHOWN} more ranks"
 

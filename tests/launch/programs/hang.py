@@ -25,10 +25,13 @@ AT_BATCH = 3
 def wait_for_heartbeat(step: int) -> None:
     """Wait until this rank has published that it is at ``step``."""
     thread = heartbeat._heartbeat
-    while thread._record.position.step < step:
-        time.sleep(0.02)
+    wait_until(lambda: thread._record.position.step >= step)
     beat = thread._record.beat
-    while thread._record.beat < beat + 2:
+    wait_until(lambda: thread._record.beat >= beat + 2)
+
+
+def wait_until(condition) -> None:
+    while not condition():
         time.sleep(0.02)
 
 
@@ -40,8 +43,11 @@ def hang_here() -> None:
         lock = threading.Lock()
         lock.acquire()
         lock.acquire()
-    if HOW in ("slow hook", "slow step"):
-        time.sleep(8.0)
+    thread = heartbeat._heartbeat
+    if HOW == "slow step":
+        wait_until(lambda: thread._last_number > 0)  # it was reported
+    if HOW == "slow hook":  # on rank 0, which prints the note
+        wait_until(lambda: any(phase == "on_train_batch_end" for _, phase in thread._noted))
 
 
 class Model(roomier.Module):
@@ -54,6 +60,8 @@ class Model(roomier.Module):
             wait_for_heartbeat(batch_idx)
             if os.environ["RANK"] == str(RANK) and HOW != "slow hook":
                 hang_here()
+        if batch_idx == AT_BATCH + 1 and HOW == "slow step":  # the judge has time to see that the rank moves
+            wait_until(lambda: heartbeat._heartbeat._verdict is None)
         return self.net(batch).pow(2).mean()
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
