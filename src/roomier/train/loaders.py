@@ -14,6 +14,7 @@ from roomier.core.errors import DataError
 from roomier.data.batch_size import batch_size_of, with_batch_size
 from roomier.data.combined import CombinedLoader, as_loaders, training_loader
 from roomier.data.first_batch import first_batch
+from roomier.data.lengths import check_counts
 from roomier.data.source import Source
 from roomier.train.accumulation import num_steps_between
 
@@ -108,6 +109,7 @@ class RunLoaders:
             return [], []
         seed, ranks = torch.initial_seed() % 2**63, self._trainer.ranks
         loaders = as_loaders(self._find(name), field)
+        check_counts(ranks.gather(len(loaders)), field, loaders)
         if name == "predict":
             for loader in loaders:
                 _check_is_predicted(loader, field)

@@ -284,22 +284,29 @@ class Run:
             losses = self.ranks.gather(self.loss_number())
         if self.engine.scaler is not None and self.engine.scaler.factor >= 1.0:
             return
-        for rank, loss in enumerate(losses or [self.loss_number()]):
-            if loss is None or math.isfinite(loss):
-                continue
-            on_rank = "" if self.ranks.is_alone else f" on rank {rank}"
+        losses = losses or [self.loss_number()]
+        found = [rank for rank, loss in enumerate(losses) if loss is not None and not math.isfinite(loss)]
+        if found:
             problem = (
-                f"is not finite{on_rank} at step {self.progress.global_step} ({where}; it is looked at every "
+                f"is not finite{self._on(found)} at step {self.progress.global_step} ({where}; it is looked at every "
                 f"log_every_n_steps={self.options.log_every_n_steps} steps, before each checkpoint and after each "
                 "epoch)"
             )
-            raise TrainingError("loss", loss, *self._explained(problem))
+            raise TrainingError("loss", losses[found[0]], *self._explained(problem, found))
 
-    def _explained(self, problem: str) -> tuple[str, str]:
-        """``problem`` with its cause as far as the batches of the last step show it, and what to do."""
+    def _on(self, ranks: Sequence[int]) -> str:
+        """Where something was found, in the words of an error."""
+        if self.ranks.is_alone:
+            return ""
+        if len(ranks) == self.ranks.world.size:
+            return f" on all {len(ranks)} ranks"
+        return f" on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+    def _explained(self, problem: str, found: Sequence[int]) -> tuple[str, str]:
+        """``problem`` on the ranks ``found``, with its cause if the last batch shows it, and what to do."""
         empty = self._batch_without_terms()
         if empty is None:
-            return problem, self._way_back()
+            return problem, self._way_back(found)
         action = "Leave such samples out, in the data set or in collate_fn"
         return f"{problem}: {empty}, so the mean over its labels is 0/0", f"{self._saved()} {action}"
 
@@ -323,17 +330,12 @@ class Run:
         Raises:
             TrainingError: a parameter that is trained holds NaN or infinity.
         """
-        for rank, found in enumerate(self.ranks.gather(self._not_finite())):
-            if found is not None:
-                name, value = found
-                on_rank = "" if self.ranks.is_alone else f" on rank {rank}"
-                raise TrainingError(
-                    name,
-                    value,
-                    f"this parameter is not finite{on_rank} after step {self.progress.global_step} (before a "
-                    "checkpoint)",
-                    self._way_back(),
-                )
+        found = {rank: each for rank, each in enumerate(self.ranks.gather(self._not_finite())) if each is not None}
+        if found:
+            name, value = next(iter(found.values()))
+            on_ranks = self._on([rank for rank, (other, _) in found.items() if other == name])
+            problem = f"this parameter is not finite{on_ranks} after step {self.progress.global_step}"
+            raise TrainingError(name, value, f"{problem} (before a checkpoint)", self._way_back(list(found)))
 
     def _not_finite(self) -> tuple[str, float] | None:
         """The name of a parameter that holds NaN or infinity here, and one of them."""
@@ -377,8 +379,10 @@ class Run:
                 "Call self.optimizers().step() in it (not an optimizer kept elsewhere), or set max_epochs",
             )
 
-    def _way_back(self) -> str:
+    def _way_back(self, found: Sequence[int]) -> str:
         advice = "Lower the learning rate, set gradient_clip_val, or find the operation: Trainer(detect_anomaly=True)"
+        if len(found) > 1:  # the sum of the gradients of all ranks has made the weights NaN on all of them
+            advice += ". To find the rank where it begins, set log_every_n_steps=1 as well"
         return f"{self._saved()} {advice}"
 
     def _saved(self) -> str:
