@@ -19,6 +19,7 @@ from roomier.data.combined import CombinedLoader, JointBatches
 from roomier.data.combined_feed import CombinedFeed
 from roomier.data.divided import share_of
 from roomier.data.feeds import Feed
+from roomier.data.lengths import check_lengths, no_batch_on
 from roomier.data.rebuild import tell_epoch
 from roomier.data.share import Share
 from roomier.data.turns import Turn, Turns, without_padding
@@ -101,6 +102,7 @@ class Source:
         self._is_training = training
         self._turns: Turns | None = None
         self._feed: Feed
+        check_lengths(loader, name, ranks, training=training)
         if training:
             self._feed = training_feed(
                 loader,
@@ -205,6 +207,15 @@ class Source:
         roomier does not make the order."""
         return self._feed.sample_indices(first_batch, num_batches)
 
+    def empty_on(self, ranks: Sequence[int]) -> DataError:
+        """The error for an epoch that has no batch on ``ranks``, of loaders for which :attr:`may_end_apart` is true."""
+        return no_batch_on(ranks, self.name, self.loader)
+
+    @property
+    def _agrees_on_ends(self) -> bool:
+        """Whether the loop asks all ranks if they have a batch: it finds the ranks that have none."""
+        return self._is_training and self.may_end_apart and not self._ranks.is_alone
+
     def end_epoch(self) -> None:
         """The running epoch is over, though this rank may have batches left."""
         if self._running is not None:
@@ -259,7 +270,7 @@ class Source:
                 raise
             raise DataError(self.name, self.loader, *failure) from error
         running.is_exhausted = True
-        if running.num_batches == 0:
+        if running.num_batches == 0 and not self._agrees_on_ends:
             raise self._empty()
 
     def state_dict(self) -> dict[str, Any]:

@@ -104,6 +104,7 @@ class Turns:
         is_map = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
         if self._divided_by is not None:
             notice(f"{name}: {self._divided_by} divides it among the ranks; roomier does not divide it again")
+            self._longest = max(ranks.gather(length_of(loader)))
         elif is_map and can_be_rebuilt(loader):
             field = "sampler" if loader.batch_sampler is None else "batch_sampler"
             self._sampler = TurnSampler(getattr(loader, field), ranks.world, self._draws)
@@ -115,8 +116,7 @@ class Turns:
         """Batches of all ranks; ``inf`` where nothing tells."""
         if self._sampler is not None:
             return length_of(self._sampler.inner)
-        num_batches = length_of(self.loader)
-        return num_batches if self._divided_by is None else num_batches * self._ranks.world.size
+        return length_of(self.loader) if self._divided_by is None else self._longest * self._ranks.world.size
 
     def __call__(self, limit: float) -> Iterator[Turn]:
         """At most ``limit`` batches of all ranks.

@@ -38,16 +38,15 @@ def check_finite(run: Run, where: str, losses: Sequence[float | None] | None = N
         losses = run.ranks.gather(run.loss_number())
     if run.engine.scaler.is_on and run.engine.scaler.factor >= 1.0:
         return
-    for rank, loss in enumerate(losses or [run.loss_number()]):
-        if loss is None or math.isfinite(loss):
-            continue
-        on_rank = "" if run.ranks.is_alone else f" on rank {rank}"
+    losses = losses or [run.loss_number()]
+    found = [rank for rank, loss in enumerate(losses) if loss is not None and not math.isfinite(loss)]
+    if found:
         problem = (
-            f"is not finite{on_rank} at step {run.progress.global_step} ({where}; it is looked at every "
+            f"is not finite{_on(run, found)} at step {run.progress.global_step} ({where}; it is looked at every "
             f"log_every_n_steps={run.options.log_every_n_steps} steps, before each checkpoint and after each "
             "epoch)"
         )
-        raise TrainingError("loss", loss, *_explained(run, problem))
+        raise TrainingError("loss", losses[found[0]], *_explained(run, problem, found))
 
 
 def check_finite_weights(run: Run) -> None:
@@ -56,16 +55,12 @@ def check_finite_weights(run: Run) -> None:
     Raises:
         TrainingError: a trained parameter contains NaN or infinity.
     """
-    for rank, found in enumerate(run.ranks.gather(_not_finite(run))):
-        if found is not None:
-            name, value = found
-            on_rank = "" if run.ranks.is_alone else f" on rank {rank}"
-            raise TrainingError(
-                name,
-                value,
-                f"this parameter is not finite{on_rank} after step {run.progress.global_step} (before a checkpoint)",
-                _way_back(run),
-            )
+    found = {rank: each for rank, each in enumerate(run.ranks.gather(_not_finite(run))) if each is not None}
+    if found:
+        name, value = next(iter(found.values()))
+        on_ranks = _on(run, [rank for rank, (other, _) in found.items() if other == name])
+        problem = f"this parameter is not finite{on_ranks} after step {run.progress.global_step}"
+        raise TrainingError(name, value, f"{problem} (before a checkpoint)", _way_back(run, list(found)))
 
 
 def check_trains(run: Run, *, is_epoch_over: bool = False) -> None:
@@ -112,11 +107,20 @@ def _not_finite(run: Run) -> tuple[str, float] | None:
     return None
 
 
-def _explained(run: Run, problem: str) -> tuple[str, str]:
-    """Return ``problem`` with its cause, as far as the batches of the last step show it, and the next action."""
+def _on(run: Run, ranks: Sequence[int]) -> str:
+    """Return the ranks of a finding, as part of an error message."""
+    if run.ranks.is_alone:
+        return ""
+    if len(ranks) == run.ranks.world.size:
+        return f" on all {len(ranks)} ranks"
+    return f" on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def _explained(run: Run, problem: str, found: Sequence[int]) -> tuple[str, str]:
+    """Return ``problem`` on the ranks ``found`` with its cause, if the last batch shows it, and the next action."""
     empty = _batch_without_terms(run)
     if empty is None:
-        return problem, _way_back(run)
+        return problem, _way_back(run, found)
     action = "Leave such samples out, in the data set or in collate_fn"
     return f"{problem}: {empty}, so the mean over its labels is 0/0", f"{_saved(run)} {action}"
 
@@ -135,8 +139,10 @@ def _batch_without_terms(run: Run) -> str | None:
     return None
 
 
-def _way_back(run: Run) -> str:
+def _way_back(run: Run, found: Sequence[int]) -> str:
     advice = "Lower the learning rate, set gradient_clip_val, or find the operation: Trainer(detect_anomaly=True)"
+    if len(found) > 1:  # the summed gradients made the weights NaN on all ranks
+        advice += ". To find the rank where it begins, set log_every_n_steps=1 as well"
     return f"{_saved(run)} {advice}"
 
 

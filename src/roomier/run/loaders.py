@@ -17,6 +17,7 @@ from roomier.core.ranks import Ranks
 from roomier.data.batch_size import batch_size_of, with_batch_size
 from roomier.data.combined import CombinedLoader, as_loaders, training_loader
 from roomier.data.first_batch import first_batch
+from roomier.data.lengths import check_counts
 from roomier.data.source import Source
 from roomier.run.options import LoopOptions
 
@@ -128,6 +129,7 @@ class RunLoaders:
             return [], []
         seed, ranks = torch.initial_seed() % 2**63, self._ranks
         loaders = as_loaders(self._find(name), field)
+        check_counts(ranks.gather(len(loaders)), field, loaders)
         if name == "predict":
             for loader in loaders:
                 _check_is_predicted(loader, field)

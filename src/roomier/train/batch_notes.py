@@ -7,15 +7,17 @@ from typing import Any
 
 from roomier.core.errors import RoomierError, TrainingError, shorten
 from roomier.core.tree import tensors
+from roomier.core.world import World
 from roomier.run.progress import Window
 
 
-def note_batches(error: Exception, window: Window) -> None:
-    """Note on ``error`` of a training step what its batches show."""
-    if isinstance(error, TrainingError) and error.field == "num_loss_terms":
+def note_batches(error: Exception, window: Window, world: World) -> None:
+    """Note on ``error`` of a training step which rank and batches it was, where that matters, and what they show."""
+    if world.size > 1 or (isinstance(error, TrainingError) and error.field == "num_loss_terms"):
         first, last = window.first_batch, window.first_batch + len(window.batches) - 1
         batches = f"batch {first}" if first == last else f"batches {first} to {last}"
-        error.add_note(f"the step was on {batches} of epoch {window.epoch}")
+        on_rank = f" on rank {world.rank}" if world.size > 1 else ""
+        error.add_note(f"the step{on_rank} was on {batches} of epoch {window.epoch}")
     note_text(error, window.batches[0], "train_dataloaders")
 
 

@@ -43,7 +43,7 @@ def fit(run: Run) -> None:
                     try:
                         loss = forward_backward(step, window)
                     except Exception as error:
-                        note_batches(error, run.now.window)
+                        note_batches(error, run.now.window, run.ranks.world)
                         raise
                     if step.skips_epoch:  # gradients of a step that is not to be are left
                         step.end()
@@ -197,7 +197,10 @@ def windows(run: Run, batches: Iterator[Any], step: TrainingStep) -> Iterator[li
         num_wanted = size if size <= num_left else int(num_left)
         window = list(islice(batches, num_wanted))
         if agrees:
-            window = window[: min(run.ranks.gather(len(window)))]
+            counts = run.ranks.gather(len(window))
+            if progress.batch_idx == 0 and 0 in counts:
+                raise run.source.empty_on([rank for rank, count in enumerate(counts) if count == 0])
+            window = window[: min(counts)]
         if not window:
             break
         yield window
