@@ -36,13 +36,14 @@ class FailureNews:
         ask_watcher: what the process that started the ranks of this machine knows, None where it knows nothing.
 
     Attributes:
+        has_error: an uncaught exception ends this rank, perhaps because it lost another one.
         is_failing: this rank ends with an error of its own.
         store: seen by all ranks, once they have met; its own connection, for it is used while others may hang.
     """
 
     def __init__(self, world: World, ask_watcher: Callable[[], str | None] = lambda: None) -> None:
         self.world = world
-        self.is_failing = False
+        self.has_error = self.is_failing = False
         self.store: Store | None = None
         self._ask_watcher = ask_watcher
         self._before: Hook = sys.excepthook
@@ -90,6 +91,7 @@ class FailureNews:
 
     def _end(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         end_in_time()
+        self.has_error = True
         if issubclass(kind, KeyboardInterrupt) and self.world.rank > 0:
             return
         if is_of_lost_peer(error):
