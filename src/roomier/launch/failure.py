@@ -37,6 +37,7 @@ class FailureNews:
         ended_rank: returns a rank of this machine that has ended, and how, as far as this process started the ranks.
 
     Attributes:
+        has_error: an uncaught exception ends this rank, perhaps because it lost another one.
         is_failing: this rank ends with an error of its own.
         has_lost_peer: this rank ends because it could not reach another one.
         where: what the run was doing, for messages.
@@ -45,7 +46,7 @@ class FailureNews:
 
     def __init__(self, world: World, ended_rank: Callable[[], tuple[int, str] | None] = lambda: None) -> None:
         self.world = world
-        self.is_failing = False
+        self.has_error = self.is_failing = False
         self.has_lost_peer = False
         self.where: Callable[[], str] = lambda: ""
         self.store: Store | None = None
@@ -114,6 +115,7 @@ class FailureNews:
 
     def _end(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         end_in_time()
+        self.has_error = True
         if issubclass(kind, KeyboardInterrupt) and self.world.rank > 0:
             return
         if is_of_lost_peer(error):

@@ -26,9 +26,10 @@ from torch.distributed.distributed_c10d import Store
 
 from roomier.core import torch_private
 from roomier.core.world import World
+from roomier.launch.environment import STARTED_BY_ROOMIER
 from roomier.launch.failure import FailureNews, tell_torchrun
 from roomier.launch.judge import TICK_S, Judge, Limits
-from roomier.launch.late_messages import end_of, note_of, position_of, report_of, say
+from roomier.launch.late_messages import end_of, names_of, note_of, position_of, report_of, say
 from roomier.launch.records import Activity, Late, Position, Record, Verdict
 
 _OUTSIDE = Position(Activity.OUTSIDE, "outside of a run")
@@ -158,9 +159,10 @@ class Heartbeat:
         with suppress(DistError, RuntimeError):  # the process that serves the store has ended
             store = self._connect()
             try:
-                while not self._stop.wait(self._tick_s) and not (self._zero and self._zero.has_left):
+                while not self._stop.is_set() and not (self._zero and self._zero.has_left):
                     self._record = self._next_record()
                     exchange(store)
+                    self._stop.wait(self._tick_s)
             finally:
                 self._leave(store)  # after an error too: a rank that publishes no records would seem to hang
 
@@ -196,15 +198,19 @@ class Heartbeat:
         store.set(_key(0), json.dumps({"record": asdict(self._record), "verdict": verdict}))
 
     def _leave(self, store: Store) -> None:
-        """Publish that no record follows. Rank 0, which may serve the store, waits until no rank uses it."""
+        """Publish that no record follows. If rank 0 serves the store, it waits until no rank uses the store."""
         self._record = replace(self._record, has_left=True)
         if self._world.rank > 0:
             store.set(_key(self._world.rank), self._record.to_json())
             self._stop.set()
             return
         self._publish_as_zero(store)
+        # The process that started all ranks ends after them, and so does torchrun's agent.
+        is_parent = STARTED_BY_ROOMIER in os.environ and self._world.local_size == self._world.size
+        if is_parent or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            return
         until = time.monotonic() + self._tick_s + 1.0
-        while not self._news.is_failing and time.monotonic() < until:
+        while not self._news.has_error and time.monotonic() < until:
             if all(record.has_left for record in self._records_of_others(store).values()):
                 return
             time.sleep(0.02)
@@ -219,7 +225,7 @@ class Heartbeat:
         before = self._verdict
         if not hung:
             if before is not None:
-                say(f"rank {', '.join(str(each.rank) for each in before.late)} moves again")
+                say(f"{names_of(before.late)} moves again")
             return None
         ends = any(each.left_s is not None and each.left_s <= 0 for each in hung)
         if before is not None and before.ends == ends and _ranks(before.late) >= _ranks(hung):

@@ -19,6 +19,12 @@ def say(message: str) -> None:
     sys.stderr.flush()
 
 
+def names_of(late: Sequence[Late]) -> str:
+    """The numbers of the late ranks."""
+    names = ", ".join(str(each.rank) for each in late[:_NUM_SHOWN])
+    return f"rank {names}" if len(late) <= _NUM_SHOWN else f"rank {names} and {len(late) - _NUM_SHOWN} more"
+
+
 def note_of(late: Late) -> str:
     """The line for a rank whose activity has no time limit."""
     silence = ", without a sign of life from it" if late.is_silent else ""
@@ -42,9 +48,8 @@ def position_of(rank: int, record: Record, stack: str) -> str:
 
 def end_of(late: Sequence[Late], end_s: float) -> TrainingError:
     """The error that ends the run."""
-    names = ", ".join(str(each.rank) for each in late[:_NUM_SHOWN])
     action = (
-        f"See the reported stack of rank {names}; if it ends in a collective, the ranks ran different layers. "
+        f"See the reported stack of {names_of(late)}; if it ends in a collective, the ranks ran different layers. "
         "Resume with ckpt_path='last'. If ranks may wait that long, set a longer hang_timeout, or None for no limit"
     )
     return TrainingError("hang_timeout", timedelta(seconds=end_s), problem_of(late), action)
