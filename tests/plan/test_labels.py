@@ -1,7 +1,7 @@
-"""Every label of a choice, held against training runs of the plan with and without the choice.
+"""Every label of a choice, verified by training runs of the plan with and without the choice.
 
-The runs of an exact choice have the same bits. The runs of a near choice differ by no more than rounding explains. The
-runs of an approximate choice differ by more than that.
+The runs of an exact choice have the same bits. The runs of a near choice differ within a bound on rounding errors. The
+runs of an approximate choice differ by more than this bound.
 """
 
 from __future__ import annotations
@@ -48,11 +48,10 @@ class Compared:
         option: the keywords of the Trainer that make the choice.
         without: the keywords of the plan without it.
         plain: the recipe of a plain PyTorch loop that trains the same, in the place of ``without``.
-        rounds_to: in which dtype the choice computes or sends intermediate results.
-        strategy: the strategy with which an exact choice is compared on 2 ranks too.
-        num_ranks: on which ``option`` runs.
-        alone: the plan without the choice runs on one rank, with the same global batch.
-        device: the device that the choice needs.
+        rounds_to: dtype to which the choice rounds intermediate results.
+        strategy: strategy with which an exact choice is compared on 2 ranks too.
+        num_ranks: number of ranks of the plan with the choice.
+        alone: if true, the plan without the choice runs on one rank, with the same global batch.
     """
 
     option: Mapping[str, Any]
@@ -62,11 +61,10 @@ class Compared:
     strategy: str | None = None
     num_ranks: int = 1
     alone: bool = False
-    device: str = "cpu"
 
 
 DEFAULT = Compared({}, plain="adamw")
-EPS = 0.1  # of Adam, above the gradients of these runs
+CUDA = {"accelerator": "cuda"}
 CLIPS = {"gradient_clip_val": CLIP}
 LORA = {"lora": {"rank": LORA_RANK, "alpha": LORA_ALPHA}}
 BF16_TRUE = {"precision": "bf16-true"}
@@ -163,8 +161,12 @@ TABLE: dict[str, Compared] = {
     "loss.chunked": Compared({"chunked_loss": 5}),
     "attention.kernel=auto": DEFAULT,
     "attention.kernel=flash": Compared({"attention": "flash"}),
-    "attention.kernel=efficient": Compared({"attention": "efficient"}, device="cuda"),
-    "attention.kernel=cudnn": Compared({"attention": "cudnn"}, rounds_to=torch.bfloat16, device="cuda"),
+    "attention.kernel=efficient": Compared({**CUDA, "attention": "efficient"}, CUDA),
+    "attention.kernel=cudnn": Compared(
+        {**CUDA, "precision": "bf16-mixed", "attention": "cudnn"},
+        {**CUDA, "precision": "bf16-mixed"},
+        rounds_to=torch.bfloat16,
+    ),
     "attention.kernel=math": Compared({"attention": "math"}),
     "adapter.lora_rank": Compared(LORA, plain="lora"),
     "adapter.frozen_base=as_is": Compared(LORA, plain="lora"),
@@ -231,6 +233,8 @@ def test_the_printed_table_has_the_label_of_each_choice() -> None:
 
 # ---- the bounds ------------------------------------------------------------------------------------------------------
 
+EPS = 0.1
+"""eps of Adam in near runs, larger than their gradients."""
 NUM_ADDITIONS = 2 * (GLOBAL_BATCH * CONTEXT + NUM_LAYERS * (3 * WIDTH + 2 * CONTEXT + 4 * WIDTH))
 """Additions in float32 one after the other from a weight to its gradient: the sums of matrix products and attention in
 forward and backward, and the sum over the tokens of the batch."""
@@ -241,9 +245,9 @@ NUM_ROUNDINGS = 2 * (6 * NUM_LAYERS + 1)
 def bound(dtype: torch.dtype, num_roundings: int = NUM_ROUNDINGS) -> float:
     """Return the largest relative difference of two runs of the same mathematics.
 
-    Errors of n roundings add up to sqrt(n) * eps / 2 in the norm of a gradient, and both runs round. The eps of Adam is
-    larger than the gradients here, so updates are proportional to gradients and amplify nothing. Adam's second moment
-    is the square of the gradient, which doubles the relative difference.
+    Errors of n roundings add up to sqrt(n) * eps / 2 in the norm of a gradient, and both runs round. If eps of Adam is
+    large, updates are proportional to gradients and do not amplify the difference. The second moment of Adam is the
+    square of the gradient, which doubles the relative difference.
     """
     found = math.sqrt(NUM_ADDITIONS) * torch.finfo(torch.float32).eps
     if dtype is not torch.float32:
@@ -288,8 +292,8 @@ ON_ONE_RANK = [name for name, compared in TABLE.items() if compared.num_ranks ==
 @pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS.get(name, ())) for name in ON_ONE_RANK])
 def test_a_choice_on_one_rank(name: str) -> None:
     compared = TABLE[name]
-    if compared.device == "cuda" and not torch.cuda.is_available():
-        pytest.skip("the kernel exists on CUDA devices only")
+    if compared.option.get("accelerator") == "cuda" and not torch.cuda.is_available():
+        pytest.skip("the kernel needs a CUDA device")
     assert one_rank(name, compared, LABELS[name]) == ""
 
 
@@ -368,7 +372,8 @@ def test_choices_for_several_ranks(on_ranks: RankPool, num_ranks: int) -> None:
     assert set(found.values()) == {""}, found
 
 
-def test_the_bounds_are_below_an_error_of_a_thousandth() -> None:
-    """A loss that is weighted wrongly by 0.1 % is not near."""
-    wrong = keywords_of({"optimizer": {"lr": 1.001 * LR}}, Kind.NEAR)
-    assert judge(Kind.NEAR, train(wrong), train(keywords_of({}, Kind.NEAR))) != ""
+@pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 1e-4), (torch.float16, 0.02), (torch.bfloat16, 0.1)])
+def test_the_bounds_reject_wrong_updates(dtype: torch.dtype, error: float) -> None:
+    """Updates that are all too large by ``error``, as after a wrong weight of the loss, are not near."""
+    wrong = keywords_of({"optimizer": {"lr": (1 + error) * LR}}, Kind.NEAR)
+    assert judge(Kind.NEAR, train(wrong), train(keywords_of({}, Kind.NEAR)), dtype) != ""
