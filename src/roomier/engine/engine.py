@@ -163,10 +163,11 @@ class Engine(Protocol):
         ...
 
     def check(self, state: Mapping[str, Any]) -> None:
-        """Whether the optimizers' part of ``state``, its tensors not read yet, can be loaded.
+        """Check that the states of optimizers in ``state``, whose tensors need not be read yet, can be loaded.
 
         Raises:
-            CheckpointError: it belongs to other optimizers.
+            CheckpointError: they belong to other optimizers.
+            FormError: a value is malformed.
         """
         ...
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from roomier import checkpoint
+from roomier.checkpoint.run_state import peek_run
 from roomier.core.device import resolve_device
 from roomier.core.errors import RoomierError
 from roomier.core.log import notice
@@ -99,7 +99,7 @@ def _was_fitted(trainer: Trainer, model: nn.Module) -> bool:
 
 def _take_from(trainer: Trainer, model: nn.Module, path: Path) -> None:
     try:
-        record = checkpoint.peek(path)
+        record = peek_run(path)
         stored = Plan.from_dict(record["plan"])
     except (RoomierError, KeyError):  # the fit says what is wrong with it
         return
