@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +22,11 @@ HOUR_NS = 3600 * 10**9
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The time in nanoseconds that new checkpoints record."""
     now = [1_000 * HOUR_NS]
     monkeypatch.setattr("roomier.checkpoint.saving.time.time_ns", lambda: now[0])
-    yield now
+    return now
 
 
 def save(path: Path, step: int) -> Path:

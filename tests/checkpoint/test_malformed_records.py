@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import random
 import shutil
+import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,9 @@ from torch.utils.data import DataLoader, TensorDataset
 import roomier
 from roomier import checkpoint
 from roomier.callbacks import EarlyStopping, ModelCheckpoint, SpikeGuard, Timer
-from roomier.core.errors import RoomierError
+from roomier.checkpoint import TensorSpec
+from roomier.checkpoint.reading import Piece, check_pieces
+from roomier.core.errors import CheckpointError, RoomierError
 
 torchmetrics = pytest.importorskip("torchmetrics")
 
@@ -121,9 +125,8 @@ def places(node: Json, place: tuple[str | int, ...] = ()) -> Iterator[tuple[str 
     """The paths of all values, of long lists the first three."""
     if place:
         yield place
-    for key in (
-        list(node)[:50] if isinstance(node, dict) else range(min(3, len(node))) if isinstance(node, list) else ()
-    ):
+    keys = list(node) if isinstance(node, dict) else range(min(3, len(node))) if isinstance(node, list) else ()
+    for key in keys:
         yield from places(node[key], (*place, key))
 
 
@@ -164,15 +167,18 @@ def resume_from(desk: Desk, path: Path) -> RoomierError | None:
     torch.manual_seed(1)
     net = Net()
     weights, drawn = {name: value.clone() for name, value in net.state_dict().items()}, torch.get_rng_state()
+    error = None
     try:
         trainer, _ = desk.fit(7, path, net)
-    except RoomierError as error:
-        assert all(torch.equal(value, weights[name]) for name, value in net.state_dict().items()), error
-        assert torch.equal(torch.get_rng_state(), drawn), error
-        assert net.mean_loss.update_count == 0, error
-        return error
-    assert trainer.global_step >= 7 or trainer.current_epoch > 1
-    return None
+    except RoomierError as raised:
+        error = raised
+    if error is None:
+        assert trainer.global_step >= 7 or trainer.current_epoch > 1
+        return None
+    assert all(torch.equal(value, weights[name]) for name, value in net.state_dict().items()), error
+    assert torch.equal(torch.get_rng_state(), drawn), error
+    assert net.mean_loss.update_count == 0, error
+    return error
 
 
 def check_outcome(desk: Desk, mutation: Mutation, content: Json) -> bool:
@@ -221,3 +227,167 @@ def test_a_mutated_newest_checkpoint_does_not_break_last(desk: Desk, capsys: pyt
         assert trainer.global_step == 7 or trainer.current_epoch > 1, mutation
         assert (f"skipped the checkpoint {desk.newest}" in capsys.readouterr().err) == is_skipped, mutation
         shutil.rmtree(desk.folder / "epoch=1-step=7", ignore_errors=True)
+
+
+def test_a_scheduler_state_cannot_replace_a_method(desk: Desk) -> None:
+    content = content_of(desk.newest)
+    content["tree"]["schedulers"][0]["state"]["_schedulers"][1]["get_lr"] = 5
+    write_content(desk.newest, content)
+    error = resume_from(desk, desk.newest)
+    assert error is not None
+    assert "a key of schedulers[0].state._schedulers[1] is 'get_lr'" in str(error)
+
+
+# Files that are not what they should be ------------------------------------------------------------------------------
+
+
+def save_two(folder: Path) -> tuple[Path, Path]:
+    for step in (1, 2):
+        state = {
+            "module": {"w": torch.full((6, 4), float(step)), "b": torch.ones(3)},
+            "progress": {"global_step": step},
+        }
+        checkpoint.save(folder / f"step={step}", state)
+    return folder / "step=1", folder / "step=2"
+
+
+def replaced(name: str, make: Callable[[Path], object]) -> Callable[[Path], str]:
+    """Put something else in the place of the file that matches ``name``."""
+
+    def change(path: Path) -> str:
+        file = next(path.glob(name))
+        file.unlink()
+        make(file)
+        return file.name
+
+    return change
+
+
+def with_content(data: bytes) -> Callable[[Path], str]:
+    """Put ``data`` in the place of the content of the record, with a valid checksum."""
+
+    def change(path: Path) -> str:
+        (path / "run.json").write_bytes(b'{"crc32": "%08x", "content": ' % zlib.crc32(data) + data + b"}\n")
+        return "run.json"
+
+    return change
+
+
+def sparse(path: Path) -> None:
+    path.write_bytes(b'{"crc32": "00000000", "content": ')
+    os.truncate(path, 2**40)
+
+
+FILES: dict[str, Callable[[Path], str]] = {
+    "a pipe": replaced("run.json", os.mkfifo),
+    "a device": replaced("run.json", lambda path: path.symlink_to("/dev/zero")),
+    "a folder": replaced("run.json", lambda path: path.mkdir()),
+    "a link to itself": replaced("run.json", lambda path: path.symlink_to(path)),
+    "a TiB of nothing": replaced("run.json", sparse),
+    "tensors in a pipe": replaced("*.safetensors", os.mkfifo),
+    "tensors on a device": replaced("*.safetensors", lambda path: path.symlink_to("/dev/zero")),
+    "deep lists": with_content(b"[" * 10**6 + b"]" * 10**6),
+    "deep mappings": with_content(b'{"a":' * 5000 + b"1" + b"}" * 5000),
+    "a list": with_content(b"[]"),
+    "null": with_content(b"null"),
+    "not UTF-8": with_content(b'{"format_version":3,"\xff":1}'),
+    "a number of 10000 digits": with_content(b'{"format_version":3,"saved_at_ns":' + b"9" * 10_000 + b"}"),
+    "not a number": with_content(b'{"format_version":NaN}'),
+}
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("change", [pytest.param(change, id=name) for name, change in FILES.items()])
+def test_a_file_that_is_something_else(
+    change: Callable[[Path], str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    older, newer = save_two(tmp_path)
+    name = change(newer)
+    into = {"module": {"w": torch.zeros(6, 4), "b": torch.zeros(3)}}
+    attempts: list[Callable[[], object]] = [
+        lambda: checkpoint.load(newer, into=into),
+        lambda: checkpoint.verify(newer),
+        lambda: checkpoint.peek(newer, check_files=True),
+    ]
+    for attempt in attempts:
+        with pytest.raises(CheckpointError, match=name) as caught:
+            attempt()
+        assert caught.value.action == f"Use {str(older)!r}, the newest good one beside it"
+    assert not any(each.any() for each in into["module"].values())
+    assert checkpoint.find_last(tmp_path) == older
+    assert f"skipped the checkpoint {newer}" in capsys.readouterr().err
+    assert checkpoint.list_complete(tmp_path) == [older]
+    third = tmp_path / "step=3"
+    checkpoint.save(third, checkpoint.load(older))
+    assert checkpoint.find_last(tmp_path) == third
+
+
+def header_of(data: bytes) -> Json:
+    return json.loads(data[8 : 8 + struct.unpack("<Q", data[:8])[0]])
+
+
+def write_header(path: Path, file: Path, header: Json, length: int | None = None) -> None:
+    """Replace the header of a tensor file, and its size and checksum in the record."""
+    data = file.read_bytes()
+    text = json.dumps(header).encode()
+    start = struct.pack("<Q", len(text) if length is None else length)
+    data = start + text + data[8 + struct.unpack("<Q", data[:8])[0] :]
+    file.write_bytes(data)
+    content = content_of(path)
+    [entry] = [each for each in content["files"] if each["name"] == file.name]
+    entry["size_bytes"], entry["crc32"] = len(data), zlib.crc32(data)
+    write_content(path, content)
+
+
+@pytest.mark.timeout(60)
+def test_a_mutated_header_is_rejected_with_its_file_or_loaded(tmp_path: Path) -> None:
+    _, path = save_two(tmp_path)
+    expected = checkpoint.load(path)["module"]
+    [file] = path.glob("*.safetensors")
+    data, record = file.read_bytes(), content_of(path)
+    header = header_of(data)
+    offsets = json.loads(header["__metadata__"]["DCP_SHARDING_INFO"])
+    changed = [mutated(header, each) for each in mutations(header)]
+    for each in mutations(offsets):
+        sharding = {"DCP_SHARDING_INFO": json.dumps(mutated(offsets, each))}
+        changed.append({**header, "__metadata__": {**header["__metadata__"], **sharding}})
+    lengths = [(header, length) for length in (0, 1, 2**20, 2**62, 2**64 - 1)]
+    num_rejected = 0
+    for each, length in [*((each, None) for each in changed), *lengths]:
+        write_header(path, file, each, length)
+        into = {"module": {name: torch.zeros_like(tensor) for name, tensor in expected.items()}}
+        error = None
+        try:
+            checkpoint.load(path, into=into)
+        except CheckpointError as raised:
+            error = raised
+        if error is not None:
+            num_rejected += 1
+            assert file.name in str(error) or "disagree about 'module." in str(error), error
+        for name, tensor in into["module"].items():
+            assert torch.equal(tensor, expected[name] if error is None else torch.zeros_like(tensor)), each
+        file.write_bytes(data)
+        write_content(path, record)
+    assert num_rejected > len(changed) / 2
+
+
+def test_pieces_that_leave_gaps_or_overlap_are_rejected(tmp_path: Path) -> None:
+    def check(*boxes: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
+        pieces = [Piece("x", 0, torch.float32, shape, offsets) for offsets, shape in boxes]
+        check_pieces(tmp_path, {"w": pieces}, "w", TensorSpec((4, 6), torch.float32))
+
+    check(((0, 0), (4, 6)))
+    check(((0, 0), (3, 6)), ((3, 0), (1, 6)))
+    check(((0, 0), (3, 2)), ((3, 0), (1, 2)), ((0, 2), (3, 4)), ((3, 2), (1, 4)))
+    for boxes in (
+        (),
+        (((0, 0), (3, 6)),),
+        (((1, 0), (4, 6)),),
+        (((0, 0), (2, 6)), ((3, 0), (1, 6))),
+        (((0, 0), (3, 6)), ((2, 0), (2, 6))),
+        (((0, 0), (4, 6)), ((0, 0), (4, 6))),
+        (((0, 0), (2, 6)), ((2, 0), (2, 3)), ((2, 3), (2, 3))),
+        (((0,), (24,)),),
+    ):
+        with pytest.raises(CheckpointError, match="disagree about 'w'"):
+            check(*boxes)

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from roomier.train.options import MAX_HANG_TIMEOUT_S, LoopOptions
+from roomier.run.options import MAX_HANG_TIMEOUT_S, LoopOptions
 
 import roomier
 from roomier.bench.calls import CallCount, folder_of

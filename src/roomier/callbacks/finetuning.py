@@ -167,7 +167,7 @@ class BaseFinetuning(Callback):
 
     def check_stored_state(self, state: Any, place: str) -> None:
         """See :class:`roomier.api.callback.ChecksState`."""
-        if state:
+        if "trained" in state:  # Lightning's does not have it
             form = {"trained": list_of(text), "without_statistics": list_of(text)}
             fields(form, others=anything)(state, place)
 
@@ -175,7 +175,7 @@ class BaseFinetuning(Callback):
         """Give the optimizers the groups they had, and no more: a run that goes back unfreezes again. Nothing is to be
         placed. See :class:`roomier.api.callback.PlacesTensors`."""
         state, trainer = stored.get("callbacks", {}).get(self.state_key), self._trainer
-        if not state or trainer is None:
+        if not state or "trained" not in state or trainer is None:
             return {}
         network = trainer.engine.module
         parameters, trained = dict(network.named_parameters()), set(state["trained"])

@@ -54,13 +54,15 @@ def _by_rank(form: Form) -> Form:
     return check
 
 
-_OPTIMIZER = fields(
-    {
-        "type": text,
-        "state": mapping_of(_STATE),
-        "param_groups": list_of(fields({"params": list_of(text)}, others=anything)),
-    }
-)
+def _optimizer(value: Any, place: str) -> None:
+    groups = list_of(fields({"params": list_of(text)}, others=anything))
+    fields({"type": text, "state": mapping_of(_STATE), "param_groups": groups})(value, place)
+    known = {name for group in value["param_groups"] for name in group["params"]}
+    for name in value["state"]:
+        if name not in known:
+            raise FormError(f"a key of {place}.state", name, "the name of a parameter of the optimizer")
+
+
 _SCALER = fields(
     {
         "scale": finite,
@@ -87,7 +89,7 @@ _METRIC = fields({"state": mapping_of(either(list_of(tensor()), tensor())), "num
 
 FORMS: Mapping[str, Form] = {
     "module": _STATE,
-    "optimizers": list_of(_OPTIMIZER),
+    "optimizers": list_of(_optimizer),
     "scaler": optional(either(fields({"num_skipped": tensor(shape=())}), _SCALER)),
     "schedulers": list_of(fields({"type": text, "state": _STATE})),
     "stale_norm": optional(tensor(shape=())),

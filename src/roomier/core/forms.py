@@ -223,5 +223,5 @@ def like(own: Any) -> Form:
 
 
 def _scalar(value: Any, place: str) -> None:
-    if not (value is None or type(value) in (bool, int, float, str) or getattr(value, "dtype", None) is not None):
+    if not (value is None or type(value) in (bool, int, float, str)):
         raise FormError(place, value, "a number, a string, true, false or null")

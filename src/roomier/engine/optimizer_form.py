@@ -33,10 +33,6 @@ def check_values(optimizer: Optimizer, saved: Mapping[str, Any], names: Mapping[
     Raises:
         FormError: a value is malformed.
     """
-    known = {name for group in saved["param_groups"] for name in group["params"]}
-    for name in saved["state"]:
-        if name not in known:
-            raise FormError(f"a key of {place}.state", name, "the name of a parameter of the optimizer")
     for index, (group, stored) in enumerate(zip(optimizer.param_groups, saved["param_groups"], strict=True)):
         of_group = f"{place}.param_groups[{index}]"
         _check_settings(group, stored, of_group)

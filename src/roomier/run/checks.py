@@ -88,7 +88,7 @@ def check_trains(run: Run, *, is_epoch_over: bool = False) -> None:
             "training_step",
             type(run.module).__name__,
             f"stepped no optimizer in the first {num_batches} batches, and max_steps counts such steps alone",
-            "Call run.optimizers().step() in it (not an optimizer kept elsewhere), or set max_epochs",
+            "Call self.optimizers().step() in it (not an optimizer kept elsewhere), or set max_epochs",
         )
 
 

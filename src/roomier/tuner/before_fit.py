@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from roomier import checkpoint
+from roomier.checkpoint.run_state import peek_run
 from roomier.core.errors import RoomierError
 from roomier.core.log import notice
 from roomier.plan import Plan
@@ -94,7 +94,7 @@ def _was_fitted(trainer: Tunable, model: nn.Module) -> bool:
 
 def _take_from(trainer: Tunable, model: nn.Module, path: Path) -> None:
     try:
-        record = checkpoint.peek(path)
+        record = peek_run(path)
         stored = Plan.from_dict(record["plan"])
     except (RoomierError, KeyError):  # the fit says what is wrong with it
         return

@@ -13,6 +13,7 @@ from roomier.adapters.layers import is_adapter
 from roomier.checkpoint.commit import at_home
 from roomier.checkpoint.lightning import is_lightning_file
 from roomier.checkpoint.record import RECORD_OF_DCP
+from roomier.checkpoint.run_state import peek_run
 from roomier.core.errors import CheckpointError, RoomierError
 from roomier.core.log import notice
 from roomier.core.ranks import Ranks
@@ -107,6 +108,6 @@ def _has_adapters(path: Path) -> bool:
 
 def _peek(path: Path) -> dict[str, Any]:
     try:
-        return checkpoint.peek(path)
+        return peek_run(path)
     except CheckpointError as error:
         raise CheckpointError("weights", str(path), error.problem, error.action) from error

@@ -21,14 +21,16 @@ from torch import nn
 
 from roomier.adapters.layers import is_adapter
 from roomier.api.adapt import seen_by_user
-from roomier.api.callback import Callback
+from roomier.api.callback import Callback, ChecksState
 from roomier.api.overrides import lightning_base
 from roomier.checkpoint.agree import together
 from roomier.checkpoint.lightning import LightningFile, Position, books_of
 from roomier.core.errors import CheckpointError, RoomierError
+from roomier.core.forms import FormError, anything, fields, item_of
 from roomier.core.log import notice
 from roomier.core.ranks import Ranks
 from roomier.engine.optimizer_state import cut_like, parameter_names
+from roomier.optim.scheduler_form import check_scheduler
 from roomier.parallel.pages import local_part, local_rows
 from roomier.run.run import Run
 from roomier.train.saving.group_values import tell_kept
@@ -120,7 +122,7 @@ def restore_lightning(run: Run, path: Path) -> None:
         raise CheckpointError("ckpt_path", str(path), error.problem, error.action) from error
     restore_position = _where(run, position)
     state: dict[str, Any] = {"module": _weights(run, file), "optimizers": optimizers, "scaler": None}
-    run.engine.check(state)
+    _check_values(run, file, state)
     tell_kept(run.engine.optimizers, optimizers, has_schedulers=bool(run.schedulers.configs))
     if run.engine.scaler.is_on and file.scaler is not None:
         state["scaler"] = {**file.scaler, "num_skipped": torch.zeros_like(run.engine.scaler.num_skipped)}
@@ -130,6 +132,27 @@ def restore_lightning(run: Run, path: Path) -> None:
     _restore_datamodule(run, file.content)
     _restore_callbacks(run, file.content)
     notice(f"{path}: goes on from a checkpoint of Lightning {file.version} at step {run.progress.global_step}")
+
+
+def _check_values(run: Run, file: LightningFile, state: Mapping[str, Any]) -> None:
+    """Check the values of optimizers and schedulers.
+
+    Raises:
+        CheckpointError: a value is malformed.
+    """
+    groups = [group for each in state["optimizers"] for group in each["param_groups"]]
+    try:
+        run.engine.check(state)
+        for index, (config, saved) in enumerate(
+            zip(run.schedulers.configs, file.content["lr_schedulers"], strict=True)
+        ):
+            check_scheduler(config.scheduler, saved, groups, f"lr_schedulers[{index}]")
+        for callback, key, stored in _states_of_callbacks(run, file.content["callbacks"]):
+            if isinstance(callback, ChecksState):
+                callback.check_stored_state(stored, item_of("callbacks", key))
+    except FormError as error:
+        action = "Use another checkpoint, or begin with the weights alone: fit(weights=...)"
+        raise CheckpointError("ckpt_path", str(file.path), f"is malformed: {error}", action) from error
 
 
 def show_checkpoint(run: Run, content: dict[str, Any]) -> None:
@@ -219,13 +242,34 @@ def _restore_callbacks(run: Run, content: dict[str, Any]) -> None:
     trainer, left = run.trainer, dict(content["callbacks"])
     for callback in run.callbacks:
         callback.on_load_checkpoint(trainer, seen_by_user(run.module), content)
-        key = next((each for each in left if _is_key_of(callback.state_key, each)), None)
-        if key is not None:
-            state = left.pop(key)
-            is_own = lightning_base(type(callback), Callback) is None
-            callback.load_state_dict(books_of(state) if is_own and "best_k_models" in state else state)
+    for callback, key, state in _states_of_callbacks(run, content["callbacks"]):
+        callback.load_state_dict(state)
+        left.pop(key)
     for key in (key for key, state in left.items() if state):
         notice(f"the checkpoint has a state of callback {key!r}, which this Trainer does not have; it is left out")
+
+
+def _states_of_callbacks(run: Run, stored: Mapping[str, Any]) -> list[tuple[Callback, str, Any]]:
+    """Return each callback of the run that has a stored state, the key of the state, and the state as the callback
+    loads it.
+
+    Raises:
+        FormError: the state of a ModelCheckpoint is malformed.
+    """
+    found, left = [], dict(stored)
+    for callback in run.callbacks:
+        key = next((each for each in left if _is_key_of(callback.state_key, each)), None)
+        if key is None:
+            continue
+        state = left.pop(key)
+        fields({}, others=anything)(state, item_of("callbacks", key))
+        if lightning_base(type(callback), Callback) is None and "best_k_models" in state:
+            try:
+                state = books_of(state)
+            except (AttributeError, TypeError, ValueError, RuntimeError):
+                raise FormError(item_of("callbacks", key), state, "the state of a ModelCheckpoint") from None
+        found.append((callback, key, state))
+    return found
 
 
 def _is_key_of(own: str, stored: str) -> bool:

@@ -304,9 +304,10 @@ def _restore_callbacks(run: Run, states: Mapping[str, Any]) -> None:
 
 
 def _check_own_callbacks(run: Run, states: Mapping[str, Any]) -> None:
-    for callback in run.trainer.callbacks:
-        if isinstance(callback, ChecksState) and callback.state_key in states:
-            callback.check_stored_state(states[callback.state_key], item_of("callbacks", callback.state_key))
+    for callback in run.callbacks:
+        key = callback.state_key
+        if key in states and isinstance(callback, ChecksState):
+            callback.check_stored_state(states[key], item_of("callbacks", key))
 
 
 def _check_random_states(path: Path, state: Mapping[str, Any]) -> None:
