@@ -171,12 +171,21 @@ def test_a_damaged_file_of_any_rank_is_named_on_all(tmp_path: Path, on_ranks: Ra
 
 
 def count_verified(path: Path) -> list[int]:
-    from roomier.checkpoint import verbs
+    from roomier.checkpoint.reading import TensorReader
 
     seen = []
-    check_sums = verbs.check_sums
-    verbs.check_sums = lambda folder, files: (seen.extend(files), check_sums(folder, files))[1]  # type: ignore
-    checkpoint.load(path, ranks=all_ranks())
+    share = TensorReader._share
+
+    def noted(reader: Any, ranks: Any) -> Any:
+        verified = share(reader, ranks)
+        seen.extend(verified)
+        return verified
+
+    TensorReader._share = noted  # type: ignore[method-assign]
+    try:
+        checkpoint.load(path, ranks=all_ranks())
+    finally:
+        TensorReader._share = share  # type: ignore[method-assign]
     return [file.name for file in seen]
 
 

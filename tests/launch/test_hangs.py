@@ -17,7 +17,6 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from roomier.run.options import MAX_HANG_TIMEOUT_S, LoopOptions
 
 import roomier
 from roomier.bench.calls import CallCount, folder_of
@@ -25,6 +24,7 @@ from roomier.core import torch_private
 from roomier.core.errors import RoomierError
 from roomier.launch.environment import RANK_VARIABLES
 from roomier.launch.group import _COLLECTIVE_TIMEOUT
+from roomier.run.options import MAX_HANG_TIMEOUT_S, LoopOptions
 from tests.ranks.pool import RankPool
 
 PROGRAM = Path(__file__).parent / "programs" / "hang.py"

@@ -198,7 +198,7 @@ def test_the_formula_needs_no_memory_for_the_weights() -> None:
         network = GPT(GPTConfig(num_layers=48, num_heads=25, width=1600))
     plan = make_plan("zero3", 4, "bf16-mixed", 1, {"name": "adamw"})
     num_parameters = sum(each.numel() for each in network.parameters())
-    assert predict(network, plan).between_steps.total() == pytest.approx(4 * num_parameters, rel=0.001)
+    assert predict(network, plan).between_steps.total() == pytest.approx(3 * num_parameters, rel=0.001)  # no gradients
 
 
 def report(strategy: str) -> dict[str, Any]:

@@ -115,8 +115,7 @@ class ModelCheckpoint(Callback):
         enable_version_counter: bool = True,
         async_save: bool = False,
     ) -> None:
-        if dirpath is not None:
-            check_path("ModelCheckpoint(dirpath)", dirpath)
+        check_path("ModelCheckpoint(dirpath)", "." if dirpath is None else dirpath)
         self.dirpath = None if dirpath is None else os.path.abspath(os.path.expanduser(dirpath))
         self.filename = DEFAULT_TEMPLATE if filename is None else check_template(filename)
         self.monitor = monitor

@@ -66,7 +66,7 @@ def _states_needed(
         FormError: the optimizer takes a step with the settings of ``group``, but not with those of ``stored``.
     """
     make = type(optimizer)
-    if not make.__module__.startswith(_KNOWN):
+    if not make.__module__.startswith(_KNOWN) or hasattr(make, "place"):  # states that change during training
         return None
     try:
         states = _states_after_step(make, group, parameter)

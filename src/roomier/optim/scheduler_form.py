@@ -83,17 +83,19 @@ def _check_function(function: Any, saved: Any, place: str) -> None:
 
 
 def _check_next_rate(scheduler: Any, saved: Mapping[str, Any], groups: list[dict[str, Any]], place: str) -> None:
-    """Let a copy of a scheduler of torch compute the rate of its next step."""
+    """Let a copy of a scheduler of torch compute the rate of its next step, or of this step at the end of a schedule."""
     is_known = type(scheduler).__module__ == LRScheduler.__module__ and type(scheduler).get_lr is not LRScheduler.get_lr
     if not is_known or isinstance(scheduler, (LambdaLR, MultiplicativeLR)):  # these call functions of the user
-        return
+        return None
     copied = copy.copy(scheduler)
     copied.__dict__.update(copy.deepcopy(dict(saved)))
     copied.optimizer = SimpleNamespace(param_groups=copy.deepcopy(groups))
     copied._get_lr_called_within_step = True
-    copied.last_epoch += 1
-    try:
-        list_of(number)(list(map(float, copied.get_lr())), place)
-    except Exception as error:  # it may fail in any way
-        shown = {key: value for key, value in saved.items() if not key.startswith("_")}
-        raise FormError(place, shown, f"a state of {type(scheduler).__name__} ({error})") from error
+    last_epoch = copied.last_epoch
+    for copied.last_epoch in (last_epoch + 1, last_epoch):
+        try:
+            return list_of(number)(list(map(float, copied.get_lr())), place)
+        except Exception as error:  # it may fail in any way
+            failed = error
+    shown = {key: value for key, value in saved.items() if not key.startswith("_")}
+    raise FormError(place, shown, f"a state of {type(scheduler).__name__} ({failed})") from failed

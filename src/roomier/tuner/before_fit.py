@@ -16,7 +16,6 @@ from roomier.plan import Plan
 from roomier.run.run import Run
 from roomier.train.saving.restore import resolve_checkpoint
 from roomier.train.settling.job import checkpoint_after_restart
-from roomier.tuner.batch_size import MODES, scale_batch_size
 from roomier.tuner.learning_rate import attribute_of, set_attribute
 from roomier.tuner.range_test import lr_find
 from roomier.tuner.trial import Subject
@@ -39,6 +38,7 @@ def check_flags(auto_lr_find: bool | str, auto_scale_batch_size: bool | str) -> 
         raise RoomierError("auto_lr_find", auto_lr_find, "is neither a flag nor a name", action)
     if isinstance(auto_scale_batch_size, bool):
         return
+    from roomier.tuner.batch_size import MODES  # late: most runs search for no micro-batch
 
     if auto_scale_batch_size not in MODES:
         action = "Use True or False, 'power' or 'binsearch'"
@@ -66,6 +66,8 @@ def tune(trainer: Tunable, subject: Subject, ckpt_path: str | Path | None) -> Le
         return None
     if size:
         mode = size if isinstance(size, str) else "power"
+        from roomier.tuner.batch_size import scale_batch_size  # late: most runs search for no micro-batch
+
         found = scale_batch_size(trainer, subject, mode=mode)
         notice(f"auto_scale_batch_size: micro-batches of {found} samples")
     curve = None

@@ -203,8 +203,16 @@ def _check_names(run: Run, path: Path, own: Mapping[str, Any], stored: Mapping[s
     if is_strict and own.keys() != stored.keys():
         found = [("not in it", own.keys() - stored.keys()), ("only in it", stored.keys() - own.keys())]
         shown = "; ".join(f"{title}: {', '.join(sorted(names)[:5])}" for title, names in found if names)
-        action = "Give the checkpoint of this model, or build the model it was saved from"
-        raise CheckpointError("ckpt_path", str(path), f"belongs to another model: {shown}", action)
+        raise _of_another_model(path, shown)
+    for name in own.keys() & stored.keys() if is_strict else ():
+        here, there = (tuple(getattr(each[name], "shape", ())) for each in (own, stored))
+        if here != there:
+            raise _of_another_model(path, f"{name} has the shape {there}, but {here} in this model")
+
+
+def _of_another_model(path: Path, difference: str) -> CheckpointError:
+    action = "Give the checkpoint of this model, or build the model it was saved from"
+    return CheckpointError("ckpt_path", str(path), f"belongs to another model: {difference}", action)
 
 
 def _places(run: Run, own: Mapping[str, Any], stored: Mapping[str, Any]) -> dict[str, Any]:
