@@ -293,6 +293,7 @@ def test_a_rank_killed_while_it_saves_leaves_the_last_checkpoint(
         for path in checkpoint.list_complete(tmp_path):
             state = checkpoint.load(path)
             assert (state["module"]["w"] == state["progress"]["global_step"]).all()
-        assert checkpoint.load(found)["progress"]["global_step"] >= int(reported.read_text())
+        # The report is empty if the rank was killed while it wrote the number.
+        assert checkpoint.load(found)["progress"]["global_step"] >= int(reported.read_text() or 0)
         reported.unlink()
     assert checkpoint.find_last(tmp_path) is not None

@@ -83,7 +83,7 @@ def _check_function(function: Any, saved: Any, place: str) -> None:
 
 
 def _check_next_rate(scheduler: Any, saved: Mapping[str, Any], groups: list[dict[str, Any]], place: str) -> None:
-    """Let a copy of a scheduler of torch compute the rate of its next step, or at the end of a schedule of this step."""
+    """Let a copy of a scheduler of torch compute the rate of its next step; at the end of a schedule, of this step."""
     is_known = type(scheduler).__module__ == LRScheduler.__module__ and type(scheduler).get_lr is not LRScheduler.get_lr
     if not is_known or isinstance(scheduler, (LambdaLR, MultiplicativeLR)):  # these call functions of the user
         return None
