@@ -28,8 +28,15 @@ _GROUP_KEYS_OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "
 _NUM_NAMES_SHOWN = 5
 _PICKLE = b"\x80"
 
+
+def _parameter(value: Any, place: str) -> None:
+    """Accept the index of a parameter, or its name, which files converted from a sharded checkpoint contain."""
+    if not isinstance(value, (int, str)) or isinstance(value, bool):
+        raise FormError(place, value, "an integer or a name")
+
+
 _STATE = mapping_of(anything, keys=anything)
-_GROUPS = list_of(fields({"params": list_of(count)}, others=anything))
+_GROUPS = list_of(fields({"params": list_of(_parameter)}, others=anything))
 _SCALER = {"scale": finite, "growth_factor": finite, "backoff_factor": finite}
 _FORMS: Mapping[str, Form] = {
     HYPERPARAMETERS: optional(_STATE),

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
+from roomier import checkpoint
 from roomier.checkpoint.commit import absolute, committed_folder
-from roomier.checkpoint.run_state import peek_run
 from roomier.core.errors import RoomierError, did_you_mean
 from roomier.core.log import notice
 from roomier.export.merged import MergedTensors
@@ -76,7 +76,7 @@ def export_safetensors(
         CheckpointError: the checkpoint is damaged, or the disk is full.
     """
     target = new_folder(output, dtype)
-    described = peek_run(path)
+    described = checkpoint.peek(path)
     stored = MergedTensors(path, "module", AdapterPlan(**described.get("plan", {}).get("adapter", {})))
     found_prefix, config = _pretrained(described)
     prefix = found_prefix if prefix is None else _of_part(prefix, stored)

@@ -205,9 +205,9 @@ def _check_names(run: Run, path: Path, own: Mapping[str, Any], stored: Mapping[s
         shown = "; ".join(f"{title}: {', '.join(sorted(names)[:5])}" for title, names in found if names)
         raise _of_another_model(path, shown)
     for name in own.keys() & stored.keys() if is_strict else ():
-        here, there = (tuple(getattr(each[name], "shape", ())) for each in (own, stored))
-        if here != there:
-            raise _of_another_model(path, f"{name} has the shape {there}, but {here} in this model")
+        here, there = (getattr(each[name], "shape", None) for each in (own, stored))
+        if here is not None and there is not None and tuple(here) != tuple(there):
+            raise _of_another_model(path, f"{name} has the shape {tuple(there)}, but {tuple(here)} in this model")
 
 
 def _of_another_model(path: Path, difference: str) -> CheckpointError:
