@@ -4,6 +4,8 @@ from importlib import import_module
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
+from roomier.core import start_folder as start_folder  # recorded before the script changes its folder
+
 if TYPE_CHECKING:
     from roomier.api.callback import Callback
     from roomier.api.datamodule import DataModule

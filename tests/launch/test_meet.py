@@ -4,16 +4,15 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
-from torch.distributed import HashStore, TCPStore
+from torch.distributed import HashStore
 
 from roomier.core.errors import RoomierError
 from roomier.core.world import World
 from roomier.launch.failure import FailureNews, is_of_lost_peer
-from roomier.launch.meet import connect_again, meet
+from roomier.launch.meet import connect_again, meet, serve_on_loopback
 
 
 @pytest.fixture
@@ -71,7 +70,7 @@ def test_ranks_that_were_told_something_else_are_told_so(store: HashStore) -> No
 
 @pytest.fixture
 def news() -> Callable[[int], FailureNews]:
-    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
+    server = serve_on_loopback(20.0)
 
     def of(rank: int) -> FailureNews:
         made = FailureNews(World(rank, 3))

@@ -32,6 +32,7 @@ import torch.distributed.fsdp
 import torch.distributed.tensor
 
 import roomier  # noqa: F401
+from roomier.core.loopback import keep_on_loopback
 
 GROUP_TIMEOUT_S = 120.0
 MOST_TOLD = 20_000  # characters: behind what a process that aborts said stand its stacks and all its libraries
@@ -261,6 +262,7 @@ def call(rank: int, request: dict[str, Any]) -> Any:
     warnings.resetwarnings()
     warnings.simplefilter("error")
     if request["joins"]:
+        keep_on_loopback(os.environ)
         timeout_s = min(GROUP_TIMEOUT_S, request["timeout_s"])
         dist.init_process_group(
             "gloo",

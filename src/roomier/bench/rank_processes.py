@@ -13,6 +13,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, TextIO
 
 from roomier.core.errors import RoomierError
+from roomier.core.loopback import keep_on_loopback
 
 
 def run_on_ranks(
@@ -37,12 +38,14 @@ def run_on_ranks(
     """
     with TemporaryDirectory() as folder:
         path = Path(folder)
+        environ = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
+        keep_on_loopback(environ)
         files = [(path / f"rank{rank}.txt").open("w+") for rank in range(num_ranks)]
         try:
             processes = [
                 subprocess.Popen(
                     [sys.executable, "-P", "-m", worker, str(path), json.dumps(settings)],
-                    env={**os.environ, "OMP_NUM_THREADS": "1", "RANK": str(rank), **(environment or {})},
+                    env={**environ, "RANK": str(rank)},
                     stdin=subprocess.DEVNULL,
                     stdout=file,
                     stderr=subprocess.STDOUT,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -26,6 +27,7 @@ from torch.multiprocessing.spawn import spawn
 
 from roomier.api.module import Module
 from roomier.bench.strategy_ranks import TrainedGPT
+from roomier.core.loopback import keep_on_loopback
 from roomier.core.ranks import Ranks
 from roomier.core.world import World
 from roomier.engine.build import build, configure
@@ -130,6 +132,7 @@ def measured_s(model: str, cases: Sequence[Case], settings: dict[str, int]) -> l
 def _measure(rank: int, model: str, cases: Sequence[Case], settings: dict[str, int], result: Path) -> None:
     torch.set_num_threads(1)
     size = settings["ranks"]
+    keep_on_loopback(os.environ)
     dist.init_process_group("gloo", init_method=f"file://{result}.rendezvous", rank=rank, world_size=size)
     ranks = Ranks(World(rank, size, rank, 0, size))
     steps = [_step(model, case, settings["samples"], ranks) for case in cases]
@@ -163,7 +166,7 @@ def _step(model: str, case: Case, num_samples: int, ranks: Ranks) -> Callable[[]
     batches = [batch_of(module, num_samples // case.micro_batches) for _ in range(case.micro_batches)]
 
     def step() -> None:
-        engine.forward_backward(module.training_step, batches)
+        engine.forward_backward(lambda batch, _: module.training_step(batch), batches)
         engine.step()
 
     for _ in range(_WARMUP_STEPS):

@@ -11,10 +11,10 @@ from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
 from roomier.core.errors import RoomierError
+from roomier.core.loopback import LOOPBACK
 from roomier.core.world import World
 from roomier.launch.hostlist import first_host, tasks_per_node
 
-LOOPBACK = "127.0.0.1"
 STARTED_BY_ROOMIER = "ROOMIER_STARTER_PID"
 """In ranks that roomier started (``launch/start.py``): the id of the process that started those of this machine."""
 
@@ -203,4 +203,6 @@ def number_in(environ: Mapping[str, str], name: str, default: int | None = None)
 
 def _wrong(name: str, value: str | None, problem: str) -> RoomierError:
     action = "It is an environment variable of the launcher: unset it if no launcher started this process"
+    if name.startswith("ROOMIER_"):
+        action = "Unset this environment variable, or set it to a whole number"
     return RoomierError(name, value, problem, action)

@@ -23,6 +23,7 @@ from roomier.core.world import World
 
 PATIENCE_S = 3.0
 _END_S = 5.0  # what ending may take, handlers at exit included
+_EXIT_S = 10.0  # between the first and the last rank that exits with code 0 in the same step
 _FIRST = "roomier/first_failure"
 _GLOO_SIGNS = ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "Broken pipe", "gloo::")
 
@@ -33,18 +34,24 @@ class FailureNews:
     """What the ranks of a run know of each other's failures.
 
     Args:
-        ask_watcher: what the process that started the ranks of this machine knows, None where it knows nothing.
+        ended_rank: returns a rank of this machine that has ended, and how, as far as this process started the ranks.
 
     Attributes:
+        has_error: an uncaught exception ends this rank, perhaps because it lost another one.
         is_failing: this rank ends with an error of its own.
+        has_lost_peer: this rank ends because it could not reach another one.
+        where: what the run was doing, for messages.
         store: seen by all ranks, once they have met; its own connection, for it is used while others may hang.
     """
 
-    def __init__(self, world: World, ask_watcher: Callable[[], str | None] = lambda: None) -> None:
+    def __init__(self, world: World, ended_rank: Callable[[], tuple[int, str] | None] = lambda: None) -> None:
         self.world = world
-        self.is_failing = False
+        self.has_error = self.is_failing = False
+        self.has_lost_peer = False
+        self.where: Callable[[], str] = lambda: ""
         self.store: Store | None = None
-        self._ask_watcher = ask_watcher
+        self._ended_rank = ended_rank
+        self._num_exits = 0
         self._before: Hook = sys.excepthook
 
     def install(self) -> None:
@@ -65,8 +72,8 @@ class FailureNews:
         """What is known of another rank's end within ``PATIENCE_S``; None for nothing."""
         until = time.monotonic() + PATIENCE_S
         while time.monotonic() < until:
-            if (known := self._ask_watcher()) is not None:
-                return known
+            if (ended := self._ended_rank()) is not None:
+                return "rank {} {}".format(*ended)
             try:
                 if self.store is not None and self.store.check([_FIRST]):
                     rank = self.store.get(_FIRST).decode().partition("\n")[0]
@@ -88,18 +95,38 @@ class FailureNews:
             time.sleep(0.02)
         return False
 
+    def wait_for_exits(self) -> list[int]:
+        """Wait up to ``_EXIT_S`` for the other ranks to call this method as well.
+
+        Returns:
+            The ranks that did not.
+        """
+        if self.store is None:
+            return []
+        self._num_exits += 1
+        keys = {rank: f"roomier/exits/{self._num_exits}/{rank}" for rank in range(self.world.size)}
+        self.store.set(keys[self.world.rank], "")
+        until = time.monotonic() + _EXIT_S
+        while missing := [rank for rank, key in keys.items() if not self.store.check([key])]:
+            if time.monotonic() > until:
+                break
+            time.sleep(0.02)
+        return missing
+
     def _end(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         end_in_time()
+        self.has_error = True
         if issubclass(kind, KeyboardInterrupt) and self.world.rank > 0:
             return
         if is_of_lost_peer(error):
+            self.has_lost_peer = True
             known = self.wait_for_peer()
             if known is not None:
                 return  # who watches this rank says so
             self.is_failing = True
             self._before(kind, error, trace)
             return
-        _tell_torchrun(error, trace)
+        tell_torchrun(error, trace)
         if not self.claim(f"{kind.__name__}: {error}"):
             return
         if self._before is sys.__excepthook__:  # in one write: ranks share the terminal
@@ -137,8 +164,8 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
 
 
-def _tell_torchrun(error: BaseException, trace: TracebackType | None) -> None:
-    """torchrun's summary then names the rank and shows its error."""
+def tell_torchrun(error: BaseException, trace: TracebackType | None) -> None:
+    """Write ``error`` into the error file of torchrun, whose summary names the rank and shows the error."""
     if "TORCHELASTIC_ERROR_FILE" in os.environ:
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 

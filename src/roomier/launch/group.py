@@ -5,13 +5,17 @@ from __future__ import annotations
 import atexit
 import gc
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
+from roomier.core.errors import TrainingError
 from roomier.core.world import World
+from roomier.launch import heartbeat
 from roomier.launch.environment import launch_of
 from roomier.launch.failure import FailureNews
 from roomier.launch.meet import connect_again, meet, open_store
@@ -49,13 +53,14 @@ def initialise(world: World, device_type: str) -> None:
     if launch_of(os.environ) is None:
         store, children = start_ranks(world)
         _news = news = FailureNews(world, children.news)
-        children.main_is_failing = lambda: news.is_failing
+        children.main_is_failing, children.main_lost_peer = lambda: news.is_failing, lambda: news.has_lost_peer
+        children.where = lambda: news.where()
     else:
-        store, _news = None, FailureNews(world)
+        store, children, _news = None, None, FailureNews(world)
     _news.install()
     choose_interface(world, os.environ["MASTER_ADDR"], os.environ)
     store = store or open_store(world, os.environ, timeout_s)
-    meeting = meet(world, store, timeout_s)
+    meeting = meet(world, store, timeout_s, (lambda: None) if children is None else children.news)
     _news.store = PrefixStore(meeting, connect_again(store, timeout_s))
     dist.init_process_group(
         _BACKENDS[device_type],
@@ -65,12 +70,45 @@ def initialise(world: World, device_type: str) -> None:
         timeout=_COLLECTIVE_TIMEOUT,
         device_id=torch.device("cuda", torch.cuda.current_device()) if device_type == "cuda" else None,
     )
+    if children is not None:
+        children.have_met = True
+    heartbeat.prepare(world, lambda: PrefixStore(meeting, connect_again(store, timeout_s)), _news)
     atexit.register(_leave)
+
+
+@contextmanager
+def exits_together(where: Callable[[], str]) -> Iterator[None]:
+    """Inside, reject an exit with code 0 of this rank alone: the other ranks would wait for it, or end without a word.
+
+    Args:
+        where: what the run is doing, for messages.
+
+    Raises:
+        TrainingError: this rank exits with code 0, and other ranks do not.
+    """
+    if _news is None:  # the process group is the user's
+        yield
+        return
+    _news.where = where
+    try:
+        yield
+    except SystemExit as exit:
+        if exit.code not in (None, 0):
+            _news.claim(f"SystemExit: {exit.code}")
+            raise
+        missing = _news.wait_for_exits()
+        if not missing:
+            raise
+        problem = f"exited with code 0 {where()}, and ranks {missing} did not"
+        action = "Exit on all ranks in the same step, or set trainer.should_stop = True, which all ranks obey"
+        raise TrainingError("rank", _news.world.rank, problem, action) from exit
+    _news.where = lambda: ""
 
 
 def _leave() -> None:
     # Threads of a group that is still there when the interpreter ends can abort the process. They are joined when the
     # last reference is gone, and models that were cut hold some, in cycles.
+    heartbeat.close()
     if dist.is_initialized():
         gc.collect()
         dist.destroy_process_group()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -39,6 +41,15 @@ def join(world: World, device_type: str) -> Ranks:
         problem = f"the process group that is initialised says {found}, the run needs rank {world.rank} of {world.size}"
         raise RoomierError("devices", world.local_size, problem, "Let roomier initialise it, or make both agree")
     return Ranks(world)
+
+
+def exits_together(ranks: Ranks, where: Callable[[], str]) -> AbstractContextManager[None]:
+    """See :func:`roomier.launch.group.exits_together`. One rank exits as it likes."""
+    if ranks.is_alone:
+        return nullcontext()
+    from roomier.launch import group
+
+    return group.exits_together(where)
 
 
 def _device_index(world: World) -> int:

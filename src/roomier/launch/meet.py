@@ -7,9 +7,10 @@ torchrun restarts the ranks, the store may still hold what the ranks before them
 from __future__ import annotations
 
 import json
+import socket
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from datetime import timedelta
 
@@ -17,44 +18,82 @@ from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import Store
 
 from roomier.core.errors import RoomierError
+from roomier.core.loopback import LOOPBACK, is_loopback
 from roomier.core.world import World
 
 _POLL_S = 0.02
 _ROUND = "roomier/round"
 
 
-def meet(world: World, store: Store, timeout_s: float) -> str:
+def meet(
+    world: World, store: Store, timeout_s: float, ended_rank: Callable[[], tuple[int, str] | None] = lambda: None
+) -> str:
     """Wait until all ranks are here.
+
+    Args:
+        ended_rank: returns a rank that has ended, and how, as far as this process started the ranks.
 
     Returns:
         A prefix for keys that only the ranks of this meeting know.
 
     Raises:
-        RoomierError: they did not come within ``timeout_s``, or each of them was told something else.
+        RoomierError: a rank has ended; or the ranks did not come within ``timeout_s``, or the launcher gave them
+            different numbers of ranks.
     """
     until = time.monotonic() + timeout_s
-    return _call(world, store, until, timeout_s) if world.rank == 0 else _answer(world, store, until, timeout_s)
+    if world.rank > 0:
+        return _answer(world, store, until, timeout_s)
+    return _call(world, store, until, timeout_s, ended_rank)
 
 
 def open_store(world: World, environ: Mapping[str, str], timeout_s: float) -> TCPStore:
-    """The store at ``MASTER_ADDR:MASTER_PORT``: rank 0 serves it, unless torchrun does.
+    """Open the store at ``MASTER_ADDR:MASTER_PORT``. Rank 0 serves it, unless torchrun does.
+
+    If all ranks run on this machine, rank 0 serves the store on the loopback, whatever ``MASTER_ADDR`` is.
 
     Raises:
-        RoomierError: it cannot be reached within ``timeout_s``, or the port is taken.
+        RoomierError: the store cannot be reached within ``timeout_s``, or the port is taken.
     """
     address, port = environ["MASTER_ADDR"], environ["MASTER_PORT"]
-    is_server = world.rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    is_served_by_torchrun = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if not is_served_by_torchrun and (world.local_size == world.size or is_loopback(address)):
+        address = LOOPBACK
+    is_server = world.rank == 0 and not is_served_by_torchrun
     try:
+        if is_server and address == LOOPBACK:
+            return serve_on_loopback(timeout_s, int(port))
         return TCPStore(
             address, int(port), is_master=is_server, timeout=timedelta(seconds=timeout_s), wait_for_workers=False
         )
-    except DistError as error:
+    except (DistError, OSError) as error:
         if is_server:
-            action = "Set MASTER_PORT to a free one, the same for all ranks"
+            action = "Set MASTER_PORT to a free port, the same for all ranks"
             raise RoomierError("MASTER_PORT", port, "rank 0 cannot serve there: the port is taken", action) from error
         problem = f"rank {world.rank} reached no rank 0 there within {timeout_s:g} s"
         action = "See whether rank 0 runs, whether its name resolves from here, and whether the port is open"
         raise RoomierError("MASTER_ADDR", f"{address}:{port}", problem, action) from error
+
+
+def serve_on_loopback(timeout_s: float, port: int = 0) -> TCPStore:
+    """Serve a store that only processes on this machine can reach.
+
+    If a TCPStore opens its own socket, the socket listens on all interfaces.
+
+    Args:
+        port: 0 for a free one.
+
+    Raises:
+        OSError: the port is taken.
+    """
+    listener = socket.create_server((LOOPBACK, port))
+    return TCPStore(
+        LOOPBACK,
+        listener.getsockname()[1],
+        is_master=True,
+        timeout=timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),  # the store closes it, with and without libuv
+    )
 
 
 def connect_again(store: TCPStore, timeout_s: float) -> TCPStore:
@@ -62,7 +101,9 @@ def connect_again(store: TCPStore, timeout_s: float) -> TCPStore:
     return TCPStore(store.host, store.port, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
 
 
-def _call(world: World, store: Store, until: float, timeout_s: float) -> str:
+def _call(
+    world: World, store: Store, until: float, timeout_s: float, ended_rank: Callable[[], tuple[int, str] | None]
+) -> str:
     """Rank 0's part: call, gather the answers, and tell who answered."""
     meeting = f"roomier/{uuid.uuid4().hex}"
     store.set(_ROUND, meeting)
@@ -71,6 +112,10 @@ def _call(world: World, store: Store, until: float, timeout_s: float) -> str:
         for rank in missing:
             if store.check([f"{meeting}/{rank}"]):
                 answers[str(rank)] = store.get(f"{meeting}/{rank}").decode()
+        if missing and (ended := ended_rank()) is not None:
+            rank, how = ended
+            action = "See its output above: each rank runs the same command and must reach the same call"
+            raise RoomierError("rank", rank, how, action) from DistError(f"rank {rank} {how}")
         if time.monotonic() > until:
             problem = f"of {world.size} ranks these did not come within {timeout_s:g} s: {_shown(missing)}"
             raise RoomierError("rank", missing[0], problem, "See what they were doing: each must reach the same call")

@@ -1,30 +1,28 @@
-"""Which network interface the ranks talk over."""
+"""The network interface that the ranks use."""
 
 from __future__ import annotations
 
 import socket
 from collections.abc import MutableMapping
 
-import psutil
-
+from roomier.core.loopback import interface_of, keep_on_loopback
 from roomier.core.world import World
 
-_ANYWHERE = "192.0.2.1"  # an address of no machine (RFC 5737): what leads there is the default route
+_ANYWHERE = "192.0.2.1"  # reserved for documentation (RFC 5737), so the default route leads to it
 
 
 def choose_interface(world: World, address: str, environ: MutableMapping[str, str]) -> None:
-    """Tell gloo its interface, unless the user did (``GLOO_SOCKET_IFNAME``).
+    """Set the interface of gloo, and on a single machine of NCCL, unless the user set it.
 
-    By itself gloo takes the one that the machine's own name leads to: none where the name does not resolve, and on
-    many Linux systems the loopback, over which no other node can be reached.
+    By default, gloo uses the interface to which the host name resolves. If the name does not resolve, there is none.
+    On many Linux systems the name resolves to the loopback, over which other nodes cannot be reached.
 
     Args:
         address: of rank 0.
     """
-    if "GLOO_SOCKET_IFNAME" in environ:
-        return
-    name = _interface_of("127.0.0.1") if world.local_size == world.size else _interface_towards(address)
-    if name is not None:
+    if world.local_size == world.size:
+        keep_on_loopback(environ)
+    elif "GLOO_SOCKET_IFNAME" not in environ and (name := _interface_towards(address)) is not None:
         environ["GLOO_SOCKET_IFNAME"] = name
 
 
@@ -34,18 +32,11 @@ def _interface_towards(address: str) -> str | None:
     except OSError:
         return None
     if target.startswith("127.") and address not in ("localhost", target):
-        target = _ANYWHERE  # rank 0 looks up its own name and finds the loopback
+        target = _ANYWHERE  # rank 0 resolves its own host name to the loopback
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect((target, 1))  # sends nothing: the system only chooses where it would go out
+            probe.connect((target, 1))  # sends nothing: the system only selects the route
         except OSError:
             return None
         own: str = probe.getsockname()[0]
-    return _interface_of(own)
-
-
-def _interface_of(own_address: str) -> str | None:
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(each.family == socket.AF_INET and each.address == own_address for each in addresses):
-            return name
-    return None
+    return interface_of(own)

@@ -6,28 +6,28 @@ ranks run the same script by themselves, as under torchrun.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import subprocess
-import sys
-from collections.abc import MutableMapping, Sequence
-from contextlib import suppress
+from collections.abc import MutableMapping
 from dataclasses import replace
-from datetime import timedelta
 
 import psutil
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from roomier.core.errors import RoomierError
+from roomier.core.loopback import LOOPBACK
 from roomier.core.world import World
-from roomier.launch.environment import LOOPBACK, RANK_VARIABLES, STARTED_BY_ROOMIER, Launch, export
+from roomier.launch.command import command_again
+from roomier.launch.environment import RANK_VARIABLES, STARTED_BY_ROOMIER, Launch, export, number_in
+from roomier.launch.meet import serve_on_loopback
 from roomier.launch.watch import Children, watch_parent
 
+MAX_DEVICES = "ROOMIER_MAX_DEVICES"
+"""Environment variable: how many ranks roomier starts at most on this machine (4 for each core, and at least 16)."""
+
+_STORE_TIMEOUT_S = 60.0  # of one request
 _NUM_THREADS_AT_IMPORT = torch.get_num_threads()
-_FOLDER_AT_IMPORT = None
-with suppress(OSError):  # it was removed
-    _FOLDER_AT_IMPORT = os.getcwd()  # relative paths of the command line are meant from here
 
 
 def forget_if_stale(environ: MutableMapping[str, str]) -> None:
@@ -58,13 +58,14 @@ def start_ranks(world: World) -> tuple[TCPStore | None, Children]:
         The store where the ranks meet, if this process serves it alone; and the ranks that were started.
 
     Raises:
-        RoomierError: it is not known how this process was started, or where rank 0 is.
+        RoomierError: it is not known how this process was started, or where rank 0 is; or there are too many ranks.
     """
+    _check_number(world.local_size)
     command = command_again()
     store = None
     if world.local_size == world.size:
-        # Served before anybody is told the port: no other process can take it.
-        store = TCPStore(LOOPBACK, 0, is_master=True, timeout=timedelta(seconds=60), wait_for_workers=False)
+        # The store is served before the other ranks start, so no other process can take its port.
+        store = serve_on_loopback(_STORE_TIMEOUT_S)
         address, port = LOOPBACK, store.port
     else:
         address, port = _given_address(world)
@@ -80,31 +81,19 @@ def start_ranks(world: World) -> tuple[TCPStore | None, Children]:
         export(Launch("roomier", replace(world, rank=world.rank + local_rank, local_rank=local_rank)), theirs)
         theirs.setdefault("OMP_NUM_THREADS", str(num_threads))
         processes[world.rank + local_rank] = subprocess.Popen(
-            command, env=theirs, stdin=subprocess.DEVNULL, cwd=_FOLDER_AT_IMPORT
+            command.words, env=theirs, stdin=subprocess.DEVNULL, cwd=command.folder
         )
     return store, Children(processes)
 
 
-def command_again() -> Sequence[str]:
-    """The command that started this process.
-
-    Raises:
-        RoomierError: there is none that could be run again.
-    """
-    main = sys.modules.get("__main__")
-    problem = None
-    if "ipykernel" in sys.modules or hasattr(sys, "ps1"):
-        problem = "a notebook or an interactive session cannot start further ranks"
-    elif multiprocessing.parent_process() is not None:
-        problem = "a process of multiprocessing cannot start further ranks"
-    elif "PYTEST_CURRENT_TEST" in os.environ and "pytest" in sys.modules:
-        problem = "under pytest, further ranks would run the tests again"
-    elif getattr(main, "__file__", None) is None:
-        problem = "code from `python -c` or from standard input cannot be run again by further ranks"
-    if problem is not None:
-        action = "Put the run into a script and call `python script.py`, or `torchrun --nproc-per-node=N script.py`"
-        raise RoomierError("devices", "several", problem, action)
-    return [sys.executable, *sys.orig_argv[1:]]
+def _check_number(num_ranks: int) -> None:
+    num_cores = _num_cores()
+    default = max(4 * num_cores, 16)
+    most = default if MAX_DEVICES not in os.environ else number_in(os.environ, MAX_DEVICES)
+    if num_ranks > most:
+        problem = f"roomier starts at most {most} ranks on this machine, which has {num_cores} cores"
+        action = f"Use devices={most} or fewer, or set the environment variable {MAX_DEVICES} to a larger number"
+        raise RoomierError("devices", num_ranks, problem, action)
 
 
 def _given_address(world: World) -> tuple[str, int]:
@@ -122,8 +111,12 @@ def _given_address(world: World) -> tuple[str, int]:
 
 def _share_cores(num_ranks: int) -> int:
     """Threads of each rank: its share of the cores. The user's choice, in the environment or in torch, stays."""
-    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    num_threads = max(1, num_cores // num_ranks)
+    num_threads = max(1, _num_cores() // num_ranks)
     if "OMP_NUM_THREADS" not in os.environ and torch.get_num_threads() == _NUM_THREADS_AT_IMPORT:
         torch.set_num_threads(min(num_threads, _NUM_THREADS_AT_IMPORT))
     return num_threads
+
+
+def _num_cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

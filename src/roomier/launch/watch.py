@@ -23,22 +23,31 @@ class Children:
 
     Args:
         processes: by rank.
+
+    Attributes:
+        have_met: all ranks are in the process group. Before, a rank that ends has failed, whatever its exit code is.
+        main_is_failing: whether this process ends with an error of its own.
+        main_lost_peer: whether this process ends because it could not reach another rank.
+        where: what the run was doing, for messages.
     """
 
     def __init__(self, processes: Mapping[int, subprocess.Popen[bytes]]) -> None:
         self._processes = dict(processes)
         self._failed: tuple[int, int] | None = None
         self._is_ending = threading.Lock()
-        self.main_is_failing: Callable[[], bool] = lambda: False  # by itself, not with a rank that it lost
+        self.have_met = False
+        self.main_is_failing: Callable[[], bool] = lambda: False
+        self.main_lost_peer: Callable[[], bool] = lambda: False
+        self.where: Callable[[], str] = lambda: ""
         threading.Thread(target=self._watch, name="roomier-ranks", daemon=True).start()
         os.register_at_fork(after_in_child=self._forget)
         atexit.register(self._end)
 
-    def news(self) -> str | None:
-        """What became of a rank that has ended, in words."""
+    def news(self) -> tuple[int, str] | None:
+        """Return a rank that has ended, and how it ended, in words."""
         for rank, process in self._processes.items():
             if process.poll() is not None:
-                return f"rank {rank} {_how(process.returncode)}"
+                return rank, self._how(process.returncode)
         return None
 
     def _forget(self) -> None:  # a worker of a DataLoader is no parent of the ranks
@@ -47,11 +56,8 @@ class Children:
 
     def _watch(self) -> None:
         while self._processes and self._failed is None:
-            for rank, process in self._processes.items():
-                code = process.poll()
-                if code not in (None, 0, *_STOPPED):
-                    self._failed = rank, code
-                    break
+            if (failed := self._first_failed()) is not None:
+                self._failed = failed
             else:
                 time.sleep(_POLL_S)
         if self._failed is not None:
@@ -72,13 +78,18 @@ class Children:
             _say(f"rank 0 has ended, and {_LAST_S:g} s later these ranks had not: {late}; they were killed")
             self._kill()
             _exit(1)
-        for rank, process in self._processes.items():  # the watching thread may not have seen it yet
-            code = process.poll()
-            if self._failed is None and code not in (None, 0, *_STOPPED):
-                self._failed = rank, code
+        self._failed = self._failed or self._first_failed()  # the watching thread may not have seen it yet
         if self._failed is not None:
             self._kill()
             self._end_badly()
+
+    def _first_failed(self) -> tuple[int, int] | None:
+        good = (0, *_STOPPED) if self.have_met and not self.main_lost_peer() else ()
+        for rank, process in self._processes.items():
+            code = process.poll()
+            if code is not None and code not in good:
+                return rank, code
+        return None
 
     def _end_badly(self) -> None:
         self._is_ending.acquire()  # never given back: one thread says the last word
@@ -86,8 +97,16 @@ class Children:
         if self.main_is_failing():
             _exit(1)
         rank, code = self._failed
-        _say(f"rank {rank} {_how(code)}, and the run with it")
-        _exit(code if code > 0 else 128 - code)
+        _say(f"rank {rank} {self._how(code)}, and the run with it")
+        _exit(128 - code if code < 0 else max(code, 1))
+
+    def _how(self, code: int) -> str:
+        if code > 0:
+            return f"ended with exit code {code}"
+        if code == 0:
+            return f"ended with exit code 0 {self.where() if self.have_met else 'before all ranks had met'}".rstrip()
+        name = signal.Signals(-code).name
+        return f"was ended by {name}" + (" (often: the machine ran out of memory)" if name == "SIGKILL" else "")
 
     def _wait(self, seconds: float) -> None:
         until = time.monotonic() + seconds
@@ -115,13 +134,6 @@ def watch_parent(pid: int) -> None:
         _exit(1)
 
     threading.Thread(target=watch, name="roomier-parent", daemon=True).start()
-
-
-def _how(code: int) -> str:
-    if code >= 0:
-        return f"ended with exit code {code}"
-    name = signal.Signals(-code).name
-    return f"was ended by {name}" + (" (often: the machine ran out of memory)" if name == "SIGKILL" else "")
 
 
 def _say(message: str) -> None:

@@ -15,9 +15,9 @@ Of weights of ``w`` bytes (4), gathered for compute in ``c`` bytes (2 under auto
 Gradients are freed after the update, so none exists between steps, except in the buckets of DDP. Hooks that read them
 later keep them. A weight that is frozen is its parameter, and what is gathered of it, alone; one in few bits is a
 buffer. They are not all there at once: a backward frees what is gathered, unit by unit, while gradients come. So the
-peak is found by walking the units through a step. Dimension 0 is cut into chunks of equally many rows, as ``torch.chunk`` does;
-where it does not divide, gathered parameters and communication buffers are padded to whole chunks, and the last ranks
-own less.
+peak is found by walking the units through a step. Dimension 0 is cut into chunks of equally many rows, as
+``torch.chunk`` does; where it does not divide, gathered parameters and communication buffers are padded to whole
+chunks, and the last ranks own less.
 """
 
 from __future__ import annotations

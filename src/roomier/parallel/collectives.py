@@ -26,7 +26,7 @@ from torch import Tensor
 from roomier.core import torch_private
 from roomier.core.errors import TrainingError
 
-PATIENCE = timedelta(minutes=10)  # with a rank that is behind: within a step all run the same
+PATIENCE = timedelta(minutes=15)  # longer than hang_timeout by default, whose error names the late rank
 LARGE_BYTES = 2**18  # of a shard: from here on a message of its own takes less time than a copy
 
 

@@ -28,7 +28,11 @@ def go_wrong(what: str) -> None:
     if what.endswith("killed"):
         os.kill(os.getpid(), signal.SIGKILL)
     if what.endswith("leaves"):
-        sys.exit(int(what == "step leaves"))
+        sys.exit(0)
+    if what.endswith("leaves badly"):
+        sys.exit(7)
+    if what.endswith("vanishes"):
+        os._exit(0)
     if what.endswith("sleeps"):
         time.sleep(600)
 
@@ -43,6 +47,8 @@ class Model(roomier.Module):
             go_wrong("step raises")
             go_wrong("step killed")
             go_wrong("step leaves")
+            go_wrong("step leaves badly")
+            go_wrong("step vanishes")
             go_wrong("step sleeps")
         if WHAT == "all raise" and batch_idx == 1:
             (NOTES / "gone-wrong").touch()
@@ -57,6 +63,8 @@ def main() -> None:
     (NOTES / f"{os.getpid()}.pid").touch()
     go_wrong("start raises")
     go_wrong("start sleeps")
+    go_wrong("start killed")
+    go_wrong("start leaves")
     torch.manual_seed(0)
     quiet = {
         "accelerator": "cpu",

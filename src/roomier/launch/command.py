@@ -1,0 +1,119 @@
+"""The command that started this process, and its folder, for the other ranks of this machine.
+
+[Note: folders]
+Relative paths on a command line refer to the folder in which the process was started. A script may change the folder
+before it starts the ranks, even before it imports roomier. The other ranks start in the first folder and run the same
+script, so they change the folder as rank 0 did, and relative paths mean the same on all ranks.
+
+[Note: Hydra]
+``@hydra.main`` names an output folder by the time of day and may change into it. Each rank would get a folder of its
+own, so the ranks are given the output folder of rank 0. They do not write Hydra's record of the configuration again.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from roomier.core.errors import RoomierError
+from roomier.core.start_folder import FOLDER_AT_IMPORT
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command line.
+
+    Attributes:
+        words: the interpreter and its arguments.
+        folder: in which the command runs; None for the current one.
+    """
+
+    words: list[str]
+    folder: str | None
+
+
+def command_again() -> Command:
+    """Return the command that started this process.
+
+    Raises:
+        RoomierError: the command cannot run again.
+    """
+    main = sys.modules.get("__main__")
+    file = getattr(main, "__file__", None)
+    problem = None
+    if "ipykernel" in sys.modules or hasattr(sys, "ps1"):
+        problem = "a notebook or an interactive session cannot start further ranks"
+    elif multiprocessing.parent_process() is not None:
+        problem = "a process of multiprocessing cannot start further ranks"
+    elif "PYTEST_CURRENT_TEST" in os.environ and "pytest" in sys.modules:
+        problem = "under pytest, further ranks would run the tests again"
+    elif file is None or not _can_be_read_again(file):
+        problem = "code from `python -c` or from standard input cannot be run again by further ranks"
+    if problem is not None:
+        action = "Put the run into a script and call `python script.py`, or `torchrun --nproc-per-node=N script.py`"
+        raise RoomierError("devices", "several", problem, action)
+    words = [sys.executable, *sys.orig_argv[1:]]
+    hydra = _hydra_config()
+    if hydra is None:
+        return Command(words, _start_folder())
+    return Command(_with_overrides(words, _same_output_folder(hydra)), hydra.runtime.cwd)
+
+
+def _can_be_read_again(file: str) -> bool:
+    """Return False for ``<stdin>``, a pipe or a device."""
+    is_in_archive_or_removed = not os.path.exists(file)
+    return not file.startswith("<") and (os.path.isfile(file) or is_in_archive_or_removed)
+
+
+def _start_folder() -> str | None:
+    """Return the folder in which this process was started; None if it no longer exists. See [Note: folders]."""
+    found = _folder_of_script() or FOLDER_AT_IMPORT
+    return found if found is not None and os.path.isdir(found) else None
+
+
+def _folder_of_script() -> str | None:
+    """Return the folder to which the command's path of the script refers; None if the path was absolute.
+
+    Python makes ``__file__`` of a script absolute without normalizing it, so ``__file__`` ends with the path of the
+    command.
+    """
+    main = sys.modules["__main__"]
+    file, spec = main.__file__ or "", main.__spec__
+    if spec is not None and spec.name != "__main__":  # `python -m` puts the folder first into sys.path
+        path = os.path.join(*spec.name.split(".")) + ".py"
+        return sys.path[0] if file == os.path.join(sys.path[0], path) else None
+    for word in filter(None, sys.orig_argv[1:]):
+        for path in (word, os.path.join(word, "__main__.py")):  # a folder and an archive can be run as well
+            if file == path:
+                return None
+            if file.endswith(os.sep + path):
+                return file.removesuffix(path)
+    return None
+
+
+def _hydra_config() -> Any:
+    """Return Hydra's own configuration if this process runs a function under ``@hydra.main``; else None."""
+    module = sys.modules.get("hydra.core.hydra_config")
+    return module.HydraConfig.get() if module is not None and module.HydraConfig.initialized() else None
+
+
+def _same_output_folder(hydra: Any) -> list[str]:
+    """Return the overrides with which another process gets the output folder of this one. See [Note: Hydra]."""
+    if hydra.mode.name == "MULTIRUN":
+        name, folder = "hydra.sweep.dir", os.path.join(hydra.runtime.cwd, hydra.sweep.dir)
+    else:
+        name, folder = "hydra.run.dir", hydra.runtime.output_dir
+    quoted = folder.replace("\\", "\\\\").replace("'", "\\'")
+    return [f"{name}='{quoted}'", "hydra.output_subdir=null"]
+
+
+def _with_overrides(words: Sequence[str], overrides: Sequence[str]) -> list[str]:
+    """Insert ``overrides`` after the last override among ``words``: Hydra does not parse overrides in two groups."""
+    first = len(words) - len(sys.argv) + 1  # what comes before belongs to the interpreter
+    places = [place for place in range(first, len(words)) if "=" in words[place] and not words[place].startswith("-")]
+    end = places[-1] + 1 if places else len(words)
+    return [*words[:end], *overrides, *words[end:]]
