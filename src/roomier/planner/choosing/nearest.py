@@ -174,8 +174,8 @@ def _allowing(peaks: _Peaks, plan: Plan, smallest: Forecast, budget: int, networ
         [(mode, {"precision.mode": mode}) for mode in modes],
         [(name, {"optimizer.name": name}) for name in names],
     ]
-    several = (some for num_words in (1, 2, 3) for some in itertools.combinations(axes, num_words))
-    for combination in itertools.chain.from_iterable(itertools.product(*some) for some in several):
+    chosen = (some for num_words in (1, 2, 3) for some in itertools.combinations(axes, num_words))
+    for combination in itertools.chain.from_iterable(itertools.product(*some) for some in chosen):
         try:
             lean = changed(smallest.plan, {field: value for _, each in combination for field, value in each.items()})
         except RoomierError:
