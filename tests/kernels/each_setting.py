@@ -26,10 +26,24 @@ SETTINGS = [
     ("ATEN_CPU_CAPABILITY", "avx2"),
     ("ONEDNN_MAX_CPU_ISA", "AVX2"),
 ]
-FOLDERS = (
-    "activation adapters attention callbacks checkpoint engine export hugging_face lightning loss models optim "
-    "parallel precision resume train"
-).split()
+FOLDERS = [
+    "activation",
+    "adapters",
+    "attention",
+    "callbacks",
+    "checkpoint",
+    "engine",
+    "export",
+    "hugging_face",
+    "lightning",
+    "loss",
+    "models",
+    "optim",
+    "parallel",
+    "precision",
+    "resume",
+    "train",
+]
 ROOT = Path(__file__).parents[2]
 
 

@@ -21,8 +21,8 @@ from roomier.planner.choosing.candidates import Changes, can_chunk_loss, changed
 from roomier.planner.choosing.choose import ESTIMATE_ERROR, budget_of, choose
 from roomier.planner.choosing.keywords import as_call, trainer_keywords
 from roomier.planner.choosing.pricing import Check, Prices, prices_of
-from roomier.planner.confirm import confirm
 from roomier.planner.deadline import ADVICE_S, Deadline
+from roomier.planner.dry_runs.confirm import confirm
 from roomier.planner.fake.user_code import DryRunError, reason_of
 from roomier.planner.forecast import Forecast
 from roomier.planner.workload import Workload
