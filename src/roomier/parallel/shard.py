@@ -36,7 +36,6 @@ from roomier.core.errors import RoomierError
 from roomier.core.log import notice
 from roomier.core.tree import map_tensors, tensors
 from roomier.parallel.collectives import PairwiseAllGather, PairwiseReduceScatter, Reductions
-from roomier.parallel.mesh import REPLICATE
 from roomier.parallel.norm import clip_grad_norm, clip_grad_value, over_ranks
 from roomier.parallel.runner import StepRunner
 from roomier.parallel.whole import WholeParameters, cut_parameters, is_whole
@@ -112,7 +111,6 @@ class Shards:
         self._whole = WholeParameters(network, sharding.mesh.size() if sharding.by_hand else 1)
         self.late_parameters: Sequence[nn.Parameter] = self._whole.parameters
         self._reductions = Reductions()
-        self._gathers: list[PairwiseAllGather] = []
         self._was_gathered = False
         self._is_last = True
         self._parameters: list[nn.Parameter] | None = None  # all of them, as they are between steps
@@ -176,8 +174,6 @@ class Shards:
     def end_backward(self) -> None:
         """After each backward."""
         self._reductions.finish()
-        for gather in self._gathers:
-            gather.free_unused()
         if self._is_last:
             self._whole.end_step()
         self._gather_root_again()
@@ -261,14 +257,10 @@ class Shards:
             own = compute_dtype if sharding.reduces_each_micro_batch else None
             reduce_scatter = PairwiseReduceScatter(
                 self._reductions,
-                may_wait=dtypes <= {sum_dtype} and not sharding.by_hand,
+                may_wait=dtypes <= {sum_dtype} and not sharding.has_copies and not sharding.by_hand,
                 wire_dtype=sharding.wire_dtype or own,
-                replicas=sharding.mesh.get_group(REPLICATE) if sharding.has_copies else None,
             )
-            if sharding.has_copies:
-                torch_private.leave_out_all_reduce(unit)  # fully_shard would wait for it
-            self._gathers.append(PairwiseAllGather(casts=compute_dtype is not None))
-            unit.set_custom_all_gather(self._gathers[-1])  # type: ignore[arg-type]
+            unit.set_custom_all_gather(PairwiseAllGather())  # type: ignore[arg-type]
             unit.set_custom_reduce_scatter(reduce_scatter)  # type: ignore[arg-type]
         return unit
 

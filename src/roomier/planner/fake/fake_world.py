@@ -47,10 +47,10 @@ class FakeRanks(Ranks):
     def sum(self, values: Tensor) -> Tensor:
         return values * self.world.size
 
-    def gather(self, value: T) -> list[T]:
+    def gather(self, value: T, *, allows_pickle: bool = False) -> list[T]:
         return [value] * self.world.size
 
-    def from_zero(self, value: T) -> T:
+    def from_zero(self, value: T, *, allows_pickle: bool = False) -> T:
         return value
 
     def on_zero(self, function: Callable[[], T]) -> T:
@@ -90,7 +90,7 @@ def fake_world(world: World, *, is_pairwise: bool, like: str = "cpu") -> Iterato
         if is_cuda:
             stack.enter_context(attention_like_cuda())
         if functions:  # it is asked of every function
-            stack.enter_context(torch_fake.replace_functions(functions))
+            stack.enter_context(torch_private.replace_functions(functions))
         yield FakeRanks(world, is_pairwise=is_pairwise)
 
 
