@@ -197,8 +197,8 @@ Act = Callable[[Desk], object]
 
 @pytest.fixture
 def refuses(desk: Desk) -> Callable[..., RoomierError]:
-    """Call ``refuses(act, kind, field, received, action)`` to check an error of ``kind`` that ``act`` raises. Its text must
-    begin with ``field=``, contain ``received`` and state ``action``, the next action of the user."""
+    """Call ``refuses(act, kind, field, received, action)`` to check an error of ``kind`` that ``act`` raises. Its text
+    must begin with ``field=``, contain ``received`` and state ``action``, the next action of the user."""
 
     def check(act: Act, kind: type[RoomierError], field: str, received: str, action: str) -> RoomierError:
         with pytest.raises(RoomierError) as caught:
