@@ -32,7 +32,6 @@ from roomier.hardware.machine import Machine
 from roomier.hardware.this_machine import this_machine
 from roomier.memory.tracker import tracking
 from roomier.plan import plan_from_flags
-from roomier.plan.parts import CHUNKED_LOSS
 from roomier.planner.choice import words_of
 from roomier.planner.choosing.candidates import Candidate, candidates
 from roomier.planner.choosing.choose import choose
@@ -109,7 +108,7 @@ def run_pair(pair: Drawn, ranks: Ranks, *, tells_all: bool = False) -> dict[str,
         tells_all: whether the row lists every plan that was run, with its forecast, under ``plans``.
     """
     machine = ranks.on_zero(lambda: this_machine(pair.num_ranks))
-    strategy = {"name": "auto", "allow": [CHUNKED_LOSS]}  # the only near option that can make a step faster
+    strategy = {"name": "auto", "allow": ["chunked_loss"]}  # the only near option that can make a step faster
     asked = plan_from_flags(strategy=strategy, accelerator="cpu", devices=pair.num_ranks, optimizer="adamw")
     workload = Workload.of(pair.module(), pair.batch(pair.batch_size))
     found = [each for each in candidates(workload, asked, machine) if not each.refusal]

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from roomier.api.callback import Callback
 from roomier.core.errors import RoomierError
+from roomier.plan.levers import lever_that_frees_gradients
 
 if TYPE_CHECKING:
     from roomier.api.module import Module
@@ -64,9 +65,10 @@ class GradientAccumulationScheduler(Callback):
             return
         if not pl_module.automatic_optimization:
             raise self._refusal(type(pl_module).__name__, "optimizes by hand (automatic_optimization=False)")
-        if trainer.plan.optimizer.step_in_backward != "none":
-            way = trainer.plan.optimizer.step_in_backward
-            raise self._refusal(way, "updates in the backward of one micro-batch (step_in_backward)")
+        lever = lever_that_frees_gradients(trainer.plan)
+        if lever is not None:
+            problem = f"updates in the backward of one micro-batch ({lever.keyword})"
+            raise self._refusal(lever.value(trainer.plan), problem)
 
     @staticmethod
     def _refusal(received: object, problem: str) -> RoomierError:

@@ -17,6 +17,7 @@ from roomier.api.overrides import is_one, overrides
 from roomier.core.errors import RoomierError
 from roomier.optim.configured import Configured
 from roomier.plan import Plan
+from roomier.plan.levers import lever_that_frees_gradients
 from roomier.run.settled import Request
 
 SEES_GRADIENTS = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping", "optimizer_step")
@@ -95,13 +96,13 @@ def check_hooks_need_no_gradients(plan: Plan, callbacks: Sequence[Any], module: 
     Raises:
         RoomierError: there is one.
     """
-    way = plan.optimizer.step_in_backward
-    if way == "none":
+    lever = lever_that_frees_gradients(plan)
+    if lever is None:
         return
+    keyword, way = lever.keyword, lever.value(plan)
     if plan.batch.clips_norm and overrides(module, "backward", Module):
         problem = f"{type(module).__name__} overrides backward, which clipping by norm would run twice in a step"
-        action = "Do without it, clip by value, or leave out step_in_backward"
-        raise RoomierError("step_in_backward", way, problem, action)
+        raise RoomierError(keyword, way, problem, f"Do without it, clip by value, or leave out {keyword}")
     in_module = [(module, name) for name in SEES_GRADIENTS if overrides(module, name, Module)]
     in_callbacks = [
         (callback, name)
@@ -111,7 +112,7 @@ def check_hooks_need_no_gradients(plan: Plan, callbacks: Sequence[Any], module: 
     ]
     for owner, name in (*in_module, *in_callbacks):
         problem = f"{type(owner).__name__}.{name} would find no gradients: each is used and freed within the backward"
-        raise RoomierError("step_in_backward", way, problem, "Do without it, or leave out step_in_backward")
+        raise RoomierError(keyword, way, problem, f"Do without it, or leave out {keyword}")
 
 
 def needs_closure(optimizer: Optimizer) -> bool:
