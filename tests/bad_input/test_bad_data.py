@@ -69,7 +69,7 @@ LOADERS = {
         lambda d: d.fit(train=DataLoader(SAMPLES, batch_size=8, drop_last=True)),
         "train_dataloaders",
         "DataLoader",
-        "smaller than batch_size, with drop_last?",
+        "must have at least batch_size samples",
     ),
     "an iterable without a batch": (
         lambda d: d.fit(train=DataLoader(Stream(0))),

@@ -194,7 +194,7 @@ class FailsInStatistics(Dataset[Tensor]):
     def __getitem__(self, index: int) -> Tensor:
         self.num_reads_left -= 1
         if self.num_reads_left < 0 and dist.get_rank() == 1:
-            raise DataError("train_dataloaders", index, "lost a worker process", "Use fewer workers")
+            raise DataError("train_dataloaders", index, "a DataLoader worker exited", "Use fewer workers")
         return data()[index]
 
 
@@ -207,6 +207,6 @@ def fit_with_failing_statistics(root: Path, strategy: str) -> None:
 
 @pytest.mark.parametrize("strategy", ["zero3", pytest.param("ddp", marks=pytest.mark.slow)])
 def test_a_rank_that_cannot_take_its_statistics_ends_the_others(on_ranks: Any, tmp_path: Path, strategy: str) -> None:
-    with pytest.raises(RankFailed, match="lost a worker process") as caught:
+    with pytest.raises(RankFailed, match="a DataLoader worker exited") as caught:
         on_ranks(2, fit_with_failing_statistics, tmp_path, strategy)
     assert caught.value.rank == 1
