@@ -195,7 +195,7 @@ CALLBACKS = {
         RoomierError,
         "filename",
         "'best/{epoch}'",
-        "where it goes is dirpath's to say",
+        "set the parent folder with dirpath",
     ),
     "a folder that is a number": (
         lambda d: ModelCheckpoint(dirpath=5),
