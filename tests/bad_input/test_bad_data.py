@@ -325,7 +325,7 @@ def test_an_error_with_a_batch_of_text_states_the_reason(of, shown, desk):
     with pytest.raises(TypeError) as caught:
         desk.fit(**of(desk))
     note = caught.value.__notes__[-1]
-    assert f"{shown}: the batch holds text and no tensor. Turn the text into tensors" in note
+    assert f"{shown}: the batch contains text and no tensor. Convert the text to tensors" in note
 
 
 @pytest.mark.parametrize(("model", "val"), [("validated", None), ("Net", "batches")])
@@ -333,7 +333,9 @@ def test_impossible_validation_is_reported_and_training_continues(model, val, de
     net = validated(desk) if model == "validated" else desk.Net()
     desk.fit(net, val=desk.batches if val else None, max_epochs=1)
     told = capsys.readouterr().err
-    assert ("has no validation_step: val_dataloaders are not used" if val else "no data to validate on") in told
+    assert (
+        "does not define validation_step, so val_dataloaders are not used" if val else "no validation data was passed"
+    ) in told
 
 
 def test_zero_training_batches_end_the_run(desk):

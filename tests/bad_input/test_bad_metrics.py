@@ -223,7 +223,7 @@ CALLBACKS = {
         RoomierError,
         "callbacks",
         "LogsRow",
-        "Name it once",
+        "Remove one of the two entries",
     ),
     "a state that cannot be stored": (
         lambda d: d.fit(callbacks=Keeps(object())),

@@ -104,7 +104,7 @@ MODELS = {
         RoomierError,
         "datamodule",
         "[",
-        "Pass an object of a subclass of roomier.DataModule",
+        "Pass an instance of a roomier.DataModule subclass",
     ),
     "configure_callbacks returns a name": (
         lambda d: d.fit(d.net(configure_callbacks=lambda self: "early_stopping")),
@@ -379,7 +379,7 @@ OPTIMIZERS = {
         RoomierError,
         "accumulate_grad_batches",
         "2",
-        "step every n batches",
+        "stepping every n batches",
     ),
     "clipping with manual optimization": (
         lambda d: d.fit(d.net(**manual()), gradient_clip_val=1.0),

@@ -171,7 +171,7 @@ def test_abandoned_stream_ends_the_run(end: str) -> None:
     trainer, module = quiet(Sees()), Net()
     stream = trainer.predict_stream(module, loader())
     next(stream)
-    with pytest.raises(RoomierError, match="is called while this Trainer is running"):
+    with pytest.raises(RoomierError, match="cannot be called while this Trainer is running"):
         trainer.predict(module, loader())
     if end == "close":
         stream.close()

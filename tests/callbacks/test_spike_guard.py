@@ -163,7 +163,7 @@ def test_rollback_repeats_every_step_except_bad_steps(make_trainer: Make, tmp_pa
     same(guarded, fitted(make_trainer, without(batches(num=16), 5, 12), **keywords))
     assert guard.num_bad_steps == 2
     output = capsys.readouterr().err
-    assert "the run goes back to step 3" in output
+    assert "the run returns to step 3" in output
     assert "in batch 5 of epoch 0" in output
 
 
@@ -220,7 +220,7 @@ def test_changes_after_the_checkpoint_are_undone_by_a_rollback(
     make_trainer: Make, tmp_path: Path, make_callback: Any, capsys: Any
 ) -> None:
     back, skipped = rolled_back_and_skipped(make_trainer, tmp_path, make_callback)
-    assert "the run goes back to step 8" in capsys.readouterr().err
+    assert "the run returns to step 8" in capsys.readouterr().err
     same(back, skipped)
     rates = [[group["lr"] for group in each[1].optimizers[0].param_groups] for each in (back, skipped)]
     assert rates[0] == rates[1]
@@ -243,7 +243,9 @@ def test_timer_continues_after_a_rollback(make_trainer: Make, tmp_path: Path, mo
 
 
 def test_rollback_requires_a_checkpoint_and_stop_does_not(make_trainer: Make) -> None:
-    with pytest.raises(TrainingError, match="loss is nan, in batch 5 of epoch 0; there is no checkpoint to go back to"):
+    with pytest.raises(
+        TrainingError, match="loss is nan, in batch 5 of epoch 0, but the run has no checkpoint to return to"
+    ):
         fitted(make_trainer, batches(5), SpikeGuard("rollback"))
     with pytest.raises(TrainingError, match="loss is nan, in batch 5 of epoch 0"):
         fitted(make_trainer, batches(5), SpikeGuard("stop"))
@@ -343,7 +345,7 @@ def fit_across_an_unfreeze(root: Path, strategy: str, action: str) -> None:
 def test_rollback_across_an_unfreeze_on_ranks(on_ranks: Any, tmp_path: Path, strategy: str, capsys: Any) -> None:
     for action in ("rollback", "skip"):
         on_ranks(2, fit_across_an_unfreeze, tmp_path, strategy, action)
-    assert "goes back to step 8" in capsys.readouterr().out
+    assert "returns to step 8" in capsys.readouterr().out
     back, skipped = (roomier.checkpoint.load(tmp_path / action) for action in ("rollback", "skip"))
     torch.testing.assert_close(back["module"], skipped["module"], rtol=0, atol=0)
     states = (each["optimizers"][0]["state"] for each in (back, skipped))

@@ -233,7 +233,7 @@ def test_manual_optimization_is_refused(make_trainer: Any) -> None:
             super().__init__()
             self.automatic_optimization = False
 
-    with pytest.raises(RoomierError, match="strategy='auto': ByHand optimizes by hand"):
+    with pytest.raises(RoomierError, match="strategy='auto': ByHand uses manual optimization"):
         make_trainer(strategy="auto").fit(ByHand(), batches())
 
 
