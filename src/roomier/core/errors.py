@@ -2,6 +2,7 @@
 
 import difflib
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 
@@ -25,19 +26,18 @@ class RoomierError(ValueError):
 
     def __reduce__(self) -> tuple[type["RoomierError"], tuple[object, ...]]:
         is_data = self.received is None or isinstance(self.received, _TRAVELS)
-        received = self.received if is_data else _Shown(shorten(self.received))
+        received = self.received if is_data else Shown(shorten(self.received))
         return type(self), (self.field, received, self.problem, self.action)
 
 
 _TRAVELS = (str, int, float, Path, list, tuple, dict)
 
 
-class _Shown:
-    """What another process has in place of an object that was received: a generator, say, cannot be sent to it, and
-    the data set of a loader should not be."""
+@dataclass(frozen=True, repr=False)
+class Shown:
+    """Text in place of a received object, for another process: a generator cannot be sent, and a dataset should not."""
 
-    def __init__(self, text: str) -> None:
-        self.text = text
+    text: str
 
     def __repr__(self) -> str:
         return self.text

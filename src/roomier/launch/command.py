@@ -15,12 +15,15 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
+import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from roomier.core.errors import RoomierError
 from roomier.core.start_folder import FOLDER_AT_IMPORT
+
+_STANDARD_LIBRARY = {os.path.dirname(os.__file__), sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")}
 
 
 @dataclass(frozen=True)
@@ -83,9 +86,8 @@ def _folder_of_script() -> str | None:
     """
     main = sys.modules["__main__"]
     file, spec = main.__file__ or "", main.__spec__
-    if spec is not None and spec.name != "__main__":  # `python -m` puts the folder first into sys.path
-        path = os.path.join(*spec.name.split(".")) + ".py"
-        return sys.path[0] if file == os.path.join(sys.path[0], path) else None
+    if spec is not None and spec.name != "__main__":
+        return _folder_of_module(file.removesuffix(os.path.join(*spec.name.split(".")) + ".py").rstrip(os.sep))
     for word in filter(None, sys.orig_argv[1:]):
         for path in (word, os.path.join(word, "__main__.py")):  # a folder and an archive can be run as well
             if file == path:
@@ -93,6 +95,23 @@ def _folder_of_script() -> str | None:
             if file.endswith(os.sep + path):
                 return file.removesuffix(path)
     return None
+
+
+def _folder_of_module(root: str) -> str | None:
+    """Return the folder in which ``python -m`` was started; None if it cannot be told from ``sys.path``.
+
+    ``python -m`` puts the folder into ``sys.path`` before the entries of PYTHONPATH and of the standard library. The
+    script may have inserted further entries.
+
+    Args:
+        root: the entry of ``sys.path`` in which the module was found.
+    """
+    first = next((at for at, entry in enumerate(sys.path) if entry in _STANDARD_LIBRARY), 0)
+    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    entries = [] if sys.flags.safe_path else [entry for entry in sys.path[:first] if entry not in given]
+    if root in entries:
+        return root
+    return entries[0] if len(entries) == 1 else None
 
 
 def _hydra_config() -> Any:

@@ -25,6 +25,7 @@ PATIENCE_S = 3.0
 _END_S = 5.0  # what ending may take, handlers at exit included
 _EXIT_S = 10.0  # between the first and the last rank that exits with code 0 in the same step
 _FIRST = "roomier/first_failure"
+_ZERO_HAS_ENDED = "rank 0 has ended"
 _GLOO_SIGNS = ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "Broken pipe", "gloo::")
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
@@ -39,7 +40,7 @@ class FailureNews:
     Attributes:
         is_failing: this rank ends with an error of its own.
         has_lost_peer: this rank ends because it could not reach another one.
-        where: what the run was doing, for messages.
+        where: returns the place in the run, for messages.
         store: seen by all ranks, once they have met; its own connection, for it is used while others may hang.
     """
 
@@ -78,7 +79,7 @@ class FailureNews:
                     rank = self.store.get(_FIRST).decode().partition("\n")[0]
                     return f"rank {rank} failed"
             except (DistError, RuntimeError):
-                return "rank 0 has ended"
+                return _ZERO_HAS_ENDED
             time.sleep(0.05)
         return None
 
@@ -100,17 +101,34 @@ class FailureNews:
         Returns:
             The ranks that did not.
         """
+        self._num_exits += 1
+        return self._absent(f"roomier/exits/{self._num_exits}", _EXIT_S)
+
+    def end_unconnected(self, waited_s: float) -> None:
+        """End this process, because the ranks have met and do not connect. The ranks that wait all call this method."""
+        try:
+            absent = self._absent("roomier/unconnected", PATIENCE_S)
+        except (DistError, RuntimeError):
+            absent = [0]
+        ended = f"these ranks have ended or cannot be reached: {absent}"
+        sys.stderr.write(f"roomier: the ranks have met, but did not connect within {waited_s:g} s; {ended}\n")
+        sys.stderr.flush()
+        if self.world.rank == 0:
+            time.sleep(1.0)  # the others read the store
+        os._exit(1)
+
+    def _absent(self, prefix: str, within_s: float) -> list[int]:
+        """Return the ranks that do not call this method as well ``within_s`` from now."""
         if self.store is None:
             return []
-        self._num_exits += 1
-        keys = {rank: f"roomier/exits/{self._num_exits}/{rank}" for rank in range(self.world.size)}
+        keys = {rank: f"{prefix}/{rank}" for rank in range(self.world.size)}
         self.store.set(keys[self.world.rank], "")
-        until = time.monotonic() + _EXIT_S
-        while missing := [rank for rank, key in keys.items() if not self.store.check([key])]:
+        until = time.monotonic() + within_s
+        while absent := [rank for rank, key in keys.items() if not self.store.check([key])]:
             if time.monotonic() > until:
                 break
             time.sleep(0.02)
-        return missing
+        return absent
 
     def _end(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         end_in_time()
@@ -119,8 +137,10 @@ class FailureNews:
         if is_of_lost_peer(error):
             self.has_lost_peer = True
             known = self.wait_for_peer()
-            if known is not None:
-                return  # who watches this rank says so
+            if known == _ZERO_HAS_ENDED and self.world.rank == 1:
+                sys.stderr.write(f"roomier: {known} {self.where()}".rstrip() + "\n")
+            if known is not None:  # another process reports it
+                return
             self.is_failing = True
             self._before(kind, error, trace)
             return

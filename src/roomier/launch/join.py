@@ -1,4 +1,4 @@
-"""The process group of a run: joined when the first run begins, left when the process ends."""
+"""Process group of a run: joined when the first run begins, left when the process ends."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from roomier.core.world import World
 
 
 def join(world: World, device_type: str) -> Ranks:
-    """The ranks of ``world``, once they have found each other. A process group that is there already is used.
+    """Return the ranks of ``world`` after they have met. An initialized process group is used as it is.
 
-    Where nobody started the other ranks of this machine, they are started here.
+    If no launcher started the other ranks of this machine, they are started here.
 
     Args:
-        device_type: ``"cpu"`` or ``"cuda"``: where the tensors are that the ranks exchange.
+        device_type: device of the tensors that the ranks exchange, ``"cpu"`` or ``"cuda"``.
 
     Raises:
-        RoomierError: they cannot be started, or did not come; or the group that is there is another one.
+        RoomierError: the ranks cannot be started, or do not meet; or the initialized process group has other ranks.
     """
     if world.size == 1:
         return Ranks(world)
@@ -44,7 +44,7 @@ def join(world: World, device_type: str) -> Ranks:
 
 
 def exits_together(ranks: Ranks, where: Callable[[], str]) -> AbstractContextManager[None]:
-    """See :func:`roomier.launch.group.exits_together`. One rank exits as it likes."""
+    """See :func:`roomier.launch.group.exits_together`. A single rank can exit at any time."""
     if ranks.is_alone:
         return nullcontext()
     from roomier.launch import group
@@ -53,10 +53,10 @@ def exits_together(ranks: Ranks, where: Callable[[], str]) -> AbstractContextMan
 
 
 def _device_index(world: World) -> int:
-    """The CUDA device of this rank. Where the launcher shows each rank one device only, it is that one.
+    """Return the index of the CUDA device of this rank: 0 if the launcher shows each rank one device only.
 
     Raises:
-        RoomierError: there are fewer devices than ranks.
+        RoomierError: the machine has fewer devices than ranks.
     """
     count = torch.cuda.device_count()
     if world.local_size <= count:

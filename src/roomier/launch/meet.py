@@ -1,7 +1,7 @@
-"""The rendezvous: every rank says that it is there, and rank 0 answers when all are.
+"""Rendezvous: every rank reports to rank 0, and rank 0 answers when all ranks have reported.
 
-torch's own waits without knowing for whom. This one names who is missing, and gives each meeting keys of its own: when
-torchrun restarts the ranks, the store may still hold what the ranks before them left.
+The rendezvous of torch cannot name the ranks that are missing. Each meeting has separate keys, because the store can
+still hold keys of earlier ranks if torchrun restarts the ranks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import Store
 
 from roomier.core.errors import RoomierError
-from roomier.core.loopback import LOOPBACK, is_loopback
+from roomier.core.loopback import LOOPBACK, interface_of, is_loopback
 from roomier.core.world import World
 
 _POLL_S = 0.02
@@ -28,13 +28,13 @@ _ROUND = "roomier/round"
 def meet(
     world: World, store: Store, timeout_s: float, ended_rank: Callable[[], tuple[int, str] | None] = lambda: None
 ) -> str:
-    """Wait until all ranks are here.
+    """Wait until all ranks call this function.
 
     Args:
         ended_rank: returns a rank that has ended, and how, as far as this process started the ranks.
 
     Returns:
-        A prefix for keys that only the ranks of this meeting know.
+        A prefix for keys of this meeting.
 
     Raises:
         RoomierError: a rank has ended; or the ranks did not come within ``timeout_s``, or the launcher gave them
@@ -49,7 +49,8 @@ def meet(
 def open_store(world: World, environ: Mapping[str, str], timeout_s: float) -> TCPStore:
     """Open the store at ``MASTER_ADDR:MASTER_PORT``. Rank 0 serves it, unless torchrun does.
 
-    If all ranks run on this machine, rank 0 serves the store on the loopback, whatever ``MASTER_ADDR`` is.
+    If all ranks run on this machine, rank 0 serves the store on the loopback, whatever ``MASTER_ADDR`` is. If
+    ``MASTER_ADDR`` is an IPv4 address of this machine, the store listens on that address only, otherwise on all.
 
     Raises:
         RoomierError: the store cannot be reached within ``timeout_s``, or the port is taken.
@@ -60,8 +61,8 @@ def open_store(world: World, environ: Mapping[str, str], timeout_s: float) -> TC
         address = LOOPBACK
     is_server = world.rank == 0 and not is_served_by_torchrun
     try:
-        if is_server and address == LOOPBACK:
-            return serve_on_loopback(timeout_s, int(port))
+        if is_server and interface_of(address) is not None:
+            return serve(address, timeout_s, int(port))
         return TCPStore(
             address, int(port), is_master=is_server, timeout=timedelta(seconds=timeout_s), wait_for_workers=False
         )
@@ -74,20 +75,19 @@ def open_store(world: World, environ: Mapping[str, str], timeout_s: float) -> TC
         raise RoomierError("MASTER_ADDR", f"{address}:{port}", problem, action) from error
 
 
-def serve_on_loopback(timeout_s: float, port: int = 0) -> TCPStore:
-    """Serve a store that only processes on this machine can reach.
-
-    If a TCPStore opens its own socket, the socket listens on all interfaces.
+def serve(address: str, timeout_s: float, port: int = 0) -> TCPStore:
+    """Serve a store on one address. If a TCPStore opens its own socket, the socket listens on all interfaces.
 
     Args:
+        address: an IPv4 address of this machine.
         port: 0 for a free one.
 
     Raises:
         OSError: the port is taken.
     """
-    listener = socket.create_server((LOOPBACK, port))
+    listener = socket.create_server((address, port))
     return TCPStore(
-        LOOPBACK,
+        address,
         listener.getsockname()[1],
         is_master=True,
         timeout=timedelta(seconds=timeout_s),
@@ -97,14 +97,14 @@ def serve_on_loopback(timeout_s: float, port: int = 0) -> TCPStore:
 
 
 def connect_again(store: TCPStore, timeout_s: float) -> TCPStore:
-    """A further connection to what ``store`` is connected to."""
+    """Return another connection to the server of ``store``."""
     return TCPStore(store.host, store.port, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
 
 
 def _call(
     world: World, store: Store, until: float, timeout_s: float, ended_rank: Callable[[], tuple[int, str] | None]
 ) -> str:
-    """Rank 0's part: call, gather the answers, and tell who answered."""
+    """On rank 0, call the ranks, collect their answers, and publish the answers."""
     meeting = f"roomier/{uuid.uuid4().hex}"
     store.set(_ROUND, meeting)
     answers: dict[str, str] = {}
@@ -126,7 +126,7 @@ def _call(
 
 
 def _answer(world: World, store: Store, until: float, timeout_s: float) -> str:
-    """The part of the others: answer the call until rank 0 has heard it. A call may be one of an earlier meeting."""
+    """On the other ranks, answer calls until rank 0 publishes the answer. A call can be one of an earlier meeting."""
     mine = json.dumps({"name": uuid.uuid4().hex, "size": world.size, "local_size": world.local_size})
     answered = None
     while True:

@@ -1,4 +1,4 @@
-"""Ranks that end together: the process that started them watches them, and they watch it."""
+"""Ranks that end together: the process that started the ranks watches them, and the ranks watch that process."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import time
 from collections.abc import Callable, Mapping
 
 _POLL_S = 0.1
-_GRACE_S = 1.0  # in which the other ranks may end, and tell, by themselves
-_MAIN_GRACE_S = 4.0  # the same for the process that started them
-_LAST_S = 60.0  # in which ranks may come to their end after the first one came to its
-_STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)  # what a run exits with that a signal ended in good order
+_GRACE_S = 1.0  # after a failure, for the other ranks to report and to end
+_MAIN_GRACE_S = 4.0  # after a failure, for the process that started the ranks
+_LAST_S = 60.0  # after a complete run, between the end of rank 0 and the ends of the other ranks
+_STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)  # exit codes of a run that a signal ended at a save point
 
 
 class Children:
-    """The ranks that this process started. If one fails, all end within seconds, this process included.
+    """Ranks that this process started. If a rank fails, all ranks and this process end within seconds.
 
     Args:
         processes: by rank.
@@ -28,7 +28,7 @@ class Children:
         have_met: all ranks are in the process group. Before, a rank that ends has failed, whatever its exit code is.
         main_is_failing: whether this process ends with an error of its own.
         main_lost_peer: whether this process ends because it could not reach another rank.
-        where: what the run was doing, for messages.
+        where: returns the place in the run, for messages.
     """
 
     def __init__(self, processes: Mapping[int, subprocess.Popen[bytes]]) -> None:
@@ -50,7 +50,7 @@ class Children:
                 return rank, self._how(process.returncode)
         return None
 
-    def _forget(self) -> None:  # a worker of a DataLoader is no parent of the ranks
+    def _forget(self) -> None:  # a forked process, such as a worker of a DataLoader, did not start the ranks
         self._processes = {}
         atexit.unregister(self._end)
 
@@ -67,7 +67,7 @@ class Children:
             self._end_badly()
 
     def _end(self) -> None:
-        """At the exit of this process: the others come to their end too, or are ended."""
+        """At the exit of this process, wait until the ranks end, or kill them."""
         if self.main_is_failing():
             self._wait(_GRACE_S)
             self._kill()
@@ -92,7 +92,7 @@ class Children:
         return None
 
     def _end_badly(self) -> None:
-        self._is_ending.acquire()  # never given back: one thread says the last word
+        self._is_ending.acquire()  # never released, so that one thread alone prints the last line
         assert self._failed is not None
         if self.main_is_failing():
             _exit(1)
@@ -124,7 +124,7 @@ class Children:
 
 
 def watch_parent(pid: int) -> None:
-    """End this process when the one that started it, ``pid``, has ended without waiting for it."""
+    """End this process when the process ``pid``, which started it, has ended."""
     if any(thread.name == "roomier-parent" for thread in threading.enumerate()):
         return
 
