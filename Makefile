@@ -14,16 +14,17 @@ PARALLEL ?= -n 2 --dist loadfile --no-loadscope-reorder
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install browser demo test test-full lint format clean
+.PHONY: help install browser demo test test-full test-kernels lint format clean
 
 help:
-	@echo 'make install    .venv with roomier, its command and all tools'
-	@echo 'make demo       train a small GPT on the standard library, resume it, sample from it'
-	@echo 'make test       lint, types, layers and tests'
-	@echo 'make test-full  the same with the tests marked slow'
-	@echo 'make lint       ruff, mypy and import-linter alone'
-	@echo 'make format     let ruff rewrite the files'
-	@echo 'make clean      remove .venv, caches and runs'
+	@echo 'make install       .venv with roomier, its command and all tools'
+	@echo 'make demo          train a small GPT on the standard library, resume it, sample from it'
+	@echo 'make test          lint, types, layers and tests'
+	@echo 'make test-full     the same with the tests marked slow'
+	@echo 'make test-kernels  the numerical tests with the CPU kernels of other processors'
+	@echo 'make lint          ruff, mypy and import-linter alone'
+	@echo 'make format        let ruff rewrite the files'
+	@echo 'make clean         remove .venv, caches and runs'
 
 # Python compiles what is imported, once: pip would first compile all of it, most of which nobody imports.
 install: $(INSTALLED)
@@ -54,6 +55,9 @@ test: lint
 
 test-full: lint
 	$(BIN)/python -m pytest $(PARALLEL)
+
+test-kernels: install
+	$(BIN)/python tests/kernels/each_setting.py $(PARALLEL)
 
 lint: install
 	$(BIN)/ruff check .

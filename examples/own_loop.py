@@ -20,7 +20,7 @@ def training_step(batch):
 inputs = torch.randn(240, 8)
 micro_batches = list(zip(inputs.split(8), inputs.sum(dim=1, keepdim=True).split(8), strict=True))
 for epoch in range(5):
-    for start in range(0, len(micro_batches), 2):  # two micro-batches a step, as exact as one batch of both
+    for start in range(0, len(micro_batches), 2):  # each step has the gradient of two micro-batches together
         loss = engine.forward_backward(training_step, micro_batches[start : start + 2])
         engine.clip()
         engine.step()

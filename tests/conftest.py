@@ -4,7 +4,9 @@ The threads are set before torch is imported: tests and the processes they start
 machine and do not compete for its cores.
 """
 
+import getpass
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +20,9 @@ if TYPE_CHECKING:
     from roomier import Trainer
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+if "ATEN_CPU_CAPABILITY" in os.environ:  # compiled code depends on it, but its key in torch's cache does not
+    cache = f"torchinductor_{getpass.getuser()}_{os.environ['ATEN_CPU_CAPABILITY']}"
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(tempfile.gettempdir(), cache))
 os.environ.setdefault("ROOMIER_PLANNING_S", "400")  # which plan is chosen does not depend on how busy the machine is
 
 # The same examples in every run, so that a change is judged by what it changed; HYPOTHESIS_PROFILE=default searches on.

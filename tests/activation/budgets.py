@@ -105,7 +105,7 @@ def train(network: nn.Module, budget: Budget, windows: Sequence[Sequence[Any]], 
 
 
 def take_step(engine: EagerEngine, module: Module, window: Sequence[Any]) -> float:
-    loss = engine.forward_backward(module.training_step, window)
+    loss = engine.forward_backward(lambda batch, _: module.training_step(batch), window)
     engine.step()
     assert loss is not None
     return loss.item()
@@ -117,7 +117,7 @@ def measured_peak(engine: EagerEngine, module: Module, window: Sequence[Any]) ->
         for _ in range(2):
             tracker.restart()
             tracker.enter("forward")
-            engine.forward_backward(module.training_step, window)
+            engine.forward_backward(lambda batch, _: module.training_step(batch), window)
             tracker.enter("update")
             engine.step()
     return tracker.peak().total()

@@ -44,6 +44,16 @@ def step_of(network: nn.Module, loss: Loss, seed: int = 3) -> Step:
     return Step(value.detach(), gradients, buffers, torch.get_rng_state())
 
 
+def use_no_cache(network: nn.Module) -> None:
+    """Let a Hugging Face ``network`` fill no cache of keys and values, as recomputed blocks do.
+
+    Keys from a cache have another memory layout, for which a matrix product can run another kernel.
+    """
+    for module in network.modules():  # T5's decoder has a copy of the config
+        if hasattr(config := getattr(module, "config", None), "use_cache"):
+            config.use_cache = False
+
+
 def assert_equal(one: Step, other: Step) -> None:
     assert torch.equal(one.loss, other.loss)
     for ours, theirs in ((one.gradients, other.gradients), (one.buffers, other.buffers)):

@@ -152,9 +152,9 @@ def test_a_step_that_fails_leaves_no_trace(plain: Taken) -> None:
     losses = [take_step(engine, module, WINDOWS[0])]
     state = torch.get_rng_state()
     with pytest.raises(TypeError):
-        engine.forward_backward(module.training_step, [(None,)])
+        engine.forward_backward(lambda batch, _: module.training_step(batch), [(None,)])
     with pytest.raises(KeyError):
-        engine.forward_backward(fail_after(module), WINDOWS[1])
+        engine.forward_backward(lambda batch, _: fail_after(module)(batch), WINDOWS[1])
     torch.set_rng_state(state)
     losses += [take_step(engine, module, window) for window in WINDOWS[1:]]
     assert losses == plain.losses
@@ -175,7 +175,7 @@ def test_a_step_that_is_refused_before_its_forward_is_not_measured() -> None:
     before = [block.forward for block in recompute_of(engine).blocks]
     module.num_terms = 0
     with pytest.raises(TrainingError, match="num_loss_terms"):
-        engine.forward_backward(module.training_step, [*WINDOWS[1], *WINDOWS[2]])
+        engine.forward_backward(lambda batch, _: module.training_step(batch), [*WINDOWS[1], *WINDOWS[2]])
     assert [block.forward for block in recompute_of(engine).blocks] == before
 
 
@@ -191,7 +191,7 @@ def test_a_step_without_a_loss_is_not_the_one_that_is_measured() -> None:
     module = Net(Language())
     engine = engine_for(module, 0.5)
     take_step(engine, module, WINDOWS[0])
-    assert engine.forward_backward(lambda batch: None, WINDOWS[1]) is None
+    assert engine.forward_backward(lambda batch, _: None, WINDOWS[1]) is None
     take_step(engine, module, WINDOWS[2])
     take_step(engine, module, WINDOWS[3])
     assert len({block.keep for block in recompute_of(engine).blocks}) > 1

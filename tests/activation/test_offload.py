@@ -18,7 +18,7 @@ from roomier.activation.offload import MIN_BYTES, Copies, Offload, StreamCopies
 from roomier.core.wrapped_forward import install, unwrap
 from roomier.engine.compile import compile_blocks
 from tests.activation.kinds import KINDS
-from tests.activation.steps import assert_equal, step_of
+from tests.activation.steps import assert_equal, step_of, use_no_cache
 
 CPU = torch.device("cpu")
 NUM_BLOCKS = 6
@@ -136,6 +136,8 @@ def test_every_kind_of_model_with_late_copies(kind: str, keep: Keep) -> None:
         torch.manual_seed(0)
         network, loss = KINDS[kind]()
         network.train()
+        if keeps is None:
+            use_no_cache(network)
         blocks = [] if keeps is None else [each for each in network.modules() if _is_block(each)]
         with moved(blocks, keeps or Keep.ALL):
             return [step_of(network, loss) for _ in range(2)]

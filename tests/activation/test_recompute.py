@@ -12,7 +12,7 @@ from torch import Tensor
 from roomier.activation import recompute
 from roomier.activation.offload import Offload
 from tests.activation.kinds import KINDS
-from tests.activation.steps import WAYS, Step, assert_equal, recomputed, step_of
+from tests.activation.steps import WAYS, Step, assert_equal, recomputed, step_of, use_no_cache
 
 
 @pytest.fixture(autouse=True)
@@ -34,6 +34,8 @@ def two_steps(kind: str, autocast: bool, way: tuple[str, str] | None, seed: int 
     torch.manual_seed(0)
     network, loss = KINDS[kind]()
     network.train()
+    if way is None:
+        use_no_cache(network)
 
     def autocast_loss() -> Tensor:
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):

@@ -49,7 +49,7 @@ def kept_and_peak(policy: str, num_layers: int) -> tuple[int, int]:
             kept = tracker.now().total([Kind.ACTIVATION])
 
         engine.hooks.before_backward = (*engine.hooks.before_backward, note)
-        engine.forward_backward(module.training_step, [batch])
+        engine.forward_backward(lambda batch, _: module.training_step(batch), [batch])
     engine.close()
     return kept, tracker.peak([Kind.ACTIVATION, Kind.TEMPORARY]).total([Kind.ACTIVATION, Kind.TEMPORARY])
 

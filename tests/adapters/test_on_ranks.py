@@ -73,7 +73,7 @@ def trained(
     size, rank = ranks.world.size, ranks.world.rank
     for batch in token_batches(3, batch_size=8):
         parts = [{name: each.chunk(2 * accumulate)[n] for name, each in batch.items()} for n in range(2 * accumulate)]
-        engine.forward_backward(module.training_step, parts[rank::size])
+        engine.forward_backward(lambda batch, _: module.training_step(batch), parts[rank::size])
         engine.clip()
         engine.step()
     assert all(each.grad is None for name, each in module.named_parameters() if not is_adapter(name))
@@ -152,7 +152,8 @@ def trained_compressed(optimizer: str, compression: str) -> tuple[bool, bool]:
     module.log = lambda *args, **kwargs: None  # type: ignore[method-assign]
     for batch in token_batches(4, batch_size=8):
         engine.forward_backward(
-            module.training_step, [{name: each.chunk(2)[ranks.world.rank] for name, each in batch.items()}]
+            lambda batch, _: module.training_step(batch),
+            [{name: each.chunk(2)[ranks.world.rank] for name, each in batch.items()}],
         )
         engine.step()
     state = adapter_state(module)

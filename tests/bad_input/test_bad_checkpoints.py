@@ -296,6 +296,20 @@ WRONG = {
         "early",
         "Call fit first",
     ),
+    "read from a path with a NUL byte": (
+        lambda d: d.fit(ckpt_path="a\0b"),
+        CheckpointError,
+        "ckpt_path",
+        r"'a\x00b'",
+        "Remove the NUL byte",
+    ),
+    "written to a path with a NUL byte": (
+        lambda d: d.fit().save_checkpoint("a\0b"),
+        CheckpointError,
+        "filepath",
+        r"'a\x00b'",
+        "Remove the NUL byte",
+    ),
     "written over a folder of something else": (
         lambda d: d.fit(default_root_dir=d.root.parent / "other", max_epochs=1).save_checkpoint(d.root),
         CheckpointError,
@@ -337,7 +351,7 @@ def test_last_passes_over_a_damaged_one_and_says_so(desk, capsys):
     resumed = resume(desk, ckpt_path="last", max_epochs=1)
     assert resumed.global_step == 4
     told = capsys.readouterr().err
-    assert "passed over the newer checkpoint" in told
+    assert "skipped the checkpoint" in told
     assert "epoch=1-step=8" in told
 
 

@@ -309,6 +309,25 @@ def test_a_plain_model_is_told_how_its_batch_was_passed(desk):
     assert caught.value.__notes__ == ["roomier called Linear(*batch) with the 2 items of a tuple"]
 
 
+@pytest.mark.parametrize(
+    ("of", "shown"),
+    [
+        (lambda d: {"train": [["a", "b"], ["c", "d"]]}, "train_dataloaders=['a', 'b']"),
+        (lambda d: {"train": DataLoader(["a", "b"], batch_size=2)}, "train_dataloaders=['a', 'b']"),
+        (
+            lambda d: {"train": [{"text": ["a"]}], "model": torch.nn.Linear(4, 2), "optimizer": "adamw"},
+            "{'text': ['a']}",
+        ),
+        (lambda d: {"model": validated(d), "val": [("a", "b")]}, "val_dataloaders=('a', 'b')"),
+    ],
+)
+def test_an_error_over_a_batch_of_text_says_so(of, shown, desk):
+    with pytest.raises(TypeError) as caught:
+        desk.fit(**of(desk))
+    note = caught.value.__notes__[-1]
+    assert f"{shown}: the batch holds text and no tensor. Turn the text into tensors" in note
+
+
 @pytest.mark.parametrize(("model", "val"), [("validated", None), ("Net", "batches")])
 def test_validation_that_cannot_be_is_told_and_training_goes_on(model, val, desk, capsys):
     net = validated(desk) if model == "validated" else desk.Net()

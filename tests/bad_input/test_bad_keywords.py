@@ -11,7 +11,7 @@ import torch
 import roomier
 from roomier.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from roomier.core.errors import PlanError, RoomierError
-from roomier.trainer.keywords import FORMER_KEYWORDS
+from roomier.trainer.keywords.arguments import FORMER_KEYWORDS
 
 # keyword -> (wrong value, what to do next), at least one a keyword
 WRONG = {
@@ -87,6 +87,12 @@ WRONG = {
         ({"hour": 1}, "{'hours': 1}"),
         (60, "Write"),
     ],
+    "hang_timeout": [
+        ("ten minutes", "Write 'DD:HH:MM:SS'"),
+        (600, "Write"),
+        (timedelta(0), "Write"),
+        ("00:01:00:00", "Use '00:00:30:00' or less, or None"),
+    ],
     "limit_train_batches": [(1.5, "a float in [0.0, 1.0]"), ("all", "Use an integer"), (-1, "Use an integer of 0")],
     "limit_val_batches": [(1.5, "a float in [0.0, 1.0]"), (True, "Use an integer")],
     "limit_test_batches": [(float("nan"), "a float in [0.0, 1.0]")],
@@ -117,7 +123,11 @@ WRONG = {
     "detect_anomaly": [("nan", "Use True or False")],
     "inference_mode": [(None, "Use True or False")],
     "profiler": [("simple", "Use 'torch' or a torch.profiler.profile object"), (True, "Use 'torch'")],
-    "default_root_dir": [(5, "Pass a string or a Path"), (b"runs", "Pass a string or a Path")],
+    "default_root_dir": [
+        (5, "Pass a string or a Path"),
+        (b"runs", "Pass a string or a Path"),
+        ("a\0b", "Remove the NUL byte"),
+    ],
 }
 ROWS = [
     pytest.param(keyword, value, action, id=f"{keyword}-{index}")

@@ -43,9 +43,12 @@ class Keeps(roomier.Callback):
         return {"value": self.value}
 
 
-class LogsText(roomier.Callback):
+class LogsRow(roomier.Callback):
+    def __init__(self, row):
+        self.row = row
+
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        trainer.log_metrics({"note": "good"})
+        trainer.log_metrics(self.row)
 
 
 class FitsWithin(roomier.Callback):
@@ -77,6 +80,36 @@ LOGS = {
         "log",
         "tensor(1.)",
         "Write self.log(name, value)",
+    ),
+    "a complex number": (
+        lambda d: d.fit(d.net(training_step=logging("phase", torch.tensor(1j)))),
+        "log",
+        "('phase', torch.complex64)",
+        "value.real and value.imag",
+    ),
+    "a name that clears the terminal": (
+        lambda d: d.fit(d.net(training_step=logging("\x1b[2Jloss", 1.0))),
+        "log",
+        r"'\x1b[2Jloss'",
+        "Use printable characters",
+    ),
+    "a name of two lines": (
+        lambda d: d.fit(d.net(training_step=logging("loss\n1,2,3", 1.0))),
+        "log",
+        r"'loss\n1,2,3'",
+        "Use printable characters",
+    ),
+    "a name that is no text": (
+        lambda d: d.fit(d.net(training_step=logging("loss\udc80", 1.0))),
+        "log",
+        r"'loss\udc80'",
+        "Use printable characters",
+    ),
+    "a row of a callback with a name of two lines": (
+        lambda d: d.fit(callbacks=LogsRow({"a\nb": 1.0})),
+        "log_metrics",
+        r"'a\nb'",
+        "Use printable characters",
     ),
     "a reduction that is not known": (
         lambda d: d.fit(d.net(training_step=logging("loss", 1.0, reduce_fx="average"))),
@@ -114,7 +147,7 @@ LOGS = {
         "Log from a step or a hook of the loop",
     ),
     "text to the loggers": (
-        lambda d: d.fit(callbacks=LogsText()),
+        lambda d: d.fit(callbacks=LogsRow({"note": "good"})),
         "log_metrics",
         "('note', 'good')",
         "Pass numbers",
@@ -171,6 +204,13 @@ CALLBACKS = {
         "5",
         "Pass a string or a Path",
     ),
+    "a folder with a NUL byte": (
+        lambda d: ModelCheckpoint(dirpath="a\0b"),
+        RoomierError,
+        "ModelCheckpoint(dirpath)",
+        r"'a\x00b'",
+        "Remove the NUL byte",
+    ),
     "two with the same state_key": (
         lambda d: d.fit(callbacks=[Keeps(1), Keeps(2)]),
         RoomierError,
@@ -179,10 +219,10 @@ CALLBACKS = {
         "override state_key",
     ),
     "one given twice": (
-        lambda d: d.fit(callbacks=[quiet := LogsText(), quiet]),
+        lambda d: d.fit(callbacks=[quiet := LogsRow({}), quiet]),
         RoomierError,
         "callbacks",
-        "LogsText",
+        "LogsRow",
         "Name it once",
     ),
     "a state that cannot be stored": (

@@ -122,7 +122,64 @@ MODELS = {
     ),
 }
 
+
+def ignored(num_samples):
+    """A batch without a label that counts."""
+    return torch.ones(num_samples, 4), torch.full((num_samples,), -100)
+
+
+class ComplexLoss(nn.Linear):
+    """A plain model whose forward returns a complex loss."""
+
+    def forward(self, x):
+        return super().forward(x).mean() * 1j
+
+
 LOSSES = {
+    "a complex loss": (
+        lambda d: d.fit(d.net(training_step=step(lambda loss: loss * 1j))),
+        TrainingError,
+        "loss",
+        "j)",
+        "Return loss.abs()",
+    ),
+    "a complex loss in a dict": (
+        lambda d: d.fit(d.net(training_step=step(lambda loss: {"loss": loss * 1j})), accumulate_grad_batches=2),
+        TrainingError,
+        "loss",
+        "j)",
+        "Return loss.abs()",
+    ),
+    "a complex loss of a manual backward": (
+        lambda d: d.fit(
+            d.net(**manual(training_step=lambda self, batch, i: self.manual_backward(self.loss(batch) * 1j)))
+        ),
+        TrainingError,
+        "loss",
+        "j)",
+        "Return loss.abs()",
+    ),
+    "a complex loss of a plain model": (
+        lambda d: d.fit(ComplexLoss(4, 2), [torch.ones(2, 4)], optimizer="adamw"),
+        RoomierError,
+        "model",
+        "'ComplexLoss'",
+        "Return loss.abs()",
+    ),
+    "a batch with ignored labels only": (
+        lambda d: d.fit(train=[*d.batches, ignored(2)], log_every_n_steps=1),
+        TrainingError,
+        "loss",
+        "batch 4 of epoch 0 has ignored labels only (-100), so the mean over its labels is 0/0",
+        "Leave such samples out",
+    ),
+    "a batch without samples": (
+        lambda d: d.fit(train=[*d.batches, ignored(0)], max_epochs=1),
+        TrainingError,
+        "loss",
+        "batch 4 of epoch 0 holds no samples, so the mean over its labels is 0/0",
+        "Leave such samples out",
+    ),
     "a NaN loss": (
         lambda d: d.fit(d.net(training_step=nan_from_step(0)), log_every_n_steps=1),
         TrainingError,
@@ -301,14 +358,14 @@ OPTIMIZERS = {
         RoomierError,
         "configure_optimizers",
         "AdamW",
-        "Make it over self.parameters()",
+        "Create it with self.parameters()",
     ),
     "an optimizer by name and nothing to train": (
         lambda d: d.fit(frozen(d.net(configure_optimizers=lambda self: None)), optimizer="adamw"),
         PlanError,
         "optimizer",
         "'adamw'",
-        "Unfreeze some",
+        "Unfreeze at least one",
     ),
     "an option the optimizer does not have": (
         lambda d: d.fit(d.net(configure_optimizers=lambda self: None), optimizer={"name": "sgd", "momentun": 0.9}),
@@ -382,7 +439,7 @@ SCHEDULERS = {
         RoomierError,
         "configure_optimizers: lr_scheduler",
         "StepLR",
-        "Make it over the optimizer that is returned",
+        "Create it with the optimizer that is returned",
     ),
     "an interval that is not known": (
         lambda d: d.fit(d.net(configure_optimizers=scheduler(step_lr, interval="batch"))),
@@ -438,6 +495,18 @@ ROWS = [
 @pytest.mark.parametrize(("act", "kind", "field", "received", "action"), ROWS)
 def test_a_module_that_cannot_be_trained(act, kind, field, received, action, refuses):
     refuses(act, kind, field, received, action)
+
+
+def test_another_nan_is_not_blamed_on_the_labels(desk):
+    with pytest.raises(TrainingError, match=r"after each epoch\)\. No checkpoint.*Lower the learning rate") as caught:
+        desk.fit(desk.net(training_step=nan_from_step(0)), default_root_dir=desk.root.parent / "other")
+    assert "labels" not in str(caught.value)
+
+
+def test_accumulated_batches_without_labels_are_named(desk):
+    with pytest.raises(TrainingError, match="a single term to average over") as caught:
+        desk.fit(train=[*desk.batches, ignored(2), ignored(3)], accumulate_grad_batches=2)
+    assert caught.value.__notes__ == ["the step was on batches 4 to 5 of epoch 0"]
 
 
 def test_a_nan_keeps_the_checkpoint_before_it_and_the_run_goes_on_from_there(desk):

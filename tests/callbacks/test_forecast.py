@@ -145,7 +145,7 @@ def test_by_default_compiled_runs_are_left_alone(make_trainer: Make, monkeypatch
     monkeypatch.setattr(forecasts, "LARGE_BYTES", 10**6)
     for compiled, num_callbacks in ((False, 1), (True, 0)):
         trainer = make_trainer(compile=compiled, optimizer="adamw")
-        trainer.prepare_forecast(Language())
+        forecasts.prepare_forecast(trainer, Language())
         assert len(default_callbacks(trainer)) == num_callbacks
 
 

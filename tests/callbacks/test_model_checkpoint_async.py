@@ -87,7 +87,7 @@ def test_a_failure_ends_the_fit_at_a_later_save_point(
     class Fails(Callback):
         def on_save_point(self, trainer: Any, pl_module: Any) -> None:
             steps.append(trainer.global_step)
-            thread = trainer.run.background and trainer.run.background._thread
+            thread = trainer.run.saves.background and trainer.run.saves.background._thread
             if trainer.global_step in (7, 9) and thread:
                 thread.join()
             if trainer.global_step == 7:  # the checkpoint of step 4 is complete
@@ -109,7 +109,7 @@ def test_a_signal_waits_for_what_is_being_written(
     class Signalled(Callback):
         def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
             if trainer.global_step == 3:
-                assert trainer.run.background.is_busy
+                assert trainer.run.saves.background.is_busy
                 threading.Timer(0.2, slow.opened.set).start()
                 os.kill(os.getpid(), signal.SIGTERM)
 

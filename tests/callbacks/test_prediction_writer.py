@@ -116,6 +116,7 @@ def test_what_would_need_code_to_be_read_is_refused(tmp_path: Path) -> None:
     [
         ({}, "Pass where the files go"),
         ({"output_dir": 5}, "Pass a string or a Path"),
+        ({"output_dir": "a\0b"}, "Remove the NUL byte"),
         ({"output_dir": ".", "write_interval": "step"}, "Use one of: batch, epoch, batch_and_epoch"),
         ({"output_dri": "."}, "Did you mean 'output_dir'?"),
     ],

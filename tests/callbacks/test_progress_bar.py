@@ -75,6 +75,23 @@ def test_metrics_of_the_bar_are_shown(make_trainer: Make, scripted: Any, batches
     assert line.endswith("| acc 0.25")
 
 
+@pytest.mark.parametrize("terminal", [True, False])
+def test_names_are_shown_as_they_are_and_move_no_cursor(
+    make_trainer: Make, scripted: Any, batches: Any, terminal: bool
+) -> None:
+    class Shown(scripted):  # type: ignore[misc]
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            self.log("acc[val]", 0.25, prog_bar=True)
+            self.log("[/]", 0.5, prog_bar=True)
+            self.trainer.progress_bar_metrics["\x1b[2J"] = 1.0
+
+    bar, stream = shown(terminal=terminal)
+    make_trainer(bar, max_steps=2, log_every_n_steps=2, logger=False).fit(Shown(), batches)
+    assert r"acc[val] 0.25 [/] 0.5" in stream.getvalue()
+    assert r"\x1b[2J 1" in stream.getvalue()
+    assert "\x1b[2J" not in stream.getvalue()
+
+
 def test_standard_error_is_where_it_goes(
     make_trainer: Make, scripted: Any, batches: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -32,18 +32,30 @@ def in_the_project(monkeypatch: pytest.MonkeyPatch) -> None:
         ([*TOY, "--trainer.distributed_backend=ddp"], ["Write --trainer.strategy ddp"]),
         ([*TOY, "--trainer.zebra", "1"], ["--trainer.zebra='1'", "help(roomier.Trainer) lists them"]),
         ([*TOY, "--trainer.max_steps", "x"], ["trainer.max_steps='x': is of the wrong type. Give int"]),
+        (
+            [*TOY, "--trainer.max_epochs", "three"],
+            ["trainer.max_epochs='three': is of the wrong type. Give int or null."],
+        ),
+        (
+            [*TOY, "--trainer.limit_val_batches", "all"],
+            ["trainer.limit_val_batches='all': is of the wrong type. Give int, float or null."],
+        ),
+        ([*TOY, "--seed_everything", "x"], ["seed_everything='x': is of the wrong type. Give int or null."]),
+        ([*TOY, "--trainer", "fast"], ["trainer='fast': is neither a mapping nor the path of a YAML file. Write"]),
+        ([*TOY, "--trainer.default_root_dir", "a\0b"], ["default_root_dir='a\\x00b': contains a NUL byte"]),
+        ([*TOY, "--ckpt_path", "a\0b"], ["ckpt_path='a\\x00b': contains a NUL byte"]),
+        ([*TOY, "--config", "a\0b"], ["config='a\\x00b': contains a NUL byte"]),
         ([*TOY, "--trainer.max_steps", "-5"], ["max_steps=-5", "Use an integer of -1 or more"]),
         ([*TOY, "--trainer.strategy", "nonesuch"], ["strategy='nonesuch'"]),
         ([*TOY, "--trainer.callbacks", "roomier.callbacks.EarlyStoppin"], ["Did you mean 'EarlyStopping'?"]),
         ([*TOY, "--config", "none.yaml"], ["config='none.yaml': cannot be read: No such file"]),
-        ([*TOY, "--seed_everything", "x"], ["seed_everything='x'"]),
         ([*TOY, "--trainer.max_steps", "2", "--ckpt_path", "no/such"], ["no/such"]),
     ],
 )
 def test_a_wrong_option_is_one_message_and_exit_code_2(
     words: list[str], told: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["fit", *words, *QUIET, "--trainer.default_root_dir", str(tmp_path)]) == 2
+    assert main(["fit", "--trainer.default_root_dir", str(tmp_path), *words, *QUIET]) == 2
     output = capsys.readouterr()
     assert output.out == ""
     assert "Traceback" not in output.err
@@ -56,6 +68,26 @@ def test_a_wrong_option_is_one_message_and_exit_code_2(
 @pytest.mark.parametrize(
     ("text", "told"),
     [
+        ("trainer: {max_epochs: three}", ["trainer.max_epochs='three'", "wrong type, in {file}. Give int or null."]),
+        ("seed_everything: x", ["seed_everything='x'", "in {file}"]),
+        ("model: {class_path: cli_toy.ToyModule, init_args: {lr: x}}", ["model.lr='x'", "in {file}. Give float."]),
+        (
+            "trainer: {callbacks: [{class_path: EarlyStopping, init_args: {monitor: v, patience: y}}]}",
+            ["trainer.callbacks.patience='y'", "in {file}. Give int."],
+        ),
+        ("trainer: {callbacks: {class_path: roomier.callbacks.EarlyStopping}}", ["EarlyStopping", "required: monitor"]),
+        ("trainers: {max_steps: 3}", ["trainers.max_steps=3", "no such option, in {file}", "'--trainer.max_steps'?"]),
+        ("trainer: 3", ["trainer=3: is not a mapping, in {file}"]),
+        (
+            "trainer:\n  max_steps: 3\n  max_steps: 4",
+            ["config='{file}'", "'max_steps' is given twice (line 3, column 3)"],
+        ),
+        ("", ["config='{file}': holds nothing, not a mapping"]),
+        ("[1, 2]", ["config='{file}': holds a list, not a mapping"]),
+        ("trainer:\n\tmax_steps: 3", ["config='{file}': is not YAML", "(line 2, column 1)"]),
+        ("day: 2021-99-99", ["config='{file}': is not YAML: month must be in 1..12"]),
+        ("trainer: &a {max_steps: *a}", ["config='{file}': is not YAML: an alias contains itself"]),
+        ("[" * 5000, ["config='{file}': is not YAML: the nesting is too deep"]),
         ("trainer: {max_step: 3}", ["trainer.max_step", "Did you mean 'max_steps'?"]),
         ("trainer: {gpus: 1}", ["trainer.gpus", "Write accelerator: gpu, devices: N, strategy: ddp"]),
         ("trainer: [", ["is not YAML"]),
@@ -72,11 +104,48 @@ def test_a_wrong_word_in_yaml_is_told_too(
     text: str, told: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "run.yaml").write_text(text)
-    assert main(["fit", *TOY, "--config", str(tmp_path / "run.yaml")]) == 2
+    file = tmp_path / "run.yaml"
+    words = [] if "model:" in text else TOY[:2]
+    assert main(["fit", *words, *TOY[2:], "--config", str(file)]) == 2
     error = capsys.readouterr().err
     assert error.startswith("roomier: error: ")
+    assert "Parser key" not in error
     for part in told:
-        assert part in error
+        assert part.replace("{file}", str(file)) in error
+
+
+ALIASES = ["a0: &a0 [x, x, x, x, x, x, x, x]"] + [
+    f"a{level}: &a{level} [{', '.join([f'*a{level - 1}'] * 8)}]" for level in range(1, 40)
+]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("place", ["config", "a string in the config", "a file in the config", "an argument"])
+def test_aliases_that_expand_to_millions_of_values_are_rejected(
+    place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    inline = f"{{{', '.join(ALIASES)}}}"
+    file, inner = tmp_path / "run.yaml", tmp_path / "inner.yaml"
+    inner.write_text("\n".join(ALIASES))
+    words = ["--config", str(file)]
+    if place == "config":
+        file.write_text("\n".join(ALIASES))
+    elif place == "a string in the config":
+        file.write_text(f"trainer: {{callbacks: '{inline}'}}")
+    elif place == "a file in the config":
+        file.write_text(f"trainer: {inner}")
+    else:
+        words = ["--trainer.callbacks", inline]
+    assert main(["fit", *TOY, *words]) == 2
+    error = capsys.readouterr().err
+    assert f"its aliases expand to {NUM_VALUES} values, and at most 100000 are allowed" in error
+
+
+def num_values(level: int) -> int:
+    return 1 + 8 * (num_values(level - 1) if level else 1)
+
+
+NUM_VALUES = 1 + sum(1 + num_values(level) for level in range(40))  # the mapping, and a key and a list for each level
 
 
 def test_an_error_within_a_step_says_where_the_users_code_stood(

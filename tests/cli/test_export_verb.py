@@ -36,13 +36,57 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 def test_the_model_is_the_one_that_fit_wrote_into_the_run_folder(
     run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["export", str(run_folder), "--to", "torchscript", str(tmp_path / "x.pt")]) == 0
+    to = ["export", str(run_folder), "--to", "torchscript", str(tmp_path / "x.pt")]
+    assert main([*to, "--trust-run-folder"]) == 0
 
     scripted = torch.jit.load(tmp_path / "x.pt").state_dict()
     assert f"-> {tmp_path / 'x.pt'}: " in capsys.readouterr().out
     expected = weights(run_folder)
     assert scripted.keys() == expected.keys()
     assert all(torch.equal(scripted[name], expected[name]) for name in expected)
+
+
+PLANTED = """
+from pathlib import Path
+from torch import nn
+Path({mark!r}).touch()
+class Net(nn.Module): ...
+"""
+
+
+def test_a_class_that_a_run_folder_names_is_not_imported_unless_the_folder_is_trusted(
+    run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "planted_by_someone.py").write_text(PLANTED.format(mark=str(tmp_path / "executed")))
+    monkeypatch.syspath_prepend(tmp_path / "code")
+    config = run_folder / "version_0" / "config.yaml"
+    config.write_text("model:\n  class_path: planted_by_someone.Net\n")
+    words = ["export", str(run_folder), "--to", "torchscript", str(tmp_path / "x.pt")]
+
+    assert main(words) == 2
+    assert "names 'planted_by_someone.Net', whose code would run" in capsys.readouterr().err
+    assert main([*words, *MODEL, "--model.hidden", "3"]) == 0
+    assert not (tmp_path / "executed").exists()
+    assert main([*words[:-1], str(tmp_path / "y.pt"), "--trust-run-folder"]) == 2
+    assert (tmp_path / "executed").exists()
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize(
+    "text", [None, "model: [", "model: !!python/object/apply:os.abort []", "model: {a: 1}", "x: 1"]
+)
+def test_a_configuration_that_is_malformed_is_rejected(
+    run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str | None
+) -> None:
+    config = run_folder / "version_0" / "config.yaml"
+    config.unlink()
+    if text is None:
+        config.symlink_to("/dev/zero")
+    else:
+        config.write_text(text)
+    assert main(["export", str(run_folder), "--to", "torchscript", "--trust-run-folder"]) == 2
+    assert "Pass --model package.module.Class" in capsys.readouterr().err
 
 
 def test_to_lightning_writes_one_file(run_folder: Path, tmp_path: Path) -> None:
@@ -63,9 +107,11 @@ def test_inputs_are_named_as_for_plan(
 ) -> None:
     output = tmp_path / f"x{suffix}"
 
-    assert main(["export", str(run_folder), "--to", to, "--output", str(output), "--input", "2x4"]) == 2
+    words = ["export", str(run_folder), "--to", to, *MODEL, "--model.hidden", "3", "--output", str(output)]
+
+    assert main([*words, "--input", "2x4"]) == 2
     assert "is not a name, a dtype and sizes" in capsys.readouterr().err
-    assert main(["export", str(run_folder), "--to", to, "--output", str(output), "--input", "float32[2,4]"]) == 0
+    assert main([*words, "--input", "float32[2,4]"]) == 0
     assert "differs from the model by" in capsys.readouterr().err
     assert output.is_file()
 
@@ -79,9 +125,11 @@ def test_inputs_are_named_as_for_plan(
         (["--to", "torchscript", "--model", "cli_toy.ToyData"], "is no class of models"),
         (["--to", "torchscript", *MODEL, "--model.hidden", "2"], "its weights are not those of HasForward"),
         (["--to", "torchscript", *MODEL, "--modle.hidden", "2"], "is not known"),
-        (["--to", "onnx"], "--input=None: is needed"),
+        (["--to", "torchscript"], "--model=None: is required"),
+        (["--to", "safetensors", "--trust-run-folder"], "does not go with --to safetensors"),
+        (["--to", "onnx", "--trust-run-folder"], "--input=None: is needed"),
         (
-            ["--to", "onnx", "--input", "float32[2,5]"],
+            ["--to", "onnx", "--trust-run-folder", "--input", "float32[2,5]"],
             "--input='float32[2,5]': forward fails",
         ),
         (["--to", "torchscript", "--dtype", "bf16"], "does not go with --to torchscript"),

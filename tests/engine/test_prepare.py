@@ -78,7 +78,7 @@ def test_parity_with_the_trainer(tmp_path, flags):
     assert same_bits(model, ours)
     assert loss.shape == ()
     assert not loss.requires_grad
-    assert float(loss) == float(trainer.run.last_loss)
+    assert float(loss) == float(trainer.run.now.last_loss)
 
 
 def test_clip_returns_the_norm_before():
@@ -263,5 +263,5 @@ def test_an_optimizer_is_needed_and_one_is_enough():
 
 def test_a_schedule_needs_the_length_of_the_run():
     plan = plan_from_flags(optimizer="adamw", lr_schedule="cosine", **ON_CPU)
-    with pytest.raises(roomier.PlanError, match="needs the number of steps"):
+    with pytest.raises(roomier.PlanError, match="requires the number of steps"):
         roomier.prepare(nn.Linear(2, 1), plan=plan)

@@ -79,7 +79,7 @@ def on_rank(strategy: str, precision: str, batch: dict[str, Any]) -> dict[str, A
     before = predict(module, plan, rank=ranks.world.rank)
     engine = make_engine(plan, module, ranks)
     tracker = tracked_step(engine, module, 1)
-    engine.release()
+    engine.settle()
     assert before == predict_built(engine, plan, ranks.world.rank)
     return case_of(tracker, before)
 

@@ -1,4 +1,4 @@
-"""What was measured is kept for the next process, and nothing else is taken for it."""
+"""Stored measurements are used by later processes under equal conditions only."""
 
 import json
 import os
@@ -38,7 +38,7 @@ def a_measurement(num_ranks=1, **changed):
 
 
 def a_quick_look(monkeypatch):
-    """The next quick look is no measurement but this value."""
+    """Replace the next quick measurement by this value."""
     quick = a_measurement(is_quick=True, flops_per_s={"fp32": 7e9}, disk_read=None, disk_write=None)
     monkeypatch.setattr(
         this_machine,
@@ -47,7 +47,7 @@ def a_quick_look(monkeypatch):
     )
 
 
-def test_what_is_stored_comes_back_and_replaces_its_like():
+def test_a_stored_measurement_replaces_one_with_equal_conditions():
     one, two = a_measurement(1), a_measurement(2)
     assert store([one, two])
     assert stored() == [one, two]
@@ -55,7 +55,7 @@ def test_what_is_stored_comes_back_and_replaces_its_like():
     assert stored() == [two, replace(one, operation_s=9e-6)]
 
 
-def test_a_machine_is_what_was_measured_of_it():
+def test_a_machine_has_the_measured_rates():
     store([a_measurement(1), a_measurement(2)])
     machine = this_machine.this_machine(2, accelerator="cpu")
     assert machine.num_ranks == 2
@@ -73,17 +73,17 @@ def test_a_machine_is_what_was_measured_of_it():
     [{"host": "elsewhere"}, {"cpu": "another"}, {"torch": "1.0"}, {"num_threads": 77}, {"kind": "cuda"}],
     ids=lambda other: next(iter(other)),
 )
-def test_what_was_measured_elsewhere_or_otherwise_is_not_taken(other, monkeypatch):
+def test_measurements_under_other_conditions_are_not_used(other, monkeypatch):
     kept = a_measurement(1)
     store([replace(kept, circumstances=replace(kept.circumstances, **other))])
     a_quick_look(monkeypatch)
     machine = this_machine.this_machine(accelerator="cpu")
     assert machine.device.flops_per_s == {"fp32": 7e9}
-    assert "a quick look" in machine.source
+    assert "a quick measurement" in machine.source
     assert ("disk assumed" in machine.source) is ("host" in other)
 
 
-def test_a_quick_look_is_taken_once_in_a_process_and_says_what_it_leaves_out(monkeypatch):
+def test_a_quick_measurement_runs_once_per_process_and_lists_assumed_values(monkeypatch):
     looks = []
 
     def look(device, num_ranks):
@@ -93,7 +93,7 @@ def test_a_quick_look_is_taken_once_in_a_process_and_says_what_it_leaves_out(mon
     monkeypatch.setattr(this_machine, "measure_quickly", look)
     machines = [this_machine.this_machine(2, accelerator="cpu") for _ in range(3)]
     assert looks == [2]
-    assert all("disk and exchanges assumed" in machine.source for machine in machines)
+    assert all("disk and collectives assumed" in machine.source for machine in machines)
 
 
 @pytest.mark.parametrize(
@@ -108,28 +108,28 @@ def test_a_quick_look_is_taken_once_in_a_process_and_says_what_it_leaves_out(mon
         "\x00\xff",
     ],
 )
-def test_a_damaged_file_is_told_and_ignored(content, capsys, monkeypatch):
+def test_a_damaged_file_is_reported_and_ignored(content, capsys, monkeypatch):
     path = cache.cache_file()
     path.parent.mkdir()
     path.write_text(content)
     a_quick_look(monkeypatch)
-    assert "a quick look" in this_machine.this_machine(accelerator="cpu").source
+    assert "a quick measurement" in this_machine.this_machine(accelerator="cpu").source
     assert "roomier hardware" in capsys.readouterr().err
     assert store([a_measurement()])
     assert stored() == [a_measurement()]
 
 
 @pytest.mark.parametrize("rate", [0, -1.0, "fast", None, float("nan")])
-def test_rates_that_are_none_are_damage(rate, capsys):
+def test_invalid_rates_count_as_damage(rate, capsys):
     store([a_measurement()])
     content = json.loads(cache.cache_file().read_text())
     content["measured"][0]["memory_bytes_per_s"] = rate
     cache.cache_file().write_text(json.dumps(content))
     assert stored() == []
-    assert "no measurements that can be read" in capsys.readouterr().err
+    assert "contains no valid measurements" in capsys.readouterr().err
 
 
-def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(monkeypatch, capsys):
+def test_a_failed_write_keeps_the_old_file(monkeypatch, capsys):
     store([a_measurement()])
 
     def fail(descriptor):
@@ -142,7 +142,7 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(monkeypatch, ca
     assert "no space left" in capsys.readouterr().err
 
 
-def test_sections_do_not_touch_each_other():
+def test_a_write_changes_one_section_only():
     cache.write("other", {"a": 1})
     store([a_measurement()])
     assert cache.read("other") == {"a": 1}

@@ -1,4 +1,4 @@
-"""Where the cache lies: where the user's system keeps such files."""
+"""The cache file is in the cache folder of each system."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The table of devices: figures that make sense, names that mean one device."""
+"""The table of devices has plausible values and unambiguous names."""
 
 from collections import Counter
 

@@ -1,4 +1,4 @@
-"""What the host tells of itself, and the limits of a container."""
+"""Values that the host reports, and the limits of a container."""
 
 import psutil
 import pytest

@@ -1,4 +1,4 @@
-"""The machine at hand with a GPU. No test has one: torch's answers about it are put in its mouth."""
+"""The current machine with a GPU. The functions of torch that describe the GPU are patched."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""What the README shows must run, and the files it points to must be there."""
+"""The example of the README runs, and every file that the README links to exists."""
 
 import json
 import re
@@ -10,10 +10,10 @@ ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 
 
-def test_the_example_trains_and_goes_on(tmp_path: Path) -> None:
+def test_the_example_trains_and_resumes(tmp_path: Path) -> None:
     (example,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    goes_on = '\nroomier.Trainer(max_epochs=12).fit(Line(), loader, ckpt_path="last")\n'
-    command = [sys.executable, "-W", "error", "-c", example + goes_on]
+    resume = '\nroomier.Trainer(max_epochs=12).fit(Line(), loader, ckpt_path="last")\n'
+    command = [sys.executable, "-W", "error", "-c", example + resume]
     subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
     (run,) = (tmp_path / "runs").iterdir()
     assert {"plan.yaml", "metrics.jsonl", "metrics.csv", "checkpoints"} <= {path.name for path in run.iterdir()}
@@ -21,13 +21,13 @@ def test_the_example_trains_and_goes_on(tmp_path: Path) -> None:
     assert rows[-1]["loss"] < 0.5  # it starts at 4: the mean of (3x + 1) squared
 
 
-def test_every_link_leads_to_a_file() -> None:
+def test_every_linked_file_exists() -> None:
     links = [link for link in re.findall(r"\]\(([^)#]+)\)", README) if "://" not in link]
     assert len(links) >= 3
     assert [link for link in links if not (ROOT / link).exists()] == []
 
 
-def test_every_target_of_make_that_is_named_exists() -> None:
+def test_every_make_target_in_the_documentation_exists() -> None:
     texts = README + (ROOT / "CONTRIBUTING.md").read_text()
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     named = set(re.findall(r"(?:^|`)make ([a-z-]+)", texts, re.MULTILINE))

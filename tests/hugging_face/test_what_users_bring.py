@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from roomier import Callback, Trainer
 from roomier.core.errors import RoomierError
+from tests.activation.steps import use_no_cache
 from tests.hugging_face.models import KINDS, VOCABULARY, transformers
 from tests.ranks.pool import RankPool
 
@@ -88,12 +89,14 @@ def test_a_batch_without_labels_is_told(make_trainer: MakeTrainer) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "t5", pytest.param("mixtral", marks=pytest.mark.slow)])
 def test_recompute_of_the_model_and_of_the_trainer(make_trainer: MakeTrainer, name: str) -> None:
-    """Each alone and both at once: the same weights to the bit, dropout included."""
+    """Each alone and both together: the same weights to the bit as a run without a cache, dropout included."""
     found = []
     for by_model, by_trainer in ((False, None), (True, None), (False, "full"), (True, "full")):
         model = KINDS[name].model()
         if by_model:
             getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+        elif by_trainer is None:
+            use_no_cache(model)
         torch.manual_seed(1)
         make_trainer(optimizer=ADAMW, max_steps=2, activation_checkpointing=by_trainer).fit(
             model, KINDS[name].batches(2)

@@ -115,7 +115,7 @@ def as_in_a_script(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_ranks_are_started_with_the_same_command(monkeypatch: pytest.MonkeyPatch, words: list[str]) -> None:
     as_in_a_script(monkeypatch)
     monkeypatch.setattr(sys, "orig_argv", words)
-    assert command_again().words == [sys.executable, *words[1:]]
+    assert list(command_again().words) == [sys.executable, *words[1:]]
 
 
 def test_not_in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:

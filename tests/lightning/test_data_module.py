@@ -193,8 +193,8 @@ def test_made_from_datasets(tmp_path, kind):
 def test_data_are_prepared_once_for_each_machine_or_once_for_all(per_node, local, rank, is_called):
     from types import SimpleNamespace
 
-    from roomier.train.session import _prepares
+    from roomier.trainer.session import prepares
 
     datamodule = OfLightning()
     datamodule.prepare_data_per_node = per_node
-    assert _prepares(SimpleNamespace(local_rank=local, global_rank=rank), datamodule) == is_called
+    assert prepares(SimpleNamespace(local_rank=local, global_rank=rank), datamodule) == is_called

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import roomier
 from roomier import callbacks as own
 from roomier.core.errors import RoomierError
-from roomier.trainer import lightning_callbacks
+from roomier.trainer.lightning import callbacks as lightning_callbacks
 from tests.lightning.both import quiet_lightning
 from tests.lightning.modules import pl
 

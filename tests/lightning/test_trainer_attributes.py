@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 import roomier
 from roomier.core.errors import RoomierError
-from roomier.trainer.keywords import FORMER_ARGUMENTS, FORMER_KEYWORDS, HARMLESS_KEYWORDS
+from roomier.trainer.keywords.arguments import FORMER_ARGUMENTS, FORMER_KEYWORDS, HARMLESS_KEYWORDS
 from tests.lightning.both import make_trainer, quiet_lightning
 from tests.lightning.modules import pl
 

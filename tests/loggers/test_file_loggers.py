@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from roomier.core.errors import RoomierError
 from roomier.loggers import CSVLogger, JSONLLogger
 from roomier.loggers.files import write_hyperparams
 
@@ -48,6 +49,31 @@ def test_numbers_that_are_not_finite_are_strings_in_valid_json(tmp_path: Path) -
     assert math.isnan(float(row["a"]))
     assert float(row["b"]) == math.inf
     assert float(row["c"]) == -math.inf
+
+
+def test_no_column_of_a_table_is_a_formula(tmp_path: Path) -> None:
+    names = ["=cmd|' /C calc'!A0", "+1", "-loss", "@SUM(A1)", "a=b", "recall@5"]
+    for step in (1, 2):
+        logger = CSVLogger()
+        logger.start(tmp_path, resumed_step=step - 1)
+        logger.log_metrics(dict.fromkeys(names, -0.5), step=step)
+        logger.finalize("success")
+    header, *rows = (tmp_path / "metrics.csv").read_text().splitlines()
+    columns = next(csv.reader([header]))
+    assert columns[2:] == ["'=cmd|' /C calc'!A0", "'+1", "'-loss", "'@SUM(A1)", "a=b", "recall@5"]
+    assert [row.split(",")[2:] for row in rows] == [["-0.5"] * 6] * 2
+
+
+@pytest.mark.parametrize("kind", [JSONLLogger, CSVLogger])
+def test_names_with_control_characters_are_rejected(tmp_path: Path, kind: type[JSONLLogger | CSVLogger]) -> None:
+    logger = kind(prefix="run")
+    logger.start(tmp_path)
+    with pytest.raises(RoomierError, match="control characters"):
+        logger.log_metrics({"good": 1.0, "\x1b[2J": 1.0}, step=1)
+    logger.log_metrics({"später": 1.0, "損失": 2.0}, step=2)
+    logger.finalize("success")
+    [row] = json_rows(tmp_path) if kind is JSONLLogger else csv_rows(tmp_path)
+    assert [float(row["run-später"]), float(row["run-損失"])] == [1.0, 2.0]
 
 
 @pytest.mark.parametrize("kind", [JSONLLogger, CSVLogger])

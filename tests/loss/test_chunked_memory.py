@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from roomier.engine.build import prepare
-from roomier.engine.engine import Engine
+from roomier.engine.prepared import PreparedEngine
 from roomier.memory.kinds import Kind
 from roomier.memory.tracker import tracking
 from roomier.models.gpt import GPT, GPTConfig
@@ -15,7 +15,7 @@ VOCABULARIES = (1024, 8192, 65536)
 BESIDE_MODEL = tuple(set(Kind) - {Kind.PARAMETER, Kind.GRADIENT, Kind.OPTIMIZER_STATE})
 
 
-def engine_of(vocabulary: int, *, chunked: bool, precision: str = "32-true") -> Engine:
+def engine_of(vocabulary: int, *, chunked: bool, precision: str = "32-true") -> PreparedEngine:
     torch.manual_seed(0)
     sizes = {"context": TOKENS, "num_layers": 1, "num_heads": 1, "width": WIDTH, "dropout": 0.0}
     network = GPT(GPTConfig(vocab_size=vocabulary, **sizes))
@@ -25,7 +25,7 @@ def engine_of(vocabulary: int, *, chunked: bool, precision: str = "32-true") -> 
     return prepare(network, plan=plan)
 
 
-def take_step(engine: Engine, vocabulary: int) -> None:
+def take_step(engine: PreparedEngine, vocabulary: int) -> None:
     tokens = torch.randint(vocabulary, (1, TOKENS), generator=torch.Generator().manual_seed(0))
 
     def step(batch: Tensor) -> Tensor:

@@ -55,7 +55,7 @@ def tracked(plan: Plan, module: Model, ranks: Ranks) -> tuple[EagerEngine, Memor
     batch = {"input_ids": tokens, "labels": tokens}
 
     def step() -> None:
-        engine.forward_backward(module.training_step, [batch])
+        engine.forward_backward(lambda batch, _: module.training_step(batch), [batch])
         engine.step()
 
     step()
@@ -75,7 +75,7 @@ def found(strategy: str, precision: str, base: str | None, num_frozen_blocks: in
     plan, module = make_plan(strategy, ranks.world.size, precision, base), Model(num_frozen_blocks)
     before = predict(module, plan, rank=ranks.world.rank)
     engine, tracker = tracked(plan, module, ranks)
-    engine.release()
+    engine.settle()
     return {
         "measured": tracker.now().num_bytes,
         "formula": before.between_steps.num_bytes,

@@ -76,7 +76,7 @@ def tracked_step(engine: EagerEngine, module: Module, num_micro_batches: int) ->
     def step(tracker: MemoryTracker | None = None) -> None:
         if tracker is not None:
             tracker.enter("forward")
-        engine.forward_backward(module.training_step, [batch] * num_micro_batches)
+        engine.forward_backward(lambda batch, _: module.training_step(batch), [batch] * num_micro_batches)
         if tracker is not None:
             tracker.enter("update")
         engine.step()
@@ -99,7 +99,7 @@ def measured_and_formula(strategy: str) -> list[dict[str, Any]]:
         before = predict(module, plan, rank=ranks.world.rank)
         engine = make_engine(plan, module, ranks)
         tracker = tracked_step(engine, module, num_micro_batches)
-        engine.release()
+        engine.settle()
         after = predict_built(engine, plan, ranks.world.rank)
         found.append(
             {
@@ -198,7 +198,7 @@ def test_the_formula_needs_no_memory_for_the_weights() -> None:
         network = GPT(GPTConfig(num_layers=48, num_heads=25, width=1600))
     plan = make_plan("zero3", 4, "bf16-mixed", 1, {"name": "adamw"})
     num_parameters = sum(each.numel() for each in network.parameters())
-    assert predict(network, plan).between_steps.total() == pytest.approx(4 * num_parameters, rel=0.001)
+    assert predict(network, plan).between_steps.total() == pytest.approx(3 * num_parameters, rel=0.001)  # no gradients
 
 
 def report(strategy: str) -> dict[str, Any]:

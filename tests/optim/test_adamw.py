@@ -1,4 +1,4 @@
-"""AdamW in 32, 8 and 4 bits: against torch's to the bit, and against its formulas in float64, element by element."""
+"""AdamW with 32-bit, 8-bit and 4-bit states equals torch bit for bit, or its formulas in float64."""
 
 from __future__ import annotations
 
@@ -295,7 +295,7 @@ def test_a_closure_is_called_with_gradients() -> None:
     assert losses == sorted(losses, reverse=True)
 
 
-def test_what_cannot_be_is_refused() -> None:
+def test_invalid_options_are_rejected() -> None:
     with pytest.raises(PlanError, match=r"state_bits.*Use 4, 8 or 32"):
         BlockwiseAdamW(parameters_of(), state_bits=2)
     with pytest.raises(PlanError, match=r"weight_rounding.*split, stochastic, nearest"):
@@ -312,27 +312,27 @@ def test_what_cannot_be_is_refused() -> None:
 # ---- compiled --------------------------------------------------------------------------------------------------------
 
 
-def test_without_a_compiler_it_says_so_and_steps(
+def test_without_a_compiler_the_update_runs_uncompiled_with_a_notice(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, request: pytest.FixtureRequest
 ) -> None:
     monkeypatch.setattr(torch_private, "missing_compiler", lambda device: "a C++ compiler")
     monkeypatch.setattr(adamw, "_WORTH_COMPILING", 4096)
     compiled_update.cache_clear()
     request.addfinalizer(compiled_update.cache_clear)
-    told: list[str] = []
-    monkeypatch.setattr(adamw, "notice", told.append)
+    notices: list[str] = []
+    monkeypatch.setattr(adamw, "notice", notices.append)
     ours, theirs = parameters_of(CODED), parameters_of(CODED)
     give_gradients(0, ours, theirs)
     BlockwiseAdamW(ours).step()
     BlockwiseAdamW(theirs, compiled=False).step()
     assert all(map(torch.equal, ours, theirs))
-    assert len(told) == 1
-    assert "needs a C++ compiler" in told[0]
-    with pytest.raises(PlanError, match=r"compiled.*needs a C\+\+ compiler"):
+    assert len(notices) == 1
+    assert "requires a C++ compiler" in notices[0]
+    with pytest.raises(PlanError, match=r"compiled.*requires a C\+\+ compiler"):
         BlockwiseAdamW(ours, compiled=True).step()
 
 
-def test_a_compiler_that_fails_is_told(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+def test_a_failing_compiler_is_reported(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     def broken(*args: Any) -> None:
         raise RuntimeError("no header\nmore lines")
 

@@ -1,4 +1,4 @@
-"""AdamW in 8 and 4 bits under every strategy: what one process trains, and what a checkpoint brings back to others."""
+"""AdamW with 8-bit and 4-bit states under every strategy equals one process, also after checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""bf16-true with an optimizer by name: what float32 masters would give, and back from checkpoints to the bit."""
+"""bf16-true with an optimizer string equals float32 masters, and restores checkpoints bit for bit."""
 
 from __future__ import annotations
 
@@ -230,7 +230,7 @@ def replicas() -> list[Tensor]:
     plan = plan_from_flags(**levers, strategy="ddp", devices=2, accelerator="cpu", precision="bf16-true")
     engine, ranks = engine_of(task, plan)
     for parts_of_ranks in batches_of(task, setup):
-        engine.forward_backward(task.training_step, parts_of_ranks[ranks.world.rank])
+        engine.forward_backward(lambda batch, _: task.training_step(batch), parts_of_ranks[ranks.world.rank])
         engine.step()
     return [each.detach().float() for each in task.parameters()]
 

@@ -1,4 +1,4 @@
-"""Moments in 8 and 4 bits: against the definition of the codes, element by element."""
+"""8-bit and 4-bit moments equal the definition of the codes, element by element."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Every documented form of ``configure_optimizers``, and what is none."""
+"""Every documented return value of ``configure_optimizers``, and invalid ones."""
 
 import pytest
 import torch
@@ -114,29 +114,33 @@ def forms_that_are_none():
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, **config}}
 
     return [
-        ("a string", "adam", "none of the forms"),
-        ("an empty list", [], "none of the forms"),
-        ("a class", torch.optim.SGD, "none of the forms"),
-        ("parameters", [nn.Parameter(torch.zeros(1))], "none of the forms"),
-        ("optimizer and scheduler side by side", (optimizer, scheduler), "none of the forms"),
-        ("three lists", ([optimizer], [scheduler], [1]), "none of the forms"),
-        ("no optimizer", {"lr_scheduler": scheduler}, "not a torch.optim.Optimizer"),
-        ("a name", {"optimizer": "adam"}, "not a torch.optim.Optimizer"),
+        ("a string", "adam", "not a supported return value"),
+        ("an empty list", [], "not a supported return value"),
+        ("a class", torch.optim.SGD, "not a supported return value"),
+        ("parameters", [nn.Parameter(torch.zeros(1))], "not a supported return value"),
+        ("optimizer and scheduler side by side", (optimizer, scheduler), "not a supported return value"),
+        ("three lists", ([optimizer], [scheduler], [1]), "not a supported return value"),
+        ("no optimizer", {"lr_scheduler": scheduler}, "must be a torch.optim.Optimizer"),
+        ("a name", {"optimizer": "adam"}, "must be a torch.optim.Optimizer"),
         ("a misspelled key", {"optimizer": optimizer, "lr_schedular": scheduler}, "Did you mean 'lr_scheduler'"),
         ("a misspelled scheduler key", with_scheduler(intervall="step"), "Did you mean 'interval'"),
-        ("no scheduler", {"optimizer": optimizer, "lr_scheduler": {"interval": "step"}}, "has no 'scheduler'"),
+        (
+            "no scheduler",
+            {"optimizer": optimizer, "lr_scheduler": {"interval": "step"}},
+            "requires the key",
+        ),
         ("no step", {"optimizer": optimizer, "lr_scheduler": object()}, "is not a scheduler"),
         ("an unknown interval", with_scheduler(interval="batch"), "Use 'epoch' or 'step'"),
-        ("a frequency of 0", with_scheduler(frequency=0), "not a positive integer"),
-        ("a fraction", with_scheduler(frequency=0.5), "not a positive integer"),
-        ("no monitor", {"optimizer": optimizer, "lr_scheduler": plateau}, "needs the name of a logged metric"),
-        ("no monitor in the list", ([optimizer], [plateau]), "needs the name of a logged metric"),
+        ("a frequency of 0", with_scheduler(frequency=0), "must be a positive integer"),
+        ("a fraction", with_scheduler(frequency=0.5), "must be a positive integer"),
+        ("no monitor", {"optimizer": optimizer, "lr_scheduler": plateau}, "requires the name of a logged metric"),
+        ("no monitor in the list", ([optimizer], [plateau]), "requires the name of a logged metric"),
     ]
 
 
 @pytest.mark.parametrize(
     ("what", "returned", "problem"), forms_that_are_none(), ids=[each[0] for each in forms_that_are_none()]
 )
-def test_what_is_none_of_them(what, returned, problem):
+def test_an_invalid_return_value_is_rejected(what, returned, problem):
     with pytest.raises(RoomierError, match=f"(?s)configure_optimizers.*{problem}"):
         read_configured(returned)

@@ -1,4 +1,4 @@
-"""Lion against its formula, on weights of float32 and bfloat16."""
+"""Lion equals its formula for float32 and bfloat16 weights."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_any_layout_in_memory_gets_the_same_update() -> None:
     assert last.is_contiguous(memory_format=torch.channels_last)
 
 
-def test_sparse_gradients_are_refused() -> None:
+def test_sparse_gradients_are_rejected() -> None:
     table = nn.Embedding(5, 3, sparse=True)
     table(torch.tensor([1])).sum().backward()
     with pytest.raises(RoomierError, match="sparse=False"):

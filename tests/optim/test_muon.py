@@ -1,4 +1,4 @@
-"""Muon with AdamW for the rest, against torch's own two optimizers."""
+"""Muon with AdamW for the rest equals torch's two optimizers."""
 
 from __future__ import annotations
 
@@ -153,12 +153,12 @@ def test_it_learns() -> None:
     assert losses[-1] < 0.5 * losses[0]
 
 
-def test_a_model_without_blocks_is_refused() -> None:
-    with pytest.raises(PlanError, match=r"muon.*no matrix.*model_blocks"):
+def test_a_model_without_blocks_is_rejected() -> None:
+    with pytest.raises(PlanError, match=r"muon.*requires a trained matrix.*model_blocks"):
         make_optimizer("muon", nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)))
 
 
-def test_what_torch_refuses_is_refused() -> None:
+def test_options_that_torch_rejects_are_rejected() -> None:
     with pytest.raises(ValueError, match="Adjust learning rate function"):
         make_optimizer("muon", network(), options={"adjust_lr_fn": "none"})
 

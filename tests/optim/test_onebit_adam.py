@@ -1,4 +1,4 @@
-"""1-bit Adam against its formulas, written down once more for one process that plays all ranks."""
+"""1-bit Adam equals its formulas, implemented again for one process that simulates all ranks."""
 
 from __future__ import annotations
 
@@ -256,20 +256,20 @@ def test_parameters_of_all_kinds(on_ranks: RankPool) -> None:
     assert on_ranks(2, steps_of_odd_parameters) == [[False, False, False, True, True]] * 2
 
 
-def test_states_of_other_parameters_are_refused() -> None:
+def test_states_of_other_parameters_are_rejected() -> None:
     one, two = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))
     optimizer = OneBitAdam([one, two], freeze_step=1)
     one.grad, two.grad = torch.ones(3), torch.ones(2)
     optimizer.step()
     states = optimizer.state_dict()
     del states["state"][1]
-    with pytest.raises(CheckpointError, match="no states of these parameters"):
+    with pytest.raises(CheckpointError, match="lacks states of these parameters"):
         optimizer.load_state_dict(states)
 
 
-def test_the_freeze_and_what_it_saves_are_told(on_ranks: RankPool, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_freeze_and_its_savings_are_reported(on_ranks: RankPool, capfd: pytest.CaptureFixture[str]) -> None:
     on_ranks(2, bytes_of_steps, 3, 2)
     told = [line for line in capfd.readouterr().out.splitlines() if "frozen" in line]
     assert len(told) == 1
     assert "frozen after 2 steps" in told[0]
-    assert "25.5 times less than float32 gradients (301.2 KiB)" in told[0]
+    assert "25.5 times less than with float32 (301.2 KiB)" in told[0]

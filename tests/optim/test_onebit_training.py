@@ -1,4 +1,4 @@
-"""1-bit Adam in training: beside AdamW, through the engine and the Trainer, and what it refuses."""
+"""1-bit Adam in training: compared with AdamW, in the engine and the Trainer, and rejected inputs."""
 
 from __future__ import annotations
 
@@ -76,7 +76,8 @@ def learn(strategy: str, optimizer: dict[str, Any], num_steps: int, width: int, 
     losses = []
     for step in range(num_steps):
         loss = engine.forward_backward(
-            module.training_step, [sentences(8, seed=step)[ranks.world.rank :: ranks.world.size]]
+            lambda batch, _: module.training_step(batch),
+            [sentences(8, seed=step)[ranks.world.rank :: ranks.world.size]],
         )
         assert loss is not None
         engine.step()
@@ -124,7 +125,7 @@ def train_in_full_precision(setup: Setup, strategy: str) -> dict[str, Tensor]:
     )
     engine, _, ranks = engine_of(task, plan, 2000)
     for parts_of_ranks in batches_of(task, setup):
-        engine.forward_backward(task.training_step, parts_of_ranks[ranks.world.rank])
+        engine.forward_backward(lambda batch, _: task.training_step(batch), parts_of_ranks[ranks.world.rank])
         engine.step()
     return whole_weights(task)
 
@@ -148,7 +149,7 @@ def begin_apart() -> list[float]:
     engine, _, ranks = engine_of(module, plan, 20)
     for step in range(6):
         generator = torch.Generator().manual_seed(2 * step + ranks.world.rank)
-        engine.forward_backward(module.training_step, [torch.randn(8, 4, generator=generator)])
+        engine.forward_backward(lambda batch, _: module.training_step(batch), [torch.randn(8, 4, generator=generator)])
         engine.step()
     return [each.double().sum().item() for each in module.network.state_dict().values()]
 
@@ -235,7 +236,7 @@ def test_its_names(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("keywords", "told"),
+    ("keywords", "message"),
     [
         ({"strategy": "single"}, "strategy.*'single'.*does not go with.*Use strategy='ddp' or 'zero1'"),
         ({"strategy": "zero2", "devices": 2}, "strategy.*'zero2'"),
@@ -247,8 +248,8 @@ def test_its_names(name: str) -> None:
         ({"strategy": {"name": "ddp", "gradient_compression": "powersgd"}}, "gradient_compression.*sends signs"),
     ],
 )
-def test_what_does_not_go_with_it_is_refused(keywords: dict[str, Any], told: str) -> None:
-    with pytest.raises(PlanError, match=f"(?s){told}"):
+def test_unsupported_combinations_are_rejected(keywords: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlanError, match=f"(?s){message}"):
         plan_from_flags(**{"strategy": "ddp", "optimizer": "onebit_adam", **keywords})
 
 
@@ -256,13 +257,13 @@ def clip_by_hand() -> None:
     module = Speaker()
     plan = plan_from_flags(strategy="ddp", accelerator="cpu", devices=2, optimizer="onebit_adam")
     engine, _, _ = engine_of(module, plan, 20)
-    engine.forward_backward(module.training_step, [sentences(2, 0)])
+    engine.forward_backward(lambda batch, _: module.training_step(batch), [sentences(2, 0)])
     for algorithm in ("norm", "value"):
         with pytest.raises(TrainingError, match="no rank has the gradient of the whole batch"):
             engine.clip(1.0, algorithm)
 
 
-def test_clipping_by_hand_is_refused(on_ranks: RankPool) -> None:
+def test_clipping_in_a_custom_loop_is_rejected(on_ranks: RankPool) -> None:
     on_ranks(2, clip_by_hand)
 
 
@@ -276,16 +277,16 @@ def test_when_the_variance_is_frozen(capsys: pytest.CaptureFixture[str]) -> None
     assert freeze_step(50, math.inf) == 50
     assert capsys.readouterr().err == ""
     assert freeze_step(1000, 1000) == 1000
-    assert "nothing is compressed: the run has 1000 steps, freeze_step is 1000" in capsys.readouterr().err
+    assert "no step is compressed: the run has 1000 steps, and freeze_step is 1000" in capsys.readouterr().err
     assert freeze_step(50, 1000, warmup=100) == 50
-    assert "while the learning rate still rises" in capsys.readouterr().err
-    with pytest.raises(PlanError, match=r"freeze_step.*needed where the length of the run is not known"):
+    assert "before the end of the learning rate warm-up" in capsys.readouterr().err
+    with pytest.raises(PlanError, match=r"freeze_step.*required if the length of the run is unknown"):
         freeze_step(None, math.inf)
 
 
 @pytest.mark.parametrize("given", [0, -3, 2.5, True, "many"])
-def test_a_freeze_step_that_is_none_is_refused(given: Any) -> None:
-    with pytest.raises(PlanError, match=r"freeze_step.*is not a positive whole number"):
+def test_an_invalid_freeze_step_is_rejected(given: Any) -> None:
+    with pytest.raises(PlanError, match=r"freeze_step.*must be a positive integer"):
         onebit_options({"freeze_step": given}, lambda: 100, 0, cuts=False)
 
 

@@ -1,4 +1,4 @@
-"""Optimizers by name: the class, the groups, the options."""
+"""Optimizers selected by a string: classes, groups and options."""
 
 import pytest
 import torch
@@ -117,17 +117,17 @@ def test_a_model_that_came_in_bfloat16_keeps_its_low_bits(net):
 
 
 @pytest.mark.parametrize("option", ["state_bits", "weight_rounding"])
-def test_what_has_a_name_of_its_own_is_no_option(net, option):
-    with pytest.raises(PlanError, match=f"{option}.*no such option"):
+def test_arguments_with_a_separate_field_are_not_options(net, option):
+    with pytest.raises(PlanError, match=f"{option}.*not an option"):
         make_optimizer("adamw8bit", net, options={option: 8})
 
 
-def test_an_unknown_option_is_refused(net):
-    with pytest.raises(PlanError, match=r"betta.*AdamW has no such option.*Did you mean 'betas'"):
+def test_an_unknown_option_is_rejected(net):
+    with pytest.raises(PlanError, match=r"betta.*is not an option of AdamW.*Did you mean 'betas'"):
         make_optimizer("adamw", net, options={"betta": 1})
 
 
-def test_nothing_to_train_is_refused(net):
+def test_a_model_without_trained_parameters_is_rejected(net):
     net.requires_grad_(False)
     with pytest.raises(PlanError, match="no parameter requires a gradient"):
         make_optimizer("adamw", net)

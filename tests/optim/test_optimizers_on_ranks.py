@@ -1,4 +1,4 @@
-"""Lion and Muon train on several ranks what they train on one, and go on from a checkpoint."""
+"""Lion and Muon on several ranks equal one rank, and resume from a checkpoint."""
 
 from __future__ import annotations
 
@@ -91,10 +91,10 @@ def build_all(strategy: str) -> list[str]:
     return [build_own(strategy, kind) for kind in (WithFusedSGD, WithAdafactor)]
 
 
-def test_optimizers_of_torch_that_take_whole_tensors_are_refused_before_their_first_step(on_ranks: RankPool) -> None:
+def test_optimizers_that_require_unsharded_tensors_are_rejected_before_their_first_step(on_ranks: RankPool) -> None:
     assert on_ranks(2, build_all, "ddp") == [["built"] * 2] * 2
     for fused, adafactor in on_ranks(2, build_all, "zero3"):
-        assert fused.startswith("configure_optimizers='SGD': with fused=True takes whole tensors")
-        assert "Leave out fused=True" in fused
+        assert fused.startswith("configure_optimizers='SGD': with fused=True requires unsharded tensors")
+        assert "Remove fused=True" in fused
         assert adafactor.startswith("configure_optimizers='Adafactor'")
         assert "AdamW" in adafactor

@@ -1,4 +1,4 @@
-"""bfloat16 weights that lose nothing: bits that come back, and roundings that are right on average."""
+"""bfloat16 weights that keep all bits, and stochastic rounding that is right on average."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Learning-rate schedules by name, against their formulas."""
+"""Learning rate schedules equal their formulas."""
 
 import math
 
@@ -77,7 +77,7 @@ def test_every_group_keeps_its_own_rate():
 
 
 @pytest.mark.parametrize("name", ["linear", "cosine"])
-def test_a_run_without_an_end_is_refused(name):
+def test_a_run_of_unknown_length_is_rejected(name):
     with pytest.raises(PlanError, match="Set max_steps"):
         make_schedule(name, sgd(), math.inf)
 
@@ -86,6 +86,6 @@ def test_constant_needs_no_end():
     assert rates(make_schedule("constant", sgd(), math.inf, warmup_steps=2), 4) == [1.0, 2.0, 2.0, 2.0]
 
 
-def test_a_warmup_longer_than_the_run_is_refused():
+def test_a_warmup_longer_than_the_run_is_rejected():
     with pytest.raises(PlanError, match=r"warmup_steps=9.*only 5 steps"):
         make_schedule("cosine", sgd(), 5, warmup_steps=9)

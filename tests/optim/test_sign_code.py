@@ -1,4 +1,4 @@
-"""Tensors as signs and scales."""
+"""Tensors coded as signs and scales."""
 
 import pytest
 import torch

@@ -185,13 +185,13 @@ def train_on_ranks(make_task: Callable[[], Task], setup: Setup) -> Trained:
     engine, ranks = engine_of(task, setup.plan())
     trained = Trained([], [], {})
     for parts_of_ranks in batches_of(task, setup):
-        loss = engine.forward_backward(task.training_step, parts_of_ranks[ranks.world.rank])
+        loss = engine.forward_backward(lambda batch, _: task.training_step(batch), parts_of_ranks[ranks.world.rank])
         trained.losses.append(ranks.sum(loss.detach().double() if loss is not None else torch.zeros(1)).item())
         norm = engine.clip()
         if norm is not None:
             trained.norms.append(norm.item())
         engine.step()
-    engine.release()
+    engine.settle()
     trained.weights = whole_weights(task)
     return trained
 

@@ -53,7 +53,9 @@ def losses(
 
     found = []
     for _ in range(4):
-        loss = engine.forward_backward(module.training_step, [torch.randn(8, 64, generator=generator)])
+        loss = engine.forward_backward(
+            lambda batch, _: module.training_step(batch), [torch.randn(8, 64, generator=generator)]
+        )
         if looks_at_block:
             look()
         engine.step()

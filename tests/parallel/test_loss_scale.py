@@ -37,7 +37,7 @@ def train_three_steps(num_ranks: int, strategy: str, bad_rank: int) -> list[dict
     for step in range(3):
         generator = torch.Generator().manual_seed(step)
         batch = torch.randn(8, 4, generator=generator)[rank::num_ranks]
-        engine.forward_backward(lambda x: 1e-3 * model(x).float().square().mean(), [batch])
+        engine.forward_backward(lambda x, _: 1e-3 * model(x).float().square().mean(), [batch])
         before = [local_part(each).clone() for each in model.parameters()]
         if step == 1 and rank == bad_rank:
             part = next(g for each in model.parameters() if (g := local_part(each.grad)).numel())

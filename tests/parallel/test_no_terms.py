@@ -53,9 +53,9 @@ def train(strategy: str, num_ranks: int, num_parts: int, num_accumulated: int) -
         mask = torch.ones(8)
         mask[:2] = float(step % 2)  # the first part has no terms in every second step
         parts = list(zip(x.chunk(num_parts), mask.chunk(num_parts), strict=True))
-        engine.forward_backward(module.loss, parts[rank::num_ranks])
+        engine.forward_backward(lambda batch, _: module.loss(batch), parts[rank::num_ranks])
         engine.step()
-    engine.release()
+    engine.settle()
     return [whole(each).flatten().tolist() for each in module.parameters()]
 
 

@@ -51,7 +51,7 @@ def learn(num_steps: int, accumulate: int = 1, **strategy: Any) -> tuple[list[fl
     for step in range(num_steps):
         batch = torch.randn(32, 64, generator=torch.Generator().manual_seed(step))
         own = batch.chunk(num_ranks * accumulate)[ranks.world.rank :: num_ranks]
-        loss = engine.forward_backward(module.training_step, own)
+        loss = engine.forward_backward(lambda batch, _: module.training_step(batch), own)
         assert loss is not None
         engine.step()
         losses.append(ranks.sum(loss).item())
@@ -104,7 +104,7 @@ def learn_in_several_buckets(num_steps: int) -> list[Tensor]:
     engine, ranks = engine_of(module, plan)
     for step in range(num_steps):
         generator = torch.Generator().manual_seed(10 * step + ranks.world.rank)
-        engine.forward_backward(module.training_step, [torch.randn(2, 64, generator=generator)])
+        engine.forward_backward(lambda batch, _: module.training_step(batch), [torch.randn(2, 64, generator=generator)])
         engine.step()
     return [each.detach() for each in module.parameters()]
 
@@ -154,7 +154,7 @@ def first_compressed_step() -> list[int]:
     plan = plan_from_flags(strategy=strategy, accelerator="cpu", devices=2, optimizer="adamw")
     engine, _ = engine_of(module, plan)
     for steps in range(1, 12):  # noqa: B007 - count() reads it
-        engine.forward_backward(module.training_step, [torch.randn(4, 64)])
+        engine.forward_backward(lambda batch, _: module.training_step(batch), [torch.randn(4, 64)])
         engine.step()
     return seen
 

@@ -85,7 +85,9 @@ class NoLoss(Regression):
 def run_one_step(task: type[Regression], strategy: str) -> None:
     module, setup = task(), Setup(strategy, num_steps=1)
     engine, ranks = engine_of(module, setup.plan())
-    engine.forward_backward(module.training_step, batches_of(module, setup)[0][ranks.world.rank])
+    engine.forward_backward(
+        lambda batch, _: module.training_step(batch), batches_of(module, setup)[0][ranks.world.rank]
+    )
 
 
 @pytest.mark.parametrize("strategy", ["ddp", *CUT])

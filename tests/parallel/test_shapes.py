@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from roomier.precision.lstm import onednn_has_lstm
 from tests.parallel.parity import Batch, Setup, Task, Trained, distance, train_bare, train_on_ranks
 from tests.parallel.tasks import Language
 from tests.ranks.pool import RankPool
@@ -284,10 +285,12 @@ BF16_TOLERANCES = {Attention: 2**-8, Recurrent: 1e-5, Convolutions: 1e-5, UsedTw
 
 
 @pytest.mark.parametrize("task", BF16_TOLERANCES, ids=lambda task: task.__name__)
-def test_a_shape_in_bf16(on_ranks: RankPool, task: type[Task]) -> None:
+def test_a_shape_in_bf16(on_ranks: RankPool, monkeypatch: pytest.MonkeyPatch, task: type[Task]) -> None:
     """One step has no past in which roundings grow, see ``test_equivalence.py``."""
     setup = Setup("zero3", 2, accumulate=2, precision="bf16-mixed", num_steps=1)
     [trained, *_] = on_ranks(2, train_on_ranks, task, setup)
+    if task is Recurrent and not onednn_has_lstm(torch.bfloat16):
+        monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)  # otherwise torch raises in the bare loop
     apart = distance(trained, train_bare(task, setup, in_parts=True))
     assert apart.losses < 1e-5, apart
     assert apart.weights < BF16_TOLERANCES[task], apart
@@ -307,13 +310,15 @@ def test_dropout_draws_the_same_under_every_strategy(on_ranks: RankPool) -> None
 
 
 class BatchNormed(Regression):
+    """Linear layers before a norm have no bias: its exact gradient is 0, so Adam would amplify the rounding error."""
+
     def make_network(self) -> nn.Module:
         return nn.Sequential(
             Mean(),
-            nn.Linear(WIDTH, 5),
+            nn.Linear(WIDTH, 5, bias=False),
             nn.BatchNorm1d(5),
             nn.ReLU(),
-            nn.Linear(5, 4),
+            nn.Linear(5, 4, bias=False),
             nn.BatchNorm1d(4),
             nn.Linear(4, 1),
         )

@@ -114,7 +114,7 @@ def test_keywords_mean(keywords: dict[str, Any], values: dict[str, Any]) -> None
         ({"memory_budget": "lots"}, "memory_budget='lots'", "'6GiB'"),
         ({"memory_budget": 12}, "memory_budget=12", "'22GiB'"),
         ({"strategy": {"name": "ddp", "allow": ["bf16-mixed"]}}, "strategy.allow=['bf16-mixed']", "strategy='auto'"),
-        ({"strategy": {"name": "auto", "allow": ["bf17"]}}, "strategy.allow=['bf17']: is no precision", "bf16"),
+        ({"strategy": {"name": "auto", "allow": ["bf17"]}}, "strategy.allow=['bf17']: is not a precision", "bf16"),
         ({"strategy": "DP"}, "strategy='DP': is left out", "Use strategy='ddp'"),
         ({"strategy": {"name": "zero2", "shrd_size": 2}}, "strategy='shrd_size': is not a setting", "'shard_size'?"),
         ({"strategy": {"name": "zero2", "shard_size": 2}}, "strategy.shard_size=2: has no meaning", "'hsdp'"),

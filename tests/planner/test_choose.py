@@ -13,7 +13,8 @@ from roomier.core.errors import PlanError, RoomierError
 from roomier.hardware.devices import SHEETS
 from roomier.hardware.machine import Machine
 from roomier.hardware.this_machine import this_machine
-from roomier.plan import Plan, plan_from_flags
+from roomier.plan import Kind, Plan, plan_from_flags
+from roomier.plan.table import rows
 from roomier.planner.choosing import nearest, pricing
 from roomier.planner.choosing.candidates import candidates
 from roomier.planner.choosing.choose import FREE_SHARE, budget_of, choose, simplest_of_the_fastest
@@ -76,7 +77,6 @@ def test_every_lever_that_was_left_open_is_tried() -> None:
     plans = [each.plan for each in candidates(language(), auto(devices=2), gpus()) if not each.refusal]
     assert {each.activation.policy for each in plans} == {"none", "selective", "full"}
     assert {each.offload.activations for each in plans} == {"none", "cpu"}
-    assert {each.loss.chunked for each in plans} == {False, True}
     assert {each.optimizer.step_in_backward for each in plans} == {"none", "exact"}
 
 
@@ -92,6 +92,19 @@ def test_nothing_that_changes_the_arithmetic_is_tried_unless_it_is_allowed_by_na
     plans = [each.plan for each in candidates(language(), allowing, this_machine())]
     modes, names = {each.precision.mode for each in plans}, {each.optimizer.name for each in plans}
     assert (modes, names) == ({"32-true", "bf16-mixed"}, {"adamw", "adamw8bit"})
+
+
+def test_within_a_rank_nothing_rounds_differently_unless_it_is_allowed() -> None:
+    def inexact(asked: Plan) -> set[str]:
+        plans = [each.plan for each in candidates(language(), asked, gpus()) if not each.refusal]
+        return {row.part for plan in plans for row in rows(plan) if row.kind not in (Kind.EXACT, None)}
+
+    assert inexact(auto(devices=2)) == {"strategy", "accumulate"}
+    allowing = auto(devices=2, strategy={"name": "auto", "allow": ["chunked_loss", "bf16-mixed", "adamw8bit"]})
+    assert inexact(allowing) == {"strategy", "accumulate", "loss", "precision", "optimizer"}
+    compiled = auto(devices=2, strategy={"name": "auto", "allow": ["chunked_loss"]}, compile=True)
+    assert inexact(compiled) == {"strategy", "accumulate", "compile"}
+    assert any("set chunked_loss=True" in each.refusal for each in candidates(language(), compiled, gpus()))
 
 
 def test_levers_that_a_model_has_no_place_for_are_not_tried_and_said_to_be() -> None:
@@ -268,6 +281,27 @@ def test_where_nothing_fits_the_error_names_the_least_that_must_be_allowed(monke
     assert allow(1.5 * KIB) == ["bf16-mixed"]
     assert allow(1.0 * KIB) == ["adamw8bit"]
     assert allow(0.5 * KIB) == ["bf16-mixed", "adamw8bit"]
+
+
+def test_where_nothing_fits_a_chunked_loss_is_advised_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    prices = made_up(
+        monkeypatch,
+        lambda plan, micro_batch: (int((3 - plan.loss.chunked - (plan.precision.mode == "bf16-mixed")) * KIB), 1.0),
+    )
+
+    def chosen(allow: list[str], budget_bytes: int) -> Any:
+        plan = auto(strategy={"name": "auto", "allow": allow})
+        return choose(language(), plan, this_machine(), budget_bytes=budget_bytes, prices=prices).chosen
+
+    error = str(error_for(language(), auto(), 2 * KIB, this_machine(), prices=prices))
+    assert "Allow it: strategy={'name': 'auto', 'allow': ['chunked_loss']} needs 2.0 KiB" in error
+    assert chosen(["chunked_loss"], 2 * KIB).plan.loss.chunked
+    assert not chosen(["chunked_loss"], 3 * KIB).plan.loss.chunked  # an exact plan comes first
+    error = str(error_for(language(), auto(), KIB, this_machine(), prices=prices))
+    assert "'allow': ['chunked_loss', 'bf16-mixed']} needs 1.0 KiB" in error
+    allowing = auto(strategy={"name": "auto", "allow": ["chunked_loss"]})
+    error = str(error_for(language(), allowing, KIB, this_machine(), prices=prices))
+    assert "'allow': ['chunked_loss', 'bf16-mixed']} needs 1.0 KiB" in error
 
 
 def test_where_nothing_fits_only_what_may_fit_is_advised_after_a_dry_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,7 +56,7 @@ def test_each_rung_of_the_hugging_face_ladder_is_near_and_in_their_order() -> No
     assert len(rows) == 9
     ratios = {row["what"]: row["ratio"] for row in rows}
     exceptions = {name for name, ratio in ratios.items() if not 0.85 < ratio < 1.1}
-    assert exceptions == {"BERT-large, 512 tokens, batch 4, fp16"}  # docs/seeds.md says what is not explained
+    assert exceptions == {"BERT-large, 512 tokens, batch 4, fp16"}  # documented as not explained
     accumulated = [row for row in rows if "1 x 4" in row["what"]]
     assert all(row["forecast_mib"] < rows[0]["forecast_mib"] for row in accumulated)
 
@@ -64,33 +64,33 @@ def test_each_rung_of_the_hugging_face_ladder_is_near_and_in_their_order() -> No
 # docs/seeds.md --------------------------------------------------------------------------------------------------------
 
 
-def told() -> dict[str, tuple[str, str]]:
-    """Configuration -> forecast and verdict, as the tables of the document tell them."""
+def documented() -> dict[str, tuple[str, str]]:
+    """Configuration -> forecast and verdict, as the tables of the document list them."""
     lines = (ROOT / "docs" / "seeds.md").read_text().splitlines()
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
     return {row[0]: (row[2], row[3]) for row in cells if len(row) == 5}
 
 
-def check_told(what: str) -> None:
-    number, verdict = told()[what]
+def check_documented(what: str) -> None:
+    number, verdict = documented()[what]
     row = forecast(what)
     if row["answer"]:
-        assert verdict == "refused"
+        assert verdict == "rejected"
         return
     assert verdict == ("yes" if row["fits"] else "no")
     assert float(re.sub(r"\D", "", number)) == pytest.approx(row["forecast_mib"], rel=0.01)
 
 
-def test_the_document_tells_every_figure() -> None:
-    assert {each.what for each in published()} <= told().keys()
+def test_the_document_contains_every_row() -> None:
+    assert {each.what for each in published()} <= documented().keys()
 
 
 @pytest.mark.parametrize("what", [each.what for each in published() if "BERT" not in each.what])
-def test_the_document_tells_the_forecast_of_today(what: str) -> None:
-    check_told(what)
+def test_the_document_contains_the_current_forecast(what: str) -> None:
+    check_documented(what)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", [each.what for each in published() if "BERT" in each.what])
-def test_the_document_tells_the_forecast_of_bert(what: str) -> None:
-    check_told(what)
+def test_the_document_contains_the_current_forecast_of_bert(what: str) -> None:
+    check_documented(what)

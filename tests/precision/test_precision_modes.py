@@ -188,7 +188,7 @@ def test_the_default_rounds_nothing(make_trainer, module, data):
     assert trainer.precision == "32-true"
     assert module.seen == {"input": torch.float32, "logits": torch.float32}
     assert trainer.plan.precision.matmul == "highest"
-    assert trainer.engine.scaler is None
+    assert not trainer.engine.scaler.is_on
 
 
 def test_the_matmul_mode_holds_inside_the_fit_and_is_put_back(make_trainer, module, data):

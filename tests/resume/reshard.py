@@ -94,8 +94,8 @@ class Curve(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         assert trainer.run is not None
-        assert trainer.run.last_loss is not None
-        self.losses.append(sum(trainer.ranks.gather(float(trainer.run.last_loss))))
+        assert trainer.run.now.last_loss is not None
+        self.losses.append(sum(trainer.ranks.gather(float(trainer.run.now.last_loss))))
         self.ids.append(sorted(each for ids in trainer.ranks.gather(pl_module.ids[-1]) for each in ids))
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:

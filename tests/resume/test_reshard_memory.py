@@ -59,10 +59,10 @@ def forget_peak() -> None:
 
 def train(folder: Path, strategy: str, num_ranks: int, max_steps: int, path: Path | None = None) -> dict[str, int]:
     """What this rank's memory grew by while it was restored, and how large it was then and in training."""
-    from roomier.train import session
+    from roomier.train.opening import open_run
 
     seed_everything(0)
-    restore, measured = session.restore, {"grown": 0, "restoring": 0}
+    restore, measured = open_run.restore, {"grown": 0, "restoring": 0}
 
     def measuring(run: Any, path: Path) -> None:
         forget_peak()
@@ -72,7 +72,7 @@ def train(folder: Path, strategy: str, num_ranks: int, max_steps: int, path: Pat
         measured["grown"] = measured["restoring"] - before
         forget_peak()
 
-    session.restore = measuring
+    open_run.restore = measuring
     trainer = Trainer(
         default_root_dir=folder,
         accelerator="cpu",

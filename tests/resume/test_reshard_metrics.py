@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from roomier import Callback, Trainer, checkpoint
 from roomier.core.rng import rng_state, seed_everything
-from roomier.train.restore import random_state_of
+from roomier.train.saving.restore import random_state_of
 from tests.ranks.pool import RankPool
 from tests.resume.conftest import differing
 from tests.resume.reshard import GLOBAL_BATCH, NUM_SAMPLES, Classifier, Samples

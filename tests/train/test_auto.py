@@ -14,10 +14,12 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 import roomier
 from roomier.callbacks import ModelCheckpoint
 from roomier.core.errors import DataError, RoomierError
+from roomier.core.ranks import Ranks
 from roomier.hardware import this_machine
 from roomier.plan import Plan
 from roomier.planner.choosing.pricing import Pricing
-from roomier.train.auto import settle_plan
+from roomier.train.settling.settle import settle
+from roomier.trainer.session import request_of
 
 QUIET: dict[str, Any] = {
     "accelerator": "cpu",
@@ -279,7 +281,8 @@ def test_the_machine_planned_for_is_that_of_the_accelerator(make_trainer: Any, m
 def test_a_strategy_by_name_on_one_rank_plans_nothing(make_trainer: Any) -> None:
     trainer = make_trainer(max_steps=1, optimizer="adamw")
     before = trainer.plan
-    settle_plan(trainer, "fit", Net(), None)  # type: ignore[arg-type]  # it looks at no data
+    settled = settle(request_of(trainer, "fit", Net(), {}), None, Ranks())  # type: ignore[arg-type]  # it reads no data
+    assert settled.plan is before
     assert trainer.plan is before
 
 

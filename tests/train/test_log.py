@@ -1,5 +1,6 @@
 """``self.log``: names, defaults, reductions, who sees what and when."""
 
+import csv
 import json
 
 import pytest
@@ -366,3 +367,44 @@ def test_what_is_logged_holds_no_graph(make_trainer):
     trainer = make_trainer(max_epochs=1)
     trainer.fit(module, [batch_of(1)])
     assert not any(value.requires_grad for value in trainer.callback_metrics.values())
+
+
+def rows_of(folder):
+    with (folder / "version_0" / "metrics.csv").open(newline="") as file:
+        return [{name: float(cell) for name, cell in row.items() if cell} for row in csv.DictReader(file)]
+
+
+@pytest.mark.parametrize("options", [{}, {"on_step": False, "on_epoch": True}])
+def test_names_of_the_row_itself_keep_both_values(options, tmp_path, make_trainer, capsys):
+    def log(module, batch, batch_idx):
+        module.log("loss", 7.0, **options)
+        module.log("epoch", 8.0, **options)
+
+    trainer = make_trainer(max_epochs=2, log_every_n_steps=1, logger=True)
+    trainer.fit(Logs(training_step=log), [batch_of(1), batch_of(2)])
+    rows = rows_of(tmp_path)
+    assert {row["loss"] for row in rows if "loss" in row} == {7.0}
+    assert {row["epoch"] for row in rows if "epoch" in row} == {8.0}
+    steps = [row for row in rows if "trainer/loss" in row]
+    assert [row["trainer/epoch"] for row in steps] == [0, 0, 1, 1]
+    assert len({row["trainer/loss"] for row in steps}) == 2
+    told = capsys.readouterr().err
+    assert told.count("column 'loss' holds the logged value; the value of the Trainer is 'trainer/loss'") == 1
+    assert told.count("column 'epoch' holds the logged value; the value of the Trainer is 'trainer/epoch'") == 1
+
+
+def test_a_validation_that_logs_loss_does_not_share_its_column_with_steps(tmp_path, make_trainer):
+    def log(module, batch, batch_idx):
+        module.log("loss", 7.0)
+
+    trainer = make_trainer(max_epochs=2, log_every_n_steps=1, logger=True, num_sanity_val_steps=0)
+    trainer.fit(Logs(validation_step=log), [batch_of(1)], [batch_of(1)])
+    first, *rows = rows_of(tmp_path)
+    assert first["loss"] != 7.0  # no validation has run yet
+    assert [row.get("loss") for row in rows] == [7.0, None, 7.0]
+    assert "trainer/loss" in rows[1]
+
+
+def test_a_row_without_such_names_is_as_before(tmp_path, make_trainer):
+    make_trainer(max_epochs=1, log_every_n_steps=1, logger=True).fit(Logs(), [batch_of(1)])
+    assert [sorted(row) for row in rows_of(tmp_path)] == [["epoch", "loss", "step", "time"]]

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import roomier
 from roomier.core.errors import RoomierError
-from roomier.train import predict_stream_roll_call
+from roomier.train.predicting import roll_call
 
 X_NC = torch.arange(20.0).reshape(10, 2)
 
@@ -91,7 +91,7 @@ KEPT: list[Any] = []
 
 
 def taken_by_the_first_alone() -> str:
-    predict_stream_roll_call.TELL_AFTER_S = predict_stream_roll_call.GIVE_UP_AFTER_S = 0.0
+    roll_call.TELL_AFTER_S = roll_call.GIVE_UP_AFTER_S = 0.0
     mine = trainer()
     stream = mine.predict_stream(Net(), loaders())
     if mine.is_global_zero:

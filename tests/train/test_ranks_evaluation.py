@@ -50,7 +50,7 @@ class Measures(roomier.Module):
         self.accuracy(out, y)
         self.by_hand.update(loss)
         self.outputs.extend(loss.tolist())
-        self.seen.append(self.trainer.run.batch_number)
+        self.seen.append(self.trainer.run.now.batch_number)
         self.log("mean", loss.mean())
         self.log("sum", loss.sum(), reduce_fx="sum")
         self.log("min", loss.min(), reduce_fx="min")
@@ -58,7 +58,7 @@ class Measures(roomier.Module):
         self.log("half", loss.mean(), batch_size=0.5)
         if len(self.trainer.num_val_batches) == 1:  # one object is for one loader
             self.log("accuracy", self.accuracy)
-        if self.trainer.run.batch_number == 1:
+        if self.trainer.run.now.batch_number == 1:
             self.log("of one", loss.mean())
 
     test_step = validation_step
@@ -71,7 +71,7 @@ class Measures(roomier.Module):
         self.by_hand.reset()
 
     def predict_step(self, batch, batch_idx, dataloader_idx=0):
-        number = self.trainer.run.batch_number
+        number = self.trainer.run.now.batch_number
         assert batch_idx == number // self.trainer.world_size
         self.seen.append(number)
         return {"out": self(batch[0]), "idx": number}

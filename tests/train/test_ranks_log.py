@@ -13,7 +13,7 @@ import roomier
 from roomier import Logger
 from roomier.callbacks import EarlyStopping, Throughput
 from roomier.core.errors import RoomierError, TrainingError
-from roomier.train.over_ranks import Told, reduce_over_ranks
+from roomier.run.logged.over_ranks import Told, reduce_over_ranks
 
 QUIET = {
     "accelerator": "cpu",

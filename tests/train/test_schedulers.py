@@ -161,7 +161,7 @@ def test_a_schedule_by_name_ends_with_the_run_that_goes_on(make_trainer, data, c
     size = changed.get("accumulate_grad_batches", 1)
     expected = [cosine(step, num_steps) for step in range(8, num_steps) for _ in range(size)]
     assert module.rates == pytest.approx(expected, rel=1e-12)
-    assert f"now ends at step {num_steps}; in the checkpoint it ended at 8" in capsys.readouterr().err
+    assert f"now ends at step {num_steps} instead of 8 as in the checkpoint" in capsys.readouterr().err
     trainer.save_checkpoint(tmp_path / "all")
     make_trainer(**keywords, **changed).fit(Plain(), data, ckpt_path=tmp_path / "all")
     assert "the schedule now ends" not in capsys.readouterr().err

@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from roomier.train import signals
-from roomier.train.signals import GracefulStop
+from roomier.run import signals
+from roomier.run.signals import GracefulStop
 from tests.ranks.pool import RankFailed, RankPool
 
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")

@@ -11,7 +11,7 @@ from torch import nn
 
 import roomier
 from roomier.core.errors import RoomierError
-from roomier.train import job
+from roomier.train.settling import job
 from roomier.tuner import Tuner, lr_find
 from tests.tuner.conftest import Named, Net, shuffled
 

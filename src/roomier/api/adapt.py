@@ -7,8 +7,9 @@ from typing import Any
 from torch import nn
 
 from roomier.api.forward import ForwardModule
-from roomier.api.lightning import LightningAdapter, is_one, lightning_base
+from roomier.api.lightning import LightningAdapter
 from roomier.api.module import Module
+from roomier.api.overrides import is_one, lightning_base
 from roomier.core import torch_private
 from roomier.core.errors import RoomierError
 

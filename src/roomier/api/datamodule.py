@@ -13,7 +13,7 @@ from roomier.api.hparams import HasHyperParameters
 from roomier.core.tree import to_device
 
 if TYPE_CHECKING:
-    from roomier.trainer import Trainer
+    from roomier.api.trainer_view import TrainerView
 
 
 class DataModule(HasHyperParameters):
@@ -28,7 +28,7 @@ class DataModule(HasHyperParameters):
             where all of them see the same files, on one of all.
     """
 
-    trainer: Trainer | None = None
+    trainer: TrainerView | None = None
     name: str | None = None
     prepare_data_per_node: bool = True
 

@@ -36,7 +36,7 @@ class Exports:
         Raises:
             RoomierError: a package is missing (``pip install "roomier[onnx]"``), or what is in the way of a graph.
         """
-        from roomier.export.onnx import export_onnx
+        from roomier.export.onnx import export_onnx  # late: a higher layer
 
         return export_onnx(cast("nn.Module", self), file_path, input_sample, may_exist=True, **kwargs)
 
@@ -58,7 +58,7 @@ class Exports:
         Raises:
             RoomierError: it cannot be translated, or a trace of it returns something else for other inputs.
         """
-        from roomier.export.torchscript import export_torchscript
+        from roomier.export.torchscript import export_torchscript  # late: a higher layer
 
         return export_torchscript(
             cast("nn.Module", self), file_path, method=method, example_inputs=example_inputs, may_exist=True, **kwargs

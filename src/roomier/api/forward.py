@@ -79,6 +79,9 @@ class ForwardModule(WrappedModule):
                 f"its forward returned a {type(output).__name__} without a scalar loss",
                 "Return the loss (give Hugging Face models `labels`), or write a roomier.Module with training_step",
             )
+        if loss.is_complex():
+            problem = "its forward returned a complex loss, and only a real one has a smallest value"
+            raise RoomierError("model", type(self.network).__name__, problem, "Return loss.abs(), say")
         return loss
 
 

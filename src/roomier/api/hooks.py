@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from roomier.api.adapt import seen_by_user
 from roomier.api.callback import Callback
-from roomier.api.lightning import overrides
 from roomier.api.lightning_callbacks import watches_metric
 from roomier.api.module import Module
+from roomier.api.overrides import overrides
 
 if TYPE_CHECKING:
-    from roomier.trainer import Trainer
+    from roomier.api.trainer_view import TrainerView
 
 Hook = Callable[..., Any]
 
@@ -46,7 +46,7 @@ class HookTable:
     At the end of a training epoch, callbacks that watch a metric come after the module, which may log it there.
     """
 
-    def __init__(self, trainer: Trainer, module: Module, callbacks: Iterable[Callback]) -> None:
+    def __init__(self, trainer: TrainerView, module: Module, callbacks: Iterable[Callback]) -> None:
         callbacks, seen = tuple(callbacks), seen_by_user(module)
         for name in (*SHARED_HOOKS, *CALLBACK_HOOKS):
             hooks, late_hooks = list[Hook](), list[Hook]()

@@ -6,22 +6,17 @@ import copyreg
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
-from roomier.api.callback import Callback
-from roomier.api.datamodule import DataModule
 from roomier.api.hparams import HasHyperParameters, HyperParameters, is_plain
 from roomier.api.module import Module
+from roomier.api.overrides import lightning_base, overrides
+from roomier.api.trainer_view import TrainerView
 from roomier.api.wrapped import WrappedModule
 
-if TYPE_CHECKING:
-    from roomier.trainer import Trainer
-
-PACKAGES = ("lightning.pytorch.", "pytorch_lightning.")
 OF_LIGHTNING_CLI = ("_instantiator", "_class_path")  # how LightningCLI made the object, no hyperparameters
-COUNTERPARTS: dict[type, str] = {Module: "LightningModule", DataModule: "LightningDataModule", Callback: "Callback"}
 
 # What a LightningModule does through its trainer, done by roomier's Module of the same name while it is attached.
 LENT = (
@@ -46,27 +41,6 @@ LENT = (
     "device",
     "dtype",
 )
-
-
-def lightning_base(kind: type, counterpart: type) -> type | None:
-    """Lightning's own class among those ``kind`` is made of; None where it is not of Lightning.
-
-    Args:
-        counterpart: Module, DataModule or Callback, for its LightningModule, LightningDataModule, Callback.
-    """
-    name = COUNTERPARTS[counterpart]
-    return next((c for c in kind.__mro__ if c.__name__ == name and c.__module__.startswith(PACKAGES)), None)
-
-
-def overrides(obj: object, name: str, base: type) -> bool:
-    """Whether the class of ``obj``, or ``obj`` itself, defines ``name`` anew over ``base``, or over Lightning's own."""
-    base = lightning_base(type(obj), base) or base
-    return name in vars(obj) or getattr(type(obj), name, None) is not getattr(base, name, None)
-
-
-def is_one(obj: object, counterpart: type) -> bool:
-    """Whether ``obj`` is a Module, DataModule or Callback, of roomier or of Lightning."""
-    return isinstance(obj, counterpart) or lightning_base(type(obj), counterpart) is not None
 
 
 class LightningAdapter(WrappedModule):
@@ -181,7 +155,7 @@ def _public_names() -> tuple[str, ...]:
 
 
 @contextmanager
-def lent_to_lightning(module: nn.Module, trainer: Trainer) -> Iterator[None]:
+def lent_to_lightning(module: nn.Module, trainer: TrainerView) -> Iterator[None]:
     """Within it, the LightningModules in ``module`` log, step and ask through ``trainer``.
 
     Each gets a class between its own and Lightning's, as ``fully_shard`` does in front of a module's, so an overridden
@@ -197,7 +171,7 @@ def lent_to_lightning(module: nn.Module, trainer: Trainer) -> Iterator[None]:
                 part.__class__ = vars(type(part))["user_class"]
 
 
-def lend_to_lightning(module: nn.Module, trainer: Trainer | None) -> list[nn.Module]:
+def lend_to_lightning(module: nn.Module, trainer: TrainerView | None) -> list[nn.Module]:
     """As :func:`lent_to_lightning`, for good: the LightningModules in ``module``, a copy that is thrown away. Without a
     ``trainer`` they are as a roomier.Module without one."""
     parts = [part for part in module.modules() if lightning_base(type(part), Module) is not None]

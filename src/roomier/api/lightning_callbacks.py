@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from roomier.api.callback import Callback
-from roomier.api.lightning import PACKAGES
+from roomier.api.overrides import PACKAGES
 
 _FOLDERS = tuple(f"{package}callbacks." for package in PACKAGES)
 _BASES = ("Callback", "Checkpoint", "BasePredictionWriter")  # made to be written on

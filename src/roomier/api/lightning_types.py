@@ -5,7 +5,7 @@ Nothing is ever made of them, and Lightning is not imported.
 
 from __future__ import annotations
 
-from roomier.api.lightning import PACKAGES
+from roomier.api.overrides import PACKAGES
 
 
 class _KnownByName(type):

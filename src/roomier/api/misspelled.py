@@ -6,7 +6,7 @@ import difflib
 import inspect
 from collections.abc import Iterator
 
-from roomier.api.lightning import PACKAGES, lightning_base
+from roomier.api.overrides import PACKAGES, lightning_base
 from roomier.core.errors import RoomierError
 from roomier.core.log import notice
 

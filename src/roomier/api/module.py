@@ -21,7 +21,7 @@ from roomier.core.tree import to_device
 
 if TYPE_CHECKING:
     from roomier.api.logger import Logger
-    from roomier.trainer import Trainer
+    from roomier.api.trainer_view import TrainerView
 
 
 class Module(HasHyperParameters, Exports, nn.Module):
@@ -196,13 +196,13 @@ class Module(HasHyperParameters, Exports, nn.Module):
     # What the user calls --------------------------------------------------------------------------------------
 
     @property
-    def trainer(self) -> Trainer:
+    def trainer(self) -> TrainerView:
         """The Trainer this module is attached to.
 
         Raises:
             RoomierError: it is attached to none.
         """
-        trainer: Trainer | None = self.__dict__.get("_trainer")
+        trainer: TrainerView | None = self.__dict__.get("_trainer")
         if trainer is None:
             raise RoomierError(
                 "trainer",
@@ -424,7 +424,7 @@ class Module(HasHyperParameters, Exports, nn.Module):
             CheckpointError: damaged, or its weights do not fit this class.
         """
         # The one import that goes up: the name is known from Lightning, the work is the checkpoint layer's.
-        from roomier.checkpoint.module import load_module
+        from roomier.checkpoint.module import load_module  # late: a higher layer
 
         return load_module(cls, checkpoint_path, map_location, strict=strict, **kwargs)
 

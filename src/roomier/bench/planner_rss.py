@@ -63,7 +63,7 @@ def grown_bytes(plan: Plan) -> int:
         if number == 2:
             give_back_freed()
             Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
-        engine.forward_backward(module.training_step, [batch])
+        engine.forward_backward(lambda batch, _: module.training_step(batch), [batch])
         engine.step()
     return _kilobytes("VmHWM") * 1024 - before
 

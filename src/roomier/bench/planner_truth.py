@@ -43,7 +43,7 @@ def measured_step(module: nn.Module, batch: Any, plan: Plan, ranks: Ranks | None
     def step(tracker: MemoryTracker) -> None:
         tracker.enter("forward")
         batches = windows.pop()  # held while the optimizer steps, as loops do
-        engine.forward_backward(lambda each: copied.training_step(each, 0), batches)
+        engine.forward_backward(lambda each, _: copied.training_step(each, 0), batches)
         tracker.enter("update")
         if plan.batch.gradient_clip_val is not None:
             engine.clip()
@@ -53,8 +53,8 @@ def measured_step(module: nn.Module, batch: Any, plan: Plan, ranks: Ranks | None
 
     with quiet():
         engine, _ = build(plan, copied, lambda: configure(plan, copied, lambda: 1000), EagerEngine, ranks or Ranks())
-        if engine.scaler is not None:  # the first scales are so large that steps would be left out
-            engine.scaler.load({**engine.scaler.state(), "scale": 1.0})
+        if (scaling := engine.scaler.state()) is not None:  # the first scales are so large that steps would be skipped
+            engine.scaler.load({**scaling, "scale": 1.0})
         with tracking(engine) as tracker:
             for _ in range(num_steps_before):
                 step(tracker)

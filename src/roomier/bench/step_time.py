@@ -166,7 +166,7 @@ def _step(model: str, case: Case, num_samples: int, ranks: Ranks) -> Callable[[]
     batches = [batch_of(module, num_samples // case.micro_batches) for _ in range(case.micro_batches)]
 
     def step() -> None:
-        engine.forward_backward(module.training_step, batches)
+        engine.forward_backward(lambda batch, _: module.training_step(batch), batches)
         engine.step()
 
     for _ in range(_WARMUP_STEPS):

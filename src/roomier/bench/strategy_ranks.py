@@ -97,7 +97,7 @@ class EngineLoop:
 
     def step(self, batch: Batch, enter: Callable[[str], None]) -> Tensor:
         enter("forward")
-        loss = self.engine.forward_backward(self.module.training_step, [batch])
+        loss = self.engine.forward_backward(lambda batch, _: self.module.training_step(batch), [batch])
         enter("update")
         self.engine.step()
         assert loss is not None

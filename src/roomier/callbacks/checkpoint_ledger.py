@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
+from roomier.core.forms import Form, anything, fields, integer, items, list_of, number, optional, text
+
 Scored: TypeAlias = tuple[str, float | None]
 """Path and score of a checkpoint; the score is None where nothing is monitored."""
 
@@ -97,6 +99,24 @@ class Ledger:
             newest_path=path,
         )
         return replace(new, superseded=tuple(sorted(self.paths - new.paths)))
+
+
+def form_of_books(*, monitored: bool) -> Form:
+    """The form of the state of a ModelCheckpoint. A monitored checkpoint has a score."""
+    return fields(
+        {
+            "monitor": optional(text),
+            "dirpath": optional(text),
+            "kept": list_of(items(text, number if monitored else optional(number))),
+            "last": text,
+            "superseded": list_of(text),
+            "current_score": optional(number),
+            "step": integer(-1),
+            "due_step": integer(-1),
+            "foreign_names": optional(list_of(text)),
+        },
+        others=anything,
+    )
 
 
 def _badness(score: float | None, keep: Keep) -> tuple[int, float]:

@@ -12,7 +12,7 @@ from roomier.core.errors import RoomierError
 
 if TYPE_CHECKING:
     from roomier.api.module import Module
-    from roomier.trainer import Trainer
+    from roomier.api.trainer_view import TrainerView
 
 
 class DeviceStatsMonitor(Callback):
@@ -34,23 +34,25 @@ class DeviceStatsMonitor(Callback):
         self._cpu_stats = cpu_stats
         self._last_step = -1
 
-    def setup(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
+    def setup(self, trainer: TrainerView, pl_module: Module, stage: str) -> None:
         if stage == "fit" and not trainer.loggers and not trainer.fast_dev_run:
             raise RoomierError(
                 "DeviceStatsMonitor", None, "there is no logger to write to", "Leave out logger=False, or this callback"
             )
 
-    def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
+    def on_train_start(self, trainer: TrainerView, pl_module: Module) -> None:
         self._last_step = trainer.global_step
         psutil.cpu_percent()  # the next one is since this one
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: Module, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: TrainerView, pl_module: Module, batch: Any, batch_idx: int) -> None:
         step = trainer.global_step
         is_first = batch_idx % trainer.accumulate_grad_batches == 0
         if is_first and (step + 1) % trainer.log_every_n_steps == 0:
             self._log(trainer, "on_train_batch_start")
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: TrainerView, pl_module: Module, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         step = trainer.global_step
         if step == self._last_step:
             return
@@ -58,14 +60,14 @@ class DeviceStatsMonitor(Callback):
         if step % trainer.log_every_n_steps == 0:
             self._log(trainer, "on_train_batch_end")
 
-    def on_validation_end(self, trainer: Trainer, pl_module: Module) -> None:
+    def on_validation_end(self, trainer: TrainerView, pl_module: Module) -> None:
         if not trainer.sanity_checking:
             self._log(trainer, "on_validation_end")
 
-    def on_test_end(self, trainer: Trainer, pl_module: Module) -> None:
+    def on_test_end(self, trainer: TrainerView, pl_module: Module) -> None:
         self._log(trainer, "on_test_end")
 
-    def _log(self, trainer: Trainer, moment: str) -> None:
+    def _log(self, trainer: TrainerView, moment: str) -> None:
         device = trainer.engine.device
         stats: dict[str, float] = {}
         if device.type == "cuda":

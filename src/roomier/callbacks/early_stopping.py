@@ -12,12 +12,13 @@ from torch import Tensor
 from roomier.api.callback import Callback
 from roomier.callbacks.monitored import Monitored, check_mode, is_complete_at_epoch_end
 from roomier.core.errors import RoomierError
+from roomier.core.forms import anything, count, fields, tensor
 from roomier.core.keywords import explain_unknown_keywords
 from roomier.core.log import notice
 
 if TYPE_CHECKING:
     from roomier.api.module import Module
-    from roomier.trainer import Trainer
+    from roomier.api.trainer_view import TrainerView
 
 
 class EarlyStoppingReason(Enum):
@@ -109,33 +110,38 @@ class EarlyStopping(Callback):
             "patience": self.patience,
         }
 
+    def check_stored_state(self, state: Any, place: str) -> None:
+        """See :class:`roomier.api.callback.ChecksState`."""
+        form = {"wait_count": count, "stopped_epoch": count, "best_score": tensor(shape=()), "patience": count}
+        fields(form, others=anything)(state, place)
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.wait_count = state_dict["wait_count"]
         self.stopped_epoch = state_dict["stopped_epoch"]
         self.best_score = state_dict["best_score"].cpu()
         self.patience = state_dict["patience"]
 
-    def setup(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
+    def setup(self, trainer: TrainerView, pl_module: Module, stage: str) -> None:
         self._is_fitting = stage == "fit"
         if self._is_fitting:
             self.stopping_reason, self.stopping_reason_message = EarlyStoppingReason.NOT_STOPPED, None
 
-    def on_validation_end(self, trainer: Trainer, pl_module: Module) -> None:
+    def on_validation_end(self, trainer: TrainerView, pl_module: Module) -> None:
         if self._is_fitting and not trainer.sanity_checking:
             self._monitored.was_validated = True
             if not self._checks_after_training_epoch(trainer):
                 self._check(trainer)
 
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: Module) -> None:
+    def on_train_epoch_end(self, trainer: TrainerView, pl_module: Module) -> None:
         if self._checks_after_training_epoch(trainer):
             self._check(trainer)
 
-    def _checks_after_training_epoch(self, trainer: Trainer) -> bool:
+    def _checks_after_training_epoch(self, trainer: TrainerView) -> bool:
         if self.check_on_train_epoch_end is not None:
             return self.check_on_train_epoch_end
         return is_complete_at_epoch_end(trainer)
 
-    def _check(self, trainer: Trainer) -> None:
+    def _check(self, trainer: TrainerView) -> None:
         if trainer.fast_dev_run:
             return
         if not self.strict and self.monitor not in trainer.callback_metrics:
@@ -183,7 +189,7 @@ class EarlyStopping(Callback):
             return EarlyStoppingReason.PATIENCE_EXHAUSTED, message
         return EarlyStoppingReason.NOT_STOPPED, None
 
-    def _tell(self, trainer: Trainer, message: str) -> None:
+    def _tell(self, trainer: TrainerView, message: str) -> None:
         if self.verbose and (trainer.is_global_zero or not self.log_rank_zero_only):
             notice(f"{type(self).__name__}: {message}")
 

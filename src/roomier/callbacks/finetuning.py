@@ -12,11 +12,12 @@ from torch.optim.lr_scheduler import LambdaLR
 from roomier.api.callback import Callback
 from roomier.core.batch_norms import BATCH_NORMS
 from roomier.core.errors import RoomierError
+from roomier.core.forms import anything, fields, finite, list_of, optional, text
 from roomier.core.log import notice
 
 if TYPE_CHECKING:
     from roomier.api.module import Module
-    from roomier.trainer import Trainer
+    from roomier.api.trainer_view import TrainerView
 
 Modules = nn.Module | Iterable[Any]
 """A module, or modules in lists within lists."""
@@ -32,7 +33,7 @@ class BaseFinetuning(Callback):
     """
 
     def __init__(self) -> None:
-        self._trainer: Trainer | None = None
+        self._trainer: TrainerView | None = None
         self._module: Any = None
         self._num_configured: dict[Optimizer, int] = {}
 
@@ -137,14 +138,14 @@ class BaseFinetuning(Callback):
 
     # The run ------------------------------------------------------------------------------------------------------
 
-    def setup(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
+    def setup(self, trainer: TrainerView, pl_module: Module, stage: str) -> None:
         if stage == "fit":
             self._trainer, self._module, self._num_configured = trainer, pl_module, {}
             self.freeze_before_training(pl_module)
 
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: Module) -> None:
+    def on_train_epoch_start(self, trainer: TrainerView, pl_module: Module) -> None:
         engine = trainer.engine
-        engine.release()  # parameters as the optimizer holds them
+        engine.settle()  # parameters as the optimizer holds them
         trained = _trained(engine.module)
         self._note_configured(trainer)
         for optimizer in trainer.optimizers:
@@ -153,7 +154,7 @@ class BaseFinetuning(Callback):
         if _trained(engine.module) != trained:
             engine.trained_parameters_changed()
 
-    def teardown(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
+    def teardown(self, trainer: TrainerView, pl_module: Module, stage: str) -> None:
         self._trainer = self._module = None
         self._num_configured = {}
 
@@ -164,11 +165,17 @@ class BaseFinetuning(Callback):
         still = [name for name, each in network.named_modules() if _keeps_statistics(each)]
         return {"trained": _trained(network), "without_statistics": still}
 
+    def check_stored_state(self, state: Any, place: str) -> None:
+        """See :class:`roomier.api.callback.ChecksState`."""
+        if "trained" in state:  # Lightning's does not have it
+            form = {"trained": list_of(text), "without_statistics": list_of(text)}
+            fields(form, others=anything)(state, place)
+
     def places(self, weights: Mapping[str, Tensor], stored: Mapping[str, Any]) -> dict[str, Any]:
         """Give the optimizers the groups they had, and no more: a run that goes back unfreezes again. Nothing is to be
         placed. See :class:`roomier.api.callback.PlacesTensors`."""
         state, trainer = stored.get("callbacks", {}).get(self.state_key), self._trainer
-        if not state or trainer is None:
+        if not state or "trained" not in state or trainer is None:
             return {}
         network = trainer.engine.module
         parameters, trained = dict(network.named_parameters()), set(state["trained"])
@@ -188,13 +195,13 @@ class BaseFinetuning(Callback):
         trainer.engine.trained_parameters_changed()
         return {}
 
-    def _note_configured(self, trainer: Trainer) -> None:
+    def _note_configured(self, trainer: TrainerView) -> None:
         """How many groups the optimizers had before anything was unfrozen."""
         for optimizer in trainer.optimizers:
             self._num_configured.setdefault(optimizer, len(optimizer.param_groups))
 
     @staticmethod
-    def _extend_schedulers(trainer: Trainer) -> None:
+    def _extend_schedulers(trainer: TrainerView) -> None:
         # A scheduler keeps a first rate, and LambdaLR a function, for each group there was when it was made.
         for config in trainer.lr_scheduler_configs:
             scheduler = config.scheduler
@@ -284,6 +291,10 @@ class BackboneFinetuning(BaseFinetuning):
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "previous_backbone_lr": self.previous_backbone_lr}
+
+    def check_stored_state(self, state: Any, place: str) -> None:
+        super().check_stored_state(state, place)
+        fields({"previous_backbone_lr": optional(finite)}, others=anything)(state, place)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.previous_backbone_lr = state_dict["previous_backbone_lr"]

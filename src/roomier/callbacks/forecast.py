@@ -12,14 +12,15 @@ from roomier.callbacks.tracked_step import TrackedStep, first_step_of, tracked_s
 from roomier.core.errors import RoomierError
 from roomier.core.log import notice
 from roomier.core.rng import rng_state, set_rng_state
+from roomier.hardware import this_machine
+from roomier.planner.workload import Workload
 
 if TYPE_CHECKING:
     from roomier.api.module import Module
+    from roomier.api.trainer_view import TrainerView
     from roomier.memory.tracker import MemoryTracker
     from roomier.planner.forecast import Forecast
     from roomier.planner.record import Record
-    from roomier.planner.workload import Workload
-    from roomier.trainer import Trainer
 
 
 class MemoryForecast(Callback):
@@ -57,7 +58,7 @@ class MemoryForecast(Callback):
         self._is_over = True
         self._tracked: TrackedStep | None = None
 
-    def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
+    def on_train_start(self, trainer: TrainerView, pl_module: Module) -> None:
         self.record = self._workload = self._tracked = self._step = None
         self._is_over = True
         if not pl_module.automatic_optimization:
@@ -70,7 +71,7 @@ class MemoryForecast(Callback):
         self._first_step = trainer.global_step + (self.at_step or first)
         self._is_over = False
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: Module, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: TrainerView, pl_module: Module, batch: Any, batch_idx: int) -> None:
         if self._is_over:
             return
         if self._step is None:  # only now every callback has begun
@@ -83,7 +84,9 @@ class MemoryForecast(Callback):
             self._note_workload(trainer, batch)
         self._tracked.begin_batch(trainer)
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: TrainerView, pl_module: Module, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         if self._tracked is None:
             return
         tracker = self._tracked.end_batch(trainer)
@@ -91,21 +94,21 @@ class MemoryForecast(Callback):
             self._tracked, self._is_over = None, True
             self._finish(trainer, tracker)
 
-    def on_train_end(self, trainer: Trainer, pl_module: Module) -> None:
+    def on_train_end(self, trainer: TrainerView, pl_module: Module) -> None:
         if not self._is_over:
             notice(
                 f"MemoryForecast: training ended before step {self._step or self._first_step}, which was to be tracked"
             )
 
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: Module) -> None:
+    def on_train_epoch_end(self, trainer: TrainerView, pl_module: Module) -> None:
         self._pause()
 
-    def on_exception(self, trainer: Trainer, pl_module: Module, exception: BaseException) -> None:
+    def on_exception(self, trainer: TrainerView, pl_module: Module, exception: BaseException) -> None:
         self._pause()
 
-    def _step_beside(self, trainer: Trainer) -> int:
-        """That of a MemoryAnatomy: one tracker serves both."""
-        from roomier.callbacks.memory_anatomy import MemoryAnatomy
+    def _step_beside(self, trainer: TrainerView) -> int:
+        """Return the step of a MemoryAnatomy: one tracker serves both callbacks."""
+        from roomier.callbacks.memory_anatomy import MemoryAnatomy  # late: loads rich
 
         steps = (each.next_step for each in trainer.callbacks if isinstance(each, MemoryAnatomy))
         return next(steps, None) or self._first_step
@@ -114,18 +117,16 @@ class MemoryForecast(Callback):
         if self._tracked is not None:
             self._tracked.pause()
 
-    def _note_workload(self, trainer: Trainer, batch: Any) -> None:
-        """The micro-batch of the tracked step with the most samples: the last of an epoch may have fewer."""
-        from roomier.planner.workload import Workload
-
+    def _note_workload(self, trainer: TrainerView, batch: Any) -> None:
+        """Keep the micro-batch of the tracked step with the most samples. The last one of an epoch may have fewer."""
         if trainer.shapes is None:
             return
         found = replace(Workload.of(trainer.shapes, batch), copies=kept_by(trainer.callbacks, now=True))
         if self._workload is None or found.batch_size > self._workload.batch_size:
             self._workload = found
 
-    def _finish(self, trainer: Trainer, tracker: MemoryTracker) -> None:
-        from roomier.planner.record import Record
+    def _finish(self, trainer: TrainerView, tracker: MemoryTracker) -> None:
+        from roomier.planner.record import Record  # late: loads the sharding of torch
 
         measured = _measured_of_all(trainer, tracker)
         forecast, reason = trainer.ranks.on_zero(lambda: _forecast(trainer, self._workload))
@@ -157,9 +158,9 @@ class MemoryForecast(Callback):
                 notice(f"{trainer.log_dir}/forecast.json cannot be written ({error.strerror}); the run goes on")
 
 
-def _measured_of_all(trainer: Trainer, tracker: MemoryTracker) -> tuple[Any, ...]:
+def _measured_of_all(trainer: TrainerView, tracker: MemoryTracker) -> tuple[Any, ...]:
     """By rank: of the fullest all of the step, of the others their peak."""
-    from roomier.planner.record import Measured
+    from roomier.planner.record import Measured  # late: loads the sharding of torch
 
     rank = trainer.ranks.world.rank
     own = Measured.of(rank, tracker)
@@ -169,20 +170,19 @@ def _measured_of_all(trainer: Trainer, tracker: MemoryTracker) -> tuple[Any, ...
     return tuple(whole[index] or peak for index, peak in enumerate(peaks))
 
 
-def _forecast(trainer: Trainer, workload: Workload | None) -> tuple[Forecast | None, str]:
+def _forecast(trainer: TrainerView, workload: Workload | None) -> tuple[Forecast | None, str]:
     """What was planned; else a dry run of the plan at hand, or why there is none."""
     planned = None if trainer.choice is None else trainer.choice.chosen
     if planned is not None and planned.plan == trainer.plan:
         return planned, ""
     if workload is None:
         return None, "the model could not be copied as shapes before it was built"
-    from roomier.hardware.this_machine import this_machine
-    from roomier.planner.confirm import confirm
+    from roomier.planner.confirm import confirm  # late: loads the sharding of torch
 
     plan = trainer.plan
     state = rng_state()
     try:
-        machine = this_machine(plan.parallel.devices, plan.parallel.num_nodes, plan.parallel.accelerator)
+        machine = this_machine.this_machine(plan.parallel.devices, plan.parallel.num_nodes, plan.parallel.accelerator)
         return confirm(workload, plan, machine), ""
     except Exception as error:  # a forecast that fails must not end the run it is about
         return None, f"{type(error).__name__}: {error}"
@@ -190,7 +190,7 @@ def _forecast(trainer: Trainer, workload: Workload | None) -> tuple[Forecast | N
         set_rng_state(state)
 
 
-def _notes(trainer: Trainer) -> list[str]:
+def _notes(trainer: TrainerView) -> list[str]:
     notes = [
         f"The copy of the weights that {type(each).__name__} keeps is forecast, but it is not there yet."
         for each in trainer.callbacks

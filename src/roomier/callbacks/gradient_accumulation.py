@@ -9,7 +9,7 @@ from roomier.core.errors import RoomierError
 
 if TYPE_CHECKING:
     from roomier.api.module import Module
-    from roomier.trainer import Trainer
+    from roomier.api.trainer_view import TrainerView
 
 
 class GradientAccumulationScheduler(Callback):
@@ -50,7 +50,7 @@ class GradientAccumulationScheduler(Callback):
         """Micro-batches of a step in ``epoch``."""
         return self.scheduling[max(each for each in self.epochs if each <= epoch)]
 
-    def setup(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
+    def setup(self, trainer: TrainerView, pl_module: Module, stage: str) -> None:
         if stage != "fit":
             return
         if trainer.asked_plan.batch.accumulate_grad_batches != 1:

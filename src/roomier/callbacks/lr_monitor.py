@@ -14,7 +14,7 @@ from roomier.core.keywords import explain_unknown_keywords
 
 if TYPE_CHECKING:
     from roomier.api.module import Module
-    from roomier.trainer import Trainer
+    from roomier.api.trainer_view import TrainerView
 
 _INTERVALS = (None, "step", "epoch")
 
@@ -57,7 +57,7 @@ class LearningRateMonitor(Callback):
         self._log_every_n_steps = 1
         self._epoch_rates: dict[str, float] = {}
 
-    def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
+    def on_train_start(self, trainer: TrainerView, pl_module: Module) -> None:
         if not trainer.loggers:
             raise RoomierError(
                 "callbacks", type(self).__name__, "the Trainer has no logger", "Take it out, or use logger=True"
@@ -68,32 +68,34 @@ class LearningRateMonitor(Callback):
         # A run resumed within an epoch does not start it again; its rate is that of now.
         self._epoch_rates = self._rates(trainer, "epoch")
 
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: Module) -> None:
+    def on_train_epoch_start(self, trainer: TrainerView, pl_module: Module) -> None:
         self._epoch_rates = self._rates(trainer, "epoch")
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: Module, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: TrainerView, pl_module: Module, batch: Any, batch_idx: int) -> None:
         # The schedulers step before on_train_batch_end: the rate of the coming step is to be read now.
         step, every = trainer.global_step, self._log_every_n_steps
         if (step + self._max_steps_per_batch) // every != step // every:
             self._step_rates, self._read_at_step = self._rates(trainer, "step"), step
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: TrainerView, pl_module: Module, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         every = self._log_every_n_steps
         if self._step_rates and trainer.global_step // every != self._read_at_step // every:
             rates, self._step_rates = self._step_rates, {}
             self._log(trainer, rates)
 
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: Module) -> None:
+    def on_train_epoch_end(self, trainer: TrainerView, pl_module: Module) -> None:
         if self._epoch_rates:
             self._log(trainer, self._epoch_rates)
 
-    def _log(self, trainer: Trainer, rates: dict[str, float]) -> None:
+    def _log(self, trainer: TrainerView, rates: dict[str, float]) -> None:
         for name, rate in rates.items():
             self.lrs.setdefault(name, []).append(rate)
         trainer.log_metrics(rates)
         trainer.callback_metrics.update({name: torch.tensor(rate) for name, rate in rates.items()})
 
-    def _rates(self, trainer: Trainer, interval: str) -> dict[str, float]:
+    def _rates(self, trainer: TrainerView, interval: str) -> dict[str, float]:
         """The present values of all optimizers that are logged at ``interval``."""
         rates: dict[str, float] = {}
         for optimizer, name, own_interval in _named_optimizers(trainer):
@@ -110,7 +112,7 @@ class LearningRateMonitor(Callback):
         return rates
 
 
-def _named_optimizers(trainer: Trainer) -> list[tuple[Optimizer, str, str]]:
+def _named_optimizers(trainer: TrainerView) -> list[tuple[Optimizer, str, str]]:
     """Each optimizer of the run with its name and the interval of its scheduler, those with a scheduler first."""
     seen: Counter[str] = Counter()
     named: list[tuple[Optimizer, str, str]] = []

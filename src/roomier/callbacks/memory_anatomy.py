@@ -14,8 +14,8 @@ from roomier.memory.anatomy_table import Anatomy, KeepsPeak
 
 if TYPE_CHECKING:
     from roomier.api.module import Module
+    from roomier.api.trainer_view import TrainerView
     from roomier.memory.tracker import MemoryTracker
-    from roomier.trainer import Trainer
 
 
 class MemoryAnatomy(KeepsPeak, Callback):
@@ -49,7 +49,7 @@ class MemoryAnatomy(KeepsPeak, Callback):
         self._next_step: int | None = None
         self._tracked: TrackedStep | None = None
 
-    def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
+    def on_train_start(self, trainer: TrainerView, pl_module: Module) -> None:
         first = first_step_of(trainer)
         if self.at_step is not None and self.at_step < first:
             problem = "is before step 4: until then a budget of activations measures, and blocks keep the least"
@@ -61,36 +61,38 @@ class MemoryAnatomy(KeepsPeak, Callback):
         """Number of the step that is tracked next; None where none is."""
         return self._next_step
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: Module, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: TrainerView, pl_module: Module, batch: Any, batch_idx: int) -> None:
         if self._next_step is None or trainer.global_step < self._next_step - 2:
             return
         if self._tracked is None:
             self._tracked = tracked_step(trainer, self._next_step)
         self._tracked.begin_batch(trainer)
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: TrainerView, pl_module: Module, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         if self._tracked is None:
             return
         tracker = self._tracked.end_batch(trainer)
         if tracker is not None:
             self._finish(trainer, tracker)
 
-    def on_train_end(self, trainer: Trainer, pl_module: Module) -> None:
+    def on_train_end(self, trainer: TrainerView, pl_module: Module) -> None:
         if self.anatomy is None:
             notice(f"MemoryAnatomy: training ended before step {self._next_step}, which was to be tracked")
 
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: Module) -> None:
+    def on_train_epoch_end(self, trainer: TrainerView, pl_module: Module) -> None:
         self._pause()  # an epoch that is left out ends without the end of its batch
 
-    def on_exception(self, trainer: Trainer, pl_module: Module, exception: BaseException) -> None:
+    def on_exception(self, trainer: TrainerView, pl_module: Module, exception: BaseException) -> None:
         self._pause()
 
     def _pause(self) -> None:
         if self._tracked is not None:
             self._tracked.pause()
 
-    def _finish(self, trainer: Trainer, tracker: MemoryTracker) -> None:
-        from roomier.memory.measure import anatomy_of, peak_of
+    def _finish(self, trainer: TrainerView, tracker: MemoryTracker) -> None:
+        from roomier.memory.measure import anatomy_of, peak_of  # late: loads the sharding of torch
 
         self.peak = peak_of(tracker, trainer.global_step)
         self._tracked = None

@@ -17,7 +17,7 @@ from torch import Tensor
 from roomier import checkpoint
 from roomier.api.callback import Callback
 from roomier.callbacks.checkpoint_folder import find_complete, names_in
-from roomier.callbacks.checkpoint_ledger import Keep, Ledger
+from roomier.callbacks.checkpoint_ledger import Keep, Ledger, form_of_books
 from roomier.callbacks.checkpoint_name import (
     DEFAULT_TEMPLATE,
     check_template,
@@ -30,11 +30,12 @@ from roomier.callbacks.monitored import Monitored, check_mode, is_complete_at_ep
 from roomier.core.errors import CheckpointError, RoomierError
 from roomier.core.keywords import explain_unknown_keywords
 from roomier.core.log import notice
+from roomier.core.paths import check_path
 from roomier.core.units import parse_duration_s
 
 if TYPE_CHECKING:
     from roomier.api.module import Module
-    from roomier.trainer import Trainer
+    from roomier.api.trainer_view import TrainerView
 
 LAST = "last"
 _FORMER = {
@@ -114,8 +115,7 @@ class ModelCheckpoint(Callback):
         enable_version_counter: bool = True,
         async_save: bool = False,
     ) -> None:
-        if dirpath is not None and not isinstance(dirpath, (str, os.PathLike)):
-            raise _wrong("dirpath", dirpath, "is not a path", "Pass a string or a Path")
+        check_path("ModelCheckpoint(dirpath)", "." if dirpath is None else dirpath)
         self.dirpath = None if dirpath is None else os.path.abspath(os.path.expanduser(dirpath))
         self.filename = DEFAULT_TEMPLATE if filename is None else check_template(filename)
         self.monitor = monitor
@@ -201,10 +201,10 @@ class ModelCheckpoint(Callback):
 
     # When ---------------------------------------------------------------------------------------------------------
 
-    def setup(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
+    def setup(self, trainer: TrainerView, pl_module: Module, stage: str) -> None:
         self._is_fitting = stage == "fit"
 
-    def on_fit_start(self, trainer: Trainer, pl_module: Module) -> None:
+    def on_fit_start(self, trainer: TrainerView, pl_module: Module) -> None:
         if trainer.fast_dev_run:
             return
         self._uncommitted = None
@@ -225,23 +225,23 @@ class ModelCheckpoint(Callback):
         if self._foreign_names is None:
             self._foreign_names = () if is_in_run_folder else names_in(Path(self.dirpath))
 
-    def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
+    def on_train_start(self, trainer: TrainerView, pl_module: Module) -> None:
         if self._interval is not None:
             self._interval.begin()
 
-    def on_validation_end(self, trainer: Trainer, pl_module: Module) -> None:
+    def on_validation_end(self, trainer: TrainerView, pl_module: Module) -> None:
         if self._is_fitting and not trainer.sanity_checking:
             for each in (*self._named, *([] if self._monitored is None else [self._monitored])):
                 each.was_validated = True
             if not self._saves_after_training_epoch(trainer):
                 self._epoch_is_over(trainer)
 
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: Module) -> None:
+    def on_train_epoch_end(self, trainer: TrainerView, pl_module: Module) -> None:
         self._ended_epoch = (trainer.global_step, trainer.current_epoch)
         if self._saves_after_training_epoch(trainer):
             self._epoch_is_over(trainer)
 
-    def on_save_point(self, trainer: Trainer, pl_module: Module) -> None:
+    def on_save_point(self, trainer: TrainerView, pl_module: Module) -> None:
         step = trainer.global_step
         if step == self._books.step:
             return
@@ -254,7 +254,7 @@ class ModelCheckpoint(Callback):
         if trainer.is_last_save_point and not trainer.interrupted and self._books.step != step:
             self._save_at_the_end(trainer)
 
-    def _save_at_the_end(self, trainer: Trainer) -> None:
+    def _save_at_the_end(self, trainer: TrainerView) -> None:
         """Training ends at a step that was not due (within an epoch, say), or of no score that counts. It is not lost
         where the newest is kept, or nothing was saved so far. It is not ranked: its metrics are of an earlier step."""
         keep = self._keep if self._books.paths or self.save_top_k == 0 else replace(self._keep, last=True)
@@ -262,7 +262,7 @@ class ModelCheckpoint(Callback):
         if keep.last or (is_cut_epoch and not keep.monitored):
             self._save(trainer, None, keep)
 
-    def _is_due(self, trainer: Trainer) -> bool:
+    def _is_due(self, trainer: TrainerView) -> bool:
         step = trainer.global_step
         # The interval counts steps: it is asked at each.
         is_over = self._interval is not None and self._interval.is_over(trainer.ranks)
@@ -272,12 +272,12 @@ class ModelCheckpoint(Callback):
             return step > 0 and step % self.every_n_train_steps == 0
         return is_over
 
-    def _saves_after_training_epoch(self, trainer: Trainer) -> bool:
+    def _saves_after_training_epoch(self, trainer: TrainerView) -> bool:
         if self.save_on_train_epoch_end is not None:
             return self.save_on_train_epoch_end
         return is_complete_at_epoch_end(trainer)
 
-    def _epoch_is_over(self, trainer: Trainer) -> None:
+    def _epoch_is_over(self, trainer: TrainerView) -> None:
         if self._is_due_epoch(trainer.current_epoch):
             self._due_step = trainer.global_step
 
@@ -297,7 +297,7 @@ class ModelCheckpoint(Callback):
         """With a checkpoint that is still being written."""
         return self._ledger if self._uncommitted is None else self._uncommitted
 
-    def _save(self, trainer: Trainer, score: float | None, keep: Keep) -> None:
+    def _save(self, trainer: TrainerView, score: float | None, keep: Keep) -> None:
         """Save if a run of this score is among the best, or is to be kept as the newest."""
         before = self._books
         if not before.enters(score, keep) and not keep.last:
@@ -320,7 +320,7 @@ class ModelCheckpoint(Callback):
             self._uncommitted = None
             raise
 
-    def _committed(self, trainer: Trainer, books: Ledger) -> None:
+    def _committed(self, trainer: TrainerView, books: Ledger) -> None:
         """The checkpoint is there: ``books`` hold from now on."""
         self._ledger = books
         if self._uncommitted is books:
@@ -343,20 +343,20 @@ class ModelCheckpoint(Callback):
             self._point_last_to(last)
         self._remove_superseded(paths_of_others)
 
-    def _metrics(self, trainer: Trainer) -> dict[str, Tensor | float]:
+    def _metrics(self, trainer: TrainerView) -> dict[str, Tensor | float]:
         # At the save point of an epoch's end the Trainer may already count the next epoch.
         ended_at_step, ended_epoch = self._ended_epoch
         epoch = ended_epoch if ended_at_step == trainer.global_step else trainer.current_epoch
         return {**trainer.callback_metrics, "epoch": epoch, "step": trainer.global_step}
 
-    def _score(self, trainer: Trainer) -> float | None:
+    def _score(self, trainer: TrainerView) -> float | None:
         """The value of ``monitor``; None where there is no monitor, or its first validation is still to come."""
         score = None if self._monitored is None else self._monitored.read(trainer)
         if score is not None and math.isnan(score):
             self._tell_once(f"{self.monitor} is NaN: such a checkpoint is never counted among the best")
         return score
 
-    def _path(self, trainer: Trainer, staying: set[str]) -> str:
+    def _path(self, trainer: TrainerView, staying: set[str]) -> str:
         """Where to save: see [Note: names that are taken]."""
         assert self.dirpath is not None, "on_fit_start() comes first"
         for each in self._named:
@@ -369,7 +369,7 @@ class ModelCheckpoint(Callback):
             name = first_free_name(name, taken.union(self._foreign_names or (), [LAST] if self._keep.last else []))
         return os.path.join(self.dirpath, name)
 
-    def _paths_of_others(self, trainer: Trainer) -> set[str]:
+    def _paths_of_others(self, trainer: TrainerView) -> set[str]:
         others = [each for each in trainer.callbacks if isinstance(each, ModelCheckpoint) and each is not self]
         return {path for other in others for path in other._ledger.paths | other._books.paths}
 
@@ -419,6 +419,10 @@ class ModelCheckpoint(Callback):
             "foreign_names": None if self._foreign_names is None else list(self._foreign_names),
         }
 
+    def check_stored_state(self, state: Any, place: str) -> None:
+        """See :class:`roomier.api.callback.ChecksState`."""
+        form_of_books(monitored=self.monitor is not None)(state, place)
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Put the books back; without a ``dirpath`` that waits for ``on_fit_start``, when the run folder is known.
 
@@ -467,12 +471,8 @@ class ModelCheckpoint(Callback):
         if not _is_count(self.save_top_k, at_least=-1):
             raise _wrong("save_top_k", self.save_top_k, "is not a number it can be", "Use -1 (all), 0 (none), or more")
         if self.monitor is None and self.save_top_k > 1:
-            raise _wrong(
-                "save_top_k",
-                self.save_top_k,
-                "ranks checkpoints, but there is no monitor",
-                "Set monitor, or use -1 or 1",
-            )
+            problem = "ranks checkpoints, but there is no monitor"
+            raise _wrong("save_top_k", self.save_top_k, problem, "Set monitor, or use -1 or 1")
         for field in ("every_n_train_steps", "every_n_epochs"):
             value = getattr(self, field)
             if value is not None and not _is_count(value, at_least=0):

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from roomier.adapters.layers import InFewBits
 from roomier.api.callback import Callback
-from roomier.attention.watch import AttentionReport
+from roomier.attention.watch import AttentionReport, AttentionWatch
 from roomier.core.errors import RoomierError
 from roomier.core.log import notice
 from roomier.core.units import format_bytes, format_count
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from roomier.api.module import Module
-    from roomier.trainer import Trainer
+    from roomier.api.trainer_view import TrainerView
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class ModelSummary(Callback):
             raise RoomierError("max_depth", max_depth, "is not a depth", "Use -1 (all), 0 (the total), or more")
         self.max_depth = max_depth
 
-    def on_fit_start(self, trainer: Trainer, pl_module: Module) -> None:
+    def on_fit_start(self, trainer: TrainerView, pl_module: Module) -> None:
         if not trainer.is_global_zero:
             return
         from rich.console import Console
@@ -97,10 +97,9 @@ class ModelSummary(Callback):
         console.print(self.table(trainer, pl_module))
         if trainer.optimizers:
             console.print(optimizer_table(trainer.optimizers))
-        if trainer.engine.levers is not None:
-            trainer.engine.levers.watch_attention(_tell_attention)
+        trainer.engine.watch(AttentionWatch(_tell_attention))
 
-    def table(self, trainer: Trainer, pl_module: Module) -> RenderableType:
+    def table(self, trainer: TrainerView, pl_module: Module) -> RenderableType:
         """The parts of ``pl_module``; the optimizers' table comes after it."""
         return summary_table(summarize(pl_module, self.max_depth))
 

@@ -10,7 +10,7 @@ from roomier.core.errors import RoomierError, nearest
 from roomier.core.log import notice
 
 if TYPE_CHECKING:
-    from roomier.trainer import Trainer
+    from roomier.api.trainer_view import TrainerView
 
 _IS_MEANT = 0.75  # val_loss is not train_loss
 
@@ -36,7 +36,7 @@ class Monitored:
         self.was_validated = False
         self._told = False
 
-    def read(self, trainer: Trainer) -> float | None:
+    def read(self, trainer: TrainerView) -> float | None:
         """Its latest value; None, told once, as long as the first validation may still log it.
 
         Raises:
@@ -77,7 +77,7 @@ def scalar(value: Tensor | float) -> float:
     return float(value.item()) if isinstance(value, Tensor) else float(value)
 
 
-def is_complete_at_epoch_end(trainer: Trainer) -> bool:
+def is_complete_at_epoch_end(trainer: TrainerView) -> bool:
     """Whether an epoch's metrics are all there at its end: nothing is validated, or validated once, then.
 
     With several validations an epoch, or not one in each, the end of a validation is the moment to look.

@@ -21,11 +21,12 @@ from roomier.api.callback import Callback
 from roomier.api.hparams import is_plain
 from roomier.core.errors import RoomierError
 from roomier.core.log import notice
+from roomier.core.paths import check_path
 from roomier.core.ranks import Ranks
 
 if TYPE_CHECKING:
     from roomier.api.module import Module
-    from roomier.trainer import Trainer
+    from roomier.api.trainer_view import TrainerView
 
 _WHOLE_ON_EACH_RANK = ("single", "ddp")
 
@@ -43,12 +44,14 @@ class OnExceptionCheckpoint(Callback):
         filename: of the checkpoint in it.
 
     Raises:
-        RoomierError: ``filename`` is empty; when a fit begins, that the strategy cuts the parameters.
+        RoomierError: ``filename`` is empty, or ``dirpath`` is no path. When a fit begins: the strategy shards the
+            parameters.
     """
 
     def __init__(self, dirpath: str | Path, filename: str = "on_exception") -> None:
         if not filename:
             raise RoomierError("OnExceptionCheckpoint(filename)", filename, "is empty", "Give a name")
+        check_path("OnExceptionCheckpoint(dirpath)", dirpath)
         self.dirpath = Path(dirpath)
         self.filename = filename
         self._is_training = False
@@ -58,7 +61,7 @@ class OnExceptionCheckpoint(Callback):
         """Where the first rank writes."""
         return str(self.dirpath / self.filename)
 
-    def setup(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
+    def setup(self, trainer: TrainerView, pl_module: Module, stage: str) -> None:
         self._is_training, strategy = False, trainer.plan.parallel.strategy
         if stage == "fit" and strategy not in _WHOLE_ON_EACH_RANK:
             raise RoomierError(
@@ -68,13 +71,13 @@ class OnExceptionCheckpoint(Callback):
                 "Use ModelCheckpoint(every_n_train_steps=...), from which a run goes on exactly",
             )
 
-    def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
+    def on_train_start(self, trainer: TrainerView, pl_module: Module) -> None:
         self._is_training = True
 
-    def on_train_end(self, trainer: Trainer, pl_module: Module) -> None:
+    def on_train_end(self, trainer: TrainerView, pl_module: Module) -> None:
         self._is_training = False
 
-    def on_exception(self, trainer: Trainer, pl_module: Module, exception: BaseException) -> None:
+    def on_exception(self, trainer: TrainerView, pl_module: Module, exception: BaseException) -> None:
         run = trainer.run
         if run is None or not self._is_training or not run.progress.global_step:
             return
@@ -99,8 +102,8 @@ class OnExceptionCheckpoint(Callback):
             notice(f"OnExceptionCheckpoint: the weights could not be saved: {error}")
             return
         way = "no checkpoint was written to go on from exactly"
-        if run.saved_path is not None:
-            way = f"the run goes on exactly from {run.saved_path} (step {run.saved_step})"
+        if run.saves.path is not None:
+            way = f"the run goes on exactly from {run.saves.path} (step {run.saves.step})"
         notice(f"{type(exception).__name__} in the step after {step}: the weights are saved in {path}; {way}")
 
 

@@ -13,11 +13,12 @@ from torch import Tensor
 from roomier.api.callback import Callback
 from roomier.core.errors import RoomierError
 from roomier.core.keywords import explain_unknown_keywords
+from roomier.core.paths import check_path
 from roomier.core.tree import map_tensors
 
 if TYPE_CHECKING:
     from roomier.api.module import Module
-    from roomier.trainer import Trainer
+    from roomier.api.trainer_view import TrainerView
 
 _INTERVALS = ("batch", "epoch", "batch_and_epoch")
 _PLAIN = (str, int, float, bool, type(None))
@@ -51,8 +52,8 @@ class PredictionWriter(Callback):
     def __init__(
         self, output_dir: str | Path | None = None, write_interval: str = "batch", *, overwrite: bool = False
     ) -> None:
-        if output_dir is not None and not isinstance(output_dir, (str, os.PathLike)):
-            raise _wrong("output_dir", output_dir, "is not a path", "Pass a string or a Path")
+        if output_dir is not None:
+            check_path("PredictionWriter(output_dir)", output_dir)
         if write_interval not in _INTERVALS:
             raise _wrong("write_interval", write_interval, "is unknown", f"Use one of: {', '.join(_INTERVALS)}")
         methods = [f"write_on_{each}_end" for each in write_interval.split("_and_")]
@@ -63,7 +64,7 @@ class PredictionWriter(Callback):
         self.interval = write_interval
         self.overwrite = overwrite
 
-    def on_predict_start(self, trainer: Trainer, pl_module: Module) -> None:
+    def on_predict_start(self, trainer: TrainerView, pl_module: Module) -> None:
         if self.output_dir is not None:
             trainer.ranks.on_zero(self._make_folder)
             self.output_dir.mkdir(parents=True, exist_ok=True)  # ranks on other machines may not share it
@@ -85,7 +86,7 @@ class PredictionWriter(Callback):
 
     def on_predict_batch_end(
         self,
-        trainer: Trainer,
+        trainer: TrainerView,
         pl_module: Module,
         outputs: Any,
         batch: Any,
@@ -96,14 +97,14 @@ class PredictionWriter(Callback):
             indices = trainer.predict_loop.current_batch_indices
             self.write_on_batch_end(trainer, pl_module, outputs, indices, batch, batch_idx, dataloader_idx)
 
-    def on_predict_epoch_end(self, trainer: Trainer, pl_module: Module) -> None:
+    def on_predict_epoch_end(self, trainer: TrainerView, pl_module: Module) -> None:
         if "epoch" in self.interval:
             loop = trainer.predict_loop
             self.write_on_epoch_end(trainer, pl_module, loop.predictions, loop.epoch_batch_indices)
 
     def write_on_batch_end(
         self,
-        trainer: Trainer,
+        trainer: TrainerView,
         pl_module: Module,
         prediction: Any,
         batch_indices: Sequence[int] | None,
@@ -122,7 +123,7 @@ class PredictionWriter(Callback):
         _save(prediction, self.output_dir / f"predictions-{dataloader_idx}-{number:06d}.pt")
 
     def write_on_epoch_end(
-        self, trainer: Trainer, pl_module: Module, predictions: Sequence[Any], batch_indices: Sequence[Any]
+        self, trainer: TrainerView, pl_module: Module, predictions: Sequence[Any], batch_indices: Sequence[Any]
     ) -> None:
         """Write all ``predictions`` of this rank: for each batch, or for each loader a list of these."""
         assert self.output_dir is not None

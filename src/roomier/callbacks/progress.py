@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 from roomier.api.callback import Callback
 from roomier.callbacks.progress_display import BarDisplay, Display, LineDisplay, Standing
 from roomier.core.errors import RoomierError
+from roomier.run.run import run_of
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from roomier.api.module import Module
-    from roomier.trainer import Trainer
+    from roomier.api.trainer_view import TrainerView
 
 
 class ProgressBar(Callback):
@@ -59,7 +60,7 @@ class ProgressBar(Callback):
 
     # Training -----------------------------------------------------------------------------------------------------
 
-    def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
+    def on_train_start(self, trainer: TrainerView, pl_module: Module) -> None:
         self._is_training = True
         self._log_every_n_steps = trainer.log_every_n_steps
         self._log_interval = trainer.global_step // self._log_every_n_steps
@@ -68,10 +69,10 @@ class ProgressBar(Callback):
         self._rest_began_s = None
         self._open(trainer)
 
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: Module, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, trainer: TrainerView, pl_module: Module, checkpoint: dict[str, Any]) -> None:
         self._rest_clock()
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: Module, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: TrainerView, pl_module: Module, batch: Any, batch_idx: int) -> None:
         if self._rest_began_s is not None:
             self._clock_began_s += time.monotonic() - self._rest_began_s
             self._rest_began_s = None
@@ -81,7 +82,9 @@ class ProgressBar(Callback):
         if self._rest_began_s is None:
             self._rest_began_s = time.monotonic()
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: TrainerView, pl_module: Module, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         self._num_timed_batches += 1
         now_s = time.monotonic()
         log_interval = trainer.global_step // self._log_every_n_steps
@@ -93,14 +96,14 @@ class ProgressBar(Callback):
         self._log_interval = log_interval
         self._draw_training(trainer, batch_idx + 1, is_log_step)
 
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: Module) -> None:
+    def on_train_epoch_end(self, trainer: TrainerView, pl_module: Module) -> None:
         self._next_draw_s = 0.0  # the next epoch shows at its first batch
 
-    def on_train_end(self, trainer: Trainer, pl_module: Module) -> None:
+    def on_train_end(self, trainer: TrainerView, pl_module: Module) -> None:
         self._is_training = False
         self._close()
 
-    def _draw_training(self, trainer: Trainer, num_done: int, is_log_step: bool) -> None:
+    def _draw_training(self, trainer: TrainerView, num_done: int, is_log_step: bool) -> None:
         if self._display is None:
             return
         if is_log_step:
@@ -130,22 +133,22 @@ class ProgressBar(Callback):
 
     # Evaluation ---------------------------------------------------------------------------------------------------
 
-    def on_validation_start(self, trainer: Trainer, pl_module: Module) -> None:
+    def on_validation_start(self, trainer: TrainerView, pl_module: Module) -> None:
         if trainer.sanity_checking:
             limit = math.inf if trainer.num_sanity_val_steps == -1 else trainer.num_sanity_val_steps
             self._start_evaluation(trainer, "sanity check", limit)
         else:
             self._start_evaluation(trainer, "validation")
 
-    def on_test_start(self, trainer: Trainer, pl_module: Module) -> None:
+    def on_test_start(self, trainer: TrainerView, pl_module: Module) -> None:
         self._start_evaluation(trainer, "test")
 
-    def on_predict_start(self, trainer: Trainer, pl_module: Module) -> None:
+    def on_predict_start(self, trainer: TrainerView, pl_module: Module) -> None:
         self._start_evaluation(trainer, "predict")
 
     def on_validation_batch_end(
         self,
-        trainer: Trainer,
+        trainer: TrainerView,
         pl_module: Module,
         outputs: Any,
         batch: Any,
@@ -160,18 +163,18 @@ class ProgressBar(Callback):
     on_test_batch_end = on_validation_batch_end
     on_predict_batch_end = on_validation_batch_end
 
-    def on_validation_end(self, trainer: Trainer, pl_module: Module) -> None:
+    def on_validation_end(self, trainer: TrainerView, pl_module: Module) -> None:
         self._end_evaluation(trainer)
 
-    def on_test_end(self, trainer: Trainer, pl_module: Module) -> None:
+    def on_test_end(self, trainer: TrainerView, pl_module: Module) -> None:
         self._end_evaluation(trainer)
 
-    def on_predict_end(self, trainer: Trainer, pl_module: Module) -> None:
+    def on_predict_end(self, trainer: TrainerView, pl_module: Module) -> None:
         self._end_evaluation(trainer)
 
-    def _start_evaluation(self, trainer: Trainer, title: str, most_of_a_loader: float = math.inf) -> None:
+    def _start_evaluation(self, trainer: TrainerView, title: str, most_of_a_loader: float = math.inf) -> None:
         self._open(trainer)
-        num_total = sum(min(most_of_a_loader, number) for number in trainer.needs_run("val_limits").val_limits)
+        num_total = sum(min(most_of_a_loader, number) for number in run_of(trainer, "val_limits").batches.limits)
         self._title, self._num_total, self._num_evaluated = title, num_total, 0
         self._evaluation_began_s = time.monotonic()
         self._rest_clock()
@@ -189,7 +192,7 @@ class ProgressBar(Callback):
         self._display.draw(self._evaluation_standing({}))
         self._schedule_redraw()
 
-    def _end_evaluation(self, trainer: Trainer) -> None:
+    def _end_evaluation(self, trainer: TrainerView) -> None:
         if self._display is not None:
             metrics = {name: float(value) for name, value in trainer.progress_bar_metrics.items()}
             self._display.end(self._evaluation_standing(metrics))
@@ -200,7 +203,7 @@ class ProgressBar(Callback):
 
     # The display --------------------------------------------------------------------------------------------------
 
-    def _open(self, trainer: Trainer) -> None:
+    def _open(self, trainer: TrainerView) -> None:
         if self._display is None and trainer.is_global_zero:
             from rich.console import Console
 
@@ -219,16 +222,16 @@ class ProgressBar(Callback):
             self._display.close()
         self._display, self._next_draw_s = None, math.inf
 
-    def on_exception(self, trainer: Trainer, pl_module: Module, exception: BaseException) -> None:
+    def on_exception(self, trainer: TrainerView, pl_module: Module, exception: BaseException) -> None:
         self._is_training = False
         self._close()
 
-    def teardown(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
+    def teardown(self, trainer: TrainerView, pl_module: Module, stage: str) -> None:
         self._is_training = False
         self._close()
 
 
-def num_batches_left(trainer: Trainer, num_done: int) -> float:
+def num_batches_left(trainer: TrainerView, num_done: int) -> float:
     """Training batches until the run ends if nothing ends it early; infinite where that is not known.
 
     Args:

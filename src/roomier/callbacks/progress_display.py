@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+from roomier.core.metric_names import printable
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress, TaskID
@@ -37,7 +39,7 @@ class Standing:
         """The parts of a line, ``done`` among them."""
         rate = f"{rate_text(self.batches_per_s)} it/s" if self.batches_per_s else ""
         left = f"ETA {duration_text(self.left_s)}" if math.isfinite(self.left_s) else ""
-        metrics = " ".join(f"{name} {value:.4g}" for name, value in self.metrics.items())
+        metrics = " ".join(f"{printable(name)} {value:.4g}" for name, value in self.metrics.items())
         return [text for text in (self.step_text, done, rate, left, metrics) if text]
 
 
@@ -111,7 +113,9 @@ class BarDisplay:
         if self._progress is None:
             from rich.progress import BarColumn, Progress, TextColumn
 
-            columns = (TextColumn("{task.description}"), BarColumn(bar_width=20), TextColumn("{task.fields[text]}"))
+            # A name such as "acc[val]" is no markup of rich.
+            texts = [TextColumn(each, markup=False) for each in ("{task.description}", "{task.fields[text]}")]
+            columns = (texts[0], BarColumn(bar_width=20), texts[1])
             # What the user prints appears above the bar, but where standard output goes to a file or a pipe, there.
             self._progress = Progress(
                 *columns, console=self._console, auto_refresh=False, redirect_stdout=sys.stdout.isatty()

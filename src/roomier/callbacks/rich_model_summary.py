@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from roomier.api.module import Module
-    from roomier.trainer import Trainer
+    from roomier.api.trainer_view import TrainerView
 
 _UNKNOWN = "?"
 _WHOLE_ON_EACH_RANK = ("single", "ddp")
@@ -58,7 +58,7 @@ class RichModelSummary(ModelSummary):
         super().__init__(max_depth)
         self._header_style = summarize_kwargs.get("header_style", "bold magenta")
 
-    def table(self, trainer: Trainer, pl_module: Module) -> RenderableType:
+    def table(self, trainer: TrainerView, pl_module: Module) -> RenderableType:
         measured = None
         example = getattr(pl_module, "example_input_array", None)
         if example is not None and trainer.plan.parallel.strategy in _WHOLE_ON_EACH_RANK:

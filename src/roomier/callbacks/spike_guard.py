@@ -29,15 +29,17 @@ from torch.optim import LBFGS, Optimizer
 
 from roomier.api.callback import Callback
 from roomier.api.go_back import GoBackError
-from roomier.api.lightning import overrides
 from roomier.api.module import Module
+from roomier.api.overrides import overrides
 from roomier.core import torch_private
 from roomier.core.errors import RoomierError, TrainingError, did_you_mean
+from roomier.core.forms import anything, count, fields, items, list_of, mapping_of, number
 from roomier.core.log import notice
+from roomier.run.run import run_of
 
 if TYPE_CHECKING:
-    from roomier.train.run import Run
-    from roomier.trainer import Trainer
+    from roomier.api.trainer_view import TrainerView
+    from roomier.run.run import Run
 
 ACTIONS = ("skip", "rollback", "stop")
 FIGURES = ("loss", "grad_norm")
@@ -87,9 +89,9 @@ class SpikeGuard(Callback):
             raise _wrong("action", action, "is not known", did_you_mean(str(action), ACTIONS))
         if factor is not None and (not isinstance(factor, (int, float)) or not 1 < factor < math.inf):
             raise _wrong("factor", factor, "is no factor above 1", "Use 10.0, say, or None")
-        for name, count, least in (("window", window, 1), ("warmup", warmup, 1), ("max_skips", max_skips, 0)):
-            if not isinstance(count, int) or isinstance(count, bool) or count < least:
-                raise _wrong(name, count, "is no number of steps", f"Use an integer of {least} or more")
+        for name, value, least in (("window", window, 1), ("warmup", warmup, 1), ("max_skips", max_skips, 0)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise _wrong(name, value, "is no number of steps", f"Use an integer of {least} or more")
         if warmup > window:
             raise _wrong("warmup", warmup, f"is more than window={window}, so there would be no spikes", "Lower it")
         names = (monitor,) if isinstance(monitor, str) else tuple(monitor)
@@ -122,6 +124,17 @@ class SpikeGuard(Callback):
             "left_out": [list(place) for place in sorted(self._left_out)],
         }
 
+    def check_stored_state(self, state: Any, place: str) -> None:
+        """See :class:`roomier.api.callback.ChecksState`."""
+        form = {
+            "good": mapping_of(list_of(number)),
+            "num_judged": count,
+            "bad_at": list_of(count),
+            "num_bad_steps": count,
+            "left_out": list_of(items(count, count)),
+        }
+        fields(form, others=anything)(state, place)
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         for name, values in state_dict["good"].items():
             if name in self._good:
@@ -138,13 +151,13 @@ class SpikeGuard(Callback):
 
     # The run ------------------------------------------------------------------------------------------------------
 
-    def setup(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
+    def setup(self, trainer: TrainerView, pl_module: Module, stage: str) -> None:
         if stage == "fit":
             self._forget()
             self._is_going_back, self._undo = False, None
 
-    def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
-        module, plan = trainer.needs_run("SpikeGuard").module, trainer.plan
+    def on_train_start(self, trainer: TrainerView, pl_module: Module) -> None:
+        module, plan = run_of(trainer, "SpikeGuard").module, trainer.plan
         if not module.automatic_optimization:
             problem = "optimizes by hand (automatic_optimization=False)"
             raise _wrong("module", type(pl_module).__name__, problem, "Look at the loss in its training_step")
@@ -154,25 +167,25 @@ class SpikeGuard(Callback):
         if plan.parallel.gradient_compression != "none" or plan.optimizer.name == "onebit_adam":
             problem = "compresses gradients, and keeps what it left out: a bad step would stay in that"
             raise _wrong("plan", plan.parallel.gradient_compression, problem, "Do without one of the two")
-        run = trainer.needs_run("SpikeGuard")
+        run = run_of(trainer, "SpikeGuard")
         self._undo = _Undo(run)
         run.looks.append(lambda: self._look(trainer))
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: Module, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: TrainerView, pl_module: Module, batch: Any, batch_idx: int) -> None:
         assert self._undo is not None
-        progress = trainer.needs_run("SpikeGuard").progress
+        progress = run_of(trainer, "SpikeGuard").progress
         if self.action == "skip" or (progress.epoch, progress.batch_idx) in self._left_out:
             self._undo.begin_micro_batch()
 
-    def on_before_optimizer_step(self, trainer: Trainer, pl_module: Module, optimizer: Optimizer) -> None:
-        run = trainer.needs_run("SpikeGuard")
-        place, loss = (run.progress.epoch, run.progress.batch_idx), run.last_loss
+    def on_before_optimizer_step(self, trainer: TrainerView, pl_module: Module, optimizer: Optimizer) -> None:
+        run = run_of(trainer, "SpikeGuard")
+        place, loss = (run.progress.epoch, run.progress.batch_idx), run.now.last_loss
         assert self._undo is not None
         if loss is None or loss is self._latest_loss:  # no micro-batch of this step gave one
             return
         if place in self._left_out:  # this one it went back for
             self._undo.undo()
-            run.leaves_out_step = True
+            run.now.leaves_out_step = True
             return
         self._latest_loss = loss
         norm = run.engine.clip(math.inf, "norm") if "grad_norm" in self.monitor else None
@@ -181,27 +194,29 @@ class SpikeGuard(Callback):
         if self.action == "skip":
             self._judge_before_update(trainer, self._undo)
 
-    def _judge_before_update(self, trainer: Trainer, undo: _Undo) -> None:
+    def _judge_before_update(self, trainer: TrainerView, undo: _Undo) -> None:
         [(place, size, figures)] = self._read(trainer)
         problem = self._judge(trainer, figures)
         if problem is None:
             undo.end_good_step()
             return
         undo.undo()
-        trainer.needs_run("SpikeGuard").leaves_out_step = True
+        run_of(trainer, "SpikeGuard").now.leaves_out_step = True
         told = f"{self._tell(trainer, place, size, problem)}; the step is left out"
         self._count_bad(trainer, told)
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: TrainerView, pl_module: Module, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         step, every = trainer.global_step, trainer.log_every_n_steps
         if self._pending and step > 0 and step % every == 0:
             self._look(trainer)
 
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: Module) -> None:
+    def on_train_epoch_end(self, trainer: TrainerView, pl_module: Module) -> None:
         if self._undo is not None:
             self._undo.end_epoch()
 
-    def _look(self, trainer: Trainer) -> None:
+    def _look(self, trainer: TrainerView) -> None:
         """Judge the steps that were not looked at yet; every rank is here."""
         bad: list[str] = []
         for place, size, figures in self._read(trainer):
@@ -218,7 +233,7 @@ class SpikeGuard(Callback):
         self._is_going_back = True
         raise GoBackError(bad[0])
 
-    def _read(self, trainer: Trainer) -> list[tuple[Place, int, dict[str, float]]]:
+    def _read(self, trainer: TrainerView) -> list[tuple[Place, int, dict[str, float]]]:
         """The pending figures as numbers of the whole batch: this waits for the device, and for all ranks."""
         pending, self._pending = self._pending, []
         if not pending:
@@ -232,14 +247,14 @@ class SpikeGuard(Callback):
             for (place, size, *_), (loss, norm) in zip(pending, rows, strict=True)
         ]
 
-    def _judge(self, trainer: Trainer, figures: dict[str, float]) -> str | None:
+    def _judge(self, trainer: TrainerView, figures: dict[str, float]) -> str | None:
         """What is wrong with a step; a good one is remembered."""
         self._num_judged += 1
         is_left_to_scale = False
         for name in self.monitor:
             value, good = figures[name], self._good[name]
             if not math.isfinite(value):
-                if name == "grad_norm" and trainer.engine.scaler is not None:
+                if name == "grad_norm" and trainer.engine.scaler.is_on:
                     is_left_to_scale = True  # it leaves out this step, and lowers itself
                     continue
                 return f"{name} is {value}"
@@ -252,7 +267,7 @@ class SpikeGuard(Callback):
                 self._good[name].append(figures[name])
         return None
 
-    def _count_bad(self, trainer: Trainer, told: str) -> None:
+    def _count_bad(self, trainer: TrainerView, told: str) -> None:
         self.num_bad_steps += 1
         self._bad_at = [at for at in self._bad_at if at > self._num_judged - self.window] + [self._num_judged]
         if trainer.is_global_zero:
@@ -263,9 +278,9 @@ class SpikeGuard(Callback):
             raise TrainingError("SpikeGuard(max_skips)", self.max_skips, problem, action)
 
     @staticmethod
-    def _tell(trainer: Trainer, place: Place, size: int, problem: str) -> str:
+    def _tell(trainer: TrainerView, place: Place, size: int, problem: str) -> str:
         epoch, batch_idx = place
-        source = trainer.needs_run("SpikeGuard").source
+        source = run_of(trainer, "SpikeGuard").source
         samples = source.sample_indices(batch_idx, size) if epoch == trainer.current_epoch else None
         of_ranks = [each for each in trainer.ranks.gather(samples) if each is not None]
         where = f"micro-batches {batch_idx} to {batch_idx + size - 1}" if size > 1 else f"batch {batch_idx}"

@@ -17,12 +17,14 @@ from roomier.api.kept_weights import KeptWeights
 from roomier.api.step_arguments import num_step_arguments
 from roomier.core.batch_norms import BATCH_NORMS
 from roomier.core.errors import DataError, RoomierError
+from roomier.core.forms import anything, count, fields, integer, mapping_of, optional
 from roomier.core.log import notice
 from roomier.optim.averaging import AverageOne, WeightAverage, tensors_to_average
+from roomier.run.run import run_of
 
 if TYPE_CHECKING:
     from roomier.api.module import Module
-    from roomier.trainer import Trainer
+    from roomier.api.trainer_view import TrainerView
 
 KEY = "stochastic_average"  # of a checkpoint
 
@@ -111,11 +113,17 @@ class StochasticWeightAveraging(Callback):
             "scheduler": None if self._scheduler is None else self._scheduler.state_dict(),
         }
 
+    def check_stored_state(self, state: Any, place: str) -> None:
+        """See :class:`roomier.api.callback.ChecksState`."""
+        scheduler = optional(mapping_of(anything))
+        form = {"num_averaged": count, "latest_epoch": integer(-1), "scheduler": scheduler}
+        fields(form, others=anything)(state, place)
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._stored = dict(state_dict)
         self._latest_epoch = state_dict["latest_epoch"]
 
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: Module, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, trainer: TrainerView, pl_module: Module, checkpoint: dict[str, Any]) -> None:
         if self._average is not None and "optimizers" in checkpoint:
             checkpoint[KEY] = self._average.averaged()
 
@@ -128,7 +136,7 @@ class StochasticWeightAveraging(Callback):
         }
         return {KEY: places} if places else {}
 
-    def on_load_checkpoint(self, trainer: Trainer, pl_module: Module, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(self, trainer: TrainerView, pl_module: Module, checkpoint: dict[str, Any]) -> None:
         if self._scheduler is not None:  # a run that goes back
             self._go_back(trainer, self._scheduler)
         values, self._average = checkpoint.get(KEY), None
@@ -137,23 +145,23 @@ class StochasticWeightAveraging(Callback):
             average.take(values)
             average.num_averaged = self._stored["num_averaged"]
 
-    def _go_back(self, trainer: Trainer, scheduler: SWALR) -> None:
+    def _go_back(self, trainer: TrainerView, scheduler: SWALR) -> None:
         state = self._stored.get("scheduler")
         if state is not None:
             scheduler.load_state_dict(state)
             return
-        schedulers = trainer.needs_run("StochasticWeightAveraging").schedulers
+        schedulers = run_of(trainer, "StochasticWeightAveraging").schedulers
         schedulers.are_there, schedulers.watch_each_step = self._former_turns
         self._scheduler = None
 
     # The run ------------------------------------------------------------------------------------------------------
 
-    def setup(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
+    def setup(self, trainer: TrainerView, pl_module: Module, stage: str) -> None:
         if stage == "fit":
             self._forget()
 
-    def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
-        run = trainer.needs_run("StochasticWeightAveraging")
+    def on_train_start(self, trainer: TrainerView, pl_module: Module) -> None:
+        run = run_of(trainer, "StochasticWeightAveraging")
         if len(trainer.optimizers) != 1 or len(trainer.lr_scheduler_configs) > 1:
             received = f"{len(trainer.optimizers)} optimizers, {len(trainer.lr_scheduler_configs)} schedulers"
             action = "Configure one optimizer, and at most one scheduler"
@@ -161,7 +169,7 @@ class StochasticWeightAveraging(Callback):
         num_groups = len(trainer.optimizers[0].param_groups)
         if len(self._rates) not in (1, num_groups):
             raise _wrong("swa_lrs", self._rates, f"there are {num_groups} parameter groups", "Give one for each")
-        if isinstance(self._epoch_start, float) and math.isinf(run.epoch_limit):
+        if isinstance(self._epoch_start, float) and math.isinf(run.settled.epoch_limit):
             raise _wrong("swa_epoch_start", self._epoch_start, "there is no max_epochs to take a share of", "Set it")
         if batch_norms_of(run.module) and run.source.may_end_apart and not run.ranks.is_alone:
             problem = "the ranks may have different numbers of batches for its statistics"
@@ -170,8 +178,8 @@ class StochasticWeightAveraging(Callback):
         if self._stored.get("scheduler") is not None:
             self._take_over_rate(trainer).load_state_dict(self._stored["scheduler"])
 
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: Module) -> None:
-        epoch, limit = trainer.current_epoch, trainer.needs_run("StochasticWeightAveraging").epoch_limit
+    def on_train_epoch_start(self, trainer: TrainerView, pl_module: Module) -> None:
+        epoch, limit = trainer.current_epoch, run_of(trainer, "StochasticWeightAveraging").settled.epoch_limit
         if not self._first_epoch(limit) <= epoch < limit:
             return
         if self._scheduler is None:
@@ -183,20 +191,20 @@ class StochasticWeightAveraging(Callback):
             self._begin(trainer).update(average_one=self._avg_fn)
             self._latest_epoch = epoch
 
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: Module) -> None:
+    def on_train_epoch_end(self, trainer: TrainerView, pl_module: Module) -> None:
         if self._scheduler is not None and not trainer.is_last_save_point:  # else it ended within the epoch
             self._scheduler.step()
 
-    def on_train_end(self, trainer: Trainer, pl_module: Module) -> None:
-        run = trainer.needs_run("StochasticWeightAveraging")
+    def on_train_end(self, trainer: TrainerView, pl_module: Module) -> None:
+        run = run_of(trainer, "StochasticWeightAveraging")
         if self._average is None:
             return
-        if math.isfinite(run.epoch_limit) and trainer.current_epoch < run.epoch_limit:
+        if math.isfinite(run.settled.epoch_limit) and trainer.current_epoch < run.settled.epoch_limit:
             notice("StochasticWeightAveraging: the run ended before max_epochs, so the model keeps what it trained")
             return
-        run.engine.release()
+        run.engine.settle()
         self._average.swap()
-        run.engine.release()
+        run.engine.settle()
         if batch_norms_of(run.module):
             update_batch_norms(trainer)
 
@@ -204,15 +212,15 @@ class StochasticWeightAveraging(Callback):
         start = self._epoch_start
         return max((int(limit * start) if isinstance(start, float) else start) - 1, 0)
 
-    def _begin(self, trainer: Trainer) -> WeightAverage:
+    def _begin(self, trainer: TrainerView) -> WeightAverage:
         engine = trainer.engine
         if self._average is None:
-            engine.release()
+            engine.settle()
             self._average = WeightAverage(tensors_to_average(engine.module.named_parameters()), self._device)
         return self._average
 
-    def _take_over_rate(self, trainer: Trainer) -> SWALR:
-        run = trainer.needs_run("StochasticWeightAveraging")
+    def _take_over_rate(self, trainer: TrainerView) -> SWALR:
+        run = run_of(trainer, "StochasticWeightAveraging")
         rates: Any = self._rates if len(self._rates) > 1 else self._rates[0]
         self._scheduler = SWALR(trainer.optimizers[0], rates, **self._annealing)  # type: ignore[arg-type]
         self._former_turns = run.schedulers.are_there, run.schedulers.watch_each_step
@@ -225,18 +233,18 @@ def batch_norms_of(module: nn.Module) -> list[Any]:
     return [each for each in module.modules() if isinstance(each, BATCH_NORMS) and each.running_mean is not None]
 
 
-def update_batch_norms(trainer: Trainer) -> None:
+def update_batch_norms(trainer: TrainerView) -> None:
     """Take the running statistics anew, as means over the batches of one epoch of training data (Izmailov et al. 2018,
     section 3.2). Every rank must call it; the statistics are those of all.
 
     Raises:
         DataError: a loader failed on one of several ranks.
     """
-    run = trainer.needs_run("update_batch_norms")
+    run = run_of(trainer, "update_batch_norms")
     norms = batch_norms_of(run.module)
     for norm in norms:
         norm.reset_running_stats()
-    limit = run.num_training_batches
+    limit = run.batches.num_training
     with _averaging_statistics(trainer, norms), torch.no_grad():
         try:
             batches = run.source.start(trainer.current_epoch)
@@ -246,15 +254,15 @@ def update_batch_norms(trainer: Trainer) -> None:
             if not run.ranks.is_alone:  # the others are in a forward, or in the sum below, and wait for this one
                 raise
             notice(f"StochasticWeightAveraging: the statistics of BatchNorm are not complete: {error}")
-    run.engine.release()
+    run.engine.settle()
     if not run.ranks.is_alone:
         for norm in norms:
             for statistic in (norm.running_mean, norm.running_var):
                 statistic.copy_(run.ranks.sum(statistic) / run.ranks.world.size)
 
 
-def _forward(trainer: Trainer, batch: Any, batch_idx: int) -> None:
-    run = trainer.needs_run("update_batch_norms")
+def _forward(trainer: TrainerView, batch: Any, batch_idx: int) -> None:
+    run = run_of(trainer, "update_batch_norms")
     moved = run.results.batch = run.engine.move(batch)
 
     takes_index = num_step_arguments(run.module, "training_step", 2) > 1
@@ -266,7 +274,7 @@ def _forward(trainer: Trainer, batch: Any, batch_idx: int) -> None:
 
 
 @contextmanager
-def _averaging_statistics(trainer: Trainer, norms: list[Any]) -> Iterator[None]:
+def _averaging_statistics(trainer: TrainerView, norms: list[Any]) -> Iterator[None]:
     results = trainer.results
     momenta = [norm.momentum for norm in norms]
     for norm in norms:

@@ -16,8 +16,8 @@ from roomier.hardware.devices import peak_flops_per_s
 
 if TYPE_CHECKING:
     from roomier.api.module import Module
+    from roomier.api.trainer_view import TrainerView
     from roomier.plan import Plan
-    from roomier.trainer import Trainer
 
 
 @runtime_checkable
@@ -63,7 +63,7 @@ class Throughput(Callback):
         self._num_flops = 0.0
         self._began_s: float | None = None
 
-    def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
+    def on_train_start(self, trainer: TrainerView, pl_module: Module) -> None:
         self._num_flops_of = pl_module.num_flops if isinstance(pl_module, CountsFlops) else None
         self._flops_per_token = flops_per_token(pl_module)
         self._device = pl_module.device
@@ -72,7 +72,9 @@ class Throughput(Callback):
         self._last_step = trainer.global_step
         self._start_window()
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: TrainerView, pl_module: Module, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         step = trainer.global_step
         if self._began_s is None:
             if step != self._last_step:
@@ -89,14 +91,14 @@ class Throughput(Callback):
             self._log(trainer)
             self._last_step = step
 
-    def on_validation_start(self, trainer: Trainer, pl_module: Module) -> None:
+    def on_validation_start(self, trainer: TrainerView, pl_module: Module) -> None:
         self._paused_s = time.monotonic()
 
-    def on_validation_end(self, trainer: Trainer, pl_module: Module) -> None:
+    def on_validation_end(self, trainer: TrainerView, pl_module: Module) -> None:
         if self._began_s is not None:
             self._began_s += time.monotonic() - self._paused_s
 
-    def _log(self, trainer: Trainer) -> None:
+    def _log(self, trainer: TrainerView) -> None:
         if self._device.type != "cpu":
             torch.accelerator.synchronize(self._device)
         now_s = time.monotonic()

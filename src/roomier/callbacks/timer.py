@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from roomier.api.callback import Callback
 from roomier.core.errors import RoomierError
+from roomier.core.forms import fields, finite, mapping_of
 from roomier.core.log import notice
 
 if TYPE_CHECKING:
     from roomier.api.module import Module
-    from roomier.trainer import Trainer
+    from roomier.api.trainer_view import TrainerView
 
 STAGES = ("train", "sanity_check", "validate", "test", "predict")
 
@@ -72,6 +73,10 @@ class Timer(Callback):
     def state_dict(self) -> dict[str, Any]:
         return {"time_elapsed": {stage: self.time_elapsed(stage) for stage in STAGES}}
 
+    def check_stored_state(self, state: Any, place: str) -> None:
+        """See :class:`roomier.api.callback.ChecksState`."""
+        fields({}, others={"time_elapsed": mapping_of(finite)})(state, place)
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if self._started_s["train"] is not None:  # a run that goes back: its time has passed all the same
             return
@@ -83,52 +88,54 @@ class Timer(Callback):
     def _end(self, stage: str) -> None:
         self._ended_s[stage] = time.monotonic()
 
-    def setup(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
+    def setup(self, trainer: TrainerView, pl_module: Module, stage: str) -> None:
         if stage == "fit":
             self._started_s["train"] = self._ended_s["train"] = None
 
-    def on_fit_start(self, trainer: Trainer, pl_module: Module) -> None:
+    def on_fit_start(self, trainer: TrainerView, pl_module: Module) -> None:
         self._look(trainer)  # a resumed run may have none left
 
-    def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
+    def on_train_start(self, trainer: TrainerView, pl_module: Module) -> None:
         self._start("train")
 
-    def on_train_end(self, trainer: Trainer, pl_module: Module) -> None:
+    def on_train_end(self, trainer: TrainerView, pl_module: Module) -> None:
         self._end("train")
 
-    def on_sanity_check_start(self, trainer: Trainer, pl_module: Module) -> None:
+    def on_sanity_check_start(self, trainer: TrainerView, pl_module: Module) -> None:
         self._start("sanity_check")
 
-    def on_sanity_check_end(self, trainer: Trainer, pl_module: Module) -> None:
+    def on_sanity_check_end(self, trainer: TrainerView, pl_module: Module) -> None:
         self._end("sanity_check")
 
-    def on_validation_start(self, trainer: Trainer, pl_module: Module) -> None:
+    def on_validation_start(self, trainer: TrainerView, pl_module: Module) -> None:
         self._start("validate")
 
-    def on_validation_end(self, trainer: Trainer, pl_module: Module) -> None:
+    def on_validation_end(self, trainer: TrainerView, pl_module: Module) -> None:
         self._end("validate")
 
-    def on_test_start(self, trainer: Trainer, pl_module: Module) -> None:
+    def on_test_start(self, trainer: TrainerView, pl_module: Module) -> None:
         self._start("test")
 
-    def on_test_end(self, trainer: Trainer, pl_module: Module) -> None:
+    def on_test_end(self, trainer: TrainerView, pl_module: Module) -> None:
         self._end("test")
 
-    def on_predict_start(self, trainer: Trainer, pl_module: Module) -> None:
+    def on_predict_start(self, trainer: TrainerView, pl_module: Module) -> None:
         self._start("predict")
 
-    def on_predict_end(self, trainer: Trainer, pl_module: Module) -> None:
+    def on_predict_end(self, trainer: TrainerView, pl_module: Module) -> None:
         self._end("predict")
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: TrainerView, pl_module: Module, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         if self._interval == "step":
             self._look(trainer)
 
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: Module) -> None:
+    def on_train_epoch_end(self, trainer: TrainerView, pl_module: Module) -> None:
         if self._interval == "epoch":
             self._look(trainer)
 
-    def _look(self, trainer: Trainer) -> None:
+    def _look(self, trainer: TrainerView) -> None:
         remaining_s = self.time_remaining()
         if remaining_s is None or remaining_s > 0 or trainer.should_stop:
             return

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from roomier.api.blocks import find_blocks
+from roomier.api.engine import Engine
 from roomier.api.kept_weights import held_by
 from roomier.api.wrapped import network_of
-from roomier.engine.engine import Engine
+from roomier.planner.places import named_places, telling_places
 
 if TYPE_CHECKING:
+    from roomier.api.trainer_view import TrainerView
     from roomier.memory.tracker import MemoryTracker
-    from roomier.trainer import Trainer
 
 FIRST_STEP = 2
 """In the first the optimizer has no states yet."""
@@ -24,12 +25,12 @@ FIRST_STEP_OF_A_BUDGET = 4
 _shared: WeakKeyDictionary[Engine, dict[int, TrackedStep]] = WeakKeyDictionary()
 
 
-def first_step_of(trainer: Trainer) -> int:
+def first_step_of(trainer: TrainerView) -> int:
     """The first step of a run, from 1, that is like those after it."""
     return FIRST_STEP_OF_A_BUDGET if trainer.plan.activation.policy == "budget" else FIRST_STEP
 
 
-def tracked_step(trainer: Trainer, step: int) -> TrackedStep:
+def tracked_step(trainer: TrainerView, step: int) -> TrackedStep:
     """Step number ``step`` of the run of ``trainer``: the same object for all who ask."""
     steps = _shared.setdefault(trainer.engine, {})
     if step not in steps:
@@ -56,17 +57,17 @@ class TrackedStep:
         self._is_counting = False
         self._inside: ExitStack | None = None
 
-    def is_due(self, trainer: Trainer) -> bool:
+    def is_due(self, trainer: TrainerView) -> bool:
         """Whether the batch that begins belongs to it or to the step before."""
         return self.tracker is None and trainer.global_step >= self.step - 2
 
-    def begin_batch(self, trainer: Trainer) -> None:
+    def begin_batch(self, trainer: TrainerView) -> None:
         """Look on."""
         if self._inside is not None or not self.is_due(trainer):
             return
         engine = trainer.engine
         if self._looking is None:
-            from roomier.memory.tracker import MemoryTracker  # late: it needs the distributed tensors
+            from roomier.memory.tracker import MemoryTracker  # late: loads the sharding of torch
 
             callbacks = trainer.callbacks
             self._looking = MemoryTracker(engine.module, engine.optimizers, engine.device, lambda: held_by(callbacks))
@@ -78,7 +79,7 @@ class TrackedStep:
             self._is_counting = True
         tracker.enter("forward")
 
-    def end_batch(self, trainer: Trainer) -> MemoryTracker | None:
+    def end_batch(self, trainer: TrainerView) -> MemoryTracker | None:
         """Look away. The tracker, where the step is over with this batch."""
         self.pause()
         if self._looking is not None and trainer.global_step >= self.step:
@@ -97,9 +98,8 @@ class TrackedStep:
         self._looking.pause()
 
 
-def _told(tracker: MemoryTracker, trainer: Trainer) -> ExitStack:
+def _told(tracker: MemoryTracker, trainer: TrainerView) -> ExitStack:
     """Until it is closed, ``tracker`` is told which phase of the step and which part of the model runs."""
-    from roomier.planner.places import named_places, telling_places
 
     engine, hooks = trainer.engine, trainer.engine.hooks
 

@@ -11,12 +11,13 @@ from torch import Tensor
 from roomier.api.callback import Callback
 from roomier.api.kept_weights import KeptWeights
 from roomier.core.errors import RoomierError
+from roomier.core.forms import anything, count, fields, integer, list_of, text
 from roomier.core.log import notice
 from roomier.optim.averaging import AverageAll, AverageOne, WeightAverage, tensors_to_average
 
 if TYPE_CHECKING:
     from roomier.api.module import Module
-    from roomier.trainer import Trainer
+    from roomier.api.trainer_view import TrainerView
 
 CURRENT, WIDE = "current_model_state", "averaged_weights"
 
@@ -93,40 +94,42 @@ class WeightAveraging(Callback):
 
     # The run ------------------------------------------------------------------------------------------------------
 
-    def setup(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
+    def setup(self, trainer: TrainerView, pl_module: Module, stage: str) -> None:
         if stage == "fit":
             self._average, self._is_training, self._stored = None, False, {}
             self._latest_update_step, self._latest_update_epoch = 0, -1
 
-    def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
+    def on_train_start(self, trainer: TrainerView, pl_module: Module) -> None:
         self._held(trainer)
         self._is_training = True
 
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: Module) -> None:
+    def on_train_epoch_start(self, trainer: TrainerView, pl_module: Module) -> None:
         self._held(trainer).join(self._tensors(trainer))  # what was unfrozen since
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: TrainerView, pl_module: Module, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         step = trainer.global_step
         if step > self._latest_update_step and self.should_update(step_idx=step - 1):
             self._update(trainer)
             self._latest_update_step = step
 
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: Module) -> None:
+    def on_train_epoch_end(self, trainer: TrainerView, pl_module: Module) -> None:
         epoch = trainer.current_epoch
         if epoch > self._latest_update_epoch and self.should_update(epoch_idx=epoch):
             self._update(trainer)
             self._latest_update_epoch = epoch
 
-    def on_validation_epoch_start(self, trainer: Trainer, pl_module: Module) -> None:
+    def on_validation_epoch_start(self, trainer: TrainerView, pl_module: Module) -> None:
         if self._is_training and self.num_averaged:
             self._share_buffers(trainer)
             self._swap(trainer)
 
-    def on_validation_epoch_end(self, trainer: Trainer, pl_module: Module) -> None:
+    def on_validation_epoch_end(self, trainer: TrainerView, pl_module: Module) -> None:
         if self._is_training and self.has_average_in_model:
             self._swap(trainer)
 
-    def on_train_end(self, trainer: Trainer, pl_module: Module) -> None:
+    def on_train_end(self, trainer: TrainerView, pl_module: Module) -> None:
         self._is_training = False
         if self.num_averaged:
             self._share_buffers(trainer)
@@ -134,7 +137,7 @@ class WeightAveraging(Callback):
         else:
             notice(f"{type(self).__name__}: should_update never said yes, so the model keeps the weights it has")
 
-    def teardown(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
+    def teardown(self, trainer: TrainerView, pl_module: Module, stage: str) -> None:
         if stage == "fit" and self._is_training and self.has_average_in_model:  # it ended within a validation
             assert self._average is not None
             self._average.swap()
@@ -149,12 +152,22 @@ class WeightAveraging(Callback):
             "names": [] if self._average is None else self._average.names,
         }
 
+    def check_stored_state(self, state: Any, place: str) -> None:
+        """See :class:`roomier.api.callback.ChecksState`."""
+        form = {
+            "latest_update_step": count,
+            "latest_update_epoch": integer(-1),
+            "num_averaged": count,
+            "names": list_of(text),
+        }
+        fields(form, others=anything)(state, place)
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._stored = dict(state_dict)
         self._latest_update_step = state_dict["latest_update_step"]
         self._latest_update_epoch = state_dict["latest_update_epoch"]
 
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: Module, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, trainer: TrainerView, pl_module: Module, checkpoint: dict[str, Any]) -> None:
         average = self._average
         if average is None or not average.num_averaged:
             return
@@ -177,7 +190,7 @@ class WeightAveraging(Callback):
             places[WIDE] = {name: torch.empty_like(weights[name], dtype=torch.float32) for name in stored[WIDE]}
         return places
 
-    def on_load_checkpoint(self, trainer: Trainer, pl_module: Module, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(self, trainer: TrainerView, pl_module: Module, checkpoint: dict[str, Any]) -> None:
         """The model has the weights at ``"module"`` by now: the average, where there was one."""
         self._average = None
         if CURRENT not in checkpoint:
@@ -201,13 +214,13 @@ class WeightAveraging(Callback):
 
     # ----------------------------------------------------------------------------------------------------------------
 
-    def _held(self, trainer: Trainer, names: set[str] | None = None) -> WeightAverage:
+    def _held(self, trainer: TrainerView, names: set[str] | None = None) -> WeightAverage:
         if self._average is None:
             tensors = self._tensors(trainer, names)
             self._average = WeightAverage(tensors, self._device)
         return self._average
 
-    def _tensors(self, trainer: Trainer, names: set[str] | None = None) -> dict[str, Tensor]:
+    def _tensors(self, trainer: TrainerView, names: set[str] | None = None) -> dict[str, Tensor]:
         """What is averaged, by name: parameters as they are between steps, and buffers that are saved.
 
         Args:
@@ -224,17 +237,17 @@ class WeightAveraging(Callback):
             return {name: each for name, each in {**parameters, **own}.items() if name in names}
         return tensors_to_average(parameters.items(), own.items())
 
-    def _update(self, trainer: Trainer) -> None:
+    def _update(self, trainer: TrainerView) -> None:
         self._held(trainer).update(self._weight, **self._functions)
 
-    def _swap(self, trainer: Trainer) -> None:
+    def _swap(self, trainer: TrainerView) -> None:
         assert self._average is not None
         with torch.inference_mode(False):  # what is written in it could not be trained on
-            trainer.engine.release()
+            trainer.engine.settle()
             self._average.swap()
-            trainer.engine.release()
+            trainer.engine.settle()
 
-    def _share_buffers(self, trainer: Trainer) -> None:
+    def _share_buffers(self, trainer: TrainerView) -> None:
         """An average of running statistics is that of this rank's; what is measured is one model, that of rank 0."""
         average = self._average
         if trainer.ranks.is_alone or average is None or not self._use_buffers:

@@ -16,6 +16,7 @@ from roomier.checkpoint.agree import all_ranks, together
 from roomier.checkpoint.commit import absolute
 from roomier.checkpoint.parts import Part
 from roomier.checkpoint.saving import Prepared, prepare, write
+from roomier.core import torch_private
 from roomier.core.ranks import Ranks
 
 
@@ -63,7 +64,7 @@ class BackgroundSaver:
         staged: list[Part] = []
         together(self._ranks, lambda: staged.extend(self._stage(prepared.parts)))
         if self._group is None and not self._ranks.is_alone:
-            self._group = dist.new_group(backend="gloo")
+            self._group = dist.new_group(backend="gloo", group_desc=torch_private.BACKGROUND_GROUP)
         job = replace(prepared, parts=staged)
         # A daemon: when the process has to end, what is not committed is not a checkpoint anyway.
         self._thread = threading.Thread(target=self._write, args=(job,), name="roomier-checkpoint", daemon=True)

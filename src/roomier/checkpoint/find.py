@@ -1,62 +1,113 @@
-"""Which checkpoints are there, which is the newest, and is this one whole."""
+"""Find checkpoints: which are complete, which one is the newest, and is a given one intact."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeAlias
 
 from roomier.checkpoint.commit import at_home, replaced_in, standing
 from roomier.checkpoint.record import (
+    MAX_COMMIT_NUMBER,
     DamagedCheckpointError,
     NotACheckpointError,
     Record,
     check_sizes,
     check_sums,
+    read_commit_number,
     read_record,
+    read_state,
 )
+from roomier.checkpoint.tree import fill
 from roomier.core.errors import CheckpointError
 from roomier.core.log import notice
 
+Check: TypeAlias = Callable[[Path, dict[str, Any]], None]
+"""Raises a CheckpointError if the state of the checkpoint at the path, as ``peek`` returns it, cannot be used."""
+
 
 @dataclass(frozen=True)
-class _PassedOver:
+class _Complete:
     path: Path
-    age_key: tuple[int, int]
+    record: Record
+    group_ns: int
+
+    @property
+    def age_key(self) -> tuple[int, int, int, int, str]:
+        """Orders checkpoints from old to new.
+
+        Without commit numbers, clocks order folders and steps order the checkpoints in a folder, because the clock may
+        have been set back within a run.
+        """
+        record = self.record
+        group_ns = 0 if record.commit_number else self.group_ns
+        return record.commit_number, group_ns, record.global_step, record.saved_at_ns, str(self.path)
+
+
+@dataclass(frozen=True)
+class _Damaged:
+    path: Path
     problem: str
 
 
 def list_complete(folder: str | Path) -> list[Path]:
-    """The complete checkpoints in ``folder`` itself, the oldest first; an empty list if it does not exist.
+    """Return the complete checkpoints in ``folder``, the oldest first; an empty list if the folder does not exist.
 
-    Complete means: the record is whole and every file it lists has its full size. Contents are not read; for
-    that there is :func:`verify`. One that a kill caught while it was being replaced is listed under its ``.old-`` name.
+    A checkpoint is complete if its record is valid and every file that the record lists has its full size. Contents
+    are not read; :func:`verify` reads them. A checkpoint that a killed process was replacing is listed under its
+    ``.old-`` name.
     """
-    complete, _ = _survey([at_home(folder)])
-    return [path for path, _ in complete]
+    complete, _ = _survey([_candidates(at_home(folder))])
+    return [each.path for each in complete]
 
 
-def find_last(root: str | Path) -> Path | None:
-    """The complete checkpoint that was committed last under ``root``, or None.
+def find_last(root: str | Path, check: Check | None = None) -> Path | None:
+    """Return the newest complete checkpoint under ``root``, or None.
 
-    ``root`` is a checkpoint, a folder of checkpoints, a run folder (it holds ``checkpoints/``), or a folder of
-    runs (it holds ``version_*/checkpoints/``). Checkpoints committed at the same time are ordered by
-    ``state["progress"]["global_step"]``. Says so when a newer one had to be passed over because it is damaged.
+    The newest is the checkpoint with the largest commit number (see [Note: commit numbers] in ``record.py``), whatever
+    the clock, the file names and the modification times say. Damaged checkpoints that may be newer are skipped with a
+    warning.
+
+    Args:
+        root: a checkpoint, a folder of checkpoints, a run folder (it has ``checkpoints/``), or a folder of runs (it has
+            ``version_*/checkpoints/``).
+        check: rejects checkpoints that are complete, but that the caller cannot use.
     """
     root = at_home(root)
-    folders = [root, root / "checkpoints", *sorted(root.glob("version_*/checkpoints"))]
-    complete, damaged = _survey(folders, itself=root)
-    newest_key = complete[-1][1].age_key if complete else (-1, -1)
-    for passed_over in damaged:
-        if passed_over.age_key > newest_key:
-            use = f"using {complete[-1][0]}" if complete else "there is no other"
-            notice(f"passed over the newer checkpoint {passed_over.path} ({passed_over.problem}); {use}")
-    return complete[-1][0] if complete else None
+    complete, damaged = _survey([[root], *map(_candidates, _folders(root))])
+    found = None
+    while complete and found is None:
+        newest = complete.pop()
+        try:
+            state = fill(read_state(newest.path, newest.record), lambda stored: stored.spec)
+            if check is not None:
+                check(newest.path, state)
+            found = newest
+        except CheckpointError as error:
+            damaged.append(_Damaged(newest.path, error.problem))
+    number = 0 if found is None else found.record.commit_number
+    for each in damaged:
+        if not 0 < read_commit_number(each.path) < number:
+            instead = "there is no other" if found is None else f"using {found.path}"
+            notice(f"skipped the checkpoint {each.path} ({each.problem}); {instead}")
+    return None if found is None else found.path
+
+
+def next_commit_number(target: Path) -> int:
+    """Return a number larger than the number of every checkpoint that ``find_last`` may compare with ``target``."""
+    folder = target.parent
+    root = folder.parent if folder.name == "checkpoints" else folder
+    if root is not folder and root.name.startswith("version_"):
+        root = root.parent
+    paths = [path for each in {*_folders(root), folder} for path in _candidates(each)]
+    return min(MAX_COMMIT_NUMBER, 1 + max(map(read_commit_number, paths), default=0))
 
 
 def verify(path: str | Path) -> None:
-    """Read every byte of the checkpoint ``path`` once and compare sizes and checksums with its record.
+    """Read every byte of the checkpoint ``path`` one time and compare sizes and checksums with its record.
 
     Raises:
-        CheckpointError: it names what is missing or damaged and, where there is one, the newest good
-            checkpoint in the same folder.
+        CheckpointError: a file is missing or damaged. The error names the newest valid checkpoint in the same folder,
+            if there is one.
     """
     folder = standing(Path(path))
     try:
@@ -66,7 +117,7 @@ def verify(path: str | Path) -> None:
 
 
 def with_alternative(error: CheckpointError, folder: Path) -> CheckpointError:
-    """``error`` about the checkpoint ``folder``, with the newest good one beside it as the next action."""
+    """Return ``error`` about the checkpoint ``folder`` with the newest valid checkpoint next to it as the action."""
     for other in reversed(list_complete(folder.parent)):
         if other == folder:
             continue
@@ -82,40 +133,45 @@ def with_alternative(error: CheckpointError, folder: Path) -> CheckpointError:
 
 def _check(folder: Path) -> None:
     record = read_record(folder)
+    read_state(folder, record)
     check_sizes(folder, record)
     check_sums(folder, record.files)
 
 
-def _survey(folders: list[Path], itself: Path | None = None) -> tuple[list[tuple[Path, Record]], list[_PassedOver]]:
-    """The complete checkpoints in ``folders``, from old to new, and the damaged ones."""
-    complete: list[tuple[Path, Record]] = []
-    damaged: list[_PassedOver] = []
-    candidates = [path for folder in folders for path in _candidates(folder)]
-    for path in candidates if itself is None else [itself, *candidates]:
-        record: Record | None = None
-        try:
-            record = read_record(path)
-            check_sizes(path, record)
-            complete.append((path, record))
-        except NotACheckpointError:
-            continue
-        except (CheckpointError, OSError) as error:
-            if path.is_dir() and not path.name.startswith("."):
-                damaged.append(_PassedOver(path, _age_key(path, record), str(error)))
-    return sorted(complete, key=lambda found: found[1].age_key), damaged
+def _survey(groups: list[list[Path]]) -> tuple[list[_Complete], list[_Damaged]]:
+    """Return the complete checkpoints among the candidates in ``groups``, from old to new, and the damaged ones."""
+    complete: list[_Complete] = []
+    damaged: list[_Damaged] = []
+    for candidates in groups:
+        records: dict[Path, Record] = {}
+        for path in candidates:
+            try:
+                record = read_record(path)
+                check_sizes(path, record)
+                records[path] = record
+            except NotACheckpointError:
+                continue
+            except (CheckpointError, OSError) as error:
+                if path.is_dir() and not path.name.startswith("."):
+                    damaged.append(_Damaged(path, str(getattr(error, "problem", error))))
+        group_ns = max((each.saved_at_ns for each in records.values()), default=0)
+        complete += [_Complete(path, record, group_ns) for path, record in records.items()]
+    return sorted(complete, key=lambda each: each.age_key), damaged
+
+
+def _folders(root: Path) -> list[Path]:
+    """Return the folders of checkpoints in which :func:`find_last` looks for the newest."""
+    return [root, root / "checkpoints", *sorted(root.glob("version_*/checkpoints"))]
 
 
 def _candidates(folder: Path) -> list[Path]:
-    if not folder.is_dir():
+    try:
+        named = [path for path in sorted(folder.iterdir()) if _may_be_checkpoint(path)]
+        return [*named, *replaced_in(folder)]
+    except OSError:  # it does not exist, or may not be listed
         return []
-    named = [path for path in sorted(folder.iterdir()) if _may_be_checkpoint(path)]
-    return [*named, *replaced_in(folder)]
 
 
 def _may_be_checkpoint(path: Path) -> bool:
     # A link such as ModelCheckpoint's "last" names a checkpoint a second time.
     return path.is_dir() and not path.is_symlink() and not path.name.startswith(".")
-
-
-def _age_key(path: Path, record: Record | None) -> tuple[int, int]:
-    return record.age_key if record is not None else (path.stat().st_mtime_ns, -1)

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from roomier.checkpoint.commit import at_home
 from roomier.checkpoint.harmless_types import as_plain, harmless_types, unresolved_in
 from roomier.core.errors import CheckpointError
+from roomier.core.forms import Form, FormError, anything, count, fields, finite, flag, list_of, mapping_of, optional
 
 VERSION = "pytorch-lightning_version"
 HYPERPARAMETERS, HYPERPARAMETERS_NAME = "hyper_parameters", "hparams_name"
@@ -26,6 +27,38 @@ SUFFIX = ".ckpt"
 _GROUP_KEYS_OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}
 _NUM_NAMES_SHOWN = 5
 _PICKLE = b"\x80"
+
+
+def _parameter(value: Any, place: str) -> None:
+    """Accept the index of a parameter, or its name, which files converted from a sharded checkpoint contain."""
+    if not isinstance(value, (int, str)) or isinstance(value, bool):
+        raise FormError(place, value, "an integer or a name")
+
+
+_STATE = mapping_of(anything, keys=anything)
+_GROUPS = list_of(fields({"params": list_of(_parameter)}, others=anything))
+_SCALER = {"scale": finite, "growth_factor": finite, "backoff_factor": finite}
+_FORMS: Mapping[str, Form] = {
+    HYPERPARAMETERS: optional(_STATE),
+    "global_step": count,
+    "optimizer_states": list_of(
+        fields({"state": mapping_of(_STATE, keys=anything), "param_groups": _GROUPS}, others=anything)
+    ),
+    "lr_schedulers": list_of(_STATE),
+    "callbacks": _STATE,
+    **dict.fromkeys(SCALERS, optional(fields({**_SCALER, "growth_interval": count, "_growth_tracker": count}))),
+}
+_EPOCHS = fields({"processed": count, "ready": count}, others=anything)
+_BATCHES = fields({"processed": count}, others=anything)
+_FIT_LOOP = fields(
+    {
+        "epoch_progress": fields({"current": _EPOCHS}, others=anything),
+        "epoch_loop.batch_progress": fields(
+            {"current": _BATCHES, "total": _BATCHES, "is_last_batch": flag}, others=anything
+        ),
+    },
+    others=anything,
+)
 
 
 def is_lightning_file(path: str | Path) -> bool:
@@ -118,20 +151,23 @@ class LightningFile:
             problem = f"holds no {', '.join(lacking)}: Lightning saved it with weights only"
             raise self.error(problem, "Begin a new fit with its weights: fit(..., weights=...)")
         try:
-            loops = self.content["loops"]["fit_loop"]
-            epochs, batches = loops["epoch_progress"]["current"], loops["epoch_loop.batch_progress"]
-            is_over = epochs["processed"] >= epochs["ready"]
-            return Position(
-                epoch=int(epochs["processed"]),
-                batch_idx=0 if is_over else int(batches["current"]["processed"]),
-                num_batches=int(batches["total"]["processed"]),
-                global_step=int(self.content["global_step"]),
-                is_last_batch=not is_over and bool(batches["is_last_batch"]),
+            fields({"global_step": count, "loops": fields({"fit_loop": _FIT_LOOP}, others=anything)}, others=anything)(
+                self.content, "the checkpoint"
             )
-        except (KeyError, TypeError) as error:
-            problem = f"Lightning {self.version} wrote it, and where its loops stood is not there in the form of 2.x"
+        except FormError as error:
+            problem = f"was written by Lightning {self.version}, but its loops do not have the form of 2.x: {error}"
             action = "Begin a new fit with its weights: fit(..., weights=...)"
             raise self.error(problem, action) from error
+        loops = self.content["loops"]["fit_loop"]
+        epochs, batches = loops["epoch_progress"]["current"], loops["epoch_loop.batch_progress"]
+        is_over = epochs["processed"] >= epochs["ready"]
+        return Position(
+            epoch=epochs["processed"],
+            batch_idx=0 if is_over else batches["current"]["processed"],
+            num_batches=batches["total"]["processed"],
+            global_step=self.content["global_step"],
+            is_last_batch=not is_over and batches["is_last_batch"],
+        )
 
     def optimizers(self, optimizers: Sequence[Optimizer], names: Mapping[nn.Parameter, str]) -> list[dict[str, Any]]:
         """The states for ``optimizers`` as roomier's own checkpoints have them, by the names of parameters.
@@ -185,6 +221,8 @@ class LightningFile:
             shape_of.update(zip(own, (tuple(each.shape) for each in group["params"]), strict=True))
             kept = {key: value for key, value in group.items() if key != "params" and key not in group_then}
             named_groups.append({**kept, **group_then, "params": own})
+        if not saved["state"].keys() <= name_of.keys():
+            raise self.error(f"has states of {kind} for parameters that are in none of its groups", action)
         state = {name_of[index]: dict(each) for index, each in saved["state"].items()}
         for name, each in state.items():
             average = each.get("exp_avg", each.get("momentum_buffer"))
@@ -197,7 +235,7 @@ class LightningFile:
         # The file does not name the optimizer's class; what it is set by tells it.
         unknown = then.keys() - own.keys() - _GROUP_KEYS_OF_SCHEDULERS
         decays = "decoupled_weight_decay"
-        is_other_adam = decays in then and then[decays] != own.get(decays, then[decays])
+        is_other_adam = decays in then and then[decays] is not own.get(decays, then[decays])  # both are flags
         if unknown or is_other_adam:
             found = f"is set by {sorted(unknown)[:_NUM_NAMES_SHOWN]}" if unknown else f"has {decays}={then[decays]}"
             raise self.error(f"holds the states of another optimizer than {kind}: it {found}", action)
@@ -241,9 +279,15 @@ def _read(path: Path) -> dict[str, Any]:
         raise CheckpointError("checkpoint", str(path), "is no checkpoint of Lightning: no 'state_dict' in it", action)
     content.pop(_HYPERPARAMETERS_TYPE, None)  # a class: that of their container
     try:
-        return {key: value if key == "state_dict" else as_plain(value) for key, value in content.items()}
+        plain = {key: value if key == "state_dict" else as_plain(value) for key, value in content.items()}
     except (ValueError, RecursionError) as error:
         raise _refused(path, error) from error
+    try:
+        for name in _FORMS.keys() & plain.keys():
+            _FORMS[name](plain[name], name)
+    except FormError as error:
+        raise CheckpointError("checkpoint", str(path), f"is malformed: {error}", again) from error
+    return plain
 
 
 def _first_byte(path: Path) -> bytes:

@@ -11,12 +11,13 @@ from torch import nn
 from roomier.adapters.lora import apply_lora, quantise_base
 from roomier.api.blocks import find_blocks
 from roomier.api.hparams import HyperParameters
-from roomier.api.lightning import is_one, overrides
 from roomier.api.module import Module
+from roomier.api.overrides import is_one, overrides
 from roomier.api.wrapped import network_of
 from roomier.checkpoint.lightning import LightningFile, is_lightning_file
+from roomier.checkpoint.run_state import peek_run
 from roomier.checkpoint.shown import OWN_ENTRIES, ShownCheckpoint
-from roomier.checkpoint.verbs import load, peek
+from roomier.checkpoint.verbs import load
 from roomier.core.errors import CheckpointError, RoomierError
 from roomier.plan.parts import AdapterPlan
 
@@ -50,7 +51,7 @@ def load_module(
     """
     device = None if map_location is None else _device(map_location)
     file = LightningFile(path) if is_lightning_file(path) else None
-    described = peek(path) if file is None else file.described
+    described = peek_run(path) if file is None else file.described
     module = make_module(cls, path, described, init_arguments)
     strict = bool(getattr(module, "strict_loading", True)) if strict is None else strict
     if file is not None:
@@ -62,9 +63,11 @@ def load_module(
         return module if device is None else module.to(device)
     if strict:
         # Filled in place; what a module keeps beside its tensors (get_extra_state) is set behind that.
-        module.load_state_dict(load(path, into={"module": module.state_dict()}, only=("module",))["module"])
+        places = {"module": module.state_dict()}
+        found = load(path, into=places, only=("module",), empty=("module",))["module"]
+        _load_weights(module, found, path, strict=True)
     else:
-        _load_what_is_there(module, load(path, only=("module",))["module"], path)
+        _load_weights(module, load(path, only=("module",))["module"], path)
     return module if device is None else module.to(device)
 
 
@@ -109,7 +112,7 @@ def _load_changed(module: Any, path: str | Path, described: Mapping[str, Any], *
     if strict and differing:
         problem = f"belongs to another model than {type(module).__name__}: one of the two alone has {differing[:5]}"
         raise CheckpointError("checkpoint_path", str(path), problem, "Give the class that was saved, or strict=False")
-    _load_what_is_there(module, shown["module"], path)
+    _load_weights(module, shown["module"], path)
 
 
 def _load_lightning(module: Any, file: LightningFile, *, strict: bool) -> None:
@@ -119,7 +122,7 @@ def _load_lightning(module: Any, file: LightningFile, *, strict: bool) -> None:
         differing = sorted(file.state_dict.keys() ^ module.state_dict().keys())
         problem = f"belongs to another model than {type(module).__name__}: it alone, or this alone, has {differing[:5]}"
         raise CheckpointError("checkpoint_path", str(file.path), problem, "Give the class that was saved")
-    _load_what_is_there(module, file.state_dict, file.path)
+    _load_weights(module, file.state_dict, file.path)
 
 
 def _put_adapters(module: nn.Module, plan: Mapping[str, Any] | None) -> None:
@@ -151,9 +154,9 @@ def _taken_by(cls: type, stored: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in stored.items() if name in parameters}
 
 
-def _load_what_is_there(module: nn.Module, found: Mapping[str, Any], path: str | Path) -> None:
+def _load_weights(module: nn.Module, found: Mapping[str, Any], path: str | Path, *, strict: bool = False) -> None:
     try:
-        module.load_state_dict(found, strict=False)
+        module.load_state_dict(found, strict=strict)
     except RuntimeError as error:
         raise CheckpointError(
             "checkpoint_path",

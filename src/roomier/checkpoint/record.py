@@ -1,29 +1,64 @@
-"""``run.json``: everything of a checkpoint that is not a tensor, and the list of the files that are.
+"""``run.json``: the list of the tensor files of a checkpoint, and every value that is not a tensor.
 
-The file is ``{"crc32": "<8 hex digits>", "content": {...}}``. The sum is taken over the bytes of the content as
-they stand, so a flipped bit anywhere in them shows.
+The file is ``{"crc32": "<8 hex digits>", "content": {...}}``. The checksum covers the bytes of the content, so it
+detects every flipped bit. It does not prove who wrote the file: a reader must accept any bytes. Therefore
+:func:`read_record` is the only function that reads a record. It checks types, ranges, sizes and nesting, and reads
+regular files only.
+
+[Note: commit numbers]
+The clock of a machine may be set back, so it cannot order checkpoints. A new checkpoint has a commit number that is
+larger than the number of every checkpoint that is found with it (:func:`roomier.checkpoint.find.find_last`). Two
+processes that commit at the same moment, and copies of a folder, have equal numbers. The step breaks the tie. The
+format before commit numbers (2) has the number 0.
 """
 
+import errno
 import json
 import os
+import re
+import stat
 import zlib
-from collections.abc import Collection
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from roomier.checkpoint.tree import Json
-from roomier.core.errors import CheckpointError
+from roomier.checkpoint.tensor_file import SummedFile
+from roomier.checkpoint.tree import Json, StoredTensor, join, leaves
+from roomier.core.errors import CheckpointError, RoomierError
+from roomier.core.forms import FormError, anything, count, fields, integer, list_of, mapping_of, place_of, text
+from roomier.core.untrusted import open_regular, parse_json, read_regular
 
 RECORD_NAME = "run.json"
 TENSOR_SUFFIX = ".safetensors"
 RECORD_OF_DCP = ".metadata"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
+READ_VERSIONS = (2, 3)
+MAX_COMMIT_NUMBER = 2**48
+MAX_RECORD_BYTES = 2**30
 
 _HEAD = b'{"crc32": "%08x", "content": '
 _HEAD_BYTES = len(_HEAD % 0)
+_MARK = _HEAD[:11]
 _TAIL = b"}\n"
-_READ_BYTES = 2**20
+_NUMBER_BYTES = 256  # the beginning of a record, in which its commit number is
+_NUMBER = re.compile(rb'\{"crc32": "[0-9a-f]{8}", "content": \{"format_version":\d{1,4},"commit_number":(\d{1,15}),')
+_FOREIGN_BYTES = 2**20
+_FILE_NAME = re.compile(rf"[A-Za-z0-9_.-]{{1,200}}{re.escape(TENSOR_SUFFIX)}")
+
+_FILE_FORM = fields({"name": text, "size_bytes": count, "crc32": integer(at_most=2**32 - 1), "tensors": list_of(text)})
+_CONTENT_FORM = fields(
+    {
+        "format_version": count,
+        "roomier_version": text,
+        "torch_version": text,
+        "saved_at_ns": integer(at_most=2**63 - 1),
+        "files": list_of(_FILE_FORM),
+        "tree": mapping_of(anything),
+    },
+    others={"commit_number": integer(at_most=MAX_COMMIT_NUMBER)},
+)
 
 
 class NotACheckpointError(CheckpointError):
@@ -46,9 +81,16 @@ class StoredFile:
 
 @dataclass(frozen=True)
 class Record:
-    """The content of ``run.json``. ``saved_at_ns`` is the time since the epoch just before the commit."""
+    """The content of ``run.json``.
+
+    Attributes:
+        commit_number: orders checkpoints; see [Note: commit numbers].
+        saved_at_ns: time since the epoch shortly before the commit, by the clock of the machine.
+        tree: the state without its tensors, as :func:`roomier.checkpoint.tree.split` returns it.
+    """
 
     format_version: int
+    commit_number: int
     roomier_version: str
     torch_version: str
     saved_at_ns: int
@@ -56,17 +98,23 @@ class Record:
     tree: Json
 
     @property
-    def age_key(self) -> tuple[int, int]:
-        """Orders checkpoints from old to new: commit time, then the run's own step count."""
-        progress = self.tree.get("progress") if isinstance(self.tree, dict) else None
+    def global_step(self) -> int:
+        """The optimizer steps of the run, or -1 if the state has no progress."""
+        progress = self.tree.get("progress")
         step = progress.get("global_step") if isinstance(progress, dict) else None
-        return self.saved_at_ns, step if isinstance(step, int) else -1
+        return step if type(step) is int else -1
 
 
 def write_record(folder: Path, record: Record) -> None:
-    """Write ``record`` into ``folder`` and flush it to the disk. Raises OSError."""
-    fields = {**vars(record), "files": [vars(file) for file in record.files]}
-    content = json.dumps(fields, allow_nan=False, separators=(",", ":")).encode("ascii")
+    """Write ``record`` into ``folder`` and flush it to the disk.
+
+    Raises:
+        OSError: it cannot be written, or is larger than :func:`read_record` accepts.
+    """
+    values = {**vars(record), "files": [vars(file) for file in record.files]}
+    content = json.dumps(values, allow_nan=False, separators=(",", ":")).encode("ascii")
+    if _HEAD_BYTES + len(content) + len(_TAIL) > MAX_RECORD_BYTES:
+        raise OSError(errno.EFBIG, f"{RECORD_NAME} would be larger than {MAX_RECORD_BYTES} bytes")
     with open(folder / RECORD_NAME, "wb") as file:
         file.write(_HEAD % zlib.crc32(content))
         file.write(content)
@@ -76,19 +124,22 @@ def write_record(folder: Path, record: Record) -> None:
 
 
 def read_record(folder: Path) -> Record:
-    """The record of the checkpoint ``folder``; no other file is looked at.
+    """Return the record of the checkpoint ``folder``. Other files are not read.
 
     Raises:
-        NotACheckpointError: ``folder`` does not exist, or nothing says that it ever was a checkpoint.
-        CheckpointError: the record is missing, damaged, or written by a newer version.
+        NotACheckpointError: ``folder`` does not exist, or was never a checkpoint.
+        CheckpointError: the record is missing, malformed, or written by a newer version.
     """
+    path = folder / RECORD_NAME
     try:
-        data = (folder / RECORD_NAME).read_bytes()
-    except (FileNotFoundError, NotADirectoryError):
+        with open_regular(path) as file:
+            is_own = file.read(len(_MARK)) == _MARK
+        data = read_regular(path, MAX_RECORD_BYTES if is_own else _FOREIGN_BYTES)
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a path with a null character
         raise _without_record(folder) from None
     except OSError as error:
         raise damage(folder, f"{RECORD_NAME} cannot be read: {error.strerror}") from error
-    if len(data) < _HEAD_BYTES or not data.startswith(_HEAD[:11]):
+    if len(data) < _HEAD_BYTES or not data.startswith(_MARK):
         if _is_foreign_json(data):
             raise NotACheckpointError(
                 "checkpoint", str(folder), f"its {RECORD_NAME} is not roomier's", "Give the path of a checkpoint folder"
@@ -96,8 +147,52 @@ def read_record(folder: Path) -> Record:
         raise damage(folder, f"{RECORD_NAME} is truncated or overwritten")
     content = data[_HEAD_BYTES : -len(_TAIL)]
     if data != (_HEAD % zlib.crc32(content)) + content + _TAIL:
-        raise damage(folder, f"{RECORD_NAME} is damaged: its checksum does not fit its content")
-    return _parse(folder, json.loads(content))
+        raise damage(folder, f"{RECORD_NAME} is damaged: its checksum does not match its content")
+    with malformed(folder):
+        return _parse(folder, parse_json(content))
+
+
+def read_commit_number(folder: Path) -> int:
+    """Return the commit number of the checkpoint ``folder``, from the first bytes of its record.
+
+    Returns 0 if the record has no number or cannot be read. The checksum is not verified.
+    """
+    try:
+        with open_regular(folder / RECORD_NAME) as file:
+            found = _NUMBER.match(file.read(_NUMBER_BYTES))
+    except (OSError, ValueError):
+        return 0
+    return min(int(found[1]), MAX_COMMIT_NUMBER) if found else 0
+
+
+def read_state(folder: Path, record: Record) -> dict[str, Any]:
+    """Return the state of ``record`` with a :class:`StoredTensor` for each tensor.
+
+    Raises:
+        CheckpointError: a value is malformed, or a tensor is larger than the files that list it.
+    """
+    with malformed(folder):
+        state = join(record.tree)
+        mapping_of(anything, keys=anything)(state, "tree")
+        held_bytes: dict[str, int] = {}
+        for file in record.files:
+            for name in file.tensors:
+                held_bytes[name] = held_bytes.get(name, 0) + file.size_bytes
+        for path, stored in leaves(state, StoredTensor):
+            if stored.spec.num_bytes > held_bytes.get(stored.name, -1):
+                raise FormError(place_of(("tree", *path)), stored.spec, "a tensor that its files have room for")
+    return state  # type: ignore[no-any-return]
+
+
+@contextmanager
+def malformed(folder: Path, file: str = RECORD_NAME) -> Iterator[None]:
+    """Convert an error about a value in ``file`` into the error for a damaged checkpoint, which names the file."""
+    try:
+        yield
+    except RoomierError:  # it is about something else
+        raise
+    except ValueError as error:
+        raise damage(folder, f"{file} is malformed: {error}") from error
 
 
 def _without_record(folder: Path) -> CheckpointError:
@@ -125,77 +220,92 @@ def _without_record(folder: Path) -> CheckpointError:
 
 def _is_foreign_json(data: bytes) -> bool:
     try:
-        json.loads(data)
+        parse_json(data)
     except ValueError:
         return False
     return True
 
 
-def _parse(folder: Path, content: dict[str, Any]) -> Record:
-    version = content.get("format_version")
-    if version != FORMAT_VERSION:
+def _parse(folder: Path, content: Any) -> Record:
+    version = content.get("format_version") if isinstance(content, dict) else None
+    if type(version) is int and version > max(READ_VERSIONS):
         raise CheckpointError(
             "checkpoint",
             str(folder),
-            f"has format version {version}, this version of roomier reads {FORMAT_VERSION}",
+            f"has format version {version}, this version of roomier reads {' and '.join(map(str, READ_VERSIONS))}",
             f"Load it with roomier {content.get('roomier_version')}, which wrote it",
         )
-    try:
-        files = tuple(StoredFile(**{**file, "tensors": tuple(file["tensors"])}) for file in content["files"])
-        record = Record(**{**content, "files": files})
-    except (KeyError, TypeError) as error:
-        raise damage(folder, f"{RECORD_NAME} lacks an entry or has one too many: {error}") from error
-    for file in files:
-        # A name that leads out of the folder is never one that we wrote.
-        if Path(file.name).name != file.name or not file.name.endswith(TENSOR_SUFFIX):
-            raise damage(folder, f"{RECORD_NAME} lists {file.name!r}, which is not the name of a tensor file")
-    return record
+    _CONTENT_FORM(content, "content")
+    integer(*READ_VERSIONS)(version, "content.format_version")
+    files = tuple(StoredFile(**{**file, "tensors": tuple(file["tensors"])}) for file in content["files"])
+    names = [file.name for file in files]
+    for index, name in enumerate(names):
+        if _FILE_NAME.fullmatch(name) is None:  # a path that leads out of the folder, for example
+            raise FormError(f"content.files[{index}].name", name, "the name of a tensor file")
+    if len(set(names)) < len(names):
+        raise FormError("content.files", names, "a list of files with different names")
+    return Record(**{"commit_number": 0, **content, "files": files})
 
 
 def damage(folder: Path, problem: str) -> DamagedCheckpointError:
-    """The error for a checkpoint that once was good."""
+    """Return the error for a checkpoint that was valid before."""
     return DamagedCheckpointError("checkpoint", str(folder), problem, "Use another checkpoint")
 
 
 def check_sizes(folder: Path, record: Record) -> None:
-    """Every tensor file of ``record`` is in ``folder`` with its full size, and no other tensor file is.
+    """Check that ``folder`` has every tensor file of ``record``, in its full size, and no other tensor file.
 
     Raises:
-        CheckpointError: it names the first file that is missing, cut off, or not listed.
+        CheckpointError: it names the first file that is missing, truncated, not a regular file, or not listed.
     """
     for file in record.files:
         try:
-            size_bytes = (folder / file.name).stat().st_size
+            found = (folder / file.name).stat()
         except FileNotFoundError:
             raise damage(folder, f"file {file.name!r} is missing") from None
-        if size_bytes != file.size_bytes:
+        except OSError as error:
+            raise damage(folder, f"file {file.name!r} cannot be read: {error.strerror}") from error
+        if not stat.S_ISREG(found.st_mode):
+            raise damage(folder, f"file {file.name!r} is not a regular file")
+        if found.st_size != file.size_bytes:
             raise damage(
-                folder, f"file {file.name!r} has {size_bytes} bytes instead of {file.size_bytes}: it is damaged"
+                folder, f"file {file.name!r} has {found.st_size} bytes instead of {file.size_bytes}: it is damaged"
             )
     strangers = {path.name for path in folder.glob(f"*{TENSOR_SUFFIX}")} - {file.name for file in record.files}
     if strangers:
         raise damage(folder, f"file {min(strangers)!r} is not part of it: {RECORD_NAME} does not list it")
 
 
-def check_sums(folder: Path, files: Collection[StoredFile]) -> None:
-    """The bytes of each of ``files`` are those that were written. Reads them once, a MiB at a time.
+def check_sums(folder: Path, files: Iterable[StoredFile]) -> None:
+    """Read ``files`` and compare their checksums with the record.
 
     Raises:
         CheckpointError: it names the first file whose bytes changed.
     """
     for file in files:
-        try:
-            crc32 = crc32_of(folder / file.name)
-        except OSError as error:
-            raise damage(folder, f"file {file.name!r} cannot be read: {error.strerror}") from error
-        if crc32 != file.crc32:
-            raise damage(folder, f"file {file.name!r} is damaged: its bytes are not those that were written")
+        with summed(folder, file):
+            pass
 
 
-def crc32_of(path: Path) -> int:
-    """The CRC-32 of a file's bytes, in constant memory. Raises OSError."""
-    crc32 = 0
-    with open(path, "rb", buffering=0) as file:
-        while chunk := file.read(_READ_BYTES):
-            crc32 = zlib.crc32(chunk, crc32)
-    return crc32
+@contextmanager
+def summed(folder: Path, file: StoredFile) -> Iterator[SummedFile]:
+    """Open a tensor file to read it from front to end. The end of the block reads the rest and compares the checksum.
+
+    Raises:
+        CheckpointError: the file cannot be read, or its bytes changed.
+    """
+    with reading(folder, file.name), open_regular(folder / file.name) as opened:
+        found = SummedFile(opened)
+        yield found
+        found.read_rest()
+    if found.crc32 != file.crc32:
+        raise damage(folder, f"file {file.name!r} is damaged: its bytes are not those that were written")
+
+
+@contextmanager
+def reading(folder: Path, name: str) -> Iterator[None]:
+    """Convert an OSError about the file ``name`` into a CheckpointError."""
+    try:
+        yield
+    except OSError as error:
+        raise damage(folder, f"file {name!r} cannot be read: {error.strerror}") from error

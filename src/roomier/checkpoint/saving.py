@@ -20,9 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from roomier.checkpoint import tree
+from roomier.checkpoint import store, tree
 from roomier.checkpoint.agree import together
 from roomier.checkpoint.commit import committed_folder, disk_errors, sync_folder
+from roomier.checkpoint.find import next_commit_number
 from roomier.checkpoint.parts import Part, is_cut, parts_to_write
 from roomier.checkpoint.record import FORMAT_VERSION, Record, StoredFile, write_record
 from roomier.checkpoint.tree import StoredTensor, leaves
@@ -88,8 +89,6 @@ def write(prepared: Prepared, ranks: Ranks) -> None:
     Raises:
         CheckpointError: it could not be written on one of the ranks; raised on all.
     """
-    from roomier.checkpoint import store  # DCP takes half a second to import; peek and find_last do without
-
     target, num_bytes = prepared.target, prepared.num_bytes
     with ExitStack() as until_committed:
 
@@ -129,6 +128,7 @@ def _sections(json_tree: tree.Json) -> dict[str, Any]:
 def _record(prepared: Prepared, files: list[StoredFile]) -> Record:
     return Record(
         format_version=FORMAT_VERSION,
+        commit_number=next_commit_number(prepared.target),
         roomier_version=importlib.metadata.version("roomier"),
         torch_version=str(torch.__version__),
         saved_at_ns=time.time_ns(),

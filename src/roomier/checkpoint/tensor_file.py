@@ -8,7 +8,9 @@ gathered in memory, and the checksum is taken on the way.
 from __future__ import annotations
 
 import errno
+import io
 import json
+import math
 import os
 import struct
 import zlib
@@ -16,10 +18,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from roomier.core.forms import FormError, anything, count, fields, item_of, items, list_of, mapping_of, one_of, text
+from roomier.core.untrusted import open_regular, parse_json
 
 CODES: dict[torch.dtype, str] = {
     torch.bool: "BOOL",
@@ -44,7 +49,11 @@ CODES: dict[torch.dtype, str] = {
 _DTYPES = {code: dtype for dtype, code in CODES.items()}
 _LENGTH = struct.Struct("<Q")
 _ALIGNMENT_BYTES = 8
+_MAX_HEADER_BYTES = 100 * 2**20  # as in the safetensors library
+_ENTRY_FORM = fields({"dtype": one_of(*_DTYPES), "shape": list_of(count), "data_offsets": items(count, count)})
 CHUNK_BYTES = 4 * 2**20
+_SKIP_BYTES = 2**18
+_SUMMED_BYTES = 2**18  # small enough that the checksum finds them in the processor's cache
 
 
 @dataclass(frozen=True)
@@ -124,40 +133,88 @@ def bytes_of(tensor: Tensor) -> Iterator[memoryview]:
 
 
 def read_header(path: Path) -> Header:
-    """The header of the safetensors file ``path``.
+    """Return the header of the safetensors file ``path``.
 
     Raises:
-        OSError: it cannot be read.
-        ValueError: it is no safetensors file, or holds a dtype that is not known here.
+        OSError: the file cannot be read, or is not a regular file.
+        ValueError: the header is malformed, or names a dtype that is not supported.
     """
-    with open(path, "rb") as file:
-        (length,) = _LENGTH.unpack(file.read(_LENGTH.size))
-        fields = json.loads(file.read(length))
+    with open_regular(path) as raw, io.BufferedReader(raw) as file:
+        size_bytes = os.fstat(raw.fileno()).st_size
+        start = file.read(_LENGTH.size)
+        length = _LENGTH.unpack(start)[0] if len(start) == _LENGTH.size else 0
+        longest = min(size_bytes - _LENGTH.size, _MAX_HEADER_BYTES)
+        if not 0 < length <= longest:
+            raise FormError("the length of the header", length, f"from 1 to {longest} bytes")
+        entries = parse_json(file.read(length))
     first = _LENGTH.size + length
-    metadata = fields.pop("__metadata__", {})
-    try:
-        tensors = {
-            name: (_DTYPES[entry["dtype"]], tuple(entry["shape"]), first + entry["data_offsets"][0])
-            for name, entry in fields.items()
-        }
-    except KeyError as error:
-        raise ValueError(f"{path.name}: {error} is not known") from None
+    fields({}, others=anything)(entries, "header")
+    metadata = entries.pop("__metadata__", {})
+    mapping_of(text)(metadata, "header.__metadata__")
+    mapping_of(_ENTRY_FORM)(entries, "header")
+    tensors = {}
+    for name, entry in entries.items():
+        dtype, shape = _DTYPES[entry["dtype"]], tuple(entry["shape"])
+        begin, end = entry["data_offsets"]
+        if not (end - begin == dtype.itemsize * math.prod(shape) and first + end <= size_bytes):
+            raise FormError(item_of("header", name), entry, "a tensor whose offsets fit its shape and the file")
+        tensors[name] = dtype, shape, first + begin
     return Header(tensors, metadata)
 
 
-def read_box(file: BinaryIO, first: int, shape: Sequence[int], box: Sequence[slice], target: Tensor) -> None:
-    """Fill ``target`` with a box of a stored tensor, ``CHUNK_BYTES`` at a time: where whole rows are wanted, from the
-    file into its memory.
+class SummedFile:
+    """A regular file that is read from front to end, with the CRC-32 of all its bytes.
+
+    Bytes that are skipped are read into a small buffer for the checksum, so the file is read exactly one time.
+    :func:`read_box` reads from it like from a file without a buffer.
+
+    Attributes:
+        crc32: of the bytes before the position.
+    """
+
+    def __init__(self, file: io.FileIO) -> None:
+        self._file = file
+        self._position = 0
+        self.crc32 = 0
+
+    def seek(self, position: int) -> None:
+        """Skip to ``position``, which is not before the present one. Raises OSError."""
+        assert position >= self._position, "a file is read from front to end"
+        buffer = memoryview(bytearray(min(_SKIP_BYTES, position - self._position)))
+        while self._position < position:
+            if not self.readinto(buffer[: position - self._position]):
+                raise OSError(errno.EIO, "The file ends before its tensors")
+
+    def readinto(self, view: memoryview) -> int:
+        """Fill ``view``, or the beginning of it. Returns the number of bytes, 0 at the end. Raises OSError."""
+        num_read = self._file.readinto(view[:_SUMMED_BYTES]) or 0
+        self.crc32 = zlib.crc32(view[:num_read], self.crc32)
+        self._position += num_read
+        return num_read
+
+    def read_rest(self) -> None:
+        """Read to the end of the file. Raises OSError."""
+        buffer = memoryview(bytearray(_SKIP_BYTES))
+        while self.readinto(buffer):
+            pass
+
+
+def read_box(
+    file: io.FileIO | SummedFile, first: int, shape: Sequence[int], box: Sequence[slice], target: Tensor
+) -> None:
+    """Fill ``target`` with a box of a stored tensor, ``CHUNK_BYTES`` at a time, in the order of the file.
+
+    Full rows are read from the file into the memory of a contiguous target on the CPU.
 
     Args:
         file: opened without a buffer.
         first: where the tensor begins in it.
         shape: of the stored tensor.
-        box: the part that is wanted, a slice for each dimension.
+        box: the part to read, a slice for each dimension.
         target: of the box's shape and the stored dtype, on any device.
 
     Raises:
-        OSError: the file cannot be read, or ends before.
+        OSError: the file cannot be read, or ends before the box.
     """
     if not target.numel():
         return
@@ -173,9 +230,9 @@ def read_box(file: BinaryIO, first: int, shape: Sequence[int], box: Sequence[sli
         file.seek(first + (box[0].start + row) * row_bytes)
         view = memoryview(rows.detach().reshape(-1).view(torch.uint8).numpy().data)
         while len(view):
-            num_read = file.readinto(view)  # type: ignore[attr-defined]
+            num_read = file.readinto(view)
             if not num_read:
-                raise OSError(errno.EIO, "the file ends before its tensors", file.name)
+                raise OSError(errno.EIO, "The file ends before its tensors")
             view = view[num_read:]
         if not goes_in_place:
             place.copy_(rows[(slice(None), *box[1:])])

@@ -15,6 +15,7 @@ of a tensor is where its tag stands, so keys may hold dots.
 """
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -24,6 +25,9 @@ from torch import Tensor
 
 from roomier.checkpoint.parts import is_cut
 from roomier.core.errors import CheckpointError
+from roomier.core.forms import Form, FormError, anything, count, items, list_of, one_of, place_of, text
+from roomier.core.forms import fields as form_of_fields
+from roomier.core.untrusted import MAX_DEPTH, check_depth
 
 Path: TypeAlias = tuple[Any, ...]
 Json: TypeAlias = Any
@@ -53,6 +57,7 @@ DTYPES: dict[str, torch.dtype] = {
     )
 }
 
+_MIN_INTEGER, _MAX_INTEGER = -(2**63), 2**64 - 1
 _HEADER_KEY = "__metadata__"  # safetensors keeps its own facts under this name
 
 
@@ -62,6 +67,10 @@ class TensorSpec:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
 
     def __str__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
@@ -90,9 +99,15 @@ def split(state: Mapping[Any, Any]) -> tuple[dict[str, Tensor], Json]:
     splitter = _Splitter()
     try:
         tree = splitter.encode(state, ())
-    except RecursionError:
+        check_depth([tree])
+    except CheckpointError:
+        raise
+    except (RecursionError, ValueError):
         raise CheckpointError(
-            "state", type(state), "is nested too deep or contains itself", "Store a finite, flatter tree"
+            "state",
+            type(state),
+            f"is nested more than {MAX_DEPTH} levels deep, or contains itself",
+            "Store a flatter state",
         ) from None
     return splitter.tensors, tree
 
@@ -155,7 +170,7 @@ def _encode_scalar(value: Any, path: Path) -> Json:
     if value is None or type(value) in (str, bool):
         return value
     if type(value) is int:
-        return value if -(2**63) <= value < 2**64 else {"~int": hex(value)}
+        return value if _MIN_INTEGER <= value <= _MAX_INTEGER else {"~int": hex(value)}
     if type(value) is float:
         return value if math.isfinite(value) else {"~float": str(value)}
     raise _refusal(
@@ -206,38 +221,69 @@ def show_path(path: Path) -> str:
     return "state" + "".join(f"[{part!r}]" for part in path)
 
 
-def join(tree: Json) -> Any:
-    """The nested state of ``tree`` with a :class:`StoredTensor` where a tensor stands.
+def join(tree: Json, place: Path = ("tree",)) -> Any:
+    """Return the nested state of ``tree`` with a :class:`StoredTensor` in the place of each tensor.
+
+    Args:
+        place: where ``tree`` is in its file, for the error: a name, and the keys that lead from it to ``tree``.
 
     Raises:
-        CheckpointError: ``tree`` holds a tag that this version does not know.
+        FormError: ``tree`` holds a tag that this version does not support, or a tag with an invalid value.
     """
     if isinstance(tree, list):
-        return [join(item) for item in tree]
+        return [join(item, (*place, index)) for index, item in enumerate(tree)]
     if not isinstance(tree, dict):
+        if type(tree) is int and not _MIN_INTEGER <= tree <= _MAX_INTEGER:
+            raise FormError(place_of(place), tree, "an integer of at most 64 bits")
+        if type(tree) is float and math.isinf(tree):
+            raise FormError(place_of(place), tree, "a number that a float64 can hold")
         return tree
     tag = next(iter(tree), "")
     if not tag.startswith("~"):
-        return {key: join(item) for key, item in tree.items()}
+        return {key: join(item, (*place, key)) for key, item in tree.items()}
+    if len(tree) > 1 or tag not in _READERS:
+        raise FormError(place_of(place), tree, f"a mapping without tags, or with one of {', '.join(_READERS)}")
+    form, read = _READERS[tag]
     try:
-        return _READERS[tag](tree[tag])
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(
-            "run.json", tree, "holds a value this version cannot read", "Load it with the version that wrote it"
-        ) from error
+        form(tree[tag], tag)
+    except FormError as error:
+        raise error.within(place_of(place)) from None
+    return read(tree[tag], place)
 
 
-def _join_tensor(fields: Json) -> StoredTensor:
+def _read_tensor(fields: Json, place: Path) -> StoredTensor:
     name, dtype, shape = fields
-    return StoredTensor(str(name), TensorSpec(tuple(int(size) for size in shape), DTYPES[dtype]))
+    return StoredTensor(name, TensorSpec(tuple(shape), DTYPES[dtype]))
 
 
-_READERS: dict[str, Callable[[Json], Any]] = {
-    "~tensor": _join_tensor,
-    "~tuple": lambda items: tuple(join(item) for item in items),
-    "~dict": lambda pairs: {join(key): join(item) for key, item in pairs},
-    "~float": float,
-    "~int": lambda digits: int(digits, 16),
+def _read_dict(pairs: Json, place: Path) -> dict[Any, Any]:
+    joined = ((join(key, (*place, number)), item) for number, (key, item) in enumerate(pairs))
+    return {key: join(item, (*place, key)) for key, item in joined}
+
+
+def _is_key(value: Any, place: str) -> None:
+    """The form of a stored key: every value that :func:`_encode_key` writes."""
+    if isinstance(value, dict) and len(value) == 1:
+        form_of_fields({}, others={"~float": anything, "~int": anything, "~tuple": list_of(_is_key)})(value, place)
+    elif isinstance(value, (dict, list)):
+        raise FormError(place, value, "a key: a string, a number or a tuple of these")
+
+
+def _is_hexadecimal(value: Any, place: str) -> None:
+    text(value, place)
+    if re.fullmatch("-?0x[0-9a-f]{1,100000}", value) is None:
+        raise FormError(place, value, "a hexadecimal integer")
+
+
+_READERS: dict[str, tuple[Form, Callable[[Json, Path], Any]]] = {
+    "~tensor": (items(text, one_of(*DTYPES), list_of(count)), _read_tensor),
+    "~tuple": (
+        list_of(anything),
+        lambda values, place: tuple(join(item, (*place, index)) for index, item in enumerate(values)),
+    ),
+    "~dict": (list_of(items(_is_key, anything)), _read_dict),
+    "~float": (one_of("inf", "-inf", "nan"), lambda value, place: float(value)),
+    "~int": (_is_hexadecimal, lambda value, place: int(value, 16)),
 }
 
 

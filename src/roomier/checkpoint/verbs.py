@@ -1,7 +1,7 @@
 """Save, load and peek."""
 
 import enum
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +12,14 @@ from roomier.checkpoint import tree
 from roomier.checkpoint.agree import all_ranks, together
 from roomier.checkpoint.commit import absolute, standing
 from roomier.checkpoint.find import with_alternative
+from roomier.checkpoint.reading import TensorReader, check_pieces, read_pieces
 from roomier.checkpoint.record import (
     DamagedCheckpointError,
     NotACheckpointError,
     Record,
     check_sizes,
-    check_sums,
-    damage,
     read_record,
+    read_state,
 )
 from roomier.checkpoint.saving import prepare, write
 from roomier.checkpoint.tree import StoredTensor, leaves
@@ -62,15 +62,21 @@ def save(path: str | Path, state: Mapping[str, Any], ranks: Ranks | None = None)
     write(prepare(absolute(path), state, ranks), ranks)
 
 
-def peek(path: str | Path) -> dict[str, Any]:
-    """The state of the checkpoint ``path`` with a :class:`TensorSpec` for each tensor; none is read.
+def peek(path: str | Path, *, check_files: bool = False) -> dict[str, Any]:
+    """Return the state of the checkpoint ``path`` with a :class:`TensorSpec` for each tensor; no tensor is read.
+
+    Args:
+        check_files: also check that every file exists in its full size, so that the tensors are as large as they say.
 
     Raises:
-        CheckpointError: ``path`` is no checkpoint, or its record is damaged.
+        CheckpointError: ``path`` is not a checkpoint, or is damaged.
     """
     folder = standing(Path(path))
     try:
-        skeleton = _skeleton(read_record(folder), None)
+        record = read_record(folder)
+        if check_files:
+            check_sizes(folder, record)
+        skeleton = _skeleton(folder, record, None)
     except (DamagedCheckpointError, NotACheckpointError) as error:
         raise with_alternative(error, folder) from None
     state: dict[str, Any] = tree.fill(skeleton, lambda stored: stored.spec)
@@ -82,65 +88,78 @@ def load(
     into: Mapping[str, Any] | None = None,
     only: Collection[str] | None = None,
     ranks: Ranks | None = None,
+    *,
+    empty: Collection[str] = (),
+    check: Callable[[dict[str, Any]], None] | None = None,
 ) -> dict[str, Any]:
-    """The state of the checkpoint ``path``, its tensors filled into ``into`` where they have a place there.
+    """Return the state of the checkpoint ``path``; its tensors are filled into those of ``into``.
 
-    First everything is verified: the format version, that all files are there with their full size, and the
-    checksum of each file that will be read. Then ``into`` is compared, and only then is anything changed.
+    Everything is verified before a tensor of ``into`` changes: the record, the size of every file, the names, shapes
+    and dtypes of the tensors in ``into``, and the checksum of each file that is read.
 
-    Neither the number of ranks nor the way tensors were cut has to be that of the save: a DTensor in ``into`` receives
-    its own part, which alone is read, any other tensor the whole.
+    The number of ranks, and how tensors were sharded, may differ from the save. A DTensor in ``into`` receives its own
+    part and only that part is read. Any other tensor receives the full tensor.
 
     Args:
         path: the checkpoint folder.
-        into: a nested state like the one that was saved, or a part of it. A tensor in it receives, in place
-            and on its own device, the stored tensor of the same path, and is what the result holds there.
-            A top-level entry of ``into`` that holds tensors must hold exactly the stored ones, each with
-            equal shape and dtype, or :data:`UNREAD` for one that is not wanted: the result has None there. Other stored
-            tensors are allocated on the CPU. Values that are no tensors are ignored.
-        only: top-level keys to read; the result holds these alone, and files of other entries are not read.
-        ranks: that load together, which shares the work of verifying; each of them calls this, and what fails on one
-            fails on all. None loads on this process alone, whatever others do.
+        into: a nested state like the saved one, or a part of it. A tensor in it receives, in place and on its own
+            device, the stored tensor of the same path. A top-level entry of ``into`` that holds tensors must hold
+            exactly the stored tensors, each with equal shape and dtype, or :data:`UNREAD` for a tensor that is not
+            wanted: the result has None there. Other stored tensors are allocated on the CPU. Values in ``into`` that
+            are not tensors are ignored.
+        only: top-level keys to read; the result holds only these, and files of other entries are not read.
+        ranks: ranks that load together and share the work of verifying. Each of them calls this function, and an error
+            on one rank is raised on all. None loads on this process alone.
+        empty: top-level keys of ``into`` whose tensors have no values yet. If a file is damaged they may be filled in
+            part, which saves reading their files a second time.
+        check: called with the state, in which the tensors of ``into`` that have values are still unchanged. An error
+            that it raises is raised here, and ``into`` is unchanged.
 
     Raises:
-        CheckpointError: the checkpoint is damaged (it names the file, and the newest good checkpoint beside it), or
-            does not fit ``into`` or ``only``. ``into`` is unchanged.
-        OSError: the disk failed while tensors were read; ``into`` may be filled in part. (A CheckpointError where
-            several ranks load.)
+        CheckpointError: the checkpoint is damaged (the error names the file, and the newest valid checkpoint next to
+            it), or does not match ``into`` or ``only``. ``into`` is unchanged, except the entries of ``empty``. If the
+            disk fails after everything was verified, ``into`` may be filled in part.
     """
-    from roomier.checkpoint import store  # DCP takes half a second to import; peek and find_last do without
-
     ranks = Ranks() if ranks is None else ranks
     folder = standing(Path(path))
     targets: dict[tree.Path, Tensor] = {}
     skeleton: dict[str, Any] = {}
+    state: dict[str, Any] = {}
 
-    def check() -> None:
+    def prepare_reader() -> TensorReader:
         record = read_record(folder)
         check_sizes(folder, record)
-        skeleton.update(_without_unread(_skeleton(record, only), into or {}))
+        skeleton.update(_without_unread(_skeleton(folder, record, only), into or {}))
         wanted = {key: into[key] for key in into if only is None or key in only} if into else {}
-        targets.update(_match(folder, skeleton, wanted))
-        names = {stored.name for _, stored in leaves(skeleton, StoredTensor)}
-        needed = [file for file in record.files if not names.isdisjoint(file.tensors)]
-        check_sums(folder, needed[ranks.world.rank :: ranks.world.size])
-        _check_headers(folder, skeleton, store.stored_specs(folder))
+        filled = _match(folder, skeleton, wanted)
+        specs = {stored.name: stored.spec for _, stored in leaves(skeleton, StoredTensor)}
+        needed = [file for file in record.files if not specs.keys().isdisjoint(file.tensors)]
+        pieces = read_pieces(folder, needed)
+        for name, spec in specs.items():
+            check_pieces(folder, pieces, name, spec)
+        for path, stored in leaves(skeleton, StoredTensor):
+            new = None if path in filled else torch.empty(stored.spec.shape, dtype=stored.spec.dtype)
+            targets[path] = filled[path] if new is None else new
+        state.update(tree.fill_by_path(skeleton, targets))
+        parts: tuple[list[Any], list[Any]] = ([], [])
+        for path, stored in leaves(skeleton, StoredTensor):
+            parts[path in filled and path[0] not in empty].append((stored.name, targets[path]))
+        return TensorReader(folder, needed, pieces, *parts)
+
+    readers: list[TensorReader] = []
+
+    def verify() -> None:
+        readers[0].read_empty(ranks)
+        if check is not None:
+            check(state)
 
     try:
-        together(ranks, check)
+        together(ranks, lambda: readers.append(prepare_reader()))
+        together(ranks, verify)
     except (DamagedCheckpointError, NotACheckpointError) as error:
-        # The others are read to be offered: once, not by every rank.
+        # The others are read to be offered: one time, not by every rank.
         raise ranks.from_zero(with_alternative(error, folder) if ranks.is_zero else error) from None
-
-    def read() -> None:
-        for path, stored in leaves(skeleton, StoredTensor):
-            if path not in targets:
-                targets[path] = torch.empty(stored.spec.shape, dtype=stored.spec.dtype)
-        for batch in _by_name(skeleton, targets):
-            store.read_tensors(folder, batch)
-
-    together(ranks, read)
-    state: dict[str, Any] = tree.fill_by_path(skeleton, targets)
+    together(ranks, readers[0].read_filled)
     return state
 
 
@@ -155,19 +174,8 @@ def _without_unread(node: Any, into: Any) -> Any:
     return node
 
 
-def _by_name(skeleton: dict[str, Any], targets: Mapping[tree.Path, Tensor]) -> list[dict[str, Tensor]]:
-    """The targets by stored name; those of tied tensors, which have one name, in a batch for each."""
-    batches: list[dict[str, Tensor]] = []
-    for path, stored in leaves(skeleton, StoredTensor):
-        batch = next((each for each in batches if stored.name not in each), None)
-        if batch is None:
-            batches.append(batch := {})
-        batch[stored.name] = targets[path]
-    return batches
-
-
-def _skeleton(record: Record, only: Collection[str] | None) -> dict[str, Any]:
-    skeleton: dict[str, Any] = tree.join(record.tree)
+def _skeleton(folder: Path, record: Record, only: Collection[str] | None) -> dict[str, Any]:
+    skeleton = read_state(folder, record)
     if only is None:
         return skeleton
     if isinstance(only, str):
@@ -217,9 +225,3 @@ def _some(title: str, names: list[str]) -> list[str]:
         return []
     more = f" and {len(names) - _NUM_NAMES_SHOWN} more" if len(names) > _NUM_NAMES_SHOWN else ""
     return [f"{title}: {', '.join(names[:_NUM_NAMES_SHOWN])}{more}"]
-
-
-def _check_headers(folder: Path, skeleton: dict[str, Any], specs: dict[str, tree.TensorSpec]) -> None:
-    for path, stored in leaves(skeleton, StoredTensor):
-        if specs.get(stored.name) != stored.spec:
-            raise damage(folder, f"its files and its record disagree about {tree.show_path(path)}")

@@ -7,12 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from importlib import import_module
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import yaml
-
+from roomier.cli.config_files import options_in, read_config
 from roomier.core.errors import RoomierError, did_you_mean
 
 _CLASS_OPTIONS = ("model", "data", "trainer.callbacks", "trainer.logger")
@@ -24,9 +22,9 @@ def check_class_paths(arguments: Sequence[str]) -> None:
     Raises:
         RoomierError: there is no such module, or it has no such name.
     """
-    for field, value in _options(arguments):
+    for field, value in options_in(arguments):
         if field == "config":
-            for inner_field, path in _class_paths(_read(value)):
+            for inner_field, path in _class_paths(read_config(value)):
                 check_class_path(inner_field, path)
         elif field in _CLASS_OPTIONS or field.endswith(".class_path"):
             check_class_path(field, value)
@@ -66,24 +64,6 @@ def _import_longest(field: str, path: str) -> tuple[ModuleType, list[str]]:
                 "Run from the folder it is in, or install its package; the form is package.module.Class",
             ) from None
     raise RoomierError(field, path, "is a module", "Name a class in it, as package.module.Class")
-
-
-def _options(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """``--field value`` and ``--field=value`` as pairs."""
-    for word, following in zip(arguments, [*arguments, ""][1:], strict=True):
-        if word.startswith("--"):
-            field, is_joined, value = word[2:].partition("=")
-            yield field.removesuffix("+"), value if is_joined else following
-
-
-def _read(path: str) -> Any:
-    action = "Give a YAML file; `--print_config` prints one to begin with"
-    try:
-        return yaml.safe_load(Path(path).read_text())
-    except OSError as error:
-        raise RoomierError("config", path, f"cannot be read: {error.strerror}", action) from None
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
-        raise RoomierError("config", path, f"is not YAML: {' '.join(str(error).split())}", action) from None
 
 
 def _class_paths(node: Any, field: str = "") -> Iterator[tuple[str, str]]:

@@ -12,8 +12,8 @@ from jsonargparse import ArgumentParser
 from roomier.core.errors import RoomierError, did_you_mean
 from roomier.core.keywords import what_to_write
 from roomier.trainer import Trainer
-from roomier.trainer.former_flags import written_today
-from roomier.trainer.keywords import FORMER_KEYWORDS
+from roomier.trainer.keywords.arguments import FORMER_KEYWORDS
+from roomier.trainer.keywords.former_flags import written_today
 
 _TRAINER = "--trainer."
 _FORMER = "is a flag of former years"
@@ -24,14 +24,43 @@ _UNKNOWN_IN_CLASS = re.compile(r"class_path '(?P<path>[\w.]+)':\s+Option '(?P<na
 _BAD_VALUE = re.compile(r'Parser key "(?P<key>[\w.]+)":\s+Expected an? (?P<kind>.+)\. Got value: (?P<value>.*)')
 _PROBLEM_IN_CLASS = re.compile(r"Problem with given class_path '(?P<path>[\w.]+)':\s+(?P<problem>.+)")
 _NO_SUBCLASS = re.compile(r"does not correspond to a subclass of (?P<base>\w+)")
+_UNION = re.compile(
+    r"Union subtypes\s+Subtypes: \[(?P<kinds>.+)\]\s+Errors:(?:\s+- Expected an? \S+ \S+)+\s+Given value type:"
+)
+_NOT_ACCEPTED = re.compile(r"Option '(?P<name>[\w.]+)' is not accepted")
 _MISSING = re.compile(r"arguments are required: (?P<names>.+)")
 _NO_IMPORT_PATH = re.compile(r"Expected a dot import path string: (?P<value>.*)")
 _BAD_OPTION = re.compile(r"argument (?P<option>--[\w.]+): (?P<problem>.+)")
+_IN_FILE = re.compile(
+    r"Parser key \"(?P<key>[\w.]+)\":\s+Unable to load config '(?P<path>.*)'\s+- (?P<problem>[\s\S]+)"
+)
 _KEY = re.compile(r'Parser key "(?P<key>[\w.]+)"')
 
 
 def explain(message: str, parser: ArgumentParser) -> RoomierError:
     """``message`` as an error that names the option and what to do; whole where its form is not known."""
+    found = _IN_FILE.match(message)
+    if found is None:
+        return _explain(message, parser)
+    is_file = "Unable to load config" not in found["problem"]
+    if not is_file or not _KEY.match(found["problem"]):
+        details = f": {' '.join(found['problem'].split())}" if is_file else ""
+        problem = f"is neither a mapping nor the path of a YAML file{details}"
+        return RoomierError(found["key"], found["path"], problem, "Write the options beneath it")
+    return in_file(_explain(found["problem"], parser), found["path"])
+
+
+def in_file(error: RoomierError, path: str, received: object = None) -> RoomierError:
+    """Return ``error`` about a value of the file ``path``.
+
+    Args:
+        received: the value, if ``error`` has none.
+    """
+    given = received if error.received in (None, "...") else error.received
+    return type(error)(error.field, given, f"{error.problem}, in {path}", error.action)
+
+
+def _explain(message: str, parser: ArgumentParser) -> RoomierError:
     options = [text for action in parser._actions for text in action.option_strings]
     if found := _UNRECOGNIZED.search(message):
         option, is_joined, value = found["option"].partition("=")
@@ -61,13 +90,19 @@ def explain(message: str, parser: ArgumentParser) -> RoomierError:
         found = innermost[-1]
         field = found["key"] if len(innermost) == 1 and found.start() == 0 else f"{_key(message)}.{found['key']}"
         return RoomierError(field, found["value"], "is of the wrong type", f"Give {_kind(found['kind'])}")
+    if found := _PROBLEM_IN_CLASS.search(message):
+        return RoomierError(_key(message), found["path"], found["problem"].strip(), _see_help(parser))
     if found := _NO_SUBCLASS.search(message):
         base = found["base"]
         return RoomierError(
             _key(message), _given(message), f"is not a subclass of {base}", f"Name a class that is a {base}"
         )
-    if found := _PROBLEM_IN_CLASS.search(message):
-        return RoomierError(_key(message), found["path"], found["problem"].strip(), _see_help(parser))
+    if found := _UNION.search(message):
+        return RoomierError(_key(message), _given(message), "is of the wrong type", f"Give {_kinds(found['kinds'])}")
+    if found := _NOT_ACCEPTED.search(message):
+        return RoomierError(
+            found["name"], "...", "there is no such option", did_you_mean(f"--{found['name']}", options)
+        )
     if found := _MISSING.search(message):
         missing = f"--{found['names'].split(', ')[0]}"
         return RoomierError(missing, None, "is required", "Give it, or put it into a --config file")
@@ -104,6 +139,12 @@ def _given(message: str) -> str:
 def _kind(text: str) -> str:
     """``<class 'int'>`` -> ``int``."""
     return re.sub(r"<class '([\w.]+)'>", r"\1", text)
+
+
+def _kinds(text: str) -> str:
+    """``<class 'int'>, <class 'float'>, <class 'NoneType'>`` -> ``int, float or null``."""
+    kinds = [_kind(each).replace("NoneType", "null") for each in re.split(r", (?=<class|\w+\.)", text)]
+    return " or ".join(filter(None, (", ".join(kinds[:-1]), kinds[-1])))
 
 
 def _names_of(kind: object) -> Iterable[str]:

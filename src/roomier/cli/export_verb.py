@@ -35,7 +35,7 @@ _GOES_WITH = {
     **dict.fromkeys(("max_shard_size", "dtype"), _OF_WEIGHTS),
     "prefix": ("safetensors",),
     **dict.fromkeys(("processor", "adapters"), ("hugging-face",)),
-    **dict.fromkeys(("model", "input"), _OF_A_MODEL),
+    **dict.fromkeys(("model", "input", "trust_run_folder"), _OF_A_MODEL),
     "method": ("torchscript",),
 }
 
@@ -85,7 +85,7 @@ def _default_output(path: Path, to: str) -> Path:
 
 
 def _export_model(options: argparse.Namespace, others: Sequence[str], path: Path, output: Path) -> None:
-    model = model_to_export(path, options.model, others)
+    model = model_to_export(path, options.model, others, trusts_folder=bool(options.trust_run_folder))
     inputs = example_inputs(options.input)
     try:
         _write_model(options, model, inputs, output)
@@ -184,7 +184,14 @@ def _parser(verb: str) -> _Parser:
         "--adapters", choices=["merged", "alone"], help="hugging-face: into the weights, or as a folder for peft"
     )
     model = parser.add_argument_group("models: torchscript, onnx, torch-export")
-    model.add_argument("--model", help="import path of its class; by default as config.yaml of the run names it")
+    model.add_argument("--model", help="import path of its class; required, unless --trust-run-folder is given")
+    model.add_argument(
+        "--trust-run-folder",
+        action="store_true",
+        default=None,
+        help="import the class that config.yaml in the run folder names, with its arguments: this runs code that the "
+        "writer of the folder chose",
+    )
     model.add_argument("--model.NAME", metavar="VALUE", help="its arguments; by default the stored hyperparameters")
     model.add_argument("--input", help="what forward takes, such as 'x=float32[8,3]', or a file of torch.save")
     model.add_argument("--method", choices=["script", "trace"], help="torchscript: script (default), or trace")

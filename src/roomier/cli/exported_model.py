@@ -14,33 +14,45 @@ from torch import Tensor, nn
 from roomier.cli.class_paths import check_class_path
 from roomier.cli.saved_config import FILE_NAME
 from roomier.cli.workloads import batch_of
-from roomier.core.errors import RoomierError
+from roomier.core.errors import RoomierError, shorten
 from roomier.core.tree import map_tensors
+from roomier.core.untrusted import read_regular
+from roomier.core.yaml_text import BoundedLoader
 from roomier.export.plain import fill, plain_model
 
 _ARGUMENT = "--model."
+_MAX_CONFIG_BYTES = 2**24
 _HIGHEST_NUMBER = 2
 """Of integers in a made-up input, which may be token ids or classes: few models have fewer."""
 
 
-def model_to_export(path: Path, class_path: str | None, others: Sequence[str]) -> nn.Module:
-    """The model of the checkpoint ``path``, with its weights.
+def model_to_export(
+    path: Path, class_path: str | None, others: Sequence[str], *, trusts_folder: bool = False
+) -> nn.Module:
+    """Return the model of the checkpoint ``path``, with its weights.
 
     Args:
-        class_path: of its class; None takes the one that ``roomier fit`` wrote into the run folder.
+        class_path: of its class; None takes the class that ``roomier fit`` wrote into the run folder.
         others: words of the command line that no option took: ``--model.NAME VALUE``.
+        trusts_folder: whoever wrote the run folder may choose which class is imported, and its arguments.
 
     Raises:
-        RoomierError: there is no such class, or nothing names one.
+        RoomierError: the class does not exist, is not named, or is named only by a run folder that is not trusted.
     """
     arguments = _arguments(others)
     if class_path is not None:
         return plain_model(path, _class(class_path), arguments)
     config = path.resolve().parent.parent / FILE_NAME
-    named = _read(config).get("model") if config.is_file() else None
+    named = _named_in(config) if config.is_file() else None
+    action = "Pass --model package.module.Class, the class that was trained"
     if not named:
-        problem = f"is not given, and there is no {FILE_NAME} of `roomier fit` that names it"
-        raise RoomierError("--model", None, problem, "Pass --model package.module.Class, the class that was trained")
+        problem = f"is required, because there is no {FILE_NAME} of `roomier fit` that names the class"
+        raise RoomierError("--model", None, problem, action)
+    if not trusts_folder:
+        problem = (
+            f"is required. {config} names {shorten(named['class_path'])}, whose code would run when it is imported"
+        )
+        raise RoomierError("--model", None, problem, f"{action}; or pass --trust-run-folder if you trust its writer")
     model = _from_config(named, arguments)
     fill(model, path)
     return model.eval()
@@ -85,25 +97,37 @@ def _arguments(others: Sequence[str]) -> dict[str, Any]:
         if not name.startswith(_ARGUMENT) or not (is_joined or words):
             action = "Write --model.NAME VALUE for an argument of the model; see `roomier export --help`"
             raise RoomierError("export", name, "is not known, or has no value", action)
-        found[name.removeprefix(_ARGUMENT)] = yaml.safe_load(value if is_joined else words.pop(0))
+        given = value if is_joined else words.pop(0)
+        try:
+            found[name.removeprefix(_ARGUMENT)] = yaml.load(given, Loader=BoundedLoader)
+        except yaml.YAMLError as error:
+            problem = f"is not YAML: {' '.join(str(error).split())}"
+            raise RoomierError(name, given, problem, "Quote it, if it is a text") from error
     return found
 
 
-def _from_config(named: Any, arguments: Mapping[str, Any]) -> nn.Module:
+def _from_config(named: Mapping[str, Any], arguments: Mapping[str, Any]) -> nn.Module:
     from jsonargparse import ArgumentParser  # as `roomier fit` reads it: an argument may be an object itself
 
-    named = {"class_path": named} if isinstance(named, str) else dict(named)
     check_class_path("model", named["class_path"])
-    named["init_args"] = {**(named.get("init_args") or {}), **arguments}
+    named = {**named, "init_args": {**(named.get("init_args") or {}), **arguments}}
     parser = ArgumentParser(exit_on_error=False)
     parser.add_subclass_arguments(nn.Module, "model", fail_untyped=False, required=True)
     model: nn.Module = parser.instantiate(parser.parse_object({"model": named})).model
     return model
 
 
-def _read(path: Path) -> dict[str, Any]:
-    found = yaml.safe_load(path.read_text())
-    return found if isinstance(found, dict) else {}
+def _named_in(config: Path) -> dict[str, Any] | None:
+    """Return the class and the arguments of the model in ``config``, which is read as data; None if it has none."""
+    try:
+        found = yaml.load(read_regular(config, _MAX_CONFIG_BYTES), Loader=BoundedLoader)
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        problem = f"cannot be read: {' '.join(str(error).split())[:200]}"
+        action = "Pass --model package.module.Class, the class that was trained"
+        raise RoomierError("config", str(config), problem, action) from error
+    named = found.get("model") if isinstance(found, dict) else None
+    named = {"class_path": named} if isinstance(named, str) else named
+    return named if isinstance(named, dict) and isinstance(named.get("class_path"), str) else None
 
 
 def _from_file(text: str) -> Any:

@@ -73,7 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return VERBS[name].run(name, arguments[1:])
     except RoomierError as error:
         if _is_worth_telling(error):
-            print(f"roomier: error: {error}{_place_in_user_code(error)}", file=sys.stderr, flush=True)
+            notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", ()))
+            print(f"roomier: error: {error}{notes}{_place_in_user_code(error)}", file=sys.stderr, flush=True)
         return EXIT_USER_ERROR
 
 

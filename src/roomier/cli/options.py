@@ -7,14 +7,17 @@ from argparse import ArgumentError
 from collections.abc import Sequence
 from typing import Any
 
-from jsonargparse import ArgumentParser, Namespace
+import yaml
+from jsonargparse import ArgumentParser, Namespace, get_loader, set_loader
 from torch import nn
 
 from roomier import callbacks
 from roomier.api.datamodule import DataModule
 from roomier.api.lightning_types import LightningDataModule
 from roomier.cli.class_paths import check_class_paths
+from roomier.cli.config_files import check_texts, naming_file
 from roomier.cli.explain import explain
+from roomier.core.yaml_text import check_aliases
 from roomier.trainer import Trainer
 
 _DESCRIPTIONS = {
@@ -24,7 +27,14 @@ _DESCRIPTIONS = {
     "predict": "Run predict_step over the prediction data; callbacks take what it returns in on_predict_batch_end.",
 }
 
+_YAML = "roomier-yaml"
 _CLASSES_OF_TORCH = re.compile(r",\s+known\s+subclasses:[^()]*\)")
+
+
+def _load(text: str) -> Any:
+    """As jsonargparse reads YAML, within the limit of :mod:`roomier.core.yaml_text`."""
+    check_aliases(text)
+    return get_loader("yaml")(text)
 
 
 class VerbParser(ArgumentParser):
@@ -32,7 +42,8 @@ class VerbParser(ArgumentParser):
     Its help leaves out the classes that could be named: for a model they are hundreds of torch's own."""
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
+        set_loader(_YAML, _load, (yaml.YAMLError,))
+        super().__init__(**{"parser_mode": _YAML, **options})
         for name in callbacks.__all__:
             getattr(callbacks, name)
 
@@ -84,8 +95,9 @@ def parse(parser: ArgumentParser, arguments: Sequence[str]) -> Namespace:
         SystemExit: ``--help`` or ``--print_config`` was answered.
         Exception: a module that was named raised it when it was imported.
     """
+    check_texts(arguments)
     check_class_paths(arguments)
     try:
         return parser.parse_args(list(arguments))
     except ArgumentError as error:
-        raise explain(str(error), parser) from error
+        raise naming_file(explain(str(error), parser), arguments) from error

@@ -21,8 +21,8 @@ from roomier.hardware.machine import Machine
 from roomier.models.gpt import SIZES, GPTConfig
 from roomier.plan import Plan
 from roomier.trainer import Trainer
-from roomier.trainer.keywords import plan_of
-from roomier.trainer.lightning_callbacks import adopted
+from roomier.trainer.keywords.arguments import plan_of
+from roomier.trainer.lightning.callbacks import adopted
 
 _DESCRIPTION = (
     "What each plan costs on a machine, and the fastest that fits. Nothing is run, and the machine need not be there. "

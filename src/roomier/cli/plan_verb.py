@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from jsonargparse import ArgumentParser, Namespace
 
-from roomier.api.lightning import overrides
 from roomier.api.module import Module
+from roomier.api.overrides import overrides
 from roomier.cli.options import parse
 from roomier.cli.plan_options import (
     check_asked,

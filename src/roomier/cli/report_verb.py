@@ -57,7 +57,7 @@ def find_run(path: Path) -> Path:
         RoomierError: there is none.
     """
     from roomier.planner.record import FILE_NAME
-    from roomier.train.run_folder import is_run_folder
+    from roomier.train.opening.run_folder import is_run_folder
 
     if not path.is_dir():
         problem = "is not a folder"

@@ -12,8 +12,8 @@ from typing import Any
 from torch import nn
 
 from roomier.api.callback import Callback
-from roomier.api.lightning import overrides
 from roomier.api.module import Module
+from roomier.api.overrides import overrides
 from roomier.cli.options import parse, text_of, trainer_parser
 from roomier.cli.saved_config import SavedConfig
 from roomier.core.log import notice

@@ -13,14 +13,15 @@ from torch import Tensor, nn
 
 from roomier.api.adapt import as_module
 from roomier.api.datamodule import DataModule
-from roomier.api.lightning import overrides
 from roomier.api.module import Module
+from roomier.api.overrides import overrides
 from roomier.core.errors import RoomierError
 from roomier.core.log import notice
 from roomier.core.tree import tensors
 from roomier.data.combined import batches_of, training_loader
 from roomier.models.gpt import GPT, GPTConfig
 from roomier.planner.workload import Workload
+from roomier.trainer.session import request_of
 
 DEFAULT_BATCH = 8
 _NUM_STEPS = 1000  # of the run, for schedules that ask: none of them changes what a step costs
@@ -108,7 +109,7 @@ def asked_class(
     """
     module = as_module(_on_meta_if_it_can(parser, config))
     data = None if config.get("data") is None else parser.instantiate(_only(config, "data")).data
-    stand_in.attach("fit", module, data)
+    stand_in.begin_call(request_of(stand_in, "fit", module, {}, data))
     stand_in.estimate_steps = lambda: _NUM_STEPS
     module.__dict__["_trainer"] = stand_in
     workload = Workload.of(module, batch_of(inputs) if inputs is not None else _first_batch(module, data, stand_in))

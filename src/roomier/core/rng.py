@@ -6,7 +6,28 @@ from typing import Any
 import numpy as np
 import torch
 
+from roomier.core.forms import Form, FormError, fields, finite, integer, mapping_of, one_of, optional, tensor
+
 _LIMIT = 2**32
+
+_GENERATOR = tensor(torch.uint8)
+RNG_FORM: Form = fields(
+    {
+        "python": fields({"version": one_of(3), "internal": tensor(torch.int64, (625,)), "gauss": optional(finite)}),
+        "numpy": fields(
+            {
+                "name": one_of("MT19937"),
+                "keys": tensor(torch.int64, (624,)),
+                "position": integer(0, 624),
+                "has_gauss": integer(0, 1),
+                "cached": finite,
+            }
+        ),
+        "torch": _GENERATOR,
+    },
+    others={"cuda": mapping_of(_GENERATOR), "mps": _GENERATOR},
+)
+"""The form of what :func:`rng_state` returns."""
 
 
 def seed_everything(seed: int, workers: bool = False) -> int:
@@ -58,6 +79,33 @@ def rng_state() -> dict[str, Any]:
     if torch.backends.mps.is_available():
         state["mps"] = torch.mps.get_rng_state()
     return state
+
+
+def check_rng_state(state: dict[str, Any], place: str) -> None:
+    """Check that the generators on the CPU accept the tensors of ``state``, which has :data:`RNG_FORM`.
+
+    Raises:
+        FormError: they do not.
+    """
+    internal = tuple(state["python"]["internal"].tolist())
+    try:
+        random.Random().setstate((3, internal, None))
+    except (ValueError, OverflowError, TypeError):
+        raise FormError(f"{place}.python.internal", internal, "a state of Python's generator") from None
+    check_generator_state(state["torch"], f"{place}.torch")
+
+
+def check_generator_state(state: torch.Tensor, place: str) -> None:
+    """Check that a generator of torch on the CPU accepts ``state``. Raises FormError.
+
+    States of other devices have other sizes and are not checked.
+    """
+    if state.shape != torch.Generator().get_state().shape:
+        return
+    try:
+        torch.Generator().set_state(state.cpu())
+    except RuntimeError:
+        raise FormError(place, state, "a state of torch's generator") from None
 
 
 def set_rng_state(state: dict[str, Any]) -> None:

@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map
-from torch.utils.data.dataloader import DataLoader, _MultiProcessingDataLoaderIter
 
 from roomier.core.errors import PlanError
 
@@ -23,6 +22,7 @@ AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 OpOverload = torch._ops.OpOverload
 disabled_torch_function = torch._C._disabled_torch_function_impl
 iter_leaves, map_leaves = tree_iter, tree_map
+BACKGROUND_GROUP = "roomier background"
 
 
 def make_wrapper(
@@ -80,8 +80,7 @@ def product_operators() -> frozenset[torch._ops.OpOverload]:
 
 
 def attention_operators() -> frozenset[torch._ops.OpOverload]:
-    """The kernels of ``scaled_dot_product_attention`` (its ``math`` way is made of matrix products), and attention of
-    sequences of different lengths."""
+    """Return the kernels of ``scaled_dot_product_attention`` except ``math``, and those for variable lengths."""
     ways = "flash_attention flash_attention_for_cpu efficient_attention cudnn_attention fused_attention_overrideable"
     ways += " attention_math_for_mps"
     names = [f"_scaled_dot_product_{way}" for way in ways.split()]
@@ -273,8 +272,7 @@ def last_forward_value(metric: Any) -> Any:
 
 
 def load_metric_state(metric: Any, state: Mapping[str, Any], num_updates: int) -> None:
-    """Put back ``metric.metric_state`` and ``metric.update_count`` of a torchmetrics metric, which have no public
-    setter (torchmetrics 1.4 to 1.9)."""
+    """Restore the states and the update count of a torchmetrics metric: no public setters (1.4 to 1.9)."""
     for name, value in state.items():
         setattr(metric, name, value)
     metric._update_count = num_updates
@@ -282,8 +280,7 @@ def load_metric_state(metric: Any, state: Mapping[str, Any], num_updates: int) -
 
 
 def compute_metric_anew(metric: Any) -> Any:
-    """``metric.compute()`` of a torchmetrics metric, on all ranks together: its stored result is not used, which some
-    ranks may have and others not, nor is it told that this rank had nothing to add."""
+    """Compute a torchmetrics metric on all ranks, without its cached result, which only some ranks may have."""
     metric._computed = None
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*``compute`` method of metric.*", category=UserWarning)
@@ -291,36 +288,13 @@ def compute_metric_anew(metric: Any) -> Any:
 
 
 def metric_reductions(metric: Any) -> dict[str, tuple[str | None, bool]]:
-    """By state of a torchmetrics metric: how the states of several ranks become one (``"sum"``, ``"mean"``, ``"cat"``,
-    ``"min"``, ``"max"``, or None for another way), and whether it is a list."""
+    """Return the reduction over ranks of each state of a metric (None: a custom one), and whether it is a list."""
     names = {"dim_zero_sum": "sum", "dim_zero_mean": "mean", "dim_zero_cat": "cat"}
     names |= {"dim_zero_min": "min", "dim_zero_max": "max"}
     return {
         name: (names.get(getattr(reduction, "__name__", "")), isinstance(metric._defaults[name], list))
         for name, reduction in metric._reductions.items()
     }
-
-
-def forget_iterator(loader: DataLoader[Any]) -> None:
-    """Let a copy of a DataLoader start workers of its own: the iterator of persistent ones is kept on the loader."""
-    loader._iterator = None
-
-
-def makes_own_iterator(loader: DataLoader[Any]) -> bool:
-    """Whether a subclass puts something around torch's iterator, as the loaders of graph libraries do."""
-    return type(loader)._get_iterator is not DataLoader._get_iterator
-
-
-def end_workers(iterator: Any) -> None:
-    """End the worker processes of the iterator of a DataLoader now, unless they are to outlive it."""
-    iterator = getattr(iterator, "iterator", iterator)  # of one that a graph library puts around torch's
-    if isinstance(iterator, _MultiProcessingDataLoaderIter) and not iterator._persistent_workers:
-        iterator._shutdown_workers()
-
-
-def has_ended(iterator: Any) -> bool:
-    """Whether the iterator of a DataLoader over a stream, without workers, knows that there is nothing more."""
-    return bool(getattr(getattr(iterator, "_dataset_fetcher", None), "ended", False))
 
 
 def scale_each(tensors: Sequence[Tensor], factor: Tensor) -> None:
@@ -330,8 +304,7 @@ def scale_each(tensors: Sequence[Tensor], factor: Tensor) -> None:
 
 
 def draw_each_towards(tensors: Sequence[Tensor], goals: Sequence[Tensor], weight: float) -> None:
-    """Move each of ``tensors`` by ``weight`` of its way to that of ``goals``, in place, in as few kernels as there are
-    devices and dtypes."""
+    """Interpolate ``tensors`` towards ``goals`` by ``weight``, in place, in one kernel per device and dtype."""
     if tensors:
         torch._foreach_lerp_(list(tensors), list(goals), weight)
 
@@ -378,6 +351,14 @@ def reduce_missing_gradients_as_zeros(unit: Any) -> None:
 def default_store() -> Any:
     """The store in which the ranks of the default process group met: what one writes there, all can read."""
     return torch.distributed.distributed_c10d._get_default_store()
+
+
+def num_calls_by_group() -> dict[str, int]:
+    """Return how many operations this rank has begun in each process group that is not for background work."""
+    world: Any = torch.distributed.distributed_c10d._world
+    groups = [each for each in list(world.pg_names) if each.group_desc != BACKGROUND_GROUP]
+    backends = {each.group_name: map(each._get_backend, each._device_types) for each in groups}
+    return {name: sum(each._get_sequence_number_for_group() for each in of) for name, of in backends.items()}
 
 
 def compile_s() -> float:
@@ -469,8 +450,7 @@ def with_children(module: nn.Module, children: Mapping[str, nn.Module | None]) -
 
 
 def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
-    """The parts of ``module`` itself by name: one that it has twice with both names, and what may be a part and is
-    none."""
+    """Return the direct submodules of ``module`` by name, with duplicates and with names that hold None."""
     return dict(module._modules)
 
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from torch.utils.data import DataLoader
 
-from roomier.core import torch_private
+from roomier.core import torch_loaders
 from roomier.core.errors import DataError
 from roomier.core.log import notice
 from roomier.core.ranks import Ranks
@@ -80,6 +80,10 @@ class BatchFeed(Feed):
         self._draws = CommonDraws() if share.divides or draws_apart else None
         self._num_before = 0  # batches of all ranks that were done when the running epoch began to be read,
         self._first = 0  # and of this rank
+
+    @property
+    def loaders(self) -> Sequence[Any]:
+        return (self._loader,)
 
     @property
     def ends_by_rank(self) -> bool:
@@ -352,7 +356,7 @@ class StatefulFeed(BatchFeed):
     @property
     def has_ended(self) -> bool:
         # A last batch that is not whole: the stream has said that it is at its end, and may stand at its begin again.
-        return self._share.world.size == 1 and torch_private.has_ended(self.reading)
+        return self._share.world.size == 1 and torch_loaders.has_ended(self.reading)
 
     def start(self, epoch: int) -> Iterator[Any]:
         self._begin(epoch)

@@ -85,7 +85,7 @@ def training_feed(
         return _told(ReplayedFeed(loader, **common), common["share"])
     changes = _changes(loader, name, pin_memory)
     sampler = plain_sampler(loader)
-    if sampler is not None:
+    if sampler is not None and common["share"].divided_by is None:
         return _ordered(loader, sampler, changes, name, seed, ranks, shuffle_allowed, draws_order, beside)
     if not shuffle_allowed:
         notice(f"{name}: its order is that of its own sampler, which roomier cannot keep from shuffling.")

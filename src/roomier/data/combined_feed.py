@@ -47,6 +47,14 @@ class CombinedFeed(Feed):
                     raise DataError(feed.name, loader, problem, action)
 
     @property
+    def loaders(self) -> Sequence[Any]:
+        return [loader for feed in self._feeds for loader in feed.loaders]
+
+    def end(self) -> None:
+        for feed in self._feeds:
+            feed.end()
+
+    @property
     def mode(self) -> str:
         return self._loader.mode
 

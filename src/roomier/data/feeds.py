@@ -9,7 +9,7 @@ before it is asked for (a replay reads those that were done).
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -46,6 +46,11 @@ class Feed(ABC):
         self.name = name
 
     @property
+    @abstractmethod
+    def loaders(self) -> Sequence[Any]:
+        """The loaders that are read."""
+
+    @property
     def ends_by_rank(self) -> bool:
         """Whether each rank may have another number of batches of its own."""
         return False
@@ -68,6 +73,10 @@ class Feed(ABC):
     def resume(self, position: dict[str, Any]) -> tuple[Iterator[Any], int]:
         """The batches behind ``position``, and how many of :attr:`num_batches` are done. May move the global
         generators; the caller puts them back."""
+
+    def end(self) -> None:
+        """Release the iterator, whose queues to worker processes hold open files. No batch is read after this."""
+        self.reading = None
 
     def check(self, position: dict[str, Any]) -> None:
         """Whether :meth:`resume` fits the loader, as far as can be told without reading it.
@@ -165,6 +174,10 @@ class OrderedFeed(Feed):
         self._epoch_seed = epoch_seed
         self._first_sample = 0  # where the running epoch began to be read: in samples of the global order,
         self._first_batch = 0  # and in batches of the present size
+
+    @property
+    def loaders(self) -> Sequence[Any]:
+        return (self._loader,)
 
     @property
     def num_batches(self) -> int:

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from roomier.core import torch_private
+from roomier.core import torch_loaders
 from roomier.core.errors import DataError
 from roomier.core.rng import rng_state, set_rng_state
 from roomier.core.tree import tensors
@@ -132,11 +132,11 @@ def _of_data_loader(loader: DataLoader[Any]) -> Any:
         try:
             return next(batches)
         finally:
-            torch_private.end_workers(batches)
+            torch_loaders.end_workers(batches)
     dataset: Any = loader.dataset
     if isinstance(dataset, IterableDataset):
         return next(iter(rebuilt(loader, pin_memory=False)))
-    if plain_sampler(loader) is None or torch_private.makes_own_iterator(loader):
+    if plain_sampler(loader) is None or torch_loaders.makes_own_iterator(loader):
         return next(iter(rebuilt(loader, pin_memory=False, **_copied_samplers(loader))))
     if not len(dataset):
         raise StopIteration

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
-from roomier.core import torch_private
+from roomier.core import torch_loaders
 from roomier.core.errors import DataError
 
 Mode = Literal["min_size", "max_size_cycle", "max_size", "sequential"]
@@ -76,8 +76,8 @@ class Part:
     def stop(self) -> None:
         """End the worker processes of a pass that was not read to its end."""
         if self.iterator is not None:
-            torch_private.end_workers(self._reading)
-            self.iterator = None
+            torch_loaders.end_workers(self._reading)
+        self.iterator = self._reading = None
 
 
 class Joined(NamedTuple):

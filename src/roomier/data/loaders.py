@@ -21,7 +21,7 @@ import numpy as np
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from roomier.api.lightning import PACKAGES
+from roomier.api.overrides import PACKAGES
 from roomier.core.errors import DataError
 from roomier.core.tree import map_tensors
 

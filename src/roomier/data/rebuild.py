@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
-from roomier.core import torch_private
+from roomier.core import torch_loaders
 from roomier.data.sampler import OrderedSampler
 
 
@@ -24,7 +24,7 @@ def rebuilt(loader: DataLoader[Any], **changes: Any) -> DataLoader[Any]:
     be forgotten. The user's loader stays as it is, its workers too.
     """
     copied = copy.copy(loader)
-    torch_private.forget_iterator(copied)
+    torch_loaders.forget_iterator(copied)
     # torch refuses to set these on a finished loader, because workers may run: none do here.
     vars(copied).update(changes)
     return copied

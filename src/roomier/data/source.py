@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from roomier.core import torch_private
+from roomier.core import torch_loaders
 from roomier.core.errors import DataError
 from roomier.core.ranks import Ranks
 from roomier.core.rng import rng_state, set_rng_state
@@ -19,9 +19,11 @@ from roomier.data.combined import CombinedLoader, JointBatches
 from roomier.data.combined_feed import CombinedFeed
 from roomier.data.divided import share_of
 from roomier.data.feeds import Feed
+from roomier.data.lengths import check_lengths, no_batch_on
 from roomier.data.rebuild import tell_epoch
 from roomier.data.share import Share
 from roomier.data.turns import Turn, Turns, without_padding
+from roomier.data.workers import end_with_signals
 
 
 @dataclass
@@ -100,6 +102,7 @@ class Source:
         self._is_training = training
         self._turns: Turns | None = None
         self._feed: Feed
+        check_lengths(loader, name, ranks, training=training)
         if training:
             self._feed = training_feed(
                 loader,
@@ -118,6 +121,8 @@ class Source:
                 self._turns = Turns(whole, name=name, ranks=ranks, seed=ranks.from_zero(seed))
         if self._feed.num_batches == 0:
             raise self._empty()
+        # Workers that the user started earlier are the user's.
+        self._kept_before = [(each, torch_loaders.kept_iterator(each)) for each in self._loaders_read()]
         self._running: _Running | None = None
         self._batches: Generator[Any, None, None] | None = None
         self._stored: dict[str, Any] | None = None
@@ -202,16 +207,43 @@ class Source:
         roomier does not make the order."""
         return self._feed.sample_indices(first_batch, num_batches)
 
+    def empty_on(self, ranks: Sequence[int]) -> DataError:
+        """The error for an epoch that has no batch on ``ranks``, of loaders for which :attr:`may_end_apart` is true."""
+        return no_batch_on(ranks, self.name, self.loader)
+
+    @property
+    def _agrees_on_ends(self) -> bool:
+        """Whether the loop asks all ranks if they have a batch: it finds the ranks that have none."""
+        return self._is_training and self.may_end_apart and not self._ranks.is_alone
+
     def end_epoch(self) -> None:
         """The running epoch is over, though this rank may have batches left."""
         if self._running is not None:
             self._running.is_exhausted = True
 
     def close(self) -> None:
-        """End the worker processes of the epoch that is being read. Left alone they live as long as the error that
-        ended a run is looked at, and the death of any other child process would be taken for theirs."""
+        """End the epoch that is being read, and its worker processes unless they are persistent."""
         if self._batches is not None:
             self._batches.close()
+
+    def end(self) -> None:
+        """End every worker process that this source started, persistent ones included; the run is over.
+
+        Without it, they run as long as the source or the error that ended the run is referenced. The garbage collector
+        then waits 5 s for each, and torch reports the death of any other child process as the death of a worker.
+        """
+        self.close()
+        for loader, before in self._kept_before:
+            if torch_loaders.kept_iterator(loader) is not before:
+                torch_loaders.end_kept_workers(loader)
+        if self._running is not None:
+            self._running.is_exhausted |= self._feed.has_ended
+        self._feed.end()
+        self._batches = None
+
+    def _loaders_read(self) -> Iterator[Any]:
+        for loader in (*self._feed.loaders, *(() if self._turns is None else (self._turns.loader,))):
+            yield from loader.combined.flattened if isinstance(loader, JointBatches) else (loader,)
 
     def _resume(self, stored: dict[str, Any]) -> tuple[Iterator[Any], int]:
         if stored["is_exhausted"]:
@@ -228,20 +260,17 @@ class Source:
                 running.num_batches += 1
                 yield batch
         except BaseException as error:
-            torch_private.end_workers(iterator if reading is None else reading)
+            failure = _failure_of_workers(error, running.num_batches)
+            if failure is not None:
+                end_with_signals()
+            torch_loaders.end_workers(iterator if reading is None else reading)
             if isinstance(iterator, Generator):
                 iterator.close()
-            if not isinstance(error, RuntimeError) or "DataLoader worker (pid" not in str(error):
+            if failure is None:
                 raise
-            raise DataError(
-                self.name,
-                self.loader,
-                f"lost a worker process before batch {running.num_batches}; often the machine had no memory left "
-                f"({error})",
-                "Use fewer workers; num_workers=0 shows an error in the data set itself",
-            ) from error
+            raise DataError(self.name, self.loader, *failure) from error
         running.is_exhausted = True
-        if running.num_batches == 0:
+        if running.num_batches == 0 and not self._agrees_on_ends:
             raise self._empty()
 
     def state_dict(self) -> dict[str, Any]:
@@ -318,6 +347,25 @@ class Source:
 
     def _empty(self) -> DataError:
         return no_batch(self.name, self.loader)
+
+
+def _failure_of_workers(error: BaseException, num_batches: int) -> tuple[str, str] | None:
+    """What is wrong with the processes of a DataLoader, and what to do; None if ``error`` has another cause.
+
+    Args:
+        num_batches: how many batches of the epoch came before.
+    """
+    text = str(error) if isinstance(error, RuntimeError) else ""
+    if "DataLoader worker (pid" in text:
+        problem = f"lost a worker process before batch {num_batches}; often the machine had no memory left ({error})"
+        return problem, "Use fewer workers; num_workers=0 shows an error in the data set itself"
+    if text.startswith("DataLoader timed out"):
+        problem = f"has a timeout, and its workers gave no batch {num_batches} within it ({error})"
+        return problem, "Raise timeout=, or use num_workers=0 to see which sample takes long"
+    if text.startswith("Pin memory thread exited"):
+        problem = f"lost the thread that pins its batches, before batch {num_batches} ({error})"
+        return problem, "Pass pin_memory=False and num_workers=0 to see the error of the batch itself"
+    return None
 
 
 def _evaluated(loader: Any, name: str, world: World, pin_memory: bool) -> Any:

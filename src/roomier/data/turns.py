@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from roomier.core import torch_private
+from roomier.core import torch_loaders
 from roomier.core.errors import DataError
 from roomier.core.log import notice
 from roomier.core.ranks import Ranks
@@ -88,10 +88,13 @@ class Turns:
         loader: as one rank would read it.
         name: what the user calls it.
         seed: of what the loader draws, the same on all ranks.
+
+    Attributes:
+        loader: the loader that is read, which may be a copy that loads the batches of this rank only.
     """
 
     def __init__(self, loader: Any, *, name: str, ranks: Ranks, seed: int) -> None:
-        self._loader = loader
+        self.loader = loader
         self._name = name
         self._ranks = ranks
         self._seed = seed
@@ -101,19 +104,19 @@ class Turns:
         is_map = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
         if self._divided_by is not None:
             notice(f"{name}: {self._divided_by} divides it among the ranks; roomier does not divide it again")
+            self._longest = max(ranks.gather(length_of(loader)))
         elif is_map and can_be_rebuilt(loader):
             field = "sampler" if loader.batch_sampler is None else "batch_sampler"
             self._sampler = TurnSampler(getattr(loader, field), ranks.world, self._draws)
             changes = {"in_order": True} if loader.num_workers else {}
-            self._loader = rebuilt(loader, **{field: self._sampler}, **changes)
+            self.loader = rebuilt(loader, **{field: self._sampler}, **changes)
 
     @property
     def num_batches(self) -> int | float:
         """Batches of all ranks; ``inf`` where nothing tells."""
         if self._sampler is not None:
             return length_of(self._sampler.inner)
-        num_batches = length_of(self._loader)
-        return num_batches if self._divided_by is None else num_batches * self._ranks.world.size
+        return length_of(self.loader) if self._divided_by is None else self._longest * self._ranks.world.size
 
     def __call__(self, limit: float) -> Iterator[Turn]:
         """At most ``limit`` batches of all ranks.
@@ -122,7 +125,7 @@ class Turns:
             DataError: the loader divides itself and leaves a rank without any batch, or gives the ranks different
                 streams.
         """
-        world, draws, loader = self._ranks.world, self._draws, self._loader
+        world, draws, loader = self._ranks.world, self._draws, self.loader
         draws.seed(self._seed, 0)
         if isinstance(loader, (list, tuple)):
             return _of_list(loader, world, int(min(limit, len(loader))))
@@ -138,16 +141,16 @@ class Turns:
         """No rank loads what is another's."""
         sampler.limit = limit
         sampler.order.clear()
-        iterator = iter(self._loader)
+        iterator = iter(self.loader)
         try:
             for batch in iterator:
                 yield Turn(batch, *sampler.order.popleft())
         finally:
-            torch_private.end_workers(iterator)
+            torch_loaders.end_workers(iterator)
 
     def _of_own(self, limit: float) -> Iterator[Turn]:
         rank, size = self._ranks.world.rank, self._ranks.world.size
-        iterator, batch = iter(self._loader), None
+        iterator, batch = iter(self.loader), None
         for start in count(0, size):
             if start >= limit:
                 return
@@ -158,7 +161,7 @@ class Turns:
             if start == 0 and not all(have_one):
                 raise DataError(
                     self._name,
-                    self._loader,
+                    self.loader,
                     f"is divided by {self._divided_by}, which gives rank {have_one.index(False)} no batch",
                     "Let it give each rank one, or let roomier divide it: shards_by_rank = False on the dataset",
                 )
@@ -173,7 +176,7 @@ class Turns:
             if any(number != numbers[0] for number in numbers):
                 raise DataError(
                     self._name,
-                    self._loader,
+                    self.loader,
                     "does not give the same batches on all ranks, which read it alike",
                     "Fix its order, or set shards_by_rank = True on it where it gives each rank its own part",
                 )

@@ -33,6 +33,11 @@ def workers_outlive_signals() -> Iterator[None]:
         is_running.fill_(False)
 
 
+def end_with_signals() -> None:
+    """Let workers end at a SIGTERM from now on, though the run is still inside :func:`workers_outlive_signals`."""
+    _is_running().fill_(False)
+
+
 class OutlivesSignals:
     """A ``worker_init_fn`` that lets the worker go on after Ctrl-C and SIGTERM while a run is going on, and then calls
     ``inner``.

@@ -27,9 +27,9 @@ from roomier.core.log import notice
 from roomier.core.ranks import Ranks
 from roomier.engine.divide import divide
 from roomier.engine.eager import EagerEngine
-from roomier.engine.engine import Parallel
 from roomier.engine.levers import apply_levers
 from roomier.engine.materialise import cuts_parameters, take_weights
+from roomier.engine.parallel import Parallel
 from roomier.engine.prepared import PreparedEngine
 from roomier.engine.step_in_backward import StepInBackward
 from roomier.engine.weights_file import WeightsToRead
@@ -117,7 +117,7 @@ def build(
             updates=updates,
         )
         on_failure.pop_all()
-    if engine.scaler is not None:
+    if engine.scaler.is_on:
         _say_which_steps_wait(configured.optimizers, device)
     return engine, configured
 

@@ -10,8 +10,8 @@ from torch import nn
 
 from roomier.core.errors import RoomierError
 from roomier.core.ranks import Ranks
-from roomier.engine.engine import Parallel
 from roomier.engine.materialise import cuts_parameters
+from roomier.engine.parallel import Parallel
 from roomier.plan import Plan
 from roomier.precision.policy import Precision
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from roomier.api.engine import Step, StepHooks
 from roomier.core.errors import CheckpointError, TrainingError
 from roomier.core.ranks import Ranks
 from roomier.core.transfer import BatchMover
-from roomier.engine.engine import Parallel, Step, StepHooks
 from roomier.engine.levers import Levers
 from roomier.engine.no_terms import zero_gradients
+from roomier.engine.optimizer_form import check_values
 from roomier.engine.optimizer_state import (
     check_optimizer,
     cut_like,
@@ -26,10 +27,11 @@ from roomier.engine.optimizer_state import (
     optimizer_state,
     parameter_names,
 )
+from roomier.engine.parallel import Parallel
 from roomier.engine.step_in_backward import StepInBackward
 from roomier.plan import BatchPlan
 from roomier.precision.policy import Precision
-from roomier.precision.scaler import LossScaler
+from roomier.precision.scaler import LossScaler, NoScale
 
 CountTerms = Callable[[Any], int | Tensor]
 
@@ -40,6 +42,7 @@ class _Window:
 
     Attributes:
         index: of the micro-batch that runs.
+        last_loss: the loss that its backward ran on, weighted (0-dim, detached); None if its step returned None.
         weights: the share of each in the terms of all; None where losses are added as they are.
         loss: of those that ran.
         left_out: the weights of those whose step returned None.
@@ -48,13 +51,14 @@ class _Window:
     step: Step
     size: int
     index: int = -1
+    last_loss: Tensor | None = None
     weights: Sequence[float | Tensor] | None = None
     loss: Tensor | None = None
     left_out: list[float | Tensor] = field(default_factory=list)
 
 
 class EagerEngine:
-    """See :class:`roomier.engine.engine.Engine` for the contract.
+    """See :class:`roomier.api.engine.Engine` for the contract.
 
     Args:
         module: whose parameters are trained and stored.
@@ -64,10 +68,6 @@ class EagerEngine:
         updates: where the optimizers step in the backward; None where they step after it.
         batch_plan: accumulation and clipping.
         count_terms: how many terms the loss of a micro-batch is the mean of; None where it is a sum.
-
-    Attributes:
-        micro_batch_loss: what the last backward was that of, the weighted loss (0-dim, detached); None where the step
-            returned none.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class EagerEngine:
         self.precision = precision
         self.hooks = StepHooks()
         self.scheduler: LRScheduler | None = None  # the one the Plan names, for loops of one's own
-        self.scaler = LossScaler(device) if precision.scales_loss else None
+        self.scaler = LossScaler(device) if precision.scales_loss else NoScale(device)
         self._batch_plan = batch_plan
         self._count_terms = count_terms
         self._parallel = parallel
@@ -104,7 +104,7 @@ class EagerEngine:
         self._to_device = BatchMover(device) if device.type != "cpu" else None
         self._converts = precision.weight_dtype is not None
         self._unscaled: set[int] = set()
-        self.micro_batch_loss: Tensor | None = None
+        self._freed_gradients = False
 
     def forward_backward(self, step: Step, batches: Sequence[Any]) -> Tensor | None:
         window = self._begin_window(step, batches)
@@ -124,7 +124,7 @@ class EagerEngine:
             for batch in batches[:-1]:
                 self._micro_batch(window, self._start_micro_batch(window, batch))
             on_device = self._start_micro_batch(window, batches[-1])
-            if not self._is_skipping():
+            if not self.hooks.is_skipping():
                 update(_Closure(self, window, on_device))
         except BaseException:
             self._abandon_window()
@@ -132,8 +132,9 @@ class EagerEngine:
         return self._end_window(window)
 
     def _begin_window(self, step: Step, batches: Sequence[Any]) -> _Window:
-        if self.hooks.zero_grad is None:
+        if self.hooks.zero_grad is None and not self._freed_gradients:
             self.zero_grad()
+        self._freed_gradients = False
         if self._updates is not None:
             self._updates.begin_step(len(batches))
         window = _Window(step, len(batches))
@@ -157,12 +158,10 @@ class EagerEngine:
         """The next micro-batch on the device, its hooks called."""
         hooks = self.hooks
         window.index += 1
-        if window.index and hooks.batch_end is not None:
-            hooks.batch_end()
-        self.micro_batch_loss = None
+        if window.index:
+            hooks.batch_end(window.index - 1)
         on_device = self.move(batch)
-        if hooks.batch_start is not None:
-            hooks.batch_start(on_device)
+        hooks.batch_start(on_device, window.index)
         return on_device
 
     def _micro_batch(self, window: _Window, on_device: Any) -> None:
@@ -172,8 +171,9 @@ class EagerEngine:
         if parallel is not None:
             is_first = index == 0 and hooks.zero_grad is None  # a hook in its place may keep gradients
             parallel.begin_micro_batch(is_first=is_first, is_last=index == window.size - 1)
+        window.last_loss = None
         with self._context():
-            output = step(on_device) if parallel is None else parallel.runner(step, on_device)
+            output = step(on_device, index) if parallel is None else parallel.runner(step, on_device, index)
         if index == 0 and hooks.zero_grad is not None:
             for optimizer in self.optimizers:
                 hooks.zero_grad(optimizer)
@@ -196,14 +196,12 @@ class EagerEngine:
             loss = loss * weight
         scaled = loss if self._loss_factor == 1 else loss * self._loss_factor
         self.backward(scaled)
-        loss, self.micro_batch_loss = loss.detach(), scaled.detach()
+        loss, window.last_loss = loss.detach(), scaled.detach()
+        hooks.batch_loss(window.last_loss, index)
         window.loss = loss if window.loss is None else window.loss + loss
 
-    def _is_skipping(self) -> bool:
-        return self.hooks.is_skipping is not None and self.hooks.is_skipping()
-
     def _check_may_be_left_out(self) -> None:
-        if self.ranks.is_alone or self._is_skipping():
+        if self.ranks.is_alone or self.hooks.is_skipping():
             return
         raise TrainingError(
             "training_step",
@@ -216,11 +214,9 @@ class EagerEngine:
     def _weigh_again(self, window: _Window) -> None:
         # The step returned None for these: the mean is over the terms of the others, which were weighed too lightly.
         factor = 1 / (1 - sum(window.left_out))
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    if parameter.grad is not None:
-                        parameter.grad.mul_(factor)
+        for parameter in self._parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
         assert window.loss is not None
         window.loss = window.loss * factor
         window.left_out.clear()
@@ -232,8 +228,9 @@ class EagerEngine:
             batch = self._to_device(batch)
         return self.precision.convert_batch(batch) if self._converts else batch
 
-    def forward(self, step: Step, batch: Any) -> Any:
+    def forward(self, step: Callable[[Any], Any], batch: Any) -> Any:
         parallel = self._parallel
+        self._freed_gradients = False  # as in settle()
         if parallel is not None:
             parallel.begin_micro_batch(is_first=False, is_last=True)
         with self._context():
@@ -246,11 +243,12 @@ class EagerEngine:
 
     @property
     def trace(self) -> int:
-        """What should be the same on all ranks: see :class:`roomier.engine.engine.Parallel`."""
+        """What should be the same on all ranks: see :class:`roomier.engine.parallel.Parallel`."""
         return 0 if self._parallel is None else self._parallel.trace
 
-    def release(self) -> None:
-        """Free what was gathered from other ranks for an evaluation."""
+    def settle(self) -> None:
+        """Free parameters that were gathered from other ranks. No update is pending in this engine."""
+        self._freed_gradients = False  # an evaluation that follows can run a backward, which leaves gradients
         if self._parallel is not None:
             self._parallel.release()
 
@@ -258,6 +256,11 @@ class EagerEngine:
         """Some were frozen or unfrozen since the last step: every rank must call it."""
         if self._parallel is not None:
             self._parallel.trained_parameters_changed()
+
+    def watch(self, context: AbstractContextManager[Any]) -> None:
+        """Enter ``context`` around the next forward of training, one time."""
+        if self.levers is not None:
+            self.levers.forward_context.watches.append(context)
 
     def close(self) -> None:
         """Give the module its own forward back; called when the run is over, and no step follows."""
@@ -267,10 +270,13 @@ class EagerEngine:
             self.levers.undo()
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        if loss.is_complex() and not (args or kwargs):
+            problem = "the loss is complex, and only a real one has a smallest value"
+            raise TrainingError("loss", loss.detach(), problem, "Return loss.abs(), say")
         hooks = self.hooks
         for before in hooks.before_backward:
             before(loss)
-        if self.scaler is not None:
+        if self.scaler.is_on:
             loss = self.scaler.scale(loss)
         if self._updates is None:
             self._run_backward(loss, *args, **kwargs)
@@ -283,16 +289,13 @@ class EagerEngine:
         if self._parallel is not None:
             self._parallel.begin_backward()
         with self._backward_context():
-            if self.hooks.backward is None:
-                loss.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
-            else:
-                self.hooks.backward(loss, *args, **kwargs)
+            self.hooks.backward(loss, *args, **kwargs)
         if self._parallel is not None:
             self._parallel.end_backward()
 
     def unscale(self, optimizer: Optimizer | None = None) -> None:
         """Bring gradients back to their size before anything reads them; a second call does nothing."""
-        if self.scaler is None:
+        if not self.scaler.is_on:
             return
         for each in self.optimizers if optimizer is None else [optimizer]:
             if id(each) not in self._unscaled:
@@ -320,49 +323,53 @@ class EagerEngine:
         if self._updates is not None:
             self._updates.end_step(closure)
         for each in self.optimizers if optimizer is None else [optimizer]:
-            if self.scaler is not None:
-                self.scaler.step(each, closure)
-            elif closure is None:
-                each.step()
-            else:
-                each.step(closure)
+            self.scaler.step(each, closure)
             self._unscaled.discard(id(each))
         if self.levers is not None:
             self.levers.end_update()
         if self._parallel is not None:
             self._parallel.end_update()
         # An update forgets whose gradients are unscaled; one that was, to be clipped, is still to step.
-        if self.scaler is not None and not self._unscaled:
+        if self.scaler.is_on and not self._unscaled:
             self.scaler.update()
+        if not self.hooks.keeps_gradients:
+            self.free_gradients(optimizer)
 
     def leave_out_update(self) -> None:
         """Gradients that are there are not used; the loss scale is as before them."""
-        if self.scaler is not None:
-            state = self.scaler.state()
-            self.scaler.update()  # it refuses to look at other gradients else
-            self.scaler.load(state)
+        state = self.scaler.state()
+        self.scaler.update()  # otherwise it rejects other gradients
+        self.scaler.load(state)
         self._unscaled.clear()
 
     def zero_grad(self) -> None:
         for optimizer in self.optimizers:
             optimizer.zero_grad()
 
+    def free_gradients(self, optimizer: Optimizer | None = None) -> None:
+        for each in self.optimizers if optimizer is None else [optimizer]:
+            each.zero_grad()
+        self._freed_gradients = True
+
+    def _parameters(self) -> Iterator[Tensor]:
+        return (each for optimizer in self.optimizers for group in optimizer.param_groups for each in group["params"])
+
     def weights(self) -> dict[str, Any]:
-        self.release()  # what a checkpoint holds are the parts, not what was gathered from them
+        self.settle()  # what a checkpoint holds are the parts, not what was gathered from them
         return self.module.state_dict()
 
     def state(self) -> dict[str, Any]:
-        self.release()
+        self.settle()
         names = parameter_names(self.module)
         return {
             "module": self.weights(),
             "optimizers": [optimizer_state(optimizer, names) for optimizer in self.optimizers],
-            "scaler": None if self.scaler is None else self.scaler.state(),
+            "scaler": self.scaler.state(),
             **({} if self._updates is None else self._updates.state()),
         }
 
     def check(self, state: Mapping[str, Any]) -> None:
-        self.release()
+        self.settle()
         if len(state["optimizers"]) != len(self.optimizers):
             raise CheckpointError(
                 "optimizer",
@@ -371,18 +378,18 @@ class EagerEngine:
                 "Configure the optimizers as in the run that was saved",
             )
         names = parameter_names(self.module)
-        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+        for index, (optimizer, saved) in enumerate(zip(self.optimizers, state["optimizers"], strict=True)):
             check_optimizer(optimizer, saved, names)
+            check_values(optimizer, saved, names, f"optimizers[{index}]")
 
     def load(self, state: dict[str, Any]) -> None:
-        self.release()
+        self.settle()
         own = self.weights()
         self.module.load_state_dict({name: cut_like(own.get(name), each) for name, each in state["module"].items()})
         names = parameter_names(self.module)
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             load_optimizer(optimizer, saved, names)
-        if self.scaler is not None and state["scaler"] is not None:
-            self.scaler.load(state["scaler"])
+        self.scaler.load(state["scaler"])
         if self._updates is not None:
             self._updates.load(state, self.device)
 
@@ -425,11 +432,10 @@ class _Closure:
     def __call__(self) -> Tensor | None:
         window = self._window
         window.loss, window.left_out = self._loss, list(self._left_out)
-        self._engine.micro_batch_loss = None
         self._engine._micro_batch(window, self._on_device)
         if window.left_out and window.loss is not None:  # now: an update may follow
             self._engine._weigh_again(window)
-        return self._engine.micro_batch_loss
+        return window.last_loss
 
 
 def _on_host(count: Any) -> Any:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -14,7 +12,6 @@ from roomier.activation.block_forward import Recompute
 from roomier.activation.recompute import apply_recompute
 from roomier.api.blocks import find_blocks
 from roomier.attention.kernels import attention_context
-from roomier.attention.watch import AttentionReport, AttentionWatch
 from roomier.core.log import notice
 from roomier.core.ranks import Ranks
 from roomier.core.wrapped_forward import unwrap
@@ -22,6 +19,7 @@ from roomier.engine.compile import CompileClock, compile_blocks
 from roomier.engine.first_forward import FirstForward, MakeContext, both
 from roomier.loss.chunked import LossWatch, apply_chunked_loss
 from roomier.plan import Plan
+from roomier.precision.lstm import replace_missing_lstm_kernels
 from roomier.precision.policy import Precision
 from roomier.precision.sizes import size_warnings
 
@@ -52,10 +50,6 @@ class Levers:
         """The network as it was; what was trained stays."""
         unwrap(self.network)
 
-    def watch_attention(self, tell: Callable[[AttentionReport], Any]) -> None:
-        """Call ``tell`` once, after the next forward of training, with the kernels that computed attention in it."""
-        self.forward_context.watches.append(AttentionWatch(tell))
-
 
 def apply_levers(plan: Plan, network: nn.Module, device: torch.device, precision: Precision, ranks: Ranks) -> Levers:
     """Put the levers of ``plan`` in place on ``network``, whose parameters are on ``device`` but not divided yet.
@@ -67,6 +61,7 @@ def apply_levers(plan: Plan, network: nn.Module, device: torch.device, precision
     context = precision.forward_context()
     levers = Levers(network, FirstForward(context if kernel is nullcontext else both(context, kernel)), kernel)
     levers.undo()  # those of an engine before this one
+    replace_missing_lstm_kernels(network, precision)  # innermost: recomputed and compiled blocks call them
     for warning in size_warnings(network, precision, device):
         notice(warning)
     blocks = find_blocks(network)

@@ -52,7 +52,7 @@ def optimizer_state(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> 
 
 
 def check_optimizer(optimizer: Optimizer, saved: Mapping[str, Any], names: Mapping[nn.Parameter, str]) -> None:
-    """Whether ``saved``, of which the tensors need not be read yet, is a state of ``optimizer``.
+    """Check that ``saved``, whose tensors need not be read yet, is a state of ``optimizer``.
 
     Raises:
         CheckpointError: the optimizer is of another class, or has other parameters or groups than the saved one.

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
+from roomier.api.engine import StepHooks
 from roomier.core.errors import TrainingError
 from roomier.engine.eager import EagerEngine
-from roomier.engine.engine import Step
 
 
 class PreparedEngine(EagerEngine):
@@ -18,11 +18,14 @@ class PreparedEngine(EagerEngine):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.hooks = StepHooks(keeps_gradients=True)  # a loop may read them after the update, as in plain PyTorch
         self._clipped: set[int] = set()  # optimizers whose gradients were clipped since the last backward
         self._is_before_any_backward = True
 
-    def forward_backward(self, step: Step, batches: Sequence[Any]) -> Tensor | None:
-        loss = super().forward_backward(step, batches)
+    def forward_backward(  # type: ignore[override]  # the step of a custom loop takes the batch alone
+        self, step: Callable[[Any], Any], batches: Sequence[Any]
+    ) -> Tensor | None:
+        loss = super().forward_backward(lambda batch, _: step(batch), batches)
         self._is_before_any_backward = False  # also where every step returned None, which runs no backward
         return loss
 

@@ -7,20 +7,20 @@ import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from roomier import checkpoint
 from roomier.checkpoint.commit import committed_folder
-from roomier.core.errors import RoomierError
+from roomier.checkpoint.run_state import peek_run
+from roomier.core.errors import CheckpointError, RoomierError
 from roomier.core.log import notice
 from roomier.export.adapter import export_adapter_of
 from roomier.export.merged import MergedTensors
 from roomier.export.safetensors import DEFAULT_SHARD_BYTES, Exported, dtype_in_file, names_in_files, new_folder
 from roomier.export.shards import ToWrite, write_json, write_tensors
-from roomier.models.hugging_face import Conversion, conversions_to_files
+from roomier.models.hugging_face import Conversion, conversions_to_files, data_of_config
 from roomier.plan.parts import AdapterPlan
 
 PROCESSOR_FILES = (
@@ -61,7 +61,7 @@ def export_hugging_face(
     if adapters not in ("merged", "alone"):
         raise RoomierError("adapters", adapters, "is unknown", "Use 'merged' or 'alone'")
     target = new_folder(output, dtype)
-    described = checkpoint.peek(path)
+    described = peek_run(path)
     found = described.get("pretrained")
     if not found:
         problem = "holds no Hugging Face model"
@@ -133,12 +133,18 @@ def _without_memory(config: Mapping[str, Any]) -> Any:
     except ImportError:
         action = "pip install transformers, or use `roomier export --to safetensors`"
         raise RoomierError("to", "hugging-face", "needs transformers, which is not installed", action) from None
-    kind = getattr(transformers, (config.get("architectures") or [""])[0], None)
-    if kind is None:
-        notice(f"transformers has no class {config.get('architectures')}: weights keep the names they have in memory")
+    named = config.get("architectures")
+    name = named[0] if isinstance(named, list) and named and isinstance(named[0], str) else ""
+    kind = getattr(transformers, name, None)
+    if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
+        notice(f"transformers has no model {named}: weights keep the names they have in memory")
         return None
-    with torch.device("meta"):
-        return kind(kind.config_class.from_dict(dict(config)))
+    try:
+        with torch.device("meta"):
+            return kind(cast(Any, kind).config_class.from_dict(data_of_config(config)))
+    except Exception as error:  # its code meets values of any kind
+        problem = f"is not a configuration of {name} ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
+        raise CheckpointError("pretrained.config", config, problem, "Use `roomier export --to safetensors`") from error
 
 
 def _main_dtype(tensors: list[ToWrite]) -> str:

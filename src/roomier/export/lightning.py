@@ -11,6 +11,7 @@ import torch
 from roomier import checkpoint
 from roomier.adapters.layers import is_adapter
 from roomier.checkpoint.lightning import HYPERPARAMETERS, HYPERPARAMETERS_NAME, VERSION
+from roomier.checkpoint.run_state import peek_run
 from roomier.checkpoint.shown import OWN_ENTRIES
 from roomier.core.errors import CheckpointError
 from roomier.core.log import notice
@@ -37,7 +38,7 @@ def export_lightning(path: str | Path, output: str | Path) -> Path:
         CheckpointError: the checkpoint is damaged, or the disk is full.
     """
     target = new_file(output)
-    described = checkpoint.peek(path)
+    described = peek_run(path)
     content: dict[str, Any] = {
         **_others(path, described),
         **_place(described.get("progress", {}), _validates(described)),

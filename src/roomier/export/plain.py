@@ -11,12 +11,14 @@ from torch import nn
 
 from roomier import checkpoint
 from roomier.adapters.layers import is_adapter
-from roomier.api.lightning import lightning_base
 from roomier.api.module import Module
+from roomier.api.overrides import lightning_base
 from roomier.checkpoint.lightning import LightningFile, is_lightning_file
 from roomier.checkpoint.module import make_module
+from roomier.checkpoint.run_state import peek_run
 from roomier.core.errors import CheckpointError
 from roomier.export.merged import MergedTensors
+from roomier.models.hugging_face import data_of_config
 from roomier.plan.parts import AdapterPlan
 
 
@@ -31,7 +33,7 @@ def plain_model(path: str | Path, cls: type[nn.Module], arguments: Mapping[str, 
         CheckpointError: damaged; ``cls`` cannot be made from what is stored, or has other weights.
     """
     file = LightningFile(path) if is_lightning_file(path) else None
-    described = checkpoint.peek(path) if file is None else file.described
+    described = peek_run(path) if file is None else file.described
     model = make_module(cls, path, described, {**_configuration(cls, described), **(arguments or {})})
     fill(model, path, file)
     return model.eval()
@@ -42,7 +44,7 @@ def _configuration(cls: type[nn.Module], described: Mapping[str, Any]) -> dict[s
     found, made_by = described.get("pretrained"), getattr(cls, "config_class", None)
     if not found or found["prefix"] or made_by is None or "config" not in inspect.signature(cls).parameters:
         return {}
-    return {"config": made_by.from_dict(dict(found["config"]))}
+    return {"config": made_by.from_dict(data_of_config(found["config"]))}
 
 
 def fill(model: nn.Module, path: str | Path, file: LightningFile | None = None) -> None:
@@ -62,7 +64,7 @@ def fill(model: nn.Module, path: str | Path, file: LightningFile | None = None) 
 
 def weights_of(path: str | Path) -> dict[str, Any]:
     """The weights of the plain model in the checkpoint folder ``path``: with what adapters add in them."""
-    described = checkpoint.peek(path)
+    described = peek_run(path)
     if not any(map(is_adapter, described["module"])):
         found: dict[str, Any] = checkpoint.load(path, only=("module",))["module"]
         return found

@@ -11,8 +11,8 @@ from typing import Any, Literal, Union, get_origin, get_type_hints
 import torch
 from torch import nn
 
-from roomier.api.lightning import lightning_base
 from roomier.api.module import Module
+from roomier.api.overrides import lightning_base
 from roomier.core.errors import RoomierError, did_you_mean
 from roomier.core.log import notice
 from roomier.export.compared import MAX_DIFFERENCE, check_same, tensors_in

@@ -1,1 +1,1 @@
-"""Devices and machines: how much they hold, how fast they are."""
+"""Devices and machines as values: memory, speed and links."""

@@ -1,7 +1,7 @@
-"""What was measured of this machine, kept from one process to the next: one JSON file in the user's cache folder.
+"""Storage for measurements of this machine: one JSON file in the user's cache folder.
 
-Sections are replaced whole. The file is written aside and renamed, so that a reader never sees half of it; of two
-processes that write at once, the later one wins.
+A write replaces one section. The file is replaced atomically, so a reader never sees a partial file. If two processes
+write at the same time, the later write wins.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _VERSION = 1
 
 
 def cache_file() -> Path:
-    """Where the user's system keeps such files: ``XDG_CACHE_HOME``, ``~/Library/Caches`` or ``LOCALAPPDATA``."""
+    """Path in the cache folder of the system: ``XDG_CACHE_HOME``, ``~/Library/Caches`` or ``LOCALAPPDATA``."""
     if sys.platform == "win32":
         folder = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
     elif sys.platform == "darwin":
@@ -30,12 +30,12 @@ def cache_file() -> Path:
 
 
 def read(section: str) -> Any:
-    """What was written as ``section``; None without it. A file that cannot be read is told and taken for none."""
+    """Return the stored value of ``section``, or None. A file that cannot be read is reported and ignored."""
     return _read_all().get(section)
 
 
 def write(section: str, value: Any) -> bool:
-    """Keep ``value``, plain data, as ``section``. Returns whether that worked; where it did not, the user is told."""
+    """Store ``value``, plain data, as ``section``. Returns False, after a notice, if the file cannot be written."""
     content = {**_read_all(), "version": _VERSION, section: value}
     target = cache_file()
     aside = None
@@ -50,13 +50,13 @@ def write(section: str, value: Any) -> bool:
     except OSError as error:
         if aside is not None:
             aside.unlink(missing_ok=True)
-        notice(f"{target} cannot be written ({error}): what was measured will be measured again")
+        notice(f"{target} cannot be written ({error}), so the next run measures again")
         return False
     return True
 
 
 def forget() -> bool:
-    """Remove the file. Returns whether there was one."""
+    """Remove the file. Returns whether it existed."""
     target = cache_file()
     is_there = target.exists()
     target.unlink(missing_ok=True)
@@ -70,9 +70,9 @@ def _read_all() -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        notice(f"{path} cannot be read ({error}) and is ignored; `roomier hardware` writes it anew")
+        notice(f"{path} cannot be read ({error}) and is ignored; `roomier hardware` rewrites it")
         return {}
     if not isinstance(content, dict) or content.get("version") != _VERSION:
-        notice(f"{path} was not written by this version of roomier and is ignored; `roomier hardware` writes it anew")
+        notice(f"{path} was written by another version of roomier and is ignored; `roomier hardware` rewrites it")
         return {}
     return content

@@ -1,38 +1,40 @@
-"""The usual GPUs: what one holds, how fast it is, and the node it commonly sits in. From data sheets, not measured.
+"""Common GPUs: memory, speed, and the usual node. All values come from data sheets and were not measured.
 
-[Note: where the figures come from]
-*Rates* are dense (without structured sparsity) peaks in FLOP/s; 16-bit and tf32 products add up in fp32. Where a sheet
-tells the rate with sparsity alone, half of it stands here. NVIDIA's data sheets: Tesla P100 (2016), V100 (January
-2020), T4 (2019), A100 (June 2021, and "A100 80GB PCIe" of the same), A10 and A30 (2021), A10G (AWS edition, February
-2022), A40 and RTX A6000 (2021), L4 and L40S (2023), RTX 6000 Ada (2022), H100 (2023: SXM, PCIe, NVL), H200 (November
-2024), HGX B200 and HGX B300 (2025, an eighth of the platform's figure). GeForce: white papers "NVIDIA Ampere GA102"
-(2021), "NVIDIA Ada" (2022), "NVIDIA RTX Blackwell" (2025), rates with fp32 accumulation. AMD: data sheets of the
-Instinct MI250X (2021, half of the module, since torch sees each of its two dies as a device), MI300X (2023), MI325X
-(2024). H20: as resellers tell it; there is no public sheet. The figures of H100 SXM, H200, B200, MI325X, RTX 4090 and
-RTX 5090 were compared with public copies (bandwidth of B200: bus width and clock as its driver tells them,
-pytorch/ao#4002); those of the others are from memory of the sheets, and public copies of B300's disagree.
+[Note: sources of the values]
+*Rates* are dense peaks (without structured sparsity) in FLOP/s. 16-bit and tf32 products accumulate in fp32. If a data
+sheet only contains the rate with sparsity, the table contains half of it. NVIDIA's data sheets: Tesla P100 (2016), V100
+(January 2020), T4 (2019), A100 (June 2021, and "A100 80GB PCIe" of the same month), A10 and A30 (2021), A10G (AWS
+edition, February 2022), A40 and RTX A6000 (2021), L4 and L40S (2023), RTX 6000 Ada (2022), H100 (2023: SXM, PCIe, NVL),
+H200 (November 2024), HGX B200 and HGX B300 (2025, an eighth of the platform's value). GeForce: white papers "NVIDIA
+Ampere GA102" (2021), "NVIDIA Ada" (2022), "NVIDIA RTX Blackwell" (2025), rates with fp32 accumulation. AMD: data sheets
+of the Instinct MI250X (2021, half of the module, because torch sees each of its two dies as a device), MI300X (2023)
+and MI325X (2024). H20: values of resellers, because no public data sheet exists. The values of H100 SXM, H200, B200,
+MI325X, RTX 4090 and RTX 5090 were compared with public copies (bandwidth of B200: bus width and clock as reported by
+its driver, pytorch/ao#4002). The other values were written from memory of the data sheets, and public copies for B300
+disagree with each other.
 
-*Memory* is what CUDA reports as total, which is what a run can have at most: 1 to 4 % less than the name says in GiB,
-since the driver and error correction keep some. Where drivers differ, the smallest total stands here. Read off public
-out-of-memory messages ("GPU 0 has a total capacity of ...") for A100, H100, H100 NVL, H200, B300, A10G, A40, L40S, V100
-32GB, RTX 5090 and MI300X; from pytorch/ao#4002 (B200) and unslothai/unsloth-zoo#1053 (RTX 6000 Ada); else from memory.
+*Memory* is the total that CUDA reports, which is the maximum for a run. It is 1 to 4 % less than the GiB in the name,
+because the driver and error correction reserve some. If drivers differ, the table contains the smallest total. Sources:
+public out-of-memory messages ("GPU 0 has a total capacity of ...") for A100, H100, H100 NVL, H200, B300, A10G, A40,
+L40S, V100 32GB, RTX 5090 and MI300X; pytorch/ao#4002 (B200) and unslothai/unsloth-zoo#1053 (RTX 6000 Ada); otherwise
+from memory.
 
-*Share* is what matrix products of a model reach of the peak. Large products alone, by one notebook: A100 0.74, V100
-0.76, A6000 0.63, RTX 3090 Ti 0.5 (github.com/fanghostt/transformers-benchmarks); the others are assumed after these,
-less where a card lowers its clock to keep its power (T4, L4) and on AMD. Whole steps reach less: 52 to 58 % of the peak
-of 64 A100 (torchtitan, docs/performance.md of 2024, Llama 3 8B and 70B), 38 to 43 % of up to 16,384 H100 (Llama 3,
-arXiv 2407.21783, Table 4), 46 % of TPU v4 (PaLM, arXiv 2204.02311, section 4.1). Their other operations and their
-exchanges are counted apart here.
+*Share* is the fraction of the peak that matrix products of a model reach. Published values for large products: A100
+0.74, V100 0.76, A6000 0.63, RTX 3090 Ti 0.5 (github.com/fanghostt/transformers-benchmarks). The other values are
+assumptions based on these, lower for cards that reduce their clock to limit power (T4, L4) and for AMD. Full steps
+reach less: 52 to 58 % of the peak of 64 A100 (torchtitan, docs/performance.md of 2024, Llama 3 8B and 70B), 38 to 43 %
+of up to 16,384 H100 (Llama 3, arXiv 2407.21783, Table 4), 46 % of TPU v4 (PaLM, arXiv 2204.02311, section 4.1). Their
+other operations and collectives are counted separately here.
 
-*Links* are in one direction. Sheets tell both directions together and no overhead, so ``LINK_EFFICIENCY`` of half of
-them stands here: NCCL's maintainers give 350 GB/s where H100's sheet gives 900, and 12 GB/s where PCIe 3.0 has 16
-(NVIDIA/nccl#864, #986). Latencies are those of one step of a ring in RCCL's table (``hwLat``, protocol Simple): 3.6 us
-over NVLink, 5.7 over PCIe, 19.8 over a network.
+*Links* are in one direction. Data sheets list both directions together without overhead, so the table contains
+``LINK_EFFICIENCY`` times half of their values: NCCL's maintainers report 350 GB/s for H100 (data sheet: 900), and 12
+GB/s for PCIe 3.0 (16) (NVIDIA/nccl#864, #986). Latencies are those of one step of a ring in RCCL's table (``hwLat``,
+protocol Simple): 3.6 us over NVLink, 5.7 over PCIe, 19.8 over a network.
 
 *Nodes* are the vendors' reference systems (DGX and HGX, HGX-like MI300X, Frontier for MI250X; AWS p3, g4dn, g5, g6),
-with one network card for each device unless the note at the row says otherwise; of the cards for workstations a node
-with eight on PCIe 4.0 or 5.0, 512 GiB of memory and one card of 100 Gbit/s for all: assumed. Disks: one NVMe drive of
-PCIe 4.0, 6 GB/s read and 4 GB/s written, for the whole node: assumed.
+with one network card per device unless the comment above the table states otherwise. For workstation cards the table
+assumes a node with eight cards on PCIe 4.0 or 5.0, 512 GiB of memory, and one shared network card of 100 Gbit/s. Disks
+are assumed to be one NVMe drive of PCIe 4.0 per node, with 6 GB/s for reads and 4 GB/s for writes.
 """
 
 from __future__ import annotations
@@ -47,12 +49,12 @@ from roomier.hardware.machine import Device, Link, Machine
 
 LINK_EFFICIENCY = 0.78
 OPERATION_S = 7e-6
-"""What eager PyTorch takes on the host to start one operation on a GPU: 5 to 10 us are commonly told. Assumed."""
+"""Time that eager PyTorch takes on the host to start one operation on a GPU. Assumed; 5 to 10 us are typical."""
 
 _NVLINK_S, _PCIE_S, _NETWORK_S = 3.6e-6, 5.7e-6, 19.8e-6
 _DISK_READ, _DISK_WRITE = Link(6e9, 1e-4), Link(4e9, 1e-4)
 MOST_PER_NODE = 16
-"""More GPUs than any of these nodes has (DGX-2 had 16)."""
+"""Upper bound for the GPUs of one node (DGX-2 had 16)."""
 
 
 @dataclass(frozen=True)
@@ -60,11 +62,12 @@ class Sheet:
     """One row of the table.
 
     Attributes:
-        aliases: further names, as people and ``torch.cuda.get_device_name`` spell them; see :func:`plain_name`.
-        capability: major number of CUDA's compute capability; 0 of other vendors' devices.
-        num_links: NVLinks of a device; 0 where devices of a node meet over PCIe.
-        in_node, host, network: rate of each link in one direction, bytes/s, by the sheet.
-        node_memory_bytes: of a usual node.
+        device: the device of the row.
+        aliases: additional names used by people and ``torch.cuda.get_device_name``; see :func:`plain_name`.
+        capability: major version of CUDA's compute capability; 0 for devices of other vendors.
+        num_links: NVLinks per device; 0 if the devices of a node are connected by PCIe.
+        in_node, host, network: rate of each link in one direction in bytes/s, from the data sheet.
+        node_memory_bytes: host memory of a usual node.
     """
 
     device: Device
@@ -78,10 +81,11 @@ class Sheet:
 
     @property
     def name(self) -> str:
+        """Name of the device in the table."""
         return self.device.name
 
     def machine(self, devices: int, num_nodes: int) -> Machine:
-        """``num_nodes`` nodes with ``devices`` each."""
+        """Return ``num_nodes`` nodes with ``devices`` devices each."""
         return Machine(
             device=self.device,
             devices_per_node=devices,
@@ -96,8 +100,8 @@ class Sheet:
         )
 
 
-# Rates in TFLOP/s, bandwidth in TB/s, links in GB/s in one direction, network in Gbit/s for each device; "-" is none.
-# cc: compute capability, major. MI250X is one die of two. H100 PCIe and NVL: NVLink bridges join pairs of cards alone.
+# Rates in TFLOP/s, bandwidth in TB/s, links in GB/s in one direction, network in Gbit/s per device; "-" means absent.
+# cc: compute capability, major. MI250X is one die of two. H100 PCIe and NVL: NVLink bridges only join pairs of cards.
 # The devices of an AWS node (a10g, l4, v100, t4) share its card of 100 Gbit/s. MI300X, MI325X: 7 links of 64 GB/s.
 # MI250X: 50 GB/s between the slowest pairs, 36 to the host, half a card of 200 Gbit/s, as in Frontier.
 _TABLE = """
@@ -135,7 +139,7 @@ mi300x          191.69  5.3    163.4  653.7   1307.4  1307.4  2614.9  0   448   
 mi250x          63.98   1.638  47.9   -       191.5   191.5   -       0   50    0      36    100      512       0.5
 """
 
-# A name that several devices share (a100, v100) means the one with the least memory.
+# A name that several devices share (a100, v100) means the device with the least memory.
 _ALIASES = {
     "b300": ("NVIDIA B300 SXM6 AC", "HGX B300", "b300-sxm"),
     "b200": ("HGX B200", "b200-sxm"),
@@ -203,25 +207,26 @@ SHEETS = _sheets()
 
 
 def plain_name(text: str) -> str:
-    """``"NVIDIA A100-SXM4-40GB"`` -> ``"a100sxm440gb"``: lower case, without makers and marks between words."""
+    """``"NVIDIA A100-SXM4-40GB"`` -> ``"a100sxm440gb"``: lower case, without vendor names and separators."""
     return re.sub(r"nvidia|tesla|geforce|amd|instinct|[^a-z0-9]", "", text.lower())
 
 
 def sheet_of(name: str) -> Sheet | None:
-    """The row a name means; None where there is none. ``RTX 3090 Ti`` is no 3090, an ``L40`` no L4."""
+    """Return the row for a name, or None. Partial names do not match: ``RTX 3090 Ti`` is not a 3090."""
     return known_names().get(plain_name(name))
 
 
 @cache
 def known_names() -> dict[str, Sheet]:
-    """All names and aliases, as :func:`plain_name` makes them."""
+    """Return all names and aliases in the form of :func:`plain_name`."""
     return {plain_name(name): sheet for sheet in SHEETS for name in (sheet.name, *sheet.aliases)}
 
 
 def peak_flops_per_s(device: torch.device, precision: str) -> float | None:
     """Peak rate of matrix products in FLOP/s for ``precision`` (``"16"``, ``"tf32"`` or ``"32"``).
 
-    Returns None where the device is not in the table; a CPU never is, its peak depends on clocks under load.
+    Returns None if the table does not contain the device. It contains no CPUs, because their peak depends on clocks
+    under load.
     """
     sheet = sheet_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     dtype = {"16": "fp16", "tf32": "tf32", "32": "fp32"}[precision]

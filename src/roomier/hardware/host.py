@@ -1,4 +1,4 @@
-"""What the host is: its processor, its cores, and the memory that a run may have."""
+"""Processor, cores and available memory of the host."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ import psutil
 
 
 def host_name() -> str:
+    """Network name of this machine."""
     return socket.gethostname()
 
 
 def cpu_model() -> str:
-    """The name the processor gives itself."""
+    """Model name that the processor reports."""
     if sys.platform == "linux":
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -26,45 +27,45 @@ def cpu_model() -> str:
 
 
 def num_cores() -> int:
-    """Cores this process may use."""
+    """Number of cores that this process can use."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def load() -> float:
-    """How many cores were busy or asked for, on average over the last minute; 0 where the system does not tell."""
+    """Average number of busy or requested cores in the last minute; 0 if the system does not report it."""
     return os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
 
 
 def threads_of_rank(num_ranks: int) -> int:
-    """Threads of each of ``num_ranks`` processes that share the cores, unless the environment says otherwise."""
-    told = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
-    return int(told) if told.isdigit() and int(told) > 0 else max(1, num_cores() // num_ranks)
+    """Threads per process if ``num_ranks`` processes share the cores. ``OMP_NUM_THREADS`` overrides it."""
+    requested = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
+    return int(requested) if requested.isdigit() and int(requested) > 0 else max(1, num_cores() // num_ranks)
 
 
 def total_memory_bytes() -> int:
-    """Of the host, or of the container this process runs in where that has less."""
+    """Memory of the host in bytes, or the limit of the container if it is smaller."""
     return min([psutil.virtual_memory().total, *(limit for limit, _ in container_limits())])
 
 
 def available_memory_bytes() -> int:
-    """What processes can still take without swapping, within the container's limit."""
+    """Bytes that processes can allocate without swapping, within the limit of the container."""
     return max(0, min([psutil.virtual_memory().available, *(limit - used for limit, used in container_limits())]))
 
 
 def container_limits(
     root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")
 ) -> Iterator[tuple[int, int]]:
-    """Limit and use of this process's control group (v2) and of each above it that has a limit.
+    """Yield limit and use in bytes of this process's control group (v2) and of each parent group that has a limit.
 
-    Of what a group uses, file pages that were not touched lately (``inactive_file``) are given back when needed:
-    Linux, Documentation/admin-guide/cgroup-v2.rst.
+    The use excludes file pages that were not accessed lately (``inactive_file``), because the kernel reclaims them on
+    demand (Linux, Documentation/admin-guide/cgroup-v2.rst).
     """
     try:
         lines = [line for line in own.read_text().splitlines() if line.startswith("0::")]
     except OSError:
         return
     group = root / lines[0].removeprefix("0::").lstrip("/") if lines else root
-    # Inside a container its own group is often mounted as the root.
+    # In a container, its control group is often mounted as the root.
     for folder in dict.fromkeys([group, *group.parents, root]):
         if root not in (folder, *folder.parents):
             continue

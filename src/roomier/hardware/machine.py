@@ -1,4 +1,4 @@
-"""A machine as a value: what one device of it holds and how fast it is, and the links between devices."""
+"""A machine as a value: memory and speed of its devices, and the links between them."""
 
 from __future__ import annotations
 
@@ -8,33 +8,35 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Link:
-    """A way for bytes, used in one direction by one rank at a time.
+    """Connection in one direction, used by one rank at a time.
 
     Attributes:
-        latency_s: before the first byte arrives.
+        bytes_per_s: bandwidth.
+        latency_s: seconds before the first byte arrives.
     """
 
     bytes_per_s: float
     latency_s: float = 0.0
 
     def time_s(self, num_bytes: float) -> float:
+        """Seconds to send ``num_bytes``."""
         return self.latency_s + num_bytes / self.bytes_per_s
 
 
 @dataclass(frozen=True)
 class Device:
-    """What one rank computes on.
+    """Device of one rank.
 
     Attributes:
-        name: ``"a100-40gb"``; for this machine's CPU its model.
+        name: such as ``"a100-40gb"``; for the CPU of this machine its model name.
         kind: ``"cuda"``, ``"mps"`` or ``"cpu"``.
-        memory_bytes: of the device; of the whole host where the device is a CPU.
+        memory_bytes: memory of the device; for a CPU, memory of the host.
         flops_per_s: rates of matrix products, by ``"fp64"``, ``"fp32"``, ``"tf32"``, ``"bf16"``, ``"fp16"``, ``"fp8"``.
-        memory_bytes_per_s: to and from the device's own memory, reads and writes together.
-        product_efficiency: share of ``flops_per_s`` that products of a model reach: 1 where the rates were measured.
-        operation_s: what the host takes to start one operation.
-        update_bytes_per_s: what a fused AdamW reads and writes (4 numbers read and 3 written for each parameter); None
-            where it was not measured: as ``memory_bytes_per_s``.
+        memory_bytes_per_s: bandwidth of the device's memory, reads plus writes.
+        product_efficiency: fraction of ``flops_per_s`` that matrix products of a model reach; 1 for measured rates.
+        operation_s: seconds that the host takes to start one operation.
+        update_bytes_per_s: bytes that a fused AdamW reads and writes per second (4 numbers read and 3 written per
+            parameter); None if it was not measured, in which case ``memory_bytes_per_s`` applies.
     """
 
     name: str
@@ -49,16 +51,19 @@ class Device:
 
 @dataclass(frozen=True)
 class Machine:
-    """Nodes with equal devices.
+    """Nodes with identical devices.
 
     Attributes:
-        in_node: what one device sends to others of its node while all of them send, as in an all-gather.
-        between_nodes: between two nodes, for each device.
-        to_host: between a device and its host's memory; the same in each direction, both at once.
-        disk_read, disk_write: between the host and its disk, for all its devices together.
-        host_memory_bytes: of one node.
-        source: where the figures come from: ``"data sheets"``, or when and how they were measured.
-        in_node_reduce: as ``in_node``, of a reduce-scatter, with the adding up; None where it is not known apart.
+        device: the device of each rank.
+        devices_per_node: number of devices in a node.
+        num_nodes: number of nodes.
+        in_node: link from one device to the others in its node while all of them send, as in an all-gather.
+        between_nodes: link between two nodes, per device.
+        to_host: link between a device and the memory of its host, in each direction at the same time.
+        disk_read, disk_write: links between the host and its disk, shared by all its devices.
+        host_memory_bytes: host memory of one node.
+        source: origin of the values: ``"data sheets"``, or time and method of the measurement.
+        in_node_reduce: as ``in_node``, for a reduce-scatter including the sum; None if it is not known separately.
     """
 
     device: Device
@@ -75,4 +80,5 @@ class Machine:
 
     @property
     def num_ranks(self) -> int:
+        """Number of devices in all nodes."""
         return self.devices_per_node * self.num_nodes

@@ -1,7 +1,7 @@
-"""How fast this machine is: matrix products, memory, copies, disk, operations, updates. On one process.
+"""Measurements of this machine in one process: matrix products, memory, copies, disk, operations, updates.
 
-Each measurement takes about the seconds it is given and tells the second best of its repetitions: what else runs on the
-machine makes a repetition slower, and a clock that was set makes one of them too fast.
+Each measurement takes about the given number of seconds and returns the second best of its repetitions: other programs
+slow down some repetitions, and a changed clock can make one appear too fast.
 """
 
 from __future__ import annotations
@@ -28,15 +28,17 @@ DTYPES = {
     "fp16": torch.float16,
 }
 _SMALLEST, _LARGEST = 128, 8192  # rows of a product
-_IS_LONG_S = 0.02  # a product that takes this long hides what starting it costs
+_IS_LONG_S = 0.02  # a product that takes this long hides the cost of its launch
 _DISK_CHUNK_BYTES = 2**24
 
 
 def product_rate(dtype: str, device: torch.device, seconds: float) -> float | None:
-    """Floating-point operations per second of a square matrix product; None where the device has no such products.
+    """Return the FLOP/s of a square matrix product; None if the device does not support the dtype.
 
     Args:
         dtype: one of ``DTYPES``.
+        device: device to measure.
+        seconds: approximate duration of the measurement.
     """
     if dtype == "tf32" and device.type != "cuda":
         return None
@@ -50,7 +52,7 @@ def product_rate(dtype: str, device: torch.device, seconds: float) -> float | No
                 return None
             took = _typical_seconds(partial(torch.mm, a, b, out=out), device, seconds / 16)
             best = max(best, 2 * size**3 / took)
-            # The next product is 8 times as much, and done 3 times at least.
+            # The next product is 8 times as large and runs at least 3 times.
             is_over = size > _SMALLEST and time.perf_counter() + 24 * took > deadline
             if is_over or took > _IS_LONG_S or size >= _LARGEST:
                 return best
@@ -58,28 +60,28 @@ def product_rate(dtype: str, device: torch.device, seconds: float) -> float | No
 
 
 def memory_rate(device: torch.device, seconds: float, num_bytes: int | None = None) -> float:
-    """Bytes per second that a copy of ``num_bytes`` reads and writes together.
+    """Return the bytes per second that a copy of ``num_bytes`` reads and writes together.
 
-    Unless told, a copy is of 128 MiB, and on a CPU of 16 MiB: what models hold that train there lies largely in its
-    caches (a core of an Intel Xeon copied 25 GB/s of up to 16 MiB, and 9 to 12 GB/s of 64 MiB), and where cores have
-    other work too, a long copy is interrupted.
+    By default, a copy has 128 MiB, and 16 MiB on a CPU: the data of models that train on a CPU is mostly in its caches
+    (a core of an Intel Xeon copied 25 GB/s with up to 16 MiB, and 9 to 12 GB/s with 64 MiB), and on busy cores a long
+    copy is interrupted.
     """
     if num_bytes is None:
         num_bytes = 2**24 if device.type == "cpu" else 2**27
-    source = torch.ones(num_bytes // 4, device=device)  # zeros would be one page of memory, read again and again
+    source = torch.ones(num_bytes // 4, device=device)  # zeros would map to one page of memory
     target = torch.ones_like(source)
     return 2 * source.nbytes / _typical_seconds(lambda: target.copy_(source), device, seconds)
 
 
 def host_copy_rate(device: torch.device, seconds: float, num_bytes: int = 2**27) -> float:
-    """Bytes per second from pinned memory of the host to a CUDA device."""
+    """Return the bytes per second from pinned host memory to a CUDA device."""
     source = torch.ones(num_bytes // 4, pin_memory=True)
     target = torch.ones(num_bytes // 4, device=device)
     return source.nbytes / _typical_seconds(lambda: target.copy_(source, non_blocking=True), device, seconds)
 
 
 def operation_seconds(device: torch.device, seconds: float, num_operations: int = 500) -> float:
-    """What the host takes to start one operation that does next to nothing, as autograd records it."""
+    """Return the seconds that the host takes to start one trivial operation with autograd."""
     small = torch.zeros(8, device=device, requires_grad=True)
 
     def run() -> None:
@@ -91,7 +93,7 @@ def operation_seconds(device: torch.device, seconds: float, num_operations: int 
 
 
 def update_rate(device: torch.device, seconds: float, num_parameters: int = 2**24) -> float:
-    """Bytes per second of a fused AdamW: of each parameter 4 numbers are read and 3 written."""
+    """Return the bytes per second of a fused AdamW, which reads 4 numbers and writes 3 per parameter."""
     parameters = [torch.nn.Parameter(torch.ones(num_parameters // 4, device=device)) for _ in range(4)]
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
@@ -101,14 +103,14 @@ def update_rate(device: torch.device, seconds: float, num_parameters: int = 2**2
 
 
 def disk_rates(folder: Path, seconds: float, num_bytes: int = 2**28) -> tuple[float, float]:
-    """Bytes per second written to and read from a file in ``folder``, which is removed.
+    """Return the bytes per second written to and read from a temporary file in ``folder``.
 
-    What was written is forced to the disk (``fsync``) before the clock stops, and is dropped from the page cache
-    (``posix_fadvise``, where the system has it) before it is read: else memory would be measured. A folder that lies
-    in memory (tmpfs) is told at the rate of memory, which is what runs get there.
+    Written data is flushed to the disk (``fsync``) before the clock stops, and dropped from the page cache
+    (``posix_fadvise``, if the system supports it) before it is read, so that memory is not measured instead. A folder
+    in memory (tmpfs) has the rate of memory, as in a run.
 
     Raises:
-        RoomierError: the folder does not take a file.
+        RoomierError: the folder is not writable.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -118,12 +120,12 @@ def disk_rates(folder: Path, seconds: float, num_bytes: int = 2**28) -> tuple[fl
         with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
             return _write_rate(file.fileno(), num_bytes, seconds / 2), _read_rate(file.fileno(), seconds / 2)
     except OSError as error:
-        action = "Name a folder that can be written to"
-        raise RoomierError("folder", str(folder), f"takes no file: {error}", action) from error
+        action = "Choose a writable folder"
+        raise RoomierError("folder", str(folder), f"is not writable: {error}", action) from error
 
 
 def _write_rate(file: int, num_bytes: int, seconds: float) -> float:
-    chunk = memoryview(os.urandom(_DISK_CHUNK_BYTES))  # drives that compress would be flattered by zeros
+    chunk = memoryview(os.urandom(_DISK_CHUNK_BYTES))  # zeros would be too fast on drives that compress
     start, written = time.perf_counter(), 0
     while written < num_bytes and (written == 0 or time.perf_counter() - start < seconds):
         written += os.write(file, chunk)
@@ -145,7 +147,7 @@ def _read_rate(file: int, seconds: float) -> float:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until ``device`` has done what it was given."""
+    """Wait until ``device`` has finished all submitted work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     elif device.type == "mps":
@@ -153,7 +155,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def _typical_seconds(run: Callable[[], object], device: torch.device, seconds: float) -> float:
-    """Of one ``run``, in ``seconds`` or three runs, whichever is longer. The first run makes buffers and kernels."""
+    """Return the second best time of ``run`` over ``seconds`` or three repetitions. The first run is a warm-up."""
     start = time.perf_counter()
     first = seconds_of(run, device)
     if first > seconds:
@@ -165,7 +167,7 @@ def _typical_seconds(run: Callable[[], object], device: torch.device, seconds: f
 
 
 def seconds_of(run: Callable[[], object], device: torch.device) -> float:
-    """Of one ``run``, until ``device`` is done with it."""
+    """Seconds of one ``run``, until ``device`` has finished it."""
     synchronize(device)
     start = time.perf_counter()
     run()

@@ -1,4 +1,4 @@
-"""What was measured of this machine, as a value, and where it is kept."""
+"""Measurements of this machine as a value, and their storage."""
 
 from __future__ import annotations
 
@@ -18,12 +18,16 @@ _SECTION = "measured"
 
 @dataclass(frozen=True)
 class Circumstances:
-    """What a measurement holds for, and for nothing else.
+    """Conditions of a measurement. It is valid for equal conditions only.
 
     Attributes:
-        device: its name; of a CPU its model.
-        num_ranks: how many processes computed at once.
-        num_threads: of each of them.
+        host: network name of the machine.
+        cpu: model name of the processor.
+        torch: version of torch.
+        device: name of the device; for a CPU its model name.
+        kind: type of the device, such as ``"cuda"``.
+        num_ranks: number of processes that computed at the same time.
+        num_threads: threads of each process.
     """
 
     host: str
@@ -37,13 +41,18 @@ class Circumstances:
 
 @dataclass(frozen=True)
 class Measured:
-    """Rates of one rank while all ranks are at work; bytes and operations per second, and seconds.
+    """Rates of one rank while all ranks are busy.
 
     Attributes:
-        is_quick: in about a second, in the process that asked: no disk, no exchanges.
-        update_bytes_per_s, host_bytes_per_s: None where they were not measured.
-        gather, reduce: bytes that one rank sends per second, and seconds before the first; None for one rank.
-        disk_read, disk_write: None where they were not measured.
+        circumstances: conditions of the measurement.
+        measured_at: time in ISO format, UTC.
+        is_quick: True for a measurement of about a second in the calling process, without disk and collectives.
+        flops_per_s: rates of matrix products by dtype, in FLOP/s.
+        memory_bytes_per_s: memory bandwidth, reads plus writes.
+        operation_s: seconds to start one operation.
+        update_bytes_per_s, host_bytes_per_s: bandwidth of an update, and from host to device; None if not measured.
+        gather, reduce: bytes per second that one rank sends, and seconds before the first byte; None for one rank.
+        disk_read, disk_write: bytes per second; None if not measured.
     """
 
     circumstances: Circumstances
@@ -61,7 +70,7 @@ class Measured:
 
 
 def circumstances_of(device: torch.device, num_ranks: int) -> Circumstances:
-    """Those of ``num_ranks`` processes on this machine, now."""
+    """Conditions of ``num_ranks`` processes on this machine, now."""
     model = cpu_model()
     return Circumstances(
         host=host_name(),
@@ -75,33 +84,34 @@ def circumstances_of(device: torch.device, num_ranks: int) -> Circumstances:
 
 
 def now() -> str:
+    """Current time in ISO format, UTC."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def stored() -> list[Measured]:
-    """All that is kept, of whatever circumstances."""
+    """Return all stored measurements."""
     entries = cache.read(_SECTION)
     if entries is None:
         return []
     try:
         return [_measured(entry) for entry in entries]
     except (TypeError, KeyError, ValueError, AttributeError):
-        notice(f"{cache.cache_file()} holds no measurements that can be read; `roomier hardware` writes them anew")
+        notice(f"{cache.cache_file()} contains no valid measurements; `roomier hardware` rewrites it")
         return []
 
 
 def store(measured: Sequence[Measured]) -> bool:
-    """Keep ``measured`` in place of what was kept of the same circumstances. Returns whether that worked."""
-    theirs = [each.circumstances for each in measured]
-    kept = [each for each in stored() if each.circumstances not in theirs]
+    """Store ``measured`` and replace measurements with the same conditions. Returns whether the file was written."""
+    replaced = [each.circumstances for each in measured]
+    kept = [each for each in stored() if each.circumstances not in replaced]
     return cache.write(_SECTION, [asdict(each) for each in (*kept, *measured)])
 
 
 def _measured(entry: Mapping[str, Any]) -> Measured:
-    """The value of one entry.
+    """Convert one stored entry to a value.
 
     Raises:
-        TypeError, KeyError, ValueError, AttributeError: it is none.
+        TypeError, KeyError, ValueError, AttributeError: the entry is invalid.
     """
     rest = {**entry, "circumstances": Circumstances(**entry["circumstances"])}
     rest["flops_per_s"] = {str(dtype): float(rate) for dtype, rate in entry["flops_per_s"].items()}

@@ -1,4 +1,4 @@
-"""The whole measurement of this machine: processes that compute at once, exchanges between them, the disk."""
+"""Measurement of this machine: processes that compute at the same time, collectives between them, and the disk."""
 
 from __future__ import annotations
 
@@ -21,19 +21,20 @@ from roomier.hardware.host import num_cores
 from roomier.hardware.measure import DTYPES, disk_rates, memory_rate, operation_seconds, product_rate, update_rate
 from roomier.hardware.measured import Measured, circumstances_of, now
 
-_PATIENCE_S = 120.0  # with ranks that do not end; on a quiet machine they take a twentieth
+_PATIENCE_S = 120.0  # time limit for the ranks; on a quiet machine they take a twentieth of it
 
 
 def measure_ranks(device: torch.device, num_ranks: int, seconds: float = 2.0, folder: Path | None = None) -> Measured:
-    """Measure this machine with ``num_ranks`` processes at once, and the disk.
+    """Measure this machine with ``num_ranks`` processes at the same time, and the disk.
 
     Args:
-        device: what the ranks compute on; of CUDA, each has one of its own.
-        seconds: what a rank may take for what it does alone; starting and exchanges come on top, some 5 s.
-        folder: where the disk is written to and read; None leaves the disk out.
+        device: device of the ranks; each rank uses its own CUDA device.
+        num_ranks: number of processes.
+        seconds: time for the measurements without communication. Startup and collectives take about 5 s more.
+        folder: folder for the measurement of the disk; None skips this measurement.
 
     Raises:
-        RoomierError: a rank did not end well, or the folder does not take a file.
+        RoomierError: a rank failed, or the folder is not writable.
     """
     started = circumstances_of(device, num_ranks)
     with tempfile.TemporaryDirectory(prefix="roomier-hardware-") as scratch:
@@ -58,16 +59,16 @@ def measure_ranks(device: torch.device, num_ranks: int, seconds: float = 2.0, fo
 
 
 def measure_quickly(device: torch.device, num_ranks: int) -> Measured:
-    """In this process and about a second: products, memory, operations, updates.
+    """Measure products, memory, operations and updates in this process, in about a second.
 
-    A rank's share of the machine is reckoned, not measured: where ranks have more threads than there are cores, each
-    gets its part of a core, and all share the memory.
+    The share of a rank is computed, not measured: if the ranks have more threads than the machine has cores, each
+    thread gets its fraction of a core, and all ranks share the memory.
     """
     circumstances = circumstances_of(device, num_ranks)
     num_threads = circumstances.num_threads if device.type == "cpu" else 1
     threads_before = torch.get_num_threads()
     try:
-        # Where other programs keep cores busy, threads that wait for each other can be slower than one alone.
+        # If other programs keep cores busy, several threads that wait for each other can be slower than one thread.
         rates = [_product_rates(device, count) for count in sorted({1, num_threads})]
         together = max(1, min(num_cores(), num_ranks * num_threads)) if device.type == "cpu" else 1
         memory = {count: _bytes_rates(device, count) for count in (1, together)}
@@ -77,8 +78,8 @@ def measure_quickly(device: torch.device, num_ranks: int) -> Measured:
         torch.set_num_threads(threads_before)
     share = min(1.0, num_cores() / (num_ranks * num_threads)) if device.type == "cpu" else 1.0
     sharing = num_ranks if device.type == "cpu" else 1
-    # All at once, each has its part; a thread alone is the witness where other programs hold those up that wait for
-    # each other.
+    # With all threads, each rank has its share of the total. One thread is a second estimate, because other programs
+    # slow down threads that wait for each other.
     alone, all_threads = memory[1], memory[together]
     copied, updated = (max(share * one, both / sharing) for one, both in zip(alone, all_threads, strict=True))
     return Measured(
@@ -104,9 +105,9 @@ def _product_rates(device: torch.device, num_threads: int) -> dict[str, float]:
 
 
 def _link(name: str, ranks: Sequence[dict[str, Any]]) -> tuple[float, float] | None:
-    """Bytes that a rank sends per second, and the seconds of a small exchange; None where there was none.
+    """Return bytes that a rank sends per second and seconds of a small collective; None for one rank.
 
-    An exchange is over when the slowest rank is done; of its repetitions the fastest stands.
+    A collective ends when the slowest rank has finished. The fastest repetition counts.
     """
     if len(ranks) == 1:
         return None
@@ -121,8 +122,8 @@ def _link(name: str, ranks: Sequence[dict[str, Any]]) -> tuple[float, float] | N
 def _run_ranks(kind: str, num_ranks: int, num_threads: int, seconds: float, scratch: Path) -> list[dict[str, Any]]:
     environ = {**os.environ, "OMP_NUM_THREADS": str(num_threads)}
     keep_on_loopback(environ)
-    # Threads that wait by spinning take the cores from those they wait for, where other programs run as well: then a
-    # product took a hundred times as long.
+    # Spinning threads take cores from the threads that they wait for if other programs run as well. A product then
+    # took a hundred times as long.
     environ.setdefault("OMP_WAIT_POLICY", "passive")
     common = {"kind": kind, "num_ranks": num_ranks, "seconds": seconds, "store": str(scratch / "store")}
     results = [scratch / f"rank-{rank}.json" for rank in range(num_ranks)]
@@ -149,10 +150,10 @@ def _run_ranks(kind: str, num_ranks: int, num_threads: int, seconds: float, scra
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]], scratch: Path) -> None:
-    """Until all have ended.
+    """Wait until all processes have ended.
 
     Raises:
-        RoomierError: one failed, or did not end in time.
+        RoomierError: a process failed, or did not end in time.
     """
     deadline = time.monotonic() + _PATIENCE_S
     while any(process.poll() is None for process in processes):
@@ -163,9 +164,9 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], scratch: Path) -> None:
     for rank, process in enumerate(processes):
         code = process.poll()
         if code:
-            told = (scratch / f"rank-{rank}.err").read_text().strip().splitlines()[-1:]
-            problem = f"the process that measures as rank {rank} ended with {code}: {' '.join(told) or 'no message'}"
-            raise RoomierError("devices", len(processes), problem, "Measure with fewer, or --quick")
+            output = (scratch / f"rank-{rank}.err").read_text().strip().splitlines()[-1:]
+            problem = f"the process of rank {rank} ended with exit code {code}: {' '.join(output) or 'no message'}"
+            raise RoomierError("devices", len(processes), problem, "Measure with fewer devices, or use --quick")
     if any(process.poll() is None for process in processes):
-        problem = f"the processes that measure did not end within {_PATIENCE_S:.0f} s"
-        raise RoomierError("devices", len(processes), problem, "Measure with fewer, or --quick")
+        problem = f"the measuring processes did not end within {_PATIENCE_S:.0f} s"
+        raise RoomierError("devices", len(processes), problem, "Measure with fewer devices, or use --quick")

@@ -1,7 +1,7 @@
-"""One of several processes that measure at once: ``python -m roomier.hardware.rank_worker SETTINGS``.
+"""Process of one rank in a measurement of several ranks: ``python -m roomier.hardware.rank_worker SETTINGS``.
 
-Settings come as JSON on the command line, and what was measured goes as JSON into a file. All ranks measure the same at
-the same time, so that each has the share of the machine that it has in a run.
+The settings are JSON on the command line, and the result is a JSON file. All ranks measure the same value at the same
+time, so each rank has the same share of the machine as in a run.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from roomier.hardware.measure import (
 )
 
 _PATIENCE = timedelta(seconds=60)
-_WHOLE_BYTES = 2**24  # of one exchange: as of a block of a small model
+_WHOLE_BYTES = 2**24  # size of one collective, as for a block of a small model
 _SMALL_BYTES = 2**10
 _REPETITIONS = 8
 
 
 def main(settings: dict[str, Any]) -> None:
-    """Measure, and write the result into the file ``settings["result"]``."""
+    """Measure, and write the result to the file ``settings["result"]``."""
     rank, num_ranks = settings["rank"], settings["num_ranks"]
     device = torch.device("cuda", rank) if settings["kind"] == "cuda" else torch.device(settings["kind"])
     if device.type == "cuda":
@@ -56,7 +56,7 @@ def main(settings: dict[str, Any]) -> None:
 
 
 def _alone(device: torch.device, seconds: float) -> dict[str, Any]:
-    """What a rank does by itself, in about ``seconds`` altogether."""
+    """Measure the rates of one rank without communication, in about ``seconds`` altogether."""
     rates = {}
     for dtype in DTYPES:
         _meet()
@@ -74,7 +74,7 @@ def _alone(device: torch.device, seconds: float) -> dict[str, Any]:
 
 
 def _together(device: torch.device, num_ranks: int) -> dict[str, Any]:
-    """Seconds of each repetition of an exchange among the ranks, large and small, and the bytes a rank sends in one."""
+    """Measure large and small collectives: seconds of each repetition, and the bytes that a rank sends in one."""
     exchange = Exchange()
     result: dict[str, Any] = {}
     for size, num_bytes in (("large", _WHOLE_BYTES), ("small", _SMALL_BYTES)):
@@ -86,7 +86,7 @@ def _together(device: torch.device, num_ranks: int) -> dict[str, Any]:
 
 
 def _reduce_scatter(exchange: Exchange, rows: Tensor) -> Tensor:
-    """The sum over the ranks of the row with this rank's number, as the engine adds it up on this kind of device."""
+    """Sum over the ranks of the row with this rank's index, computed as in the engine on this kind of device."""
     if rows.is_cuda:
         result = torch.empty_like(rows[0])
         dist.reduce_scatter_tensor(result, rows)
@@ -107,7 +107,7 @@ def _repeated(run: Callable[[], object], device: torch.device) -> list[float]:
         run()
         synchronize(device)
         seconds.append(time.perf_counter() - start)
-    return seconds[1:]  # the first one connects
+    return seconds[1:]  # the first repetition connects the ranks
 
 
 def _meet() -> None:

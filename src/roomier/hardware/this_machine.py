@@ -1,4 +1,4 @@
-"""The machine this process runs on, as a value: by what ``roomier hardware`` measured, else by a quick look."""
+"""The current machine as a value: from stored measurements of ``roomier hardware``, otherwise from a quick one."""
 
 from __future__ import annotations
 
@@ -15,35 +15,37 @@ from roomier.hardware.machine import Device, Link, Machine
 from roomier.hardware.measured import Circumstances, Measured, circumstances_of
 from roomier.hardware.measuring import measure_quickly
 
-# Where nothing was measured: loopback between processes of one host, and one drive of a usual server. Assumed.
+# Values without a measurement: loopback between processes of one host, and one drive of a usual server. Assumed.
 _EXCHANGE = Link(2e9, 2e-4)
-_NETWORK = Link(1.25e9, 5e-5)  # 10 Gbit/s; between machines nothing is measured at all
+_NETWORK = Link(1.25e9, 5e-5)  # 10 Gbit/s; links between machines are never measured
 _DISK_READ, _DISK_WRITE = Link(1e9, 1e-4), Link(0.5e9, 1e-4)
 
 
 def this_machine(devices: int = 1, num_nodes: int = 1, accelerator: str = "auto") -> Machine:
-    """This machine with ``devices`` ranks on each of ``num_nodes`` nodes like it.
+    """Return this machine with ``devices`` ranks on each of ``num_nodes`` identical nodes.
 
-    Rates are those that ``roomier hardware`` measured and kept, if it did so on this host with the same processor,
-    version of torch, number of ranks and of threads for each. Else GPUs of the table have the rates of their data
-    sheets, and everything else is looked at quickly, in about a second and once in a process; ``source`` says which.
-    Memory is what there is now.
+    The rates are stored measurements of ``roomier hardware`` for this host with the same processor, version of torch,
+    number of ranks and threads per rank. Otherwise, GPUs of the table have the rates of their data sheets, and other
+    values come from a quick measurement of about a second, one time per process. ``source`` states the origin. The
+    memory is the memory that is available now.
 
     Args:
-        accelerator: as the Trainer takes it.
+        devices: ranks per node.
+        num_nodes: number of nodes.
+        accelerator: as in the Trainer.
 
     Raises:
-        RoomierError: the accelerator is named and this machine has none.
+        RoomierError: the machine does not have the requested accelerator.
     """
     device = resolve_device(accelerator)
     return machine_from(device, found_or_measured(device, devices), devices, num_nodes)
 
 
 def machine_from(device: torch.device, measured: Measured | None, devices: int, num_nodes: int) -> Machine:
-    """The value.
+    """Create the machine from measured rates.
 
     Args:
-        measured: None is the data sheet of ``device``, a GPU of the table.
+        measured: measured rates; None selects the data sheet of ``device``, a GPU of the table.
     """
     gpu = _gpu(device, devices, num_nodes)
     if measured is None:
@@ -69,9 +71,9 @@ def machine_from(device: torch.device, measured: Measured | None, devices: int, 
 
 
 def found_or_measured(device: torch.device, num_ranks: int) -> Measured | None:
-    """What is kept for ``num_ranks`` here and now, else a quick look; None where a data sheet is better than that.
+    """Return the stored measurement for ``num_ranks``, otherwise a quick one; None if a data sheet is more accurate.
 
-    The disk and the exchanges of a quick look are those of another measurement of this host, where there is one.
+    Disk and collectives of a quick measurement come from another measurement of this host if one exists.
     """
     circumstances = circumstances_of(device, num_ranks)
     kept = measurements.stored()
@@ -108,7 +110,7 @@ def _is_alike(one: Measured, other: Measured) -> bool:
 
 def _with_rates(device: torch.device, measured: Measured, gpu: Machine | None) -> Device:
     rates = dict(measured.flops_per_s)
-    if gpu is not None and "fp8" in gpu.device.flops_per_s:  # not measured: as much below its peak as bf16
+    if gpu is not None and "fp8" in gpu.device.flops_per_s:  # not measured: the same fraction of its peak as bf16
         reached = rates["bf16"] / gpu.device.flops_per_s["bf16"]
         rates["fp8"] = gpu.device.flops_per_s["fp8"] * reached
     return Device(
@@ -123,7 +125,7 @@ def _with_rates(device: torch.device, measured: Measured, gpu: Machine | None) -
 
 
 def _gpu(device: torch.device, devices: int, num_nodes: int) -> Machine | None:
-    """The machine of the data sheets, with the memory that is really there; None without a sheet."""
+    """Return the machine of the data sheet with the actual memory; None without a data sheet."""
     sheet = sheet_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     if sheet is None:
         return None
@@ -137,9 +139,9 @@ def _gpu(device: torch.device, devices: int, num_nodes: int) -> Machine | None:
 
 
 def _memory_bytes(device: torch.device, devices: int) -> int:
-    """Of one rank: a GPU's own; of a CPU its share of what is available in the host now."""
+    """Memory of one rank: the memory of a GPU, or its share of the available host memory on a CPU."""
     if device.type == "cuda":
-        # mem_get_info tells the same total, but makes a context that takes 400 MiB of it (unslothai/unsloth-zoo#1053).
+        # mem_get_info returns the same total, but creates a context of 400 MiB (unslothai/unsloth-zoo#1053).
         return int(torch.cuda.get_device_properties(device).total_memory)
     if device.type == "mps":
         return int(torch.mps.recommended_max_memory())
@@ -153,8 +155,8 @@ def _link(measured: tuple[float, float] | None) -> Link | None:
 def _source(measured: Measured) -> str:
     if not measured.is_quick:
         return f"measured by `roomier hardware` at {measured.measured_at}"
-    unknown = [name for name, rate in (("disk", measured.disk_read), ("exchanges", measured.gather)) if rate is None]
-    if measured.circumstances.num_ranks == 1 and "exchanges" in unknown:
-        unknown.remove("exchanges")
+    unknown = [name for name, rate in (("disk", measured.disk_read), ("collectives", measured.gather)) if rate is None]
+    if measured.circumstances.num_ranks == 1 and "collectives" in unknown:
+        unknown.remove("collectives")
     assumed = f"; {' and '.join(unknown)} assumed" if unknown else ""
-    return f"a quick look at {measured.measured_at}{assumed}; `roomier hardware` measures more closely"
+    return f"a quick measurement at {measured.measured_at}{assumed}; `roomier hardware` is more accurate"

@@ -38,6 +38,7 @@ class FailureNews:
         ended_rank: returns a rank of this machine that has ended, and how, as far as this process started the ranks.
 
     Attributes:
+        has_error: an uncaught exception ends this rank, perhaps because it lost another one.
         is_failing: this rank ends with an error of its own.
         has_lost_peer: this rank ends because it could not reach another one.
         where: returns the place in the run, for messages.
@@ -46,7 +47,7 @@ class FailureNews:
 
     def __init__(self, world: World, ended_rank: Callable[[], tuple[int, str] | None] = lambda: None) -> None:
         self.world = world
-        self.is_failing = False
+        self.has_error = self.is_failing = False
         self.has_lost_peer = False
         self.where: Callable[[], str] = lambda: ""
         self.store: Store | None = None
@@ -132,6 +133,7 @@ class FailureNews:
 
     def _end(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         end_in_time()
+        self.has_error = True
         if issubclass(kind, KeyboardInterrupt) and self.world.rank > 0:
             return
         if is_of_lost_peer(error):
@@ -144,7 +146,7 @@ class FailureNews:
             self.is_failing = True
             self._before(kind, error, trace)
             return
-        _tell_torchrun(error, trace)
+        tell_torchrun(error, trace)
         if not self.claim(f"{kind.__name__}: {error}"):
             return
         if self._before is sys.__excepthook__:  # in one write: ranks share the terminal
@@ -182,8 +184,8 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
 
 
-def _tell_torchrun(error: BaseException, trace: TracebackType | None) -> None:
-    """torchrun's summary then names the rank and shows its error."""
+def tell_torchrun(error: BaseException, trace: TracebackType | None) -> None:
+    """Write ``error`` into the error file of torchrun, whose summary names the rank and shows the error."""
     if "TORCHELASTIC_ERROR_FILE" in os.environ:
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 

@@ -16,6 +16,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from roomier.core.errors import TrainingError
 from roomier.core.world import World
+from roomier.launch import heartbeat
 from roomier.launch.environment import launch_of
 from roomier.launch.failure import FailureNews
 from roomier.launch.meet import connect_again, meet, open_store
@@ -65,6 +66,7 @@ def initialise(world: World, device_type: str) -> None:
     _connect(world, device_type, PrefixStore(meeting, store), _news, timeout_s)
     if children is not None:
         children.have_met = True
+    heartbeat.prepare(world, lambda: PrefixStore(meeting, connect_again(store, timeout_s)), _news)
     atexit.register(_leave)
 
 
@@ -118,6 +120,7 @@ def exits_together(where: Callable[[], str]) -> Iterator[None]:
 def _leave() -> None:
     # Threads of a process group that exists when the interpreter ends can abort the process. They are joined when the
     # last reference to the group is deleted, and sharded models hold references in cycles.
+    heartbeat.close()
     if dist.is_initialized():
         gc.collect()
         dist.destroy_process_group()

@@ -12,15 +12,18 @@ from typing import Any
 from roomier.core.log import notice
 from roomier.loggers.files import FileLogger, replacing
 
+_FORMULA = ("=", "+", "-", "@")  # a spreadsheet computes a cell that starts with one of these
+
 
 class CSVLogger(FileLogger):
     """Appends rows to ``<run folder>/metrics.csv``: ``step``, ``time`` and one column per metric.
 
     ``step`` counts optimizer steps, ``time`` is the wall clock in seconds since 1970 (UTC). A metric that is
-    itself called ``step`` or ``time`` has the column ``metric/step`` or ``metric/time``. The cell of a metric that
-    was not logged at that moment is empty; numbers that are not finite are ``nan``, ``inf`` and ``-inf``. Columns
-    stand in the order in which they were first logged; only when a new one comes is the file rewritten, aside,
-    and moved into place.
+    itself called ``step`` or ``time`` has the column ``metric/step`` or ``metric/time``. A name that starts with ``=``,
+    ``+``, ``-`` or ``@`` has a column that starts with a ``'``, so that no spreadsheet takes it for a formula. The cell
+    of a metric that was not logged at that moment is empty; numbers that are not finite are ``nan``, ``inf`` and
+    ``-inf``. Columns stand in the order in which they were first logged; only when a new one comes is the file
+    rewritten, aside, and moved into place.
 
     Args:
         save_dir, name, version, prefix: see :class:`roomier.loggers.files.FileLogger`.
@@ -45,7 +48,7 @@ class CSVLogger(FileLogger):
         assert self._file is not None, "start() comes first"
         cells: dict[str, Any] = {"step": step, "time": f"{time.time():.3f}"}
         for name, value in row.items():
-            cells[f"metric/{name}" if name in ("step", "time") else name] = value
+            cells[f"metric/{name}" if name in ("step", "time") else _column(name)] = value
         new = [name for name in cells if name not in self._columns]
         if new:
             self._add_columns(new)
@@ -83,6 +86,10 @@ class CSVLogger(FileLogger):
     def _rewrite(self, rows: Iterable[list[str]]) -> None:
         with replacing(self._path) as file:
             csv.writer(file, lineterminator="\n").writerows(chain([self._columns], rows))
+
+
+def _column(name: str) -> str:
+    return f"'{name}" if name.startswith(_FORMULA) else name
 
 
 def _step_of(row: list[str]) -> int | None:

@@ -10,6 +10,7 @@ from typing import Any
 from roomier.api.logger import Logger
 from roomier.core.errors import RoomierError
 from roomier.core.log import is_first_rank, notice
+from roomier.core.metric_names import check_metric_name
 
 
 class GuardedLogger(Logger):
@@ -33,10 +34,12 @@ class GuardedLogger(Logger):
             step: of the row; None is that of the row before.
 
         Raises:
-            RoomierError: one of them is no number.
+            RoomierError: one of them is no number, or its name contains control characters.
         """
         if self.is_silent:
             return
+        for name in metrics:
+            check_metric_name("log_metrics", str(name))
         row = {f"{self._prefix}{name}": _number(name, value) for name, value in metrics.items()}
         self._last_step = step = self._last_step if step is None else int(step)
         self._guard("log_metrics", lambda: self._write_metrics(row, step))

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from roomier.api.trainer_view import TrainerView
     from roomier.memory.anatomy_table import Anatomy
-    from roomier.trainer import Trainer
 
 
-def anatomy(trainer: Trainer) -> Anatomy:
+def anatomy(trainer: TrainerView) -> Anatomy:
     """The bytes of the run of ``trainer`` by kind: now, and at the peak of a step where the callback
     :class:`roomier.callbacks.MemoryAnatomy` tracked one; beside it what the Plan's formula says for each parameter.
 
@@ -19,6 +19,6 @@ def anatomy(trainer: Trainer) -> Anatomy:
     Raises:
         RoomierError: nothing was run yet.
     """
-    from roomier.memory.measure import anatomy_of  # late: it needs the distributed tensors
+    from roomier.memory.measure import anatomy_of  # late: loads the sharding of torch
 
     return anatomy_of(trainer)

@@ -13,19 +13,19 @@ from roomier.memory.predict import predict_built
 from roomier.memory.tracker import MemoryTracker
 
 if TYPE_CHECKING:
-    from roomier.engine.engine import Engine
+    from roomier.api.engine import Engine
+    from roomier.api.trainer_view import TrainerView
     from roomier.plan import Plan
-    from roomier.trainer import Trainer
 
 
-def anatomy_of(trainer: Trainer) -> Anatomy:
+def anatomy_of(trainer: TrainerView) -> Anatomy:
     """See :func:`roomier.memory.anatomy`."""
     run = trainer.run or trainer.fitted
     if run is None:
         action = "Call it in a hook of a callback, or after trainer.fit(model, data)"
         raise RoomierError("anatomy", trainer, "this Trainer has not run anything yet", action)
     engine, plan, rank = run.engine, run.plan, run.ranks.world.rank
-    engine.release()  # what an evaluation gathered is no part of a step
+    engine.settle()  # what an evaluation gathered is no part of a step
     with MemoryTracker(engine.module, engine.optimizers, engine.device) as look:
         pass
     peak = next((each.peak for each in trainer.callbacks if isinstance(each, KeepsPeak) and each.peak), None)

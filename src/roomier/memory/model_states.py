@@ -12,11 +12,12 @@ Of weights of ``w`` bytes (4), gathered for compute in ``c`` bytes (2 under auto
     zero2        w/N         c, the step       c, one unit; w/N behind it            2w/N
     zero3, hsdp  w/N         c, two units      c, one unit; w/N behind it            2w/N
 
-A weight that is frozen is its parameter, and what is gathered of it, alone; one in few bits is a buffer. They are not
-all there at once: a backward frees what is gathered, unit by unit, while gradients come. So the peak is
-found by walking the units through a step. Dimension 0 is cut into chunks of equally many rows, as ``torch.chunk`` does;
-where it does not divide, gathered parameters and communication buffers are padded to whole chunks, and the last ranks
-own less.
+Gradients are freed after the update, so none exists between steps, except in the buckets of DDP. Hooks that read them
+later keep them. A weight that is frozen is its parameter, and what is gathered of it, alone; one in few bits is a
+buffer. They are not all there at once: a backward frees what is gathered, unit by unit, while gradients come. So the
+peak is found by walking the units through a step. Dimension 0 is cut into chunks of equally many rows, as
+``torch.chunk`` does; where it does not divide, gathered parameters and communication buffers are padded to whole
+chunks, and the last ranks own less.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ def model_states(units: list[Unit], layout: Layout, state_bytes: StateBytes, buf
     """
     kept = kept_bytes(units, layout, state_bytes, buffer_bytes)
     step = _CutStep(units, layout, kept) if layout.is_cut else _WholeStep(units, layout, kept)
-    return ModelStates([*step.moments, Moment("between steps", step.now)])
+    return ModelStates([*step.moments, Moment("between steps", {**step.now, Kind.GRADIENT: step.bucket_bytes})])
 
 
 def kept_bytes(
@@ -115,8 +116,8 @@ class _WholeStep:
         self.now = {**dict.fromkeys(Kind, 0), **kept}
         gradients = sum(gradient_bytes(unit.weights) for unit in units)
         is_ddp = layout.strategy == "ddp"
-        if is_ddp:
-            self.now[Kind.GRADIENT] += gradients  # DDP's buckets are there between steps too
+        self.bucket_bytes = gradients if is_ddp else 0  # DDP keeps its buckets between steps
+        self.now[Kind.GRADIENT] += self.bucket_bytes
         self._note("forward")
         if layout.steps_in_backward:
             self._update_in_backward(units)
@@ -149,6 +150,8 @@ class _WholeStep:
 
 class _CutStep:
     """Units of a model that is cut, in the order of its modules."""
+
+    bucket_bytes = 0
 
     def __init__(self, units: list[Unit], layout: Layout, kept: dict[Kind, int]) -> None:
         self.moments: list[Moment] = []

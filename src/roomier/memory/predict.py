@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from roomier.api.engine import Engine
 from roomier.core.errors import PlanError
-from roomier.engine.engine import Engine
 from roomier.memory.model_states import ModelStates, StateBytes, model_states
 from roomier.memory.optimizer_states import onebit_adam_bytes, state_bytes
 from roomier.memory.walk import Layout

@@ -8,9 +8,9 @@ from typing import Any
 
 from rich.table import Table
 
+from roomier.api.engine import Engine
 from roomier.core.ranks import Ranks
 from roomier.core.units import format_bytes
-from roomier.engine.engine import Engine
 from roomier.memory.kinds import MODEL_STATES, Kind, total_bytes
 from roomier.memory.predict import predict_built
 from roomier.memory.tracker import MemoryTracker
@@ -98,7 +98,7 @@ def report_of(engine: Engine, plan: Plan, ranks: Ranks, tracker: MemoryTracker |
         plan: from which ``engine`` was built.
         tracker: of a step that was tracked, for the peaks.
     """
-    engine.release()
+    engine.settle()
     with MemoryTracker(engine.module, engine.optimizers, engine.device) as look:
         pass
     rank = ranks.world.rank

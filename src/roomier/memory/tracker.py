@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from roomier.api.engine import Engine
 from roomier.core import torch_fake, torch_private
-from roomier.engine.engine import Engine
 from roomier.memory.kinds import Kind, total_bytes
 
 _COMMUNICATION = ("c10d", "_c10d_functional")  # namespaces of operations whose tensors travel

@@ -35,6 +35,16 @@ class Conversion:
     run: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] | None
 
 
+def data_of_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a stored configuration without the entries that name code: transformers imports what they name, from the
+    hub if it is not installed."""
+    return {
+        key: data_of_config(value) if isinstance(value, Mapping) else value
+        for key, value in config.items()
+        if not (key == "auto_map" or "_implementation" in key)
+    }
+
+
 def find_pretrained(module: nn.Module) -> tuple[str, Any] | None:
     """The first Hugging Face model that ``module`` is or holds, and the prefix of its weights' names: ``"model."``,
     say, or ``""``. None where there is none."""

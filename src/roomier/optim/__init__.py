@@ -1,1 +1,1 @@
-"""Optimizers and learning-rate schedules: by name, or as ``configure_optimizers`` gives them."""
+"""Optimizers and learning rate schedules, selected by a string or returned by ``configure_optimizers``."""

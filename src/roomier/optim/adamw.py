@@ -1,17 +1,17 @@
-"""AdamW whose two moments take 8 or 4 bits each, or 32; weights of float32 or bfloat16.
+"""AdamW whose moments take 8, 4 or 32 bits each, for float32 or bfloat16 weights.
 
 [Note: a step on codes]
-With ``r`` and ``q = m / (r + e')`` of ``block_codes.py``, ``g`` the gradient, ``c1`` and ``c2`` the corrections of both
-moments for their start, ``e = eps * sqrt(c2)`` and ``e'`` that of the step before::
+With ``r`` and ``q = m / (r + e')`` as in ``block_codes.py``, the gradient ``g``, the bias corrections ``c1`` and ``c2``
+of the moments, ``e = eps * sqrt(c2)``, and ``e'`` the value of ``e`` in the previous step::
 
     m = beta1 * q * (r + e') + (1 - beta1) * g
     r = sqrt(beta2 * r^2 + (1 - beta2) * g^2)
     q = m / (r + e)
     w = w * (1 - lr * weight_decay) - lr * sqrt(c2) / c1 * q
 
-This is AdamW (Loshchilov and Hutter 2019, "Decoupled Weight Decay Regularization", arXiv 1711.05101, Algorithm 2) in
-other words, exact but for what is rounded when ``r`` and ``q`` are stored. On CPU it runs over as many rows as stay in
-the processor's cache, in place; on CUDA it is compiled into few kernels over whole parameters.
+These formulas are equivalent to AdamW (Loshchilov and Hutter 2019, "Decoupled Weight Decay Regularization", arXiv
+1711.05101, Algorithm 2), except for the rounding when ``r`` and ``q`` are stored. On a CPU the step processes as many
+rows as fit in the cache, in place. On CUDA it is compiled to a few kernels over full parameters.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from roomier.optim.block_codes import Region
 from roomier.optim.local import first_element, is_cut, local
 from roomier.optim.rounding import empty_low_bits, flat_parts, noise_key, read, write
 
-SEED = 0  # of weights that are rounded at random: the noise need not differ from run to run
+SEED = 0  # for stochastic rounding: the noise does not have to differ between runs
 STATE_BITS = (4, 8, 32)
 _ROUNDINGS = ("split", "stochastic", "nearest")
-_CHUNK = 2**16  # elements: the numbers beside them stay in the processor's cache
-_CHUNK_COMPILED = 2**19  # two numbers beside each, and few calls
+_CHUNK = 2**16  # elements, so that temporaries fit in the cache
+_CHUNK_COMPILED = 2**19  # compiled code has two temporaries per element, and fewer calls are faster
 _CHUNK_ON_DEVICE = 2**24
-_WORTH_COMPILING = 2**22  # elements in codes: below, a step saves less than a compiler takes in a thousand
+_WORTH_COMPILING = 2**22  # quantized elements: with fewer, 1,000 steps save less time than the compilation takes
 
 UpdateBlocks = Callable[..., None]
 
@@ -48,28 +48,36 @@ UpdateBlocks = Callable[..., None]
 class BlockwiseAdamW(Optimizer):
     """AdamW with moments of ``state_bits`` bits, see [Note: a step on codes].
 
-    Parameters may be cut among ranks by rows (``fully_shard``): each rank updates its own, and all together do what one
-    process would. Tensors of one dimension, of fewer than 4096 elements, or with rows of fewer than 80 keep moments of
-    32 bits. With ``state_bits=32`` it is ``torch.optim.AdamW(foreach=False)`` to the bit, and of bfloat16 weights with
-    ``weight_rounding="split"`` as of weights of float32.
+    Parameters can be sharded by rows (``fully_shard``). Each rank updates its shard, and the result equals a single
+    process. Tensors with one dimension, with fewer than 4096 elements, or with rows of fewer than 80 elements have
+    32-bit moments. With ``state_bits=32`` the bits equal ``torch.optim.AdamW(foreach=False)``, and bfloat16 weights
+    with ``weight_rounding="split"`` behave like float32 weights.
 
     Args:
-        params: as for any optimizer; a group may have ``state_bits`` and ``weight_rounding`` of its own.
-        weight_rounding: how weights of bfloat16 are kept: ``"split"``, ``"stochastic"``, ``"nearest"`` (see
+        params: as for any optimizer; a group can override ``state_bits`` and ``weight_rounding``.
+        lr: learning rate.
+        betas: decay rates of the two moments.
+        eps: added to the root of the second moment.
+        weight_decay: decoupled weight decay.
+        state_bits: 4, 8 or 32 bits per moment.
+        weight_rounding: storage of bfloat16 weights: ``"split"``, ``"stochastic"``, ``"nearest"`` (see
             ``rounding.py``).
-        compiled: whether the update of codes is compiled, which takes seconds at the first step and is 4 times as fast;
-            None where it pays and the machine has a compiler. Both ways round alike but for the last bit of float32, by
-            which now and then a code is the next one.
+        compiled: whether to compile the update of codes, which takes seconds in the first step and makes it 4 times as
+            fast. None compiles if it saves time and a compiler is available. Both paths round equally except for the
+            last bit of float32, which occasionally selects the adjacent code.
 
     Raises:
-        PlanError: an option is none of those; there is no compiler for ``compiled=True``; or moments of 4 or 8 bits are
-            asked for weights that are neither float32 nor bfloat16, or are cut otherwise than by rows.
+        PlanError: an option is invalid; ``compiled=True`` without a compiler; or moments of 4 or 8 bits are requested
+            for weights that are neither float32 nor bfloat16, or that are not sharded by rows.
+
+    Example:
+        >>> optimizer = BlockwiseAdamW(model.parameters(), lr=3e-4, state_bits=8)
     """
 
     row_states = ("root_scales", "ratio_scales")
-    """States that are cut among ranks as the rows of their parameters are, and have another shape."""
+    """States that are sharded by the rows of their parameter but have a different shape."""
 
-    compiled: bool | None = None  # of the class too, for a copy
+    compiled: bool | None = None  # also on the class, for copies
     _update_codes: UpdateBlocks | None = None
 
     def __init__(
@@ -91,18 +99,19 @@ class BlockwiseAdamW(Optimizer):
         super().__init__(params, {**defaults, "weight_rounding": weight_rounding})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group. Raises PlanError if its options are invalid."""
         super().add_param_group(param_group)
         _check(self.param_groups[-1])
         self._count(self.param_groups[-1])
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # of a copy: it has what torch knows of
+        super().__setstate__(state)  # a copy only has the attributes that torch stores
         self._index, self._coded = {}, []
         for group in self.param_groups:
             self._count(group)
 
     def _count(self, group: Mapping[str, Any]) -> None:
-        """Number all parameters once: in the backward, a step is called for some of them at a time."""
+        """Number all parameters one time, because a step in backward processes only some of them."""
         for parameter in group["params"]:
             self._index[parameter] = len(self._index)
             if uses_codes(parameter.shape, group["state_bits"]):
@@ -115,6 +124,7 @@ class BlockwiseAdamW(Optimizer):
     def step(self, closure: Callable[[], float]) -> float: ...
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Update all parameters that have a gradient."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -127,27 +137,27 @@ class BlockwiseAdamW(Optimizer):
         return loss
 
     def update_as(self, other: BlockwiseAdamW) -> None:
-        """Compile the update of codes if ``other`` does, whatever would pay for these parameters alone."""
+        """Compile the update of codes if ``other`` does, independent of the size of these parameters."""
         self._update_codes = other._update_codes or other._choose_update()
 
     def _choose_update(self) -> UpdateBlocks:
-        # Of whole parameters: on any number of ranks the same.
+        # Unsharded sizes: the decision does not depend on the number of ranks.
         pays = sum(parameter.numel() for parameter in self._coded) >= _WORTH_COMPILING
         self._update_codes = update_blocks
         if self._coded and (pays if self.compiled is None else self.compiled):
             found, problem = _update_of(self._coded[0].device)
             if problem and self.compiled:
-                raise PlanError("optimizer.compiled", True, problem, "Leave it out: the update then runs uncompiled")
+                raise PlanError("optimizer.compiled", True, problem, "Remove it to run the update uncompiled")
             if problem:
-                notice(f"{type(self).__name__}: the update takes about 4 times as long uncompiled: {problem}")
+                notice(f"{type(self).__name__}: the uncompiled update takes about 4 times as long: {problem}")
             self._update_codes = found
         return self._update_codes
 
     def _update(self, group: Mapping[str, Any], parameter: nn.Parameter, update: UpdateBlocks) -> None:
         assert parameter.grad is not None
         if parameter.grad.is_sparse:
-            action = "Make the embedding with sparse=False, or use torch.optim.SparseAdam for it"
-            raise PlanError("optimizer", type(self).__name__, "takes no sparse gradients", action)
+            action = "Create the embedding with sparse=False, or use torch.optim.SparseAdam for it"
+            raise PlanError("optimizer", type(self).__name__, "does not support sparse gradients", action)
         state = self.state[parameter]
         if not state:
             state.update(_empty_state(parameter, group))
@@ -162,7 +172,7 @@ class BlockwiseAdamW(Optimizer):
             key, first = noise_key(SEED, values.step, self._index[parameter]), first_element(parameter)
         if "root_scales" in own:
             if type(weight) is not Tensor and not torch_fake.is_fake([weight]):
-                update = update_blocks  # no tensor that stands for another is compiled
+                update = update_blocks  # tensor subclasses cannot be compiled
             _update_rows(weight, gradient, own, values, key, first, update)
         else:
             _update_whole(weight, gradient, own, values, key, first)
@@ -170,10 +180,12 @@ class BlockwiseAdamW(Optimizer):
 
 @dataclass(frozen=True)
 class StepValues:
-    """What the formulas of a step take besides tensors; names as in [Note: a step on codes].
+    """Scalars of a step; names as in [Note: a step on codes].
 
     Attributes:
-        shrinks: what weight decay leaves of a weight.
+        step: number of the step, starting at 1.
+        beta1, beta2, eps, lr: options of the group.
+        shrinks: factor of weight decay, ``1 - lr * weight_decay``.
     """
 
     step: int
@@ -185,19 +197,23 @@ class StepValues:
 
     @classmethod
     def of(cls, group: Mapping[str, Any], step: int) -> StepValues:
+        """Read the values of a parameter group."""
         lr, (beta1, beta2) = float(group["lr"]), group["betas"]
         return cls(step, beta1, beta2, group["eps"], 1 - lr * group["weight_decay"], lr)
 
     @property
     def correction1(self) -> float:
+        """Bias correction of the first moment."""
         return float(1 - self.beta1**self.step)
 
     @property
     def root_correction2(self) -> float:
+        """Root of the bias correction of the second moment."""
         return float((1 - self.beta2**self.step) ** 0.5)
 
     def numbers(self, device: torch.device) -> Tensor:
-        """What :func:`update_blocks` takes, as one tensor: numbers of Python's would be compiled in, of each step."""
+        """Return the scalars of :func:`update_blocks` as one tensor, because Python scalars would cause
+        recompilation."""
         root_beta2 = math.sqrt(self.beta2)
         eps_before = root_beta2 * self.eps * (1 - self.beta2 ** (self.step - 1)) ** 0.5
         moves = -self.lr * self.root_correction2 / self.correction1
@@ -206,7 +222,7 @@ class StepValues:
         return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found.to(device)
 
 
-# ---- moments of 32 bits ----------------------------------------------------------------------------------------------
+# ---- 32-bit moments --------------------------------------------------------------------------------------------------
 
 
 def _update_whole(
@@ -220,7 +236,7 @@ def _update_whole(
 
 
 def adamw_(value: Tensor, gradient: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, values: StepValues) -> None:
-    """A step of AdamW in place of all but ``gradient``: the operations of torch, in its order."""
+    """One step of AdamW, in place except for ``gradient``, with torch's operations in torch's order."""
     if values.shrinks != 1:
         value.mul_(values.shrinks)
     exp_avg.lerp_(gradient, 1 - values.beta1)
@@ -229,7 +245,7 @@ def adamw_(value: Tensor, gradient: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor,
     value.addcdiv_(exp_avg, denominator, value=-values.lr / values.correction1)
 
 
-# ---- moments in codes ------------------------------------------------------------------------------------------------
+# ---- quantized moments -----------------------------------------------------------------------------------------------
 
 
 def _update_rows(
@@ -241,9 +257,9 @@ def _update_rows(
     first: int,
     update: UpdateBlocks,
 ) -> None:
-    """A step, some rows at a time: blocks lie within rows, and a weight is read and written once."""
+    """Process some rows at a time: blocks are within rows, and each weight is read and written one time."""
     names = ("root_codes", "ratio_codes") if "root_codes" in state else ("codes",)
-    # Where a tensor lies in memory in another order its rows are a copy.
+    # If the memory order of a tensor differs, its rows are a copy.
     weights, gradients, low_bits = _rows(weight), _rows(gradient), state.get("low_bits")
     low_rows = None if low_bits is None else _rows(low_bits)
     codes, scales = [_rows(state[name]) for name in names], [state[name] for name in BlockwiseAdamW.row_states]
@@ -281,13 +297,13 @@ def update_blocks(
     dither: Tensor,
     numbers: Tensor,
 ) -> None:
-    """[Note: a step on codes] for blocks of one size, in place of ``codes``, ``scales`` and ``weight``.
+    """Apply [Note: a step on codes] to blocks of one size, in place of ``codes``, ``scales`` and ``weight``.
 
     Args:
-        codes, scales: as :func:`roomier.optim.block_codes.decode` takes them.
+        codes, scales: arguments of :func:`roomier.optim.block_codes.decode`.
         weight, gradient: float32 ``[rows, blocks, size]``.
         dither: ``[blocks, size]``.
-        numbers: of :meth:`StepValues.numbers`.
+        numbers: result of :meth:`StepValues.numbers`.
     """
     root_beta2, of_ratio, of_gradient, of_square, eps_before, eps_now, shrinks, moves = numbers.unbind()
     root, ratio = block_codes.decode(codes, [scales[0] * root_beta2, scales[1] * of_ratio])
@@ -301,37 +317,37 @@ def update_blocks(
 def _update_of(device: torch.device) -> tuple[UpdateBlocks, str | None]:
     if not torch_fake.makes_fake_tensors():
         return compiled_update(device)
-    # A dry run compiles nothing, and must not be what is remembered: compiled, the update makes no tensors.
+    # A dry run compiles no code and must not enter the cache. The compiled update creates no tensors.
     return (_update_nothing if torch_private.missing_compiler(device) is None else update_blocks), None
 
 
 def _update_nothing(*arguments: Any) -> None:
-    """In the place of a compiled update, where tensors have no memory that it could write."""
+    """Substitute for a compiled update if tensors have no memory."""
 
 
 @cache
 def compiled_update(device: torch.device) -> tuple[UpdateBlocks, str | None]:
-    """:func:`update_blocks` compiled for blocks of any number and size; itself, and why, where that cannot be."""
+    """Return :func:`update_blocks` compiled for any number and size of blocks, or uncompiled with the reason."""
     missing = torch_private.missing_compiler(device)
     if missing is not None:
-        return update_blocks, f"torch.compile needs {missing} for {device.type} and finds none"
+        return update_blocks, f"torch.compile requires {missing} for {device.type}, which was not found"
     compiled = torch.compile(update_blocks, dynamic=True)
 
     def update(*arguments: Any) -> None:
-        with torch_private.without_interception():  # a memory tracker's: of the first step
+        with torch_private.without_interception():  # such as a memory tracker in the first step
             compiled(*arguments)
 
     try:
-        for bits in (8, 4):  # before there is anything that a failure could leave half done
+        for bits in (8, 4):  # compiled in advance, so that a failure leaves no partial update
             update(*_example(bits, device))
-    except Exception as error:  # a compiler fails in many ways
+    except Exception as error:  # compilers raise various errors
         return update_blocks, f"torch.compile failed: {str(error).strip().splitlines()[0]}"
     return update, None
 
 
 def _example(bits: int, device: torch.device) -> tuple[Any, ...]:
-    """Some rows of zeros, as :func:`update_blocks` takes them."""
-    rows = torch.zeros(3, 1024, device=device)  # several blocks in each: of one, the compiler would take note
+    """Create rows of zeros as arguments of :func:`update_blocks`."""
+    rows = torch.zeros(3, 1024, device=device)  # several blocks per row, because the compiler would specialize on one
     *codes, root_scales, ratio_scales = block_codes.empty_codes(rows, bits).values()
     blocks = Region(slice(None), slice(None), rows.shape[1] // root_scales.shape[1])
     scales = [root_scales[..., None], ratio_scales[..., None]]
@@ -354,18 +370,21 @@ def _rows(tensor: Tensor) -> Tensor:
 
 
 def uses_codes(shape: Sequence[int], state_bits: int) -> bool:
-    """Whether moments of a parameter of this (whole) shape are kept in codes where ``state_bits`` are asked for."""
+    """Whether moments of a parameter with this unsharded shape are quantized if ``state_bits`` are requested."""
     return state_bits < 32 and block_codes.can_be_coded(shape)
 
 
 def blockwise_adamw_bytes(
     shape: Sequence[int], state_bits: int, dtype: torch.dtype, weight_rounding: str, *, num_rows: int | None = None
 ) -> int:
-    """What :class:`BlockwiseAdamW` keeps for a parameter.
+    """Return the bytes of the states of :class:`BlockwiseAdamW` for a parameter.
 
     Args:
-        shape: of the whole parameter.
-        num_rows: how many of its rows this rank has; None for all.
+        shape: unsharded shape of the parameter.
+        state_bits: bits per moment.
+        dtype: dtype of the parameter.
+        weight_rounding: storage of bfloat16 weights.
+        num_rows: number of its rows on this rank; None for all.
     """
     part = [shape[0] if num_rows is None else num_rows, *shape[1:]] if shape else []
     num_elements = math.prod(part)
@@ -373,7 +392,7 @@ def blockwise_adamw_bytes(
     whole_bytes = 2 * _moment_dtype(dtype).itemsize * num_elements
     moments = block_codes.state_bytes(part, state_bits) if in_codes else whole_bytes
     keeps_low_bits = dtype is torch.bfloat16 and weight_rounding == "split"
-    return moments + (2 * num_elements if keeps_low_bits else 0) + 4  # the number of steps, a float32
+    return moments + (2 * num_elements if keeps_low_bits else 0) + 4  # the step count is a float32
 
 
 def _empty_state(parameter: nn.Parameter, group: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -394,10 +413,10 @@ def _moment_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _cut_as(parameter: Tensor, rows: Tensor) -> Tensor:
-    """``rows``, of this rank's part of ``parameter``, as part of a whole that is cut among the same ranks."""
+    """Wrap ``rows``, which belong to this rank's shard of ``parameter``, as a DTensor with the same sharding."""
     if not is_cut(parameter):
         return rows
-    from torch.distributed.tensor import DTensor  # slow to import; who cut the parameter has done so
+    from torch.distributed.tensor import DTensor  # slow to import, and already imported if parameters are sharded
 
     shape = torch.Size([parameter.shape[0], *rows.shape[1:]])
     stride = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
@@ -406,24 +425,24 @@ def _cut_as(parameter: Tensor, rows: Tensor) -> Tensor:
 
 
 def _check(group: Mapping[str, Any]) -> None:
-    """Refuse what cannot be computed."""
+    """Raise PlanError if the options of a group are invalid."""
     if group["state_bits"] not in STATE_BITS:
-        raise PlanError("optimizer.state_bits", group["state_bits"], "is not known", "Use 4, 8 or 32")
+        raise PlanError("optimizer.state_bits", group["state_bits"], "is invalid", "Use 4, 8 or 32")
     if group["weight_rounding"] not in _ROUNDINGS:
         action = f"Use one of {', '.join(_ROUNDINGS)}"
-        raise PlanError("optimizer.weight_rounding", group["weight_rounding"], "is not known", action)
+        raise PlanError("optimizer.weight_rounding", group["weight_rounding"], "is invalid", action)
     for parameter in group["params"]:
         if not uses_codes(parameter.shape, group["state_bits"]):
             continue
         if parameter.dtype not in (torch.float32, torch.bfloat16):
-            problem = f"is computed in float32, and a weight is of {parameter.dtype}"
+            problem = f"supports float32 and bfloat16 weights, but a weight has dtype {parameter.dtype}"
             raise PlanError("optimizer.state_bits", group["state_bits"], problem, "Use optimizer='adamw'")
         if is_cut(parameter) and not all(_keeps_rows(each) for each in parameter.placements):
-            problem = f"a weight is cut as {parameter.placements}, across the rows that blocks lie in"
+            problem = f"requires weights sharded by rows, but a weight has the placements {parameter.placements}"
             raise PlanError("optimizer.state_bits", group["state_bits"], problem, "Use optimizer='adamw'")
 
 
 def _keeps_rows(placement: Any) -> bool:
-    from torch.distributed.tensor import Replicate, Shard  # slow to import; who cut the parameter has done so
+    from torch.distributed.tensor import Replicate, Shard  # slow to import, and already imported if sharded
 
     return isinstance(placement, Replicate) or (type(placement) is Shard and placement.dim == 0)

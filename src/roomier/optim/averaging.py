@@ -1,7 +1,7 @@
-"""Averages of weights over the steps of a training run, on plain tensors and on parts of tensors that are cut.
+"""Averages of weights over training steps, for ordinary tensors and for shards.
 
-An average is taken element by element, so each rank averages its own part and tells nobody. Weights of 16 bits are
-averaged in float32: 0.001 of a difference is below what bfloat16 can add.
+Averages are elementwise, so each rank averages its shard without communication. 16-bit weights are averaged in float32,
+because bfloat16 cannot add 0.001 of a difference.
 """
 
 from __future__ import annotations
@@ -15,30 +15,30 @@ from roomier.core import torch_private
 from roomier.optim.local import is_cut, local
 
 AverageOne = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""``(average, weight, number of weights averaged before)`` -> the new average, as ``avg_fn`` of
+"""``(average, weight, number of averaged weights)`` -> new average, as ``avg_fn`` of
 ``torch.optim.swa_utils.AveragedModel``."""
 
 AverageAll = Callable[[Sequence[Tensor], Sequence[Tensor], Tensor], None]
-"""The same on lists, in place: ``multi_avg_fn``."""
+"""The same for lists, in place, as ``multi_avg_fn``."""
 
 
 @torch.no_grad()
 def average_into(averages: Sequence[Tensor], tensors: Sequence[Tensor], weight: float) -> None:
-    """``average += weight * (tensor - average)`` for each pair, in place.
+    """Compute ``average += weight * (tensor - average)`` for each pair, in place.
 
-    With ``weight = 1 / (n + 1)`` for the n-th of equally weighted iterates it is their mean (Polyak and Juditsky 1992,
-    "Acceleration of Stochastic Approximation by Averaging"); with ``weight = 1 - decay`` the exponential moving average
-    ``decay * average + (1 - decay) * tensor``.
+    With ``weight = 1 / (n + 1)`` for the n-th of equally weighted iterates, the result is their mean (Polyak and
+    Juditsky 1992, "Acceleration of Stochastic Approximation by Averaging"). With ``weight = 1 - decay`` it is the
+    exponential moving average ``decay * average + (1 - decay) * tensor``.
 
     Args:
-        averages: floating point, on any device; cut as its tensor where that is cut.
-        tensors: of the same shapes.
-        weight: of the new tensor, in [0, 1].
+        averages: floating-point tensors on any device, sharded like their tensors.
+        tensors: tensors of the same shapes.
+        weight: weight of the new tensor, in [0, 1].
     """
     own: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
     for average, tensor in zip(averages, tensors, strict=True):
         part, goal = local(average), local(tensor)
-        if goal.device != part.device or goal.dtype != part.dtype:  # one at a time: no second copy of all
+        if goal.device != part.device or goal.dtype != part.dtype:  # one at a time, to avoid a second copy of all
             part.lerp_(goal.to(part), weight)
             continue
         parts, goals = own.setdefault((part.device, part.dtype), ([], []))
@@ -49,17 +49,17 @@ def average_into(averages: Sequence[Tensor], tensors: Sequence[Tensor], weight: 
 
 
 class WeightAverage:
-    """The average of named tensors, held beside them.
+    """Average of named tensors, stored separately.
 
     Args:
-        tensors: parameters and buffers by name; the objects are kept, and read at each update.
-        device: where the average is held; None: beside each tensor.
+        tensors: parameters and buffers by name; each update reads the current values of these objects.
+        device: device of the average; None is the device of each tensor.
 
     Attributes:
-        averages: by name, each with the values of its tensor until the first update. What is cut among ranks has an
-            average that is this rank's part alone.
-        num_averaged: updates so far.
-        is_swapped: the tensors have the values of the average now.
+        averages: averages by name, equal to their tensors until the first update; for sharded tensors, this rank's
+            shard of the average.
+        num_averaged: number of updates.
+        is_swapped: whether the tensors currently hold the average.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], device: torch.device | None = None) -> None:
@@ -73,12 +73,13 @@ class WeightAverage:
 
     @property
     def names(self) -> list[str]:
+        """Names of the averaged tensors."""
         return list(self.averages)
 
     @torch.no_grad()
     def join(self, tensors: Mapping[str, Tensor]) -> None:
-        """Average these as well: so far, the average of one that was not trained before is what it is. One that is
-        known may be another object by now."""
+        """Add tensors. The average of a new tensor starts with its current value. A known name can refer to a new
+        object."""
         for name, tensor in tensors.items():
             self._tensors[name] = tensor
             if name not in self.averages:
@@ -94,11 +95,11 @@ class WeightAverage:
         average_one: AverageOne | None = None,
         average_all: AverageAll | None = None,
     ) -> None:
-        """Take in what the tensors are now; the first time the average becomes a copy of them.
+        """Add the current values of the tensors to the average. The first update copies them.
 
         Args:
-            weight: of the new weights; None counts all iterates alike.
-            average_one, average_all: functions of the user in place of ``weight``.
+            weight: weight of the new values; None weights all iterates equally.
+            average_one, average_all: user functions that replace ``weight``.
         """
         averages = list(self.averages.values())
         tensors = [local(self._tensors[name]) for name in self.averages]
@@ -120,16 +121,16 @@ class WeightAverage:
 
     @torch.no_grad()
     def take(self, values: Mapping[str, Tensor]) -> None:
-        """Go on from these averages, whole or cut as the tensors are."""
+        """Load these averages, unsharded or sharded like the tensors."""
         for name, average in self.averages.items():
             if name in values:
                 average.copy_(part_like(self._tensors[name], values[name]))
 
     @torch.no_grad()
     def swap(self) -> None:
-        """Give the tensors the values of the average, and keep theirs; or the other way round, bit for bit.
+        """Exchange the values of the tensors and of the average, bit for bit. A second call undoes the first.
 
-        One tensor at a time is held twice; of weights of 16 bits, whose average has more, a copy is kept.
+        One tensor at a time exists twice. For 16-bit weights, whose average is wider, a copy of the weights is kept.
         """
         for name, average in self.averages.items():
             tensor = local(self._tensors[name])
@@ -145,27 +146,26 @@ class WeightAverage:
         self.is_swapped = not self.is_swapped
 
     def averaged(self) -> dict[str, Tensor]:
-        """The average, as far as tensors of the model's dtype hold it, as a checkpoint wants it: what is cut among
-        ranks knows what it is a part of."""
+        """Return the average in the dtypes of the model for a checkpoint. Shards are returned as DTensors."""
         if self.is_swapped:
             return {name: self._tensors[name].detach() for name in self.averages}
         return {name: _whole_of(self._tensors[name], self._rounded(name)) for name in self.averages}
 
     def current(self) -> dict[str, Tensor]:
-        """The weights that are trained, in the same way."""
+        """Return the trained weights in the same form."""
         if not self.is_swapped:
             return {name: self._tensors[name].detach() for name in self.averages}
         held = {**self.averages, **self._kept}
         return {name: _whole_of(self._tensors[name], value) for name, value in held.items()}
 
     def wide(self) -> dict[str, Tensor]:
-        """Averages that have more digits than their tensors, in the same way."""
+        """Return the averages that have more bits than their tensors, in the same form."""
         return {
             name: _whole_of(self._tensors[name], each) for name, each in self.averages.items() if self.is_wide(name)
         }
 
     def is_wide(self, name: str) -> bool:
-        """Whether the average has digits that its tensor has no room for."""
+        """Whether the average has more bits than its tensor."""
         return self.averages[name].dtype != self._tensors[name].dtype
 
     def _rounded(self, name: str) -> Tensor:
@@ -173,10 +173,10 @@ class WeightAverage:
 
 
 def part_like(tensor: Tensor, value: Tensor) -> Tensor:
-    """This rank's part of ``value``, which is whole or cut as ``tensor`` is."""
+    """Return this rank's shard of ``value``, which is unsharded or sharded like ``tensor``."""
     if is_cut(value) or not is_cut(tensor):
         return local(value)
-    from torch.distributed.tensor import distribute_tensor  # slow to import; who cut a tensor has done so
+    from torch.distributed.tensor import distribute_tensor  # slow to import, and already imported if sharded
 
     placed = value.to(tensor.to_local().device)
     return local(distribute_tensor(placed, tensor.device_mesh, tensor.placements, src_data_rank=None))
@@ -185,7 +185,7 @@ def part_like(tensor: Tensor, value: Tensor) -> Tensor:
 def _whole_of(tensor: Tensor, part: Tensor) -> Tensor:
     if not is_cut(tensor):
         return part
-    from torch.distributed.tensor import DTensor  # slow to import; who cut a tensor has done so
+    from torch.distributed.tensor import DTensor  # slow to import, and already imported if sharded
 
     placed = part.to(tensor.to_local().device)
     return DTensor.from_local(
@@ -196,6 +196,6 @@ def _whole_of(tensor: Tensor, part: Tensor) -> Tensor:
 def tensors_to_average(
     parameters: Iterable[tuple[str, Tensor]], buffers: Iterable[tuple[str, Tensor]] = ()
 ) -> dict[str, Tensor]:
-    """What of a model changes and has an average: parameters that are trained, and buffers, of floating point."""
+    """Return the floating-point tensors of a model that change: trained parameters, and buffers."""
     trained = {name: each for name, each in parameters if each.requires_grad and each.is_floating_point()}
     return {**trained, **{name: each for name, each in buffers if each.is_floating_point()}}

@@ -1,31 +1,32 @@
-"""The two moments of Adam in 8 or 4 bits each, block by block.
+"""Adam's two moments quantized to 8 or 4 bits each, block by block.
 
-[Note: what the codes stand for]
-Of each element is kept the root ``r`` of its second moment, and its first moment ``m`` as a *ratio*
-``q = m / (r + e)``, where ``e`` is Adam's eps at that step: what the weight moves by, up to the learning rate. In a
-block with the largest root ``R`` and the largest ratio ``Q``, a code of ``b`` bits stands for::
+[Note: meaning of the codes]
+For each element, roomier stores the root ``r`` of the second moment, and the first moment ``m`` as a *ratio* ``q = m /
+(r + e)``, where ``e`` is Adam's eps in that step. The ratio is the step of the weight, except for the learning rate. In
+a block with the largest root ``R`` and the largest ratio ``Q``, a code of ``b`` bits represents::
 
-    r = R * ((k + 1) / 2^b)^2        k = 0 ... 2^b - 1: the root of the root is rounded, so small ones keep digits
+    r = R * ((k + 1) / 2^b)^2        k = 0 ... 2^b - 1: the root of the root is rounded, so small roots keep precision
     q = Q * d / (2^(b-1) - 1)        d = -(2^(b-1) - 1) ... 2^(b-1) - 1
 
-Both largest values are kept exactly, in float32. That ``m`` is kept as a ratio bounds what rounding can do: errors of
-``q`` are a share of the block's largest move, and an error of ``r`` changes both parts of ``m / r`` alike. Kept by
-itself, ``m`` rounded up beside an ``r`` rounded down would make moves of many times the learning rate. A root is never
-rounded to zero in a block that has another, so neither does an element that was silent jump when it speaks again.
+Both maxima are stored exactly in float32. Storing ``m`` as a ratio bounds the effect of rounding: an error of ``q`` is
+a fraction of the largest step in the block, and an error of ``r`` changes both parts of ``m / r`` equally. With
+separate codes, ``m`` rounded up and ``r`` rounded down would cause steps of many times the learning rate. In a block
+with a nonzero root no root is rounded to zero, so an element without recent gradients does not jump at its next
+gradient.
 
-Rounding is arithmetic, a root and a product and no search in a table, so it runs at the speed of the rest of a step.
+Rounding is arithmetic (a root and a product, without a table), so it is as fast as the rest of a step.
 
 [Note: dither]
-A second moment changes by 1 part in 1000 a step (``beta2 = 0.999``), a code by 1 in 100 or in 4: rounded to nearest,
-codes would stand still. So a number is rounded up as often as it is close to the one above: ``floor(x + u)``, where
-``u`` runs through (0, 1) evenly from step to step: multiples of the golden ratio, shifted from column to column (a
-Kronecker sequence; see e.g. Niederreiter, "Random Number Generation and Quasi-Monte Carlo Methods", 1992, chapter 3).
-Step and column decide it, so what a resumed run rounds, or another number of ranks, is the same to the bit; whole
-numbers of codes, such as zero and a block's largest, stay what they are.
+A second moment changes by 1 part in 1000 per step (``beta2 = 0.999``), and a code by 1 in 100 or in 4. With rounding to
+nearest, codes would never change. Therefore a number is rounded up with a frequency equal to its distance from the code
+below: ``floor(x + u)``, where ``u`` is evenly distributed in (0, 1) over the steps. ``u`` consists of multiples of the
+golden ratio, shifted from column to column (a Kronecker sequence; see Niederreiter, "Random Number Generation and
+Quasi-Monte Carlo Methods", 1992, chapter 3). It depends only on step and column, so a resumed run and any number of
+ranks round identically. Numbers that equal a code, such as zero and the maximum of a block, do not change.
 
 [Note: blocks]
-A block is part of one row (dimension 0), about 256 elements (8 bits) or 128 (4 bits). Ranks share a parameter by rows,
-so a block never lies on two of them.
+A block is part of one row (dimension 0), with about 256 elements (8 bits) or 128 (4 bits). Parameters are sharded by
+rows, so a block never spans two ranks.
 """
 
 from __future__ import annotations
@@ -37,41 +38,41 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-MIN_ELEMENTS = 4096  # smaller tensors gain nothing
-MIN_BLOCK = 80  # elements: 8 bytes of scales in 80 are 0.1 a parameter
-_BLOCK = {8: 256, 4: 128}  # by bits: about this many elements
-_LEAST_SCALE = 1e-30  # a root below 3e-23 is zero in float32, its square is not kept
+MIN_ELEMENTS = 4096  # smaller tensors save little
+MIN_BLOCK = 80  # elements: 8 bytes of scales for 80 elements are 0.1 bytes per parameter
+_BLOCK = {8: 256, 4: 128}  # approximate number of elements, by bits
+_LEAST_SCALE = 1e-30  # the square of a root below 3e-23 is zero in float32
 _STEP_SHIFT, _COLUMN_SHIFT = 0.6180339887498949, 0.7548776662466927  # 1 / golden ratio; 1 / plastic number
-_MARGIN = 1 / 64  # keeps the largest value of a block from rounding past its last code
+_MARGIN = 1 / 64  # prevents the maximum of a block from being rounded beyond the last code
 
 
 def can_be_coded(shape: Sequence[int]) -> bool:
-    """Whether a parameter of this (whole) shape has enough elements, and rows long enough, for blocks."""
+    """Whether a parameter with this unsharded shape has enough elements and long enough rows for blocks."""
     return len(shape) > 1 and math.prod(shape) >= MIN_ELEMENTS and math.prod(shape[1:]) >= MIN_BLOCK
 
 
 def block_size(num_columns: int, bits: int) -> int:
-    """Elements of a block in a row of ``num_columns``; the last one has what is left."""
+    """Number of elements of a block in a row of ``num_columns``. The last block can be shorter."""
     return math.ceil(num_columns / max(1, round(num_columns / _BLOCK[bits])))
 
 
 def num_blocks(shape: Sequence[int], bits: int) -> int:
-    """Blocks of a row."""
+    """Number of blocks per row."""
     num_columns = math.prod(shape[1:])
     return math.ceil(num_columns / block_size(num_columns, bits))
 
 
 def state_bytes(shape: Sequence[int], bits: int) -> int:
-    """Bytes of codes and scales for a parameter of this shape, or a part of its rows: about 2.03 (8 bits) or 1.06
-    (4 bits) an element."""
+    """Bytes of codes and scales for a parameter or shard of this shape: about 2.03 (8 bits) or 1.06 (4 bits) per
+    element."""
     return math.prod(shape) * bits // 4 + shape[0] * num_blocks(shape, bits) * 2 * 4
 
 
 def empty_codes(parameter: Tensor, bits: int) -> dict[str, Tensor]:
-    """Codes and scales of moments that are zero, by name, for the rows of ``parameter`` (a plain tensor).
+    """Return codes and scales of zero moments by name, for the rows of ``parameter`` (an ordinary tensor).
 
     ``root_codes`` (uint8) and ``ratio_codes`` (int8), or with 4 bits ``codes`` (int8, the ratio in the upper half of
-    each byte), have the parameter's shape; ``root_scales`` and ``ratio_scales`` (float32) have ``[rows, blocks]``.
+    each byte), have the parameter's shape. ``root_scales`` and ``ratio_scales`` (float32) have ``[rows, blocks]``.
     """
     shape, device = tuple(parameter.shape), parameter.device
     dtypes = {"root_codes": torch.uint8, "ratio_codes": torch.int8} if bits == 8 else {"codes": torch.int8}
@@ -81,8 +82,8 @@ def empty_codes(parameter: Tensor, bits: int) -> dict[str, Tensor]:
 
 
 def dither(num_columns: int, step: int, device: torch.device) -> Tensor:
-    """``u - 1`` of [Note: dither], float32 ``[num_columns]``."""
-    there = device if device.type in ("cpu", "cuda") else torch.device("cpu")  # mps has no float64
+    """Return ``u - 1`` of [Note: dither], float32 ``[num_columns]``."""
+    there = device if device.type in ("cpu", "cuda") else torch.device("cpu")  # mps does not support float64
     column = torch.arange(num_columns, dtype=torch.float64, device=there)
     shifts = column.mul_(_COLUMN_SHIFT).add_(step * _STEP_SHIFT % 1).frac_()
     return shifts.mul_(1 - 2 * _MARGIN).add_(_MARGIN - 1).float().to(device)
@@ -90,20 +91,20 @@ def dither(num_columns: int, step: int, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class Region:
-    """Blocks of one size, in all rows: which columns and which scales are theirs."""
+    """Blocks of one size in all rows: slices of their columns and of their scales."""
 
     columns: slice
     scales: slice
     size: int
 
     def cut(self, rows: Tensor) -> Tensor:
-        """Its part of ``[rows, columns]`` as ``[rows, blocks, size]``."""
+        """Return its part of ``[rows, columns]`` as ``[rows, blocks, size]``."""
         part = rows[:, self.columns]
         return part.view(part.shape[0], part.shape[1] // self.size, self.size)
 
 
 def regions(num_columns: int, bits: int) -> list[Region]:
-    """The blocks of a row: equal ones, and where that does not come out even a last one that is shorter."""
+    """Return the blocks of a row: blocks of equal size, and a shorter last block if required."""
     size = block_size(num_columns, bits)
     num_equal, left = divmod(num_columns, size)
     found = [Region(slice(0, num_equal * size), slice(0, num_equal), size)]
@@ -113,11 +114,11 @@ def regions(num_columns: int, bits: int) -> list[Region]:
 
 
 def decode(codes: Sequence[Tensor], scales: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """``r`` and ``q``, float32 ``[rows, blocks, size]``.
+    """Return ``r`` and ``q``, float32 ``[rows, blocks, size]``.
 
     Args:
-        codes: ``[rows, blocks, size]``: of roots and of ratios; one tensor with 4 bits.
-        scales: ``[rows, blocks, 1]``: of roots and of ratios. Multiplied by a number, so is what comes out.
+        codes: ``[rows, blocks, size]`` for roots and for ratios; one tensor with 4 bits.
+        scales: ``[rows, blocks, 1]`` for roots and for ratios. The result is proportional to them.
     """
     bits = _bits(codes)
     number = codes[0].float()
@@ -131,14 +132,16 @@ def decode(codes: Sequence[Tensor], scales: Sequence[Tensor]) -> tuple[Tensor, T
 
 
 def encode(codes: Sequence[Tensor], scales: Sequence[Tensor], root: Tensor, ratio: Tensor, dither: Tensor) -> None:
-    """Keep ``root`` and ``ratio`` in ``codes`` and ``scales``.
+    """Store ``root`` and ``ratio`` in ``codes`` and ``scales``.
 
     Args:
-        dither: of :func:`dither`, ``[blocks, size]``.
+        codes, scales: as in :func:`decode`, written in place.
+        root, ratio: float32 ``[rows, blocks, size]``.
+        dither: result of :func:`dither`, ``[blocks, size]``.
     """
     bits = _bits(codes)
     largest_root, largest_ratio = root.amax(2, keepdim=True), ratio.abs().amax(2, keepdim=True)
-    # Between -1, of a small root, and the last code; what is behind the point is cut off, so the first code is 0.
+    # Between -1 for a small root and the last code. The cast truncates, so the first code is 0.
     number = (root * (4**bits / largest_root.clamp_min(_LEAST_SCALE))).sqrt() + dither
     ratio = (ratio * (_largest_ratio_code(bits) / largest_ratio.clamp_min(_LEAST_SCALE)) - dither).floor()
     if bits == 8:

@@ -1,4 +1,4 @@
-"""Optimizers by name, with the parameter groups the field has settled on."""
+"""Optimizers selected by a string, with the usual parameter groups."""
 
 import inspect
 from collections.abc import Mapping, Sequence
@@ -45,34 +45,40 @@ def make_optimizer(
     options: Mapping[str, Any] | None = None,
     weight_rounding: str | None = None,
 ) -> Optimizer:
-    """The optimizer ``name`` over the parameters of ``network`` that require gradients.
+    """Create the optimizer ``name`` for the parameters of ``network`` that require gradients.
 
-    Weights with two dimensions or more decay; biases and the scales of norms do not. AdamW, Adam and SGD (not of cut
-    parameters) use torch's fused kernels: one pass over memory, and under a loss scale no wait for the device. States
-    in few bits are for large matrices; embeddings (and an output layer tied to them), biases, norms and small tensors
-    keep float32 states. ``"muon"`` updates the matrices of blocks, and AdamW the rest.
+    Weights with two dimensions or more have weight decay. Biases and the scales of norms do not. AdamW, Adam and SGD
+    (SGD only for unsharded parameters) use torch's fused kernels, which read memory one time and do not wait for the
+    device under a loss scale. Low-bit states are for large matrices. Embeddings (and tied output layers), biases, norms
+    and small tensors have float32 states. ``"muon"`` updates the matrices of blocks, and AdamW updates the rest.
 
     Args:
-        lr: None takes the optimizer's own default.
-        options: further keyword arguments of the class (``betas``, ``eps``, ``momentum``, ...).
-        weight_rounding: how weights that are, or will be, of bfloat16 are kept: ``"split"``, ``"stochastic"``,
-            ``"nearest"``; None is ``"split"``. Optimizers but AdamW and Lion always round to nearest.
+        name: key of ``OPTIMIZERS``.
+        network: the model.
+        lr: learning rate; None is the default of the optimizer.
+        weight_decay: weight decay of the groups that decay; None is the default of the optimizer.
+        options: additional keyword arguments of the class (``betas``, ``eps``, ``momentum``, ...).
+        weight_rounding: storage of weights that are or will be bfloat16: ``"split"``, ``"stochastic"``, ``"nearest"``;
+            None is ``"split"``. Optimizers other than AdamW and Lion always round to nearest.
 
     Raises:
-        PlanError: no parameter requires a gradient, the class does not know an option, or there is no matrix for Muon.
+        PlanError: no parameter requires a gradient, the class does not have an option, or Muon finds no matrix.
+
+    Example:
+        >>> optimizer = make_optimizer("adamw", model, lr=3e-4, options={"betas": (0.9, 0.95)})
     """
     trained = trained_parameters(network)
     if weight_rounding is None and any(parameter.dtype is torch.bfloat16 for parameter, _ in trained):
-        weight_rounding = "split"  # the model came with such weights
+        weight_rounding = "split"  # the model has bfloat16 weights
     kind = _class_of(name, weight_rounding)
     if not trained:
-        raise PlanError("optimizer", name, "no parameter requires a gradient", "Unfreeze some, or train without fit")
+        raise PlanError("optimizer", name, "no parameter requires a gradient", "Unfreeze at least one parameter")
     options = dict(options or {})
     arguments = inspect.signature(kind).parameters
     known = set(arguments) - _SET_BY_NAME
     for key in options:
         if key not in known:
-            raise PlanError("optimizer", key, f"{kind.__name__} has no such option", did_you_mean(key, known))
+            raise PlanError("optimizer", key, f"is not an option of {kind.__name__}", did_you_mean(key, known))
     if lr is not None:
         options["lr"] = lr
     if kind in (Lion, BlockwiseAdamW) and weight_rounding is not None:
@@ -80,14 +86,14 @@ def make_optimizer(
     elif name in _FUSED and not {"fused", "foreach", "differentiable"} & set(options):
         options["fused"] = all(_has_fused(name, parameter) for parameter, _ in trained)
     if name == "muon" and not any(trait.is_hidden for _, trait in trained):
-        problem = "has no matrix to update: none that is trained is in a block, a layer that repeats"
+        problem = "requires a trained matrix in a block (a layer that repeats), but the model has none"
         raise PlanError("optimizer", name, problem, "Declare model_blocks() on the model, or use optimizer='adamw'")
     decay = arguments["weight_decay"].default if weight_decay is None else weight_decay
     return kind(_groups(name, kind, trained, decay), **options)
 
 
 def keeps_updates(optimizer: Optimizer) -> bool:
-    """Whether no weight of bfloat16 loses the small updates of ``optimizer``, as far as is known of it."""
+    """Whether bfloat16 weights keep the small updates of ``optimizer``, as far as roomier can determine."""
     if isinstance(optimizer, (BlockwiseAdamW, Lion)):
         return True
     return not any(each.dtype is torch.bfloat16 for group in optimizer.param_groups for each in group["params"])
@@ -102,7 +108,7 @@ def _class_of(name: str, weight_rounding: str | None) -> type[Optimizer]:
 def _groups(
     name: str, kind: type[Optimizer], trained: Sequence[tuple[nn.Parameter, Trait]], decay: float
 ) -> list[dict[str, Any]]:
-    """Parameter groups, those that decay first. ``"holds"`` is what the summary of a model says of each."""
+    """Return parameter groups, groups with weight decay first. The model summary prints ``"holds"`` of each."""
     groups: dict[str, dict[str, Any]] = {}
     settings: dict[str, Any]
     for parameter, trait in sorted(trained, key=lambda each: _rank(name, each[1])):
@@ -130,6 +136,6 @@ def _rank(name: str, trait: Trait) -> int:
 
 
 def _has_fused(name: str, parameter: nn.Parameter) -> bool:
-    if name == "sgd" and is_cut(parameter):  # torch 2.13 has Adam's kernels alone for cut parameters
+    if name == "sgd" and is_cut(parameter):  # for sharded parameters, torch 2.13 only has Adam's kernels
         return False
     return parameter.is_floating_point() and parameter.device.type in ("cpu", "cuda", "mps")

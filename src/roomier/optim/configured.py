@@ -1,4 +1,4 @@
-"""What ``configure_optimizers`` may return, read into one form."""
+"""Conversion of the values that ``configure_optimizers`` can return to one form."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,22 +13,23 @@ from roomier.core.errors import RoomierError, did_you_mean
 from roomier.optim.local import is_cut
 
 FIELD = "configure_optimizers"
-# What torch 2.13 lacks of them for DTensor is found at their first step.
+# torch 2.13 lacks DTensor operations for these optimizers, which would fail in the first step.
 _OF_WHOLE_TENSORS = (torch.optim.Adafactor, torch.optim.Rprop)
 _FUSED_OF_WHOLE_TENSORS = (torch.optim.SGD, torch.optim.Adagrad)
 
 
 @dataclass
 class LRSchedulerConfig:
-    """A scheduler and when it steps.
+    """A scheduler, and when it steps.
 
     Attributes:
+        scheduler: the scheduler.
         interval: ``"epoch"`` or ``"step"`` (optimizer steps).
-        frequency: it steps every so many intervals.
-        reduce_on_plateau: its ``step`` takes the value of ``monitor``.
-        monitor: the logged metric it looks at.
-        strict: a missing ``monitor`` is an error, not a notice.
-        name: how LearningRateMonitor calls it.
+        frequency: number of intervals per step of the scheduler.
+        reduce_on_plateau: whether ``step`` takes the value of ``monitor``.
+        monitor: name of the logged metric.
+        strict: whether a missing ``monitor`` is an error instead of a notice.
+        name: name in LearningRateMonitor.
     """
 
     scheduler: Any
@@ -42,17 +43,22 @@ class LRSchedulerConfig:
 
 @dataclass
 class Configured:
-    """The optimizers of a module and their schedulers."""
+    """Optimizers of a module and their schedulers.
+
+    Attributes:
+        optimizers: the optimizers.
+        schedulers: the schedulers with their settings.
+    """
 
     optimizers: list[Optimizer] = field(default_factory=list)
     schedulers: list[LRSchedulerConfig] = field(default_factory=list)
 
 
 def read_configured(returned: Any) -> Configured:
-    """The one form of what ``configure_optimizers`` returned.
+    """Convert the value that ``configure_optimizers`` returned.
 
     Raises:
-        RoomierError: it is none of the documented forms.
+        RoomierError: the value does not have a documented form.
     """
     if returned is None:
         return Configured()
@@ -76,20 +82,21 @@ def read_configured(returned: Any) -> Configured:
     raise RoomierError(
         FIELD,
         returned,
-        "is none of the forms that are known",
+        "is not a supported return value",
         "Return an optimizer, a list of them, ([optimizers], [schedulers]), "
         "or a dict with 'optimizer' and 'lr_scheduler'",
     )
 
 
 def check_ownership(configured: Configured, parameters: Iterable[nn.Parameter]) -> None:
-    """Refuse an optimizer of other parameters, and a scheduler of another optimizer: neither would train the model.
+    """Reject an optimizer of other parameters, and a scheduler of another optimizer, which would not train the model.
 
     Args:
-        parameters: all of the model's.
+        configured: optimizers and schedulers of the module.
+        parameters: all parameters of the model.
 
     Raises:
-        RoomierError: says which.
+        RoomierError: contains the optimizer or scheduler.
     """
     own = {id(parameter) for parameter in parameters}
     groups = [group for optimizer in configured.optimizers for group in optimizer.param_groups]
@@ -100,28 +107,28 @@ def check_ownership(configured: Configured, parameters: Iterable[nn.Parameter]) 
             raise RoomierError(
                 FIELD,
                 type(optimizer).__name__,
-                f"{num_foreign} of its {len(held)} parameters do not belong to the module, so no checkpoint holds them",
-                "Make it over self.parameters(), after the last layer is built; "
-                "make tensors of your own parameters of the module",
+                f"{num_foreign} of its {len(held)} parameters do not belong to the module, so checkpoints lack them",
+                "Create it with self.parameters() after the last layer is created; "
+                "register custom tensors as parameters of the module",
             )
     for config in configured.schedulers:
         if isinstance(config.scheduler, LRScheduler):
-            # Groups and not optimizers are compared: an optimizer around another one shares them.
+            # Groups are compared instead of optimizers, because a wrapper of an optimizer shares its groups.
             steered = [id(group) for group in config.scheduler.optimizer.param_groups]
             if not any(id(group) in steered for group in groups):
                 raise RoomierError(
                     f"{FIELD}: lr_scheduler",
                     type(config.scheduler).__name__,
-                    "belongs to another optimizer, so it would change nothing here",
-                    "Make it over the optimizer that is returned",
+                    "belongs to another optimizer, so it has no effect",
+                    "Create it with the optimizer that is returned",
                 )
 
 
 def check_cut_parameters(optimizers: Iterable[Optimizer]) -> None:
-    """Refuse an optimizer whose first step would fail on parameters that are cut among ranks.
+    """Reject an optimizer whose first step would fail on sharded parameters.
 
     Raises:
-        RoomierError: names it.
+        RoomierError: contains the optimizer.
     """
     for optimizer in optimizers:
         cut_groups = [group for group in optimizer.param_groups if any(map(is_cut, group["params"]))]
@@ -129,16 +136,16 @@ def check_cut_parameters(optimizers: Iterable[Optimizer]) -> None:
             continue
         problem = action = ""
         if any(kind.__module__.startswith("bitsandbytes.") for kind in type(optimizer).__mro__):
-            problem = "its kernels take whole tensors"
-            action = "Use Trainer(optimizer='adamw8bit'), whose states are cut as well"
+            problem = "requires unsharded tensors in its kernels"
+            action = "Use Trainer(optimizer='adamw8bit'), which shards its states"
         elif type(optimizer) in _OF_WHOLE_TENSORS:
-            problem = "of torch takes whole tensors"
-            action = "Use torch.optim.AdamW, whose states are cut as well"
+            problem = "of torch requires unsharded tensors"
+            action = "Use torch.optim.AdamW, which shards its states"
         elif type(optimizer) in _FUSED_OF_WHOLE_TENSORS and any(group.get("fused") for group in cut_groups):
-            problem = "with fused=True takes whole tensors"
-            action = "Leave out fused=True"
+            problem = "with fused=True requires unsharded tensors"
+            action = "Remove fused=True"
         if problem:
-            problem += ", and the strategy cuts parameters among the ranks"
+            problem += ", but the strategy shards parameters across ranks"
             raise RoomierError(FIELD, type(optimizer).__name__, problem, f"{action}, or use strategy='ddp'")
 
 
@@ -146,10 +153,10 @@ def _from_mapping(returned: Mapping[str, Any]) -> Configured:
     known = {"optimizer", "lr_scheduler", "monitor"}
     for key in returned:
         if key not in known:
-            raise RoomierError(FIELD, key, "is not a key of the dictionary", did_you_mean(key, known))
+            raise RoomierError(FIELD, key, "is not a valid key of the dict", did_you_mean(key, known))
     optimizer = returned.get("optimizer")
     if not isinstance(optimizer, Optimizer):
-        raise RoomierError(FIELD, optimizer, "'optimizer' is not a torch.optim.Optimizer", "Put the optimizer there")
+        raise RoomierError(FIELD, optimizer, "'optimizer' must be a torch.optim.Optimizer", "Return one under this key")
     scheduler = returned.get("lr_scheduler")
     if scheduler is None:
         return Configured([optimizer])
@@ -161,10 +168,10 @@ def _scheduler(given: Any, monitor: str | None = None) -> LRSchedulerConfig:
         known = set(LRSchedulerConfig.__dataclass_fields__)
         for key in given:
             if key not in known:
-                raise RoomierError(f"{FIELD}: lr_scheduler", key, "is not a known key", did_you_mean(key, known))
+                raise RoomierError(f"{FIELD}: lr_scheduler", key, "is not a valid key", did_you_mean(key, known))
         if "scheduler" not in given:
             raise RoomierError(
-                f"{FIELD}: lr_scheduler", dict(given), "has no 'scheduler'", "Put the scheduler under 'scheduler'"
+                f"{FIELD}: lr_scheduler", dict(given), "requires the key 'scheduler'", "Add the scheduler"
             )
         config = LRSchedulerConfig(**{"monitor": monitor, **given})
     else:
@@ -174,16 +181,16 @@ def _scheduler(given: Any, monitor: str | None = None) -> LRSchedulerConfig:
             f"{FIELD}: lr_scheduler", config.scheduler, "is not a scheduler", "Pass a torch.optim.lr_scheduler object"
         )
     if config.interval not in ("epoch", "step"):
-        raise RoomierError(f"{FIELD}: interval", config.interval, "is unknown", "Use 'epoch' or 'step'")
+        raise RoomierError(f"{FIELD}: interval", config.interval, "is invalid", "Use 'epoch' or 'step'")
     if not isinstance(config.frequency, int) or config.frequency < 1:
-        raise RoomierError(f"{FIELD}: frequency", config.frequency, "is not a positive integer", "Use 1 or more")
+        raise RoomierError(f"{FIELD}: frequency", config.frequency, "must be a positive integer", "Use 1 or more")
     if isinstance(config.scheduler, ReduceLROnPlateau):
         config.reduce_on_plateau = True
     if config.reduce_on_plateau and config.monitor is None:
         raise RoomierError(
             f"{FIELD}: monitor",
             None,
-            "ReduceLROnPlateau needs the name of a logged metric",
+            "ReduceLROnPlateau requires the name of a logged metric",
             "Return {'optimizer': ..., 'lr_scheduler': {'scheduler': ..., 'monitor': 'val_loss'}}",
         )
     return config

@@ -1,4 +1,4 @@
-"""What the parameters of a network are, as far as optimizers by name care."""
+"""Classification of parameters for optimizers that are selected by a string."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from torch import nn
 from roomier.api.blocks import find_blocks
 from roomier.optim.block_codes import can_be_coded
 
-_NORMS = (nn.LayerNorm, nn.RMSNorm)  # of the others, scales have one dimension
+_NORMS = (nn.LayerNorm, nn.RMSNorm)  # scales of other norms have one dimension
 _LOOKUPS = (nn.Embedding, nn.EmbeddingBag)
 
 
 @dataclass(frozen=True)
 class Trait:
-    """Of one parameter.
+    """Classification of one parameter.
 
     Attributes:
-        decays: it is a weight, no bias and no scale of a norm.
-        is_looked_up: it is an embedding, or tied to one.
-        is_large_matrix: it is a weight, not looked up, and large: what states in few bits are for.
-        is_hidden: it is a matrix of a block.
+        decays: whether weight decay applies: it is a weight, not a bias or the scale of a norm.
+        is_looked_up: whether it is an embedding, or tied to one.
+        is_large_matrix: whether it is a large weight that is not looked up, for low-bit states.
+        is_hidden: whether it is a matrix of a block.
     """
 
     decays: bool
@@ -31,7 +31,7 @@ class Trait:
 
 
 def trained_parameters(network: nn.Module) -> list[tuple[nn.Parameter, Trait]]:
-    """The parameters that require gradients, in the order of the network; a tied one comes once."""
+    """Return the parameters that require gradients in the order of the network. Tied parameters appear one time."""
     norms = {p for part in network.modules() if isinstance(part, _NORMS) for p in part.parameters(recurse=False)}
     looked_up = {p for part in network.modules() if isinstance(part, _LOOKUPS) for p in part.parameters(recurse=False)}
     of_blocks = {p for block in find_blocks(network) for p in block.parameters()}
@@ -39,7 +39,7 @@ def trained_parameters(network: nn.Module) -> list[tuple[nn.Parameter, Trait]]:
     for name, parameter in network.named_parameters():
         if not parameter.requires_grad:
             continue
-        # T5's relative_attention_bias is a table, and Swin's relative_position_bias_table: biases all the same.
+        # T5's relative_attention_bias and Swin's relative_position_bias_table are tables of biases.
         decays = parameter.dim() >= 2 and parameter not in norms and "bias" not in name
         is_matrix = decays and parameter not in looked_up
         trait = Trait(

@@ -1,13 +1,13 @@
-"""Lion: the sign of a momentum, of which it keeps one number for each weight.
+"""Lion: an optimizer that uses the sign of a momentum and stores one number per weight.
 
 [Note: Lion]
-Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms" (arXiv 2302.06675), Algorithm 2, of gradient ``g``:
+Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms" (arXiv 2302.06675), Algorithm 2, with gradient ``g``:
 
     x = x - lr * (sign(beta1 * m + (1 - beta1) * g) + weight_decay * x)
     m = beta2 * m + (1 - beta2) * g
 
-Every weight moves by the same step, so the paper takes a learning rate of a third to a tenth of AdamW's, and a weight
-decay as many times larger (section 5).
+Every weight moves by the same step, so the paper uses a learning rate of a third to a tenth of AdamW's, and a weight
+decay that is larger by the same factor (section 5).
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from roomier.core.errors import RoomierError
 from roomier.optim.local import first_element, local
 from roomier.optim.rounding import empty_low_bits, flat_parts, noise_key, read, write
 
-SEED = 0  # of what is rounded at random: the noise need not differ from run to run
+SEED = 0  # for stochastic rounding: the noise does not have to differ between runs
 
 
 class Lion(Optimizer):
-    """See [Note: Lion]. Each rank updates its part of parameters that are cut.
+    """The Lion optimizer, see [Note: Lion]. Each rank updates its shard of sharded parameters.
 
     Args:
         params: as for any optimizer; float32 or bfloat16.
-        lr: how far each weight moves in a step.
-        betas: of the mean whose sign is taken, and of the momentum that is kept.
-        weight_decay: decoupled, times ``lr`` each step.
-        weight_rounding: how bfloat16 weights are kept: ``"split"``, ``"stochastic"``, ``"nearest"`` (see
+        lr: size of the step of each weight.
+        betas: decay rates of the mean whose sign is used, and of the stored momentum.
+        weight_decay: decoupled weight decay, multiplied by ``lr`` in each step.
+        weight_rounding: storage of bfloat16 weights: ``"split"``, ``"stochastic"``, ``"nearest"`` (see
             ``rounding.py``). Their momentum is float32.
     """
 
@@ -52,17 +52,19 @@ class Lion(Optimizer):
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group and number its parameters."""
         super().add_param_group(param_group)
         for parameter in self.param_groups[-1]["params"]:
             self._index[parameter] = len(self._index)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # of a copy: it has what torch knows of
+        super().__setstate__(state)  # a copy only has the attributes that torch stores
         parameters = (parameter for group in self.param_groups for parameter in group["params"])
         self._index = {parameter: index for index, parameter in enumerate(parameters)}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update all parameters that have a gradient."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -76,7 +78,7 @@ class Lion(Optimizer):
     def _update(self, group: dict[str, Any], parameter: nn.Parameter) -> None:
         assert parameter.grad is not None
         if parameter.grad.is_sparse:
-            raise RoomierError("optimizer", "lion", "takes no sparse gradients", "Make the embedding with sparse=False")
+            raise RoomierError("optimizer", "lion", "does not support sparse gradients", "Use sparse=False")
         state = self.state[parameter] or self._start(group, parameter)
         key = None
         if "step" in state:
@@ -105,7 +107,7 @@ class Lion(Optimizer):
 def lion_(
     value: Tensor, gradient: Tensor, momentum: Tensor, lr: float, betas: tuple[float, float], weight_decay: float
 ) -> None:
-    """One step in place of ``value`` and ``momentum``, which have one dtype."""
+    """Apply one step in place of ``value`` and ``momentum``, which have the same dtype."""
     gradient = gradient.to(value.dtype)
     direction = momentum.lerp(gradient, 1 - betas[0]).sign_()
     if weight_decay:

@@ -1,6 +1,6 @@
-"""This rank's part of a tensor, for optimizers that update each element by itself.
+"""This rank's shard of a tensor, for elementwise optimizers.
 
-Such an update needs no other rank: it runs on plain tensors, and never asks what it was cut by.
+An elementwise update needs no other rank. It runs on ordinary tensors and does not depend on the sharding.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ if TYPE_CHECKING:
 
 
 def is_cut(tensor: Tensor) -> TypeIs[DTensor]:
-    """Whether it is spread over ranks."""
+    """Whether ``tensor`` is a DTensor."""
     if type(tensor) in (Tensor, nn.Parameter):
         return False
-    from torch.distributed.tensor import DTensor  # slow to import; who cut a tensor has done so
+    from torch.distributed.tensor import DTensor  # slow to import, and already imported if a tensor is sharded
 
     return isinstance(tensor, DTensor)
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The part of ``tensor`` on this rank, without gradient; it shares memory. All of it where it is not cut."""
+    """Return this rank's shard of ``tensor`` without gradient, as a view. An ordinary tensor is returned in full."""
     return tensor.to_local().detach() if is_cut(tensor) else tensor.detach()
 
 
 def first_element(tensor: Tensor) -> int:
-    """Where this rank's part begins in the whole tensor, flat; parts are cut from dimension 0 alone."""
+    """Return the flat index of the first element of this rank's shard. Tensors are sharded in dimension 0 only."""
     if not is_cut(tensor) or not tensor.to_local().numel():
         return 0
     return torch_private.offsets_of_shard(tensor)[0] * math.prod(tensor.shape[1:])

@@ -1,17 +1,17 @@
-"""Muon for the matrices of blocks and AdamW for all else, as one optimizer.
+"""Muon for the matrices of blocks and AdamW for all other parameters, in one optimizer.
 
 [Note: Muon]
-Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks". The momentum ``B`` of a matrix is made
-into one whose singular values are all near 1, by ``ns_steps`` rounds of a Newton-Schulz iteration in bfloat16, and that
-is the update. Arithmetic, defaults and names of options are those of ``torch.optim.Muon``, whose steps these are to the
-bit. An update has singular values near 1 whatever the gradient, so its learning rate is of another kind than AdamW's;
-``adjust_lr_fn="match_rms_adamw"``, the default here, scales updates to the size of AdamW's (Liu et al. 2025, "Muon is
-Scalable for LLM Training", section 2.2), so that one learning rate and schedule serve both.
+Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks". The update is the momentum ``B`` of a
+matrix, transformed such that all singular values are near 1, by ``ns_steps`` rounds of a Newton-Schulz iteration in
+bfloat16. Arithmetic, defaults and option names equal ``torch.optim.Muon``, bit for bit. The update has singular values
+near 1 for any gradient, so its learning rate has a different scale than AdamW's. The default
+``adjust_lr_fn="match_rms_adamw"`` scales updates to the size of AdamW's (Liu et al. 2025, "Muon is Scalable for LLM
+Training", section 2.2), so that one learning rate and schedule serve both.
 
-[Note: matrices that are cut]
-The iteration needs the whole matrix. Momentum stays cut among the ranks; the update of each matrix in turn is gathered
-in the dtype of the gradient, every rank runs the iteration on all of it and takes its own rows. The result is that of
-one rank, for the time of the iteration, and twice the bytes on the way, of replicas (ddp).
+[Note: sharded matrices]
+The iteration requires the full matrix. The momentum stays sharded. The update of each matrix in turn is gathered in the
+dtype of the gradient, and every rank runs the iteration on the full update and keeps its rows. The result equals one
+rank. The iteration takes the same time as with replicas (ddp), and the traffic doubles.
 """
 
 from __future__ import annotations
@@ -31,21 +31,20 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
 class Muon(Optimizer):
-    """See [Note: Muon].
+    """Muon with AdamW for the other parameters, see [Note: Muon].
 
     Args:
-        params: groups; those with ``"is_hidden": True`` hold matrices, of which Muon takes care, the others are
-            AdamW's.
-        lr: of both.
-        weight_decay: of both, decoupled; times ``lr`` each step.
-        momentum: of Muon's mean of gradients.
-        nesterov: the update looks one gradient ahead.
-        ns_coefficients: of the polynomial that is iterated.
-        ns_steps: how often.
-        adjust_lr_fn: ``"match_rms_adamw"``, or ``"original"`` (Jordan's: by the square root of rows per column).
-        betas: of AdamW.
-        eps: of AdamW.
-        adamw_lr: of AdamW where it is to be another; None is ``lr``.
+        params: groups; Muon updates the matrices of groups with ``"is_hidden": True``, and AdamW updates the others.
+        lr: learning rate of both.
+        weight_decay: decoupled weight decay of both, multiplied by ``lr`` in each step.
+        momentum: decay rate of Muon's mean of gradients.
+        nesterov: whether the update uses Nesterov momentum.
+        ns_coefficients: coefficients of the Newton-Schulz polynomial.
+        ns_steps: number of iterations.
+        adjust_lr_fn: ``"match_rms_adamw"``, or ``"original"`` (Jordan's factor, the root of rows per column).
+        betas: decay rates of AdamW.
+        eps: eps of AdamW.
+        adamw_lr: separate learning rate for AdamW; None is ``lr``.
     """
 
     def __init__(
@@ -67,7 +66,7 @@ class Muon(Optimizer):
         others = [group for group in given if not group.get("is_hidden")]
         settings = {"momentum": momentum, "nesterov": nesterov, "ns_coefficients": ns_coefficients}
         settings |= {"ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn}
-        if hidden:  # torch's own checks of settings and shapes; a matrix that is cut has the shape of the whole
+        if hidden:  # runs torch's checks of settings and shapes; a sharded matrix has its unsharded shape
             torch.optim.Muon(hidden, lr=lr, weight_decay=weight_decay, **settings)  # type: ignore[arg-type]
         rest = lr if adamw_lr is None else adamw_lr
         is_fused = all(each.device.type in ("cpu", "cuda", "mps") for group in others for each in group["params"])
@@ -76,12 +75,13 @@ class Muon(Optimizer):
         super().__init__([{**settings, **group} for group in hidden] + shared, {"lr": lr, "weight_decay": weight_decay})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # of a copy: it has what torch knows of
+        super().__setstate__(state)  # a copy only has the attributes that torch stores
         others = [dict(group) for group in self.param_groups if not group.get("is_hidden")]
         self._adamw = AdamW(others) if others else None
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update all parameters that have a gradient."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -113,7 +113,7 @@ class Muon(Optimizer):
 
 
 def orthogonal(matrix: Tensor, coefficients: tuple[float, float, float], num_steps: int) -> Tensor:
-    """A matrix (bfloat16) with the singular vectors of ``matrix`` and singular values near 1."""
+    """Return a bfloat16 matrix with the singular vectors of ``matrix`` and singular values near 1."""
     a, b, c = coefficients
     is_tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.bfloat16()
@@ -126,14 +126,14 @@ def orthogonal(matrix: Tensor, coefficients: tuple[float, float, float], num_ste
 
 
 def size_of_update(adjust_lr_fn: str | None, shape: torch.Size) -> float:
-    """What the learning rate of a matrix is multiplied by."""
+    """Factor of the learning rate for a matrix of this shape."""
     if adjust_lr_fn == "match_rms_adamw":
         return 0.2 * math.sqrt(max(shape))
     return math.sqrt(max(1, shape[0] / shape[1]))
 
 
 def own_rows(whole: Tensor, parameter: Tensor) -> Tensor:
-    """The rows of ``whole`` that this rank has of ``parameter``."""
+    """Return the rows of ``whole`` that belong to this rank's shard of ``parameter``."""
     if not is_cut(parameter):
         return whole
     num_rows = parameter.to_local().shape[0]

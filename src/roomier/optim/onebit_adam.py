@@ -1,27 +1,28 @@
-"""1-bit Adam: Adam whose momentum travels as signs once the variance has settled.
+"""1-bit Adam: Adam that communicates its momentum as signs after the variance has settled.
 
 [Note: 1-bit Adam]
-Tang et al. 2021, "1-bit Adam: Communication Efficient Large-Scale Training with Adam's Convergence Speed"
-(arXiv 2102.02888), Algorithm 1. For ``freeze_step`` steps it is Adam on gradients averaged in full precision. Then the
-variance ``v`` is frozen, and of rank ``i`` with its own gradient ``g_i`` travels only the momentum, as signs ``C[.]``:
+Tang et al. 2021, "1-bit Adam: Communication Efficient Large-Scale Training with Adam's Convergence Speed" (arXiv
+2102.02888), Algorithm 1. For ``freeze_step`` steps it is Adam on gradients that are averaged in full precision. Then
+the variance ``v`` is frozen, and rank ``i`` with its local gradient ``g_i`` sends only the momentum, as signs ``C[.]``:
 
     m_i = beta1 * m + (1 - beta1) * g_i
     c_i = C[m_i + e_i];                  e_i = m_i + e_i - c_i         each rank, with its error e_i
-    m = C[mean over ranks of c_i + s];   s = mean of c_i + s - m       the owner of each piece, with its error s
-    x = x - lr * m / (sqrt(v) + eps)                                   each rank, with all pieces of m
+    m = C[mean over ranks of c_i + s];   s = mean of c_i + s - m       the owner of each shard, with its error s
+    x = x - lr * m / (sqrt(v) + eps)                                   each rank, with all shards of m
 
-What the paper leaves open, or we do otherwise: both moments are corrected for their start as in torch's Adam, ``v`` as
-of the step at which it was frozen, so nothing jumps there; weight decay is decoupled, as in AdamW; scales belong to
-blocks and are means of absolute values (see ``sign_code.py``); and a frozen variance is at least
-:data:`LEAST_VARIANCE` of the mean over its tensor. All elements of a block get the same size from the code, so one
-whose variance is near zero (the row of a rare token) would otherwise be thrown far off by the noise of its neighbours.
+Details that the paper leaves open or that differ: both moments have the bias correction of torch's Adam, and ``v``
+keeps the correction of the step at which it was frozen, so updates are continuous; weight decay is decoupled, as in
+AdamW; scales belong to blocks and are means of absolute values (see ``sign_code.py``); and a frozen variance is at
+least :data:`LEAST_VARIANCE` times the mean over its tensor. The code gives all elements of a block the same size, so an
+element with a variance near zero (the row of a rare token) would otherwise make large steps from the noise of its
+neighbors.
 
-[Note: what a rank holds]
-Bytes for each parameter beside its fp32 weight (4) and gradient (4), on N ranks:
-before the freeze 8/N (both moments of the own piece; the owner updates the weights of its piece and all gather them),
-and one bucket of messages; after it 4 for ``e``, 4 for the frozen denominator (2 with ``rounds_variance``), 4/N for
-``s`` and 0.16 for ``m``, which is kept as its code; 0.31 for messages within a step. Each rank applies the whole
-update, so none of weights, ``e`` and the denominator can be cut: to gather weights from owners costs more bytes than
+[Note: bytes per rank]
+Bytes per parameter in addition to its fp32 weight (4) and gradient (4), on N ranks. Before the freeze: 8/N (both
+moments of this rank's shard; the owner updates the weights of its shard, and all ranks gather them), and one bucket of
+messages. After the freeze: 4 for ``e``, 4 for the frozen denominator (2 with ``rounds_variance``), 4/N for ``s``, 0.16
+for ``m``, which is stored as its code, and 0.31 for messages within a step. Each rank applies the full update, so
+weights, ``e`` and the denominator cannot be sharded: gathering weights from their owners would cost more traffic than
 the signs save.
 """
 
@@ -44,25 +45,25 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 LEAST_VARIANCE = 0.01
-DEFAULT_FREEZE = 0.2  # of the steps of a run
-_BUCKET_ELEMENTS = 2**23  # 32 MiB of fp32: what is averaged at once before the freeze
+DEFAULT_FREEZE = 0.2  # fraction of the steps of a run
+_BUCKET_ELEMENTS = 2**23  # 32 MiB of fp32, averaged together before the freeze
 
 
 class OneBitAdam(Optimizer):
-    """Adam that sends one bit a parameter after its first ``freeze_step`` steps; see [Note: 1-bit Adam].
+    """Adam that sends one bit per parameter after its first ``freeze_step`` steps; see [Note: 1-bit Adam].
 
-    It averages what it needs among all ranks of the default process group by itself: gradients must be those of each
-    rank alone, and every rank must call :meth:`step` equally often.
+    It averages over all ranks of the default process group itself. Gradients must be local to each rank, and every rank
+    must call :meth:`step` equally often.
 
     Args:
         params: as for any optimizer; all on one device.
-        lr: the learning rate.
-        betas: decay of the momentum and of the variance.
+        lr: learning rate.
+        betas: decay rates of the momentum and of the variance.
         eps: added to the root of the variance.
-        weight_decay: decoupled, times ``lr`` each step.
-        freeze_step: steps in full precision; the paper takes 15 to 25 % of a run, at least until the learning rate
-            has warmed up and the variance has settled.
-        rounds_variance: keep the frozen denominators in bfloat16 (zero1).
+        weight_decay: decoupled weight decay, multiplied by ``lr`` in each step.
+        freeze_step: number of steps in full precision. The paper uses 15 to 25 % of a run, at least until the learning
+            rate has warmed up and the variance has settled.
+        rounds_variance: whether to store the frozen denominators in bfloat16 (zero1).
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class OneBitAdam(Optimizer):
         self._exchange = Exchange()
         self._num_steps = 0
         self._mesh: DeviceMesh | None = None
-        # Groups stay as they are from here on: the code of the momentum is laid out for these parameters.
+        # Groups must not change from here on, because the momentum code is laid out for these parameters.
         self._entries = [(p, group) for group in self.param_groups for p in group["params"] if p.numel()]
         self._pieces = [Pieces(p.numel(), self._exchange.num_ranks) for p, _ in self._entries]
         self._code: SignCode | None = None
@@ -90,12 +91,12 @@ class OneBitAdam(Optimizer):
 
     @property
     def is_frozen(self) -> bool:
-        """Whether the variance is frozen, and momentum travels as signs."""
+        """Whether the variance is frozen and the momentum is sent as signs."""
         return self._momentum is not None
 
     @property
     def bytes_sent(self) -> int:
-        """What this rank has sent so far; see [Note: bytes sent] in ``core/exchange.py``."""
+        """Bytes that this rank has sent; see [Note: bytes sent] in ``core/exchange.py``."""
         return self._exchange.bytes_sent
 
     @overload
@@ -104,6 +105,7 @@ class OneBitAdam(Optimizer):
     def step(self, closure: Callable[[], float]) -> float: ...
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Update all parameters. All ranks must call it together."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -121,7 +123,7 @@ class OneBitAdam(Optimizer):
     # ---- in full precision ---------------------------------------------------------------------------------------
 
     def _buckets(self) -> Iterator[list[int]]:
-        """Indices of parameters whose gradients are averaged together: of one dtype, up to a size."""
+        """Yield indices of parameters whose gradients are averaged together: one dtype, up to a maximum size."""
         bucket: list[int] = []
         num_elements = 0
         for index, (parameter, _) in enumerate(self._entries):
@@ -135,7 +137,7 @@ class OneBitAdam(Optimizer):
             yield bucket
 
     def _step_exact(self, bucket: list[int]) -> None:
-        """Adam: each rank averages and updates its piece of each parameter in ``bucket``; all gather the pieces."""
+        """Run Adam: each rank reduces and updates its shard of each parameter in ``bucket``, and all gather them."""
         sizes = [self._pieces[index].size for index in bucket]
         example = self._entries[bucket[0]][0]
         num_ranks, rank = self._exchange.num_ranks, self._exchange.rank
@@ -153,7 +155,7 @@ class OneBitAdam(Optimizer):
             parameter.copy_(self._pieces[index].from_rows(part).view_as(parameter))
 
     def _update_own(self, index: int, gradient: Tensor, new: Tensor) -> None:
-        """Put the updated own piece of parameter ``index`` into ``new``."""
+        """Write the updated shard of parameter ``index`` to ``new``."""
         (parameter, group), inside = self._entries[index], self._pieces[index].slice_of(self._exchange.rank)
         size = inside.stop - inside.start
         state = self.state[parameter]
@@ -171,7 +173,7 @@ class OneBitAdam(Optimizer):
     # ---- after the freeze ----------------------------------------------------------------------------------------
 
     def _freeze(self) -> None:
-        """From the own pieces of both moments to what :meth:`_step_compressed` needs; all ranks at the same step."""
+        """Convert the sharded moments to the states of :meth:`_step_compressed`, on all ranks at the same step."""
         self._start_code()
         for index, (parameter, group) in enumerate(self._entries):
             state = self.state[parameter]
@@ -179,7 +181,7 @@ class OneBitAdam(Optimizer):
             variance.clamp_(min=variance.mean() * LEAST_VARIANCE)
             correction = 1 - group["betas"][1] ** self._num_steps
             self._hold_denominator(parameter, variance.div_(correction).sqrt_().add_(group["eps"]))
-            # The first compressed momentum starts from the exact one: it is in the error, and the code is still 0.
+            # The first compressed momentum starts from the exact one, which is in the error while the code is 0.
             momentum = self._gather(index, state.pop("exp_avg"))
             state["server_error"] = torch.zeros_like(self._own(index, momentum))
             state["worker_error"] = momentum.mul_(group["betas"][0])
@@ -226,8 +228,8 @@ class OneBitAdam(Optimizer):
         now = 2 * (num_ranks - 1) * self._code.row_bytes
         before = all_reduce_bytes(sum(4 * parameter.numel() for parameter, _ in self._entries), num_ranks)
         notice(
-            f"onebit_adam: the variance is frozen after {self._num_steps} steps; from here on each rank sends "
-            f"{format_bytes(now)} a step, {before / now:.1f} times less than float32 gradients ({format_bytes(before)})"
+            f"onebit_adam: the variance is frozen after {self._num_steps} steps; each rank now sends "
+            f"{format_bytes(now)} per step, {before / now:.1f} times less than with float32 ({format_bytes(before)})"
         )
 
     # ---- pieces --------------------------------------------------------------------------------------------------
@@ -236,7 +238,7 @@ class OneBitAdam(Optimizer):
         return flat[self._pieces[index].slice_of(self._exchange.rank)]
 
     def _gather(self, index: int, own: Tensor) -> Tensor:
-        """The whole of a tensor (``[numel]``, new) of which each rank holds its ``own`` piece."""
+        """Return the unsharded tensor (``[numel]``, new) of which each rank holds the shard ``own``."""
         pieces = self._pieces[index]
         rows = own.new_zeros(self._exchange.num_ranks, pieces.size)
         rows[self._exchange.rank, : len(own)] = own
@@ -246,10 +248,11 @@ class OneBitAdam(Optimizer):
     # ---- checkpoints ---------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """States by index of the parameter, as DTensors cut among the ranks (plain tensors with one rank).
+        """Return states by parameter index, as DTensors sharded across ranks (ordinary tensors on one rank).
 
-        Before the freeze ``exp_avg`` and ``exp_avg_sq``; after it ``exp_avg``, ``denominator``, ``server_error``, each
-        ``[numel]``, and ``worker_error``, ``[num_ranks, numel]``, a row a rank. No tensor that was there is copied.
+        Before the freeze: ``exp_avg`` and ``exp_avg_sq``. After it: ``exp_avg``, ``denominator``, ``server_error``,
+        each ``[numel]``, and ``worker_error``, ``[num_ranks, numel]``, one row per rank. Existing tensors are not
+        copied.
         """
         indices = self._indices()
         states = {}
@@ -263,7 +266,7 @@ class OneBitAdam(Optimizer):
         return {"state": states if self._num_steps else {}, "param_groups": groups}
 
     def _stored(self, index: int, parameter: nn.Parameter) -> Iterator[tuple[str, Tensor]]:
-        """What this rank holds of each tensor of :meth:`state_dict`."""
+        """Yield this rank's shard of each tensor in :meth:`state_dict`."""
         state = self.state[parameter]
         if not self.is_frozen:
             yield from state.items()
@@ -278,7 +281,7 @@ class OneBitAdam(Optimizer):
         yield "worker_error", state["worker_error"][None]
 
     def place(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """An empty tensor for a state of :meth:`state_dict` that is to be read, cut as this rank needs it."""
+        """Return an empty tensor for reading a state of :meth:`state_dict`, sharded for this rank."""
         if not shape:
             return torch.empty(shape, dtype=dtype)
         inside = Pieces(shape[0], self._exchange.num_ranks).slice_of(self._exchange.rank)
@@ -287,13 +290,13 @@ class OneBitAdam(Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Put back what :meth:`state_dict` gave; tensors may be whole or cut. Every rank must call it.
+        """Load the result of :meth:`state_dict`. Tensors can be unsharded or sharded. Every rank must call it.
 
-        Where ranks are other in number, the errors of several become that of one, or some ranks begin without: their
-        mean, which is what the average of all ranks lacks, stays.
+        If the number of ranks differs, errors of several ranks are merged, or some ranks start with a zero error. The
+        mean of the errors, which is the part missing from the average over the ranks, does not change.
 
         Raises:
-            CheckpointError: a parameter has no states in it.
+            CheckpointError: the states of a parameter are missing.
         """
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})
@@ -306,8 +309,8 @@ class OneBitAdam(Optimizer):
         indices = self._indices()
         missing = [indices[parameter] for parameter, _ in self._entries if indices[parameter] not in states]
         if missing:
-            action = "Load the weights alone, or a checkpoint of the same model"
-            raise CheckpointError("optimizer", missing[:5], "the checkpoint has no states of these parameters", action)
+            action = "Load only the weights, or a checkpoint of the same model"
+            raise CheckpointError("optimizer", missing[:5], "the checkpoint lacks states of these parameters", action)
         first = states[indices[self._entries[0][0]]]
         self._num_steps = int(first["step"])
         if "denominator" in first:
@@ -332,7 +335,7 @@ class OneBitAdam(Optimizer):
         rank, num_ranks = self._exchange.rank, self._exchange.num_ranks
         momentum, error = (saved[name].to(device, dtype) for name in ("exp_avg", "server_error"))
         self._hold_denominator(parameter, self._gather(index, saved["denominator"].to(device, dtype)))
-        # Cut otherwise, it is no longer of one size in each block. What the code leaves out goes into the error.
+        # With other shards, blocks no longer have one size. The rounding of the code is added to the error.
         row = self._momentum[rank]
         coded = self._code.encode_piece(index, momentum, row, rank, takes_largest=num_ranks == num_ranks_then)
         error = error.add(momentum - coded, alpha=beta1)
@@ -349,7 +352,7 @@ class OneBitAdam(Optimizer):
     def _as_shard(self, local: Tensor, shape: tuple[int, ...]) -> Tensor:
         if self._exchange.num_ranks == 1:
             return local
-        from torch.distributed.device_mesh import init_device_mesh  # slow to import: one process does without
+        from torch.distributed.device_mesh import init_device_mesh  # slow to import, and not needed by one process
         from torch.distributed.tensor import DTensor, Shard
 
         if self._mesh is None:
@@ -360,7 +363,7 @@ class OneBitAdam(Optimizer):
         )
 
     def _local(self, value: Tensor) -> Tensor:
-        """This rank's part of a stored tensor; it keeps no other part alive."""
+        """Return this rank's shard of a stored tensor, without a reference to the other shards."""
         if not value.dim() or self._exchange.num_ranks == 1:
             return value
         from torch.distributed.tensor import DTensor
@@ -373,32 +376,33 @@ class OneBitAdam(Optimizer):
 def onebit_options(
     options: Mapping[str, Any], num_steps: Callable[[], float], lr_warmup_steps: int, *, cuts: bool
 ) -> dict[str, Any]:
-    """``options`` with what a run decides: when the variance is frozen, and whether it is rounded.
+    """Complete ``options`` with the values that depend on the run.
 
     Args:
-        num_steps: gives the optimizer steps of the run, infinite where unknown.
-        lr_warmup_steps: steps in which the learning rate still rises.
-        cuts: the strategy is zero1.
+        options: options of the user.
+        num_steps: returns the optimizer steps of the run, infinite if unknown.
+        lr_warmup_steps: steps of the learning rate warm-up.
+        cuts: whether the strategy is zero1.
 
     Raises:
-        PlanError: ``freeze_step`` is no count of steps; or it is not given and the run has no length.
+        PlanError: ``freeze_step`` is invalid, or it is missing and the length of the run is unknown.
     """
     length, given = num_steps(), options.get("freeze_step")
     if given is None and length == float("inf"):
-        action = "Give it: optimizer={'name': 'onebit_adam', 'freeze_step': 1000}, about a fifth of the run"
+        action = "Set it to about a fifth of the run: optimizer={'name': 'onebit_adam', 'freeze_step': 1000}"
         raise PlanError(
-            "optimizer.options.freeze_step", None, "is needed where the length of the run is not known", action
+            "optimizer.options.freeze_step", None, "is required if the length of the run is unknown", action
         )
     if given is not None and (not isinstance(given, int) or isinstance(given, bool) or given < 1):
-        action = "Give the steps in full precision, about a fifth of the run"
-        raise PlanError("optimizer.options.freeze_step", given, "is not a positive whole number", action)
+        action = "Set it to the number of steps in full precision, about a fifth of the run"
+        raise PlanError("optimizer.options.freeze_step", given, "must be a positive integer", action)
     freeze_step: int = max(1, round(DEFAULT_FREEZE * length), lr_warmup_steps) if given is None else given
     if freeze_step >= length:
-        notice(f"onebit_adam: nothing is compressed: the run has {length:.0f} steps, freeze_step is {freeze_step}")
+        notice(f"onebit_adam: no step is compressed: the run has {length:.0f} steps, and freeze_step is {freeze_step}")
     elif freeze_step < lr_warmup_steps:
         notice(
-            f"onebit_adam: the variance is frozen at step {freeze_step}, while the learning rate still rises "
-            f"(warmup_steps={lr_warmup_steps}); a freeze_step of at least that is safer"
+            f"onebit_adam: the variance is frozen at step {freeze_step}, before the end of the learning rate warm-up "
+            f"(warmup_steps={lr_warmup_steps}); a freeze_step of at least {lr_warmup_steps} is safer"
         )
     return {"rounds_variance": cuts, **options, "freeze_step": freeze_step}
 

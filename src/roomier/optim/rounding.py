@@ -1,21 +1,21 @@
-"""bfloat16 weights under an optimizer that computes in float32: how a weight is read, and how it is written back.
+"""Storage of bfloat16 weights for an optimizer that computes in float32.
 
-A bfloat16 number is the upper half of a float32 number. An update below 2^-9 of a weight is lost when the sum is
-rounded to the nearest of them. Two ways lose nothing, at once or on average:
+A bfloat16 number is the upper half of a float32 number. An update below 2^-9 of a weight is lost if the sum is rounded
+to nearest. Two methods avoid this, exactly or on average:
 
 [Note: split]
-The 16 bits that a weight has no room for stand beside it, as a signed number of the same shape. The weight is rounded
-to nearest, and ties go *away* from zero: the weight's bits are then ``(bits + 0x8000) >> 16``, what is left over lies
-in ``[-0x8000, 0x7fff]``, and weight and rest together give back every float32 number to the bit. With ties to even, as
-a cast rounds, a rest of half a step would stand for two numbers. Not-a-number comes back as one of its many codes, and
-a number that rounds beyond bfloat16's largest is infinite in the weight alone.
+The 16 low bits of each weight are stored separately, as a signed integer tensor of the same shape. The weight is
+rounded to nearest, with ties *away* from zero: the bits of the weight are ``(bits + 0x8000) >> 16``, and the remainder
+is in ``[-0x8000, 0x7fff]``. Weight and remainder together restore every float32 number exactly. With ties to even, as
+in a cast, a remainder of half a step would represent two numbers. NaN is restored as one of its codes, and a number
+that rounds beyond the largest bfloat16 number is infinite only in the weight.
 
 [Note: stochastic]
-16 random bits are added to those of the float32 number before the lower half is cut off: a weight is rounded up as
-often as it is close to the number above, so the mean of many roundings is the number itself. The random bits are a hash
-of the element's place in the *whole* tensor and of a key (:func:`noise_key`) made of a seed, the step and the
-parameter's index: there is no generator to save, a run that is resumed draws what it would have drawn, and so does each
-rank, whatever part of the parameter it has. Copies of a parameter stay alike.
+16 random bits are added to the float32 number before the lower half is truncated. A weight is rounded up with a
+probability equal to its distance from the number below, so the mean of many roundings is the number itself. The random
+bits are a hash of the element's position in the *unsharded* tensor and of a key (:func:`noise_key`) from seed, step and
+parameter index. No generator has to be saved. A resumed run draws the same bits, and so does each rank for its shard.
+Replicas of a parameter stay identical.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from torch import Tensor
 
 from roomier.core import torch_fake, torch_private
 
-CHUNK = 2**16  # elements: what is computed in float32 beside a weight stays in the processor's cache
-_CHUNK_ON_DEVICE = 2**24  # enough work for a kernel
+CHUNK = 2**16  # elements, so that float32 temporaries fit in the cache
+_CHUNK_ON_DEVICE = 2**24  # enough work for one kernel
 _HALF = 0x8000
 _MASK = 0xFFFFFFFF
 
 
 def chunks(num_elements: int, size: int = CHUNK) -> Iterator[slice]:
-    """Slices of a flat tensor, ``size`` elements each."""
+    """Yield slices of a flat tensor with ``size`` elements each."""
     for start in range(0, num_elements, size):
         yield slice(start, min(start + size, num_elements))
 
 
 def flat_parts(weight: Tensor, *others: Tensor | None) -> Iterator[tuple[int, list[Any]]]:
-    """``weight`` and the tensors that belong to its elements, in flat parts of a size that computes fast: the place of
-    the first element, and the parts. Tensors that lie in memory in other orders come whole."""
+    """Yield ``weight`` and the tensors of its elements in flat chunks of an efficient size: the position of the first
+    element, and the chunks. Tensors that are not contiguous are yielded in full."""
     tensors = [weight, *others]
     if not all(each is None or each.is_contiguous() for each in tensors):
         yield 0, tensors
@@ -54,16 +54,16 @@ def flat_parts(weight: Tensor, *others: Tensor | None) -> Iterator[tuple[int, li
 
 
 def empty_low_bits(weight: Tensor) -> Tensor:
-    """The low bits of ``weight`` as it is now (int16, cut as it is): none is set, it stands for itself."""
+    """Return low bits for the current ``weight`` (int16, sharded like the weight): all zero."""
     return torch.zeros_like(weight, dtype=torch.int16, requires_grad=False)
 
 
 def read(weight: Tensor, low_bits: Tensor | None = None) -> Tensor:
-    """The float32 number of each element of a plain tensor (any shape).
+    """Return the float32 number of each element of an ordinary tensor (any shape).
 
     Args:
-        weight: of bfloat16; any other is returned itself, and :func:`write` then has nothing to do.
-        low_bits: of :func:`empty_low_bits`, as :func:`write` left them.
+        weight: bfloat16 tensor; a tensor of another dtype is returned itself, and :func:`write` then does no work.
+        low_bits: result of :func:`empty_low_bits`, as updated by :func:`write`.
     """
     if weight.dtype is not torch.bfloat16:
         return weight
@@ -76,14 +76,15 @@ def read(weight: Tensor, low_bits: Tensor | None = None) -> Tensor:
 def write(
     weight: Tensor, value: Tensor, *, low_bits: Tensor | None = None, key: int | None = None, first: int = 0
 ) -> None:
-    """Put ``value`` (float32) into ``weight``, with ``low_bits`` where they are given, else at random with a ``key``,
-    else to the nearest.
+    """Write ``value`` (float32) to ``weight``: exactly with ``low_bits``, stochastically with ``key``, otherwise
+    rounded to nearest.
 
     Args:
-        weight: a plain tensor; one that is not of bfloat16 takes ``value`` as it is.
+        weight: an ordinary tensor; if it is not bfloat16, ``value`` is copied.
+        value: float32 numbers of the same shape.
         low_bits: int16, of the shape of ``weight``.
-        key: of :func:`noise_key`.
-        first: place of the first element of ``weight`` in the whole parameter, flat; of use with ``key`` alone.
+        key: result of :func:`noise_key`.
+        first: flat position of the first element of ``weight`` in the unsharded parameter; used with ``key`` only.
     """
     if weight.dtype is not torch.bfloat16:
         if not torch_private.is_same_memory(value, weight):
@@ -92,7 +93,7 @@ def write(
     if low_bits is None and key is None:
         weight.copy_(value)
         return
-    # Of the codes of not-a-number, some would be carried over into the sign: all become the usual one.
+    # Some codes of NaN would carry into the sign, so all become the usual code.
     bits = value.nan_to_num(math.nan, math.inf, -math.inf).view(torch.int32)
     upper = bits + _HALF
     if low_bits is not None:
@@ -103,7 +104,7 @@ def write(
 
 
 def noise_key(seed: int, step: int, index: int) -> int:
-    """A number of 32 bits for the random numbers of one parameter at one step."""
+    """Return a 32-bit key for the random numbers of one parameter in one step."""
     key = 0
     for each in (seed, step, index):
         key = _mixed(key ^ (each * 0x9E3779B9 & _MASK))
@@ -111,10 +112,10 @@ def noise_key(seed: int, step: int, index: int) -> int:
 
 
 def noise(key: int, first: int, num_elements: int, device: torch.device | None = None) -> Tensor:
-    """``num_elements`` random int16, all of whose values are equally likely, for the elements from ``first`` on.
+    """Return ``num_elements`` uniformly distributed random int16 for the elements from ``first`` on.
 
-    Two elements share a word of 32 bits: the hash "lowbias32" (C. Wellons, "Prospecting for hash functions", 2018) of
-    its place and the key.
+    Two elements share a 32-bit word, which is the hash "lowbias32" (C. Wellons, "Prospecting for hash functions", 2018)
+    of its position and the key.
     """
     begin, end = first // 2, (first + num_elements + 1) // 2
     words = torch.arange(begin, end, dtype=torch.int64 if end > 2**31 else torch.int32, device=device).to(torch.int32)
@@ -126,7 +127,7 @@ def noise(key: int, first: int, num_elements: int, device: torch.device | None =
 
 
 def _shifted(words: Tensor, shift: int) -> Tensor:
-    """``words >> shift`` with zeros coming in, which int32 does not do by itself."""
+    """Logical right shift. The shift of int32 is arithmetic."""
     return (words >> shift).bitwise_and_((1 << (32 - shift)) - 1)
 
 
@@ -137,5 +138,5 @@ def _mixed(word: int) -> int:
 
 
 def _signed(word: int) -> int:
-    """The int32 with the bits of ``word``."""
+    """Return the int32 with the bits of ``word``."""
     return word - 2**32 if word >= 2**31 else word

@@ -1,4 +1,4 @@
-"""Learning-rate schedules by name: warm-up, then constant, linear or cosine down to a floor."""
+"""Learning rate schedules selected by a string: warm-up, then constant, linear or cosine to a final rate."""
 
 import math
 from collections.abc import Mapping
@@ -16,10 +16,16 @@ SCHEDULES = ("constant", "linear", "cosine")
 
 @dataclass
 class Factor:
-    """What the learning rate is multiplied by at step ``step`` (0 is the first).
+    """Factor of the learning rate at a step (0 is the first).
 
-    Linear warm-up over ``warmup_steps``, then the shape ``name`` over the rest of ``num_steps`` down to
-    ``min_lr_ratio``; the cosine is that of SGDR (Loshchilov and Hutter 2017, equation 5) without restarts.
+    Linear warm-up over ``warmup_steps``, then the schedule ``name`` over the rest of ``num_steps`` to ``min_lr_ratio``.
+    The cosine is SGDR (Loshchilov and Hutter 2017, equation 5) without restarts.
+
+    Attributes:
+        name: one of ``SCHEDULES``.
+        num_steps: optimizer steps of the run.
+        warmup_steps: steps of the warm-up.
+        min_lr_ratio: final rate divided by the peak rate.
     """
 
     name: str
@@ -40,16 +46,20 @@ class Factor:
 def make_schedule(
     name: str, optimizer: Optimizer, num_steps: float, *, warmup_steps: int = 0, min_lr_ratio: float = 0.0
 ) -> LambdaLR:
-    """A scheduler to be stepped after each optimizer step.
+    """Create a scheduler that steps after each optimizer step.
 
     Args:
-        num_steps: optimizer steps of the whole run.
+        name: one of ``SCHEDULES``.
+        optimizer: optimizer to schedule.
+        num_steps: optimizer steps of the run.
+        warmup_steps: steps of the warm-up.
+        min_lr_ratio: final rate divided by the peak rate.
 
     Raises:
-        PlanError: the schedule ends with the run, but the run's length is not known.
+        PlanError: the schedule requires the length of the run, which is unknown, or the warm-up is longer than the run.
     """
     if name != "constant" and not math.isfinite(num_steps):
-        raise PlanError("lr_schedule", name, "needs the number of steps of the run", "Set max_steps on the Trainer")
+        raise PlanError("lr_schedule", name, "requires the number of steps of the run", "Set max_steps on the Trainer")
     if warmup_steps > num_steps:
         raise PlanError(
             "lr_schedule.warmup_steps", warmup_steps, f"the run has only {num_steps} steps", "Use fewer warm-up steps"
@@ -59,16 +69,16 @@ def make_schedule(
 
 
 def go_on(schedule: LambdaLR, saved: Mapping[str, Any], num_steps: float | None) -> None:
-    """Bring a ``schedule`` from :func:`make_schedule`, which a Plan names, to the step of ``saved``.
+    """Resume a ``schedule`` of :func:`make_schedule`, which a Plan selected, at the step of ``saved``.
 
-    Of the state nothing but that step is taken: shape and length are those of the run that goes on, and the highest
-    rates those of its optimizer (``initial_lr``), whose state must be there already. Where none of them changed, the
-    learning rate stays as it is, to the bit.
+    Only the step is read from the state. Shape and length belong to the new run, and peak rates to its optimizer
+    (``initial_lr``), whose state must be loaded already. If none of them changed, the learning rate keeps all bits.
 
     Args:
-        saved: the scheduler's state.
-        num_steps: optimizer steps of the whole run, those done in its earlier parts included; None where ``schedule``
-            was made for as many as that of ``saved``.
+        schedule: scheduler of the new run.
+        saved: saved state of the scheduler.
+        num_steps: optimizer steps of the run, including earlier parts; None if ``schedule`` was created for the same
+            number as in ``saved``.
     """
     (factor,) = {id(each): each for each in schedule.lr_lambdas}.values()
     assert isinstance(factor, Factor)
@@ -85,6 +95,6 @@ def go_on(schedule: LambdaLR, saved: Mapping[str, Any], num_steps: float | None)
     schedule._last_lr = [group["lr"] for group in groups]
     if factor.name != "constant" and factor.num_steps != before.num_steps:
         notice(
-            f"the schedule now ends at step {factor.num_steps}; in the checkpoint it ended at {before.num_steps}. "
-            f"From step {schedule.last_epoch} on the learning rate is that of the new one"
+            f"the schedule now ends at step {factor.num_steps} instead of {before.num_steps} as in the checkpoint. "
+            f"From step {schedule.last_epoch} on, the learning rate follows the new schedule"
         )

@@ -1,16 +1,15 @@
-"""Tensors as their signs: one bit an element and one scale a block, in rows of bytes that ranks can exchange.
+"""Tensors as their signs: one bit per element and one scale per block, in rows of bytes that ranks exchange.
 
 [Note: which scale]
-A block of :data:`BLOCK` elements has one scale, the mean of its absolute values. For given signs this is the scale with
-the least error, and the error is never larger than the block itself, which is what error feedback needs to stay bounded
-(Karimireddy et al. 2019, arXiv 1901.09847, lemma 8). The root of the mean square, which keeps the norm instead, can
-have an error of up to twice the block. Blocks never reach over two tensors: a scale over all of a model would give
-norms and embeddings the size of its matrices.
+A block of :data:`BLOCK` elements has one scale, the mean of its absolute values. For given signs this scale has the
+least error, and the error never exceeds the block, which keeps error feedback bounded (Karimireddy et al. 2019, arXiv
+1901.09847, lemma 8). The root mean square, which preserves the norm, can have an error of up to twice the block. Blocks
+never span two tensors, because one scale for the model would give norms and embeddings the size of its matrices.
 
-[Note: pieces]
-A tensor of ``n`` elements is cut for ``N`` ranks as ``Shard(0)`` of a DTensor cuts it: pieces of ``ceil(n / N)``, of
-which the last ones may be short or empty. Row ``r`` holds piece ``r`` of every tensor: first the bits of all, then the
-scales of all. A piece is padded to whole blocks, in the code alone.
+[Note: shards]
+A tensor of ``n`` elements is divided for ``N`` ranks like ``Shard(0)`` of a DTensor: into shards of ``ceil(n / N)``
+elements, of which the last ones can be short or empty. Row ``r`` contains shard ``r`` of every tensor: first the bits
+of all tensors, then the scales of all. In the code, a shard is padded to full blocks.
 """
 
 from __future__ import annotations
@@ -24,27 +23,28 @@ from torch.nn import functional as F
 BLOCK = 128
 _BITS_BYTES = BLOCK // 8
 _SCALE_BYTES = 4
-_PACK = 0x0102040810204080  # multiplied with eight bytes of 0 or 1 it gathers them in the highest byte
+_PACK = 0x0102040810204080  # multiplied by eight bytes of 0 or 1, it collects them in the highest byte
 
 
 class Pieces:
-    """How a tensor of ``numel`` elements is cut into ``num_ranks`` pieces of ``size`` or less."""
+    """Division of a tensor with ``numel`` elements into ``num_ranks`` shards of at most ``size`` elements."""
 
     def __init__(self, numel: int, num_ranks: int) -> None:
         self.numel, self.num_ranks = numel, num_ranks
         self.size = -(-numel // num_ranks)
 
     def slice_of(self, rank: int) -> slice:
-        """Where the piece of ``rank`` is in the tensor, flat."""
+        """Return the slice of the flat tensor that belongs to ``rank``."""
         return slice(min(rank * self.size, self.numel), min((rank + 1) * self.size, self.numel))
 
     def to_rows(self, flat: Tensor, rows: Tensor) -> None:
-        """Copy ``flat`` (``[numel]``) into ``rows`` (``[num_ranks, size or more]``); what is beyond a piece stays."""
+        """Copy ``flat`` (``[numel]``) to ``rows`` (``[num_ranks, size or more]``). Elements beyond a shard do not
+        change."""
         for inside, part in self._parts(rows):
             part.copy_(flat[inside].view_as(part))
 
     def from_rows(self, rows: Tensor) -> Tensor:
-        """``[numel]``: the pieces in ``rows`` one after the other."""
+        """Return the concatenated shards in ``rows`` as ``[numel]``."""
         if self.numel == rows.numel():
             return rows.reshape(-1)
         flat = rows.new_empty(self.numel)
@@ -53,22 +53,23 @@ class Pieces:
         return flat
 
     def _parts(self, rows: Tensor) -> list[tuple[slice, Tensor]]:
-        """The pieces that are full, and the one that is not: the slice of the tensor, and its place in ``rows``."""
+        """Return the full shards and the partial one, each as a slice of the tensor and its place in ``rows``."""
         num_full, rest = divmod(self.numel, self.size) if self.numel else (0, 0)
         full = slice(0, num_full * self.size), rows[:num_full, : self.size]
         return [full, (slice(num_full * self.size, self.numel), rows[num_full, :rest])] if rest else [full]
 
 
 class SignCode:
-    """Codes of several tensors in rows of bytes, one row a rank.
+    """Codes of several tensors in rows of bytes, one row per rank.
 
     Args:
-        numels: elements of each tensor.
-        num_ranks: rows.
+        numels: number of elements of each tensor.
+        num_ranks: number of rows.
+        device: device of the codes.
 
     Attributes:
-        pieces: how each tensor is cut.
-        row_bytes: the size of a row.
+        pieces: division of each tensor.
+        row_bytes: size of a row.
     """
 
     def __init__(self, numels: Sequence[int], num_ranks: int, device: torch.device) -> None:
@@ -81,15 +82,15 @@ class SignCode:
         self.row_bytes = total * (_BITS_BYTES + _SCALE_BYTES)
         self._device = device
         bits = torch.arange(256, device=device)[:, None] >> torch.arange(8, device=device) & 1
-        self._signs = 1.0 - 2.0 * bits  # [256, 8]: the signs in each byte
+        self._signs = 1.0 - 2.0 * bits  # [256, 8]: the signs of each byte
         self._counts = [self._elements_by_block(index) for index in range(len(numels))]
 
     def empty(self) -> Tensor:
-        """Rows for codes (uint8 ``[num_ranks, row_bytes]``) of zeros: all scales are 0."""
+        """Return rows for codes (uint8 ``[num_ranks, row_bytes]``) that represent zeros: all scales are 0."""
         return torch.zeros(self.num_ranks, self.row_bytes, dtype=torch.uint8, device=self._device)
 
     def encode(self, index: int, flat: Tensor, rows: Tensor) -> Tensor:
-        """Write the code of the tensor ``index`` into ``rows``; returns what the code stands for (``[numel]``)."""
+        """Write the code of tensor ``index`` to ``rows``, and return the values that it represents (``[numel]``)."""
         pieces, width = self.pieces[index], self._num_blocks[index] * BLOCK
         if pieces.numel == self.num_ranks * width:
             padded = flat.view(self.num_ranks, width)
@@ -99,10 +100,10 @@ class SignCode:
         return pieces.from_rows(self._encode(index, padded, rows, self._counts[index]))
 
     def encode_piece(self, index: int, piece: Tensor, row: Tensor, rank: int, *, takes_largest: bool = False) -> Tensor:
-        """The same for the piece of ``rank`` alone, into its ``row``; ``piece`` is flat, and so is what is returned.
+        """Encode the shard of ``rank`` alone into its ``row``. ``piece`` and the result are flat.
 
         Args:
-            takes_largest: as scale the largest absolute value, so that what was decoded is encoded to the last bit.
+            takes_largest: use the largest absolute value as scale, so that decoded values are encoded without error.
         """
         width = self._num_blocks[index] * BLOCK
         padded = F.pad(piece, (0, width - piece.numel()))[None]
@@ -111,11 +112,12 @@ class SignCode:
         return self._encode(index, padded, row[None], None if takes_largest else own)[0, : piece.numel()]
 
     def decode(self, index: int, rows: Tensor, dtype: torch.dtype) -> Tensor:
-        """The tensor ``index`` (``[numel]``) in ``rows``."""
+        """Return tensor ``index`` (``[numel]``) from ``rows``."""
         return self.pieces[index].from_rows(self._decode(index, rows, dtype))
 
     def decode_sources(self, index: int, rows: Tensor, rank: int, dtype: torch.dtype) -> Tensor:
-        """``[len(rows), numel of the piece]``: the piece of ``rank`` as each source sent it; one row a source."""
+        """Return the shard of ``rank`` as sent by each source: ``[len(rows), numel of the shard]``, one row per
+        source."""
         inside = self.pieces[index].slice_of(rank)
         return self._decode(index, rows, dtype)[:, : inside.stop - inside.start]
 
@@ -141,7 +143,8 @@ class SignCode:
         return bits, rows[:, begin : begin + num_blocks * _SCALE_BYTES].view(torch.float32)
 
     def _elements_by_block(self, index: int) -> int | Tensor:
-        """How many elements each block holds beside its padding, at least 1: ``[num_ranks, blocks]``, or all alike."""
+        """Return the elements of each block without padding, at least 1: ``[num_ranks, blocks]``, or a common
+        number."""
         pieces, num_blocks = self.pieces[index], self._num_blocks[index]
         if pieces.numel == self.num_ranks * num_blocks * BLOCK:
             return BLOCK

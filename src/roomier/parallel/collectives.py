@@ -19,7 +19,7 @@ from torch import Tensor
 from roomier.core import torch_private
 from roomier.core.errors import TrainingError
 
-PATIENCE = timedelta(minutes=10)  # with a rank that is behind: within a step all run the same
+PATIENCE = timedelta(minutes=15)  # longer than hang_timeout by default, whose error names the late rank
 
 
 class PairwiseAllGather:

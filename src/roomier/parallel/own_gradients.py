@@ -17,7 +17,7 @@ NORMS_WITH_STATISTICS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.Inst
 
 
 class OwnGradients:
-    """What :class:`roomier.engine.engine.Parallel` asks for, without a collective in the backward (1-bit Adam).
+    """What :class:`roomier.engine.parallel.Parallel` asks for, without a collective in the backward (1-bit Adam).
 
     Args:
         network: whole, and equal on all ranks.

@@ -22,9 +22,9 @@ class StepRunner(nn.Module):
         super().__init__()
         self.network = network
 
-    def forward(self, step: Callable[[Any], Any], batch: Any) -> Any:
+    def forward(self, step: Callable[..., Any], *arguments: Any) -> Any:
         try:
-            return step(batch)
+            return step(*arguments)
         except RuntimeError as error:
             if "mixed torch.Tensor and DTensor" not in str(error):
                 raise

@@ -10,21 +10,30 @@ from numbers import Integral
 
 
 class Kind(StrEnum):
-    """How true a choice is to the same step in a plain float32 PyTorch loop."""
+    """How a run with a choice differs from a run of the same plan without the choice, on the same ranks.
+
+    An option that defines the training (optimizer, schedule, clipping, adapters) is compared with the same training in
+    plain PyTorch. Labels assume deterministic kernels.
+    """
 
     EXACT = "exact"
-    """The same arithmetic; differences are those of the order of summation."""
+    """The same bits in parameters, optimizer states and losses."""
     NEAR = "near"
-    """Intermediate results are rounded; weights, updates and optimizer states keep full precision."""
+    """The same mathematics with different rounding: sums over other ranks, shards, micro-batches or chunks, other
+    kernels, or another number format for intermediate results."""
     APPROXIMATE = "approximate"
-    """What is kept from step to step (weights, updates, states) is itself rounded or changed."""
+    """Different mathematics: for example compressed gradients, or weights and optimizer states in fewer bits."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A built choice: its label, and one remark for the table printed at the start of a run."""
+    """A built choice: its label, and one remark for the table printed at the start of a run.
 
-    kind: Kind
+    Attributes:
+        kind: None if the choice selects where a plan runs, which labels do not compare.
+    """
+
+    kind: Kind | None
     note: str
 
 
@@ -40,6 +49,14 @@ def _exact(note: str = "") -> Choice:
     return Choice(Kind.EXACT, note)
 
 
+def _near(note: str) -> Choice:
+    return Choice(Kind.NEAR, note)
+
+
+def _approximate(note: str) -> Choice:
+    return Choice(Kind.APPROXIMATE, note)
+
+
 def _torch_optimizer(class_name: str) -> Choice:
     return Choice(Kind.EXACT, f"torch.optim.{class_name}")
 
@@ -47,39 +64,39 @@ def _torch_optimizer(class_name: str) -> Choice:
 CHOICES: dict[str, dict[str, Choice]] = {
     "parallel.strategy": {
         "single": _exact("one process, nothing is sharded"),
-        "ddp": _exact("each rank holds all; gradients are added up once a step"),
-        "zero1": _exact("optimizer states and fp32 weights are cut among the ranks"),
-        "zero2": _exact("gradients too are cut among the ranks"),
-        "zero3": _exact("weights too: each block is gathered when it computes"),
-        "hsdp": _exact("zero3 within groups of ranks, each group with a copy of its own"),
-        "auto": _exact("the fastest plan that fits, chosen when the run begins"),
+        "ddp": _near("each rank holds the full model; gradients are summed over the ranks"),
+        "zero1": _near("optimizer states and fp32 weights are sharded across ranks"),
+        "zero2": _near("gradients are sharded across ranks too"),
+        "zero3": _near("weights too: each block is all-gathered when it computes"),
+        "hsdp": _near("zero3 within groups of ranks, each group with one replica"),
+        "auto": _near("the fastest plan that fits, chosen when the run starts"),
     },
     "parallel.reduce_dtype": {
         "32": _exact("gradients are added up in float32"),
-        "bf16": Choice(Kind.NEAR, "gradients are rounded to bfloat16 on their way between ranks"),
+        "bf16": _near("gradients are rounded to bfloat16 on their way between ranks"),
     },
     "parallel.gradient_compression": {
         "none": _exact(),
-        "powersgd": Choice(Kind.APPROXIMATE, "gradients of low rank, with error feedback, after a warm-up"),
+        "powersgd": _approximate("gradients of low rank, with error feedback, after a warm-up"),
     },
     "parallel.accelerator": {
-        "auto": _exact("cuda, else mps, else cpu"),
-        "cpu": _exact(),
-        "gpu": _exact("cuda, else mps"),
-        "cuda": _exact(),
-        "mps": _exact(),
+        "auto": Choice(None, "cuda, else mps, else cpu"),
+        "cpu": Choice(None, ""),
+        "gpu": Choice(None, "cuda, else mps"),
+        "cuda": Choice(None, ""),
+        "mps": Choice(None, ""),
     },
     "precision.mode": {
         "32-true": _exact("weights, gradients and states in float32"),
-        "bf16-mixed": Choice(Kind.NEAR, "matmuls round to bfloat16; weights and updates in float32"),
-        "16-mixed": Choice(Kind.NEAR, "matmuls round to float16, loss is scaled; weights in float32"),
-        "bf16-true": Choice(Kind.APPROXIMATE, "bfloat16 weights lose updates below 2^-9 of a weight"),
-        "64-true": _exact("weights, gradients and states in float64"),
+        "bf16-mixed": _near("matmuls round to bfloat16; weights and updates in float32"),
+        "16-mixed": _near("matmuls round to float16, loss is scaled; weights in float32"),
+        "bf16-true": _approximate("bfloat16 weights lose updates below 2^-9 of a weight"),
+        "64-true": _near("weights, gradients and states in float64"),
     },
     "precision.matmul": {
         "highest": _exact("float32 matmuls and convolutions are computed in float32"),
-        "high": Choice(Kind.NEAR, "float32 matmuls may round their inputs to TF32 (10 bits)"),
-        "medium": Choice(Kind.NEAR, "float32 matmuls may round their inputs to bfloat16 (7 bits)"),
+        "high": _near("float32 matmuls may round their inputs to TF32 (10 bits)"),
+        "medium": _near("float32 matmuls may round their inputs to bfloat16 (7 bits)"),
     },
     "batch.gradient_clip_algorithm": {
         "norm": _exact("by the norm over all parameters"),
@@ -94,12 +111,12 @@ CHOICES: dict[str, dict[str, Choice]] = {
         "adagrad": _torch_optimizer("Adagrad"),
         "nadam": _torch_optimizer("NAdam"),
         "radam": _torch_optimizer("RAdam"),
-        "adamw8bit": Choice(Kind.APPROXIMATE, "AdamW; states of large matrices in 8 bits, block by block"),
-        "adamw4bit": Choice(Kind.APPROXIMATE, "AdamW; states of large matrices in 4 bits, block by block"),
+        "adamw8bit": _approximate("AdamW; states of large matrices in 8 bits, block by block"),
+        "adamw4bit": _approximate("AdamW; states of large matrices in 4 bits, block by block"),
         "lion": _exact("Lion (Chen et al. 2023): the sign of the momentum"),
         "muon": _exact("torch.optim.Muon for hidden matrices, AdamW for the rest"),
-        "onebit_adam": Choice(
-            Kind.APPROXIMATE, "Adam; once the variance is frozen, momentum travels as signs, with error feedback"
+        "onebit_adam": _approximate(
+            "Adam; once the variance is frozen, momentum travels as signs, with error feedback"
         ),
     },
     "optimizer.schedule": {
@@ -109,15 +126,13 @@ CHOICES: dict[str, dict[str, Choice]] = {
     },
     "optimizer.weight_rounding": {
         "split": _exact("bfloat16 weights with 16 more bits beside: updates as of float32 weights"),
-        "stochastic": Choice(
-            Kind.APPROXIMATE, "updates are rounded to bfloat16 up or down at random, right on average"
-        ),
-        "nearest": Choice(Kind.APPROXIMATE, "bfloat16 weights lose updates below 2^-9 of a weight"),
+        "stochastic": _approximate("updates are rounded to bfloat16 up or down at random, right on average"),
+        "nearest": _approximate("bfloat16 weights lose updates below 2^-9 of a weight"),
     },
     "optimizer.step_in_backward": {
         "none": _exact("after backward"),
         "exact": _exact("each parameter when its gradient is complete; clipping by norm takes a second backward"),
-        "stale_norm": Choice(Kind.APPROXIMATE, "each parameter at once, clipped by the norm of the step before"),
+        "stale_norm": _approximate("each parameter at once, clipped by the norm of the step before"),
     },
     "activation.policy": {
         "none": _exact("every activation is kept until backward"),
@@ -131,17 +146,27 @@ CHOICES: dict[str, dict[str, Choice]] = {
     "offload.activations": {"none": _exact(), "cpu": _exact("what blocks keep waits in host memory")},
     "attention.kernel": {
         "auto": _exact("torch chooses"),
-        "flash": _exact("FlashAttention"),
-        "efficient": _exact("memory-efficient attention"),
-        "cudnn": _exact("cuDNN's"),
-        "math": _exact("scores in memory, as written"),
+        "flash": _near("FlashAttention"),
+        "efficient": _near("memory-efficient attention"),
+        "cudnn": _near("cuDNN's kernel"),
+        "math": _near("scores in memory, as written"),
     },
     "adapter.frozen_base": {
         "as_is": _exact("frozen weights as they are"),
-        "int8": Choice(Kind.APPROXIMATE, "frozen weights in 8 bits, a scale for each block"),
-        "nf4": Choice(Kind.APPROXIMATE, "frozen weights in 4-bit NormalFloat (Dettmers et al. 2023)"),
+        "int8": _approximate("frozen weights in 8 bits, a scale for each block"),
+        "nf4": _approximate("frozen weights in 4-bit NormalFloat (Dettmers et al. 2023)"),
     },
 }
+
+SWITCHES: dict[str, Choice] = {
+    "parallel.find_unused_parameters": _near("a step may leave out parameters; gradients are summed in other buckets"),
+    "batch.accumulate_grad_batches": _near("the gradient of the full batch, summed over micro-batches"),
+    "loss.chunked": _near("cross_entropy never holds all logits; the loss is summed over chunks"),
+    "adapter.lora_rank": _exact(),
+    "compile.enabled": _near("fused kernels round differently; dropout draws other random numbers"),
+    "choice.memory_budget_bytes": _exact("of a device, in a step"),
+}
+"""Options without a word: the label and the remark of each if it is set. An option that is not set is exact."""
 
 _OWN_OPTIMIZER = "Use optimizer='adamw', or return your own optimizer from configure_optimizers"
 _SMALL_STATES = "Use optimizer='adamw8bit', whose states take a quarter, or 'adafactor'"
@@ -273,8 +298,8 @@ def aliases_of(field: str, value: str) -> list[str]:
     return [alias for alias, word in ALIASES.get(field, {}).items() if word == value]
 
 
-def kind_of(field: str, value: str) -> Kind:
-    """The label of a choice of a checked Plan."""
+def kind_of(field: str, value: str) -> Kind | None:
+    """The label of a choice of a checked Plan; None if it has none."""
     return CHOICES[field][value].kind
 
 

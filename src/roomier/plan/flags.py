@@ -40,7 +40,8 @@ def plan_from_flags(
     Args:
         strategy: a strategy's name; ``"zero2+offload"`` and ``"zero3+disk"`` add where the states live. Or
             ``{"name": "hsdp", "shard_size": 4, "reduce_dtype": "bf16"}``: further fields of ``ParallelPlan``.
-            ``"auto"`` chooses; ``{"name": "auto", "allow": ["bf16-mixed", "adamw8bit"]}`` may choose these as well.
+            ``"auto"`` chooses; ``{"name": "auto", "allow": ["bf16-mixed", "adamw8bit", "chunked_loss"]}`` may choose
+            these as well.
         accelerator: ``"auto"``, ``"cpu"``, ``"gpu"``, ``"cuda"``, ``"mps"``.
         devices: devices per node; ``"auto"`` is as many as the strategy uses: 1 for ``"single"``.
         num_nodes: number of machines.

@@ -282,6 +282,10 @@ class CompilePlan(Part):
     enabled: bool = False
 
 
+CHUNKED_LOSS = "chunked_loss"
+"""The word of ``ChoicePlan.allowed`` with which ``"auto"`` may use a chunked loss."""
+
+
 @dataclass(frozen=True)
 class ChoicePlan(Part):
     """What the planner may choose, and within what. Settled before the run is built.
@@ -289,8 +293,9 @@ class ChoicePlan(Part):
     Args:
         memory_budget_bytes: what a device may hold at the peak of a step; None is all of the device. With a strategy by
             name, a run that is forecast to need more is refused before it begins.
-        allowed: of ``"auto"``: choices that change the arithmetic, separated by commas, which it may take as well:
-            precisions (``"bf16-mixed"``) and optimizers (``"adamw8bit"``). Without, it takes exact ones only.
+        allowed: of ``"auto"``: choices that it may take in addition, separated by commas: precisions
+            (``"bf16-mixed"``), optimizers (``"adamw8bit"``) and ``"chunked_loss"``. Without, ``"auto"`` takes exact
+            choices, and splits the sum over the batch by strategy and micro-batch.
     """
 
     SECTION: ClassVar[str] = "choice"

@@ -14,7 +14,7 @@ from roomier.core.errors import PlanError, did_you_mean
 from roomier.core.units import format_bytes
 from roomier.plan.choices import ALIASES, CHOICES, REFUSED, aliases_of
 from roomier.plan.lever_rules import LEVER_RULES
-from roomier.plan.parts import FIELDS, MIN_BUDGET_BYTES, PARTS, Options
+from roomier.plan.parts import CHUNKED_LOSS, FIELDS, MIN_BUDGET_BYTES, PARTS, Options
 
 if TYPE_CHECKING:
     from roomier.plan.plan import Plan
@@ -346,7 +346,7 @@ def schedule_settings_have_a_schedule(plan: "Plan") -> Iterator[PlanError]:
 
 
 def allowances_are_of_auto(plan: "Plan") -> Iterator[PlanError]:
-    """What may be chosen is a choice that there is, and somebody chooses."""
+    """Reject allowed choices that do not exist, or that no strategy uses."""
     choice = plan.choice
     if not choice.words:
         return
@@ -354,10 +354,10 @@ def allowances_are_of_auto(plan: "Plan") -> Iterator[PlanError]:
         problem = f"has no effect with strategy {plan.parallel.strategy!r}: nothing is chosen"
         yield PlanError("choice.allowed", choice.allowed, problem, "Use strategy='auto', or leave it out")
         return
-    known = [*CHOICES["precision.mode"], *CHOICES["optimizer.name"]]
+    known = [*CHOICES["precision.mode"], *CHOICES["optimizer.name"], CHUNKED_LOSS]
     for word in choice.words:
         if word not in known:
-            problem = "is no precision and no optimizer"
+            problem = f"is not a precision, an optimizer or {CHUNKED_LOSS!r}"
             yield PlanError("choice.allowed", word, problem, did_you_mean(word, known))
 
 

@@ -1,11 +1,11 @@
-"""A Plan as a short table: each part, what was chosen, and how true that is to a plain PyTorch loop."""
+"""A Plan as a short table: each part, its choice, and the label of the choice (exact, near or approximate)."""
 
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from roomier.core.units import format_bytes
-from roomier.plan.choices import Kind, kind_of, note_of
+from roomier.plan.choices import SWITCHES, Kind, kind_of, note_of
 from roomier.plan.lever_rules import rounding_in_force
 from roomier.plan.parts import FIELDS
 
@@ -52,11 +52,11 @@ def rows(plan: "Plan", facts: Mapping[str, str] | None = None) -> list[Row]:
 
 
 def verdict(plan: "Plan") -> str:
-    """The table in one sentence: all exact, or the lines that are not."""
+    """Return the table in one sentence: every choice is exact, or the rows that are not."""
     inexact = [f"{row.part} {row.choice} ({row.kind})" for row in rows(plan) if row.kind not in (Kind.EXACT, None)]
     if inexact:
         return f"Not exact: {', '.join(inexact)}; everything else is."
-    return "Every choice is exact: the same arithmetic as a plain PyTorch loop."
+    return "Every choice is exact: the same bits as a plain PyTorch loop."
 
 
 def table(plan: "Plan", facts: Mapping[str, str] | None = None) -> str:
@@ -94,8 +94,12 @@ def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
     return "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()
 
 
-def _label(field: str, value: str) -> tuple[Kind, str]:
+def _label(field: str, value: str) -> tuple[Kind | None, str]:
     return kind_of(field, value), note_of(field, value)
+
+
+def _switch_label(field: str) -> tuple[Kind | None, str]:
+    return SWITCHES[field].kind, SWITCHES[field].note
 
 
 def _strategy_rows(parallel: "ParallelPlan") -> Iterator[Row]:
@@ -106,7 +110,7 @@ def _strategy_rows(parallel: "ParallelPlan") -> Iterator[Row]:
     if parallel.strategy != "single":
         yield Row("reduce", parallel.reduce_dtype, *_label("parallel.reduce_dtype", parallel.reduce_dtype))
     if parallel.find_unused_parameters:
-        yield Row("unused", "looked for", Kind.EXACT, "a step may leave out parameters")
+        yield Row("unused", "looked for", *_switch_label("parallel.find_unused_parameters"))
     if parallel.gradient_compression != "none":
         compression = parallel.gradient_compression
         settings = {"rank": parallel.compression_rank, "warm-up": parallel.compression_warmup_steps}
@@ -127,9 +131,11 @@ def _precision_rows(plan: "Plan") -> Iterator[Row]:
 
 def _batch_rows(plan: "Plan") -> Iterator[Row]:
     batch = plan.batch
-    several = batch.accumulate_grad_batches > 1
-    note = "gradient of the whole batch, whatever its cut" if several else ""
-    yield Row("accumulate", f"{batch.accumulate_grad_batches} micro-batches" if several else "none", Kind.EXACT, note)
+    if batch.accumulate_grad_batches == 1:
+        yield Row("accumulate", "none", Kind.EXACT)
+    else:
+        choice = f"{batch.accumulate_grad_batches} micro-batches"
+        yield Row("accumulate", choice, *_switch_label("batch.accumulate_grad_batches"))
     if batch.gradient_clip_val is None:
         yield Row("clip", "none", Kind.EXACT)
     else:
@@ -152,31 +158,31 @@ def _activation_rows(activation: "ActivationPlan") -> Iterator[Row]:
 def _compile_row(compile: "CompilePlan") -> Row:
     if not compile.enabled:
         return Row("compile", "off", Kind.EXACT)
-    return Row(
-        "compile", "on", Kind.NEAR, "fused kernels round otherwise in the last digits; dropout draws other numbers"
-    )
+    return Row("compile", "on", *_switch_label("compile.enabled"))
 
 
 def _choice_rows(plan: "Plan") -> Iterator[Row]:
     choice = plan.choice
     if choice.memory_budget_bytes is not None:
-        yield Row("memory budget", format_bytes(choice.memory_budget_bytes), Kind.EXACT, "of a device, in a step")
+        yield Row(
+            "memory budget", format_bytes(choice.memory_budget_bytes), *_switch_label("choice.memory_budget_bytes")
+        )
     if choice.words:
-        yield Row("auto may take", ", ".join(choice.words), Kind.EXACT, "beside what is exact")
+        yield Row("auto may take", ", ".join(choice.words), None, "in addition to exact choices and strategies")
 
 
 def _lever_rows(plan: "Plan") -> Iterator[Row]:
     """What most plans leave as it is has a line only where it was asked for."""
     if plan.loss.chunked:
         size = "64 MiB of logits" if plan.loss.chunk_tokens is None else f"{plan.loss.chunk_tokens} tokens"
-        yield Row("loss", f"chunks of {size}", Kind.EXACT, "logits that go to cross_entropy are never whole")
+        yield Row("loss", f"chunks of {size}", *_switch_label("loss.chunked"))
     if plan.attention.kernel != "auto":
         yield Row("attention", plan.attention.kernel, *_label("attention.kernel", plan.attention.kernel))
     adapter = plan.adapter
     if adapter.lora_rank is not None:
         words = f"LoRA, rank {adapter.lora_rank}, on {adapter.lora_targets}"
         trained = f"but {adapter.lora_trained} " if adapter.lora_trained else ""
-        yield Row("adapter", words, Kind.EXACT, f"all else {trained}is frozen")
+        yield Row("adapter", words, _switch_label("adapter.lora_rank")[0], f"all else {trained}is frozen")
         yield Row("frozen base", adapter.frozen_base, *_label("adapter.frozen_base", adapter.frozen_base))
 
 

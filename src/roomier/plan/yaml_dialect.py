@@ -7,6 +7,7 @@ from typing import Any
 import yaml
 
 from roomier.core.errors import PlanError
+from roomier.core.yaml_text import BoundedLoader
 
 
 class Dumper(yaml.SafeDumper):
@@ -18,8 +19,8 @@ class Dumper(yaml.SafeDumper):
         return self.represent_scalar("tag:yaml.org,2002:str", data, style=style)
 
 
-class Loader(yaml.SafeLoader):
-    """SafeLoader that reads ``3e-4`` as a number (YAML 1.2; PyYAML alone reads a string) and wants unique keys."""
+class Loader(BoundedLoader):
+    """BoundedLoader that reads ``3e-4`` as a number (YAML 1.2; PyYAML reads a string) and rejects duplicate keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         keys = [self.construct_object(key) for key, _ in node.value]

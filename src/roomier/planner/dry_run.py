@@ -212,9 +212,10 @@ def _tracked_step(
     places = named_places(network_of(module), find_blocks(network_of(module)))
     counter = WorkCounter()
     at_hand: list[Any] = []  # loops hold a micro-batch until the next one begins, the last until the update is over
-    engine.hooks.batch_start, engine.hooks.batch_end = at_hand.append, at_hand.clear
+    engine.hooks.batch_start = lambda batch, _: at_hand.append(batch)
+    engine.hooks.batch_end = lambda _: at_hand.clear()
 
-    def training_step(batch: Any) -> Any:
+    def training_step(batch: Any, _: int) -> Any:
         return module.training_step(batch, 0) if takes_index else module.training_step(batch)
 
     def step(tracker: MemoryTracker) -> None:

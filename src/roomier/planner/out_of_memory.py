@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import dataclasses
 import traceback
-from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -22,16 +22,15 @@ from roomier.core.units import format_bytes
 from roomier.memory.kinds import Kind
 
 if TYPE_CHECKING:
+    from roomier.api.engine import Engine
     from roomier.api.module import Module
-    from roomier.engine.engine import Engine
+    from roomier.core.world import World
     from roomier.hardware.machine import Machine
     from roomier.plan import Plan
     from roomier.planner.choice import Choice
     from roomier.planner.deadline import Deadline
     from roomier.planner.forecast import Forecast
     from roomier.planner.workload import Workload
-    from roomier.train.run import Run
-    from roomier.trainer import Trainer
 
 T = TypeVar("T")
 
@@ -54,20 +53,39 @@ class OutOfMemory(TrainingError, torch.OutOfMemoryError):  # noqa: N818 - torch'
     plan: Plan | None = None
 
 
-def explain_out_of_memory(error: torch.OutOfMemoryError, trainer: Trainer, run: Run | None) -> OutOfMemory:
-    """``error`` with what is known of it. Raise it from ``error``, whose frames have lost their local variables.
+@dataclasses.dataclass(frozen=True)
+class FailedRun:
+    """The facts of a fit that ran out of memory.
 
     Args:
-        run: that ran; None where it was still being built.
+        choice: the plans that the planner compared; None if the plan was given.
+        shapes: the model before it was built, without values; None if it was not kept.
+        engine: None if the model was still being built. ``batch`` and ``step`` are then None too.
+        batch: the current micro-batch; None between two steps.
+        step: number of completed optimizer steps.
     """
+
+    plan: Plan
+    world: World
+    callbacks: Sequence[Any]
+    module: Module
+    choice: Choice | None = None
+    shapes: Module | None = None
+    engine: Engine | None = None
+    batch: Any = None
+    step: int | None = None
+
+
+def explain_out_of_memory(error: torch.OutOfMemoryError, failed: FailedRun) -> OutOfMemory:
+    """Return ``error`` with an explanation. Raise it from ``error``, whose frames have lost their local variables."""
     if isinstance(error, OutOfMemory):
         return error
-    plan, attempt = trainer.plan, _Attempts()
-    held = attempt(lambda: _held(run.engine)) if run is not None else None
-    workload = attempt(lambda: _workload(trainer, run)) if run is not None else None
+    plan, engine, attempt = failed.plan, failed.engine, _Attempts()
+    held = attempt(lambda: _held(engine)) if engine is not None else None
+    workload = attempt(lambda: _workload(failed)) if engine is not None else None
     traceback.clear_frames(error.__traceback__)  # they hold the graph of the failed step
-    forecast = None if trainer.choice is None else trainer.choice.chosen
-    machine = attempt(lambda: _machine(trainer))
+    forecast = None if failed.choice is None else failed.choice.chosen
+    machine = attempt(lambda: _machine(failed))
     if forecast is None and workload is not None and machine is not None:
         at_hand, this = workload, machine
         forecast = attempt(lambda: _forecast(at_hand, plan, this))
@@ -75,11 +93,11 @@ def explain_out_of_memory(error: torch.OutOfMemoryError, trainer: Trainer, run: 
     if workload is not None and machine is not None:
         found = attempt(lambda: _advice(workload, plan, machine, forecast))
         advice, nearest = found or ("", None)
-    where = _where(trainer, run)
+    where = _where(failed)
     told = [
         f"ran out of memory {where} ({_one_line(error)})",
         *([f"Held then: {held}"] if held else []),
-        *([_said(forecast, was_planned=trainer.choice is not None)] if forecast is not None else []),
+        *([_said(forecast, was_planned=failed.choice is not None)] if forecast is not None else []),
     ]
     action = advice or (
         "Take smaller micro-batches and accumulate_grad_batches, activation_checkpointing='full', or a strategy that "
@@ -111,11 +129,11 @@ class _Attempts:
             return None
 
 
-def _where(trainer: Trainer, run: Run | None) -> str:
-    on_rank = "" if trainer.world.size == 1 else f" on rank {trainer.world.rank}"
-    if run is None:
+def _where(failed: FailedRun) -> str:
+    on_rank = "" if failed.world.size == 1 else f" on rank {failed.world.rank}"
+    if failed.step is None:
         return f"while the model was built{on_rank}"
-    return f"in step {run.progress.global_step + 1}{on_rank}"
+    return f"in step {failed.step + 1}{on_rank}"
 
 
 def _one_line(error: BaseException) -> str:
@@ -150,30 +168,30 @@ def _said(forecast: Forecast, *, was_planned: bool) -> str:
     return f"{when} {format_bytes(forecast.peak_bytes)} at {moment_text(peak.phase, peak.place)}"
 
 
-def _workload(trainer: Trainer, run: Run) -> Workload | None:
+def _workload(failed: FailedRun) -> Workload | None:
     """None where no step ran, or the model was not kept as shapes."""
     from roomier.planner.workload import Workload
 
-    shapes, batch = trainer.shapes or _plain(run), run.results.batch
+    shapes, batch = failed.shapes or _plain(failed), failed.batch
     if shapes is None or batch is None:
         return None
-    return dataclasses.replace(Workload.of(shapes, batch), copies=kept_by(trainer.callbacks))
+    return dataclasses.replace(Workload.of(shapes, batch), copies=kept_by(failed.callbacks))
 
 
-def _plain(run: Run) -> Module | None:
+def _plain(failed: FailedRun) -> Module | None:
     """The module itself, where nothing in the plan changed it."""
-    plan, module = run.plan, run.module
+    plan, module = failed.plan, failed.module
     is_plain = plan.parallel.strategy in ("single", "ddp") and plan.adapter.lora_rank is None
     has_levers = plan.activation.policy != "none" or plan.loss.chunked or plan.compile.enabled
     return module if is_plain and not has_levers and plan.offload.activations == "none" else None
 
 
-def _machine(trainer: Trainer) -> Machine:
+def _machine(failed: FailedRun) -> Machine:
     from roomier.hardware.this_machine import this_machine
 
-    if trainer.choice is not None:
-        return trainer.choice.machine
-    parallel = trainer.plan.parallel
+    if failed.choice is not None:
+        return failed.choice.machine
+    parallel = failed.plan.parallel
     machine = this_machine(parallel.devices, parallel.num_nodes, parallel.accelerator)
     if machine.device.kind != "cuda":
         return machine

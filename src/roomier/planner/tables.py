@@ -85,7 +85,7 @@ def what_if_table(grid: Grid) -> Table:
 
 
 def label_of(plan: Plan) -> Label:
-    """How true the plan is to a plain float32 step: the least of its choices."""
+    """Return the label of the plan: the least exact label of its choices."""
     kinds = {row.kind for row in rows(plan)}
     return next(label for label in _LABELS if label in kinds)
 

@@ -17,6 +17,8 @@ class LossScaler:
     on the host at each step. Skipped steps are counted on the device in ``num_skipped``.
     """
 
+    is_on = True
+
     def __init__(self, device: torch.device) -> None:
         self._scaler = torch_private.LossScalerOfParts(device.type)
         self.num_skipped = torch.zeros((), dtype=torch.float32, device=device)
@@ -47,7 +49,40 @@ class LossScaler:
     def state(self) -> dict[str, Any]:
         return {**self._scaler.state_dict(), "num_skipped": self.num_skipped.clone()}
 
-    def load(self, state: dict[str, Any]) -> None:
+    def load(self, state: dict[str, Any] | None) -> None:
+        if state is None:  # the run that saved it used another precision
+            return
         state = dict(state)
         self.num_skipped.copy_(state.pop("num_skipped"))
         self._scaler.load_state_dict(state)
+
+
+class NoScale:
+    """The loss scale of all other precisions: losses, gradients and steps do not change."""
+
+    is_on = False
+    factor = 1.0
+
+    def __init__(self, device: torch.device) -> None:
+        self.num_skipped = torch.zeros((), device=device)
+
+    def scale(self, loss: Tensor) -> Tensor:
+        return loss
+
+    def unscale(self, optimizer: Optimizer) -> None:
+        """Do nothing: gradients are not scaled."""
+
+    def step(self, optimizer: Optimizer, closure: Any = None) -> None:
+        if closure is None:  # the step of some optimizers takes no argument
+            optimizer.step()
+        else:
+            optimizer.step(closure)
+
+    def update(self) -> None:
+        """Do nothing: the scale is constant."""
+
+    def state(self) -> None:
+        """Return None: there is nothing to store."""
+
+    def load(self, state: dict[str, Any] | None) -> None:
+        """Do nothing, also with the state of a run in ``"16-mixed"``."""

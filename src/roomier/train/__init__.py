@@ -1,1 +1,1 @@
-"""The loop, evaluation, and the state of a run."""
+"""The loops of training and evaluation, and what comes before and after them."""

@@ -9,17 +9,21 @@ from typing import Any
 
 import torch
 
-from roomier.api.lightning import LightningAdapter, overrides
+from roomier.api.lightning import LightningAdapter
 from roomier.api.module import Module
+from roomier.api.overrides import overrides
 from roomier.api.step_arguments import num_step_arguments
 from roomier.core.rng import rng_state, set_rng_state
 from roomier.core.tree import map_tensors
 from roomier.data.source import Source
 from roomier.loss.lazy_logits import computed
-from roomier.train.muted import muted
-from roomier.train.run import Run, call
+from roomier.run.logged.muted import muted
+from roomier.run.run import Run, call
+from roomier.run.states import RunningStage
+from roomier.train.batch_notes import note_text
 from roomier.train.step import transfer_of
 
+LOADERS = {"validation": "val", "test": "test", "predict": "predict"}
 STEP_NAMES = {"validation": "validation_step", "test": "test_step", "predict": "predict_step"}
 
 
@@ -27,12 +31,15 @@ class EvaluationCutError(Exception):
     """A signal came during an evaluation; what it measured so far is dropped."""
 
 
-def evaluate(run: Run, stage: str, sources: Sequence[Source], limits: Sequence[float]) -> list[list[Any]]:
+def evaluate(
+    run: Run, stage: str, sources: Sequence[Source], limits: Sequence[float], *, keeps_predictions: bool = True
+) -> list[list[Any]]:
     """One pass over ``sources`` in evaluation mode, without gradients.
 
     Args:
         stage: ``"validation"``, ``"test"`` or ``"predict"``.
         limits: how many batches of each source at the most, over all ranks.
+        keeps_predictions: whether the outputs of ``"predict"`` are returned.
 
     Returns:
         What the step returned for each batch, a list a source; kept for ``"predict"`` only. On several ranks it is that
@@ -44,6 +51,7 @@ def evaluate(run: Run, stage: str, sources: Sequence[Source], limits: Sequence[f
     module, hooks, results = run.module, run.hooks, run.results
     outer_stage, results.stage, results.is_in_batch = results.stage, stage, False
     kept: list[list[Any]] = []
+    run.engine.settle()
     take_statistics_of_rank_zero(run)
     try:
         with evaluation_mode(module, stage), without_gradients(run):
@@ -51,12 +59,11 @@ def evaluate(run: Run, stage: str, sources: Sequence[Source], limits: Sequence[f
             call(getattr(hooks, f"on_{stage}_epoch_start"))
             for index, (source, limit) in enumerate(zip(sources, limits, strict=True)):
                 results.dataloader_idx = index if len(sources) > 1 else None
-                outputs = _evaluate_source(run, stage, source, limit, index if len(sources) > 1 else None)
-                kept.append(outputs)
+                kept.append(_evaluate_source(run, stage, source, limit, results.dataloader_idx, keeps_predictions))
             results.dataloader_idx, results.is_in_batch = None, False
             results.call(getattr(hooks, f"on_{stage}_epoch_end"))
             metrics = results.end_epoch(stage)
-            if not run.trainer.sanity_checking:
+            if run.settled.request.state.stage is not RunningStage.SANITY_CHECKING:
                 run.log_metrics(metrics)
             call(getattr(hooks, f"on_{stage}_end"))
         run.vote(waits=True)  # callbacks have judged what was measured
@@ -65,7 +72,7 @@ def evaluate(run: Run, stage: str, sources: Sequence[Source], limits: Sequence[f
         raise
     finally:
         results.stage, results.dataloader_idx, results.is_in_batch = outer_stage, None, False
-        run.engine.release()
+        run.engine.settle()
     return kept
 
 
@@ -80,21 +87,25 @@ def take_statistics_of_rank_zero(run: Run) -> None:
         own.copy_(of_zero)
 
 
-def _evaluate_source(run: Run, stage: str, source: Source, limit: float, dataloader_idx: int | None) -> list[Any]:
-    is_kept = stage == "predict" and run.keeps_predictions
+def _evaluate_source(
+    run: Run, stage: str, source: Source, limit: float, dataloader_idx: int | None, keeps_predictions: bool
+) -> list[Any]:
+    is_kept = stage == "predict" and keeps_predictions
     engine, run_batch = run.engine, batch_runner(run, stage, dataloader_idx)
     outer_transfer, engine.hooks.transfer = engine.hooks.transfer, transfer_of(run, dataloader_idx or 0)
     kept: dict[int, Any] = {}
     try:
         for batch_idx, turn in enumerate(turns(run, source, limit)):
-            host_batch, run.batch_number, counts = turn
+            host_batch, run.now.batch_number, counts = turn
             if is_kept and counts:
-                kept[run.batch_number] = run_batch(host_batch, batch_idx, counts)
+                kept[run.now.batch_number] = run_batch(host_batch, batch_idx, counts)
             else:
                 run_batch(host_batch, batch_idx, counts)
     finally:
         engine.hooks.transfer = outer_transfer
-    return list(kept.values()) if run.ranks.is_alone else _of_all_ranks(run, kept)
+    if run.ranks.is_alone:
+        return list(kept.values())
+    return _of_all_ranks(run, kept) if keeps_predictions else []
 
 
 def turns(run: Run, source: Source, limit: float) -> Iterator[tuple[Any, int, bool]]:
@@ -144,6 +155,9 @@ def batch_runner(run: Run, stage: str, dataloader_idx: int | None) -> Callable[[
             for hook in ends:
                 hook(output, batch, batch_idx, *last)
             return output
+        except Exception as error:
+            note_text(error, host_batch, f"{LOADERS[stage]}_dataloaders")
+            raise
         finally:
             results.batch = None
 
@@ -151,8 +165,6 @@ def batch_runner(run: Run, stage: str, dataloader_idx: int | None) -> Callable[[
 
 
 def _of_all_ranks(run: Run, kept: dict[int, Any]) -> list[Any]:
-    if not run.keeps_predictions:
-        return []
     on_host = {number: map_tensors(lambda tensor: tensor.cpu(), output) for number, output in kept.items()}
     by_rank = run.ranks.gather(on_host, allows_pickle=True)
     outputs = {number: output for of_rank in by_rank for number, output in of_rank.items()}
@@ -168,15 +180,15 @@ def validate_within_fit(run: Run) -> None:
 
     See [Note: what a validation draws].
     """
-    trainer, progress = run.trainer, run.progress
+    progress = run.progress
     progress.is_validation_due = True
     if run.stop.received is not None:
         return
     run.module.on_validation_model_zero_grad()
     before = rng_state()
-    with trainer.in_stage("validating"):
+    with run.settled.request.state.within(RunningStage.VALIDATING):
         try:
-            evaluate(run, "validation", run.val_sources, run.val_limits)
+            evaluate(run, "validation", run.batches.evaluated, run.batches.limits)
         except EvaluationCutError:
             set_rng_state(before)
             return
@@ -187,10 +199,10 @@ def validate_within_fit(run: Run) -> None:
 
 def sanity_check(run: Run, num_batches: float) -> None:
     """A few validation batches before training, so that a mistake there shows now and not after an epoch."""
-    with run.trainer.in_stage("sanity_checking"), preserved_rng():
+    with run.settled.request.state.within(RunningStage.SANITY_CHECKING), preserved_rng():
         call(run.hooks.on_sanity_check_start)
-        limits = [min(limit, num_batches) for limit in run.val_limits]
-        evaluate(run, "validation", run.val_sources, limits)
+        limits = [min(limit, num_batches) for limit in run.batches.limits]
+        evaluate(run, "validation", run.batches.evaluated, limits)
         call(run.hooks.on_sanity_check_end)
     run.results.forget_epochs()
 

@@ -12,11 +12,13 @@ from roomier.api.go_back import GoBackError
 from roomier.core.errors import TrainingError
 from roomier.core.log import notice
 from roomier.core.rng import set_rng_state
-from roomier.train.accumulation import accumulation_at
+from roomier.run.checks import check_finite, check_trains
+from roomier.run.progress import Window
+from roomier.run.run import Run, call
+from roomier.train.batch_notes import note_batches
 from roomier.train.evaluate import validate_within_fit
-from roomier.train.restore import restore
-from roomier.train.run import Run, call
-from roomier.train.save import save_point, settle_background_save, tell_nothing_to_do
+from roomier.train.saving.restore import restore
+from roomier.train.saving.save import save_point, settle_background_save, tell_nothing_to_do
 from roomier.train.step import TrainingStep, forward_backward_of, install_step_hooks, update_of
 
 
@@ -37,7 +39,12 @@ def fit(run: Run) -> None:
             while not is_over:
                 for window in windows(run, start_epoch(run), step):
                     step.start_window()
-                    loss = forward_backward(step, window)
+                    run.now.window = Window(run.progress.epoch, run.progress.batch_idx, window)
+                    try:
+                        loss = forward_backward(step, window)
+                    except Exception as error:
+                        note_batches(error, run.now.window, run.ranks.world)
+                        raise
                     if step.skips_epoch:  # gradients of a step that is not to be are left
                         step.end()
                         break
@@ -47,7 +54,7 @@ def fit(run: Run) -> None:
                     end_epoch(run, is_left=step.skips_epoch)
                     run.vote(waits=True)
                     is_over = save_point(run)
-            if not run.is_interrupted:
+            if not run.now.is_interrupted:
                 finish(run)
             goes_on = False
         except GoBackError as error:
@@ -67,7 +74,7 @@ def start_epoch(run: Run) -> Iterator[Any]:
 
 def end_step(run: Run, step: TrainingStep, num_batches: int, *, has_stepped: bool) -> bool:
     """Everything that comes after the update of a step; whether training ends with it."""
-    progress, schedulers, log_interval = run.progress, run.schedulers, run.options.log_every_n_steps
+    progress, schedulers, log_interval = run.progress, run.schedulers, run.settled.request.options.log_every_n_steps
     first_batch = progress.batch_idx
     progress.global_step += has_stepped
     progress.batch_idx += num_batches
@@ -75,6 +82,8 @@ def end_step(run: Run, step: TrainingStep, num_batches: int, *, has_stepped: boo
     if schedulers.are_there:
         step_schedulers(run, has_stepped=has_stepped)
     step.end()
+    if step.frees_gradients:
+        run.engine.free_gradients()
     if run.profiler is not None:
         run.profiler.step()
     if progress.global_step // log_interval > step.first_step // log_interval:
@@ -90,14 +99,14 @@ def end_step(run: Run, step: TrainingStep, num_batches: int, *, has_stepped: boo
 def take_step(run: Run, loss: Tensor | None, update: Callable[[Tensor | None], None]) -> bool:
     """The update; whether it counts as a step. Where a hook leaves it out, its loss has not been either."""
     if loss is None:
-        run.check_trains()
+        check_trains(run)
         if not run.counts_empty_steps:
             return False
-    before, run.last_loss = run.last_loss, run.last_loss if loss is None else loss
+    before, run.now.last_loss = run.now.last_loss, run.now.last_loss if loss is None else loss
     update(loss)
-    if not run.leaves_out_step:
+    if not run.now.leaves_out_step:
         return True
-    run.leaves_out_step, run.last_loss = False, before
+    run.now.leaves_out_step, run.now.last_loss = False, before
     return False
 
 
@@ -108,7 +117,7 @@ def go_back(run: Run, error: GoBackError) -> bool:
         TrainingError: there is none.
     """
     settle_background_save(run)
-    path, step = run.saved_path, run.saved_step
+    path, step = run.saves.path, run.saves.step
     if path is None:
         problem = f"{error.reason}; there is no checkpoint to go back to"
         action = "Give a ModelCheckpoint(every_n_train_steps=...), or leave out bad steps before the update"
@@ -116,11 +125,11 @@ def go_back(run: Run, error: GoBackError) -> bool:
     run.results.is_in_batch, run.results.batch = False, None
     run.source.close()
     restore(run, path)
-    run.deferred_saves.clear()
-    run.is_finishing, run.is_in_step = False, True
-    run.state_at_end = run.last_loss = None
-    if run.random_state is not None:
-        set_rng_state(run.random_state)
+    run.saves.deferred.clear()
+    run.now.is_finishing, run.now.is_in_step = False, True
+    run.saves.state_at_end = run.now.last_loss = None
+    if run.now.random_state is not None:
+        set_rng_state(run.now.random_state)
     if run.ranks.is_zero:
         notice(f"the run goes back to step {step}: {path}")
     return catch_up(run)
@@ -129,12 +138,13 @@ def go_back(run: Run, error: GoBackError) -> bool:
 def begin(run: Run) -> bool:
     """What comes before the first step; whether there is one to do."""
     run.vote(waits=True)
+    run.now.num_batches_before = run.progress.num_batches
     has_work = not run.is_at_its_end()
-    run.is_in_step = has_work
+    run.now.is_in_step = has_work
     if has_work:
         call(run.hooks.on_train_start)
-    if run.random_state is not None:  # here: nothing that is done once in a run may draw after it
-        set_rng_state(run.random_state)
+    if run.now.random_state is not None:  # here: nothing that is done once in a run may draw after it
+        set_rng_state(run.now.random_state)
     if not has_work:
         tell_nothing_to_do(run)
     return has_work
@@ -155,7 +165,7 @@ def step_schedulers(run: Run, *, has_stepped: bool) -> None:
     progress = run.progress
     if has_stepped:
         run.schedulers.step("step", progress.batch_idx, run.results)
-    if progress.batch_idx >= run.num_training_batches:
+    if progress.batch_idx >= run.batches.num_training:
         run.schedulers.step("epoch", progress.epoch + 1, run.results)
 
 
@@ -167,7 +177,7 @@ def step_watching(run: Run) -> None:
 
 def finish(run: Run) -> None:
     """What comes after the last step."""
-    run.check_finite("at the end")
+    check_finite(run, "at the end")
     if run.progress.batch_idx:  # ended within an epoch: what was measured in it is still told
         run.results.call(run.hooks.on_train_epoch_end)
         run.log_metrics(run.results.end_epoch("train"))
@@ -180,14 +190,17 @@ def windows(run: Run, batches: Iterator[Any], step: TrainingStep) -> Iterator[li
     All ranks get as many: where a loader may end on one before the others, its epoch ends with the first.
     """
     progress = run.progress
-    size = accumulation_at(run.trainer, progress.epoch)
+    size = run.settled.accumulation.at(progress.epoch)
     agrees = run.source.may_end_apart and not run.ranks.is_alone
     step.skips_epoch = False
-    while (num_left := run.num_training_batches - progress.batch_idx) > 0 and not step.skips_epoch:
+    while (num_left := run.batches.num_training - progress.batch_idx) > 0 and not step.skips_epoch:
         num_wanted = size if size <= num_left else int(num_left)
         window = list(islice(batches, num_wanted))
         if agrees:
-            window = window[: min(run.ranks.gather(len(window)))]
+            counts = run.ranks.gather(len(window))
+            if progress.batch_idx == 0 and 0 in counts:
+                raise run.source.empty_on([rank for rank, count in enumerate(counts) if count == 0])
+            window = window[: min(counts)]
         if not window:
             break
         yield window
@@ -202,27 +215,27 @@ def windows(run: Run, batches: Iterator[Any], step: TrainingStep) -> Iterator[li
 def log_step(run: Run) -> None:
     """Write the row of a log step; the one place where the host waits for the device."""
     losses = None if run.ranks.is_alone else run.results.settle(run.loss_number())
-    run.check_finite("at a log step", losses)
-    row = run.results.step_values()
-    loss = run.last_loss if losses is None else run.loss_of_all(losses)
+    check_finite(run, "at a log step", losses)
+    row, own = run.results.step_values(), dict[str, Any]()
+    loss = run.now.last_loss if losses is None else run.loss_of_all(losses)
     if loss is not None:
-        row.setdefault("loss", loss)
-    if run.engine.scaler is not None:
-        row["num_skipped_steps"] = run.engine.scaler.num_skipped
-    run.log_metrics(row)
+        own["loss"] = loss
+    if run.engine.scaler.is_on:
+        own["num_skipped_steps"] = run.engine.scaler.num_skipped
+    run.log_metrics(row, own)
 
 
 def is_validation_due(run: Run, first_batch: int) -> bool:
     """Whether the batches since ``first_batch`` crossed the point where validation is due."""
-    if not run.val_sources:
+    if not run.batches.evaluated:
         return False
     progress, every_n_epoch = run.progress, run.options.check_val_every_n_epoch
     if every_n_epoch is None:
         done = progress.num_batches
-        return done // run.val_interval > (done - progress.batch_idx + first_batch) // run.val_interval
+        return done // run.batches.val_interval > (done - progress.batch_idx + first_batch) // run.batches.val_interval
     if (progress.epoch + 1) % every_n_epoch:
         return False
-    return progress.batch_idx // run.val_interval > first_batch // run.val_interval
+    return progress.batch_idx // run.batches.val_interval > first_batch // run.batches.val_interval
 
 
 def end_epoch(run: Run, *, is_left: bool) -> None:
@@ -232,9 +245,9 @@ def end_epoch(run: Run, *, is_left: bool) -> None:
         is_left: a hook left out the rest of it; such an epoch is not validated, as in Lightning.
     """
     progress, results = run.progress, run.results
-    run.check_trains(is_epoch_over=True)
-    run.check_finite("at the end of an epoch")
-    if progress.batch_idx < run.num_training_batches and not progress.is_validation_due:  # the end came unforeseen
+    check_trains(run, is_epoch_over=True)
+    check_finite(run, "at the end of an epoch")
+    if progress.batch_idx < run.batches.num_training and not progress.is_validation_due:  # the end came unforeseen
         run.schedulers.step("epoch", progress.epoch + 1, results)
     if validates_at_unknown_end(run) and not is_left:
         validate_within_fit(run)
@@ -251,8 +264,8 @@ def validates_at_unknown_end(run: Run) -> bool:
     """Whether this epoch is validated at its end, and that came unforeseen: the loader has no length, or gave less."""
     every_n_epoch = run.options.check_val_every_n_epoch
     return bool(
-        run.val_sources
-        and run.val_interval == run.num_training_batches > run.progress.batch_idx
+        run.batches.evaluated
+        and run.batches.val_interval == run.batches.num_training > run.progress.batch_idx
         and every_n_epoch is not None
         and (run.progress.epoch + 1) % every_n_epoch == 0
     )

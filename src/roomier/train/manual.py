@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from roomier.api.adapt import seen_by_user
 
 if TYPE_CHECKING:
-    from roomier.train.run import Run
+    from roomier.run.run import Run
 
 _STATE = ("param_groups", "state", "defaults")
 
@@ -57,9 +57,9 @@ class ManualOptimizer:
 
         def leaves_out() -> bool:
             # A closure that gives no loss ran no backward, and the scaler looks at gradients before the optimizer does.
-            return engine.scaler is not None and closure is not None and losses[-1] is None
+            return engine.scaler.is_on and closure is not None and losses[-1] is None
 
-        if closure is not None and engine.scaler is None:
+        if closure is not None and not engine.scaler.is_on:
             engine.step(optimizer, with_hooks)
             return losses[0] if losses else None
         with_hooks()

@@ -11,16 +11,18 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from roomier.api.datamodule import DataModule
-from roomier.api.lightning import overrides
+from roomier.api.engine import StepHooks
 from roomier.api.module import Module
+from roomier.api.overrides import overrides
 from roomier.api.step_arguments import num_step_arguments
 from roomier.core.errors import TrainingError
-from roomier.engine.engine import StepHooks
-from roomier.train.checks import needs_closure
+from roomier.run.run import Run, call
 from roomier.train.manual import ManualOptimizer
-from roomier.train.run import Run, call
+from roomier.train.settling.checks import needs_closure
 
 TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+# They run after on_train_batch_end and before the next window. Lightning frees gradients only in that window.
+_HOOKS_AFTER_A_STEP = ("on_save_point", "on_train_epoch_start", "on_train_epoch_end", "on_train_end", "on_fit_end")
 SKIP_EPOCH = -1  # what on_train_batch_start returns to leave out the rest of the epoch, as in Lightning
 
 
@@ -31,21 +33,25 @@ class TrainingStep:
         batch_idx: of the micro-batch that runs, from 0 in each epoch.
         first_step: ``global_step`` before this window; one optimized by hand may add several.
         skips_epoch: a hook asked to leave out the rest of this epoch, this micro-batch and its step included.
+        frees_gradients: whether the loop frees the gradients after ``on_train_batch_end``.
     """
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._results = run.results
+        self._results, self._now = run.results, run.now
         self._starts = run.hooks.on_train_batch_start
         self._ends = run.hooks.on_train_batch_end
+        self._module = run.module
         self._training_step = run.module.training_step
         self._num_arguments = num_step_arguments(run.module, "training_step", 2)
-        self.batch_idx, self.first_step = -1, 0
+        self.batch_idx, self.first_step, self._first_batch = -1, 0, 0
         self._batch: Any = None
         self._output: Any = None
+        self._loss: Tensor | None = None
         self.skips_epoch = False
+        self.frees_gradients = False
 
-    def __call__(self, batch: Any) -> Any:
+    def __call__(self, batch: Any, index: int) -> Any:
         if self.skips_epoch:
             return None
         self._output = output = (
@@ -55,28 +61,36 @@ class TrainingStep:
 
     def start_window(self) -> None:
         progress = self._run.progress
-        self.batch_idx, self.first_step = progress.batch_idx - 1, progress.global_step
+        self._first_batch, self.first_step = progress.batch_idx, progress.global_step
+        self.batch_idx = self._first_batch - 1
 
-    def start(self, batch: Any) -> None:
-        """Before the forward of each micro-batch, which is on the device."""
+    def start(self, batch: Any, index: int) -> None:
+        """Call the hooks that come before the forward of micro-batch number ``index`` of the window.
+
+        Args:
+            batch: the micro-batch on the device.
+        """
         if self.skips_epoch:
             return
-        self.batch_idx += 1
-        self._run.batch_idx = self.batch_idx
+        self.batch_idx = self._now.batch_idx = self._first_batch + index
         self._batch = self._results.batch = batch
         self._results.is_in_batch = True
         for hook in self._starts:
             if hook(batch, self.batch_idx) == SKIP_EPOCH:
                 self.skips_epoch = True
 
-    def end(self) -> None:
-        """After everything of one micro-batch; for the last of a step, after the optimizer."""
+    def take_loss(self, loss: Tensor, index: int) -> None:
+        """Keep the loss that the backward of the micro-batch ran on, for the hooks after it."""
+        self._loss = loss
+
+    def end(self, index: int = -1) -> None:
+        """Call the hooks after a micro-batch. For the last one of a window, they run after the optimizer."""
         if self._ends and not self.skips_epoch:
             outputs = self._outputs()
             for hook in self._ends:
                 hook(outputs, self._batch, self.batch_idx)
         self._results.is_in_batch = False
-        self._batch = self._output = self._results.batch = None
+        self._batch = self._output = self._loss = self._results.batch = None
 
     def _outputs(self) -> dict[str, Any]:
         """What the hooks get, as in Lightning: a dict, whose loss is the one that was run backward."""
@@ -84,26 +98,28 @@ class TrainingStep:
         if output is None:
             return {}
         outputs = dict(output) if isinstance(output, Mapping) else {"loss": output}
-        if not self._run.module.automatic_optimization:
+        if not self._module.automatic_optimization:
             loss = outputs.get("loss")
             return {**outputs, "loss": loss.detach()} if isinstance(loss, Tensor) else outputs
-        loss = self._run.engine.micro_batch_loss
-        return {**outputs, "loss": loss} if loss is not None else outputs
+        return {**outputs, "loss": self._loss} if self._loss is not None else outputs
 
 
 def install_step_hooks(run: Run, step: TrainingStep) -> None:
     """Give the engine what must happen inside ``forward_backward``."""
     module, hooks, engine = run.module, run.hooks, run.engine
     engine.hooks = StepHooks(
+        batch_loss=step.take_loss,
         before_backward=hooks.on_before_backward,
         after_backward=hooks.on_after_backward,
         batch_start=step.start,
         batch_end=step.end,
         is_skipping=lambda: step.skips_epoch,
         zero_grad=_zero_grad(run),
-        backward=module.backward if overrides(module, "backward", Module) else None,
+        keeps_gradients=True,
+        backward=module.backward if overrides(module, "backward", Module) else Tensor.backward,
         transfer=transfer_of(run),
     )
+    step.frees_gradients = _frees_gradients(run)
 
 
 def _zero_grad(run: Run) -> Callable[[Optimizer], None] | None:
@@ -119,9 +135,23 @@ def _zero_grad(run: Run) -> Callable[[Optimizer], None] | None:
     return zero_grad
 
 
+def _frees_gradients(run: Run) -> bool:
+    """Whether no code of the user can read gradients after ``on_train_batch_end``."""
+    if not run.module.automatic_optimization or run.engine.hooks.zero_grad is not None:
+        return False
+    if overrides(run.module, "on_validation_model_zero_grad", Module):
+        return False
+    return all(_is_of_library(hook) for name in _HOOKS_AFTER_A_STEP for hook in getattr(run.hooks, name))
+
+
+def _is_of_library(hook: Callable[..., Any]) -> bool:
+    function = hook.func if isinstance(hook, partial) else hook
+    return str(getattr(function, "__module__", "")).startswith("roomier.")
+
+
 def transfer_of(run: Run, dataloader_idx: int = 0) -> Callable[[Any], Any] | None:
     """The three transfer hooks of the module and the DataModule as one function; None where none is overridden."""
-    return transfer_to(run.engine.device, run.module, run.trainer.datamodule, dataloader_idx)
+    return transfer_to(run.engine.device, run.module, run.settled.request.datamodule, dataloader_idx)
 
 
 def transfer_to(
@@ -184,11 +214,11 @@ def _manual_step(run: Run) -> Callable[[TrainingStep, list[Any]], Tensor | None]
     # training_step does all of it.
     def forward(step: TrainingStep, window: list[Any]) -> None:
         batch = run.engine.move(window[0])
-        step.start(batch)
-        output = run.engine.forward(step, batch)
+        step.start(batch, 0)
+        output = run.engine.forward(lambda each: step(each, 0), batch)
         loss = output.get("loss") if isinstance(output, dict) else output
         if isinstance(loss, Tensor):
-            run.last_loss = loss.detach()
+            run.now.last_loss = loss.detach()
 
     return forward
 
@@ -202,7 +232,7 @@ def update_of(run: Run) -> Callable[[Tensor | None], None]:
     before = before_update_of(run)
     if not (before or run.counts_empty_steps):
         return lambda _: engine.step()
-    optimizer, has_scaler = engine.optimizers[0], engine.scaler is not None
+    optimizer, has_scaler = engine.optimizers[0], engine.scaler.is_on
 
     def update(loss: Tensor | None) -> None:
         is_scaled = has_scaler and loss is not None  # without gradients there is nothing to look at
@@ -210,7 +240,7 @@ def update_of(run: Run) -> Callable[[Tensor | None], None]:
             engine.unscale()
         for each in before:
             each(optimizer)
-        if run.leaves_out_step:
+        if run.now.leaves_out_step:
             engine.leave_out_update()
         elif is_scaled or not has_scaler:
             engine.step()

@@ -9,13 +9,16 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from roomier.api.module import Module
+from roomier.api.trainer_view import TrainerView
 from roomier.api.wrapped import network_of
 from roomier.callbacks import MemoryForecast
 from roomier.core.device import resolve_device
 from roomier.core.log import notice
 from roomier.core.rng import rng_state, set_rng_state
+from roomier.memory.kinds import total_bytes
 from roomier.plan import Plan
-from roomier.trainer.keywords import ordered
+from roomier.planner.fake.shapes import shapes_of
+from roomier.trainer.keywords.arguments import ordered
 
 if TYPE_CHECKING:
     from roomier.trainer import Trainer
@@ -49,15 +52,14 @@ def prepare_forecast(trainer: Trainer, module: Module) -> None:
 
 
 class _ByDefault(MemoryForecast):
-    """One that nobody asked for."""
+    """The MemoryForecast that roomier adds by default."""
 
-    def on_train_end(self, trainer: Trainer, pl_module: Module) -> None:
-        """Nobody waits to hear that the run was too short for it."""
+    def on_train_end(self, trainer: TrainerView, pl_module: Module) -> None:
+        """Do not report a run that is too short for a forecast: the user did not ask for one."""
 
 
 def _shapes(module: Module, *, tells: bool) -> Module | None:
     """``module`` without values; None where it cannot be copied."""
-    from roomier.planner.fake.shapes import shapes_of
 
     state = rng_state()
     try:
@@ -77,8 +79,7 @@ def _shapes(module: Module, *, tells: bool) -> Module | None:
 
 def _states_bytes(shapes: Module, plan: Plan) -> int:
     """Of one rank at their peak, by formula; as AdamW's where the optimizer is the module's own; 0 if unknown."""
-    from roomier.memory.kinds import total_bytes
-    from roomier.memory.predict import predict
+    from roomier.memory.predict import predict  # late: loads the sharding of torch
 
     optimizer = plan.optimizer
     if optimizer.name is None:

@@ -3,45 +3,40 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Never
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from roomier.api.callback import Callback
 from roomier.api.datamodule import DataModule
-from roomier.api.lightning import is_one
 from roomier.api.lightning_types import LightningCallback, LightningLogger
 from roomier.api.logger import Logger
 from roomier.api.module import Module
+from roomier.api.overrides import is_one
+from roomier.core.device import resolve_device
 from roomier.core.errors import RoomierError
 from roomier.core.keywords import explain_unknown_keywords, refuse_keywords
 from roomier.core.log import notice
-from roomier.core.ranks import Ranks
-from roomier.launch import place, present_launch
+from roomier.launch import join, place, present_launch
 from roomier.loggers.by_name import loggers_from_flag
 from roomier.plan import Plan
-from roomier.train.checks import check_callbacks
+from roomier.run.options import DEFAULT_HANG_TIMEOUT, LoopOptions, check_flag
+from roomier.run.progress import Progress
+from roomier.run.run import Run, run_of
+from roomier.run.settled import CutBatches
 from roomier.train.evaluate import evaluate
 from roomier.train.fit import fit
-from roomier.train.loaders import RunLoaders
-from roomier.train.manual import ManualOptimizer
-from roomier.train.micro_batch import settle_micro_batch
-from roomier.train.options import LoopOptions, check_flag
-from roomier.train.predict_stream import opened_stream
-from roomier.train.progress import Progress
-from roomier.train.save import save_checkpoint
-from roomier.train.session import LOADER_NAMES, end_fit, session, start_fit
-from roomier.train.states import TrainerFn, TrainerStatus
-from roomier.trainer.attributes import STAGE_FLAGS, TrainerAttributes, without_runs
-from roomier.trainer.forecasts import prepare_forecast
-from roomier.trainer.former_flags import refuse_former_flags
-from roomier.trainer.keywords import (
+from roomier.train.opening.open_run import LOADER_NAMES, end_fit, start_fit
+from roomier.train.predicting.stream import opened_stream
+from roomier.train.saving.save import save_checkpoint
+from roomier.train.settling.checks import check_callbacks
+from roomier.trainer.keywords.arguments import (
     FORMER_ARGUMENTS,
     FORMER_KEYWORDS,
     HARMLESS_KEYWORDS,
@@ -52,14 +47,18 @@ from roomier.trainer.keywords import (
     plan_of,
     with_defaults,
 )
-from roomier.trainer.lightning_callbacks import adopted
+from roomier.trainer.keywords.former_flags import refuse_former_flags
+from roomier.trainer.last_call import LastCall
+from roomier.trainer.lightning.callbacks import adopted
+from roomier.trainer.lightning.predicted import KeepsPredicted, writes_at_end, writes_predictions
 from roomier.trainer.measured import by_loader, metrics_table
-from roomier.trainer.predicted import KeepsPredicted, writes_at_end, writes_predictions
+from roomier.trainer.session import request_of, session
+from roomier.trainer.trial_copy import copied_for_trial
 from roomier.tuner.before_fit import check_flags, tune, write_picture
 from roomier.tuner.trial import Subject
 
 
-class Trainer(TrainerAttributes):
+class Trainer(LastCall):
     """Trains a module under a Plan. Keywords that Lightning's Trainer has mean the same here.
 
     Args:
@@ -118,6 +117,8 @@ class Trainer(TrainerAttributes):
         detect_anomaly: find the operation that gives NaN (slow).
         inference_mode: evaluate under ``torch.inference_mode`` (else ``no_grad``).
         profiler: ``"torch"`` or a ``torch.profiler.profile``.
+        hang_timeout: on several ranks, end the run if the others wait this long for a rank that hangs in a step; all
+            ranks print their positions after a minute. In the forms of ``max_time``; None sets no limit.
         default_root_dir: where run folders ``version_N`` go (``"runs"``).
 
     Raises:
@@ -176,6 +177,7 @@ class Trainer(TrainerAttributes):
         detect_anomaly: bool = False,
         inference_mode: bool = True,
         profiler: Any = None,
+        hang_timeout: str | timedelta | dict[str, int] | None = DEFAULT_HANG_TIMEOUT,
         default_root_dir: str | Path | None = None,
     ) -> None:
         given = with_defaults(locals(), Trainer.__init__)
@@ -183,36 +185,35 @@ class Trainer(TrainerAttributes):
             check_flag(name, given[name])
         check_flags(given["auto_lr_find"], given["auto_scale_batch_size"])
         launch = present_launch()
-        self.plan = self.asked_plan = plan_of(given, Trainer.__init__, launch)
-        self.options = LoopOptions(**{name: given[name] for name in LoopOptions.__dataclass_fields__})
-        self.world = place(self.plan.parallel.devices, self.plan.parallel.num_nodes, launch)
-        self.ranks = Ranks()  # alone, until a run begins
-        self.logger_is_on = bool(given["logger"])
-        self.loggers = loggers_from_flag(given["logger"], is_dev_run=bool(self.options.num_dev_batches))
-        self.enable_checkpointing = given["enable_checkpointing"] and not self.options.num_dev_batches
-        self.callbacks = ordered(callbacks_of(given, self.enable_checkpointing))
+        plan = plan_of(given, Trainer.__init__, launch)
+        options = LoopOptions(**{name: given[name] for name in LoopOptions.__dataclass_fields__})
+        is_dev_run = bool(options.num_dev_batches)
+        keeps_checkpoints = given["enable_checkpointing"] and not is_dev_run
+        super().__init__(
+            plan=plan,
+            options=options,
+            world=place(plan.parallel.devices, plan.parallel.num_nodes, launch),
+            callbacks=ordered(callbacks_of(given, keeps_checkpoints)),
+            loggers=loggers_from_flag(given["logger"], is_dev_run=is_dev_run),
+            logger_is_on=bool(given["logger"]),
+            enable_checkpointing=keeps_checkpoints,
+            auto_lr_find=given["auto_lr_find"],
+            auto_scale_batch_size=given["auto_scale_batch_size"],
+        )
         check_callbacks(self.callbacks)
-        self.auto_lr_find, self.auto_scale_batch_size = given["auto_lr_find"], given["auto_scale_batch_size"]
-        self.micro_batch: int | None = None
-        self.num_micro_batches: int | None = None
-        self.called: TrainerFn | None = None
-        self.status = TrainerStatus.INITIALIZING
-        self.log_dir = self.default_root_dir
-        self.ckpt_path = None
-        self.should_stop = False
-        self.interrupted = False
-        self.training = self.validating = self.testing = self.predicting = self.sanity_checking = False
-        vars(self).update(without_runs(Progress()))
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy, or what goes to another process with a DataModule, has the settings and knows the step and the epoch;
-        what ran it does not have. Made in a run, which holds open files, it has no callbacks and loggers either."""
-        own = dict(vars(self))
-        if self.is_running:  # nor what the Trainer of a trial has in the place of a method
-            own = {name: value for name, value in own.items() if not callable(getattr(type(self), name, None))}
-            own |= {"callbacks": [], "loggers": []}
-        progress = Progress(**self.run.progress.state()) if self.run else self.copied_progress
-        return own | without_runs(progress)
+        """Return the state of a copy: the settings, the step and the epoch, but no run.
+
+        A copy made within a run has no callbacks and loggers, because they hold open files.
+        """
+        copied = object.__new__(type(self))
+        vars(copied).update(vars(self))
+        copied.state = replace(self.state)
+        if self.is_running:
+            copied.callbacks, copied.loggers = [], []
+        copied.forget_runs(Progress(**self.run.progress.state()) if self.run else self.copied_progress)
+        return vars(copied)
 
     # What a user calls --------------------------------------------------------------------------------------------
 
@@ -252,7 +253,8 @@ class Trainer(TrainerAttributes):
         if self.auto_lr_find or self.auto_scale_batch_size:
             curve = tune(self, Subject.of(model, train_dataloaders, datamodule, weights), ckpt_path)
         loaders = {"train": train_dataloaders, "val": val_dataloaders}
-        with session(self, "fit", model, loaders, datamodule, ckpt_path, weights) as run:
+        request = request_of(self, "fit", model, loaders, datamodule, ckpt_path, weights)
+        with session(self, request) as run:
             if curve is not None:
                 write_picture(curve, run)
             start_fit(run)
@@ -318,8 +320,8 @@ class Trainer(TrainerAttributes):
         check_weights_only(weights_only)
         is_returned = self.predict_loop.return_predictions = return_predictions is not False
         with self._evaluation("predict", model, dataloaders, ckpt_path, datamodule) as run:
-            run.keeps_predictions = is_returned
-            outputs = evaluate(run, "predict", run.val_sources, run.val_limits)
+            sources, limits = run.batches.evaluated, run.batches.limits
+            outputs = evaluate(run, "predict", sources, limits, keeps_predictions=is_returned)
         if not is_returned:
             return None
         return outputs[0] if len(outputs) == 1 else outputs
@@ -387,22 +389,10 @@ class Trainer(TrainerAttributes):
 
     def log_metrics(self, metrics: Mapping[str, float]) -> None:
         """Write a row to the loggers at the current step."""
-        self.needs_run("log_metrics").log_metrics(dict(metrics))
+        run_of(self, "log_metrics").log_metrics(dict(metrics))
         self.logged_metrics.update({name: torch.as_tensor(value) for name, value in metrics.items()})
 
-    @staticmethod
-    def unwrapped_optimizer(optimizer: Any) -> Optimizer:
-        """The torch optimizer behind what ``Module.optimizers()`` or ``optimizer_step`` gave."""
-        return optimizer.optimizer if isinstance(optimizer, ManualOptimizer) else optimizer
-
     # What the session calls ---------------------------------------------------------------------------------------
-
-    def attach(self, stage: str, module: Module, datamodule: DataModule | None) -> None:
-        self._module, self.datamodule = module, datamodule
-        self.should_stop = self.interrupted = False
-        self.called, self.status = TrainerFn(stage), TrainerStatus.RUNNING
-        for given in self.given_metrics.values():
-            given.clear()
 
     def add_callbacks_of(self, module: Module) -> None:
         """Add what ``configure_callbacks`` returns; a callback of the same type here gives way."""
@@ -423,34 +413,48 @@ class Trainer(TrainerAttributes):
             return self.callbacks
         return [KeepsPredicted(until_end=any(map(writes_at_end, writers))), *self.callbacks]
 
-    def settle_micro_batch(self, data: RunLoaders) -> None:
-        """See :func:`roomier.train.micro_batch.settle_micro_batch`."""
-        settle_micro_batch(self, data)
+    # What the tuner calls -----------------------------------------------------------------------------------------
 
-    def prepare_forecast(self, module: Module) -> None:
-        """See :func:`roomier.trainer.forecasts.prepare_forecast`."""
-        prepare_forecast(self, module)
+    def use_next(
+        self, *, plan: Plan | None = None, micro_batch: int | None = None, num_micro_batches: int | None = None
+    ) -> None:
+        """Use values that the tuner found in the next fits.
 
-    @contextmanager
-    def in_stage(self, flag: str) -> Iterator[None]:
-        """Set one of the stage flags (``training``, ``validating``, ...) and clear the others, inside."""
-        before = {name: getattr(self, name) for name in STAGE_FLAGS}
-        for name in STAGE_FLAGS:
-            setattr(self, name, name == flag)
-        try:
-            yield
-        finally:
-            for name, value in before.items():
-                setattr(self, name, value)
+        Args:
+            plan: replaces the requested plan.
+            micro_batch: samples of a micro-batch on each rank.
+            num_micro_batches: micro-batches per step.
+        """
+        if plan is not None:
+            self.plan = self.asked_plan = plan
+        if micro_batch is not None or num_micro_batches is not None:
+            self.micro_batch, self.num_micro_batches = micro_batch, num_micro_batches
 
-    def teardown(self, stage: str) -> None:
-        """The teardown hooks, whatever happened."""
-        if self.datamodule is not None:
-            self.datamodule.teardown(stage)
-        if self._module is not None:
-            for callback in self.callbacks:
-                callback.teardown(self, self.lightning_module, stage)
-            self._module.teardown(stage)
+    def use_learning_rate(self, learning_rate: float | None) -> None:
+        """Use ``learning_rate`` for the optimizer that the Trainer names."""
+        self.asked_plan, self.plan = (
+            replace(plan, optimizer=replace(plan.optimizer, lr=learning_rate)) for plan in (self.asked_plan, self.plan)
+        )
+
+    def join_ranks(self) -> None:
+        """Join the other ranks."""
+        self.ranks = join(self.world, resolve_device(self.plan.parallel.accelerator).type)
+
+    def copy_for_trial(self, plan: Plan, options: LoopOptions, callback: Callback) -> Trainer:
+        """Return a Trainer with the same settings that writes nothing and has ``callback`` only."""
+        return copied_for_trial(self, plan, options, callback)
+
+    def session_of_trial(
+        self,
+        model: nn.Module,
+        loaders: dict[str, Any],
+        datamodule: DataModule | None,
+        weights: str | Path | None,
+        cut: CutBatches | None,
+    ) -> AbstractContextManager[Run]:
+        """Open a fit without additional callbacks, forecasts or files."""
+        request = replace(request_of(self, "fit", model, loaders, datamodule, None, weights), cut=cut)
+        return session(self, request, adds_callbacks=False)
 
     # ----------------------------------------------------------------------------------------------------------------
 
@@ -458,9 +462,9 @@ class Trainer(TrainerAttributes):
         self, stage: str, step: str, model: Any, dataloaders: Any, ckpt_path: Any, datamodule: Any, verbose: bool
     ) -> list[dict[str, float]]:
         with self._evaluation(stage, model, dataloaders, ckpt_path, datamodule) as run:
-            evaluate(run, step, run.val_sources, run.val_limits)
+            evaluate(run, step, run.batches.evaluated, run.batches.limits)
             metrics = {name: float(value) for name, value in run.results.callback_metrics.items()}
-            of_loaders = by_loader(metrics, run.results.loader_of, len(run.val_sources))
+            of_loaders = by_loader(metrics, run.results.loader_of, len(run.batches.evaluated))
         if verbose and self.is_global_zero:
             print(metrics_table(stage, of_loaders), file=sys.stderr, flush=True)
         return of_loaders
@@ -478,4 +482,5 @@ class Trainer(TrainerAttributes):
             dataloaders, datamodule = None, dataloaders
         if datamodule is None and dataloaders is None:
             datamodule = self.datamodule
-        return session(self, stage, model, {LOADER_NAMES[stage]: dataloaders}, datamodule, ckpt_path)
+        request = request_of(self, stage, model, {LOADER_NAMES[stage]: dataloaders}, datamodule, ckpt_path, None)
+        return session(self, request)

@@ -6,7 +6,7 @@ import dataclasses
 import gc
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,19 +20,18 @@ from roomier.core.errors import RoomierError
 from roomier.core.log import notice
 from roomier.core.units import format_bytes, parse_bytes
 from roomier.plan import Plan
-from roomier.train.loaders import RunLoaders
-from roomier.train.micro_batch import samples_of_step, set_micro_batch
+from roomier.run.loaders import RunLoaders
+from roomier.run.settled import Request
+from roomier.train.settling.micro_batch import samples_of_step, with_micro_batch
 from roomier.tuner.trial import Subject, TrialOverError, run_trial
-
-if TYPE_CHECKING:
-    from roomier.trainer import Trainer
+from roomier.tuner.tunable import Tunable
 
 _FIELD = "auto_scale_batch_size"
 MODES = ("power", "binsearch")
 
 
 def scale_batch_size(
-    trainer: Trainer,
+    trainer: Tunable,
     model: nn.Module | Subject,
     train_dataloaders: Any = None,
     *,
@@ -89,8 +88,7 @@ def scale_batch_size(
         raise RoomierError(_FIELD, sizes[0], f"a micro-batch of {sizes[0]} samples does not fit into {limit}", action)
     if margin:
         found = max(size for size in sizes if size <= max(1, int(found * (1 - margin))))
-    trainer.micro_batch, trainer.num_micro_batches = found, None
-    trainer.plan = trainer.asked_plan = plan
+    trainer.use_next(plan=plan, micro_batch=found)
     return found
 
 
@@ -141,7 +139,7 @@ def _check(mode: str, steps_per_trial: int, init_val: int, max_trials: int, marg
         raise RoomierError("margin", margin, "is not a share", "Use a number from 0 up to 1, such as 0.05")
 
 
-def _limit_bytes(trainer: Trainer, memory_budget: int | str | None) -> int | None:
+def _limit_bytes(trainer: Tunable, memory_budget: int | str | None) -> int | None:
     """What a step may hold; None: what the device has.
 
     Raises:
@@ -167,7 +165,7 @@ def _limit_bytes(trainer: Trainer, memory_budget: int | str | None) -> int | Non
 
 @dataclasses.dataclass(frozen=True)
 class _Trials:
-    trainer: Trainer
+    trainer: Tunable
     subject: Subject
     plan: Plan
     num_steps: int
@@ -177,20 +175,20 @@ class _Trials:
         """Samples of an optimizer step, and of the data set."""
         found: list[tuple[int, int]] = []
 
-        def look(trial: Trainer, data: RunLoaders) -> None:
-            found.append((samples_of_step(trial, data), len(data.train_loader.dataset)))
+        def look(plan: Plan, data: RunLoaders, request: Request) -> Plan:
+            found.append((samples_of_step(request, data), len(data.train_loader.dataset)))
             raise TrialOverError
 
-        run_trial(self.trainer, self.subject, plan=self.plan, max_steps=1, callback=Callback(), settle=look)
+        run_trial(self.trainer, self.subject, plan=self.plan, max_steps=1, callback=Callback(), cut=look)
         [(of_step, num_samples)] = found
         return of_step, num_samples
 
     def fits(self, size: int) -> bool:
         """Whether steps of micro-batches of ``size`` samples stay within the limit."""
 
-        def settle(trial: Trainer, data: RunLoaders) -> None:
-            whole = samples_of_step(trial, data) // size
-            set_micro_batch(trial, data, size, min(whole, 2))  # the second finds the gradients of the first there
+        def cut(plan: Plan, data: RunLoaders, request: Request) -> Plan:
+            whole = samples_of_step(request, data) // size
+            return with_micro_batch(plan, data, size, min(whole, 2))  # the second one adds to existing gradients
 
         peak = _PeakOfAStep()
         num_steps = max(self.num_steps, 2)
@@ -204,7 +202,7 @@ class _Trials:
                 plan=self.plan,
                 max_steps=num_steps,
                 callback=peak if self.limit_bytes is not None else Callback(),
-                settle=settle,
+                cut=cut,
             )
         except torch.OutOfMemoryError:
             is_full = True
@@ -228,24 +226,24 @@ class _PeakOfAStep(Callback):
         self._step = 0
         self._tracked: TrackedStep | None = None
 
-    def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
+    def on_train_start(self, trainer: Tunable, pl_module: Module) -> None:
         of_epoch = math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches)
         self._step = first_step_of(trainer)
         if of_epoch > 1 and self._step % of_epoch == 0:  # the last one of an epoch may have fewer samples
             self._step += 1
         self._tracked = tracked_step(trainer, self._step)
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: Module, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Tunable, pl_module: Module, batch: Any, batch_idx: int) -> None:
         if self._tracked is not None:
             self._tracked.begin_batch(trainer)
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, trainer: Tunable, pl_module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         tracker = None if self._tracked is None else self._tracked.end_batch(trainer)
         if tracker is not None:
             self.num_bytes = tracker.allocator_peak_bytes or tracker.peak().total()
             self._tracked = None
             trainer.should_stop = True
 
-    def on_exception(self, trainer: Trainer, pl_module: Module, exception: BaseException) -> None:
+    def on_exception(self, trainer: Tunable, pl_module: Module, exception: BaseException) -> None:
         if self._tracked is not None:
             self._tracked.pause()

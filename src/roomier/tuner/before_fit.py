@@ -9,20 +9,19 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from roomier import checkpoint
-from roomier.core.device import resolve_device
+from roomier.checkpoint.run_state import peek_run
 from roomier.core.errors import RoomierError
 from roomier.core.log import notice
-from roomier.launch import join
 from roomier.plan import Plan
-from roomier.train.job import checkpoint_after_restart
-from roomier.train.restore import resolve_checkpoint
-from roomier.train.run import Run
-from roomier.tuner.learning_rate import attribute_of, set_attribute, set_in_plan
+from roomier.run.run import Run
+from roomier.train.saving.restore import resolve_checkpoint
+from roomier.train.settling.job import checkpoint_after_restart
+from roomier.tuner.learning_rate import attribute_of, set_attribute
+from roomier.tuner.range_test import lr_find
 from roomier.tuner.trial import Subject
+from roomier.tuner.tunable import Tunable
 
 if TYPE_CHECKING:
-    from roomier.trainer import Trainer
     from roomier.tuner.curve import LearningRateCurve
 
 PICTURE = "lr_find.png"
@@ -39,14 +38,14 @@ def check_flags(auto_lr_find: bool | str, auto_scale_batch_size: bool | str) -> 
         raise RoomierError("auto_lr_find", auto_lr_find, "is neither a flag nor a name", action)
     if isinstance(auto_scale_batch_size, bool):
         return
-    from roomier.tuner.batch_size import MODES  # late: most runs look for nothing
+    from roomier.tuner.batch_size import MODES  # late: most runs search for no micro-batch
 
     if auto_scale_batch_size not in MODES:
         action = "Use True or False, 'power' or 'binsearch'"
         raise RoomierError("auto_scale_batch_size", auto_scale_batch_size, "is not known", action)
 
 
-def tune(trainer: Trainer, subject: Subject, ckpt_path: str | Path | None) -> LearningRateCurve | None:
+def tune(trainer: Tunable, subject: Subject, ckpt_path: str | Path | None) -> LearningRateCurve | None:
     """Find what the flags of ``trainer`` ask for, and let the fit that follows have it.
 
     A fit that goes on from a checkpoint has what was found before; so has a model that was fitted before.
@@ -57,7 +56,7 @@ def tune(trainer: Trainer, subject: Subject, ckpt_path: str | Path | None) -> Le
         return None
     best = trainer.checkpoint_callback
     best_path, root = None if best is None else best.best_model_path, Path(trainer.default_root_dir)
-    trainer.ranks = join(trainer.world, resolve_device(trainer.plan.parallel.accelerator).type)
+    trainer.join_ranks()
     asked = trainer.set_path if ckpt_path is None else ckpt_path
     path = trainer.ranks.on_zero(lambda: resolve_checkpoint(asked, root, best_path))
     if trainer.keeps_files:
@@ -66,15 +65,13 @@ def tune(trainer: Trainer, subject: Subject, ckpt_path: str | Path | None) -> Le
         _take_from(trainer, subject.model, path)
         return None
     if size:
-        from roomier.tuner.batch_size import scale_batch_size
-
         mode = size if isinstance(size, str) else "power"
+        from roomier.tuner.batch_size import scale_batch_size  # late: most runs search for no micro-batch
+
         found = scale_batch_size(trainer, subject, mode=mode)
         notice(f"auto_scale_batch_size: micro-batches of {found} samples")
     curve = None
     if rate:
-        from roomier.tuner.range_test import lr_find
-
         name = rate if isinstance(rate, str) else ""
         curve = lr_find(trainer, subject, update_attr=True, attr_name=name)
         if curve is not None:
@@ -92,27 +89,27 @@ def write_picture(curve: LearningRateCurve, run: Run) -> None:
         notice(f"auto_lr_find: no picture of the curve: {error}")
 
 
-def _was_fitted(trainer: Trainer, model: nn.Module) -> bool:
+def _was_fitted(trainer: Tunable, model: nn.Module) -> bool:
     fitted = trainer.fitted
     return fitted is not None and (fitted.module is model or getattr(fitted.module, "network", None) is model)
 
 
-def _take_from(trainer: Trainer, model: nn.Module, path: Path) -> None:
+def _take_from(trainer: Tunable, model: nn.Module, path: Path) -> None:
     try:
-        record = checkpoint.peek(path)
+        record = peek_run(path)
         stored = Plan.from_dict(record["plan"])
     except (RoomierError, KeyError):  # the fit says what is wrong with it
         return
     if trainer.auto_lr_find and None not in (stored.optimizer.name, trainer.asked_plan.optimizer.name):
-        set_in_plan(trainer, stored.optimizer.lr)
+        trainer.use_learning_rate(stored.optimizer.lr)
     elif trainer.auto_lr_find and trainer.asked_plan.optimizer.name is None:
         _put_kept_rate(trainer, model, record.get("hyperparameters", {}))
     if trainer.auto_scale_batch_size:
-        trainer.num_micro_batches = stored.batch.accumulate_grad_batches
+        trainer.use_next(num_micro_batches=stored.batch.accumulate_grad_batches)
     notice("auto_lr_find, auto_scale_batch_size: nothing is looked for, the fit goes on as its checkpoint says")
 
 
-def _put_kept_rate(trainer: Trainer, model: nn.Module, hyperparameters: Mapping[str, Any]) -> None:
+def _put_kept_rate(trainer: Tunable, model: nn.Module, hyperparameters: Mapping[str, Any]) -> None:
     # The optimizer goes on with the rate that was found in any case; this is for who reads it on the module.
     with suppress(RoomierError):  # it has none any more
         name = attribute_of(model, trainer.auto_lr_find if isinstance(trainer.auto_lr_find, str) else "")

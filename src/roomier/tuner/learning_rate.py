@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import MutableMapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
 from roomier.core.errors import RoomierError
-
-if TYPE_CHECKING:
-    from roomier.trainer import Trainer
 
 NAMES = ("lr", "learning_rate")
 
@@ -45,14 +41,6 @@ def set_attribute(model: nn.Module, name: str, learning_rate: float) -> None:
         hparams[name] = learning_rate
     if hasattr(model, name):
         setattr(model, name, learning_rate)
-
-
-def set_in_plan(trainer: Trainer, learning_rate: float | None) -> None:
-    """Let the optimizer that the Trainer names have ``learning_rate``."""
-    for name in ("asked_plan", "plan"):
-        plan = getattr(trainer, name)
-        optimizer = dataclasses.replace(plan.optimizer, lr=learning_rate)
-        setattr(trainer, name, dataclasses.replace(plan, optimizer=optimizer))
 
 
 def _hparams(model: nn.Module) -> MutableMapping[str, Any]:

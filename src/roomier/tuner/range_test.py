@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from torch import nn
 
@@ -14,20 +14,18 @@ from roomier.api.module import Module
 from roomier.core.errors import RoomierError
 from roomier.core.log import notice
 from roomier.optim.configured import read_configured
-from roomier.train.run import Run
-from roomier.train.schedulers import Schedulers
+from roomier.run.run import Run, run_of
+from roomier.run.schedulers import Schedulers
 from roomier.tuner.curve import LearningRateCurve, smoothed
-from roomier.tuner.learning_rate import attribute_of, set_attribute, set_in_plan
+from roomier.tuner.learning_rate import attribute_of, set_attribute
 from roomier.tuner.trial import Subject, run_trial
-
-if TYPE_CHECKING:
-    from roomier.trainer import Trainer
+from roomier.tuner.tunable import Tunable
 
 Mode = Literal["exponential", "linear"]
 
 
 def lr_find(
-    trainer: Trainer,
+    trainer: Tunable,
     model: nn.Module | Subject,
     train_dataloaders: Any = None,
     *,
@@ -98,7 +96,7 @@ def lr_find(
     if update_attr:
         suggested = _suggested(curve)
         if is_named:
-            set_in_plan(trainer, suggested)
+            trainer.use_learning_rate(suggested)
         else:
             set_attribute(subject.model, name, suggested)
     return curve
@@ -163,13 +161,13 @@ class _RangeTest(Callback):
         if run.module.automatic_optimization:
             run.schedulers = Schedulers(run.module, ())
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: Module, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Tunable, pl_module: Module, batch: Any, batch_idx: int) -> None:
         rate = self._rates[min(trainer.global_step, len(self._rates) - 1)]
         for group, share in self._groups:
             group["lr"] = rate * share
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
-        run = trainer.needs_run("lr_find")
+    def on_train_batch_end(self, trainer: Tunable, pl_module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+        run = run_of(trainer, "lr_find")
         if run.progress.global_step <= len(self.losses):
             return
         loss = run.loss_of_all(run.ranks.gather(run.loss_number()))
@@ -179,7 +177,7 @@ class _RangeTest(Callback):
         if math.isfinite(loss):
             self.losses.append(loss)
         if not math.isfinite(loss) or self._diverges():
-            run.last_loss = None  # a loss that is not finite ends this test, and nothing else
+            run.now.last_loss = None  # a loss that is not finite ends this test, and nothing else
             trainer.should_stop = True
 
     def _diverges(self) -> bool:

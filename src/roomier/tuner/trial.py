@@ -15,28 +15,25 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from roomier.api.callback import Callback
 from roomier.api.datamodule import DataModule
-from roomier.api.lightning import is_one
+from roomier.api.overrides import is_one
 from roomier.core.errors import DataError, RoomierError
 from roomier.core.log import quiet
 from roomier.core.rng import rng_state, separate_rng, set_rng_state
 from roomier.data.first_batch import check_is_read_anew, untouched
 from roomier.data.loaders import is_combined, is_loader_collection
-from roomier.loggers.silent import SilentLogger
 from roomier.plan import Plan
+from roomier.run.options import LoopOptions
+from roomier.run.run import Run, call
+from roomier.run.settled import CutBatches
 from roomier.train.fit import fit
-from roomier.train.loaders import RunLoaders
-from roomier.train.run import Run, call
-from roomier.train.session import session
-
-if TYPE_CHECKING:
-    from roomier.trainer import Trainer
+from roomier.tuner.tunable import Tunable
 
 
 @dataclass(frozen=True)
@@ -61,14 +58,14 @@ class TrialOverError(Exception):
 
 
 def run_trial(
-    trainer: Trainer,
+    trainer: Tunable,
     subject: Subject,
     *,
     plan: Plan,
     max_steps: int,
     callback: Callback,
     change_model: Callable[[nn.Module], None] | None = None,
-    settle: Callable[[Trainer, RunLoaders], None] | None = None,
+    cut: CutBatches | None = None,
     prepare: Callable[[Run], None] | None = None,
 ) -> None:
     """Train a copy of ``subject`` for ``max_steps`` optimizer steps; see [Note: nothing is left of a trial].
@@ -76,7 +73,7 @@ def run_trial(
     Args:
         plan: of the trial.
         change_model: called with the copy of the model.
-        settle: called with the Trainer of the trial and its data, before the model is built.
+        cut: changes the micro-batches, before the model is built.
         prepare: called with the run, before its first step.
 
     Raises:
@@ -88,14 +85,14 @@ def run_trial(
         for loader in _read_by(subject):
             check_is_read_anew(loader, "train_dataloaders", "choose the value yourself")
             stack.enter_context(untouched(loader))
-        trial = _trainer_of_trial(trainer, plan, max_steps, callback, settle)
+        trial = trainer.copy_for_trial(plan, _options_of_trial(trainer.options, max_steps), callback)
         model, datamodule = _copied(subject, trainer, trial)
         if change_model is not None:
             change_model(model)
         stack.enter_context(quiet())
         loaders = {"train": subject.train_dataloaders, "val": None}
         try:
-            with session(trial, "fit", model, loaders, datamodule, None, subject.weights) as run:
+            with trial.session_of_trial(model, loaders, datamodule, subject.weights, cut) as run:
                 if prepare is not None:
                     prepare(run)
                 call(run.hooks.on_fit_start)
@@ -105,24 +102,15 @@ def run_trial(
             pass
 
 
-def _refuse_fitted(trainer: Trainer, model: nn.Module) -> None:
+def _refuse_fitted(trainer: Tunable, model: nn.Module) -> None:
     if any("_roomier_shards" in vars(each) for each in model.modules()):
         problem = "was divided among the ranks by an earlier fit, so it cannot be copied for a trial"
         raise RoomierError("model", type(model).__name__, problem, "Tune before the first fit")
 
 
-def _trainer_of_trial(
-    trainer: Trainer,
-    plan: Plan,
-    max_steps: int,
-    callback: Callback,
-    settle: Callable[[Trainer, RunLoaders], None] | None,
-) -> Trainer:
-    trial = copy.copy(trainer)
-    own = vars(trial)
-    own.update({name: _container(value) for name, value in own.items()})
-    own["options"] = dataclasses.replace(
-        trainer.options,
+def _options_of_trial(options: LoopOptions, max_steps: int) -> LoopOptions:
+    return dataclasses.replace(
+        options,
         max_steps=max_steps,
         max_epochs=-1,
         min_epochs=None,
@@ -135,23 +123,9 @@ def _trainer_of_trial(
         log_every_n_steps=10**9,
         profiler=None,
     )
-    own["callbacks"] = [callback]
-    own["loggers"] = [SilentLogger()] if trainer.loggers else []
-    own.update(plan=plan, asked_plan=plan, logger_is_on=False, enable_checkpointing=False)
-    own.update(dict.fromkeys(("run", "fitted", "choice", "shapes", "datamodule", "set_path", "_module")))
-    own["add_callbacks_of"] = own["prepare_forecast"] = lambda module: None  # no files, no forecasts
-    own["settle_micro_batch"] = lambda data: None if settle is None else settle(trial, data)
-    return trial
 
 
-def _container(value: Any) -> Any:
-    """A list, dict or set of its own; all else as it is."""
-    if isinstance(value, dict):
-        return {name: _container(item) for name, item in value.items()}
-    return copy.copy(value) if isinstance(value, (list, set)) else value
-
-
-def _copied(subject: Subject, trainer: Trainer, trial: Trainer) -> tuple[nn.Module, DataModule | None]:
+def _copied(subject: Subject, trainer: Tunable, trial: Tunable) -> tuple[nn.Module, DataModule | None]:
     """The model and the DataModule anew, with the same data."""
     memo: dict[int, Any] = {id(trainer): trial}
     for part in subject.model.modules():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
@@ -11,9 +11,7 @@ from roomier.core.errors import RoomierError
 from roomier.tuner.batch_size import scale_batch_size
 from roomier.tuner.curve import LearningRateCurve
 from roomier.tuner.range_test import Mode, lr_find
-
-if TYPE_CHECKING:
-    from roomier.trainer import Trainer
+from roomier.tuner.tunable import Tunable
 
 
 class Tuner:
@@ -26,7 +24,7 @@ class Tuner:
         trainer.fit(model, loader)
     """
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: Tunable) -> None:
         self._trainer = trainer
 
     def lr_find(

@@ -1,4 +1,8 @@
-"""All plans there are for what was asked: each lever that the user left open, in each of its positions."""
+"""All plans for a request: each option that the request leaves open, in each of its values.
+
+Options that are open by default are exact, or change only how the sum over the batch is split (strategy, micro-batch).
+Options that round differently within a rank are open if the request allows them by name.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,7 @@ from roomier.hardware.machine import Machine
 from roomier.loss.output_layer import find_output_layer
 from roomier.plan import Plan
 from roomier.plan.choices import CHOICES, canonical
-from roomier.plan.parts import PARTS, ChoicePlan, Part
+from roomier.plan.parts import CHUNKED_LOSS, PARTS, ChoicePlan, Part
 from roomier.plan.rules import each_error
 from roomier.planner.workload import Workload
 
@@ -150,9 +154,8 @@ def _kept_activations(plan: Plan, network: nn.Module, machine: Machine) -> list[
 
 
 def _losses(plan: Plan, network: nn.Module) -> list[Changes]:
-    if plan.loss.chunked or plan.compile.enabled or not _has_output_layer(network):
-        return [{}]
-    return [{}, {"loss.chunked": True}]
+    is_open = CHUNKED_LOSS in plan.choice.words and can_chunk_loss(plan, network)
+    return [{}, {"loss.chunked": True}] if is_open else [{}]
 
 
 def _updates(plan: Plan) -> list[Changes]:
@@ -203,6 +206,16 @@ def _never_open(plan: Plan, workload: Workload, network: nn.Module, keeps_micro_
     if names and plan.optimizer.name is None:
         reason = "the model makes its own optimizer in configure_optimizers"
         yield refused({"optimizer.name": names[0]}, given, reason)
+    if CHUNKED_LOSS in plan.choice.words and not plan.loss.chunked and not can_chunk_loss(plan, network):
+        reason = "the model has no output layer whose logits a chunked loss could compute"
+        if plan.compile.enabled:
+            reason = "auto chooses no chunked loss with compile=True: set chunked_loss=True to use both"
+        yield refused({"loss.chunked": True}, given, reason)
+
+
+def can_chunk_loss(plan: Plan, network: nn.Module) -> bool:
+    """Return whether a chunked loss is a change of ``plan`` that ``network`` supports."""
+    return not (plan.loss.chunked or plan.compile.enabled) and _has_output_layer(network)
 
 
 def _has_output_layer(network: nn.Module) -> bool:

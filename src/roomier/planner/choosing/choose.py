@@ -10,7 +10,7 @@ from roomier.core.errors import PlanError, RoomierError
 from roomier.core.units import format_bytes
 from roomier.hardware.machine import Machine
 from roomier.plan import Plan
-from roomier.plan.choices import Kind, kind_of
+from roomier.plan.choices import SWITCHES, Kind, kind_of
 from roomier.planner.choice import Choice, Considered
 from roomier.planner.choosing.candidates import STAGES, candidates
 from roomier.planner.choosing.pricing import TIE, Check, DryRuns, Priced, Prices, Pricing, prices_of, time_s
@@ -43,7 +43,7 @@ def choose(
     """The fastest plan that fits, of all that ``plan`` leaves open.
 
     Where several are as fast (within :data:`TIE`), the simplest: exact before near before approximate, fewer levers, a
-    strategy that cuts less. Nothing approximate is looked at unless ``plan.choice`` allows it by name.
+    strategy that cuts less. See :mod:`roomier.planner.choosing.candidates` for the options that are tried.
 
     Args:
         workload: its ``batch_size`` is the micro-batch that was given; batches may be cut, the global one stays.
@@ -171,14 +171,19 @@ def simplest_of_the_fastest(forecasts: Sequence[Forecast]) -> Forecast:
 
 
 def simplicity(plan: Plan) -> tuple[int, ...]:
-    """How far ``plan`` is from a plain step: first by how true it is to it, then by how many levers it pulls, then by
-    what its strategy cuts, then by how many pieces a batch is in."""
+    """Return a sort key of the distance from a plain step: the least exact label within a rank, the number of levers,
+    how much the strategy shards, the number of micro-batches.
+
+    Labels of strategy and micro-batch do not count, because every plan on several ranks is near.
+    """
     kinds = [
         kind_of("precision.mode", plan.precision.mode),
         kind_of("optimizer.step_in_backward", plan.optimizer.step_in_backward),
     ]
     if plan.optimizer.name is not None:
         kinds.append(kind_of("optimizer.name", plan.optimizer.name))
+    if plan.loss.chunked:
+        kinds.append(SWITCHES["loss.chunked"].kind)
     levers = (
         plan.activation.policy != "none",
         plan.offload.activations != "none",
@@ -186,7 +191,7 @@ def simplicity(plan: Plan) -> tuple[int, ...]:
         plan.optimizer.step_in_backward != "none",
     )
     order = list(Kind)
-    worst = max(order.index(kind) for kind in kinds)
+    worst = max(order.index(kind) for kind in kinds if kind is not None)
     return worst, sum(levers), STAGES.index(plan.parallel.strategy), plan.batch.accumulate_grad_batches
 
 

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from torch import nn
+
+from roomier.api.wrapped import network_of
 from roomier.core.errors import PlanError, RoomierError
 from roomier.core.units import format_bytes
 from roomier.hardware.devices import SHEETS
 from roomier.hardware.machine import Machine
 from roomier.plan import Plan
-from roomier.plan.parts import ChoicePlan
+from roomier.plan.parts import CHUNKED_LOSS, ChoicePlan
 from roomier.planner.choice import Choice, words_of
-from roomier.planner.choosing.candidates import changed
+from roomier.planner.choosing.candidates import Changes, can_chunk_loss, changed
 from roomier.planner.choosing.choose import ESTIMATE_ERROR, budget_of, choose
 from roomier.planner.choosing.keywords import as_call, trainer_keywords
 from roomier.planner.choosing.pricing import Check, Prices, prices_of
@@ -94,7 +98,7 @@ def _ways(
             yield f"Use {as_call(trainer_keywords(found.chosen.plan))}{_with_batch(found.chosen, workload)}"
             return
         smallest = min((each.forecast for each in found.considered if each.forecast), key=lambda each: each.peak_bytes)
-    allowed = _allowing(peaks, plan, smallest, budget)
+    allowed = _allowing(peaks, plan, smallest, budget, network_of(workload.module))
     if allowed is not None:
         yield allowed
     smaller = _smaller_batch(peaks, workload.batch_size, smallest, budget) if keeps_micro_batch else None
@@ -159,22 +163,26 @@ class _Peaks:
         return None
 
 
-def _allowing(peaks: _Peaks, plan: Plan, smallest: Forecast, budget: int) -> str | None:
-    """Which choice to allow: each by itself, from what is least approximate on, then several together."""
+def _allowing(peaks: _Peaks, plan: Plan, smallest: Forecast, budget: int, network: nn.Module) -> str | None:
+    """Return the advice to allow the fewest choices with which a plan fits, exact labels first; None if none does."""
+    can_chunk = CHUNKED_LOSS not in _words(plan) and can_chunk_loss(smallest.plan, network)
     modes = [mode for mode in _PRECISIONS if smallest.plan.precision.mode == "32-true" and mode not in _words(plan)]
     has_adam = smallest.plan.optimizer.name in ("adamw", "adam")
     names = [name for name in _SMALL_STATES if has_adam and name not in _words(plan)]
-    alone: list[dict[str, str]] = [{"precision.mode": mode} for mode in modes]
-    alone += [{"optimizer.name": name} for name in names]
-    together = [{"precision.mode": mode, "optimizer.name": name} for mode in modes for name in names]
-    for changes in (*alone, *together):
+    axes: list[list[tuple[str, Changes]]] = [
+        [(CHUNKED_LOSS, {"loss.chunked": True})] if can_chunk else [],
+        [(mode, {"precision.mode": mode}) for mode in modes],
+        [(name, {"optimizer.name": name}) for name in names],
+    ]
+    several = (some for num_words in (1, 2, 3) for some in itertools.combinations(axes, num_words))
+    for combination in itertools.chain.from_iterable(itertools.product(*some) for some in several):
         try:
-            lean = changed(smallest.plan, changes)
+            lean = changed(smallest.plan, {field: value for _, each in combination for field, value in each.items()})
         except RoomierError:
             continue
         peak = peaks.peak_bytes(lean, smallest.micro_batch, budget)
         if peak is not None and peak <= budget:
-            words = [*_words(plan), *changes.values()]
+            words = [*_words(plan), *(word for word, _ in combination)]
             settings = {name: value for name, value in _settings_of_auto(plan).items() if name != "allow"}
             strategy = {"name": "auto", **settings, "allow": words}
             return f"Allow it: strategy={strategy!r} needs {format_bytes(peak)}"

@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader, Dataset
 
-from roomier.api.lightning import lend_to_lightning, overrides
+from roomier.api.lightning import lend_to_lightning
 from roomier.api.module import Module
+from roomier.api.overrides import overrides
 from roomier.core import torch_fake, torch_private
 from roomier.core.errors import RoomierError
 from roomier.core.tree import map_tensors

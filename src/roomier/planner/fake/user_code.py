@@ -11,11 +11,10 @@ from pathlib import Path
 
 import torch
 
-import roomier
 from roomier.core import torch_private
 from roomier.core.errors import RoomierError, shorten
 
-_INTERNAL = (Path(torch.__file__).parent, Path(roomier.__file__).parent)
+_INTERNAL = (Path(torch.__file__).parent, Path(__file__).parents[2])
 _PYTHON = Path(sysconfig.get_path("stdlib"))
 _READS_MEMORY = ("data is not allocated", "not supported for tensor subclasses", "data pointer", "data_ptr")
 

@@ -328,7 +328,7 @@ def _tracked(
         stack.enter_context(_telling_with_complete(tracker, network, inner, is_cut=is_cut))
         stack.enter_context(counter.counting(lambda: (tracker.phase, str(tracker.place))))
         tracker.enter("forward")
-        engine.forward_backward(training_step, batches)
+        engine.forward_backward(lambda batch, _: training_step(batch), batches)
         passages = list(_passages(tracker.moments()))
     engine.close()
     return passages, dict(counter.by_part)

@@ -1,0 +1,203 @@
+"""Engine: the protocol between the training loop and the code that computes gradients and updates."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+Step = Callable[[Any, int], Any]
+"""Takes a batch on the device and the index of this micro-batch in its window, the micro-batches of one optimizer step.
+Returns the loss, a mapping with the key ``"loss"``, or None to skip the micro-batch."""
+
+
+def _do_nothing(*_: Any) -> None:
+    """Default of a hook."""
+
+
+@dataclass
+class StepHooks:
+    """Functions that the training loop lets the engine call inside ``forward_backward``.
+
+    Attributes:
+        before_backward: called with each loss before its backward.
+        after_backward: called after each backward.
+        zero_grad: called in place of ``optimizer.zero_grad()`` after the first forward of a window, where
+            Lightning documents it. None frees the gradients before that forward, which lowers the peak.
+        keeps_gradients: ``Engine.step`` keeps the gradients, because hooks may read them after the update. The caller
+            frees them with ``Engine.free_gradients``, or the next window does.
+        backward: called in place of ``loss.backward()``.
+        transfer: called in place of the move to the device.
+        batch_start: called with each micro-batch on the device and its index in the window, before its forward.
+        batch_loss: called after the backward of each micro-batch with the loss of this backward (0-dim, detached)
+            and the index.
+        batch_end: called with the index after everything of a micro-batch, except the last one of the window: the
+            training loop ends the last micro-batch after the update.
+        is_skipping: returns whether a hook asked to skip this step, on every rank.
+    """
+
+    before_backward: tuple[Callable[[Tensor], Any], ...] = ()
+    after_backward: tuple[Callable[[], Any], ...] = ()
+    zero_grad: Callable[[Optimizer], Any] | None = None
+    keeps_gradients: bool = False
+    backward: Callable[..., Any] = Tensor.backward
+    transfer: Callable[[Any], Any] | None = None
+    batch_start: Callable[[Any, int], Any] = _do_nothing
+    batch_loss: Callable[[Tensor, int], Any] = _do_nothing
+    batch_end: Callable[[int], Any] = _do_nothing
+    is_skipping: Callable[[], bool] = bool
+
+
+class LossScale(Protocol):
+    """Factor of the loss in ``"16-mixed"``. In all other precisions it is off, and the factor is 1.
+
+    Attributes:
+        num_skipped: number of steps skipped so far because their gradients were not finite (0-dim, on the device).
+    """
+
+    num_skipped: Tensor
+
+    @property
+    def is_on(self) -> bool:
+        """Whether losses are scaled."""
+        ...
+
+    @property
+    def factor(self) -> float:
+        """The factor as a number. Reading it waits for the device."""
+        ...
+
+
+class Engine(Protocol):
+    """Runs optimizer steps of one module under one Plan. The loop and the callbacks use these members only.
+
+    Attributes:
+        module: the module whose parameters are trained and stored.
+        hooks: functions of the training loop that :meth:`forward_backward` calls.
+    """
+
+    module: nn.Module
+    optimizers: list[Optimizer]
+    device: torch.device
+    hooks: StepHooks
+
+    @property
+    def scaler(self) -> LossScale:
+        """The loss scale. It is off outside ``"16-mixed"``."""
+        ...
+
+    @property
+    def allows_inference_mode(self) -> bool:
+        """Whether :meth:`forward` may run in ``torch.inference_mode``. Otherwise evaluations use ``torch.no_grad``."""
+        ...
+
+    @property
+    def trace(self) -> int:
+        """A number that is equal on all ranks if they ran the same parts of the model in the same order."""
+        ...
+
+    def forward_backward(self, step: Step, batches: Sequence[Any]) -> Tensor | None:
+        """Compute the gradients of one optimizer step from its micro-batches, as if they were one batch.
+
+        Args:
+            step: computes the loss of one micro-batch.
+            batches: the micro-batches as the loader returned them.
+
+        Returns:
+            This rank's share of the loss of the full batch (0-dim, detached, on the device). The sum of the shares over
+            all ranks is the loss. None if ``step`` returned None for every micro-batch. A rank that computes no loss
+            returns a share of zero.
+        """
+        ...
+
+    def step_with_closure(
+        self, step: Step, batches: Sequence[Any], update: Callable[[Callable[[], Tensor | None]], Any]
+    ) -> Tensor | None:
+        """Compute gradients like :meth:`forward_backward`, for an update that computes the gradients in a closure.
+
+        Args:
+            update: called after all micro-batches except the last have run. Its argument runs the last one with its
+                gradients and returns its weighted loss; LBFGS calls it several times per step. ``update`` is not called
+                if a hook skips the step.
+        """
+        ...
+
+    def move(self, batch: Any) -> Any:
+        """Return ``batch`` on the device, in the dtype of the weights if the precision requires it."""
+        ...
+
+    def forward(self, step: Callable[[Any], Any], batch: Any) -> Any:
+        """Run ``step`` on a moved ``batch`` in the precision of the Plan, without a backward.
+
+        Evaluations and manual optimization call this method.
+        """
+        ...
+
+    def settle(self) -> None:
+        """Finish pending updates and free unsharded parameters.
+
+        Every rank must call this method before any code reads parameters or optimizer states by name: checkpoints,
+        evaluations, averages of weights, changes of ``requires_grad``.
+        """
+        ...
+
+    def close(self) -> None:
+        """Restore the module's own forward. No step follows."""
+        ...
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Run the backward of one loss, for manual optimization."""
+        ...
+
+    def unscale(self, optimizer: Optimizer | None = None) -> None:
+        """Divide the gradients by the loss scale before any code reads them. A second call does nothing."""
+        ...
+
+    def clip(
+        self, max_norm: float | None = None, algorithm: str | None = None, *, optimizer: Optimizer | None = None
+    ) -> Tensor | None:
+        """Clip the gradients, by default as the Plan says. Return their norm before clipping (``"norm"`` only)."""
+        ...
+
+    def step(self, optimizer: Optimizer | None = None, closure: Any = None) -> None:
+        """Update the parameters, then free the gradients unless ``hooks.keeps_gradients`` is set."""
+        ...
+
+    def free_gradients(self, optimizer: Optimizer | None = None) -> None:
+        """Free the gradients, after the update and after all hooks that may read them."""
+        ...
+
+    def leave_out_update(self) -> None:
+        """Skip the update of this step: called instead of :meth:`step`, and the loss scale does not change."""
+        ...
+
+    def trained_parameters_changed(self) -> None:
+        """React to parameters that were frozen or unfrozen since the last step. Every rank must call this method."""
+        ...
+
+    def watch(self, context: AbstractContextManager[Any]) -> None:
+        """Enter ``context`` around the next forward of training, one time."""
+        ...
+
+    def weights(self) -> dict[str, Any]:
+        """Return the weights and buffers of :meth:`state`."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """Return weights, optimizer states and loss scale by fully qualified name. Tensors are not copied."""
+        ...
+
+    def check(self, state: Mapping[str, Any]) -> None:
+        """Check that the optimizers' part of ``state`` can be loaded, before its tensors are read.
+
+        Raises:
+            CheckpointError: ``state`` belongs to other optimizers.
+        """
+        ...
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Restore the result of :meth:`state`. Weights are copied in place."""
+        ...

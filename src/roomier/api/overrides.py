@@ -1,0 +1,31 @@
+"""Questions about user classes: which methods they override, and which of our base classes they stand for."""
+
+from __future__ import annotations
+
+from roomier.api.callback import Callback
+from roomier.api.datamodule import DataModule
+from roomier.api.module import Module
+
+PACKAGES = ("lightning.pytorch.", "pytorch_lightning.")
+COUNTERPARTS: dict[type, str] = {Module: "LightningModule", DataModule: "LightningDataModule", Callback: "Callback"}
+
+
+def lightning_base(kind: type, counterpart: type) -> type | None:
+    """Return Lightning's own class among the base classes of ``kind``. None if ``kind`` is not a class of Lightning.
+
+    Args:
+        counterpart: Module, DataModule or Callback, for LightningModule, LightningDataModule or Callback of Lightning.
+    """
+    name = COUNTERPARTS[counterpart]
+    return next((c for c in kind.__mro__ if c.__name__ == name and c.__module__.startswith(PACKAGES)), None)
+
+
+def overrides(obj: object, name: str, base: type) -> bool:
+    """Return whether ``obj`` or its class overrides the method ``name`` of ``base``, or of Lightning's counterpart."""
+    base = lightning_base(type(obj), base) or base
+    return name in vars(obj) or getattr(type(obj), name, None) is not getattr(base, name, None)
+
+
+def is_one(obj: object, counterpart: type) -> bool:
+    """Return whether ``obj`` is a Module, DataModule or Callback, of roomier or of Lightning."""
+    return isinstance(obj, counterpart) or lightning_base(type(obj), counterpart) is not None

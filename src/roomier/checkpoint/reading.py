@@ -1,0 +1,228 @@
+"""How tensors are read from the files of a checkpoint: where each box of a tensor is, and who reads what.
+
+[Note: each file one time]
+The checksum of a file is computed from the bytes that are read into the tensors. A tensor that holds values already,
+such as the weights of a model, may not change if a file is damaged. It is filled after every file was verified, so
+its file is read a second time, mostly from the page cache. On several ranks each file is verified by one rank: the one
+that reads most of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from roomier.checkpoint.parts import is_cut
+from roomier.checkpoint.record import StoredFile, damage, malformed, reading, summed
+from roomier.checkpoint.tensor_file import num_bytes_of, read_box, read_header
+from roomier.checkpoint.tree import TensorSpec
+from roomier.core import torch_private
+from roomier.core.forms import FormError, count, fields, item_of, list_of, mapping_of
+from roomier.core.ranks import Ranks
+from roomier.core.untrusted import open_regular, parse_json
+
+_OFFSETS_FORM = mapping_of(fields({"saved_offsets": list_of(count)}))
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of a tensor, and where it is stored.
+
+    Attributes:
+        file: name of its file.
+        first: where it begins in the file.
+        offsets: where it begins in the tensor, for each dimension.
+    """
+
+    file: str
+    first: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+
+
+Pieces: TypeAlias = Mapping[str, Sequence[Piece]]
+"""The boxes of each tensor, by the name of the tensor."""
+
+
+def read_pieces(folder: Path, files: Iterable[StoredFile]) -> Pieces:
+    """Return the boxes in ``files``, from their headers.
+
+    Raises:
+        CheckpointError: a header cannot be read, is malformed, or has other tensors than the record.
+    """
+    pieces: dict[str, list[Piece]] = {}
+    for file in files:
+        with reading(folder, file.name), malformed(folder, file.name):
+            header = read_header(folder / file.name)
+            offsets_of = parse_json(header.metadata.get("DCP_SHARDING_INFO", "{}"))
+            _OFFSETS_FORM(offsets_of, "DCP_SHARDING_INFO")
+            if set(header.tensors) != set(file.tensors):
+                raise FormError("header", sorted(header.tensors), f"a header of the tensors {sorted(file.tensors)}")
+            for name, (dtype, shape, first) in header.tensors.items():
+                offsets = tuple(offsets_of[name]["saved_offsets"]) if name in offsets_of else (0,) * len(shape)
+                if len(offsets) != len(shape):
+                    raise FormError(item_of("DCP_SHARDING_INFO", name), offsets, f"a list of {len(shape)} offsets")
+                pieces.setdefault(name, []).append(Piece(file.name, first, dtype, shape, offsets))
+    return pieces
+
+
+def check_pieces(folder: Path, pieces: Pieces, name: str, spec: TensorSpec) -> None:
+    """Check that the boxes of the tensor ``name`` have the dtype of ``spec`` and fill its shape without overlaps.
+
+    Raises:
+        CheckpointError: they do not.
+    """
+    found = pieces.get(name, [])
+    if not all(piece.dtype == spec.dtype for piece in found) or not _fill([*found], spec.shape):
+        raise damage(folder, f"its files and its record disagree about {name!r}, which is {spec} in the record")
+
+
+def _fill(pieces: list[Piece], shape: tuple[int, ...]) -> bool:
+    """Whether ``pieces`` are a grid of boxes over ``shape``, as sharded tensors are."""
+    if not pieces or any(len(piece.shape) != len(shape) for piece in pieces):
+        return False
+    num_boxes = 1
+    for dim, size in enumerate(shape):
+        intervals = sorted({(piece.offsets[dim], piece.shape[dim]) for piece in pieces})
+        ends = [begin + length for begin, length in intervals]
+        if [begin for begin, _ in intervals] != [0, *ends[:-1]] or ends[-1] != size:
+            return False
+        num_boxes *= len(intervals)
+    return num_boxes == len(pieces) == len({piece.offsets for piece in pieces})
+
+
+@dataclass(frozen=True)
+class _Read:
+    """A box of a piece, and the tensor that it is read into."""
+
+    piece: Piece
+    box: tuple[slice, ...]
+    target: Tensor
+
+    @property
+    def begin(self) -> int:
+        row_bytes = num_bytes_of(self.piece.dtype, self.piece.shape[1:])
+        return self.piece.first + (self.box[0].start * row_bytes if self.box else 0)
+
+    @property
+    def end(self) -> int:
+        row_bytes = num_bytes_of(self.piece.dtype, self.piece.shape[1:])
+        return self.piece.first + (self.box[0].stop * row_bytes if self.box else self.piece.dtype.itemsize)
+
+
+class TensorReader:
+    """Reads tensors of the checkpoint ``folder`` into ``empty``, then into ``filled``.
+
+    Args:
+        files: all files that hold one of the tensors; they may differ by rank.
+        empty: tensors without values yet, with the names that they are stored under. A sharded tensor receives its
+            own part.
+        filled: tensors with values that may not change if a file is damaged.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        files: Iterable[StoredFile],
+        pieces: Pieces,
+        empty: Iterable[tuple[str, Tensor]],
+        filled: Iterable[tuple[str, Tensor]],
+    ) -> None:
+        self._folder = folder
+        self._files = {file.name: file for file in files}
+        self._of_empty = _reads_by_file(pieces, empty)
+        self._of_filled = _reads_by_file(pieces, filled)
+
+    def read_empty(self, ranks: Ranks) -> None:
+        """Fill the empty tensors and verify all files. Every rank of ``ranks`` must call it.
+
+        Raises:
+            CheckpointError: a file is damaged, or cannot be read.
+        """
+        verified = self._share(ranks)
+        for name in sorted({*self._of_empty, *(file.name for file in verified)}):
+            reads = self._of_empty.get(name, [])
+            if self._files[name] in verified:
+                reads = self._read_summed(self._files[name], reads)
+            self._read(name, reads)
+
+    def read_filled(self) -> None:
+        """Fill the tensors that hold values. The files must be verified.
+
+        Raises:
+            CheckpointError: the disk failed; tensors may be filled in part.
+        """
+        for name, reads in self._of_filled.items():
+            self._read(name, reads)
+
+    def _share(self, ranks: Ranks) -> list[StoredFile]:
+        """Return the files that this rank verifies: those of which it reads the most, but about equally many bytes."""
+        own = {name: sum(each.target.nbytes for each in self._of_empty.get(name, [])) for name in self._files}
+        by_rank = ranks.gather([(file, own[file.name]) for file in self._files.values()])
+        wanted = [{file.name: num_bytes for file, num_bytes in of_rank} for of_rank in by_rank]
+        load_bytes = [0] * len(wanted)
+        share = []
+        for file in sorted({file for file, _ in chain(*by_rank)}, key=lambda file: file.name):
+            order = [(-wanted[rank].get(file.name, 0), load_bytes[rank], rank) for rank in range(len(wanted))]
+            rank = min(order)[-1]
+            load_bytes[rank] += file.size_bytes
+            if rank == ranks.world.rank:
+                share.append(file)
+        return share
+
+    def _read_summed(self, file: StoredFile, reads: Sequence[_Read]) -> list[_Read]:
+        """Read a file from front to end and compare its checksum. Returns the reads that would have to go back."""
+        position, left = 0, []
+        with summed(self._folder, file) as opened:
+            for read in reads:
+                if read.begin < position:  # of a tied tensor, which is stored one time
+                    left.append(read)
+                    continue
+                read_box(opened, read.piece.first, read.piece.shape, read.box, read.target)
+                position = read.end
+        return left
+
+    def _read(self, name: str, reads: Sequence[_Read]) -> None:
+        if not reads:
+            return
+        with reading(self._folder, name), open_regular(self._folder / name) as opened:
+            for read in reads:
+                read_box(opened, read.piece.first, read.piece.shape, read.box, read.target)
+
+
+def _reads_by_file(pieces: Pieces, targets: Iterable[tuple[str, Tensor]]) -> dict[str, list[_Read]]:
+    reads: dict[str, list[_Read]] = {}
+    for name, target in targets:
+        own, origin = _own_part(target.detach())
+        for piece in pieces[name] if own.numel() else ():
+            read = _overlap(piece, own, origin)
+            if read is not None:
+                reads.setdefault(piece.file, []).append(read)
+    return {name: sorted(found, key=lambda read: read.begin) for name, found in sorted(reads.items())}
+
+
+def _own_part(target: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """Return the part of ``target`` that this rank holds, and where it begins in the full tensor."""
+    if not is_cut(target):
+        return target, (0,) * target.dim()
+    own = target.to_local()
+    return own, torch_private.offsets_of_shard(target) if own.numel() else (0,) * own.dim()
+
+
+def _overlap(piece: Piece, own: Tensor, origin: tuple[int, ...]) -> _Read | None:
+    """Return how the elements that both ``piece`` and ``own`` have are read; None if there are none."""
+    box, part = [], []
+    for begin, size, own_begin, own_size in zip(piece.offsets, piece.shape, origin, own.shape, strict=True):
+        first, last = max(begin, own_begin), min(begin + size, own_begin + own_size)
+        if first >= last:
+            return None
+        box.append(slice(first - begin, last - begin))
+        part.append(slice(first - own_begin, last - own_begin))
+    return _Read(piece, tuple(box), own[tuple(part)])

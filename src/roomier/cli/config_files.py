@@ -1,0 +1,110 @@
+"""The YAML files of ``--config``: checked before jsonargparse reads them, and named in errors about their values."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from yaml.constructor import ConstructorError
+
+from roomier.cli.explain import in_file
+from roomier.core.errors import RoomierError
+from roomier.core.paths import check_path
+from roomier.core.yaml_text import BoundedLoader, ExpansionError, check_aliases
+
+_ACTION = "Give a YAML file; `--print_config` prints one to begin with"
+_INIT_ARGS = "init_args"
+
+
+class _UniqueKeys(BoundedLoader):
+    """BoundedLoader that rejects a key that is given twice, of which PyYAML drops the first."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen: list[Any] = []
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node)
+            if key in seen:
+                raise ConstructorError(None, None, f"the key {key!r} is given twice", key_node.start_mark)
+            seen.append(key)
+        return super().construct_mapping(node, deep)
+
+
+def read_config(path: str) -> dict[str, Any]:
+    """Read a YAML file of options.
+
+    Raises:
+        RoomierError: it cannot be read, is not YAML, or does not hold a mapping of options.
+    """
+    check_path("config", path)
+    try:
+        content = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=_UniqueKeys)
+    except OSError as error:
+        raise RoomierError("config", path, f"cannot be read: {error.strerror}", _ACTION) from None
+    except (ValueError, yaml.YAMLError) as error:  # ValueError: no UTF-8, or a date that does not exist
+        raise RoomierError("config", path, f"is not YAML: {_with_line(error)}", _ACTION) from None
+    if not isinstance(content, dict):
+        kind = "nothing" if content is None else f"a {type(content).__name__}"
+        problem = f"holds {kind}, not a mapping of options"
+        raise RoomierError("config", path, problem, "Write sections, such as trainer: {max_steps: 100}")
+    trainer = content.get("trainer")
+    if trainer is not None and not isinstance(trainer, (dict, str)):  # a string is the path of another file
+        action = "Write its keywords beneath it, such as trainer: {max_steps: 100}"
+        raise RoomierError("trainer", trainer, f"is not a mapping, in {path}", action)
+    return content
+
+
+def options_in(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """``--field value`` and ``--field=value`` as pairs."""
+    for word, following in zip(arguments, [*arguments, ""][1:], strict=True):
+        if word.startswith("--"):
+            field, is_joined, value = word[2:].partition("=")
+            yield field.removesuffix("+"), value if is_joined else following
+
+
+def check_texts(arguments: Sequence[str]) -> None:
+    """Check the YAML within the arguments, and within the strings of the files.
+
+    Raises:
+        RoomierError: a text has aliases that expand to too many values.
+    """
+    for field, value in options_in(arguments):
+        texts = [(field, value)] if field != "config" else list(_values(read_config(value)))
+        for name, text in texts:
+            try:
+                check_aliases(text if isinstance(text, str) else "")
+            except ExpansionError as error:
+                raise RoomierError(name, text, error.problem or "", "Write the values without aliases") from None
+
+
+def naming_file(error: RoomierError, arguments: Sequence[str]) -> RoomierError:
+    """Return ``error`` with the ``--config`` file that its value comes from, if it comes from one."""
+    key = error.field.removeprefix("--")
+    for field, value in reversed(list(options_in(arguments))):
+        if field.replace(f".{_INIT_ARGS}", "") == key:
+            return error
+        found = [each for name, each in _values(read_config(value)) if name == key] if field == "config" else []
+        if found:
+            return in_file(error, value, found[-1])
+    return error
+
+
+def _values(node: Any, field: str = "") -> Iterator[tuple[str, Any]]:
+    """The values below ``node`` by their keys, as errors of jsonargparse name them."""
+    if isinstance(node, list):
+        for value in node:
+            yield from _values(value, field)
+    elif isinstance(node, dict):
+        for key, value in node.items():
+            name = field if key == _INIT_ARGS else f"{field}.{key}" if field else str(key)
+            if key != _INIT_ARGS:
+                yield name, value
+            yield from _values(value, name)
+
+
+def _with_line(error: Exception) -> str:
+    if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
+        return " ".join(str(error).split())
+    mark, texts = error.problem_mark, (error.context, error.problem)
+    return f"{', '.join(text for text in texts if text)} (line {mark.line + 1}, column {mark.column + 1})"

@@ -1,0 +1,227 @@
+"""Forms of plain data that was read from a file: the types, keys and ranges that its values must have.
+
+A form is a function ``form(value, place)`` that raises :class:`FormError` if the value is invalid. ``place`` names the
+value within the file. Larger forms are built from smaller ones::
+
+    position = fields({"epoch": count, "shuffle": flag})
+    position({"epoch": -1, "shuffle": True}, "data")  # data.epoch is -1, but must be an integer from 0 to ...
+
+Forms take values apart only by type, so they accept data from any source and never call its methods.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import reduce
+from typing import Any, TypeAlias
+
+from roomier.core.errors import shorten
+
+Form: TypeAlias = Callable[[Any, str], None]
+
+MAX_COUNT = 2**53
+"""Largest count that is accepted: every smaller integer is exact as a float64."""
+
+_SHOWN_CHARS = 60
+
+
+class FormError(ValueError):
+    """A value that does not have its form.
+
+    Args:
+        place: of the value within its file, such as ``progress.global_step``.
+        value: as it was read.
+        constraint: continues "must be".
+    """
+
+    def __init__(self, place: str, value: object, constraint: str) -> None:
+        self.place, self.value, self.constraint = place, value, constraint
+        super().__init__(f"{place} is {shorten(value, _SHOWN_CHARS)}, but must be {constraint}")
+
+    def within(self, place: str) -> FormError:
+        """Return the same error about a value in a container at ``place``."""
+        return FormError(item_of(place, self.place), self.value, self.constraint)
+
+
+def item_of(place: str, key: object) -> str:
+    """The place of an item: ``a.b`` for a key that is an identifier, else ``a['x.y']`` or ``a[0]``."""
+    return f"{place}.{key}" if isinstance(key, str) and key.isidentifier() else f"{place}[{shorten(key, _SHOWN_CHARS)}]"
+
+
+def place_of(path: Iterable[object]) -> str:
+    """The place of the value at ``path``, a name and the keys that lead from it to the value."""
+    name, *keys = path
+    return reduce(item_of, keys, str(name))
+
+
+def anything(value: Any, place: str) -> None:
+    """Accept every value."""
+
+
+def flag(value: Any, place: str) -> None:
+    """Accept True and False."""
+    if type(value) is not bool:
+        raise FormError(place, value, "true or false")
+
+
+def text(value: Any, place: str) -> None:
+    """Accept a string."""
+    if type(value) is not str:
+        raise FormError(place, value, "a string")
+
+
+def number(value: Any, place: str) -> None:
+    """Accept an integer or a float, infinities and NaN included."""
+    if type(value) not in (int, float):
+        raise FormError(place, value, "a number")
+
+
+def integer(at_least: int = 0, at_most: int = MAX_COUNT) -> Form:
+    """Accept an integer in the closed interval."""
+
+    def form(value: Any, place: str) -> None:
+        if type(value) is not int or not at_least <= value <= at_most:
+            raise FormError(place, value, f"an integer from {at_least} to {at_most}")
+
+    return form
+
+
+count = integer()
+
+
+def finite(value: Any, place: str) -> None:
+    """Accept an integer or a float that is neither infinite nor NaN."""
+    if type(value) not in (int, float) or not math.isfinite(value):
+        raise FormError(place, value, "a finite number")
+
+
+def one_of(*allowed: object) -> Form:
+    """Accept the values of ``allowed``, of the same type."""
+
+    def form(value: Any, place: str) -> None:
+        if not any(type(value) is type(each) and value == each for each in allowed):
+            raise FormError(place, value, f"one of {', '.join(map(repr, allowed))}")
+
+    return form
+
+
+def either(*forms: Form) -> Form:
+    """Accept values of any of ``forms``; the error is the error of the last one."""
+
+    def form(value: Any, place: str) -> None:
+        for each in forms[:-1]:
+            try:
+                return each(value, place)
+            except FormError:
+                continue
+        return forms[-1](value, place)
+
+    return form
+
+
+def optional(form: Form) -> Form:
+    """Accept None as well."""
+    return lambda value, place: None if value is None else form(value, place)
+
+
+def list_of(form: Form, length: int | None = None) -> Form:
+    """Accept a list or tuple whose items have ``form``, of any length if ``length`` is None."""
+
+    def check(value: Any, place: str) -> None:
+        if type(value) not in (list, tuple) or length not in (None, len(value)):
+            raise FormError(place, value, "a list" if length is None else f"a list of {length} items")
+        for index, item in enumerate(value):
+            form(item, f"{place}[{index}]")
+
+    return check
+
+
+def items(*forms: Form) -> Form:
+    """Accept a list or tuple with one item for each of ``forms``."""
+
+    def check(value: Any, place: str) -> None:
+        if type(value) not in (list, tuple) or len(value) != len(forms):
+            raise FormError(place, value, f"a list of {len(forms)} items")
+        for index, (form, item) in enumerate(zip(forms, value, strict=True)):
+            form(item, f"{place}[{index}]")
+
+    return check
+
+
+def mapping_of(form: Form, keys: Form = text) -> Form:
+    """Accept a dict whose keys have the form ``keys`` and whose values have ``form``."""
+
+    def check(value: Any, place: str) -> None:
+        if type(value) is not dict:
+            raise FormError(place, value, "a mapping")
+        for key, item in value.items():
+            keys(key, f"a key of {place}")
+            form(item, item_of(place, key))
+
+    return check
+
+
+def fields(required: Mapping[str, Form], others: Mapping[str, Form] | Form | None = None) -> Form:
+    """Accept a dict that has every key of ``required``.
+
+    Args:
+        others: form of each further key that is allowed; a single form allows all further keys; None allows none.
+    """
+
+    def check(value: Any, place: str) -> None:
+        if type(value) is not dict:
+            raise FormError(place, value, "a mapping")
+        for key in required:
+            if key not in value:
+                raise FormError(place, sorted(map(str, value)), f"a mapping with the key {key!r}")
+        for key, item in value.items():
+            form = required.get(key) or (others.get(key) if isinstance(others, Mapping) else others)
+            if form is None:
+                allowed = sorted({*required, *(others if isinstance(others, Mapping) else ())})
+                raise FormError(f"a key of {place}", key, f"one of {allowed}")
+            form(item, item_of(place, key))
+
+    return check
+
+
+def tensor(dtype: object = None, shape: Sequence[int] | None = None) -> Form:
+    """Accept a tensor, or the description of one that was not read, of this dtype and shape if they are given."""
+
+    def form(value: Any, place: str) -> None:
+        own_dtype, own_shape = getattr(value, "dtype", None), getattr(value, "shape", None)
+        if own_dtype is None or own_shape is None:
+            raise FormError(place, value, "a tensor")
+        if dtype not in (None, own_dtype) or shape not in (None, tuple(own_shape)):
+            wanted = f"{'a' if dtype is None else dtype} tensor" + ("" if shape is None else f" of shape {list(shape)}")
+            raise FormError(place, f"{own_dtype}{list(own_shape)}", wanted)
+
+    return form
+
+
+def like(own: Any) -> Form:
+    """Accept values that can take the place of ``own``: a number for a number, a list for a list, and so on.
+
+    None in ``own`` accepts every value that is not a container. Items of a list must be like the first item of ``own``.
+    A mapping must have the keys of ``own`` and may have others.
+    """
+    if own is None:
+        return _scalar
+    if isinstance(own, bool):
+        return optional(flag)
+    if isinstance(own, (int, float)):
+        return either(tensor(shape=()), number)
+    if isinstance(own, str):
+        return text
+    if isinstance(own, (list, tuple)):
+        return list_of(like(own[0]) if own else anything)
+    if isinstance(own, Mapping):
+        if not all(isinstance(key, str) for key in own):
+            return mapping_of(anything, keys=anything)
+        return fields({key: like(item) for key, item in own.items()}, others=anything)
+    return either(number, tensor()) if hasattr(own, "dtype") else anything
+
+
+def _scalar(value: Any, place: str) -> None:
+    if not (value is None or type(value) in (bool, int, float, str)):
+        raise FormError(place, value, "a number, a string, true, false or null")

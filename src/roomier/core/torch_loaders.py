@@ -1,0 +1,56 @@
+"""Every underscore name of torch's DataLoader that roomier uses, with the version it was checked on (2.11 and 2.13)."""
+
+from typing import Any
+
+from torch.utils.data.dataloader import DataLoader, _MultiProcessingDataLoaderIter
+
+
+def kept_iterator(loader: object) -> Any:
+    """Return the iterator that a DataLoader keeps between epochs, with its workers; None if it keeps none."""
+    return getattr(loader, "_iterator", None) if isinstance(loader, DataLoader) else None
+
+
+def forget_iterator(loader: DataLoader[Any]) -> None:
+    """Let the next iterator of a DataLoader start new workers; for a copy of a DataLoader, workers of its own."""
+    loader._iterator = None
+
+
+def makes_own_iterator(loader: DataLoader[Any]) -> bool:
+    """Whether a subclass puts something around torch's iterator, as the loaders of graph libraries do."""
+    return type(loader)._get_iterator is not DataLoader._get_iterator
+
+
+def end_workers(iterator: Any) -> None:
+    """End the worker processes of the iterator of a DataLoader, unless they are persistent."""
+    iterator = _of_torch(iterator)
+    if isinstance(iterator, _MultiProcessingDataLoaderIter) and not iterator._persistent_workers:
+        _shut_down(iterator)
+
+
+def end_kept_workers(loader: DataLoader[Any]) -> None:
+    """End the worker processes that a DataLoader keeps between epochs, and its thread that pins memory.
+
+    The next iterator of ``loader`` starts new ones.
+    """
+    iterator = _of_torch(kept_iterator(loader))
+    if hasattr(iterator, "_shutdown_workers"):  # torchdata's StatefulDataLoader has iterators of its own class
+        _shut_down(iterator)
+        if iterator._persistent_workers:
+            forget_iterator(loader)
+
+
+def _of_torch(iterator: Any) -> Any:
+    return getattr(iterator, "iterator", iterator)  # graph libraries wrap torch's iterator
+
+
+def _shut_down(iterator: Any) -> None:
+    iterator._shutdown_workers()
+    for worker in iterator._workers:
+        if worker.is_alive():  # it is in native code that does not return, so its signal handler does not run
+            worker.kill()
+            worker.join()
+
+
+def has_ended(iterator: Any) -> bool:
+    """Whether the iterator of a DataLoader over a stream, without workers, knows that there is nothing more."""
+    return bool(getattr(getattr(iterator, "_dataset_fetcher", None), "ended", False))

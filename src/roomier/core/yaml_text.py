@@ -1,0 +1,69 @@
+"""YAML of limited size: aliases cannot make a short text hold millions of values."""
+
+from typing import Any
+
+import yaml
+from yaml.composer import ComposerError
+
+MAX_VALUES_OF_ALIASES = 100_000
+
+
+class ExpansionError(ComposerError):
+    """A text whose values cannot be copied or printed: too many, nested too deep, or a value that contains itself."""
+
+
+class BoundedLoader(yaml.SafeLoader):
+    """SafeLoader that rejects aliases which expand to more than :data:`MAX_VALUES_OF_ALIASES` values.
+
+    PyYAML reads an alias as a reference, so it loads such a text in no time. The code that then copies, checks or
+    prints the values needs memory and time for each of them.
+
+    Raises:
+        ExpansionError: there are too many values, an alias contains itself, or the nesting is too deep.
+    """
+
+    def compose_document(self) -> yaml.Node | None:
+        try:
+            node: yaml.Node | None = super().compose_document()
+            if node is not None:
+                _check_size(node)
+        except RecursionError:
+            raise ExpansionError(None, None, "the nesting is too deep", self.get_mark()) from None
+        return node
+
+
+def check_aliases(text: str) -> None:
+    """Reject what :class:`BoundedLoader` rejects, for a text that another loader reads and that may be no YAML.
+
+    Raises:
+        ExpansionError: as :class:`BoundedLoader`.
+    """
+    if "&" in text and "*" in text:
+        try:
+            yaml.compose(text, Loader=BoundedLoader)
+        except ExpansionError:
+            raise
+        except yaml.YAMLError:
+            pass
+
+
+def _check_size(root: yaml.Node) -> None:
+    sizes: dict[int, int] = {}  # by node; 0 while its children are counted
+    num_values = _count(root, sizes)
+    if num_values > max(MAX_VALUES_OF_ALIASES, len(sizes)):
+        problem = f"its aliases expand to {num_values} values, and at most {MAX_VALUES_OF_ALIASES} are allowed"
+        raise ExpansionError(None, None, problem, root.start_mark)
+
+
+def _count(node: yaml.Node, sizes: dict[int, int]) -> int:
+    known = sizes.get(id(node))
+    if known == 0:
+        raise ExpansionError(None, None, "an alias contains itself", node.start_mark)
+    if known is not None:
+        return known
+    sizes[id(node)] = 0
+    children: list[Any] = [] if isinstance(node, yaml.ScalarNode) else node.value
+    if isinstance(node, yaml.MappingNode):
+        children = [each for pair in node.value for each in pair]
+    sizes[id(node)] = 1 + sum(_count(child, sizes) for child in children)
+    return sizes[id(node)]

@@ -1,0 +1,327 @@
+"""Heartbeat: threads in each rank that find a rank that hangs, outside of all collectives.
+
+At each tick a rank publishes its record in the store of the rendezvous, over a connection of its own. Rank 0 reads the
+records of all ranks, and publishes its own record with a verdict. The other ranks read that one. A second thread of
+the other ranks judges rank 0 alone: if rank 0 is stopped, so is usually the store, and a call to the store blocks.
+
+The training thread has no work with it. Its position is read from its stack and from the counters of the run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import psutil
+from torch.distributed import DistError
+from torch.distributed.distributed_c10d import Store
+
+from roomier.core import torch_private
+from roomier.core.world import World
+from roomier.launch.environment import STARTED_BY_ROOMIER
+from roomier.launch.failure import FailureNews, tell_torchrun
+from roomier.launch.judge import TICK_S, Judge, Limits
+from roomier.launch.late_messages import end_of, names_of, note_of, position_of, report_of, say
+from roomier.launch.records import Activity, Late, Position, Record, Verdict
+
+_OUTSIDE = Position(Activity.OUTSIDE, "outside of a run")
+_MARGIN_S = 5.0  # beyond the ticks that the other ranks need to read a message of rank 0
+_BEFORE_KILL_S = 1.5
+_heartbeat: Heartbeat | None = None
+
+
+@dataclass(frozen=True)
+class WatchedRun:
+    """Run that the heartbeat watches.
+
+    Attributes:
+        position: returns the position of the training thread.
+        stack: returns the Python stack of the training thread.
+    """
+
+    limits: Limits
+    position: Callable[[], Position]
+    stack: Callable[[], str]
+
+
+def prepare(world: World, connect: Callable[[], Store], news: FailureNews) -> None:
+    """Create the heartbeat of this process. Its threads start with the first watched run."""
+    global _heartbeat
+    close()
+    _heartbeat = Heartbeat(world, connect, news)
+
+
+def close() -> None:
+    """Stop the heartbeat of this process; called before the process group is left."""
+    global _heartbeat
+    heartbeat, _heartbeat = _heartbeat, None
+    if heartbeat is not None:
+        heartbeat.close()
+
+
+@contextmanager
+def watched(run: WatchedRun) -> Iterator[None]:
+    """Watch ``run`` inside. There is no heartbeat in a process group that roomier did not initialize."""
+    heartbeat = _heartbeat
+    if heartbeat is None:
+        yield
+        return
+    before = heartbeat.run
+    heartbeat.watch(run)
+    try:
+        yield
+    finally:
+        heartbeat.watch(before)
+
+
+def _forget() -> None:  # a forked process has none of the threads
+    global _heartbeat
+    _heartbeat = None
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
+class Heartbeat:
+    """Publishes the records of this rank and acts on verdicts.
+
+    Args:
+        connect: returns a connection to the store that no other thread uses.
+        end_process: ends this process with an exit code.
+
+    Attributes:
+        run: the watched run; None outside of runs.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        connect: Callable[[], Store],
+        news: FailureNews,
+        end_process: Callable[[int], Any] = os._exit,
+    ) -> None:
+        self.run: WatchedRun | None = None
+        self._world, self._connect, self._news, self._end_process = world, connect, news, end_process
+        process = psutil.Process()
+        self._record = Record(0, _OUTSIDE, {}, socket.gethostname(), process.pid, process.create_time())
+        self._zero: Record | None = None
+        self._judge: Judge | None = None
+        self._verdict: Verdict | None = None
+        self._last_number = 0
+        self._noted: set[tuple[int, str]] = set()
+        self._stop = threading.Event()
+        self._threads: list[threading.Thread] = []
+
+    def watch(self, run: WatchedRun | None) -> None:
+        """Watch ``run`` with a new judge; None watches no run."""
+        self._judge = None if run is None else Judge(run.limits, _process_state)
+        self.run = run
+        if run is not None and not self._threads:
+            targets = [self._exchange] if self._world.rank == 0 else [self._exchange, self._judge_zero]
+            self._threads = [threading.Thread(target=each, name="roomier-heartbeat", daemon=True) for each in targets]
+            for thread in self._threads:
+                thread.start()
+
+    def close(self) -> None:
+        """Stop the threads. A thread that is blocked in a call to the store is left behind."""
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(self._tick_s + _MARGIN_S)
+
+    @property
+    def _tick_s(self) -> float:
+        run = self.run
+        return TICK_S if run is None else run.limits.tick_s
+
+    def _next_record(self) -> Record:
+        run, position = self.run, _OUTSIDE
+        if run is not None:
+            position = self._record.position
+            with suppress(Exception):  # the training thread changes what is read
+                position = run.position()
+        calls = self._record.calls
+        with suppress(RuntimeError):  # a process group without numbers
+            calls = torch_private.num_calls_by_group()
+        return replace(self._record, beat=self._record.beat + 1, position=position, calls=calls)
+
+    # The store -----------------------------------------------------------------------------------------------------
+
+    def _exchange(self) -> None:
+        exchange = self._exchange_as_zero if self._world.rank == 0 else self._exchange_with_zero
+        with suppress(DistError, RuntimeError):  # the process that serves the store has ended
+            store = self._connect()
+            try:
+                while not self._stop.is_set() and not (self._zero and self._zero.has_left):
+                    self._record = self._next_record()
+                    exchange(store)
+                    self._stop.wait(self._tick_s)
+            finally:
+                self._leave(store)  # after an error too: a rank that publishes no records would seem to hang
+
+    def _exchange_as_zero(self, store: Store) -> None:
+        judge = self._judge
+        others = self._records_of_others(store)
+        if judge is not None and others:
+            late = judge.look(time.monotonic(), {0: self._record, **others})
+            self._verdict = self._next_verdict(late, judge.limits.end_s)
+        self._publish_as_zero(store)
+        if self._verdict is not None:
+            self._act(self._verdict)
+
+    def _exchange_with_zero(self, store: Store) -> None:
+        store.set(_key(self._world.rank), self._record.to_json())
+        if not store.check([_key(0)]):
+            return
+        message = json.loads(store.get(_key(0)))
+        self._zero = Record.of(message["record"])
+        if message["verdict"] is not None:
+            self._act(Verdict.of(message["verdict"]))
+
+    def _records_of_others(self, store: Store) -> dict[int, Record]:
+        """Return the records by rank; empty until all ranks have published one."""
+        ranks = range(1, self._world.size)
+        keys = [_key(rank) for rank in ranks]
+        if not store.check(keys):
+            return {}
+        return {rank: Record.of(json.loads(text)) for rank, text in zip(ranks, store.multi_get(keys), strict=True)}
+
+    def _publish_as_zero(self, store: Store) -> None:
+        verdict = None if self._verdict is None else asdict(self._verdict)
+        store.set(_key(0), json.dumps({"record": asdict(self._record), "verdict": verdict}))
+
+    def _leave(self, store: Store) -> None:
+        """Publish that no record follows. If rank 0 serves the store, it waits until no rank uses the store."""
+        self._record = replace(self._record, has_left=True)
+        if self._world.rank > 0:
+            store.set(_key(self._world.rank), self._record.to_json())
+            self._stop.set()
+            return
+        self._publish_as_zero(store)
+        # The process that started all ranks ends after them, and so does torchrun's agent.
+        is_parent = STARTED_BY_ROOMIER in os.environ and self._world.local_size == self._world.size
+        if is_parent or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            return
+        until = time.monotonic() + self._tick_s + 1.0
+        while not self._news.has_error and time.monotonic() < until:
+            if all(record.has_left for record in self._records_of_others(store).values()):
+                return
+            time.sleep(0.02)
+
+    # Late ranks ----------------------------------------------------------------------------------------------------
+
+    def _next_verdict(self, late: Sequence[Late], end_s: float) -> Verdict | None:
+        """Return the verdict of rank 0: the last one if no other rank became late, None if no rank is late."""
+        for each in late:
+            self._note(each)
+        hung = [each for each in late if each.left_s is not None]
+        before = self._verdict
+        if not hung:
+            if before is not None:
+                say(f"{names_of(before.late)} moves again")
+            return None
+        ends = any(each.left_s is not None and each.left_s <= 0 for each in hung)
+        if before is not None and before.ends == ends and _ranks(before.late) >= _ranks(hung):
+            return before
+        return Verdict(self._last_number + 1, ends, end_s, hung)
+
+    def _judge_zero(self) -> None:
+        """Judge rank 0 on another rank, which sees only if rank 0 is silent. Its verdicts are for this rank alone."""
+        run, judge, beat, is_reported = None, None, 0, False
+        while not self._stop.wait(self._tick_s):
+            if self.run is not run:
+                run = self.run
+                judge = None if run is None else Judge(run.limits, _process_state)
+            zero, beat = self._zero, beat + 1
+            if judge is None or run is None or zero is None:
+                continue
+            own = replace(self._next_record(), beat=beat)
+            found = judge.look(time.monotonic(), {0: zero, self._world.rank: own})
+            late = next((each for each in found if each.rank == 0 and each.is_silent), None)
+            if late is None:
+                is_reported = False
+            elif late.left_s is None:
+                if self._world.rank == 1:
+                    self._note(late)
+            elif late.left_s <= 0:
+                self._end([late], run.limits.end_s, is_told_by_zero=False)
+            elif not is_reported:
+                is_reported = True
+                say(report_of([late]))
+                say(position_of(self._world.rank, own, run.stack()))
+
+    def _note(self, late: Late) -> None:
+        key = (late.rank, late.record.position.phase)
+        if late.left_s is None and key not in self._noted:
+            self._noted.add(key)
+            say(note_of(late))
+
+    def _act(self, verdict: Verdict) -> None:
+        """Act on a new verdict of rank 0."""
+        run = self.run
+        if verdict.number == self._last_number:
+            return
+        self._last_number = verdict.number
+        if verdict.ends:
+            self._end(verdict.late, verdict.end_s, is_told_by_zero=True)
+            return
+        if self._world.local_rank == 0:
+            say(report_of(verdict.late))
+        say(position_of(self._world.rank, self._record, "" if run is None else run.stack()))
+
+    def _end(self, late: Sequence[Late], end_s: float, *, is_told_by_zero: bool) -> None:
+        """End this process, and the silent ranks of this machine, which cannot end by themselves."""
+        error, rank = end_of(late, end_s), self._world.rank
+        last = threading.Timer(2 * self._tick_s + 2 * _MARGIN_S, self._end_process, [1])  # a full pipe blocks prints
+        last.daemon = True
+        last.start()
+        self._news.is_failing = True
+        tell_torchrun(error, None)
+        if rank == 0:
+            self._news.claim(f"{type(error).__name__}: {error}")  # other ranks then report no lost connection
+        if self._world.local_rank == 0 or not is_told_by_zero:
+            say(f"the run ends: {error}")
+        # The other ranks read the verdict from rank 0, which may serve the store. And torchrun names the first failure.
+        time.sleep(max(_BEFORE_KILL_S, 2 * self._tick_s if rank == 0 else 0.0))
+        for each in late:
+            if each.is_silent and (process := _process_of(each.record)) is not None:
+                with suppress(psutil.Error):
+                    process.kill()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self._end_process(1)
+
+
+def _key(rank: int) -> str:
+    return f"heartbeat/{rank}"
+
+
+def _ranks(late: Sequence[Late]) -> set[int]:
+    return {each.rank for each in late}
+
+
+def _process_of(record: Record) -> psutil.Process | None:
+    """Return the process that published ``record``, if it runs on this machine, by the same command as this one."""
+    if record.host != socket.gethostname():
+        return None
+    try:
+        process, own = psutil.Process(record.pid), psutil.Process()
+        is_same = abs(process.create_time() - record.born) < 1.0 and process.cmdline()[1:] == own.cmdline()[1:]
+        return process if is_same else None
+    except psutil.Error:
+        return None
+
+
+def _process_state(record: Record) -> str | None:
+    process = _process_of(record)
+    try:
+        return None if process is None else str(process.status())
+    except psutil.Error:
+        return None

@@ -1,0 +1,146 @@
+"""Judge of late ranks: decides from the records of the ranks which of them hang. It reads no clock and no store.
+
+[Note: late ranks]
+A rank is late if it does not move while another rank waits for it. There are two signs:
+
+- It is silent: it publishes no new records. Its process is stopped, or a native call holds the interpreter lock.
+- It is behind: in one of its process groups it has begun fewer operations than another rank, and in none of them more.
+  Its training thread hangs in code of this rank, because a rank that waits in a collective has begun that collective.
+
+Its time starts when another rank begins to wait for it, so a step that is slow on all ranks makes no rank late. The
+bound is counted beyond the slowest step so far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from roomier.launch.records import Activity, Late, Record
+
+REPORT_S = 60.0
+TICK_S = 5.0
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds in seconds beyond the slowest step so far.
+
+    Attributes:
+        end_s: the run ends after it.
+    """
+
+    end_s: float
+
+    @property
+    def report_s(self) -> float:
+        """All ranks print their positions after it."""
+        return min(REPORT_S, self.end_s / 2)
+
+    @property
+    def tick_s(self) -> float:
+        """Time between two records of a rank."""
+        return min(TICK_S, self.report_s / 6)
+
+
+@dataclass
+class _Seen:
+    """Last record of a rank, and when parts of it changed."""
+
+    record: Record
+    beat_s: float
+    place_s: float
+    step_s: float
+    behind_s: float | None = None
+
+
+class Judge:
+    """Finds the late ranks, from one set of records after another. See [Note: late ranks].
+
+    Args:
+        process_state: returns the state of the process of a silent rank, or None.
+
+    Attributes:
+        slowest_s: duration of the slowest micro-batch so far, its share of the step included. Steps in which a rank was
+            busy with something that may take long are not measured.
+    """
+
+    def __init__(self, limits: Limits, process_state: Callable[[Record], str | None] = lambda _: None) -> None:
+        self.limits = limits
+        self.slowest_s = 0.0
+        self._process_state = process_state
+        self._seen: dict[int, _Seen] = {}
+        self._clock_s = 0.0
+        self._last_look_s: float | None = None
+        self._unmeasured_s = 0.0
+
+    def look(self, now_s: float, records: Mapping[int, Record]) -> list[Late]:
+        """Return the ranks that are late now.
+
+        Args:
+            now_s: of a monotonic clock. More than two ticks since the last call count as two: this process was
+                suspended, and with it perhaps all others.
+        """
+        if self._last_look_s is not None:
+            self._clock_s += min(now_s - self._last_look_s, 2 * self.limits.tick_s)
+        self._last_look_s = now_s
+        records = {rank: record for rank, record in records.items() if not record.has_left}
+        self._seen = {rank: self._updated(self._seen.get(rank), record) for rank, record in records.items()}
+        if any(record.position.activity is not Activity.STEP for record in records.values()):
+            self._unmeasured_s = self._clock_s
+        _find_behind(self._seen.values(), self._clock_s)
+        found = [self._late(rank, seen) for rank, seen in self._seen.items()]
+        return [late for late in found if late is not None]
+
+    def _updated(self, seen: _Seen | None, record: Record) -> _Seen:
+        now_s = self._clock_s
+        if seen is None:
+            return _Seen(record, now_s, now_s, now_s)
+        before, seen.record = seen.record, record
+        if record.beat != before.beat:
+            seen.beat_s = now_s
+        if record.place != before.place:
+            seen.place_s, seen.behind_s = now_s, None
+        if record.place[:2] != before.place[:2]:
+            if seen.step_s > self._unmeasured_s:
+                self.slowest_s = max(self.slowest_s, now_s - seen.step_s)
+            seen.step_s = now_s
+        return seen
+
+    def _late(self, rank: int, seen: _Seen) -> Late | None:
+        bound_s = self.limits.report_s + self.slowest_s
+        own_s = self._clock_s - (seen.beat_s if seen.behind_s is None else min(seen.beat_s, seen.behind_s))
+        if own_s <= bound_s:
+            return None
+        others = [each for other, each in self._seen.items() if other != rank and not self._is_silent(each)]
+        waited_s = min(own_s, max((self._clock_s - each.place_s for each in others), default=0.0))
+        if waited_s <= bound_s:
+            return None
+        activity, is_silent = seen.record.position.activity, self._is_silent(seen)
+        state = self._process_state(seen.record) if is_silent else None
+        if activity is Activity.DEBUGGED or state == "tracing-stop" or (is_silent and activity is Activity.OUTSIDE):
+            return None
+        has_limit = activity is Activity.STEP or state == "stopped"
+        left_s = self.limits.end_s + self.slowest_s - waited_s if has_limit else None
+        return Late(rank, seen.record, waited_s, left_s, is_silent, state)
+
+    def _is_silent(self, seen: _Seen) -> bool:
+        return self._clock_s - seen.beat_s > self.limits.report_s + self.slowest_s
+
+
+def _find_behind(seen: Iterable[_Seen], now_s: float) -> None:
+    """Note since when each rank is behind."""
+    ranks = list(seen)
+    least: dict[str, int] = {}
+    most: dict[str, int] = {}
+    for each in ranks:
+        for group, count in each.record.calls.items():
+            least[group] = min(least.get(group, count), count)
+            most[group] = max(most.get(group, count), count)
+    for each in ranks:
+        calls = each.record.calls.items()
+        is_behind = any(count < most[group] for group, count in calls)
+        if not is_behind or any(count > least[group] for group, count in calls):
+            each.behind_s = None
+        elif each.behind_s is None:
+            each.behind_s = now_s

@@ -1,0 +1,90 @@
+"""Messages about late ranks. Each line of them that names a rank begins with ``roomier: heartbeat:``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from datetime import timedelta
+
+from roomier.core.errors import TrainingError
+from roomier.core.units import format_seconds
+from roomier.launch.records import Late, Record
+
+_NUM_SHOWN = 8
+
+
+def say(message: str) -> None:
+    """Print ``message`` on standard error in one write, because ranks share the terminal."""
+    sys.stderr.write(f"roomier: heartbeat: {message}\n")
+    sys.stderr.flush()
+
+
+def names_of(late: Sequence[Late]) -> str:
+    """The numbers of the late ranks."""
+    names = ", ".join(str(each.rank) for each in late[:_NUM_SHOWN])
+    return f"rank {names}" if len(late) <= _NUM_SHOWN else f"rank {names} and {len(late) - _NUM_SHOWN} more"
+
+
+def note_of(late: Late) -> str:
+    """The line for a rank whose activity has no time limit."""
+    silence = ", without a sign of life from it" if late.is_silent else ""
+    where = f"{late.record.position} (hang_timeout does not apply)"
+    return f"other ranks have waited {_seconds(late)} for {_rank(late)}{silence}: {where}"
+
+
+def report_of(late: Sequence[Late]) -> str:
+    """The line before the positions of all ranks."""
+    left_s = min(each.left_s for each in late if each.left_s is not None)
+    return (
+        f"{problem_of(late)}. If that does not change, the run ends in {format_seconds(max(0.0, left_s))} "
+        "(hang_timeout). The position and the Python stack of each rank follow"
+    )
+
+
+def position_of(rank: int, record: Record, stack: str) -> str:
+    """The position and the stack of one rank."""
+    return f"rank {rank}: {record.position}\n{stack.rstrip()}"
+
+
+def end_of(late: Sequence[Late], end_s: float) -> TrainingError:
+    """The error that ends the run."""
+    action = (
+        f"See the reported stack of {names_of(late)}; if it ends in a collective, the ranks ran different layers. "
+        "Resume with ckpt_path='last'. If ranks may wait that long, set a longer hang_timeout, or None for no limit"
+    )
+    return TrainingError("hang_timeout", timedelta(seconds=end_s), problem_of(late), action)
+
+
+def problem_of(late: Sequence[Late]) -> str:
+    """Describe each late rank."""
+    shown = "; ".join(map(_problem, late[:_NUM_SHOWN]))
+    return shown if len(late) <= _NUM_SHOWN else f"{shown}; and {len(late) - _NUM_SHOWN} more ranks"
+
+
+def _problem(late: Late) -> str:
+    if not late.is_silent:
+        return f"{_rank(late)} has not moved for {_seconds(late)} while other ranks wait for it: {late.record.position}"
+    return (
+        f"{_rank(late)} has given no sign of life for {_seconds(late)} while other ranks wait for it (last position: "
+        f"{late.record.position}). {_silence(late)}, so it prints no stack"
+    )
+
+
+def _silence(late: Late) -> str:
+    pid, host = late.record.pid, late.record.host
+    if late.process_state == "stopped":
+        return f"Its process is stopped (`kill -CONT {pid}` continues it)"
+    if late.process_state == "disk-sleep":
+        return "Its process waits for storage or for a driver"
+    return (
+        f"Its process is stopped, or a native call holds the interpreter lock (`py-spy dump --pid {pid}` on {host} "
+        "shows the call)"
+    )
+
+
+def _rank(late: Late) -> str:
+    return f"rank {late.rank} (process {late.record.pid} on {late.record.host})"
+
+
+def _seconds(late: Late) -> str:
+    return format_seconds(late.waited_s)

@@ -1,0 +1,56 @@
+"""Micro-batches per optimizer step: the number of the Plan times the factor of a callback for the epoch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Protocol, runtime_checkable
+
+from roomier.plan import Plan
+
+
+@runtime_checkable
+class SchedulesAccumulation(Protocol):
+    """A callback that accumulates gradients by epoch."""
+
+    epochs: list[int]
+    """The epochs in which the number changes, in ascending order, starting with 0."""
+
+    def get_accumulate_grad_batches(self, epoch: int) -> int:
+        """Return the factor in ``epoch``."""
+        ...
+
+
+@dataclass(frozen=True)
+class Accumulation:
+    """Micro-batches per optimizer step and rank.
+
+    Args:
+        size: the number in the plan.
+        schedule: a callback that multiplies ``size`` by a factor per epoch, or None.
+    """
+
+    size: int
+    schedule: SchedulesAccumulation | None = None
+
+    @staticmethod
+    def of(plan: Plan, callbacks: Iterable[object]) -> Accumulation:
+        """Return the accumulation of ``plan`` with the first of ``callbacks`` that schedules it."""
+        schedule = next((each for each in callbacks if isinstance(each, SchedulesAccumulation)), None)
+        return Accumulation(plan.batch.accumulate_grad_batches, schedule)
+
+    def at(self, epoch: int) -> int:
+        """Return the micro-batches per optimizer step in ``epoch``."""
+        return self.size if self.schedule is None else self.size * self.schedule.get_accumulate_grad_batches(epoch)
+
+    def num_steps(self, first: float, end: float, num_batches: float) -> float:
+        """Return the optimizer steps of the epochs from ``first`` up to ``end`` with ``num_batches`` each."""
+        if end <= first or not num_batches:
+            return 0
+        if math.isinf(num_batches) or math.isinf(end):
+            return math.inf
+        changes = [] if self.schedule is None else [epoch for epoch in self.schedule.epochs if first < epoch < end]
+        bounds = [int(first), *changes, int(end)]
+        return sum((after - before) * math.ceil(num_batches / self.at(before)) for before, after in pairwise(bounds))

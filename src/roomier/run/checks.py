@@ -1,0 +1,152 @@
+"""Checks that stop a run: losses and weights that are not finite, and a run that trains nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import suppress
+
+import torch
+
+from roomier.core.errors import TrainingError
+from roomier.core.tree import batch_size_of
+from roomier.run.run import Run
+
+MAX_BATCHES_BEFORE_FIRST_STEP = 1000
+"""Batches without an optimizer step after which a run ends, if the epoch has no known end."""
+
+
+def check_finite(run: Run, where: str, losses: Sequence[float | None] | None = None) -> None:
+    """Stop before a loss that is not finite reaches a log row or a checkpoint. Every rank must call this function.
+
+    A loss scale skips the steps of such losses and halves the scale each time. A scale below 1 has been halved many
+    times in a row, and no scale will help.
+
+    Args:
+        where: part of the message.
+        losses: the losses of the last step on each rank, if they are known.
+
+    Raises:
+        TrainingError: the last loss is not finite on a rank, and no loss scale skips its step.
+    """
+    for look in run.looks:
+        look()
+    if run.ranks.is_alone:
+        if run.now.last_loss is None or bool(torch.isfinite(run.now.last_loss)):
+            return
+    elif losses is None:
+        losses = run.ranks.gather(run.loss_number())
+    if run.engine.scaler.is_on and run.engine.scaler.factor >= 1.0:
+        return
+    losses = losses or [run.loss_number()]
+    found = [rank for rank, loss in enumerate(losses) if loss is not None and not math.isfinite(loss)]
+    if found:
+        problem = (
+            f"is not finite{_on(run, found)} at step {run.progress.global_step} ({where}; it is looked at every "
+            f"log_every_n_steps={run.options.log_every_n_steps} steps, before each checkpoint and after each "
+            "epoch)"
+        )
+        raise TrainingError("loss", losses[found[0]], *_explained(run, problem, found))
+
+
+def check_finite_weights(run: Run) -> None:
+    """Stop before weights that are not finite are saved: a finite loss can produce them. Every rank must call it.
+
+    Raises:
+        TrainingError: a trained parameter contains NaN or infinity.
+    """
+    found = {rank: each for rank, each in enumerate(run.ranks.gather(_not_finite(run))) if each is not None}
+    if found:
+        name, value = next(iter(found.values()))
+        on_ranks = _on(run, [rank for rank, (other, _) in found.items() if other == name])
+        problem = f"this parameter is not finite{on_ranks} after step {run.progress.global_step}"
+        raise TrainingError(name, value, f"{problem} (before a checkpoint)", _way_back(run, list(found)))
+
+
+def check_trains(run: Run, *, is_epoch_over: bool = False) -> None:
+    """Stop a run that trains nothing.
+
+    Raises:
+        TrainingError: no batch of the first epoch led to an optimizer step.
+    """
+    num_batches = run.progress.num_batches
+    is_time_to_judge = num_batches > 0 if is_epoch_over else num_batches >= MAX_BATCHES_BEFORE_FIRST_STEP
+    has_trained = run.progress.global_step > 0
+    if run.counts_empty_steps and run.saves.step is None:
+        has_trained = run.now.last_loss is not None
+    if has_trained or not is_time_to_judge:
+        return
+    if run.module.automatic_optimization:
+        raise TrainingError(
+            "training_step",
+            None,
+            f"returned no loss for any of the first {num_batches} batches, so nothing was trained",
+            "Return the loss at its end; None leaves a batch out",
+        )
+    if math.isinf(run.settled.epoch_limit) and run.options.max_time is None:
+        raise TrainingError(
+            "training_step",
+            type(run.module).__name__,
+            f"stepped no optimizer in the first {num_batches} batches, and max_steps counts such steps alone",
+            "Call self.optimizers().step() in it (not an optimizer kept elsewhere), or set max_epochs",
+        )
+
+
+def _not_finite(run: Run) -> tuple[str, float] | None:
+    """Return the name and one value of a parameter of this rank that contains NaN or infinity."""
+    for name, parameter in run.engine.module.named_parameters():
+        if not (parameter.requires_grad and parameter.is_floating_point()):
+            continue
+        own = parameter.detach()
+        to_local = getattr(own, "to_local", None)  # of a sharded parameter
+        own = own if to_local is None else to_local()
+        if own.numel():
+            extremes = torch.stack(own.aminmax())  # isfinite() would allocate a second tensor
+            if not bool(extremes.isfinite().all()):
+                return name, float(extremes.sum())
+    return None
+
+
+def _on(run: Run, ranks: Sequence[int]) -> str:
+    """Return the ranks of a finding, as part of an error message."""
+    if run.ranks.is_alone:
+        return ""
+    if len(ranks) == run.ranks.world.size:
+        return f" on all {len(ranks)} ranks"
+    return f" on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def _explained(run: Run, problem: str, found: Sequence[int]) -> tuple[str, str]:
+    """Return ``problem`` on the ranks ``found`` with its cause, if the last batch shows it, and the next action."""
+    empty = _batch_without_terms(run)
+    if empty is None:
+        return problem, _way_back(run, found)
+    action = "Leave such samples out, in the data set or in collate_fn"
+    return f"{problem}: {empty}, so the mean over its labels is 0/0", f"{_saved(run)} {action}"
+
+
+def _batch_without_terms(run: Run) -> str | None:
+    """Describe the batch of the last step if its loss is a mean over no terms. Losses that are weighted by their terms
+    (several ranks, accumulated gradients) skip such batches."""
+    window = run.now.window
+    if window is None or len(window.batches) > 1 or not run.ranks.is_alone or run.module.loss_reduction != "mean":
+        return None
+    with suppress(Exception):  # the count is user code, and its error must not replace the error of the loss
+        if int(run.module.num_loss_terms(window.batches[0])) == 0:
+            is_empty = batch_size_of(window.batches[0]) == 0
+            problem = "holds no samples" if is_empty else "has ignored labels only (-100)"
+            return f"batch {window.first_batch} of epoch {window.epoch} {problem}"
+    return None
+
+
+def _way_back(run: Run, found: Sequence[int]) -> str:
+    advice = "Lower the learning rate, set gradient_clip_val, or find the operation: Trainer(detect_anomaly=True)"
+    if len(found) > 1:  # the summed gradients made the weights NaN on all ranks
+        advice += ". To find the rank where it begins, set log_every_n_steps=1 as well"
+    return f"{_saved(run)} {advice}"
+
+
+def _saved(run: Run) -> str:
+    if run.saves.step is None:
+        return "No checkpoint was written yet."
+    return f"The checkpoint of step {run.saves.step} is untouched: fit(ckpt_path='last') goes on from it."

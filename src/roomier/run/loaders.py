@@ -1,0 +1,163 @@
+"""The data of a run: what the user passed, or the DataModule or the module gives, as sources."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from roomier.api.datamodule import DataModule
+from roomier.api.lightning import LightningAdapter
+from roomier.api.module import Module
+from roomier.api.overrides import overrides
+from roomier.core.errors import DataError
+from roomier.core.ranks import Ranks
+from roomier.data.batch_size import batch_size_of, with_batch_size
+from roomier.data.combined import CombinedLoader, as_loaders, training_loader
+from roomier.data.first_batch import first_batch
+from roomier.data.lengths import check_counts
+from roomier.data.source import Source
+from roomier.run.options import LoopOptions
+
+
+class RunLoaders:
+    """The loaders of a run. Each is made when it is first needed.
+
+    Args:
+        loaders: the loaders that were passed, by ``"train"``, ``"val"``, ``"test"``, ``"predict"``.
+        pins: whether batches are copied to pinned memory.
+
+    Attributes:
+        found: the loaders that were used, as they were passed or defined.
+    """
+
+    def __init__(
+        self,
+        module: Module,
+        loaders: Mapping[str, Any],
+        datamodule: DataModule | None,
+        options: LoopOptions,
+        ranks: Ranks,
+        *,
+        pins: bool = False,
+    ) -> None:
+        self.found: dict[str, Any] = {}
+        self._module = module
+        self._datamodule = datamodule
+        self._options = options
+        self._ranks = ranks
+        self._loaders = loaders
+        self._train_loader: Any = None
+        self._train: Source | None = None
+        self._sources: list[Source] = []
+        self._num_training_batches: float | None = None
+        self._pins = pins
+
+    @property
+    def train_loader(self) -> Any:
+        if self._train_loader is None:
+            name = "train_dataloaders"
+            loader = self._find("train")
+            if loader is None:
+                raise DataError(
+                    name, None, "there is no data to train on", "Pass it to fit, or define train_dataloader"
+                )
+            self._train_loader = training_loader(loader, name)
+        return self._train_loader
+
+    @property
+    def batch_size(self) -> int | None:
+        """Samples of a micro-batch on each rank; None where they cannot be told, nor changed."""
+        return batch_size_of(self.train_loader)
+
+    def first_batch(self) -> Any:
+        """A batch of the training data, of which the run reads no less for that. Before anything asked for the source.
+
+        Raises:
+            DataError: there is none, or looking at it would change what the run reads.
+        """
+        assert self._train is None
+        batch, self._train_loader = first_batch(self.train_loader, "train_dataloaders")
+        return batch
+
+    def set_batch_size(self, batch_size: int) -> None:
+        """Train on micro-batches of ``batch_size`` samples. Before anything asked for the source."""
+        assert self._train is None
+        self._train_loader = with_batch_size(self.train_loader, batch_size)
+
+    @property
+    def train_source(self) -> Source:
+        if self._train is None:
+            self._train = Source(
+                self.train_loader,
+                name="train_dataloaders",
+                seed=torch.initial_seed() % 2**63,
+                ranks=self._ranks,
+                draws_order=isinstance(self._module, LightningAdapter),
+                shuffle_allowed=not self._options.overfit_batches,
+                pin_memory=self._pins,
+            )
+            self._sources.append(self._train)
+        return self._train
+
+    def count_training_batches(self) -> float:
+        return self.num_training_batches
+
+    @property
+    def num_training_batches(self) -> float:
+        """Batches of an epoch on each rank: those of the rank that has the fewest."""
+        if self._num_training_batches is None:
+            source, limit = self.train_source, partial(self._options.limit_batches, "train")
+            if source.follow_each_other:  # the limit is that of each
+                source.limit_parts([limit(length) for length in source.part_lengths])
+                num_batches = source.num_batches
+            else:
+                num_batches = limit(source.num_batches)
+            self._num_training_batches = min(self._ranks.gather(num_batches))
+        return self._num_training_batches
+
+    def evaluation(self, name: str) -> tuple[list[Source], list[float]]:
+        """The sources of ``"val"``, ``"test"`` or ``"predict"``; how many batches of each are taken, by all ranks.
+
+        Raises:
+            DataError: there is no data, or predictions are asked for of several loaders' batches at a time.
+        """
+        options, field = self._options, f"{name}_dataloaders"
+        if not options.num_dev_batches and getattr(options, f"limit_{name}_batches") == 0:
+            return [], []
+        seed, ranks = torch.initial_seed() % 2**63, self._ranks
+        loaders = as_loaders(self._find(name), field)
+        check_counts(ranks.gather(len(loaders)), field, loaders)
+        if name == "predict":
+            for loader in loaders:
+                _check_is_predicted(loader, field)
+        sources = [
+            Source(loader, name=field, seed=seed, ranks=ranks, training=False, pin_memory=self._pins)
+            for loader in loaders
+        ]
+        self._sources += sources
+        return sources, [options.limit_batches(name, source.num_batches) for source in sources]
+
+    def end(self) -> None:
+        """End the worker processes of all loaders that were read."""
+        for source in self._sources:
+            source.end()
+
+    def _find(self, name: str) -> Any:
+        found = self._loaders.get(name)
+        if found is None:
+            data = self._datamodule
+            if data is None:
+                found = getattr(self._module, f"{name}_dataloader")()
+            elif overrides(data, f"{name}_dataloader", DataModule):  # Lightning's own raises
+                found = getattr(data, f"{name}_dataloader")()
+        self.found[name] = found
+        return found
+
+
+def _check_is_predicted(loader: Any, name: str) -> None:
+    if isinstance(loader, CombinedLoader):
+        problem = f"joins batches of several loaders ({loader.mode!r}), and predictions are those of one"
+        raise DataError(name, loader, problem, "Use CombinedLoader(loaders, 'sequential'), or pass the loaders alone")

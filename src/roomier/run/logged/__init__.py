@@ -1,0 +1,1 @@
+"""Values that a module logs, reduced over an epoch and over ranks."""

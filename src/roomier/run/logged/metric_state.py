@@ -1,0 +1,104 @@
+"""torchmetrics objects in a checkpoint: what they gathered so far, which no ``state_dict`` of a module holds.
+
+Each rank gathers for itself, and so it is stored: ``{"0": {...}, "1": {...}}``. Fewer ranks merge what more of them
+had gathered; what fewer had gathered stays with them.
+
+torchmetrics is never imported here: who has such an object has imported it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from roomier.core import torch_private
+from roomier.core.forms import anything, fields, item_of, tensor
+from roomier.core.log import notice
+from roomier.core.world import World
+
+
+def metrics_of(module: nn.Module) -> dict[str, Any]:
+    """The torchmetrics metrics among the submodules of ``module``, by qualified name."""
+    torchmetrics = sys.modules.get("torchmetrics")
+    if torchmetrics is None:
+        return {}
+    for each in module.modules():
+        if isinstance(each, torchmetrics.MetricCollection):
+            each.values(copy_state=False)  # metrics that share an update get the state of the one that did it
+    return {name: each for name, each in module.named_modules() if isinstance(each, torchmetrics.Metric)}
+
+
+def metric_states(module: nn.Module) -> dict[str, Any]:
+    """``{name: {"state": {...}, "num_updates": n}}`` of the metrics that were updated since their last reset."""
+    return {
+        name: {"state": _mapped(metric.metric_state, _copied), "num_updates": metric.update_count}
+        for name, metric in metrics_of(module).items()
+        if metric.update_count
+    }
+
+
+def check_metric_states(module: nn.Module, by_rank: Mapping[str, Mapping[str, Any]]) -> None:
+    """Check that stored states have the names and kinds of the states of the metrics of ``module``.
+
+    A state with another name could replace a method. Shapes are the metric's own: they may change with its first batch.
+
+    Raises:
+        FormError: a state has another name or kind.
+    """
+    metrics = metrics_of(module)
+    for rank, states in by_rank.items():
+        for name in metrics.keys() & states.keys():
+            place = item_of(item_of(item_of("metrics", rank), name), "state")
+            own = metrics[name].metric_state.items()
+            forms = {key: anything if isinstance(value, list) else tensor() for key, value in own}
+            fields(forms)(states[name]["state"], place)
+
+
+def load_metric_states(module: nn.Module, by_rank: Mapping[str, Mapping[str, Any]], world: World) -> None:
+    """Put back what :func:`metric_states` gave on each rank; says so where a metric is no longer there, or cannot be
+    merged."""
+    metrics = metrics_of(module)
+    for rank in sorted(map(int, by_rank)):
+        for name, saved in by_rank[str(rank)].items():
+            if name not in metrics:
+                action = "which this module does not have; it is left out"
+                notice(f"the checkpoint has a state of metric {name!r}, {action}")
+            elif rank % world.size == world.rank:
+                _load(metrics[name], name, saved, merges=rank >= world.size)
+
+
+def _load(metric: Any, name: str, saved: Mapping[str, Any], *, merges: bool) -> None:
+    state = _mapped(saved["state"], partial(_moved, device=metric.device))
+    num_updates = saved["num_updates"]
+    if merges and metric.update_called:
+        own, num_own = dict(metric.metric_state), metric.update_count
+        try:
+            metric.merge_state(state)
+        except RuntimeError as error:
+            notice(f"metric {name!r} cannot be merged for fewer ranks, so a part of its epoch is left out ({error})")
+            state, num_updates = own, 0
+        else:
+            state = dict(metric.metric_state)
+        num_updates += num_own
+    torch_private.load_metric_state(metric, state, num_updates)
+
+
+def _moved(tensor: Tensor, device: torch.device) -> Tensor:
+    return tensor.to(device)
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone()
+
+
+def _mapped(state: Mapping[str, Any], change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+    # A state is a tensor or a list of tensors.
+    return {
+        name: [change(each) for each in value] if isinstance(value, list) else change(value)
+        for name, value in state.items()
+    }

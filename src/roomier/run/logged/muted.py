@@ -1,0 +1,82 @@
+"""A forward that runs for the sake of other ranks, and of which nothing is left."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from roomier.run.logged.results import Results
+
+Undo = Callable[[], Any]
+
+_OF_TORCH = frozenset(vars(nn.Module()))
+_PLAIN = (int, float, complex, str, bytes, type(None), tuple, frozenset)
+
+
+@contextmanager
+def muted(module: nn.Module, results: Results) -> Iterator[None]:
+    """What a step does inside to the attributes and buffers of ``module`` and its parts (a list that outputs are added
+    to, a counter, the states of a metric) is undone, and what it logs does not count."""
+    undo: list[Undo] = []
+    for part in module.modules():
+        _keep(part, undo)
+    results.is_muted = True
+    try:
+        yield
+    finally:
+        results.is_muted = False
+        for each in reversed(undo):
+            each()
+
+
+def _keep(part: nn.Module, undo: list[Undo]) -> None:
+    own = vars(part)
+    for name, value in part.named_buffers(recurse=False):
+        undo.append(partial(setattr, part, name, value))
+        _keep_contents(value, undo)
+    names = [name for name in own if name not in _OF_TORCH]
+    kept = {name: own[name] for name in names if _can_be_kept(own[name])}
+
+    def put_back() -> None:
+        own.update(kept)
+        for name in [name for name in own if name not in _OF_TORCH and name not in names]:
+            del own[name]
+
+    undo.append(put_back)
+    for value in kept.values():
+        _keep_contents(value, undo)
+
+
+def _can_be_kept(value: Any) -> bool:
+    return isinstance(value, (Tensor, list, dict, set, deque, *_PLAIN))
+
+
+def _keep_contents(value: Any, undo: list[Undo]) -> None:
+    if isinstance(value, Tensor):
+        copied = value.detach().clone()
+        undo.append(lambda: value.detach().copy_(copied))
+    elif isinstance(value, (list, deque)):
+        items = list(value)
+
+        def refill() -> None:
+            value.clear()
+            value.extend(items)
+
+        undo.append(refill)
+        for each in items:
+            _keep_contents(each, undo)
+    elif isinstance(value, (dict, set)):
+        content = value.copy()
+
+        def put_back() -> None:
+            value.clear()
+            value.update(content)
+
+        undo.append(put_back)
+        for each in content.values() if isinstance(content, dict) else ():
+            _keep_contents(each, undo)

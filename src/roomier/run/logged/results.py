@@ -1,0 +1,485 @@
+"""What a module logged: the value of this step, and the reduction over the epoch, both left on their device.
+
+[Note: one figure for all ranks]
+A step brings no collective for what it logs. Values come together where a row is written and where an epoch or an
+evaluation ends: before its hooks, and after each of them, for a hook may log. From there on all ranks read the same, so
+callbacks that watch a metric decide alike. There is no way to get the figure of one rank under the name of all.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
+from numbers import Real
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from roomier.core import torch_private
+from roomier.core.errors import RoomierError, did_you_mean
+from roomier.core.forms import one_of
+from roomier.core.log import notice
+from roomier.core.metric_names import check_metric_name
+from roomier.core.ranks import Ranks
+from roomier.core.tree import batch_size_of
+from roomier.run.logged.entry import OF_LOADER, Entry, as_tensor, is_double
+from roomier.run.logged.over_ranks import REDUCTIONS, reduce_over_ranks
+
+
+def _weight(batch_size: Any) -> Any:
+    """What was passed as ``batch_size``, a number; a tensor is taken as it is, to look at it would wait for it."""
+    is_number = isinstance(batch_size, Real) and float(batch_size) >= 0
+    if not is_number and not isinstance(batch_size, Tensor):
+        action = "Pass how many samples (or tokens) the value is the mean of"
+        raise RoomierError("log: batch_size", batch_size, "is not a weight", action)
+    return batch_size
+
+
+def _reduction(reduce_fx: Any) -> str:
+    """The name of one of the reductions that ``reduce_fx`` means.
+
+    Raises:
+        RoomierError: another one.
+    """
+    if isinstance(reduce_fx, str):
+        name = {"avg": "mean"}.get(reduce_fx.lower(), reduce_fx.lower())
+    else:
+        name = next((each for each, fx in _FUNCTIONS.items() if reduce_fx in fx), getattr(reduce_fx, "__name__", "?"))
+        if name in REDUCTIONS and reduce_fx not in _FUNCTIONS[name]:
+            name = f"{getattr(reduce_fx, '__module__', '?')}.{name}"
+    if name not in REDUCTIONS:
+        advice = did_you_mean(name, REDUCTIONS)
+        advice += f"{'' if advice.endswith('?') else '.'} For another reduction log a torchmetrics object"
+        raise RoomierError("log: reduce_fx", reduce_fx, "is unknown", advice)
+    return name
+
+
+_FUNCTIONS: dict[str, tuple[Any, ...]] = {
+    "mean": (torch.mean,),
+    "sum": (torch.sum, sum),
+    "min": (torch.min, min),
+    "max": (torch.max, max),
+}
+
+
+def _show_step(entry: Entry, callback: dict[str, Tensor], logged: dict[str, Tensor], bar: dict[str, Tensor]) -> None:
+    value, names = entry.shown(entry.step_figure), entry.names_for_step()
+    callback.update(dict.fromkeys(names, value))
+    if entry.logger:
+        logged[names[-1]] = value
+    if entry.prog_bar:
+        bar[names[-1]] = value
+
+
+def _show_epoch(
+    entry: Entry, figure: Any, callback: dict[str, Tensor], logged: dict[str, Tensor], bar: dict[str, Tensor]
+) -> None:
+    value, names = entry.shown(figure), entry.names_for_epoch()
+    callback.update(dict.fromkeys(names, value))
+    if entry.logger:
+        logged[names[-1]] = value
+    if entry.prog_bar:
+        bar[names[-1]] = value
+
+
+class Results:
+    """The tables behind ``Module.log``: one for training, one for the evaluation that is running.
+
+    Attributes:
+        stage: ``"train"`` or the stage that is evaluated; None outside a loop.
+        is_in_batch: a batch is running, so that ``on_step`` is the default in training.
+        batch: the batch that is running, for its size.
+        dataloader_idx: set where a stage has several loaders.
+        is_muted: what runs, runs for the sake of other ranks: nothing it logs counts.
+
+    Args:
+        allows_overlaps: two names may be written to one column (``x_epoch``, beside ``x`` of steps and epochs): the
+            last one stays, and that is told. Else it is refused.
+    """
+
+    def __init__(self, ranks: Ranks | None = None, *, allows_overlaps: bool = False) -> None:
+        self._ranks = ranks or Ranks()
+        self._allows_overlaps = allows_overlaps
+        self.is_muted = False
+        self.stage: str | None = None
+        self.is_in_batch = False
+        self.batch: Any = None
+        self.dataloader_idx: int | None = None
+        # By stage, then by name and whether a batch was running: a value that an epoch's hook logs under the name of
+        # one that the steps log is another value.
+        self._entries: dict[str, dict[tuple[str, bool], Entry]] = {"train": {}}
+        # What is shown by name, beside the values of steps that came since. See callback_metrics.
+        self._callback_values: dict[str, Tensor] = {}
+        self._logged_values: dict[str, Tensor] = {}
+        self._bar_values: dict[str, Tensor] = {}
+        self._unsaved: set[str] = set()
+        self.loader_of: dict[str, int | None] = {}  # by name, in the last evaluation; None: of all of them
+
+    def log(
+        self,
+        name: str,
+        value: Any,
+        *,
+        prog_bar: bool,
+        logger: bool,
+        on_step: bool | None,
+        on_epoch: bool | None,
+        reduce_fx: Any,
+        add_dataloader_idx: bool,
+        batch_size: int | Tensor | None,
+        sync_dist: bool = False,
+        sync_dist_group: Any = None,
+        rank_zero_only: bool = False,
+    ) -> None:
+        """Behind :meth:`roomier.Module.log`, which tells the arguments."""
+        if not self._ranks.is_alone and hasattr(value, "full_tensor"):
+            value = value.full_tensor()  # made of parameters that are cut: all ranks, also those that do not count
+        if rank_zero_only and not self._ranks.is_zero:
+            return
+        if self.stage is None:
+            raise RoomierError("log", name, "no step or epoch is running", "Log from a step or a hook of the loop")
+        if sync_dist_group is not None:
+            self._check_group(name, sync_dist_group)
+        given = name
+        if self.dataloader_idx is not None and add_dataloader_idx:
+            name = f"{name}{OF_LOADER}{self.dataloader_idx}"
+        table = self._entries.setdefault(self.stage, {})
+        key = (name, self.is_in_batch)
+        entry, asked = table.get(key), (on_step, on_epoch, prog_bar, logger, reduce_fx)
+        if entry is None or entry.asked != asked:
+            if add_dataloader_idx and isinstance(given, str) and OF_LOADER in given:
+                action = "Leave it out, it is put behind the name; or pass add_dataloader_idx=False"
+                raise RoomierError("log", given, "names the loader", action)
+            entry = table[key] = self._asked_anew(entry, table, name, asked)
+            if isinstance(value, Tensor) and value.is_complex():
+                action = "Log value.abs(), or value.real and value.imag under two names"
+                raise RoomierError("log", (name, value.dtype), "the value is complex", action)
+            entry.is_double = is_double(value)
+            entry.dataloader_idx = self.dataloader_idx
+        elif entry.dataloader_idx != self.dataloader_idx:
+            entry.dataloader_idx = None
+        if self.is_muted and isinstance(value, (Tensor, Real)):
+            return
+        if isinstance(value, Tensor):
+            if value.numel() != 1:
+                raise RoomierError("log", (name, tuple(value.shape)), "the value is not a scalar", "Reduce it first")
+            value = value.detach()
+            if value.dim():
+                value = value.reshape(())
+        elif not isinstance(value, (float, int)):
+            if not isinstance(value, Real):
+                self._log_metric(entry, value)
+                return
+            value = float(value)  # NumPy's
+        entry.value, entry.is_unseen = value, True
+        if entry.agreed_step is not None:
+            entry.agreed = entry.agreed_step = None
+        if not (entry.on_epoch or (sync_dist and not self._ranks.is_alone)):
+            return
+        weight: Any = 1
+        if entry.reduce_fx == "mean":
+            weight = batch_size_of(self.batch) if batch_size is None else _weight(batch_size)
+        if entry.on_epoch:
+            entry.add(value, weight)
+        entry.syncs, entry.step_weight, entry.agreed, entry.agreed_step = sync_dist, weight, None, None
+
+    def _asked_anew(
+        self, entry: Entry | None, table: Mapping[tuple[str, bool], Entry], name: str, asked: tuple[Any, ...]
+    ) -> Entry:
+        """The entry for the first call of ``name``, or the first since ``entry`` came from a checkpoint."""
+        if not isinstance(name, str):
+            raise RoomierError("log", name, "is not the name of a metric", "Write self.log(name, value)")
+        check_metric_name("log", name)
+        if entry is not None and entry.asked is not None:
+            names = ("on_step", "on_epoch", "prog_bar", "logger", "reduce_fx")
+            changes = zip(names, entry.asked, asked, strict=True)
+            problem = ", ".join(f"{what}={old!r} before and {new!r} now" for what, old, new in changes if old != new)
+            raise RoomierError(
+                "log", name, f"is logged with {problem}", "Use the same arguments each time, or another name"
+            )
+        for what, value in zip(("on_step", "on_epoch", "prog_bar", "logger"), asked, strict=False):
+            if value not in (True, False, None):  # "no" would count as True
+                raise RoomierError(f"log: {what}", value, f"is not a flag, for {name!r}", "Use True or False")
+        new = self._new_entry(name, *asked)
+        taken = {each: other.name for other in table.values() if other.name != name for each in other.columns}
+        for column in sorted(new.columns & taken.keys()):
+            problem = f"would be written to the column {column!r}, which belongs to {taken[column]!r}"
+            if not self._allows_overlaps:
+                raise RoomierError("log", name, problem, "Use another name for one of the two")
+            notice(f"log({name!r}): is written to the column {column!r}, as {taken[column]!r} is; use another name")
+        if entry is not None and entry.reduce_fx == new.reduce_fx:
+            new.value, new.total, new.weight, new.metric = entry.value, entry.total, entry.weight, entry.metric
+            new.is_unseen = entry.is_unseen
+        new.asked = asked
+        return new
+
+    def _new_entry(
+        self,
+        name: str,
+        on_step: bool | None,
+        on_epoch: bool | None,
+        prog_bar: bool,
+        logger: bool,
+        reduce_fx: Any,
+    ) -> Entry:
+        is_step = self.stage == "train" and self.is_in_batch
+        reduction = _reduction(reduce_fx)
+        on_step = is_step if on_step is None else on_step
+        on_epoch = not is_step if on_epoch is None else on_epoch
+        return Entry(name, on_step, on_epoch, prog_bar, logger, reduction)
+
+    def _log_metric(self, entry: Entry, value: Any) -> None:
+        torchmetrics = sys.modules.get("torchmetrics")  # who logs one of its objects has imported it
+        if torchmetrics is None or not isinstance(value, torchmetrics.Metric):
+            raise RoomierError(
+                "log",
+                (entry.name, type(value).__name__),
+                "the value is neither a number nor a torchmetrics metric",
+                "Log a float or a 0-dim tensor; several numbers by name with self.log_dict",
+            )
+        entry.metric = value
+        if entry.on_step and not self.is_muted:
+            last = torch_private.last_forward_value(value)
+            entry.value, entry.is_unseen = last.detach() if isinstance(last, Tensor) else last, True
+
+    def _check_group(self, name: str, group: Any) -> None:
+        if not self._ranks.is_alone and dist.get_world_size(group) != self._ranks.world.size:
+            action = "Leave sync_dist_group out; for a figure of some ranks, log what self.all_gather(..., group) gave"
+            raise RoomierError("log: sync_dist_group", name, "is a group of some ranks, and figures are of all", action)
+
+    @property
+    def columns(self) -> set[str]:
+        """The names under which loggers see what was logged, in this epoch or one before."""
+        running = {each for table in self._entries.values() for entry in table.values() for each in entry.columns}
+        return running | self._logged_values.keys()
+
+    def mark(self) -> Callable[[], None]:
+        """What it returns takes back what was logged in training since; torchmetrics objects stay as they are."""
+        kept = {key: copy(entry) for key, entry in self._entries["train"].items()}
+
+        def take_back() -> None:
+            self._entries["train"] = kept
+
+        return take_back
+
+    def forget_epochs(self) -> None:
+        """Forget the values of finished epochs (a sanity check is none)."""
+        for shown in (self._callback_values, self._logged_values, self._bar_values):
+            shown.clear()
+
+    # Reading ----------------------------------------------------------------------------------------------------
+
+    def settle(self, beside: Any = None) -> list[Any]:
+        """Bring together what the ranks logged: see [Note: one figure for all ranks]. Every rank must call it at the
+        same time; with one rank there is nothing to do.
+
+        Args:
+            beside: something else to tell the other ranks.
+
+        Returns:
+            ``beside`` of each rank.
+
+        Raises:
+            RoomierError: ranks logged a name with different arguments, or a torchmetrics object on some of them only.
+        """
+        if self._ranks.is_alone:
+            return [beside]
+        stages = dict.fromkeys(("train", self.stage or "train"))
+        own = {(stage, *key): entry.told() for stage in stages for key, entry in self._entries.get(stage, {}).items()}
+        gathered = self._ranks.gather((beside, own))
+        for (stage, name, is_in_batch), of_all in reduce_over_ranks([told for _, told in gathered]).items():
+            table = self._entries.setdefault(stage, {})
+            entry = table.get((name, is_in_batch))
+            if entry is None:
+                entry = table[name, is_in_batch] = Entry(name, *of_all.options)
+            if entry.metric is None or not any(of_all.updates):
+                entry.agreed = of_all.epoch_value
+            elif entry.on_epoch and entry.updates != of_all.updates:
+                entry.agreed, entry.updates = torch_private.compute_metric_anew(entry.metric), of_all.updates
+            entry.agreed_step = of_all.step_value
+        return [each for each, _ in gathered]
+
+    def call(self, hooks: Sequence[Callable[[], Any]]) -> None:
+        """Call ``hooks`` of the end of an epoch: each reads what was logged before it, by all ranks."""
+        self.settle()
+        for hook in hooks:
+            hook()
+            self.settle()
+
+    def _reduced(self, entry: Entry) -> Any:
+        """The value of the epoch so far, over all ranks as far as they told it; None where nothing was added."""
+        if not entry.on_epoch:
+            return None
+        if self._ranks.is_alone:
+            return entry.reduced()
+        if entry.agreed is None and entry.metric is None:
+            return entry.reduced()
+        return entry.agreed
+
+    def step_values(self) -> dict[str, Any]:
+        """What the loggers get at a log step: the ``on_step`` values of training."""
+        return {
+            entry.names_for_step()[-1]: entry.agreed_step if entry.syncs and entry.agreed_step is not None else value
+            for entry in self._entries["train"].values()
+            if entry.on_step and entry.logger and (value := entry.value) is not None
+        }
+
+    def end_epoch(self, stage: str) -> dict[str, Tensor]:
+        """Reduce the epoch of ``stage`` over all ranks and forget it; returns what the loggers get."""
+        self.settle()
+        ending = self._entries.get(stage, {}).values()
+        # Of an evaluation none but the names it logs: what a checkpoint holds of the others does not depend on it.
+        names = None if stage == "train" else {name for entry in ending for name in (entry.name, *entry.columns)}
+        self._show_steps(names)
+        logged: dict[str, Tensor] = {}
+        for entry in ending:
+            if stage != "train" and entry.on_step and entry.value is not None:
+                _show_step(entry, {}, self._logged_values, self._bar_values)
+            value = self._reduced(entry)
+            if value is not None:
+                if entry.logger:
+                    logged[entry.names_for_epoch()[-1]] = as_tensor(value)
+                _show_epoch(entry, value, self._callback_values, self._logged_values, self._bar_values)
+            entry.value, entry.agreed_step = None, None
+            entry.reset()
+        if stage != "train":
+            self._agree_on_loaders(stage)
+            self._entries.pop(stage, None)
+        return logged
+
+    def _agree_on_loaders(self, stage: str) -> None:
+        own = {
+            name: entry.dataloader_idx
+            for entry in self._entries.get(stage, {}).values()
+            for name in (*entry.names_for_step(), *entry.names_for_epoch())
+            if entry.asked is not None  # else it comes from another rank
+        }
+        self.loader_of = {}
+        for of_rank in self._ranks.gather(own):
+            for name, index in of_rank.items():
+                self.loader_of[name] = index if self.loader_of.get(name, index) == index else None
+
+    def abandon(self, stage: str) -> None:
+        """Forget an evaluation that was cut off."""
+        for entry in self._entries.pop(stage, {}).values():
+            entry.reset()
+
+    def _show_steps(self, names: set[str] | None) -> None:
+        """What the steps of training logged, under ``names`` or all, before values that are newer are shown there."""
+        shown = self._callback_values, self._logged_values, self._bar_values
+        for entry in self._unseen_steps():
+            if names is None or not names.isdisjoint(entry.names_for_step()):
+                _show_step(entry, *shown)
+                entry.is_unseen = False
+
+    def _unseen_steps(self) -> list[Entry]:
+        entries = self._entries["train"].values()
+        return [entry for entry in entries if entry.is_unseen and entry.on_step and entry.value is not None]
+
+    def _shown(self) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+        """What callbacks, loggers and the progress bar are shown now."""
+        shown = dict(self._callback_values), dict(self._logged_values), dict(self._bar_values)
+        for entry in self._unseen_steps():
+            _show_step(entry, *shown)
+        running = self._entries.get(self.stage or "", {}).values()
+        if self.stage != "train":  # what a step of an evaluation logged, callbacks do not watch
+            for entry in running:
+                if entry.on_step and entry.value is not None:
+                    _show_step(entry, {}, *shown[1:])
+        if self.stage is not None and not self.is_in_batch:  # a hook at the end of an epoch sees what it gave so far
+            for entry in running:
+                reduced = self._reduced(entry)
+                if reduced is not None:
+                    _show_epoch(entry, reduced, *shown)
+        return shown
+
+    @property
+    def callback_metrics(self) -> dict[str, Tensor]:
+        """Everything logged so far by name. Under ``x`` stands what came last: the value of a step, or of an epoch."""
+        return self._shown()[0]
+
+    @property
+    def logged_metrics(self) -> dict[str, Tensor]:
+        """What was logged for the loggers, under the names of their columns."""
+        return self._shown()[1]
+
+    @property
+    def progress_bar_metrics(self) -> dict[str, float]:
+        """What was logged for the progress bar, as numbers: this waits for the device."""
+        return {name: float(value) for name, value in self._shown()[2].items()}
+
+    # Resume -----------------------------------------------------------------------------------------------------
+
+    def state(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
+        """The running reductions of the training epoch and the last values of finished ones, over all ranks, which must
+        ask for it at the same time.
+
+        Args:
+            metrics: the metric objects whose states are saved, by name.
+        """
+        name_of = {id(metric): name for name, metric in metrics.items()}
+        running = []
+        own = {key: entry.told() for key, entry in self._entries["train"].items()}
+        over_ranks = {} if self._ranks.is_alone else reduce_over_ranks(self._ranks.gather(own))
+        for key, of_all in over_ranks.items():  # what other ranks alone logged
+            self._entries["train"].setdefault(key, Entry(key[0], *of_all.options))
+        for (name, is_in_batch), entry in self._entries["train"].items():
+            if entry.metric is not None and id(entry.metric) not in name_of:
+                self._tell_unsaved(name)
+                continue
+            total, weight, value = entry.total, entry.weight, entry.value
+            if over_ranks:
+                of_all = over_ranks[name, is_in_batch]
+                total, weight, value = of_all.total, of_all.weight, of_all.step_value
+            running.append(
+                {
+                    "name": name,
+                    "is_in_batch": is_in_batch,
+                    "total": total,
+                    "weight": weight,
+                    "value": value,
+                    "options": list(entry.options),
+                    "metric": None if entry.metric is None else name_of[id(entry.metric)],
+                    "is_double": entry.is_double,
+                    "is_unseen": entry.is_unseen,
+                }
+            )
+        shown = {
+            "epoch": dict(self._callback_values),
+            "logged": dict(self._logged_values),
+            "bar": dict(self._bar_values),
+        }
+        return {"running": running, **shown}
+
+    def _tell_unsaved(self, name: str) -> None:
+        if name not in self._unsaved:
+            self._unsaved.add(name)
+            notice(
+                f"log({name!r}): the metric is no submodule of the module, so a checkpoint does not hold what it "
+                "gathered in the running epoch. Make it an attribute (or an item of an nn.ModuleList or ModuleDict)"
+            )
+
+    def check(self, state: Mapping[str, Any]) -> None:
+        """Check that reductions in ``state`` exist. Raises FormError."""
+        for index, saved in enumerate(state["running"]):
+            one_of(*REDUCTIONS)(saved["options"][-1], f"results.running[{index}].options[4]")
+
+    def load(self, state: dict[str, Any], metrics: Mapping[str, Any], move: Callable[[Any], Any]) -> None:
+        """Put back what :meth:`state` gave; ``move`` brings a tensor to the device of the run."""
+        self._callback_values, self._bar_values = dict(state["epoch"]), dict(state["bar"])
+        self._logged_values = dict(state.get("logged", {}))
+        self._entries["train"] = restored = {}
+        for saved in state["running"]:
+            entry = Entry(saved["name"], *saved["options"])
+            if saved["metric"] is not None:
+                entry.metric = metrics.get(saved["metric"])
+                if entry.metric is None:
+                    continue
+            entry.value = move(saved["value"])
+            entry.is_double, entry.is_unseen = saved.get("is_double", False), saved.get("is_unseen", True)
+            if self._ranks.is_zero:  # it is of all ranks: one of them carries it on
+                entry.total, entry.weight = move(saved["total"]), move(saved["weight"])
+            restored[saved["name"], saved["is_in_batch"]] = entry

@@ -1,0 +1,94 @@
+"""Progress of a run: the counters that a checkpoint stores, and the state of the current step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from torch import Tensor
+
+
+@dataclass
+class Progress:
+    """Counters of a run. Checkpoints store them.
+
+    Attributes:
+        global_step: number of completed optimizer steps.
+        epoch: number of completed epochs.
+        batch_idx: number of completed micro-batches of the current epoch.
+        num_batches: number of completed micro-batches of all epochs.
+        is_validation_due: a signal stopped the validation of this step. A resumed run repeats it first.
+        is_epoch_end_due: a resumed run does the work that follows the last batch of an epoch.
+    """
+
+    global_step: int = 0
+    epoch: int = 0
+    batch_idx: int = 0
+    num_batches: int = 0
+    is_validation_due: bool = False
+    is_epoch_end_due: bool = False
+
+    @property
+    def is_step_complete(self) -> bool:
+        """Whether no work of this step is left for a resumed run."""
+        return not (self.is_validation_due or self.is_epoch_end_due)
+
+    def state(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def load(self, state: dict[str, Any]) -> None:
+        for each in fields(self):
+            setattr(self, each.name, state[each.name])
+
+
+@dataclass(slots=True)
+class Window:
+    """The micro-batches of one optimizer step, as the loader returned them.
+
+    Attributes:
+        epoch: index of the epoch.
+        first_batch: index of the first micro-batch in its epoch.
+        batches: the micro-batches.
+    """
+
+    epoch: int
+    first_batch: int
+    batches: Sequence[Any]
+
+
+@dataclass
+class Now:
+    """The state of the current step. Checkpoints do not store it.
+
+    Attributes:
+        batch_idx: index of the current training micro-batch in its epoch.
+        batch_number: index of the current batch of an evaluation among the batches of all ranks. Steps and hooks get
+            the index among the batches of their own rank as ``batch_idx``.
+        num_batches_before: ``progress.num_batches`` when this fit began.
+        last_loss: loss of the last optimizer step (0-dim, on the device). On several ranks, the share of this rank.
+        window: micro-batches of the current step, or of the last one; None before the first step.
+        leaves_out_step: a hook before the update asked to skip it. The step does not count.
+        is_in_step: whether the run is between two save points. Its state cannot be resumed exactly there.
+        is_finishing: whether the current save point is the last one.
+        is_interrupted: a signal ended training at a save point. A resumed run does the rest.
+        is_stop_agreed: on several ranks, whether all ranks know that one of them asked to end training.
+        random_state: random state of the checkpoint, restored when the loop begins.
+        renamed: columns of the loop that moved to ``trainer/NAME``, because the module logs their names.
+        started_s: time of the start on the monotonic clock.
+    """
+
+    batch_idx: int = -1
+    batch_number: int = -1
+    num_batches_before: int = 0
+    last_loss: Tensor | None = None
+    window: Window | None = None
+    leaves_out_step: bool = False
+    is_in_step: bool = False
+    is_finishing: bool = False
+    is_interrupted: bool = False
+    is_stop_agreed: bool = False
+    random_state: dict[str, Any] | None = None
+    renamed: set[str] = field(default_factory=set)
+    started_s: float = field(default_factory=time.monotonic)

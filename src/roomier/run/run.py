@@ -1,0 +1,281 @@
+"""Run: the state of one call of fit, validate, test or predict."""
+
+from __future__ import annotations
+
+import math
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from roomier.api.engine import Engine
+from roomier.api.hooks import HookTable
+from roomier.api.lightning import LightningAdapter
+from roomier.api.module import Module
+from roomier.api.trainer_view import TrainerView
+from roomier.core.errors import RoomierError, TrainingError
+from roomier.core.log import notice
+from roomier.core.metric_names import check_metric_name
+from roomier.core.ranks import Ranks
+from roomier.core.vote import Vote
+from roomier.data.source import Source
+from roomier.loggers.group import LoggerGroup
+from roomier.plan import Plan
+from roomier.run.logged.results import Results
+from roomier.run.options import LoopOptions
+from roomier.run.progress import Now, Progress
+from roomier.run.saves import Saves
+from roomier.run.schedulers import Schedulers
+from roomier.run.settled import Settled
+from roomier.run.signals import GracefulStop
+
+
+@dataclass(frozen=True)
+class Batches:
+    """The data that the loops of a run read.
+
+    Attributes:
+        train: the training data of a fit; None in an evaluation.
+        num_training: batches of a training epoch on each rank; infinite if unknown.
+        evaluated: the loaders of an evaluation, or of the validation within a fit; empty if there are none.
+        limits: number of batches of each of these loaders, over all ranks.
+        val_interval: training batches between two validations of a fit; infinite to validate at the end of an epoch.
+    """
+
+    train: Source | None = None
+    num_training: float = 0
+    evaluated: Sequence[Source] = ()
+    limits: Sequence[float] = ()
+    val_interval: float = math.inf
+
+
+@dataclass
+class Run:
+    """One run: settled facts, progress, pending saves, and the objects that the loops use.
+
+    Attributes:
+        settled: the facts of the run (plan, module, data, ranks, callbacks, folder). They do not change.
+        engine: computes gradients and updates.
+        hooks: the hooks that users override.
+        schedulers: the learning rate schedulers.
+        results: the values that the module logs.
+        loggers: receive rows of metrics.
+        stop: the signals that end the run.
+        batches: the data that the loops read.
+        progress: the counters that checkpoints store.
+        now: the state of the current step. It is not stored.
+        saves: checkpoints, written and pending.
+        looks: called on every rank before a loss that is not finite would end the run.
+        profiler: stepped after each optimizer step; None without a profiler.
+    """
+
+    settled: Settled
+    engine: Engine
+    hooks: HookTable
+    schedulers: Schedulers
+    results: Results
+    loggers: LoggerGroup
+    stop: GracefulStop
+    batches: Batches
+    progress: Progress = field(default_factory=Progress)
+    now: Now = field(default_factory=Now)
+    saves: Saves = field(default_factory=Saves)
+    looks: list[Callable[[], None]] = field(default_factory=list)
+    profiler: torch.profiler.profile | None = None
+
+    def __post_init__(self) -> None:
+        self._vote = Vote(self.ranks)
+
+    # Settled facts that are read often.
+
+    @property
+    def module(self) -> Module:
+        return self.settled.request.module
+
+    @property
+    def plan(self) -> Plan:
+        return self.settled.plan
+
+    @property
+    def options(self) -> LoopOptions:
+        return self.settled.request.options
+
+    @property
+    def ranks(self) -> Ranks:
+        return self.settled.ranks
+
+    @property
+    def trainer(self) -> TrainerView:
+        """The object that hooks receive. The loops read only its ``should_stop``."""
+        return self.settled.request.trainer
+
+    @property
+    def callbacks(self) -> Sequence[Any]:
+        return self.settled.callbacks
+
+    @property
+    def folder(self) -> Path | None:
+        return self.settled.start.folder
+
+    @property
+    def source(self) -> Source:
+        """The training data of a fit."""
+        assert self.batches.train is not None
+        return self.batches.train
+
+    @property
+    def counts_empty_steps(self) -> bool:
+        """Whether a step counts if ``training_step`` returned no loss. It does for a LightningModule."""
+        return self.module.automatic_optimization and isinstance(self.module, LightningAdapter)
+
+    def is_at_its_end(self) -> bool:
+        """Return whether a fit that starts or resumes here has no work to do."""
+        if self.stop.received is not None or self.batches.num_training == 0:
+            return True
+        return self.progress.is_step_complete and self.is_over()
+
+    def is_over(self) -> bool:
+        """Return whether training ends at this save point. Signals are handled elsewhere."""
+        progress, settled = self.progress, self.settled
+        if progress.global_step >= settled.step_limit or progress.epoch >= settled.epoch_limit:
+            return True
+        is_asked = self._wants_to_stop() if settled.ranks.is_alone else self.now.is_stop_agreed
+        options = settled.request.options
+        has_minimum = progress.epoch >= (options.min_epochs or 0) and progress.global_step >= (options.min_steps or 0)
+        return is_asked and has_minimum
+
+    def _wants_to_stop(self) -> bool:
+        request = self.settled.request
+        max_time_s = request.options.max_time_s
+        is_late = max_time_s is not None and time.monotonic() - self.now.started_s >= max_time_s
+        return request.trainer.should_stop or is_late
+
+    def vote(self, *, waits: bool = False) -> None:
+        """Let all ranks obey a signal, or end training, at the same place. Every rank must call this method there.
+
+        See [Note: ranks end together] in ``docs/design/train.md``.
+
+        Args:
+            waits: wait for the other ranks, so that the outcome holds now. Otherwise it holds at the next vote.
+
+        Raises:
+            TrainingError: the ranks did not run the same parts of a sharded model.
+        """
+        if self.settled.ranks.is_alone:
+            return
+        num_ended = 0 if self.saves.background is None else self.saves.background.num_ended
+        wishes = [int(self.stop.noted or 0), int(self._wants_to_stop()), -num_ended]
+        outcome = (self._vote.settle if waits else self._vote.cast)(wishes, self.engine.trace)
+        if self._vote.is_split:
+            raise self._ran_other_parts()
+        if outcome is None:
+            return
+        number, wants_to_stop, least_ended = outcome
+        self.saves.num_ended = -least_ended
+        self.now.is_stop_agreed = bool(wants_to_stop)
+        if number:
+            self.stop.received = signal.Signals(number)
+
+    def _ran_other_parts(self) -> TrainingError:
+        step = self.progress.global_step
+        return TrainingError(
+            "strategy",
+            self.plan.parallel.strategy,
+            f"the ranks ran different parts of the model in step {step} or the one before, or in another order: "
+            "what was gathered for one part was taken for another",
+            "Let all ranks run the same parts, or use strategy={'name': 'ddp', 'find_unused_parameters': True}; "
+            "go on from a checkpoint of an earlier step",
+        )
+
+    def is_background_save_over(self) -> bool:
+        """Return whether all ranks know that the current background checkpoint has ended."""
+        background = self.saves.background
+        if background is None or not background.is_busy:
+            return False
+        num_ended = background.num_ended if self.ranks.is_alone else self.saves.num_ended
+        return num_ended == background.num_started
+
+    @property
+    def num_steps_in_all(self) -> float:
+        """Optimizer steps of the full run, done and remaining. Infinite if unknown."""
+        if not self.module.automatic_optimization:
+            return math.inf
+        progress, settled, num_batches, num_left = self.progress, self.settled, self.batches.num_training, 0.0
+        if settled.epoch_limit > progress.epoch:
+            accumulation = settled.accumulation
+            num_left = _ceil((num_batches - progress.batch_idx) / accumulation.at(progress.epoch))
+            num_left += accumulation.num_steps(progress.epoch + 1, settled.epoch_limit, num_batches)
+        return max(progress.global_step, min(progress.global_step + num_left, settled.step_limit))
+
+    def log_metrics(self, metrics: dict[str, Any], own: Mapping[str, Any] = MappingProxyType({})) -> None:
+        """Write one row to the loggers at the current step. Values are copied to the host only here.
+
+        Args:
+            metrics: values that the module or a callback logged.
+            own: values of the loop for the same row. If the module logs one of these names, or ``epoch``, the column
+                contains the logged value, and the value of the loop has the column ``trainer/NAME``.
+        """
+        row = {name: _number(name, value) for name, value in metrics.items()}
+        if (row or own) and self.loggers.loggers:
+            epoch = self._own_column("epoch", row)
+            rest = {self._own_column(name, row): _number(name, value) for name, value in own.items()}
+            self.loggers.log_metrics({epoch: self.progress.epoch, **row, **rest}, self.progress.global_step)
+
+    def _own_column(self, name: str, row: Mapping[str, float]) -> str:
+        if name not in row and name not in self.results.columns:
+            return name
+        column = f"trainer/{name}"
+        if name not in self.now.renamed:
+            self.now.renamed.add(name)
+            notice(f"log({name!r}): the column {name!r} holds the logged value; the value of the Trainer is {column!r}")
+        return column
+
+    def loss_number(self) -> float | None:
+        """The loss of the last step as a number; waits for the device."""
+        return None if self.now.last_loss is None else float(self.now.last_loss)
+
+    def loss_of_all(self, losses: Sequence[float | None]) -> float | None:
+        """The loss of the last step over all ranks, from that of each: shares of a batch are added up, losses of steps
+        that the module takes by itself are averaged."""
+        there = [loss for loss in losses if loss is not None]
+        if not there:
+            return None
+        return sum(there) if self.module.automatic_optimization else sum(there) / len(there)
+
+
+def _ceil(number: float) -> float:
+    return math.ceil(number) if math.isfinite(number) else number
+
+
+def _number(name: str, value: Any) -> float:
+    check_metric_name("log_metrics", str(name))
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise RoomierError("log_metrics", (name, value), "is not a number", "Pass numbers and 0-dim tensors") from error
+
+
+def run_of(trainer: TrainerView, name: str) -> Run:
+    """Return the last run of ``trainer``, for library code that is called in its hooks.
+
+    Args:
+        name: the field of the error.
+
+    Raises:
+        RoomierError: ``trainer`` has not run anything yet.
+    """
+    run: Run | None = trainer.run
+    if run is None:
+        raise RoomierError(name, None, "this Trainer has not run anything yet", "Call fit first")
+    return run
+
+
+def call(hooks: Sequence[Callable[..., Any]], *arguments: Any) -> None:
+    """Each of ``hooks``, in order."""
+    for hook in hooks:
+        hook(*arguments)

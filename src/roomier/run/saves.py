@@ -1,0 +1,44 @@
+"""Checkpoints of a run: the newest one, and the ones that are pending."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from roomier.checkpoint import BackgroundSaver
+
+
+@dataclass(frozen=True)
+class WantedSave:
+    """A requested checkpoint. :func:`roomier.train.saving.save.save_checkpoint` has the same arguments."""
+
+    path: Path
+    weights_only: bool = False
+    asynchronous: bool = False
+    when_committed: Callable[[], None] | None = None
+
+
+@dataclass
+class Saves:
+    """Checkpoints of a run, written and pending.
+
+    Attributes:
+        step, path: the newest complete checkpoint that this run wrote or resumed from.
+        deferred: checkpoints requested by hooks. They are written at the next save point.
+        background: writes checkpoints in a thread while training continues; None until the first one is requested.
+        when_settled: called after the checkpoint that ``background`` writes is committed.
+        num_ended: number of background checkpoints that have ended on all ranks, as far as all ranks know.
+        state_at_end: the checkpoint without the engine's part, as of the last save point of training.
+        not_stored: entries of a LightningModule's checkpoint that were reported as not stored.
+    """
+
+    step: int | None = None
+    path: Path | None = None
+    deferred: list[WantedSave] = field(default_factory=list)
+    background: BackgroundSaver | None = None
+    when_settled: Callable[[], None] | None = None
+    num_ended: int = 0
+    state_at_end: dict[str, Any] | None = None
+    not_stored: set[str] = field(default_factory=set)

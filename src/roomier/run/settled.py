@@ -1,0 +1,177 @@
+"""A call as the user requested it, and the facts that are settled before the model is built: frozen values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from roomier.api.datamodule import DataModule
+from roomier.api.module import Module
+from roomier.api.trainer_view import TrainerView
+from roomier.core.ranks import Ranks
+from roomier.core.world import World
+from roomier.engine.weights_file import WeightsToRead
+from roomier.plan import Plan
+from roomier.run.accumulation import Accumulation
+from roomier.run.global_batch import GlobalBatch
+from roomier.run.loaders import RunLoaders
+from roomier.run.options import LoopOptions
+from roomier.run.progress import Progress
+from roomier.run.states import TrainerState
+
+if TYPE_CHECKING:
+    from roomier.planner.choice import Choice
+
+CutBatches = Callable[[Plan, RunLoaders, "Request"], Plan]
+"""Changes the micro-batches of the loaders and returns the plan with the matching accumulation."""
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """Results of the last fit that later calls of the same Trainer use.
+
+    Args:
+        module: the module that was fitted.
+        progress: the progress at the end of the fit.
+        folder: the run folder, to whose logs evaluations add rows; None if the fit wrote no files.
+        choice: the plans that the planner compared; None if the plan was given.
+    """
+
+    module: Module
+    progress: Progress
+    folder: Path | None
+    choice: Choice | None
+
+
+@dataclass(frozen=True)
+class Request:
+    """One call of ``fit``, ``validate``, ``test`` or ``predict``, as the user requested it.
+
+    Args:
+        stage: the name of the method.
+        module: the module that is trained or evaluated.
+        loaders: the loaders that were passed, by ``"train"``, ``"val"``, ``"test"``, ``"predict"``.
+        datamodule: the DataModule that was passed, or None.
+        ckpt_path: the checkpoint that was requested: a path, ``"last"``, ``"best"`` or None.
+        weights: the weights that the model begins with: a path or None.
+        plan: the requested plan. The planner may choose its strategy.
+        options: settings of the loop.
+        world: the place of this process among all processes.
+        root: the folder that contains the run folders.
+        keeps_files: whether a fit writes a run folder.
+        keeps_checkpoints: whether an interrupted fit writes a checkpoint.
+        trainer: the object that hooks receive. Code below the Trainer reads only its ``should_stop``.
+        state: the loop that is running. The loops update it.
+        fitted: the last fit of the same Trainer, or None.
+        cut: changes the micro-batches of a fit for the tuner, or None.
+    """
+
+    stage: str
+    module: Module
+    loaders: Mapping[str, Any]
+    datamodule: DataModule | None
+    ckpt_path: str | Path | None
+    weights: object
+    plan: Plan
+    options: LoopOptions
+    world: World
+    root: Path
+    keeps_files: bool
+    keeps_checkpoints: bool
+    trainer: TrainerView
+    state: TrainerState
+    fitted: Fitted | None = None
+    cut: CutBatches | None = None
+
+    @property
+    def is_fit(self) -> bool:
+        return self.stage == "fit"
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether the planner chooses or confirms the plan when a fit begins."""
+        return self.plan.parallel.strategy == "auto" or self.plan.choice.memory_budget_bytes is not None
+
+
+@dataclass(frozen=True)
+class FirstWeights:
+    """The source of the weights that a model begins with. At most one of the two fields is set.
+
+    Args:
+        file: read while the engine is built.
+        checkpoint: read after the run is open.
+    """
+
+    file: WeightsToRead | None = None
+    checkpoint: Path | None = None
+
+
+@dataclass(frozen=True)
+class Start:
+    """The point from which a call starts, and the folder that it writes to.
+
+    Args:
+        checkpoint: the checkpoint that the run resumes from; None for a new run.
+        folder: the run folder; None if the run writes no files.
+        weights: the weights that the model begins with.
+        batch: the global batch before the restart of the job; None if the job was not restarted.
+        is_last: whether the checkpoint was found by a search for the newest one. If it is damaged, the run resumes from
+            the next older one.
+    """
+
+    checkpoint: Path | None = None
+    folder: Path | None = None
+    weights: FirstWeights = field(default_factory=FirstWeights)
+    batch: GlobalBatch | None = None
+    is_last: bool = False
+
+
+@dataclass(frozen=True)
+class Settled:
+    """The facts of a run. They are known before the model is built and do not change until the run ends.
+
+    Args:
+        request: the call.
+        start: the checkpoint and the folder of the run.
+        plan: the only plan of the run. Its strategy has a name.
+        data: the loaders. Their micro-batches match ``plan``.
+        ranks: the ranks that share the model and each batch.
+        callbacks: all callbacks of the run, in the order of their calls.
+        choice: the plans that the planner compared; None if the plan was given.
+    """
+
+    request: Request
+    start: Start
+    plan: Plan
+    data: RunLoaders
+    ranks: Ranks
+    callbacks: Sequence[Any]
+    choice: Choice | None = None
+
+    @cached_property
+    def accumulation(self) -> Accumulation:
+        """Micro-batches per optimizer step, by epoch."""
+        return Accumulation.of(self.plan, self.callbacks)
+
+    @cached_property
+    def epoch_limit(self) -> float:
+        """Number of epochs after which training ends. Infinite if only steps or time limit it."""
+        return self.request.options.epoch_limit()
+
+    @cached_property
+    def step_limit(self) -> float:
+        """Number of optimizer steps after which training ends. Infinite if only epochs or time limit it."""
+        return self.request.options.step_limit()
+
+    def num_steps(self) -> float:
+        """Return the number of optimizer steps of a full fit. Infinite if unknown."""
+        return num_steps_of(self.accumulation, self.request.options, self.data)
+
+
+def num_steps_of(accumulation: Accumulation, options: LoopOptions, data: RunLoaders) -> float:
+    """Return the number of optimizer steps of a full fit. Infinite if unknown."""
+    steps = accumulation.num_steps(0, options.epoch_limit(), data.num_training_batches)
+    return min(options.step_limit(), steps)

@@ -1,0 +1,1 @@
+"""From settled facts to a run that is ready for its loop, and the end of a run."""

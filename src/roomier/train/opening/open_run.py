@@ -1,0 +1,255 @@
+"""From settled facts to a run that is ready for its loop, and the end of a run."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from roomier.adapters.found import name_adapters
+from roomier.api.datamodule import DataModule
+from roomier.api.engine import Engine, StepHooks
+from roomier.api.forward import ForwardModule
+from roomier.api.hooks import HookTable
+from roomier.api.lightning import LightningAdapter, logged_hparams_of
+from roomier.api.module import Module
+from roomier.api.overrides import overrides
+from roomier.api.wrapped import network_of
+from roomier.core.errors import DataError, RoomierError
+from roomier.core.log import notice
+from roomier.core.rng import separate_rng
+from roomier.data.batch_feeds import length_of
+from roomier.data.combined import CombinedLoader
+from roomier.engine.build import build, configure
+from roomier.engine.eager import EagerEngine
+from roomier.engine.materialise import built_in_parts
+from roomier.loggers.group import LoggerGroup
+from roomier.optim.configured import Configured
+from roomier.plan import Plan
+from roomier.run.logged.results import Results
+from roomier.run.options import DEFAULT_MAX_EPOCHS
+from roomier.run.progress import Progress
+from roomier.run.run import Batches, Run, call
+from roomier.run.schedulers import Schedulers
+from roomier.run.settled import Settled
+from roomier.run.signals import GracefulStop
+from roomier.train.evaluate import sanity_check
+from roomier.train.opening.notices import (
+    tell_batch_statistics,
+    tell_evaluation_mode,
+    tell_transfer_hooks,
+    tell_validation_at_unknown_end,
+)
+from roomier.train.opening.run_folder import write_plan
+from roomier.train.saving.first_weights import restore_first_weights
+from roomier.train.saving.restore import restore, restore_last, restore_weights
+from roomier.train.saving.save import end_background_save
+from roomier.train.settling.checks import check_modes
+from roomier.train.settling.settle import naming_nearest
+
+LOADER_NAMES = {"validate": "val", "test": "test", "predict": "predict"}
+BuildEngine = Callable[[Plan, Module, Callable[[], Configured], Settled], tuple[Engine, Configured]]
+
+
+def build_eager(
+    plan: Plan, module: Module, optimizers: Callable[[], Configured], settled: Settled
+) -> tuple[Engine, Configured]:
+    """Build the engine of a run on real devices."""
+    return build(plan, module, optimizers, EagerEngine, settled.ranks, settled.start.weights.file)
+
+
+def make_model(settled: Settled, module: Module) -> None:
+    """Call ``configure_model``. If the plan shards the model, each rank allocates its shard only."""
+    with built_in_parts(settled.plan, settled.ranks, has_weights=settled.start.weights.file is not None):
+        module.configure_model()
+
+
+def open_run(
+    settled: Settled,
+    module: Module,
+    *,
+    stop: GracefulStop | None = None,
+    loggers: Sequence[Any] = (),
+    hooked: Sequence[Any] | None = None,
+    build: BuildEngine = build_eager,
+) -> Run:
+    """Build the engine, open the loaders, and return a run that is ready for its loop. Nothing is restored yet.
+
+    Args:
+        settled: the facts of the run.
+        stop: the signals that end the run.
+        loggers: receive the rows of rank 0 if the run has a folder.
+        hooked: the callbacks whose hooks are called; None for the callbacks of ``settled``.
+        build: builds the engine.
+
+    Raises:
+        RoomierError: the plan cannot be built for this module, or there is no data.
+    """
+    request, plan, ranks = settled.request, settled.plan, settled.ranks
+
+    def optimizers() -> Configured:
+        return configure(plan, module, settled.num_steps) if request.is_fit else Configured()
+
+    with naming_nearest(plan, module):
+        engine, configured = build(plan, module, optimizers, settled)
+    with _closed_on_error(engine):
+        if request.is_fit:
+            check_modes(plan, settled.callbacks, module, configured, request.world.size)
+        folder, fitted = settled.start.folder, request.fitted
+        return Run(
+            settled=replace(settled, plan=name_adapters(plan, network_of(module))),
+            engine=engine,
+            hooks=HookTable(request.trainer, module, settled.callbacks if hooked is None else hooked),
+            schedulers=Schedulers(module, configured.schedulers),
+            results=Results(ranks, allows_overlaps=isinstance(module, LightningAdapter)),
+            loggers=LoggerGroup(tuple(loggers) if folder is not None and ranks.is_zero else ()),
+            stop=stop or GracefulStop(),
+            batches=_batches_of_fit(settled, module) if request.is_fit else _batches_of_evaluation(settled),
+            progress=Progress() if request.is_fit or fitted is None else fitted.progress,
+        )
+
+
+@contextmanager
+def _closed_on_error(engine: Engine) -> Iterator[None]:
+    """Restore the forward of the model if an error occurs."""
+    try:
+        yield
+    except BaseException:
+        engine.close()
+        raise
+
+
+def _batches_of_evaluation(settled: Settled) -> Batches:
+    stage = settled.request.stage
+    name = LOADER_NAMES[stage]
+    sources, limits = settled.data.evaluation(name)
+    if not sources:
+        raise DataError(f"{name}_dataloaders", None, f"there is no data to {stage} on", f"Pass {name}_dataloaders")
+    return Batches(evaluated=sources, limits=limits)
+
+
+def _batches_of_fit(settled: Settled, module: Module) -> Batches:
+    options, data = settled.request.options, settled.data
+    num_training = data.num_training_batches
+    sources, limits = data.evaluation("val")
+    defines_validation = overrides(module, "validation_step", Module)
+    is_wanted = defines_validation and not isinstance(module, ForwardModule) and options.limit_val_batches != 0
+    if is_wanted and not sources:
+        notice(f"{type(module).__name__} has a validation_step, but there is no data to validate on")
+    if sources and not defines_validation:
+        notice(f"{type(module).__name__} has no validation_step: val_dataloaders are not used")
+        sources, limits = [], []
+    interval = options.val_interval(num_training) if sources else math.inf
+    if sources:
+        tell_validation_at_unknown_end(options, interval, num_training)
+    return Batches(data.train_source, num_training, sources, limits, interval)
+
+
+def restore_run(run: Run) -> Path | None:
+    """Load the first weights and the checkpoint of ``run``, and start its loggers.
+
+    Returns:
+        The checkpoint that was loaded; None without a checkpoint.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, or belongs to another model or optimizer.
+    """
+    restore_first_weights(run)
+    request, start = run.settled.request, run.settled.start
+    if not request.is_fit:
+        path = _restored(run, restore_weights)
+        if start.folder is not None:
+            run.loggers.start(start.folder, run.progress.global_step)
+        return path
+    hyperparameters = _hyperparameters_to_log(run.module, request.datamodule)
+    if not (request.options.is_bounded or request.options.num_dev_batches):
+        notice(f"neither max_epochs, max_steps nor max_time is set: training for {DEFAULT_MAX_EPOCHS} epochs")
+    path = _restored(run, restore)
+    if start.folder is not None:
+        folder, text = start.folder, run.plan.to_yaml()
+        run.ranks.on_zero(lambda: write_plan(folder, text))
+        run.loggers.start(folder, run.progress.global_step if start.checkpoint is not None else None)
+        run.loggers.log_hyperparams(hyperparameters)
+    run.results.stage = "train"
+    return path
+
+
+def _restored(run: Run, restore_one: Callable[[Run, Path], None]) -> Path | None:
+    path = run.settled.start.checkpoint
+    if path is None:
+        return None
+    if run.settled.start.is_last:
+        return restore_last(run, path, restore_one)
+    restore_one(run, path)
+    return path
+
+
+def start_fit(run: Run) -> None:
+    """Print the plan, call ``on_fit_start`` and run the sanity check, before the first step."""
+    if run.ranks.is_zero:
+        print(run.plan.table({"device": str(run.engine.device)}), file=sys.stderr, flush=True)
+    tell_evaluation_mode(run.module)
+    if run.plan.batch.accumulate_grad_batches > 1:
+        tell_batch_statistics(run.module, "accumulated gradients")
+    elif not run.ranks.is_alone:
+        tell_batch_statistics(run.module, "gradients added up over ranks")
+    tell_transfer_hooks(run.module, run.settled.request.datamodule)
+    call(run.hooks.on_fit_start)
+    num_batches = run.options.num_sanity_val_steps
+    is_fresh = run.progress.global_step == 0 and not run.options.num_dev_batches
+    if run.batches.evaluated and num_batches and is_fresh:
+        sanity_check(run, math.inf if num_batches == -1 else num_batches)
+    if run.now.random_state is None:  # until here, all ranks draw the same numbers: they made one model
+        separate_rng(run.ranks.world.rank)
+
+
+def end_fit(run: Run) -> None:
+    """Call the hooks after a fit that was not interrupted."""
+    if run.now.is_interrupted:
+        return
+    if run.stop.received is not None:
+        notice(f"{run.stop.received.name} came when training had ended: the run is complete")
+    call(run.hooks.on_fit_end)
+
+
+def close_run(run: Run, status: str) -> None:
+    """Close the engine and the loggers of ``run``. The model keeps its trained weights.
+
+    Args:
+        status: ``"success"``, ``"interrupted"`` or ``"failed"``, for the loggers.
+    """
+    run.results.stage = run.now.window = None
+    end_background_save(run)
+    run.engine.close()
+    run.engine.hooks = StepHooks()  # the hooks hold the run, and the run holds the optimizer states
+    run.loggers.finalize(status)
+
+
+def num_batches_of_loaders(batches: Batches, limit: float) -> list[float]:
+    """Return the batches of each loader as Lightning counts them: a CombinedLoader counts each of its loaders."""
+    told = list[float]()
+    for source, num_batches in zip(batches.evaluated, batches.limits, strict=True):
+        if not isinstance(source.loader, CombinedLoader):
+            told.append(num_batches)
+            continue
+        for length in map(length_of, source.loader.flattened):
+            is_share = isinstance(limit, float) and limit < 1.0 and math.isfinite(length)
+            told.append(int(length * limit) if is_share else length if isinstance(limit, float) else min(limit, length))
+    return told
+
+
+def _hyperparameters_to_log(module: Module, datamodule: DataModule | None) -> dict[str, Any]:
+    of_module, of_data = module.logged_hparams, {} if datamodule is None else logged_hparams_of(datamodule)
+    for name in of_module.keys() & of_data.keys():
+        if repr(of_module[name]) != repr(of_data[name]):  # values of any type: not all of them can be compared
+            raise RoomierError(
+                "hparams",
+                {name: (of_module[name], of_data[name])},
+                "the module and the DataModule have this hyperparameter with different values",
+                f"Rename one, or leave one out: save_hyperparameters(ignore={name!r})",
+            )
+    return {**of_data, **of_module}

@@ -1,0 +1,1 @@
+"""Predictions that are returned one by one."""

@@ -1,0 +1,86 @@
+"""Predictions one after another, as they are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from contextlib import AbstractContextManager, suppress
+from typing import Any, TypeVar
+
+from roomier.core.tree import map_tensors
+from roomier.data.source import Source
+from roomier.run.run import Run, call
+from roomier.train.evaluate import (
+    batch_runner,
+    evaluation_mode,
+    take_statistics_of_rank_zero,
+    turns,
+    without_gradients,
+)
+from roomier.train.predicting.roll_call import RollCall
+from roomier.train.step import transfer_of
+
+T = TypeVar("T")
+
+
+def opened_stream(session: AbstractContextManager[Run]) -> Generator[Any, None, None]:
+    """A generator that opens ``session`` when it is asked for its first value, None, and then gives what
+    ``predict_step`` returns for each batch of ``run.batches.evaluated``. Hooks are those of ``predict``.
+
+    What runs between two values is the user's own: no gradient mode and no stage of the log is left set there.
+    """
+    with session as run:
+        run.engine.settle()
+        take_statistics_of_rank_zero(run)
+        # Closed early, it has come to a good end, without the hooks of the end.
+        with suppress(GeneratorExit), evaluation_mode(run.module, "predict"), RollCall(run.ranks) as roll_call:
+            yield from _all(run, roll_call)
+        run.engine.settle()
+
+
+def _all(run: Run, roll_call: RollCall) -> Iterator[Any]:
+    results, hooks = run.results, run.hooks
+    with without_gradients(run):
+        call(hooks.on_predict_start)
+        call(hooks.on_predict_epoch_start)
+    yield None
+    num_sources = len(run.batches.evaluated)
+    for index, (source, limit) in enumerate(zip(run.batches.evaluated, run.batches.limits, strict=True)):
+        yield from _of_source(run, source, limit, index if num_sources > 1 else None, roll_call)
+    with without_gradients(run):
+        results.stage, results.dataloader_idx, results.is_in_batch = "predict", None, False
+        results.call(hooks.on_predict_epoch_end)
+        run.log_metrics(results.end_epoch("predict"))
+        call(hooks.on_predict_end)
+    run.vote(waits=True)  # a signal that came to one rank is obeyed by all
+
+
+def _of_source(
+    run: Run, source: Source, limit: float, dataloader_idx: int | None, roll_call: RollCall
+) -> Iterator[Any]:
+    """What each batch gives; of several ranks, after each round of batches what all gave, in order."""
+    results, run_batch = run.results, batch_runner(run, "predict", dataloader_idx)
+    run.engine.hooks.transfer = transfer_of(run, dataloader_idx or 0)
+    for batch_idx, turn in enumerate(_called(turns(run, source, limit), roll_call)):
+        host_batch, run.now.batch_number, counts = turn
+        with without_gradients(run):
+            results.stage, results.dataloader_idx = "predict", dataloader_idx
+            output = run_batch(host_batch, batch_idx, counts)
+            results.stage = None
+        if run.ranks.is_alone:
+            yield output
+        else:
+            on_host = map_tensors(lambda tensor: tensor.cpu(), output)
+            of_round = run.ranks.gather((run.now.batch_number, on_host) if counts else None, allows_pickle=True)
+            for _, each in sorted((one for one in of_round if one is not None), key=lambda one: one[0]):
+                yield each
+        output = None
+
+
+def _called(rounds: Iterator[T], roll_call: RollCall) -> Iterator[T]:
+    """``rounds``, each begun once all ranks are there: they do it together, or find together that there is none."""
+    while True:
+        roll_call.wait()
+        try:
+            yield next(rounds)
+        except StopIteration:
+            return

@@ -1,0 +1,1 @@
+"""Checkpoints of a run: written, restored, and weights that a model begins with."""

@@ -1,0 +1,318 @@
+"""Going on from a checkpoint of Lightning: weights, optimizers, schedulers, position and callbacks, as Lightning would.
+
+[Note: a checkpoint of Lightning]
+Lightning saves from within hooks, so its checkpoint may lie where roomier has no save point. Behind the last batch of
+an epoch its loops are to end the epoch, and have stepped the schedulers of that epoch already: the run goes on with the
+next one. In the middle of an epoch the file counts batches, and says nothing of the data: the batches that are done
+are left out, as in the run that was not interrupted (Lightning's own resume reads the loader from its beginning, unless
+that has a state of its own). Random states and figures of the running epoch are not in the file.
+
+Every rank reads the file, which is mapped and not loaded: it takes its parts of the tensors alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from roomier.adapters.layers import is_adapter
+from roomier.api.adapt import seen_by_user
+from roomier.api.callback import Callback, ChecksState
+from roomier.api.overrides import lightning_base
+from roomier.checkpoint.agree import together
+from roomier.checkpoint.lightning import LightningFile, Position, books_of
+from roomier.core.errors import CheckpointError, RoomierError
+from roomier.core.forms import FormError, anything, fields, item_of
+from roomier.core.log import notice
+from roomier.core.ranks import Ranks
+from roomier.engine.optimizer_state import cut_like, parameter_names
+from roomier.optim.scheduler_form import check_scheduler
+from roomier.parallel.pages import local_part, local_rows
+from roomier.run.run import Run
+from roomier.train.saving.group_values import tell_kept
+
+_NUM_NAMES_SHOWN = 5
+
+
+class LightningWeights:
+    """The weights of a Lightning checkpoint, for a model to begin with: see :class:`WeightsToRead`.
+
+    Where its names are those of a part of the model, or the model is a part of what it has, that part is meant.
+
+    Raises:
+        CheckpointError: damaged, or with objects whose making would run code.
+    """
+
+    def __init__(self, path: Path, ranks: Ranks) -> None:
+        self._file = opened(path, ranks, field="weights")
+        self._tensors: dict[str, torch.Tensor] = {}
+
+    def check(self, network: nn.Module) -> set[str]:
+        wanted = _tensors_of(network)
+        found = {name: each for name, each in self._file.state_dict.items() if isinstance(each, torch.Tensor)}
+        self._tensors = _under_names_of(wanted, found)
+        present = {id(wanted[name]) for name in self._tensors if name in wanted}
+        lacking = [name for name, each in wanted.items() if name not in self._tensors and id(each) not in present]
+        problems = _differences(wanted, self._tensors, [name for name in lacking if not is_adapter(name)])
+        if problems:
+            action = "Give the weights of this model, or build the model they were saved from"
+            path = str(self._file.path)
+            raise RoomierError("weights", path, f"does not fit the model: {'; '.join(problems)}", action)
+        return wanted.keys() - set(lacking)
+
+    @torch.no_grad()
+    def read_into(self, network: nn.Module) -> None:
+        for name, target in _tensors_of(network).items():
+            if name not in self._tensors:
+                continue
+            source = self._tensors[name]
+            local_part(target).copy_(source[local_rows(target)] if target.dim() else source)
+
+
+def opened(path: Path, ranks: Ranks, *, field: str = "ckpt_path") -> LightningFile:
+    """The file, which every rank opens; what fails on one fails on all."""
+    found: list[LightningFile] = []
+
+    def read() -> None:
+        found.append(LightningFile(path))
+
+    try:
+        together(ranks, read)
+    except CheckpointError as error:
+        raise CheckpointError(field, str(path), error.problem, error.action) from error
+    return found[0]
+
+
+def restore_lightning_weights(run: Run, path: Path) -> None:
+    """Fill the weights of the module from ``path``; nothing else of it is read.
+
+    Raises:
+        CheckpointError: damaged, or of another model; nothing was changed.
+    """
+    file = opened(path, run.ranks)
+    show_checkpoint(run, file.content)  # as in Lightning: it may change the names
+    run.engine.module.load_state_dict(_weights(run, file))
+
+
+def restore_lightning(run: Run, path: Path) -> None:
+    """Bring ``run`` to the point where Lightning saved ``path``. Every rank calls this; see [Note: a checkpoint of
+    Lightning].
+
+    Raises:
+        CheckpointError: damaged, of another model, optimizer or scheduler, or saved with weights only.
+        DataError: the data cannot go on where it lies.
+        In both cases nothing was changed, unless by the module's own ``on_load_checkpoint``.
+    """
+    file = opened(path, run.ranks)
+    show_checkpoint(run, file.content)  # first, as in Lightning: it may change any of it
+    try:
+        position, names = file.position(), parameter_names(run.engine.module)
+        if run.plan.optimizer.name is not None:
+            named = run.plan.optimizer.name
+            problem = f"holds the states of the module's own optimizer, and the Trainer names {named!r}"
+            action = "Leave optimizer out of the Trainer's keywords, or begin with the weights alone: fit(weights=...)"
+            raise file.error(problem, action)
+        optimizers = file.optimizers(run.engine.optimizers, names)
+        file.check_schedulers([config.scheduler for config in run.schedulers.configs])
+    except CheckpointError as error:
+        raise CheckpointError("ckpt_path", str(path), error.problem, error.action) from error
+    restore_position = _where(run, position)
+    state: dict[str, Any] = {"module": _weights(run, file), "optimizers": optimizers, "scaler": None}
+    _check_values(run, file, state)
+    tell_kept(run.engine.optimizers, optimizers, has_schedulers=bool(run.schedulers.configs))
+    if run.engine.scaler.is_on and file.scaler is not None:
+        state["scaler"] = {**file.scaler, "num_skipped": torch.zeros_like(run.engine.scaler.num_skipped)}
+    run.engine.load(state)
+    run.schedulers.load([{"state": each} for each in file.content["lr_schedulers"]])
+    restore_position()
+    _restore_datamodule(run, file.content)
+    _restore_callbacks(run, file.content)
+    notice(f"{path}: goes on from a checkpoint of Lightning {file.version} at step {run.progress.global_step}")
+
+
+def _check_values(run: Run, file: LightningFile, state: Mapping[str, Any]) -> None:
+    """Check the values of optimizers and schedulers.
+
+    Raises:
+        CheckpointError: a value is malformed.
+    """
+    groups = [group for each in state["optimizers"] for group in each["param_groups"]]
+    try:
+        run.engine.check(state)
+        for index, (config, saved) in enumerate(
+            zip(run.schedulers.configs, file.content["lr_schedulers"], strict=True)
+        ):
+            check_scheduler(config.scheduler, saved, groups, f"lr_schedulers[{index}]")
+        for callback, key, stored in _states_of_callbacks(run, file.content["callbacks"]):
+            if isinstance(callback, ChecksState):
+                callback.check_stored_state(stored, item_of("callbacks", key))
+    except FormError as error:
+        action = "Use another checkpoint, or begin with the weights alone: fit(weights=...)"
+        raise CheckpointError("ckpt_path", str(file.path), f"is malformed: {error}", action) from error
+
+
+def show_checkpoint(run: Run, content: dict[str, Any]) -> None:
+    """Let ``on_load_checkpoint`` of the module look at ``content``, and change it, before anything of it is loaded.
+
+    Raises:
+        CheckpointError: it makes layers that no optimizer of a fit has, and that would stay as they are.
+    """
+    module = run.engine.module
+    before = {id(each) for each in module.parameters()}
+    run.module.on_load_checkpoint(content)
+    groups = [group for optimizer in run.engine.optimizers for group in optimizer.param_groups]
+    owned = {id(each) for group in groups for each in group["params"]}
+    made = [name for name, each in module.named_parameters() if each.requires_grad and id(each) not in before | owned]
+    if made and owned:
+        problem = (
+            f"makes {_some('parameters anew', made)}; the optimizers, which are made before it, would not train them"
+        )
+        action = "Make them in __init__ or configure_model; save_hyperparameters keeps their sizes for another process"
+        raise CheckpointError("on_load_checkpoint", type(run.module).__name__, problem, action)
+
+
+def _weights(run: Run, file: LightningFile) -> dict[str, Any]:
+    """The stored weights, cut like those of the engine.
+
+    Raises:
+        CheckpointError: they are of another model.
+    """
+    own, found = run.engine.weights(), file.state_dict
+    missing = [name for name in own if name not in found]
+    is_strict = getattr(seen_by_user(run.module), "strict_loading", True)
+    if not is_strict:
+        found = {**{name: own[name] for name in missing}, **{name: found[name] for name in found if name in own}}
+        missing = []
+    problems = _differences(own, found, missing)
+    if problems:
+        action = "Give the checkpoint of this model, or build the model it was saved from"
+        problem = f"belongs to another model: {'; '.join(problems)}"
+        raise CheckpointError("ckpt_path", str(file.path), problem, action)
+    return {name: cut_like(own[name], each) for name, each in found.items()}
+
+
+def _where(run: Run, position: Position) -> Callable[[], None]:
+    """What brings the counters and the data of ``run`` to ``position``.
+
+    Raises:
+        DataError: the data cannot go on there.
+    """
+    num_done = position.batch_idx
+    is_epoch_over = position.is_last_batch or num_done >= run.batches.num_training
+    epoch = position.epoch + (1 if num_done and is_epoch_over else 0)
+    batch_idx = 0 if is_epoch_over else num_done
+    data = run.source.position_behind(epoch, batch_idx) if batch_idx else None
+    _tell_within_epoch(run, batch_idx)
+
+    def restore() -> None:
+        progress = run.progress
+        progress.epoch, progress.batch_idx = epoch, batch_idx
+        progress.global_step, progress.num_batches = position.global_step, position.num_batches
+        if data is not None:
+            run.source.load_state_dict(data)
+
+    return restore
+
+
+def _tell_within_epoch(run: Run, batch_idx: int) -> None:
+    num_ranks, size = run.ranks.world.size, run.plan.batch.accumulate_grad_batches
+    if batch_idx and num_ranks > 1:
+        notice(
+            f"the checkpoint lies behind batch {batch_idx} of an epoch and does not say on how many ranks; it is taken "
+            f"for {num_ranks}, as now, each of which has done {batch_idx}"
+        )
+    if batch_idx % size:
+        notice(
+            f"the checkpoint lies behind batch {batch_idx}, within a step of {size}: the gradients of "
+            f"{batch_idx % size} batches are not in it"
+        )
+
+
+def _restore_datamodule(run: Run, content: Mapping[str, Any]) -> None:
+    datamodule = run.settled.request.datamodule
+    if datamodule is not None and type(datamodule).__qualname__ in content:
+        datamodule.load_state_dict(content[type(datamodule).__qualname__])
+
+
+def _restore_callbacks(run: Run, content: dict[str, Any]) -> None:
+    trainer, left = run.trainer, dict(content["callbacks"])
+    for callback in run.callbacks:
+        callback.on_load_checkpoint(trainer, seen_by_user(run.module), content)
+    for callback, key, state in _states_of_callbacks(run, content["callbacks"]):
+        callback.load_state_dict(state)
+        left.pop(key)
+    for key in (key for key, state in left.items() if state):
+        notice(f"the checkpoint has a state of callback {key!r}, which this Trainer does not have; it is left out")
+
+
+def _states_of_callbacks(run: Run, stored: Mapping[str, Any]) -> list[tuple[Callback, str, Any]]:
+    """Return each callback of the run that has a stored state, the key of the state, and the state as the callback
+    loads it.
+
+    Raises:
+        FormError: the state of a ModelCheckpoint is malformed.
+    """
+    found, left = [], dict(stored)
+    for callback in run.callbacks:
+        key = next((each for each in left if _is_key_of(callback.state_key, each)), None)
+        if key is None:
+            continue
+        state = left.pop(key)
+        fields({}, others=anything)(state, item_of("callbacks", key))
+        if lightning_base(type(callback), Callback) is None and "best_k_models" in state:
+            try:
+                state = books_of(state)
+            except (AttributeError, TypeError, ValueError, RuntimeError):
+                raise FormError(item_of("callbacks", key), state, "the state of a ModelCheckpoint") from None
+        found.append((callback, key, state))
+    return found
+
+
+def _is_key_of(own: str, stored: str) -> bool:
+    """Whether both name one callback; roomier counts the seconds of an interval that Lightning shows as a timedelta."""
+    mark = "'train_time_interval': "
+    return own.partition(mark)[0] == stored.partition(mark)[0] and (own == stored or mark in own)
+
+
+def _tensors_of(network: nn.Module) -> dict[str, torch.Tensor]:
+    tensors = network.state_dict(keep_vars=True).items()
+    stored = {name: each for name, each in tensors if isinstance(each, torch.Tensor)}
+    return {**dict(network.named_parameters(remove_duplicate=False)), **stored}
+
+
+def _under_names_of(wanted: Mapping[str, Any], found: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """``found`` with a prefix added or taken away, where that makes its names those of ``wanted``."""
+    if not found or not wanted.keys().isdisjoint(found):
+        return dict(found)
+    first, *_ = found
+    for name in wanted:
+        longer, shorter = (name, first) if len(name) > len(first) else (first, name)
+        if not longer.endswith(f".{shorter}"):
+            continue
+        prefix = longer.removesuffix(shorter)
+        added = {f"{prefix}{key}": each for key, each in found.items()}
+        taken = {key.removeprefix(prefix): each for key, each in found.items() if key.startswith(prefix)}
+        for renamed in (added, taken):
+            if len(renamed) == len(found) and renamed.keys() <= wanted.keys():
+                return renamed
+    return dict(found)
+
+
+def _differences(wanted: Mapping[str, Any], found: Mapping[str, Any], missing: list[str]) -> list[str]:
+    unexpected = [name for name in found if name not in wanted]
+    different = [
+        f"{name} {list(found[name].shape)} for {list(each.shape)}"
+        for name, each in wanted.items()
+        if isinstance(each, torch.Tensor) and name in found and found[name].shape != each.shape
+    ]
+    titles = (("it lacks", missing), ("it has what the model has not", unexpected), ("other shapes", different))
+    return [_some(title, names) for title, names in titles if names]
+
+
+def _some(title: str, names: list[str]) -> str:
+    more = f" and {len(names) - _NUM_NAMES_SHOWN} more" if len(names) > _NUM_NAMES_SHOWN else ""
+    return f"{title}: {', '.join(names[:_NUM_NAMES_SHOWN])}{more}"

@@ -1,0 +1,358 @@
+"""Going on from a checkpoint: which one, and how its state comes back."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from roomier import checkpoint
+from roomier.adapters.found import as_keyword
+from roomier.adapters.layers import is_adapter
+from roomier.api.adapt import seen_by_user
+from roomier.api.callback import ChecksState, PlacesTensors
+from roomier.api.engine import Engine
+from roomier.api.module import Module
+from roomier.api.overrides import overrides
+from roomier.checkpoint.commit import at_home
+from roomier.checkpoint.lightning import is_lightning_file
+from roomier.checkpoint.record import DamagedCheckpointError, malformed
+from roomier.checkpoint.run_state import check_run_state, peek_run, read_plan
+from roomier.checkpoint.shown import OWN_ENTRIES, ShownCheckpoint
+from roomier.core.errors import CheckpointError
+from roomier.core.forms import item_of
+from roomier.core.log import notice
+from roomier.core.paths import check_path
+from roomier.core.rng import check_rng_state, rng_state, seed_everything, set_rng_state
+from roomier.data.position import check_generators
+from roomier.engine.optimizer_state import parameter_names, state_places
+from roomier.plan import Plan
+from roomier.plan.parts import AdapterPlan
+from roomier.run.logged.metric_state import check_metric_states, load_metric_states, metrics_of
+from roomier.run.run import Run
+from roomier.train.opening.run_folder import PREFIX
+from roomier.train.saving.group_values import changed_in_plan, check_same_optimizer, put_changed, tell_kept
+from roomier.train.saving.lightning_resume import restore_lightning, restore_lightning_weights, show_checkpoint
+
+
+def resolve_checkpoint(ckpt_path: str | Path | None, root: Path, best_path: str | None) -> Path | None:
+    """The checkpoint that ``ckpt_path`` means.
+
+    Args:
+        ckpt_path: a checkpoint folder; ``"last"``, the newest complete one under ``root``, or none with a notice;
+            ``"best"``, that of the ModelCheckpoint; None for none. With ``"last"``, what killed saves left is cleared.
+
+    Raises:
+        CheckpointError: it is not there.
+    """
+    if ckpt_path is None:
+        return None
+    if ckpt_path == "last":
+        for folder in root.glob(f"{PREFIX}*/checkpoints"):
+            with suppress(OSError):  # nothing depends on it, and the folder may be somebody else's
+                checkpoint.clear_stale(folder)
+        found = checkpoint.find_last(root, check_run_state) if root.exists() else None
+        if found is None:
+            notice(f"ckpt_path='last': no complete checkpoint under {root}; starting from step 0")
+        return found
+    if ckpt_path == "best":
+        if not best_path:
+            raise CheckpointError(
+                "ckpt_path", "best", "no ModelCheckpoint of this Trainer has kept one", "Pass the path of a checkpoint"
+            )
+        return Path(best_path)
+    if not isinstance(ckpt_path, (str, Path)):
+        raise CheckpointError("ckpt_path", ckpt_path, "is not a path", "Pass a checkpoint, 'last' or 'best'")
+    check_path("ckpt_path", ckpt_path, CheckpointError)
+    return at_home(ckpt_path)
+
+
+def restore_last(run: Run, path: Path, restore_one: Callable[[Run, Path], None]) -> Path:
+    """Call ``restore_one`` with the newest checkpoint ``path``. If it is damaged, use the next older one in the same
+    folder that is valid, with a warning.
+
+    This completes the search for ``"last"``, which does not read tensors or compare values with the present run.
+
+    Returns:
+        The checkpoint that was restored.
+
+    Raises:
+        CheckpointError: no checkpoint in the folder can be used; about ``path``.
+    """
+    try:
+        restore_one(run, path)
+        return path
+    except DamagedCheckpointError as error:
+        for older in run.ranks.on_zero(lambda: _older_than(path)):
+            with suppress(DamagedCheckpointError):
+                restore_one(run, older)
+                notice(f"skipped the checkpoint {path} ({error.problem}); using {older}")
+                return older
+        raise
+
+
+def _older_than(path: Path) -> list[Path]:
+    """The complete checkpoints in the folder of ``path`` that are older, the newest first."""
+    found = checkpoint.list_complete(path.parent)
+    return found[: found.index(path)][::-1] if path in found else []
+
+
+def restore_weights(run: Run, path: Path) -> None:
+    """Fill the weights of the module from ``path``; nothing else of the checkpoint is read."""
+    if is_lightning_file(path):
+        restore_lightning_weights(run, path)
+        return
+    with _named_ckpt_path():
+        stored, weights = peek_run(path, check_files=True), run.engine.weights()
+        _check_adapters(path, stored, weights, run.plan)
+        _check_names(run, path, weights, stored["module"])
+        only: tuple[str, ...] = ("module",)
+        if overrides(run.module, "on_load_checkpoint", Module):
+            only = ("module", *(stored.keys() - (OWN_ENTRIES - {"progress", "hyperparameters"})))
+        places = _places(run, weights, stored["module"])
+        state = checkpoint.load(path, into={"module": places}, only=only, ranks=run.ranks)
+        found = loaded_weights(run, path, state, weights)
+    run.engine.module.load_state_dict(found)  # they are there already; what a module keeps beside them is not
+
+
+def restore(run: Run, path: Path) -> None:
+    """Bring ``run`` to the point where ``path`` was taken.
+
+    The weights are filled in place and optimizer states are read onto their device, of both only what this rank trains
+    with: a resume needs no more memory than the training it goes on with, nor a copy of the states on the host. Every
+    rank calls this; neither their number nor the strategy has to be that of the saved run.
+
+    Raises:
+        CheckpointError: damaged, of another model or optimizer, or saved with weights only.
+        DataError: the data is not that of the saved run.
+        In both cases neither the model nor anything else was changed.
+    """
+    if is_lightning_file(path):
+        restore_lightning(run, path)
+        return
+    with _named_ckpt_path():
+        stored = peek_run(path, check_files=True)
+        _check_complete(path, stored)
+        weights = run.engine.weights()
+        _check_adapters(path, stored, weights, run.plan)
+        _check_names(run, path, weights, stored["module"])
+        stored_plan = read_plan(path, stored["plan"])
+        with malformed(path):
+            _check_own_callbacks(run, stored["callbacks"])
+        check_same_optimizer(stored_plan, run.plan)
+        into: dict[str, Any] = {"module": _places(run, weights, stored["module"])}
+        with malformed(path):
+            for callback in run.callbacks:  # first: one may give optimizers the groups they had
+                if isinstance(callback, PlacesTensors):
+                    into.update(callback.places(weights, stored))
+            run.engine.check(stored)
+            into["optimizers"] = optimizer_places(run.engine, stored["optimizers"])
+            run.schedulers.check(stored["schedulers"], stored["optimizers"])
+            run.results.check(stored["results"])
+            check_metric_states(run.module, stored["metrics"])
+        run.source.check(stored["data"], stored["progress"]["epoch"])
+        changed = changed_in_plan(stored_plan, run.plan, run.engine.optimizers)
+        _tell_differences(stored_plan, run.plan)
+        state = checkpoint.load(
+            path, into=into, ranks=run.ranks, empty=into.keys() - {"module"}, check=partial(_check_random_states, path)
+        )
+        state["module"] = loaded_weights(run, path, state, weights)
+    if run.plan.optimizer.name is None:
+        tell_kept(run.engine.optimizers, state["optimizers"], has_schedulers=bool(run.schedulers.configs))
+    put_changed(run.engine.optimizers, state["optimizers"], changed)
+    run.engine.load(state)
+    run.progress.load(state["progress"])
+    device = run.engine.device
+    load_metric_states(run.module, state["metrics"], run.ranks.world)
+    run.results.load(
+        state["results"],
+        metrics_of(run.module),
+        lambda value: value.to(device) if isinstance(value, Tensor) else value,
+    )
+    run.source.load_state_dict(state["data"])
+    _restore_schedulers(run, stored_plan, state["schedulers"])
+    if run.settled.request.datamodule is not None:
+        run.settled.request.datamodule.load_state_dict(state["datamodule"])
+    _restore_callbacks(run, state["callbacks"])
+    shown = ShownCheckpoint(state)
+    for callback in run.callbacks:
+        callback.on_load_checkpoint(run.trainer, seen_by_user(run.module), shown)
+    run.saves.step, run.saves.path = run.progress.global_step, path
+    run.now.random_state = random_state_of(run.ranks.world.rank, state["random"])
+    num_stored, num_ranks = len(state["random"]), run.ranks.world.size
+    if num_stored < num_ranks:
+        notice(
+            f"the checkpoint has random states of {num_stored} ranks, this run has {num_ranks}: the others begin with "
+            "states derived from that of rank 0"
+        )
+
+
+def _check_names(run: Run, path: Path, own: Mapping[str, Any], stored: Mapping[str, Any]) -> None:
+    """Check that the model has the stored weights, unless its module decides about that itself.
+
+    Raises:
+        CheckpointError: the checkpoint is of another model.
+    """
+    is_strict = run.module.strict_loading and not overrides(run.module, "on_load_checkpoint", Module)
+    if is_strict and own.keys() != stored.keys():
+        found = [("not in it", own.keys() - stored.keys()), ("only in it", stored.keys() - own.keys())]
+        shown = "; ".join(f"{title}: {', '.join(sorted(names)[:5])}" for title, names in found if names)
+        raise _of_another_model(path, shown)
+    for name in own.keys() & stored.keys() if is_strict else ():
+        here, there = (getattr(each[name], "shape", None) for each in (own, stored))
+        if here is not None and there is not None and tuple(here) != tuple(there):
+            raise _of_another_model(path, f"{name} has the shape {tuple(there)}, but {tuple(here)} in this model")
+
+
+def _of_another_model(path: Path, difference: str) -> CheckpointError:
+    action = "Give the checkpoint of this model, or build the model it was saved from"
+    return CheckpointError("ckpt_path", str(path), f"belongs to another model: {difference}", action)
+
+
+def _places(run: Run, own: Mapping[str, Any], stored: Mapping[str, Any]) -> dict[str, Any]:
+    """Where the stored weights are read to: into those of the model, or, where its module says what it takes, beside
+    them."""
+    if run.module.strict_loading and not overrides(run.module, "on_load_checkpoint", Module):
+        return dict(own)
+    return {name: _place(own.get(name), spec) for name, spec in stored.items()}
+
+
+def _place(own: Any, stored: Any) -> Any:
+    if not isinstance(stored, checkpoint.TensorSpec):
+        return stored
+    if isinstance(own, Tensor) and (tuple(own.shape), own.dtype) == (stored.shape, stored.dtype):
+        return torch.empty_like(own)
+    return torch.empty(stored.shape, dtype=stored.dtype)
+
+
+def loaded_weights(run: Run, path: Path, state: dict[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """The weights of ``state`` as the module wants them: its ``on_load_checkpoint`` may change them, and with
+    ``strict_loading=False`` those that only one of the two has are left as they are.
+
+    Raises:
+        CheckpointError: they are of another model.
+    """
+    if not overrides(run.module, "on_load_checkpoint", Module) and run.module.strict_loading:
+        found: dict[str, Any] = state["module"]
+        return found
+    shown = ShownCheckpoint(state)
+    show_checkpoint(run, shown)
+    state.update(shown)
+    found = shown["module"]
+    differing = sorted(own.keys() ^ found.keys())
+    if differing and run.module.strict_loading:
+        problem = f"belongs to another model: one of the two alone has {', '.join(differing[:5])}"
+        action = "Give the checkpoint of this model, or set strict_loading = False on the module"
+        raise CheckpointError("ckpt_path", str(path), problem, action)
+    if differing:
+        notice(f"strict_loading=False: {len(differing)} weights are not in both, and left as they are: {differing[:5]}")
+    return {name: found.get(name, value) for name, value in own.items()}
+
+
+def optimizer_places(engine: Engine, stored: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """``stored``, the optimizers' part of a checkpoint, with an empty tensor for each that is to be read."""
+    names = parameter_names(engine.module)
+    return [
+        state_places(
+            optimizer,
+            saved,
+            names,
+            is_spec=lambda each: isinstance(each, checkpoint.TensorSpec),
+            unneeded=checkpoint.UNREAD,
+        )
+        for optimizer, saved in zip(engine.optimizers, stored, strict=True)
+    ]
+
+
+def random_state_of(rank: int, stored: Mapping[str, Any]) -> dict[str, Any]:
+    """The stored random state of ``rank``; where it has none, one of its own, the same in each resume."""
+    own: dict[str, Any] | None = stored.get(str(rank))
+    if own is not None:
+        return own
+    seed = zlib.crc32(stored["0"]["torch"].numpy().tobytes()) ^ zlib.crc32(rank.to_bytes(8, "little"))
+    before = rng_state()
+    seed_everything(seed)
+    derived = rng_state()
+    set_rng_state(before)
+    return derived
+
+
+@contextmanager
+def _named_ckpt_path() -> Iterator[None]:
+    """Errors about a checkpoint name the argument that the user gave it by."""
+    try:
+        yield
+    except CheckpointError as error:
+        if error.field != "checkpoint":
+            raise
+        raise type(error)("ckpt_path", error.received, error.problem, error.action) from error.__cause__
+
+
+def _restore_schedulers(run: Run, stored: Plan, states: Sequence[Mapping[str, Any]]) -> None:
+    if run.plan.optimizer.name is None:
+        run.schedulers.load(states)
+        return
+    is_cut_anew = stored.batch.accumulate_grad_batches != run.plan.batch.accumulate_grad_batches
+    run.schedulers.load_planned(states, run.num_steps_in_all, is_cut_anew=is_cut_anew)
+
+
+def _restore_callbacks(run: Run, states: Mapping[str, Any]) -> None:
+    left = dict(states)
+    for callback in run.callbacks:
+        if callback.state_key in left:
+            callback.load_state_dict(left.pop(callback.state_key))
+    for key in (key for key, state in left.items() if state):
+        notice(f"the checkpoint has a state of callback {key!r}, which this Trainer does not have; it is left out")
+
+
+def _check_own_callbacks(run: Run, states: Mapping[str, Any]) -> None:
+    for callback in run.callbacks:
+        key = callback.state_key
+        if key in states and isinstance(callback, ChecksState):
+            callback.check_stored_state(states[key], item_of("callbacks", key))
+
+
+def _check_random_states(path: Path, state: Mapping[str, Any]) -> None:
+    with malformed(path):
+        for rank, each in state["random"].items():
+            check_rng_state(each, item_of("random", rank))
+        check_generators(state["data"], "data")
+
+
+def _check_complete(path: Path, stored: Mapping[str, Any]) -> None:
+    of_engine, of_run = ("module", "optimizers", "scaler"), ("plan", "progress", "random", "datamodule", "callbacks")
+    needed = (*of_engine, *of_run, "schedulers", "data", "results", "metrics")
+    missing = [key for key in needed if key not in stored]
+    if missing:
+        raise CheckpointError(
+            "ckpt_path",
+            str(path),
+            f"holds no {', '.join(missing)}: it was saved with weights only",
+            "Load it with Module.load_from_checkpoint and start a new fit",
+        )
+
+
+def _check_adapters(path: Path, stored: Mapping[str, Any], weights: Mapping[str, Any], plan: Plan) -> None:
+    names = stored.get("module", {})
+    adapter = AdapterPlan(**stored.get("plan", {}).get("adapter", {}))
+    is_that_of_plan = adapter == plan.adapter and adapter.lora_rank is not None
+    if names.keys() == weights.keys() or is_that_of_plan or not any(map(is_adapter, names)):
+        return
+    lora = "lora" if adapter.lora_rank is None else f"lora={as_keyword(adapter)}"
+    action = (
+        f"Pass {lora} to the Trainer, as in the run that saved it; or load the model with its adapters, by "
+        "load_from_checkpoint; or make files of the plain model, by `roomier export`"
+    )
+    raise CheckpointError("ckpt_path", str(path), "was saved with adapters that this model does not have", action)
+
+
+def _tell_differences(stored: Plan, plan: Plan) -> None:
+    differences = stored.diff(plan)
+    if differences:
+        notice("the plan is not that of the checkpoint: " + "; ".join(map(str, differences)))

@@ -1,0 +1,258 @@
+"""The save point, and what a checkpoint holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from roomier import checkpoint
+from roomier.api.adapt import seen_by_user
+from roomier.api.lightning import LightningAdapter, described_hparams
+from roomier.checkpoint.commit import at_home
+from roomier.checkpoint.shown import ShownCheckpoint, without_objects
+from roomier.core.errors import CheckpointError
+from roomier.core.log import notice
+from roomier.core.paths import check_path
+from roomier.core.rng import rng_state
+from roomier.core.tree import map_tensors
+from roomier.run.checks import check_finite, check_finite_weights
+from roomier.run.logged.metric_state import metric_states, metrics_of
+from roomier.run.run import Run, call
+from roomier.run.saves import WantedSave
+from roomier.run.states import RunningStage
+from roomier.train.saving.pretrained import pretrained_config
+
+INTERRUPTED = "interrupted-step="
+_GRACE_S = 30.0
+
+
+def save_point(run: Run) -> bool:
+    """The one place of a step where a checkpoint resumes bit for bit: everything due at this step is done.
+
+    After the last batch of an epoch that place is behind the end of the epoch. Only a signal is obeyed before it, or
+    where it cut off a validation: what is left of this step is then done by the run that goes on.
+
+    Returns:
+        Whether training ends here.
+    """
+    progress, is_over = run.progress, False
+    progress.is_epoch_end_due = progress.batch_idx >= run.batches.num_training
+    if progress.is_step_complete:
+        run.now.is_in_step = False
+        is_over = run.is_over()
+        if is_over or run.stop.received is not None:
+            run.now.is_finishing, run.now.is_interrupted = True, not is_over
+        call(run.hooks.on_save_point)
+        if run.saves.deferred:
+            _write_deferred(run)
+        if is_over or run.is_background_save_over():
+            settle_background_save(run)
+    if run.stop.received is not None and not is_over:
+        _save_interrupted(run)
+        return True
+    if is_over:
+        run.saves.state_at_end = map_tensors(_kept_on_host, _state_beside_engine(run))
+    run.now.is_in_step = not is_over
+    return is_over
+
+
+def save_checkpoint(
+    run: Run,
+    path: str | Path,
+    weights_only: bool,
+    *,
+    asynchronous: bool = False,
+    when_committed: Callable[[], None] | None = None,
+) -> None:
+    """Write a checkpoint at ``path``: now, or from within a step at its save point. Every rank must call it.
+
+    Args:
+        asynchronous: go on as soon as the state is copied to host memory, and write it beside the training.
+        when_committed: called in this thread, on every rank, once it is.
+    """
+    check_path("filepath", path, CheckpointError)
+    wanted = WantedSave(at_home(path), weights_only, asynchronous, when_committed)
+    if run.now.is_in_step:
+        run.saves.deferred.append(wanted)
+    else:
+        write_checkpoint(run, wanted)
+
+
+def write_checkpoint(run: Run, wanted: WantedSave) -> None:
+    """Write what a resume needs, or the weights with the hyperparameters alone. Every rank must call it.
+
+    Raises:
+        TrainingError: the loss or a weight is not finite: it must not take the place of a good checkpoint.
+        CheckpointError: it could not be written, or the one before it, which was written beside the training.
+    """
+    settle_background_save(run)
+    run.engine.settle()  # each rank saves its part, also where a hook gathered the whole
+    check_finite(run, "before a checkpoint")
+    check_finite_weights(run)
+    shown = ShownCheckpoint(weights(run) if wanted.weights_only else full_state(run))
+    for callback in run.callbacks:
+        callback.on_save_checkpoint(run.trainer, seen_by_user(run.module), shown)
+    run.module.on_save_checkpoint(shown)
+    state = _data_of_lightning(run, shown) if isinstance(run.module, LightningAdapter) else dict(shown)
+    then = partial(_committed, run, wanted, run.progress.global_step)
+    is_training = run.settled.request.state.stage is RunningStage.TRAINING
+    if not wanted.asynchronous or run.now.is_finishing or not is_training:  # the save must end before the run ends
+        checkpoint.save(wanted.path, state, run.ranks)
+        then()
+        return
+    if run.saves.background is None:
+        run.saves.background = checkpoint.BackgroundSaver(run.ranks)
+    run.saves.background.start(wanted.path, state)
+    run.saves.when_settled = then
+
+
+def _data_of_lightning(run: Run, shown: ShownCheckpoint) -> dict[str, Any]:
+    state, left_out = without_objects(shown)
+    if new := [place for place in left_out if place not in run.saves.not_stored]:
+        run.saves.not_stored.update(new)
+        name, places = type(seen_by_user(run.module)).__name__, ", ".join(new)
+        notice(f"{name} puts objects into its checkpoints, which hold data only; left out: {places}")
+    return state
+
+
+def settle_background_save(run: Run) -> None:
+    """Wait for a checkpoint that is being written beside the training, and do what is due once it is there. Every rank
+    must call it.
+
+    Raises:
+        CheckpointError: it could not be written.
+    """
+    if run.saves.background is None or not run.saves.background.is_busy:
+        return
+    then, run.saves.when_settled = run.saves.when_settled, None
+    run.saves.background.wait()
+    if then is not None:
+        then()
+
+
+def end_background_save(run: Run) -> None:
+    """What is left when a run ends with an error: a checkpoint that is nearly there is worth a moment."""
+    if run.saves.background is None:
+        return
+    try:
+        is_over = run.saves.background.wait(_GRACE_S)
+    except Exception as error:
+        notice(f"a checkpoint that was being written failed as well: {error}")
+        is_over = True
+    if is_over:
+        run.saves.background.close()
+    run.saves.background = run.saves.when_settled = None
+
+
+def _committed(run: Run, wanted: WantedSave, step: int) -> None:
+    if not wanted.weights_only:
+        run.saves.step, run.saves.path = step, wanted.path
+        run.ranks.on_zero(partial(_remove_interrupted, run))
+    if wanted.when_committed is not None:
+        wanted.when_committed()
+
+
+def weights(run: Run) -> dict[str, Any]:
+    """What evaluation needs."""
+    return {**_description(run), "module": run.engine.weights()}
+
+
+def full_state(run: Run) -> dict[str, Any]:
+    """What a run needs to go on as if it had not stopped.
+
+    Training that ended within an epoch has told what was measured so far, and callbacks have acted on it; to a run that
+    goes on this never happened. So what is saved after the end is the state of the last save point.
+    """
+    return {**_description(run), **run.engine.state(), **(run.saves.state_at_end or _state_beside_engine(run))}
+
+
+def _description(run: Run) -> dict[str, Any]:
+    pretrained = pretrained_config(run.engine.module)
+    return {
+        **({} if pretrained is None else {"pretrained": pretrained}),
+        "plan": run.plan.to_dict(),
+        "progress": run.progress.state(),
+        **described_hparams(run.module),
+    }
+
+
+def _state_beside_engine(run: Run) -> dict[str, Any]:
+    datamodule = run.settled.request.datamodule
+    return {
+        "schedulers": run.schedulers.state(),
+        "random": _by_rank(run, rng_state()),
+        "data": run.source.state_dict(),
+        "datamodule": {} if datamodule is None else datamodule.state_dict(),
+        "results": run.results.state(metrics_of(run.module)),
+        "metrics": _by_rank(run, map_tensors(_kept_on_host, metric_states(run.module))),
+        "callbacks": {callback.state_key: callback.state_dict() for callback in run.callbacks},
+    }
+
+
+def _by_rank(run: Run, value: Any) -> dict[str, Any]:
+    return {str(rank): each for rank, each in enumerate(run.ranks.gather(value))}
+
+
+def _kept_on_host(tensor: Tensor) -> Tensor:
+    # It outlives training: what a callback holds on the device (averaged weights, say) must not be there twice.
+    return tensor.detach().to("cpu", copy=True)
+
+
+def _write_deferred(run: Run) -> None:
+    for wanted in run.saves.deferred:
+        write_checkpoint(run, wanted)
+    run.saves.deferred.clear()
+
+
+def _save_interrupted(run: Run) -> None:
+    """Save what no callback saved at this step, and say how to go on."""
+    step, signal = run.progress.global_step, run.stop.received
+    assert signal is not None
+    run.now.is_interrupted = True
+    run.now.is_in_step = False
+    _write_deferred(run)
+    settle_background_save(run)
+    folder = None if run.folder is None else run.folder / "checkpoints"
+    if run.saves.step != step and folder is not None and run.settled.request.keeps_checkpoints:
+        write_checkpoint(run, WantedSave(folder / f"{INTERRUPTED}{step}"))
+    if run.saves.step != step:
+        notice(f"stopped by {signal.name} at step {step}; nothing was saved: checkpoints are turned off")
+        return
+    assert run.saves.path is not None
+    is_found_as_last = folder is not None and run.saves.path.absolute().parent == folder.absolute()
+    ckpt_path = "last" if is_found_as_last else str(run.saves.path)
+    notice(
+        f"stopped by {signal.name} at step {step}, saved at {run.saves.path}; go on with "
+        f"trainer.fit(..., ckpt_path={ckpt_path!r}), or `roomier fit ... --ckpt_path {ckpt_path}`"
+    )
+
+
+def _remove_interrupted(run: Run) -> None:
+    """A newer checkpoint is found as the last one: those of earlier interruptions, which no callback counts, can go."""
+    if run.folder is None or run.saves.path is None or run.saves.step is None:
+        return
+    folder = run.folder.absolute() / "checkpoints"
+    if run.saves.path.absolute().parent != folder:
+        return
+    for path in folder.glob(f"{INTERRUPTED}*"):
+        number = path.name.removeprefix(INTERRUPTED)
+        if number.isdecimal() and int(number) < run.saves.step:
+            checkpoint.remove(path)
+
+
+def tell_nothing_to_do(run: Run) -> None:
+    """Say why a fit ends before its first step."""
+    progress, options = run.progress, run.options
+    at = f"step {progress.global_step}, epoch {progress.epoch}"
+    if run.stop.received is not None:
+        run.now.is_interrupted = True
+        notice(f"stopped by {run.stop.received.name} at {at}, before the first step: there is nothing to save")
+    elif run.batches.num_training == 0:
+        notice("nothing to train: limit_train_batches leaves no batch")
+    else:
+        limits = f"max_steps={options.max_steps}, max_epochs={options.max_epochs}, max_time={options.max_time}"
+        notice(f"nothing to train: the run is at {at}, its limits are {limits}. Raise them to go on")

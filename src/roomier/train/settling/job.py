@@ -1,0 +1,125 @@
+"""A job that its launcher restarts goes on by itself, from the last complete checkpoint that it wrote.
+
+[Note: whose checkpoint]
+Many runs write under one root, and ``"last"`` is the newest of all of them. A restarted job must take its own. So each
+run folder says in ``job.json`` which job wrote it (``launch/job.py``), and which fit of its script: a script may call
+fit several times. Restarted, the same script comes to the same fits in the same order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from roomier import checkpoint
+from roomier.api.module import Module
+from roomier.core.log import notice, quiet
+from roomier.core.ranks import Ranks
+from roomier.launch.job import job_names, num_restarts
+from roomier.loggers.files import replacing
+from roomier.plan import Plan
+from roomier.run.global_batch import GlobalBatch
+from roomier.run.loaders import RunLoaders
+from roomier.train.opening.run_folder import is_run_folder
+from roomier.train.settling.micro_batch import with_accumulation
+
+FILE_NAME = "job.json"
+
+_num_fits: Counter[Path] = Counter()  # of this process, by root
+
+
+@dataclass(frozen=True)
+class Earlier:
+    """What the same fit of the same job left before it was restarted."""
+
+    checkpoint: Path
+    batch: GlobalBatch
+
+
+@dataclass(frozen=True)
+class Job:
+    """The job of a fit.
+
+    Args:
+        names: by which it is known again; any one of them will do, since nodes come and go.
+        fit: which fit of the script, from 0.
+    """
+
+    names: frozenset[str]
+    fit: int
+
+    def find_earlier(self, root: Path) -> Earlier | None:
+        """The newest complete checkpoint of this fit under ``root``."""
+        folders = [each for each in root.glob("*") if is_run_folder(each)]
+        for folder in sorted(folders, key=lambda each: int(each.name.rpartition("_")[2]), reverse=True):
+            try:
+                record = json.loads((folder / FILE_NAME).read_text())
+            except (OSError, ValueError):
+                continue
+            if record["fit"] != self.fit or self.names.isdisjoint(record["names"]):
+                continue
+            found = checkpoint.find_last(folder)
+            if found is not None:
+                notice(f"this job was restarted: it goes on from {found}")
+                return Earlier(found, GlobalBatch(**record["batch"]))
+        if num_restarts(os.environ):
+            notice(f"this job was restarted and has no complete checkpoint under {root}: it begins anew")
+        return None
+
+    def write(self, folder: Path, batch: GlobalBatch) -> None:
+        """Say in the run folder ``folder`` that it is of this job."""
+        record = {"names": sorted(self.names), "fit": self.fit, "batch": dataclasses.asdict(batch)}
+        with replacing(folder / FILE_NAME) as file:
+            json.dump(record, file, indent=2)
+
+
+def job_of_fit(root: Path, ranks: Ranks) -> Job | None:
+    """The job of the fit that begins; None where nobody would restart it. All ranks ask together, once in each fit."""
+    job = _next_job(root, ranks)
+    _num_fits[root.absolute()] += 1
+    return job
+
+
+def checkpoint_after_restart(root: Path, ranks: Ranks) -> Path | None:
+    """What the next fit goes on from because its job was restarted; asked before that fit begins, by all ranks."""
+    job = _next_job(root, ranks)
+    if job is None:
+        return None
+    with quiet():  # the fit tells
+        earlier = ranks.on_zero(lambda: job.find_earlier(root))
+    return None if earlier is None else earlier.checkpoint
+
+
+def _next_job(root: Path, ranks: Ranks) -> Job | None:
+    names = frozenset(name for names in ranks.gather(job_names(os.environ)) for name in names)
+    return Job(names, _num_fits[root.absolute()]) if names else None
+
+
+def with_global_batch(plan: Plan, module: Module, data: RunLoaders, num_ranks: int, earlier: GlobalBatch) -> Plan:
+    """Return ``plan`` with the global batch ``earlier``, which the job used before its restart, on ``num_ranks`` ranks.
+
+    The micro-batches of ``data`` change with the plan.
+
+    Raises:
+        RoomierError: the global batch cannot be divided among the ranks.
+    """
+    now = global_batch_of(plan, data, num_ranks)
+    if now.size == earlier.size and (now.batch_size is None) == (earlier.batch_size is None):
+        return plan
+    if not module.automatic_optimization:
+        notice(f"the global batch was {earlier} and is now {now}: a module that optimizes by hand cuts its own steps")
+        return plan
+    kept = earlier.on(now.num_ranks, now.batch_size)
+    if kept.batch_size is not None and kept.batch_size != now.batch_size:
+        data.set_batch_size(kept.batch_size)
+    notice(f"the global batch was {earlier} and is kept as {kept}")
+    return with_accumulation(plan, kept.accumulate)
+
+
+def global_batch_of(plan: Plan, data: RunLoaders, num_ranks: int) -> GlobalBatch:
+    """Return the global batch of a fit with ``plan``."""
+    return GlobalBatch(data.batch_size, plan.batch.accumulate_grad_batches, num_ranks)

@@ -1,0 +1,96 @@
+"""A micro-batch of another size than the loader's, and as many of them as make the same step."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from roomier.core.errors import RoomierError
+from roomier.core.log import notice
+from roomier.plan import Plan
+from roomier.run.loaders import RunLoaders
+from roomier.run.settled import Request
+
+
+@dataclasses.dataclass(frozen=True)
+class CutTo:
+    """Makes micro-batches smaller and accumulates more of them, so that the samples of a step do not change.
+
+    Args:
+        size: samples of a micro-batch on each rank, or the next smaller number that divides a step. None uses
+            ``number``.
+        number: micro-batches per step.
+    """
+
+    size: int | None = None
+    number: int | None = None
+
+    def __call__(self, plan: Plan, data: RunLoaders, request: Request) -> Plan:
+        """Set the micro-batches of ``data`` and return ``plan`` with the matching accumulation.
+
+        Raises:
+            RoomierError: the batches of the loader cannot be split.
+        """
+        of_step = samples_of_step(request, data)
+        most = self.size or max(1, of_step // (self.number or 1))
+        size = next(each for each in range(min(most, of_step), 0, -1) if of_step % each == 0)
+        num = of_step // size
+        notice(f"a step takes {num} micro-batches of {size} samples on each rank: as many samples as before")
+        return with_micro_batch(plan, data, size, num)
+
+
+def with_micro_batch(plan: Plan, data: RunLoaders, size: int, accumulate: int) -> Plan:
+    """Set micro-batches of ``size`` samples in ``data`` and return ``plan`` with ``accumulate`` of them per step."""
+    if size != data.batch_size:
+        data.set_batch_size(size)
+    return with_accumulation(plan, accumulate)
+
+
+def with_accumulation(plan: Plan, accumulate: int) -> Plan:
+    """Return ``plan`` with ``accumulate`` micro-batches per step."""
+    return dataclasses.replace(plan, batch=dataclasses.replace(plan.batch, accumulate_grad_batches=accumulate))
+
+
+def samples_of_step(request: Request, data: RunLoaders) -> int:
+    """Samples that each rank adds to an optimizer step, as the user asked for it.
+
+    Raises:
+        RoomierError: they cannot be counted, or cut in another way.
+    """
+    batch_size = data.batch_size
+    reason = keeps_micro_batch(request, data, batch_size)
+    if batch_size is None or reason:
+        action = "Choose the batch size of the loader yourself, with accumulate_grad_batches"
+        raise RoomierError("auto_scale_batch_size", batch_size, f"micro-batches stay as they are: {reason}", action)
+    return batch_size * request.plan.batch.accumulate_grad_batches
+
+
+def keeps_micro_batch(request: Request, data: RunLoaders, num_samples: int | None) -> str:
+    """Why micro-batches stay as the loader gives them; empty where they may be made smaller.
+
+    Args:
+        num_samples: of a batch that was looked at.
+    """
+    options, batch_size = request.options, data.batch_size
+    if batch_size is None:
+        return "the loader makes its batches itself"
+    if batch_size != num_samples:
+        return f"a batch has {num_samples} samples, where the loader speaks of {batch_size}"
+    counts = {
+        "limit_train_batches": options.limit_train_batches not in (None, 1.0),
+        "overfit_batches": bool(options.overfit_batches),
+        "val_check_interval": options.val_check_interval not in (None, 1.0),
+        "fast_dev_run": bool(options.num_dev_batches),
+    }
+    named = [name for name, is_set in counts.items() if is_set]
+    if named:
+        return f"{' and '.join(named)} counts micro-batches"
+    loader = data.train_loader
+    assert isinstance(loader, DataLoader)
+    whole = batch_size * request.world.size
+    sized: Any = loader.dataset
+    if getattr(loader.batch_sampler, "drop_last", False) and len(sized) % whole:
+        return "drop_last=True drops other samples where batches are smaller"
+    return ""

@@ -1,0 +1,231 @@
+"""Settle a call: its plan and its micro-batches, before the model is built.
+
+[Note: who plans]
+Rank 0 reads a batch, plans, and sends the plan to the other ranks, which wait. All ranks build the same plan. Planning
+does not change the run: it consumes no batch, draws no random number and changes no weight. A run with the chosen plan
+given by name has the same bits.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from roomier.api.kept_weights import kept_by
+from roomier.api.module import Module
+from roomier.api.overrides import overrides
+from roomier.core.errors import RoomierError
+from roomier.core.log import notice
+from roomier.core.ranks import Ranks
+from roomier.core.rng import rng_state, set_rng_state
+from roomier.hardware import this_machine
+from roomier.plan import Plan
+from roomier.plan.parts import ChoicePlan
+from roomier.planner.choosing.keywords import trainer_keywords
+from roomier.planner.choosing.nearest_legal import can_build, with_nearest
+from roomier.planner.fake.shapes import shapes_of
+from roomier.planner.workload import Workload
+from roomier.run.loaders import RunLoaders
+from roomier.run.settled import Request, Settled, Start
+from roomier.train.settling.checks import check_hooks_need_no_gradients
+from roomier.train.settling.job import with_global_batch
+from roomier.train.settling.micro_batch import keeps_micro_batch
+from roomier.train.step import transfer_to
+
+if TYPE_CHECKING:  # they load torch's sharding, which a run with a strategy by name on one rank does not need
+    from roomier.planner.choice import Choice
+
+_ANY_NUM_STEPS = 1000.0  # of the run, for schedules: none of them changes a byte
+
+
+def settle(
+    request: Request, data: RunLoaders, ranks: Ranks, *, start: Start | None = None, callbacks: Sequence[Any] = ()
+) -> Settled:
+    """Settle the facts of a run: a plan whose strategy has a name, and the matching micro-batches.
+
+    Args:
+        request: the call.
+        data: the loaders. Their micro-batches change with the returned plan.
+        ranks: the ranks of the run. All of them call this function together.
+        start: the checkpoint and the folder of the run.
+        callbacks: the callbacks of the run.
+
+    Raises:
+        RoomierError: no plan fits, the steps of the model cannot be forecast, or the batches cannot be split.
+    """
+    start = start or Start()
+    settled = Settled(request, start, request.plan, data, ranks, callbacks)
+    if not request.is_fit:
+        return dataclasses.replace(settled, plan=_plan_of_evaluation(request.plan))
+    if request.is_planned:
+        settled = _planned(settled)
+    plan = settled.plan
+    if request.cut is not None:
+        plan = request.cut(plan, data, request)
+    if start.batch is not None:
+        plan = with_global_batch(plan, request.module, data, request.world.size, start.batch)
+    return dataclasses.replace(settled, plan=plan)
+
+
+def _planned(settled: Settled) -> Settled:
+    """Return ``settled`` with the plan that the planner chooses, or that an earlier fit of this model used."""
+    request, data, start = settled.request, settled.data, settled.start
+    asked, module, fitted = request.plan, request.module, request.fitted
+    _check_optimizes_itself(asked, module)
+    if fitted is not None and fitted.module is module and fitted.choice is not None:
+        plan = _kept(fitted.choice, asked, data)
+        return dataclasses.replace(settled, plan=plan, choice=fitted.choice)
+    if start.batch is not None:
+        plan = with_global_batch(asked, module, data, request.world.size, start.batch)
+        settled = dataclasses.replace(settled, plan=plan)
+    _ = data.train_loader  # made by all ranks, which may meet in it, and with random numbers of the run
+    choice = settled.ranks.on_zero(lambda: _choose(settled))
+    chosen = choice.chosen
+    assert chosen is not None
+    if data.batch_size is not None and chosen.micro_batch != data.batch_size:
+        data.set_batch_size(chosen.micro_batch)
+    if settled.ranks.is_zero:
+        _tell(choice, asked)
+    return dataclasses.replace(settled, plan=chosen.plan, choice=choice)
+
+
+def _plan_of_evaluation(asked: Plan) -> Plan:
+    if asked.parallel.strategy != "auto":
+        return asked
+    # Whole on each rank: a fit that comes after may cut the model in any way.
+    strategy = "single" if asked.parallel.num_ranks == 1 else "ddp"
+    parallel = dataclasses.replace(asked.parallel, strategy=strategy)
+    return dataclasses.replace(asked, parallel=parallel, choice=ChoicePlan(asked.choice.memory_budget_bytes))
+
+
+def _check_optimizes_itself(asked: Plan, module: Module) -> None:
+    if module.automatic_optimization:
+        return
+    field, value = "strategy", asked.parallel.strategy
+    if value != "auto":
+        field, value = "memory_budget", str(asked.choice.memory_budget_bytes)
+    problem = (
+        f"{type(module).__name__} optimizes by hand (automatic_optimization=False): what a step holds is known when it "
+        "runs"
+    )
+    raise RoomierError(field, value, problem, "Name a strategy such as 'zero3', and leave out memory_budget")
+
+
+def _kept(choice: Choice, asked: Plan, data: RunLoaders) -> Plan:
+    """A model that was fitted already stays as it was cut; the micro-batch stays within what was planned."""
+    chosen = choice.chosen
+    assert chosen is not None
+    given, accumulate = data.batch_size, asked.batch.accumulate_grad_batches
+    if given is not None:
+        fitting = next(size for size in range(min(given, chosen.micro_batch), 0, -1) if given % size == 0)
+        accumulate *= given // fitting
+        if fitting != given:
+            data.set_batch_size(fitting)
+    batch = dataclasses.replace(chosen.plan.batch, accumulate_grad_batches=accumulate)
+    return dataclasses.replace(chosen.plan, batch=batch)
+
+
+def _choose(settled: Settled) -> Choice:
+    """On rank 0, while the others wait."""
+    from roomier.planner.choosing.choose import choose  # late: loads the sharding of torch
+    from roomier.planner.choosing.nearest import nothing_fits  # late: loads the sharding of torch
+
+    request, plan, module = settled.request, settled.plan, settled.request.module
+    parallel = plan.parallel
+
+    def check(candidate: Plan) -> None:
+        check_hooks_need_no_gradients(candidate, settled.callbacks, module)
+
+    with _alone(module):
+        workload = _workload(settled)
+        keeps = keeps_micro_batch(request, settled.data, workload.batch_size)
+        machine = this_machine.this_machine(parallel.devices, parallel.num_nodes, parallel.accelerator)
+        choice = choose(workload, plan, machine, keeps_micro_batch=keeps, check=check)
+        if choice.chosen is None:
+            raise nothing_fits(workload, plan, choice, keeps_micro_batch=keeps, check=check)
+    return choice
+
+
+class _PlanningTrainer:
+    """The Trainer as a module sees it while the planner runs: one rank, and a fixed number of steps."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self.ranks = Ranks()
+        self.estimated_stepping_batches = _ANY_NUM_STEPS
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._trainer, name)
+
+
+@contextmanager
+def _alone(module: Module) -> Iterator[None]:
+    """Give ``module`` a Trainer that needs no other rank, and restore the random state afterwards."""
+    attached = [(part, vars(part)["_trainer"]) for part in module.modules() if vars(part).get("_trainer") is not None]
+    state = rng_state()
+    for part, trainer in attached:
+        vars(part)["_trainer"] = _PlanningTrainer(trainer)
+    try:
+        yield
+    finally:
+        for part, trainer in attached:
+            vars(part)["_trainer"] = trainer
+        set_rng_state(state)
+
+
+def _workload(settled: Settled) -> Workload:
+
+    module = settled.request.module
+    batch = settled.data.first_batch()
+    transfer = transfer_to(torch.device("cpu"), module, settled.request.datamodule)
+    if transfer is not None:
+        batch = transfer(copy.deepcopy(batch))
+    return dataclasses.replace(Workload.of(_built(module), batch), copies=kept_by(settled.callbacks))
+
+
+def _built(module: Module) -> Module:
+    """``module``, or a copy as its ``configure_model`` will leave it, as shapes."""
+    if not overrides(module, "configure_model", Module):
+        return module
+
+    with torch.device("meta"):
+        copied = shapes_of(module)
+        copied.configure_model()
+    return copied
+
+
+@contextmanager
+def naming_nearest(plan: Plan, module: Module) -> Iterator[None]:
+    """What a build inside refuses of ``plan`` is told with the nearest plan that can be built for ``module``."""
+    try:
+        yield
+    except RoomierError as error:
+        asked = trainer_keywords(plan)
+        if error.field.partition(".")[0] not in asked:
+            raise
+        fixed = ("devices", "num_nodes")  # these ranks are there
+        raise with_nearest(error, asked, lambda each: can_build(each, module), fixed=fixed) from error.__cause__
+
+
+def _tell(choice: Choice, asked: Plan) -> None:
+    from rich.console import Console
+
+    from roomier.planner.tables import choice_table  # late: loads the sharding of torch
+
+    chosen = choice.chosen
+    assert chosen is not None
+    if asked.parallel.strategy == "auto":
+        Console(stderr=True).print(choice_table(choice))
+        notice(f"strategy='auto' chose {choice.why}")
+    else:
+        notice(f"memory_budget: {choice.why}")
+    if chosen.plan.batch.accumulate_grad_batches != asked.batch.accumulate_grad_batches:
+        notice(
+            f"a step takes {chosen.plan.batch.accumulate_grad_batches} micro-batches of {chosen.micro_batch} samples "
+            "on each rank: as many as before, with the same gradient where the loss is a mean or a sum over samples"
+        )

@@ -1,0 +1,1 @@
+"""Arguments of the Trainer: what they mean, and names of earlier versions."""

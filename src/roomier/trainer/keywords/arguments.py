@@ -1,0 +1,236 @@
+"""From the Trainer's keywords to what they make."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from roomier.api.callback import Callback
+from roomier.api.lightning_callbacks import is_builtin
+from roomier.api.overrides import is_one
+from roomier.callbacks import ModelCheckpoint, ModelSummary, ProgressBar
+from roomier.core.errors import PlanError, RoomierError
+from roomier.launch import Launch
+from roomier.plan import Plan, plan_from_flags
+from roomier.planner.choosing.nearest_legal import with_nearest
+from roomier.trainer.keywords.devices import resolve_auto
+from roomier.trainer.lightning.callbacks import adopted
+
+_SHARES = (
+    "Leave it out: each rank gets its share of any loader, and one with a DistributedSampler, or with "
+    "shards_by_rank = True, divides itself"
+)
+_NAMED_OPTIMIZER = "Write it into the optimizer: optimizer={'name': 'adamw', 'weight_decay': 0.1, 'betas': [0.9, 0.95]}"
+_WARM_UP = "Write lr_schedule={'name': 'cosine', 'warmup_steps': 100}"
+_OF_DATA_LOADER = "Give batch_size to your DataLoader"
+_SAVES = "Write callbacks=[ModelCheckpoint(every_n_train_steps=...)]"
+
+FORMER_KEYWORDS: dict[str, str] = {
+    # Lightning's Trainer, of today and of earlier versions
+    "auto_select_gpus": "Leave it out: each process takes the CUDA device of its number; CUDA_VISIBLE_DEVICES chooses",
+    "checkpoint_callback": "Write enable_checkpointing, or put a ModelCheckpoint into callbacks",
+    "resume_from_checkpoint": "Pass it to fit: trainer.fit(model, ckpt_path=...)",
+    "progress_bar_refresh_rate": "Write callbacks=[ProgressBar(refresh_interval_s=0.1)], or enable_progress_bar=False",
+    "weights_summary": "Write enable_model_summary",
+    "weights_save_path": "Write default_root_dir, or callbacks=[ModelCheckpoint(dirpath=...)]",
+    "track_grad_norm": "It is not built: log the norm in the module's on_before_optimizer_step",
+    "replace_sampler_ddp": _SHARES,
+    "use_distributed_sampler": _SHARES,
+    "sync_batchnorm": "Convert the model: torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)",
+    "prepare_data_per_node": "Leave it out: prepare_data runs in the first process of each node",
+    "plugins": (
+        "Write what it stands for: precision='16-mixed' or 'bf16-mixed', strategy=...; torchrun, SLURM and MPI are "
+        "known without one, and checkpoints are folders without one"
+    ),
+    "reload_dataloaders_every_n_epochs": (
+        "Leave it out: loaders are made once in each fit; a data set or sampler with set_epoch is told each epoch"
+    ),
+    "barebones": (
+        "Write logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False"
+    ),
+    "enable_autolog_hparams": "Leave it out: save_hyperparameters(logger=False) keeps them out of the log",
+    "model_registry": "Leave it out: checkpoints go to the run folder; upload them in a callback's on_fit_end",
+    "backend": "Leave it out: gloo on the CPU, nccl on CUDA",
+    "terminate_on_nan": "Leave it out: a loss that is not finite ends the run at the next log step",
+    "stochastic_weight_avg": "Write callbacks=[StochasticWeightAveraging(swa_lrs=...)]",
+    "process_position": "Leave it out: there is one progress bar",
+    "flush_logs_every_n_steps": "Leave it out: each row is in its file when it was logged",
+    "log_gpu_memory": "It is not built: log torch.cuda.max_memory_allocated() in training_step",
+    "multiple_trainloader_mode": (
+        "Pass it with the loaders: fit(model, roomier.data.CombinedLoader(loaders, mode='max_size_cycle'))"
+    ),
+    "move_metrics_to_cpu": "Leave it out: logged values leave their device at log steps only",
+    # Hugging Face's TrainingArguments
+    "num_train_epochs": "Write max_epochs",
+    "per_device_train_batch_size": _OF_DATA_LOADER,
+    "per_device_eval_batch_size": _OF_DATA_LOADER,
+    "gradient_accumulation_steps": "Write accumulate_grad_batches",
+    "gradient_checkpointing": "Write activation_checkpointing='full'",
+    "max_grad_norm": "Write gradient_clip_val",
+    "fp16": "Write precision='16-mixed'",
+    "bf16": "Write precision='bf16-mixed'",
+    "optim": "Write optimizer='adamw'",
+    "torch_compile": "Write compile=True",
+    "optim_target_modules": "Write lora={'rank': 8, 'targets': [...]} to train adapters",
+    "torch_empty_cache_steps": "Leave it out",
+    "weight_decay": _NAMED_OPTIMIZER,
+    "adam_beta1": _NAMED_OPTIMIZER,
+    "adam_beta2": _NAMED_OPTIMIZER,
+    "lr_scheduler_type": "Write lr_schedule='cosine', 'linear' or 'constant'",
+    "warmup_steps": _WARM_UP,
+    "warmup_ratio": f"{_WARM_UP}: warm-up is a number of steps",
+    "logging_steps": "Write log_every_n_steps",
+    "eval_steps": "Write val_check_interval, which counts micro-batches",
+    "save_steps": _SAVES,
+    "save_total_limit": "Write callbacks=[ModelCheckpoint(save_top_k=...)]",
+    "output_dir": "Write default_root_dir",
+    "report_to": "Write logger='tensorboard', or logger=True for files",
+    "ddp_timeout": "Write hang_timeout={'seconds': ...}",
+    "seed": "Call roomier.seed_everything before the model is made",
+    # What else is tried
+    "lr": "Write learning_rate",
+    "lr_scheduler": "Write lr_schedule, or return a scheduler from configure_optimizers",
+    "epochs": "Write max_epochs",
+    "num_epochs": "Write max_epochs",
+    "steps": "Write max_steps",
+    "batch_size": _OF_DATA_LOADER,
+    "device": "Write accelerator='cpu', 'cuda' or 'mps'",
+}
+"""Keywords of other Trainers and of earlier ones: what to write instead, or that it is not built."""
+
+HARMLESS_KEYWORDS: dict[str, object] = {
+    "use_distributed_sampler": True,
+    "replace_sampler_ddp": True,
+    "sync_batchnorm": False,
+    "reload_dataloaders_every_n_epochs": 0,
+    "barebones": False,
+    "plugins": None,
+    "enable_autolog_hparams": True,
+    "model_registry": None,
+}
+"""Keywords of Lightning's Trainer with the value that asks for what roomier does: a script may pass them on."""
+
+FORMER_ARGUMENTS: dict[str, str] = {
+    "train_dataloader": "Write train_dataloaders",
+    "train_loader": "Write train_dataloaders",
+    "trainloader": "Write train_dataloaders",
+    "val_dataloader": "Write val_dataloaders to fit, dataloaders to validate",
+    "val_loader": "Write val_dataloaders to fit, dataloaders to validate",
+    "test_dataloaders": "Write dataloaders",
+    "test_dataloader": "Write dataloaders",
+    "loader": "Write train_dataloaders to fit, dataloaders to the others",
+    "dataloader": "Write train_dataloaders to fit, dataloaders to the others",
+    "resume_from_checkpoint": "Write ckpt_path",
+    "max_epochs": "Pass it to the Trainer: Trainer(max_epochs=...)",
+    "epochs": "Pass it to the Trainer: Trainer(max_epochs=...)",
+}
+"""Arguments of fit, validate, test and predict elsewhere: what to write instead."""
+
+
+_NONE_IS_DEFAULT = (
+    "logger",
+    "num_sanity_val_steps",
+    "log_every_n_steps",
+    "enable_checkpointing",
+    "enable_progress_bar",
+    "enable_model_summary",
+)
+
+
+def with_defaults(given: Mapping[str, Any], init: Callable[..., None]) -> dict[str, Any]:
+    """``given`` with the defaults of ``init`` where None asks for them, as in Lightning."""
+    defaults = inspect.signature(init).parameters
+    missing = {name: defaults[name].default for name in _NONE_IS_DEFAULT if given[name] is None}
+    return {**given, **missing}
+
+
+def check_weights_only(weights_only: bool | None) -> None:
+    """Refuse to execute what a checkpoint holds.
+
+    Raises:
+        RoomierError: that is asked for.
+    """
+    if weights_only is not None and weights_only is not True:
+        action = "Leave it out; for a checkpoint that needs it, save its weights with torch.save and pass weights="
+        raise RoomierError("weights_only", weights_only, "loading a checkpoint executes no code", action)
+
+
+def plan_of(given: Mapping[str, Any], init: Callable[..., None], launch: Launch | None) -> Plan:
+    """The Plan that the keywords ``given`` to ``init`` ask for, or the one among them.
+
+    Args:
+        launch: what started this process; it says what ``"auto"`` is.
+
+    Raises:
+        PlanError: it cannot work.
+    """
+    flags = {name: given[name] for name in inspect.signature(plan_from_flags).parameters}
+    if given["plan"] is None:
+        return _plan_from(flags, launch)
+    defaults = inspect.signature(init).parameters
+    for name, value in flags.items():
+        if value != defaults[name].default:
+            raise RoomierError(name, value, "plan= was given as well", "Say it in the plan, or pass keywords alone")
+    return Plan.of(given["plan"])
+
+
+def _plan_from(flags: dict[str, Any], launch: Launch | None) -> Plan:
+    resolved = flags
+    try:
+        resolved = resolve_auto(flags, launch)
+        return plan_from_flags(**resolved)
+    except PlanError as error:
+        defaults = {name: each.default for name, each in inspect.signature(plan_from_flags).parameters.items()}
+        asked = {name: value for name, value in resolved.items() if value not in (defaults[name], None)}
+        raise with_nearest(error, asked) from error.__cause__
+
+
+def with_batch_field(plan: Plan, name: str, value: Any) -> Plan:
+    """``plan`` with ``accumulate_grad_batches``, or a keyword of clipping, set to ``value``.
+
+    Raises:
+        PlanError: it is wrong.
+    """
+    if name == "gradient_clip_val" and value == 0:
+        value = None
+    return replace(plan, batch=replace(plan.batch, **{name: value}))
+
+
+def callbacks_of(given: Mapping[str, Any], enable_checkpointing: bool) -> list[Any]:
+    """The callbacks that were ``given``, and those that are there by default."""
+    callbacks = given["callbacks"]
+    if callbacks is not None and not (isinstance(callbacks, (list, tuple)) or is_one(callbacks, Callback)):
+        raise RoomierError(
+            "callbacks", callbacks, "is not a list of callbacks", "Pass objects of subclasses of roomier.Callback"
+        )
+    found = adopted([callbacks] if is_one(callbacks, Callback) else list(callbacks or ()))
+    if given["enable_progress_bar"] and not any(isinstance(each, ProgressBar) for each in found):
+        found.append(ProgressBar())
+    if given["enable_model_summary"] and not any(isinstance(each, ModelSummary) for each in found):
+        found.append(ModelSummary())
+    has_checkpoint = any(map(is_checkpoint, found))
+    if has_checkpoint and not given["enable_checkpointing"]:
+        raise RoomierError(
+            "enable_checkpointing", False, "a ModelCheckpoint is among the callbacks", "Remove one of the two"
+        )
+    if enable_checkpointing and not has_checkpoint:
+        found.append(ModelCheckpoint())
+    return found
+
+
+def ordered(callbacks: Sequence[Any]) -> list[Any]:
+    # Checkpoints last: they hold the state of all others, which must have seen the event first.
+    return sorted(callbacks, key=is_checkpoint)
+
+
+def is_checkpoint(callback: object) -> bool:
+    """Whether it saves the run: a ModelCheckpoint, or what is made from Lightning's base of such callbacks."""
+    return isinstance(callback, ModelCheckpoint) or is_builtin(callback, "Checkpoint")
+
+
+def kind_of(callback: object) -> type:
+    """What a callback of the same kind in the place of this one is an object of."""
+    is_mirror = isinstance(callback, ModelCheckpoint) and type(callback).__qualname__ == ModelCheckpoint.__qualname__
+    return ModelCheckpoint if is_mirror else type(callback)

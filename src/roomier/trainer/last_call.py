@@ -1,0 +1,320 @@
+"""State of the last call of a Trainer under Lightning's names: progress, data, metrics, objects of the run.
+
+``docs/design/trainer.md`` lists the attributes that a user may set, and the values that differ from Lightning's.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Never
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from roomier.api.adapt import seen_by_user
+from roomier.api.engine import Engine
+from roomier.api.module import Module
+from roomier.core.errors import RoomierError
+from roomier.optim.configured import LRSchedulerConfig
+from roomier.run.accumulation import Accumulation
+from roomier.run.loaders import RunLoaders
+from roomier.run.logged.results import Results
+from roomier.run.progress import Progress
+from roomier.run.run import Run, run_of
+from roomier.run.settled import Request
+from roomier.run.states import TrainerFn, TrainerStatus
+from roomier.train.manual import ManualOptimizer
+from roomier.trainer.lightning.batches import BatchHooks
+from roomier.trainer.lightning.predicted import PredictLoop
+from roomier.trainer.lightning.strategy import Strategy
+from roomier.trainer.settings import Settings
+
+if TYPE_CHECKING:  # importing it loads the sharding of torch
+    from roomier.planner.choice import Choice
+
+
+class Shown(dict[str, Any]):
+    """Metrics by name, as they are when it is made. What is put into it, the next one has as well.
+
+    Args:
+        given: where that is kept.
+    """
+
+    def __init__(self, metrics: Mapping[str, Any], given: dict[str, Any]) -> None:
+        super().__init__(metrics)
+        self._given = given
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        super().__setitem__(name, value)
+        self._given[name] = value
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        for name, value in dict(*args, **kwargs).items():
+            self[name] = value
+
+
+def _not_known() -> float:
+    return math.inf
+
+
+class LastCall(Settings):
+    """The state of the last call of a Trainer. It is complete: it can be used and tested without the Trainer.
+
+    Args:
+        settings: the arguments of :class:`Settings`.
+
+    Attributes:
+        run: the run of the last call; None before the first one.
+        fitted: the run of the last fit.
+        choice: the plans that the planner compared for the last fit. None if the plan was given.
+        shapes: the model of the last fit before it was built, without values. None if no callback needs it.
+        request: the last call as a value.
+        datamodule: the DataModule of the last call.
+        manual_optimizers: the optimizers as ``Module.optimizers()`` returns them.
+        estimate_steps, count_training_batches: compute attributes of the running fit that hooks may read early.
+        loaders_of_calls: the loaders of the last call of each method, the newest last.
+        num_batches_of: batches of each evaluation loader, by the method that was called.
+        given_metrics: values that callbacks assigned to ``callback_metrics`` and the other dicts of metrics.
+        copied_progress: the progress of the Trainer that this one is a copy of.
+        log_dir: the folder of the last run.
+        read_path: the checkpoint that the last call read.
+        set_path: the value that the user assigned to ``ckpt_path``.
+        was_interrupted: whether a signal ended the last call.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.log_dir = self.default_root_dir
+        self.set_path: Path | str | None = None
+        self.read_path: str | None = None
+        self.was_interrupted = False
+        self.forget_runs(Progress())
+
+    def forget_runs(self, progress: Progress) -> None:
+        """Reset the state of all runs. ``global_step`` and ``current_epoch`` read ``progress`` until the next run."""
+        self.run: Run | None = None
+        self.fitted: Run | None = None
+        self.choice: Choice | None = None
+        self.shapes: Module | None = None
+        self.request: Request | None = None
+        self._module: Module | None = None
+        self.datamodule: Any = None
+        self.manual_optimizers: list[ManualOptimizer] = []
+        self.estimate_steps: Callable[[], float] = _not_known
+        self.count_training_batches: Callable[[], float] = _not_known
+        self.loaders_of_calls: dict[str, RunLoaders] = {}
+        self.num_batches_of: dict[str, list[float]] = {}
+        self.given_metrics: dict[str, dict[str, Any]] = {"callback": {}, "logged": {}, "progress_bar": {}}
+        self.predict_loop = PredictLoop()
+        self.copied_progress = progress
+
+    def begin_call(self, request: Request) -> None:
+        """Show ``request`` as the last call, which is running."""
+        self.request, self._module, self.datamodule = request, request.module, request.datamodule
+        self.should_stop = self.was_interrupted = False
+        self.state.fn, self.state.status = TrainerFn(request.stage), TrainerStatus.RUNNING
+        for given in self.given_metrics.values():
+            given.clear()
+
+    def show_loaders(self, data: RunLoaders) -> None:
+        """Read ``train_dataloader`` and the other loaders from ``data``."""
+        stage = "" if self.request is None else self.request.stage
+        self.loaders_of_calls.pop(stage, None)
+        self.loaders_of_calls[stage] = data
+
+    @property
+    def global_step(self) -> int:
+        """Optimizer steps done."""
+        return (self.run.progress if self.run else self.copied_progress).global_step
+
+    @property
+    def current_epoch(self) -> int:
+        return (self.run.progress if self.run else self.copied_progress).epoch
+
+    @property
+    def ckpt_path(self) -> Path | str | None:
+        """The checkpoint that the last call read. Set, it is that of each call that is given none, until it is None."""
+        return self.set_path or self.read_path
+
+    @ckpt_path.setter
+    def ckpt_path(self, path: Path | str | None) -> None:
+        self.set_path, self.read_path = path, None
+
+    @property
+    def is_last_save_point(self) -> bool:
+        """Whether training ends at the save point that is running."""
+        return self.run is not None and self.run.now.is_finishing
+
+    @property
+    def results(self) -> Results:
+        return Results() if self.run is None else self.run.results
+
+    @property
+    def callback_metrics(self) -> dict[str, Tensor]:
+        """All logged values by name. A value that a callback assigns stays until its name is logged."""
+        return self._shown("callback")
+
+    @property
+    def logged_metrics(self) -> dict[str, Tensor]:
+        """The last row of the loggers, or the next one, by name."""
+        return self._shown("logged")
+
+    @property
+    def progress_bar_metrics(self) -> dict[str, float]:
+        """What was logged with ``prog_bar=True``, as numbers: reading it waits for the device."""
+        return self._shown("progress_bar")
+
+    def _shown(self, what: str) -> dict[str, Any]:
+        given = self.given_metrics[what]
+        if self.run is None:
+            return Shown(given, given)
+        return Shown({**given, **getattr(self.run.results, f"{what}_metrics")}, given)
+
+    @property
+    def progress_bar_dict(self) -> dict[str, float]:
+        """As Lightning 1 called :attr:`progress_bar_metrics`."""
+        return self.progress_bar_metrics
+
+    @property
+    def engine(self) -> Engine:
+        return run_of(self, "engine").engine
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """Of the run; in an evaluation after a fit, those of the fit."""
+        return self._fit_or_run.engine.optimizers if self._fit_or_run else []
+
+    @property
+    def lr_scheduler_configs(self) -> list[LRSchedulerConfig]:
+        return self._fit_or_run.schedulers.configs if self._fit_or_run else []
+
+    @property
+    def scaler(self) -> Any:
+        """The loss scale of ``"16-mixed"``, else None."""
+        scaler = None if self._fit_or_run is None else self._fit_or_run.engine.scaler
+        return scaler if scaler is not None and scaler.is_on else None
+
+    @property
+    def _fit_or_run(self) -> Run | None:
+        return self.run if self.fitted is None else self.fitted
+
+    @property
+    def model(self) -> Any:
+        """The module of the last run; a LightningModule is given back as it is."""
+        return None if self._module is None else seen_by_user(self._module)
+
+    @property
+    def lightning_module(self) -> Any:
+        return self.model
+
+    @property
+    def estimated_stepping_batches(self) -> float:
+        """Optimizer steps of the whole run; infinite where it is not known."""
+        return self.estimate_steps()
+
+    @property
+    def num_steps_in_all(self) -> float:
+        """Optimizer steps done and still to do if nothing ends the run early; infinite where that is not known."""
+        return self.run.num_steps_in_all if self.run else math.inf
+
+    @property
+    def num_training_batches(self) -> float:
+        """Batches of an epoch of the last fit, ``configure_optimizers`` in it included; infinite before it, and where a
+        loader has no length."""
+        return self.count_training_batches()
+
+    @property
+    def num_val_batches(self) -> list[float]:
+        """Of each validation loader; of the fit, unless ``validate`` was called last."""
+        return list(self.num_batches_of.get("validate" if self.state.fn is TrainerFn.VALIDATING else "fit", ()))
+
+    @property
+    def num_sanity_val_batches(self) -> list[float]:
+        """Of each validation loader, before training begins."""
+        most = math.inf if self.options.num_sanity_val_steps == -1 else self.options.num_sanity_val_steps
+        return [min(most, number) for number in self.num_batches_of.get("fit", ())]
+
+    @property
+    def num_test_batches(self) -> list[float]:
+        return list(self.num_batches_of.get("test", ()))
+
+    @property
+    def num_predict_batches(self) -> list[float]:
+        return list(self.num_batches_of.get("predict", ()))
+
+    @property
+    def train_dataloader(self) -> Any:
+        """The training loader as it was passed or defined. None before the first fit."""
+        return self.seen_loaders.get("train")
+
+    @property
+    def val_dataloaders(self) -> Any:
+        return self.seen_loaders.get("val")
+
+    @property
+    def test_dataloaders(self) -> Any:
+        return self.seen_loaders.get("test")
+
+    @property
+    def predict_dataloaders(self) -> Any:
+        return self.seen_loaders.get("predict")
+
+    @property
+    def enable_validation(self) -> bool:
+        """Whether there is a ``validation_step``, and data for it; known once the loaders are made."""
+        return self.state.fn in (TrainerFn.FITTING, TrainerFn.VALIDATING) and bool(self.num_val_batches)
+
+    @property
+    def is_last_batch(self) -> bool:
+        """Whether the training batch at hand is the last of its epoch; not known of loaders without a length."""
+        run = self.fitted
+        return run is not None and run.now.batch_idx + 1 >= run.batches.num_training
+
+    @property
+    def accumulate_grad_batches(self) -> int:
+        """Micro-batches of a step in the running epoch."""
+        return Accumulation.of(self.plan, self.callbacks).at(self.current_epoch)
+
+    @property
+    def strategy(self) -> Strategy:
+        """What Lightning's callbacks and modules ask of the ranks; what it is called says ``strategy.name``."""
+        return Strategy(self)
+
+    @property
+    def _results(self) -> Never:
+        """Asked by the own ``log`` of a LightningModule, which a run has lent another.
+
+        Raises:
+            RoomierError: always: no run is going on with it.
+        """
+        action = "Log from a step or a hook of the loop"
+        raise RoomierError("log", type(self.model).__name__, "no step or epoch is running", action)
+
+    @property
+    def _data_connector(self) -> BatchHooks:
+        """Asked by a LightningModule's ``to_onnx`` and ``to_torchscript``."""
+        return BatchHooks(self)
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether a signal ended the last call."""
+        run = self.run
+        is_of_call = run is not None and run.settled.request is self.request
+        return self.was_interrupted or bool(self.is_running and run and is_of_call and run.now.is_interrupted)
+
+    @property
+    def seen_loaders(self) -> dict[str, Any]:
+        """The loaders that the user passed or defined, by ``"train"``, ``"val"``, ``"test"``, ``"predict"``."""
+        return {name: each for data in self.loaders_of_calls.values() for name, each in data.found.items()}
+
+    @property
+    def received_sigterm(self) -> bool:
+        return self.run is not None and self.run.stop.received == signal.SIGTERM
+
+    @staticmethod
+    def unwrapped_optimizer(optimizer: Any) -> Optimizer:
+        """Return the torch optimizer behind an element of ``Module.optimizers()``."""
+        return optimizer.optimizer if isinstance(optimizer, ManualOptimizer) else optimizer

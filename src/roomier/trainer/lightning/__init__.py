@@ -1,0 +1,1 @@
+"""Names and callbacks of Lightning's Trainer."""

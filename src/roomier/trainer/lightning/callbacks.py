@@ -1,0 +1,253 @@
+"""Lightning's own callbacks: which run as they are, which as roomier's of the same name, which are refused.
+
+A callback that uses hooks and public attributes of the Trainer alone runs as it is. One that reaches into Lightning's
+loops gives its arguments to roomier's, and shows on the user's object what that finds. The table stands in
+``docs/design/callbacks.md``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim import Optimizer
+
+from roomier import callbacks
+from roomier.api.callback import Callback
+from roomier.api.lightning_callbacks import added_names, builtin_class
+from roomier.callbacks import ModelCheckpoint
+from roomier.callbacks.checkpoint_ledger import Ledger
+from roomier.core.errors import RoomierError
+from roomier.core.forms import anything, fields, mapping_of
+from roomier.core.log import notice
+
+if TYPE_CHECKING:
+    from roomier.api.module import Module
+    from roomier.api.trainer_view import TrainerView
+
+AS_THEY_ARE = ("EarlyStopping", "LambdaCallback", "Timer")
+
+_SHOWN = (
+    "best_model_path",
+    "best_model_score",
+    "best_k_models",
+    "kth_best_model_path",
+    "last_model_path",
+    "current_score",
+    "dirpath",
+)
+REFUSED = {
+    "BatchSizeFinder": "Write Trainer(auto_scale_batch_size=True)",
+    "LearningRateFinder": "Write Trainer(auto_lr_find=True)",
+    "ModelPruning": "Call torch.nn.utils.prune in a callback's on_fit_start, before the weights are cut",
+    "ThroughputMonitor": "Use roomier.callbacks.Throughput()",
+    "SpikeDetection": "Use roomier.callbacks.SpikeGuard()",
+}
+
+
+class _MirroredCheckpoint(ModelCheckpoint):
+    """Keeps Lightning's object up to date with the books of this one."""
+
+    def __init__(self, seen_as: Any, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self._seen_as = seen_as
+
+    def on_fit_start(self, trainer: TrainerView, pl_module: Module) -> None:
+        super().on_fit_start(trainer, pl_module)
+        self._show()
+
+    def _committed(self, trainer: TrainerView, books: Ledger) -> None:
+        super()._committed(trainer, books)
+        self._show()
+
+    def _show(self) -> None:
+        for name in _SHOWN:
+            setattr(self._seen_as, name, getattr(self, name))
+        worst = torch.tensor(math.inf if self.mode == "min" else -math.inf)
+        self._seen_as.kth_value = worst if self.kth_value is None else self.kth_value
+
+
+_MirroredCheckpoint.__qualname__ = ModelCheckpoint.__qualname__  # checkpoints of both are one another's
+_MirroredCheckpoint.__name__ = ModelCheckpoint.__name__  # in messages
+
+
+class _Finetuning(callbacks.BaseFinetuning):
+    """Asks Lightning's object what to freeze, and what to train when."""
+
+    def __init__(self, given: Any) -> None:
+        super().__init__()
+        self._given = given
+
+    @property
+    def state_key(self) -> str:
+        return str(self._given.state_key)
+
+    def setup(self, trainer: TrainerView, pl_module: Module, stage: str) -> None:
+        strategy = trainer.plan.parallel.strategy
+        if strategy not in ("single", "ddp"):
+            action = "Derive it from roomier.callbacks.BaseFinetuning, whose methods have the same names"
+            problem = f"Lightning's unfreezing does not know parameters that are cut (strategy={strategy!r})"
+            raise RoomierError("callbacks", type(self._given).__name__, problem, action)
+        super().setup(trainer, pl_module, stage)
+
+    def freeze_before_training(self, pl_module: Module) -> None:
+        self._given.freeze_before_training(pl_module)
+
+    def finetune_function(self, pl_module: Module, epoch: int, optimizer: Optimizer) -> None:
+        self._given.finetune_function(pl_module, epoch, optimizer)
+
+    def state_dict(self) -> dict[str, Any]:
+        own = {name: value for name, value in self._given.state_dict().items() if name != _GROUPS}
+        return {**super().state_dict(), "own": own}
+
+    def check_stored_state(self, state: Any, place: str) -> None:
+        super().check_stored_state(state, place)
+        fields({"own": mapping_of(anything)}, others=anything)(state, place)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._given.load_state_dict({_GROUPS: {}, **state_dict["own"]})  # the groups are back already
+
+
+_GROUPS = "internal_optimizer_metadata"
+
+
+def adopted(given: Iterable[Any]) -> list[Any]:
+    """``given``, with roomier's callback in the place of each of Lightning's that cannot run as it is, told once each.
+
+    Raises:
+        RoomierError: roomier has nothing like it, or what a class adds to it would not be called.
+    """
+    return [_adopted(each) for each in given]
+
+
+def _adopted(callback: Any) -> Any:
+    builtin = builtin_class(callback)
+    if builtin is None or builtin.__name__ in AS_THEY_ARE:
+        return callback
+    name = builtin.__name__
+    if name in REFUSED:
+        problem = f"Lightning's {name} works inside Lightning's loops"
+        raise RoomierError("callbacks", type(callback).__name__, problem, REFUSED[name])
+    make = MADE.get(name)
+    if make is None:
+        action = f"Give roomier's of that name, if it has one: help(roomier.callbacks); or write its hooks in a {_OWN}"
+        raise RoomierError("callbacks", type(callback).__name__, f"Lightning's {name} is not known", action)
+    left = [each for each in added_names(callback, builtin) if each not in _MAY_ADD.get(name, ())]
+    if left and name not in _DRAWS:
+        problem = f"is run as roomier's {name}, and its own {', '.join(left)} would not be called"
+        action = f"Derive it from roomier.callbacks.{name}, or give these hooks to a {_OWN} of their own"
+        raise RoomierError("callbacks", type(callback).__name__, problem, action)
+    own = make(callback)
+    unheard = f"; its own {', '.join(left)} are not called" if left else ""
+    remark = _REMARKS.get(name, "")
+    notice(f"callbacks: Lightning's {type(callback).__name__} runs as roomier.callbacks.{_name(own)}{remark}{unheard}")
+    return own
+
+
+_OWN = "callback"
+_REMARKS = {
+    "ModelCheckpoint": "; what it keeps are folders, read by ckpt_path= and roomier.checkpoint.load_module(cls, path)"
+}
+
+
+def _name(own: Any) -> str:
+    return next(cls.__qualname__ for cls in type(own).__mro__ if cls.__qualname__ in callbacks.__all__)
+
+
+def _checkpoint(given: Any) -> ModelCheckpoint:
+    names = {"CHECKPOINT_NAME_LAST": "last", "CHECKPOINT_JOIN_CHAR": "-", "CHECKPOINT_EQUALS_CHAR": "="}
+    for name, default in names.items():
+        if getattr(given, name, default) != default:
+            action = "Write the names of checkpoints in filename; the newest is linked as 'last'"
+            raise RoomierError(f"ModelCheckpoint.{name}", getattr(given, name), "is not looked at", action)
+    if getattr(given, "save_on_exception", False):
+        action = "Write callbacks=[..., OnExceptionCheckpoint(dirpath)] beside it, without save_on_exception"
+        raise RoomierError("ModelCheckpoint(save_on_exception)", True, "is a callback of its own here", action)
+    return _MirroredCheckpoint(
+        given,
+        dirpath=None if given.dirpath is None else Path(given.dirpath),
+        filename=given.filename,
+        monitor=given.monitor,
+        verbose=given.verbose,
+        save_last=given.save_last,
+        save_top_k=given.save_top_k,
+        save_weights_only=given.save_weights_only,
+        mode=given.mode,
+        auto_insert_metric_name=given.auto_insert_metric_name,
+        every_n_train_steps=given._every_n_train_steps,
+        train_time_interval=given._train_time_interval,
+        every_n_epochs=given._every_n_epochs,
+        save_on_train_epoch_end=given._save_on_train_epoch_end,
+        enable_version_counter=given._enable_version_counter,
+    )
+
+
+def _lr_monitor(given: Any) -> callbacks.LearningRateMonitor:
+    own = callbacks.LearningRateMonitor(given.logging_interval, given.log_momentum, given.log_weight_decay)
+    own.lrs = given.lrs  # one dict: what is added to one is in the other
+    return own
+
+
+def _weight_averaging(given: Any) -> callbacks.WeightAveraging:
+    own = callbacks.WeightAveraging(given._device, given._use_buffers, **given._kwargs)
+    own.should_update = given.should_update  # type: ignore[method-assign]  # of the user's class
+    return own
+
+
+def _backbone_finetuning(given: Any) -> callbacks.BaseFinetuning:
+    is_derived: bool = type(given) is not builtin_class(given)
+    if is_derived:
+        return _Finetuning(given)
+    return callbacks.BackboneFinetuning(
+        unfreeze_backbone_at_epoch=given.unfreeze_backbone_at_epoch,
+        lambda_func=given.lambda_func,
+        backbone_initial_ratio_lr=given.backbone_initial_ratio_lr,
+        backbone_initial_lr=given.backbone_initial_lr,
+        should_align=given.should_align,
+        initial_denom_lr=given.initial_denom_lr,
+        train_bn=given.train_bn,
+        verbose=given.verbose,
+        rounding=given.rounding,
+    )
+
+
+def _stochastic_weight_averaging(given: Any) -> Callback:
+    own_fn = None if given._avg_fn is type(given).avg_fn else given._avg_fn
+    return callbacks.StochasticWeightAveraging(
+        given._swa_lrs,
+        given._swa_epoch_start,
+        given._annealing_epochs,
+        given._annealing_strategy,
+        own_fn,
+        given._device,
+    )
+
+
+MADE: dict[str, Callable[[Any], Any]] = {
+    "ModelCheckpoint": _checkpoint,
+    "LearningRateMonitor": _lr_monitor,
+    "ModelSummary": lambda given: callbacks.ModelSummary(max_depth=given._max_depth),
+    "RichModelSummary": lambda given: callbacks.RichModelSummary(max_depth=given._max_depth),
+    "ProgressBar": lambda given: callbacks.ProgressBar(),
+    "TQDMProgressBar": lambda given: callbacks.ProgressBar(),
+    "RichProgressBar": lambda given: callbacks.ProgressBar(),
+    "WeightAveraging": _weight_averaging,
+    "EMAWeightAveraging": _weight_averaging,
+    "StochasticWeightAveraging": _stochastic_weight_averaging,
+    "GradientAccumulationScheduler": lambda given: callbacks.GradientAccumulationScheduler(dict(given.scheduling)),
+    "BaseFinetuning": _Finetuning,
+    "BackboneFinetuning": _backbone_finetuning,
+    "DeviceStatsMonitor": lambda given: callbacks.DeviceStatsMonitor(given._cpu_stats),
+    "OnExceptionCheckpoint": lambda given: callbacks.OnExceptionCheckpoint(given.dirpath, given.filename),
+}
+_MAY_ADD = {
+    "WeightAveraging": ("should_update",),
+    "EMAWeightAveraging": ("should_update",),
+    "BaseFinetuning": ("freeze_before_training", "finetune_function"),
+    "BackboneFinetuning": ("freeze_before_training", "finetune_function"),
+}
+_DRAWS = ("ModelSummary", "RichModelSummary", "ProgressBar", "TQDMProgressBar", "RichProgressBar")
+"""They show a run and change nothing of it: what a class adds is told, and left out."""

@@ -1,0 +1,149 @@
+"""``trainer.strategy``: what callbacks and modules ask of the ranks, and of the device, under Lightning's names."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from roomier import checkpoint
+from roomier.core.all_gather import all_gather
+from roomier.core.device import resolve_device
+from roomier.core.errors import RoomierError
+
+if TYPE_CHECKING:
+    from roomier.api.trainer_view import TrainerView
+
+_REDUCTIONS = ("mean", "avg", "sum", "max", "min")
+
+
+class Strategy:
+    """A view of a Trainer; it decides nothing. What trains, and how it is spread, says ``trainer.plan``.
+
+    What moves between ranks goes over the host, but for ``all_gather``: the rest is for figures and decisions, not for
+    the tensors of a step.
+    Every rank must make the same calls in the same order.
+    """
+
+    def __init__(self, trainer: TrainerView) -> None:
+        self._trainer = trainer
+
+    def __repr__(self) -> str:
+        return f"Strategy({self.name!r}, world_size={self.world_size})"
+
+    @property
+    def name(self) -> str:
+        """That of the plan: ``"single"``, ``"ddp"``, ``"zero3"``, ..."""
+        return self._trainer.plan.parallel.strategy
+
+    @property
+    def root_device(self) -> torch.device:
+        """Where this rank computes."""
+        run = self._trainer.run
+        return resolve_device(self._trainer.plan.parallel.accelerator) if run is None else run.engine.device
+
+    @property
+    def world_size(self) -> int:
+        return self._trainer.world_size
+
+    @property
+    def global_rank(self) -> int:
+        return self._trainer.global_rank
+
+    @property
+    def local_rank(self) -> int:
+        return self._trainer.local_rank
+
+    @property
+    def node_rank(self) -> int:
+        return self._trainer.node_rank
+
+    @property
+    def num_nodes(self) -> int:
+        return self._trainer.num_nodes
+
+    @property
+    def is_global_zero(self) -> bool:
+        return self._trainer.is_global_zero
+
+    @property
+    def is_distributed(self) -> bool:
+        return self.world_size > 1
+
+    @property
+    def model(self) -> Any:
+        return self._trainer.model
+
+    @property
+    def lightning_module(self) -> Any:
+        return self._trainer.lightning_module
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        return self._trainer.optimizers
+
+    @property
+    def _lightning_optimizers(self) -> list[Any]:
+        """Read by ``LightningModule.optimizers`` after a run."""
+        return list(self._trainer.manual_optimizers)
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait until every rank is here."""
+        self._trainer.ranks.barrier()
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """``obj`` of rank ``src`` on every rank."""
+        ranks = self._trainer.ranks
+        if src == 0:
+            return ranks.from_zero(obj, allows_pickle=True)
+        return ranks.gather(obj, allows_pickle=True)[src]
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: str | None = "mean") -> Any:
+        """``tensor`` over all ranks, of any shape; what is no tensor comes back as it is.
+
+        Args:
+            group: is not looked at: all ranks take part.
+            reduce_op: ``"mean"``, ``"sum"``, ``"max"`` or ``"min"``.
+
+        Raises:
+            RoomierError: it is another.
+        """
+        word = "mean" if reduce_op is None else str(reduce_op).rpartition(".")[2].lower()
+        if word not in _REDUCTIONS:
+            raise RoomierError("reduce_op", reduce_op, "is unknown", f"Use one of: {', '.join(_REDUCTIONS)}")
+        if not isinstance(tensor, Tensor) or self._trainer.ranks.is_alone:
+            return tensor
+        of_all = torch.stack(self._trainer.ranks.gather(tensor.detach().cpu()))
+        if word in ("mean", "avg"):
+            reduced = of_all.sum(0) / len(of_all)
+        elif word == "sum":
+            reduced = of_all.sum(0)
+        else:
+            reduced = of_all.amax(0) if word == "max" else of_all.amin(0)
+        return reduced.to(tensor.device)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Whether all ranks, or any of them, decided so."""
+        decisions = self._trainer.ranks.gather(bool(decision))
+        return min(decisions) if all else max(decisions)
+
+    def all_gather(self, tensor: Any, group: Any = None, sync_grads: bool = False) -> Any:
+        """Tensors ``(...)`` of all ranks as ``(ranks, ...)`` on the device of each, for each in nested dicts and lists;
+        of one rank as they are. See :meth:`roomier.Module.all_gather`, which this is.
+        """
+        return all_gather(tensor, self._trainer.ranks, self.root_device, group, has_gradients=sync_grads)
+
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        """Remove the checkpoint at ``filepath``, on rank 0; nothing where there is none."""
+        self._trainer.ranks.on_zero(partial(_remove, Path(filepath)))
+
+
+def _remove(path: Path) -> None:
+    if path.is_symlink() or path.is_file():
+        os.unlink(path)
+    elif path.exists():
+        checkpoint.remove(path)  # refuses what is none

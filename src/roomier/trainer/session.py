@@ -1,0 +1,260 @@
+"""One call of fit, validate, test or predict: the steps before and after its loop, in order.
+
+Functions of ``roomier.train`` do the work and return values. This file calls them and keeps each value on the Trainer
+immediately, because user hooks run between the steps and read the Trainer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import OutOfMemoryError
+
+from roomier.api.adapt import as_module, seen_by_user
+from roomier.api.callback import Callback
+from roomier.api.lightning import lent_to_lightning
+from roomier.api.misspelled import check_hook_names
+from roomier.api.module import Module
+from roomier.api.overrides import lightning_base
+from roomier.core.device import resolve_device
+from roomier.core.log import notice
+from roomier.data.workers import workers_outlive_signals
+from roomier.launch import exits_together, join
+from roomier.planner.out_of_memory import FailedRun, explain_out_of_memory
+from roomier.run.accumulation import Accumulation
+from roomier.run.loaders import RunLoaders
+from roomier.run.run import Run
+from roomier.run.settled import Fitted, Request, num_steps_of
+from roomier.run.signals import GracefulStop
+from roomier.run.states import RunningStage, TrainerStatus
+from roomier.train.evaluate import EvaluationCutError
+from roomier.train.manual import ManualOptimizer
+from roomier.train.opening.open_run import (
+    LOADER_NAMES,
+    close_run,
+    make_model,
+    num_batches_of_loaders,
+    open_run,
+    restore_run,
+)
+from roomier.train.opening.run_folder import is_run_folder
+from roomier.train.opening.settings import process_settings, profiled
+from roomier.train.position import watch_for_hangs
+from roomier.train.settling.checks import check_call
+from roomier.train.settling.job import global_batch_of
+from roomier.train.settling.micro_batch import CutTo
+from roomier.train.settling.settle import settle
+from roomier.train.settling.start import find_start
+from roomier.trainer.forecasts import prepare_forecast
+
+if TYPE_CHECKING:
+    from roomier.trainer.trainer import Trainer
+
+_STAGES = {
+    "fit": RunningStage.TRAINING,
+    "validate": RunningStage.VALIDATING,
+    "test": RunningStage.TESTING,
+    "predict": RunningStage.PREDICTING,
+}
+
+
+def request_of(
+    trainer: Trainer,
+    stage: str,
+    model: Any,
+    loaders: dict[str, Any],
+    datamodule: Any = None,
+    ckpt_path: Any = None,
+    weights: Any = None,
+) -> Request:
+    """Return a call of ``trainer`` as a value."""
+    fitted = trainer.fitted
+    is_cut = stage == "fit" and (trainer.micro_batch is not None or trainer.num_micro_batches is not None)
+    return Request(
+        stage=stage,
+        module=as_module(model),
+        loaders=loaders,
+        datamodule=datamodule,
+        ckpt_path=trainer.set_path if ckpt_path is None else ckpt_path,
+        weights=weights,
+        plan=trainer.asked_plan if stage == "fit" else trainer.plan,
+        options=trainer.options,
+        world=trainer.world,
+        root=Path(trainer.default_root_dir),
+        keeps_files=trainer.keeps_files,
+        keeps_checkpoints=trainer.enable_checkpointing,
+        trainer=trainer,
+        state=trainer.state,
+        fitted=None if fitted is None else Fitted(fitted.module, fitted.progress, fitted.folder, trainer.choice),
+        cut=CutTo(trainer.micro_batch, trainer.num_micro_batches) if is_cut else None,
+    )
+
+
+@contextmanager
+def session(trainer: Trainer, request: Request, *, adds_callbacks: bool = True) -> Iterator[Run]:
+    """Open a run of ``request`` that is ready for its loop, and close it afterwards.
+
+    Args:
+        adds_callbacks: whether the callbacks of ``configure_callbacks`` and a forecast of the memory take part.
+
+    Raises:
+        SystemExit: SIGTERM or Ctrl-C ended the run at a save point (128 + the number of the signal).
+    """
+    module = request.module
+    check_call(request)
+    trainer.ranks = join(trainer.world, resolve_device(request.plan.parallel.accelerator).type)
+    for part in module.modules():  # a Module inside another Module logs too
+        if isinstance(part, Module):
+            part.__dict__["_trainer"] = trainer
+    trainer.begin_call(request)
+    with request.state.within(_STAGES[request.stage]), _opened_and_closed(trainer, request, adds_callbacks) as run:
+        yield run
+
+
+@contextmanager
+def _opened_and_closed(trainer: Trainer, request: Request, adds_callbacks: bool) -> Iterator[Run]:
+    status, module = "failed", request.module
+    run: Run | None = None
+    pins = torch.cuda.is_available() and request.plan.parallel.accelerator in ("auto", "cuda", "gpu")
+    data = RunLoaders(module, request.loaders, request.datamodule, request.options, trainer.ranks, pins=pins)
+    try:
+        with ExitStack() as stack:
+            if any(lightning_base(type(part), Module) is not None for part in module.modules()):
+                stack.enter_context(lent_to_lightning(module, trainer))
+            at_step = partial(_at_step, trainer, request)
+            stack.enter_context(exits_together(trainer.ranks, at_step))
+            stop = stack.enter_context(GracefulStop(trainer.ranks.is_alone))
+            stack.enter_context(workers_outlive_signals())
+            stack.enter_context(watch_for_hangs(request, trainer.ranks))
+            stack.enter_context(process_settings(request.plan, request.options))
+            run = _open(trainer, request, data, adds_callbacks, stop)
+            _show(trainer, run)
+            path = restore_run(run)
+            trainer.read_path = None if path is None else str(path)
+            run.profiler = stack.enter_context(profiled(request.options.profiler, run.folder))
+            yield run
+        status = "success" if stop.received is None else "interrupted"
+    except EvaluationCutError:
+        status = "interrupted"
+        assert stop.received is not None
+        notice(f"stopped by {stop.received.name} during an evaluation; what it measured so far is dropped")
+    except BaseException as error:
+        for callback in trainer.callbacks:  # the hook table does not exist yet if the setup fails
+            callback.on_exception(trainer, seen_by_user(module), error)
+        if request.datamodule is not None:
+            request.datamodule.on_exception(error)
+        if isinstance(error, OutOfMemoryError) and request.is_fit:
+            raise explain_out_of_memory(error, _failed(trainer, request, run)) from error
+        raise
+    finally:
+        trainer.was_interrupted = status == "interrupted"
+        if status == "failed" and trainer.is_global_zero and is_run_folder(Path(trainer.log_dir)):
+            with suppress(OSError):  # the run failed before it wrote a file
+                Path(trainer.log_dir).rmdir()
+        if run is not None:
+            close_run(run, status)
+        try:
+            data.end()
+            _teardown(trainer, request)
+        finally:
+            ended = TrainerStatus.FINISHED if status == "success" else TrainerStatus.INTERRUPTED
+            request.state.status = ended
+    if stop.noted is not None or stop.received is not None:
+        raise SystemExit(128 + (stop.noted or stop.received or 0))
+
+
+def _at_step(trainer: Trainer, request: Request) -> str:
+    return f"at step {trainer.global_step} of {request.stage}"
+
+
+def _open(trainer: Trainer, request: Request, data: RunLoaders, adds_callbacks: bool, stop: GracefulStop) -> Run:
+    """Settle the call and open its run. Keep each fact on the Trainer as soon as it is known."""
+    module, ranks = request.module, trainer.ranks
+    best = trainer.checkpoint_callback
+    found = find_start(request, ranks, trainer.loggers, None if best is None else best.best_model_path)
+    start = found.start
+    trainer.log_dir = str(start.folder or request.root)
+    trainer.read_path = None if start.checkpoint is None else str(start.checkpoint)
+    trainer.show_loaders(data)
+    if request.is_fit and not request.is_planned:  # otherwise the planner still changes the loaders
+        estimate = partial(num_steps_of, Accumulation.of(request.plan, trainer.callbacks), request.options, data)
+        trainer.estimate_steps, trainer.count_training_batches = estimate, data.count_training_batches
+    _setup(trainer, request, adds_callbacks)
+    settled = settle(request, data, ranks, start=start, callbacks=trainer.callbacks)
+    trainer.plan = settled.plan
+    if request.is_fit:
+        trainer.choice = settled.choice
+        trainer.estimate_steps, trainer.count_training_batches = settled.num_steps, data.count_training_batches
+    make_model(settled, module)
+    if request.is_fit and adds_callbacks:
+        prepare_forecast(trainer, module)
+        settled = replace(settled, callbacks=trainer.callbacks)
+    if found.job is not None and start.folder is not None:
+        job, folder, whole = found.job, start.folder, global_batch_of(settled.plan, data, request.world.size)
+        ranks.on_zero(lambda: job.write(folder, whole))
+    hooked = trainer.hooked_callbacks(request.stage)
+    return open_run(settled, module, stop=stop, loggers=trainer.loggers, hooked=hooked)
+
+
+def _show(trainer: Trainer, run: Run) -> None:
+    request = run.settled.request
+    trainer.run, trainer.plan = run, run.plan
+    trainer.manual_optimizers = [ManualOptimizer(optimizer, run) for optimizer in run.engine.optimizers]
+    name = "val" if request.is_fit else LOADER_NAMES[request.stage]
+    trainer.num_batches_of[request.stage] = num_batches_of_loaders(run.batches, request.options.limit_of(name))
+    if request.is_fit:
+        trainer.fitted = run
+
+
+def _setup(trainer: Trainer, request: Request, adds_callbacks: bool) -> None:
+    module, datamodule = request.module, request.datamodule
+    if adds_callbacks:
+        trainer.add_callbacks_of(module)
+    for callback in trainer.callbacks:
+        check_hook_names(callback, Callback)
+    if datamodule is not None:
+        datamodule.trainer = trainer
+    for owner in (datamodule, seen_by_user(module)):
+        if owner is not None and prepares(trainer, owner):
+            owner.prepare_data()
+    trainer.ranks.barrier()  # setup reads the prepared files
+    if datamodule is not None:
+        datamodule.setup(request.stage)
+    for callback in trainer.callbacks:
+        callback.setup(trainer, seen_by_user(module), request.stage)
+    module.setup(request.stage)
+
+
+def prepares(trainer: Any, owner: Any) -> bool:
+    """Return whether this rank calls ``prepare_data``: one rank of each machine, or one rank of all."""
+    rank = trainer.local_rank if owner.prepare_data_per_node else trainer.global_rank
+    return bool(rank == 0)
+
+
+def _teardown(trainer: Trainer, request: Request) -> None:
+    """Call the teardown hooks."""
+    if request.datamodule is not None:
+        request.datamodule.teardown(request.stage)
+    for callback in trainer.callbacks:
+        callback.teardown(trainer, seen_by_user(request.module), request.stage)
+    request.module.teardown(request.stage)
+
+
+def _failed(trainer: Trainer, request: Request, run: Run | None) -> FailedRun:
+    return FailedRun(
+        plan=trainer.plan if run is None else run.plan,
+        world=request.world,
+        callbacks=trainer.callbacks,
+        shapes=trainer.shapes,
+        choice=trainer.choice,
+        engine=None if run is None else run.engine,
+        module=request.module,
+        batch=None if run is None else run.results.batch,
+        step=None if run is None else run.progress.global_step,
+    )

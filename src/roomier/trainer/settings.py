@@ -1,0 +1,259 @@
+"""Settings of a Trainer under Lightning's names: arguments, callbacks, loggers, ranks, and the loop that is running.
+
+``docs/design/trainer.md`` lists the attributes that a user may set, and the values that differ from Lightning's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from roomier.api.callback import Callback
+from roomier.api.lightning_callbacks import is_builtin
+from roomier.api.logger import Logger
+from roomier.callbacks import EarlyStopping, ModelCheckpoint, ProgressBar
+from roomier.checkpoint.commit import at_home
+from roomier.core.errors import RoomierError
+from roomier.core.ranks import Ranks
+from roomier.core.world import World
+from roomier.plan import Plan
+from roomier.run.options import LoopOptions
+from roomier.run.states import RunningStage, TrainerState
+from roomier.trainer.keywords.arguments import with_batch_field
+from roomier.trainer.lightning.batches import NamedSpans
+
+_OF_PLAN = ("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm")
+_WITHIN_A_RUN = {
+    "accumulate_grad_batches": "Use callbacks=[GradientAccumulationScheduler(scheduling={epoch: number})]",
+    "max_epochs": "Set it before fit, or end the run with should_stop = True",
+}
+_INSTEAD = {
+    "fit_loop": "Read current_epoch, global_step, num_training_batches, is_last_batch; set max_epochs between two fits",
+    "validate_loop": "Read num_val_batches, val_dataloaders, callback_metrics",
+    "test_loop": "Read num_test_batches, test_dataloaders, callback_metrics",
+    "accelerator": "Read strategy.root_device",
+    "precision_plugin": "Read precision",
+    "tuner": "Use Trainer(auto_lr_find=True)",
+    "init_module": "Make large layers in the module's configure_model",
+}
+"""What Lightning's Trainer has and roomier's has not: where it is found."""
+
+
+class Settings:
+    """The settings of a Trainer, and the state that says which loop is running.
+
+    Args:
+        plan: the requested plan.
+        logger_is_on: whether a fit writes logs.
+        enable_checkpointing: whether a fit writes checkpoints by default.
+        auto_lr_find, auto_scale_batch_size: what the tuner searches for before a fit.
+
+    Attributes:
+        plan: the plan of the last run; before the first run, the requested plan.
+        asked_plan: the requested plan.
+        ranks: the ranks of the last call. There is one rank until a call joins the others.
+        micro_batch: samples of a micro-batch on each rank, found by the tuner. None uses the batches of the loader.
+        num_micro_batches: micro-batches per step, found by the tuner in the run that is resumed.
+        state: the method that was called last, and the loop that is running.
+        should_stop: set it to True to end training at the next save point.
+    """
+
+    barebones = False
+    reload_dataloaders_every_n_epochs = 0
+
+    def __init__(
+        self,
+        *,
+        plan: Plan,
+        options: LoopOptions,
+        world: World,
+        callbacks: list[Callback],
+        loggers: list[Logger],
+        logger_is_on: bool,
+        enable_checkpointing: bool,
+        auto_lr_find: bool | str,
+        auto_scale_batch_size: bool | str,
+    ) -> None:
+        self.plan = self.asked_plan = plan
+        self.options = options
+        self.world = world
+        self.ranks = Ranks()
+        self.callbacks = callbacks
+        self.loggers = loggers
+        self.logger_is_on = logger_is_on
+        self.enable_checkpointing = enable_checkpointing
+        self.auto_lr_find, self.auto_scale_batch_size = auto_lr_find, auto_scale_batch_size
+        self.micro_batch: int | None = None
+        self.num_micro_batches: int | None = None
+        self.state = TrainerState()
+        self.should_stop = False
+
+    @property
+    def logger(self) -> Logger | None:
+        return self.loggers[0] if self.loggers else None
+
+    @property
+    def checkpoint_callback(self) -> ModelCheckpoint | None:
+        return next(iter(self.checkpoint_callbacks), None)
+
+    @property
+    def checkpoint_callbacks(self) -> list[ModelCheckpoint]:
+        return [each for each in self.callbacks if isinstance(each, ModelCheckpoint)]
+
+    @property
+    def early_stopping_callback(self) -> Any:
+        return next(iter(self.early_stopping_callbacks), None)
+
+    @property
+    def early_stopping_callbacks(self) -> list[Any]:
+        """roomier's, and Lightning's."""
+        return [each for each in self.callbacks if isinstance(each, EarlyStopping) or is_builtin(each, "EarlyStopping")]
+
+    @property
+    def progress_bar_callback(self) -> ProgressBar | None:
+        return next((each for each in self.callbacks if isinstance(each, ProgressBar)), None)
+
+    @property
+    def limit_train_batches(self) -> int | float:
+        return self.options.limit_of("train")
+
+    @property
+    def limit_val_batches(self) -> int | float:
+        return self.options.limit_of("val")
+
+    @property
+    def limit_test_batches(self) -> int | float:
+        return self.options.limit_of("test")
+
+    @property
+    def limit_predict_batches(self) -> int | float:
+        return self.options.limit_of("predict")
+
+    @property
+    def val_check_interval(self) -> int | float:
+        interval = self.options.val_check_interval
+        return 1.0 if interval is None else interval
+
+    @property
+    def min_epochs(self) -> int | None:
+        return 0 if self.options.min_epochs is None and self.state.fn is not None else self.options.min_epochs
+
+    @property
+    def default_root_dir(self) -> str:
+        return str(at_home(self.options.default_root_dir or "runs"))
+
+    @property
+    def keeps_files(self) -> bool:
+        """Whether a fit writes a run folder."""
+        return not self.options.num_dev_batches and (self.logger_is_on or self.enable_checkpointing)
+
+    @property
+    def gradient_clip_val(self) -> float | None:
+        return self.plan.batch.gradient_clip_val
+
+    @property
+    def gradient_clip_algorithm(self) -> str:
+        return self.plan.batch.gradient_clip_algorithm
+
+    @property
+    def precision(self) -> str:
+        return self.plan.precision.mode
+
+    @property
+    def world_size(self) -> int:
+        return self.world.size
+
+    @property
+    def global_rank(self) -> int:
+        return self.world.rank
+
+    @property
+    def local_rank(self) -> int:
+        return self.world.local_rank
+
+    @property
+    def node_rank(self) -> int:
+        return self.world.node_rank
+
+    @property
+    def is_global_zero(self) -> bool:
+        return self.world.is_global_zero
+
+    @property
+    def num_nodes(self) -> int:
+        return self.plan.parallel.num_nodes
+
+    @property
+    def num_devices(self) -> int:
+        """Of each node."""
+        return self.plan.parallel.devices
+
+    @property
+    def device_ids(self) -> list[int]:
+        """Of this node: each process has the device of its local rank."""
+        return list(range(self.num_devices))
+
+    @property
+    def profiler(self) -> NamedSpans:
+        return NamedSpans()
+
+    @property
+    def training(self) -> bool:
+        return self.state.stage is RunningStage.TRAINING
+
+    @property
+    def validating(self) -> bool:
+        return self.state.stage is RunningStage.VALIDATING
+
+    @property
+    def testing(self) -> bool:
+        return self.state.stage is RunningStage.TESTING
+
+    @property
+    def predicting(self) -> bool:
+        return self.state.stage is RunningStage.PREDICTING
+
+    @property
+    def sanity_checking(self) -> bool:
+        return self.state.stage is RunningStage.SANITY_CHECKING
+
+    @property
+    def evaluating(self) -> bool:
+        return self.state.stage is not None and self.state.stage.evaluating
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """``print`` on the first rank alone."""
+        if self.is_global_zero:
+            print(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        # max_steps, log_every_n_steps and the other loop keywords are read as attributes.
+        if name in LoopOptions.__dataclass_fields__:
+            return getattr(self.options, name)
+        instead = f". {_INSTEAD[name]}" if name in _INSTEAD else ""
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{instead}")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _OF_PLAN or name in LoopOptions.__dataclass_fields__:
+            self._set_for_next_run(name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def _set_for_next_run(self, name: str, value: Any) -> None:
+        """Between two runs a keyword of the loop may change, checked as one that is passed.
+
+        Raises:
+            RoomierError: a run is going on, or the value is wrong.
+        """
+        if self.is_running:
+            action = _WITHIN_A_RUN.get(name, "Set it before fit, or between two fits; should_stop ends the run")
+            raise RoomierError(name, value, "cannot change while a run goes on", action)
+        if name in _OF_PLAN:
+            self.asked_plan = self.plan = with_batch_field(self.asked_plan, name, value)
+        else:
+            super().__setattr__("options", dataclasses.replace(self.options, **{name: value}))
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a loop of this Trainer is running now."""
+        return self.state.stage is not None

@@ -1,0 +1,64 @@
+"""Protocol of the Trainer as the tuner uses it."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+from torch import nn
+
+from roomier.api.callback import Callback
+from roomier.api.datamodule import DataModule
+from roomier.api.trainer_view import TrainerView
+from roomier.plan import Plan
+from roomier.run.options import LoopOptions
+from roomier.run.run import Run
+from roomier.run.settled import CutBatches
+
+
+class Tunable(TrainerView, Protocol):
+    """A Trainer whose next fits use the values that the tuner finds. :class:`roomier.Trainer` implements it."""
+
+    @property
+    def options(self) -> LoopOptions:
+        """Settings of the loop."""
+        ...
+
+    @property
+    def auto_lr_find(self) -> bool | str: ...
+    @property
+    def auto_scale_batch_size(self) -> bool | str: ...
+    @property
+    def set_path(self) -> Path | str | None:
+        """The value that the user assigned to ``ckpt_path``."""
+        ...
+
+    def join_ranks(self) -> None:
+        """Join the other ranks. A trial needs them before the fit joins them."""
+        ...
+
+    def use_next(
+        self, *, plan: Plan | None = None, micro_batch: int | None = None, num_micro_batches: int | None = None
+    ) -> None:
+        """Use these values in the next fits. A value of None changes nothing."""
+        ...
+
+    def use_learning_rate(self, learning_rate: float | None) -> None:
+        """Use ``learning_rate`` for the optimizer that the Trainer names."""
+        ...
+
+    def copy_for_trial(self, plan: Plan, options: LoopOptions, callback: Callback) -> Self:
+        """Return a Trainer with the same settings that writes nothing and has ``callback`` only."""
+        ...
+
+    def session_of_trial(
+        self,
+        model: nn.Module,
+        loaders: dict[str, Any],
+        datamodule: DataModule | None,
+        weights: str | Path | None,
+        cut: CutBatches | None,
+    ) -> AbstractContextManager[Run]:
+        """Open a fit without additional callbacks, forecasts or files."""
+        ...

@@ -1,0 +1,61 @@
+"""YAML from elsewhere cannot make the process copy or print millions of values."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from roomier.core import yaml_text
+from roomier.core.errors import RoomierError
+from roomier.core.yaml_text import BoundedLoader, ExpansionError, check_aliases
+from roomier.hardware.spec import machine_of_file
+from roomier.plan import Plan
+
+LEVELS = [f"a{level}: &a{level} [{', '.join([f'*a{level - 1}'] * 8)}]" for level in range(1, 40)]
+BOMB = "\n".join(["a0: &a0 [x, x]", *LEVELS])
+
+
+def machine(text: str, folder: Path) -> object:
+    path = folder / "machine.yaml"
+    path.write_text(text)
+    return machine_of_file(path)
+
+
+READERS = {"a plan": lambda text, folder: Plan.from_yaml(f"optimizer: {{options: {{{text}}}}}"), "a machine": machine}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_aliases_that_expand_too_far_are_rejected(reader: str, tmp_path: Path) -> None:
+    text = BOMB.replace("\n", ", ") if reader == "a plan" else BOMB
+    with pytest.raises(RoomierError, match=r"aliases expand to [0-9]+ values, and at most 100000 are allowed"):
+        READERS[reader](text, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("&a [*a]", "an alias contains itself"),
+        ("{x: &a {y: [*a]}}", "an alias contains itself"),
+        ("[" * 5000, "the nesting is too deep"),
+        (BOMB + "\nb: {<<: [*a39]}", "its aliases expand"),
+    ],
+)
+def test_values_that_have_no_end_are_rejected(text: str, problem: str) -> None:
+    with pytest.raises(ExpansionError, match=problem):
+        yaml.load(text, Loader=BoundedLoader)
+
+
+def test_size_alone_is_no_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(yaml_text, "MAX_VALUES_OF_ALIASES", 100)
+    values = list(range(150))
+    assert yaml.load(str(values), Loader=BoundedLoader) == values
+
+
+def test_a_few_aliases_are_read_as_yaml_reads_them() -> None:
+    text = "a: &a {x: 1, y: [2, 3]}\nb: {<<: *a, x: 4}\nc: [*a, *a]"
+    assert yaml.load(text, Loader=BoundedLoader) == yaml.safe_load(text)
+
+
+@pytest.mark.parametrize("text", ["*.txt & more", "a & b * c", "[*", "R&D *"])
+def test_texts_that_are_no_yaml_are_left_to_their_reader(text: str) -> None:
+    check_aliases(text)

@@ -1,0 +1,145 @@
+"""Upper limits on couplings between folders, counted in the syntax trees of the sources."""
+
+import ast
+import dataclasses
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from roomier.api.trainer_view import TrainerView
+from roomier.run.options import LoopOptions
+from roomier.run.progress import Now, Progress
+from roomier.run.run import Run
+from roomier.run.saves import Saves
+from roomier.run.settled import Request, Settled, Start
+from roomier.trainer import Trainer
+
+PACKAGE = Path(__file__).parents[2] / "src" / "roomier"
+TREES = {path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
+OUTSIDE_TRAINER = {name: tree for name, tree in TREES.items() if not name.startswith("trainer/")}
+NAMES_OF_THE_TRAINER = {"trainer", "_trainer"}
+
+
+def imports_trainer_for_types(tree: ast.Module) -> Iterator[int]:
+    """Yield the lines that import ``Trainer`` under ``TYPE_CHECKING``."""
+    for block in ast.walk(tree):
+        if not isinstance(block, ast.If) or "TYPE_CHECKING" not in ast.unparse(block.test):
+            continue
+        for node in ast.walk(block):
+            if isinstance(node, ast.ImportFrom) and any(alias.name == "Trainer" for alias in node.names):
+                yield node.lineno
+
+
+def is_trainer(node: ast.expr) -> bool:
+    """Return whether ``node`` reads ``trainer``, ``_trainer`` or an attribute with this name."""
+    name = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+    return name in NAMES_OF_THE_TRAINER
+
+
+def trainer_attributes_set(tree: ast.Module) -> Iterator[str]:
+    """Yield the name of each attribute of a Trainer that ``tree`` assigns, also in an item or with ``setattr``."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "setattr" and is_trainer(node.args[0]):
+            yield ast.unparse(node.args[1]).strip("'")
+        if isinstance(node, (ast.Attribute, ast.Subscript)) and isinstance(node.ctx, ast.Store):
+            target: ast.expr = node
+            while isinstance(target, ast.Subscript):
+                target = target.value
+            if isinstance(target, ast.Attribute) and is_trainer(target.value):
+                yield target.attr
+
+
+def imports_inside_functions(tree: ast.Module) -> Iterator[int]:
+    """Yield the lines inside functions that import a module of roomier."""
+    for function in ast.walk(tree):
+        if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            for node in ast.walk(function):
+                if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("roomier"):
+                    yield node.lineno
+
+
+def comparisons_with_none(tree: ast.Module) -> Iterator[int]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Compare) and ast.unparse(node).endswith(" None"):
+            yield node.lineno
+
+
+def has_reason(place: str) -> bool:
+    """Return whether the line ``file: number`` says why its import is late."""
+    file, number = place.split(": ")
+    return "# late: " in (PACKAGE / file).read_text().splitlines()[int(number) - 1]
+
+
+def found(search: Callable[[ast.Module], Iterator[object]], trees: dict[str, ast.Module]) -> list[str]:
+    return [f"{name}: {each}" for name, tree in trees.items() for each in search(tree)]
+
+
+def test_the_searches_find_each_form() -> None:
+    tree = ast.parse(
+        """
+if TYPE_CHECKING:
+    from roomier.trainer import Trainer
+trainer.plan = run.trainer.a, self._trainer.b = 1
+setattr(trainer, "c", 1)
+trainer.d["e"] = trainer.read
+def f():
+    from roomier.plan import Plan
+    return a is None or b is not None
+"""
+    )
+    assert list(imports_trainer_for_types(tree)) == [3]
+    assert sorted(trainer_attributes_set(tree)) == ["a", "b", "c", "d", "plan"]
+    assert list(imports_inside_functions(tree)) == [8]
+    assert list(comparisons_with_none(tree)) == [9, 9]
+
+
+def test_the_trainer_is_imported_for_types_by_the_package_alone() -> None:
+    assert {each.split(":")[0] for each in found(imports_trainer_for_types, OUTSIDE_TRAINER)} == {"__init__.py"}
+
+
+def test_code_below_the_trainer_does_not_assign_its_attributes() -> None:
+    assigned = [each for each in found(trainer_attributes_set, OUTSIDE_TRAINER) if not each.endswith(" should_stop")]
+    assert not assigned
+
+
+def test_imports_of_our_modules_are_at_the_top_of_the_file() -> None:
+    folders = ("api/", "callbacks/", "memory/", "run/", "train/", "trainer/", "tuner/")
+    trees = {name: tree for name, tree in TREES.items() if name.startswith(folders)}
+    assert {each for each in found(imports_inside_functions, trees) if not has_reason(each)} == set()
+    elsewhere = {name: tree for name, tree in TREES.items() if name not in trees}
+    assert len(found(imports_inside_functions, elsewhere)) <= 72
+
+
+@pytest.mark.parametrize(("file", "limit"), [("engine/eager.py", 62)])
+def test_the_engine_rarely_asks_if_a_part_exists(file: str, limit: int) -> None:
+    assert len(list(comparisons_with_none(TREES[file]))) <= limit
+
+
+def test_the_values_of_a_call_document_each_field() -> None:
+    for kind, limit in ((Run, 15), (Request, 17), (Settled, 7), (Start, 5), (Progress, 6), (Now, 13), (Saves, 8)):
+        names = [each.name for each in dataclasses.fields(kind)]
+        documented = re.findall(r"^ {8}([\w, ]+):", kind.__doc__ or "", re.MULTILINE)
+        assert sorted(name for line in documented for name in line.split(", ")) == sorted(names), kind
+        assert len(names) <= limit
+
+
+def test_the_view_of_the_trainer_has_its_public_attributes() -> None:
+    # Methods that users call, settings of the tuner, and attributes that only the session and the tuner use.
+    verbs = {"fit", "validate", "test", "predict", "predict_stream"}
+    of_session = {"begin_call", "show_loaders", "forget_runs", "add_callbacks_of", "hooked_callbacks", "seen_loaders"}
+    of_tuner = {"use_next", "use_learning_rate", "join_ranks", "copy_for_trial", "session_of_trial"}
+    constants = {"barebones", "reload_dataloaders_every_n_epochs"}
+    public = {name for name in dir(Trainer) if not name.startswith("_")} - verbs - of_session - of_tuner - constants
+    shown = {name for name in dir(TrainerView) if not name.startswith("_")}
+    assert public - shown == set()
+    own = set(vars(Trainer(logger=False, enable_checkpointing=False))) | set(LoopOptions.__dataclass_fields__)
+    assert shown - public - own == set()
+
+
+def test_only_the_request_to_stop_can_be_set_through_the_view() -> None:
+    settable = set(TrainerView.__annotations__)
+    assert settable == {"should_stop"}
+    properties = {name for name, each in vars(TrainerView).items() if isinstance(each, property)}
+    assert all(getattr(TrainerView, name).fset is None for name in properties)
