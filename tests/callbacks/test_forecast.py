@@ -19,7 +19,7 @@ from roomier.callbacks import tracked_step as tracked
 from roomier.core.errors import RoomierError
 from roomier.memory import predict
 from roomier.models.gpt import GPT, GPTConfig
-from roomier.planner.record import Record, read_record
+from roomier.planner.measured.record import Record, read_record
 from roomier.trainer import Trainer, forecasts
 from tests.planner import page_examples
 from tests.ranks.pool import RankPool

@@ -26,14 +26,31 @@ SETTINGS = [
     ("ATEN_CPU_CAPABILITY", "avx2"),
     ("ONEDNN_MAX_CPU_ISA", "AVX2"),
 ]
-FOLDERS = "activation adapters attention engine hugging_face loss models optim parallel precision resume train"
+FOLDERS = [
+    "activation",
+    "adapters",
+    "attention",
+    "callbacks",
+    "checkpoint",
+    "engine",
+    "export",
+    "hugging_face",
+    "lightning",
+    "loss",
+    "models",
+    "optim",
+    "parallel",
+    "precision",
+    "resume",
+    "train",
+]
 ROOT = Path(__file__).parents[2]
 
 
 def main(arguments: list[str]) -> int:
     """Run pytest for each setting and return 0 if every run passed."""
     has_path = any((ROOT / each.split("::")[0]).exists() for each in arguments)
-    paths = [] if has_path else [f"tests/{folder}" for folder in FOLDERS.split()]
+    paths = [] if has_path else [f"tests/{folder}" for folder in FOLDERS]
     outcomes: list[str] = []
     failed = False
     for name, value in SETTINGS:

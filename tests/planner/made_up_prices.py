@@ -18,7 +18,7 @@ from roomier.models.gpt import GPT, GPTConfig
 from roomier.plan import Plan, plan_from_flags
 from roomier.planner.choosing import nearest
 from roomier.planner.deadline import Deadline
-from roomier.planner.dry_run import Stretch
+from roomier.planner.dry_runs.dry_run import Stretch
 from roomier.planner.forecast import Forecast, StepTime
 from roomier.planner.workload import Workload
 

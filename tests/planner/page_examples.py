@@ -9,10 +9,10 @@ from roomier.hardware.machine import Device, Link, Machine
 from roomier.memory.kinds import Kind
 from roomier.plan import plan_from_flags
 from roomier.planner.choice import Choice, Considered
-from roomier.planner.dry_run import Stretch
+from roomier.planner.dry_runs.dry_run import Stretch
 from roomier.planner.forecast import Forecast, StepTime
-from roomier.planner.page.grids import Grid
-from roomier.planner.record import Measured, Record
+from roomier.planner.measured.record import Measured, Record
+from roomier.planner.report.grids import Grid
 
 GIB = 2**30
 BUDGET_BYTES = 36 * GIB

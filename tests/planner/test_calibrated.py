@@ -20,11 +20,11 @@ from roomier.hardware.spec import machine_of
 from roomier.hardware.this_machine import this_machine
 from roomier.memory.kinds import Kind
 from roomier.plan import plan_from_flags
-from roomier.planner.calibrated import activation_factor, learn_device, learned_of
-from roomier.planner.confirm import confirm
-from roomier.planner.fixed_bytes import MIB, fixed_bytes
+from roomier.planner.dry_runs.confirm import confirm
 from roomier.planner.formula.estimate import Estimator
-from roomier.planner.record import Record, read_record, record_from
+from roomier.planner.formula.fixed_bytes import MIB, fixed_bytes
+from roomier.planner.measured.calibrated import activation_factor, learn_device, learned_of
+from roomier.planner.measured.record import Record, read_record, record_from
 from roomier.planner.workload import Workload
 from tests.planner.page_examples import GIB, record
 

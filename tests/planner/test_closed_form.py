@@ -16,7 +16,7 @@ from roomier.hardware.machine import Device, Link, Machine
 from roomier.memory.predict import layout_of
 from roomier.models.gpt import GPT, GPTConfig
 from roomier.plan import Plan
-from roomier.planner.dry_run import dry_run
+from roomier.planner.dry_runs.dry_run import dry_run
 from roomier.planner.formula.deep_trace import take_deep_trace
 from roomier.planner.formula.estimate import Estimator
 from roomier.planner.formula.trace import take_trace

@@ -13,8 +13,8 @@ from roomier.api.adapt import as_module
 from roomier.hardware.machine import Device, Link, Machine
 from roomier.models.gpt import GPT, GPTConfig
 from roomier.plan import Plan
-from roomier.planner.confirm import confirm
-from roomier.planner.dry_run import DryRun, dry_run, within_budget
+from roomier.planner.dry_runs.confirm import confirm
+from roomier.planner.dry_runs.dry_run import DryRun, dry_run, within_budget
 from roomier.planner.formula.estimate import Estimator
 from roomier.planner.workload import Workload
 

@@ -7,7 +7,7 @@ import torch
 
 from roomier.api.adapt import as_module
 from roomier.plan import Plan
-from roomier.planner.dry_run import dry_run
+from roomier.planner.dry_runs.dry_run import dry_run
 from roomier.planner.workload import Workload
 from tests.planner.models import MODELS
 from tests.planner.truth import measured_peak

@@ -19,7 +19,7 @@ from roomier.api.wrapped import network_of
 from roomier.core import torch_fake, torch_private
 from roomier.core.errors import RoomierError
 from roomier.core.world import World
-from roomier.planner.dry_run import dry_run
+from roomier.planner.dry_runs.dry_run import dry_run
 from roomier.planner.fake.fake_world import fake_world
 from roomier.planner.fake.rnn import workspace_bytes
 from roomier.planner.fake.shapes import shapes_of, shapes_of_batch

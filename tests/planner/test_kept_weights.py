@@ -17,7 +17,7 @@ from roomier.hardware.spec import machine_of
 from roomier.hardware.this_machine import this_machine
 from roomier.memory.kinds import Kind
 from roomier.plan import plan_from_flags
-from roomier.planner.dry_run import dry_run
+from roomier.planner.dry_runs.dry_run import dry_run
 from roomier.planner.formula.estimate import Estimator
 from roomier.planner.workload import Workload
 from roomier.trainer import Trainer

@@ -11,11 +11,11 @@ import pytest
 
 from roomier.memory.kinds import Kind
 from roomier.planner.choice import Considered
-from roomier.planner.dry_run import Stretch
-from roomier.planner.page.page import page_of, page_of_record
-from roomier.planner.page.style import COLOURS, NAMES
-from roomier.planner.page.svg import joined, phases_of, round_ticks
-from roomier.planner.record import record_from
+from roomier.planner.dry_runs.dry_run import Stretch
+from roomier.planner.measured.record import record_from
+from roomier.planner.report.page import page_of, page_of_record
+from roomier.planner.report.style import COLOURS, NAMES
+from roomier.planner.report.svg import joined, phases_of, round_ticks
 from tests.planner.browser import look_at
 from tests.planner.page_examples import GIB, choice, forecast, grid, record
 

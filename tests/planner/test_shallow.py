@@ -14,10 +14,10 @@ from roomier.api.wrapped import network_of
 from roomier.models.gpt import GPT, GPTConfig
 from roomier.parallel.shard import units_of
 from roomier.plan import Plan
-from roomier.planner import shallow
-from roomier.planner.dry_run import DryRun, dry_run
-from roomier.planner.repeats import find_repeats, shallow_copy
-from roomier.planner.shallow import dry_run_by_depth
+from roomier.planner.dry_runs import shallow
+from roomier.planner.dry_runs.dry_run import DryRun, dry_run
+from roomier.planner.dry_runs.repeats import find_repeats, shallow_copy
+from roomier.planner.dry_runs.shallow import dry_run_by_depth
 from roomier.planner.workload import Workload
 
 STRATEGIES = ["single", "ddp", "zero1", "zero2", "zero3", "hsdp"]

@@ -16,10 +16,10 @@ from roomier.memory.walk import Layout
 from roomier.memory.weights import Unit, units_with_weights
 from roomier.models.gpt import GPT, GPTConfig
 from roomier.plan import Plan
+from roomier.planner.dry_runs.work import Work, WorkCounter
 from roomier.planner.timing.collective_time import Group, all_reduce_s, gather_s, reduce_scatter_s
 from roomier.planner.timing.traffic import sent_bytes, traffic_of
 from roomier.planner.timing.update_time import update_time
-from roomier.planner.work import Work, WorkCounter
 
 B = 2.0**20
 

@@ -14,9 +14,9 @@ from roomier.callbacks import Callback, MemoryForecast
 from roomier.core.errors import TrainingError
 from roomier.hardware.this_machine import this_machine
 from roomier.models.gpt import GPT, GPTConfig
-from roomier.planner import out_of_memory
 from roomier.planner.choosing.pricing import DryRuns
-from roomier.planner.out_of_memory import OutOfMemory
+from roomier.planner.measured import out_of_memory
+from roomier.planner.measured.out_of_memory import OutOfMemory
 from roomier.planner.workload import Workload
 from roomier.trainer import Trainer
 from tests.ranks.pool import RankFailed, RankPool

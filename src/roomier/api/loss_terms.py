@@ -1,6 +1,6 @@
 """How many terms the loss of a batch averages over: the default answer.
 
-[Note: exact accumulation]
+[Note: weighted accumulation]
 A loss that is a mean over ``n_i`` terms of micro-batch ``i`` has the gradient ``g_i``. The gradient of the whole
 batch is ``sum(n_i * g_i) / sum(n_i)``; the mean of the ``g_i`` is another number as soon as the ``n_i`` differ. The
 engine weights each micro-batch by ``n_i / sum(n_i)`` before its backward, so the counts must be known before the

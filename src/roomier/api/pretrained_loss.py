@@ -1,11 +1,12 @@
 """What the loss of a Hugging Face model averages over, as far as its class and configuration tell.
 
 [Note: no num_items_in_batch]
-The models' own way to exact accumulation is the argument ``num_items_in_batch``: the loss of micro-batch ``i`` is then
-``S_i / N``, its sum over the terms of all micro-batches. The engine's weights make the same number of the plain mean,
-``(S_i / n_i) * (n_i / N)``, see [Note: exact accumulation]. They do so also for models that take no such argument and
-for losses that a user writes. What stands beside the mean is averaged with the same weights: the loss of a router that
-spreads tokens over experts, say, which would count once for each micro-batch if only the mean were divided by ``N``.
+The models' own way to the gradient of the full batch is the argument ``num_items_in_batch``: the loss of micro-batch
+``i`` is then ``S_i / N``, its sum over the terms of all micro-batches. The engine's weights make the same number of the
+plain mean, ``(S_i / n_i) * (n_i / N)``, see [Note: weighted accumulation]. They do so also for models that take no such
+argument and for losses that a user writes. Terms in addition to the mean are averaged with the same weights. An example
+is the loss of a router over experts, which would count one time for each micro-batch if only the mean were divided by
+``N``.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ from roomier.planner.choice import words_of
 from roomier.planner.choosing.candidates import Candidate, candidates
 from roomier.planner.choosing.choose import choose
 from roomier.planner.choosing.pricing import prices_of, time_s
-from roomier.planner.fixed_bytes import fixed_bytes
+from roomier.planner.formula.fixed_bytes import fixed_bytes
 from roomier.planner.workload import Workload
 
 _MAYBE, _MOST_CONTENDERS = 1.25, 24  # times the best of the first look: what is slower is not looked at again

@@ -109,7 +109,7 @@ def _witnessed(recompute: str) -> dict[str, Any]:
     from roomier.bench.planner_rss import MODEL, WideGPT, make_batch, make_plan
     from roomier.bench.planner_truth import measured_peak
     from roomier.core.tree import batch_size_of
-    from roomier.planner.dry_run import dry_run
+    from roomier.planner.dry_runs.dry_run import dry_run
     from roomier.planner.workload import Workload
 
     module, batch, plan = WideGPT(), make_batch(), make_plan(recompute)

@@ -24,7 +24,7 @@ from roomier.core.errors import RoomierError
 from roomier.core.ranks import Ranks
 from roomier.core.tree import batch_size_of
 from roomier.core.world import World
-from roomier.planner.dry_run import dry_run
+from roomier.planner.dry_runs.dry_run import dry_run
 from roomier.planner.workload import Workload
 
 

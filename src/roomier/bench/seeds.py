@@ -31,7 +31,7 @@ from roomier.hardware.spec import machine_of
 from roomier.models.gpt import GPT, GPTConfig
 from roomier.plan import plan_from_flags
 from roomier.planner.choosing.pricing import prices_of
-from roomier.planner.confirm import confirm
+from roomier.planner.dry_runs.confirm import confirm
 from roomier.planner.workload import Workload
 
 CONTEXT_MIB = 1343

@@ -35,7 +35,7 @@ from roomier.engine.eager import EagerEngine
 from roomier.hardware.this_machine import this_machine
 from roomier.models.gpt import GPTConfig
 from roomier.plan import Plan
-from roomier.planner.dry_run import dry_run
+from roomier.planner.dry_runs.dry_run import dry_run
 from roomier.planner.timing.step_time import step_time
 from roomier.planner.workload import Workload
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from roomier.api.trainer_view import TrainerView
     from roomier.memory.tracker import MemoryTracker
     from roomier.planner.forecast import Forecast
-    from roomier.planner.record import Record
+    from roomier.planner.measured.record import Record
 
 
 class MemoryForecast(Callback):
@@ -126,7 +126,7 @@ class MemoryForecast(Callback):
             self._workload = found
 
     def _finish(self, trainer: TrainerView, tracker: MemoryTracker) -> None:
-        from roomier.planner.record import Record  # late: loads the sharding of torch
+        from roomier.planner.measured.record import Record  # late: loads the sharding of torch
 
         measured = _measured_of_all(trainer, tracker)
         forecast, reason = trainer.ranks.on_zero(lambda: _forecast(trainer, self._workload))
@@ -160,7 +160,7 @@ class MemoryForecast(Callback):
 
 def _measured_of_all(trainer: TrainerView, tracker: MemoryTracker) -> tuple[Any, ...]:
     """By rank: of the fullest all of the step, of the others their peak."""
-    from roomier.planner.record import Measured  # late: loads the sharding of torch
+    from roomier.planner.measured.record import Measured  # late: loads the sharding of torch
 
     rank = trainer.ranks.world.rank
     own = Measured.of(rank, tracker)
@@ -177,7 +177,7 @@ def _forecast(trainer: TrainerView, workload: Workload | None) -> tuple[Forecast
         return planned, ""
     if workload is None:
         return None, "the model could not be copied as shapes before it was built"
-    from roomier.planner.confirm import confirm  # late: loads the sharding of torch
+    from roomier.planner.dry_runs.confirm import confirm  # late: loads the sharding of torch
 
     plan = trainer.plan
     state = rng_state()

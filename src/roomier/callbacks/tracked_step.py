@@ -11,7 +11,7 @@ from roomier.api.blocks import find_blocks
 from roomier.api.engine import Engine
 from roomier.api.kept_weights import held_by
 from roomier.api.wrapped import network_of
-from roomier.planner.places import named_places, telling_places
+from roomier.planner.dry_runs.places import named_places, telling_places
 
 if TYPE_CHECKING:
     from roomier.api.trainer_view import TrainerView

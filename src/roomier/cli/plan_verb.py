@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from roomier.cli.workloads import Asked
     from roomier.hardware.machine import Machine
     from roomier.planner.choice import Choice
-    from roomier.planner.what_if import Grid
+    from roomier.planner.report.what_if import Grid
 
 EXIT_NOTHING_FITS = 1
 
@@ -95,8 +95,8 @@ def _calibrated(asked: Asked, run: str, machine: Machine) -> Asked:
     """``asked`` with the activations that a run of it had; what that tells of its device is kept, and said."""
     from roomier.cli.report_verb import find_run
     from roomier.hardware.cache import cache_file
-    from roomier.planner.calibrated import learn_device, learned_of
-    from roomier.planner.record import read_record
+    from roomier.planner.measured.calibrated import learn_device, learned_of
+    from roomier.planner.measured.record import read_record
 
     record = read_record(find_run(Path(run)))
     workload = learned_of(asked.workload, record, machine, run)
@@ -127,7 +127,7 @@ def _choose(asked: Asked, plan: Plan, machine: Machine) -> Choice:
 
 def _what_if(asked: Asked, plan: Plan, choice: Choice) -> Grid | None:
     """Other batches under the chosen plan; where nothing fits, under that which comes nearest."""
-    from roomier.planner.what_if import around, what_if
+    from roomier.planner.report.what_if import around, what_if
 
     shown = next((each for each in choice.considered if each.forecast is not None), None)
     if shown is None:
@@ -158,7 +158,7 @@ def _show(asked: Asked, plan: Plan, choice: Choice, grid: Grid | None) -> None:
     from rich.console import Console
 
     from roomier.cli.workloads import tokens_per_sample
-    from roomier.planner.tables import choice_table, what_if_table
+    from roomier.planner.report.tables import choice_table, what_if_table
 
     console = Console(soft_wrap=False)
     console.print(_subject(asked, plan), highlight=False, markup=False)
@@ -189,7 +189,7 @@ def _subject(asked: Asked, plan: Plan) -> str:
 
 
 def _write_page(path: Path, asked: Asked, choice: Choice, grid: Grid | None) -> None:
-    from roomier.planner.page.page import page_of
+    from roomier.planner.report.page import page_of
 
     name = f"{asked.name}, {format_count(asked.workload.num_parameters)} parameters"
     try:

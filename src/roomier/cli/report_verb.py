@@ -14,7 +14,7 @@ from roomier.core.units import format_bytes, format_count
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from roomier.planner.record import Record
+    from roomier.planner.measured.record import Record
 
 _RATES = ("samples_per_s", "tokens_per_s", "model_flops_per_s", "mfu")
 _METRICS = "metrics.jsonl"
@@ -29,7 +29,7 @@ def run(verb: str, arguments: Sequence[str]) -> int:
     """
     options = _parser(verb).parse_args(list(arguments))
     folder = find_run(options.run)
-    from roomier.planner.record import read_record  # late: --help must not wait for torch
+    from roomier.planner.measured.record import read_record  # late: --help must not wait for torch
 
     record = read_record(folder)
     rates = rates_of(folder)
@@ -56,7 +56,7 @@ def find_run(path: Path) -> Path:
     Raises:
         RoomierError: there is none.
     """
-    from roomier.planner.record import FILE_NAME
+    from roomier.planner.measured.record import FILE_NAME
     from roomier.train.opening.run_folder import is_run_folder
 
     if not path.is_dir():
@@ -143,7 +143,7 @@ def _rate_lines(rates: dict[str, float]) -> list[str]:
 
 
 def _write_page(path: Path, folder: Path, record: Record, rates: dict[str, float]) -> None:
-    from roomier.planner.page.page import page_of_record
+    from roomier.planner.report.page import page_of_record
 
     facts: dict[str, Any] = {"Run": str(folder)}
     lines = _rate_lines(rates)

@@ -95,7 +95,7 @@ class Choice:
 
     def _repr_html_(self) -> str:
         """What was planned, for a notebook."""
-        from roomier.planner.page.page import fragment_of
+        from roomier.planner.report.page import fragment_of
 
         return fragment_of(self)
 

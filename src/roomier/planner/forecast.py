@@ -10,7 +10,7 @@ from typing import Any
 from roomier.hardware.machine import Machine
 from roomier.memory.kinds import Kind
 from roomier.plan import Plan
-from roomier.planner.dry_run import Stretch
+from roomier.planner.dry_runs.dry_run import Stretch
 
 _SHARE_OF_HOST = 0.8  # the rest is for data, its workers and the system
 
@@ -96,7 +96,7 @@ class Forecast:
 
     def _repr_html_(self) -> str:
         """One step of the plan, for a notebook."""
-        from roomier.planner.page.page import fragment_of_forecast
+        from roomier.planner.report.page import fragment_of_forecast
 
         return fragment_of_forecast(self)
 

@@ -18,7 +18,7 @@ from roomier.planner.fake import known_values
 
 if TYPE_CHECKING:
     from roomier.plan import Plan
-    from roomier.planner.dry_run import Stretch
+    from roomier.planner.dry_runs.dry_run import Stretch
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Workload:
         batch: as the loader gives it.
         batch_size: samples of ``batch``, along dimension 0 of its tensors.
         activation_factor: how many times what is forecast of its activations and temporaries they are, as a run of it
-            taught: see :mod:`roomier.planner.calibrated`.
+            taught: see :mod:`roomier.planner.measured.calibrated`.
         copies: of the weights, which callbacks of the run keep.
 
     Raises:

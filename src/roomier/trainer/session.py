@@ -26,7 +26,7 @@ from roomier.core.device import resolve_device
 from roomier.core.log import notice
 from roomier.data.workers import workers_outlive_signals
 from roomier.launch import exits_together, join
-from roomier.planner.out_of_memory import FailedRun, explain_out_of_memory
+from roomier.planner.measured.out_of_memory import FailedRun, explain_out_of_memory
 from roomier.run.accumulation import Accumulation
 from roomier.run.loaders import RunLoaders
 from roomier.run.run import Run

@@ -209,7 +209,7 @@ def _never_open(plan: Plan, workload: Workload, network: nn.Module, keeps_micro_
     if CHUNKED_LOSS in plan.choice.words and not plan.loss.chunked and not can_chunk_loss(plan, network):
         reason = "the model has no output layer whose logits a chunked loss could compute"
         if plan.compile.enabled:
-            reason = "auto chooses no chunked loss with compile=True: set chunked_loss=True to use both"
+            reason = "'auto' does not add a chunked loss to compile=True: set chunked_loss=True to use both"
         yield refused({"loss.chunked": True}, given, reason)
 
 

@@ -14,8 +14,8 @@ from roomier.plan.choices import SWITCHES, Kind, kind_of
 from roomier.planner.choice import Choice, Considered
 from roomier.planner.choosing.candidates import STAGES, candidates
 from roomier.planner.choosing.pricing import TIE, Check, DryRuns, Priced, Prices, Pricing, prices_of, time_s
-from roomier.planner.confirm import is_seen_by_dry_run
 from roomier.planner.deadline import SEARCH_S, Deadline
+from roomier.planner.dry_runs.confirm import is_seen_by_dry_run
 from roomier.planner.forecast import Forecast
 from roomier.planner.workload import Workload
 

@@ -21,8 +21,8 @@ from roomier.planner.choosing.candidates import Changes, can_chunk_loss, changed
 from roomier.planner.choosing.choose import ESTIMATE_ERROR, budget_of, choose
 from roomier.planner.choosing.keywords import as_call, trainer_keywords
 from roomier.planner.choosing.pricing import Check, Prices, prices_of
-from roomier.planner.confirm import confirm
 from roomier.planner.deadline import ADVICE_S, Deadline
+from roomier.planner.dry_runs.confirm import confirm
 from roomier.planner.fake.user_code import DryRunError, reason_of
 from roomier.planner.forecast import Forecast
 from roomier.planner.workload import Workload
@@ -174,8 +174,8 @@ def _allowing(peaks: _Peaks, plan: Plan, smallest: Forecast, budget: int, networ
         [(mode, {"precision.mode": mode}) for mode in modes],
         [(name, {"optimizer.name": name}) for name in names],
     ]
-    several = (some for num_words in (1, 2, 3) for some in itertools.combinations(axes, num_words))
-    for combination in itertools.chain.from_iterable(itertools.product(*some) for some in several):
+    chosen = (some for num_words in (1, 2, 3) for some in itertools.combinations(axes, num_words))
+    for combination in itertools.chain.from_iterable(itertools.product(*some) for some in chosen):
         try:
             lean = changed(smallest.plan, {field: value for _, each in combination for field, value in each.items()})
         except RoomierError:

@@ -25,8 +25,8 @@ from roomier.hardware.machine import Machine
 from roomier.plan import Plan
 from roomier.planner.choice import Considered
 from roomier.planner.choosing.candidates import Candidate
-from roomier.planner.confirm import confirm
 from roomier.planner.deadline import Deadline
+from roomier.planner.dry_runs.confirm import confirm
 from roomier.planner.fake.user_code import DryRunError, reason_of
 from roomier.planner.forecast import Forecast
 from roomier.planner.formula.estimate import Estimator

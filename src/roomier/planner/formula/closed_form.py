@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from roomier.memory.kinds import Kind
 from roomier.memory.walk import KINDS, Layout, UnitBytes, Walk
 from roomier.memory.weights import Unit
-from roomier.planner.dry_run import Stretch
+from roomier.planner.dry_runs.dry_run import Stretch
 from roomier.planner.formula.trace import Passage, Rise, Trace, Visit
 
 _GRADIENT, _ACTIVATION, _TEMPORARY, _SENT = (

@@ -9,9 +9,9 @@ from itertools import groupby
 from roomier.api.wrapped import network_of
 from roomier.core.errors import PlanError
 from roomier.plan import Plan
+from roomier.planner.dry_runs.repeats import Repeat, find_repeats, shallow_copy, tell_traced_whole
+from roomier.planner.dry_runs.work import Part, Work
 from roomier.planner.formula.trace import Passage, Trace, take_trace
-from roomier.planner.repeats import Repeat, find_repeats, shallow_copy, tell_traced_whole
-from roomier.planner.work import Part, Work
 from roomier.planner.workload import Workload
 
 _NUM_TRACED = 3  # periods: the first and the last differ from those between
@@ -22,7 +22,7 @@ def take_deep_trace(workload: Workload, plan: Plan, *, is_cut: bool, like: str =
     """As :func:`roomier.planner.formula.trace.take_trace`.
 
     Where equal blocks stand in a row, a model with three periods of them is traced, and the passages of the middle one
-    are written down as often as the row is long (see [Note: equal blocks] in :mod:`roomier.planner.repeats`).
+    are written down as often as the row is long (see [Note: equal blocks] in :mod:`roomier.planner.dry_runs.repeats`).
 
     Raises:
         RoomierError: what ``build`` refuses.

@@ -22,13 +22,13 @@ from roomier.memory.walk import Layout, gradient_bytes, unit_bytes
 from roomier.memory.weights import Unit, buffer_bytes, units_with_weights
 from roomier.optim.averaging import tensors_to_average
 from roomier.plan import ActivationPlan, BatchPlan, OffloadPlan, ParallelPlan, Plan
-from roomier.planner.dry_run import Stretch
+from roomier.planner.dry_runs.dry_run import Stretch
 from roomier.planner.fake.fake_world import fake_world
 from roomier.planner.fake.shapes import shapes_of
-from roomier.planner.fixed_bytes import fixed_bytes
 from roomier.planner.forecast import Forecast
 from roomier.planner.formula.closed_form import Order, States, timeline
 from roomier.planner.formula.deep_trace import take_deep_trace
+from roomier.planner.formula.fixed_bytes import fixed_bytes
 from roomier.planner.formula.moved import moved_to_host
 from roomier.planner.formula.trace import Trace
 from roomier.planner.formula.update_bytes import update_bytes

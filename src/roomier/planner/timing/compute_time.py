@@ -33,7 +33,7 @@ from roomier.activation.recompute import keeps_of
 from roomier.core.errors import RoomierError
 from roomier.hardware.machine import Device
 from roomier.plan import Plan
-from roomier.planner.work import Part, Work
+from roomier.planner.dry_runs.work import Part, Work
 
 _RATES = {
     torch.float64: "fp64",

@@ -23,13 +23,13 @@ from roomier.memory.predict import layout_of
 from roomier.memory.walk import Layout
 from roomier.memory.weights import Unit, units_with_weights, with_adapters
 from roomier.plan import Plan
+from roomier.planner.dry_runs.work import Part, Work
 from roomier.planner.forecast import StepTime
 from roomier.planner.timing.collective_time import Group, all_reduce_s, gather_s
 from roomier.planner.timing.compute_time import Duration, duration, repeating, second_forward
 from roomier.planner.timing.timeline import Segment, Transfer, play
 from roomier.planner.timing.traffic import Exchange, UnitTraffic, exchanges, num_buckets_of, traffic_of
 from roomier.planner.timing.update_time import update_time
-from roomier.planner.work import Part, Work
 from roomier.planner.workload import Workload
 from roomier.precision.policy import precision_of
 

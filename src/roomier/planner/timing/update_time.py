@@ -3,8 +3,8 @@
 [Note: bytes of an update]
 Fused AdamW reads a weight, its gradient and two moments, and writes all but the gradient: seven times the size of a
 weight, 28 bytes in float32. Optimizers that are made of several operations read and write once for each; their bytes
-are those operations', counted with :class:`~roomier.planner.work.WorkCounter` on torch 2.13. Those that work on a
-CPU's cache, piece by piece, move few bytes and compute much; there the figure is the time they take on one core,
+are those operations', counted with :class:`~roomier.planner.dry_runs.work.WorkCounter` on torch 2.13. Those that work
+on a CPU's cache, piece by piece, move few bytes and compute much; there the figure is the time they take on one core,
 in the bytes that fused AdamW moves in that time (GPT of 14 M parameters; ``bench/step_time.py`` measures it).
 """
 
@@ -21,10 +21,10 @@ from roomier.memory.walk import Layout, own_shape
 from roomier.memory.weights import Unit, Weight
 from roomier.plan import Plan
 from roomier.plan.lever_rules import rounding_in_force
+from roomier.planner.dry_runs.work import Part, Work
 from roomier.planner.timing.collective_time import all_reduce_s, gather_s
 from roomier.planner.timing.compute_time import Duration, duration, rate_of
 from roomier.planner.timing.traffic import shard_group
-from roomier.planner.work import Part, Work
 
 
 @dataclass(frozen=True)

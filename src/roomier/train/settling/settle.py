@@ -215,7 +215,7 @@ def naming_nearest(plan: Plan, module: Module) -> Iterator[None]:
 def _tell(choice: Choice, asked: Plan) -> None:
     from rich.console import Console
 
-    from roomier.planner.tables import choice_table  # late: loads the sharding of torch
+    from roomier.planner.report.tables import choice_table  # late: loads the sharding of torch
 
     chosen = choice.chosen
     assert chosen is not None

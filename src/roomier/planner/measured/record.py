@@ -15,7 +15,7 @@ from roomier.loggers.files import replacing
 from roomier.memory.kinds import Kind
 from roomier.memory.tracker import MemoryTracker
 from roomier.plan import Plan
-from roomier.planner.dry_run import Stretch, stretches_of
+from roomier.planner.dry_runs.dry_run import Stretch, stretches_of
 from roomier.planner.forecast import Forecast, StepTime
 
 FILE_NAME = "forecast.json"

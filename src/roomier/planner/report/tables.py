@@ -15,7 +15,7 @@ from roomier.plan.choices import Kind as Label
 from roomier.plan.table import rows
 from roomier.planner.choice import Choice, Considered, levers_of, words_of
 from roomier.planner.forecast import Forecast
-from roomier.planner.what_if import Grid
+from roomier.planner.report.what_if import Grid
 
 _MAX_PLANS = 8  # priced ones; at least one of each strategy is shown whatever this says
 _MAX_REFUSED = 6

@@ -8,9 +8,9 @@ from html import escape
 
 from roomier.core.units import format_bytes
 from roomier.memory.kinds import Kind, total_bytes
-from roomier.planner.dry_run import Stretch
-from roomier.planner.page.style import COLOURS, NAMES
-from roomier.planner.record import moment_text
+from roomier.planner.dry_runs.dry_run import Stretch
+from roomier.planner.measured.record import moment_text
+from roomier.planner.report.style import COLOURS, NAMES
 
 _WIDTH, _HEIGHT = 1000, 1000  # of the drawing's own coordinates, stretched to the room there is
 MAX_STRETCHES = 300  # drawn one by one; of more, neighbours are drawn together

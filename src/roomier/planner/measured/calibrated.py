@@ -7,8 +7,9 @@ operation. So there is one number for a model: how many times what was forecast 
 It is the number with which the forecast of that run has the peak that was measured; other micro-batches, strategies and
 levers are forecast with the same one. It holds for the model and the data of that run, and is kept nowhere.
 
-What a GPU holds beside tensors does not depend on the model: :func:`roomier.planner.fixed_bytes.calibrate` learns it
-from the same step, and keeps it for all plans on devices of that kind, those of ``strategy="auto"`` among them.
+What a GPU holds beside tensors does not depend on the model: :func:`roomier.planner.formula.fixed_bytes.calibrate`
+learns it from the same step, and keeps it for all plans on devices of that kind, those of ``strategy="auto"`` among
+them.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from roomier.core.errors import RoomierError
 from roomier.core.units import format_bytes
 from roomier.hardware.machine import Machine
 from roomier.memory.kinds import total_bytes
-from roomier.planner.dry_run import OF_THE_BATCH
-from roomier.planner.fixed_bytes import Calibration, calibrate
-from roomier.planner.record import Record
+from roomier.planner.dry_runs.dry_run import OF_THE_BATCH
+from roomier.planner.formula.fixed_bytes import Calibration, calibrate
+from roomier.planner.measured.record import Record
 from roomier.planner.workload import Workload
 
 _MOST = 20.0  # times; and so many times less

@@ -1,11 +1,12 @@
 """A step of a deep model, from dry runs of copies in which its blocks repeat less often.
 
 [Note: depth]
-Where equal blocks stand in a row (see :mod:`roomier.planner.repeats`) a copy with four periods of each is traced, the
-first two and the last two, and for each row one with a period more in the middle. The two timelines are the same but
-for the visits to that period, one in each forward and backward. What it adds to all other moments is the difference of
-the two; what its visit adds to what comes behind is the difference of its end and its begin. So the timeline of the
-whole depth is written down: the visit as often as periods were left out, each higher by the visits before it.
+Where equal blocks stand in a row (see :mod:`roomier.planner.dry_runs.repeats`) a copy with four periods of each is
+traced, the first two and the last two, and for each row one with a period more in the middle. The two timelines are the
+same but for the visits to that period, one in each forward and backward. What it adds to all other moments is the
+difference of the two; what its visit adds to what comes behind is the difference of its end and its begin. So the
+timeline of the whole depth is written down: the visit as often as periods were left out, each higher by the visits
+before it.
 
 Two on each side, for the ends reach one block into a row: buffers of the last block travel while the one before it
 computes, and the first has none to gather before it. Nothing is taken for granted: where the timelines are not the same
@@ -22,9 +23,9 @@ from roomier.api.wrapped import network_of
 from roomier.core.errors import PlanError
 from roomier.memory.kinds import Kind
 from roomier.plan import Plan
-from roomier.planner.dry_run import DryRun, NumBytes, Stretch, dry_run, within_budget
-from roomier.planner.repeats import Repeat, Shallow, find_repeats, shallow_copy, tell_traced_whole
-from roomier.planner.work import Part, Work
+from roomier.planner.dry_runs.dry_run import DryRun, NumBytes, Stretch, dry_run, within_budget
+from roomier.planner.dry_runs.repeats import Repeat, Shallow, find_repeats, shallow_copy, tell_traced_whole
+from roomier.planner.dry_runs.work import Part, Work
 from roomier.planner.workload import Workload
 
 _NUM_FIRST = _NUM_LAST = 2  # periods that are always traced
@@ -42,7 +43,7 @@ class _IsNotLinear(Exception):  # noqa: N818 - says what was found; it is never 
 def dry_run_by_depth(
     workload: Workload, plan: Plan, *, rank: int = 0, is_pairwise: bool = True, like: str = "cpu"
 ) -> DryRun:
-    """As :func:`roomier.planner.dry_run.dry_run`, in the time of a few blocks where the model has many.
+    """As :func:`roomier.planner.dry_runs.dry_run.dry_run`, in the time of a few blocks where the model has many.
 
     See [Note: depth].
 

@@ -24,10 +24,10 @@ from roomier.memory.kinds import Kind, total_bytes
 from roomier.memory.tracker import MemoryTracker, Snapshot, tracking
 from roomier.optim.averaging import WeightAverage, tensors_to_average
 from roomier.plan import ActivationPlan, Plan
+from roomier.planner.dry_runs.places import named_places, telling_places
+from roomier.planner.dry_runs.work import Part, Work, WorkCounter
 from roomier.planner.fake.fake_world import fake_world
 from roomier.planner.fake.shapes import shapes_of, shapes_of_batch
-from roomier.planner.places import named_places, telling_places
-from roomier.planner.work import Part, Work, WorkCounter
 from roomier.planner.workload import Workload
 from roomier.precision.policy import precision_of
 

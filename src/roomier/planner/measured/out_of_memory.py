@@ -161,7 +161,7 @@ def _held(engine: Engine) -> str:
 
 
 def _said(forecast: Forecast, *, was_planned: bool) -> str:
-    from roomier.planner.record import moment_text
+    from roomier.planner.measured.record import moment_text
 
     when = "The forecast was" if was_planned else "A forecast, made now, says"
     peak = forecast.peak
@@ -200,7 +200,7 @@ def _machine(failed: FailedRun) -> Machine:
 
 
 def _forecast(workload: Workload, plan: Plan, machine: Machine) -> Forecast:
-    from roomier.planner.confirm import confirm
+    from roomier.planner.dry_runs.confirm import confirm
 
     return confirm(workload, plan, machine)
 

@@ -8,7 +8,7 @@ from roomier.core.errors import RoomierError
 from roomier.hardware.machine import Machine
 from roomier.plan import Plan
 from roomier.planner.choosing.pricing import Prices, prices_of
-from roomier.planner.page.grids import Grid
+from roomier.planner.report.grids import Grid
 from roomier.planner.workload import Workload
 
 __all__ = ["Grid", "around", "what_if"]

@@ -10,11 +10,12 @@ from roomier.core.units import format_bytes
 from roomier.hardware.machine import Machine
 from roomier.memory.kinds import Kind
 from roomier.planner.choice import Choice, Considered, words_of
-from roomier.planner.dry_run import Stretch
+from roomier.planner.dry_runs.dry_run import Stretch
 from roomier.planner.forecast import Forecast
-from roomier.planner.page.grids import Grid, heat_table, kinds_table, plans_table, seconds_text
-from roomier.planner.page.style import COLOURS, NAMES, STYLE
-from roomier.planner.page.svg import (
+from roomier.planner.measured.record import Record, moment_text
+from roomier.planner.report.grids import Grid, heat_table, kinds_table, plans_table, seconds_text
+from roomier.planner.report.style import COLOURS, NAMES, STYLE
+from roomier.planner.report.svg import (
     FIXED,
     areas,
     bar,
@@ -25,7 +26,6 @@ from roomier.planner.page.svg import (
     round_ticks,
     swatch,
 )
-from roomier.planner.record import Record, moment_text
 
 _MOST_OF_BUDGET = 2.5  # a bar longer than so many budgets is cut
 _NARROW_PHASE = 0.09  # share of the width below which a phase has no room for its name

@@ -8,9 +8,9 @@ from html import escape
 
 from roomier.core.units import format_bytes
 from roomier.planner.choice import Considered, words_of
-from roomier.planner.page.style import COLOURS, NAMES
-from roomier.planner.page.svg import swatch
-from roomier.planner.record import Record
+from roomier.planner.measured.record import Record
+from roomier.planner.report.style import COLOURS, NAMES
+from roomier.planner.report.svg import swatch
 
 _NUM_PLANS = 14  # rows of plans that were priced
 _NUM_REFUSED = 8

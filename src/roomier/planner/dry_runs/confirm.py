@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from roomier.hardware.machine import Machine
 from roomier.plan import Plan
-from roomier.planner.fixed_bytes import fixed_bytes
+from roomier.planner.dry_runs.shallow import dry_run_by_depth
 from roomier.planner.forecast import Forecast
 from roomier.planner.formula.estimate import Estimator
-from roomier.planner.shallow import dry_run_by_depth
+from roomier.planner.formula.fixed_bytes import fixed_bytes
 from roomier.planner.timing.step_time import step_time
 from roomier.planner.workload import Workload
 

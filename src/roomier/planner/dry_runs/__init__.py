@@ -1,0 +1,1 @@
+"""Dry runs: a training step on fake tensors, with the code that a run uses."""

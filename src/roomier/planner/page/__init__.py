@@ -1,1 +1,0 @@
-"""The planner's page: one file of HTML."""

@@ -1,0 +1,1 @@
+"""Reports of a choice: tables for a terminal and an HTML page."""
