@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from roomier.core.errors import RoomierError, Shown, shorten
 from roomier.core.wire import decode, encode
 from roomier.core.world import World
 
@@ -64,7 +63,11 @@ class Ranks:
         """Return ``value`` of each rank, by rank, on every rank.
 
         Args:
-            allows_pickle: for values of the user, which may hold objects of any type; others are sent as plain data.
+            allows_pickle: pickle objects that are not plain data. Use it only for values of the user. See
+                :mod:`roomier.core.wire`.
+
+        Raises:
+            RoomierError: ``value`` contains an object that cannot be sent.
         """
         if self.is_alone:
             return [value]
@@ -79,25 +82,24 @@ class Ranks:
         return [decode(row[:size].tobytes(), allows_pickle=allows_pickle) for row, size in rows]
 
     def from_zero(self, value: T, *, allows_pickle: bool = False) -> T:
-        """Return ``value`` of rank 0 on every rank; for ``allows_pickle`` see :meth:`gather`."""
+        """Return ``value`` of rank 0 on every rank.
+
+        Args:
+            allows_pickle: see :meth:`gather`.
+        """
         if self.is_alone:
             return value
-        data = encode(value, allows_pickle=allows_pickle) if self.is_zero else b""
+        data = bytearray(encode(value, allows_pickle=allows_pickle)) if self.is_zero else bytearray()
         size = torch.tensor([len(data)])
         dist.broadcast(size, src=0, group=self._group)
-        sent = (
-            torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(int(size), dtype=torch.uint8)
-        )
+        sent = torch.frombuffer(data or bytearray(int(size)), dtype=torch.uint8)
         dist.broadcast(sent, src=0, group=self._group)
-        if self.is_zero:
-            return value
-        received: T = decode(sent.numpy().tobytes(), allows_pickle=allows_pickle)
-        return received
+        return value if self.is_zero else decode(sent.numpy().tobytes(), allows_pickle=allows_pickle)  # type: ignore[no-any-return]
 
     def on_zero(self, function: Callable[[], T]) -> T:
-        """Call ``function`` on rank 0 alone. Every rank returns the result, or raises the error.
+        """Call ``function`` on rank 0 only. Every rank returns the result, or raises the error of rank 0.
 
-        An error that cannot be sent is a RuntimeError with the same text on the other ranks.
+        If the error cannot be sent, the other ranks raise a RuntimeError with its text.
         """
         if self.is_alone:
             return function()
@@ -121,14 +123,8 @@ class Ranks:
 
 
 def _sendable(error: Exception) -> Exception:
-    """Return ``error``, or an error with the same text that can be sent."""
-    if isinstance(error, RoomierError):
-        shown = type(error)(error.field, Shown(shorten(error.received)), error.problem, error.action)
-        candidates: tuple[Exception, ...] = (error, shown)
-    else:
-        candidates = (error,)
-    for each in candidates:
-        with suppress(Exception):  # its class may have any code
-            decode(encode(each))
-            return each
+    """Return ``error`` if it can be sent, otherwise a RuntimeError with its text."""
+    with suppress(Exception):  # the constructor of its class can raise any error
+        decode(encode(error))
+        return error
     return RuntimeError(f"{type(error).__name__} on rank 0: {error}")

@@ -1,37 +1,44 @@
-"""Values as bytes, for other ranks: JSON and the bytes of tensors.
+"""Values as bytes for other ranks: a JSON header, followed by the bytes of tensors.
 
-Reading these bytes runs no code of the sender. They hold numbers, strings, containers, tensors, paths, and objects of
-roomier's own classes. If the reader allows it, they also hold pickles of other objects, and unpickling can run any
-code.
+Decoding runs no code of the sender. A message contains numbers, strings, containers, tensors, paths, and objects of
+roomier's own classes. If the receiver allows it, a message also contains pickles of other objects. Unpickling can run
+any code.
 """
 
 from __future__ import annotations
 
+import builtins
 import json
 import pickle
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from importlib import import_module
 from pathlib import Path, PurePath
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+
+from roomier.core.errors import RoomierError, Shown, shorten
 
 _CONTAINERS: dict[str, type] = {each.__name__: each for each in (list, tuple, set, frozenset, torch.Size)}
 _HEADER = struct.Struct("<Q")
 
 
 def encode(value: Any, *, allows_pickle: bool = False) -> bytes:
-    """Return ``value`` as bytes.
+    """Convert ``value`` to bytes.
+
+    A NumPy scalar becomes a Python number. Without pickles, a mapping of a class outside roomier becomes a dict.
 
     Args:
-        allows_pickle: pickle objects of other types; :func:`decode` must allow it as well.
+        allows_pickle: pickle objects of other types. The receiver must pass the same value to :func:`decode`.
 
     Raises:
-        TypeError: ``value`` holds an object of another type.
+        RoomierError: ``value`` contains an object that cannot be sent. The error names its type.
     """
     encoder = _Encoder(allows_pickle)
     head = json.dumps(encoder.node(value)).encode()
@@ -39,10 +46,10 @@ def encode(value: Any, *, allows_pickle: bool = False) -> bytes:
 
 
 def decode(data: bytes | bytearray, *, allows_pickle: bool = False) -> Any:
-    """Return the value of :func:`encode`. Tensors are on the kind of device on which they were.
+    """Convert the result of :func:`encode` to the value. Each tensor is on the device type of the sender's tensor.
 
     Raises:
-        ValueError: ``data`` holds a pickle that is not allowed, or does not come from :func:`encode`.
+        ValueError: ``data`` contains a pickle although ``allows_pickle`` is False, or a class that is not allowed.
     """
     [size] = _HEADER.unpack_from(data)
     start = _HEADER.size + size
@@ -56,21 +63,24 @@ class _Encoder:
         self._allows_pickle = allows_pickle
 
     def node(self, value: Any) -> Any:
-        """Return ``value`` as a scalar, or as a list of the name of its kind and what it consists of."""
+        """Return ``value`` as a JSON scalar, or as a list of the name of its kind and its parts."""
+        kind = type(value)
         if isinstance(value, Enum):
-            return ["enum", _name_of(type(value)), value.name] if _is_own(type(value)) else self._pickled(value)
+            return ["enum", _name_of(kind), value.name] if _is_own(kind) else self._pickled(value)
         if value is None or isinstance(value, (bool, int, float, str)):
             return value
-        if type(value) in _CONTAINERS.values():
-            return [type(value).__name__, self._nodes(value)]
-        if type(value) is dict:
+        if kind in _CONTAINERS.values():
+            return [kind.__name__, self._nodes(value)]
+        if kind is dict or (isinstance(value, Mapping) and not self._allows_pickle and not _is_own(kind)):
             return ["dict", self._nodes(value.keys()), self._nodes(value.values())]
-        if type(value) in (Tensor, nn.Parameter) and value.layout is torch.strided and not value.is_quantized:
+        if kind in (Tensor, nn.Parameter) and value.layout is torch.strided and not value.is_quantized:
             flat = value.detach().cpu().resolve_conj().resolve_neg().contiguous().view(-1)
             blob = self._blob(flat.view(torch.uint8).numpy().tobytes())
             return ["tensor", str(value.dtype), list(value.shape), value.device.type, *blob]
         if isinstance(value, (bytes, bytearray)):
             return ["bytes", *self._blob(bytes(value))]
+        if isinstance(value, np.generic):
+            return self.node(value.item())
         if isinstance(value, torch.dtype):
             return ["dtype", str(value)]
         if isinstance(value, PurePath):
@@ -81,6 +91,9 @@ class _Encoder:
 
     def _object(self, value: Any) -> Any:
         kind = type(value)
+        if isinstance(value, RoomierError) and _is_own(kind):
+            parts = (value.field, self._received(value.received), value.problem, value.action, str(value))
+            return ["error", _name_of(kind), *parts]
         if _is_own(kind):
             if _is_named_tuple(kind):
                 return ["call", _name_of(kind), self._nodes(value)]
@@ -89,30 +102,30 @@ class _Encoder:
             if is_dataclass(kind):
                 return ["dataclass", _name_of(kind), self._nodes(getattr(value, each.name) for each in fields(kind))]
         if isinstance(value, Exception) and kind.__module__ == "builtins":
-            return ["error", kind.__name__, self._nodes(value.__reduce__()[1])]
+            return ["exception", kind.__name__, self._nodes(value.__reduce__()[1])]
         return self._pickled(value)
+
+    def _received(self, value: object) -> Any:
+        """Return the node of ``value`` if it is plain data without tensors, otherwise the node of its text."""
+        own = _Encoder(allows_pickle=False)
+        with suppress(RoomierError, RecursionError):
+            node = own.node(value)
+            if not own.blobs:
+                return node
+        return self.node(Shown(shorten(value)))
 
     def _nodes(self, values: Iterable[Any]) -> list[Any]:
         return [self.node(each) for each in values]
 
     def _pickled(self, value: Any) -> Any:
-        if not self._allows_pickle:
-            import traceback
-
-            with open("/tmp/exp/types.log", "a") as f:
-                f.write(
-                    repr(type(value))
-                    + " <- "
-                    + " < ".join(
-                        f"{x.filename.rpartition('/')[2]}:{x.lineno}"
-                        for x in traceback.extract_stack()[-14:-2][::-1]
-                        if "wire" not in x.filename
-                    )
-                    + "\n"
-                )
-            return ["pickle", *self._blob(pickle.dumps(value))]
-            raise TypeError(f"{type(value).__module__}.{type(value).__qualname__} is not sent to other ranks")
-        return ["pickle", *self._blob(pickle.dumps(value))]
+        problem = "objects of this type are not sent to other ranks"
+        if self._allows_pickle:
+            try:
+                return ["pickle", *self._blob(pickle.dumps(value))]
+            except Exception as error:  # pickle calls methods of the object, which can raise any error
+                problem = f"cannot be pickled for other ranks ({type(error).__name__}: {error})"
+        action = "Use numbers, strings, tensors, and lists, tuples and dicts of them"
+        raise RoomierError("value", type(value), problem, action)
 
     def _blob(self, data: bytes) -> tuple[int, int]:
         place = self._num_bytes, len(data)
@@ -133,11 +146,10 @@ class _Decoder:
             "path": Path,
             "class": lambda name: _own_class(name, lambda kind: True),
             "enum": lambda name, member: _own_class(name, lambda kind: issubclass(kind, Enum))[member],
-            "call": lambda name, values: _own_class(name, lambda kind: _is_named_tuple(kind) or _reduces_itself(kind))(
-                *self._values(values)
-            ),
+            "call": self._call,
             "dataclass": self._dataclass,
             "error": self._error,
+            "exception": self._exception,
             "pickle": self._unpickled,
         }
 
@@ -156,26 +168,39 @@ class _Decoder:
         return bytes(self._blobs[start : start + size])
 
     def _tensor(self, dtype: str, shape: list[int], device: str, start: int, size: int) -> Tensor:
-        flat = torch.frombuffer(bytearray(self._blob(start, size)), dtype=torch.uint8) if size else torch.empty(0)
-        return flat.view(_dtype(dtype)).view(shape).to(device) if size else flat.to(device, _dtype(dtype)).view(shape)
+        if not size:
+            return torch.empty(shape, dtype=_dtype(dtype), device=device)
+        flat = torch.frombuffer(bytearray(self._blob(start, size)), dtype=torch.uint8)
+        return flat.view(_dtype(dtype)).view(shape).to(device)
+
+    def _call(self, name: str, values: list[Any]) -> Any:
+        kind = _own_class(name, lambda kind: _is_named_tuple(kind) or _reduces_itself(kind))
+        return kind(*self._values(values))
 
     def _dataclass(self, name: str, values: list[Any]) -> Any:
         kind: Any = _own_class(name, is_dataclass)
-        made = object.__new__(kind)  # as a copy is made: not by the arguments of a call
+        made = object.__new__(kind)  # without __init__, as copy.copy creates an object
         for each, value in zip(fields(kind), self._values(values), strict=True):
             object.__setattr__(made, each.name, value)
         return made
 
-    def _error(self, name: str, values: list[Any]) -> Exception:
-        kind = getattr(__import__("builtins"), name)
+    def _error(self, name: str, field: str, received: Any, problem: str, action: str, text: str) -> RoomierError:
+        kind = _own_class(name, lambda kind: issubclass(kind, RoomierError))
+        error: RoomierError = kind.__new__(kind)
+        RoomierError.__init__(error, field, self.value(received), problem, action)
+        error.args = (text,)  # a subclass can have another text
+        return error
+
+    def _exception(self, name: str, values: list[Any]) -> Exception:
+        kind = getattr(builtins, name)
         if not (isinstance(kind, type) and issubclass(kind, Exception)):
-            raise ValueError(f"{name} is no exception")
+            raise ValueError(f"{name} is not an exception")
         error: Exception = kind(*self._values(values))
         return error
 
     def _unpickled(self, start: int, size: int) -> Any:
-        if False:
-            raise ValueError("a rank sent a pickle where none is allowed")
+        if not self._allows_pickle:
+            raise ValueError("a rank sent a pickle, which this call does not allow")
         return pickle.loads(self._blobs[start : start + size])
 
 
@@ -195,11 +220,11 @@ def _name_of(kind: type) -> str:
     return f"{kind.__module__}:{kind.__qualname__}"
 
 
-def _own_class(name: str, is_right: Callable[[type], bool]) -> Any:
+def _own_class(name: str, is_allowed: Callable[[type], bool]) -> Any:
     """Return roomier's class ``name``.
 
     Raises:
-        ValueError: it is no class of roomier, or not of the right sort.
+        ValueError: ``name`` is not a class of roomier, or ``is_allowed`` returns False for the class.
     """
     module, _, path = name.partition(":")
     if module.split(".")[0] != "roomier" or "__" in name:
@@ -207,13 +232,13 @@ def _own_class(name: str, is_right: Callable[[type], bool]) -> Any:
     found: Any = import_module(module)
     for part in path.split("."):
         found = getattr(found, part)
-    if not (isinstance(found, type) and _is_own(found) and is_right(found)):
-        raise ValueError(f"{name} is not sent to other ranks")
+    if not (isinstance(found, type) and _is_own(found) and is_allowed(found)):
+        raise ValueError(f"{name} is not a class that ranks send")
     return found
 
 
 def _dtype(name: str) -> torch.dtype:
     found = getattr(torch, name.removeprefix("torch."), None)
     if not isinstance(found, torch.dtype):
-        raise ValueError(f"{name} is no dtype")
+        raise ValueError(f"{name} is not a dtype")
     return found
