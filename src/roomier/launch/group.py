@@ -1,4 +1,4 @@
-"""Default process group of all ranks: start the ranks if needed, let them meet, and connect them."""
+"""Default process group of all ranks: start the ranks if needed, wait for all of them, and connect them."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def is_worth_telling(error: BaseException) -> bool:
 
 def failure_is_told(within_s: float) -> bool:
     """Return whether a rank reports an error that ends it, up to ``within_s`` from now."""
-    return _news is not None and _news.is_told(within_s)
+    return _news is not None and _news.is_reported(within_s)
 
 
-def initialise(world: World, device_type: str) -> None:
+def initialize(world: World, device_type: str) -> None:
     """Initialize the default process group.
 
     Raises:
-        RoomierError: the ranks cannot be started, or do not meet.
+        RoomierError: the ranks cannot be started, or the rendezvous fails.
     """
     global _news
     timeout_s = float(os.environ.get(JOIN_TIMEOUT, 600))
@@ -71,7 +71,7 @@ def initialise(world: World, device_type: str) -> None:
 
 
 def _connect(world: World, device_type: str, store: PrefixStore, news: FailureNews, timeout_s: float) -> None:
-    # torch waits for as long as a collective may take, and a shorter timeout would hold for all collectives.
+    # torch waits for the timeout of a collective, and a shorter timeout would apply to all collectives.
     timer = threading.Timer(timeout_s, news.end_unconnected, (timeout_s,))
     timer.daemon = True
     timer.start()
@@ -90,7 +90,7 @@ def _connect(world: World, device_type: str, store: PrefixStore, news: FailureNe
 
 @contextmanager
 def exits_together(where: Callable[[], str]) -> Iterator[None]:
-    """Inside, reject an exit of this rank with code 0 if the other ranks do not exit as well.
+    """Reject an exit of this rank with code 0 inside the context if the other ranks do not exit as well.
 
     Args:
         where: returns the place in the run, for messages.
@@ -98,7 +98,7 @@ def exits_together(where: Callable[[], str]) -> Iterator[None]:
     Raises:
         TrainingError: this rank exits with code 0, and other ranks do not.
     """
-    if _news is None:  # the process group is the user's
+    if _news is None:  # the user initialized the process group
         yield
         return
     before, _news.where = _news.where, where
@@ -111,8 +111,8 @@ def exits_together(where: Callable[[], str]) -> Iterator[None]:
         missing = _news.wait_for_exits()
         if not missing:
             raise
-        problem = f"exited with code 0 {where()}, and ranks {missing} did not"
-        action = "Exit on all ranks in the same step, or set trainer.should_stop = True, which all ranks obey"
+        problem = f"exited with code 0 {where()}, but ranks {missing} did not exit"
+        action = "Exit on all ranks in the same step, or set trainer.should_stop = True, which stops all ranks"
         raise TrainingError("rank", _news.world.rank, problem, action) from exit
     _news.where = before
 

@@ -1,4 +1,4 @@
-"""Process group of a run: joined when the first run begins, left when the process ends."""
+"""Process group of a run. A process joins it when its first run begins, and leaves it when the process ends."""
 
 from __future__ import annotations
 
@@ -15,31 +15,33 @@ from roomier.core.world import World
 
 
 def join(world: World, device_type: str) -> Ranks:
-    """Return the ranks of ``world`` after they have met. An initialized process group is used as it is.
+    """Return the ranks of ``world`` after the rendezvous. An initialized process group is reused.
 
-    If no launcher started the other ranks of this machine, they are started here.
+    If no launcher started the other ranks of this machine, this function starts them.
 
     Args:
-        device_type: device of the tensors that the ranks exchange, ``"cpu"`` or ``"cuda"``.
+        device_type: device type of the tensors that the ranks exchange, ``"cpu"`` or ``"cuda"``.
 
     Raises:
-        RoomierError: the ranks cannot be started, or do not meet; or the initialized process group has other ranks.
+        RoomierError: the ranks cannot be started, the rendezvous fails, or the initialized process group has other
+            ranks.
     """
     if world.size == 1:
         return Ranks(world)
     if device_type not in ("cpu", "cuda"):
-        action = "Use accelerator='cpu', or strategy='single'"
-        raise RoomierError("accelerator", device_type, "several ranks cannot exchange tensors of it", action)
+        action = "Use accelerator='cpu' or strategy='single'"
+        raise RoomierError("accelerator", device_type, "does not support several ranks", action)
     if device_type == "cuda":
         torch.cuda.set_device(_device_index(world))
     if not dist.is_initialized():
-        from roomier.launch.group import initialise  # here: one process does not import what several ranks need
+        from roomier.launch.group import initialize  # late: a single rank does not need this import
 
-        initialise(world, device_type)
+        initialize(world, device_type)
     if dist.get_world_size() != world.size or dist.get_rank() != world.rank:
         found = f"rank {dist.get_rank()} of {dist.get_world_size()}"
-        problem = f"the process group that is initialised says {found}, the run needs rank {world.rank} of {world.size}"
-        raise RoomierError("devices", world.local_size, problem, "Let roomier initialise it, or make both agree")
+        problem = f"the initialized process group has {found}, but the run requires rank {world.rank} of {world.size}"
+        action = "Let roomier initialize the process group, or initialize it with the same rank and world size"
+        raise RoomierError("devices", world.local_size, problem, action)
     return Ranks(world)
 
 
@@ -53,7 +55,7 @@ def exits_together(ranks: Ranks, where: Callable[[], str]) -> AbstractContextMan
 
 
 def _device_index(world: World) -> int:
-    """Return the index of the CUDA device of this rank: 0 if the launcher shows each rank one device only.
+    """Return the index of the CUDA device of this rank. It is 0 if the launcher makes one device visible to each rank.
 
     Raises:
         RoomierError: the machine has fewer devices than ranks.
@@ -64,5 +66,5 @@ def _device_index(world: World) -> int:
     is_chosen_by_launcher = count == 1 and "CUDA_VISIBLE_DEVICES" in os.environ and "SLURM_PROCID" in os.environ
     if is_chosen_by_launcher:
         return 0
-    problem = f"this machine shows {count} CUDA devices, and each rank needs one"
+    problem = f"each rank requires a CUDA device, but this machine has only {count}"
     raise RoomierError("devices", world.local_size, problem, f"Use devices={count}, or accelerator='cpu'")

@@ -1,4 +1,4 @@
-"""Start the other ranks of this machine: the same command again, with the environment of a rank.
+"""Start the other ranks of this machine with the command of this process and the environment of a rank.
 
 When its first run begins, the process that the user started becomes the first rank of its node. Until then, the other
 ranks run the same script independently, as under torchrun.
@@ -24,16 +24,17 @@ from roomier.launch.meet import serve
 from roomier.launch.watch import Children, watch_parent
 
 MAX_DEVICES = "ROOMIER_MAX_DEVICES"
-"""Environment variable: how many ranks roomier starts at most on this machine (4 for each core, and at least 16)."""
+"""Environment variable: maximum number of ranks that roomier starts on this machine (default: 4 per core, at least
+16)."""
 
-_STORE_TIMEOUT_S = 60.0  # of one request
+_STORE_TIMEOUT_S = 60.0  # timeout of one request
 _NUM_THREADS_AT_IMPORT = torch.get_num_threads()
 
 
 def forget_if_stale(environ: MutableMapping[str, str]) -> None:
     """Remove the variables of a rank from ``environ`` if this process only inherited them from a rank.
 
-    In a rank, start to watch the process that started the rank.
+    A rank starts to watch the process that started it.
 
     Raises:
         SystemExit: the process that started this rank has ended.
@@ -56,7 +57,7 @@ def start_ranks(world: World) -> tuple[TCPStore | None, Children]:
     """Start the other ranks of this node, and make this process the first of them.
 
     Returns:
-        The store in which the ranks meet, if all ranks run on this machine; and the ranks that were started.
+        The store of the rendezvous if all ranks run on this machine, otherwise None; and the started ranks.
 
     Raises:
         RoomierError: the command cannot run again, the address of rank 0 is unknown, or there are too many ranks.
@@ -78,11 +79,11 @@ def start_ranks(world: World) -> tuple[TCPStore | None, Children]:
     num_threads = _share_cores(world.local_size)
     processes = {}
     for local_rank in range(1, world.local_size):
-        theirs = dict(environ)
-        export(Launch("roomier", replace(world, rank=world.rank + local_rank, local_rank=local_rank)), theirs)
-        theirs.setdefault("OMP_NUM_THREADS", str(num_threads))
+        of_rank = dict(environ)
+        export(Launch("roomier", replace(world, rank=world.rank + local_rank, local_rank=local_rank)), of_rank)
+        of_rank.setdefault("OMP_NUM_THREADS", str(num_threads))
         processes[world.rank + local_rank] = subprocess.Popen(
-            command.words, env=theirs, stdin=subprocess.DEVNULL, cwd=command.folder
+            command.words, env=of_rank, stdin=subprocess.DEVNULL, cwd=command.folder
         )
     return store, Children(processes)
 
@@ -104,9 +105,10 @@ def _given_address(world: World) -> tuple[str, int]:
         num_nodes = world.size // world.local_size
         torchrun = f"torchrun --nnodes={num_nodes} --nproc-per-node={world.local_size} --rdzv-endpoint=HOST:PORT ..."
         action = (
-            f"Start it on each node: `srun` in an allocation of SLURM, or `{torchrun}`, or set {', '.join(missing)}"
+            f"Start the script on each node with `srun` in a SLURM allocation or with `{torchrun}`, or set "
+            f"{', '.join(missing)}"
         )
-        raise RoomierError("num_nodes", num_nodes, "roomier itself starts the ranks of one machine", action)
+        raise RoomierError("num_nodes", num_nodes, "roomier can start ranks only on one machine", action)
     return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
 
 
@@ -119,5 +121,5 @@ def _share_cores(num_ranks: int) -> int:
 
 
 def _num_cores() -> int:
-    """Return the number of cores that this process may use."""
+    """Return the number of cores that this process can use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

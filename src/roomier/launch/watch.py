@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable, Mapping
 
 _POLL_S = 0.1
-_GRACE_S = 1.0  # after a failure, for the other ranks to report and to end
-_MAIN_GRACE_S = 4.0  # after a failure, for the process that started the ranks
-_LAST_S = 60.0  # after a complete run, between the end of rank 0 and the ends of the other ranks
+_GRACE_S = 1.0  # after a failure, until the other ranks are killed
+_MAIN_GRACE_S = 4.0  # then, until the process that started the ranks ends
+_LAST_S = 60.0  # after a complete run, between the ends of rank 0 and of the other ranks
 _STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)  # exit codes of a run that a signal ended at a save point
 
 
@@ -22,12 +22,12 @@ class Children:
     """Ranks that this process started. If a rank fails, all ranks and this process end within seconds.
 
     Args:
-        processes: by rank.
+        processes: the process of each rank.
 
     Attributes:
-        have_met: all ranks are in the process group. Before, a rank that ends has failed, whatever its exit code is.
-        main_is_failing: whether this process ends with an error of its own.
-        main_lost_peer: whether this process ends because it could not reach another rank.
+        have_met: the process group of all ranks exists. Before, a rank that ends has failed with any exit code.
+        main_is_failing: returns whether an error of this process ends it.
+        main_lost_peer: returns whether this process ends because it could not reach another rank.
         where: returns the place in the run, for messages.
     """
 
@@ -44,7 +44,7 @@ class Children:
         atexit.register(self._end)
 
     def news(self) -> tuple[int, str] | None:
-        """Return a rank that has ended, and how it ended, in words."""
+        """Return a rank that has ended, and a description of its end; None if no rank has ended."""
         for rank, process in self._processes.items():
             if process.poll() is not None:
                 return rank, self._how(process.returncode)
@@ -75,10 +75,10 @@ class Children:
         if self._failed is None:
             self._wait(_LAST_S)
         if self._failed is None and (late := [rank for rank, each in self._processes.items() if each.poll() is None]):
-            _say(f"rank 0 has ended, and {_LAST_S:g} s later these ranks had not: {late}; they were killed")
+            _say(f"these ranks were still running {_LAST_S:g} s after rank 0 had ended, and were killed: {late}")
             self._kill()
             _exit(1)
-        self._failed = self._failed or self._first_failed()  # the watching thread may not have seen it yet
+        self._failed = self._failed or self._first_failed()  # the watching thread may not have found it yet
         if self._failed is not None:
             self._kill()
             self._end_badly()
@@ -92,21 +92,22 @@ class Children:
         return None
 
     def _end_badly(self) -> None:
-        self._is_ending.acquire()  # never released, so that one thread alone prints the last line
+        self._is_ending.acquire()  # never released, so that only one thread prints the last line
         assert self._failed is not None
         if self.main_is_failing():
             _exit(1)
         rank, code = self._failed
-        _say(f"rank {rank} {self._how(code)}, and the run with it")
+        _say(f"rank {rank} {self._how(code)}, so the run ended")
         _exit(128 - code if code < 0 else max(code, 1))
 
     def _how(self, code: int) -> str:
         if code > 0:
             return f"ended with exit code {code}"
         if code == 0:
-            return f"ended with exit code 0 {self.where() if self.have_met else 'before all ranks had met'}".rstrip()
+            return f"ended with exit code 0 {self.where() if self.have_met else 'before all ranks had joined'}".rstrip()
         name = signal.Signals(-code).name
-        return f"was ended by {name}" + (" (often: the machine ran out of memory)" if name == "SIGKILL" else "")
+        reason = " (often because the machine ran out of memory)" if name == "SIGKILL" else ""
+        return f"was terminated by {name}{reason}"
 
     def _wait(self, seconds: float) -> None:
         until = time.monotonic() + seconds
@@ -124,7 +125,7 @@ class Children:
 
 
 def watch_parent(pid: int) -> None:
-    """End this process when the process ``pid``, which started it, has ended."""
+    """End this process after the process ``pid``, which started it, has ended."""
     if any(thread.name == "roomier-parent" for thread in threading.enumerate()):
         return
 
