@@ -47,10 +47,10 @@ class FakeRanks(Ranks):
     def sum(self, values: Tensor) -> Tensor:
         return values * self.world.size
 
-    def gather(self, value: T) -> list[T]:
+    def gather(self, value: T, *, allows_pickle: bool = False) -> list[T]:
         return [value] * self.world.size
 
-    def from_zero(self, value: T) -> T:
+    def from_zero(self, value: T, *, allows_pickle: bool = False) -> T:
         return value
 
     def on_zero(self, function: Callable[[], T]) -> T:
