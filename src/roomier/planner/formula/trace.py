@@ -36,7 +36,7 @@ from roomier.engine.eager import EagerEngine
 from roomier.memory.kinds import Kind
 from roomier.memory.tracker import MemoryTracker, Snapshot, tracking
 from roomier.optim.configured import Configured
-from roomier.parallel.shard import parts_of, units_of, without_views
+from roomier.parallel.shard import parts_of, root_parameters_of, units_of, without_views
 from roomier.plan import BatchPlan, OptimizerPlan, ParallelPlan, Plan
 from roomier.planner.dry_runs.places import named_places, telling_places
 from roomier.planner.dry_runs.work import Part, Work, WorkCounter
@@ -247,7 +247,7 @@ def _as_if_cut(network: nn.Module, compute_dtype: torch.dtype | None) -> list[nn
     Returns:
         Of each unit in two parts, the modules of the part that is not multiplied with.
     """
-    made: dict[nn.Parameter, nn.Parameter] = {}
+    made = {each: each for each in root_parameters_of(units_of(network), compute_dtype)}
     inner: list[nn.Module] = []
     for unit in units_of(network):
         unit.register_forward_pre_hook(_pass_inputs, with_kwargs=True)
