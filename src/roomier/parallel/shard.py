@@ -396,8 +396,8 @@ def lay_out_by_rows(network: nn.Module) -> None:
         parameter.data = parameter.data.contiguous()
     if found:
         notice(
-            f"{next(iter(found))} and {len(found) - 1} other parameters lay in memory in another order (channels_last, "
-            "a transpose); cut among ranks they are contiguous, with the values they had"
+            f"converted {next(iter(found))} and {len(found) - 1} other parameters to contiguous memory format for "
+            "sharding. Their values are unchanged"
         )
 
 
@@ -413,10 +413,10 @@ def check_shardable(network: nn.Module) -> None:
             dtypes.setdefault(parameter.dtype, name)
     for dtype, name in dtypes.items():
         if dtype.is_complex:
-            problem = f"is of {dtype}, and gradients that travel in parts are added up as real numbers"
-            action = "Hold it as real numbers (torch.view_as_real) and view it as complex in the forward, or use "
+            problem = f"has dtype {dtype}, but sharded gradients are reduced as real numbers"
+            action = "Store it as real numbers (torch.view_as_real) and view it as complex in forward, or use "
             raise RoomierError("model", name, problem, action + "strategy='ddp'")
     if len(dtypes) > 1:
         found = ", ".join(f"{name}: {dtype}" for dtype, name in dtypes.items())
-        action = "Convert the model to one dtype (model.float()), or use strategy='ddp'"
-        raise RoomierError("model", found, "trained parameters that travel together must be of one dtype", action)
+        action = "Convert the model to one dtype, for example with model.float(), or use strategy='ddp'"
+        raise RoomierError("model", found, "trained parameters must have the same dtype to be sharded", action)
