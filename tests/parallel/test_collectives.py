@@ -100,7 +100,7 @@ def reduce_in_bf16() -> None:
     rounded = [torch.empty_like(whole) for _ in range(group.size())]
     dist.all_gather(rounded, whole.bfloat16().float())
     expected = torch.zeros(8)
-    for each in rounded:  # bit-identical, because the order is that of the ranks
+    for each in rounded:  # sum in the order of the ranks, for bit-identical results
         expected += each.chunk(group.size())[group.rank()]
     assert torch.equal(result, expected)
 
