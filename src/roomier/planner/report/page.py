@@ -45,7 +45,7 @@ def page_of(
     """
     chosen = choice.chosen
     winner = choice.considered[0] if chosen is not None and choice.considered else None
-    name = "Nothing fits" if chosen is None else words_of(chosen.plan, chosen.micro_batch)
+    name = "No plan fits" if chosen is None else words_of(chosen.plan, chosen.micro_batch)
     num_plans = choice.num_plans or len(choice.considered)
     parts = [
         f"<h1>{escape(title or name)}</h1>",
