@@ -208,7 +208,10 @@ def test_a_configuration_of_an_unknown_kind_is_told(capsys: pytest.CaptureFixtur
 def test_a_run_for_a_device_that_this_machine_has_not_asks_for_hardware(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *TOY, "--trainer.accelerator", "cuda"]) == 2
     told = capsys.readouterr().err
-    assert "--trainer.accelerator='cuda': this machine has none. Name the hardware to plan for: --hardware" in told
+    assert (
+        "--trainer.accelerator='cuda': is not available on this machine. Name the hardware to plan for: --hardware"
+        in told
+    )
 
 
 def test_a_file_of_a_machine_says_how_many_nodes_there_are(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -20,5 +20,7 @@ def test_auto_takes_an_accelerator_where_there_is_one():
 def test_an_accelerator_that_is_not_there(accelerator, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
-    with pytest.raises(RoomierError, match=r"accelerator=.*this machine has none. Use one of: 'auto', 'cpu'"):
+    with pytest.raises(
+        RoomierError, match=r"accelerator=.*is not available on this machine. Use one of: 'auto', 'cpu'"
+    ):
         resolve_device(accelerator)

@@ -117,6 +117,13 @@ def test_the_engine_rarely_asks_if_a_part_exists(file: str, limit: int) -> None:
     assert len(list(comparisons_with_none(TREES[file]))) <= limit
 
 
+@pytest.mark.parametrize("name", ["step_in_backward", "chunked"])
+def test_few_files_name_a_lever(name: str) -> None:
+    word = re.compile(rf"\b{name}\b")
+    files = [file for file in TREES if word.search((PACKAGE / file).read_text())]
+    assert len(files) <= 10, files
+
+
 def test_the_values_of_a_call_document_each_field() -> None:
     for kind, limit in ((Run, 15), (Request, 17), (Settled, 7), (Start, 5), (Progress, 6), (Now, 13), (Saves, 8)):
         names = [each.name for each in dataclasses.fields(kind)]

@@ -12,7 +12,7 @@ from torch.distributed import HashStore
 from roomier.core.errors import RoomierError
 from roomier.core.world import World
 from roomier.launch.failure import FailureNews, is_of_lost_peer
-from roomier.launch.meet import connect_again, meet, serve_on_loopback
+from roomier.launch.meet import connect_again, meet, serve
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def test_ranks_that_were_told_something_else_are_told_so(store: HashStore) -> No
 
 @pytest.fixture
 def news() -> Callable[[int], FailureNews]:
-    server = serve_on_loopback(20.0)
+    server = serve("127.0.0.1", 20.0)
 
     def of(rank: int) -> FailureNews:
         made = FailureNews(World(rank, 3))

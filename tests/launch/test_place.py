@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -11,8 +12,8 @@ import torch
 
 from roomier import Plan, PlanError, RoomierError, Trainer
 from roomier.core.world import World
+from roomier.launch.command import command_again
 from roomier.launch.environment import RANK_VARIABLES
-from roomier.launch.start import command_again
 
 MakeTrainer = Callable[..., Trainer]
 
@@ -124,11 +125,38 @@ def test_not_in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
         command_again()
 
 
-def test_not_from_a_command_line_or_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("file", [None, "<stdin>", "pipe"])
+def test_not_from_a_command_line_or_standard_input(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, file: str | None
+) -> None:
     as_in_a_script(monkeypatch)
-    monkeypatch.setitem(sys.modules, "__main__", ModuleType("__main__"))
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("pipe")  # `python <(cat script.py)`
+    main = ModuleType("__main__")
+    if file is not None:
+        main.__file__ = str(tmp_path / "pipe") if file == "pipe" else file
+    monkeypatch.setitem(sys.modules, "__main__", main)
     with pytest.raises(RoomierError, match=r"code from `python -c` or from standard input"):
         command_again()
+
+
+@pytest.mark.parametrize(
+    ("name", "maximum", "text"),
+    [
+        ("", "", r"devices=1000: roomier starts at most \d+ ranks .* has \d+ cores. .* ROOMIER_MAX_DEVICES"),
+        ("ROOMIER_MAX_DEVICES", "999", "at most 999 ranks on this machine"),
+        ("ROOMIER_MAX_DEVICES", "1000", "under pytest"),  # the limit is passed, and the next check fails
+        ("ROOMIER_MAX_DEVICES", "many", "ROOMIER_MAX_DEVICES='many': is not a whole number"),
+    ],
+)
+def test_far_more_ranks_than_cores_are_rejected(
+    make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch, name: str, maximum: str, text: str
+) -> None:
+    if name:
+        monkeypatch.setenv(name, maximum)
+    trainer = make_trainer(strategy="ddp", devices=1000, max_steps=1)
+    with pytest.raises(RoomierError, match=text):
+        trainer.fit(torch.nn.Linear(1, 1), [torch.ones(1, 1)])
 
 
 def test_not_in_a_test(make_trainer: MakeTrainer) -> None:

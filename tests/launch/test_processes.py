@@ -7,10 +7,11 @@ What is looked at below is run once, several at a time, by the fixture ``outcome
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from roomier.launch.environment import RANK_VARIABLES
 
 PROGRAMS = Path(__file__).parent / "programs"
 TRAIN = str(PROGRAMS / "train.py")
+LIMIT_OF_V1 = "memory.limit_in_bytes"
 SECONDS_TO_END = 60.0  # on a machine that is busy; some 2 s on one that is not
 
 
@@ -32,6 +34,7 @@ class Outcome:
     Attributes:
         seconds: from where it went wrong to its end.
         left: those of its processes that were still there.
+        sockets: of each rank in the second step: address, port and status.
     """
 
     code: int
@@ -39,6 +42,7 @@ class Outcome:
     stderr: str
     seconds: float
     left: list[int]
+    sockets: list[list[tuple[str, int, str]]]
 
     @property
     def ranks(self) -> list[list[int]]:
@@ -56,11 +60,17 @@ def run(notes: Path, words: list[str], changes: Mapping[str, str] | None = None)
     pids = [int(path.stem) for path in notes.glob("*.pid")]
     left = [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
     seconds = end - wrong.stat().st_mtime if wrong.exists() else 0.0
-    return Outcome(done.returncode, done.stdout, done.stderr, seconds, left)
+    sockets = [json.loads(path.read_text()) for path in sorted(notes.glob("sockets-*.json"))]
+    return Outcome(done.returncode, done.stdout, done.stderr, seconds, left, sockets)
 
 
 def script(what: str, rank: int, **keywords: object) -> list[str]:
     return [sys.executable, TRAIN, what, str(rank), json.dumps({"devices": 2, **keywords})]
+
+
+def from_standard_input(*words: str) -> list[str]:
+    inner = shlex.join([sys.executable, *words])
+    return ["sh", "-c", f"exec {inner} < {shlex.quote(TRAIN)}"]
 
 
 RUNS: dict[str, tuple[list[str], dict[str, str]]] = {
@@ -80,6 +90,14 @@ RUNS: dict[str, tuple[list[str], dict[str, str]]] = {
         ],
         {"PYTHONPATH": str(PROGRAMS.parents[1] / "cli" / "project")},
     ),
+    "start leaves 1": (script("start leaves", 1), {"ROOMIER_JOIN_TIMEOUT_S": "100"}),
+    "start killed 1": (script("start killed", 1), {}),
+    "step leaves 1": (script("step leaves", 1), {}),
+    "step leaves 0": (script("step leaves", 0), {}),
+    "step leaves badly 0": (script("step leaves badly", 0), {}),
+    "step leaves badly 1": (script("step leaves badly", 1), {}),
+    "step vanishes 1": (script("step vanishes", 1), {}),
+    "standard input": (from_standard_input("-", *script("nothing", 0)[2:]), {"ROOMIER_JOIN_TIMEOUT_S": "15"}),
     "no script": (
         [
             sys.executable,
@@ -93,6 +111,7 @@ RUNS: dict[str, tuple[list[str], dict[str, str]]] = {
 
 
 QUICK = ("well", "step raises 1", "step raises 0", "step killed 1", "start raises 1", "command")
+QUICK += ("start leaves 1", "step vanishes 1", "standard input")
 
 
 def run_all(folder: Path, names: Iterable[str]) -> dict[str, Outcome]:
@@ -117,6 +136,13 @@ def test_a_script_starts_the_ranks_it_asks_for(outcomes: dict[str, Outcome]) -> 
     assert outcome.ranks == [[0, 2, 0, 2, 0, 4], [1, 2, 1, 2, 0, 4]]
     assert outcome.stderr.count("\nstrategy ") == 1  # the table is printed by one rank
     assert outcome.left == []
+
+
+def test_a_run_on_one_machine_uses_the_loopback_only(outcomes: dict[str, Outcome]) -> None:
+    zero, one = outcomes["well"].sockets
+    listening = [sum(status == "LISTEN" for _, _, status in sockets) for sockets in (zero, one)]
+    assert listening == [2, 1]  # gloo of each rank, and the store of rank 0
+    assert {address.removeprefix("::ffff:") for address, _, _ in zero + one} == {"127.0.0.1"}
 
 
 @pytest.mark.parametrize("name", [name for name in QUICK if "raise" in name])
@@ -150,6 +176,87 @@ def test_a_rank_that_is_killed_ends_the_run(outcomes: dict[str, Outcome]) -> Non
     assert outcome.stderr.splitlines()[-1].startswith("roomier: rank 1 was ended by SIGKILL (often: the machine ran")
 
 
+def test_a_rank_that_exits_before_all_have_met_ends_the_run(outcomes: dict[str, Outcome]) -> None:
+    outcome = outcomes["start leaves 1"]
+    assert outcome.code == 1
+    assert outcome.seconds < SECONDS_TO_END
+    assert outcome.left == []
+    assert outcome.stderr.splitlines()[-1] == (
+        "roomier: rank 1 ended with exit code 0 before all ranks had met, and the run with it"
+    )
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed_before_all_have_met_ends_the_run(more_outcomes: dict[str, Outcome]) -> None:
+    outcome = more_outcomes["start killed 1"]
+    assert outcome.code == 128 + 9
+    assert outcome.seconds < SECONDS_TO_END
+    assert outcome.left == []
+    assert outcome.stderr.splitlines()[-1].startswith("roomier: rank 1 was ended by SIGKILL")
+
+
+def test_a_process_that_ends_with_code_0_in_a_step_is_named(outcomes: dict[str, Outcome]) -> None:
+    outcome = outcomes["step vanishes 1"]
+    assert outcome.code == 1
+    assert outcome.seconds < SECONDS_TO_END
+    assert outcome.left == []
+    assert outcome.stderr.splitlines()[-1] == (
+        "roomier: rank 1 ended with exit code 0 at step 1 of fit, and the run with it"
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_exits_alone_with_code_0_is_named(more_outcomes: dict[str, Outcome], rank: int) -> None:
+    outcome = more_outcomes[f"step leaves {rank}"]
+    assert outcome.code == 1
+    assert outcome.seconds < SECONDS_TO_END
+    assert outcome.left == []
+    told = f"TrainingError: rank={rank}: exited with code 0 at step 1 of fit, and ranks [{1 - rank}] did not"
+    assert outcome.stderr.count(told) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_another_exit_code_of_a_rank_is_that_of_the_run(more_outcomes: dict[str, Outcome], rank: int) -> None:
+    outcome = more_outcomes[f"step leaves badly {rank}"]
+    assert outcome.code == 7
+    assert outcome.seconds < SECONDS_TO_END
+    assert outcome.left == []
+
+
+@pytest.fixture
+def control_group() -> Iterator[Path]:
+    """A control group with 512 MiB; skips if none can be created."""
+    root = Path("/sys/fs/cgroup")
+    parent, limit = (root, "memory.max") if (root / "cgroup.controllers").exists() else (root / "memory", LIMIT_OF_V1)
+    group = parent / f"roomier-test-{os.getpid()}"
+    try:
+        group.mkdir()
+    except OSError as error:
+        pytest.skip(f"control groups cannot be created here (usually only root can): {error}")
+    try:
+        try:
+            (group / limit).write_text(str(2**29))
+        except OSError as error:
+            pytest.skip(f"control groups here have no memory limit: {error}")
+        yield group
+    finally:
+        group.rmdir()
+
+
+@pytest.mark.slow
+def test_a_rank_that_reaches_the_memory_limit_of_its_control_group_is_named(
+    tmp_path: Path, control_group: Path
+) -> None:
+    outcome = run(tmp_path / "notes", script("step out of memory", 1), {"CONTROL_GROUP": str(control_group)})
+    assert outcome.code == 128 + 9
+    assert outcome.seconds < SECONDS_TO_END
+    assert outcome.left == []
+    last = "roomier: rank 1 was ended by SIGKILL (often: the machine ran out of memory), and the run with it"
+    assert outcome.stderr.splitlines()[-1] == last
+
+
 @pytest.mark.slow
 def test_a_rank_that_does_not_come_is_named(more_outcomes: dict[str, Outcome]) -> None:
     outcome = more_outcomes["start sleeps 1"]
@@ -165,9 +272,16 @@ def test_the_command_starts_ranks_and_prints_its_result_once(outcomes: dict[str,
     assert metrics["val_loss"] > 0
 
 
+def test_code_from_standard_input_is_rejected(outcomes: dict[str, Outcome]) -> None:
+    check_rejected(outcomes["standard input"])
+
+
 @pytest.mark.slow
 def test_code_without_a_script_is_told_what_to_do(more_outcomes: dict[str, Outcome]) -> None:
-    outcome = more_outcomes["no script"]
+    check_rejected(more_outcomes["no script"])
+
+
+def check_rejected(outcome: Outcome) -> None:
     assert outcome.code == 1
     last = outcome.stderr.splitlines()[-1]
     assert "code from `python -c` or from standard input cannot be run again" in last

@@ -116,11 +116,11 @@ def test_it_goes_on_with_the_same_global_batch(
     with pytest.raises(RankFailed):
         on_ranks(num_ranks, train, tmp_path / "killed", "job", batch_size, accumulate, (num_ranks - 1, 8))
     told = capfd.readouterr().out
-    assert "it goes on from" not in told
+    assert "resumes from" not in told
     num_ranks, batch_size, accumulate = after
     [(steps_after, weights)] = on_ranks(num_ranks, train, tmp_path / "killed", "job", batch_size, accumulate, None)[0]
     told = capfd.readouterr().out
-    assert "this job was restarted: it goes on from" in told
+    assert "this job was restarted and resumes from" in told
     assert (notices or "") in told
     assert ("the global batch was" in told) == (notices is not None)
     assert steps_after == num_steps == 12
@@ -155,7 +155,7 @@ def test_a_script_with_two_fits_goes_on_in_the_one_that_was_cut_off(
     ended = on_ranks(2, train, tmp_path, "job", 4, 1, None, num_fits=2)[0]
     told = capfd.readouterr().out
     assert [steps for steps, _ in ended] == [12, 12]
-    assert len(re_found := [line for line in told.splitlines() if "it goes on from" in line]) == 2, told
+    assert len(re_found := [line for line in told.splitlines() if "resumes from" in line]) == 2, told
     assert "version_0" in re_found[0]
     assert "version_1" in re_found[1]
 

@@ -24,7 +24,7 @@ NUM_STEPS, STOPS_AT, GLOBAL_BATCH = 6, 3, 8
 
 
 class Layers(nn.Module):
-    """Coded matrices: one of rows that no number of ranks divides, one of 3 rows, which leaves a rank of 4 without."""
+    """Coded matrices: one whose rows no number of ranks divides, and one of 3 rows, so one of 4 ranks owns none."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Layers(nn.Module):
 
 
 class Classes(Task):
-    """Points to tell apart."""
+    """A classifier of points."""
 
     def make_network(self) -> nn.Module:
         return Layers()
@@ -62,8 +62,8 @@ def on_one_rank(pool: RankPool, optimizer: str, precision: str = "32-true", clip
 @NAMES
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout[0]} on {layout[1]}")
 def test_ranks_train_as_one_process(on_ranks: RankPool, optimizer: str, layout: tuple[str, int, int | None]) -> None:
-    """Where the last bit of a gradient, a sum in another order, decides how a number is rounded, a code is the next
-    one: one in some thousands, and none in most of these runs, which then are as near as in float32."""
+    """The order of sums changes the last bit of a gradient, which can select the adjacent code. This affects one of
+    some thousands of codes, and no code in most of these runs, which then agree as closely as in float32."""
     strategy, num_ranks, shard_size = layout
     micro_batch = GLOBAL_BATCH // num_ranks
     setup = Setup(strategy, num_ranks, shard_size, micro_batch=micro_batch, optimizer=optimizer, clip=0.5)
@@ -105,7 +105,7 @@ class Classifier(Module):
 
 
 class States(Callback):
-    """All tensors of the optimizer and the weights, whole, as training began and as it ended."""
+    """Record unsharded optimizer states and weights at the start and the end of training."""
 
     def __init__(self) -> None:
         self.found: list[dict[str, Tensor]] = []
@@ -136,7 +136,7 @@ class States(Callback):
 def train(
     folder: Path, optimizer: str, precision: str, strategy: str, num_ranks: int, max_steps: int, path: str | None = None
 ) -> dict[str, Any]:
-    """On each rank: what the optimizer held, and the last checkpoint."""
+    """Return the states of the optimizer on each rank, and the last checkpoint."""
     seed_everything(0)
     states, saver = States(), ModelCheckpoint(every_n_train_steps=STOPS_AT, save_top_k=-1)
     trainer = Trainer(
@@ -168,7 +168,7 @@ def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize(
     ("optimizer", "precision"), [("adamw8bit", "32-true"), ("adamw4bit", "32-true"), ("adamw4bit", "bf16-true")]
 )
-def test_states_are_the_same_to_the_bit_on_2_then_1_then_4_ranks(
+def test_states_are_bit_identical_on_2_then_1_then_4_ranks(
     on_ranks: RankPool, tmp_path: Path, optimizer: str, precision: str
 ) -> None:
     layouts = [("zero2", 2), ("single", 1), ("zero3", 4)]
@@ -188,7 +188,7 @@ def test_states_are_the_same_to_the_bit_on_2_then_1_then_4_ranks(
 
 @NAMES
 @pytest.mark.parametrize("layout", [("single", 1), ("zero3", 2)], ids=str)
-def test_a_run_that_stopped_goes_on_to_the_bit(
+def test_a_stopped_run_resumes_bit_for_bit(
     on_ranks: RankPool, tmp_path: Path, optimizer: str, layout: tuple[str, int]
 ) -> None:
     strategy, num_ranks = layout

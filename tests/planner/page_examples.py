@@ -91,7 +91,7 @@ def choice(*, fits: bool = True, place: str = "") -> Choice:
     ]
     refused = plan_from_flags(strategy="ddp", devices=8, optimizer="adamw")
     considered += [Considered(refused, 2, None, False, f"BatchNorm takes statistics of each micro-batch {place}")]
-    considered += [Considered(refused, 1, None, False, "the loader makes its batches itself")]
+    considered += [Considered(refused, 1, None, False, "the loader creates its batches itself")]
     chosen = found[0] if fits else None
     return Choice(machine(), budget_bytes, chosen, tuple(considered), 3.21)
 

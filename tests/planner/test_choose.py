@@ -247,11 +247,11 @@ def test_without_a_budget_a_share_of_the_device_stays_free() -> None:
 
 def test_a_choice_by_dry_runs_fits_and_is_plain_data() -> None:
     plan = auto(activation_checkpointing="full", step_in_backward=True)
-    choice = choose(language(2), plan, this_machine(), keeps_micro_batch="the loader makes its batches itself")
+    choice = choose(language(2), plan, this_machine(), keeps_micro_batch="the loader creates its batches itself")
     assert choice.chosen.fits(choice.budget_bytes)
     told = choice.as_dict()
     assert told["chosen"]["strategy"] == told["plans"][0]["strategy"] == "single"
-    assert any("the loader makes its batches" in each["reason"] for each in told["plans"])
+    assert any("the loader creates its batches" in each["reason"] for each in told["plans"])
 
 
 # ---- where nothing fits ----------------------------------------------------------------------------------------------
@@ -352,7 +352,7 @@ def test_where_a_strategy_by_name_does_not_fit_the_error_names_one_that_does() -
 def test_where_batches_cannot_be_cut_a_smaller_one_is_named() -> None:
     workload = Workload.of(Regression(), torch.zeros(4096, 64))
     plan = auto(optimizer="sgd", step_in_backward=True)
-    keeps = "the loader makes its batches itself"
+    keeps = "the loader creates its batches itself"
     error = error_for(workload, plan, 2**20, this_machine(), keeps_micro_batch=keeps)
     size = int(str(error).partition("Give batches of ")[2].split()[0])
     assert choose(workload.with_batch_size(size), plan, this_machine(), budget_bytes=2**20).chosen is not None

@@ -101,9 +101,9 @@ def test_auto_counts_what_callbacks_will_keep_and_says_what_is_not_there_yet(mak
     averaging, with_note = fitted(make_trainer, later, **keywords)
     assert plain.choice is not None
     assert averaging.choice.chosen.tensor_bytes - plain.choice.chosen.tensor_bytes == 4 * TRAINED
-    told = "The copy of the weights that StochasticWeightAveraging keeps is forecast, but it is not there yet."
-    assert told in with_note.notes
-    assert told not in record.notes
+    note = "The forecast includes the copy of the weights of StochasticWeightAveraging, which does not exist yet."
+    assert note in with_note.notes
+    assert note not in record.notes
 
 
 def averaged_on_two() -> tuple[int, int]:

@@ -19,7 +19,8 @@ from roomier.memory.weights import Weight, buffer_bytes, units_with_weights, wit
 from roomier.optim.by_name import make_optimizer
 from roomier.optim.onebit_adam import OneBitAdam
 from roomier.plan import Plan
-from roomier.plan.lever_rules import rounding_in_force
+from roomier.plan.lever_rules import has_two_backwards, rounding_in_force
+from roomier.plan.levers import lever_that_frees_gradients
 from roomier.precision.policy import precision_of
 
 
@@ -57,7 +58,7 @@ def layout_of(plan: Plan, device: torch.device, rank: int = 0) -> Layout:
     """What of ``plan`` decides the bytes of model states on ``rank``."""
     parallel = plan.parallel
     num_micro_batches = plan.batch.accumulate_grad_batches
-    steps_in_backward = plan.optimizer.step_in_backward != "none"
+    steps_in_backward = lever_that_frees_gradients(plan) is not None
     if parallel.num_ranks == 1 or plan.optimizer.name == "onebit_adam":
         # One rank is not wrapped; nor is a model of which each rank has the gradients of its own batches.
         return Layout("single", num_micro_batches=num_micro_batches, steps_in_backward=steps_in_backward)
@@ -70,7 +71,7 @@ def layout_of(plan: Plan, device: torch.device, rank: int = 0) -> Layout:
         wire_dtype=torch.bfloat16 if parallel.reduce_dtype == "bf16" else None,
         on_gloo=device.type == "cpu",
         steps_in_backward=steps_in_backward,
-        num_backwards=2 if plan.optimizer.step_in_backward == "exact" and plan.batch.clips_norm else 1,
+        num_backwards=2 if has_two_backwards(plan) else 1,
     )
 
 

@@ -7,6 +7,7 @@ from numbers import Real
 
 from roomier.core.errors import PlanError, RoomierError, did_you_mean
 from roomier.core.units import parse_bytes
+from roomier.plan.levers import LEVERS, Lever
 from roomier.plan.parts import FIELDS, MIN_BUDGET_BYTES
 from roomier.plan.plan import Plan
 from roomier.plan.rules import each_error, refuse
@@ -69,6 +70,7 @@ def plan_from_flags(
     Raises:
         PlanError: a value is wrong or not built yet; errors carry the keyword's name and the value as given.
     """
+    given = locals()
     draft = _Draft()
     _ask_strategy(draft, strategy)
     draft.ask("parallel.accelerator", accelerator, "accelerator")
@@ -86,12 +88,10 @@ def plan_from_flags(
     if learning_rate is not None:
         draft.ask("optimizer.lr", learning_rate, "learning_rate")
     _ask_schedule(draft, lr_schedule)
-    if step_in_backward is not False:
-        meaning = _word(step_in_backward, "exact")
-        draft.ask("optimizer.step_in_backward", step_in_backward, "step_in_backward", meaning=meaning)
     _ask_recompute(draft, activation_checkpointing)
     _ask_offload(draft, offload)
-    _ask_loss(draft, chunked_loss)
+    for lever in LEVERS:
+        _ask_lever(draft, lever, given[lever.keyword])
     draft.ask("attention.kernel", attention, "attention")
     _ask_adapter(draft, lora)
     draft.ask("compile.enabled", compile, "compile")
@@ -296,12 +296,12 @@ def _share(text: str) -> float | None:
     return share if percent or share <= 1 else None
 
 
-def _ask_loss(draft: _Draft, given: object) -> None:
-    if isinstance(given, bool) or not isinstance(given, Real):
-        draft.ask("loss.chunked", given, "chunked_loss")
-    else:
-        draft.ask("loss.chunked", given, "chunked_loss", meaning=True)
-        draft.ask("loss.chunk_tokens", given, "chunked_loss")
+def _ask_lever(draft: _Draft, lever: Lever, given: object) -> None:
+    if lever.number and isinstance(given, Real) and not isinstance(given, bool):
+        draft.ask(lever.field, given, lever.keyword, meaning=lever.on)
+        draft.ask(lever.number, given, lever.keyword)
+    elif given is not None and given is not False:
+        draft.ask(lever.field, given, lever.keyword, meaning=lever.on if given is True else given)
 
 
 def _ask_memory(draft: _Draft, given: object) -> None:

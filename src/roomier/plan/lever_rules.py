@@ -22,6 +22,11 @@ def rounding_in_force(plan: Plan) -> str | None:
     return optimizer.weight_rounding or "split"
 
 
+def has_two_backwards(plan: Plan) -> bool:
+    """Return whether a step computes the norm of the gradients in a first backward, before it updates in a second."""
+    return plan.optimizer.step_in_backward == "exact" and plan.batch.clips_norm
+
+
 def recompute_settings_have_their_policy(plan: Plan) -> Iterator[PlanError]:
     """A number without its policy would be ignored; a budget is one number."""
     activation = plan.activation
@@ -49,8 +54,7 @@ def budget_is_of_what_is_measured(plan: Plan) -> Iterator[PlanError]:
     if plan.compile.enabled:
         problem = "does not go with compile=True: the compiler decides again what a compiled block keeps"
         yield PlanError(field, "budget", problem, "Use 'selective', 'full' or 'every_n', or compile=False")
-    clips = plan.batch.gradient_clip_val is not None and plan.batch.gradient_clip_algorithm == "norm"
-    if plan.optimizer.step_in_backward == "exact" and clips:
+    if has_two_backwards(plan):
         problem = "does not go with step_in_backward='exact' and clipping, where activations live through two backwards"
         yield PlanError(field, "budget", problem, "Use 'full', or leave out one of the two")
 

@@ -282,10 +282,6 @@ class CompilePlan(Part):
     enabled: bool = False
 
 
-CHUNKED_LOSS = "chunked_loss"
-"""The word of ``ChoicePlan.allowed`` with which ``"auto"`` may use a chunked loss."""
-
-
 @dataclass(frozen=True)
 class ChoicePlan(Part):
     """What the planner may choose, and within what. Settled before the run is built.

@@ -14,7 +14,8 @@ from roomier.core.errors import PlanError, did_you_mean
 from roomier.core.units import format_bytes
 from roomier.plan.choices import ALIASES, CHOICES, REFUSED, aliases_of
 from roomier.plan.lever_rules import LEVER_RULES
-from roomier.plan.parts import CHUNKED_LOSS, FIELDS, MIN_BUDGET_BYTES, PARTS, Options
+from roomier.plan.levers import BY_PERMISSION
+from roomier.plan.parts import FIELDS, MIN_BUDGET_BYTES, PARTS, Options
 
 if TYPE_CHECKING:
     from roomier.plan.plan import Plan
@@ -354,10 +355,10 @@ def allowances_are_of_auto(plan: "Plan") -> Iterator[PlanError]:
         problem = f"has no effect with strategy {plan.parallel.strategy!r}: nothing is chosen"
         yield PlanError("choice.allowed", choice.allowed, problem, "Use strategy='auto', or leave it out")
         return
-    known = [*CHOICES["precision.mode"], *CHOICES["optimizer.name"], CHUNKED_LOSS]
+    known = [*CHOICES["precision.mode"], *CHOICES["optimizer.name"], *BY_PERMISSION]
     for word in choice.words:
         if word not in known:
-            problem = f"is not a precision, an optimizer or {CHUNKED_LOSS!r}"
+            problem = f"is not a precision, an optimizer or one of {', '.join(map(repr, BY_PERMISSION))}"
             yield PlanError("choice.allowed", word, problem, did_you_mean(word, known))
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from roomier.core.units import format_bytes
 from roomier.plan.choices import SWITCHES, Kind, kind_of, note_of
 from roomier.plan.lever_rules import rounding_in_force
+from roomier.plan.levers import used_levers
 from roomier.plan.parts import FIELDS
 
 if TYPE_CHECKING:
@@ -173,9 +174,9 @@ def _choice_rows(plan: "Plan") -> Iterator[Row]:
 
 def _lever_rows(plan: "Plan") -> Iterator[Row]:
     """What most plans leave as it is has a line only where it was asked for."""
-    if plan.loss.chunked:
-        size = "64 MiB of logits" if plan.loss.chunk_tokens is None else f"{plan.loss.chunk_tokens} tokens"
-        yield Row("loss", f"chunks of {size}", *_switch_label("loss.chunked"))
+    for lever in used_levers(plan):
+        choice = lever.choice(lever.value(plan))
+        yield Row(lever.row, lever.text(plan), choice.kind, choice.note)
     if plan.attention.kernel != "auto":
         yield Row("attention", plan.attention.kernel, *_label("attention.kernel", plan.attention.kernel))
     adapter = plan.adapter
@@ -197,9 +198,6 @@ def _offload_rows(offload: "OffloadPlan") -> Iterator[Row]:
 
 def _optimizer_rows(plan: "Plan") -> Iterator[Row]:
     optimizer = plan.optimizer
-    if optimizer.step_in_backward != "none":
-        way = optimizer.step_in_backward
-        yield Row("update", f"in backward, {way}", *_label("optimizer.step_in_backward", way))
     if optimizer.name is None:
         yield Row("optimizer", "the module's own", Kind.EXACT, "from configure_optimizers")
         return

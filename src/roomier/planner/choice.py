@@ -8,6 +8,7 @@ from typing import Any
 from roomier.core.units import format_bytes, format_seconds
 from roomier.hardware.machine import Machine
 from roomier.plan import Plan
+from roomier.plan.levers import used_levers
 from roomier.planner.forecast import Forecast
 
 
@@ -147,10 +148,7 @@ def levers_of(plan: Plan) -> list[str]:
         words.append(f"{activation.policy} recompute" if activation.policy != "budget" else "recompute by budget")
     if plan.offload.activations != "none":
         words.append("activations in host memory")
-    if plan.loss.chunked:
-        words.append("chunked loss")
-    if plan.optimizer.step_in_backward != "none":
-        words.append("step in backward")
+    words += (lever.words for lever in used_levers(plan))
     if plan.precision.mode != "32-true":
         words.append(plan.precision.mode)
     return words

@@ -1,6 +1,7 @@
 """A small run that goes wrong in the way named by its arguments: ``WHAT RANK [Trainer keywords as JSON]``.
 
-In the folder that ``NOTES`` names it leaves a file with the id of each process, and one when it goes wrong.
+In the folder that ``NOTES`` names it leaves a file with the id of each process, one with the sockets that a rank has in
+the second step (address, port, status), and one when it goes wrong.
 """
 
 import json
@@ -10,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import torch
 
 import roomier
@@ -33,8 +35,17 @@ def go_wrong(what: str) -> None:
         sys.exit(7)
     if what.endswith("vanishes"):
         os._exit(0)
+    if what.endswith("out of memory"):  # of the control group that it joins
+        Path(os.environ["CONTROL_GROUP"], "cgroup.procs").write_text(str(os.getpid()))
+        kept = [b"x" * 2**24 for _ in range(200)]
+        raise AssertionError(f"{sum(map(len, kept))} bytes were allocated beyond the limit")
     if what.endswith("sleeps"):
         time.sleep(600)
+
+
+def note_sockets() -> None:
+    sockets = [(each.laddr.ip, each.laddr.port, each.status) for each in psutil.Process().net_connections("inet")]
+    (NOTES / f"sockets-{os.environ.get('RANK', 0)}.json").write_text(json.dumps(sockets))
 
 
 class Model(roomier.Module):
@@ -44,11 +55,13 @@ class Model(roomier.Module):
 
     def training_step(self, batch, batch_idx):
         if batch_idx == 1:
+            note_sockets()
             go_wrong("step raises")
             go_wrong("step killed")
             go_wrong("step leaves")
             go_wrong("step leaves badly")
             go_wrong("step vanishes")
+            go_wrong("step out of memory")
             go_wrong("step sleeps")
         if WHAT == "all raise" and batch_idx == 1:
             (NOTES / "gone-wrong").touch()

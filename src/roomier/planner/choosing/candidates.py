@@ -22,7 +22,8 @@ from roomier.hardware.machine import Machine
 from roomier.loss.output_layer import find_output_layer
 from roomier.plan import Plan
 from roomier.plan.choices import CHOICES, canonical
-from roomier.plan.parts import CHUNKED_LOSS, PARTS, ChoicePlan, Part
+from roomier.plan.levers import LEVERS, Lever
+from roomier.plan.parts import PARTS, ChoicePlan, Part
 from roomier.plan.rules import each_error
 from roomier.planner.workload import Workload
 
@@ -66,8 +67,7 @@ def candidates(
     axes = [
         _strategies(plan),
         _kept_activations(plan, network, machine),
-        _losses(plan, network),
-        _updates(plan),
+        *(_lever_positions(lever, plan, network) for lever in LEVERS),
         _precisions(plan),
         _optimizers(plan),
         _cuts(plan, workload, keeps_micro_batch),
@@ -153,14 +153,9 @@ def _kept_activations(plan: Plan, network: nn.Module, machine: Machine) -> list[
     return found
 
 
-def _losses(plan: Plan, network: nn.Module) -> list[Changes]:
-    is_open = CHUNKED_LOSS in plan.choice.words and can_chunk_loss(plan, network)
-    return [{}, {"loss.chunked": True}] if is_open else [{}]
-
-
-def _updates(plan: Plan) -> list[Changes]:
-    is_open = plan.optimizer.step_in_backward == "none" and plan.precision.mode != "16-mixed"
-    return [{}, {"optimizer.step_in_backward": "exact"}] if is_open else [{}]
+def _lever_positions(lever: Lever, plan: Plan, network: nn.Module) -> list[Changes]:
+    is_allowed = not lever.must_be_allowed or lever.keyword in plan.choice.words
+    return [{}, {lever.field: lever.on}] if is_allowed and can_add(lever, plan, network) else [{}]
 
 
 def _precisions(plan: Plan) -> list[Changes]:
@@ -206,16 +201,18 @@ def _never_open(plan: Plan, workload: Workload, network: nn.Module, keeps_micro_
     if names and plan.optimizer.name is None:
         reason = "the model makes its own optimizer in configure_optimizers"
         yield refused({"optimizer.name": names[0]}, given, reason)
-    if CHUNKED_LOSS in plan.choice.words and not plan.loss.chunked and not can_chunk_loss(plan, network):
-        reason = "the model has no output layer whose logits a chunked loss could compute"
-        if plan.compile.enabled:
-            reason = "'auto' does not add a chunked loss to compile=True: set chunked_loss=True to use both"
-        yield refused({"loss.chunked": True}, given, reason)
+    for lever in LEVERS:
+        is_asked = lever.keyword in plan.choice.words and not lever.is_used(plan)
+        if is_asked and not can_add(lever, plan, network):
+            reason = lever.conflict(plan) or f"the model has no output layer whose logits a {lever.words} could compute"
+            yield refused({lever.field: lever.on}, given, reason)
 
 
-def can_chunk_loss(plan: Plan, network: nn.Module) -> bool:
-    """Return whether a chunked loss is a change of ``plan`` that ``network`` supports."""
-    return not (plan.loss.chunked or plan.compile.enabled) and _has_output_layer(network)
+def can_add(lever: Lever, plan: Plan, network: nn.Module) -> bool:
+    """Return whether ``lever`` is a change of ``plan`` that ``network`` supports."""
+    if lever.is_used(plan) or lever.conflict(plan):
+        return False
+    return not lever.changes_output_layer or _has_output_layer(network)
 
 
 def _has_output_layer(network: nn.Module) -> bool:

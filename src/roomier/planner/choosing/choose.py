@@ -10,7 +10,8 @@ from roomier.core.errors import PlanError, RoomierError
 from roomier.core.units import format_bytes
 from roomier.hardware.machine import Machine
 from roomier.plan import Plan
-from roomier.plan.choices import SWITCHES, Kind, kind_of
+from roomier.plan.choices import Kind, kind_of
+from roomier.plan.levers import used_levers
 from roomier.planner.choice import Choice, Considered
 from roomier.planner.choosing.candidates import STAGES, candidates
 from roomier.planner.choosing.pricing import TIE, Check, DryRuns, Priced, Prices, Pricing, prices_of, time_s
@@ -176,23 +177,14 @@ def simplicity(plan: Plan) -> tuple[int, ...]:
 
     Labels of strategy and micro-batch do not count, because every plan on several ranks is near.
     """
-    kinds = [
-        kind_of("precision.mode", plan.precision.mode),
-        kind_of("optimizer.step_in_backward", plan.optimizer.step_in_backward),
-    ]
+    used = used_levers(plan)
+    kinds = [kind_of("precision.mode", plan.precision.mode), *(each.choice(each.value(plan)).kind for each in used)]
     if plan.optimizer.name is not None:
         kinds.append(kind_of("optimizer.name", plan.optimizer.name))
-    if plan.loss.chunked:
-        kinds.append(SWITCHES["loss.chunked"].kind)
-    levers = (
-        plan.activation.policy != "none",
-        plan.offload.activations != "none",
-        plan.loss.chunked,
-        plan.optimizer.step_in_backward != "none",
-    )
+    num_levers = len(used) + (plan.activation.policy != "none") + (plan.offload.activations != "none")
     order = list(Kind)
     worst = max(order.index(kind) for kind in kinds if kind is not None)
-    return worst, sum(levers), STAGES.index(plan.parallel.strategy), plan.batch.accumulate_grad_batches
+    return worst, num_levers, STAGES.index(plan.parallel.strategy), plan.batch.accumulate_grad_batches
 
 
 # ---- what is told ----------------------------------------------------------------------------------------------------

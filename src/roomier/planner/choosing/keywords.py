@@ -9,6 +9,7 @@ from typing import Any
 from roomier.adapters.found import as_keyword
 from roomier.core.units import parse_bytes
 from roomier.plan import Plan
+from roomier.plan.levers import used_levers
 from roomier.plan.parts import ParallelPlan, Part
 
 
@@ -24,14 +25,11 @@ def trainer_keywords(plan: Plan) -> dict[str, Any]:
     if optimizer.schedule is not None:
         settings = _given(optimizer, {"warmup_steps": "warmup_steps", "min_lr_ratio": "min_lr_ratio"})
         found["lr_schedule"] = {"name": optimizer.schedule, **settings} if settings else optimizer.schedule
-    if optimizer.step_in_backward != "none":
-        found["step_in_backward"] = True if optimizer.step_in_backward == "exact" else optimizer.step_in_backward
     if activation.policy != "none":
         found["activation_checkpointing"] = _recompute(plan)
     if (offload := _given(plan.offload, {name: name for name in vars(plan.offload)})) != {}:
         found["offload"] = offload
-    if plan.loss.chunked:
-        found["chunked_loss"] = plan.loss.chunk_tokens or True
+    found |= {lever.keyword: lever.as_keyword(plan) for lever in used_levers(plan)}
     found |= _given(plan.attention, {"kernel": "attention"}) | _given(plan.compile, {"enabled": "compile"})
     if plan.adapter.lora_rank is not None:
         found["lora"] = as_keyword(plan.adapter)

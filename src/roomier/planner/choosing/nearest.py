@@ -15,9 +15,10 @@ from roomier.core.units import format_bytes
 from roomier.hardware.devices import SHEETS
 from roomier.hardware.machine import Machine
 from roomier.plan import Plan
-from roomier.plan.parts import CHUNKED_LOSS, ChoicePlan
+from roomier.plan.levers import LEVERS
+from roomier.plan.parts import ChoicePlan
 from roomier.planner.choice import Choice, words_of
-from roomier.planner.choosing.candidates import Changes, can_chunk_loss, changed
+from roomier.planner.choosing.candidates import Changes, can_add, changed
 from roomier.planner.choosing.choose import ESTIMATE_ERROR, budget_of, choose
 from roomier.planner.choosing.keywords import as_call, trainer_keywords
 from roomier.planner.choosing.pricing import Check, Prices, prices_of
@@ -165,12 +166,12 @@ class _Peaks:
 
 def _allowing(peaks: _Peaks, plan: Plan, smallest: Forecast, budget: int, network: nn.Module) -> str | None:
     """Return the advice to allow the fewest choices with which a plan fits, exact labels first; None if none does."""
-    can_chunk = CHUNKED_LOSS not in _words(plan) and can_chunk_loss(smallest.plan, network)
+    levers = [lever for lever in LEVERS if lever.must_be_allowed and lever.keyword not in _words(plan)]
     modes = [mode for mode in _PRECISIONS if smallest.plan.precision.mode == "32-true" and mode not in _words(plan)]
     has_adam = smallest.plan.optimizer.name in ("adamw", "adam")
     names = [name for name in _SMALL_STATES if has_adam and name not in _words(plan)]
     axes: list[list[tuple[str, Changes]]] = [
-        [(CHUNKED_LOSS, {"loss.chunked": True})] if can_chunk else [],
+        *[[(each.keyword, {each.field: each.on})] for each in levers if can_add(each, smallest.plan, network)],
         [(mode, {"precision.mode": mode}) for mode in modes],
         [(name, {"optimizer.name": name}) for name in names],
     ]

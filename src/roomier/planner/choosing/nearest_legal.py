@@ -24,6 +24,7 @@ from roomier.core.errors import PlanError, RoomierError
 from roomier.core.world import World
 from roomier.plan import Plan, plan_from_flags
 from roomier.plan.choices import CHOICES
+from roomier.plan.levers import LEVERS
 from roomier.plan.rules import CombinedPlanError, each_error
 from roomier.planner.choosing.keywords import as_call
 
@@ -203,14 +204,16 @@ def _named(name: str, settings: Keywords) -> Any:
 
 
 def _of_levers(asked: Keywords) -> Iterator[_Edit]:
-    for name in ("step_in_backward", "chunked_loss", "compile", "attention", "gradient_clip_algorithm"):
+    for name in (*(lever.keyword for lever in LEVERS), "compile", "attention", "gradient_clip_algorithm"):
         if name in asked:
             yield _Edit({name: _DEFAULT}, 2)
     if "activation_checkpointing" in asked:
         for index, policy in enumerate(("full", "selective", _DEFAULT)):
             yield _Edit({"activation_checkpointing": policy}, 1.5 + 0.3 * index)
-    if asked.get("step_in_backward") == "stale_norm":
-        yield _Edit({"step_in_backward": True}, 1)
+    for lever in LEVERS:
+        others = [value for value in CHOICES.get(lever.field, {}) if value not in (lever.on, lever.off)]
+        if asked.get(lever.keyword) in others:
+            yield _Edit({lever.keyword: True}, 1)
     schedule = asked.get("lr_schedule")
     if schedule is not None:
         settings = schedule if isinstance(schedule, Mapping) else {}

@@ -23,6 +23,7 @@ from roomier.core.errors import RoomierError
 from roomier.core.log import notice
 from roomier.hardware.machine import Machine
 from roomier.plan import Plan
+from roomier.plan.levers import LEVERS
 from roomier.planner.choice import Considered
 from roomier.planner.choosing.candidates import Candidate
 from roomier.planner.deadline import Deadline
@@ -253,4 +254,4 @@ def _stage(plan: Plan) -> Hashable:
 
 
 def _levers(plan: Plan) -> Hashable:
-    return plan.activation, plan.offload, plan.loss, plan.optimizer.step_in_backward
+    return plan.activation, plan.offload, *(lever.value(plan) for lever in LEVERS)

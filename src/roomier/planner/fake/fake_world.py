@@ -49,11 +49,11 @@ class FakeRanks(Ranks):
         """Return ``values`` times the number of ranks."""
         return values * self.world.size
 
-    def gather(self, value: T) -> list[T]:
+    def gather(self, value: T, *, allows_pickle: bool = False) -> list[T]:
         """Return ``value`` for each rank."""
         return [value] * self.world.size
 
-    def from_zero(self, value: T) -> T:
+    def from_zero(self, value: T, *, allows_pickle: bool = False) -> T:
         """Return ``value``."""
         return value
 

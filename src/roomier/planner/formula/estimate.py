@@ -22,6 +22,7 @@ from roomier.memory.walk import Layout, gradient_bytes, unit_bytes
 from roomier.memory.weights import Unit, buffer_bytes, units_with_weights
 from roomier.optim.averaging import tensors_to_average
 from roomier.plan import ActivationPlan, BatchPlan, OffloadPlan, ParallelPlan, Plan
+from roomier.plan.levers import LEVERS, without
 from roomier.planner.dry_runs.dry_run import Stretch
 from roomier.planner.fake.fake_world import fake_world
 from roomier.planner.fake.shapes import shapes_of
@@ -220,12 +221,11 @@ class Estimator:
 
 def _build_on_one(workload: Workload, plan: Plan) -> _Built:
     alone = replace(
-        plan,
+        without(plan, [lever for lever in LEVERS if lever.frees_gradients]),
         parallel=ParallelPlan(accelerator="cpu"),
         batch=BatchPlan(),
         activation=ActivationPlan(),
         offload=OffloadPlan(),
-        optimizer=replace(plan.optimizer, step_in_backward="none"),
     )
     precision = precision_of(plan.precision.mode, _CPU)
     with fake_world(World(0, 1, 0, 0, 1), is_pairwise=True) as ranks:

@@ -20,6 +20,7 @@ from roomier.api.kept_weights import kept_by
 from roomier.core.errors import RoomierError, TrainingError
 from roomier.core.units import format_bytes
 from roomier.memory.kinds import Kind
+from roomier.plan.levers import used_levers
 
 if TYPE_CHECKING:
     from roomier.api.engine import Engine
@@ -187,7 +188,8 @@ def _plain(failed: FailedRun) -> Module | None:
     """Return the module if the plan did not change it, otherwise None."""
     plan, module = failed.plan, failed.module
     is_plain = plan.parallel.strategy in ("single", "ddp") and plan.adapter.lora_rank is None
-    has_levers = plan.activation.policy != "none" or plan.loss.chunked or plan.compile.enabled
+    changes_model = any(lever.changes_output_layer for lever in used_levers(plan))
+    has_levers = plan.activation.policy != "none" or changes_model or plan.compile.enabled
     return module if is_plain and not has_levers and plan.offload.activations == "none" else None
 
 

@@ -21,6 +21,7 @@ from roomier.memory.walk import Layout, own_shape
 from roomier.memory.weights import Unit, Weight
 from roomier.plan import Plan
 from roomier.plan.lever_rules import rounding_in_force
+from roomier.plan.levers import lever_that_frees_gradients
 from roomier.planner.dry_runs.work import Part, Work
 from roomier.planner.timing.collective_time import all_reduce_s, gather_s
 from roomier.planner.timing.compute_time import Duration, duration, rate_of
@@ -148,7 +149,7 @@ def _seconds(work: Work, device: Device) -> float:
 
 
 def _started(num_weights: int, plan: Plan) -> Work:
-    of_weight = _OPERATIONS_OF_WEIGHT["none" if plan.optimizer.step_in_backward == "none" else "exact"]
+    of_weight = _OPERATIONS_OF_WEIGHT["none" if lever_that_frees_gradients(plan) is None else "exact"]
     return Work(num_operations=_OPERATIONS_OF_STEP + of_weight * num_weights)
 
 
