@@ -2,8 +2,8 @@
 
 [Note: forked ranks]
 Ranks are forked from a server process that has only imported torch, roomier and the file of the test (``server.py``). A
-call takes about 50 ms. It has no seed, environment, process group or cache from earlier calls, and a rank that dies does
-not affect later calls. The server has no threads, because threads would make forking unsafe.
+call takes about 50 ms. It has no seed, environment, process group or cache from earlier calls, and a rank that dies
+does not affect later calls. The server has no threads, because threads would make forking unsafe.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class RankPool:
         """Call ``function(*args, **kwargs)`` on each rank.
 
         Each rank has the current folder and the environment of the caller, with the variables of torchrun (``RANK``,
-        ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_PORT``, ...). All seeds are 0, and warnings are errors. The output of the
-        ranks is printed here. Each line starts with its rank.
+        ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_PORT``, ...). All seeds are 0, and warnings are errors. The output of
+        the ranks is printed here. Each line starts with its rank.
 
         Args:
             function: function at the top level of a file. Arguments and results are pickled.

@@ -123,7 +123,7 @@ class BatchFeed(Feed):
         if share.divided_by is None:
             return {**position, **own}
         divided = {"divided_by": share.divided_by, "keeps_order": share.keeps_order}
-        return {**position, **divided, "by_rank": self._ranks.gather(own, allows_pickle=True)}
+        return {**position, **divided, "by_rank": self._ranks.gather(own)}
 
     def _own_position(self) -> dict[str, Any]:
         """What of a position may differ by rank where a loader divides itself."""
