@@ -70,7 +70,7 @@ class Measurement:
 
 
 def run_roomier(settings: dict[str, Any], measurement: Measurement, folder: str) -> None:
-    from roomier import Trainer
+    from roomier import Trainer  # late: the other framework is measured without it
 
     class AtStepEnd(Callback):
         def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:

@@ -96,7 +96,7 @@ class Forecast:
 
     def _repr_html_(self) -> str:
         """One step of the plan, for a notebook."""
-        from roomier.planner.report.page import fragment_of_forecast
+        from roomier.planner.report.page import fragment_of_forecast  # late: only notebooks show pages
 
         return fragment_of_forecast(self)
 
