@@ -20,6 +20,7 @@ from roomier.memory.report import report_of
 from roomier.memory.tracker import MemoryTracker, tracking
 from roomier.models.gpt import GPT, GPTConfig
 from roomier.plan import Plan
+from tests.covering import covering
 from tests.ranks.pool import RankPool
 
 TOLERANCE = 0.03
@@ -117,8 +118,7 @@ def measured_and_formula(strategy: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "num_ranks"),
-    [*((each, n) for n in (2, 4) for each in ("ddp", "zero1", "zero2", "zero3")), ("hsdp", 4)],
+    ("strategy", "num_ranks"), [*covering(["ddp", "zero1", "zero2", "zero3"], [2, 4]), ("hsdp", 4)]
 )
 def test_the_formula_is_what_is_measured_on_every_rank(on_ranks: RankPool, strategy: str, num_ranks: int) -> None:
     by_rank = on_ranks(num_ranks, measured_and_formula, strategy)
