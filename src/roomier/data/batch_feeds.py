@@ -133,7 +133,7 @@ class BatchFeed(Feed):
         if share.divided_by is None:
             return {**position, **own}
         divided = {"divided_by": share.divided_by, "keeps_order": share.keeps_order}
-        return {**position, **divided, "by_rank": self._ranks.gather(own, allows_pickle=True)}
+        return {**position, **divided, "by_rank": self._ranks.gather(own)}
 
     def _own_position(self) -> dict[str, Any]:
         """Return the fields of a position that can differ between ranks if a loader shards itself."""

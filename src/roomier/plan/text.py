@@ -45,9 +45,9 @@ def parts_from_dict(values: object) -> dict[str, Part]:
 
 def dump_yaml(values: Mapping[str, object]) -> str:
     """Sections in the order of the Plan, one field a line."""
-    import yaml  # slow to import, and not needed to make a Plan
+    import yaml
 
-    from roomier.plan.yaml_dialect import Dumper
+    from roomier.plan.yaml_dialect import Dumper  # late: loads PyYAML
 
     return yaml.dump(values, Dumper=Dumper, sort_keys=False, allow_unicode=True)
 

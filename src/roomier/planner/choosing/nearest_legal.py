@@ -22,11 +22,15 @@ from roomier.api.module import Module
 from roomier.core.device import resolve_device
 from roomier.core.errors import PlanError, RoomierError
 from roomier.core.world import World
+from roomier.engine.build import build, configure
+from roomier.engine.eager import EagerEngine
 from roomier.plan import Plan, plan_from_flags
 from roomier.plan.choices import CHOICES
 from roomier.plan.levers import LEVERS
 from roomier.plan.rules import CombinedPlanError, each_error
 from roomier.planner.choosing.keywords import as_call
+from roomier.planner.fake.fake_world import fake_world
+from roomier.planner.fake.shapes import shapes_of
 
 Keywords = Mapping[str, Any]
 Works = Callable[[Plan], bool]
@@ -101,11 +105,6 @@ def has_its_device(plan: Plan) -> bool:
 
 def can_build(plan: Plan, module: Module) -> bool:
     """Return whether ``build`` accepts the plan for ``module``, without memory."""
-    from roomier.engine.build import build, configure
-    from roomier.engine.eager import EagerEngine
-    from roomier.planner.fake.fake_world import fake_world
-    from roomier.planner.fake.shapes import shapes_of
-
     if not has_its_device(plan):
         return False
     world = World(0, plan.parallel.num_ranks, 0, 0, plan.parallel.devices)

@@ -19,8 +19,13 @@ import torch
 from roomier.api.kept_weights import kept_by
 from roomier.core.errors import RoomierError, TrainingError
 from roomier.core.units import format_bytes
+from roomier.hardware.this_machine import this_machine
 from roomier.memory.kinds import Kind
 from roomier.plan.levers import used_levers
+from roomier.planner.choosing.candidates import changed
+from roomier.planner.choosing.keywords import as_call, trainer_keywords
+from roomier.planner.deadline import AFTER_OUT_OF_MEMORY_S, Deadline
+from roomier.planner.workload import Workload
 
 if TYPE_CHECKING:
     from roomier.api.engine import Engine
@@ -29,9 +34,7 @@ if TYPE_CHECKING:
     from roomier.hardware.machine import Machine
     from roomier.plan import Plan
     from roomier.planner.choice import Choice
-    from roomier.planner.deadline import Deadline
     from roomier.planner.forecast import Forecast
-    from roomier.planner.workload import Workload
 
 T = TypeVar("T")
 
@@ -147,7 +150,7 @@ def _one_line(error: BaseException) -> str:
 
 def _held(engine: Engine) -> str:
     """Return the memory of this rank by kind and the state of the allocator, without communication."""
-    from roomier.memory.tracker import MemoryTracker
+    from roomier.memory.tracker import MemoryTracker  # late: loads the sharding of torch
 
     with MemoryTracker(engine.module, engine.optimizers, engine.device) as look:
         pass
@@ -175,8 +178,6 @@ def _forecast_text(forecast: Forecast, *, was_planned: bool) -> str:
 
 def _workload(failed: FailedRun) -> Workload | None:
     """Return the workload; None if no step ran or the shapes of the model were not stored."""
-    from roomier.planner.workload import Workload
-
     shapes, batch = failed.shapes or _plain(failed), failed.batch
     if shapes is None or batch is None:
         return None
@@ -193,8 +194,6 @@ def _plain(failed: FailedRun) -> Module | None:
 
 
 def _machine(failed: FailedRun) -> Machine:
-    from roomier.hardware.this_machine import this_machine
-
     if failed.choice is not None:
         return failed.choice.machine
     parallel = failed.plan.parallel
@@ -213,9 +212,7 @@ def _forecast(workload: Workload, plan: Plan, machine: Machine) -> Forecast:
 
 def _advice(workload: Workload, plan: Plan, machine: Machine, forecast: Forecast | None) -> tuple[str, Plan | None]:
     """Return Trainer keywords for the user to copy, and the plan that they give."""
-    from roomier.planner.choosing.candidates import changed
     from roomier.planner.choosing.choose import budget_of, choose
-    from roomier.planner.deadline import AFTER_OUT_OF_MEMORY_S, Deadline
 
     budget_bytes = budget_of(plan, machine)
     if forecast is not None:
@@ -237,7 +234,6 @@ def _nothing_fits_text(workload: Workload, plan: Plan, choice: Choice, deadline:
 
 def _keywords_text(forecast: Forecast, given_batch_size: int) -> str:
     from roomier.planner.choice import words_of
-    from roomier.planner.choosing.keywords import as_call, trainer_keywords
 
     smaller = "" if forecast.micro_batch == given_batch_size else f", with batches of {forecast.micro_batch} samples"
     return (
