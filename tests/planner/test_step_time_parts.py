@@ -161,7 +161,6 @@ def update_s(name: str, kind: str = "cuda", strategy: str = "single", devices: i
     blocks = [f"blocks.{index}" for index in range(3)]
     layout: Layout = layout_of(plan, torch.device(kind))
     found = update_time(units, plan, machine(kind), layout, blocks=blocks)
-    return found.compute_s / sum(each.numel() for each in network.parameters()) * 1e9  # bytes at 1e9 a second
     return found.compute_s / sum(each.numel() for each in network.parameters()) * 1e9  # bytes at 1e9 bytes/s
 
 

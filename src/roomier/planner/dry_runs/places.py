@@ -27,19 +27,19 @@ def named_places(network: nn.Module, blocks: Sequence[nn.Module]) -> dict[nn.Mod
 
 
 @contextmanager
-def telling_places(places: dict[nn.Module, str], tell: Callable[[str], None]) -> Iterator[None]:
-    """Context manager that calls ``tell`` with the name of each part when it starts, and with "" when it ends.
+def telling_places(places: dict[nn.Module, str], set_place: Callable[[str], None]) -> Iterator[None]:
+    """Context manager that calls ``set_place`` with the name of each part when it starts, and with "" when it ends.
 
     In backward, a part starts when the gradient of its output is complete, and ends when the gradient of its input is
     complete.
 
     Args:
         places: names of the parts, from :func:`named_places`.
-        tell: called with each name.
+        set_place: called with each name.
     """
     handles = []
     for module, name in places.items():
-        enter, leave = _hooks(name, tell)
+        enter, leave = _hooks(name, set_place)
         handles.append(module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True))
         handles.append(module.register_forward_hook(leave))
     try:
@@ -49,18 +49,18 @@ def telling_places(places: dict[nn.Module, str], tell: Callable[[str], None]) ->
             handle.remove()
 
 
-def _hooks(name: str, tell: Callable[[str], None]) -> tuple[Callable[..., None], Callable[..., None]]:
+def _hooks(name: str, set_place: Callable[[str], None]) -> tuple[Callable[..., None], Callable[..., None]]:
     def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
         others = (each for each in tensors([args, kwargs]) if not hasattr(each, _PLACE))
-        _at_gradient_of(others, lambda: tell(""))  # the output of another part reports the name of that part
-        tell(name)
+        _at_gradient_of(others, lambda: set_place(""))  # the output of another part reports the name of that part
+        set_place(name)
 
     def leave(module: nn.Module, args: Any, output: Any) -> None:
         made = list(tensors(output))
         for each in made:
             setattr(each, _PLACE, name)
-        _at_gradient_of(made, lambda: tell(name))
-        tell("")
+        _at_gradient_of(made, lambda: set_place(name))
+        set_place("")
 
     return enter, leave
 

@@ -112,7 +112,6 @@ def explain_out_of_memory(error: torch.OutOfMemoryError, failed: FailedRun) -> O
         "shards more"
     )
     explained = OutOfMemory("strategy", plan.parallel.strategy, ". ".join(problem), action)
-    explained = OutOfMemory("strategy", plan.parallel.strategy, ". ".join(problem), action)
     explained.plan = nearest
     for failure in attempt.failures:
         explained.add_note(f"roomier could not compute all of this message: {failure}")
