@@ -242,8 +242,8 @@ import sys
 from pathlib import Path
 from roomier.export.safetensors import export_safetensors
 
-def memory_kib(what):
-    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(what))
+def memory_kib(field):
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(field))
 
 small, large, folder = map(Path, sys.argv[1:])
 export_safetensors(small, folder / "small")
