@@ -155,5 +155,5 @@ def test_an_unwritable_log_does_not_end_the_run(desk, small_disk, capsys):
     trainer = desk.fit(net, default_root_dir=small_disk, enable_checkpointing=False, log_every_n_steps=1)
     assert trainer.global_step == 8
     told = capsys.readouterr().err
-    assert "logger 'jsonl' (JSONLLogger) failed in log_metrics and is left out" in told
+    assert "logger 'jsonl' (JSONLLogger) failed in log_metrics and is disabled" in told
     assert "No space left" in told

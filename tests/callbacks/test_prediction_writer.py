@@ -112,7 +112,7 @@ def test_prediction_that_is_not_plain_is_rejected(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "action"),
     [
         ({}, "Pass the folder of the files"),
         ({"output_dir": 5}, "Pass a string or a Path"),
