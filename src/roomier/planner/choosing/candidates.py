@@ -11,9 +11,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import nn
-
-from roomier.api.blocks import find_blocks
 from roomier.api.module import Module
 from roomier.api.wrapped import network_of
 from roomier.core.batch_norms import BATCH_NORMS
@@ -62,11 +59,10 @@ def candidates(
     """
     if plan.parallel.strategy != "auto":
         return (Candidate(plan, workload.batch_size),)
-    network = network_of(workload.module)
     axes = [
         _strategies(plan),
-        _kept_activations(plan, network, machine),
-        _losses(plan, network),
+        _kept_activations(plan, workload, machine),
+        _losses(plan, workload),
         _updates(plan),
         _precisions(plan),
         _optimizers(plan),
@@ -81,7 +77,7 @@ def candidates(
             refused.setdefault((candidate.plan.parallel.strategy, candidate.refusal), candidate)
         else:
             found.append(candidate)
-    return (*found, *refused.values(), *_never_open(plan, workload, network, keeps_micro_batch))
+    return (*found, *refused.values(), *_never_open(plan, workload, keeps_micro_batch))
 
 
 def changed(plan: Plan, changes: Changes) -> Plan:
@@ -144,8 +140,8 @@ def _strategies(plan: Plan) -> list[Changes]:
     return found + [{"parallel.strategy": "hsdp", "parallel.shard_size": size} for size in sizes if size > 1]
 
 
-def _kept_activations(plan: Plan, network: nn.Module, machine: Machine) -> list[Changes]:
-    if plan.activation.policy != "none" or not find_blocks(network):
+def _kept_activations(plan: Plan, workload: Workload, machine: Machine) -> list[Changes]:
+    if plan.activation.policy != "none" or not workload.blocks:
         return [{}]
     found: list[Changes] = [{}, {"activation.policy": "selective"}, {"activation.policy": "full"}]
     if machine.device.kind == "cuda" and plan.offload.activations == "none":
@@ -153,8 +149,8 @@ def _kept_activations(plan: Plan, network: nn.Module, machine: Machine) -> list[
     return found
 
 
-def _losses(plan: Plan, network: nn.Module) -> list[Changes]:
-    is_open = CHUNKED_LOSS in plan.choice.words and can_chunk_loss(plan, network)
+def _losses(plan: Plan, workload: Workload) -> list[Changes]:
+    is_open = CHUNKED_LOSS in plan.choice.words and can_chunk_loss(plan, workload)
     return [{}, {"loss.chunked": True}] if is_open else [{}]
 
 
@@ -188,7 +184,7 @@ def _cuts(plan: Plan, workload: Workload, keeps_micro_batch: str) -> list[Change
     return [{"batch.accumulate_grad_batches": accumulate * num} for num in pieces]
 
 
-def _never_open(plan: Plan, workload: Workload, network: nn.Module, keeps_micro_batch: str) -> Iterator[Candidate]:
+def _never_open(plan: Plan, workload: Workload, keeps_micro_batch: str) -> Iterator[Candidate]:
     """Levers that this model or its data rule out whatever the strategy, each told once."""
     strategy = "single" if plan.parallel.num_ranks == 1 else "ddp"
 
@@ -196,7 +192,7 @@ def _never_open(plan: Plan, workload: Workload, network: nn.Module, keeps_micro_
         return Candidate(refused_plan(plan, {"parallel.strategy": strategy, **changes}), micro_batch, reason)
 
     given = workload.batch_size
-    if plan.activation.policy == "none" and not find_blocks(network):
+    if plan.activation.policy == "none" and not workload.blocks:
         reason = "the model has no blocks, by which activations are computed again: nothing in it repeats"
         yield refused({"activation.policy": "full"}, given, reason)
     why = keeps_micro_batch or keeps_batches_whole(workload.module)
@@ -206,21 +202,21 @@ def _never_open(plan: Plan, workload: Workload, network: nn.Module, keeps_micro_
     if names and plan.optimizer.name is None:
         reason = "the model makes its own optimizer in configure_optimizers"
         yield refused({"optimizer.name": names[0]}, given, reason)
-    if CHUNKED_LOSS in plan.choice.words and not plan.loss.chunked and not can_chunk_loss(plan, network):
+    if CHUNKED_LOSS in plan.choice.words and not plan.loss.chunked and not can_chunk_loss(plan, workload):
         reason = "the model has no output layer whose logits a chunked loss could compute"
         if plan.compile.enabled:
             reason = "'auto' does not add a chunked loss to compile=True: set chunked_loss=True to use both"
         yield refused({"loss.chunked": True}, given, reason)
 
 
-def can_chunk_loss(plan: Plan, network: nn.Module) -> bool:
-    """Return whether a chunked loss is a change of ``plan`` that ``network`` supports."""
-    return not (plan.loss.chunked or plan.compile.enabled) and _has_output_layer(network)
+def can_chunk_loss(plan: Plan, workload: Workload) -> bool:
+    """Return whether a chunked loss is a change of ``plan`` that the model supports."""
+    return not (plan.loss.chunked or plan.compile.enabled) and _has_output_layer(workload)
 
 
-def _has_output_layer(network: nn.Module) -> bool:
+def _has_output_layer(workload: Workload) -> bool:
     try:
-        find_output_layer(network)
+        find_output_layer(network_of(workload.module), workload.blocks)
     except RoomierError:
         return False
     return True

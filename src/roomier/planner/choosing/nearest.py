@@ -7,9 +7,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from torch import nn
-
-from roomier.api.wrapped import network_of
 from roomier.core.errors import PlanError, RoomierError
 from roomier.core.units import format_bytes
 from roomier.hardware.devices import SHEETS
@@ -98,7 +95,7 @@ def _ways(
             yield f"Use {as_call(trainer_keywords(found.chosen.plan))}{_with_batch(found.chosen, workload)}"
             return
         smallest = min((each.forecast for each in found.considered if each.forecast), key=lambda each: each.peak_bytes)
-    allowed = _allowing(peaks, plan, smallest, budget, network_of(workload.module))
+    allowed = _allowing(peaks, plan, smallest, budget, workload)
     if allowed is not None:
         yield allowed
     smaller = _smaller_batch(peaks, workload.batch_size, smallest, budget) if keeps_micro_batch else None
@@ -163,9 +160,9 @@ class _Peaks:
         return None
 
 
-def _allowing(peaks: _Peaks, plan: Plan, smallest: Forecast, budget: int, network: nn.Module) -> str | None:
+def _allowing(peaks: _Peaks, plan: Plan, smallest: Forecast, budget: int, workload: Workload) -> str | None:
     """Return the advice to allow the fewest choices with which a plan fits, exact labels first; None if none does."""
-    can_chunk = CHUNKED_LOSS not in _words(plan) and can_chunk_loss(smallest.plan, network)
+    can_chunk = CHUNKED_LOSS not in _words(plan) and can_chunk_loss(smallest.plan, workload)
     modes = [mode for mode in _PRECISIONS if smallest.plan.precision.mode == "32-true" and mode not in _words(plan)]
     has_adam = smallest.plan.optimizer.name in ("adamw", "adam")
     names = [name for name in _SMALL_STATES if has_adam and name not in _words(plan)]

@@ -100,8 +100,9 @@ def has_its_device(plan: Plan) -> bool:
 
 def can_build(plan: Plan, module: Module) -> bool:
     """Whether ``build`` takes the plan for ``module``: it is asked, without memory."""
-    from roomier.engine.build import build, configure
+    from roomier.engine.build import build
     from roomier.engine.eager import EagerEngine
+    from roomier.engine.optimizers import configure
     from roomier.planner.fake.fake_world import fake_world
     from roomier.planner.fake.shapes import shapes_of
 
@@ -111,7 +112,9 @@ def can_build(plan: Plan, module: Module) -> bool:
     try:
         with fake_world(world, is_pairwise=True) as ranks:
             copied = shapes_of(module)
-            engine, _ = build(plan, copied, lambda: configure(plan, copied, lambda: 1000.0), EagerEngine, ranks)
+            engine, _ = build(
+                plan, copied, lambda blocks: configure(plan, copied, lambda: 1000.0, blocks), EagerEngine, ranks
+            )
             engine.close()
     except Exception:  # this is advice: what fails here is not what was asked for
         return False
