@@ -12,8 +12,9 @@ from torch import Tensor
 from roomier.adapters.layers import is_adapter
 from roomier.core.ranks import Ranks
 from roomier.core.world import World
-from roomier.engine.build import build, configure
+from roomier.engine.build import build
 from roomier.engine.eager import EagerEngine
+from roomier.engine.optimizers import configure
 from roomier.memory.kinds import MODEL_STATES, Kind
 from roomier.memory.predict import predict, predict_built
 from roomier.memory.tracker import MemoryTracker, tracking
@@ -50,7 +51,7 @@ def make_plan(strategy: str, num_ranks: int, precision: str = "32-true", base: s
 
 
 def tracked(plan: Plan, module: Model, ranks: Ranks) -> tuple[EagerEngine, MemoryTracker]:
-    engine, _ = build(plan, module, lambda: configure(plan, module, lambda: 1.0), EagerEngine, ranks)
+    engine, _ = build(plan, module, lambda blocks: configure(plan, module, lambda: 1.0, blocks), EagerEngine, ranks)
     tokens = torch.randint(VOCABULARY, (1, TOKENS))
     batch = {"input_ids": tokens, "labels": tokens}
 

@@ -12,8 +12,9 @@ from torch import nn
 from roomier.api.module import Module
 from roomier.core.ranks import Ranks
 from roomier.core.world import World
-from roomier.engine.build import build, configure
+from roomier.engine.build import build
 from roomier.engine.eager import EagerEngine
+from roomier.engine.optimizers import configure
 from roomier.memory.kinds import MODEL_STATES, Kind
 from roomier.memory.predict import predict, predict_built
 from roomier.memory.report import report_of
@@ -63,7 +64,7 @@ def make_plan(strategy: str, num_ranks: int, precision: str, num_micro_batches: 
 
 
 def make_engine(plan: Plan, module: Module, ranks: Ranks) -> EagerEngine:
-    engine, _ = build(plan, module, lambda: configure(plan, module, lambda: 1.0), EagerEngine, ranks)
+    engine, _ = build(plan, module, lambda blocks: configure(plan, module, lambda: 1.0, blocks), EagerEngine, ranks)
     return engine
 
 

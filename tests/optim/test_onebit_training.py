@@ -17,8 +17,9 @@ import roomier
 from roomier.core.errors import PlanError, TrainingError
 from roomier.core.ranks import Ranks
 from roomier.core.world import World
-from roomier.engine.build import build, configure
+from roomier.engine.build import build
 from roomier.engine.eager import EagerEngine
+from roomier.engine.optimizers import configure
 from roomier.models.gpt import GPT, GPTConfig
 from roomier.optim.onebit_adam import OneBitAdam, onebit_options
 from roomier.plan import Plan, plan_from_flags
@@ -57,7 +58,9 @@ class Speaker(roomier.Module):
 
 def engine_of(module: roomier.Module, plan: Plan, num_steps: int) -> tuple[EagerEngine, Any, Ranks]:
     ranks = Ranks(World(dist.get_rank(), dist.get_world_size(), dist.get_rank(), 0, dist.get_world_size()))
-    engine, configured = build(plan, module, lambda: configure(plan, module, lambda: num_steps), EagerEngine, ranks)
+    engine, configured = build(
+        plan, module, lambda blocks: configure(plan, module, lambda: num_steps, blocks), EagerEngine, ranks
+    )
     return engine, configured.schedulers[0].scheduler if configured.schedulers else None, ranks
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from roomier.api.blocks import find_blocks
 from roomier.api.engine import Engine
 from roomier.core.errors import PlanError
 from roomier.memory.model_states import ModelStates, StateBytes, model_states
@@ -42,20 +43,21 @@ def predict(network: nn.Module, plan: Plan, device: torch.device | None = None, 
     if wanted.name is None:
         action = "Use Trainer(optimizer='adamw'), or build the engine and call predict_built"
         raise PlanError("optimizer", None, "must be the name of an optimizer", action)
-    network = with_adapters(network, plan.adapter)
+    network, blocks = with_adapters(network, find_blocks(network), plan.adapter)
     optimizer = make_optimizer(
         wanted.name,
         network,
         weight_decay=wanted.weight_decay,
         options={key: value for key, value in wanted.options.items() if key not in ("fused", "foreach")},
         weight_rounding=rounding_in_force(plan),
+        blocks=blocks,
     )  # without states
-    return _model_states(network, plan, device or torch.device("cpu"), rank, [optimizer])
+    return _model_states(network, blocks, plan, device or torch.device("cpu"), rank, [optimizer])
 
 
 def predict_built(engine: Engine, plan: Plan, rank: int = 0) -> ModelStates:
     """Predict the model states of ``engine``, built from ``plan``. No unit may be unsharded."""
-    return _model_states(engine.module, plan, engine.device, rank, engine.optimizers)
+    return _model_states(engine.module, engine.blocks, plan, engine.device, rank, engine.optimizers)
 
 
 def layout_of(plan: Plan, device: torch.device, rank: int = 0) -> Layout:
@@ -81,6 +83,7 @@ def layout_of(plan: Plan, device: torch.device, rank: int = 0) -> Layout:
 
 def _model_states(
     network: nn.Module,
+    blocks: Sequence[nn.Module],
     plan: Plan,
     device: torch.device,
     rank: int,
@@ -95,7 +98,7 @@ def _model_states(
         if parameter in names
     }
     precision = precision_of(plan.precision.mode, device)
-    units = units_with_weights(network, precision.autocast_dtype, precision.weight_dtype)
+    units = units_with_weights(network, blocks, precision.autocast_dtype, precision.weight_dtype)
     buffers = buffer_bytes(network, precision.weight_dtype)
     return model_states(units, layout_of(plan, device, rank), state_bytes_of(plan, updated_by), buffers)
 

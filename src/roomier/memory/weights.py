@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,7 +14,6 @@ from torch.distributed.fsdp import FSDPModule
 
 from roomier.adapters.layers import is_adapter
 from roomier.adapters.lora import apply_lora, quantise_base
-from roomier.api.blocks import find_blocks
 from roomier.parallel.shard import parts_of, units_of
 from roomier.plan.parts import AdapterPlan
 
@@ -80,7 +81,10 @@ class Unit:
 
 
 def units_with_weights(
-    network: nn.Module, compute_dtype: torch.dtype | None = None, weight_dtype: torch.dtype | None = None
+    network: nn.Module,
+    blocks: Sequence[nn.Module],
+    compute_dtype: torch.dtype | None = None,
+    weight_dtype: torch.dtype | None = None,
 ) -> list[Unit]:
     """Return the units of ``network``, sharded or not, in the order of its modules, the root first.
 
@@ -94,7 +98,7 @@ def units_with_weights(
         of_parameters.setdefault(parameter, name)
     rest = dict(of_parameters)
     units: list[Unit] = []
-    for unit in units_of(network):
+    for unit in units_of(network, blocks):
         parts: list[Unit] = []
         for modules, dtype in parts_of(unit, compute_dtype):
             parameters = dict.fromkeys(each for module in modules for each in module.parameters() if each in rest)
@@ -133,19 +137,26 @@ def buffer_bytes(network: nn.Module, weight_dtype: torch.dtype | None = None) ->
     )
 
 
-def with_adapters(network: nn.Module, plan: AdapterPlan) -> nn.Module:
-    """Return a copy of ``network``'s shapes with the adapters of ``plan``, or ``network`` if it already has them."""
+def with_adapters(
+    network: nn.Module, blocks: Sequence[nn.Module], plan: AdapterPlan
+) -> tuple[nn.Module, Sequence[nn.Module]]:
+    """Return a copy of the shapes of ``network`` with the adapters of ``plan``, and the blocks of the copy.
+
+    Returns ``network`` itself if it has adapters already, or if the plan has none.
+    """
     if plan.lora_rank is None or any(is_adapter(name) for name, _ in network.named_parameters()):
-        return network
+        return network, blocks
     shapes = {
         id(each): nn.Parameter(torch.empty_like(each, device="meta"), requires_grad=each.requires_grad)
         for each in network.parameters()
     }
-    copied = copy.deepcopy(network, {**shapes, **{id(each): each for each in network.buffers()}})
-    apply_lora(copied, find_blocks(copied), plan)
+    memo: dict[int, Any] = {**shapes, **{id(each): each for each in network.buffers()}}
+    copied = copy.deepcopy(network, memo)
+    copied_blocks = [memo[id(each)] for each in blocks]
+    apply_lora(copied, copied_blocks, plan)
     if plan.frozen_base != "as_is":
         quantise_base(copied, plan)
-    return copied
+    return copied, copied_blocks
 
 
 def _weight(parameter: nn.Parameter, name: str, weight_dtype: torch.dtype | None) -> Weight:
