@@ -188,7 +188,7 @@ def test_a_count_may_be_a_tensor():
 def test_a_step_without_terms_is_refused():
     batch = TokenMean.make(3, torch.Generator().manual_seed(0))
     batch["labels"][:] = -100
-    with pytest.raises(roomier.TrainingError, match=r"num_loss_terms.*single term.*ignored"):
+    with pytest.raises(roomier.TrainingError, match=r"num_loss_terms.*no micro-batch.*ignored"):
         gradient_of(TokenMean, [batch, batch])
 
 

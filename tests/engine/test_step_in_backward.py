@@ -216,7 +216,7 @@ def test_what_cannot_work_is_an_error() -> None:
         return loss
 
     engine = make_engine(network, True, ADAMW)
-    with pytest.raises(roomier.TrainingError, match=r"2 micro-batches.*leave out step_in_backward"):
+    with pytest.raises(roomier.TrainingError, match=r"2 micro-batches.*set step_in_backward=False"):
         engine.forward_backward(step, [tokens, tokens])
     engine.forward_backward(step, [tokens])
     with pytest.raises(roomier.TrainingError, match=r"clip=1.0.*used up and freed.*gradient_clip_val"):

@@ -146,19 +146,19 @@ def linear(path: Path, **tensors: Tensor) -> Path:
 @pytest.mark.parametrize(
     ("tensors", "problem"),
     [
-        ({"weight": torch.ones(2, 3)}, "it lacks: bias"),
+        ({"weight": torch.ones(2, 3)}, "missing: bias"),
         (
             {"weight": torch.ones(2, 3), "bias": torch.ones(2), "scale": torch.ones(2)},
-            "it has what the model has not: scale",
+            "unexpected: scale",
         ),
-        ({"weight": torch.ones(3, 2), "bias": torch.ones(2)}, r"other shapes: weight \[3, 2\] for \[2, 3\]"),
-        ({"w": torch.ones(2, 3)}, "it lacks: weight, bias; it has what the model has not: w"),
+        ({"weight": torch.ones(3, 2), "bias": torch.ones(2)}, r"different shapes: weight \[3, 2\] for \[2, 3\]"),
+        ({"w": torch.ones(2, 3)}, "missing: weight, bias; unexpected: w"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(tmp_path: Path, tensors: dict[str, Tensor], problem: str) -> None:
     network = nn.Linear(3, 2)
     before = {name: each.clone() for name, each in whole_tensors(network).items()}
-    with pytest.raises(RoomierError, match=f"weights=.*does not fit the model: {problem}. Give the weights"):
+    with pytest.raises(RoomierError, match=f"weights=.*does not match the model: {problem}. Pass the weights"):
         built(network, ALONE, Ranks(), linear(tmp_path, **tensors))
     assert all(torch.equal(before[name], each) for name, each in whole_tensors(network).items())
 
@@ -170,12 +170,12 @@ def test_what_is_no_file_of_weights_is_refused(tmp_path: Path) -> None:
     (tmp_path / "b.index.json").write_text("[]")
     (tmp_path / "weights.bin").write_text("")
     problems = {
-        "empty": "holds neither model.safetensors nor",
+        "empty": "contains neither model.safetensors nor",
         "cut.safetensors": "cannot be read",
-        "a.index.json": "names files that are not there: gone.safetensors",
-        "b.index.json": "is no index of files",
-        "weights.bin": "is no .safetensors file",
-        "nowhere": "there is no such file or folder",
+        "a.index.json": "lists files that do not exist: gone.safetensors",
+        "b.index.json": "is not a valid index of files",
+        "weights.bin": "is not a .safetensors file",
+        "nowhere": "does not exist",
     }
     for name, problem in problems.items():
         with pytest.raises(RoomierError, match=problem):
@@ -231,7 +231,7 @@ def test_a_run_that_goes_on_does_not_read_them(tmp_path: Path, capsys: pytest.Ca
     assert f"is not read: the run goes on from {tmp_path / 'saved'}" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("weights", "problem"), [(3, "is not a path"), ("nowhere", "there is no such file or folder")])
+@pytest.mark.parametrize(("weights", "problem"), [(3, "is not a path"), ("nowhere", "does not exist")])
 def test_fit_refuses_what_is_no_path_of_weights(tmp_path: Path, weights: Any, problem: str) -> None:
     with pytest.raises(RoomierError, match=f"weights=.*{problem}"):
         fit_from(tmp_path, 1, weights)

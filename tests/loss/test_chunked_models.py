@@ -230,7 +230,7 @@ class Late(Language):
 
 def test_logits_that_are_read_after_the_update_are_an_error(make_trainer: MakeTrainer) -> None:
     trainer = make_trainer(chunked_loss=True, max_steps=2, optimizer="sgd")
-    with pytest.raises(ValueError, match="after the weights they come from were updated"):
+    with pytest.raises(ValueError, match="after the weights that compute them were updated"):
         trainer.fit(Late("GPT"), [a_batch()])
 
 

@@ -71,8 +71,8 @@ class Own(nn.Linear):
         (Model(**two(11, 11)), "first, second.*any of these"),
         (Model(**two(300, 7)), "first, second.*any of these"),
         (Model(), "no linear layer"),
-        (Model(head=Own(4, 11)), "head, which makes the logits, is a Own"),
-        (Naming(second=nn.Conv1d(4, 11, 1)), "second, which makes the logits, is a Conv1d"),
+        (Model(head=Own(4, 11)), "head, which computes the logits, is a Own"),
+        (Naming(second=nn.Conv1d(4, 11, 1)), "second, which computes the logits, is a Conv1d"),
     ],
 )
 def test_what_is_not_found_is_asked_for(model: nn.Module, problem: str) -> None:
@@ -83,7 +83,7 @@ def test_what_is_not_found_is_asked_for(model: nn.Module, problem: str) -> None:
 def test_an_adapted_output_layer_is_refused(make_trainer: Callable[..., Trainer]) -> None:
     gpt = GPT(GPTConfig.named("gpt-nano", vocab_size=11, context=4))
     trainer = make_trainer(chunked_loss=True, lora={"rank": 2, "targets": "head"}, max_steps=1, optimizer="sgd")
-    with pytest.raises(RoomierError, match="computes in a way of its own"):
+    with pytest.raises(RoomierError, match="with a different forward"):
         trainer.fit(gpt, [])
 
 
@@ -115,4 +115,4 @@ def test_a_loss_that_is_not_chunked_is_told_after_the_first_step(
 ) -> None:
     trainer = make_trainer(chunked_loss=True, optimizer="sgd", learning_rate=0.1, max_steps=3)
     trainer.fit(network, [(torch.ones(5, 4), target)] * 3)
-    assert capfd.readouterr().err.count("chunked loss: nothing is saved") == is_told
+    assert capfd.readouterr().err.count("chunked loss: no memory is saved") == is_told

@@ -28,8 +28,8 @@ def test_the_vocabulary_of_gpt2_is_named_with_the_next_size(gpt2: GPT) -> None:
     (line,) = unliked_sizes(gpt2, BF16)
     # 50257 x 768 of 85 M + 38.6 M weights that multiply
     assert line == (
-        "size 50257 (output of head; 31 % of the multiplications) is no multiple of 8, which bfloat16 likes: "
-        "0.093 % of each tile of 64 is computed for nothing; 50304 would be a multiple of 64"
+        "size 50257 (output of head; 31 % of the multiplications) is not a multiple of 8, which is inefficient in bfloat16: "
+        "0.093 % of the computation in tiles of 64 is wasted. 50304 is a multiple of 64"
     )
 
 
@@ -42,8 +42,8 @@ def test_a_size_of_many_layers_is_one_line() -> None:
     with torch.device("meta"):
         layers = nn.Sequential(*(nn.Linear(1000, 1000) for _ in range(3)))
     (line,) = unliked_sizes(layers, BF16)
-    assert line.startswith("size 1000 (input of 0 and 5 more; 100 % of the multiplications) is no multiple of 64")
-    assert "2.3 % of each tile of 64 is computed for nothing; 1024 would be" in line  # 24 of 1024
+    assert line.startswith("size 1000 (input of 0 and 5 more; 100 % of the multiplications) is not a multiple of 64")
+    assert "2.3 % of the computation in tiles of 64 is wasted. 1024 is" in line  # 24 of 1024
 
 
 def test_what_hardly_counts_has_no_line() -> None:
