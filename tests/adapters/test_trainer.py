@@ -164,7 +164,7 @@ def test_a_file_may_lack_adapters_and_nothing_else(make_trainer: MakeTrainer, tm
     state = plain.state_dict()
     del state["blocks.0.attention.out.bias"]
     save_file(state, tmp_path / "partial.safetensors")
-    with pytest.raises(RoomierError, match=r"it lacks: net\.blocks\.0\.attention\.out\.bias"):
+    with pytest.raises(RoomierError, match=r"missing: net\.blocks\.0\.attention\.out\.bias"):
         trainer.fit(module, token_batches(1), weights=tmp_path / "partial.safetensors")
 
 
