@@ -163,7 +163,9 @@ def test_a_checkpoint_with_adapters_tells_a_plain_model_what_to_pass(
         with pytest.raises(CheckpointError, match="was saved with adapters that this model does not have") as caught:
             run()
         assert f"Pass lora={settings}" in caught.value.action
-    with pytest.raises(RoomierError, match=r"a folder that holds some. Pass one of them; the newest is .*saved"):
+    with pytest.raises(
+        RoomierError, match=r"a folder that contains checkpoints. Pass one of them. The newest is .*saved"
+    ):
         plain.fit(Adaptable(), token_batches(1), weights=tmp_path)
     make_trainer(lora=settings).validate(Adaptable(), token_batches(1), ckpt_path=path)
 

@@ -121,7 +121,7 @@ def test_the_table_tells_the_plan_and_exit_code_1_that_nothing_fits(capsys: pyte
     assert "2 x a100-40gb" in told
     assert main(["plan", *GPT, *TWO, "--memory_budget", "2MiB"]) == 1
     told = " ".join(capsys.readouterr().out.split())
-    assert "Nothing fits." in told
+    assert "No plan fits." in told
     assert "of 2.0 MiB" in told
 
 
@@ -237,7 +237,7 @@ def test_a_run_calibrates_plans_of_its_model_and_no_others(capsys: pytest.Captur
     assert json.loads(output.out)["chosen"]["peak_bytes"] == pytest.approx(told["measured_bytes"], abs=2)
     assert "activations and temporaries are" in output.err
     assert main(["plan", *asked, "--model.width", "5"]) == 2
-    assert "is a run of a model with 5 parameters, and this one has 6" in capsys.readouterr().err
+    assert "is a run of a model with 5 parameters, but this model has 6" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("callback", ["roomier.callbacks.EMAWeightAveraging", "roomier.callbacks.WeightAveraging"])

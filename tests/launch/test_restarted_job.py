@@ -116,11 +116,11 @@ def test_a_restarted_job_keeps_the_global_batch(
     with pytest.raises(RankFailed):
         on_ranks(num_ranks, train, tmp_path / "killed", "job", batch_size, accumulate, (num_ranks - 1, 8))
     printed = capfd.readouterr().out
-    assert "restarted" not in printed
+    assert "resumes from" not in printed
     num_ranks, batch_size, accumulate = after
     [(steps_after, weights)] = on_ranks(num_ranks, train, tmp_path / "killed", "job", batch_size, accumulate, None)[0]
     printed = capfd.readouterr().out
-    assert "this job was restarted: it goes on from" in printed
+    assert "this job was restarted and resumes from" in printed
     assert (notices or "") in printed
     assert ("the global batch was" in printed) == (notices is not None)
     assert steps_after == num_steps == 12
@@ -155,7 +155,7 @@ def test_a_script_with_two_fits_resumes_the_interrupted_one(
     ended = on_ranks(2, train, tmp_path, "job", 4, 1, None, num_fits=2)[0]
     printed = capfd.readouterr().out
     assert [steps for steps, _ in ended] == [12, 12]
-    lines = [line for line in printed.splitlines() if "it goes on from" in line]
+    lines = [line for line in printed.splitlines() if "resumes from" in line]
     assert len(lines) == 2, printed
     assert "version_0" in lines[0]
     assert "version_1" in lines[1]

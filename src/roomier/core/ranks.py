@@ -94,7 +94,7 @@ class Ranks:
         dist.broadcast(size, src=0, group=self._group)
         sent = torch.frombuffer(data or bytearray(int(size)), dtype=torch.uint8)
         dist.broadcast(sent, src=0, group=self._group)
-        return value if self.is_zero else decode(sent.numpy().tobytes(), allows_pickle=allows_pickle)  # type: ignore[no-any-return]
+        return value if self.is_zero else decode(sent.numpy().tobytes(), allows_pickle=allows_pickle)
 
     def on_zero(self, function: Callable[[], T]) -> T:
         """Call ``function`` on rank 0 only. Every rank returns the result, or raises the error of rank 0.
