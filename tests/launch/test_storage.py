@@ -3,6 +3,7 @@
 import os
 import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -78,7 +79,7 @@ def fit_until_read_only(mount: Path, is_async: bool) -> None:
 def test_a_folder_that_becomes_read_only_ends_the_run_and_keeps_the_checkpoints(
     on_ranks: RankPool, disk: Path, is_async: bool
 ) -> None:
-    with pytest.raises(RankFailed, match="CheckpointError: path=.*cannot be written: Read-only file system") as caught:
+    with pytest.raises(RankFailed, match=r"CheckpointError: path=.*cannot be written: Read-only file system") as caught:
         on_ranks(2, fit_until_read_only, disk, is_async)
     assert all("CheckpointError" in report for report in caught.value.reports.values())
     assert len(caught.value.reports) == 2
@@ -130,33 +131,44 @@ def test_training_continues_while_an_asynchronous_save_flushes(on_ranks: RankPoo
 # Two runs with one folder ---------------------------------------------------------------------------------------------
 
 
-class Meet(roomier.Callback):
-    """Waits before each step until the other run has reached the step."""
+class TakeTurns(roomier.Callback):
+    """Starts two runs together. Run 1 takes each step, with its save, after run 0."""
 
-    def __init__(self, notes: Path, name: str, other: str) -> None:
-        self.notes, self.name, self.other = notes, name, other
+    def __init__(self, notes: Path, run: int) -> None:
+        self.notes, self.run = notes, run
 
     def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
-        (self.notes / f"{self.name}-{trainer.global_step}").touch()
-        while not (self.notes / f"{self.other}-{trainer.global_step}").exists():
-            threading.Event().wait(0.01)
+        self.reach(trainer.global_step)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self.reach(trainer.global_step)
+
+    def reach(self, step: int) -> None:
+        (self.notes / f"{self.run}-{step}").touch()
+        if self.run == 1:
+            self.wait_for(f"0-{min(step + 1, 4)}")
+        elif step == 0:
+            self.wait_for("1-0")
+
+    def wait_for(self, name: str) -> None:
+        while not (self.notes / name).exists():
+            time.sleep(0.01)
 
 
-def fit_alone_with_a_shared_folder(root: Path) -> str:
-    rank = int(os.environ["RANK"])
+def fit_independently(root: Path) -> tuple[str, torch.Tensor]:
+    run = int(os.environ["RANK"])
     for name in RANK_VARIABLES:
         os.environ.pop(name, None)
-    torch.manual_seed(rank)
-    saves = ModelCheckpoint(dirpath=root / "kept", every_n_train_steps=2, save_top_k=-1, save_last=True)
-    trainer = trainer_of(root / "runs", saves, Meet(root, str(rank), str(1 - rank)), strategy="single", max_steps=8)
+    torch.manual_seed(run)
+    saves = ModelCheckpoint(dirpath=root / "kept", every_n_train_steps=2, save_top_k=-1)
     model = Model()
-    trainer.fit(model, BATCHES)
-    return f"{rank} {model.net.weight.sum().item()} {saves.best_model_path}"
+    trainer_of(root / "runs", saves, TakeTurns(root, run), strategy="single", max_steps=4).fit(model, BATCHES)
+    return saves.best_model_path, model.net.weight.detach()
 
 
-def test_two_runs_with_one_dirpath(on_ranks: RankPool, tmp_path: Path) -> None:
-    found = on_ranks(2, fit_alone_with_a_shared_folder, tmp_path, joins=False)
-    print(found, sorted(os.listdir(tmp_path / "kept")), os.listdir(tmp_path / "runs"))
-    for each in sorted((tmp_path / "kept").iterdir()):
-        print(each, checkpoint.load(each)["progress"], checkpoint.load(each)["module"]["net.weight"].sum())
-    raise AssertionError
+def test_two_runs_with_one_dirpath_keep_their_checkpoints(on_ranks: RankPool, tmp_path: Path) -> None:
+    found = on_ranks(2, fit_independently, tmp_path, joins=False)
+    names = [f"epoch=0-step={step}{version}" for step in (2, 4) for version in ("", "-v1")]
+    assert sorted(each.name for each in (tmp_path / "kept").iterdir()) == names
+    for path, weight in found:
+        assert torch.equal(checkpoint.load(path)["module"]["net.weight"], weight)
