@@ -60,8 +60,8 @@ class Taken:
     """Measurements and results of a training.
 
     Attributes:
-        peak_bytes: of the last step, measured, all kinds.
-        flops: of the last step.
+        peak_bytes: measured peak of all tensors in the last step.
+        flops: operations of the last step.
     """
 
     peak_bytes: int
@@ -85,8 +85,7 @@ def engine_for(module: Module, budget: Budget, ranks: Ranks | None = None, **key
 
 
 def train(network: nn.Module, budget: Budget, windows: Sequence[Sequence[Any]], **keywords: Any) -> Taken:
-    """Train one step for each of ``windows``, then measure a step and count the operations of a step, both with the
-    last window."""
+    """Train one step for each of ``windows``, then measure two more steps with the last window."""
     module = Net(network)
     engine = engine_for(module, budget, **keywords)
     torch.manual_seed(1)

@@ -31,8 +31,8 @@ class LateCopies(Copies):
     """Copies that run only when something waits for them. Until then, the target has other values.
 
     Attributes:
-        num_bytes: moved to the host and to the device.
-        log: each of these, as ``"out"``, ``"back"``, and what a test adds.
+        num_bytes: bytes that were copied to the host and to the device.
+        log: entries ``"out"`` and ``"back"`` for each copy, and entries of the test.
     """
 
     def __init__(self) -> None:

@@ -1,6 +1,6 @@
-"""Blocks that are computed again on several ranks: to the last bit what these ranks train without, dropout included.
+"""Recomputation on several ranks is bit-identical to training without it, including dropout.
 
-That ranks without recompute train as a bare loop does is shown in ``tests/parallel``.
+``tests/parallel`` compares ranks without recomputation with a plain loop.
 """
 
 from __future__ import annotations

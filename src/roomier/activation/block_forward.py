@@ -88,8 +88,7 @@ class BlockForward(WrappedForward):
         return checkpoint(call, *found, use_reentrant=False)
 
     def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the forward for the compiler, which supports ``checkpoint``. :class:`MovingForward` moves saved
-        tensors."""
+        """Run the forward for the compiler. :class:`MovingForward` offloads the tensors that it saves."""
         if self.keep is Keep.ALL:
             return self.forward(*args, **kwargs)
         how: dict[str, Any] = {"context_fn": products_kept} if self.keep is Keep.PRODUCTS else {}

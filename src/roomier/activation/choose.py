@@ -108,16 +108,14 @@ def choose(stages: Sequence[Stage], budget_bytes: int) -> list[int] | None:
 
 
 def _largest_moved(stages: Sequence[Stage]) -> list[int]:
-    """Return the sizes to try as the largest offloaded call: 0 and some of the existing sizes, including the
-    largest."""
+    """Return the sizes to try as the largest offloaded call: 0, the largest size, and some sizes in between."""
     sizes = sorted({option.moved_bytes for stage in stages for option in stage.options} - {0})
     places = np.linspace(len(sizes) - 1, 0, min(len(sizes), MAX_MOVED_SIZES)).astype(np.int64)
     return [0, *(sizes[place] for place in places)]
 
 
 def _choose(stages: Sequence[Stage], budget_bytes: int, largest_bytes: int) -> list[int] | None:
-    """Return the best choice if a call can offload at most ``largest_bytes``, and each offloaded call counts as
-    this."""
+    """Return the best choice with offloaded calls of at most ``largest_bytes``, each counted with this size."""
     kept, lost, num_moved = (np.zeros(1, np.int64) for _ in range(3))  # kept includes offloaded calls on the device
     came_from: list[tuple[Numbers, Numbers]] = []
     for stage in stages:

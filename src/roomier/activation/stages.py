@@ -133,8 +133,7 @@ def _call_after(call: Call, recorder: Recorder) -> Call:
 
 
 def moved_ns(call: Call, after: Call, times: CopyTimes) -> int:
-    """Return the time of the copies of ``call`` that does not overlap with the computation of ``after``, in
-    nanoseconds.
+    """Return the time of the copies of ``call`` that computation does not hide, in nanoseconds.
 
     Copies to the host run during the forward of ``after``, and copies back run during its backward.
     """

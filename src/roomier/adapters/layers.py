@@ -120,8 +120,7 @@ class InFewBits(nn.Module):
 
 
 class _ProductWithFrozen(torch.autograd.Function):
-    """Product of ``(..., in)`` and the weight of a layer. Unlike a plain matmul, it does not save the decoded
-    weight."""
+    """Product of ``(..., in)`` and the weight of a layer, without saving the decoded weight for backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: InFewBits) -> Tensor:
