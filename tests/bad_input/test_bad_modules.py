@@ -170,36 +170,36 @@ LOSSES = {
         lambda d: d.fit(train=[*d.batches, ignored(2)], log_every_n_steps=1),
         TrainingError,
         "loss",
-        "batch 4 of epoch 0 has ignored labels only (-100), so the mean over its labels is 0/0",
-        "Leave such samples out",
+        "batch 4 of epoch 0 contains only ignored labels (-100), so the mean over its labels is 0/0",
+        "Remove such samples",
     ),
     "a batch without samples": (
         lambda d: d.fit(train=[*d.batches, ignored(0)], max_epochs=1),
         TrainingError,
         "loss",
-        "batch 4 of epoch 0 holds no samples, so the mean over its labels is 0/0",
-        "Leave such samples out",
+        "batch 4 of epoch 0 contains no samples, so the mean over its labels is 0/0",
+        "Remove such samples",
     ),
     "a NaN loss": (
         lambda d: d.fit(d.net(training_step=nan_from_step(0)), log_every_n_steps=1),
         TrainingError,
         "loss",
         "nan",
-        "No checkpoint was written yet. Lower the learning rate",
+        "No checkpoint has been saved yet. Lower the learning rate",
     ),
     "a NaN loss after a checkpoint": (
         lambda d: d.fit(d.net(training_step=nan_from_step(6)), log_every_n_steps=1),
         TrainingError,
         "loss",
         "nan",
-        "The checkpoint of step 4 is untouched",
+        "The checkpoint of step 4 is unchanged",
     ),
     "a NaN loss that no log step sees": (
         lambda d: d.fit(d.net(training_step=nan_from_step(6))),
         TrainingError,
         "loss",
         "nan",
-        "The checkpoint of step 4 is untouched",
+        "The checkpoint of step 4 is unchanged",
     ),
     "a NaN loss without checkpoints": (
         lambda d: d.fit(d.net(training_step=nan_from_step(0)), enable_checkpointing=False),
@@ -512,7 +512,7 @@ def test_accumulated_batches_without_labels_are_named(desk):
 def test_a_nan_keeps_the_checkpoint_before_it_and_the_run_goes_on_from_there(desk):
     root = desk.root.parent / "other"
     keywords = {"default_root_dir": root, "max_epochs": 3}
-    with pytest.raises(TrainingError, match="checkpoint of step 8 is untouched"):
+    with pytest.raises(TrainingError, match="checkpoint of step 8 is unchanged"):
         desk.fit(desk.net(training_step=nan_from_step(9)), **keywords)
     resumed = desk.fit(desk.Net(), ckpt_path="last", **keywords)
     assert resumed.global_step == 12
@@ -526,6 +526,6 @@ def test_weights_that_became_nan_never_take_the_place_of_a_good_checkpoint(desk)
         loss = self.loss(batch)
         return NanGradient.apply(loss) if self.global_step == 7 else loss
 
-    with pytest.raises(TrainingError, match=r"^body.weight=nan.* step 8 .*checkpoint of step 4 is untouched"):
+    with pytest.raises(TrainingError, match=r"^body.weight=nan.* step 8 .*checkpoint of step 4 is unchanged"):
         desk.fit(desk.net(training_step=training_step), default_root_dir=root)
     assert [path.name for path in root.rglob("epoch=*")] == ["epoch=0-step=4"]

@@ -183,7 +183,7 @@ def test_a_stream_that_is_left_early_ends_the_run(end: str) -> None:
 
 
 def test_a_stream_says_at_once_that_there_is_nothing_to_predict() -> None:
-    with pytest.raises(RoomierError, match="there is no data to predict on"):
+    with pytest.raises(RoomierError, match="predict requires data"):
         quiet().predict_stream(Net())
 
 

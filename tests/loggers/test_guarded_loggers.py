@@ -35,7 +35,7 @@ def test_tensors_a_missing_step_and_a_prefix_are_taken(tmp_path: Path) -> None:
 def test_what_is_no_number_is_refused_by_its_name(tmp_path: Path) -> None:
     logger = JSONLLogger()
     logger.start(tmp_path)
-    with pytest.raises(RoomierError, match=r"log_metrics=.*acc.*is not a number"):
+    with pytest.raises(RoomierError, match=r"log_metrics=.*acc.*must be a number"):
         logger.log_metrics({"acc": torch.zeros(3)}, 1)
     logger.finalize("failed")
 
