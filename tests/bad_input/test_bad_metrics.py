@@ -79,7 +79,7 @@ LOGS = {
         lambda d: d.fit(d.net(training_step=logging(torch.ones(()), "loss"))),
         "log",
         "tensor(1.)",
-        "Write self.log(name, value)",
+        "Call self.log(name, value)",
     ),
     "a complex number": (
         lambda d: d.fit(d.net(training_step=logging("phase", torch.tensor(1j)))),

@@ -56,7 +56,7 @@ MODELS = {
         "function",
         "Pass a roomier.Module",
     ),
-    "the model is a class": (lambda d: d.fit(d.Net), RoomierError, "model", "Net", "Make an object of it: Net("),
+    "the model is a class": (lambda d: d.fit(d.Net), RoomierError, "model", "Net", "Pass Net("),
     "a plain model that returns no loss": (
         lambda d: d.fit(nn.Linear(4, 2), [torch.randn(3, 4)], optimizer="adamw"),
         RoomierError,

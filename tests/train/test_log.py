@@ -341,7 +341,7 @@ def test_refused(make_trainer, value, options, problem):
 
 def test_log_dict_of_no_mapping_is_refused(make_trainer):
     module = Logs(validation_step=lambda m, batch, i: m.log_dict([("x", 1.0)]))
-    with pytest.raises(roomier.RoomierError, match=r"log_dict='list': is no mapping .* self\.log_dict\(\{"):
+    with pytest.raises(roomier.RoomierError, match=r"log_dict='list': must be a mapping .* self\.log_dict\(\{"):
         make_trainer().validate(module, [batch_of(1)])
 
 

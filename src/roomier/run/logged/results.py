@@ -114,10 +114,10 @@ class Results:
         self.is_in_batch = False
         self.batch: Any = None
         self.dataloader_idx: int | None = None
-        # By stage, then by name and whether a batch was running. A value that a hook at the end of an epoch logs is
+        # By stage, then by the name and whether a batch was running. A value that a hook at the end of an epoch logs is
         # separate from a value that steps log under the same name.
         self._entries: dict[str, dict[tuple[str, bool], Entry]] = {"train": {}}
-        # Values shown by name, except newer values of steps. See callback_metrics.
+        # Values that are shown, except newer values of steps. See callback_metrics.
         self._callback_values: dict[str, Tensor] = {}
         self._logged_values: dict[str, Tensor] = {}
         self._bar_values: dict[str, Tensor] = {}
@@ -410,7 +410,7 @@ class Results:
 
     @property
     def callback_metrics(self) -> dict[str, Tensor]:
-        """All logged values by name. ``x`` has the latest value, of a step or of an epoch."""
+        """All logged values. ``x`` has the latest value, of a step or of an epoch."""
         return self._shown()[0]
 
     @property
