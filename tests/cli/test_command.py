@@ -51,8 +51,8 @@ def test_help_needs_neither_the_trainer_nor_the_option_parser() -> None:
         (["sail"], ["verb='sail'", "Use one of: bench, export, fit, hardware, plan, predict, report, test, validate"]),
         (["bench", "overhed"], ["bench='overhed'", "Did you mean 'overhead'?"]),
         (["bench", "overhead", "--step", "3"], ["unrecognized arguments: --step 3", "roomier bench overhead --help"]),
-        (["bench", "overhead", "--steps", "x"], ["'x' is not an integer of 200 or more"]),
-        (["bench", "overhead", "--repeats", "0"], ["'0' is not an integer of 1 or more"]),
+        (["bench", "overhead", "--steps", "x"], ["'x' must be an integer of at least 200"]),
+        (["bench", "overhead", "--repeats", "0"], ["'0' must be an integer of at least 1"]),
     ],
 )
 def test_a_wrong_word_is_one_message_and_exit_code_2(

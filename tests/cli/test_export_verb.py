@@ -123,7 +123,7 @@ def test_inputs_are_named_as_for_plan(
         (["--to", "lightning", "--model.hidden", "3"], "does not go with --to lightning"),
         (["--to", "torchscript", "--model", "cli_toy.HasForwar"], "Did you mean 'HasForward'"),
         (["--to", "torchscript", "--model", "cli_toy.ToyData"], "is no class of models"),
-        (["--to", "torchscript", *MODEL, "--model.hidden", "2"], "its weights are not those of HasForward"),
+        (["--to", "torchscript", *MODEL, "--model.hidden", "2"], "does not match the weights of HasForward"),
         (["--to", "torchscript", *MODEL, "--modle.hidden", "2"], "is not known"),
         (["--to", "torchscript"], "--model=None: is required"),
         (["--to", "safetensors", "--trust-run-folder"], "does not go with --to safetensors"),

@@ -121,7 +121,7 @@ def test_the_table_tells_the_plan_and_exit_code_1_that_nothing_fits(capsys: pyte
     assert "2 x a100-40gb" in told
     assert main(["plan", *GPT, *TWO, "--memory_budget", "2MiB"]) == 1
     told = " ".join(capsys.readouterr().out.split())
-    assert "Nothing fits." in told
+    assert "No plan fits." in told
     assert "of 2.0 MiB" in told
 
 
@@ -208,7 +208,10 @@ def test_a_configuration_of_an_unknown_kind_is_told(capsys: pytest.CaptureFixtur
 def test_a_run_for_a_device_that_this_machine_has_not_asks_for_hardware(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *TOY, "--trainer.accelerator", "cuda"]) == 2
     told = capsys.readouterr().err
-    assert "--trainer.accelerator='cuda': this machine has none. Name the hardware to plan for: --hardware" in told
+    assert (
+        "--trainer.accelerator='cuda': is not available on this machine. Name the hardware to plan for: --hardware"
+        in told
+    )
 
 
 def test_a_file_of_a_machine_says_how_many_nodes_there_are(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -234,7 +237,7 @@ def test_a_run_calibrates_plans_of_its_model_and_no_others(capsys: pytest.Captur
     assert json.loads(output.out)["chosen"]["peak_bytes"] == pytest.approx(told["measured_bytes"], abs=2)
     assert "activations and temporaries are" in output.err
     assert main(["plan", *asked, "--model.width", "5"]) == 2
-    assert "is a run of a model with 5 parameters, and this one has 6" in capsys.readouterr().err
+    assert "is a run of a model with 5 parameters, but this model has 6" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("callback", ["roomier.callbacks.EMAWeightAveraging", "roomier.callbacks.WeightAveraging"])

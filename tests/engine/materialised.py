@@ -41,7 +41,7 @@ def plan_for(strategy: str, num_ranks: int, precision: str = "32-true") -> Plan:
 def built(network: nn.Module, plan: Plan, ranks: Ranks, weights: Path | None = None) -> nn.Module:
     """``network`` as the engine has it."""
     file = None if weights is None else WeightsFile(weights)
-    build(plan, as_module(network), Configured, EagerEngine, ranks, file)
+    build(plan, as_module(network), lambda _: Configured(), EagerEngine, ranks, file)
     return network
 
 

@@ -233,12 +233,12 @@ def test_state_goes_into_another_engine():
 @pytest.mark.parametrize(
     ("output", "problem"),
     [
-        ("text", "returned no tensor"),
-        (1.0, "returned no tensor"),
-        ({"los": torch.ones((), requires_grad=True)}, "without a tensor at 'loss'"),
-        ({"loss": 1.0}, "without a tensor at 'loss'"),
-        (torch.ones(2, requires_grad=True), "not a scalar"),
-        (torch.ones(()), "does not depend on any parameter"),
+        ("text", "must return a tensor"),
+        (1.0, "must return a tensor"),
+        ({"los": torch.ones((), requires_grad=True)}, "must contain a tensor at 'loss'"),
+        ({"loss": 1.0}, "must contain a tensor at 'loss'"),
+        (torch.ones(2, requires_grad=True), "must be a scalar"),
+        (torch.ones(()), "must depend on a parameter"),
     ],
     ids=str,
 )

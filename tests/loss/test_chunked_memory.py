@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from roomier.engine.build import prepare
-from roomier.engine.prepared import PreparedEngine
+from roomier.engine.prepared import PreparedEngine, prepare
 from roomier.memory.kinds import Kind
 from roomier.memory.tracker import tracking
 from roomier.models.gpt import GPT, GPTConfig

@@ -9,9 +9,14 @@ from torch import Tensor, nn
 
 from roomier import Trainer
 from roomier.api.adapt import as_module
+from roomier.api.blocks import find_blocks
 from roomier.core.errors import RoomierError
 from roomier.loss.output_layer import find_output_layer
 from roomier.models.gpt import GPT, GPTConfig
+
+
+def output_layer(network: nn.Module) -> nn.Linear:
+    return find_output_layer(network, find_blocks(network))
 
 
 class Model(nn.Module):
@@ -35,24 +40,24 @@ def two(first: int, second: int) -> dict[str, nn.Module]:
 
 def test_it_is_found() -> None:
     gpt = GPT(GPTConfig.named("gpt-nano", vocab_size=11, context=4))
-    assert find_output_layer(gpt) is gpt.head
-    assert find_output_layer(as_module(gpt)) is gpt.head
+    assert output_layer(gpt) is gpt.head
+    assert output_layer(as_module(gpt)) is gpt.head
     named = Naming(**two(11, 11))
-    assert find_output_layer(named) is named.second
-    assert find_output_layer(nn.ModuleDict({"part": named})) is named.second
+    assert output_layer(named) is named.second
+    assert output_layer(nn.ModuleDict({"part": named})) is named.second
     tied = Model(**two(11, 11))
     tied.first.weight = tied.tokens.weight
-    assert find_output_layer(tied) is tied.first
+    assert output_layer(tied) is tied.first
     alike = Model(**two(11, 300))
-    assert find_output_layer(alike) is alike.first
+    assert output_layer(alike) is alike.first
     last = Model(**two(7, 300))
-    assert find_output_layer(last) is last.second
+    assert output_layer(last) is last.second
 
 
 def test_in_blocks_there_is_none() -> None:
     blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 11), nn.Linear(11, 4)) for _ in range(2))
     model = Model(blocks=blocks, head=nn.Linear(4, 11))
-    assert find_output_layer(model) is model.head
+    assert output_layer(model) is model.head
 
 
 class Own(nn.Linear):
@@ -72,7 +77,7 @@ class Own(nn.Linear):
 )
 def test_what_is_not_found_is_asked_for(model: nn.Module, problem: str) -> None:
     with pytest.raises(RoomierError, match=problem):
-        find_output_layer(model)
+        output_layer(model)
 
 
 def test_an_adapted_output_layer_is_refused(make_trainer: Callable[..., Trainer]) -> None:

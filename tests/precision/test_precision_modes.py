@@ -9,7 +9,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import roomier
-from roomier.engine.build import _say_which_steps_wait
+from roomier.core.ranks import Ranks
+from roomier.engine.facts import Facts
+from roomier.engine.optimizers import report_waiting_steps
 from roomier.precision.policy import precision_of
 
 NUM_STEPS = 20
@@ -236,9 +238,10 @@ def test_the_notice_about_an_optimizer_that_waits(make_trainer, module, data, ca
     make_trainer(max_steps=1, precision="16-mixed").fit(module, data)
     assert "is not fused" not in capsys.readouterr().err, "a CPU has nothing to wait for"
     cuda = torch.device("cuda")
-    _say_which_steps_wait([torch.optim.AdamW(module.parameters(), fused=True)], cuda)
+    facts = Facts(module, (), cuda, precision_of("16-mixed", cuda), Ranks())
+    report_waiting_steps(facts, [torch.optim.AdamW(module.parameters(), fused=True)])
     assert "is not fused" not in capsys.readouterr().err
-    _say_which_steps_wait([torch.optim.RMSprop(module.parameters())], cuda)
+    report_waiting_steps(facts, [torch.optim.RMSprop(module.parameters())])
     assert "RMSprop is not fused, so each step waits" in capsys.readouterr().err
 
 

@@ -189,7 +189,7 @@ def test_a_list_of_batches_is_one_loader(make_trainer):
 
 
 def test_a_loader_among_batches_is_named(make_trainer):
-    with pytest.raises(DataError, match=r"(?s)train_dataloaders\[1\]=.*is a Tensor, which gives no batches"):
+    with pytest.raises(DataError, match=r"(?s)train_dataloaders\[1\]=.*is a Tensor, which yields no batches"):
         make_trainer(max_epochs=1).fit(Learns(), [DataLoader(torch.zeros(2, 2)), torch.zeros(2, 2)])
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from roomier.activation.block_forward import BlockForward, Keep, Recompute
+from roomier.activation.budget import BudgetedRecompute
 from roomier.activation.offload import Offload
 from roomier.core.errors import RoomierError
 from roomier.core.log import notice
@@ -22,15 +23,18 @@ def apply_recompute(
     offload: OffloadPlan,
     device: torch.device,
     ranks: Ranks,
-) -> Recompute | None:
-    """Let ``blocks`` keep what ``activation`` says, on the device or where ``offload`` says; None where they keep all.
+) -> Recompute:
+    """Let ``blocks`` keep what ``activation`` says, on the device or where ``offload`` says.
+
+    Returns:
+        The recomputation, without blocks if all of them keep everything on the device.
 
     Raises:
         RoomierError: there are no blocks, or too few; or a budget may offload from a device that gains nothing by it.
     """
     may_offload = offload.activations == "cpu"
     if activation.policy == "none" and not may_offload:
-        return None
+        return Recompute(())
     if not blocks:
         problem = "the model has no blocks, by which activations are kept: nothing in it repeats"
         action = "Give it a model_blocks() that returns the layers that repeat"
@@ -50,8 +54,6 @@ def apply_recompute(
     for forward in forwards:
         install(forward.module, forward)
     if activation.policy == "budget":
-        from roomier.activation.budget import BudgetedRecompute
-
         return BudgetedRecompute(forwards, activation, device=device, ranks=ranks)
     return Recompute(forwards)
 

@@ -80,12 +80,14 @@ class Engine(Protocol):
 
     Attributes:
         module: the module whose parameters are trained and stored.
-        optimizers: the optimizers of the module.
-        device: the device on which this rank computes.
+        blocks: the blocks of ``module``, see :func:`roomier.api.blocks.find_blocks`.
+        optimizers: the optimizers of its parameters.
+        device: the device of this rank.
         hooks: functions of the training loop that :meth:`forward_backward` calls.
     """
 
     module: nn.Module
+    blocks: Sequence[nn.Module]
     optimizers: list[Optimizer]
     device: torch.device
     hooks: StepHooks

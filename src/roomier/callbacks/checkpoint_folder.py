@@ -1,4 +1,4 @@
-"""What stands in a folder of checkpoints."""
+"""Contents of a folder of checkpoints."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from roomier.core.errors import CheckpointError
 
 
 def names_in(folder: Path) -> tuple[str, ...]:
-    """The checkpoints, or what could be some, in ``folder``."""
+    """Return the sorted names of the visible entries in ``folder``, which are checkpoints or possible checkpoints."""
     if not folder.is_dir():
         return ()
     entries = [path for path in folder.iterdir() if not path.is_symlink() and not path.name.startswith(".")]
@@ -20,10 +20,10 @@ def names_in(folder: Path) -> tuple[str, ...]:
 
 
 def find_complete(name: str, folders: list[str]) -> str:
-    """The path of the complete checkpoint ``name`` in the first of ``folders`` that has it; ``""`` if none has."""
+    """Return the path of the complete checkpoint ``name`` in the first folder that contains it, or ``""``."""
     for folder in folders if name else ():
         path = os.path.join(folder, name)
-        if is_lightning_file(path):  # of the run that this one goes on with
+        if is_lightning_file(path):  # from the Lightning run that this run resumes
             return path
         with suppress(CheckpointError):
             checkpoint.peek(path)

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from roomier.core.errors import CheckpointError, RoomierError, shorten
+from roomier.core.errors import CheckpointError, RoomierError, Shown, shorten
 from roomier.core.ranks import Ranks
 from roomier.core.world import World
 
@@ -24,17 +24,6 @@ class _Told:
     received: str
     problem: str
     action: str
-
-
-class _Shown:
-    def __init__(self, text: str) -> None:
-        self._text = text
-
-    def __repr__(self) -> str:
-        return self._text
-
-    def __reduce__(self) -> tuple[type[_Shown], tuple[str]]:
-        return _Shown, (self._text,)
 
 
 def all_ranks() -> Ranks:
@@ -68,7 +57,7 @@ def together(ranks: Ranks, function: Callable[[], T]) -> list[T]:
     rank, told = failures[0]
     is_everywhere = len(failures) == ranks.world.size and all(other == told for _, other in failures)
     where = "" if is_everywhere else f" (on rank {rank})"
-    raise told.kind(told.field, _Shown(told.received), told.problem + where, told.action) from own
+    raise told.kind(told.field, Shown(told.received), told.problem + where, told.action) from own
 
 
 def _told(error: BaseException) -> _Told:

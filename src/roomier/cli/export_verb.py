@@ -14,10 +14,16 @@ from roomier import checkpoint
 from roomier.checkpoint.commit import at_home
 from roomier.checkpoint.lightning import is_lightning_file
 from roomier.cli.exported_model import example_inputs, model_to_export
+from roomier.cli.plain_parser import PlainParser
 from roomier.cli.trainer_verbs import current_folder_importable
 from roomier.core.errors import RoomierError
 from roomier.core.units import format_bytes
+from roomier.export.hugging_face import export_hugging_face
+from roomier.export.lightning import export_lightning
+from roomier.export.onnx import export_onnx
 from roomier.export.safetensors import DEFAULT_SHARD_BYTES, DTYPES, Exported, export_safetensors
+from roomier.export.torch_export import export_torch
+from roomier.export.torchscript import export_torchscript
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 _SUFFIXES = {
@@ -101,16 +107,10 @@ def _export_model(options: argparse.Namespace, others: Sequence[str], path: Path
 
 def _write_model(options: argparse.Namespace, model: nn.Module, inputs: Any, output: Path) -> None:
     if options.to == "onnx":
-        from roomier.export.onnx import export_onnx
-
         export_onnx(model, output, inputs)
     elif options.to == "torch-export":
-        from roomier.export.torch_export import export_torch
-
         export_torch(model, output, inputs)
     else:
-        from roomier.export.torchscript import export_torchscript
-
         export_torchscript(model, output, method=options.method or "script", example_inputs=inputs)
 
 
@@ -120,8 +120,6 @@ def _to_safetensors(options: argparse.Namespace, path: Path, output: Path) -> No
 
 
 def _to_hugging_face(options: argparse.Namespace, path: Path, output: Path) -> None:
-    from roomier.export.hugging_face import export_hugging_face
-
     num_bytes = _bytes("--max-shard-size", options.max_shard_size or str(DEFAULT_SHARD_BYTES))
     done = export_hugging_face(
         path,
@@ -135,8 +133,6 @@ def _to_hugging_face(options: argparse.Namespace, path: Path, output: Path) -> N
 
 
 def _to_lightning(options: argparse.Namespace, path: Path, output: Path) -> None:
-    from roomier.export.lightning import export_lightning
-
     target = export_lightning(path, output)
     print(f"{path} -> {target}: {format_bytes(target.stat().st_size)}")
 
@@ -152,13 +148,8 @@ _WRITERS: dict[str, Callable[[argparse.Namespace, Path, Path], None]] = {
 }
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> None:  # type: ignore[override]
-        raise RoomierError("export", "options", message, f"See `{self.prog} --help`")
-
-
-def _parser(verb: str) -> _Parser:
-    parser = _Parser(
+def _parser(verb: str) -> PlainParser:
+    parser = PlainParser(
         prog=f"roomier {verb}",
         description="Write a checkpoint for other programs: its weights, all of it for Lightning, or the model itself.",
         allow_abbrev=False,

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from roomier.cli.plain_parser import PlainParser
 from roomier.core.errors import RoomierError
 from roomier.core.units import format_bytes
 
@@ -28,7 +29,7 @@ def run(verb: str, arguments: Sequence[str]) -> int:
         RoomierError: an option is wrong, or a measurement failed.
     """
     options = _parser(verb).parse_args(list(arguments))
-    from roomier.hardware import cache
+    from roomier.hardware import cache  # late: --help does not load torch
 
     if options.forget:
         was_there = cache.forget()
@@ -129,7 +130,7 @@ def _rate(bytes_per_s: float | None) -> str:
 
 
 def _parser(verb: str) -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = PlainParser(
         prog=f"roomier {verb}",
         description="Measure this machine, in less than a minute, and keep the figures for planning.",
         allow_abbrev=False,
@@ -141,8 +142,3 @@ def _parser(verb: str) -> argparse.ArgumentParser:
     parser.add_argument("--quick", action="store_true", help="a second's look, without disk and exchanges")
     parser.add_argument("--forget", action="store_true", help="remove what was kept, and measure nothing")
     return parser
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> None:  # type: ignore[override]
-        raise RoomierError(self.prog.removeprefix("roomier "), "options", message, f"See `{self.prog} --help`")

@@ -17,7 +17,10 @@ from roomier.api.lightning_types import LightningDataModule
 from roomier.cli.options import VerbParser
 from roomier.core.device import resolve_device
 from roomier.core.errors import RoomierError
+from roomier.core.units import parse_bytes
 from roomier.hardware.machine import Machine
+from roomier.hardware.spec import machine_of
+from roomier.hardware.this_machine import this_machine
 from roomier.models.gpt import SIZES, GPTConfig
 from roomier.plan import Plan
 from roomier.trainer import Trainer
@@ -161,13 +164,9 @@ def machine_asked(config: Namespace, given: Collection[str] = ()) -> Machine:
     """
     num_nodes = _num_nodes(config, given)
     if config.hardware is not None:
-        from roomier.hardware.spec import machine_of
-
         machine = machine_of(config.hardware, num_nodes)
         _check_names_the_same(config, machine, given)
     else:
-        from roomier.hardware.this_machine import this_machine
-
         accelerator = config.trainer.accelerator
         try:
             device = resolve_device(accelerator)
@@ -258,8 +257,6 @@ def plan_asked(config: Namespace, machine: Machine, *, optimizes_itself: bool) -
 
 
 def _budget_of(config: Namespace) -> dict[str, object]:
-    from roomier.core.units import parse_bytes
-
     given = config.memory_budget
     if given is None:
         return {}

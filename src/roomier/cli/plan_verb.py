@@ -14,6 +14,7 @@ from jsonargparse import ArgumentParser, Namespace
 
 from roomier.api.module import Module
 from roomier.api.overrides import overrides
+from roomier.cli import workloads
 from roomier.cli.options import parse
 from roomier.cli.plan_options import (
     check_asked,
@@ -25,16 +26,18 @@ from roomier.cli.plan_options import (
     trainer_words,
     without_gpt,
 )
+from roomier.cli.report_verb import find_run
 from roomier.cli.trainer_verbs import current_folder_importable
+from roomier.cli.workloads import Asked
 from roomier.core.errors import RoomierError
 from roomier.core.log import notice
 from roomier.core.units import format_count
+from roomier.hardware.cache import cache_file
 from roomier.models.gpt import GPTConfig
 from roomier.plan import Plan
 from roomier.trainer import Trainer
 
 if TYPE_CHECKING:
-    from roomier.cli.workloads import Asked
     from roomier.hardware.machine import Machine
     from roomier.planner.choice import Choice
     from roomier.planner.report.what_if import Grid
@@ -81,8 +84,6 @@ def run(verb: str, arguments: Sequence[str]) -> int:
 
 
 def _asked(parser: ArgumentParser, config: Namespace, gpt: str | None) -> Asked:
-    from roomier.cli import workloads
-
     if config.hf is not None:
         return workloads.asked_hugging_face(config.hf, config.batch_size, config.seq_len)
     if gpt is not None:
@@ -93,9 +94,7 @@ def _asked(parser: ArgumentParser, config: Namespace, gpt: str | None) -> Asked:
 
 def _calibrated(asked: Asked, run: str, machine: Machine) -> Asked:
     """``asked`` with the activations that a run of it had; what that tells of its device is kept, and said."""
-    from roomier.cli.report_verb import find_run
-    from roomier.hardware.cache import cache_file
-    from roomier.planner.measured.calibrated import learn_device, learned_of
+    from roomier.planner.measured.calibrated import learn_device, learned_of  # late: --help does not load the planner
     from roomier.planner.measured.record import read_record
 
     record = read_record(find_run(Path(run)))
@@ -157,12 +156,11 @@ def _grid_as_dict(grid: Grid) -> dict[str, Any]:
 def _show(asked: Asked, plan: Plan, choice: Choice, grid: Grid | None) -> None:
     from rich.console import Console
 
-    from roomier.cli.workloads import tokens_per_sample
     from roomier.planner.report.tables import choice_table, what_if_table
 
     console = Console(soft_wrap=False)
     console.print(_subject(asked, plan), highlight=False, markup=False)
-    console.print(choice_table(choice, tokens_per_sample=tokens_per_sample(asked.workload)))
+    console.print(choice_table(choice, tokens_per_sample=workloads.tokens_per_sample(asked.workload)))
     if grid is not None:
         console.print()
         console.print(what_if_table(grid))

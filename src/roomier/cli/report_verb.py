@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from roomier.cli.plain_parser import PlainParser
 from roomier.core.errors import RoomierError
 from roomier.core.units import format_bytes, format_count
 
@@ -29,7 +29,7 @@ def run(verb: str, arguments: Sequence[str]) -> int:
     """
     options = _parser(verb).parse_args(list(arguments))
     folder = find_run(options.run)
-    from roomier.planner.measured.record import read_record  # late: --help must not wait for torch
+    from roomier.planner.measured.record import read_record  # late: --help does not load torch
 
     record = read_record(folder)
     rates = rates_of(folder)
@@ -156,13 +156,8 @@ def _write_page(path: Path, folder: Path, record: Record, rates: dict[str, float
         raise RoomierError("--html", str(path), problem, "Name a file in a folder that is there") from error
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> None:  # type: ignore[override]
-        raise RoomierError("report", "options", message, f"See `{self.prog} --help`")
-
-
-def _parser(verb: str) -> _Parser:
-    parser = _Parser(
+def _parser(verb: str) -> PlainParser:
+    parser = PlainParser(
         prog=f"roomier {verb}",
         description="What was forecast for a run, beside what a step of it took.",
         allow_abbrev=False,

@@ -20,6 +20,7 @@ from roomier.core.log import notice
 from roomier.core.tree import tensors
 from roomier.data.combined import batches_of, training_loader
 from roomier.models.gpt import GPT, GPTConfig
+from roomier.planner.hugging_face import read_config, workload_of_config
 from roomier.planner.workload import Workload
 from roomier.trainer.session import request_of
 
@@ -75,8 +76,6 @@ def asked_hugging_face(path: str, batch_size: int | None, num_tokens: int | None
         RoomierError: it cannot be read, or is for a kind of model that is not known here.
     """
     try:
-        from roomier.planner.hugging_face import read_config, workload_of_config
-
         config = read_config(path)
     except ImportError as error:
         raise RoomierError("hf", path, f"needs transformers: {error}", "Run `pip install transformers`") from error

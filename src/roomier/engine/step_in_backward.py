@@ -40,6 +40,23 @@ Groups = list[tuple[dict[str, Any], list[Tensor]]]
 FIELD = "optimizer.step_in_backward"
 
 
+class StepAfterBackward:
+    """The default: the optimizers step after all gradients are complete, not during backward."""
+
+    acts = False
+
+    def begin_step(self, optimizers: Sequence[Optimizer], batches: Sequence[Any]) -> None: ...
+    def backward(self, run: Callable[..., None]) -> None:
+        run()
+
+    def end_step(self, closure: object = None) -> None: ...
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def load(self, state: Mapping[str, Any], device: torch.device) -> None: ...
+    def close(self) -> None: ...
+
+
 class StepInBackward:
     """The updates of an engine whose optimizers step in the backward.
 
@@ -56,6 +73,8 @@ class StepInBackward:
     Raises:
         PlanError: an optimizer cannot be called for some parameters at a time.
     """
+
+    acts = True
 
     def __init__(
         self,
@@ -94,18 +113,21 @@ class StepInBackward:
         self._updated: set[Tensor] = set()
         self._receive: Callable[[Tensor], None] | None = None  # takes each complete gradient; None between steps
         self._is_step_open = False
-        self.begin_step(1)
+        self._watch_parameters()
 
-    def begin_step(self, num_micro_batches: int) -> None:
-        """Before a forward. Parameters may have been unfrozen, or given to an optimizer, since the last one.
+    def begin_step(self, optimizers: Sequence[Optimizer], batches: Sequence[Any]) -> None:
+        """Prepare the forward of a step. Parameters may have been unfrozen or added to an optimizer since the last one.
 
         Raises:
-            TrainingError: gradients are to be added up over several micro-batches.
+            TrainingError: the step has several micro-batches.
         """
-        if num_micro_batches != 1:
+        if len(batches) != 1:
             problem = "an update in the backward of each cannot wait for the gradients of the next"
             action = "Give one micro-batch a step, or leave out step_in_backward"
-            raise TrainingError("batches", f"{num_micro_batches} micro-batches", problem, action)
+            raise TrainingError("batches", f"{len(batches)} micro-batches", problem, action)
+        self._watch_parameters()
+
+    def _watch_parameters(self) -> None:
         self._home = {
             parameter: (optimizer, group)
             for optimizer in self._optimizers

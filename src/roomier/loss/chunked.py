@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ class LazyForward(WrappedForward):
         return LazyLogits.of(Rows(output, input, (dtype,)))
 
 
-def apply_chunked_loss(network: nn.Module, chunk_tokens: int | None) -> nn.Linear:
+def apply_chunked_loss(network: nn.Module, blocks: Sequence[nn.Module], chunk_tokens: int | None) -> nn.Linear:
     """Let the output layer of ``network`` and the cross-entropy after it compute in chunks.
 
     Args:
@@ -47,7 +48,7 @@ def apply_chunked_loss(network: nn.Module, chunk_tokens: int | None) -> nn.Linea
     Raises:
         RoomierError: no output layer is found.
     """
-    layer = find_output_layer(network)
+    layer = find_output_layer(network, blocks)
     install(layer, LazyForward(layer, chunk_tokens))
     return layer
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import nn
 
-from roomier.api.blocks import find_blocks
 from roomier.core.errors import RoomierError
 
 _FIELD = "chunked_loss"
 _ACTION = "Name it in the model, def get_output_embeddings(self): return self.head; or leave chunked_loss out"
 
 
-def find_output_layer(network: nn.Module) -> nn.Linear:
+def find_output_layer(network: nn.Module, blocks: Sequence[nn.Module]) -> nn.Linear:
     """The linear layer of ``network`` from the hidden states to the logits.
 
     It is the one that ``get_output_embeddings()`` of the network or of a part names, as Hugging Face's models do; else
@@ -22,7 +23,7 @@ def find_output_layer(network: nn.Module) -> nn.Linear:
         RoomierError: there is none, there are several, or it does more than a linear layer does.
     """
     names = {module: name for name, module in network.named_modules()}
-    for found in (_declared(network), *_guesses(network)):
+    for found in (_declared(network), *_guesses(network, blocks)):
         if len(found) > 1:
             received = ", ".join(names[each] for each in found)
             raise RoomierError(_FIELD, received, "any of these layers may be the one that makes the logits", _ACTION)
@@ -46,8 +47,8 @@ def _declared(network: nn.Module) -> list[nn.Module]:
     return [each for each in network.modules() if any(each is layer for layer in found)]
 
 
-def _guesses(network: nn.Module) -> tuple[list[nn.Module], ...]:
-    in_blocks = {part for block in find_blocks(network) for part in block.modules()}
+def _guesses(network: nn.Module, blocks: Sequence[nn.Module]) -> tuple[list[nn.Module], ...]:
+    in_blocks = {part for block in blocks for part in block.modules()}
     linear = [each for each in network.modules() if isinstance(each, nn.Linear) and each not in in_blocks]
     embeddings = [each for each in network.modules() if isinstance(each, nn.Embedding)]
     tied = [each for each in linear if any(each.weight is embedding.weight for embedding in embeddings)]

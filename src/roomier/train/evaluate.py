@@ -171,7 +171,8 @@ def batch_runner(run: Run, stage: str, dataloader_idx: int | None) -> Callable[[
 
 def _of_all_ranks(run: Run, kept: dict[int, Any]) -> list[Any]:
     on_host = {number: map_tensors(lambda tensor: tensor.cpu(), output) for number, output in kept.items()}
-    outputs = {number: output for of_rank in run.ranks.gather(on_host) for number, output in of_rank.items()}
+    by_rank = run.ranks.gather(on_host, allows_pickle=True)
+    outputs = {number: output for of_rank in by_rank for number, output in of_rank.items()}
     return [outputs[number] for number in sorted(outputs)]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import signal
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Never
 
@@ -110,6 +111,19 @@ class LastCall(Settings):
         self.given_metrics: dict[str, dict[str, Any]] = {"callback": {}, "logged": {}, "progress_bar": {}}
         self.predict_loop = PredictLoop()
         self.copied_progress = progress
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state of a copy: settings, step and epoch, without the run.
+
+        A copy that is created during a run has no callbacks and no loggers, because they hold open files.
+        """
+        copied = object.__new__(type(self))
+        vars(copied).update(vars(self))
+        copied.state = replace(self.state)
+        if self.is_running:
+            copied.callbacks, copied.loggers = [], []
+        copied.forget_runs(Progress(**self.run.progress.state()) if self.run else self.copied_progress)
+        return vars(copied)
 
     def begin_call(self, request: Request) -> None:
         """Show ``request`` as the last call, which is running."""

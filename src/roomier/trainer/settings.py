@@ -11,16 +11,23 @@ from typing import Any
 from roomier.api.callback import Callback
 from roomier.api.lightning_callbacks import is_builtin
 from roomier.api.logger import Logger
+from roomier.api.module import Module
+from roomier.api.overrides import is_one
 from roomier.callbacks import EarlyStopping, ModelCheckpoint, ProgressBar
 from roomier.checkpoint.commit import at_home
+from roomier.core.device import resolve_device
 from roomier.core.errors import RoomierError
 from roomier.core.ranks import Ranks
 from roomier.core.world import World
+from roomier.launch import join
 from roomier.plan import Plan
 from roomier.run.options import LoopOptions
 from roomier.run.states import RunningStage, TrainerState
-from roomier.trainer.keywords.arguments import with_batch_field
+from roomier.train.settling.checks import check_callbacks
+from roomier.trainer.keywords.arguments import kind_of, ordered, with_batch_field
 from roomier.trainer.lightning.batches import NamedSpans
+from roomier.trainer.lightning.callbacks import adopted
+from roomier.trainer.lightning.predicted import KeepsPredicted, writes_at_end, writes_predictions
 
 _OF_PLAN = ("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm")
 _WITHIN_A_RUN = {
@@ -220,6 +227,57 @@ class Settings:
     @property
     def evaluating(self) -> bool:
         return self.state.stage is not None and self.state.stage.evaluating
+
+    def add_callbacks_of(self, module: Module) -> None:
+        """Add the callbacks of ``module.configure_callbacks()``, which replace callbacks of the same type.
+
+        Raises:
+            RoomierError: the method returned something else than callbacks.
+        """
+        own = module.configure_callbacks()
+        if own is not None and not (isinstance(own, (list, tuple)) or is_one(own, Callback)):
+            action = "Return a list of instances of subclasses of roomier.Callback"
+            raise RoomierError("configure_callbacks", own, "did not return a list of callbacks", action)
+        own = adopted([own] if is_one(own, Callback) else list(own or ()))
+        types = {kind_of(each) for each in own}
+        others = [
+            each for each in adopted(self.callbacks) if kind_of(each) not in types
+        ]  # the user may have added some
+        self.callbacks = ordered(others + own)
+        check_callbacks(self.callbacks)
+
+    def hooked_callbacks(self, stage: str) -> list[Any]:
+        """Return the callbacks whose hooks ``stage`` calls. Prediction writers need an additional callback first."""
+        writers = [each for each in self.callbacks if writes_predictions(each)] if stage == "predict" else []
+        if not writers:
+            return self.callbacks
+        return [KeepsPredicted(until_end=any(map(writes_at_end, writers))), *self.callbacks]
+
+    def use_next(
+        self, *, plan: Plan | None = None, micro_batch: int | None = None, num_micro_batches: int | None = None
+    ) -> None:
+        """Use the results of the tuner in the next fits.
+
+        Args:
+            plan: replaces the requested plan.
+            micro_batch: samples per micro-batch on each rank.
+            num_micro_batches: micro-batches per step.
+        """
+        if plan is not None:
+            self.plan = self.asked_plan = plan
+        if micro_batch is not None or num_micro_batches is not None:
+            self.micro_batch, self.num_micro_batches = micro_batch, num_micro_batches
+
+    def use_learning_rate(self, learning_rate: float | None) -> None:
+        """Use ``learning_rate`` for the optimizer that the Trainer selects by name."""
+        self.asked_plan, self.plan = (
+            dataclasses.replace(plan, optimizer=dataclasses.replace(plan.optimizer, lr=learning_rate))
+            for plan in (self.asked_plan, self.plan)
+        )
+
+    def join_ranks(self) -> None:
+        """Join the other ranks."""
+        self.ranks = join(self.world, resolve_device(self.plan.parallel.accelerator).type)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """``print`` on the first rank alone."""

@@ -70,7 +70,7 @@ def _of_source(
             yield output
         else:
             on_host = map_tensors(lambda tensor: tensor.cpu(), output)
-            of_round = run.ranks.gather((run.now.batch_number, on_host) if counts else None)
+            of_round = run.ranks.gather((run.now.batch_number, on_host) if counts else None, allows_pickle=True)
             for _, each in sorted((one for one in of_round if one is not None), key=lambda one: one[0]):
                 yield each
         output = None

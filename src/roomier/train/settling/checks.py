@@ -17,6 +17,7 @@ from roomier.api.overrides import is_one, overrides
 from roomier.core.errors import RoomierError
 from roomier.optim.configured import Configured
 from roomier.plan import Plan
+from roomier.plan.levers import lever_that_frees_gradients
 from roomier.run.settled import Request
 
 SEES_GRADIENTS = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping", "optimizer_step")
@@ -100,13 +101,14 @@ def check_hooks_need_no_gradients(plan: Plan, callbacks: Sequence[Any], module: 
     Raises:
         RoomierError: a hook reads gradients.
     """
-    way = plan.optimizer.step_in_backward
-    if way == "none":
+    lever = lever_that_frees_gradients(plan)
+    if lever is None:
         return
+    keyword, way = lever.keyword, lever.value(plan)
     if plan.batch.clips_norm and overrides(module, "backward", Module):
         problem = f"{type(module).__name__} overrides backward, but clipping by norm runs backward twice per step"
-        action = "Remove the override, set gradient_clip_algorithm='value', or set step_in_backward=False"
-        raise RoomierError("step_in_backward", way, problem, action)
+        action = f"Remove the override, set gradient_clip_algorithm='value', or remove {keyword}"
+        raise RoomierError(keyword, way, problem, action)
     in_module = [(module, name) for name in SEES_GRADIENTS if overrides(module, name, Module)]
     in_callbacks = [
         (callback, name)
@@ -118,7 +120,7 @@ def check_hooks_need_no_gradients(plan: Plan, callbacks: Sequence[Any], module: 
         problem = (
             f"{type(owner).__name__}.{name} cannot access gradients, because each gradient is freed during backward"
         )
-        raise RoomierError("step_in_backward", way, problem, "Remove the hook, or set step_in_backward=False")
+        raise RoomierError(keyword, way, problem, f"Remove the hook, or remove {keyword}")
 
 
 def needs_closure(optimizer: Optimizer) -> bool:

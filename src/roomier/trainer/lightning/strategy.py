@@ -99,8 +99,8 @@ class Strategy:
         """``obj`` of rank ``src`` on every rank."""
         ranks = self._trainer.ranks
         if src == 0:
-            return ranks.from_zero(obj)
-        return ranks.gather(obj)[src]
+            return ranks.from_zero(obj, allows_pickle=True)
+        return ranks.gather(obj, allows_pickle=True)[src]
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: str | None = "mean") -> Any:
         """``tensor`` over all ranks, of any shape; what is no tensor comes back as it is.
