@@ -140,4 +140,4 @@ def test_callbacks_and_data_modules_too(make_trainer, capsys):
 
 def test_what_roomier_ships_is_not_looked_at(make_trainer, capsys):
     make_trainer(max_steps=1, enable_checkpointing=True, enable_progress_bar=True).fit(Net(), [torch.ones(1, 1)])
-    assert "is no hook" not in capsys.readouterr().err
+    assert "is not a hook" not in capsys.readouterr().err

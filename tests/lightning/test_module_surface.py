@@ -397,7 +397,7 @@ def test_a_misspelled_hook_is_told_and_lightnings_own_methods_are_not(tmp_path, 
             pass
 
     fit(Misspelled(), tmp_path)
-    lines = [line for line in capsys.readouterr().err.splitlines() if "is no hook" in line]
+    lines = [line for line in capsys.readouterr().err.splitlines() if "is not a hook" in line]
     assert lines == [
         "roomier: Misspelled.on_train_epoch_ends is not a hook and is never called; did you mean on_train_epoch_end?"
     ]

@@ -91,7 +91,9 @@ class ForwardModule(WrappedModule):
             )
         if loss.is_complex():
             problem = "its forward returned a complex loss, but a loss must be real"
-            raise RoomierError("model", type(self.network).__name__, problem, "Return a real value, such as loss.abs()")
+            raise RoomierError(
+                "model", type(self.network).__name__, problem, "Return a real loss, for example loss.abs()"
+            )
         return loss
 
 
