@@ -1,6 +1,6 @@
 """Values that a module logs: the value of the current step and the reduction over the epoch, both on their device.
 
-[Note: one value for all ranks]
+[Note: logged values of all ranks]
 Logging adds no collective to a step. Values are reduced over ranks when a row is written, and at the end of an epoch or
 an evaluation: before its hooks and after each hook, because a hook may log. After that, all ranks read the same values,
 so callbacks that watch a metric make the same decision. No name shows the value of one rank only at these points.
@@ -282,7 +282,7 @@ class Results:
     def settle(self, extra: Any = None) -> list[Any]:
         """Reduce logged values over ranks. Every rank must call this method at the same time.
 
-        See [Note: one value for all ranks]. With one rank it does nothing.
+        See [Note: logged values of all ranks]. With one rank it does nothing.
 
         Args:
             extra: an additional value that is sent to the other ranks.
