@@ -74,7 +74,7 @@ class DeclaresStranger(Deep):
 
 
 def test_a_declared_block_that_is_no_part_is_refused() -> None:
-    with pytest.raises(RoomierError, match=r"model_blocks.*Layer.*not a part of the model"):
+    with pytest.raises(RoomierError, match=r"model_blocks.*Layer.*must be a submodule of the model"):
         find_blocks(DeclaresStranger())
 
 

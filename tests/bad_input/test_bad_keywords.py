@@ -100,13 +100,13 @@ WRONG = {
     "overfit_batches": [(-0.1, "a float in [0.0, 1.0]"), ("1", "Use an integer")],
     "fast_dev_run": [(-1, "Use True or a number"), ("yes", "Use True or a number"), (0.5, "Use True or a number")],
     "val_check_interval": [(0, "Use limit_val_batches=0"), (2.5, "a float in [0.0, 1.0]"), ("epoch", "Use an integer")],
-    "check_val_every_n_epoch": [(0, "Use 1 or more"), (0.5, "Use an integer"), (None, "Give it as an integer")],
+    "check_val_every_n_epoch": [(0, "Use 1 or more"), (0.5, "Use an integer"), (None, "Set it to a number of batches")],
     "num_sanity_val_steps": [(-2, "Use an integer of -1 or more"), (0.5, "Use an integer")],
     "log_every_n_steps": [(0, "Use an integer of 1 or more"), (0.5, "Use an integer")],
     "callbacks": [
-        (5, "Pass objects of subclasses of roomier.Callback"),
-        ("early_stopping", "Pass objects of subclasses of roomier.Callback"),
-        ([roomier.Callback], "Make an object of it: Callback(...)"),
+        (5, "Pass instances of subclasses of roomier.Callback"),
+        ("early_stopping", "Pass instances of subclasses of roomier.Callback"),
+        ([roomier.Callback], "Pass Callback(...)"),
     ],
     "logger": [
         ("tensorbord", "Did you mean 'tensorboard'?"),

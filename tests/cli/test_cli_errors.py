@@ -154,7 +154,7 @@ def test_an_error_within_a_step_says_where_the_users_code_stood(
     words = ["--model", "cli_toy.LogsAVector", *TOY[2:], *QUIET, "--trainer.default_root_dir", str(tmp_path)]
     assert main(["fit", *words, "--trainer.max_steps", "2"]) == 2
     *_, message, place = capsys.readouterr().err.splitlines()
-    assert "the value is not a scalar" in message
+    assert "the value must be a scalar" in message
     assert place.startswith("  at ")
     assert place.endswith("in training_step")
     assert "cli_toy.py" in place

@@ -257,7 +257,7 @@ def test_exactly_one_source_of_optimizers_is_required():
         roomier.prepare(
             model, torch.optim.SGD(model.parameters(), lr=0.1), plan=plan_from_flags(optimizer="adamw", **ON_CPU)
         )
-    with pytest.raises(roomier.RoomierError, match=r"is not an nn\.Module"):
+    with pytest.raises(roomier.RoomierError, match=r"must be an nn\.Module"):
         roomier.prepare("model")
 
 
