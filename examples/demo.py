@@ -127,7 +127,7 @@ def draw_losses(metrics: Path, first_loss: float, stopped_at: int, image: Path) 
 
 
 def main(num_steps: int) -> int:
-    """Train half-way, resume in a new Trainer, and print a sample. Return 0 if the loss decreased enough, otherwise 1."""
+    """Train half-way, resume in a new Trainer, and print a sample. Return 0 if the loss decreased enough, else 1."""
     shutil.rmtree(OUT, ignore_errors=True)
     begin_s = time.perf_counter()
     tokenizer = write_data(OUT)

@@ -91,7 +91,7 @@ def test_invalid_option_gives_one_message_and_exit_code_2(
         ("trainer: {max_step: 3}", ["trainer.max_step", "Did you mean 'max_steps'?"]),
         ("trainer: {gpus: 1}", ["trainer.gpus", "Use accelerator: gpu, devices: N, strategy: ddp"]),
         ("trainer: [", ["is not YAML"]),
-        ("model: cli_toy.Nothing", ["cli_toy has no 'Nothing'"]),
+        ("model: cli_toy.Missing", ["cli_toy has no 'Missing'"]),
         ("model: {class_path: cli_toy.ToyModule, init_args: {lrr: 1}}", ["Did you mean 'lr'?"]),
         ("trainer: {callbacks: [{class_path: cli_toy.CountsPrediction}]}", ["Did you mean 'CountsPredictions'?"]),
         (

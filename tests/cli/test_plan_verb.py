@@ -59,9 +59,7 @@ def test_class_is_built_on_meta_with_a_batch_of_its_data(capsys: pytest.CaptureF
     [plan] = found["plans"]
     assert plan["strategy"] == "zero2"
     assert plan["micro_batch"] == 2
-    assert (
-        plan["plan"]["optimizer"]["name"] == "adamw"
-    )  # the default, because neither the options nor the network name one
+    assert plan["plan"]["optimizer"]["name"] == "adamw"  # the default
 
 
 def test_shapes_instead_of_data(capsys: pytest.CaptureFixture[str]) -> None:
