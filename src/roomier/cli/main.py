@@ -87,7 +87,7 @@ def help_text() -> str:
         [
             "usage: roomier VERB [options]",
             "",
-            "Train PyTorch models larger than the available memory: one Trainer, one strategy flag, planned ahead.",
+            "Train PyTorch models that do not fit: one Trainer, one strategy flag, planned before it runs.",
             "",
             *lines,
             "",
