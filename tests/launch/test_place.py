@@ -44,7 +44,7 @@ def test_auto_is_what_the_launcher_started(make_trainer: MakeTrainer, monkeypatc
     [
         ({"devices": 4, "strategy": "ddp"}, "devices=4: torchrun started 2 processes on each node.*nproc-per-node=4"),
         ({"num_nodes": 3, "strategy": "ddp"}, "num_nodes=3: torchrun started 2 nodes.*--nnodes=3"),
-        ({}, "strategy='single': torchrun started 4 processes, and this strategy uses one.*'ddp'.*start one process"),
+        ({}, "strategy='single': supports one rank, but torchrun started 4 processes.*'ddp'.*start one process"),
         ({"plan": Plan(), "accelerator": "auto"}, "devices=1: torchrun started 2 processes on each node"),
         (
             {"plan": {"parallel": {"strategy": "ddp", "devices": 2}}, "accelerator": "auto"},
@@ -66,7 +66,7 @@ def test_without_a_launcher_auto_is_one_process_on_a_cpu(
     assert make_trainer().world == World()
     assert capsys.readouterr().err == ""
     assert make_trainer(strategy="zero3").world == World()
-    assert "devices=N starts N of them" in capsys.readouterr().err
+    assert "devices=N starts N processes" in capsys.readouterr().err
 
 
 def test_without_a_launcher_auto_is_all_cuda_devices(

@@ -244,7 +244,7 @@ def test_its_names(name: str) -> None:
         ({"strategy": "hsdp", "devices": 2}, "strategy.*'hsdp'"),
         ({"gradient_clip_val": 1.0}, "gradient_clip_val.*no rank has the gradient of the whole batch"),
         ({"precision": "16-mixed"}, "precision.*Use precision='bf16-mixed'"),
-        ({"strategy": {"name": "ddp", "reduce_dtype": "bf16"}}, "reduce_dtype.*Leave it '32'"),
+        ({"strategy": {"name": "ddp", "reduce_dtype": "bf16"}}, "reduce_dtype.*Set reduce_dtype='32'"),
         ({"strategy": {"name": "ddp", "gradient_compression": "powersgd"}}, "gradient_compression.*sends signs"),
     ],
 )

@@ -25,7 +25,7 @@ def test_the_default_says_that_everything_is_exact() -> None:
     assert line_of(plan, "matmul").startswith("matmul highest exact")
     assert line_of(plan, "strategy").startswith("strategy single exact")
     assert line_of(plan, "clip") == "clip none exact"
-    assert line_of(plan, "optimizer") == "optimizer the module's own exact from configure_optimizers"
+    assert line_of(plan, "optimizer") == "optimizer of the module exact from configure_optimizers"
     assert str(plan).splitlines()[-1].startswith("Every choice is exact")
     assert len(str(plan).splitlines()) <= 16
 
@@ -35,7 +35,7 @@ def test_what_is_not_exact_is_said_in_its_line_and_at_the_end() -> None:
     assert line_of(plan, "precision").startswith("precision bf16-true approximate")
     assert line_of(plan, "matmul").startswith("matmul high near")
     last = str(plan).splitlines()[-1]
-    assert last == "Not exact: precision bf16-true (approximate), matmul high (near); everything else is."
+    assert last == "Not exact: precision bf16-true (approximate), matmul high (near). All other choices are exact."
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_batch_and_optimizer_are_told_in_words() -> None:
 
 def test_what_the_optimizer_class_decides_is_said() -> None:
     notes = {row.part: row.note for row in rows(Plan(optimizer=OptimizerPlan("sgd", lr=0.1)))}
-    assert notes["optimizer"] == "torch.optim.SGD; its own weight_decay"
+    assert notes["optimizer"] == "torch.optim.SGD; default weight_decay"
     assert "schedule" not in notes
 
 

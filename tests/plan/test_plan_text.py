@@ -133,11 +133,11 @@ def test_of_takes_a_plan_values_and_files(tmp_path: Path) -> None:
         ("plan.yaml", b"precision: !!python/object/apply:os.system ['true']", "is not valid YAML"),
         ("plan.yaml", b"a: 2024-13-45", "is not valid YAML"),
         ("plan.yaml", b"\xff\xfe\xff", "cannot be read"),
-        ("plan.yaml", b"", "is not a mapping"),
-        ("plan.yaml", b"precision: {mode: 32-true}\nprecision: {}", "'precision': is given twice"),
-        ("plan.yaml", b"precision: {mode: 32-true, mode: 64-true}", "'mode': is given twice"),
+        ("plan.yaml", b"", "must be a mapping"),
+        ("plan.yaml", b"precision: {mode: 32-true}\nprecision: {}", "'precision': is a duplicate key"),
+        ("plan.yaml", b"precision: {mode: 32-true, mode: 64-true}", "'mode': is a duplicate key"),
         ("plan.json", b'{"precision": {"mode": "32-true"', "is not valid JSON"),
-        ("plan.json", b'{"precision": {}, "precision": {}}', "'precision': is given twice"),
+        ("plan.json", b'{"precision": {}, "precision": {}}', "'precision': is a duplicate key"),
     ],
 )
 def test_a_damaged_file_is_refused(tmp_path: Path, name: str, content: bytes, problem: str) -> None:
@@ -150,7 +150,7 @@ def test_a_damaged_file_is_refused(tmp_path: Path, name: str, content: bytes, pr
 
 @pytest.mark.parametrize("path", ["nowhere/plan.yaml", ".", "\0"])
 def test_a_missing_file_is_refused_with_its_path(path: str) -> None:
-    with pytest.raises(PlanError, match=r"cannot be read: .*Give the path of a YAML or JSON file") as caught:
+    with pytest.raises(PlanError, match=r"cannot be read: .*Pass the path of a YAML or JSON file") as caught:
         Plan.of(path)
     assert caught.value.received == path
 
@@ -173,5 +173,5 @@ def test_diff_names_each_field_once_in_the_order_of_the_plan() -> None:
 
 
 def test_diff_wants_another_plan() -> None:
-    with pytest.raises(PlanError, match=r"^other=\{\}: is not a Plan\. Make one of it with Plan\.of\.$"):
+    with pytest.raises(PlanError, match=r"^other=\{\}: must be a Plan\. Convert it with Plan\.of\.$"):
         Plan().diff({})  # type: ignore[arg-type]

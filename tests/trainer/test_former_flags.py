@@ -75,9 +75,9 @@ def test_todays_spelling_is_taken(today: str) -> None:
     [
         ({"gpus": [0, 2]}, "CUDA_VISIBLE_DEVICES=0,2"),
         ({"gpus": "0, 2"}, "CUDA_VISIBLE_DEVICES=0,2"),
-        ({"tpu_cores": 8}, "it runs on 'cuda', 'mps' and 'cpu'"),
+        ({"tpu_cores": 8}, "roomier supports 'cuda', 'mps' and 'cpu'"),
         ({"plugins": DeepSpeedPlugin(stage=2, cpu_offload=True)}, "optimizer='adamw8bit'"),
-        ({"plugins": [object()]}, "Write what it stands for"),
+        ({"plugins": [object()]}, "Use the argument that replaces it"),
         ({"devices": [1, 3], "strategy": "ddp"}, "Write devices=2; the environment variable CUDA_VISIBLE_DEVICES"),
         ({"devices": "1,3", "strategy": "ddp"}, "Write devices=2; the environment variable CUDA_VISIBLE_DEVICES"),
     ],
@@ -95,7 +95,7 @@ def test_the_first_devices_are_their_number(devices: Any) -> None:
 
 def test_all_devices_are_minus_one(capsys: pytest.CaptureFixture[str]) -> None:
     assert roomier.Trainer(accelerator="cpu", strategy="ddp", devices=-1).num_devices == 1
-    assert "one process on this machine" in capsys.readouterr().err
+    assert "starts one process on this machine" in capsys.readouterr().err
 
 
 def test_values_that_ask_for_what_is_done_anyway_are_taken() -> None:
