@@ -78,8 +78,8 @@ def test_todays_spelling_is_taken(today: str) -> None:
         ({"tpu_cores": 8}, "roomier supports 'cuda', 'mps' and 'cpu'"),
         ({"plugins": DeepSpeedPlugin(stage=2, cpu_offload=True)}, "optimizer='adamw8bit'"),
         ({"plugins": [object()]}, "Use the argument that replaces it"),
-        ({"devices": [1, 3], "strategy": "ddp"}, "Write devices=2; the environment variable CUDA_VISIBLE_DEVICES"),
-        ({"devices": "1,3", "strategy": "ddp"}, "Write devices=2; the environment variable CUDA_VISIBLE_DEVICES"),
+        ({"devices": [1, 3], "strategy": "ddp"}, "Write devices=2, and select the devices with the environment variable CUDA_VISIBLE_DEVICES"),
+        ({"devices": "1,3", "strategy": "ddp"}, "Write devices=2, and select the devices with the environment variable CUDA_VISIBLE_DEVICES"),
     ],
 )
 def test_what_cannot_be_spelled_is_said_beside(flags: dict[str, Any], said: str) -> None:
