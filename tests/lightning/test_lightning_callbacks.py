@@ -373,7 +373,7 @@ def test_a_method_that_would_not_be_called_is_named() -> None:
         def mine(self) -> str:
             return "nobody's business"
 
-    with pytest.raises(RoomierError, match="its own format_checkpoint_name would not be called") as caught:
+    with pytest.raises(RoomierError, match="would not call its methods format_checkpoint_name") as caught:
         roomier.Trainer(accelerator="cpu", callbacks=Names())
     assert "mine" not in caught.value.problem.replace("format_checkpoint_name", "")
 
@@ -384,7 +384,7 @@ def test_a_progress_bar_of_ones_own_is_left_out_and_told(capsys: Any) -> None:
             return {}
 
     roomier.Trainer(accelerator="cpu", callbacks=Bar())
-    assert "its own get_metrics are not called" in capsys.readouterr().err
+    assert "its methods get_metrics are not called" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

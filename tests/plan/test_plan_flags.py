@@ -1,4 +1,4 @@
-"""Trainer keywords become a Plan; errors carry the keyword's name and the value as it was given."""
+"""Arguments of the Trainer are converted to a Plan. Errors contain the name and the value of the argument."""
 
 import inspect
 from typing import Any
@@ -10,7 +10,7 @@ from roomier.plan import BatchPlan, OptimizerPlan, Plan, plan_from_flags
 from roomier.plan.rules import each_error
 
 
-def test_the_defaults_of_the_keywords_are_the_defaults_of_the_plan() -> None:
+def test_default_arguments_give_the_default_plan() -> None:
     assert plan_from_flags() == Plan()
     kinds = {parameter.kind for parameter in inspect.signature(plan_from_flags).parameters.values()}
     assert kinds == {inspect.Parameter.KEYWORD_ONLY}
@@ -103,7 +103,7 @@ def test_the_defaults_of_the_keywords_are_the_defaults_of_the_plan() -> None:
         ({"compile": True}, {"compile": {"enabled": True}}),
     ],
 )
-def test_keywords_mean(keywords: dict[str, Any], values: dict[str, Any]) -> None:
+def test_arguments_are_converted(keywords: dict[str, Any], values: dict[str, Any]) -> None:
     assert plan_from_flags(**keywords) == Plan.from_dict(values)
 
 
@@ -202,7 +202,7 @@ def test_keywords_mean(keywords: dict[str, Any], values: dict[str, Any]) -> None
         ({"compile": "max-autotune"}, "compile='max-autotune': must be True or False", "True or False"),
     ],
 )
-def test_a_wrong_keyword_is_refused_under_its_own_name(keywords: dict[str, Any], start: str, advice: str) -> None:
+def test_an_invalid_argument_is_rejected_with_its_name(keywords: dict[str, Any], start: str, advice: str) -> None:
     with pytest.raises(PlanError) as caught:
         plan_from_flags(**keywords)
     assert str(caught.value).startswith(start)
@@ -210,7 +210,7 @@ def test_a_wrong_keyword_is_refused_under_its_own_name(keywords: dict[str, Any],
     assert len(each_error(caught.value)) == 1
 
 
-def test_an_offloaded_strategy_is_refused_for_its_offload() -> None:
+def test_a_strategy_with_offload_is_rejected_for_its_offload() -> None:
     for spelled in ("zero3+offload", "deepspeed_stage_3_offload", "fsdp+disk"):
         with pytest.raises(PlanError) as caught:
             plan_from_flags(strategy=spelled)
@@ -219,7 +219,7 @@ def test_an_offloaded_strategy_is_refused_for_its_offload() -> None:
         assert "'adamw8bit'" in finding.action
 
 
-def test_what_keywords_and_plan_refuse_is_told_together() -> None:
+def test_errors_of_arguments_and_plan_are_reported_together() -> None:
     with pytest.raises(PlanError) as caught:
         plan_from_flags(
             strategy="dp", devices=0, optimizer={"name": "adamw", "lr": 1.0}, learning_rate=2.0, precision="fp8"
@@ -228,7 +228,7 @@ def test_what_keywords_and_plan_refuse_is_told_together() -> None:
     assert fields == ["learning_rate", "strategy", "devices", "precision"]
 
 
-def test_the_plan_keeps_nothing_of_the_keywords_but_their_meaning() -> None:
+def test_the_plan_contains_normalized_values() -> None:
     plan = plan_from_flags(optimizer={"name": "Adam", "betas": [0.9, 0.99]}, gradient_clip_val=1)
     assert plan.optimizer == OptimizerPlan("adam", options={"betas": (0.9, 0.99)})
     assert plan.batch == BatchPlan(gradient_clip_val=1.0)

@@ -1,4 +1,4 @@
-"""What a Plan refuses: each error names the field, the value, and what to use instead."""
+"""Invalid Plans are rejected. Each error contains the field, the value and an alternative."""
 
 from collections.abc import Mapping
 
@@ -13,7 +13,7 @@ ADAMW = {"name": "adamw"}
 HALF = {"policy": "budget", "budget_fraction": 0.5}
 
 WRONG_VALUES = [
-    # what is given, the field, the value in the message, a piece of the advice
+    # values, field, value in the message, part of the advice
     ({"parallel": {"strategy": "deepspeed"}}, "parallel.strategy", "'deepspeed'", "'zero2'"),
     ({"parallel": {"strategy": "deepspeed"}}, "parallel.strategy", "'deepspeed'", "Use strategy='zero2' or 'zero3'"),
     ({"parallel": {"strategy": "singel"}}, "parallel.strategy", "'singel'", "Did you mean 'single'?"),
@@ -172,7 +172,7 @@ WRONG_VALUES = [
     ({"adapter": {"lora_rank": 0}}, "adapter.lora_rank", "0", "Use a rank such as 8"),
     ({"optimizer": ADAMW | {"weight_rounding": "split"}}, "optimizer.weight_rounding", "'split'", "Remove it"),
     ({"optimizer": {"step_in_backward": "stale_norm"}}, "optimizer.step_in_backward", "'stale_norm'", "Use 'exact'"),
-    # two parts that do not go together
+    # incompatible parts
     ({"activation": HALF, "compile": {"enabled": True}}, "activation.policy", "'budget'", "compile=False"),
     (
         {
@@ -236,7 +236,7 @@ WRONG_VALUES = [
         "'efficient'",
         "Use 'auto'",
     ),
-    # the shape of what is given
+    # wrong structure
     ({"precison": {}}, "plan", "'precison'", "Did you mean 'precision'?"),
     ({"precision": {"mod": "32-true"}}, "precision", "'mod'", "Did you mean 'mode'?"),
     ({"precision": "bf16-mixed"}, "precision", "'bf16-mixed'", "{'precision': {'mode': ...}}"),
@@ -247,7 +247,7 @@ WRONG_VALUES = [
 
 
 @pytest.mark.parametrize(("values", "field", "received", "advice"), WRONG_VALUES)
-def test_a_wrong_value_is_refused_with_field_value_and_advice(
+def test_an_invalid_value_is_rejected_with_field_value_and_advice(
     values: object, field: str, received: str, advice: str
 ) -> None:
     with pytest.raises(PlanError) as caught:
@@ -262,7 +262,7 @@ REFUSED_WORDS = [(field, word) for field, words in REFUSED.items() for word in w
 
 
 @pytest.mark.parametrize(("field", "word"), REFUSED_WORDS)
-def test_every_refused_word_names_a_way_that_works(field: str, word: str) -> None:
+def test_the_advice_for_each_rejected_word_works(field: str, word: str) -> None:
     section, name = field.split(".")
     with pytest.raises(PlanError) as caught:
         _plan_with(section, {name: word})
@@ -275,7 +275,7 @@ BUILT_WORDS = [(field, word) for field, words in CHOICES.items() for word in wor
 
 
 @pytest.mark.parametrize(("field", "word"), BUILT_WORDS)
-def test_every_built_word_is_accepted(field: str, word: str) -> None:
+def test_every_supported_word_is_accepted(field: str, word: str) -> None:
     section, name = field.split(".")
     assert getattr(getattr(_plan_with(section, {name: word}), section), name) == word
 
@@ -296,13 +296,13 @@ def _plan_with(section: str, fields: Mapping[str, object]) -> Plan:
     return Plan.from_dict({**elsewhere, section: {**needed.get(section, {}), **fields}})
 
 
-def test_a_budget_may_offload() -> None:
+def test_a_budget_supports_offload() -> None:
     plan = Plan.from_dict({"activation": HALF, "offload": {"activations": "cpu"}})
     assert plan.activation.policy == "budget"
     assert plan.offload.activations == "cpu"
 
 
-def test_all_findings_are_told_together() -> None:
+def test_all_errors_are_reported_together() -> None:
     with pytest.raises(CombinedPlanError) as caught:
         Plan.from_dict(
             {
@@ -325,7 +325,7 @@ def test_all_findings_are_told_together() -> None:
     assert str(error).splitlines() == ["The plan has 5 errors", *map(str, error.errors)]
 
 
-def test_a_wrong_type_is_told_beside_wrong_values_of_other_fields() -> None:
+def test_a_wrong_type_is_reported_together_with_invalid_values() -> None:
     with pytest.raises(CombinedPlanError) as caught:
         Plan(
             parallel=ParallelPlan(devices="two"),  # type: ignore[arg-type]
@@ -335,18 +335,18 @@ def test_a_wrong_type_is_told_beside_wrong_values_of_other_fields() -> None:
     assert [error.field for error in caught.value.errors] == ["parallel.devices", "precision.mode", "optimizer.lr"]
 
 
-def test_unknown_keys_of_several_sections_are_told_together() -> None:
+def test_unknown_keys_of_several_sections_are_reported_together() -> None:
     with pytest.raises(CombinedPlanError) as caught:
         Plan.from_dict({"paralel": {}, "batch": {"accumulate": 2}, "precision": 16})
     assert [error.received for error in caught.value.errors] == ["paralel", "accumulate", 16]
 
 
-def test_a_part_of_another_kind_is_refused() -> None:
+def test_a_part_of_another_type_is_rejected() -> None:
     with pytest.raises(PlanError, match=r"^precision='bf16-mixed': must be a PrecisionPlan\. Pass precision=Precision"):
         Plan(precision="bf16-mixed")  # type: ignore[arg-type]
-    with pytest.raises(PlanError, match=r"^parallel=PrecisionPlan.*is not a ParallelPlan"):
+    with pytest.raises(PlanError, match=r"^parallel=PrecisionPlan.*must be a ParallelPlan"):
         Plan(PrecisionPlan())  # type: ignore[arg-type]
 
 
-def test_a_huge_count_is_compared_without_overflow() -> None:
+def test_a_large_integer_is_compared_without_overflow() -> None:
     assert Plan.from_dict({"batch": {"accumulate_grad_batches": 10**400}}).batch.accumulate_grad_batches == 10**400
