@@ -1,16 +1,16 @@
-"""A GPT that reads bytes learns Python from the standard library, on as many devices as there are.
+"""Train a byte-level GPT on the Python standard library with any number of devices.
 
-One machine, the ranks are started for you::
+On one machine, the script starts the ranks::
 
     python examples/train_gpt.py --strategy zero2 --devices 2
 
-Two nodes with torchrun: the same line on each of them, the end point being a port that is open on the first::
+On two nodes with torchrun, run the same command on each node. The endpoint is an open port of the first node::
 
     torchrun --nnodes=2 --nproc-per-node=4 --max-restarts=3 --rdzv-backend=c10d --rdzv-id=gpt \\
         --rdzv-endpoint=node1:29400 examples/train_gpt.py --strategy zero3
 
-SLURM: ``sbatch examples/slurm_train.sh``. The script does not know which of these it is. A job that torchrun or SLURM
-restarts goes on from its last checkpoint by itself.
+With SLURM, run ``sbatch examples/slurm_train.sh``. The script is the same in all cases. A job that torchrun or SLURM
+restarts resumes from its last checkpoint.
 """
 
 import argparse
@@ -28,7 +28,7 @@ NUM_BYTES = 2_000_000
 
 
 class Text(Dataset):
-    """Windows of ``context`` bytes, and the bytes that follow each."""
+    """Windows of ``context`` bytes, each with its next bytes as targets."""
 
     def __init__(self, text: bytes, context: int) -> None:
         self.bytes = torch.frombuffer(bytearray(text), dtype=torch.uint8)
@@ -65,7 +65,7 @@ def main() -> None:
     parser.add_argument("--precision", default="32-true")
     parser.add_argument("--size", default="gpt-micro", choices=SIZES)
     parser.add_argument("--context", type=int, default=64)
-    parser.add_argument("--batch_size", type=int, default=8, help="windows of a micro-batch on each rank")
+    parser.add_argument("--batch_size", type=int, default=8, help="windows per micro-batch on each rank")
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--out", type=Path, default=Path("runs/gpt"))

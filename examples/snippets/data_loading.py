@@ -1,4 +1,4 @@
-"""Batches made by other processes, and copied from pinned memory where there is a GPU."""
+"""Batches that worker processes load, and that are copied from pinned memory if a GPU is available."""
 
 import torch
 from autoencoder import LitAutoEncoder, loader

@@ -1,4 +1,4 @@
-"""Several loggers at once, by name or as objects."""
+"""Several loggers together."""
 
 from pathlib import Path
 

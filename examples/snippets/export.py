@@ -1,4 +1,4 @@
-"""TorchScript and ONNX files that compute what the module computes."""
+"""TorchScript and ONNX files with the same outputs as the module."""
 
 import numpy as np
 import onnxruntime

@@ -1,4 +1,4 @@
-"""A module written for Lightning runs as it is."""
+"""A LightningModule runs unchanged."""
 
 import lightning.pytorch as pl
 import torch

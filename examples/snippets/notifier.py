@@ -1,10 +1,10 @@
-"""Arbitrary functionality: a callback defines the hooks it needs, and the others cost nothing."""
+"""Custom code in a callback: it defines the hooks that it needs, and other hooks cost no time."""
 
 from autoencoder import LitAutoEncoder, loader
 
 from roomier import Callback, Trainer
 
-messages = []  # stands for a chat's API
+messages = []  # stands in for the API of a chat service
 
 
 class MyNotifier(Callback):

@@ -1,4 +1,4 @@
-"""fp32, tf32, bf16 and fp16 are words of one keyword or two; what they round is in the plan."""
+"""float32, TF32, bfloat16 and float16 are values of one or two arguments. The plan reports their effects."""
 
 from autoencoder import LitAutoEncoder, loader
 

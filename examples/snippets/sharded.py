@@ -1,6 +1,6 @@
-"""Half the memory, and more: one flag spreads states (zero1), gradients (zero2) and weights (zero3) over the ranks.
+"""Sharding with one argument: states (zero1), gradients (zero2) and weights (zero3) are sharded across ranks.
 
-The script is started once; it starts the other ranks itself: python sharded.py
+Start the script once. It starts the other ranks itself: python sharded.py
 """
 
 import torch
