@@ -1,4 +1,4 @@
-"""roomier trains PyTorch models that do not fit: one Trainer, one strategy flag, planned before it runs."""
+"""Train PyTorch models that exceed the available memory: one Trainer, one strategy flag, planned before it runs."""
 
 from importlib import import_module
 from importlib.metadata import version
@@ -21,7 +21,7 @@ __version__ = version("roomier")
 
 _FOLDERS = ("adapters", "callbacks", "checkpoint", "data", "export", "loggers", "memory", "models", "tuner")
 
-# Loaded when first asked for: a Plan, or the command's help, must not wait for torch.
+# Imported when first used, because a Plan or the help of the command should not wait for the import of torch.
 _HOMES = {
     "Callback": "roomier.api.callback",
     "CheckpointError": "roomier.core.errors",
