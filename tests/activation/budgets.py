@@ -14,8 +14,9 @@ from roomier import Module
 from roomier.activation.block_forward import Keep
 from roomier.activation.budget import BudgetedRecompute
 from roomier.core.ranks import Ranks
-from roomier.engine.build import build, configure
+from roomier.engine.build import build
 from roomier.engine.eager import EagerEngine
+from roomier.engine.optimizers import configure
 from roomier.memory.tracker import tracking
 from roomier.models.gpt import GPT, GPTConfig
 from roomier.plan import plan_from_flags
@@ -80,7 +81,9 @@ def engine_for(module: Module, budget: Budget, ranks: Ranks | None = None, **key
         activation_checkpointing=budget,
         **keywords,
     )
-    engine, _ = build(plan, module, lambda: configure(plan, module, lambda: NUM_STEPS), EagerEngine, ranks or Ranks())
+    engine, _ = build(
+        plan, module, lambda blocks: configure(plan, module, lambda: NUM_STEPS, blocks), EagerEngine, ranks or Ranks()
+    )
     return engine
 
 
@@ -123,7 +126,7 @@ def measured_peak(engine: EagerEngine, module: Module, window: Sequence[Any]) ->
 
 
 def recompute_of(engine: EagerEngine) -> Any:
-    return engine._recompute
+    return engine._levers.recompute
 
 
 def assert_same_training(first: Taken, second: Taken) -> None:

@@ -10,8 +10,9 @@ import torch
 from roomier import Module
 from roomier.core.ranks import Ranks
 from roomier.core.world import World
-from roomier.engine.build import build, configure
+from roomier.engine.build import build
 from roomier.engine.eager import EagerEngine
+from roomier.engine.optimizers import configure
 from roomier.memory.kinds import Kind
 from roomier.memory.tracker import tracking
 from roomier.models.gpt import GPT, GPTConfig
@@ -39,7 +40,7 @@ def kept_and_peak(policy: str, num_layers: int) -> tuple[int, int]:
     module = Language(num_layers)
     plan = plan_from_flags(accelerator="cpu", optimizer="sgd", learning_rate=0.1, activation_checkpointing=policy)
     ranks = Ranks(World(0, 1, 0, 0, 1))
-    engine, _ = build(plan, module, lambda: configure(plan, module, lambda: 1), EagerEngine, ranks)
+    engine, _ = build(plan, module, lambda blocks: configure(plan, module, lambda: 1, blocks), EagerEngine, ranks)
     batch = torch.zeros(SEQUENCES, TOKENS, dtype=torch.int64)
     with tracking(engine) as tracker:
         kept = 0

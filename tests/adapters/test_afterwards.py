@@ -16,6 +16,7 @@ from roomier import Trainer
 from roomier.adapters import adapter_state, merge_lora
 from roomier.adapters.found import adapters_of, as_keyword
 from roomier.adapters.layers import Adapted, is_adapter
+from roomier.api.blocks import find_blocks
 from roomier.checkpoint import load_module
 from roomier.core.errors import CheckpointError, PlanError, RoomierError
 from roomier.export.safetensors import export_safetensors
@@ -45,7 +46,7 @@ def test_a_model_with_adapters_can_be_pickled_and_copied(
     for again in (read, copy.deepcopy(network), *(pickle.loads(pickle.dumps(network, each)) for each in (0, 1, 5))):
         assert [type(each) for each in again.modules()] == [type(each) for each in network.modules()]
         assert torch.equal(loss_of(again, batch), loss_of(network, batch))
-        assert adapters_of(again) == adapters_of(network)
+        assert adapters_of(again, find_blocks(again)) == adapters_of(network, find_blocks(network))
         with pytest.raises(RoomierError, match="save_pretrained"):
             again.save_pretrained(tmp_path / "out")
     before = loss_of(network, batch)
@@ -119,12 +120,13 @@ def test_quantized_weights_of_an_earlier_run_are_reported_and_not_supported_with
 def test_adapters_of_returns_the_settings(make_trainer: MakeTrainer) -> None:
     settings = {"alpha": 8.0, "dropout": 0.25, "targets": ["attention.out"], "trained": ["head"], "base": "int8"}
     module = trained(make_trainer, Adaptable(), **settings)
-    found = adapters_of(module)
+    found = adapters_of(module, find_blocks(module))
     assert found is not None
     targets = ["net.blocks.0.attention.out", "net.blocks.1.attention.out"]
     assert as_keyword(found) == {**settings, "rank": 4, "targets": targets, "trained": ["net.head"]}
     assert as_keyword(AdapterPlan(lora_rank=8)) == {"rank": 8}
-    assert adapters_of(MODELS["gpt"]()) is None
+    plain = MODELS["gpt"]()
+    assert adapters_of(plain, find_blocks(plain)) is None
 
 
 @pytest.mark.parametrize("base", ["as_is", "nf4"])
@@ -163,7 +165,9 @@ def test_the_error_for_a_plain_model_contains_the_lora_keyword(
         with pytest.raises(CheckpointError, match="was saved with adapters that this model does not have") as caught:
             run()
         assert f"Pass lora={settings}" in caught.value.action
-    with pytest.raises(RoomierError, match=r"a folder that holds some. Pass one of them; the newest is .*saved"):
+    with pytest.raises(
+        RoomierError, match=r"a folder that contains checkpoints. Pass one of them. The newest is .*saved"
+    ):
         plain.fit(Adaptable(), token_batches(1), weights=tmp_path)
     make_trainer(lora=settings).validate(Adaptable(), token_batches(1), ckpt_path=path)
 

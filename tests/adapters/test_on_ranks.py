@@ -16,8 +16,9 @@ from roomier.adapters.layers import InFewBits, is_adapter
 from roomier.adapters.lora import adapter_state
 from roomier.core.ranks import Ranks
 from roomier.core.world import World
-from roomier.engine.build import build, configure
+from roomier.engine.build import build
 from roomier.engine.eager import EagerEngine
+from roomier.engine.optimizers import configure
 from roomier.engine.weights_file import WeightsFile
 from roomier.plan import plan_from_flags
 from tests.adapters.models import Adaptable, make_gpt, token_batches
@@ -68,7 +69,9 @@ def trained(
         module.bfloat16()
     torch.manual_seed(3)
     file = None if weights is None else WeightsFile(weights)
-    engine, _ = build(plan, module, lambda: configure(plan, module, lambda: 1.0), EagerEngine, ranks, file)
+    engine, _ = build(
+        plan, module, lambda blocks: configure(plan, module, lambda: 1.0, blocks), EagerEngine, ranks, file
+    )
     module.log = lambda *args, **kwargs: None  # type: ignore[method-assign]
     size, rank = ranks.world.size, ranks.world.rank
     for batch in token_batches(3, batch_size=8):
@@ -148,7 +151,7 @@ def trained_compressed(optimizer: str, compression: str) -> tuple[bool, bool]:
         lora=SETTINGS,
     )
     module = Adaptable()
-    engine, _ = build(plan, module, lambda: configure(plan, module, lambda: 4.0), EagerEngine, ranks)
+    engine, _ = build(plan, module, lambda blocks: configure(plan, module, lambda: 4.0, blocks), EagerEngine, ranks)
     module.log = lambda *args, **kwargs: None  # type: ignore[method-assign]
     for batch in token_batches(4, batch_size=8):
         engine.forward_backward(

@@ -164,7 +164,7 @@ def test_only_adapters_may_be_missing_in_a_file(make_trainer: MakeTrainer, tmp_p
     state = plain.state_dict()
     del state["blocks.0.attention.out.bias"]
     save_file(state, tmp_path / "partial.safetensors")
-    with pytest.raises(RoomierError, match=r"it lacks: net\.blocks\.0\.attention\.out\.bias"):
+    with pytest.raises(RoomierError, match=r"missing: net\.blocks\.0\.attention\.out\.bias"):
         trainer.fit(module, token_batches(1), weights=tmp_path / "partial.safetensors")
 
 

@@ -55,7 +55,9 @@ def random_fault(seed: int, num_ranks: int) -> tuple[int, float]:
     return draw.randrange(num_ranks), draw.uniform(0.0, 0.9 * NUM_STEPS * STEP_S)
 
 
-@pytest.mark.parametrize(("seed", "kind"), [(2, "waiting"), (3, "async"), (4, "async")])
+@pytest.mark.parametrize(
+    ("seed", "kind"), [(2, "waiting"), (3, "async"), pytest.param(4, "async", marks=pytest.mark.slow)]
+)
 def test_two_ranks_are_killed_and_restarted(
     seed: int,
     kind: str,

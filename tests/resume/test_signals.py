@@ -119,7 +119,7 @@ def test_the_resumed_run_is_equal_to_the_undisturbed_run(
     told = capfd.readouterr().err
     assert f"{moment.number.name}: finishing this step, then saving" in told
     assert f"stopped by {moment.number.name} at step {moment.saved_step}, saved at" in told
-    assert "go on with trainer.fit(..., ckpt_path='last')" in told
+    assert "Resume with trainer.fit(..., ckpt_path='last')" in told
     assert runs.last_state("stopped")["progress"]["global_step"] == moment.saved_step
 
     run("stopped", None, ckpt_path="last")
@@ -217,15 +217,15 @@ def test_without_checkpointing_a_notice_reports_that_no_checkpoint_was_saved(
     sender = Sender("on_train_batch_end", 4, 1, signal.SIGTERM)
     with pytest.raises(SystemExit):
         runs.fit("run", net, shuffled, max_steps=18, callbacks=[sender], enable_checkpointing=False)
-    assert "at step 4; nothing was saved: checkpoints are turned off" in capfd.readouterr().err
+    assert "at step 4. No checkpoint was saved, because checkpoints are disabled" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("where", "options", "message"),
     [
-        ("on_fit_start", {"num_sanity_val_steps": 0}, "before the first step: there is nothing to save"),
+        ("on_fit_start", {"num_sanity_val_steps": 0}, "before the first step. There is no state to save"),
         ("on_sanity_check_start", {}, "during an evaluation; what it measured so far is dropped"),
-        ("on_train_end", {}, "came when training had ended: the run is complete"),
+        ("on_train_end", {}, "was received after training had ended: the run is complete"),
     ],
 )
 def test_before_and_after_training(

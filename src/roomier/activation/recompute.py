@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from roomier.activation.block_forward import BlockForward, Keep, Recompute
+from roomier.activation.budget import BudgetedRecompute
 from roomier.activation.offload import Offload
 from roomier.core.errors import RoomierError
 from roomier.core.log import notice
@@ -22,7 +23,7 @@ def apply_recompute(
     offload: OffloadPlan,
     device: torch.device,
     ranks: Ranks,
-) -> Recompute | None:
+) -> Recompute:
     """Make ``blocks`` save the activations that ``activation`` selects, on the device or as ``offload`` specifies.
 
     Args:
@@ -33,14 +34,14 @@ def apply_recompute(
         ranks: ranks that make the same choice for a budget.
 
     Returns:
-        Object for the engine; None if the blocks save all activations on the device.
+        Object for the engine, without blocks if all of them save all activations on the device.
 
     Raises:
         RoomierError: the model has no blocks or too few, or offloading for a budget saves no memory on ``device``.
     """
     may_offload = offload.activations == "cpu"
     if activation.policy == "none" and not may_offload:
-        return None
+        return Recompute(())
     if not blocks:
         problem = "requires blocks (layers that repeat), but the model has no blocks"
         action = "Define model_blocks(), which returns the layers that repeat"
@@ -61,8 +62,6 @@ def apply_recompute(
     for forward in forwards:
         install(forward.module, forward)
     if activation.policy == "budget":
-        from roomier.activation.budget import BudgetedRecompute
-
         return BudgetedRecompute(forwards, activation, device=device, ranks=ranks)
     return Recompute(forwards)
 

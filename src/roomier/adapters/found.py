@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import replace
 
 from torch import nn
 
 from roomier.adapters.layers import Adapted, InFewBits, is_adapter, rank_of
 from roomier.adapters.lora import adaptable_in_blocks, adapted_layers, target_layers
-from roomier.api.blocks import find_blocks
 from roomier.core.errors import PlanError
 from roomier.core.log import notice
 from roomier.plan import Plan
@@ -18,13 +18,13 @@ from roomier.plan.parts import AdapterPlan
 _IMPORT = "from roomier.adapters import merge_lora"
 
 
-def adapters_of(network: nn.Module) -> AdapterPlan | None:
+def adapters_of(network: nn.Module, blocks: Sequence[nn.Module]) -> AdapterPlan | None:
     """Return the settings that would create the adapters of ``network`` on a plain model; None without adapters."""
     layers = {name: each for name, each in network.named_modules() if isinstance(each, Adapted)}
     if not layers:
         return None
     layer = next(iter(layers.values()))  # rank and scale are the same for all
-    in_blocks = adaptable_in_blocks(network, find_blocks(network))
+    in_blocks = adaptable_in_blocks(network, blocks)
     formats = {each.weight_format for each in layers.values() if isinstance(each, InFewBits)}
     return AdapterPlan(
         lora_rank=rank_of(layer),
@@ -42,9 +42,8 @@ def trained_whole(network: nn.Module) -> dict[str, nn.Module]:
     for name, module in network.named_modules():
         parameters = dict(module.named_parameters())
         is_trained = bool(parameters) and all(each.requires_grad for each in parameters.values())
-        has_no_adapter = not any(
-            map(is_adapter, parameters)
-        )  # adapters can be the only parameters of a quantized layer
+        # Adapters can be the only parameters of a quantized layer.
+        has_no_adapter = not any(map(is_adapter, parameters))
         is_inside = any(name.startswith(f"{outer}.") for outer in found)
         if name and is_trained and has_no_adapter and not is_inside:
             found[name] = module
@@ -60,19 +59,20 @@ def as_keyword(adapters: AdapterPlan) -> dict[str, object]:
     return {name.removeprefix("lora_").removeprefix("frozen_"): value for name, value in {**given, **lists}.items()}
 
 
-def name_adapters(plan: Plan, network: nn.Module) -> Plan:
+def name_adapters(plan: Plan, network: nn.Module, blocks: Sequence[nn.Module]) -> Plan:
     """Return ``plan`` with the adapters and the quantization that ``network`` has from an earlier run.
 
-    The table of the run shows these settings, and a checkpoint needs them to be loaded.
+    The result is the same before and after the adapters of ``plan`` are added. The table of the run shows these
+    settings, and a checkpoint needs them to be loaded.
 
     Raises:
         PlanError: the settings are not supported with the rest of ``plan``.
     """
-    found = adapters_of(network)
+    found = adapters_of(network, blocks)
     if found is None:
         return plan
     if plan.adapter.lora_rank is not None:
-        found = _with_named(plan.adapter, found, network)
+        found = _with_named(plan.adapter, found, network, blocks)
     try:
         return replace(plan, adapter=found)
     except PlanError as error:
@@ -81,21 +81,23 @@ def name_adapters(plan: Plan, network: nn.Module) -> Plan:
         raise PlanError(error.field, error.received, problem, action) from error
 
 
-def _with_named(named: AdapterPlan, found: AdapterPlan, network: nn.Module) -> AdapterPlan:
+def _with_named(named: AdapterPlan, found: AdapterPlan, network: nn.Module, blocks: Sequence[nn.Module]) -> AdapterPlan:
     """Return ``named`` with the quantization, and the adapters on other layers, from an earlier run of ``network``."""
     base = found.frozen_base if named.frozen_base == "as_is" else named.frozen_base
-    layers = adapted_layers(network).keys()
-    is_all = layers <= target_layers(network, find_blocks(network), named.lora_targets).keys()
-    return replace(named, frozen_base=base, lora_targets=named.lora_targets if is_all else ",".join(layers))
+    targets, adapted = target_layers(network, blocks, named.lora_targets), adapted_layers(network)
+    if adapted.keys() <= targets.keys():
+        return replace(named, frozen_base=base)
+    layers = [name for name, _ in network.named_modules() if name in adapted or name in targets]
+    return replace(named, frozen_base=base, lora_targets=",".join(layers))
 
 
-def tell_unnamed(plan: Plan, network: nn.Module) -> None:
+def tell_unnamed(plan: Plan, network: nn.Module, blocks: Sequence[nn.Module]) -> None:
     """Print a notice on adapters and quantization that ``network`` has and ``plan`` does not contain.
 
     Raises:
         PlanError: the settings are not supported with the rest of ``plan``.
     """
-    named = name_adapters(plan, network).adapter
+    named = name_adapters(plan, network, blocks).adapter
     if named == plan.adapter:
         return
     base = named.frozen_base
@@ -105,7 +107,7 @@ def tell_unnamed(plan: Plan, network: nn.Module) -> None:
                 f"the model has frozen weights in {base} from an earlier run, which stay quantized (lora base: {base})"
             )
         if named.lora_targets != plan.adapter.lora_targets:
-            targets = target_layers(network, find_blocks(network), plan.adapter.lora_targets)
+            targets = target_layers(network, blocks, plan.adapter.lora_targets)
             others = [name for name in adapted_layers(network) if name not in targets]
             notice(
                 f"{len(others)} layers that lora targets does not include have adapters from an earlier run, which "

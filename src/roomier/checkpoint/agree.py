@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from roomier.core.errors import CheckpointError, RoomierError, shorten
+from roomier.core.errors import CheckpointError, RoomierError, Shown, shorten
 from roomier.core.ranks import Ranks
 from roomier.core.world import World
 
@@ -24,17 +24,6 @@ class _Failure:
     received: str
     problem: str
     action: str
-
-
-class _Shown:
-    def __init__(self, text: str) -> None:
-        self._text = text
-
-    def __repr__(self) -> str:
-        return self._text
-
-    def __reduce__(self) -> tuple[type[_Shown], tuple[str]]:
-        return _Shown, (self._text,)
 
 
 def all_ranks() -> Ranks:
@@ -68,7 +57,7 @@ def together(ranks: Ranks, function: Callable[[], T]) -> list[T]:
     rank, first = failures[0]
     is_everywhere = len(failures) == ranks.world.size and all(other == first for _, other in failures)
     where = "" if is_everywhere else f" (on rank {rank})"
-    raise first.kind(first.field, _Shown(first.received), first.problem + where, first.action) from own
+    raise first.kind(first.field, Shown(first.received), first.problem + where, first.action) from own
 
 
 def _failure(error: BaseException) -> _Failure:

@@ -204,6 +204,18 @@ def replaced_in(folder: Path) -> list[Path]:
     return [aside.path for aside in asides if aside.kind == "old" and not os.path.lexists(aside.target)]
 
 
+def names_being_written(folder: Path) -> set[str]:
+    """Return the names of the checkpoints that other processes are writing to ``folder``."""
+    names = set()
+    for path in folder.iterdir() if folder.is_dir() else ():
+        aside = _Aside.parse(path)
+        with suppress(FileNotFoundError):  # the other process has renamed the folder
+            is_own = aside is not None and (aside.host, aside.pid) == (_host(), os.getpid())
+            if aside is not None and aside.kind == "tmp" and not is_own and not aside.is_stale():
+                names.add(aside.target.name)
+    return names
+
+
 def clear_stale(folder: Path) -> None:
     """Clear leftovers of dead processes in ``folder``, and rename old checkpoints without a successor back.
 
