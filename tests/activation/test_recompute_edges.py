@@ -297,7 +297,7 @@ def make_gpt2() -> tuple[nn.Module, Callable[..., Any]]:
 
 @every_way
 def test_an_empty_cache_is_replaced_in_training(way: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
-    repeat._TOLD.clear()
+    repeat._PRINTED.clear()
     (plain, plain_call), (ours, our_call) = make_gpt2(), make_gpt2()
     with recomputed(ours, *way):
         ours_step = step_of(ours, lambda: our_call(use_cache=True).loss)

@@ -126,6 +126,11 @@ def load(
         CheckpointError: the checkpoint is damaged (the error names the file, and the newest valid checkpoint next to
             it), or does not match ``into`` or ``only``. ``into`` is unchanged, except the entries of ``empty``. If the
             disk fails after the verification, ``into`` can be filled in part.
+
+    Example::
+
+        state = load("checkpoints/step-100", only=["model"])
+        load("checkpoints/step-100", into={"model": model.state_dict()})  # fills the tensors of the model in place
     """
     ranks = Ranks() if ranks is None else ranks
     folder = standing(Path(path))
