@@ -1,4 +1,4 @@
-"""roomier trains PyTorch models that do not fit: one Trainer, one strategy flag, planned before it runs."""
+"""Train PyTorch models that exceed the available memory: one Trainer, one strategy flag, planned before it runs."""
 
 from importlib import import_module
 from importlib.metadata import version
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from roomier.api.module import Module
     from roomier.core.errors import CheckpointError, DataError, PlanError, RoomierError, TrainingError
     from roomier.core.rng import seed_everything
-    from roomier.engine.build import prepare
+    from roomier.engine.prepared import prepare
     from roomier.plan import Plan
     from roomier.trainer import Trainer
 
@@ -21,7 +21,7 @@ __version__ = version("roomier")
 
 _FOLDERS = ("adapters", "callbacks", "checkpoint", "data", "export", "loggers", "memory", "models", "tuner")
 
-# Loaded when first asked for: a Plan, or the command's help, must not wait for torch.
+# Imported when first used, because a Plan or the help of the command should not wait for the import of torch.
 _HOMES = {
     "Callback": "roomier.api.callback",
     "CheckpointError": "roomier.core.errors",
@@ -34,7 +34,7 @@ _HOMES = {
     "RoomierError": "roomier.core.errors",
     "Trainer": "roomier.trainer",
     "TrainingError": "roomier.core.errors",
-    "prepare": "roomier.engine.build",
+    "prepare": "roomier.engine.prepared",
     "seed_everything": "roomier.core.rng",
 }
 

@@ -1,4 +1,4 @@
-"""``python -m roomier`` is the command ``roomier``: for starters that take a module, such as ``torchrun -m``."""
+"""``python -m roomier`` runs the command ``roomier``, for launchers that take a module, such as ``torchrun -m``."""
 
 import sys
 

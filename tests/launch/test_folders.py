@@ -1,4 +1,4 @@
-"""The folder in which the other ranks start, so that relative paths mean the same on all ranks."""
+"""The folder in which the other ranks start, so that relative paths have the same meaning on all ranks."""
 
 import os
 import re
@@ -43,10 +43,10 @@ def project(tmp_path: Path) -> Path:
         pytest.param(["-m", "scripts.changes_folder", "a", "b"], marks=pytest.mark.slow),
     ],
 )
-def test_a_script_may_change_its_folder_before_it_imports_roomier(project: Path, words: list[str]) -> None:
-    told = run([sys.executable, *words], project)
+def test_a_script_can_change_its_folder_before_it_imports_roomier(project: Path, words: list[str]) -> None:
+    printed = run([sys.executable, *words], project)
     folder = os.path.realpath(project / "work")
-    assert sorted(told.splitlines()) == [f"rank {rank} in {folder} of ['a', 'b']" for rank in range(2)]
+    assert sorted(printed.splitlines()) == [f"rank {rank} in {folder} of ['a', 'b']" for rank in range(2)]
 
 
 @pytest.mark.slow
@@ -64,12 +64,14 @@ def test_ranks_under_hydra_share_the_output_folder_of_rank_0(
     pytest.importorskip("hydra", reason="Hydra is not installed")
     shutil.copy(PROGRAMS / "hydra_run.py", tmp_path)
     shutil.copytree(PROGRAMS / "hydra_conf", tmp_path / "hydra_conf")
-    told = run([sys.executable, "hydra_run.py", *words], tmp_path)
+    printed = run([sys.executable, "hydra_run.py", *words], tmp_path)
     folders = sorted(each for each in tmp_path.glob(pattern) if each.is_dir() and each.name != ".hydra")
     assert len(folders) == len(widths)
     for folder, width in zip(folders, widths, strict=True):
         assert {path.name for path in folder.glob("rank-*.txt")} == {"rank-0.txt", "rank-1.txt"}
-        found = re.findall(rf"^rank (\d) width {width} in {re.escape(os.path.realpath(folder))}$", told, re.MULTILINE)
+        found = re.findall(
+            rf"^rank (\d) width {width} in {re.escape(os.path.realpath(folder))}$", printed, re.MULTILINE
+        )
         assert sorted(found) == ["0", "1"]
 
 
@@ -78,11 +80,11 @@ def test_ranks_under_hydra_share_the_output_folder_of_rank_0(
 
 @pytest.fixture
 def as_started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """``as_started(words, file, name of the module)`` in ``tmp_path``; then the process changes the folder."""
+    """Simulate ``python`` with ``words`` in ``tmp_path`` for a script that then changes the folder."""
 
     def start(words: list[str], file: Path, module: str | None = None) -> None:
         main = ModuleType("__main__")
-        main.__file__ = os.path.join(tmp_path, file)  # as Python does, without normalizing it
+        main.__file__ = os.path.join(tmp_path, file)  # Python does not normalize the path
         main.__spec__ = None if module is None else SimpleNamespace(name=module)  # type: ignore[assignment]
         Path(main.__file__).parent.mkdir(parents=True, exist_ok=True)
         Path(main.__file__).touch()

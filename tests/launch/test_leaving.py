@@ -1,4 +1,4 @@
-"""Ranks that leave a run, or end while the ranks connect."""
+"""Ranks that exit during a run, or hang while the process group is created."""
 
 import sys
 import time
@@ -51,18 +51,20 @@ def fit(root: Path, ranks: list[int]) -> str:
 
 
 def test_an_exit_of_one_rank_with_code_0_is_an_error(on_ranks: RankPool, tmp_path: Path) -> None:
-    text = r"TrainingError: rank=1: exited with code 0 at step 1 of fit, and ranks \[0\] did not. Exit on all ranks"
+    text = (
+        r"TrainingError: rank=1: exited with code 0 at step 1 of fit, but ranks \[0\] did not exit. Exit on all ranks"
+    )
     with pytest.raises(RankFailed, match=text) as caught:
         on_ranks(2, fit, tmp_path, [1], joins=False)
     assert caught.value.rank == 1
 
 
-def test_all_ranks_may_exit_in_the_same_step(on_ranks: RankPool, tmp_path: Path) -> None:
+def test_all_ranks_can_exit_with_code_0_in_the_same_step(on_ranks: RankPool, tmp_path: Path) -> None:
     assert on_ranks(2, fit, tmp_path, [0, 1], joins=False) == ["exit code 0 at step 1"] * 2
 
 
 def hang_while_the_ranks_connect(root: Path, rank: int) -> str:
-    """``rank`` meets the others and does not go on."""
+    """Let ``rank`` hang after the rendezvous."""
     connect, failure.PATIENCE_S = group._connect, 0.5
 
     def connect_or_hang(world: Any, device_type: str, store: Any, news: Any, timeout_s: float) -> None:
@@ -74,8 +76,9 @@ def hang_while_the_ranks_connect(root: Path, rank: int) -> str:
     return fit(root, [])
 
 
-def test_ranks_that_met_and_do_not_connect_end_in_time(on_ranks: RankPool, tmp_path: Path) -> None:
+def test_ranks_end_if_the_process_group_is_not_created_in_time(on_ranks: RankPool, tmp_path: Path) -> None:
     with pytest.raises(RankFailed) as caught:
         on_ranks(3, hang_while_the_ranks_connect, tmp_path, 1, joins=False)
-    told = "the ranks have met, but did not connect within 0.5 s; these ranks have ended or cannot be reached: [1]"
-    assert f"roomier: {told}" in caught.value.reports[0]
+    problem = "the process group was not created within 0.5 s after the rendezvous"
+    text = f"roomier: {problem}; these ranks have ended or cannot be reached: [1]"
+    assert text in caught.value.reports[0]

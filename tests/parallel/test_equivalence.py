@@ -18,6 +18,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.covering import covering
 from tests.parallel.parity import Distance, Setup, Trained, distance, train_bare, train_on_ranks
 from tests.parallel.tasks import Language, SummedLanguage, TiedLanguage, WideLanguage
 from tests.ranks.pool import RankPool
@@ -52,7 +53,7 @@ def each_example(count: int) -> settings:
     )
 
 
-@each_example(10)
+@each_example(6)
 @given(task=TASKS, setup=SETUPS)
 def test_any_layout_matches_one_process(on_ranks: RankPool, task: type[Language], setup: Setup) -> None:
     check(on_ranks, task, setup)
@@ -77,9 +78,14 @@ COVERING = [
 ]
 
 
+<<<<<<< HEAD
 @pytest.mark.parametrize("layout", COVERING, ids=lambda layout: f"{layout[0]} on {layout[1]}")
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_each_strategy_matches_one_process(
+=======
+@pytest.mark.parametrize(("layout", "precision"), covering(COVERING, ["32-true", "bf16-mixed"]))
+def test_each_strategy_trains_as_one_process(
+>>>>>>> main
     on_ranks: RankPool, layout: tuple[str, int, int | None], precision: str
 ) -> None:
     strategy, num_ranks, shard_size = layout

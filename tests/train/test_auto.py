@@ -239,7 +239,7 @@ def test_manual_optimization_is_refused(make_trainer: Any) -> None:
 
 def test_a_strategy_by_name_that_is_over_the_budget_is_refused_before_the_run(make_trainer: Any) -> None:
     module = Wide()
-    with pytest.raises(RoomierError, match=r"memory_budget='1\.0 MiB': single.* needs .* where 1\.0 MiB are"):
+    with pytest.raises(RoomierError, match=r"memory_budget='1\.0 MiB': single.* needs .*, but the budget is 1\.0 MiB"):
         make_trainer(memory_budget="1MiB", optimizer="adamw", max_steps=1).fit(module, batches())
     assert module.seen == []
     make_trainer(memory_budget="1GiB", optimizer="adamw", max_steps=1).fit(module, batches())

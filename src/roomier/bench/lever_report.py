@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from roomier.bench.lever_rows import ROWS
-from roomier.bench.levers import FRAMEWORKS, lines
+from roomier.bench.lever_rows import FRAMEWORKS, ROWS
 from roomier.core.errors import RoomierError
+from roomier.core.units import format_bytes
 
 _HEADER = ("lever", "framework", "samples/s", "of vanilla", "peak", "of vanilla")
 _COLOURS = {"roomier": "#2a6f97", "transformers": "#c9a227"}
@@ -47,6 +47,28 @@ def markdown(result: Mapping[str, Any]) -> str:
             "",
         ]
     )
+
+
+def lines(result: Mapping[str, Any]) -> list[list[str]]:
+    """Return the cells of the table. Ratios are relative to roomier without levers."""
+    rows = result["rows"]
+    base = next((row for row in rows if row["lever"] == "vanilla" and row["samples_per_s"]), None)
+    cells = []
+    for row in rows:
+        if row["samples_per_s"] is None:
+            cells.append([row["lever"], row["framework"], "failed", "", "", ""])
+            continue
+        ratios = (
+            ("", "")
+            if base is None
+            else (
+                f"{row['samples_per_s'] / base['samples_per_s']:.2f}",
+                f"{row['peak_bytes'] / base['peak_bytes']:.2f}",
+            )
+        )
+        speed, peak = f"{row['samples_per_s']:.2f}", format_bytes(row["peak_bytes"])
+        cells.append([row["lever"], row["framework"], speed, ratios[0], peak, ratios[1]])
+    return cells
 
 
 def _draw(result: Mapping[str, Any], path: Path) -> None:

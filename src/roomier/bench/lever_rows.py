@@ -38,6 +38,8 @@ class Row:
     only_causal: bool = False
 
 
+FRAMEWORKS = ("roomier", "transformers")
+
 ROWS: dict[str, Row] = {
     "vanilla": Row({}, {}, published=(8.86, 14949)),
     "accumulation": Row(_ACCUMULATED, _ACCUMULATED_PEER, published=(7.75, 8681)),

@@ -72,7 +72,7 @@ class Measurement:
 
 def run_roomier(settings: dict[str, Any], measurement: Measurement, folder: str) -> None:
     """Train with roomier's Trainer until ``measurement`` is complete."""
-    from roomier import Trainer
+    from roomier import Trainer  # late: the other framework is measured without it
 
     class AtStepEnd(Callback):
         def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:

@@ -17,14 +17,13 @@ from typing import Any
 from rich.console import RenderableType
 from rich.table import Table
 
-from roomier.bench.lever_rows import BATCH_SIZE, BERT_SIZES, ROWS
+from roomier.bench.lever_report import lines, write_report
+from roomier.bench.lever_rows import BATCH_SIZE, BERT_SIZES, FRAMEWORKS, ROWS
 from roomier.bench.machine import circumstances
 from roomier.core.errors import RoomierError, did_you_mean
 from roomier.core.log import notice
-from roomier.core.units import format_bytes
 from roomier.models.gpt import SIZES
 
-FRAMEWORKS = ("roomier", "transformers")
 _NUM_LAST_LINES = 15
 
 
@@ -68,8 +67,6 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         **facts,
     }
     if options.output is not None:
-        from roomier.bench.lever_report import write_report
-
         write_report(result, Path(options.output))
     return result
 
@@ -159,25 +156,3 @@ def table(result: Mapping[str, Any]) -> RenderableType:
     for cells in lines(result):
         found.add_row(*cells)
     return found
-
-
-def lines(result: Mapping[str, Any]) -> list[list[str]]:
-    """Return the cells of the table. Ratios are relative to roomier without levers."""
-    rows = result["rows"]
-    base = next((row for row in rows if row["lever"] == "vanilla" and row["samples_per_s"]), None)
-    cells = []
-    for row in rows:
-        if row["samples_per_s"] is None:
-            cells.append([row["lever"], row["framework"], "failed", "", "", ""])
-            continue
-        ratios = (
-            ("", "")
-            if base is None
-            else (
-                f"{row['samples_per_s'] / base['samples_per_s']:.2f}",
-                f"{row['peak_bytes'] / base['peak_bytes']:.2f}",
-            )
-        )
-        speed, peak = f"{row['samples_per_s']:.2f}", format_bytes(row["peak_bytes"])
-        cells.append([row["lever"], row["framework"], speed, ratios[0], peak, ratios[1]])
-    return cells

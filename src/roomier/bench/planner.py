@@ -28,9 +28,14 @@ from rich.table import Table
 
 from roomier.bench.machine import circumstances
 from roomier.bench.planner_cases import Case, all_cases, few_cases, some_cases
+from roomier.bench.planner_rss import MODEL, WideGPT, make_batch, make_plan
+from roomier.bench.planner_truth import measured_peak
 from roomier.bench.rank_processes import run_on_ranks
 from roomier.core.errors import RoomierError, did_you_mean
+from roomier.core.tree import batch_size_of
 from roomier.core.units import format_bytes
+from roomier.planner.dry_runs.dry_run import dry_run
+from roomier.planner.workload import Workload
 
 _NUM_SHOWN = 12
 _WITNESSED = ("none", "full")
@@ -110,12 +115,6 @@ def _of_models(cases: Sequence[Case], text: str) -> list[Case]:
 
 
 def _witnessed(recompute: str) -> dict[str, Any]:
-    from roomier.bench.planner_rss import MODEL, WideGPT, make_batch, make_plan
-    from roomier.bench.planner_truth import measured_peak
-    from roomier.core.tree import batch_size_of
-    from roomier.planner.dry_runs.dry_run import dry_run
-    from roomier.planner.workload import Workload
-
     module, batch, plan = WideGPT(), make_batch(), make_plan(recompute)
     predicted_bytes = dry_run(Workload(module, batch, batch_size_of(batch)), plan).peak_bytes
     measured_bytes = measured_peak(module, batch, plan).total()

@@ -71,8 +71,10 @@ def command_again() -> Command:
 
 def _can_be_read_again(file: str) -> bool:
     """Return whether ``file`` can be read again. Standard input, a pipe and a device cannot."""
+    if file.startswith(("<", "/dev/", "/proc/")):
+        return False
     is_in_archive_or_removed = not os.path.exists(file)
-    return not file.startswith("<") and (os.path.isfile(file) or is_in_archive_or_removed)
+    return os.path.isfile(file) or is_in_archive_or_removed
 
 
 def _start_folder() -> str | None:

@@ -36,7 +36,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from roomier.api.blocks import find_blocks, num_elements_of
+from roomier.api.blocks import num_elements_of
 from roomier.core import torch_private
 from roomier.core.errors import RoomierError
 from roomier.core.log import notice
@@ -117,7 +117,7 @@ class Shards:
     loss_factor = 1.0
     allows_inference_mode = False
 
-    def __init__(self, network: nn.Module, sharding: Sharding) -> None:
+    def __init__(self, network: nn.Module, sharding: Sharding, blocks: Sequence[nn.Module]) -> None:
         self.sharding = sharding
         self._whole = WholeParameters(network, sharding.mesh.size() if sharding.by_hand else 1)
         self.late_parameters: Sequence[nn.Parameter] = self._whole.parameters
@@ -129,7 +129,7 @@ class Shards:
         self.trace = 0
         # If some ranks may skip a layer, its forward must not start a collective. Only blocks become units then, and
         # all other layers belong to the root.
-        units = find_closed_blocks(network) if sharding.finds_unused else units_of(network)
+        units = closed_blocks(network, blocks) if sharding.finds_unused else units_of(network, blocks)
         # The root is first, because it takes small layers from inside the units. Autocast casts the weights of matrix
         # products among its parameters.
         in_root = root_parameters_of(units, sharding.compute_dtype)
@@ -311,14 +311,14 @@ def _gather_ahead(units: list[list[FSDPModule]]) -> None:
         parts[-1].set_modules_to_forward_prefetch([*parts[:-1], *following])
 
 
-def units_of(network: nn.Module) -> list[nn.Module]:
+def units_of(network: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
     """Return the modules that become units: the blocks and the large layers outside them. The root is not included.
 
     No unit shares a parameter with a module outside it.
     """
     num_owners = _num_owners(network)
-    blocks = find_closed_blocks(network)
-    in_blocks = {part for block in blocks for part in block.modules()}
+    closed = closed_blocks(network, blocks)
+    in_blocks = {part for block in closed for part in block.modules()}
     readers = [each for each in network.modules() if isinstance(each, READING_PARTS)]
     read = {part for reader in readers for part in reader.modules() if part is not reader}
     num_elements = num_elements_of(network)
@@ -331,14 +331,14 @@ def units_of(network: nn.Module) -> list[nn.Module]:
         and sum(parameter.numel() for parameter in cut_parameters(each)) > _LARGE * num_elements
         and _is_closed(each, num_owners)
     ]
-    wanted = {*blocks, *alone}
+    wanted = {*closed, *alone}
     return [each for each in network.modules() if each in wanted]
 
 
-def find_closed_blocks(network: nn.Module) -> list[nn.Module]:
+def closed_blocks(network: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
     """Return the blocks that share no parameter with a module outside them."""
     num_owners = _num_owners(network)
-    return [block for block in find_blocks(network) if _is_closed(block, num_owners)]
+    return [block for block in blocks if _is_closed(block, num_owners)]
 
 
 def _num_owners(network: nn.Module) -> Counter[nn.Parameter]:

@@ -1,4 +1,4 @@
-"""Changes the folder, then imports roomier and a module relative to the new folder, and reads data from there."""
+"""A script that changes the folder, and then imports roomier, a module and data relative to the new folder."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""Fits under ``@hydra.main``, which changes into an output folder that it names by the time of day."""
+"""A run under ``@hydra.main``, which changes into an output folder whose name contains the time of day."""
 
 import os
 import sys
