@@ -78,14 +78,8 @@ COVERING = [
 ]
 
 
-<<<<<<< HEAD
-@pytest.mark.parametrize("layout", COVERING, ids=lambda layout: f"{layout[0]} on {layout[1]}")
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_each_strategy_matches_one_process(
-=======
 @pytest.mark.parametrize(("layout", "precision"), covering(COVERING, ["32-true", "bf16-mixed"]))
-def test_each_strategy_trains_as_one_process(
->>>>>>> main
+def test_each_strategy_matches_one_process(
     on_ranks: RankPool, layout: tuple[str, int, int | None], precision: str
 ) -> None:
     strategy, num_ranks, shard_size = layout

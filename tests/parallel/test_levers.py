@@ -42,14 +42,8 @@ def compared(setup: Setup, tied: bool = False) -> tuple[float, float, str]:
     return apart.losses, apart.weights, apart.worst
 
 
-<<<<<<< HEAD
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("lever", LEVERS)
-def test_technique_under_a_strategy_is_exact_or_rejected(on_ranks: RankPool, lever: str, strategy: str) -> None:
-=======
 @pytest.mark.parametrize(("lever", "strategy"), covering(list(LEVERS), STRATEGIES, per_row=2))
-def test_a_lever_under_a_strategy_is_exact_or_refused(on_ranks: RankPool, lever: str, strategy: str) -> None:
->>>>>>> main
+def test_technique_under_a_strategy_is_exact_or_rejected(on_ranks: RankPool, lever: str, strategy: str) -> None:
     num_ranks, shard_size = (4, 2) if strategy == "hsdp" else (2, None)
     setup = Setup(strategy, num_ranks, shard_size, levers=LEVERS[lever], num_steps=6)
     if (lever, strategy) in REJECTED:
@@ -69,37 +63,21 @@ def bound_without_levers(on_ranks: RankPool) -> float:
 
 
 @pytest.mark.parametrize("lever", LEVERS)
-<<<<<<< HEAD
 def test_technique_in_mixed_precision_is_as_accurate_as_none(on_ranks: RankPool, lever: str) -> None:
     """Norms and weights of matrix products are all-gathered in two dtypes, also if a block is recomputed."""
-    plain = Setup("zero3", precision="bf16-mixed", num_steps=6)
-=======
-def test_a_lever_in_mixed_precision_is_as_far_from_the_bare_loop_as_none(on_ranks: RankPool, lever: str) -> None:
-    """Norms and products are gathered in two dtypes there, also where a block is computed again."""
->>>>>>> main
     setup = Setup("zero3", precision="bf16-mixed", num_steps=6, levers=LEVERS[lever])
     bound = bound_without_levers(on_ranks)
     for losses, _, _ in on_ranks(2, compared, setup):
         assert losses < max(2 * bound, 5e-3)
 
 
-<<<<<<< HEAD
-@pytest.mark.parametrize("pair", PAIRS, ids=" + ".join)
-def test_two_techniques_together_are_exact(on_ranks: RankPool, pair: tuple[str, str]) -> None:
-    setup = Setup(num_ranks=1, micro_batch=4, clip=0.5, levers=LEVERS[pair[0]] | LEVERS[pair[1]], num_steps=6)
-    for tied in (False, True):
-        [(losses, weights, worst)] = on_ranks(1, compared, setup, tied)
-        assert losses < 1e-5
-        assert weights < 1e-5, worst
-=======
 @pytest.mark.parametrize(("pair", "tied"), covering([" + ".join(pair) for pair in PAIRS], [False, True]))
-def test_two_levers_at_once_are_exact(on_ranks: RankPool, pair: str, tied: bool) -> None:
+def test_two_techniques_together_are_exact(on_ranks: RankPool, pair: str, tied: bool) -> None:
     one, other = pair.split(" + ")
     setup = Setup(num_ranks=1, micro_batch=4, clip=0.5, levers=LEVERS[one] | LEVERS[other], num_steps=6)
     [(losses, weights, worst)] = on_ranks(1, compared, setup, tied)
     assert losses < 1e-5
     assert weights < 1e-5, worst
->>>>>>> main
 
 
 def test_all_compatible_techniques_together_are_exact(on_ranks: RankPool) -> None:

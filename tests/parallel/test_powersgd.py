@@ -62,13 +62,8 @@ def last(losses: list[float]) -> float:
     return sum(losses[-20:]) / 20
 
 
-<<<<<<< HEAD
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_powersgd_learns_almost_as_fast(on_ranks: RankPool, num_ranks: int) -> None:
-=======
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_powersgd_learns_nearly_as_fast(on_ranks: RankPool, num_ranks: int) -> None:
->>>>>>> main
+def test_powersgd_learns_almost_as_fast(on_ranks: RankPool, num_ranks: int) -> None:
     plain, _ = on_ranks(num_ranks, learn, 150)[0]
     settings = {"gradient_compression": "powersgd", "compression_warmup_steps": 20}
     results = on_ranks(num_ranks, learn, 150, **settings)
@@ -187,17 +182,12 @@ def test_manual_optimization_is_rejected(on_ranks: RankPool) -> None:
 # ---- bfloat16 ----------------------------------------------------------------------------------------------------
 
 
-<<<<<<< HEAD
-@pytest.mark.parametrize(("name", "accumulate"), [("ddp", 1), ("ddp", 2), ("zero1", 2), ("zero2", 2), ("zero3", 1)])
-def test_gradients_in_bfloat16_change_the_result_little(on_ranks: RankPool, name: str, accumulate: int) -> None:
-=======
 ROUNDED = [("ddp", 2), ("zero2", 2), ("zero3", 1)]
 ROUNDED += [pytest.param(*each, marks=pytest.mark.slow) for each in (("ddp", 1), ("zero1", 2))]
 
 
 @pytest.mark.parametrize(("name", "accumulate"), ROUNDED)
-def test_gradients_in_bfloat16_give_nearly_the_same(on_ranks: RankPool, name: str, accumulate: int) -> None:
->>>>>>> main
+def test_gradients_in_bfloat16_change_the_result_little(on_ranks: RankPool, name: str, accumulate: int) -> None:
     exact, weights = on_ranks(2, learn, 40, accumulate, name=name)[0]
     rounded, near = on_ranks(2, learn, 40, accumulate, name=name, reduce_dtype="bf16")[0]
     # Rounding changes a gradient by at most 2^-9, and the steps of Adam depend mostly on its sign.
