@@ -26,14 +26,14 @@ def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
         Total norm before clipping (0-dim), which is identical on all ranks.
     """
     gradients = [each.grad for each in parameters if each.grad is not None]
-    cut = [(_local(each), group) for each in gradients if (group := _shard_group(each)) is not None]
+    sharded = [(_local(each), group) for each in gradients if (group := _shard_group(each)) is not None]
     whole = [_local(each) for each in gradients if _shard_group(each) is None]
     norm = get_total_norm(whole)
-    if cut:
-        of_cut = over_ranks(get_total_norm([local for local, _ in cut]), cut[0][1])
-        norm = torch.hypot(of_cut, norm) if whole else of_cut
+    if sharded:
+        of_shards = over_ranks(get_total_norm([local for local, _ in sharded]), sharded[0][1])
+        norm = torch.hypot(of_shards, norm) if whole else of_shards
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    torch_private.scale_each([*whole, *(local for local, _ in cut)], factor)
+    torch_private.scale_each([*whole, *(local for local, _ in sharded)], factor)
     return norm
 
 

@@ -19,7 +19,7 @@ NORMS_WITH_STATISTICS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.Inst
 class OwnGradients:
     """Implementation of :class:`roomier.engine.parallel.Parallel` without collectives in backward.
 
-    Every rank holds the full model and the gradients of its own batches.
+    Every rank holds the full model and the gradients of the batches it computes.
 
     Args:
         network: unsharded model. Its values are copied from rank 0.

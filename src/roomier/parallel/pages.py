@@ -4,8 +4,8 @@
 Initialization code (constructors, ``reset_parameters``, ``_init_weights``) requires full tensors. It samples from one
 generator, slices, copies and decomposes them. This module provides full tensors, one at a time. The first operation on
 a paged parameter opens its page: the full tensor exists, and the operation runs on it. When the next parameter is
-opened, the rank keeps its shard and frees the full tensor. The kernels are those of a single process, so they sample
-the same random numbers in the same order. The memory is that of the shards and of the tensors of one operation.
+opened, the rank keeps its shard and frees the full tensor. A single process runs the same kernels, so the ranks
+sample the same random numbers in the same order. A rank holds its shards and the tensors of one operation.
 
 A page that is opened again is all-gathered from the ranks, unless the operation overwrites it (``normal_``, ``zero_``).
 All ranks run the same code, so they gather the same pages in the same order.

@@ -132,7 +132,10 @@ class Replicas:
         if self._compression is not None:
             problem = "does not support freezing or unfreezing parameters during a run"
             raise RoomierError(
-                "gradient_compression", "powersgd", problem, "Set gradient_compression='none', or unfreeze nothing"
+                "gradient_compression",
+                "powersgd",
+                problem,
+                "Set gradient_compression='none', or keep the set of trained parameters",
             )
         self.runner, self._ddp, self._wraps_next = self._ddp.module, None, False
 

@@ -227,11 +227,11 @@ class Shards:
         clip_grad_value(parameters, max_value)
 
     def join_norms(self, norms: Mapping[Tensor, Tensor]) -> Tensor:
-        of_cut = [norm for parameter, norm in norms.items() if isinstance(parameter, DTensor)]
+        sharded = [norm for parameter, norm in norms.items() if isinstance(parameter, DTensor)]
         whole = [norm for parameter, norm in norms.items() if not isinstance(parameter, DTensor)]
         norm = torch_private.join_norms(whole)
-        if of_cut:
-            over_parts = over_ranks(torch_private.join_norms(of_cut), self.sharding.mesh.get_group(-1))
+        if sharded:
+            over_parts = over_ranks(torch_private.join_norms(sharded), self.sharding.mesh.get_group(-1))
             norm = torch.hypot(over_parts, norm) if whole else over_parts
         return norm
 
