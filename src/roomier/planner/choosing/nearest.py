@@ -170,8 +170,10 @@ def _allowing(peaks: _Peaks, plan: Plan, smallest: Forecast, budget: int, networ
     modes = [mode for mode in _PRECISIONS if smallest.plan.precision.mode == "32-true" and mode not in _words(plan)]
     has_adam = smallest.plan.optimizer.name in ("adamw", "adam")
     names = [name for name in _SMALL_STATES if has_adam and name not in _words(plan)]
+    addable = [lever for lever in levers if can_add(lever, smallest.plan, network)]
+    lever_axes: list[list[tuple[str, Changes]]] = [[(each.keyword, {each.field: each.on})] for each in addable]
     axes: list[list[tuple[str, Changes]]] = [
-        *[[(each.keyword, {each.field: each.on})] for each in levers if can_add(each, smallest.plan, network)],
+        *lever_axes,
         [(mode, {"precision.mode": mode}) for mode in modes],
         [(name, {"optimizer.name": name}) for name in names],
     ]
