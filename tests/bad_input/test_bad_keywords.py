@@ -1,4 +1,4 @@
-"""Wrong Trainer keywords: each of them, with wrong types and values, is refused when the Trainer is made."""
+"""Every Trainer keyword with a wrong type or value is rejected when the Trainer is created."""
 
 import inspect
 import re
@@ -13,7 +13,7 @@ from roomier.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoin
 from roomier.core.errors import PlanError, RoomierError
 from roomier.trainer.keywords.arguments import FORMER_KEYWORDS
 
-# keyword -> (wrong value, what to do next), at least one a keyword
+# keyword -> (wrong value, next action), at least one row per keyword
 WRONG = {
     "plan": [
         (5, "Pass sections"),
@@ -100,13 +100,13 @@ WRONG = {
     "overfit_batches": [(-0.1, "a float in [0.0, 1.0]"), ("1", "Use an integer")],
     "fast_dev_run": [(-1, "Use True or a number"), ("yes", "Use True or a number"), (0.5, "Use True or a number")],
     "val_check_interval": [(0, "Use limit_val_batches=0"), (2.5, "a float in [0.0, 1.0]"), ("epoch", "Use an integer")],
-    "check_val_every_n_epoch": [(0, "Use 1 or more"), (0.5, "Use an integer"), (None, "Give it as an integer")],
+    "check_val_every_n_epoch": [(0, "Use 1 or more"), (0.5, "Use an integer"), (None, "Set it to a number of batches")],
     "num_sanity_val_steps": [(-2, "Use an integer of -1 or more"), (0.5, "Use an integer")],
     "log_every_n_steps": [(0, "Use an integer of 1 or more"), (0.5, "Use an integer")],
     "callbacks": [
         (5, "Pass instances of subclasses of roomier.Callback"),
         ("early_stopping", "Pass instances of subclasses of roomier.Callback"),
-        ([roomier.Callback], "Make an object of it: Callback(...)"),
+        ([roomier.Callback], "Pass Callback(...)"),
     ],
     "logger": [
         ("tensorbord", "Did you mean 'tensorboard'?"),
@@ -134,7 +134,7 @@ ROWS = [
     for keyword, rows in WRONG.items()
     for index, (value, action) in enumerate(rows)
 ]
-# The error is about a field inside what the keyword holds, or about two keywords that do not go together.
+# The error names a field inside the value of the keyword, or two incompatible keywords.
 NAMED_OTHERWISE = {
     "plan": ("plan", "batch"),
     "optimizer": ("optimizer", "optimizer.lr"),
@@ -149,7 +149,7 @@ def test_the_table_has_every_keyword():
 
 
 @pytest.mark.parametrize(("keyword", "value", "action"), ROWS)
-def test_every_keyword_is_checked_when_the_trainer_is_made(keyword, value, action, desk, monkeypatch):
+def test_every_keyword_is_checked_when_the_trainer_is_created(keyword, value, action, desk, monkeypatch):
     monkeypatch.chdir(desk.root.parent)
     others = {"max_epochs": 2} if keyword == "min_epochs" else {}
     with pytest.raises(RoomierError) as caught:
@@ -159,7 +159,7 @@ def test_every_keyword_is_checked_when_the_trainer_is_made(keyword, value, actio
     assert action in str(caught.value), caught.value
 
 
-def test_no_former_keyword_is_one_of_today_and_what_is_said_to_write_is():
+def test_former_keywords_are_not_current_and_their_replacements_are():
     known = set(inspect.signature(roomier.Trainer.__init__).parameters)
     assert not known & set(FORMER_KEYWORDS)
     for sentence in FORMER_KEYWORDS.values():
@@ -177,7 +177,7 @@ ROWS_OF_TWO = [
         "gpus",
         "2",
         "Write Trainer(accelerator='gpu', devices=2",
-        id="a keyword of long ago",
+        id="a keyword of an old version of Lightning",
     ),
     pytest.param(
         lambda d: d.trainer(resume_from_checkpoint="last"),
@@ -200,8 +200,8 @@ ROWS_OF_TWO = [
         RoomierError,
         "zebra",
         "1",
-        "help(roomier.Trainer) lists them",
-        id="a keyword like no other",
+        "See help(roomier.Trainer)",
+        id="a keyword without a similar name",
     ),
     *[
         pytest.param(act, RoomierError, field, "5", action, id=f"{field} is no argument")
@@ -210,13 +210,13 @@ ROWS_OF_TWO = [
             (lambda d: d.trainer().fit(d.net(), train_dataloader=5), "train_dataloader", "Write train_dataloaders"),
             (lambda d: d.trainer().fit(d.net(), val_dataloader=5), "val_dataloader", "Write val_dataloaders to fit"),
             (lambda d: d.trainer().fit(d.net(), ckpt_pth=5), "ckpt_pth", "Did you mean 'ckpt_path'?"),
-            (lambda d: d.trainer().fit(d.net(), zebra=5), "zebra", "help(roomier.Trainer.fit) lists them"),
+            (lambda d: d.trainer().fit(d.net(), zebra=5), "zebra", "See help(roomier.Trainer.fit)"),
             (lambda d: d.trainer().validate(d.net(), dataloder=5), "dataloder", "Did you mean 'dataloaders'?"),
             (lambda d: d.trainer().test(d.net(), weights_only=5), "weights_only", "save its weights with torch.save"),
             (lambda d: d.trainer().predict(d.net(), return_prediction=5), "return_prediction", "'return_predictions'?"),
             (lambda d: ModelCheckpoint(monitr=5), "monitr", "Did you mean 'monitor'?"),
-            (lambda d: ModelCheckpoint(period=5), "period", "Write every_n_epochs"),
-            (lambda d: ModelCheckpoint(zebra=5), "zebra", "help(roomier.callbacks.ModelCheckpoint) lists them"),
+            (lambda d: ModelCheckpoint(period=5), "period", "Use every_n_epochs"),
+            (lambda d: ModelCheckpoint(zebra=5), "zebra", "See help(roomier.callbacks.ModelCheckpoint)"),
             (lambda d: EarlyStopping("loss", patence=5), "patence", "Did you mean 'patience'?"),
             (lambda d: LearningRateMonitor(log_momentm=5), "log_momentm", "Did you mean 'log_momentum'?"),
         ]
@@ -230,7 +230,7 @@ ROWS_OF_TWO = [
         "precision",
         "'bf16-mixed'",
         "Set the value in the plan, or remove plan",
-        id="a plan and a keyword of it",
+        id="a plan and a keyword of the plan",
     ),
     pytest.param(
         lambda d: d.trainer(max_steps=10, min_steps=20),
@@ -238,7 +238,7 @@ ROWS_OF_TWO = [
         "min_steps",
         "20",
         "Lower it, or raise max_steps",
-        id="at least more steps than at most",
+        id="min_steps above max_steps",
     ),
     pytest.param(
         lambda d: d.trainer(optimizer="adamw", learning_rate=1e-3, lr_schedule={"name": "cosine", "warmup_steps": -1}),
@@ -276,7 +276,7 @@ ROWS_OF_TWO = [
 
 
 @pytest.mark.parametrize(("act", "kind", "field", "received", "action"), ROWS_OF_TWO)
-def test_keywords_that_do_not_exist_or_do_not_go_together(act, kind, field, received, action, refuses):
+def test_unknown_and_incompatible_keywords_are_rejected(act, kind, field, received, action, refuses):
     refuses(act, kind, field, received, action)
 
 
@@ -290,14 +290,14 @@ def test_keywords_that_do_not_exist_or_do_not_go_together(act, kind, field, rece
         ("batch: 4", "batch", "4", "Pass its fields as a mapping"),
     ],
 )
-def test_a_plan_file_that_is_wrong(text, field, received, action, desk, refuses):
+def test_an_invalid_plan_file_is_rejected(text, field, received, action, desk, refuses):
     path = Path(desk.root.parent / "plan.yaml")
     path.write_text(text)
     error = refuses(lambda d: roomier.Trainer(plan=path), PlanError, field, received, action)
-    assert str(path) in str(error), "which file it is"
+    assert str(path) in str(error), "the error names the file"
 
 
-def test_a_word_already_found_wrong_is_not_judged_again():
+def test_an_invalid_value_is_reported_one_time():
     with pytest.raises(PlanError) as caught:
         roomier.Trainer(gradient_clip_algorithm="nrom")
     told, _, nearest = str(caught.value).partition(" The nearest plan that works: ")

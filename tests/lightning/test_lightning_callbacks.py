@@ -284,7 +284,7 @@ def test_a_checkpoint_is_told_to_be_a_folder_and_named_as_the_user_named_it(tmp_
 
 
 def test_a_class_in_the_place_of_a_callback_is_told() -> None:
-    with pytest.raises(roomier.RoomierError, match=r"is a class. Make an object of it: EarlyStopping\(...\)"):
+    with pytest.raises(roomier.RoomierError, match=r"must be an instance, not a class. Pass EarlyStopping\(...\)"):
         roomier.Trainer(callbacks=[pl.callbacks.EarlyStopping])  # type: ignore[list-item]
 
 

@@ -11,9 +11,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import nn
-
-from roomier.api.blocks import find_blocks
 from roomier.api.module import Module
 from roomier.api.wrapped import network_of
 from roomier.core.batch_norms import BATCH_NORMS
@@ -28,20 +25,20 @@ from roomier.plan.rules import each_error
 from roomier.planner.workload import Workload
 
 Changes = Mapping[str, object]
-"""Field of a Plan -> value."""
+"""Field of a Plan -> new value."""
 
 STAGES = ("single", "ddp", "zero1", "zero2", "zero3", "hsdp")
-"""From the simplest on."""
+"""Strategies, from the simplest to the most complex."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan to look at.
+    """A plan that the planner can evaluate.
 
     Attributes:
-        plan: with one strategy. Where a rule refuses it, it is there to be shown, never to be run.
+        plan: plan with a concrete strategy. If a rule rejects the plan, it is only for display and cannot be built.
         micro_batch: samples on each rank.
-        refusal: why it cannot run; empty where it can.
+        refusal: why the plan cannot run; empty if it can.
     """
 
     plan: Plan
@@ -52,22 +49,23 @@ class Candidate:
 def candidates(
     workload: Workload, plan: Plan, machine: Machine, *, keeps_micro_batch: str = ""
 ) -> tuple[Candidate, ...]:
-    """The plans for what ``plan`` asks; of those that a rule refuses, one for each strategy and rule.
+    """Return the plans for the settings that ``plan`` leaves open, and one rejected plan for each strategy and rule.
 
-    What ``plan`` says in other than its defaults stays as it is: with a strategy by name, the plan itself is the only
-    one. The global batch stays as it is, always.
+    Settings of ``plan`` that differ from their defaults do not change. If ``plan`` has a concrete strategy, it is the
+    only candidate. The global batch size never changes.
 
     Args:
-        workload: its ``batch_size`` is the micro-batch that was given.
-        keeps_micro_batch: why micro-batches cannot be made smaller; empty where they can.
+        workload: its ``batch_size`` is the given micro-batch.
+        plan: requested plan.
+        machine: machine to plan for.
+        keeps_micro_batch: why micro-batches cannot be split; empty if they can.
     """
     if plan.parallel.strategy != "auto":
         return (Candidate(plan, workload.batch_size),)
-    network = network_of(workload.module)
     axes = [
         _strategies(plan),
-        _kept_activations(plan, network, machine),
-        *(_lever_positions(lever, plan, network) for lever in LEVERS),
+        _kept_activations(plan, workload, machine),
+        *(_lever_positions(lever, plan, workload) for lever in LEVERS),
         _precisions(plan),
         _optimizers(plan),
         _cuts(plan, workload, keeps_micro_batch),
@@ -81,20 +79,20 @@ def candidates(
             refused.setdefault((candidate.plan.parallel.strategy, candidate.refusal), candidate)
         else:
             found.append(candidate)
-    return (*found, *refused.values(), *_never_open(plan, workload, network, keeps_micro_batch))
+    return (*found, *refused.values(), *_never_open(plan, workload, keeps_micro_batch))
 
 
 def changed(plan: Plan, changes: Changes) -> Plan:
-    """``plan`` with other values in some fields.
+    """Return ``plan`` with other values in some fields.
 
     Raises:
-        PlanError: a rule refuses it.
+        PlanError: a rule rejects the new plan.
     """
     return Plan(**_parts(plan, changes))  # type: ignore[arg-type]  # each section holds its own part
 
 
 def refused_plan(plan: Plan, changes: Changes) -> Plan:
-    """What a rule refuses, as a value to be shown: made past the check, and never run."""
+    """Return a plan that a rule rejects, for display. It is constructed without checks and must not be run."""
     made = object.__new__(Plan)
     for section, part in _parts(plan, changes).items():
         object.__setattr__(made, section, part)
@@ -102,10 +100,10 @@ def refused_plan(plan: Plan, changes: Changes) -> Plan:
 
 
 def keeps_batches_whole(module: Module) -> str:
-    """Why smaller micro-batches would change what is learned; empty where they do not."""
+    """Return why smaller micro-batches would change training; empty if they would not."""
     network = network_of(module)
     if any(isinstance(each, BATCH_NORMS) and each.training for each in network.modules()):
-        return "BatchNorm takes the statistics of each micro-batch, so that smaller ones would train another model"
+        return "BatchNorm computes statistics of each micro-batch, so smaller micro-batches would change training"
     return ""
 
 
@@ -125,13 +123,13 @@ def _parts(plan: Plan, changes: Changes) -> dict[str, Part]:
         section, _, name = field.partition(".")
         by_section.setdefault(section, {})[name] = value
     parts = {section: replace(getattr(plan, section), **by_section.get(section, {})) for section in PARTS}
-    # What was allowed is settled now; the budget stays as a record.
+    # Allowed options are resolved now. The budget is kept as a record.
     if changes.get("parallel.strategy", plan.parallel.strategy) != "auto":
         parts["choice"] = ChoicePlan(plan.choice.memory_budget_bytes)
     return parts
 
 
-# ---- one lever each: its positions, that of the wanted plan first ----------------------------------------------------
+# ---- values of each option, the value of the requested plan first ----------------------------------------------------
 
 
 def _strategies(plan: Plan) -> list[Changes]:
@@ -139,13 +137,13 @@ def _strategies(plan: Plan) -> list[Changes]:
     if parallel.num_ranks == 1:
         return [{"parallel.strategy": "single"}]
     found: list[Changes] = [{"parallel.strategy": name} for name in ("ddp", "zero1", "zero2", "zero3")]
-    # A copy within whole nodes: one node, or several, but not all of them, which is zero3.
+    # A replica spans full nodes: one node or several, but not all of them, which is zero3.
     sizes = [parallel.devices * num for num in range(1, parallel.num_nodes) if parallel.num_nodes % num == 0]
     return found + [{"parallel.strategy": "hsdp", "parallel.shard_size": size} for size in sizes if size > 1]
 
 
-def _kept_activations(plan: Plan, network: nn.Module, machine: Machine) -> list[Changes]:
-    if plan.activation.policy != "none" or not find_blocks(network):
+def _kept_activations(plan: Plan, workload: Workload, machine: Machine) -> list[Changes]:
+    if plan.activation.policy != "none" or not workload.blocks:
         return [{}]
     found: list[Changes] = [{}, {"activation.policy": "selective"}, {"activation.policy": "full"}]
     if machine.device.kind == "cuda" and plan.offload.activations == "none":
@@ -153,9 +151,9 @@ def _kept_activations(plan: Plan, network: nn.Module, machine: Machine) -> list[
     return found
 
 
-def _lever_positions(lever: Lever, plan: Plan, network: nn.Module) -> list[Changes]:
+def _lever_positions(lever: Lever, plan: Plan, workload: Workload) -> list[Changes]:
     is_allowed = not lever.must_be_allowed or lever.keyword in plan.choice.words
-    return [{}, {lever.field: lever.on}] if is_allowed and can_add(lever, plan, network) else [{}]
+    return [{}, {lever.field: lever.on}] if is_allowed and can_add(lever, plan, workload) else [{}]
 
 
 def _precisions(plan: Plan) -> list[Changes]:
@@ -183,41 +181,41 @@ def _cuts(plan: Plan, workload: Workload, keeps_micro_batch: str) -> list[Change
     return [{"batch.accumulate_grad_batches": accumulate * num} for num in pieces]
 
 
-def _never_open(plan: Plan, workload: Workload, network: nn.Module, keeps_micro_batch: str) -> Iterator[Candidate]:
-    """Levers that this model or its data rule out whatever the strategy, each told once."""
+def _never_open(plan: Plan, workload: Workload, keeps_micro_batch: str) -> Iterator[Candidate]:
+    """Return options that the model or its data rule out for every strategy, one candidate each."""
     strategy = "single" if plan.parallel.num_ranks == 1 else "ddp"
 
     def refused(changes: dict[str, object], micro_batch: int, reason: str) -> Candidate:
         return Candidate(refused_plan(plan, {"parallel.strategy": strategy, **changes}), micro_batch, reason)
 
     given = workload.batch_size
-    if plan.activation.policy == "none" and not find_blocks(network):
-        reason = "the model has no blocks, by which activations are computed again: nothing in it repeats"
+    if plan.activation.policy == "none" and not workload.blocks:
+        reason = "the model has no blocks (repeated modules), which recomputation requires"
         yield refused({"activation.policy": "full"}, given, reason)
     why = keeps_micro_batch or keeps_batches_whole(workload.module)
     if why and given > 1:
         yield refused({"batch.accumulate_grad_batches": plan.batch.accumulate_grad_batches * given}, 1, why)
     names = _allowed(plan, "optimizer.name")
     if names and plan.optimizer.name is None:
-        reason = "the model makes its own optimizer in configure_optimizers"
+        reason = "the model creates its optimizer in configure_optimizers"
         yield refused({"optimizer.name": names[0]}, given, reason)
     for lever in LEVERS:
         is_asked = lever.keyword in plan.choice.words and not lever.is_used(plan)
-        if is_asked and not can_add(lever, plan, network):
-            reason = lever.conflict(plan) or f"the model has no output layer whose logits a {lever.words} could compute"
+        if is_asked and not can_add(lever, plan, workload):
+            reason = lever.conflict(plan) or f"the model has no output layer, which a {lever.words} requires"
             yield refused({lever.field: lever.on}, given, reason)
 
 
-def can_add(lever: Lever, plan: Plan, network: nn.Module) -> bool:
-    """Return whether ``lever`` is a change of ``plan`` that ``network`` supports."""
+def can_add(lever: Lever, plan: Plan, workload: Workload) -> bool:
+    """Return whether ``lever`` is a change of ``plan`` that the model supports."""
     if lever.is_used(plan) or lever.conflict(plan):
         return False
-    return not lever.changes_output_layer or _has_output_layer(network)
+    return not lever.changes_output_layer or _has_output_layer(workload)
 
 
-def _has_output_layer(network: nn.Module) -> bool:
+def _has_output_layer(workload: Workload) -> bool:
     try:
-        find_output_layer(network)
+        find_output_layer(network_of(workload.module), workload.blocks)
     except RoomierError:
         return False
     return True

@@ -111,8 +111,8 @@ class Strategy:
         """Return ``obj`` of rank ``src`` on every rank."""
         ranks = self._trainer.ranks
         if src == 0:
-            return ranks.from_zero(obj)
-        return ranks.gather(obj)[src]
+            return ranks.from_zero(obj, allows_pickle=True)
+        return ranks.gather(obj, allows_pickle=True)[src]
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: str | None = "mean") -> Any:
         """Reduce ``tensor``, of any shape, over all ranks. Return any other object unchanged.
