@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from roomier.api.module import Module
     from roomier.core.errors import CheckpointError, DataError, PlanError, RoomierError, TrainingError
     from roomier.core.rng import seed_everything
-    from roomier.engine.build import prepare
+    from roomier.engine.prepared import prepare
     from roomier.plan import Plan
     from roomier.trainer import Trainer
 
@@ -34,7 +34,7 @@ _HOMES = {
     "RoomierError": "roomier.core.errors",
     "Trainer": "roomier.trainer",
     "TrainingError": "roomier.core.errors",
-    "prepare": "roomier.engine.build",
+    "prepare": "roomier.engine.prepared",
     "seed_everything": "roomier.core.rng",
 }
 

@@ -7,7 +7,7 @@ from torch import nn
 from roomier.api.blocks import find_blocks
 from roomier.core.errors import RoomierError
 from roomier.models.gpt import GPT, GPTConfig
-from roomier.parallel.shard import parts_of, units_of
+from roomier.parallel.shard import parts_of, root_parameters_of, units_of
 
 
 class Layer(nn.Module):
@@ -74,7 +74,7 @@ class DeclaresStranger(Deep):
 
 
 def test_a_declared_block_that_is_no_part_is_refused() -> None:
-    with pytest.raises(RoomierError, match=r"model_blocks.*Layer.*not a part of the model"):
+    with pytest.raises(RoomierError, match=r"model_blocks.*Layer.*must be a submodule of the model"):
         find_blocks(DeclaresStranger())
 
 
@@ -93,13 +93,15 @@ def test_the_classes_that_hugging_face_names() -> None:
 def test_units_are_blocks_and_what_is_large() -> None:
     model = gpt()
     small = {model.norm, model.positions}
-    assert units_of(model) == [model.tokens, *model.blocks, model.head] or small & set(units_of(model))
-    assert model.norm not in units_of(model)
+    assert units_of(model, find_blocks(model)) == [model.tokens, *model.blocks, model.head] or small & set(
+        units_of(model, find_blocks(model))
+    )
+    assert model.norm not in units_of(model, find_blocks(model))
 
 
 def test_what_is_tied_belongs_to_the_root() -> None:
     model = gpt(tied_head=True)
-    units = units_of(model)
+    units = units_of(model, find_blocks(model))
     assert model.tokens not in units
     assert model.head not in units
     assert set(model.blocks) <= set(units)
@@ -108,7 +110,7 @@ def test_what_is_tied_belongs_to_the_root() -> None:
 def test_a_block_that_shares_a_tensor_with_the_outside_belongs_to_the_root() -> None:
     model = nn.Sequential(Layer(), Layer(), Layer(), nn.Linear(8, 4))
     model[3].weight = model[1].down.weight
-    units = units_of(model)
+    units = units_of(model, find_blocks(model))
     assert model[0] in units
     assert model[2] in units
     assert model[1] not in units
@@ -117,12 +119,12 @@ def test_a_block_that_shares_a_tensor_with_the_outside_belongs_to_the_root() -> 
 def test_the_parts_of_attention_are_not_units() -> None:
     """Its forward reads their weights without calling them."""
     model = nn.ModuleDict({"attention": nn.MultiheadAttention(8, 2), "head": nn.Linear(8, 8)})
-    assert units_of(model) == [model["attention"], model["head"]]
+    assert units_of(model, find_blocks(model)) == [model["attention"], model["head"]]
 
 
 def test_no_parameter_is_in_two_units() -> None:
     model = nn.ModuleDict({"gpt": gpt(), "deep": Deep(), "attention": nn.MultiheadAttention(8, 2)})
-    owned = [parameter for unit in units_of(model) for parameter in unit.parameters()]
+    owned = [parameter for unit in units_of(model, find_blocks(model)) for parameter in unit.parameters()]
     assert len(owned) == len(set(owned))
 
 
@@ -134,3 +136,13 @@ def test_what_is_multiplied_is_gathered_in_low_precision_and_the_rest_is_not() -
     assert parts_of(embedding, torch.bfloat16) == [([embedding], None)]
     linear = nn.Linear(3, 4)
     assert parts_of(linear, torch.bfloat16) == [([linear], torch.bfloat16)]
+
+
+def test_few_norms_of_a_block_belong_to_the_root() -> None:
+    norm, small = nn.LayerNorm(64), nn.LayerNorm(4)
+    wide, narrow = nn.Sequential(norm, nn.Linear(64, 256)), nn.Sequential(small, nn.Linear(4, 4))
+    assert root_parameters_of([wide, narrow], torch.bfloat16) == {*norm.parameters()}
+    assert root_parameters_of([wide, narrow], None) == set()
+    assert parts_of(wide, torch.bfloat16) == [([wide], torch.bfloat16)]
+    assert parts_of(narrow, torch.bfloat16) == [([small], None), ([narrow], torch.bfloat16)]
+    assert root_parameters_of([norm], torch.bfloat16) == set()

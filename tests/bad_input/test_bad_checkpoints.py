@@ -228,23 +228,23 @@ WRONG = {
         CheckpointError,
         "ckpt_path",
         "epoch=0-step=4",
-        "Give the path of a checkpoint folder",
+        "Pass the path of a checkpoint folder",
     ),
     "that does not exist": (
         lambda d: resume(d, ckpt_path=d.good.with_name("epoch=9-step=99")),
         CheckpointError,
         "ckpt_path",
         "epoch=9-step=99",
-        "epoch=0-step=4', the newest valid checkpoint in the same folder",
+        "epoch=0-step=4', the newest valid checkpoint next to it",
     ),
     "nowhere near": (
         lambda d: resume(d, ckpt_path="/nowhere/at/all"),
         CheckpointError,
         "ckpt_path",
         "'/nowhere/at/all'",
-        "Give the path of a checkpoint folder",
+        "Pass the path of a checkpoint folder",
     ),
-    "that is a file": (from_a_file, CheckpointError, "ckpt_path", "model.ckpt", "Give the path of a checkpoint folder"),
+    "that is a file": (from_a_file, CheckpointError, "ckpt_path", "model.ckpt", "Pass the path of a checkpoint folder"),
     "that is a number": (
         lambda d: resume(d, ckpt_path=4),
         CheckpointError,
@@ -363,7 +363,7 @@ def test_hyperparameters_that_cannot_be_stored_are_reported_immediately(desk, ca
 
     root = desk.root.parent / "other"
     trainer = desk.fit(Built(nn.Linear(2, 2)), max_epochs=1, default_root_dir=root)
-    assert "hyperparameter 'network' of Built is a Linear: it is not stored" in capsys.readouterr().err
+    assert "hyperparameter 'network' of Built is a Linear, which is not saved in checkpoints" in capsys.readouterr().err
     with pytest.raises(CheckpointError, match="'network'"):
         Built.load_from_checkpoint(trainer.checkpoint_callback.best_model_path)
 

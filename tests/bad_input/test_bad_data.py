@@ -135,13 +135,13 @@ LIMITS = {
         lambda d: d.fit(validated(d), train=DataLoader(Stream(6)), val=d.batches, val_check_interval=0.5),
         "val_check_interval",
         "0.5",
-        "Give a number of batches",
+        "Set it to a number of batches",
     ),
     "a share of a loader without a length": (
         lambda d: d.fit(train=DataLoader(Stream(6)), limit_train_batches=0.5),
         "limit_train_batches",
         "0.5",
-        "Give a number of batches",
+        "Set it to a number of batches",
     ),
     "a share of less than one batch": (
         lambda d: d.fit(validated(d), val=d.batches, limit_val_batches=0.1),

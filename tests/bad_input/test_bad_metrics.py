@@ -79,7 +79,7 @@ LOGS = {
         lambda d: d.fit(d.net(training_step=logging(torch.ones(()), "loss"))),
         "log",
         "tensor(1.)",
-        "Write self.log(name, value)",
+        "Call self.log(name, value)",
     ),
     "a complex number": (
         lambda d: d.fit(d.net(training_step=logging("phase", torch.tensor(1j)))),
@@ -121,7 +121,7 @@ LOGS = {
         lambda d: d.fit(d.net(training_step=logging("loss", 1.0, on_epoch=True, batch_size=-4))),
         "log: batch_size",
         "-4",
-        "Pass how many samples",
+        "Pass the number of samples",
     ),
     "one name with two meanings": (
         lambda d: d.fit(
@@ -137,14 +137,14 @@ LOGS = {
         ),
         "log",
         "'acc_epoch'",
-        "Use another name",
+        "Use a different name",
     ),
-    "after the fit": (log_after_fit, "log", "'late'", "Log from a step or a hook of the loop"),
+    "after the fit": (log_after_fit, "log", "'late'", "Log in a step or in a hook of the loop"),
     "in configure_optimizers": (
         lambda d: d.fit(d.net(configure_optimizers=lambda self: self.log("early", 1.0))),
         "log",
         "'early'",
-        "Log from a step or a hook of the loop",
+        "Log in a step or in a hook of the loop",
     ),
     "text to the loggers": (
         lambda d: d.fit(callbacks=LogsRow({"note": "good"})),
@@ -237,7 +237,7 @@ CALLBACKS = {
         RoomierError,
         "validate",
         "'Net'",
-        "use val_check_interval",
+        "set val_check_interval",
     ),
 }
 

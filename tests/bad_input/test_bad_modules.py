@@ -56,7 +56,7 @@ MODELS = {
         "function",
         "Pass a roomier.Module",
     ),
-    "the model is a class": (lambda d: d.fit(d.Net), RoomierError, "model", "Net", "Make an object of it: Net("),
+    "the model is a class": (lambda d: d.fit(d.Net), RoomierError, "model", "Net", "Pass Net("),
     "a plain model that returns no loss": (
         lambda d: d.fit(nn.Linear(4, 2), [torch.randn(3, 4)], optimizer="adamw"),
         RoomierError,
@@ -141,14 +141,14 @@ LOSSES = {
         TrainingError,
         "loss",
         "j)",
-        "Return loss.abs()",
+        "Return a real loss, for example loss.abs()",
     ),
     "a complex loss in a dict": (
         lambda d: d.fit(d.net(training_step=step(lambda loss: {"loss": loss * 1j})), accumulate_grad_batches=2),
         TrainingError,
         "loss",
         "j)",
-        "Return loss.abs()",
+        "Return a real loss, for example loss.abs()",
     ),
     "a complex loss of a manual backward": (
         lambda d: d.fit(
@@ -157,49 +157,49 @@ LOSSES = {
         TrainingError,
         "loss",
         "j)",
-        "Return loss.abs()",
+        "Return a real loss, for example loss.abs()",
     ),
     "a complex loss of a plain model": (
         lambda d: d.fit(ComplexLoss(4, 2), [torch.ones(2, 4)], optimizer="adamw"),
         RoomierError,
         "model",
         "'ComplexLoss'",
-        "Return loss.abs()",
+        "Return a real loss, for example loss.abs()",
     ),
     "a batch with ignored labels only": (
         lambda d: d.fit(train=[*d.batches, ignored(2)], log_every_n_steps=1),
         TrainingError,
         "loss",
-        "batch 4 of epoch 0 has ignored labels only (-100), so the mean over its labels is 0/0",
-        "Leave such samples out",
+        "batch 4 of epoch 0 contains only ignored labels (-100), so the mean over its labels is 0/0",
+        "Remove such samples",
     ),
     "a batch without samples": (
         lambda d: d.fit(train=[*d.batches, ignored(0)], max_epochs=1),
         TrainingError,
         "loss",
-        "batch 4 of epoch 0 holds no samples, so the mean over its labels is 0/0",
-        "Leave such samples out",
+        "batch 4 of epoch 0 contains no samples, so the mean over its labels is 0/0",
+        "Remove such samples",
     ),
     "a NaN loss": (
         lambda d: d.fit(d.net(training_step=nan_from_step(0)), log_every_n_steps=1),
         TrainingError,
         "loss",
         "nan",
-        "No checkpoint was written yet. Lower the learning rate",
+        "No checkpoint has been saved yet. Lower the learning rate",
     ),
     "a NaN loss after a checkpoint": (
         lambda d: d.fit(d.net(training_step=nan_from_step(6)), log_every_n_steps=1),
         TrainingError,
         "loss",
         "nan",
-        "The checkpoint of step 4 is untouched",
+        "The checkpoint of step 4 is unchanged",
     ),
     "a NaN loss that no log step sees": (
         lambda d: d.fit(d.net(training_step=nan_from_step(6))),
         TrainingError,
         "loss",
         "nan",
-        "The checkpoint of step 4 is untouched",
+        "The checkpoint of step 4 is unchanged",
     ),
     "a NaN loss without checkpoints": (
         lambda d: d.fit(d.net(training_step=nan_from_step(0)), enable_checkpointing=False),
@@ -512,7 +512,7 @@ def test_accumulated_batches_without_labels_are_named(desk):
 def test_a_nan_keeps_the_checkpoint_before_it_and_the_run_resumes_from_it(desk):
     root = desk.root.parent / "other"
     keywords = {"default_root_dir": root, "max_epochs": 3}
-    with pytest.raises(TrainingError, match="checkpoint of step 8 is untouched"):
+    with pytest.raises(TrainingError, match="checkpoint of step 8 is unchanged"):
         desk.fit(desk.net(training_step=nan_from_step(9)), **keywords)
     resumed = desk.fit(desk.Net(), ckpt_path="last", **keywords)
     assert resumed.global_step == 12
@@ -526,6 +526,6 @@ def test_nan_weights_never_replace_a_valid_checkpoint(desk):
         loss = self.loss(batch)
         return NanGradient.apply(loss) if self.global_step == 7 else loss
 
-    with pytest.raises(TrainingError, match=r"^body.weight=nan.* step 8 .*checkpoint of step 4 is untouched"):
+    with pytest.raises(TrainingError, match=r"^body.weight=nan.* step 8 .*checkpoint of step 4 is unchanged"):
         desk.fit(desk.net(training_step=training_step), default_root_dir=root)
     assert [path.name for path in root.rglob("epoch=*")] == ["epoch=0-step=4"]

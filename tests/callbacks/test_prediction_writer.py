@@ -112,7 +112,7 @@ def test_prediction_that_is_not_plain_is_rejected(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "action"),
     [
         ({}, "Pass the folder of the files"),
         ({"output_dir": 5}, "Pass a string or a Path"),
@@ -183,7 +183,7 @@ def test_abandoned_stream_ends_the_run(end: str) -> None:
 
 
 def test_stream_without_data_raises_immediately() -> None:
-    with pytest.raises(RoomierError, match="there is no data to predict on"):
+    with pytest.raises(RoomierError, match="predict requires data"):
         quiet().predict_stream(Net())
 
 

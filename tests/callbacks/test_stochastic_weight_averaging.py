@@ -98,8 +98,8 @@ def test_averages_equal_lightning(lightning: Any, tmp_path: Path, kind: str, arg
     loader = DataLoader(data(), batch_size=4)
     callback = getattr(lightning.callbacks, kind)(**arguments)
     lightning.Trainer(max_epochs=3, callbacks=[callback], default_root_dir=tmp_path, **QUIET).fit(reference, loader)
-    own = {"WeightAveraging": WeightAveraging, "EMAWeightAveraging": EMAWeightAveraging}[kind](**arguments)
-    Trainer(max_epochs=3, callbacks=[own], default_root_dir=tmp_path, **QUIET).fit(own, loader)
+    averaging = {"WeightAveraging": WeightAveraging, "EMAWeightAveraging": EMAWeightAveraging}[kind](**arguments)
+    Trainer(max_epochs=3, callbacks=[averaging], default_root_dir=tmp_path, **QUIET).fit(own, loader)
     expected = {name: value for name, value in reference.state_dict().items() if "num_batches" not in name}
     torch.testing.assert_close({name: own.state_dict()[name] for name in expected}, expected, rtol=1e-5, atol=1e-6)
 

@@ -25,7 +25,7 @@ def test_examples(before: GlobalBatch, num_ranks: int, batch_size: int | None, a
     if after is not None:
         assert before.on(num_ranks, batch_size) == after
         return
-    with pytest.raises(RoomierError, match="Restart on one of these numbers of ranks: 1, 2"):
+    with pytest.raises(RoomierError, match="Restart with one of these numbers of ranks: 1, 2"):
         before.on(num_ranks, batch_size)
 
 

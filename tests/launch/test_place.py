@@ -73,7 +73,7 @@ def test_without_a_launcher_auto_is_one_process_on_a_cpu(
     assert make_trainer().world == World()
     assert capsys.readouterr().err == ""
     assert make_trainer(strategy="zero3").world == World()
-    assert "devices=N starts N of them" in capsys.readouterr().err
+    assert "devices=N starts N processes" in capsys.readouterr().err
 
 
 def test_without_a_launcher_auto_uses_all_cuda_devices(

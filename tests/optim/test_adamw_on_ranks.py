@@ -15,10 +15,11 @@ from torch.utils.data import DataLoader, Dataset
 from roomier import Callback, Module, Trainer
 from roomier.callbacks import ModelCheckpoint
 from roomier.core.rng import seed_everything
+from tests.covering import covering
 from tests.parallel.parity import Batch, Setup, Task, Trained, distance, train_on_ranks
 from tests.ranks.pool import RankPool
 
-NAMES = pytest.mark.parametrize("optimizer", ["adamw8bit", "adamw4bit"])
+NAMES = ["adamw8bit", "adamw4bit"]
 LAYOUTS = [("ddp", 2, None), ("zero1", 2, None), ("zero2", 2, None), ("zero3", 2, None), ("hsdp", 4, 2)]
 NUM_STEPS, STOPS_AT, GLOBAL_BATCH = 6, 3, 8
 
@@ -59,8 +60,7 @@ def on_one_rank(pool: RankPool, optimizer: str, precision: str = "32-true", clip
     return trained
 
 
-@NAMES
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout[0]} on {layout[1]}")
+@pytest.mark.parametrize(("layout", "optimizer"), covering(LAYOUTS, NAMES))
 def test_ranks_train_as_one_process(on_ranks: RankPool, optimizer: str, layout: tuple[str, int, int | None]) -> None:
     """The order of sums changes the last bit of a gradient, which can select the adjacent code. This affects one of
     some thousands of codes, and no code in most of these runs, which then agree as closely as in float32."""
@@ -75,7 +75,7 @@ def test_ranks_train_as_one_process(on_ranks: RankPool, optimizer: str, layout: 
     assert single.losses[-1] < 0.9 * single.losses[0], "nothing was learned"
 
 
-@NAMES
+@pytest.mark.parametrize("optimizer", NAMES)
 def test_in_bf16_mixed_losses_are_near(on_ranks: RankPool, optimizer: str) -> None:
     setup = Setup("zero2", 2, micro_batch=GLOBAL_BATCH // 2, optimizer=optimizer, precision="bf16-mixed")
     single = on_one_rank(on_ranks, optimizer, "bf16-mixed")
@@ -186,8 +186,7 @@ def test_states_are_bit_identical_on_2_then_1_then_4_ranks(
         before = first
 
 
-@NAMES
-@pytest.mark.parametrize("layout", [("single", 1), ("zero3", 2)], ids=str)
+@pytest.mark.parametrize(("layout", "optimizer"), covering([("single", 1), ("zero3", 2)], NAMES))
 def test_a_stopped_run_resumes_bit_for_bit(
     on_ranks: RankPool, tmp_path: Path, optimizer: str, layout: tuple[str, int]
 ) -> None:

@@ -17,8 +17,9 @@ import roomier
 from roomier.core.errors import PlanError, TrainingError
 from roomier.core.ranks import Ranks
 from roomier.core.world import World
-from roomier.engine.build import build, configure
+from roomier.engine.build import build
 from roomier.engine.eager import EagerEngine
+from roomier.engine.optimizers import configure
 from roomier.models.gpt import GPT, GPTConfig
 from roomier.optim.onebit_adam import OneBitAdam, onebit_options
 from roomier.plan import Plan, plan_from_flags
@@ -57,7 +58,9 @@ class Speaker(roomier.Module):
 
 def engine_of(module: roomier.Module, plan: Plan, num_steps: int) -> tuple[EagerEngine, Any, Ranks]:
     ranks = Ranks(World(dist.get_rank(), dist.get_world_size(), dist.get_rank(), 0, dist.get_world_size()))
-    engine, configured = build(plan, module, lambda: configure(plan, module, lambda: num_steps), EagerEngine, ranks)
+    engine, configured = build(
+        plan, module, lambda blocks: configure(plan, module, lambda: num_steps, blocks), EagerEngine, ranks
+    )
     return engine, configured.schedulers[0].scheduler if configured.schedulers else None, ranks
 
 
@@ -236,13 +239,13 @@ def test_accepted_spellings(name: str) -> None:
 @pytest.mark.parametrize(
     ("keywords", "message"),
     [
-        ({"strategy": "single"}, "strategy.*'single'.*does not go with.*Use strategy='ddp' or 'zero1'"),
+        ({"strategy": "single"}, "strategy.*'single'.*is not supported with.*Use strategy='ddp' or 'zero1'"),
         ({"strategy": "zero2", "devices": 2}, "strategy.*'zero2'"),
         ({"strategy": "zero3", "devices": 2}, "strategy.*'zero3'"),
         ({"strategy": "hsdp", "devices": 2}, "strategy.*'hsdp'"),
-        ({"gradient_clip_val": 1.0}, "gradient_clip_val.*no rank has the gradient of the whole batch"),
+        ({"gradient_clip_val": 1.0}, "gradient_clip_val.*no rank has the gradient of the full batch"),
         ({"precision": "16-mixed"}, "precision.*Use precision='bf16-mixed'"),
-        ({"strategy": {"name": "ddp", "reduce_dtype": "bf16"}}, "reduce_dtype.*Leave it '32'"),
+        ({"strategy": {"name": "ddp", "reduce_dtype": "bf16"}}, "reduce_dtype.*Set reduce_dtype='32'"),
         ({"strategy": {"name": "ddp", "gradient_compression": "powersgd"}}, "gradient_compression.*sends signs"),
     ],
 )

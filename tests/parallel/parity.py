@@ -16,8 +16,9 @@ from torch.distributed.tensor import DTensor
 from roomier import Module
 from roomier.core.ranks import Ranks
 from roomier.core.world import World
-from roomier.engine.build import build, configure
+from roomier.engine.build import build
 from roomier.engine.eager import EagerEngine
+from roomier.engine.optimizers import configure
 from roomier.plan import Plan, plan_from_flags
 
 Batch = dict[str, Tensor]
@@ -200,7 +201,7 @@ def engine_of(task: Module, plan: Plan) -> tuple[EagerEngine, Ranks]:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     assert not dist.is_initialized() or dist.get_world_size() == size
     ranks = Ranks(World(rank, size, rank, 0, size))
-    engine, _ = build(plan, task, lambda: configure(plan, task, lambda: 1), EagerEngine, ranks)
+    engine, _ = build(plan, task, lambda blocks: configure(plan, task, lambda: 1, blocks), EagerEngine, ranks)
     return engine, ranks
 
 

@@ -43,7 +43,7 @@ def losses(
     module = Layers()
     ranks = Ranks(World(rank, num_ranks, rank, 0, num_ranks))
     plan = Plan.from_dict({"parallel": {"strategy": strategy, "devices": num_ranks, "accelerator": "cpu"}})
-    made = lambda: Configured([optimizer(module.parameters(), lr=0.05)])  # noqa: E731
+    made = lambda _: Configured([optimizer(module.parameters(), lr=0.05)])  # noqa: E731
     engine, _ = build(plan, module, made, EagerEngine, ranks)
     generator = torch.Generator().manual_seed(rank)
 

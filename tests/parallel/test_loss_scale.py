@@ -29,7 +29,7 @@ def train_three_steps(num_ranks: int, strategy: str, bad_rank: int) -> list[dict
     engine, _ = build(
         plan,
         as_module(model),
-        lambda: Configured([torch.optim.AdamW(model.parameters(), lr=0.1)]),
+        lambda _: Configured([torch.optim.AdamW(model.parameters(), lr=0.1)]),
         EagerEngine,
         Ranks(World(rank, num_ranks, rank, 0, num_ranks)),
     )

@@ -43,7 +43,7 @@ def train(strategy: str, num_ranks: int, num_parts: int, num_accumulated: int) -
     engine, _ = build(
         plan,
         module,
-        lambda: Configured([torch.optim.AdamW(module.parameters(), lr=0.01)]),
+        lambda _: Configured([torch.optim.AdamW(module.parameters(), lr=0.01)]),
         EagerEngine,
         Ranks(World(rank, num_ranks, rank, 0, num_ranks)),
     )

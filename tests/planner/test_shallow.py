@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from roomier.api.adapt import as_module
+from roomier.api.blocks import find_blocks
 from roomier.api.module import Module
 from roomier.api.wrapped import network_of
 from roomier.models.gpt import GPT, GPTConfig
@@ -134,7 +135,7 @@ def test_every_strategy_with_recomputation_and_accumulation(
 @pytest.mark.slow
 def test_an_encoder_and_a_decoder_are_two_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     workload = t5()
-    rows = find_repeats(network_of(workload.module), make_plan(), least=6)
+    rows = find_repeats(workload, make_plan(), least=6)
     assert [(each.first, each.count) for each in rows] == [(1, 7), (1, 8)]  # the first block has the position bias
     check_equal(*both(workload, make_plan(), monkeypatch))
 
@@ -175,14 +176,14 @@ def layers(windows: list[int], **options: Any) -> Workload:
 
 def test_alternating_blocks_repeat_with_their_period(monkeypatch: pytest.MonkeyPatch) -> None:
     workload = layers([2, 2, 5] * 7 + [2])
-    (row,) = find_repeats(network_of(workload.module), make_plan(), least=6)
+    (row,) = find_repeats(workload, make_plan(), least=6)
     assert (row.first, row.length, row.count) == (0, 3, 7)
     check_equal(*both(workload, make_plan(), monkeypatch))
 
 
 def test_blocks_that_differ_in_an_attribute_are_all_traced() -> None:
     workload = layers([2, 3, 2, 2, 3, 3, 2, 3, 2, 2])
-    assert find_repeats(network_of(workload.module), make_plan(), least=6) == []
+    assert find_repeats(workload, make_plan(), least=6) == []
     assert dry_run_by_depth(workload, make_plan()) == dry_run(workload, make_plan())
 
 
@@ -202,7 +203,7 @@ def test_a_short_row_is_traced_in_full(num_layers: int, is_whole: bool, monkeypa
 
 def test_a_model_that_indexes_its_blocks_is_traced_in_full() -> None:
     workload = layers([2] * 12, by_number=True)
-    assert find_repeats(network_of(workload.module), make_plan(), least=6)
+    assert find_repeats(workload, make_plan(), least=6)
     assert dry_run_by_depth(workload, make_plan()) == dry_run(workload, make_plan())
 
 
@@ -211,10 +212,10 @@ def test_layers_that_are_large_in_the_copy_are_compared_with_the_full_model() ->
     with torch.device("meta"):
         network = GPT(GPTConfig(vocab_size=96, context=16, num_layers=24, num_heads=2, width=32))
     module = as_module(network)
-    rows = find_repeats(network, make_plan(), least=6)
+    rows = find_repeats(Workload(module, None, 1), make_plan(), least=6)
     copied = shallow_copy(module, rows, [4], num_last=2)
-    assert len(units_of(network)) == 24
-    assert len(units_of(network_of(copied.module))) == 4
+    assert len(units_of(network, find_blocks(network))) == 24
+    assert len(units_of(network_of(copied.module), find_blocks(network_of(copied.module)))) == 4
     assert len(network.blocks) == 24  # the model is unchanged
     assert sum(1 for _ in network_of(copied.module).modules()) < sum(1 for _ in network.modules())
     assert [copied.place_in_model(f"blocks.{number}") for number in range(4)] == [f"blocks.{n}" for n in (0, 1, 22, 23)]
@@ -222,4 +223,4 @@ def test_layers_that_are_large_in_the_copy_are_compared_with_the_full_model() ->
 
 def test_a_plan_that_names_blocks_requires_a_full_trace() -> None:
     plan = Plan.from_dict({"optimizer": {"name": "adamw"}, "adapter": {"lora_rank": 2, "lora_targets": "blocks.3.*"}})
-    assert find_repeats(network_of(gpt().module), plan, least=6) == []
+    assert find_repeats(gpt(), plan, least=6) == []

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from roomier.api.blocks import find_blocks
 from roomier.hardware.machine import Device, Link, Machine
 from roomier.memory.predict import layout_of
 from roomier.memory.walk import Layout
@@ -35,7 +36,7 @@ def gpt_units(compute_dtype: torch.dtype | None = None, **config: Any) -> tuple[
     sizes = {"vocab_size": 1024, "context": 32, "num_layers": 3, "num_heads": 2, "width": 64, **config}
     with torch.device("meta"):
         network = GPT(GPTConfig(**sizes))
-    return network, units_with_weights(network, compute_dtype)
+    return network, units_with_weights(network, find_blocks(network), compute_dtype)
 
 
 def plan_of(strategy: str, devices: int, num_nodes: int = 1, **parts: Any) -> Plan:

@@ -17,6 +17,8 @@ from roomier import checkpoint
 from roomier.api.engine import Engine, Step, StepHooks
 from roomier.core.ranks import Ranks
 from roomier.core.world import World
+from roomier.engine.facts import Facts
+from roomier.engine.optimizers import ConfigureOptimizers
 from roomier.optim.configured import Configured
 from roomier.plan import Plan
 from roomier.precision.scaler import NoScale
@@ -34,6 +36,7 @@ class FakeEngine:
     """Plain SGD without a plan."""
 
     allows_inference_mode, trace = True, 0
+    blocks: Sequence[nn.Module] = ()
 
     def __init__(self, module: nn.Module) -> None:
         self.module, self.device, self.hooks = module, torch.device("cpu"), StepHooks()
@@ -112,7 +115,7 @@ def open_with_fake_engine(module: Line, root: Path, **loaders: Any) -> Any:
     """Return a run of ``module`` with a FakeEngine, without a Trainer."""
 
     def build(
-        plan: Plan, module: roomier.Module, optimizers: Callable[[], Configured], settled: Settled
+        plan: Plan, module: roomier.Module, optimizers: ConfigureOptimizers, settled: Settled, facts: Facts
     ) -> tuple[Engine, Configured]:
         engine = FakeEngine(module)
         vars(module)["engine"] = engine

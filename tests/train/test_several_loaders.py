@@ -266,7 +266,7 @@ def test_batches_of_several_loaders_are_evaluated_together(make_trainer, on_rank
     assert make_trainer().validate(module, loader, verbose=False) == [{"mean": pytest.approx(mean)}]
     assert module.calls == calls
     assert on_ranks(2, measured_together, mode) == [pytest.approx(mean)] * 2
-    with pytest.raises(DataError, match=r"predict_dataloaders=.*predictions are those of one"):
+    with pytest.raises(DataError, match=r"predict_dataloaders=.*predict supports one loader per batch"):
         make_trainer().predict(module, loader)
 
 

@@ -107,7 +107,7 @@ def test_a_backward_of_ones_own_runs_once(make_trainer: MakeTrainer) -> None:
 def test_manual_optimization_is_refused(make_trainer: MakeTrainer) -> None:
     module = Net()
     module.automatic_optimization = False
-    with pytest.raises(PlanError, match=r"step_in_backward='exact': the module optimizes by hand"):
+    with pytest.raises(PlanError, match=r"step_in_backward='exact': is not supported with manual"):
         make_trainer(step_in_backward=True, max_steps=1).fit(module, loader())
 
 

@@ -65,7 +65,7 @@ def test_a_budget_limits_what_a_step_holds_as_measured(make_trainer, capsys) -> 
     assert 1 <= smaller < 64
     with pytest.raises(RoomierError, match=r"a micro-batch of 1 samples does not fit into 4\.9 KiB"):
         scale_batch_size(trainer, Net(width=512), shuffled(64), memory_budget=5_000, init_val=1)
-    assert trainer.micro_batch == smaller, "as it was found before"
+    assert trainer.micro_batch == smaller, "was fitted before"
 
 
 @pytest.mark.slow
@@ -83,8 +83,8 @@ def test_a_resumed_run_keeps_what_was_found(make_trainer, capsys) -> None:
 @pytest.mark.parametrize(
     ("trainer", "arguments", "words"),
     [
-        ({}, {}, "a CPU gives no error when its memory is full.*memory_budget='8GiB'"),
-        ({"strategy": "auto"}, {}, "strategy='auto' chooses the micro-batch"),
+        ({}, {}, "a CPU process is killed without an error.*memory_budget='8GiB'"),
+        ({"strategy": "auto"}, {}, "strategy='auto', which chooses the micro-batch"),
         ({"limit_train_batches": 3}, {"memory_budget": "1GiB"}, "limit_train_batches counts micro-batches"),
         ({}, {"mode": "halve"}, "mode='halve'"),
         ({}, {"margin": 1.0}, "margin=1.0"),

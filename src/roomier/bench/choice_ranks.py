@@ -26,8 +26,9 @@ from roomier.bench.choice_models import Drawn, drawn
 from roomier.core.log import quiet
 from roomier.core.ranks import Ranks
 from roomier.core.world import World
-from roomier.engine.build import build, configure
+from roomier.engine.build import build
 from roomier.engine.eager import EagerEngine
+from roomier.engine.optimizers import configure
 from roomier.hardware.machine import Machine
 from roomier.hardware.this_machine import this_machine
 from roomier.memory.tracker import tracking
@@ -71,7 +72,9 @@ class Running:
         self._ranks = ranks
         self._module = module = pair.module()
         with quiet():
-            self.engine, _ = build(plan, module, lambda: configure(plan, module, lambda: 1000.0), EagerEngine, ranks)
+            self.engine, _ = build(
+                plan, module, lambda blocks: configure(plan, module, lambda: 1000.0, blocks), EagerEngine, ranks
+            )
         self._batches = [pair.batch(candidate.micro_batch)] * plan.batch.accumulate_grad_batches
         for _ in range(_WARMUP_STEPS):
             self.step()

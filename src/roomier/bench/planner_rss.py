@@ -18,8 +18,9 @@ from torch import Tensor
 from roomier.api.module import Module
 from roomier.core.host_memory import give_back_freed
 from roomier.core.ranks import Ranks
-from roomier.engine.build import build, configure
+from roomier.engine.build import build
 from roomier.engine.eager import EagerEngine
+from roomier.engine.optimizers import configure
 from roomier.models.gpt import GPT, GPTConfig
 from roomier.plan import Plan
 
@@ -62,7 +63,7 @@ def grown_bytes(plan: Plan) -> int:
     give_back_freed()
     before = _kilobytes("VmRSS") * 1024
     module, batch = WideGPT(), make_batch()
-    engine, _ = build(plan, module, lambda: configure(plan, module, lambda: 1.0), EagerEngine, Ranks())
+    engine, _ = build(plan, module, lambda blocks: configure(plan, module, lambda: 1.0, blocks), EagerEngine, Ranks())
     for number in range(3):
         if number == 2:
             give_back_freed()

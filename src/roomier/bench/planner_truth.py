@@ -14,8 +14,9 @@ from roomier.api.module import Module
 from roomier.core.log import quiet
 from roomier.core.ranks import Ranks
 from roomier.core.tree import map_tensors
-from roomier.engine.build import build, configure
+from roomier.engine.build import build
 from roomier.engine.eager import EagerEngine
+from roomier.engine.optimizers import configure
 from roomier.memory.tracker import MemoryTracker, Snapshot, tracking
 from roomier.plan import Plan
 
@@ -55,7 +56,9 @@ def measured_step(module: nn.Module, batch: Any, plan: Plan, ranks: Ranks | None
         tracker.enter("rest")
 
     with quiet():
-        engine, _ = build(plan, copied, lambda: configure(plan, copied, lambda: 1000), EagerEngine, ranks or Ranks())
+        engine, _ = build(
+            plan, copied, lambda blocks: configure(plan, copied, lambda: 1000, blocks), EagerEngine, ranks or Ranks()
+        )
         if (scaling := engine.scaler.state()) is not None:  # the initial scale is so large that steps would be skipped
             engine.scaler.load({**scaling, "scale": 1.0})
         with tracking(engine) as tracker:

@@ -30,8 +30,9 @@ from roomier.bench.strategy_ranks import TrainedGPT
 from roomier.core.loopback import keep_on_loopback
 from roomier.core.ranks import Ranks
 from roomier.core.world import World
-from roomier.engine.build import build, configure
+from roomier.engine.build import build
 from roomier.engine.eager import EagerEngine
+from roomier.engine.optimizers import configure
 from roomier.hardware.this_machine import this_machine
 from roomier.models.gpt import GPTConfig
 from roomier.plan import Plan
@@ -167,7 +168,7 @@ def _measure(rank: int, model: str, cases: Sequence[Case], settings: dict[str, i
 def _step(model: str, case: Case, num_samples: int, ranks: Ranks) -> Callable[[], None]:
     torch.manual_seed(0)
     module, plan = MODELS[model](), case.plan(ranks.world.size)
-    engine, _ = build(plan, module, lambda: configure(plan, module, lambda: 1.0), EagerEngine, ranks)
+    engine, _ = build(plan, module, lambda blocks: configure(plan, module, lambda: 1.0, blocks), EagerEngine, ranks)
     batches = [batch_of(module, num_samples // case.micro_batches) for _ in range(case.micro_batches)]
 
     def step() -> None:

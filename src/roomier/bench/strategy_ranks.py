@@ -23,13 +23,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from roomier.api.blocks import find_blocks
 from roomier.api.module import Module
 from roomier.bench.raw_collectives import time_collectives
 from roomier.bench.strategies import PEER, config_of, plan_of
 from roomier.core.ranks import Ranks
 from roomier.core.world import World
-from roomier.engine.build import build, configure
+from roomier.engine.build import build
 from roomier.engine.eager import EagerEngine
+from roomier.engine.optimizers import configure
 from roomier.memory.kinds import MODEL_STATES, Kind
 from roomier.memory.model_states import ModelStates
 from roomier.memory.predict import predict
@@ -94,7 +96,9 @@ class EngineLoop:
 
     def __init__(self, config: GPTConfig, plan: Plan, ranks: Ranks) -> None:
         self.module = TrainedGPT(config)
-        self.engine, _ = build(plan, self.module, lambda: configure(plan, self.module, lambda: 1.0), EagerEngine, ranks)
+        self.engine, _ = build(
+            plan, self.module, lambda blocks: configure(plan, self.module, lambda: 1.0, blocks), EagerEngine, ranks
+        )
         self._num_ranks = ranks.world.size
 
     def step(self, batch: Batch, enter: Callable[[str], None]) -> Tensor:
@@ -204,7 +208,7 @@ def run(settings: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
     with torch.device("meta"):
         network: nn.Module = GPT(config_of(settings))
     precision = precision_of(settings["precision"], _DEVICE)
-    units = units_with_weights(network, precision.autocast_dtype, precision.weight_dtype)
+    units = units_with_weights(network, find_blocks(network), precision.autocast_dtype, precision.weight_dtype)
     collectives: list[dict[str, float]] = []
     for index in range(settings["repeats"]):
         for each in reversed(strategies) if index % 2 else strategies:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
-from roomier.api.blocks import find_blocks
 from roomier.api.engine import Engine
 from roomier.api.kept_weights import held_by
-from roomier.api.wrapped import network_of
 from roomier.planner.dry_runs.places import named_places, telling_places
 
 if TYPE_CHECKING:
@@ -70,7 +68,7 @@ class TrackedStep:
             return
         engine = trainer.engine
         if self._looking is None:
-            from roomier.memory.tracker import MemoryTracker  # imported here because it loads torch's sharding
+            from roomier.memory.tracker import MemoryTracker  # late: loads torch's sharding
 
             callbacks = trainer.callbacks
             self._looking = MemoryTracker(engine.module, engine.optimizers, engine.device, lambda: held_by(callbacks))
@@ -118,9 +116,7 @@ def _report_phases(tracker: MemoryTracker, trainer: TrainerView) -> ExitStack:
         tracker.place = ""
 
     stack = ExitStack()
-    module: Any = trainer.model
-    network = network_of(module)
-    stack.enter_context(telling_places(named_places(network, find_blocks(network)), set_place))
+    stack.enter_context(telling_places(named_places(engine.module, engine.blocks), set_place))
     engine.hooks = replace(
         hooks,
         before_backward=(*hooks.before_backward, lambda loss: tracker.enter("backward")),

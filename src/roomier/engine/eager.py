@@ -1,10 +1,10 @@
-"""The eager engine: forward and backward as PyTorch runs them, on this rank's device."""
+"""Eager engine: runs forward and backward as ordinary PyTorch code on this rank's device."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -15,9 +15,10 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from roomier.api.engine import Step, StepHooks
 from roomier.core.errors import CheckpointError, TrainingError
-from roomier.core.ranks import Ranks
 from roomier.core.transfer import BatchMover
+from roomier.engine.facts import Facts
 from roomier.engine.levers import Levers
+from roomier.engine.moments import moments_of
 from roomier.engine.no_terms import zero_gradients
 from roomier.engine.optimizer_form import check_values
 from roomier.engine.optimizer_state import (
@@ -28,89 +29,82 @@ from roomier.engine.optimizer_state import (
     parameter_names,
 )
 from roomier.engine.parallel import Parallel
-from roomier.engine.step_in_backward import StepInBackward
+from roomier.engine.step_in_backward import StepAfterBackward, StepInBackward
 from roomier.plan import BatchPlan
-from roomier.precision.policy import Precision
 from roomier.precision.scaler import LossScaler, NoScale
 
 CountTerms = Callable[[Any], int | Tensor]
 
 
-@dataclass
+@dataclass(slots=True)
 class _Window:
-    """The micro-batches of one optimizer step, while they run.
+    """State of one optimizer step while its micro-batches run.
 
     Attributes:
-        index: of the micro-batch that runs.
-        last_loss: the loss that its backward ran on, weighted (0-dim, detached); None if its step returned None.
-        weights: the share of each in the terms of all; None where losses are added as they are.
-        loss: of those that ran.
-        left_out: the weights of those whose step returned None.
+        weights: fraction of the global batch's loss terms in each micro-batch. Empty if losses are summed unweighted.
+        loss: sum of the weighted losses so far (0-dim, detached).
+        left_out: weights of the micro-batches whose step returned None.
     """
 
     step: Step
     size: int
-    index: int = -1
-    last_loss: Tensor | None = None
-    weights: Sequence[float | Tensor] | None = None
+    weights: tuple[float | Tensor, ...]
     loss: Tensor | None = None
-    left_out: list[float | Tensor] = field(default_factory=list)
+    left_out: tuple[float | Tensor, ...] = ()
 
 
 class EagerEngine:
-    """See :class:`roomier.api.engine.Engine` for the contract.
+    """Engine for eager execution. See :class:`roomier.api.engine.Engine` for the contract of each method.
 
     Args:
-        module: whose parameters are trained and stored.
-        ranks: among which a batch is divided.
-        parallel: what the module was made into for several ranks; None for one.
-        levers: what works inside its forward.
-        updates: where the optimizers step in the backward; None where they step after it.
-        batch_plan: accumulation and clipping.
-        count_terms: how many terms the loss of a micro-batch is the mean of; None where it is a sum.
+        facts: the network with its blocks, device, precision and ranks.
+        optimizers: the optimizers of the network's parameters.
+        batch_plan: settings for accumulation and clipping.
+        count_terms: returns the number of terms that the loss of a batch averages over. None if the loss is a sum.
+        parallel: wrapper that distributes the network across ranks.
+        levers: memory techniques installed in the network's forward, such as recomputation.
+        updates: when the optimizers step: during backward or after it.
     """
 
     def __init__(
         self,
-        module: nn.Module,
+        facts: Facts,
         optimizers: Sequence[Optimizer],
         *,
-        device: torch.device,
-        precision: Precision,
         batch_plan: BatchPlan,
         count_terms: CountTerms | None,
-        ranks: Ranks,
-        parallel: Parallel | None = None,
-        levers: Levers | None = None,
-        updates: StepInBackward | None = None,
+        parallel: Parallel,
+        levers: Levers,
+        updates: StepInBackward | StepAfterBackward,
     ) -> None:
-        self.module = module
-        self.ranks = ranks
+        device, precision = facts.device, facts.precision
+        self.module = facts.network
+        self.blocks: Sequence[nn.Module] = facts.blocks
+        self.ranks = facts.ranks
         self.optimizers = list(optimizers)
         self.device = device
-        self.precision = precision
         self.hooks = StepHooks()
-        self.scheduler: LRScheduler | None = None  # the one the Plan names, for loops of one's own
+        self.scheduler: LRScheduler | None = None  # the scheduler that the Plan names, for custom loops
         self.scaler = LossScaler(device) if precision.scales_loss else NoScale(device)
         self._batch_plan = batch_plan
         self._count_terms = count_terms
         self._parallel = parallel
-        self._loss_factor = 1 if parallel is None else parallel.loss_factor
-        self.levers = levers
+        self._loss_factor = parallel.loss_factor
+        self._levers = levers
         self._updates = updates
-        self._recompute = None if levers is None else levers.recompute
-        self._context = precision.forward_context() if levers is None else levers.forward_context
-        self._backward_context = nullcontext if levers is None else levers.backward_context
-        self._to_device = BatchMover(device) if device.type != "cpu" else None
-        self._converts = precision.weight_dtype is not None
+        self._moments = moments_of(parallel, levers, updates)
+        self._context = levers.forward_context
+        self._backward_context = levers.backward_context
+        self._to_device = (BatchMover(device),) if device.type != "cpu" else ()
+        self._convert = (precision.convert_batch,) if precision.weight_dtype else ()
         self._unscaled: set[int] = set()
         self._freed_gradients = False
 
     def forward_backward(self, step: Step, batches: Sequence[Any]) -> Tensor | None:
         window = self._begin_window(step, batches)
         try:
-            for batch in batches:
-                self._micro_batch(window, self._start_micro_batch(window, batch))
+            for index, batch in enumerate(batches):
+                self._micro_batch(window, index, self._start_micro_batch(index, batch))
         except BaseException:
             self._abandon_window()
             raise
@@ -119,11 +113,11 @@ class EagerEngine:
     def step_with_closure(
         self, step: Step, batches: Sequence[Any], update: Callable[[Callable[[], Tensor | None]], Any]
     ) -> Tensor | None:
-        window = self._begin_window(step, batches)
+        window, last = self._begin_window(step, batches), len(batches) - 1
         try:
-            for batch in batches[:-1]:
-                self._micro_batch(window, self._start_micro_batch(window, batch))
-            on_device = self._start_micro_batch(window, batches[-1])
+            for index, batch in enumerate(batches[:-1]):
+                self._micro_batch(window, index, self._start_micro_batch(index, batch))
+            on_device = self._start_micro_batch(last, batches[-1])
             if not self.hooks.is_skipping():
                 update(_Closure(self, window, on_device))
         except BaseException:
@@ -135,70 +129,74 @@ class EagerEngine:
         if self.hooks.zero_grad is None and not self._freed_gradients:
             self.zero_grad()
         self._freed_gradients = False
-        if self._updates is not None:
-            self._updates.begin_step(len(batches))
-        window = _Window(step, len(batches))
-        window.weights = None if self.ranks.is_alone and window.size == 1 else self._weights(batches)
-        if self._recompute is not None:  # last: what it begins to measure, an error behind it ends
-            self._recompute.begin_step(self.optimizers, batches)
+        weights = () if len(batches) == 1 and self.ranks.is_alone else self._weights(batches)
+        window = _Window(step, len(batches), weights)
+        for begin_step in self._moments.begin_step:  # nothing may fail between here and the first micro-batch
+            begin_step(self.optimizers, batches)
         return window
 
     def _end_window(self, window: _Window) -> Tensor | None:
-        if self._recompute is not None:
-            self._recompute.end_step()
-        if window.left_out and window.loss is not None:
+        for end_gradients in self._moments.end_gradients:
+            end_gradients()
+        if window.left_out:
             self._weigh_again(window)
         return window.loss
 
     def _abandon_window(self) -> None:
-        if self._recompute is not None:
-            self._recompute.abandon_step()
+        for abandon in self._moments.abandon:
+            abandon()
 
-    def _start_micro_batch(self, window: _Window, batch: Any) -> Any:
-        """The next micro-batch on the device, its hooks called."""
+    def _start_micro_batch(self, index: int, batch: Any) -> Any:
+        """Move micro-batch number ``index`` of the window to the device and call its hooks."""
         hooks = self.hooks
-        window.index += 1
-        if window.index:
-            hooks.batch_end(window.index - 1)
+        if index:
+            hooks.batch_end(index - 1)
         on_device = self.move(batch)
-        hooks.batch_start(on_device, window.index)
+        hooks.batch_start(on_device, index)
         return on_device
 
-    def _micro_batch(self, window: _Window, on_device: Any) -> None:
-        """Forward and backward of one micro-batch; what it uses is free when this returns."""
-        hooks, index = self.hooks, window.index
-        step, parallel = window.step, self._parallel
-        if parallel is not None:
-            is_first = index == 0 and hooks.zero_grad is None  # a hook in its place may keep gradients
-            parallel.begin_micro_batch(is_first=is_first, is_last=index == window.size - 1)
-        window.last_loss = None
+    def _micro_batch(self, window: _Window, index: int, on_device: Any) -> Tensor | None:
+        """Run forward and backward of one micro-batch. Its memory is freed when this method returns.
+
+        Returns:
+            The weighted loss that backward ran on (0-dim, detached). None if the step returned None.
+        """
+        hooks = self.hooks
+        for begin_micro_batch in self._moments.begin_micro_batch:
+            is_first = index == 0 and hooks.zero_grad is None  # a hook in place of zero_grad may keep gradients
+            begin_micro_batch(is_first=is_first, is_last=index == window.size - 1)
+        runner = self._parallel.runner  # DDP replaces it after the first step
         with self._context():
-            output = step(on_device, index) if parallel is None else parallel.runner(step, on_device, index)
-        if index == 0 and hooks.zero_grad is not None:
+            output = window.step(on_device, index) if runner is None else runner(window.step, on_device, index)
+        if hooks.zero_grad is not None and index == 0:
             for optimizer in self.optimizers:
                 hooks.zero_grad(optimizer)
         loss = loss_of(output)
         if loss is None:
             self._check_may_be_left_out()
-            if window.weights is not None:
-                window.left_out.append(window.weights[index])
-            return
-        if window.weights is not None:
+            window.left_out += window.weights[index : index + 1]
+            return None
+        if window.weights:
             weight = window.weights[index]
-            # A micro-batch without a single term has the loss 0/0; it adds nothing, so it is left out. Where
-            # others wait for this rank's gradients they get zeros.
             if not isinstance(weight, Tensor) and weight == 0:
-                if not self.ranks.is_alone:
-                    with zero_gradients(loss) as zero:
-                        self.backward(zero)
-                    window.loss = zero.detach() if window.loss is None else window.loss
-                return
+                self._add_no_terms(window, loss)
+                return None
             loss = loss * weight
         scaled = loss if self._loss_factor == 1 else loss * self._loss_factor
         self.backward(scaled)
-        loss, window.last_loss = loss.detach(), scaled.detach()
-        hooks.batch_loss(window.last_loss, index)
+        loss, scaled = loss.detach(), scaled.detach()
+        hooks.batch_loss(scaled, index)
         window.loss = loss if window.loss is None else window.loss + loss
+        return scaled
+
+    def _add_no_terms(self, window: _Window, loss: Tensor) -> None:
+        # A micro-batch without loss terms has the loss 0/0 and does not contribute, so its backward is skipped. If
+        # other ranks wait for this rank's gradients, backward runs and produces zeros instead.
+        if self.ranks.is_alone:
+            return
+        with zero_gradients(loss) as zero:
+            self.backward(zero)
+        window.loss = zero.detach() if window.loss is None else window.loss
 
     def _check_may_be_left_out(self) -> None:
         if self.ranks.is_alone or self.hooks.is_skipping():
@@ -206,98 +204,100 @@ class EagerEngine:
         raise TrainingError(
             "training_step",
             None,
-            f"returned no loss on rank {self.ranks.world.rank}; of several ranks each must return one, for all reduce "
-            "their gradients together",
-            "Return a loss of zero that depends on the parameters: 0.0 * loss",
+            f"returned no loss on rank {self.ranks.world.rank}, but every rank must return a loss, because all ranks "
+            "reduce gradients together",
+            "Return a zero loss that depends on the parameters, such as 0.0 * loss",
         )
 
     def _weigh_again(self, window: _Window) -> None:
-        # The step returned None for these: the mean is over the terms of the others, which were weighed too lightly.
+        # The step returned None for some micro-batches. The loss is the mean over the terms of the remaining ones, so
+        # their weights were too small.
+        if window.loss is None:
+            return
         factor = 1 / (1 - sum(window.left_out))
         for parameter in self._parameters():
             if parameter.grad is not None:
                 parameter.grad.mul_(factor)
-        assert window.loss is not None
-        window.loss = window.loss * factor
-        window.left_out.clear()
+        window.loss, window.left_out = window.loss * factor, ()
 
     def move(self, batch: Any) -> Any:
         if self.hooks.transfer is not None:
             batch = self.hooks.transfer(batch)
-        elif self._to_device is not None:
-            batch = self._to_device(batch)
-        return self.precision.convert_batch(batch) if self._converts else batch
+        else:
+            for move in self._to_device:
+                batch = move(batch)
+        for convert in self._convert:
+            batch = convert(batch)
+        return batch
 
     def forward(self, step: Callable[[Any], Any], batch: Any) -> Any:
-        parallel = self._parallel
         self._freed_gradients = False  # as in settle()
-        if parallel is not None:
-            parallel.begin_micro_batch(is_first=False, is_last=True)
+        for begin_micro_batch in self._moments.begin_micro_batch:
+            begin_micro_batch(is_first=False, is_last=True)
+        runner = self._parallel.runner
         with self._context():
-            return step(batch) if parallel is None else parallel.runner(step, batch)
+            return step(batch) if runner is None else runner(step, batch)
 
     @property
     def allows_inference_mode(self) -> bool:
-        """Whether :meth:`forward` may be called in ``torch.inference_mode``; else in ``no_grad``."""
-        return self._parallel is None or self._parallel.allows_inference_mode
+        """Whether :meth:`forward` supports ``torch.inference_mode``. Otherwise use ``torch.no_grad``."""
+        return self._parallel.allows_inference_mode
 
     @property
     def trace(self) -> int:
-        """What should be the same on all ranks: see :class:`roomier.engine.parallel.Parallel`."""
-        return 0 if self._parallel is None else self._parallel.trace
+        """Hash that must be equal on all ranks, see :class:`roomier.engine.parallel.Parallel`."""
+        return self._parallel.trace
 
     def settle(self) -> None:
-        """Free parameters that were gathered from other ranks. No update is pending in this engine."""
-        self._freed_gradients = False  # an evaluation that follows can run a backward, which leaves gradients
-        if self._parallel is not None:
-            self._parallel.release()
+        """Free unsharded parameters. This engine has no pending updates."""
+        self._freed_gradients = False  # an evaluation that follows can run a backward, which creates gradients
+        self._parallel.release()
 
     def trained_parameters_changed(self) -> None:
-        """Some were frozen or unfrozen since the last step: every rank must call it."""
-        if self._parallel is not None:
-            self._parallel.trained_parameters_changed()
+        """React to parameters that were frozen or unfrozen since the last step. Every rank must call this method."""
+        self._parallel.trained_parameters_changed()
 
     def watch(self, context: AbstractContextManager[Any]) -> None:
         """Enter ``context`` around the next forward of training, one time."""
-        if self.levers is not None:
-            self.levers.forward_context.watches.append(context)
+        self._levers.forward_context.watches.append(context)
 
     def close(self) -> None:
-        """Give the module its own forward back; called when the run is over, and no step follows."""
-        if self._updates is not None:
-            self._updates.close()
-        if self.levers is not None:
-            self.levers.undo()
+        """Restore the module's original forward. Call this after the last step of the run."""
+        self._updates.close()
+        self._levers.undo()
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        if loss.is_complex() and not (args or kwargs):
-            problem = "the loss is complex, and only a real one has a smallest value"
-            raise TrainingError("loss", loss.detach(), problem, "Return loss.abs(), say")
         hooks = self.hooks
         for before in hooks.before_backward:
             before(loss)
         if self.scaler.is_on:
             loss = self.scaler.scale(loss)
-        if self._updates is None:
-            self._run_backward(loss, *args, **kwargs)
-        else:
-            self._updates.backward(partial(self._run_backward, loss, *args, **kwargs))
+        try:
+            if self._updates.acts:
+                self._updates.backward(partial(self._run_backward, loss, *args, **kwargs))
+            else:
+                self._run_backward(loss, *args, **kwargs)
+        except RuntimeError:
+            if loss.is_complex() and not (args or kwargs):
+                raise _is_complex(loss) from None
+            raise
         for after in hooks.after_backward:
             after()
 
     def _run_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        if self._parallel is not None:
-            self._parallel.begin_backward()
+        moments = self._moments
+        for begin_backward in moments.begin_backward:
+            begin_backward()
         with self._backward_context():
             self.hooks.backward(loss, *args, **kwargs)
-        if self._parallel is not None:
-            self._parallel.end_backward()
+        for end_backward in moments.end_backward:
+            end_backward()
 
     def unscale(self, optimizer: Optimizer | None = None) -> None:
-        """Bring gradients back to their size before anything reads them; a second call does nothing."""
+        """Divide gradients by the loss scale. Call this before reading gradients. Further calls have no effect."""
         if not self.scaler.is_on:
             return
-        for each in self.optimizers if optimizer is None else [optimizer]:
+        for each in self._chosen(optimizer):
             if id(each) not in self._unscaled:
                 self.scaler.unscale(each)
                 self._unscaled.add(id(each))
@@ -305,44 +305,51 @@ class EagerEngine:
     def clip(
         self, max_norm: float | None = None, algorithm: str | None = None, *, optimizer: Optimizer | None = None
     ) -> Tensor | None:
-        if self._updates is not None:
+        if isinstance(self._updates, StepInBackward):
             return self._updates.clipped(max_norm, algorithm)
         limit = self._batch_plan.gradient_clip_val if max_norm is None else max_norm
         if limit is None:
             return None
         self.unscale(optimizer)
-        optimizers = self.optimizers if optimizer is None else [optimizer]
-        parameters = [p for each in optimizers for group in each.param_groups for p in group["params"]]
-        clipping = self._parallel or nn.utils
+        parameters = [p for each in self._chosen(optimizer) for group in each.param_groups for p in group["params"]]
         if (algorithm or self._batch_plan.gradient_clip_algorithm) == "value":
-            clipping.clip_grad_value_(parameters, limit)
+            self._parallel.clip_grad_value_(parameters, limit)
             return None
-        return clipping.clip_grad_norm_(parameters, limit)
+        return self._parallel.clip_grad_norm_(parameters, limit)
 
     def step(self, optimizer: Optimizer | None = None, closure: Any = None) -> None:
-        if self._updates is not None:
-            self._updates.end_step(closure)
+        moments, scaler = self._moments, self.scaler
+        for begin_update in moments.begin_update:
+            begin_update(closure)
         for each in self.optimizers if optimizer is None else [optimizer]:
-            self.scaler.step(each, closure)
-            self._unscaled.discard(id(each))
-        if self.levers is not None:
-            self.levers.end_update()
-        if self._parallel is not None:
-            self._parallel.end_update()
-        # An update forgets whose gradients are unscaled; one that was, to be clipped, is still to step.
-        if self.scaler.is_on and not self._unscaled:
-            self.scaler.update()
+            if scaler.is_on:
+                scaler.step(each, closure)
+                self._unscaled.discard(id(each))
+            elif closure is None:  # the step of some optimizers takes no argument
+                each.step()
+            else:
+                each.step(closure)
+        for end_update in moments.end_update:
+            end_update()
+        # GradScaler.update() forgets which optimizers were unscaled. It therefore waits until every optimizer that was
+        # unscaled for clipping has stepped.
+        if scaler.is_on and not self._unscaled:
+            scaler.update()
         if not self.hooks.keeps_gradients:
             self.free_gradients(optimizer)
 
+    def _chosen(self, optimizer: Optimizer | None) -> list[Optimizer]:
+        return self.optimizers if optimizer is None else [optimizer]
+
     def leave_out_update(self) -> None:
-        """Gradients that are there are not used; the loss scale is as before them."""
+        """Discard the current gradients without an update. The loss scale does not change."""
         state = self.scaler.state()
-        self.scaler.update()  # otherwise it rejects other gradients
+        self.scaler.update()  # otherwise the scaler does not unscale the next gradients
         self.scaler.load(state)
         self._unscaled.clear()
 
     def zero_grad(self) -> None:
+        """Free the gradients of all optimizers."""
         for optimizer in self.optimizers:
             optimizer.zero_grad()
 
@@ -355,7 +362,7 @@ class EagerEngine:
         return (each for optimizer in self.optimizers for group in optimizer.param_groups for each in group["params"])
 
     def weights(self) -> dict[str, Any]:
-        self.settle()  # what a checkpoint holds are the parts, not what was gathered from them
+        self.settle()  # a checkpoint stores the shards, not the unsharded parameters
         return self.module.state_dict()
 
     def state(self) -> dict[str, Any]:
@@ -365,7 +372,7 @@ class EagerEngine:
             "module": self.weights(),
             "optimizers": [optimizer_state(optimizer, names) for optimizer in self.optimizers],
             "scaler": self.scaler.state(),
-            **({} if self._updates is None else self._updates.state()),
+            **self._updates.state(),
         }
 
     def check(self, state: Mapping[str, Any]) -> None:
@@ -374,8 +381,8 @@ class EagerEngine:
             raise CheckpointError(
                 "optimizer",
                 [type(optimizer).__name__ for optimizer in self.optimizers],
-                f"the checkpoint has {len(state['optimizers'])} optimizers, this run {len(self.optimizers)}",
-                "Configure the optimizers as in the run that was saved",
+                f"the checkpoint has {len(state['optimizers'])} optimizers, but this run has {len(self.optimizers)}",
+                "Configure the same optimizers as in the saved run",
             )
         names = parameter_names(self.module)
         for index, (optimizer, saved) in enumerate(zip(self.optimizers, state["optimizers"], strict=True)):
@@ -390,27 +397,29 @@ class EagerEngine:
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             load_optimizer(optimizer, saved, names)
         self.scaler.load(state["scaler"])
-        if self._updates is not None:
-            self._updates.load(state, self.device)
+        self._updates.load(state, self.device)
 
-    def _weights(self, batches: Sequence[Any]) -> Sequence[float | Tensor] | None:
-        """The share of each micro-batch in the terms of all; None where losses are added as they are."""
+    def _weights(self, batches: Sequence[Any]) -> tuple[float | Tensor, ...]:
+        """Return each micro-batch's fraction of the global batch's loss terms. Empty if losses are summed."""
         if self._count_terms is None:
-            return None
+            return ()
         counts = [_on_host(self._count_terms(batch)) for batch in batches]
         if not all(isinstance(count, (int, float, Tensor)) for count in counts):
             raise TrainingError(
-                "num_loss_terms", counts, "these are no counts", "Return an integer or a 0-dim tensor for each batch"
+                "num_loss_terms",
+                counts,
+                "must return a number for each micro-batch",
+                "Return an integer or a 0-dim tensor for each batch",
             )
         total = self._over_ranks(sum(counts))
         if not isinstance(total, Tensor) and total <= 0:
             raise TrainingError(
                 "num_loss_terms",
                 counts,
-                "no micro-batch of this step has a single term to average over",
-                "Look at the targets: are all of them ignored?",
+                "no micro-batch of this step has a loss term to average over",
+                "Check the targets: all of them may be ignored",
             )
-        return [count / total for count in counts]
+        return tuple(count / total for count in counts)
 
     def _over_ranks(self, count: Any) -> Any:
         if self.ranks.is_alone:
@@ -420,55 +429,66 @@ class EagerEngine:
 
 
 class _Closure:
-    """The loss and the gradients of the last micro-batch, as often as it is called; the others ran before."""
+    """Closure for the optimizer, created after all micro-batches except the last have run.
+
+    Each call computes the loss and the gradients of the last micro-batch.
+    """
 
     def __init__(self, engine: EagerEngine, window: _Window, on_device: Any) -> None:
         self._engine = engine
         self._window = window
         self._on_device = on_device
-        self._loss, self._left_out = window.loss, list(window.left_out)  # of the micro-batches before
+        self._loss, self._left_out = window.loss, window.left_out  # of the earlier micro-batches
 
     @torch.enable_grad()
     def __call__(self) -> Tensor | None:
-        window = self._window
-        window.loss, window.left_out = self._loss, list(self._left_out)
-        self._engine._micro_batch(window, self._on_device)
-        if window.left_out and window.loss is not None:  # now: an update may follow
-            self._engine._weigh_again(window)
-        return window.last_loss
+        engine, window = self._engine, self._window
+        window.loss, window.left_out = self._loss, self._left_out
+        loss = engine._micro_batch(window, window.size - 1, self._on_device)
+        if window.left_out:  # immediately, because an update may follow
+            engine._weigh_again(window)
+        return loss
 
 
 def _on_host(count: Any) -> Any:
-    """A count that is there without waiting, as a number: only of numbers can be seen that there is no term."""
+    """Convert a CPU count to a Python number, which can be compared with zero without synchronizing the device."""
     return count.item() if isinstance(count, Tensor) and count.is_cpu else count
 
 
 def loss_of(output: Any) -> Tensor | None:
-    """The loss in what a training step returned.
+    """Return the loss in the output of a training step, or None if the step returned None.
 
     Raises:
-        TrainingError: it is not a scalar tensor that depends on the parameters.
+        TrainingError: the loss is not a scalar tensor that depends on the parameters.
     """
-    if output is None:
-        return None
-    # The tensor is tried first: asking an abstract class costs more than all the rest here.
-    loss = output if isinstance(output, Tensor) or not isinstance(output, Mapping) else output.get("loss")
-    if not isinstance(loss, Tensor):
-        raise TrainingError(
-            "training_step",
-            output,
-            "returned a mapping without a tensor at 'loss'" if isinstance(output, Mapping) else "returned no tensor",
-            "Return the loss as a 0-dim tensor, or {'loss': loss}",
-        )
+    if not isinstance(output, Tensor):
+        if output is None:
+            return None
+        output = _loss_in(output)
+    loss: Tensor = output
     if loss.numel() != 1:
         raise TrainingError(
-            "training_step", tuple(loss.shape), "the loss is not a scalar", "Reduce it, e.g. return loss.mean()"
+            "training_step", tuple(loss.shape), "the loss must be a scalar", "Reduce it, for example with loss.mean()"
         )
     if not loss.requires_grad:
         raise TrainingError(
             "training_step",
             loss,
-            "the loss does not depend on any parameter that requires a gradient",
-            "Do not detach it, and leave some parameters unfrozen",
+            "the loss must depend on a parameter that requires a gradient",
+            "Do not detach the loss, and unfreeze at least one parameter",
         )
     return loss
+
+
+def _loss_in(output: object) -> Tensor:
+    """Return the loss in an output that is not a tensor itself."""
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    if isinstance(loss, Tensor):
+        return loss
+    problem = "must contain a tensor at 'loss'" if isinstance(output, Mapping) else "must return a tensor"
+    raise TrainingError("training_step", output, problem, "Return the loss as a 0-dim tensor, or {'loss': loss}")
+
+
+def _is_complex(loss: Tensor) -> TrainingError:
+    problem = "is complex, but only a real loss can be minimized"
+    return TrainingError("loss", loss.detach(), problem, "Return a real loss, for example loss.abs()")

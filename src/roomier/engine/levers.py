@@ -1,79 +1,77 @@
-"""The levers of the Plan that work inside a forward, put in place around a network. The order is the design."""
+"""Memory techniques that act inside a forward. The order in which they are installed matters."""
 
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
 from roomier.activation.block_forward import Recompute
 from roomier.activation.recompute import apply_recompute
-from roomier.api.blocks import find_blocks
 from roomier.attention.kernels import attention_context
 from roomier.core.log import notice
-from roomier.core.ranks import Ranks
 from roomier.core.wrapped_forward import unwrap
 from roomier.engine.compile import CompileClock, compile_blocks
+from roomier.engine.facts import Facts
 from roomier.engine.first_forward import FirstForward, MakeContext, both
 from roomier.loss.chunked import LossWatch, apply_chunked_loss
 from roomier.plan import Plan
 from roomier.precision.lstm import replace_missing_lstm_kernels
-from roomier.precision.policy import Precision
 from roomier.precision.sizes import size_warnings
 
 
 @dataclass
 class Levers:
-    """What the engine asks of them at each step, and how they are taken away.
+    """Techniques that are installed in the forward of a network.
 
     Attributes:
-        forward_context: what a step runs in.
-        backward_context: what its backward runs in, where blocks are computed again.
-        recompute: what blocks compute again; None where nothing is.
-        output_layer: whose logits are computed when they are read; None where they are at once.
+        network: the network that they are installed in.
+        forward_context: creates the context of a forward.
+        backward_context: creates the context of a backward, in which blocks may be recomputed.
+        recompute: recomputation of blocks. It has no blocks if nothing is recomputed or offloaded.
+        output_layer: the layer whose logits are computed in chunks. None without a chunked loss.
     """
 
     network: nn.Module
     forward_context: FirstForward
     backward_context: MakeContext
-    recompute: Recompute | None = None
+    recompute: Recompute = field(default_factory=lambda: Recompute(()))
     output_layer: nn.Linear | None = None
 
     def end_update(self) -> None:
-        """After each update of parameters."""
-        if self.output_layer is not None:  # fused optimizers do not tell autograd that they write
+        """Mark the parameters of the output layer as changed, because fused optimizers bypass autograd's counters."""
+        if self.output_layer is not None:
             torch.autograd.graph.increment_version(list(self.output_layer.parameters()))
 
     def undo(self) -> None:
-        """The network as it was; what was trained stays."""
+        """Restore the forwards of the network. Its parameters keep their values."""
         unwrap(self.network)
 
 
-def apply_levers(plan: Plan, network: nn.Module, device: torch.device, precision: Precision, ranks: Ranks) -> Levers:
-    """Put the levers of ``plan`` in place on ``network``, whose parameters are on ``device`` but not divided yet.
+def apply_levers(plan: Plan, facts: Facts) -> Levers:
+    """Install the techniques of ``plan`` in a network whose parameters are on the device, but not sharded yet.
 
     Raises:
-        RoomierError: the network has no blocks, or no output layer, that a lever needs.
+        RoomierError: the network lacks the blocks or the output layer that a technique requires.
     """
+    network, blocks, device, precision = facts.network, facts.blocks, facts.device, facts.precision
     kernel = attention_context(plan.attention, device, precision.autocast_dtype or precision.weight_dtype)
     context = precision.forward_context()
     levers = Levers(network, FirstForward(context if kernel is nullcontext else both(context, kernel)), kernel)
-    levers.undo()  # those of an engine before this one
-    replace_missing_lstm_kernels(network, precision)  # innermost: recomputed and compiled blocks call them
+    levers.undo()  # of an earlier engine
+    replace_missing_lstm_kernels(network, precision)  # innermost, because recomputed and compiled blocks call them
     for warning in size_warnings(network, precision, device):
         notice(warning)
-    blocks = find_blocks(network)
     try:
         if plan.loss.chunked:
-            levers.output_layer = apply_chunked_loss(network, plan.loss.chunk_tokens)
+            levers.output_layer = apply_chunked_loss(network, blocks, plan.loss.chunk_tokens)
             levers.forward_context.watches.append(LossWatch(levers.output_layer))
-        levers.recompute = apply_recompute(blocks, plan.activation, plan.offload, device, ranks)
+        levers.recompute = apply_recompute(blocks, plan.activation, plan.offload, device, facts.ranks)
         if plan.compile.enabled:
-            compile_blocks(blocks, device)  # around what is computed again, so that the compiler sees it
-            if levers.recompute is not None:
-                levers.recompute.move_compiled()  # around that again: it does not see what moves
+            compile_blocks(blocks, device)  # outside recomputation, so that the compiler traces both
+            levers.recompute.move_compiled()  # outside the compiler, which cannot trace the moves
             levers.forward_context.watches.append(CompileClock())
     except BaseException:
         levers.undo()

@@ -1,61 +1,102 @@
-"""Protocol of a model that is distributed across ranks, as the engine uses it in each step."""
+"""Protocol of a model that is distributed across ranks, and its implementation for a single rank."""
+
+from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from torch import Tensor, nn
 
+from roomier.core import torch_private
+
 
 class Parallel(Protocol):
-    """What a module was made into for several ranks: what the engine tells it at each step.
+    """Wrapper that distributes a module across ranks, with the methods that the engine calls in each step.
 
     Attributes:
-        runner: calls a step on a batch, with the parameters there that it needs.
-        loss_factor: what each loss is multiplied by, so that the gradients are their sum over the ranks.
-        allows_inference_mode: what is gathered in ``torch.inference_mode`` serves training afterwards.
-        trace: stands for the parts of the model that were run so far, in their order; the same on all ranks, or one
-            rank took what it gathered for another part.
-        late_parameters: whose gradients are complete after :meth:`end_backward`, not when autograd has them.
+        loss_factor: factor of each loss. With it, the reduced gradients are the sum over the ranks.
+        allows_inference_mode: whether parameters that were unsharded in ``torch.inference_mode`` can be trained
+            afterwards.
+        trace: hash of the units of the model that ran so far, in their order. It must be equal on all ranks.
+            Otherwise a rank received parameters of the wrong unit.
+        late_parameters: parameters whose gradients are complete only after :meth:`end_backward`.
     """
 
-    runner: nn.Module
     loss_factor: float
     allows_inference_mode: bool
     trace: int
     late_parameters: Sequence[nn.Parameter]
 
+    @property
+    def runner(self) -> nn.Module | None:
+        """Module that runs a step with the parameters that the step needs. None if nothing is distributed.
+
+        It can change between two steps.
+        """
+        ...
+
     def begin_micro_batch(self, *, is_first: bool, is_last: bool) -> None:
-        """Before the forward of each micro-batch of a step."""
+        """Prepare the forward of the next micro-batch of a step."""
         ...
 
     def begin_backward(self) -> None:
-        """Before each backward, with the gradients there that it is added to."""
+        """Prepare a backward, which adds to the gradients that exist."""
         ...
 
     def end_backward(self) -> None:
-        """After each backward."""
+        """Finish a backward."""
         ...
 
     def end_update(self) -> None:
-        """After each update of parameters."""
+        """React to an update of the parameters."""
         ...
 
     def release(self) -> None:
-        """Free what is gathered: after an evaluation, and before parameters are looked at by name."""
+        """Free unsharded parameters, after an evaluation or before parameters are read by name."""
         ...
 
     def trained_parameters_changed(self) -> None:
-        """Some were frozen or unfrozen since the last step, on all ranks."""
+        """React to parameters that were frozen or unfrozen since the last step. Every rank calls this method."""
         ...
 
     def clip_grad_norm_(self, parameters: Sequence[Tensor], max_norm: float) -> Tensor:
-        """Scale the gradients down to ``max_norm``; their norm before, over all ranks."""
+        """Scale the gradients to at most ``max_norm``. Return their norm before clipping, over all ranks (0-dim)."""
         ...
 
     def clip_grad_value_(self, parameters: Sequence[Tensor], max_value: float) -> None:
-        """Clamp each element of the gradients."""
+        """Clamp each element of the gradients to ``[-max_value, max_value]``."""
         ...
 
     def join_norms(self, norms: Mapping[Tensor, Tensor]) -> Tensor:
-        """The norm of all gradients, over all ranks (0-dim), from that of this rank's part of each, by parameter."""
+        """Return the norm of all gradients, over all ranks (0-dim).
+
+        Args:
+            norms: norm of this rank's shard of each gradient, by parameter.
+        """
         ...
+
+
+class Alone:
+    """:class:`Parallel` for a single rank, which neither shards nor reduces."""
+
+    runner = None
+    loss_factor = 1.0
+    allows_inference_mode = True
+    trace = 0
+    late_parameters: Sequence[nn.Parameter] = ()
+
+    def begin_micro_batch(self, *, is_first: bool, is_last: bool) -> None: ...
+    def begin_backward(self) -> None: ...
+    def end_backward(self) -> None: ...
+    def end_update(self) -> None: ...
+    def release(self) -> None: ...
+    def trained_parameters_changed(self) -> None: ...
+
+    def clip_grad_norm_(self, parameters: Sequence[Tensor], max_norm: float) -> Tensor:
+        return nn.utils.clip_grad_norm_(parameters, max_norm)
+
+    def clip_grad_value_(self, parameters: Sequence[Tensor], max_value: float) -> None:
+        nn.utils.clip_grad_value_(parameters, max_value)
+
+    def join_norms(self, norms: Mapping[Tensor, Tensor]) -> Tensor:
+        return torch_private.join_norms(list(norms.values()))

@@ -44,6 +44,7 @@ def make_optimizer(
     weight_decay: float | None = None,
     options: Mapping[str, Any] | None = None,
     weight_rounding: str | None = None,
+    blocks: Sequence[nn.Module] | None = None,
 ) -> Optimizer:
     """Create the optimizer ``name`` for the parameters of ``network`` that require gradients.
 
@@ -60,6 +61,7 @@ def make_optimizer(
         options: additional keyword arguments of the class (``betas``, ``eps``, ``momentum``, ...).
         weight_rounding: storage of weights that are or will be bfloat16: ``"split"``, ``"stochastic"``, ``"nearest"``;
             None is ``"split"``. Optimizers other than AdamW and Lion always round to nearest.
+        blocks: the blocks of ``network``, whose matrices ``"muon"`` updates. None searches them.
 
     Raises:
         PlanError: no parameter requires a gradient, the class does not have an option, or Muon finds no matrix.
@@ -67,7 +69,7 @@ def make_optimizer(
     Example:
         >>> optimizer = make_optimizer("adamw", model, lr=3e-4, options={"betas": (0.9, 0.95)})
     """
-    trained = trained_parameters(network)
+    trained = trained_parameters(network, blocks)
     if weight_rounding is None and any(parameter.dtype is torch.bfloat16 for parameter, _ in trained):
         weight_rounding = "split"  # the model has bfloat16 weights
     kind = _class_of(name, weight_rounding)

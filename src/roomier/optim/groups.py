@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -30,11 +31,17 @@ class Trait:
     is_hidden: bool
 
 
-def trained_parameters(network: nn.Module) -> list[tuple[nn.Parameter, Trait]]:
-    """Return the parameters that require gradients in the order of the network. Tied parameters appear one time."""
+def trained_parameters(
+    network: nn.Module, blocks: Sequence[nn.Module] | None = None
+) -> list[tuple[nn.Parameter, Trait]]:
+    """Return the parameters that require gradients in the order of the network. Tied parameters appear one time.
+
+    Args:
+        blocks: the blocks of ``network``. None searches them.
+    """
     norms = {p for part in network.modules() if isinstance(part, _NORMS) for p in part.parameters(recurse=False)}
     looked_up = {p for part in network.modules() if isinstance(part, _LOOKUPS) for p in part.parameters(recurse=False)}
-    of_blocks = {p for block in find_blocks(network) for p in block.parameters()}
+    of_blocks = {p for block in (find_blocks(network) if blocks is None else blocks) for p in block.parameters()}
     found = []
     for name, parameter in network.named_parameters():
         if not parameter.requires_grad:

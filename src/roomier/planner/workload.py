@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from roomier.api.adapt import as_module
+from roomier.api.blocks import find_blocks
 from roomier.api.kept_weights import KeptWeights
 from roomier.api.module import Module
 from roomier.api.wrapped import network_of
@@ -84,6 +86,11 @@ class Workload:
         if self.activation_factor == 1 or plan.activation.policy == "budget":
             return stretches
         return tuple(each.with_activations(self.activation_factor) for each in stretches)
+
+    @cached_property
+    def blocks(self) -> tuple[nn.Module, ...]:
+        """The blocks of the module, see :func:`roomier.api.blocks.find_blocks`."""
+        return tuple(find_blocks(network_of(self.module)))
 
     @property
     def num_parameters(self) -> int:

@@ -11,9 +11,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import nn
-
-from roomier.api.blocks import find_blocks
 from roomier.api.module import Module
 from roomier.api.wrapped import network_of
 from roomier.core.batch_norms import BATCH_NORMS
@@ -65,11 +62,10 @@ def candidates(
     """
     if plan.parallel.strategy != "auto":
         return (Candidate(plan, workload.batch_size),)
-    network = network_of(workload.module)
     axes = [
         _strategies(plan),
-        _kept_activations(plan, network, machine),
-        *(_lever_positions(lever, plan, network) for lever in LEVERS),
+        _kept_activations(plan, workload, machine),
+        *(_lever_positions(lever, plan, workload) for lever in LEVERS),
         _precisions(plan),
         _optimizers(plan),
         _cuts(plan, workload, keeps_micro_batch),
@@ -83,7 +79,7 @@ def candidates(
             refused.setdefault((candidate.plan.parallel.strategy, candidate.refusal), candidate)
         else:
             found.append(candidate)
-    return (*found, *refused.values(), *_never_open(plan, workload, network, keeps_micro_batch))
+    return (*found, *refused.values(), *_never_open(plan, workload, keeps_micro_batch))
 
 
 def changed(plan: Plan, changes: Changes) -> Plan:
@@ -146,8 +142,8 @@ def _strategies(plan: Plan) -> list[Changes]:
     return found + [{"parallel.strategy": "hsdp", "parallel.shard_size": size} for size in sizes if size > 1]
 
 
-def _kept_activations(plan: Plan, network: nn.Module, machine: Machine) -> list[Changes]:
-    if plan.activation.policy != "none" or not find_blocks(network):
+def _kept_activations(plan: Plan, workload: Workload, machine: Machine) -> list[Changes]:
+    if plan.activation.policy != "none" or not workload.blocks:
         return [{}]
     found: list[Changes] = [{}, {"activation.policy": "selective"}, {"activation.policy": "full"}]
     if machine.device.kind == "cuda" and plan.offload.activations == "none":
@@ -155,9 +151,9 @@ def _kept_activations(plan: Plan, network: nn.Module, machine: Machine) -> list[
     return found
 
 
-def _lever_positions(lever: Lever, plan: Plan, network: nn.Module) -> list[Changes]:
+def _lever_positions(lever: Lever, plan: Plan, workload: Workload) -> list[Changes]:
     is_allowed = not lever.must_be_allowed or lever.keyword in plan.choice.words
-    return [{}, {lever.field: lever.on}] if is_allowed and can_add(lever, plan, network) else [{}]
+    return [{}, {lever.field: lever.on}] if is_allowed and can_add(lever, plan, workload) else [{}]
 
 
 def _precisions(plan: Plan) -> list[Changes]:
@@ -185,7 +181,7 @@ def _cuts(plan: Plan, workload: Workload, keeps_micro_batch: str) -> list[Change
     return [{"batch.accumulate_grad_batches": accumulate * num} for num in pieces]
 
 
-def _never_open(plan: Plan, workload: Workload, network: nn.Module, keeps_micro_batch: str) -> Iterator[Candidate]:
+def _never_open(plan: Plan, workload: Workload, keeps_micro_batch: str) -> Iterator[Candidate]:
     """Return options that the model or its data rule out for every strategy, one candidate each."""
     strategy = "single" if plan.parallel.num_ranks == 1 else "ddp"
 
@@ -193,7 +189,7 @@ def _never_open(plan: Plan, workload: Workload, network: nn.Module, keeps_micro_
         return Candidate(refused_plan(plan, {"parallel.strategy": strategy, **changes}), micro_batch, reason)
 
     given = workload.batch_size
-    if plan.activation.policy == "none" and not find_blocks(network):
+    if plan.activation.policy == "none" and not workload.blocks:
         reason = "the model has no blocks (repeated modules), which recomputation requires"
         yield refused({"activation.policy": "full"}, given, reason)
     why = keeps_micro_batch or keeps_batches_whole(workload.module)
@@ -205,21 +201,21 @@ def _never_open(plan: Plan, workload: Workload, network: nn.Module, keeps_micro_
         yield refused({"optimizer.name": names[0]}, given, reason)
     for lever in LEVERS:
         is_asked = lever.keyword in plan.choice.words and not lever.is_used(plan)
-        if is_asked and not can_add(lever, plan, network):
+        if is_asked and not can_add(lever, plan, workload):
             reason = lever.conflict(plan) or f"the model has no output layer, which a {lever.words} requires"
             yield refused({lever.field: lever.on}, given, reason)
 
 
-def can_add(lever: Lever, plan: Plan, network: nn.Module) -> bool:
-    """Return whether ``lever`` is a change of ``plan`` that ``network`` supports."""
+def can_add(lever: Lever, plan: Plan, workload: Workload) -> bool:
+    """Return whether ``lever`` is a change of ``plan`` that the model supports."""
     if lever.is_used(plan) or lever.conflict(plan):
         return False
-    return not lever.changes_output_layer or _has_output_layer(network)
+    return not lever.changes_output_layer or _has_output_layer(workload)
 
 
-def _has_output_layer(network: nn.Module) -> bool:
+def _has_output_layer(workload: Workload) -> bool:
     try:
-        find_output_layer(network)
+        find_output_layer(network_of(workload.module), workload.blocks)
     except RoomierError:
         return False
     return True

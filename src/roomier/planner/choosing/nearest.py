@@ -7,9 +7,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from torch import nn
-
-from roomier.api.wrapped import network_of
 from roomier.core.errors import PlanError, RoomierError
 from roomier.core.units import format_bytes
 from roomier.hardware.devices import SHEETS
@@ -104,7 +101,7 @@ def _ways(
             yield f"Use {as_call(trainer_keywords(found.chosen.plan))}{_with_batch(found.chosen, workload)}"
             return
         smallest = min((each.forecast for each in found.considered if each.forecast), key=lambda each: each.peak_bytes)
-    allowed = _allowing(peaks, plan, smallest, budget, network_of(workload.module))
+    allowed = _allowing(peaks, plan, smallest, budget, workload)
     if allowed is not None:
         yield allowed
     smaller = _smaller_batch(peaks, workload.batch_size, smallest, budget) if keeps_micro_batch else None
@@ -174,13 +171,13 @@ class _Peaks:
         return None
 
 
-def _allowing(peaks: _Peaks, plan: Plan, smallest: Forecast, budget: int, network: nn.Module) -> str | None:
+def _allowing(peaks: _Peaks, plan: Plan, smallest: Forecast, budget: int, workload: Workload) -> str | None:
     """Return the advice to allow the fewest choices with which a plan fits, exact labels first; None if none does."""
     levers = [lever for lever in LEVERS if lever.must_be_allowed and lever.keyword not in _words(plan)]
     modes = [mode for mode in _PRECISIONS if smallest.plan.precision.mode == "32-true" and mode not in _words(plan)]
     has_adam = smallest.plan.optimizer.name in ("adamw", "adam")
     names = [name for name in _SMALL_STATES if has_adam and name not in _words(plan)]
-    possible = [lever for lever in levers if can_add(lever, smallest.plan, network)]
+    possible = [lever for lever in levers if can_add(lever, smallest.plan, workload)]
     axes: list[list[tuple[str, Changes]]] = [[(lever.keyword, {lever.field: lever.on})] for lever in possible]
     axes += [
         [(mode, {"precision.mode": mode}) for mode in modes],

@@ -22,8 +22,9 @@ from roomier.api.module import Module
 from roomier.core.device import resolve_device
 from roomier.core.errors import PlanError, RoomierError
 from roomier.core.world import World
-from roomier.engine.build import build, configure
+from roomier.engine.build import build
 from roomier.engine.eager import EagerEngine
+from roomier.engine.optimizers import configure
 from roomier.plan import Plan, plan_from_flags
 from roomier.plan.choices import CHOICES
 from roomier.plan.levers import LEVERS
@@ -111,7 +112,9 @@ def can_build(plan: Plan, module: Module) -> bool:
     try:
         with fake_world(world, is_pairwise=True) as ranks:
             copied = shapes_of(module)
-            engine, _ = build(plan, copied, lambda: configure(plan, copied, lambda: 1000.0), EagerEngine, ranks)
+            engine, _ = build(
+                plan, copied, lambda blocks: configure(plan, copied, lambda: 1000.0, blocks), EagerEngine, ranks
+            )
             engine.close()
     except Exception:  # advice only, so a failure here must not hide the original error
         return False

@@ -12,14 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from roomier.api.blocks import find_blocks
 from roomier.api.kept_weights import KeptWeights
 from roomier.api.module import Module
 from roomier.api.step_arguments import num_step_arguments
-from roomier.api.wrapped import network_of
 from roomier.core.world import World
-from roomier.engine.build import build, configure
+from roomier.engine.build import build
 from roomier.engine.eager import EagerEngine
+from roomier.engine.optimizers import configure
 from roomier.memory.kinds import Kind, total_bytes
 from roomier.memory.tracker import MemoryTracker, Snapshot, tracking
 from roomier.optim.averaging import WeightAverage, tensors_to_average
@@ -118,7 +117,9 @@ def dry_run(workload: Workload, plan: Plan, *, rank: int = 0, is_pairwise: bool 
     device = torch.device("cpu")
     with fake_world(world, is_pairwise=is_pairwise, like=like) as ranks:
         module = shapes_of(workload.module, precision_of(plan.precision.mode, device).weight_dtype)
-        engine, _ = build(plan, module, lambda: configure(plan, module, lambda: _NUM_STEPS), EagerEngine, ranks)
+        engine, _ = build(
+            plan, module, lambda blocks: configure(plan, module, lambda: _NUM_STEPS, blocks), EagerEngine, ranks
+        )
         return _tracked_step(
             engine,
             module,
@@ -215,7 +216,7 @@ def _tracked_step(
     num_steps_before: int,
 ) -> DryRun:
     takes_index = num_step_arguments(module, "training_step", 2) > 1
-    places = named_places(network_of(module), find_blocks(network_of(module)))
+    places = named_places(engine.module, engine.blocks)
     counter = WorkCounter()
     at_hand: list[Any] = []  # a loop holds each micro-batch until the next one begins, the last until the update ends
     engine.hooks.batch_start = lambda batch, _: at_hand.append(batch)

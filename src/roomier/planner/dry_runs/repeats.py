@@ -21,9 +21,10 @@ from roomier.api.module import Module
 from roomier.api.wrapped import network_of
 from roomier.core import torch_private
 from roomier.core.log import notice
-from roomier.parallel.shard import find_closed_blocks
+from roomier.parallel.shard import closed_blocks
 from roomier.plan import Plan
 from roomier.planner.fake.user_code import reason_of
+from roomier.planner.workload import Workload
 
 _LONGEST_TURN = 8
 _reported: WeakSet[nn.Module] = WeakSet()
@@ -53,12 +54,13 @@ class Repeat:
         return [f"{prefix}{position}" for position in range(begin, begin + self.length)]
 
 
-def find_repeats(network: nn.Module, plan: Plan, *, least: int) -> list[Repeat]:
-    """Return rows of at least ``least`` periods of blocks in ``network`` that ``plan`` treats identically."""
+def find_repeats(workload: Workload, plan: Plan, *, least: int) -> list[Repeat]:
+    """Return rows of at least ``least`` periods of blocks that ``plan`` treats identically."""
     if plan.activation.policy == "budget" or _names_a_block(plan):
         return []
     step = (plan.activation.every_n or 2) if plan.activation.policy == "every_n" else 1
-    blocks = set(find_closed_blocks(network))
+    network = network_of(workload.module)
+    blocks = set(closed_blocks(network, workload.blocks))
     found: list[Repeat] = []
     for name, container in network.named_modules():
         if isinstance(container, (nn.ModuleList, nn.Sequential)) and type(container) in (nn.ModuleList, nn.Sequential):

@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from roomier.api.wrapped import network_of
 from roomier.core.errors import PlanError
 from roomier.memory.kinds import Kind
 from roomier.plan import Plan
@@ -59,7 +58,7 @@ def dry_run_by_depth(
     def trace(traced: Workload) -> DryRun:
         return dry_run(traced, plan, rank=rank, is_pairwise=is_pairwise, like=like)
 
-    repeats = find_repeats(network_of(workload.module), plan, least=_LEAST)
+    repeats = find_repeats(workload, plan, least=_LEAST)
     if _saves(repeats):
         try:
             return _from_shallow_copies(workload, repeats, trace)

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from roomier.api.wrapped import network_of
 from roomier.core.errors import PlanError
 from roomier.plan import Plan
 from roomier.planner.dry_runs.repeats import Repeat, find_repeats, report_full_trace, shallow_copy
@@ -33,7 +32,7 @@ def take_deep_trace(workload: Workload, plan: Plan, *, is_cut: bool, like: str =
     Raises:
         RoomierError: ``build`` rejects the plan.
     """
-    repeats = find_repeats(network_of(workload.module), plan, least=_LEAST)
+    repeats = find_repeats(workload, plan, least=_LEAST)
     if repeats:
         try:
             return _from_shallow_copies(

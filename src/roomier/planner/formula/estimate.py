@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from roomier.api.blocks import find_blocks
 from roomier.api.wrapped import network_of
 from roomier.core.world import World
-from roomier.engine.build import build, configure
+from roomier.engine.build import build
 from roomier.engine.eager import EagerEngine
+from roomier.engine.optimizers import configure
 from roomier.hardware.machine import Machine
 from roomier.memory.kinds import Kind
 from roomier.memory.model_states import copied_bytes, kept_bytes
@@ -73,7 +73,7 @@ class Estimator:
         self._blends: dict[Hashable, Trace] = {}
         self._moved: dict[int, tuple[Trace, int]] = {}
         network = network_of(workload.module)
-        blocks = set(find_blocks(network))
+        blocks = set(workload.blocks)
         self._blocks = frozenset(name for name, module in network.named_modules() if module in blocks)
         self._workloads: dict[int, Workload] = {workload.batch_size: workload}
 
@@ -230,7 +230,9 @@ def _build_on_one(workload: Workload, plan: Plan) -> _Built:
     precision = precision_of(plan.precision.mode, _CPU)
     with fake_world(World(0, 1, 0, 0, 1), is_pairwise=True) as ranks:
         module = shapes_of(workload.module, precision.weight_dtype)
-        engine, _ = build(alone, module, lambda: configure(alone, module, lambda: _NUM_STEPS), EagerEngine, ranks)
+        engine, _ = build(
+            alone, module, lambda blocks: configure(alone, module, lambda: _NUM_STEPS, blocks), EagerEngine, ranks
+        )
         network = engine.module
         names = {parameter: name for name, parameter in network.named_parameters()}
         updated_by = {
@@ -244,7 +246,7 @@ def _build_on_one(workload: Workload, plan: Plan) -> _Built:
         averaged = tensors_to_average((), ((name, each) for name, each in network.named_buffers() if name in saved))
         engine.close()
         return _Built(
-            units_with_weights(network, precision.autocast_dtype, precision.weight_dtype),
+            units_with_weights(network, engine.blocks, precision.autocast_dtype, precision.weight_dtype),
             buffer_bytes(network),
             sum(each.numel() * max(each.itemsize, 4) for each in averaged.values()),
             engine.optimizers,

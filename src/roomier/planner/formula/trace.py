@@ -26,10 +26,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from roomier.api.blocks import find_blocks
 from roomier.api.module import Module
 from roomier.api.step_arguments import num_step_arguments
-from roomier.api.wrapped import network_of
 from roomier.core.tree import map_tensors, tensors
 from roomier.core.world import World
 from roomier.engine.build import build
@@ -37,7 +35,7 @@ from roomier.engine.eager import EagerEngine
 from roomier.memory.kinds import Kind
 from roomier.memory.tracker import MemoryTracker, Snapshot, tracking
 from roomier.optim.configured import Configured
-from roomier.parallel.shard import parts_of, units_of, without_views
+from roomier.parallel.shard import parts_of, root_parameters_of, units_of, without_views
 from roomier.plan import BatchPlan, OptimizerPlan, ParallelPlan, Plan
 from roomier.planner.dry_runs.places import named_places, telling_places
 from roomier.planner.dry_runs.work import Part, Work, WorkCounter
@@ -246,23 +244,25 @@ def take_trace(workload: Workload, plan: Plan, *, is_cut: bool, like: str = "cpu
     precision = precision_of(plan.precision.mode, device)
     with fake_world(World(0, 1, 0, 0, 1), is_pairwise=True, like=like) as ranks:
         module = shapes_of(workload.module, precision.weight_dtype)
-        engine, _ = build(plan, module, lambda: Configured([]), EagerEngine, ranks)
-        inner = _as_if_cut(network_of(module), precision.autocast_dtype) if is_cut else []
+        engine, _ = build(plan, module, lambda _: Configured([]), EagerEngine, ranks)
+        inner = _as_if_cut(engine, precision.autocast_dtype) if is_cut else []
         batch = shapes_of_batch(workload.batch)
         batch_bytes = sum(each.untyped_storage().nbytes() for each in tensors(batch))
         passages, work = _tracked(engine, module, batch, inner, is_cut=is_cut)
     return Trace(workload.batch_size, batch_bytes, tuple(passages), work)
 
 
-def _as_if_cut(network: nn.Module, compute_dtype: torch.dtype | None) -> list[nn.Module]:
+def _as_if_cut(engine: EagerEngine, compute_dtype: torch.dtype | None) -> list[nn.Module]:
     """Convert weights to the dtype in which they would be gathered, and remove views from the outputs of units.
 
     Returns:
         For each unit with two groups of parameters, the modules of the group whose weights are not in matrix products.
     """
-    made: dict[nn.Parameter, nn.Parameter] = {}
+    network = engine.module
+    units = units_of(network, engine.blocks)
+    made = {each: each for each in root_parameters_of(units, compute_dtype)}
     inner: list[nn.Module] = []
-    for unit in units_of(network):
+    for unit in units:
         unit.register_forward_pre_hook(_pass_inputs, with_kwargs=True)
         for modules, dtype in parts_of(unit, compute_dtype):
             if modules != [unit]:
@@ -332,7 +332,6 @@ def _tracked(
     engine: EagerEngine, module: Module, batch: Any, inner: Sequence[nn.Module], *, is_cut: bool
 ) -> tuple[list[Passage], Mapping[Part, Work]]:
     takes_index = num_step_arguments(module, "training_step", 2) > 1
-    network = network_of(module)
     counter = WorkCounter()
 
     def training_step(given: Any) -> Any:
@@ -341,7 +340,7 @@ def _tracked(
     batches = [batch]
     del batch
     with tracking(engine) as tracker, ExitStack() as stack:
-        stack.enter_context(_telling_with_complete(tracker, network, inner, is_cut=is_cut))
+        stack.enter_context(_telling_with_complete(tracker, engine, inner, is_cut=is_cut))
         stack.enter_context(counter.counting(lambda: (tracker.phase, str(tracker.place))))
         tracker.enter("forward")
         engine.forward_backward(lambda batch, _: training_step(batch), batches)
@@ -352,7 +351,7 @@ def _tracked(
 
 @contextmanager
 def _telling_with_complete(
-    tracker: MemoryTracker, network: nn.Module, inner: Sequence[nn.Module], *, is_cut: bool
+    tracker: MemoryTracker, engine: EagerEngine, inner: Sequence[nn.Module], *, is_cut: bool
 ) -> Iterator[None]:
     complete_bytes = 0
 
@@ -373,11 +372,11 @@ def _telling_with_complete(
                 each.register_hook(lambda gradient: tell(tracker.place, True))  # type: ignore[no-untyped-call]
 
     tell("")
-    trained = [each for each in network.parameters() if each.requires_grad]
+    trained = [each for each in engine.module.parameters() if each.requires_grad]
     handles = [each.register_post_accumulate_grad_hook(complete) for each in trained]  # type: ignore[no-untyped-call]
     handles += [each.register_forward_hook(watch) for each in inner]
     try:
-        with telling_places(named_places(network, find_blocks(network)), tell):
+        with telling_places(named_places(engine.module, engine.blocks), tell):
             yield
     finally:
         for handle in handles:

@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from roomier.api.blocks import find_blocks
 from roomier.api.wrapped import network_of
 from roomier.hardware.machine import Device, Machine
 from roomier.memory.predict import layout_of
@@ -76,9 +75,9 @@ def step_time(
     device = torch.device(machine.device.kind)
     precision = precision_of(plan.precision.mode, device)
     if units is None:
-        adapted = with_adapters(network, plan.adapter)
-        units = units_with_weights(adapted, precision.autocast_dtype, precision.weight_dtype)
-    blocks = _names_of_blocks(network) if _treats_blocks_apart(plan) else []
+        adapted, blocks_of_adapted = with_adapters(network, workload.blocks, plan.adapter)
+        units = units_with_weights(adapted, blocks_of_adapted, precision.autocast_dtype, precision.weight_dtype)
+    blocks = _names_of_blocks(workload) if _treats_blocks_apart(plan) else []
     layout = layout_of(plan, device)
     traffic = traffic_of(units, plan, layout, machine)
     again = second_forward(work, plan, blocks)
@@ -106,9 +105,9 @@ def _treats_blocks_apart(plan: Plan) -> bool:
     return plan.activation.policy != "none" or plan.offload.activations != "none" or plan.optimizer.name == "muon"
 
 
-def _names_of_blocks(network: nn.Module) -> list[str]:
-    names = {module: name for name, module in network.named_modules()}
-    return [names[each] for each in find_blocks(network)]
+def _names_of_blocks(workload: Workload) -> list[str]:
+    names = {module: name for name, module in network_of(workload.module).named_modules()}
+    return [names[each] for each in workload.blocks]
 
 
 def _duration(work: Work, device: Device, plan: Plan) -> Duration:

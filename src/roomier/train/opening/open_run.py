@@ -10,6 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from roomier.adapters.found import name_adapters
 from roomier.api.datamodule import DataModule
 from roomier.api.engine import Engine, StepHooks
@@ -18,15 +20,16 @@ from roomier.api.hooks import HookTable
 from roomier.api.lightning import LightningAdapter, logged_hparams_of
 from roomier.api.module import Module
 from roomier.api.overrides import overrides
-from roomier.api.wrapped import network_of
 from roomier.core.errors import DataError, RoomierError
 from roomier.core.log import notice
 from roomier.core.rng import separate_rng
 from roomier.data.batch_feeds import length_of
 from roomier.data.combined import CombinedLoader
-from roomier.engine.build import build, configure
+from roomier.engine.build import build
 from roomier.engine.eager import EagerEngine
+from roomier.engine.facts import Facts, facts_of
 from roomier.engine.materialise import built_in_parts
+from roomier.engine.optimizers import ConfigureOptimizers, configure
 from roomier.loggers.group import LoggerGroup
 from roomier.optim.configured import Configured
 from roomier.plan import Plan
@@ -52,14 +55,14 @@ from roomier.train.settling.checks import check_modes
 from roomier.train.settling.settle import naming_nearest
 
 LOADER_NAMES = {"validate": "val", "test": "test", "predict": "predict"}
-BuildEngine = Callable[[Plan, Module, Callable[[], Configured], Settled], tuple[Engine, Configured]]
+BuildEngine = Callable[[Plan, Module, ConfigureOptimizers, Settled, Facts], tuple[Engine, Configured]]
 
 
 def build_eager(
-    plan: Plan, module: Module, optimizers: Callable[[], Configured], settled: Settled
+    plan: Plan, module: Module, optimizers: ConfigureOptimizers, settled: Settled, facts: Facts
 ) -> tuple[Engine, Configured]:
     """Build the engine of a run on real devices."""
-    return build(plan, module, optimizers, EagerEngine, settled.ranks, settled.start.weights.file)
+    return build(plan, module, optimizers, EagerEngine, settled.ranks, settled.start.weights.file, facts)
 
 
 def make_model(settled: Settled, module: Module) -> None:
@@ -91,17 +94,19 @@ def open_run(
     """
     request, plan, ranks = settled.request, settled.plan, settled.ranks
 
-    def optimizers() -> Configured:
-        return configure(plan, module, settled.num_steps) if request.is_fit else Configured()
+    def optimizers(blocks: Sequence[nn.Module]) -> Configured:
+        return configure(plan, module, settled.num_steps, blocks) if request.is_fit else Configured()
 
     with naming_nearest(plan, module):
-        engine, configured = build(plan, module, optimizers, settled)
+        facts = facts_of(plan, module, ranks)
+        settled = replace(settled, plan=name_adapters(plan, facts.network, facts.blocks))
+        engine, configured = build(plan, module, optimizers, settled, facts)  # adds what is requested only
     with _closed_on_error(engine):
         if request.is_fit:
             check_modes(plan, settled.callbacks, module, configured, request.world.size)
         folder, fitted = settled.start.folder, request.fitted
         return Run(
-            settled=replace(settled, plan=name_adapters(plan, network_of(module))),
+            settled=settled,
             engine=engine,
             hooks=HookTable(request.trainer, module, settled.callbacks if hooked is None else hooked),
             schedulers=Schedulers(module, configured.schedulers),

@@ -1,0 +1,53 @@
+"""Facts: the properties of a network that the techniques of a Plan share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from roomier.api.blocks import find_blocks
+from roomier.api.module import Module
+from roomier.api.wrapped import network_of
+from roomier.core.device import resolve_device
+from roomier.core.ranks import Ranks
+from roomier.plan import Plan
+from roomier.precision.policy import Precision, precision_of
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Properties of a network, determined one time by :func:`facts_of` and passed to every technique.
+
+    Attributes:
+        network: the module whose parameters are trained and saved.
+        blocks: its blocks, see :func:`roomier.api.blocks.find_blocks`. Empty if no layer repeats.
+        device: the device of this rank.
+        precision: the dtypes of weights and computation.
+        ranks: the ranks that train the network together.
+        is_manual: whether the module runs backward and update in its ``training_step`` (manual optimization).
+    """
+
+    network: nn.Module
+    blocks: tuple[nn.Module, ...]
+    device: torch.device
+    precision: Precision
+    ranks: Ranks
+    is_manual: bool = False
+
+
+def facts_of(plan: Plan, module: Module, ranks: Ranks) -> Facts:
+    """Return the facts of the network in ``module`` under ``plan``.
+
+    Techniques replace the parameters and forwards of the network, but its blocks stay the same modules.
+
+    Raises:
+        RoomierError: the device is not available or does not support the precision, or ``model_blocks()`` returns a
+            module that is not part of the network.
+    """
+    device = resolve_device(plan.parallel.accelerator)
+    precision = precision_of(plan.precision.mode, device)
+    network = network_of(module)
+    is_manual = not module.automatic_optimization
+    return Facts(network, tuple(find_blocks(network)), device, precision, ranks, is_manual)

@@ -1,0 +1,61 @@
+"""Moments of a step: the methods that the techniques of an engine provide for each of them.
+
+[Note: moments]
+An object with empty methods can replace ``None`` for a technique that is not used, but calling the empty methods in
+every step takes time. Instead, the engine asks one time which techniques act, and collects their methods in one tuple
+per moment. Most tuples are empty. A new technique adds its methods in :func:`moments_of`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from roomier.engine.levers import Levers
+from roomier.engine.parallel import Parallel
+from roomier.engine.step_in_backward import StepAfterBackward, StepInBackward
+
+Calls = tuple[Callable[..., Any], ...]
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Functions to call at each moment of a step, in their order.
+
+    Attributes:
+        begin_step: before the first micro-batch. Arguments: the optimizers and the micro-batches.
+        begin_micro_batch: before each forward. Keyword arguments: ``is_first`` and ``is_last``.
+        begin_backward: before each backward.
+        end_backward: after each backward.
+        end_gradients: after the last backward of a step.
+        abandon: called in place of ``end_gradients`` if an error ended the step.
+        begin_update: before the optimizers step. Argument: the closure or None.
+        end_update: after the optimizers stepped.
+    """
+
+    begin_step: Calls
+    begin_micro_batch: Calls
+    begin_backward: Calls
+    end_backward: Calls
+    end_gradients: Calls
+    abandon: Calls
+    begin_update: Calls
+    end_update: Calls
+
+
+def moments_of(parallel: Parallel, levers: Levers, updates: StepInBackward | StepAfterBackward) -> Moments:
+    """Collect the methods of the techniques that act."""
+    recompute = levers.recompute
+    divides, recomputes, chunks = parallel.runner is not None, bool(recompute.blocks), levers.output_layer is not None
+    return Moments(
+        # Recomputation is last, because it may start a measurement that only errors after begin_step abandon.
+        begin_step=(updates.begin_step,) * updates.acts + (recompute.begin_step,) * recomputes,
+        begin_micro_batch=(parallel.begin_micro_batch,) * divides,
+        begin_backward=(parallel.begin_backward,) * divides,
+        end_backward=(parallel.end_backward,) * divides,
+        end_gradients=(recompute.end_step,) * recomputes,
+        abandon=(recompute.abandon_step,) * recomputes,
+        begin_update=(updates.end_step,) * updates.acts,
+        end_update=(levers.end_update,) * chunks + (parallel.end_update,) * divides,
+    )

@@ -1,0 +1,151 @@
+"""Optimizers of a run: from the module or from the Plan, and whether they fit the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from roomier.api.module import Module
+from roomier.api.wrapped import network_of
+from roomier.core import torch_private
+from roomier.core.errors import PlanError
+from roomier.core.log import notice
+from roomier.engine.facts import Facts
+from roomier.engine.parallel import Parallel
+from roomier.engine.step_in_backward import StepAfterBackward, StepInBackward
+from roomier.optim.by_name import keeps_updates, make_optimizer
+from roomier.optim.configured import (
+    Configured,
+    LRSchedulerConfig,
+    check_cut_parameters,
+    check_ownership,
+    read_configured,
+)
+from roomier.optim.onebit_adam import onebit_options
+from roomier.optim.schedule import make_schedule
+from roomier.plan import Plan
+from roomier.plan.lever_rules import rounding_in_force
+
+ConfigureOptimizers = Callable[[Sequence[nn.Module]], Configured]
+"""Takes the blocks of the network and returns optimizers and schedulers."""
+
+
+def configure(
+    plan: Plan, module: Module, num_steps: Callable[[], float], blocks: Sequence[nn.Module] | None = None
+) -> Configured:
+    """Return the optimizers of ``module``, or the optimizer that the Plan names.
+
+    Args:
+        num_steps: returns the number of optimizer steps of the run, infinite if unknown. Only schedules call it.
+        blocks: the blocks of the network. None searches them.
+
+    Raises:
+        PlanError: both the module and the Plan define an optimizer, or neither does.
+    """
+    configured = read_configured(module.configure_optimizers())
+    wanted = plan.optimizer
+    if wanted.name is None:
+        if not configured.optimizers and module.automatic_optimization:
+            raise PlanError(
+                "optimizer",
+                None,
+                f"{type(module).__name__} configures no optimizer, and the Trainer names none",
+                "Return one from configure_optimizers, or pass Trainer(optimizer='adamw', learning_rate=3e-4)",
+            )
+        return configured
+    if configured.optimizers:
+        raise PlanError(
+            "optimizer",
+            wanted.name,
+            f"{type(module).__name__}.configure_optimizers returns {type(configured.optimizers[0]).__name__} as well",
+            "Remove one of the two",
+        )
+    return configure_by_name(plan, network_of(module), num_steps, blocks)
+
+
+def configure_by_name(
+    plan: Plan, network: nn.Module, num_steps: Callable[[], float], blocks: Sequence[nn.Module] | None = None
+) -> Configured:
+    """Create the optimizer and the schedule that the Plan names. Arguments as in :func:`configure`."""
+    wanted, options = plan.optimizer, dict(plan.optimizer.options)
+    assert wanted.name is not None
+    if wanted.name == "onebit_adam":
+        options = onebit_options(options, num_steps, wanted.warmup_steps, cuts=plan.parallel.strategy == "zero1")
+    optimizer = make_optimizer(
+        wanted.name,
+        network,
+        lr=wanted.lr,
+        weight_decay=wanted.weight_decay,
+        options=options,
+        weight_rounding=rounding_in_force(plan),
+        blocks=blocks,
+    )
+    if wanted.schedule is None:
+        return Configured([optimizer])
+    schedule: LRScheduler = make_schedule(
+        wanted.schedule,
+        optimizer,
+        num_steps(),
+        warmup_steps=wanted.warmup_steps,
+        min_lr_ratio=wanted.min_lr_ratio,
+    )
+    return Configured([optimizer], [LRSchedulerConfig(schedule, interval="step")])
+
+
+def check_optimizers(plan: Plan, module: Module, configured: Configured) -> None:
+    """Check that ``configured`` can update the parameters of ``module``, and report if it loses small updates.
+
+    Raises:
+        RoomierError: an optimizer has parameters of another module, or does not support sharded parameters.
+    """
+    check_ownership(configured, module.parameters())
+    check_cut_parameters(configured.optimizers)
+    losing = [each for each in configured.optimizers if not keeps_updates(each)]
+    if losing and plan.optimizer.weight_rounding is None:  # otherwise the user chose the rounding
+        names = " and ".join(sorted({type(optimizer).__name__ for optimizer in losing}))
+        notice(
+            f"bfloat16 weights: {names} rounds them to nearest, so most updates below 2^-9 of a weight are lost. "
+            "Trainer(optimizer='adamw'), 'adamw8bit', 'adamw4bit' and 'lion' keep them"
+        )
+
+
+def report_waiting_steps(facts: Facts, optimizers: Sequence[Optimizer]) -> None:
+    """Report the optimizers whose step waits for the device, because of the loss scale."""
+    if facts.device.type == "cpu" or not facts.precision.scales_loss:
+        return
+    for optimizer in optimizers:
+        if not torch_private.skips_on_device(optimizer):
+            notice(
+                f"16-mixed: {type(optimizer).__name__} is not fused, so each step waits for one flag of the device; "
+                "pass fused=True if the optimizer has it"
+            )
+
+
+def updates_of(
+    plan: Plan, facts: Facts, optimizers: Sequence[Optimizer], parallel: Parallel
+) -> StepInBackward | StepAfterBackward:
+    """Return when the optimizers step: during backward, or after it.
+
+    Raises:
+        PlanError: step_in_backward is not supported with manual optimization or with one of the optimizers.
+    """
+    way = plan.optimizer.step_in_backward
+    if way == "none" or not optimizers:
+        return StepAfterBackward()
+    if facts.is_manual:
+        problem = "is not supported with manual optimization, in which training_step steps the optimizers"
+        raise PlanError(
+            "optimizer.step_in_backward", way, problem, "Set step_in_backward=False, or let the Trainer step"
+        )
+    return StepInBackward(
+        facts.network,
+        optimizers,
+        facts.blocks,
+        way=way,
+        batch_plan=plan.batch,
+        join_norms=parallel.join_norms,
+        late=parallel.late_parameters,
+    )
