@@ -16,7 +16,7 @@ from roomier.trainer.keywords.arguments import FORMER_KEYWORDS
 from roomier.trainer.keywords.former_flags import written_today
 
 _TRAINER = "--trainer."
-_FORMER = "is a former argument"
+_FORMER = "was removed from the Trainer"
 
 _UNRECOGNIZED = re.compile(r"unrecognized arguments: (?P<option>\S+)(?: (?P<value>[^-]\S*))?")
 _UNKNOWN_IN_GROUP = re.compile(r"Group '(?P<group>[\w.]+)' does not accept option '(?P<name>[\w.]+)'")

@@ -38,7 +38,7 @@ if TYPE_CHECKING:  # loads the sharding of torch
 
 
 class Shown(dict[str, Any]):
-    """A snapshot of metrics by name. Values that are assigned to it also appear in later snapshots.
+    """A snapshot of metrics. Values that are assigned to it also appear in later snapshots.
 
     Args:
         metrics: the metrics.
@@ -171,12 +171,12 @@ class LastCall(Settings):
 
     @property
     def callback_metrics(self) -> dict[str, Tensor]:
-        """All logged values by name. A value that a callback assigns is shown until its name is logged."""
+        """All logged values. A value that a callback assigns is shown until its name is logged."""
         return self._shown("callback")
 
     @property
     def logged_metrics(self) -> dict[str, Tensor]:
-        """Values of the last row of the log, or of the next row, by name."""
+        """Values of the last row of the log, or of the next row."""
         return self._shown("logged")
 
     @property

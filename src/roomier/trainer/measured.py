@@ -20,7 +20,7 @@ def by_loader(
     """Split ``metrics`` by loader.
 
     Args:
-        metrics: logged values by name.
+        metrics: names and logged values.
         loader_of: index of the loader of each metric; None for a metric of all loaders, which each dict contains.
         num_loaders: number of loaders.
     """

@@ -228,32 +228,32 @@ class Settings:
 
     @property
     def training(self) -> bool:
-        """Whether the training loop is running, without its validations."""
+        """True while the training loop runs, except during its validations."""
         return self.state.stage is RunningStage.TRAINING
 
     @property
     def validating(self) -> bool:
-        """Whether a validation is running."""
+        """True during a validation."""
         return self.state.stage is RunningStage.VALIDATING
 
     @property
     def testing(self) -> bool:
-        """Whether a test is running."""
+        """True during a test."""
         return self.state.stage is RunningStage.TESTING
 
     @property
     def predicting(self) -> bool:
-        """Whether a prediction is running."""
+        """True during a prediction."""
         return self.state.stage is RunningStage.PREDICTING
 
     @property
     def sanity_checking(self) -> bool:
-        """Whether the validation before training is running."""
+        """True during the validation before training."""
         return self.state.stage is RunningStage.SANITY_CHECKING
 
     @property
     def evaluating(self) -> bool:
-        """Whether a validation or a test is running."""
+        """True during a validation or a test."""
         return self.state.stage is not None and self.state.stage.evaluating
 
     def add_callbacks_of(self, module: Module) -> None:

@@ -166,7 +166,7 @@ def plan_of(given: Mapping[str, Any], init: Callable[..., None], launch: Launch 
     """Return the Plan for the arguments ``given`` to ``init``.
 
     Args:
-        given: all arguments by name.
+        given: the names and values of all arguments.
         init: the constructor of the Trainer, for its defaults.
         launch: the launcher of this process, which resolves ``"auto"``. None without one.
 
@@ -210,7 +210,7 @@ def callbacks_of(given: Mapping[str, Any], enable_checkpointing: bool) -> list[A
     """Return the callbacks in ``given`` and the default callbacks.
 
     Args:
-        given: all arguments by name.
+        given: the names and values of all arguments.
         enable_checkpointing: whether to add a ModelCheckpoint.
 
     Raises:

@@ -54,7 +54,7 @@ def refuse_former_flags(given: Mapping[str, Any]) -> None:
     today, remarks = _todays(given)
     call = ", ".join(f"{name}={value!r}" for name, value in today.items())
     name = found[0]
-    problem = _PROBLEMS.get(name, "is a former argument")
+    problem = _PROBLEMS.get(name, "was removed from the Trainer")
     if found[1:]:
         problem += f", like {', '.join(found[1:])}"
     raise RoomierError(name, given[name], problem, ". ".join([f"Write Trainer({call})", *remarks]))
