@@ -148,4 +148,5 @@ def updates_of(plan: Plan, facts: Facts, optimizers: Sequence[Optimizer], parall
         batch_plan=plan.batch,
         join_norms=parallel.join_norms,
         late=parallel.late_parameters,
+        separate=parallel.root_parameters,
     )

@@ -74,6 +74,7 @@ class StepInBackward:
         batch_plan: settings for clipping.
         join_norms: returns the norm over all ranks, from the norm of this rank's shard of each gradient, by parameter.
         late: parameters whose gradients are complete only after backward.
+        separate: parameters of blocks that are not updated together with their block.
 
     Attributes:
         acts: whether the engine calls the methods during a step.
@@ -96,6 +97,7 @@ class StepInBackward:
         batch_plan: BatchPlan,
         join_norms: Callable[[Mapping[Tensor, Tensor]], Tensor],
         late: Iterable[Tensor] = (),
+        separate: Iterable[Tensor] = (),
     ) -> None:
         for optimizer in optimizers:
             _check_optimizer(optimizer, way)
@@ -105,6 +107,7 @@ class StepInBackward:
         self._optimizers = list(optimizers)
         self._join_norms = join_norms
         self._late = dict.fromkeys(late)
+        without_block = {*self._late, *separate}
         limit = batch_plan.gradient_clip_val
         self._max_norm = limit if batch_plan.clips_norm else None
         self._max_value = None if batch_plan.clips_norm else limit
@@ -113,7 +116,7 @@ class StepInBackward:
             parameter: number
             for number, block in enumerate(blocks)
             for parameter in block.parameters()
-            if parameter not in self._late
+            if parameter not in without_block
         }
         self._num_in_block: Counter[int | None] = Counter()
         self._handles: dict[Tensor, RemovableHandle] = {}
