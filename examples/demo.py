@@ -1,6 +1,6 @@
-"""A GPT of 10 million parameters learns Python from the standard library, stops half-way, and goes on.
+"""Train a GPT with 10 million parameters on Python's standard library, stop it half-way, and resume it.
 
-Run it with ``make demo``. Text, tokenizer and model are made on the spot; nothing is downloaded.
+Run it with ``make demo``. Text, tokenizer and model are created locally, without downloads.
 """
 
 import argparse
@@ -28,13 +28,13 @@ CONTEXT = 128  # tokens
 BATCH_SIZE = 4  # sequences
 NUM_VALIDATIONS = 8
 OUT = Path("runs/demo")
-WANTED_FALL = 1.5  # of the validation loss, in nats per token
+WANTED_FALL = 1.5  # required decrease of the validation loss, in nats per token
 END_OF_FILE = "<|end|>"
 BULK = {"test", "tests", "idlelib", "encodings", "pydoc_data", "site-packages", "dist-packages"}
 
 
 class LanguageModel(roomier.Module):
-    """How the GPT is trained: next-token loss, AdamW, warm-up and a cosine over ``num_steps``."""
+    """GPT with next-token loss, AdamW, and a cosine schedule with warm-up over ``num_steps``."""
 
     def __init__(self, num_steps: int, learning_rate: float = 6e-4) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class LanguageModel(roomier.Module):
 
 
 def read_standard_library() -> tuple[list[str], list[str]]:
-    """The source files to train on, and about one in twenty held out, chosen by a hash of its path."""
+    """Return the texts for training and about 5 % for validation, selected by a hash of their path."""
     root = Path(sysconfig.get_path("stdlib"))
     train_texts, val_texts = [], []
     for path in sorted(root.rglob("*.py")):
@@ -74,7 +74,7 @@ def read_standard_library() -> tuple[list[str], list[str]]:
 
 
 def train_tokenizer(texts: list[str]) -> Tokenizer:
-    """Byte-level BPE: every text can be written in it, whatever it was trained on."""
+    """Train a byte-level BPE tokenizer, which can encode any text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -87,7 +87,7 @@ def train_tokenizer(texts: list[str]) -> Tokenizer:
 
 
 def write_data(folder: Path) -> Tokenizer:
-    """Write ``train.tokens`` and ``val.tokens``; returns the tokenizer that made them."""
+    """Write ``train.tokens`` and ``val.tokens`` and return their tokenizer."""
     train_texts, val_texts = read_standard_library()
     tokenizer = train_tokenizer(train_texts)
     end = tokenizer.token_to_id(END_OF_FILE)
@@ -99,12 +99,12 @@ def write_data(folder: Path) -> Tokenizer:
 
 
 def faster_precision() -> str:
-    """``bf16-mixed`` where the machine multiplies bf16 matrices faster than fp32 ones, else ``32-true``."""
+    """Return ``bf16-mixed`` if the machine multiplies matrices faster in bf16 than in fp32, otherwise ``32-true``."""
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
     elapsed_s = {}
     for dtype in (torch.float32, torch.bfloat16):
         matrix = torch.rand(1024, 1024, device=device).to(dtype)
-        float((matrix @ matrix).sum())  # the first product pays for setting up
+        float((matrix @ matrix).sum())  # warm-up
         begin_s = time.perf_counter()
         for _ in range(5):
             float((matrix @ matrix).sum())
@@ -113,7 +113,7 @@ def faster_precision() -> str:
 
 
 def draw_losses(metrics: Path, first_loss: float, stopped_at: int, image: Path) -> None:
-    """The log of the run as a picture; ``first_loss`` is that of validation before the first step."""
+    """Plot the logged losses. ``first_loss`` is the validation loss before the first step."""
     rows = [{"step": 0, "val_loss": first_loss}] + [json.loads(line) for line in metrics.read_text().splitlines()]
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
@@ -127,7 +127,7 @@ def draw_losses(metrics: Path, first_loss: float, stopped_at: int, image: Path) 
 
 
 def main(num_steps: int) -> int:
-    """Train half-way, go on in a new Trainer, show what was learned; 0 if that was enough, else 1."""
+    """Train half-way, resume in a new Trainer, and print a sample. Return 0 if the loss decreased enough, else 1."""
     shutil.rmtree(OUT, ignore_errors=True)
     begin_s = time.perf_counter()
     tokenizer = write_data(OUT)
@@ -153,7 +153,7 @@ def main(num_steps: int) -> int:
     first_loss = trainer.validate(module, loaders[1])[0]["val_loss"]
     trainer.fit(module, *loaders)
 
-    print(f"stopped after {num_steps // 2} steps; a new model and a new Trainer go on from its checkpoint")
+    print(f"stopped after {num_steps // 2} steps; a new model and a new Trainer resume from the checkpoint")
     module, trainer = LanguageModel(num_steps), new_trainer(num_steps)
     trainer.fit(module, *loaders, ckpt_path="last")
     last_loss = float(trainer.callback_metrics["val_loss"])
@@ -170,7 +170,7 @@ def main(num_steps: int) -> int:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--num-steps", type=int, default=560, help="optimizer steps in all, a multiple of 8")
+    parser.add_argument("--num-steps", type=int, default=560, help="total number of optimizer steps, a multiple of 8")
     arguments = parser.parse_args()
     if arguments.num_steps < NUM_VALIDATIONS or arguments.num_steps % NUM_VALIDATIONS:
         parser.error(f"--num-steps {arguments.num_steps} is not a multiple of {NUM_VALIDATIONS}")

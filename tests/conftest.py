@@ -1,4 +1,4 @@
-"""One thread, and a quiet Trainer, for all tests.
+"""Fixtures of all tests: one thread, a quiet Trainer, and a pool of ranks.
 
 The threads are set before torch is imported: tests and the processes they start compute the same numbers on every
 machine and do not compete for its cores.
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
     from roomier import Trainer
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-if "ATEN_CPU_CAPABILITY" in os.environ:  # compiled code depends on it, but its key in torch's cache does not
+if "ATEN_CPU_CAPABILITY" in os.environ:  # compiled code depends on it, but the key of torch's cache does not contain it
     cache = f"torchinductor_{getpass.getuser()}_{os.environ['ATEN_CPU_CAPABILITY']}"
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(tempfile.gettempdir(), cache))
-os.environ.setdefault("ROOMIER_PLANNING_S", "400")  # which plan is chosen does not depend on how busy the machine is
+os.environ.setdefault("ROOMIER_PLANNING_S", "400")  # the chosen plan does not depend on the load of the machine
 
-# The same examples in every run, so that a change is judged by what it changed; HYPOTHESIS_PROFILE=default searches on.
+# Every run uses the same examples, so results depend on the code only. HYPOTHESIS_PROFILE=default uses new ones.
 settings.register_profile("repeatable", derandomize=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 
 @pytest.fixture
 def make_trainer(tmp_path: Path) -> Callable[..., "Trainer"]:
-    """Makes a Trainer that writes and prints nothing unless it is asked to."""
+    """Make a Trainer that writes no files and prints no text by default."""
     from roomier import Trainer
 
     def make(**keywords: Any) -> Trainer:
@@ -51,7 +51,7 @@ def make_trainer(tmp_path: Path) -> Callable[..., "Trainer"]:
 
 @pytest.fixture(scope="session")
 def on_ranks() -> Iterator[RankPool]:
-    """``on_ranks(num_ranks, function, *args, **kwargs)``: what ``function`` returns on each rank, by rank."""
+    """Call ``on_ranks(num_ranks, function, *args, **kwargs)``. It returns the results, ordered by rank."""
     pool = RankPool()
     yield pool
     pool.close()

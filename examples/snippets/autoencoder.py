@@ -1,4 +1,4 @@
-"""The module and the data of the other snippets: an autoencoder of 64 numbers, made up here."""
+"""Module and data of the other snippets: an autoencoder of 64 numbers with synthetic data."""
 
 import torch
 from torch import nn

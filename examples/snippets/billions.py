@@ -1,4 +1,4 @@
-"""Do 12.8 billion parameters fit on eight GPUs of 40 GB, and how? Asked on a laptop, before anything runs."""
+"""Forecast which strategies fit 12.8 billion parameters on eight GPUs with 40 GB. Runs on a laptop, without GPUs."""
 
 import torch
 
@@ -8,7 +8,7 @@ from roomier.plan import plan_from_flags
 from roomier.planner.dry_runs.confirm import confirm
 from roomier.planner.workload import Workload
 
-with torch.device("meta"):  # no memory
+with torch.device("meta"):  # allocates no memory
     model = GPT(GPTConfig(vocab_size=10_000, context=128, num_layers=16, num_heads=16, width=8192))
 tokens = torch.empty(1, 128, dtype=torch.long, device="meta")
 workload = Workload.of(model, {"input_ids": tokens, "targets": tokens})

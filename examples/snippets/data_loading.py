@@ -1,4 +1,4 @@
-"""Batches made by other processes, and copied from pinned memory where there is a GPU."""
+"""Load batches in worker processes, and copy them from pinned memory if there is a GPU."""
 
 import torch
 from autoencoder import LitAutoEncoder, loader

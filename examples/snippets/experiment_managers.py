@@ -1,4 +1,4 @@
-"""Several loggers at once, by name or as objects."""
+"""Use several loggers together."""
 
 from pathlib import Path
 

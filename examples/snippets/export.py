@@ -1,4 +1,4 @@
-"""TorchScript and ONNX files that compute what the module computes."""
+"""Export a module to TorchScript and ONNX, and compare the outputs."""
 
 import numpy as np
 import onnxruntime

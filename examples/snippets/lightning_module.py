@@ -1,4 +1,4 @@
-"""A module written for Lightning runs as it is."""
+"""Train a module written for Lightning without changes."""
 
 import lightning.pytorch as pl
 import torch

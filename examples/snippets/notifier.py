@@ -1,10 +1,10 @@
-"""Arbitrary functionality: a callback defines the hooks it needs, and the others cost nothing."""
+"""Add custom behavior with a callback, which defines only the hooks that it needs."""
 
 from autoencoder import LitAutoEncoder, loader
 
 from roomier import Callback, Trainer
 
-messages = []  # stands for a chat's API
+messages = []  # represents the API of a chat
 
 
 class MyNotifier(Callback):

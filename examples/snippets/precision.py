@@ -1,4 +1,4 @@
-"""fp32, tf32, bf16 and fp16 are words of one keyword or two; what they round is in the plan."""
+"""Select fp32, tf32, bf16 or fp16 with the keywords ``precision`` and ``matmul_precision``."""
 
 from autoencoder import LitAutoEncoder, loader
 

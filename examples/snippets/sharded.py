@@ -1,6 +1,6 @@
-"""Half the memory, and more: one flag spreads states (zero1), gradients (zero2) and weights (zero3) over the ranks.
+"""Shard optimizer states (zero1), gradients (zero2) and weights (zero3) across ranks with one flag.
 
-The script is started once; it starts the other ranks itself: python sharded.py
+Start the script one time with ``python sharded.py``. It starts the other ranks.
 """
 
 import torch

@@ -7,7 +7,7 @@ from torch import nn
 from roomier.api.blocks import find_blocks
 from roomier.core.errors import RoomierError
 from roomier.models.gpt import GPT, GPTConfig
-from roomier.parallel.shard import parts_of, units_of
+from roomier.parallel.shard import parts_of, root_parameters_of, units_of
 
 
 class Layer(nn.Module):
@@ -74,7 +74,7 @@ class DeclaresStranger(Deep):
 
 
 def test_a_declared_block_that_is_no_part_is_refused() -> None:
-    with pytest.raises(RoomierError, match=r"model_blocks.*Layer.*not a part of the model"):
+    with pytest.raises(RoomierError, match=r"model_blocks.*Layer.*must be a submodule of the model"):
         find_blocks(DeclaresStranger())
 
 
@@ -136,3 +136,13 @@ def test_what_is_multiplied_is_gathered_in_low_precision_and_the_rest_is_not() -
     assert parts_of(embedding, torch.bfloat16) == [([embedding], None)]
     linear = nn.Linear(3, 4)
     assert parts_of(linear, torch.bfloat16) == [([linear], torch.bfloat16)]
+
+
+def test_few_norms_of_a_block_belong_to_the_root() -> None:
+    norm, small = nn.LayerNorm(64), nn.LayerNorm(4)
+    wide, narrow = nn.Sequential(norm, nn.Linear(64, 256)), nn.Sequential(small, nn.Linear(4, 4))
+    assert root_parameters_of([wide, narrow], torch.bfloat16) == {*norm.parameters()}
+    assert root_parameters_of([wide, narrow], None) == set()
+    assert parts_of(wide, torch.bfloat16) == [([wide], torch.bfloat16)]
+    assert parts_of(narrow, torch.bfloat16) == [([small], None), ([narrow], torch.bfloat16)]
+    assert root_parameters_of([norm], torch.bfloat16) == set()

@@ -71,7 +71,7 @@ def test_a_hook_that_lightning_removed_is_refused_before_anything_is_set_up(tmp_
 )
 def test_a_near_miss_is_said(capsys, name, meant):
     said = said_of(module(name), roomier.Module, capsys)
-    assert said == f"roomier: Mine.{name} is no hook, nobody calls it; did you mean {meant}?\n"
+    assert said == f"roomier: Mine.{name} is not a hook and is never called; did you mean {meant}?\n"
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_a_misspelled_override_of_ones_own_base_class_is_said(capsys):
 
 @pytest.mark.parametrize("name", FORMER)
 def test_a_former_hook_is_said(capsys, name):
-    assert f"Mine.{name} is no hook any more" in said_of(module(name), roomier.Module, capsys)
+    assert f"Mine.{name} is no longer a hook and is never called" in said_of(module(name), roomier.Module, capsys)
 
 
 def test_callbacks_and_data_modules_too(make_trainer, capsys):
@@ -132,10 +132,12 @@ def test_callbacks_and_data_modules_too(make_trainer, capsys):
 
     make_trainer(max_steps=1).fit(Both(), datamodule=Data())
     said = capsys.readouterr().err
-    assert said.count("Watch.on_train_epoch_ends is no hook, nobody calls it; did you mean on_train_epoch_end?") == 1
-    assert said.count("Data.test_dataloaders is no hook, nobody calls it; did you mean test_dataloader?") == 1
+    assert (
+        said.count("Watch.on_train_epoch_ends is not a hook and is never called; did you mean on_train_epoch_end?") == 1
+    )
+    assert said.count("Data.test_dataloaders is not a hook and is never called; did you mean test_dataloader?") == 1
 
 
 def test_what_roomier_ships_is_not_looked_at(make_trainer, capsys):
     make_trainer(max_steps=1, enable_checkpointing=True, enable_progress_bar=True).fit(Net(), [torch.ones(1, 1)])
-    assert "is no hook" not in capsys.readouterr().err
+    assert "is not a hook" not in capsys.readouterr().err

@@ -1,7 +1,7 @@
-"""A desk to try wrong inputs at: a finished run with a good checkpoint lies there, and nothing may happen to it.
+"""Fixtures for wrong inputs: a finished run with a good checkpoint, which no input may damage.
 
-Every test in this folder is wrapped by ``nothing_is_lost``: whatever the input was, the earlier checkpoint still
-loads bit for bit, no half-written folder stays behind, and the process is left as it was found.
+The fixture ``nothing_is_lost`` wraps every test in this folder. After the test, the earlier checkpoint still loads
+bit for bit, no partial folder exists, and the settings, threads and children of the process are unchanged.
 """
 
 import gc
@@ -27,7 +27,7 @@ from roomier.core.errors import RoomierError
 
 
 class Net(roomier.Module):
-    """Two classes from four features."""
+    """A network with four features and two classes."""
 
     def __init__(self, width: int = 8) -> None:
         super().__init__()
@@ -57,12 +57,12 @@ def make_batches(num_batches: int = 4, batch_size: int = 4) -> list[tuple[Tensor
 
 @dataclass
 class Desk:
-    """Where one test works.
+    """The folders and data of one test.
 
     Attributes:
         root: ``default_root_dir``; ``version_0`` in it is a finished run of ``Net``.
-        good: its checkpoint, of step 4.
-        batches: four batches that suit ``Net``.
+        good: the checkpoint of ``version_0``, written at step 4.
+        batches: four valid batches of ``Net``.
     """
 
     root: Path
@@ -73,7 +73,7 @@ class Desk:
 
     @staticmethod
     def net(**overrides: Any) -> Net:
-        """A ``Net`` with methods of the class replaced."""
+        """Return a ``Net`` with replaced methods."""
         return type("Net", (Net,), overrides)()
 
     def trainer(self, **keywords: Any) -> roomier.Trainer:
@@ -90,7 +90,7 @@ class Desk:
         ckpt_path: Any = None,
         **keywords: Any,
     ) -> roomier.Trainer:
-        """Make a Trainer with ``keywords`` and fit; what is not given is as in the finished run."""
+        """Make a Trainer with ``keywords`` and fit. The defaults are the arguments of the finished run."""
         trainer = self.trainer(**keywords)
         data = self.batches if train is None and datamodule is None else train
         trainer.fit(Net() if model is None else model, data, val, datamodule=datamodule, ckpt_path=ckpt_path)
@@ -99,7 +99,7 @@ class Desk:
 
 @pytest.fixture(scope="session")
 def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A root folder with one finished run in it."""
+    """Return a root folder with one finished run."""
     root = tmp_path_factory.mktemp("finished")
     torch.manual_seed(1)
     Desk(root, root).fit(max_epochs=1)
@@ -115,21 +115,21 @@ def desk(finished_run: Path, tmp_path: Path) -> Desk:
 
 @pytest.fixture(autouse=True)
 def nothing_is_lost(desk: Desk) -> Iterator[None]:
-    """Fails the test if its wrong input cost anything."""
+    """Fail the test if its wrong input damaged data or changed the process."""
     files = _bytes_in(desk.good.parent)
     state = checkpoint.load(desk.good)
     before, running = _process_settings(), _running()
     yield
     assert _process_settings() == before
     if _started_since(running):
-        gc.collect()  # the error that was caught held the workers of its loader
+        gc.collect()  # the caught error referenced the workers of its loader
     deadline_s = time.monotonic() + 30
     while _started_since(running) and time.monotonic() < deadline_s:
-        time.sleep(0.01)  # the threads that fed a worker end when they find it gone
+        time.sleep(0.01)  # threads that serve a worker end after the worker
     assert not _started_since(running)
     now = _bytes_in(desk.good.parent)
     touched = {name for name in files if files[name] != now.get(name)}
-    if touched:  # a test that damages the checkpoint itself says so by leaving a mark
+    if touched:  # a test that damages the checkpoint leaves a marker file
         assert (desk.root / "damaged-on-purpose").exists(), touched
     else:
         assert _fingerprint(checkpoint.load(desk.good)) == _fingerprint(state)
@@ -145,7 +145,7 @@ def _bytes_in(folder: Path) -> dict[str, bytes]:
 
 
 def _fingerprint(state: Any) -> Any:
-    """``state`` in a form that compares bit for bit: tensors as dtype, shape and bytes."""
+    """Return ``state`` in a form that compares bit for bit: tensors as dtype, shape and bytes."""
     if isinstance(state, Tensor):
         return str(state.dtype), tuple(state.shape), state.contiguous().flatten().view(torch.uint8).numpy().tobytes()
     if isinstance(state, dict):
@@ -156,14 +156,14 @@ def _fingerprint(state: Any) -> Any:
 
 
 def _running() -> set[str]:
-    """The threads and the child processes that are there."""
+    """Return the running threads and child processes."""
     threads = {f"thread {each.name} ({each.ident})" for each in threading.enumerate()}
     children = [each for each in psutil.Process().children() if "resource_tracker" not in _command(each)]
     return threads | {f"process {each.pid} {_command(each)}" for each in children}
 
 
 def _started_since(running: set[str]) -> set[str]:
-    """What earlier tests left may end meanwhile; what began meanwhile may not stay."""
+    """Return the threads and children that started after ``before``. Those of earlier tests may end meanwhile."""
     return _running() - running
 
 
@@ -197,8 +197,8 @@ Act = Callable[[Desk], object]
 
 @pytest.fixture
 def refuses(desk: Desk) -> Callable[..., RoomierError]:
-    """``refuses(act, kind, field, received, action)``: what the user does is refused with an error of ``kind`` whose
-    text begins with ``field=``, shows ``received`` and tells ``action``, the next thing to do."""
+    """Call ``refuses(act, kind, field, received, action)`` to check an error of ``kind`` that ``act`` raises. Its text
+    must begin with ``field=``, contain ``received`` and state ``action``, the next action of the user."""
 
     def check(act: Act, kind: type[RoomierError], field: str, received: str, action: str) -> RoomierError:
         with pytest.raises(RoomierError) as caught:
@@ -209,7 +209,7 @@ def refuses(desk: Desk) -> Callable[..., RoomierError]:
         assert str(error).startswith(f"{field}="), error
         assert received in str(error), error
         assert action in str(error), error
-        assert action not in error.problem, f"{error}: this is what is wrong, not what to do"
+        assert action not in error.problem, f"{error}: the problem is stated, but not the next action"
         return error
 
     return check

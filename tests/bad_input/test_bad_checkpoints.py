@@ -1,4 +1,4 @@
-"""Checkpoints that are missing, damaged, or of something else: the run is refused, and neither it nor they change."""
+"""Missing, damaged or unsuitable checkpoints are rejected, and the run and the checkpoints do not change."""
 
 import json
 
@@ -17,7 +17,7 @@ MORE = {"max_epochs": 3}
 
 
 def resume(desk, model=None, **keywords):
-    """Go on from the good checkpoint; a refusal must leave the model as it was."""
+    """Resume from the good checkpoint. A rejected resume must not change the model."""
     model = desk.Net() if model is None else model
     before = {name: value.clone() for name, value in model.state_dict().items()}
     try:
@@ -40,7 +40,7 @@ def with_scheduler(make):
 
 
 class Renamed(roomier.Module):
-    """The layers of Net under other names."""
+    """``Net`` with other names of its layers."""
 
     def __init__(self):
         super().__init__()
@@ -54,7 +54,7 @@ class Renamed(roomier.Module):
 
 
 def damage(desk, change, pattern="*.safetensors"):
-    """Change the bytes of a file of the good checkpoint, and resume from it."""
+    """Change the bytes of a file of the good checkpoint and resume from it."""
     (desk.root / "damaged-on-purpose").touch()
     path = sorted(desk.good.glob(pattern))[0]
     data = change(path.read_bytes())
@@ -81,7 +81,7 @@ def from_weights_only(desk):
 
 
 def mid_epoch(desk, loader):
-    """A checkpoint of the middle of an epoch over ``loader``."""
+    """Return a checkpoint written in the middle of an epoch over ``loader``."""
     trainer = desk.fit(train=loader, max_epochs=None, max_steps=2, default_root_dir=desk.root.parent / "other")
     return trainer.checkpoint_callback.best_model_path
 
@@ -112,7 +112,7 @@ def loader_of(num_samples, shuffle=False):
 
 
 class Sized(roomier.Module):
-    """A module that does not call save_hyperparameters."""
+    """A module that does not call ``save_hyperparameters``."""
 
     def __init__(self, width, activation):
         super().__init__()
@@ -228,23 +228,23 @@ WRONG = {
         CheckpointError,
         "ckpt_path",
         "epoch=0-step=4",
-        "Give the path of a checkpoint folder",
+        "Pass the path of a checkpoint folder",
     ),
     "that does not exist": (
         lambda d: resume(d, ckpt_path=d.good.with_name("epoch=9-step=99")),
         CheckpointError,
         "ckpt_path",
         "epoch=9-step=99",
-        "epoch=0-step=4', the newest good one beside it",
+        "epoch=0-step=4', the newest valid checkpoint next to it",
     ),
     "nowhere near": (
         lambda d: resume(d, ckpt_path="/nowhere/at/all"),
         CheckpointError,
         "ckpt_path",
         "'/nowhere/at/all'",
-        "Give the path of a checkpoint folder",
+        "Pass the path of a checkpoint folder",
     ),
-    "that is a file": (from_a_file, CheckpointError, "ckpt_path", "model.ckpt", "Give the path of a checkpoint folder"),
+    "that is a file": (from_a_file, CheckpointError, "ckpt_path", "model.ckpt", "Pass the path of a checkpoint folder"),
     "that is a number": (
         lambda d: resume(d, ckpt_path=4),
         CheckpointError,
@@ -253,7 +253,7 @@ WRONG = {
         "Pass a checkpoint, 'last' or 'best'",
     ),
     "of weights alone": (from_weights_only, CheckpointError, "ckpt_path", "weights", "Load it with Module.load_from"),
-    "the best, where there is none": (
+    "the best, but no checkpoint exists": (
         lambda d: d.fit(ckpt_path="best"),
         CheckpointError,
         "ckpt_path",
@@ -281,7 +281,7 @@ WRONG = {
         "[",
         "Pass the same kind of loader",
     ),
-    "behind the end of a list": (from_a_shorter_list, DataError, "train_dataloaders", "[", "Resume with the data"),
+    "after the end of a list": (from_a_shorter_list, DataError, "train_dataloaders", "[", "Resume with the data"),
     "for a module whose arguments were not stored": (
         lambda d: Sized.load_from_checkpoint(d.good, width=8),
         CheckpointError,
@@ -310,7 +310,7 @@ WRONG = {
         r"'a\x00b'",
         "Remove the NUL byte",
     ),
-    "written over a folder of something else": (
+    "written to a folder with other content": (
         lambda d: d.fit(default_root_dir=d.root.parent / "other", max_epochs=1).save_checkpoint(d.root),
         CheckpointError,
         "path",
@@ -331,11 +331,11 @@ WRONG = {
 @pytest.mark.parametrize(
     ("act", "kind", "field", "received", "action"), [pytest.param(*row, id=name) for name, row in WRONG.items()]
 )
-def test_a_checkpoint_that_cannot_be_used(act, kind, field, received, action, refuses):
+def test_an_unusable_checkpoint_is_rejected(act, kind, field, received, action, refuses):
     refuses(act, kind, field, received, action)
 
 
-def test_schedulers_of_another_class_are_refused(desk):
+def test_schedulers_of_another_class_are_rejected(desk):
     root = desk.root.parent / "other"
     before = configured(desk, with_scheduler(lambda optimizer: StepLR(optimizer, 1)))
     desk.fit(before, max_epochs=1, default_root_dir=root)
@@ -344,7 +344,7 @@ def test_schedulers_of_another_class_are_refused(desk):
         desk.fit(now, max_epochs=2, default_root_dir=root, ckpt_path="last")
 
 
-def test_last_passes_over_a_damaged_one_and_says_so(desk, capsys):
+def test_last_skips_a_damaged_checkpoint_with_a_notice(desk, capsys):
     newer = desk.good.with_name("epoch=1-step=8")
     checkpoint.save(newer, {**checkpoint.load(desk.good), "progress": {"global_step": 8}})
     (newer / "run.json").write_bytes(b"")
@@ -355,7 +355,7 @@ def test_last_passes_over_a_damaged_one_and_says_so(desk, capsys):
     assert "epoch=1-step=8" in told
 
 
-def test_hyperparameters_that_cannot_be_stored_are_named_at_once(desk, capsys):
+def test_hyperparameters_that_cannot_be_stored_are_reported_immediately(desk, capsys):
     class Built(desk.Net):
         def __init__(self, network):
             super().__init__()
@@ -363,12 +363,12 @@ def test_hyperparameters_that_cannot_be_stored_are_named_at_once(desk, capsys):
 
     root = desk.root.parent / "other"
     trainer = desk.fit(Built(nn.Linear(2, 2)), max_epochs=1, default_root_dir=root)
-    assert "hyperparameter 'network' of Built is a Linear: it is not stored" in capsys.readouterr().err
+    assert "hyperparameter 'network' of Built is a Linear, which is not saved in checkpoints" in capsys.readouterr().err
     with pytest.raises(CheckpointError, match="'network'"):
         Built.load_from_checkpoint(trainer.checkpoint_callback.best_model_path)
 
 
-def test_a_refused_resume_loses_no_row_of_the_log(desk):
+def test_a_rejected_resume_loses_no_row_of_the_log(desk):
     rows = (desk.root / "version_0" / "metrics.jsonl").read_bytes()
     with pytest.raises(CheckpointError):
         resume(desk, desk.Net(width=6))

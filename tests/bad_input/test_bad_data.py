@@ -1,4 +1,4 @@
-"""Data that cannot be read, or not as often as is asked; and errors of the user's own code, which stay the user's."""
+"""Unreadable data and missing batches are rejected. Errors of the user's code are raised unchanged."""
 
 import itertools
 import os
@@ -25,7 +25,7 @@ class Stream(IterableDataset):
 
 
 class Broken(Dataset):
-    """Its third sample cannot be read."""
+    """A data set whose third sample raises an error."""
 
     def __len__(self):
         return 6
@@ -37,7 +37,7 @@ class Broken(Dataset):
 
 
 class Dies(Broken):
-    """Reading kills the process that reads, as a full memory does."""
+    """A data set that kills the worker process, like the out-of-memory killer."""
 
     def __getitem__(self, index):
         os.kill(os.getpid(), signal.SIGKILL)
@@ -65,11 +65,11 @@ LOADERS = {
         "define train_dataloader",
     ),
     "an empty list": (lambda d: d.fit(train=[]), "train_dataloaders", "[]", "at least one batch"),
-    "a DataLoader whose batches are all dropped": (
+    "a DataLoader that drops all batches": (
         lambda d: d.fit(train=DataLoader(SAMPLES, batch_size=8, drop_last=True)),
         "train_dataloaders",
         "DataLoader",
-        "smaller than batch_size, with drop_last?",
+        "must have at least batch_size samples",
     ),
     "an iterable without a batch": (
         lambda d: d.fit(train=DataLoader(Stream(0))),
@@ -125,7 +125,7 @@ LOADERS = {
 }
 
 LIMITS = {
-    "validation after more batches than there are": (
+    "validation after more batches than an epoch has": (
         lambda d: d.fit(validated(d), val=d.batches, val_check_interval=100),
         "val_check_interval",
         "100",
@@ -135,15 +135,15 @@ LIMITS = {
         lambda d: d.fit(validated(d), train=DataLoader(Stream(6)), val=d.batches, val_check_interval=0.5),
         "val_check_interval",
         "0.5",
-        "Give a number of batches",
+        "Set it to a number of batches",
     ),
     "a share of a loader without a length": (
         lambda d: d.fit(train=DataLoader(Stream(6)), limit_train_batches=0.5),
         "limit_train_batches",
         "0.5",
-        "Give a number of batches",
+        "Set it to a number of batches",
     ),
-    "a share that leaves nothing": (
+    "a share of less than one batch": (
         lambda d: d.fit(validated(d), val=d.batches, limit_val_batches=0.1),
         "limit_val_batches",
         "0.1",
@@ -167,7 +167,7 @@ LIMITS = {
         "'Net'",
         "Define test_step(self, batch, batch_idx)",
     ),
-    "validate with nothing to validate": (
+    "validate without a model": (
         lambda d: d.trainer().validate(dataloaders=d.batches),
         "model",
         "None",
@@ -186,7 +186,7 @@ LIMITS = {
 @pytest.mark.parametrize(
     ("act", "field", "received", "action"), [pytest.param(*row, id=name) for name, row in LOADERS.items()]
 )
-def test_data_that_cannot_be_read(act, field, received, action, refuses, desk, monkeypatch):
+def test_unreadable_data_is_rejected(act, field, received, action, refuses, desk, monkeypatch):
     monkeypatch.chdir(desk.root.parent)
     refuses(act, DataError, field, received, action)
 
@@ -195,7 +195,7 @@ def test_data_that_cannot_be_read(act, field, received, action, refuses, desk, m
 @pytest.mark.parametrize(
     ("act", "field", "received", "action"), [pytest.param(*row, id=name) for name, row in LIMITS.items()]
 )
-def test_parts_of_data_that_cannot_be_had(act, field, received, action, refuses):
+def test_unreadable_parts_of_data_are_rejected(act, field, received, action, refuses):
     refuses(act, RoomierError, field, received, action)
 
 
@@ -203,7 +203,7 @@ def test_parts_of_data_that_cannot_be_had(act, field, received, action, refuses)
 
 
 class Witness(roomier.Callback):
-    """Remembers how a run ended."""
+    """A callback that records how a run ended."""
 
     def __init__(self):
         self.exceptions, self.num_teardowns = [], 0
@@ -226,7 +226,7 @@ def read_config(self, *_):
 
 USER_ERRORS = {
     "a batch that cannot be unpacked": (lambda d: {"model": d.net(training_step=of_three)}, ValueError, "of_three"),
-    "a batch of other parts": (
+    "a batch with other items": (
         lambda d: {"train": [{"x": 1}]},
         ValueError,
         "loss",
@@ -258,7 +258,7 @@ USER_ERRORS = {
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(("of", "kind", "frame"), [pytest.param(*row, id=name) for name, row in USER_ERRORS.items()])
-def test_the_users_own_error_passes_through(of, kind, frame, desk):
+def test_an_error_of_the_user_is_raised_unchanged(of, kind, frame, desk):
     witness = Witness()
     with pytest.raises(kind) as caught:
         desk.fit(**of(desk), callbacks=[witness])
@@ -303,7 +303,7 @@ def test_a_script_that_ends_with_an_error_does_not_wait_for_its_workers(desk):
     assert done.stderr.rstrip().endswith("KeyError: 'learning_rate'")
 
 
-def test_a_plain_model_is_told_how_its_batch_was_passed(desk):
+def test_an_error_of_a_plain_model_states_how_its_batch_was_passed(desk):
     with pytest.raises(TypeError) as caught:
         desk.fit(torch.nn.Linear(4, 2), optimizer="adamw")
     assert caught.value.__notes__ == ["roomier called Linear(*batch) with the 2 items of a tuple"]
@@ -321,22 +321,24 @@ def test_a_plain_model_is_told_how_its_batch_was_passed(desk):
         (lambda d: {"model": validated(d), "val": [("a", "b")]}, "val_dataloaders=('a', 'b')"),
     ],
 )
-def test_an_error_over_a_batch_of_text_says_so(of, shown, desk):
+def test_an_error_with_a_batch_of_text_states_the_reason(of, shown, desk):
     with pytest.raises(TypeError) as caught:
         desk.fit(**of(desk))
     note = caught.value.__notes__[-1]
-    assert f"{shown}: the batch holds text and no tensor. Turn the text into tensors" in note
+    assert f"{shown}: the batch contains text and no tensor. Convert the text to tensors" in note
 
 
 @pytest.mark.parametrize(("model", "val"), [("validated", None), ("Net", "batches")])
-def test_validation_that_cannot_be_is_told_and_training_goes_on(model, val, desk, capsys):
+def test_impossible_validation_is_reported_and_training_continues(model, val, desk, capsys):
     net = validated(desk) if model == "validated" else desk.Net()
     desk.fit(net, val=desk.batches if val else None, max_epochs=1)
     told = capsys.readouterr().err
-    assert ("has no validation_step: val_dataloaders are not used" if val else "no data to validate on") in told
+    assert (
+        "does not define validation_step, so val_dataloaders are not used" if val else "no validation data was passed"
+    ) in told
 
 
-def test_no_training_batches_train_nothing_and_end(desk):
+def test_zero_training_batches_end_the_run(desk):
     trainer = desk.fit(limit_train_batches=0, max_epochs=None, max_steps=3)
     assert trainer.global_step == 0
 

@@ -1,4 +1,4 @@
-"""Folders that cannot be written, and disks that are full: the run ends with what it needs to go on elsewhere."""
+"""Folders that are not writable and full disks: the run ends, and its checkpoints can be resumed elsewhere."""
 
 import resource
 import subprocess
@@ -15,7 +15,7 @@ WIDE = 6000  # a checkpoint of such a Net takes half a MiB
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A file system of 2 MiB."""
+    """Return a file system of 2 MiB."""
     mount = tmp_path / "disk"
     mount.mkdir()
     done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(mount)], capture_output=True)
@@ -27,7 +27,7 @@ def small_disk(tmp_path):
 
 @contextmanager
 def files_limited_to(num_bytes):
-    """No file may grow beyond ``num_bytes``: what a quota does, for this process."""
+    """Limit the size of files of this process to ``num_bytes``, like a disk quota."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
     try:
@@ -51,37 +51,37 @@ FOLDERS = {
         lambda d: d.fit(default_root_dir=below_a_file(d)),
         "default_root_dir",
         "notes.txt/runs",
-        "Pass a folder you can write to",
+        "Pass a folder with write permission",
     ),
     "runs in a file": (
         lambda d: d.fit(default_root_dir=a_file(d)),
         "default_root_dir",
         "notes.txt",
-        "Pass a folder you can write to",
+        "Pass a folder with write permission",
     ),
-    "runs where no folder can be made": (
+    "runs in a place that accepts no folder": (
         lambda d: d.fit(default_root_dir="/proc/self/runs"),
         "default_root_dir",
         "'/proc/self/runs'",
-        "Pass a folder you can write to",
+        "Pass a folder with write permission",
     ),
     "a name too long for a folder": (
         lambda d: d.fit(default_root_dir=d.root.parent / ("x" * 300)),
         "default_root_dir",
         "xxx",
-        "Pass a folder you can write to",
+        "Pass a folder with write permission",
     ),
     "checkpoints below a file": (
         lambda d: d.fit(callbacks=ModelCheckpoint(dirpath=below_a_file(d))),
         "path",
         "notes.txt/runs",
-        "Choose a folder this process may write to",
+        "Choose a folder that this process can write to",
     ),
     "a checkpoint below a file": (
         lambda d: d.fit().save_checkpoint(below_a_file(d)),
         "path",
         "notes.txt/runs",
-        "Choose a folder this process may write to",
+        "Choose a folder that this process can write to",
     ),
     "a checkpoint with a name too long": (
         lambda d: d.fit().save_checkpoint(d.root.parent / ("x" * 300)),
@@ -96,14 +96,14 @@ FOLDERS = {
 @pytest.mark.parametrize(
     ("act", "field", "received", "action"), [pytest.param(*row, id=name) for name, row in FOLDERS.items()]
 )
-def test_a_folder_that_cannot_be_written(act, field, received, action, refuses):
+def test_a_folder_that_is_not_writable_is_rejected(act, field, received, action, refuses):
     refuses(act, CheckpointError, field, received, action)
 
 
-def test_a_disk_that_fills_up_keeps_every_checkpoint_before_and_the_run_goes_on_with_space(desk, small_disk):
+def test_a_full_disk_keeps_earlier_checkpoints_and_the_run_resumes_with_space(desk, small_disk):
     keywords = {"default_root_dir": small_disk, "max_epochs": 3}
     with pytest.raises(
-        CheckpointError, match=r"(?s)No space left.*Free space.*the earlier ones are untouched"
+        CheckpointError, match=r"(?s)No space left.*Free some space.*Existing checkpoints are unchanged"
     ) as caught:
         desk.fit(desk.Net(WIDE), callbacks=ModelCheckpoint(save_top_k=-1, every_n_train_steps=1), **keywords)
     assert caught.value.field == "path"
@@ -134,14 +134,17 @@ def test_a_disk_that_is_full_from_the_start(desk, small_disk):
     assert [path.name for path in small_disk.iterdir()] == ["filler"]
 
 
-def test_a_quota_that_is_used_up(desk):
-    with files_limited_to(2**16), pytest.raises(CheckpointError, match=r"path=.*File too large.*Free space") as caught:
+def test_an_exceeded_quota_is_reported(desk):
+    with (
+        files_limited_to(2**16),
+        pytest.raises(CheckpointError, match=r"path=.*File too large.*Free some space") as caught,
+    ):
         desk.fit(desk.Net(WIDE), max_epochs=1)
     assert "version_1/checkpoints/epoch=0-step=4" in caught.value.received
     assert list((desk.root / "version_1" / "checkpoints").iterdir()) == []
 
 
-def test_a_quota_that_is_used_up_at_a_resume_leaves_what_the_run_had_written(desk):
+def test_a_quota_exceeded_at_a_resume_keeps_the_files_of_the_run(desk):
     folder = desk.root / "version_0"
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     with files_limited_to(64), pytest.raises(CheckpointError, match=r"default_root_dir=.*File too large"):
@@ -149,11 +152,11 @@ def test_a_quota_that_is_used_up_at_a_resume_leaves_what_the_run_had_written(des
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
 
-def test_a_log_that_cannot_be_written_ends_no_run(desk, small_disk, capsys):
-    """Hours of training are worth more than their curve."""
+def test_an_unwritable_log_does_not_end_the_run(desk, small_disk, capsys):
+    """The weights of a long run are worth more than its log."""
     net = desk.net(on_train_start=lambda self: fill_up(small_disk))
     trainer = desk.fit(net, default_root_dir=small_disk, enable_checkpointing=False, log_every_n_steps=1)
     assert trainer.global_step == 8
     told = capsys.readouterr().err
-    assert "logger 'jsonl' (JSONLLogger) failed in log_metrics and is left out" in told
+    assert "logger 'jsonl' (JSONLLogger) failed in log_metrics and is disabled" in told
     assert "No space left" in told

@@ -1,4 +1,4 @@
-"""Wrong Trainer keywords: each of them, with wrong types and values, is refused when the Trainer is made."""
+"""Every Trainer keyword with a wrong type or value is rejected when the Trainer is created."""
 
 import inspect
 import re
@@ -13,69 +13,69 @@ from roomier.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoin
 from roomier.core.errors import PlanError, RoomierError
 from roomier.trainer.keywords.arguments import FORMER_KEYWORDS
 
-# keyword -> (wrong value, what to do next), at least one a keyword
+# keyword -> (wrong value, next action), at least one row per keyword
 WRONG = {
     "plan": [
-        (5, "Give sections"),
+        (5, "Pass sections"),
         ({"precsion": {}}, "Did you mean 'precision'?"),
         ({"batch": {"acumulate_grad_batches": 2}}, "Did you mean 'accumulate_grad_batches'?"),
-        ("nowhere.yaml", "Give the path of a YAML or JSON file"),
+        ("nowhere.yaml", "Pass the path of a YAML or JSON file"),
     ],
     "strategy": [
-        (3, "Write its name in quotes"),
+        (3, "Pass a name in quotes"),
         ("singel", "Did you mean 'single'?"),
         ("dp", "Use strategy='ddp'"),
         ({"name": "zero2", "shards": 2}, "Did you mean 'shard_size'?"),
         ("zero2+offlod", "Did you mean 'offload'?"),
     ],
-    "accelerator": [(None, "Write its name"), ("cudaa", "Did you mean 'cuda'?"), ("tpu", "Use accelerator='cuda'")],
+    "accelerator": [(None, "Pass a name"), ("cudaa", "Did you mean 'cuda'?"), ("tpu", "Use accelerator='cuda'")],
     "devices": [
-        ([1, 3], "CUDA_VISIBLE_DEVICES says which they are"),
+        ([1, 3], "select the devices with the environment variable CUDA_VISIBLE_DEVICES"),
         (0, "Use 1"),
-        (8, "Name one: strategy='ddp'"),
-        ("two", "Give a whole number"),
+        (8, "Use strategy='ddp'"),
+        ("two", "Pass an integer"),
     ],
-    "num_nodes": [(1.5, "Give a whole number"), (0, "Use 1"), (4, "Name one: strategy='ddp'")],
+    "num_nodes": [(1.5, "Pass an integer"), (0, "Use 1"), (4, "Use strategy='ddp'")],
     "precision": [
         ("bf16-mixd", "Did you mean 'bf16-mixed'?"),
-        (8, "Write its name"),
+        (8, "Pass a name"),
         ("16-true", "Use precision='16-mixed'"),
         (16, "Write Trainer(precision='16-mixed')"),
         ("fp8-mixed", "Use precision='bf16-mixed'"),
     ],
-    "matmul_precision": [("hightest", "Did you mean 'highest'?"), (None, "Write its name")],
+    "matmul_precision": [("hightest", "Did you mean 'highest'?"), (None, "Pass a name")],
     "optimizer": [
         ("adamww", "Did you mean 'adamw'?"),
-        (object, "Write its name"),
-        (torch.optim.AdamW, "a dict with name and options, or return an optimizer of your own from configure_opt"),
-        (torch.optim.AdamW([torch.zeros(1)]), "a dict with name and options, or return an optimizer of your own"),
+        (object, "Pass a name"),
+        (torch.optim.AdamW, "a dict with name and options, or return an optimizer from configure_opt"),
+        (torch.optim.AdamW([torch.zeros(1)]), "a dict with name and options, or return an optimizer from"),
         ("lbfgs", "Use optimizer='adamw'"),
-        ({"lr": 0.1}, "Name the optimizer as well"),
+        ({"lr": 0.1}, "Set optimizer.name"),
     ],
-    "learning_rate": [("fast", "without quotes"), (-1.0, "Use a learning rate such as"), (0.1, "Name the optimizer")],
+    "learning_rate": [("fast", "without quotes"), (-1.0, "Use a learning rate such as"), (0.1, "Set optimizer.name")],
     "lr_schedule": [
         ("cosin", "Did you mean 'cosine'?"),
-        ("cosine", "Name the optimizer as well"),
+        ("cosine", "Set optimizer.name"),
         ({"name": "cosine", "warmup": 3}, "Did you mean 'warmup_steps'?"),
     ],
     "activation_checkpointing": [
-        (2, "Write '6GiB'"),
+        (2, "Use '6GiB'"),
         ("ful", "Did you mean 'full'?"),
         ("6 parsecs", "such as '6GiB'"),
     ],
-    "offload": [(2, "Write its name"), ("cpu", "Use optimizer='adamw8bit'"), ({"weights": "cpu"}, "parameters")],
-    "step_in_backward": [(1, "Write its name"), ("exactly", "Did you mean 'exact'?")],
-    "chunked_loss": [("yes", "Give True or False"), (0, "Use None, or 1024"), (0.5, "Give a whole number")],
-    "attention": [(True, "Write its name"), ("flsh", "Did you mean 'flash'?")],
-    "lora": [("8", "Give a whole number"), (0, "Use 8"), ({"r": 8}, "Did you mean 'rank'?")],
-    "memory_budget": [("22 apples", "such as '6GiB'"), (0.5, "Give a whole number"), (1000, "such as '22GiB'")],
-    "compile": [("yes", "Give True or False"), ("max-autotune", "Give True or False")],
-    "accumulate_grad_batches": [(0, "Use 1"), ({4: 2}, "Give a whole number"), (2.0, "Give a whole number")],
-    "gradient_clip_val": [("1.0", "without quotes"), (-1, "Use None to clip nothing"), (float("nan"), "Use None")],
+    "offload": [(2, "Pass a name"), ("cpu", "Use optimizer='adamw8bit'"), ({"weights": "cpu"}, "parameters")],
+    "step_in_backward": [(1, "Pass a name"), ("exactly", "Did you mean 'exact'?")],
+    "chunked_loss": [("yes", "Pass True or False"), (0, "Use None, or 1024"), (0.5, "Pass an integer")],
+    "attention": [(True, "Pass a name"), ("flsh", "Did you mean 'flash'?")],
+    "lora": [("8", "Pass an integer"), (0, "Use a rank such as 8"), ({"r": 8}, "Did you mean 'rank'?")],
+    "memory_budget": [("22 apples", "such as '6GiB'"), (0.5, "Pass an integer"), (1000, "such as '22GiB'")],
+    "compile": [("yes", "Pass True or False"), ("max-autotune", "Pass True or False")],
+    "accumulate_grad_batches": [(0, "Use 1"), ({4: 2}, "Pass an integer"), (2.0, "Pass an integer")],
+    "gradient_clip_val": [("1.0", "without quotes"), (-1, "Use None to disable clipping"), (float("nan"), "Use None")],
     "gradient_clip_algorithm": [
-        (2, "Write its name"),
+        (2, "Pass a name"),
         ("nrom", "Did you mean 'norm'?"),
-        ("value", "Give gradient_clip_val as well"),
+        ("value", "Set gradient_clip_val"),
     ],
     "max_epochs": [(-2, "Use an integer of -1 or more"), (1.5, "Use an integer"), (True, "Use an integer")],
     "min_epochs": [(-1, "Use an integer of 0 or more"), ("1", "Use an integer"), (3, "max_epochs")],
@@ -100,13 +100,13 @@ WRONG = {
     "overfit_batches": [(-0.1, "a float in [0.0, 1.0]"), ("1", "Use an integer")],
     "fast_dev_run": [(-1, "Use True or a number"), ("yes", "Use True or a number"), (0.5, "Use True or a number")],
     "val_check_interval": [(0, "Use limit_val_batches=0"), (2.5, "a float in [0.0, 1.0]"), ("epoch", "Use an integer")],
-    "check_val_every_n_epoch": [(0, "Use 1 or more"), (0.5, "Use an integer"), (None, "Give it as an integer")],
+    "check_val_every_n_epoch": [(0, "Use 1 or more"), (0.5, "Use an integer"), (None, "Set it to a number of batches")],
     "num_sanity_val_steps": [(-2, "Use an integer of -1 or more"), (0.5, "Use an integer")],
     "log_every_n_steps": [(0, "Use an integer of 1 or more"), (0.5, "Use an integer")],
     "callbacks": [
-        (5, "Pass objects of subclasses of roomier.Callback"),
-        ("early_stopping", "Pass objects of subclasses of roomier.Callback"),
-        ([roomier.Callback], "Make an object of it: Callback(...)"),
+        (5, "Pass instances of subclasses of roomier.Callback"),
+        ("early_stopping", "Pass instances of subclasses of roomier.Callback"),
+        ([roomier.Callback], "Pass Callback(...)"),
     ],
     "logger": [
         ("tensorbord", "Did you mean 'tensorboard'?"),
@@ -134,7 +134,7 @@ ROWS = [
     for keyword, rows in WRONG.items()
     for index, (value, action) in enumerate(rows)
 ]
-# The error is about a field inside what the keyword holds, or about two keywords that do not go together.
+# The error names a field inside the value of the keyword, or two incompatible keywords.
 NAMED_OTHERWISE = {
     "plan": ("plan", "batch"),
     "optimizer": ("optimizer", "optimizer.lr"),
@@ -149,7 +149,7 @@ def test_the_table_has_every_keyword():
 
 
 @pytest.mark.parametrize(("keyword", "value", "action"), ROWS)
-def test_every_keyword_is_checked_when_the_trainer_is_made(keyword, value, action, desk, monkeypatch):
+def test_every_keyword_is_checked_when_the_trainer_is_created(keyword, value, action, desk, monkeypatch):
     monkeypatch.chdir(desk.root.parent)
     others = {"max_epochs": 2} if keyword == "min_epochs" else {}
     with pytest.raises(RoomierError) as caught:
@@ -159,7 +159,7 @@ def test_every_keyword_is_checked_when_the_trainer_is_made(keyword, value, actio
     assert action in str(caught.value), caught.value
 
 
-def test_no_former_keyword_is_one_of_today_and_what_is_said_to_write_is():
+def test_former_keywords_are_not_current_and_their_replacements_are():
     known = set(inspect.signature(roomier.Trainer.__init__).parameters)
     assert not known & set(FORMER_KEYWORDS)
     for sentence in FORMER_KEYWORDS.values():
@@ -177,7 +177,7 @@ ROWS_OF_TWO = [
         "gpus",
         "2",
         "Write Trainer(accelerator='gpu', devices=2",
-        id="a keyword of long ago",
+        id="a keyword of an old version of Lightning",
     ),
     pytest.param(
         lambda d: d.trainer(resume_from_checkpoint="last"),
@@ -192,7 +192,7 @@ ROWS_OF_TWO = [
         RoomierError,
         "per_device_train_batch_size",
         "8",
-        "Give batch_size to your DataLoader",
+        "Pass batch_size to your DataLoader",
         id="a keyword of another trainer",
     ),
     pytest.param(
@@ -200,8 +200,8 @@ ROWS_OF_TWO = [
         RoomierError,
         "zebra",
         "1",
-        "help(roomier.Trainer) lists them",
-        id="a keyword like no other",
+        "See help(roomier.Trainer)",
+        id="a keyword without a similar name",
     ),
     *[
         pytest.param(act, RoomierError, field, "5", action, id=f"{field} is no argument")
@@ -210,13 +210,13 @@ ROWS_OF_TWO = [
             (lambda d: d.trainer().fit(d.net(), train_dataloader=5), "train_dataloader", "Write train_dataloaders"),
             (lambda d: d.trainer().fit(d.net(), val_dataloader=5), "val_dataloader", "Write val_dataloaders to fit"),
             (lambda d: d.trainer().fit(d.net(), ckpt_pth=5), "ckpt_pth", "Did you mean 'ckpt_path'?"),
-            (lambda d: d.trainer().fit(d.net(), zebra=5), "zebra", "help(roomier.Trainer.fit) lists them"),
+            (lambda d: d.trainer().fit(d.net(), zebra=5), "zebra", "See help(roomier.Trainer.fit)"),
             (lambda d: d.trainer().validate(d.net(), dataloder=5), "dataloder", "Did you mean 'dataloaders'?"),
             (lambda d: d.trainer().test(d.net(), weights_only=5), "weights_only", "save its weights with torch.save"),
             (lambda d: d.trainer().predict(d.net(), return_prediction=5), "return_prediction", "'return_predictions'?"),
             (lambda d: ModelCheckpoint(monitr=5), "monitr", "Did you mean 'monitor'?"),
-            (lambda d: ModelCheckpoint(period=5), "period", "Write every_n_epochs"),
-            (lambda d: ModelCheckpoint(zebra=5), "zebra", "help(roomier.callbacks.ModelCheckpoint) lists them"),
+            (lambda d: ModelCheckpoint(period=5), "period", "Use every_n_epochs"),
+            (lambda d: ModelCheckpoint(zebra=5), "zebra", "See help(roomier.callbacks.ModelCheckpoint)"),
             (lambda d: EarlyStopping("loss", patence=5), "patence", "Did you mean 'patience'?"),
             (lambda d: LearningRateMonitor(log_momentm=5), "log_momentm", "Did you mean 'log_momentum'?"),
         ]
@@ -229,8 +229,8 @@ ROWS_OF_TWO = [
         RoomierError,
         "precision",
         "'bf16-mixed'",
-        "Say it in the plan, or pass keywords alone",
-        id="a plan and a keyword of it",
+        "Set the value in the plan, or remove plan",
+        id="a plan and a keyword of the plan",
     ),
     pytest.param(
         lambda d: d.trainer(max_steps=10, min_steps=20),
@@ -238,7 +238,7 @@ ROWS_OF_TWO = [
         "min_steps",
         "20",
         "Lower it, or raise max_steps",
-        id="at least more steps than at most",
+        id="min_steps above max_steps",
     ),
     pytest.param(
         lambda d: d.trainer(optimizer="adamw", learning_rate=1e-3, lr_schedule={"name": "cosine", "warmup_steps": -1}),
@@ -276,7 +276,7 @@ ROWS_OF_TWO = [
 
 
 @pytest.mark.parametrize(("act", "kind", "field", "received", "action"), ROWS_OF_TWO)
-def test_keywords_that_do_not_exist_or_do_not_go_together(act, kind, field, received, action, refuses):
+def test_unknown_and_incompatible_keywords_are_rejected(act, kind, field, received, action, refuses):
     refuses(act, kind, field, received, action)
 
 
@@ -286,20 +286,20 @@ def test_keywords_that_do_not_exist_or_do_not_go_together(act, kind, field, rece
         ("precision: {mode: bf16-mixd}", "precision.mode", "bf16-mixd", "Did you mean 'bf16-mixed'?"),
         ("precision: {modus: 32-true}", "precision", "modus", "Did you mean 'mode'?"),
         ("presicion: {mode: 32-true}", "plan", "presicion", "Did you mean 'precision'?"),
-        ("precision: [", "plan", "plan.yaml", "Correct the text at that place"),
-        ("batch: 4", "batch", "4", "Write its fields beneath it"),
+        ("precision: [", "plan", "plan.yaml", "Correct the text"),
+        ("batch: 4", "batch", "4", "Pass its fields as a mapping"),
     ],
 )
-def test_a_plan_file_that_is_wrong(text, field, received, action, desk, refuses):
+def test_an_invalid_plan_file_is_rejected(text, field, received, action, desk, refuses):
     path = Path(desk.root.parent / "plan.yaml")
     path.write_text(text)
     error = refuses(lambda d: roomier.Trainer(plan=path), PlanError, field, received, action)
-    assert str(path) in str(error), "which file it is"
+    assert str(path) in str(error), "the error names the file"
 
 
-def test_a_word_already_found_wrong_is_not_judged_again():
+def test_an_invalid_value_is_reported_one_time():
     with pytest.raises(PlanError) as caught:
         roomier.Trainer(gradient_clip_algorithm="nrom")
     told, _, nearest = str(caught.value).partition(" The nearest plan that works: ")
-    assert told == "gradient_clip_algorithm='nrom': is not known. Did you mean 'norm'?"
+    assert told == "gradient_clip_algorithm='nrom': is unknown. Did you mean 'norm'?"
     assert nearest == "Trainer(gradient_clip_algorithm='norm')."

@@ -1,4 +1,4 @@
-"""What cannot be logged, and callbacks that watch or keep what is not there."""
+"""Values that cannot be logged, and callbacks that monitor missing metrics, are rejected."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from roomier.core.errors import CheckpointError, RoomierError
 
 
 def logging(*args, **kwargs):
-    """A training_step that logs and returns a good loss."""
+    """Return a training_step that logs values and returns a finite loss."""
 
     def training_step(self, batch, batch_idx):
         self.log(*args, **kwargs)
@@ -34,7 +34,7 @@ def log_after_fit(desk):
 
 
 class Keeps(roomier.Callback):
-    """A callback with a state of its own."""
+    """A callback with a state."""
 
     def __init__(self, value):
         self.value = value
@@ -79,7 +79,7 @@ LOGS = {
         lambda d: d.fit(d.net(training_step=logging(torch.ones(()), "loss"))),
         "log",
         "tensor(1.)",
-        "Write self.log(name, value)",
+        "Call self.log(name, value)",
     ),
     "a complex number": (
         lambda d: d.fit(d.net(training_step=logging("phase", torch.tensor(1j)))),
@@ -99,7 +99,7 @@ LOGS = {
         r"'loss\n1,2,3'",
         "Use printable characters",
     ),
-    "a name that is no text": (
+    "a name that is not a string": (
         lambda d: d.fit(d.net(training_step=logging("loss\udc80", 1.0))),
         "log",
         r"'loss\udc80'",
@@ -111,7 +111,7 @@ LOGS = {
         r"'a\nb'",
         "Use printable characters",
     ),
-    "a reduction that is not known": (
+    "an unknown reduction": (
         lambda d: d.fit(d.net(training_step=logging("loss", 1.0, reduce_fx="average"))),
         "log: reduce_fx",
         "'average'",
@@ -121,7 +121,7 @@ LOGS = {
         lambda d: d.fit(d.net(training_step=logging("loss", 1.0, on_epoch=True, batch_size=-4))),
         "log: batch_size",
         "-4",
-        "Pass how many samples",
+        "Pass the number of samples",
     ),
     "one name with two meanings": (
         lambda d: d.fit(
@@ -137,14 +137,14 @@ LOGS = {
         ),
         "log",
         "'acc_epoch'",
-        "Use another name",
+        "Use a different name",
     ),
-    "after the fit": (log_after_fit, "log", "'late'", "Log from a step or a hook of the loop"),
+    "after the fit": (log_after_fit, "log", "'late'", "Log in a step or in a hook of the loop"),
     "in configure_optimizers": (
         lambda d: d.fit(d.net(configure_optimizers=lambda self: self.log("early", 1.0))),
         "log",
         "'early'",
-        "Log from a step or a hook of the loop",
+        "Log in a step or in a hook of the loop",
     ),
     "text to the loggers": (
         lambda d: d.fit(callbacks=LogsRow({"note": "good"})),
@@ -155,28 +155,28 @@ LOGS = {
 }
 
 CALLBACKS = {
-    "EarlyStopping on a metric that nobody logs": (
+    "EarlyStopping with a metric that is not logged": (
         lambda d: d.fit(callbacks=EarlyStopping("train_los")),
         RoomierError,
         "EarlyStopping(monitor)",
         "'train_los'",
         "Did you mean 'train_loss'? Call self.log('train_los', value)",
     ),
-    "ModelCheckpoint on a metric that nobody logs": (
+    "ModelCheckpoint with a metric that is not logged": (
         lambda d: d.fit(callbacks=ModelCheckpoint(monitor="val_loss")),
         RoomierError,
         "ModelCheckpoint(monitor)",
         "'val_loss'",
         "Pass val_dataloaders to fit if validation_step logs it. Call self.log('val_loss', value)",
     ),
-    "nothing is logged at all": (
+    "no metric is logged": (
         lambda d: d.fit(d.net(training_step=lambda self, batch, i: self.loss(batch)), callbacks=EarlyStopping("loss")),
         RoomierError,
         "EarlyStopping(monitor)",
         "'loss'",
         "Call self.log('loss', value)",
     ),
-    "a mode that is not known": (
+    "an unknown mode": (
         lambda d: EarlyStopping("loss", mode="lower"),
         RoomierError,
         "EarlyStopping(mode)",
@@ -195,7 +195,7 @@ CALLBACKS = {
         RoomierError,
         "filename",
         "'best/{epoch}'",
-        "where it goes is dirpath's to say",
+        "set the parent folder with dirpath",
     ),
     "a folder that is a number": (
         lambda d: ModelCheckpoint(dirpath=5),
@@ -223,7 +223,7 @@ CALLBACKS = {
         RoomierError,
         "callbacks",
         "LogsRow",
-        "Name it once",
+        "Remove one of the two entries",
     ),
     "a state that cannot be stored": (
         lambda d: d.fit(callbacks=Keeps(object())),
@@ -237,7 +237,7 @@ CALLBACKS = {
         RoomierError,
         "validate",
         "'Net'",
-        "use val_check_interval",
+        "set val_check_interval",
     ),
 }
 
@@ -246,7 +246,7 @@ CALLBACKS = {
 @pytest.mark.parametrize(
     ("act", "field", "received", "action"), [pytest.param(*row, id=name) for name, row in LOGS.items()]
 )
-def test_what_cannot_be_logged(act, field, received, action, refuses):
+def test_values_that_cannot_be_logged_are_rejected(act, field, received, action, refuses):
     refuses(act, RoomierError, field, received, action)
 
 
@@ -254,11 +254,11 @@ def test_what_cannot_be_logged(act, field, received, action, refuses):
 @pytest.mark.parametrize(
     ("act", "kind", "field", "received", "action"), [pytest.param(*row, id=name) for name, row in CALLBACKS.items()]
 )
-def test_a_callback_that_cannot_work(act, kind, field, received, action, refuses):
+def test_an_invalid_callback_is_rejected(act, kind, field, received, action, refuses):
     refuses(act, kind, field, received, action)
 
 
-def test_a_metric_that_cannot_be_logged_is_named_by_its_line(desk):
+def test_the_error_names_the_line_that_logs_an_invalid_metric(desk):
     with pytest.raises(RoomierError) as caught:
         desk.fit(desk.net(training_step=logging("note", "good")))
     assert any(entry.name == "training_step" for entry in caught.traceback)

@@ -1,4 +1,4 @@
-"""Modules that cannot be trained: what they are, what they return, and how they optimize."""
+"""Modules that cannot be trained are rejected: their types, return values and optimizers."""
 
 import itertools
 import math
@@ -12,21 +12,21 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 import roomier
 from roomier.core.errors import PlanError, RoomierError, TrainingError
 
-STRANGER = nn.Linear(2, 2)  # a model that nobody trains
+STRANGER = nn.Linear(2, 2)  # a model without training
 
 
 def step(returns):
-    """A training_step that returns what ``returns`` makes of its loss."""
+    """Return a training_step that returns ``returns(loss)``."""
     return lambda self, batch, batch_idx: returns(self.loss(batch))
 
 
 def nan_from_step(number):
-    """A training_step whose loss is NaN from optimizer step ``number`` on."""
+    """Return a training_step whose loss is NaN from optimizer step ``number``."""
     return lambda self, batch, batch_idx: self.loss(batch) * (math.nan if self.global_step >= number else 1.0)
 
 
 def optimizers(make):
-    """A configure_optimizers that returns what ``make`` makes of an optimizer and the module."""
+    """Return a configure_optimizers that returns ``make(optimizer, module)``."""
     return lambda self: make(SGD(self.parameters(), lr=0.1), self)
 
 
@@ -56,7 +56,7 @@ MODELS = {
         "function",
         "Pass a roomier.Module",
     ),
-    "the model is a class": (lambda d: d.fit(d.Net), RoomierError, "model", "Net", "Make an object of it: Net("),
+    "the model is a class": (lambda d: d.fit(d.Net), RoomierError, "model", "Net", "Pass Net("),
     "a plain model that returns no loss": (
         lambda d: d.fit(nn.Linear(4, 2), [torch.randn(3, 4)], optimizer="adamw"),
         RoomierError,
@@ -83,16 +83,16 @@ MODELS = {
         RoomierError,
         "model",
         "'weight'",
-        "Call the model on one batch before fit",
+        "Run the model on one batch before fit",
     ),
-    "loss_reduction that is not known": (
+    "an unknown loss_reduction": (
         lambda d: d.fit(d.net(loss_reduction="avg")),
         RoomierError,
         "loss_reduction",
         "'avg'",
         "Use 'mean' or 'sum'",
     ),
-    "num_loss_terms that counts nothing": (
+    "num_loss_terms that returns 0": (
         lambda d: d.fit(d.net(num_loss_terms=lambda self, batch: None), accumulate_grad_batches=2),
         TrainingError,
         "num_loss_terms",
@@ -104,16 +104,16 @@ MODELS = {
         RoomierError,
         "datamodule",
         "[",
-        "Pass an object of a subclass of roomier.DataModule",
+        "Pass an instance of a roomier.DataModule subclass",
     ),
-    "configure_callbacks gives a name": (
+    "configure_callbacks returns a name": (
         lambda d: d.fit(d.net(configure_callbacks=lambda self: "early_stopping")),
         RoomierError,
         "configure_callbacks",
         "'early_stopping'",
         "Return",
     ),
-    "an accelerator that is not there": (
+    "an accelerator that does not exist": (
         lambda d: d.fit(accelerator="mps"),
         RoomierError,
         "accelerator",
@@ -124,7 +124,7 @@ MODELS = {
 
 
 def ignored(num_samples):
-    """A batch without a label that counts."""
+    """Return a batch whose labels are all ignored."""
     return torch.ones(num_samples, 4), torch.full((num_samples,), -100)
 
 
@@ -141,14 +141,14 @@ LOSSES = {
         TrainingError,
         "loss",
         "j)",
-        "Return loss.abs()",
+        "Return a real loss, for example loss.abs()",
     ),
     "a complex loss in a dict": (
         lambda d: d.fit(d.net(training_step=step(lambda loss: {"loss": loss * 1j})), accumulate_grad_batches=2),
         TrainingError,
         "loss",
         "j)",
-        "Return loss.abs()",
+        "Return a real loss, for example loss.abs()",
     ),
     "a complex loss of a manual backward": (
         lambda d: d.fit(
@@ -157,49 +157,49 @@ LOSSES = {
         TrainingError,
         "loss",
         "j)",
-        "Return loss.abs()",
+        "Return a real loss, for example loss.abs()",
     ),
     "a complex loss of a plain model": (
         lambda d: d.fit(ComplexLoss(4, 2), [torch.ones(2, 4)], optimizer="adamw"),
         RoomierError,
         "model",
         "'ComplexLoss'",
-        "Return loss.abs()",
+        "Return a real loss, for example loss.abs()",
     ),
     "a batch with ignored labels only": (
         lambda d: d.fit(train=[*d.batches, ignored(2)], log_every_n_steps=1),
         TrainingError,
         "loss",
-        "batch 4 of epoch 0 has ignored labels only (-100), so the mean over its labels is 0/0",
-        "Leave such samples out",
+        "batch 4 of epoch 0 contains only ignored labels (-100), so the mean over its labels is 0/0",
+        "Remove such samples",
     ),
     "a batch without samples": (
         lambda d: d.fit(train=[*d.batches, ignored(0)], max_epochs=1),
         TrainingError,
         "loss",
-        "batch 4 of epoch 0 holds no samples, so the mean over its labels is 0/0",
-        "Leave such samples out",
+        "batch 4 of epoch 0 contains no samples, so the mean over its labels is 0/0",
+        "Remove such samples",
     ),
     "a NaN loss": (
         lambda d: d.fit(d.net(training_step=nan_from_step(0)), log_every_n_steps=1),
         TrainingError,
         "loss",
         "nan",
-        "No checkpoint was written yet. Lower the learning rate",
+        "No checkpoint has been saved yet. Lower the learning rate",
     ),
     "a NaN loss after a checkpoint": (
         lambda d: d.fit(d.net(training_step=nan_from_step(6)), log_every_n_steps=1),
         TrainingError,
         "loss",
         "nan",
-        "The checkpoint of step 4 is untouched",
+        "The checkpoint of step 4 is unchanged",
     ),
     "a NaN loss that no log step sees": (
         lambda d: d.fit(d.net(training_step=nan_from_step(6))),
         TrainingError,
         "loss",
         "nan",
-        "The checkpoint of step 4 is untouched",
+        "The checkpoint of step 4 is unchanged",
     ),
     "a NaN loss without checkpoints": (
         lambda d: d.fit(d.net(training_step=nan_from_step(0)), enable_checkpointing=False),
@@ -227,28 +227,28 @@ LOSSES = {
         TrainingError,
         "training_step",
         "(4,)",
-        "return loss.mean()",
+        "Reduce it, for example with loss.mean()",
     ),
     "a detached loss": (
         lambda d: d.fit(d.net(training_step=step(lambda loss: loss.detach()))),
         TrainingError,
         "training_step",
         "tensor(",
-        "Do not detach it",
+        "Do not detach the loss",
     ),
     "a loss without gradients": (
         lambda d: d.fit(d.net(training_step=torch.no_grad()(step(lambda loss: loss)))),
         TrainingError,
         "training_step",
         "tensor(",
-        "Do not detach it",
+        "Do not detach the loss",
     ),
     "every parameter frozen": (
         lambda d: d.fit(frozen(d.Net())),
         TrainingError,
         "training_step",
         "tensor(",
-        "leave some parameters unfrozen",
+        "unfreeze at least one parameter",
     ),
     "a loss that is a float": (
         lambda d: d.fit(d.net(training_step=step(lambda loss: loss.item()))),
@@ -332,7 +332,7 @@ OPTIMIZERS = {
         "2 optimizers",
         "Set self.automatic_optimization = False",
     ),
-    "an optimizer by name and one of the module": (
+    "an optimizer of the Trainer and one of the module": (
         lambda d: d.fit(optimizer="sgd", learning_rate=0.1),
         PlanError,
         "optimizer",
@@ -360,7 +360,7 @@ OPTIMIZERS = {
         "AdamW",
         "Create it with self.parameters()",
     ),
-    "an optimizer by name and nothing to train": (
+    "an optimizer of the Trainer and a frozen module": (
         lambda d: d.fit(frozen(d.net(configure_optimizers=lambda self: None)), optimizer="adamw"),
         PlanError,
         "optimizer",
@@ -379,7 +379,7 @@ OPTIMIZERS = {
         RoomierError,
         "accumulate_grad_batches",
         "2",
-        "step every n batches",
+        "stepping every n batches",
     ),
     "clipping with manual optimization": (
         lambda d: d.fit(d.net(**manual()), gradient_clip_val=1.0),
@@ -392,7 +392,7 @@ OPTIMIZERS = {
 
 
 def scheduler(make, **config):
-    """A configure_optimizers with the scheduler that ``make`` makes of the optimizer."""
+    """Return a configure_optimizers with the scheduler ``make(optimizer)``."""
 
     def configure(self):
         optimizer = SGD(self.parameters(), lr=0.1)
@@ -413,7 +413,7 @@ SCHEDULERS = {
         "None",
         "'monitor': 'val_loss'",
     ),
-    "a monitor that nobody logs": (
+    "a monitor that is not logged": (
         lambda d: d.fit(d.net(configure_optimizers=scheduler(ReduceLROnPlateau, monitor="trian_loss"))),
         TrainingError,
         "monitor",
@@ -441,14 +441,14 @@ SCHEDULERS = {
         "StepLR",
         "Create it with the optimizer that is returned",
     ),
-    "an interval that is not known": (
+    "an unknown interval": (
         lambda d: d.fit(d.net(configure_optimizers=scheduler(step_lr, interval="batch"))),
         RoomierError,
         "configure_optimizers: interval",
         "'batch'",
         "Use 'epoch' or 'step'",
     ),
-    "a frequency of nothing": (
+    "a frequency of 0": (
         lambda d: d.fit(d.net(configure_optimizers=scheduler(step_lr, frequency=0))),
         RoomierError,
         "configure_optimizers: frequency",
@@ -493,39 +493,39 @@ ROWS = [
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(("act", "kind", "field", "received", "action"), ROWS)
-def test_a_module_that_cannot_be_trained(act, kind, field, received, action, refuses):
+def test_a_module_that_cannot_be_trained_is_rejected(act, kind, field, received, action, refuses):
     refuses(act, kind, field, received, action)
 
 
-def test_another_nan_is_not_blamed_on_the_labels(desk):
+def test_the_labels_are_not_named_if_the_nan_has_another_cause(desk):
     with pytest.raises(TrainingError, match=r"after each epoch\)\. No checkpoint.*Lower the learning rate") as caught:
         desk.fit(desk.net(training_step=nan_from_step(0)), default_root_dir=desk.root.parent / "other")
     assert "labels" not in str(caught.value)
 
 
 def test_accumulated_batches_without_labels_are_named(desk):
-    with pytest.raises(TrainingError, match="a single term to average over") as caught:
+    with pytest.raises(TrainingError, match="a loss term to average over") as caught:
         desk.fit(train=[*desk.batches, ignored(2), ignored(3)], accumulate_grad_batches=2)
     assert caught.value.__notes__ == ["the step was on batches 4 to 5 of epoch 0"]
 
 
-def test_a_nan_keeps_the_checkpoint_before_it_and_the_run_goes_on_from_there(desk):
+def test_a_nan_keeps_the_checkpoint_before_it_and_the_run_resumes_from_it(desk):
     root = desk.root.parent / "other"
     keywords = {"default_root_dir": root, "max_epochs": 3}
-    with pytest.raises(TrainingError, match="checkpoint of step 8 is untouched"):
+    with pytest.raises(TrainingError, match="checkpoint of step 8 is unchanged"):
         desk.fit(desk.net(training_step=nan_from_step(9)), **keywords)
     resumed = desk.fit(desk.Net(), ckpt_path="last", **keywords)
     assert resumed.global_step == 12
 
 
-def test_weights_that_became_nan_never_take_the_place_of_a_good_checkpoint(desk):
-    """The loss is still finite at the step whose gradient ruins the weights."""
+def test_nan_weights_never_replace_a_valid_checkpoint(desk):
+    """The loss is still finite at the step whose gradient makes the weights NaN."""
     root = desk.root.parent / "other"
 
     def training_step(self, batch, batch_idx):
         loss = self.loss(batch)
         return NanGradient.apply(loss) if self.global_step == 7 else loss
 
-    with pytest.raises(TrainingError, match=r"^body.weight=nan.* step 8 .*checkpoint of step 4 is untouched"):
+    with pytest.raises(TrainingError, match=r"^body.weight=nan.* step 8 .*checkpoint of step 4 is unchanged"):
         desk.fit(desk.net(training_step=training_step), default_root_dir=root)
     assert [path.name for path in root.rglob("epoch=*")] == ["epoch=0-step=4"]

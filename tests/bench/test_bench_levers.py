@@ -1,4 +1,4 @@
-"""``roomier bench levers --json`` as it is called, on a model so small that its times mean nothing."""
+"""``roomier bench levers --json`` as a command, with a model that is too small for meaningful times."""
 
 import argparse
 import json
@@ -24,11 +24,11 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     words += ["--levers", "vanilla, all", "--output", str(tmp_path_factory.mktemp("levers"))]
     done = subprocess.run([*COMMAND, *words], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)  # fails if anything else stands there
+    found: dict[str, Any] = json.loads(done.stdout)  # fails if the output contains other text
     return {**found, "folder": words[-1], "errors": done.stderr}
 
 
-def test_both_trainers_run_the_rows_that_were_asked_for(result: dict[str, Any]) -> None:
+def test_both_trainers_run_the_requested_rows(result: dict[str, Any]) -> None:
     turns = [(row["lever"], row["framework"]) for row in result["rows"]]
     assert turns == [
         ("vanilla", "roomier"),
@@ -42,8 +42,8 @@ def test_both_trainers_run_the_rows_that_were_asked_for(result: dict[str, Any]) 
         assert sum(row["peak_by_kind"].values()) == row["peak_bytes"] > 0
 
 
-def test_both_are_measured_alike(result: dict[str, Any]) -> None:
-    """The same model, batch and optimizer: without a lever both hold the same tensors, to a few small ones."""
+def test_both_trainers_hold_the_same_tensors(result: dict[str, Any]) -> None:
+    """Without a lever, both have the same model, batch and optimizer, so their tensors differ by a few small ones."""
     ours, theirs = result["rows"][:2]
     assert ours["peak_bytes"] == pytest.approx(theirs["peak_bytes"], rel=0.02)
     assert ours["peak_by_kind"]["optimizer_state"] == theirs["peak_by_kind"]["optimizer_state"]
@@ -66,7 +66,7 @@ def test_every_row_is_a_plan(name: str) -> None:
     plan_from_flags(**keywords)
 
 
-def test_a_row_without_a_peer_or_a_sense_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_without_peer_or_meaning_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     options = argparse.Namespace(model="bert-tiny", levers="", frameworks="")
     monkeypatch.setattr(levers, "find_spec", lambda name: None if name == "bitsandbytes" else name)
     turns = levers._turns(options)
@@ -80,14 +80,14 @@ def test_a_row_without_a_peer_or_a_sense_is_left_out(monkeypatch: pytest.MonkeyP
     assert {framework for framework, _ in levers._turns(options)} == {"roomier"}
 
 
-def test_what_is_not_known_is_refused_before_anything_runs() -> None:
+def test_unknown_names_are_rejected_before_a_process_starts() -> None:
     options = argparse.Namespace(model="bert-tiny", levers="vanila", frameworks="")
-    with pytest.raises(RoomierError, match=r"--levers=.vanila.: is not known here\. Did you mean .vanilla."):
+    with pytest.raises(RoomierError, match=r"--levers=.vanila.: is unknown\. Did you mean .vanilla."):
         levers._turns(options)
     assert set(BERT_SIZES) >= {"bert-large", "bert-base", "bert-tiny"}
 
 
-def test_a_row_that_fails_is_told_and_the_others_stand() -> None:
+def test_a_failing_row_is_reported_and_the_others_remain() -> None:
     runs = [{"step_s": [0.5, 0.25, 0.5], "peak_bytes": 10, "peak_rss_bytes": None, "peak_by_kind": {}}]
     good = levers._row("roomier", "vanilla", runs)
     bad = levers._row("roomier", "all", [*runs, {"error": "out of memory", "code": -9}])

@@ -1,4 +1,4 @@
-"""``roomier bench optimizers``: short as it is called, and at the length that counts (slow)."""
+"""``roomier bench optimizers``: a short run of the command, and a run of full length (slow)."""
 
 import argparse
 import io
@@ -20,13 +20,13 @@ COMMAND = [str(Path(sys.executable).with_name("roomier")), "bench", "optimizers"
 def run(*words: str) -> dict[str, Any]:
     done = subprocess.run([*COMMAND, *words], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)  # fails if anything else stands there
+    found: dict[str, Any] = json.loads(done.stdout)  # fails if the output contains other text
     return found
 
 
 @pytest.fixture(scope="module")
 def result() -> dict[str, Any]:
-    # Too few parameters to be worth a compiler.
+    # So few parameters do not justify a compiler.
     return run(
         "--steps", "60", "--seeds", "1", "--step-parameters", "1000", "--repeats", "2", "--optimizers", "adamw4bit"
     )
@@ -35,14 +35,14 @@ def result() -> dict[str, Any]:
 def test_four_bits_learn_like_32(result: dict[str, Any]) -> None:
     peer, ours = result["rows"]
     assert (peer["optimizer"], ours["optimizer"]) == ("adamw", "adamw4bit")
-    assert peer["loss"] < 3.6, "of 256 bytes at random it is 5.5"
+    assert peer["loss"] < 3.6, "ln 256 = 5.5 is the loss of a uniform guess"
     assert ours["ratio_to_adamw"] == pytest.approx(1, abs=0.02)
     assert ours["ratio_to_adamw"] == ours["loss"] / peer["loss"]
     assert ours["loss_all"] == [ours["loss"]]
     assert ours["train_loss"] == pytest.approx(ours["loss"], rel=0.1)
 
 
-def test_bytes_and_times_are_told(result: dict[str, Any]) -> None:
+def test_bytes_and_times_are_reported(result: dict[str, Any]) -> None:
     peer, ours = result["rows"]
     assert peer["state_bytes_per_parameter"] == pytest.approx(8, rel=1e-3)
     assert 1 < ours["state_bytes_per_parameter"] < 1.1
@@ -61,7 +61,7 @@ def test_the_table_shows_the_same_figures(result: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("words", [["--optimizers", "adamw9bit"]])
-def test_what_is_not_known_is_refused(words: list[str]) -> None:
+def test_an_unknown_optimizer_is_rejected(words: list[str]) -> None:
     parser = argparse.ArgumentParser()
     optimizers.add_arguments(parser)
     with pytest.raises(RoomierError, match=r"adamw9bit.*Did you mean"):
@@ -69,7 +69,7 @@ def test_what_is_not_known_is_refused(words: list[str]) -> None:
 
 
 @pytest.mark.slow
-def test_few_bits_end_within_half_a_percent_of_float32() -> None:
+def test_low_bit_states_end_within_half_a_percent_of_float32() -> None:
     rows = run()["rows"]
     assert [row["optimizer"] for row in rows] == ["adamw", "adamw8bit", "adamw4bit"]
     for row, limit in zip(rows[1:], (2.1, 1.1), strict=True):

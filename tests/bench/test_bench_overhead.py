@@ -1,4 +1,4 @@
-"""``roomier bench overhead --json`` as it is called: a process of its own, whose standard output is read whole."""
+"""``roomier bench overhead --json`` as a command: the tests read its complete standard output."""
 
 import io
 import json
@@ -23,13 +23,13 @@ def result() -> dict[str, Any]:
     words = ["--steps", str(STEPS), "--repeats", str(REPEATS)]
     done = subprocess.run([*command, *words], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)  # fails if anything else stands there
+    found: dict[str, Any] = json.loads(done.stdout)  # fails if the output contains other text
     return found
 
 
-def test_the_overhead_is_what_lies_between_the_trainer_and_the_bare_loop(result: dict[str, Any]) -> None:
-    # How much that is, a quiet machine says: where tests run, others run too, and the difference of two short times may
-    # even be negative. What no noise changes is the number of calls, below.
+def test_the_overhead_is_the_difference_of_trainer_and_bare_loop(result: dict[str, Any]) -> None:
+    # Only a quiet machine can measure the value: under load, the difference of two short times can be negative.
+    # The number of calls, below, does not depend on load.
     for kind in ("wall", "cpu"):
         samples = result[f"samples_{kind}_us"]
         both = zip(samples["trainer"], samples["bare"], strict=True)
@@ -40,10 +40,10 @@ def test_the_overhead_is_what_lies_between_the_trainer_and_the_bare_loop(result:
 
 @pytest.mark.slow
 def test_the_trainer_stays_close_to_the_bare_loop(result: dict[str, Any]) -> None:
-    assert 0 < result["overhead_cpu_us"] < 200  # the goal is 60 on a machine that does nothing else
+    assert 0 < result["overhead_cpu_us"] < 200  # the goal is 60 on a quiet machine
 
 
-def test_few_frames_lie_between_fit_and_the_users_step(result: dict[str, Any]) -> None:
+def test_few_frames_between_fit_and_training_step(result: dict[str, Any]) -> None:
     assert 1 <= result["frames_to_training_step"] <= 4
     assert len(result["frames"]) == result["frames_to_training_step"]
     assert result["frames"][0].startswith("train/fit.py:")
@@ -53,13 +53,13 @@ def test_few_calls_are_made_per_step(result: dict[str, Any]) -> None:
     assert 5 < result["calls_per_step"] < 60
 
 
-def test_the_trainer_is_measured_as_it_is_by_default(result: dict[str, Any]) -> None:
+def test_the_measured_trainer_has_default_settings(result: dict[str, Any]) -> None:
     assert set(result["trainer"]["callbacks"]) == {"ProgressBar", "ModelSummary", "ModelCheckpoint"}
     assert len(result["trainer"]["loggers"]) == 2
     assert result["trainer"]["log_every_n_steps"] == 50
 
 
-def test_a_result_tells_what_it_stands_on(result: dict[str, Any]) -> None:
+def test_a_result_contains_machine_commit_and_command(result: dict[str, Any]) -> None:
     assert result["case"] == "overhead"
     assert result["command"].endswith(f"bench overhead --json --steps {STEPS} --repeats {REPEATS}")
     assert {"torch", "roomier", "python", "commit", "has_uncommitted_changes", "measured_at"} <= set(result)
@@ -70,13 +70,13 @@ def test_a_result_tells_what_it_stands_on(result: dict[str, Any]) -> None:
         assert all(len(values) == REPEATS for values in samples.values())
 
 
-def test_the_small_costs_are_there(result: dict[str, Any]) -> None:
+def test_small_costs_are_reported(result: dict[str, Any]) -> None:
     assert {"log_us", "idle_callback_us", "empty_hook_us"} <= set(result)
     assert 0 < result["import_s"] < 30
     assert result["import_torch_s"] > 0
 
 
-def test_lightning_is_compared_where_it_is_installed(result: dict[str, Any]) -> None:
+def test_lightning_is_compared_if_it_is_installed(result: dict[str, Any]) -> None:
     is_here = any(find_spec(name) is not None for name in ("lightning", "pytorch_lightning"))
     assert ("lightning" in result) == is_here
     if is_here:

@@ -1,4 +1,4 @@
-"""What every case is measured with: turns, clocks, frames, calls, circumstances."""
+"""Parts of all benchmarks: turns, clocks, frames, calls and circumstances."""
 
 import importlib.util
 import io
@@ -15,14 +15,14 @@ from roomier.bench.cases import CASES
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_case_defines_what_the_command_calls(name: str) -> None:
+def test_every_case_implements_the_protocol(name: str) -> None:
     case = CASES[name].load()
     assert callable(case.add_arguments)
     assert callable(case.measure)
     assert callable(case.table)
 
 
-def test_what_is_compared_takes_turns() -> None:
+def test_compared_blocks_alternate() -> None:
     order: list[str] = []
 
     def block(name: str) -> Callable[[], timing.Cost]:
@@ -37,7 +37,7 @@ def test_what_is_compared_takes_turns() -> None:
     assert [cost.wall_us for cost in found["b"]] == [2, 5, 8]
 
 
-def test_the_cost_of_a_step_counts_rare_work_at_its_share_and_no_disturbance() -> None:
+def test_the_cost_of_a_step_counts_rare_work_and_ignores_disturbances() -> None:
     stamps = timing.Stamps()
     now_ns = 0
     for index in range(61):
@@ -50,7 +50,7 @@ def test_the_cost_of_a_step_counts_rare_work_at_its_share_and_no_disturbance() -
     assert cost.cpu_us == pytest.approx(1.0)
 
 
-def test_stamps_note_both_clocks() -> None:
+def test_stamps_record_both_clocks() -> None:
     stamps = timing.Stamps()
     for index in range(40):
         stamps(index)
@@ -66,14 +66,14 @@ def test_differences() -> None:
     assert timing.quartiles_of_difference([3], [1]) == (2, 2)
 
 
-def test_one_thread_is_put_back() -> None:
+def test_the_number_of_threads_is_restored() -> None:
     before = torch.get_num_threads()
     with timing.one_thread():
         assert torch.get_num_threads() == 1
     assert torch.get_num_threads() == before
 
 
-def test_muted_writes_to_nowhere(capsys: pytest.CaptureFixture[str]) -> None:
+def test_muted_discards_output(capsys: pytest.CaptureFixture[str]) -> None:
     with timing.muted():
         print("a")
         print("b", file=sys.stderr)
@@ -106,7 +106,7 @@ def library(tmp_path: Path) -> ModuleType:
     return module
 
 
-def test_frames_between_the_users_call_and_the_users_step_are_counted(library: ModuleType) -> None:
+def test_frames_between_fit_and_training_step_are_counted(library: ModuleType) -> None:
     frames = calls.FrameCount(library.fit.__code__, (calls.folder_of(library),), at_index=7)
 
     def training_step(index: int) -> None:
@@ -116,7 +116,7 @@ def test_frames_between_the_users_call_and_the_users_step_are_counted(library: M
     assert frames.frames == ["__init__.py:outer", "__init__.py:between"]
 
 
-def test_calls_into_the_library_are_counted_and_those_elsewhere_are_not(library: ModuleType) -> None:
+def test_only_calls_into_the_library_are_counted(library: ModuleType) -> None:
     count = calls.CallCount((calls.folder_of(library),), first=5, last=15)
 
     def training_step(index: int) -> None:
@@ -124,18 +124,18 @@ def test_calls_into_the_library_are_counted_and_those_elsewhere_are_not(library:
         io.StringIO("own").read()
 
     library.fit(training_step)
-    # outer, between, and the generator: begun, gone on with twice.
+    # outer, between, and the generator: started and resumed twice.
     assert count.per_step == 5
     assert sys.getprofile() is None
 
 
-def test_calls_can_leave_a_part_of_the_library_out(library: ModuleType) -> None:
+def test_calls_can_exclude_a_part_of_the_library(library: ModuleType) -> None:
     folder = calls.folder_of(library)
     count = calls.CallCount((folder,), first=5, last=15, exclude=folder)
     library.fit(lambda index: count(index))
     assert count.num_calls == 0
 
 
-def test_no_commit_is_told_of_a_package_that_git_does_not_keep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_outside_git_has_no_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "_PACKAGE", tmp_path)
     assert machine.commit() == {"commit": None, "has_uncommitted_changes": None}

@@ -1,4 +1,4 @@
-"""``roomier bench strategies --json`` as it is called, on a model so small that its times mean nothing."""
+"""``roomier bench strategies --json`` as a command, with a model that is too small for meaningful times."""
 
 import argparse
 import io
@@ -23,7 +23,7 @@ def result() -> dict[str, Any]:
     words += ["--strategies", "zero3, zero2, ddp"]
     done = subprocess.run([*COMMAND, "--json", "--ranks", "2", *words], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)  # fails if anything else stands there
+    found: dict[str, Any] = json.loads(done.stdout)  # fails if the output contains other text
     return found
 
 
@@ -39,7 +39,7 @@ def test_a_row_for_each_strategy_in_one_order(result: dict[str, Any]) -> None:
         assert row["ratio_to_torch_ddp"] == pytest.approx(row["step_s"] / result["rows"][0]["step_s"])
 
 
-def test_the_formula_stands_beside_what_is_measured(result: dict[str, Any]) -> None:
+def test_rows_contain_formula_and_measurement(result: dict[str, Any]) -> None:
     for row in result["rows"]:
         assert row["model_state_bytes"] == pytest.approx(row["formula_bytes"], rel=0.03), row["strategy"]
 
@@ -49,16 +49,16 @@ def test_strategies_hold_less_than_ddp(result: dict[str, Any]) -> None:
     assert held["torch_ddp"] == pytest.approx(16, rel=0.01)
     assert held["ddp"] == pytest.approx(16, rel=0.01)
     assert held["zero2"] < 13
-    # Nearly all of this model is its embedding, which is whole where it is used.
+    # Most parameters are in the embedding, which is unsharded while it computes.
     assert held["zero3"] <= held["zero2"]
 
 
-def test_all_strategies_train_alike(result: dict[str, Any]) -> None:
+def test_all_strategies_have_the_same_loss(result: dict[str, Any]) -> None:
     losses = [row["loss"] for row in result["rows"]]
     assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-3)
 
 
-def test_collectives_and_circumstances_are_told(result: dict[str, Any]) -> None:
+def test_collectives_and_circumstances_are_reported(result: dict[str, Any]) -> None:
     assert {"all_reduce_s", "all_gather_s", "reduce_scatter_s"} <= set(result["collectives"])
     assert all(value > 0 for value in result["collectives"].values())
     assert result["case"] == "strategies"
@@ -94,13 +94,13 @@ def options(*words: str) -> argparse.Namespace:
         (["--precision", "bf17-mixed"], "precision.mode"),
     ],
 )
-def test_what_is_not_known_is_refused_before_a_process_starts(words: list[str], field: str) -> None:
+def test_unknown_names_are_rejected_before_a_process_starts(words: list[str], field: str) -> None:
     with pytest.raises(RoomierError) as caught:
         strategies.measure(options(*words))
     assert caught.value.field == field
 
 
-def test_the_rank_that_failed_is_told_and_the_others_end(tmp_path: Path) -> None:
+def test_the_failing_rank_is_reported_and_the_others_end(tmp_path: Path) -> None:
     code = (
         "import sys, time; rank = sys.argv[1]; print('no more', rank); time.sleep(60) if rank == '0' else sys.exit(3)"
     )

@@ -1,4 +1,4 @@
-"""A tiny module whose validation loss is written down beforehand, and a Trainer that runs it in milliseconds."""
+"""A small module with predefined validation losses, and a fast Trainer for it."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,7 +14,7 @@ from roomier.trainer import Trainer
 
 
 class Scripted(Module):
-    """Logs ``scores[n]`` as ``val_loss`` in its n-th validation (the last one again when they run out)."""
+    """Logs ``scores[n]`` as ``val_loss`` in its n-th validation, and the last score in all later validations."""
 
     def __init__(self, scores: Sequence[float] = (0.0,)) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Scripted(Module):
 
 
 class KilledError(Exception):
-    """Stands for the end of the process: nothing is saved on the way out."""
+    """Simulates a killed process: callbacks do not save on this exception."""
 
 
 class KillAt(Callback):
@@ -53,7 +53,7 @@ Batches = list[Tensor]
 
 @pytest.fixture
 def batches() -> Batches:
-    """Ten batches of two samples: an epoch is ten steps."""
+    """Ten batches of two samples, so that an epoch has ten steps."""
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(2, 2, generator=generator) for _ in range(10)]
 
@@ -75,7 +75,7 @@ def killed_error() -> type[KilledError]:
 
 @pytest.fixture
 def make_trainer(tmp_path: Path) -> Callable[..., Trainer]:
-    """A quiet Trainer on the CPU with its run folders in ``tmp_path / "runs"``."""
+    """Return a function that creates a Trainer on the CPU with run folders in ``tmp_path / "runs"``."""
 
     def make(*callbacks: Callback, **keywords: Any) -> Trainer:
         quiet = {

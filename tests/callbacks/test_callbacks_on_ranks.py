@@ -1,4 +1,4 @@
-"""Of several ranks the first prints, and sizes are those of the whole model."""
+"""With several ranks, only the first rank prints, and sizes refer to the unsharded model."""
 
 from pathlib import Path
 
@@ -46,7 +46,7 @@ def fit(root: Path) -> Summary:
         log_every_n_steps=1,
         default_root_dir=root,
         callbacks=[summary],
-        enable_model_summary=False,  # there is one already
+        enable_model_summary=False,  # Summarizes replaces it
     )
     trainer.fit(Net(), [torch.ones(2, 5)] * 4, [torch.ones(2, 5)] * 3)
     return summary.summary

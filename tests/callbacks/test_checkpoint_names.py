@@ -1,4 +1,4 @@
-"""The names of checkpoint folders."""
+"""Names of checkpoint folders."""
 
 import pytest
 import torch
@@ -21,23 +21,23 @@ METRICS = {"epoch": 3, "step": 120, "val_loss": torch.tensor(0.12345), "val/acc"
         ("a{{b}}-{step}", "a{b}-step=120"),
     ],
 )
-def test_a_template_is_filled_in(template: str, name: str) -> None:
+def test_template_is_filled_in(template: str, name: str) -> None:
     assert format_name(check_template(template), METRICS) == name
 
 
-def test_names_of_metrics_are_left_out_on_request() -> None:
+def test_metric_names_can_be_omitted() -> None:
     assert format_name("{epoch}-{step:05d}-{val/acc:.1f}", METRICS, auto_insert_metric_name=False) == "3-00120-0.5"
 
 
 @pytest.mark.parametrize(
     "template", ["", "  ", "..", "a/b", "{epoch}/{step}", "{", "{}", "{0.5", "{epoch:zz}", "{a!r}", 7]
 )
-def test_a_template_that_cannot_be_filled_is_refused_at_once(template: str) -> None:
+def test_invalid_template_is_rejected(template: str) -> None:
     with pytest.raises(RoomierError, match="filename="):
         check_template(template)
 
 
-def test_the_first_free_name() -> None:
+def test_first_free_name() -> None:
     assert first_free_name("a", set()) == "a"
     assert first_free_name("a", {"b", "a"}) == "a-v1"
     assert first_free_name("a", {"a", "a-v1", "a-v3"}) == "a-v2"

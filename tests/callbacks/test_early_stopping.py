@@ -1,4 +1,4 @@
-"""EarlyStopping in real runs whose validation losses are written down beforehand."""
+"""EarlyStopping in real runs with predefined validation losses."""
 
 import math
 from collections.abc import Callable
@@ -23,7 +23,7 @@ Make = Callable[..., Trainer]
         ({"patience": 1}, [3, 2, 2, 1], 2, "PATIENCE_EXHAUSTED", 2.0, 1),
         ({"patience": 0}, [3, 3], 1, "PATIENCE_EXHAUSTED", 3.0, 1),
         ({"mode": "max", "patience": 2}, [1, 2, 2, 1, 5], 3, "PATIENCE_EXHAUSTED", 2.0, 2),
-        # a step of 0.5 is no improvement by more than 0.5; one of 0.75 is
+        # a change of 0.5 is not more than min_delta=0.5, but 0.75 is
         ({"min_delta": 0.5, "patience": 2}, [3, 2.5, 2.25, 2.25, 1.75, 0], 4, "PATIENCE_EXHAUSTED", 2.25, 2),
         ({"min_delta": 0.5, "patience": 2, "mode": "max"}, [1, 1.5, 1.75, 2, 2], 4, "PATIENCE_EXHAUSTED", 1.75, 2),
         ({}, [3, math.nan], 1, "NON_FINITE_METRIC", 3.0, 0),
@@ -35,7 +35,7 @@ Make = Callable[..., Trainer]
         ({"divergence_threshold": 1.0, "mode": "max"}, [3, 0.5], 1, "DIVERGENCE_THRESHOLD", 3.0, 0),
     ],
 )
-def test_when_it_stops_and_why(
+def test_stopped_epoch_and_reason(
     make_trainer: Make,
     scripted: Any,
     batches: Any,
@@ -49,7 +49,7 @@ def test_when_it_stops_and_why(
     stopping = EarlyStopping("val_loss", **arguments)
     trainer = make_trainer(stopping, max_epochs=20, enable_checkpointing=False, logger=False)
     trainer.fit(scripted([float(score) for score in scores]), batches[:2], batches[:1])
-    assert trainer.current_epoch == stopped_epoch + 1, "epochs that were finished"
+    assert trainer.current_epoch == stopped_epoch + 1, "number of completed epochs"
     assert (stopping.stopped_epoch, stopping.stopping_reason) == (stopped_epoch, EarlyStoppingReason[reason])
     assert (stopping.best_score.item(), stopping.wait_count) == (best, wait_count)
     assert stopping.stopping_reason_message is not None
@@ -57,18 +57,18 @@ def test_when_it_stops_and_why(
 
 
 @pytest.mark.parametrize("threshold", ["stopping_threshold", "divergence_threshold"])
-def test_a_value_that_is_the_threshold_is_on_neither_side_of_it(
+def test_value_equal_to_a_threshold_does_not_stop(
     make_trainer: Make, scripted: Any, batches: Any, threshold: str
 ) -> None:
     for mode in ("min", "max"):
-        for number in (0.1, 0.35):  # float32 has one above and one below
+        for number in (0.1, 0.35):  # rounding to float32 increases one and decreases the other
             stopping = EarlyStopping("val_loss", mode=mode, **{threshold: number})
             trainer = make_trainer(stopping, max_epochs=2, enable_checkpointing=False, logger=False)
             trainer.fit(scripted([number]), batches[:1], batches[:1])
             assert stopping.stopping_reason is EarlyStoppingReason.NOT_STOPPED, (mode, number)
 
 
-def test_a_change_by_min_delta_is_no_improvement_and_float64_has_its_digits(
+def test_change_equal_to_min_delta_is_not_an_improvement_in_float64(
     make_trainer: Make, scripted: Any, batches: Any
 ) -> None:
     stopping = EarlyStopping("val_loss", mode="max", min_delta=0.1, patience=2)
@@ -86,9 +86,7 @@ def test_a_change_by_min_delta_is_no_improvement_and_float64_has_its_digits(
     assert stopping.stopping_reason is EarlyStoppingReason.NOT_STOPPED
 
 
-def test_why_a_run_is_to_stop_stays_known_while_min_epochs_holds_it(
-    make_trainer: Make, scripted: Any, batches: Any
-) -> None:
+def test_reason_is_kept_until_min_epochs(make_trainer: Make, scripted: Any, batches: Any) -> None:
     stopping = EarlyStopping("val_loss", patience=1)
     trainer = make_trainer(stopping, max_epochs=5, min_epochs=3, enable_checkpointing=False, logger=False)
     trainer.fit(scripted([3.0, 4.0, 2.0]), batches[:1], batches[:1])
@@ -99,7 +97,7 @@ def test_why_a_run_is_to_stop_stays_known_while_min_epochs_holds_it(
     assert (stopping.stopping_reason, stopping.stopping_reason_message) == (EarlyStoppingReason.NOT_STOPPED, None)
 
 
-def test_a_run_that_goes_on_improving_is_not_stopped(make_trainer: Make, scripted: Any, batches: Any) -> None:
+def test_run_that_improves_is_not_stopped(make_trainer: Make, scripted: Any, batches: Any) -> None:
     stopping = EarlyStopping("val_loss", patience=1)
     trainer = make_trainer(stopping, max_epochs=4, enable_checkpointing=False, logger=False)
     trainer.fit(scripted([4.0, 3.0, 2.0, 1.0]), batches[:2], batches[:1])
@@ -108,27 +106,27 @@ def test_a_run_that_goes_on_improving_is_not_stopped(make_trainer: Make, scripte
     assert (stopping.stopped_epoch, stopping.stopping_reason_message) == (0, None)
 
 
-def test_each_validation_is_a_check_where_an_epoch_has_several(make_trainer: Make, scripted: Any, batches: Any) -> None:
+def test_each_of_several_validations_per_epoch_is_a_check(make_trainer: Make, scripted: Any, batches: Any) -> None:
     stopping = EarlyStopping("val_loss", patience=3)
     trainer = make_trainer(stopping, max_epochs=9, val_check_interval=0.5, logger=False, enable_checkpointing=False)
     trainer.fit(scripted([1.0]), batches, batches[:1])
-    assert trainer.global_step == 20, "checks at steps 5, 10, 15, 20; the first one improves on nothing"
+    assert trainer.global_step == 20, "checks at steps 5, 10, 15 and 20; the first sets the best value"
     at_epoch_end = EarlyStopping("val_loss", patience=3, check_on_train_epoch_end=True)
     trainer = make_trainer(at_epoch_end, max_epochs=9, val_check_interval=0.5, logger=False, enable_checkpointing=False)
     trainer.fit(scripted([1.0]), batches, batches[:1])
     assert trainer.global_step == 40
 
 
-def test_it_sees_what_the_module_logs_at_the_end_of_the_epoch(make_trainer: Make, scripted: Any, batches: Any) -> None:
+def test_metrics_logged_at_the_end_of_the_epoch_are_checked(make_trainer: Make, scripted: Any, batches: Any) -> None:
     module = scripted()
     module.on_train_epoch_end = lambda: module.log("epoch_score", 1.0)
     stopping = EarlyStopping("epoch_score", patience=1, check_on_train_epoch_end=True)
     trainer = make_trainer(stopping, max_epochs=9, logger=False, enable_checkpointing=False)
     trainer.fit(module, batches)
-    assert trainer.current_epoch == 2, "the first epoch sets the best, the second is no better"
+    assert trainer.current_epoch == 2, "the first epoch sets the best value, and the second does not improve it"
 
 
-def test_a_metric_nobody_logs(
+def test_metric_that_is_not_logged_is_rejected(
     make_trainer: Make, scripted: Any, batches: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     quiet = {"max_epochs": 1, "logger": False, "enable_checkpointing": False}
@@ -138,14 +136,14 @@ def test_a_metric_nobody_logs(
         assert words in str(caught.value)
     with pytest.raises(RoomierError) as caught:
         make_trainer(EarlyStopping("val_loss"), **quiet).fit(scripted(), batches)
-    assert "there is no validation data. Pass val_dataloaders to fit" in str(caught.value)
-    assert "Did you mean" not in str(caught.value), "train_loss is another thing"
+    assert "the run has no validation data. Pass val_dataloaders to fit" in str(caught.value)
+    assert "Did you mean" not in str(caught.value), "train_loss is not similar enough"
     lax = EarlyStopping("val_los", strict=False, verbose=True)
     make_trainer(lax, **quiet).fit(scripted(), batches, batches[:1])
-    assert "'val_los' was not logged; this check is left out" in capsys.readouterr().err
+    assert "'val_los' was not logged, so this check is skipped" in capsys.readouterr().err
 
 
-def test_the_name_without_its_loader_is_answered_with_the_first_loaders(
+def test_name_without_dataloader_suffix_suggests_the_first_dataloader(
     make_trainer: Make, scripted: Any, batches: Any
 ) -> None:
     module = scripted()
@@ -155,7 +153,7 @@ def test_the_name_without_its_loader_is_answered_with_the_first_loaders(
         make_trainer(EarlyStopping("val_loss"), max_epochs=1).fit(module, batches, loaders)
 
 
-def test_it_goes_on_counting_after_a_resume(
+def test_wait_count_continues_after_a_resume(
     make_trainer: Make, scripted: Any, batches: Any, kill_at: Any, killed_error: Any
 ) -> None:
     scores = [3.0, 2.0, 2.0, 2.0, 2.0, 1.0]
@@ -168,14 +166,14 @@ def test_it_goes_on_counting_after_a_resume(
     assert (stopping.stopped_epoch, stopping.wait_count, stopping.best_score.item()) == (4, 3, 2.0)
 
 
-def test_verbose_tells_improvements_and_the_end(
+def test_verbose_prints_improvements_and_the_stop(
     make_trainer: Make, scripted: Any, batches: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stopping = EarlyStopping("val_loss", patience=1, verbose=True)
     make_trainer(stopping, max_epochs=9, logger=False).fit(scripted([3.0, 2.0, 2.5]), batches[:2], batches[:1])
     err = capsys.readouterr().err
-    assert "val_loss = 2 is the new best; it was 3" in err
-    assert "val_loss = 2.5 is the last of 1 checks without an improvement over 2" in err
+    assert "val_loss = 2 is the new best value; the previous one was 3" in err
+    assert "val_loss = 2.5: 1 consecutive checks without an improvement over 2" in err
 
 
 @pytest.mark.parametrize(
@@ -189,13 +187,13 @@ def test_verbose_tells_improvements_and_the_end(
         ({"monitor": "a", "min_delta": math.nan}, "EarlyStopping(min_delta)=nan"),
     ],
 )
-def test_wrong_arguments_are_refused_by_name(arguments: dict[str, Any], words: str) -> None:
+def test_invalid_arguments_are_rejected(arguments: dict[str, Any], words: str) -> None:
     with pytest.raises(RoomierError) as caught:
         EarlyStopping(**arguments)
     assert words in str(caught.value)
 
 
-def test_the_state_is_what_lightning_stores() -> None:
+def test_state_equals_lightnings_state() -> None:
     stopping = EarlyStopping("val_loss", mode="max")
     assert stopping.state_dict() == {
         "wait_count": 0,

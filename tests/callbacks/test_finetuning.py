@@ -1,4 +1,4 @@
-"""Parts that are frozen first and trained later: rates, groups, resumes, and the same weights on several ranks."""
+"""Modules that are frozen first and trained later: learning rates, groups, resumes, and several ranks."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -75,13 +75,13 @@ def fit(
     return net, trainer
 
 
-def test_the_backbone_starts_at_a_share_of_the_rate_and_grows_to_it(tmp_path: Path) -> None:
+def test_backbone_rate_starts_at_a_fraction_and_grows(tmp_path: Path) -> None:
     net, _ = fit(tmp_path)
     for rates, expected in zip(net.rates, [[0.08], [0.08, 0.008], [0.08, 0.024], [0.08, 0.072]], strict=True):
         assert rates == pytest.approx(expected)
 
 
-def test_it_never_gets_above_the_rest_unless_that_is_wanted(make_trainer: Make) -> None:
+def test_should_align_limits_the_backbone_rate(make_trainer: Make) -> None:
     for should_align, last in ((True, 0.08), (False, 0.8)):
         net = Net()
         finetuning = BackboneFinetuning(0, lambda epoch: 10.0, should_align=should_align)
@@ -89,7 +89,7 @@ def test_it_never_gets_above_the_rest_unless_that_is_wanted(make_trainer: Make) 
         assert [rates[-1] for rates in net.rates] == pytest.approx([0.008, 0.08, last])
 
 
-def test_a_frozen_backbone_keeps_its_weights_until_its_epoch(make_trainer: Make) -> None:
+def test_frozen_backbone_keeps_its_weights_until_its_epoch(make_trainer: Make) -> None:
     net = Net()
     before = net.backbone[0].weight.clone()
     seen = []
@@ -101,7 +101,7 @@ def test_a_frozen_backbone_keeps_its_weights_until_its_epoch(make_trainer: Make)
     assert not torch.equal(seen[2], before)
 
 
-def test_batch_norm_is_trained_or_keeps_its_statistics(make_trainer: Make) -> None:
+def test_train_bn_determines_whether_statistics_are_updated(make_trainer: Make) -> None:
     class All(BaseFinetuning):
         def __init__(self, train_bn: bool) -> None:
             super().__init__()
@@ -123,18 +123,18 @@ def test_batch_norm_is_trained_or_keeps_its_statistics(make_trainer: Make) -> No
 
 @pytest.mark.parametrize("step", [2, 8, 14])
 @pytest.mark.parametrize("schedule", ["step", "lambda"])
-def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path, step: int, schedule: str) -> None:
-    whole, first = fit(tmp_path, schedule=schedule, norm=True)
+def test_resumed_run_is_bitwise_equal(tmp_path: Path, step: int, schedule: str) -> None:
+    straight, first = fit(tmp_path, schedule=schedule, norm=True)
     _, trainer = fit(tmp_path, StopsAt(step), schedule=schedule, norm=True)
     trainer.save_checkpoint(tmp_path / "half")
     resumed, second = fit(tmp_path, path=tmp_path / "half", schedule=schedule, norm=True)
     rates = [[group["lr"] for group in each.optimizers[0].param_groups] for each in (first, second)]
     assert rates[0] == rates[1]
-    for name, value in whole.state_dict().items():
+    for name, value in straight.state_dict().items():
         assert torch.equal(value, resumed.state_dict()[name]), name
 
 
-def test_parameters_an_optimizer_has_are_not_given_twice(make_trainer: Make, capsys: Any) -> None:
+def test_parameters_in_the_optimizer_are_not_added_again(make_trainer: Make, capsys: Any) -> None:
     class TakesAll(Net):
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -142,40 +142,40 @@ def test_parameters_an_optimizer_has_are_not_given_twice(make_trainer: Make, cap
     net = TakesAll()
     finetuning = BackboneFinetuning(0)
     make_trainer(finetuning, max_epochs=1, logger=False, enable_checkpointing=False).fit(net, [data()])
-    assert "in SGD already" in capsys.readouterr().err
+    assert "SGD already contains" in capsys.readouterr().err
     assert len(net.rates[0]) == 1
 
 
-def test_a_module_without_a_backbone_is_named(make_trainer: Make) -> None:
+def test_module_without_backbone_is_rejected(make_trainer: Make) -> None:
     class Bare(Net):
         def __init__(self) -> None:
             super().__init__()
             self.body = self.backbone
             del self.backbone
 
-    with pytest.raises(RoomierError, match="has no module named backbone"):
+    with pytest.raises(RoomierError, match="must have an attribute 'backbone'"):
         make_trainer(BackboneFinetuning(0), max_epochs=1).fit(Bare(), [data()])
 
 
-def save_whole_and_resumed(root: Path, devices: int, strategy: str) -> None:
+def save_straight_and_resumed(root: Path, devices: int, strategy: str) -> None:
     fit(root, strategy=strategy, devices=devices)[1].save_checkpoint(root / "whole")
     fit(root, StopsAt(8), strategy=strategy, devices=devices)[1].save_checkpoint(root / "half")
     fit(root, strategy=strategy, devices=devices, path=root / "half")[1].save_checkpoint(root / "resumed")
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero3", pytest.param("zero1", marks=pytest.mark.slow)])
-def test_what_is_unfrozen_is_trained_by_all_ranks(on_ranks: Any, tmp_path: Path, strategy: str) -> None:
+def test_unfrozen_parameters_are_trained_on_all_ranks(on_ranks: Any, tmp_path: Path, strategy: str) -> None:
     fit(tmp_path)[1].save_checkpoint(tmp_path / "one")
-    on_ranks(2, save_whole_and_resumed, tmp_path, 2, strategy)
-    one, whole, resumed = (
+    on_ranks(2, save_straight_and_resumed, tmp_path, 2, strategy)
+    one, straight, resumed = (
         roomier.checkpoint.load(tmp_path / name, only=("module",)) for name in ("one", "whole", "resumed")
     )
-    torch.testing.assert_close(whole, one, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(resumed, whole, rtol=0, atol=0)
+    torch.testing.assert_close(straight, one, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(resumed, straight, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("name", ["freeze_before_training", "finetune_function"])
-def test_a_callback_that_lacks_one_of_the_two_methods_is_told_which(make_trainer: Make, name: str) -> None:
+def test_missing_method_is_named(make_trainer: Make, name: str) -> None:
     other = {"freeze_before_training", "finetune_function"} - {name}
     partial = type("Partial", (BaseFinetuning,), {each: lambda self, *arguments: None for each in other})()
     with pytest.raises(RoomierError, match=f"{name}='Partial'.*Define {name}"):

@@ -1,4 +1,4 @@
-"""MemoryForecast: forecast and truth of a run, told, logged, kept in its folder; the run itself untouched."""
+"""MemoryForecast: prints, logs and stores forecast and measurement without changing the run."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def record_of(callback: MemoryForecast) -> Record:
     return callback.record
 
 
-def test_it_is_told_logged_and_kept(fit: Callable[..., Trainer], capsys: pytest.CaptureFixture[str]) -> None:
+def test_forecast_is_printed_logged_and_stored(fit: Callable[..., Trainer], capsys: pytest.CaptureFixture[str]) -> None:
     callback = MemoryForecast()
     trainer = fit(callback, accumulate_grad_batches=2)
     found = record_of(callback)
@@ -77,19 +77,19 @@ def test_it_is_told_logged_and_kept(fit: Callable[..., Trainer], capsys: pytest.
     [{}, {"precision": "bf16-mixed"}, {"activation_checkpointing": "full"}, {"step_in_backward": True}],
     ids=str,
 )
-def test_the_forecast_comes_true(fit: Callable[..., Trainer], keywords: dict[str, Any]) -> None:
+def test_forecast_equals_the_measurement(fit: Callable[..., Trainer], keywords: dict[str, Any]) -> None:
     callback = MemoryForecast()
     fit(callback, **keywords)
     found = record_of(callback)
     assert abs(found.error) < 0.02
-    said, measured = found.forecast.bytes_by_kind, found.worst.peak.peak
-    for kind, count in said.items():
+    forecast, measured = found.forecast.bytes_by_kind, found.worst.peak.peak
+    for kind, count in forecast.items():
         assert measured[kind] == pytest.approx(count, abs=0.02 * found.measured_bytes)
     assert {each.phase for each in found.worst.timeline} >= {"forward", "backward", "update"}
     assert any("blocks.1" in each.place for each in found.worst.timeline)
 
 
-def test_looking_does_not_change_what_is_trained(fit: Callable[..., Trainer]) -> None:
+def test_tracking_does_not_change_training(fit: Callable[..., Trainer]) -> None:
     weights = []
     for callbacks in ([], [MemoryForecast()], [MemoryForecast(at_step=3), MemoryAnatomy()]):
         module = Language()
@@ -99,9 +99,7 @@ def test_looking_does_not_change_what_is_trained(fit: Callable[..., Trainer]) ->
     assert torch.equal(weights[0], weights[2])
 
 
-def test_beside_an_anatomy_one_tracker_serves_both(
-    fit: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_tracker_serves_forecast_and_anatomy(fit: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
     begin = tracked.TrackedStep.__init__
 
@@ -125,7 +123,7 @@ def default_callbacks(trainer: Trainer) -> list[str]:
     return [type(each).__name__ for each in trainer.callbacks if isinstance(each, MemoryForecast)]
 
 
-def test_by_default_small_runs_are_left_alone_and_large_ones_are_not(
+def test_default_callback_tracks_only_large_runs(
     fit: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert default_callbacks(fit()) == []
@@ -138,10 +136,10 @@ def test_by_default_small_runs_are_left_alone_and_large_ones_are_not(
     assert default_callbacks(fit(fast_dev_run=True)) == []
     monkeypatch.setattr(forecasts, "LARGE_BYTES", 10**7)
     large.fit(large.model or Language(), [BATCH] * 2)
-    assert default_callbacks(large) == [], "the one of the first fit is no callback of the second"
+    assert default_callbacks(large) == [], "the callback of the first fit is not added to the second"
 
 
-def test_by_default_compiled_runs_are_left_alone(make_trainer: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_callback_skips_compiled_runs(make_trainer: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forecasts, "LARGE_BYTES", 10**6)
     for compiled, num_callbacks in ((False, 1), (True, 0)):
         trainer = make_trainer(compile=compiled, optimizer="adamw")
@@ -149,7 +147,7 @@ def test_by_default_compiled_runs_are_left_alone(make_trainer: Make, monkeypatch
         assert len(default_callbacks(trainer)) == num_callbacks
 
 
-def test_a_model_that_no_formula_knows_is_trained_without_a_forecast(
+def test_model_without_formula_is_trained_without_a_forecast(
     fit: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*arguments: Any) -> Any:
@@ -162,34 +160,34 @@ def test_a_model_that_no_formula_knows_is_trained_without_a_forecast(
     assert trainer.global_step == 1
 
 
-def test_a_budget_of_activations_is_tracked_once_it_has_measured(
+def test_activation_budget_is_tracked_after_its_measurement(
     fit: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said = page_examples.forecast("ddp", 1.0, 0.1, 0.1)
-    monkeypatch.setattr(forecast_module, "_forecast", lambda trainer, workload: (said, ""))
+    planned = page_examples.forecast("ddp", 1.0, 0.1, 0.1)
+    monkeypatch.setattr(forecast_module, "_forecast", lambda trainer, workload: (planned, ""))
     callback = MemoryForecast()
     fit(callback, activation_checkpointing=0.5, max_steps=6)
     assert record_of(callback).step == 4
-    with pytest.raises(RoomierError, match="at_step=2: is before step 4"):
+    with pytest.raises(RoomierError, match="at_step=2: must be at least 4"):
         fit(MemoryForecast(at_step=2), activation_checkpointing=0.5)
 
 
 @pytest.mark.parametrize("step", [1, 0, True, 2.5])
-def test_what_is_no_step_is_refused(step: Any) -> None:
+def test_invalid_step_is_rejected(step: Any) -> None:
     with pytest.raises(RoomierError, match=f"at_step={step}"):
         MemoryForecast(at_step=step)
 
 
-def test_a_run_that_ends_before_says_so(fit: Callable[..., Trainer], capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_that_ends_before_the_tracked_step_prints_a_notice(
+    fit: Callable[..., Trainer], capsys: pytest.CaptureFixture[str]
+) -> None:
     fit(MemoryForecast(at_step=9))
     assert "ended before step 9" in capsys.readouterr().err
 
 
-def test_a_forecast_that_fails_does_not_end_the_run(
-    fit: Callable[..., Trainer], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_failed_forecast_does_not_end_the_run(fit: Callable[..., Trainer], capsys: pytest.CaptureFixture[str]) -> None:
     class Peculiar(Language):
-        """Its step needs a value in the middle, which no forecast can know."""
+        """Reads a tensor's value in the middle of its step, so a dry run cannot forecast it."""
 
         def training_step(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
             loss = super().training_step(batch)
@@ -204,7 +202,7 @@ def test_a_forecast_that_fails_does_not_end_the_run(
     assert "memory: no forecast" in capsys.readouterr().err
 
 
-def test_an_error_in_the_tracked_step_ends_the_tracking(fit: Callable[..., Trainer]) -> None:
+def test_error_in_the_tracked_step_stops_the_tracking(fit: Callable[..., Trainer]) -> None:
     class Failing(Language):
         def training_step(self, batch: Any) -> torch.Tensor:
             if self.global_step == 1:
@@ -219,7 +217,7 @@ def test_an_error_in_the_tracked_step_ends_the_tracking(fit: Callable[..., Train
 
 
 class Made(roomier.Module):
-    """Its model is made where it is cut."""
+    """Creates its model in ``configure_model``, where it can be sharded immediately."""
 
     def configure_model(self) -> None:
         if not hasattr(self, "gpt"):
@@ -249,7 +247,7 @@ def forecast_on_ranks(root: Path, strategy: str) -> tuple[dict[str, Any], str]:
 
 
 class Writing(Made):
-    """Rank 0 alone holds what cannot be copied, such as a writer of logs."""
+    """Only rank 0 has an attribute that cannot be copied, such as a log writer."""
 
     def setup(self, stage: str) -> None:
         if self.global_rank == 0:
@@ -276,14 +274,16 @@ def default_callbacks_on_ranks(root: Path) -> list[list[str]]:
     return found
 
 
-def test_ranks_agree_on_who_looks(on_ranks: RankPool, tmp_path: Path) -> None:
+def test_all_ranks_add_the_same_default_callbacks(on_ranks: RankPool, tmp_path: Path) -> None:
     for writing, made in on_ranks(2, default_callbacks_on_ranks, tmp_path):
         assert writing == []
         assert len(made) == 1
 
 
 @pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.slow), "zero3"])
-def test_on_ranks_the_fullest_is_held_against_the_forecast(on_ranks: RankPool, tmp_path: Path, strategy: str) -> None:
+def test_forecast_is_compared_with_the_rank_of_the_highest_peak(
+    on_ranks: RankPool, tmp_path: Path, strategy: str
+) -> None:
     (first, folder), (second, _) = on_ranks(2, forecast_on_ranks, tmp_path, strategy)
     assert first == second
     assert [each["rank"] for each in first["measured"]] == [0, 1]

@@ -1,4 +1,4 @@
-"""Accumulation that changes with the epoch: steps, their number, schedules that count them, and resumes."""
+"""Accumulation that changes with the epoch: steps, number of steps, schedules and resumes."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -22,16 +22,16 @@ def steps_by_epoch(*seen: int) -> tuple[list[int], LambdaCallback]:
     return steps, LambdaCallback(on_train_epoch_end=lambda trainer, _: steps.append(trainer.global_step))
 
 
-def test_each_epoch_has_its_number_of_micro_batches(make_trainer: Make, scripted: Any, batches: Any) -> None:
+def test_number_of_micro_batches_depends_on_the_epoch(make_trainer: Make, scripted: Any, batches: Any) -> None:
     steps, spy = steps_by_epoch()
     scheduler = GradientAccumulationScheduler({1: 4, 3: 2})
     trainer = make_trainer(scheduler, spy, max_epochs=5, **OFF)
     trainer.fit(scripted(), batches)
-    assert steps == [10, 13, 16, 21, 26]  # of ten micro-batches: 10, 3, 3, 5, 5
+    assert steps == [10, 13, 16, 21, 26]  # steps per epoch of ten micro-batches: 10, 3, 3, 5, 5
     assert trainer.estimated_stepping_batches == 26
 
 
-def test_a_step_is_that_of_the_whole_batch(make_trainer: Make, scripted: Any, batches: Any) -> None:
+def test_step_equals_a_step_with_the_whole_batch(make_trainer: Make, scripted: Any, batches: Any) -> None:
     torch.manual_seed(0)
     one, other = scripted(), scripted()
     other.load_state_dict(one.state_dict())
@@ -75,30 +75,30 @@ def planned(make: Make, path: Path | None = None, max_steps: int = -1, save: Pat
     return model
 
 
-def test_a_planned_schedule_ends_with_the_run_and_a_resume_is_exact(make_trainer: Make, tmp_path: Path) -> None:
-    whole = planned(make_trainer)
-    assert whole.rates[-1] == pytest.approx(0.0, abs=1e-9)
-    assert whole.rates[-2] == pytest.approx(0.1 / 16)  # of 3 + 3 + 10 steps
+def test_planned_schedule_ends_with_the_run_and_a_resume_is_exact(make_trainer: Make, tmp_path: Path) -> None:
+    straight = planned(make_trainer)
+    assert straight.rates[-1] == pytest.approx(0.0, abs=1e-9)
+    assert straight.rates[-2] == pytest.approx(0.1 / 16)  # of 3 + 3 + 10 steps
     for step in (4, 8):
         planned(make_trainer, max_steps=step, save=tmp_path / str(step))
         resumed = planned(make_trainer, path=tmp_path / str(step))
-        assert resumed.rates == whole.rates[-len(resumed.rates) :]
-        torch.testing.assert_close(resumed.state_dict(), whole.state_dict(), rtol=0, atol=0)
+        assert resumed.rates == straight.rates[-len(resumed.rates) :]
+        torch.testing.assert_close(resumed.state_dict(), straight.state_dict(), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("scheduling", [{}, {0: 0}, {-1: 2}, {1: 2.5}, {"a": 2}, None, {0: True}])
-def test_what_is_no_schedule_is_named(scheduling: Any) -> None:
+def test_invalid_schedule_is_rejected(scheduling: Any) -> None:
     with pytest.raises(RoomierError, match=r"GradientAccumulationScheduler\(scheduling\)"):
         GradientAccumulationScheduler(scheduling)
 
 
-def test_what_does_not_go_with_it_is_named(make_trainer: Make, scripted: Any, batches: Any) -> None:
+def test_unsupported_combinations_are_rejected(make_trainer: Make, scripted: Any, batches: Any) -> None:
     scheduler = GradientAccumulationScheduler({0: 2})
-    with pytest.raises(RoomierError, match="is set beside a GradientAccumulationScheduler"):
+    with pytest.raises(RoomierError, match="cannot be combined with a GradientAccumulationScheduler"):
         make_trainer(scheduler, accumulate_grad_batches=2, **OFF).fit(scripted(), batches)
     by_hand = scripted()
     by_hand.automatic_optimization = False
-    with pytest.raises(RoomierError, match="optimizes by hand"):
+    with pytest.raises(RoomierError, match="manual optimization"):
         make_trainer(scheduler, **OFF).fit(by_hand, batches)
     with pytest.raises(RoomierError, match="step_in_backward"):
         make_trainer(scheduler, step_in_backward=True, **OFF).fit(scripted(), batches)
@@ -128,7 +128,7 @@ def fit_on_ranks(root: Path, strategy: str, devices: int) -> dict[str, Any]:
     return {"steps": steps}
 
 
-def test_ranks_take_the_same_steps(on_ranks: Any, tmp_path: Path) -> None:
+def test_all_ranks_take_the_same_steps(on_ranks: Any, tmp_path: Path) -> None:
     one = fit_on_ranks(tmp_path, "single", 1)
     assert one == {"steps": [2, 5]}
     assert on_ranks(2, fit_on_ranks, tmp_path, "zero3", 2) == [one] * 2

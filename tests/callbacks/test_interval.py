@@ -1,4 +1,4 @@
-"""``train_time_interval`` ends at the same step on all ranks, by the clock of the first."""
+"""``train_time_interval`` ends at the same step on all ranks, measured by the clock of the first rank."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Clock:
         return self.now_s
 
 
-def test_alone_every_step_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_single_rank_checks_the_clock_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     monkeypatch.setattr("roomier.callbacks.interval.time", clock)
     interval, over = Interval(10.0), []
@@ -38,35 +38,35 @@ def test_alone_every_step_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     assert over == [9, 19, 29, 39]
 
 
-def ask_at_each_step(num_steps: int, step_s: float, length_s: float) -> tuple[list[int], int]:
+def check_in_each_step(num_steps: int, step_s: float, length_s: float) -> tuple[list[int], int]:
     from roomier.callbacks import interval as module
 
-    clock, asked = Clock(), 0
+    clock, num_checks = Clock(), 0
     module.time = clock  # type: ignore[assignment]
     ranks = all_ranks()
     from_zero = ranks.from_zero
 
     def counting(value: Any) -> Any:
-        nonlocal asked
-        asked += 1
+        nonlocal num_checks
+        num_checks += 1
         return from_zero(value)
 
     ranks.from_zero = counting  # type: ignore[method-assign]
     interval, over = Interval(length_s), []
     interval.begin()
     for step in range(num_steps):
-        clock.now_s += step_s * (1 + 3 * dist.get_rank())  # clocks differ, steps do not
+        clock.now_s += step_s * (1 + 3 * dist.get_rank())  # clocks differ between ranks
         if interval.is_over(ranks):
             over.append(step)
-    return over, asked
+    return over, num_checks
 
 
-def test_ranks_agree_and_ask_a_few_times_only(on_ranks: RankPool) -> None:
-    results = on_ranks(2, ask_at_each_step, 2000, 1.0, 500.0)
+def test_ranks_agree_with_few_checks(on_ranks: RankPool) -> None:
+    results = on_ranks(2, check_in_each_step, 2000, 1.0, 500.0)
     assert results[0] == results[1]
-    over, num_asked = results[0]
+    over, num_checks = results[0]
     assert over == [499, 999, 1499, 1999]
-    assert num_asked < 60
+    assert num_checks < 60
 
 
 def save_by_time(folder: Path) -> list[int]:

@@ -1,4 +1,4 @@
-"""LearningRateMonitor: the names, the rates, and the rows they stand in."""
+"""LearningRateMonitor: names, rates, and the log rows that contain them."""
 
 import json
 from collections.abc import Callable
@@ -18,7 +18,7 @@ Make = Callable[..., Trainer]
 
 
 class Net(Module):
-    """``configure_optimizers`` is what it is made with."""
+    """Module whose ``configure_optimizers`` calls the given function."""
 
     def __init__(self, configure: Callable[[nn.Module], Any]) -> None:
         super().__init__()
@@ -33,13 +33,13 @@ class Net(Module):
 
 
 def rates(trainer: Trainer, prefix: str = "lr") -> dict[int, dict[str, float]]:
-    """The logged rates by step."""
+    """Return the logged rates by step."""
     found: dict[int, dict[str, float]] = {}
     for line in (Path(trainer.log_dir) / "metrics.jsonl").read_text().splitlines():
         row = json.loads(line)
         values = {name: value for name, value in row.items() if name.startswith(prefix)}
         if values:
-            assert row["step"] not in found, "one row a step"
+            assert row["step"] not in found, "one row per step"
             found[row["step"]] = values
     return found
 
@@ -50,7 +50,7 @@ def halving(net: nn.Module, interval: str, **config: Any) -> Any:
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": interval, **config}}
 
 
-def test_a_row_has_the_rate_its_step_was_done_with(make_trainer: Make, batches: Any) -> None:
+def test_row_contains_the_rate_used_in_its_step(make_trainer: Make, batches: Any) -> None:
     trainer = make_trainer(LearningRateMonitor(), max_steps=6, log_every_n_steps=2)
     trainer.fit(Net(lambda net: halving(net, "step")), batches)
     # step 1 at 1, step 2 at 1/2, ..., step n at 2^(1-n)
@@ -58,7 +58,7 @@ def test_a_row_has_the_rate_its_step_was_done_with(make_trainer: Make, batches: 
     assert trainer.callback_metrics["lr-SGD"].item() == 0.03125
 
 
-def test_accumulation_gives_one_row_an_optimizer_step(make_trainer: Make, batches: Any) -> None:
+def test_accumulation_logs_one_row_per_optimizer_step(make_trainer: Make, batches: Any) -> None:
     monitor = LearningRateMonitor()
     trainer = make_trainer(monitor, max_epochs=1, log_every_n_steps=1, accumulate_grad_batches=4)
     trainer.fit(Net(lambda net: halving(net, "step")), batches)
@@ -66,13 +66,13 @@ def test_accumulation_gives_one_row_an_optimizer_step(make_trainer: Make, batche
     assert monitor.lrs == {"lr-SGD": [1.0, 0.5, 0.25]}
 
 
-def test_an_epoch_scheduler_is_logged_once_an_epoch(make_trainer: Make, batches: Any) -> None:
+def test_epoch_scheduler_is_logged_in_each_epoch(make_trainer: Make, batches: Any) -> None:
     trainer = make_trainer(LearningRateMonitor(), max_epochs=3, log_every_n_steps=1)
     trainer.fit(Net(lambda net: halving(net, "epoch")), batches)
     assert rates(trainer) == {10: {"lr-SGD": 1.0}, 20: {"lr-SGD": 0.5}, 30: {"lr-SGD": 0.25}}
 
 
-def test_the_interval_can_be_chosen(make_trainer: Make, batches: Any) -> None:
+def test_logging_interval_argument(make_trainer: Make, batches: Any) -> None:
     trainer = make_trainer(LearningRateMonitor("epoch"), max_epochs=2, log_every_n_steps=1)
     trainer.fit(Net(lambda net: torch.optim.SGD(net.parameters(), lr=0.5)), batches)
     assert rates(trainer) == {10: {"lr-SGD": 0.5}, 20: {"lr-SGD": 0.5}}
@@ -81,7 +81,7 @@ def test_the_interval_can_be_chosen(make_trainer: Make, batches: Any) -> None:
     assert rates(trainer) == {5: {"lr-SGD": 1.0}, 10: {"lr-SGD": 1.0}, 15: {"lr-SGD": 0.5}, 20: {"lr-SGD": 0.5}}
 
 
-def test_groups_momentum_weight_decay_and_given_names(make_trainer: Make, batches: Any) -> None:
+def test_groups_momentum_weight_decay_and_custom_names(make_trainer: Make, batches: Any) -> None:
     def configure(net: Any) -> Any:
         groups = [{"params": net.one.parameters(), "lr": 0.1}, {"params": net.two.parameters(), "name": "head"}]
         return torch.optim.AdamW(groups, lr=0.2, betas=(0.75, 0.99), weight_decay=0.5)
@@ -101,7 +101,7 @@ def test_groups_momentum_weight_decay_and_given_names(make_trainer: Make, batche
     assert rates(trainer, "warmup") == {1: {"warmup": 1.0, "warmup-momentum": 0.0}}
 
 
-def test_optimizers_of_one_class_are_numbered(make_trainer: Make, batches: Any) -> None:
+def test_optimizers_of_the_same_class_are_numbered(make_trainer: Make, batches: Any) -> None:
     class ByHand(Net):
         def __init__(self, configure: Callable[[nn.Module], Any]) -> None:
             super().__init__(configure)
@@ -118,14 +118,16 @@ def test_optimizers_of_one_class_are_numbered(make_trainer: Make, batches: Any) 
 
     trainer = make_trainer(LearningRateMonitor(), max_epochs=1, limit_train_batches=2, log_every_n_steps=3)
     trainer.fit(ByHand(configure), batches)
-    assert trainer.global_step == 4, "two steps a batch"
-    assert list(rates(trainer).values()) == [{"lr-SGD": 0.1, "lr-SGD-1": 0.2}], "the third step was in the second batch"
+    assert trainer.global_step == 4, "two steps per batch"
+    assert list(rates(trainer).values()) == [{"lr-SGD": 0.1, "lr-SGD-1": 0.2}], (
+        "the third step belongs to the second batch"
+    )
 
 
-def test_what_cannot_be_is_refused(make_trainer: Make, batches: Any) -> None:
+def test_invalid_settings_are_rejected(make_trainer: Make, batches: Any) -> None:
     with pytest.raises(RoomierError, match="logging_interval='batch'"):
         LearningRateMonitor("batch")  # type: ignore[arg-type]
-    with pytest.raises(RoomierError, match="the Trainer has no logger"):
+    with pytest.raises(RoomierError, match="requires a logger"):
         make_trainer(LearningRateMonitor(), max_steps=1, logger=False).fit(
             Net(lambda net: torch.optim.SGD(net.parameters(), lr=0.5)), batches
         )
@@ -135,5 +137,5 @@ def test_what_cannot_be_is_refused(make_trainer: Make, batches: Any) -> None:
             [{"params": net.one.parameters(), "name": "a"}, {"params": net.two.parameters(), "name": "a"}], lr=0.1
         )
 
-    with pytest.raises(RoomierError, match="two parameter groups of lr-SGD have this name"):
+    with pytest.raises(RoomierError, match="is the name of two parameter groups of lr-SGD"):
         make_trainer(LearningRateMonitor(), max_steps=1, log_every_n_steps=1).fit(Net(doubled), batches)

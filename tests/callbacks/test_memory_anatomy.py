@@ -1,4 +1,4 @@
-"""The anatomy of a step: bytes worked out by hand, and training that is not touched by looking at it."""
+"""Memory of a step by kind: hand-computed sizes, and training that does not change."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Language(Module):
         return self.gpt(**batch)[1]
 
     def validation_step(self, batch: dict[str, torch.Tensor]) -> None:
-        torch.ones(10**6).sum()  # larger than all of the training
+        torch.ones(10**6).sum()  # larger than all tensors of training
         self.log("val_loss", self.gpt(**batch)[1])
 
 
@@ -49,13 +49,13 @@ def fit(make_trainer: Make) -> Callable[..., Trainer]:
     return run
 
 
-def test_bytes_of_a_small_gpt_by_hand(fit: Callable[..., Trainer]) -> None:
+def test_bytes_of_a_small_gpt_match_a_hand_computation(fit: Callable[..., Trainer]) -> None:
     found = anatomy(fit(MemoryAnatomy()))
     parameters = list(GPT(GPTConfig(vocab_size=100, context=16, num_layers=2, num_heads=2, width=32)).parameters())
     count = 2 * 100 * 32 + 16 * 32 + 2 * (12 * 32**2 + 13 * 32) + 2 * 32
     assert found.num_parameters == found.num_trained == sum(each.numel() for each in parameters) == count
     (rank,) = found.ranks
-    counters_bytes = 4 * len(parameters)  # of the steps, one for each tensor
+    counters_bytes = 4 * len(parameters)  # one step counter per tensor
     assert rank.now == {
         "weights": 4 * count,
         "gradients": 0,  # freed after the update
@@ -75,7 +75,7 @@ def test_bytes_of_a_small_gpt_by_hand(fit: Callable[..., Trainer]) -> None:
     assert rank.peak.whole["activations"] > 0
 
 
-def test_the_rule_of_fp32_adamw_is_4_and_4_and_8(fit: Callable[..., Trainer]) -> None:
+def test_fp32_adamw_takes_4_and_4_and_8_bytes_per_parameter(fit: Callable[..., Trainer]) -> None:
     found = anatomy(fit(MemoryAnatomy()))
     own, rule = found.bytes_per_parameter(), found.rule_per_parameter()
     assert own == rule
@@ -118,12 +118,12 @@ def test_bytes_per_parameter(
     ],
     ids=str,
 )
-def test_the_rule_is_that_of_every_lever(fit: Callable[..., Trainer], keywords: dict[str, Any]) -> None:
+def test_formula_matches_each_memory_option(fit: Callable[..., Trainer], keywords: dict[str, Any]) -> None:
     found = anatomy(fit(MemoryAnatomy(at_step=3), **keywords))
     assert found.bytes_per_parameter() == pytest.approx(found.rule_per_parameter(), rel=0.01)
 
 
-def test_frozen_parameters_have_neither_gradient_nor_state(fit: Callable[..., Trainer]) -> None:
+def test_frozen_parameters_have_no_gradients_and_no_states(fit: Callable[..., Trainer]) -> None:
     module = Language()
     module.gpt.blocks.requires_grad_(False)
     num_trained = sum(each.numel() for each in module.parameters() if each.requires_grad)
@@ -136,7 +136,7 @@ def test_frozen_parameters_have_neither_gradient_nor_state(fit: Callable[..., Tr
     assert "trained" in str(found)
 
 
-def test_recompute_is_seen_in_the_activations(fit: Callable[..., Trainer]) -> None:
+def test_recomputation_reduces_activations(fit: Callable[..., Trainer]) -> None:
     peaks = {}
     for recompute in ("none", "full"):
         peak = anatomy(fit(MemoryAnatomy(), activation_checkpointing=recompute)).ranks[0].peak
@@ -145,7 +145,7 @@ def test_recompute_is_seen_in_the_activations(fit: Callable[..., Trainer]) -> No
     assert peaks["full"] < 0.7 * peaks["none"]
 
 
-def test_of_a_budget_the_step_is_one_that_keeps_what_was_chosen(fit: Callable[..., Trainer]) -> None:
+def test_tracked_step_of_a_budget_uses_the_chosen_blocks(fit: Callable[..., Trainer]) -> None:
     peaks = []
     for budget in ("none", 1.0):
         peak = anatomy(fit(MemoryAnatomy(), activation_checkpointing=budget)).ranks[0].peak
@@ -155,12 +155,12 @@ def test_of_a_budget_the_step_is_one_that_keeps_what_was_chosen(fit: Callable[..
 
 
 @pytest.mark.parametrize("step", [2, 3])
-def test_a_step_in_which_a_budget_measures_is_refused(fit: Callable[..., Trainer], step: int) -> None:
-    with pytest.raises(RoomierError, match=f"at_step={step}: is before step 4"):
+def test_step_in_which_a_budget_measures_is_rejected(fit: Callable[..., Trainer], step: int) -> None:
+    with pytest.raises(RoomierError, match=f"at_step={step}: must be at least 4"):
         fit(MemoryAnatomy(at_step=step), activation_checkpointing=0.5)
 
 
-def test_looking_does_not_change_what_is_trained(fit: Callable[..., Trainer]) -> None:
+def test_tracking_does_not_change_training(fit: Callable[..., Trainer]) -> None:
     weights = []
     for callbacks in ([], [MemoryAnatomy(at_step=2)], [MemoryAnatomy(at_step=3, every_n_steps=2)]):
         module = Language()
@@ -170,15 +170,15 @@ def test_looking_does_not_change_what_is_trained(fit: Callable[..., Trainer]) ->
     assert torch.equal(weights[0], weights[2])
 
 
-def test_what_runs_between_steps_is_no_part_of_them(make_trainer: Make) -> None:
+def test_memory_between_steps_is_excluded(make_trainer: Make) -> None:
     trainer = make_trainer(MemoryAnatomy(at_step=3), optimizer="sgd", max_steps=4, logger=False, val_check_interval=1)
     trainer.fit(Language(), [BATCH] * 4, [BATCH])
     peak = anatomy(trainer).ranks[0].peak
     assert peak is not None
-    assert sum(peak.whole.values()) < 4 * 10**6, "the validation between steps 2 and 3 takes that"
+    assert sum(peak.whole.values()) < 4 * 10**6, "the validation between steps 2 and 3 needs more"
 
 
-def test_other_steps_run_without_a_tracker(fit: Callable[..., Trainer]) -> None:
+def test_other_steps_are_not_tracked(fit: Callable[..., Trainer]) -> None:
     seen = []
 
     class Watching(Callback):
@@ -188,11 +188,11 @@ def test_other_steps_run_without_a_tracker(fit: Callable[..., Trainer]) -> None:
             seen.append((_get_current_dispatch_mode() is not None, len(trainer.engine.hooks.after_backward)))
 
     fit(MemoryAnatomy(at_step=3), Watching(), max_steps=6)
-    # the step before it tells what tensors are for
+    # the step before it identifies the kinds of the tensors
     assert seen == [(False, 0), (True, 1), (True, 1), (False, 0), (False, 0), (False, 0)]
 
 
-def test_an_error_in_the_tracked_step_ends_the_tracking(fit: Callable[..., Trainer]) -> None:
+def test_error_in_the_tracked_step_stops_the_tracking(fit: Callable[..., Trainer]) -> None:
     class Failing(Language):
         def training_step(self, batch: Any) -> torch.Tensor:
             if self.global_step == 1:
@@ -206,7 +206,7 @@ def test_an_error_in_the_tracked_step_ends_the_tracking(fit: Callable[..., Train
     assert _get_current_dispatch_mode() is None
 
 
-def test_it_is_printed_and_logged(
+def test_anatomy_is_printed_and_logged(
     make_trainer: Make, capsys: pytest.CaptureFixture[str], batches: Any, scripted: Any
 ) -> None:
     callback = MemoryAnatomy(at_step=2, every_n_steps=3)
@@ -224,7 +224,7 @@ def test_it_is_printed_and_logged(
     json.dumps(callback.anatomy.as_dict())
 
 
-def test_without_the_callback_it_tells_how_to_get_the_peak(fit: Callable[..., Trainer]) -> None:
+def test_anatomy_without_callback_explains_how_to_get_the_peak(fit: Callable[..., Trainer]) -> None:
     trainer = fit()
     found = anatomy(trainer)
     assert found.ranks[0].peak is None
@@ -232,7 +232,7 @@ def test_without_the_callback_it_tells_how_to_get_the_peak(fit: Callable[..., Tr
     assert "MemoryAnatomy()" in str(found)
 
 
-def test_within_a_fit_it_tells_what_is_there(fit: Callable[..., Trainer]) -> None:
+def test_anatomy_during_fit_reports_current_memory(fit: Callable[..., Trainer]) -> None:
     found = []
 
     class Asking(Callback):
@@ -247,15 +247,17 @@ def test_within_a_fit_it_tells_what_is_there(fit: Callable[..., Trainer]) -> Non
     assert found[1]["optimizer_states"] > 2 * found[1]["gradients"] == 2 * found[1]["weights"]
 
 
-def test_a_run_that_ends_before_says_so(fit: Callable[..., Trainer], capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_that_ends_before_the_tracked_step_prints_a_notice(
+    fit: Callable[..., Trainer], capsys: pytest.CaptureFixture[str]
+) -> None:
     fit(MemoryAnatomy(at_step=9))
     assert "ended before step 9" in capsys.readouterr().err
 
 
-def test_what_cannot_be_tracked_is_refused() -> None:
+def test_invalid_step_is_rejected() -> None:
     with pytest.raises(RoomierError, match="at_step=1") as error:
         MemoryAnatomy(at_step=1)
-    assert "no states yet" in error.value.action
+    assert "no states during the first step" in error.value.action
     with pytest.raises(RoomierError, match="every_n_steps=1"):
         MemoryAnatomy(every_n_steps=1)
     with pytest.raises(RoomierError, match="has not run anything"):

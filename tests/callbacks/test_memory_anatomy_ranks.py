@@ -1,4 +1,4 @@
-"""The anatomy of a step on two ranks: the formula of the strategy, and the fullest rank told to all."""
+"""Memory of a step on two ranks: the formula of each strategy, and the results of all ranks on each rank."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ def found(root: Path, strategy: str, precision: str) -> dict[str, Any]:
     ("strategy", "precision"),
     [("ddp", "32-true"), ("zero1", "32-true"), ("zero2", "bf16-mixed"), ("zero3", "bf16-mixed")],
 )
-def test_the_rule_of_each_strategy(on_ranks: RankPool, tmp_path: Path, strategy: str, precision: str) -> None:
+def test_formula_of_each_strategy(on_ranks: RankPool, tmp_path: Path, strategy: str, precision: str) -> None:
     first, second = on_ranks(2, found, tmp_path, strategy, precision)
-    assert first == second, "each rank is told of all"
+    assert first == second, "each rank has the results of all ranks"
     assert [each["rank"] for each in first["ranks"]] == [0, 1]
     assert first["worst_rank"] == max((0, 1), key=lambda rank: sum(first["ranks"][rank]["peak"]["whole"].values()))
     for rank in first["ranks"]:
@@ -62,7 +62,7 @@ def test_the_rule_of_each_strategy(on_ranks: RankPool, tmp_path: Path, strategy:
         rule = rank["rule"]
         for row in ("weights", "optimizer_states"):
             assert ours[row] == pytest.approx(rule[row], rel=0.03)
-        # When gradients are whole the gathered weights are there, so they are compared together.
+        # Unsharded gradients and unsharded weights exist at the same time, so they are compared together.
         assert sum(ours.values()) >= 0.97 * sum(rule[row] for row in ("weights", "gradients", "optimizer_states"))
         assert sum(rank["peak"]["whole"].values()) >= sum(rank["peak"]["states"][row] for row in ours)
     num_shards = 1 if strategy == "ddp" else 2

@@ -1,4 +1,4 @@
-"""ModelCheckpoint(async_save=True): training goes on, and only what is committed has a name."""
+"""ModelCheckpoint(async_save=True): training continues, and only committed checkpoints have a name."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.resume.reshard import NUM_STEPS, train
 
 
 class Slow(Callback):
-    """Holds writers from ``first`` to ``last`` training step, and notes what has a name at each."""
+    """Delays writers until training step ``last`` and records the best path in each step."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, last: int, saver: ModelCheckpoint) -> None:
         self.opened = threading.Event()
@@ -42,7 +42,7 @@ class Slow(Callback):
             self.opened.set()
 
 
-def test_training_goes_on_while_it_is_written(
+def test_training_continues_while_a_checkpoint_is_written(
     make_trainer: Any, batches: Batches, monkeypatch: Any, tmp_path: Path
 ) -> None:
     saver = ModelCheckpoint(dirpath=tmp_path / "kept", every_n_train_steps=2, save_last=True, async_save=True)
@@ -50,15 +50,13 @@ def test_training_goes_on_while_it_is_written(
     trainer = make_trainer(saver, slow, max_steps=5)
     trainer.fit(Scripted(), batches)
     assert slow.named[:3] == ["", "", ""], "step 3 was reached while the checkpoint of step 2 was written"
-    assert os.path.basename(saver.best_model_path) == "epoch=0-step=5", "the last one is saved at the end"
+    assert os.path.basename(saver.best_model_path) == "epoch=0-step=5", "the last checkpoint is saved at the end"
     assert os.readlink(tmp_path / "kept" / "last") == "epoch=0-step=5"
     assert [path.name for path in checkpoint.list_complete(tmp_path / "kept")] == ["epoch=0-step=5"]
     assert checkpoint.load(saver.best_model_path)["progress"]["global_step"] == 5
 
 
-def test_what_is_saved_is_what_a_save_that_waits_would_hold(
-    make_trainer: Any, batches: Batches, tmp_path: Path
-) -> None:
+def test_asynchronous_checkpoint_equals_a_synchronous_one(make_trainer: Any, batches: Batches, tmp_path: Path) -> None:
     states = []
     for is_async in (False, True):
         torch.manual_seed(0)
@@ -66,16 +64,16 @@ def test_what_is_saved_is_what_a_save_that_waits_would_hold(
         saver = ModelCheckpoint(dirpath=folder, every_n_train_steps=1, save_top_k=-1, async_save=is_async)
         make_trainer(saver, max_steps=6).fit(Scripted(), batches)
         states.append({path.name: checkpoint.load(path) for path in checkpoint.list_complete(folder)})
-    waited, beside = states
-    assert len(beside) == 6
+    waited, asynchronous = states
+    assert len(asynchronous) == 6
     for name, state in waited.items():
         for section in ("module", "optimizers", "random", "progress", "data", "results", "schedulers"):
-            assert list(differing(beside[name][section], state[section], section)) == []
-        [ours], [theirs] = (list(each["callbacks"].values()) for each in (beside[name], state))
-        assert {**ours, "dirpath": None} == {**theirs, "dirpath": None}, "the books hold the checkpoint they are in"
+            assert list(differing(asynchronous[name][section], state[section], section)) == []
+        [own], [expected] = (list(each["callbacks"].values()) for each in (asynchronous[name], state))
+        assert {**own, "dirpath": None} == {**expected, "dirpath": None}, "the ledger lists its own checkpoint"
 
 
-def test_a_failure_ends_the_fit_at_a_later_save_point(
+def test_failed_write_ends_the_fit_at_a_later_save_point(
     make_trainer: Any, batches: Batches, monkeypatch: Any, tmp_path: Path
 ) -> None:
     def no_space(*_: Any) -> None:
@@ -96,12 +94,12 @@ def test_a_failure_ends_the_fit_at_a_later_save_point(
     trainer = make_trainer(saver, Fails(), max_steps=100, max_epochs=20)
     with pytest.raises(CheckpointError, match="No space left on device"):
         trainer.fit(Scripted(), batches)
-    assert steps[-1] in (8, 9), "step 8 was saved, and failed beside it or step 9"
+    assert steps[-1] in (8, 9), "writing step 8 failed during step 8 or 9"
     assert os.path.basename(saver.best_model_path) == "epoch=0-step=4"
     assert [path.name for path in (tmp_path / "kept").iterdir()] == ["epoch=0-step=4"]
 
 
-def test_a_signal_waits_for_what_is_being_written(
+def test_signal_waits_for_the_pending_write(
     make_trainer: Any, batches: Batches, monkeypatch: Any, tmp_path: Path
 ) -> None:
     saver = ModelCheckpoint(dirpath=tmp_path / "kept", every_n_train_steps=2, async_save=True)
@@ -124,24 +122,24 @@ def test_a_signal_waits_for_what_is_being_written(
     assert checkpoint.load(found)["progress"]["global_step"] == 3
 
 
-def test_asked_for_after_a_fit_it_is_there_at_once(make_trainer: Any, batches: Batches, tmp_path: Path) -> None:
+def test_asynchronous_save_after_a_fit_is_immediate(make_trainer: Any, batches: Batches, tmp_path: Path) -> None:
     trainer = make_trainer(max_steps=2)
     trainer.fit(Scripted(), batches)
-    told: list[str] = []
-    trainer.save_checkpoint(tmp_path / "c", asynchronous=True, when_committed=lambda: told.append("there"))
-    assert told == ["there"]
+    committed: list[str] = []
+    trainer.save_checkpoint(tmp_path / "c", asynchronous=True, when_committed=lambda: committed.append("done"))
+    assert committed == ["done"]
     checkpoint.verify(tmp_path / "c")
 
 
-def test_on_several_ranks_it_saves_what_a_save_that_waits_does(on_ranks: RankPool, tmp_path: Path) -> None:
+def test_asynchronous_save_on_ranks_equals_a_synchronous_one(on_ranks: RankPool, tmp_path: Path) -> None:
     options = {"every_n_train_steps": 1}
     waited = on_ranks(2, train, tmp_path / "a", "zero3", 2, NUM_STEPS, **options)[0]
-    beside = on_ranks(2, train, tmp_path / "b", "zero3", 2, NUM_STEPS, async_save=True, **options)[0]
-    assert beside["losses"] == waited["losses"]
-    ours, theirs = (checkpoint.list_complete(Path(each["best"]).parent) for each in (beside, waited))
-    assert [path.name for path in ours] == [path.name for path in theirs]
-    assert len(ours) == NUM_STEPS
-    for our_path, their_path in zip(ours, theirs, strict=True):
-        our, their = checkpoint.load(our_path), checkpoint.load(their_path)
+    asynchronous = on_ranks(2, train, tmp_path / "b", "zero3", 2, NUM_STEPS, async_save=True, **options)[0]
+    assert asynchronous["losses"] == waited["losses"]
+    own, expected = (checkpoint.list_complete(Path(each["best"]).parent) for each in (asynchronous, waited))
+    assert [path.name for path in own] == [path.name for path in expected]
+    assert len(own) == NUM_STEPS
+    for own_path, expected_path in zip(own, expected, strict=True):
+        our, their = checkpoint.load(own_path), checkpoint.load(expected_path)
         assert list(differing(our["module"], their["module"])) == []
         assert list(differing(our["optimizers"], their["optimizers"])) == []

@@ -1,4 +1,4 @@
-"""ModelSummary: sizes worked out by hand."""
+"""ModelSummary: hand-computed sizes."""
 
 from collections.abc import Callable
 from typing import Any
@@ -31,7 +31,7 @@ def test_rows_and_totals() -> None:
         Row("head", "Linear", 16, 16, 64),
         Row("frozen", "Linear", 3, 0, 6),
     )
-    # the tied 16 count once: 16 + 16 + 3 + 1
+    # the 16 tied parameters count one time: 16 + 16 + 3 + 1
     assert summary.total == Row("total", "Net", 36, 33, 138)
     assert summary.num_frozen == 3
 
@@ -42,19 +42,19 @@ def test_depth() -> None:
     assert summarize(Net(), 2) == summarize(Net(), -1)
 
 
-def test_a_model_on_the_meta_device_has_sizes_too() -> None:
+def test_model_on_the_meta_device() -> None:
     with torch.device("meta"):
         model = nn.Linear(1000, 1000)
     assert summarize(model).total == Row("total", "Linear", 1_001_000, 1_001_000, 4_004_000)
 
 
-def test_it_is_printed_when_a_fit_starts(
+def test_summary_is_printed_when_a_fit_starts(
     make_trainer: Callable[..., Trainer], scripted: Any, batches: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trainer = make_trainer(max_steps=1, enable_model_summary=True, logger=False, enable_checkpointing=False)
     trainer.fit(scripted(), batches)
     out, err = capsys.readouterr()
-    assert out == "", "standard output is for data"
+    assert out == "", "standard output contains only data"
     lines = [line.split() for line in err.splitlines()]
     assert ["layer", "Linear", "3", "12", "B", "all"] in lines
     assert ["total", "Scripted", "3", "12", "B", "all"] in lines
@@ -62,12 +62,12 @@ def test_it_is_printed_when_a_fit_starts(
 
 
 @pytest.mark.parametrize("depth", [-2, 1.5, True])
-def test_what_is_no_depth_is_refused(depth: Any) -> None:
+def test_invalid_depth_is_rejected(depth: Any) -> None:
     with pytest.raises(RoomierError, match="max_depth="):
         ModelSummary(max_depth=depth)
 
 
-def test_an_optimizer_without_a_learning_rate_is_shown_all_the_same() -> None:
+def test_optimizer_without_learning_rate() -> None:
     class Signless(torch.optim.Optimizer):
         def __init__(self, params: list[nn.Parameter]) -> None:
             super().__init__(params, {})
@@ -77,7 +77,7 @@ def test_an_optimizer_without_a_learning_rate_is_shown_all_the_same() -> None:
     assert cells == ["Signless", "1", "-", "-", "1", "3"]
 
 
-def test_groups_of_an_optimizer_by_name_tell_what_they_hold() -> None:
+def test_groups_of_a_named_optimizer_list_their_contents() -> None:
     net = nn.Sequential(nn.Embedding(50, 96), nn.Linear(96, 128), nn.LayerNorm(128))
     plain = optimizer_table([make_optimizer("adamw", net, lr=0.1, weight_decay=0.2)])
     assert [column.header for column in plain.columns] == [

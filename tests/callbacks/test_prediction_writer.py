@@ -1,4 +1,4 @@
-"""Predictions go to files, or come one after another: none of them stays in memory."""
+"""Predictions that are written to files or streamed, so that none stays in memory."""
 
 import os
 import signal
@@ -43,7 +43,7 @@ def read(path: Path) -> Any:
     return torch.load(path, weights_only=True)
 
 
-def test_each_batch_is_a_file(tmp_path: Path) -> None:
+def test_one_file_per_batch(tmp_path: Path) -> None:
     trainer = quiet(PredictionWriter(tmp_path / "out"))
     assert trainer.predict(Net(), [loader(), loader(5)], return_predictions=False) is None
     names = sorted(path.name for path in (tmp_path / "out").iterdir())
@@ -56,7 +56,7 @@ def test_each_batch_is_a_file(tmp_path: Path) -> None:
     assert trainer.predict_loop.predictions == [[], []]
 
 
-def test_all_of_a_rank_are_a_file(tmp_path: Path) -> None:
+def test_one_file_per_rank(tmp_path: Path) -> None:
     quiet(PredictionWriter(tmp_path, write_interval="epoch")).predict(Net(), loader(), return_predictions=False)
     assert [path.name for path in tmp_path.iterdir()] == ["predictions-rank-0.pt"]
     found = read(tmp_path / "predictions-rank-0.pt")
@@ -64,7 +64,7 @@ def test_all_of_a_rank_are_a_file(tmp_path: Path) -> None:
     assert torch.equal(torch.cat([each["sum"] for each in found["predictions"]]), X_NC.sum(1, keepdim=True))
 
 
-def test_a_writer_of_ones_own_gets_what_lightnings_gets() -> None:
+def test_custom_writer_receives_lightnings_arguments() -> None:
     seen: list[Any] = []
 
     class Own(PredictionWriter):
@@ -78,7 +78,7 @@ def test_a_writer_of_ones_own_gets_what_lightnings_gets() -> None:
     assert seen == [("batch 0", [0, 1, 2, 3], 4, 0, 0), ("batch 1", [4, 5], 2, 1, 0)]
 
 
-def test_places_of_samples_that_are_not_known_are_empty() -> None:
+def test_unknown_sample_indices_are_empty() -> None:
     seen: list[Any] = []
 
     class Own(PredictionWriter):
@@ -92,44 +92,44 @@ def test_places_of_samples_that_are_not_known_are_empty() -> None:
     assert seen == [[], [], []]
 
 
-def test_predictions_of_an_earlier_run_are_not_mixed_in(tmp_path: Path) -> None:
+def test_folder_with_earlier_predictions_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("kept")
     quiet(PredictionWriter(tmp_path)).predict(Net(), loader())
-    with pytest.raises(RoomierError, match="there are 3 files of predictions"):
+    with pytest.raises(RoomierError, match="already contains 3 files of predictions"):
         quiet(PredictionWriter(tmp_path)).predict(Net(), loader())
     quiet(PredictionWriter(tmp_path, overwrite=True)).predict(Net(), loader(4))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt", "predictions-0-000000.pt"]
 
 
-def test_what_would_need_code_to_be_read_is_refused(tmp_path: Path) -> None:
+def test_prediction_that_is_not_plain_is_rejected(tmp_path: Path) -> None:
     class Odd(Net):
         def predict_step(self, batch: Any, batch_idx: int) -> Any:
             return [{"where": tmp_path}]
 
-    with pytest.raises(RoomierError, match="would hold a PosixPath"):
+    with pytest.raises(RoomierError, match="'PosixPath': cannot be written"):
         quiet(PredictionWriter(tmp_path / "out")).predict(Odd(), loader())
     assert list((tmp_path / "out").iterdir()) == []
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "action"),
     [
-        ({}, "Pass where the files go"),
+        ({}, "Pass the folder of the files"),
         ({"output_dir": 5}, "Pass a string or a Path"),
         ({"output_dir": "a\0b"}, "Remove the NUL byte"),
         ({"output_dir": ".", "write_interval": "step"}, "Use one of: batch, epoch, batch_and_epoch"),
         ({"output_dri": "."}, "Did you mean 'output_dir'?"),
     ],
 )
-def test_wrong_arguments_say_what_to_write(arguments: dict[str, Any], said: str) -> None:
-    with pytest.raises(RoomierError, match=said):
+def test_invalid_arguments_are_rejected(arguments: dict[str, Any], action: str) -> None:
+    with pytest.raises(RoomierError, match=action):
         PredictionWriter(**arguments)
 
 
-# The stream ---------------------------------------------------------------------------------------------------------
+# Stream ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_stream_gives_what_predict_gives_one_at_a_time() -> None:
+def test_stream_yields_the_results_of_predict() -> None:
     computed: list[int] = []
 
     class Counts(Net):
@@ -138,13 +138,13 @@ def test_a_stream_gives_what_predict_gives_one_at_a_time() -> None:
             return super().predict_step(batch, batch_idx)["sum"]
 
     module, trainer = Counts(), quiet()
-    whole = trainer.predict(module, [loader(), loader(5)])
-    assert whole is not None
+    full = trainer.predict(module, [loader(), loader(5)])
+    assert full is not None
     computed.clear()
     stream = trainer.predict_stream(module, [loader(), loader(5)])
     assert computed == []
     for number, (own, expected) in enumerate(
-        zip(stream, [each for of_loader in whole for each in of_loader], strict=True)
+        zip(stream, [each for of_loader in full for each in of_loader], strict=True)
     ):
         assert torch.equal(own, expected)
         assert len(computed) == number + 1
@@ -157,8 +157,8 @@ def test_a_stream_gives_what_predict_gives_one_at_a_time() -> None:
     assert trainer.state.finished
 
 
-@pytest.mark.parametrize("end", ["close", "let go"])
-def test_a_stream_that_is_left_early_ends_the_run(end: str) -> None:
+@pytest.mark.parametrize("end", ["close", "delete"])
+def test_abandoned_stream_ends_the_run(end: str) -> None:
     ended: list[str] = []
 
     class Sees(roomier.Callback):
@@ -171,7 +171,7 @@ def test_a_stream_that_is_left_early_ends_the_run(end: str) -> None:
     trainer, module = quiet(Sees()), Net()
     stream = trainer.predict_stream(module, loader())
     next(stream)
-    with pytest.raises(RoomierError, match="is called while this Trainer is running"):
+    with pytest.raises(RoomierError, match="cannot be called while this Trainer is running"):
         trainer.predict(module, loader())
     if end == "close":
         stream.close()
@@ -182,12 +182,12 @@ def test_a_stream_that_is_left_early_ends_the_run(end: str) -> None:
     assert trainer.predict(module, loader()) is not None
 
 
-def test_a_stream_says_at_once_that_there_is_nothing_to_predict() -> None:
-    with pytest.raises(RoomierError, match="there is no data to predict on"):
+def test_stream_without_data_raises_immediately() -> None:
+    with pytest.raises(RoomierError, match="predict requires data"):
         quiet().predict_stream(Net())
 
 
-def test_a_stream_of_an_error_ends_the_run() -> None:
+def test_error_in_a_stream_ends_the_run() -> None:
     class Fails(Net):
         def predict_step(self, batch: Any, batch_idx: int) -> Any:
             if batch_idx:
@@ -203,7 +203,7 @@ def test_a_stream_of_an_error_ends_the_run() -> None:
     assert trainer.state.status == "interrupted"
 
 
-def test_a_signal_ends_a_stream_where_the_next_is_asked_for() -> None:
+def test_signal_ends_a_stream_at_the_next_item() -> None:
     trainer, module = quiet(), Net()
     stream = trainer.predict_stream(module, loader())
     next(stream)
@@ -235,9 +235,9 @@ def predict_on_ranks(folder: Path) -> Any:
     return names, streamed, first, len(trainer.predict(Net(), loader()) or ())
 
 
-def test_ranks_write_their_batches_and_each_streams_all(on_ranks: Any, tmp_path: Path) -> None:
+def test_ranks_write_their_batches_and_stream_all(on_ranks: Any, tmp_path: Path) -> None:
     (names_0, *rest_0), (names_1, *rest_1) = on_ranks(2, predict_on_ranks, tmp_path)
-    assert (names_0, names_1) == (["batch 0", "batch 1"], ["batch 0"])  # each counts its own
+    assert (names_0, names_1) == (["batch 0", "batch 1"], ["batch 0"])  # each rank counts its own batches
     assert rest_0 == rest_1
     sums = X_NC.sum(1).tolist()
     assert rest_0 == [[sums[:4], sums[4:8], sums[8:]], "batch 0", 3]

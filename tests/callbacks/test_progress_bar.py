@@ -1,4 +1,4 @@
-"""ProgressBar: lines where nobody watches, a bar in a terminal, and next to no time in between."""
+"""ProgressBar: a bar in a terminal, lines in other outputs, and a small overhead."""
 
 import io
 import re
@@ -26,7 +26,7 @@ def shown(**keywords: Any) -> tuple[ProgressBar, io.StringIO]:
     return ProgressBar(console=console), stream
 
 
-def test_elsewhere_there_is_one_line_a_log_interval_and_one_a_validation(
+def test_one_line_per_log_interval_and_validation_without_a_terminal(
     make_trainer: Make, scripted: Any, batches: Any
 ) -> None:
     bar, stream = shown()
@@ -44,17 +44,17 @@ def test_elsewhere_there_is_one_line_a_log_interval_and_one_a_validation(
         "validation | batch 3/3",
     ]
     assert re.search(r"\| [\d.]+ it/s \| ETA \d+:\d\d", lines[1])
-    assert all("\x1b" not in line for line in lines), "no terminal codes"
+    assert all("\x1b" not in line for line in lines), "no terminal control codes"
 
 
-def test_loaders_that_are_joined_count_as_one(make_trainer: Make, scripted: Any, batches: Any) -> None:
+def test_combined_loaders_count_as_one(make_trainer: Make, scripted: Any, batches: Any) -> None:
     bar, stream = shown()
     joined = CombinedLoader([batches[:3], batches[:2]], "min_size")
     make_trainer(bar, max_steps=1, num_sanity_val_steps=-1, logger=False).fit(scripted(), batches, joined)
     assert stream.getvalue().startswith("sanity check | batch 2/2")
 
 
-def test_accumulation_gives_one_line_a_log_interval(make_trainer: Make, scripted: Any, batches: Any) -> None:
+def test_accumulation_prints_one_line_per_log_interval(make_trainer: Make, scripted: Any, batches: Any) -> None:
     bar, stream = shown()
     make_trainer(bar, max_epochs=1, log_every_n_steps=1, accumulate_grad_batches=4, logger=False).fit(
         scripted(), batches
@@ -62,7 +62,7 @@ def test_accumulation_gives_one_line_a_log_interval(make_trainer: Make, scripted
     assert [line.split(" | ")[1] for line in stream.getvalue().splitlines()] == ["step 1/3", "step 2/3", "step 3/3"]
 
 
-def test_metrics_of_the_bar_are_shown(make_trainer: Make, scripted: Any, batches: Any) -> None:
+def test_prog_bar_metrics_are_shown(make_trainer: Make, scripted: Any, batches: Any) -> None:
     class Shown(scripted):  # type: ignore[misc]
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             self.log("acc", 0.25, prog_bar=True)
@@ -76,7 +76,7 @@ def test_metrics_of_the_bar_are_shown(make_trainer: Make, scripted: Any, batches
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_names_are_shown_as_they_are_and_move_no_cursor(
+def test_names_with_markup_and_control_codes_are_printed_literally(
     make_trainer: Make, scripted: Any, batches: Any, terminal: bool
 ) -> None:
     class Shown(scripted):  # type: ignore[misc]
@@ -92,7 +92,7 @@ def test_names_are_shown_as_they_are_and_move_no_cursor(
     assert "\x1b[2J" not in stream.getvalue()
 
 
-def test_standard_error_is_where_it_goes(
+def test_output_goes_to_standard_error(
     make_trainer: Make, scripted: Any, batches: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_trainer(ProgressBar(), max_steps=2, log_every_n_steps=1, logger=False).fit(scripted(), batches)
@@ -101,7 +101,7 @@ def test_standard_error_is_where_it_goes(
     assert "step 2/2" in err
 
 
-def test_test_and_predict_have_theirs(make_trainer: Make, scripted: Any, batches: Any) -> None:
+def test_test_and_predict_have_lines(make_trainer: Make, scripted: Any, batches: Any) -> None:
     class Tested(scripted):  # type: ignore[misc]
         def test_step(self, batch: Any, batch_idx: int) -> None:
             self.log("test_acc", 0.5, prog_bar=True)
@@ -118,17 +118,17 @@ def test_test_and_predict_have_theirs(make_trainer: Make, scripted: Any, batches
     assert "test_acc 0.5" in lines[0]
 
 
-def test_a_terminal_gets_a_bar_that_is_put_away(make_trainer: Make, scripted: Any, batches: Any) -> None:
+def test_bar_in_a_terminal_is_closed(make_trainer: Make, scripted: Any, batches: Any) -> None:
     bar, stream = shown(terminal=True)
     bar.refresh_interval_s = 1e-9  # draw at each batch
     make_trainer(bar, max_epochs=2, log_every_n_steps=5, logger=False).fit(scripted(), batches, batches[:2])
     text = stream.getvalue()
     for words in ("epoch 0/1", "batch 7/10", "step 7/20", "validation", "batch 2/2", "it/s", "epoch 1/1", "step 20/20"):
         assert words in text
-    assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 1, "the cursor is hidden once and comes back"
+    assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 1, "the cursor is hidden one time and restored"
 
 
-def test_the_bar_is_put_away_when_training_fails(
+def test_bar_is_closed_when_training_fails(
     make_trainer: Make, scripted: Any, batches: Any, kill_at: Any, killed_error: Any
 ) -> None:
     bar, stream = shown(terminal=True)
@@ -137,7 +137,7 @@ def test_the_bar_is_put_away_when_training_fails(
     assert stream.getvalue().count("\x1b[?25h") == 1
 
 
-def test_what_is_printed_to_a_pipe_stays_there(
+def test_printed_text_stays_in_a_pipe(
     make_trainer: Make, scripted: Any, batches: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class Printing(scripted):  # type: ignore[misc]
@@ -151,16 +151,16 @@ def test_what_is_printed_to_a_pipe_stays_there(
     assert "data" not in stream.getvalue()
 
 
-def test_the_bar_is_drawn_by_the_clock(make_trainer: Make, scripted: Any, batches: Any) -> None:
+def test_bar_is_redrawn_by_the_clock(make_trainer: Make, scripted: Any, batches: Any) -> None:
     bar, stream = shown(terminal=True)
     bar.refresh_interval_s = 3600.0
     make_trainer(bar, max_epochs=1, log_every_n_steps=10, logger=False).fit(scripted(), batches)
-    assert "batch 1/10" in stream.getvalue(), "the first batch shows at once"
+    assert "batch 1/10" in stream.getvalue(), "the first batch is shown immediately"
     assert "batch 5/10" not in stream.getvalue()
-    assert "batch 10/10" in stream.getvalue(), "a log step shows"
+    assert "batch 10/10" in stream.getvalue(), "a log step is shown"
 
 
-def test_an_unknown_length_has_no_total() -> None:
+def test_unknown_length_has_no_total() -> None:
     stream = io.StringIO()
     display = BarDisplay(Console(file=stream, force_terminal=True, width=120))
     display.draw(Standing("epoch 0", 3, float("inf"), "step 3"))
@@ -186,7 +186,7 @@ def steps_shown(stream: io.StringIO) -> list[str]:
     return [part for line in stream.getvalue().splitlines() for part in line.split(" | ") if part.startswith("step ")]
 
 
-def test_steps_by_hand_have_no_total(make_trainer: Make, scripted: Any, batches: Any) -> None:
+def test_manual_optimization_has_no_total_number_of_steps(make_trainer: Make, scripted: Any, batches: Any) -> None:
     class ByHand(scripted):  # type: ignore[misc]
         automatic_optimization = False
 
@@ -202,7 +202,7 @@ def test_steps_by_hand_have_no_total(make_trainer: Make, scripted: Any, batches:
         assert steps_shown(stream) == ["step 10", "step 20"]
 
 
-def test_the_total_of_a_resumed_run_counts_the_steps_as_they_are(
+def test_total_of_a_resumed_run_counts_the_actual_steps(
     make_trainer: Make, scripted: Any, batches: Any, tmp_path: Path
 ) -> None:
     trainer = make_trainer(max_epochs=1)
@@ -216,7 +216,7 @@ def test_the_total_of_a_resumed_run_counts_the_steps_as_they_are(
     assert trainer.global_step == trainer.num_steps_in_all == 16
 
 
-def test_the_time_left_is_that_of_the_batches(make_trainer: Make, scripted: Any, batches: Any) -> None:
+def test_remaining_time_follows_from_the_remaining_batches(make_trainer: Make, scripted: Any, batches: Any) -> None:
     left: list[float] = []
 
     class Asks(scripted):  # type: ignore[misc]
@@ -231,7 +231,7 @@ def test_the_time_left_is_that_of_the_batches(make_trainer: Make, scripted: Any,
     assert left == [3, 2, 1, 0]
 
 
-def test_the_rate_leaves_out_validations_and_saves(
+def test_rate_excludes_validation_and_saving(
     make_trainer: Make, scripted: Any, batches: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now_s = 100.0
@@ -257,19 +257,17 @@ def test_the_rate_leaves_out_validations_and_saves(
     trainer = make_trainer(bar, max_epochs=1, val_check_interval=2, log_every_n_steps=1, logger=False)
     trainer.fit(Slow(), batches, batches[:1])
     trained = [line for line in stream.getvalue().splitlines() if line.startswith("epoch")]
-    # Ten batches in 0.2 s; with what passed between them it would be below 1.
+    # Ten batches take 0.2 s. With validation and saving included, the rate would be below 1.
     assert float(re.search(r"([\d.]+) it/s", trained[-1])[1]) == pytest.approx(50, rel=0.15)  # type: ignore[index]
 
 
-def test_an_interval_of_nothing_is_refused() -> None:
+def test_interval_must_be_positive() -> None:
     with pytest.raises(RoomierError, match="refresh_interval_s=0"):
         ProgressBar(refresh_interval_s=0)
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-def test_a_step_that_draws_nothing_costs_next_to_nothing(
-    make_trainer: Make, scripted: Any, batches: Any, terminal: bool
-) -> None:
+def test_overhead_of_a_step_without_redraw(make_trainer: Make, scripted: Any, batches: Any, terminal: bool) -> None:
     bar, _ = shown(terminal=terminal)
     bar.refresh_interval_s = 3600.0
     cost_s: list[float] = []
@@ -287,4 +285,4 @@ def test_a_step_that_draws_nothing_costs_next_to_nothing(
 
     make_trainer(bar, max_epochs=1, log_every_n_steps=10**6, logger=False).fit(Measure(), batches)
     print(f"{min(cost_s) * 1e9:.0f} ns")
-    assert min(cost_s) < 10e-6  # about 0.5 microseconds on an idle core; the test shares it with others
+    assert min(cost_s) < 10e-6  # about 0.5 microseconds on an idle core, with a margin for a shared core

@@ -1,4 +1,4 @@
-"""Timer, LambdaCallback, DeviceStatsMonitor, RichModelSummary, OnExceptionCheckpoint, and a callback of ten lines."""
+"""Timer, LambdaCallback, DeviceStatsMonitor, RichModelSummary, OnExceptionCheckpoint, and a custom callback."""
 
 import json
 import time
@@ -30,16 +30,14 @@ OFF = {"logger": False, "enable_checkpointing": False}
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Moves on by a second in each micro-batch, and otherwise stands still."""
+    """Replace the clock by one that advances by one second in each micro-batch."""
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     tick = lambda *_: now.__setitem__(0, now[0] + 1.0)  # noqa: E731
     return LambdaCallback(on_train_batch_start=tick, on_validation_batch_start=tick)
 
 
-def test_a_timer_ends_training_at_the_step_or_the_epoch(
-    make_trainer: Make, scripted: Any, batches: Any, clock: Any
-) -> None:
+def test_timer_stops_training_at_the_step_or_epoch(make_trainer: Make, scripted: Any, batches: Any, clock: Any) -> None:
     for interval, num_steps in (("step", 3), ("epoch", 10)):
         timer = Timer(duration={"seconds": 3}, interval=interval)
         trainer = make_trainer(clock, timer, max_epochs=5, **OFF)
@@ -49,7 +47,7 @@ def test_a_timer_ends_training_at_the_step_or_the_epoch(
         assert timer.time_remaining() == 3 - num_steps
 
 
-def test_a_timer_goes_on_in_a_resumed_run(
+def test_timer_continues_in_a_resumed_run(
     make_trainer: Make, scripted: Any, batches: Any, clock: Any, tmp_path: Path, capsys: Any
 ) -> None:
     timer = Timer("00:00:00:04")
@@ -63,10 +61,10 @@ def test_a_timer_goes_on_in_a_resumed_run(
         assert trainer.global_step == steps
         assert timer.time_elapsed() == more
         trainer.save_checkpoint(tmp_path / "c")
-    assert "the time for training is over after 0:00:04, at step 4" in capsys.readouterr().err
+    assert "training reached its maximum duration after 0:00:04, at step 4" in capsys.readouterr().err
 
 
-def test_a_timer_measures_every_stage(make_trainer: Make, scripted: Any, batches: Any, clock: Any) -> None:
+def test_timer_measures_each_stage(make_trainer: Make, scripted: Any, batches: Any, clock: Any) -> None:
     timer = Timer()
     make_trainer(clock, timer, max_epochs=1, **OFF).fit(scripted(), batches, batches[:2])
     assert timer.time_elapsed() == 12
@@ -78,12 +76,12 @@ def test_a_timer_measures_every_stage(make_trainer: Make, scripted: Any, batches
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        ({"duration": "1:2"}, "is not a duration"),
-        ({"duration": {"parsecs": 1}}, "is not a duration"),
+        ({"duration": "1:2"}, "must be a duration"),
+        ({"duration": {"parsecs": 1}}, "must be a duration"),
         ({"interval": "batch"}, "Timer\\(interval\\)"),
     ],
 )
-def test_wrong_arguments_of_a_timer_are_named(arguments: dict[str, Any], named: str) -> None:
+def test_invalid_arguments_of_a_timer_are_rejected(arguments: dict[str, Any], named: str) -> None:
     with pytest.raises(RoomierError, match=named):
         Timer(**arguments)
 
@@ -99,33 +97,31 @@ def test_functions_are_called_as_hooks(make_trainer: Make, scripted: Any, batche
     assert calls == ["setup", "on_train_start", "1", "on_save_point", "on_train_end", "on_fit_end", "teardown"]
 
 
-def test_what_is_no_hook_or_no_function_is_named() -> None:
+def test_invalid_hooks_are_rejected() -> None:
     with pytest.raises(RoomierError, match="on_train_epoch_end"):
         LambdaCallback(on_train_epoch_ends=print)
     with pytest.raises(RoomierError, match="LambdaCallback\\(on_fit_end\\)"):
         LambdaCallback(on_fit_end=3)  # type: ignore[arg-type]
 
 
-def test_a_notifier_is_written_in_a_few_lines_and_others_hooks_stay_empty(
-    make_trainer: Make, scripted: Any, batches: Any
-) -> None:
-    told = []
+def test_custom_callback_with_one_hook(make_trainer: Make, scripted: Any, batches: Any) -> None:
+    output = []
 
     class MyNotifier(roomier.Callback):
         def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-            told.append(f"epoch {trainer.current_epoch} of {type(pl_module).__name__} started")
+            output.append(f"epoch {trainer.current_epoch} of {type(pl_module).__name__} started")
 
-    class Untold(scripted):
+    class Quiet(scripted):
         def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
             hooks = vars(self.trainer.run.hooks)
             assert [name for name, called in hooks.items() if called] == ["on_train_epoch_start"]
             return self.layer(batch).square().mean()
 
-    make_trainer(MyNotifier(), max_epochs=2, **OFF).fit(Untold(), batches)
-    assert told == ["epoch 0 of Untold started", "epoch 1 of Untold started"]
+    make_trainer(MyNotifier(), max_epochs=2, **OFF).fit(Quiet(), batches)
+    assert output == ["epoch 0 of Quiet started", "epoch 1 of Quiet started"]
 
 
-def test_statistics_of_the_host_are_in_the_rows_of_log_steps(make_trainer: Make, scripted: Any, batches: Any) -> None:
+def test_host_statistics_are_logged_at_log_steps(make_trainer: Make, scripted: Any, batches: Any) -> None:
     trainer = make_trainer(DeviceStatsMonitor(), max_epochs=1, log_every_n_steps=4, accumulate_grad_batches=2)
     trainer.fit(scripted(), batches, batches[:1])
     rows = [json.loads(line) for line in (Path(trainer.log_dir) / "metrics.jsonl").read_text().splitlines()]
@@ -139,8 +135,8 @@ def test_statistics_of_the_host_are_in_the_rows_of_log_steps(make_trainer: Make,
     assert 0 <= row["DeviceStatsMonitor.on_validation_end/cpu_percent"] <= 100
 
 
-def test_statistics_need_a_logger_and_may_leave_out_the_host(make_trainer: Make, scripted: Any, batches: Any) -> None:
-    with pytest.raises(RoomierError, match="there is no logger"):
+def test_statistics_require_a_logger_and_can_omit_the_host(make_trainer: Make, scripted: Any, batches: Any) -> None:
+    with pytest.raises(RoomierError, match="requires a logger"):
         make_trainer(DeviceStatsMonitor(), **OFF).fit(scripted(), batches)
     trainer = make_trainer(DeviceStatsMonitor(cpu_stats=False), max_epochs=1, log_every_n_steps=1)
     trainer.fit(scripted(), batches)
@@ -166,7 +162,7 @@ class Shown(roomier.Module):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def test_a_rich_summary_shows_sizes_modes_and_operations(make_trainer: Make, capsys: Any) -> None:
+def test_rich_summary_shows_sizes_modes_and_operations(make_trainer: Make, capsys: Any) -> None:
     model = Shown()
     trainer = make_trainer(RichModelSummary(max_depth=2), max_epochs=1, enable_model_summary=True, **OFF)
     torch.manual_seed(7)
@@ -179,12 +175,12 @@ def test_a_rich_summary_shows_sizes_modes_and_operations(make_trainer: Make, cap
     assert cells["body"][4] == "288"  # 2 * 3 * (4 * 8 + 8 * 2)
     assert "Non-trainable params: 2" in shown
     assert "forward on example_input_array: 300" in shown
-    assert shown.count("body.0") == 1, "the plain summary gives way"
+    assert shown.count("body.0") == 1, "the rich summary replaces the plain summary"
     assert model.body[0].training
     assert not model.body[2].training
 
 
-def test_a_rich_summary_without_an_example_has_no_sizes(
+def test_rich_summary_without_example_has_no_sizes(
     make_trainer: Make, scripted: Any, batches: Any, capsys: Any
 ) -> None:
     make_trainer(RichModelSummary(), max_epochs=1, **OFF).fit(scripted(), batches)
@@ -193,16 +189,16 @@ def test_a_rich_summary_without_an_example_has_no_sizes(
     assert "layer" in shown
 
 
-def test_an_error_saves_the_weights_and_says_how_to_go_on(
+def test_error_saves_the_weights_and_names_the_checkpoint_to_resume(
     make_trainer: Make, scripted: Any, batches: Any, kill_at: Any, killed_error: Any, tmp_path: Path, capsys: Any
 ) -> None:
     model = scripted()
     callbacks = [OnExceptionCheckpoint(tmp_path / "e"), ModelCheckpoint(every_n_train_steps=2), kill_at(3)]
     with pytest.raises(killed_error):
         make_trainer(*callbacks, max_epochs=1).fit(model, batches)
-    told = capsys.readouterr().err
-    assert "KilledError in the step after 4" in told
-    assert "goes on exactly from" in told
+    output = capsys.readouterr().err
+    assert "KilledError in the step after 4" in output
+    assert "to resume exactly, use" in output
     stored = roomier.checkpoint.load(tmp_path / "e" / "on_exception")
     assert torch.equal(stored["module"]["layer.weight"], model.layer.weight)
     assert stored["progress"]["global_step"] == 4
@@ -213,7 +209,7 @@ def test_an_error_saves_the_weights_and_says_how_to_go_on(
     assert torch.equal(fresh.layer.weight, model.layer.weight)
 
 
-def test_weights_that_are_no_numbers_and_runs_that_end_well_save_nothing(
+def test_nonfinite_weights_and_successful_runs_are_not_saved(
     make_trainer: Make, scripted: Any, batches: Any, kill_at: Any, killed_error: Any, tmp_path: Path, capsys: Any
 ) -> None:
     make_trainer(OnExceptionCheckpoint(tmp_path / "e"), max_epochs=1, **OFF).fit(scripted(), batches)
@@ -231,7 +227,7 @@ def break_off(root: Path, strategy: str) -> str:
             if trainer.global_rank == 1 and batch_idx == 1:
                 raise ValueError("rank 1 fails")
             if batch_idx == 1:
-                raise KeyboardInterrupt  # as a launcher would end it
+                raise KeyboardInterrupt  # simulates a launcher that ends the process
 
     model = Shown()
     trainer = Trainer(
@@ -253,10 +249,10 @@ def break_off(root: Path, strategy: str) -> str:
     return "no error"
 
 
-def test_each_rank_that_fails_saves_without_waiting_for_others(on_ranks: Any, tmp_path: Path) -> None:
+def test_each_failed_rank_saves_without_waiting(on_ranks: Any, tmp_path: Path) -> None:
     assert "rank 1 fails" in on_ranks(2, break_off, tmp_path, "ddp")[1]
     names = sorted(path.name for path in (tmp_path / "e").iterdir())
     assert names == ["on_exception", "on_exception-rank=1"]
     both = [roomier.checkpoint.load(tmp_path / "e" / name)["module"] for name in names]
     torch.testing.assert_close(*both, rtol=0, atol=0)
-    assert all("cuts the parameters" in told for told in on_ranks(2, break_off, tmp_path, "zero3"))
+    assert all("shards the parameters" in output for output in on_ranks(2, break_off, tmp_path, "zero3"))

@@ -1,4 +1,4 @@
-"""Bad steps that are left out, undone by going back, or end the run: exactly, on several ranks, and resumed."""
+"""Bad steps that are skipped, undone by a rollback, or end the run, also on several ranks and after a resume."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +27,7 @@ OFF = {"logger": False, "enable_checkpointing": False}
 
 
 class Net(roomier.Module):
-    """With running statistics, and figures that are logged."""
+    """Module with running statistics and logged metrics."""
 
     def __init__(self, norm: bool = True) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Net(roomier.Module):
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         loss = (self.head(self.norm(self.layer(batch)))).square().mean()
-        loss = loss + (self.head(self.layer(batch)) ** 2).mean()  # BatchNorm alone would hide how large a batch is
+        loss = loss + (self.head(self.layer(batch)) ** 2).mean()  # not normalized, so that the size of a batch matters
         self.log("seen", loss, on_step=True, on_epoch=True)
         return loss
 
@@ -79,19 +79,19 @@ def same(one: tuple[Net, Trainer], other: tuple[Net, Trainer]) -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e4])
-def test_a_step_that_is_left_out_has_never_been(make_trainer: Make, value: float, capsys: Any) -> None:
+def test_skipped_step_has_no_effect(make_trainer: Make, value: float, capsys: Any) -> None:
     guard = SpikeGuard(warmup=3)
     guarded = fitted(make_trainer, batches(4, 7, value=value), guard)
     same(guarded, fitted(make_trainer, without(batches(), 4, 7)))
     assert guard.num_bad_steps == 4
-    told = capsys.readouterr().err
-    assert "in batch 4 of epoch 0; the step is left out" in told
-    assert "in batch 7 of epoch 1" in told
+    output = capsys.readouterr().err
+    assert "in batch 4 of epoch 0; the step is skipped" in output
+    assert "in batch 7 of epoch 1" in output
 
 
 @pytest.mark.parametrize("value", [float("nan"), 1e4])
 @pytest.mark.parametrize("monitor", [("loss", "grad_norm"), ("grad_norm", "loss")])
-def test_under_a_loss_scale_bad_batches_are_left_out_and_infinite_gradients_are_not_counted(
+def test_loss_scale_handles_infinite_gradients_and_bad_batches_are_skipped(
     make_trainer: Make, value: float, monitor: tuple[str, ...]
 ) -> None:
     guard, keywords = SpikeGuard(warmup=3, monitor=monitor), {"precision": "16-mixed", "max_epochs": 1}
@@ -103,30 +103,30 @@ def test_under_a_loss_scale_bad_batches_are_left_out_and_infinite_gradients_are_
     assert guarded[1].scaler.factor == plain[1].scaler.factor
 
 
-def test_a_whole_window_is_left_out_and_named(make_trainer: Make, capsys: Any) -> None:
+def test_full_window_is_skipped_and_reported(make_trainer: Make, capsys: Any) -> None:
     data = DataLoader(torch.cat(batches(5)), batch_size=4)
     guarded = fitted(make_trainer, data, SpikeGuard(), accumulate_grad_batches=2)
     same(guarded, fitted(make_trainer, without(batches(), 4, 5), accumulate_grad_batches=2))
     assert "in micro-batches 4 to 5 (samples 16, 17, 18, 19, 20, 21, 22, 23) of epoch 0" in capsys.readouterr().err
 
 
-def test_samples_of_a_shuffled_loader_are_named(make_trainer: Make, capsys: Any) -> None:
+def test_samples_of_a_shuffled_loader_are_reported(make_trainer: Make, capsys: Any) -> None:
     data = torch.randn(20, 2, generator=torch.Generator().manual_seed(0))
     data[13] = torch.nan
     make_trainer(SpikeGuard(), max_epochs=3, **OFF).fit(Net(norm=False), DataLoader(data, batch_size=1, shuffle=True))
-    told = [line for line in capsys.readouterr().err.splitlines() if "SpikeGuard" in line]
-    assert len(told) == 3
-    assert all("(samples 13) of epoch" in line for line in told)
+    output = [line for line in capsys.readouterr().err.splitlines() if "SpikeGuard" in line]
+    assert len(output) == 3
+    assert all("(samples 13) of epoch" in line for line in output)
 
 
-def test_without_a_guard_and_with_one_in_good_times_training_is_the_same(make_trainer: Make) -> None:
+def test_guard_does_not_change_training_without_bad_steps(make_trainer: Make) -> None:
     for action in ("skip", "rollback", "stop"):
         same(fitted(make_trainer, batches(), SpikeGuard(action)), fitted(make_trainer, batches()))
 
 
-def test_too_many_bad_steps_end_the_run_with_the_reason(make_trainer: Make) -> None:
+def test_too_many_bad_steps_end_the_run(make_trainer: Make) -> None:
     with pytest.raises(
-        TrainingError, match="3 bad steps among the last 50, more than max_skips: loss is nan, in batch 5"
+        TrainingError, match="3 of the last 50 steps are bad, more than max_skips: loss is nan, in batch 5"
     ):
         fitted(make_trainer, batches(1, 3, 5), SpikeGuard(max_skips=2, window=50))
 
@@ -137,24 +137,24 @@ def test_old_bad_steps_do_not_count(make_trainer: Make) -> None:
 
 
 @pytest.mark.parametrize("every", [1, 4])
-def test_a_resumed_run_judges_as_the_whole_one(make_trainer: Make, tmp_path: Path, every: int) -> None:
+def test_resumed_run_judges_like_an_uninterrupted_run(make_trainer: Make, tmp_path: Path, every: int) -> None:
     def run(path: Path | None, *callbacks: Any) -> tuple[Net, Trainer]:
         torch.manual_seed(1)
         model, trainer = Net(), make_trainer(SpikeGuard(warmup=3), *callbacks, max_epochs=2, **OFF)
         trainer.fit(model, batches(4, 7, value=1e4), ckpt_path=path)
         return model, trainer
 
-    whole = run(None)
+    straight = run(None)
     stop = LambdaCallback(on_train_batch_end=lambda t, *_: setattr(t, "should_stop", t.global_step == every))
     _, trainer = run(None, stop)
     trainer.save_checkpoint(tmp_path / "c")
     resumed = run(tmp_path / "c")
-    same(whole, resumed)
-    guards = [each[1].callbacks[0] for each in (whole, resumed)]
+    same(straight, resumed)
+    guards = [each[1].callbacks[0] for each in (straight, resumed)]
     assert guards[0].state_dict() == guards[1].state_dict()
 
 
-def test_going_back_takes_every_step_again_but_the_bad_ones(make_trainer: Make, tmp_path: Path, capsys: Any) -> None:
+def test_rollback_repeats_every_step_except_bad_steps(make_trainer: Make, tmp_path: Path, capsys: Any) -> None:
     data = batches(5, 12, num=16)
     guard = SpikeGuard("rollback")
     saves = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=3, save_top_k=-1)
@@ -162,12 +162,12 @@ def test_going_back_takes_every_step_again_but_the_bad_ones(make_trainer: Make, 
     guarded = fitted(make_trainer, data, guard, saves, **keywords, enable_checkpointing=True)
     same(guarded, fitted(make_trainer, without(batches(num=16), 5, 12), **keywords))
     assert guard.num_bad_steps == 2
-    told = capsys.readouterr().err
-    assert "the run goes back to step 3" in told
-    assert "in batch 5 of epoch 0" in told
+    output = capsys.readouterr().err
+    assert "the run returns to step 3" in output
+    assert "in batch 5 of epoch 0" in output
 
 
-def test_no_checkpoint_holds_what_was_bad(make_trainer: Make, tmp_path: Path) -> None:
+def test_checkpoints_contain_no_bad_step(make_trainer: Make, tmp_path: Path) -> None:
     saves = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=1, save_top_k=-1)
     fitted(
         make_trainer,
@@ -185,7 +185,7 @@ def test_no_checkpoint_holds_what_was_bad(make_trainer: Make, tmp_path: Path) ->
 
 
 class BadOnce(Net):
-    """The loss of the first batch of epoch 1 is NaN; the first layer is what a BackboneFinetuning freezes."""
+    """The loss of the first batch of epoch 1 is NaN. BackboneFinetuning freezes the first layer."""
 
     backbone = property(lambda self: self.layer)
 
@@ -198,8 +198,8 @@ class BadOnce(Net):
         return [optimizer], [torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.9**epoch)]
 
 
-def gone_back_and_skipped(make: Make, folder: Path, make_callback: Callable[[], Any]) -> list[tuple[Net, Trainer]]:
-    """Of a run that goes back from epoch 1 into epoch 0, and one that leaves out the same step before its update."""
+def rolled_back_and_skipped(make: Make, folder: Path, make_callback: Callable[[], Any]) -> list[tuple[Net, Trainer]]:
+    """Run a rollback from epoch 1 to epoch 0, and a run that skips the same step before its update."""
     runs: list[tuple[Net, Trainer]] = []
     for action in ("rollback", "skip"):
         torch.manual_seed(1)
@@ -216,18 +216,18 @@ def gone_back_and_skipped(make: Make, folder: Path, make_callback: Callable[[], 
     [lambda: BackboneFinetuning(1), lambda: StochasticWeightAveraging(0.02, 2, annealing_epochs=2)],
     ids=["unfreezing", "averaging"],
 )
-def test_what_began_since_the_checkpoint_begins_again(
+def test_changes_after_the_checkpoint_are_undone_by_a_rollback(
     make_trainer: Make, tmp_path: Path, make_callback: Any, capsys: Any
 ) -> None:
-    back, skipped = gone_back_and_skipped(make_trainer, tmp_path, make_callback)
-    assert "the run goes back to step 8" in capsys.readouterr().err
+    back, skipped = rolled_back_and_skipped(make_trainer, tmp_path, make_callback)
+    assert "the run returns to step 8" in capsys.readouterr().err
     same(back, skipped)
     rates = [[group["lr"] for group in each[1].optimizers[0].param_groups] for each in (back, skipped)]
     assert rates[0] == rates[1]
     assert back[1].lr_scheduler_configs[0].scheduler.base_lrs == skipped[1].lr_scheduler_configs[0].scheduler.base_lrs
 
 
-def test_a_timer_counts_on_when_a_run_goes_back(make_trainer: Make, tmp_path: Path, monkeypatch: Any) -> None:
+def test_timer_continues_after_a_rollback(make_trainer: Make, tmp_path: Path, monkeypatch: Any) -> None:
     now_s = 0.0
 
     def passes(*_: Any) -> None:
@@ -242,8 +242,10 @@ def test_a_timer_counts_on_when_a_run_goes_back(make_trainer: Make, tmp_path: Pa
     assert timer.time_elapsed() == now_s > 20
 
 
-def test_going_back_needs_a_checkpoint_and_stopping_none(make_trainer: Make) -> None:
-    with pytest.raises(TrainingError, match="loss is nan, in batch 5 of epoch 0; there is no checkpoint to go back to"):
+def test_rollback_requires_a_checkpoint_and_stop_does_not(make_trainer: Make) -> None:
+    with pytest.raises(
+        TrainingError, match="loss is nan, in batch 5 of epoch 0, but the run has no checkpoint to return to"
+    ):
         fitted(make_trainer, batches(5), SpikeGuard("rollback"))
     with pytest.raises(TrainingError, match="loss is nan, in batch 5 of epoch 0"):
         fitted(make_trainer, batches(5), SpikeGuard("stop"))
@@ -253,20 +255,20 @@ def test_going_back_needs_a_checkpoint_and_stopping_none(make_trainer: Make) -> 
     ("arguments", "named"),
     [
         ({"action": "skipp"}, "skip"),
-        ({"factor": 0.5}, "no factor above 1"),
+        ({"factor": 0.5}, "must be a finite number above 1"),
         ({"window": 0}, "SpikeGuard\\(window\\)"),
-        ({"warmup": 200}, "is more than window=100"),
+        ({"warmup": 200}, "must be at most window=100"),
         ({"max_skips": -1}, "max_skips"),
         ({"monitor": "accuracy"}, "monitor"),
         ({"monitor": ()}, "monitor"),
     ],
 )
-def test_wrong_arguments_are_named(arguments: dict[str, Any], named: str) -> None:
+def test_invalid_arguments_are_rejected(arguments: dict[str, Any], named: str) -> None:
     with pytest.raises(RoomierError, match=named):
         SpikeGuard(**arguments)
 
 
-def test_what_it_cannot_look_at_is_named(make_trainer: Make) -> None:
+def test_unsupported_modules_are_rejected(make_trainer: Make) -> None:
     class ByHand(Net):
         automatic_optimization = False
 
@@ -274,7 +276,7 @@ def test_what_it_cannot_look_at_is_named(make_trainer: Make) -> None:
         def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
             optimizer.step(closure=optimizer_closure)
 
-    for model, named in ((ByHand(), "optimizes by hand"), (Steps(), "within the update")):
+    for model, named in ((ByHand(), "manual optimization"), (Steps(), "within the update")):
         with pytest.raises(RoomierError, match=named):
             make_trainer(SpikeGuard(), max_epochs=1, **OFF).fit(model, batches())
     with pytest.raises(RoomierError, match="would find no gradients"):
@@ -310,14 +312,14 @@ def fit_on_ranks(root: Path, devices: int, strategy: str, action: str, *bad: int
 
 @pytest.mark.parametrize("strategy", ["zero3", pytest.param("ddp", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("action", ["skip", "rollback"])
-def test_ranks_decide_alike(on_ranks: Any, tmp_path: Path, strategy: str, action: str, capsys: Any) -> None:
+def test_all_ranks_decide_identically(on_ranks: Any, tmp_path: Path, strategy: str, action: str, capsys: Any) -> None:
     assert fit_on_ranks(tmp_path, 1, "single", action, 21) == 1
     assert on_ranks(2, fit_on_ranks, tmp_path, 2, strategy, action, 21) == [1, 1]
-    told = capsys.readouterr().out
-    assert "samples 20, 21, 22, 23" in told
-    whole = [roomier.checkpoint.load(tmp_path / f"{name}-{action}") for name in ("single", strategy)]
-    assert [each["progress"]["global_step"] for each in whole] == [11, 11]
-    torch.testing.assert_close(whole[0]["module"], whole[1]["module"], rtol=1e-4, atol=1e-5)
+    output = capsys.readouterr().out
+    assert "samples 20, 21, 22, 23" in output
+    straight = [roomier.checkpoint.load(tmp_path / f"{name}-{action}") for name in ("single", strategy)]
+    assert [each["progress"]["global_step"] for each in straight] == [11, 11]
+    torch.testing.assert_close(straight[0]["module"], straight[1]["module"], rtol=1e-4, atol=1e-5)
 
 
 def fit_across_an_unfreeze(root: Path, strategy: str, action: str) -> None:
@@ -340,10 +342,10 @@ def fit_across_an_unfreeze(root: Path, strategy: str, action: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3"])
-def test_ranks_go_back_across_an_unfreeze(on_ranks: Any, tmp_path: Path, strategy: str, capsys: Any) -> None:
+def test_rollback_across_an_unfreeze_on_ranks(on_ranks: Any, tmp_path: Path, strategy: str, capsys: Any) -> None:
     for action in ("rollback", "skip"):
         on_ranks(2, fit_across_an_unfreeze, tmp_path, strategy, action)
-    assert "goes back to step 8" in capsys.readouterr().out
+    assert "returns to step 8" in capsys.readouterr().out
     back, skipped = (roomier.checkpoint.load(tmp_path / action) for action in ("rollback", "skip"))
     torch.testing.assert_close(back["module"], skipped["module"], rtol=0, atol=0)
     states = (each["optimizers"][0]["state"] for each in (back, skipped))

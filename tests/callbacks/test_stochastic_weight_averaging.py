@@ -1,4 +1,4 @@
-"""SWA and the averages of weights beside Lightning's, resumed, and on several ranks."""
+"""SWA and averages of weights compared with Lightning's, after a resume, and on several ranks."""
 
 import warnings
 from collections.abc import Callable
@@ -64,8 +64,8 @@ def lightning() -> Any:
     "arguments",
     [{"swa_epoch_start": 0.5, "annealing_epochs": 2}, {"swa_epoch_start": 2, "annealing_strategy": "linear"}],
 )
-def test_swa_ends_with_the_weights_of_lightning(lightning: Any, tmp_path: Path, norm: bool, arguments: Any) -> None:
-    theirs, ours, as_it_is = (
+def test_swa_equals_lightning(lightning: Any, tmp_path: Path, norm: bool, arguments: Any) -> None:
+    reference, own, as_it_is = (
         make_net(base, norm) for base in (lightning.LightningModule, roomier.Module, lightning.LightningModule)
     )
     loader = DataLoader(data(), batch_size=4)
@@ -73,16 +73,18 @@ def test_swa_ends_with_the_weights_of_lightning(lightning: Any, tmp_path: Path, 
 
     class Seen(lightning.Callback):  # type: ignore[misc, name-defined]
         def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-            if trainer.current_epoch == 6:  # the one for the statistics: Lightning then updates the average once more
+            if (
+                trainer.current_epoch == 6
+            ):  # Lightning's epoch for the statistics, after which it updates the average again
                 averages.append({name: each.detach().clone() for name, each in pl_module.named_parameters()})
 
     swa = lightning.callbacks.StochasticWeightAveraging(0.05, **arguments)
-    lightning.Trainer(max_epochs=6, callbacks=[swa, Seen()], default_root_dir=tmp_path, **QUIET).fit(theirs, loader)
-    expected = {**theirs.state_dict(), **(averages[0] if norm else {})}
-    for model in (ours, as_it_is):
+    lightning.Trainer(max_epochs=6, callbacks=[swa, Seen()], default_root_dir=tmp_path, **QUIET).fit(reference, loader)
+    expected = {**reference.state_dict(), **(averages[0] if norm else {})}
+    for model in (own, as_it_is):
         swa = StochasticWeightAveraging(0.05, **arguments)
         Trainer(max_epochs=6, callbacks=[swa], default_root_dir=tmp_path, **QUIET).fit(model, loader)
-        assert model.rates == pytest.approx(theirs.rates[:6])
+        assert model.rates == pytest.approx(reference.rates[:6])
         torch.testing.assert_close(model.state_dict(), expected, rtol=1e-5, atol=1e-6)
 
 
@@ -91,15 +93,15 @@ def test_swa_ends_with_the_weights_of_lightning(lightning: Any, tmp_path: Path, 
     ("kind", "arguments"),
     [("WeightAveraging", {}), ("EMAWeightAveraging", {"decay": 0.7, "update_starting_at_step": 5})],
 )
-def test_averages_end_with_the_weights_of_lightning(lightning: Any, tmp_path: Path, kind: str, arguments: Any) -> None:
-    theirs, ours = make_net(lightning.LightningModule, True), make_net(lightning.LightningModule, True)
+def test_averages_equal_lightning(lightning: Any, tmp_path: Path, kind: str, arguments: Any) -> None:
+    reference, own = make_net(lightning.LightningModule, True), make_net(lightning.LightningModule, True)
     loader = DataLoader(data(), batch_size=4)
     callback = getattr(lightning.callbacks, kind)(**arguments)
-    lightning.Trainer(max_epochs=3, callbacks=[callback], default_root_dir=tmp_path, **QUIET).fit(theirs, loader)
-    own = {"WeightAveraging": WeightAveraging, "EMAWeightAveraging": EMAWeightAveraging}[kind](**arguments)
-    Trainer(max_epochs=3, callbacks=[own], default_root_dir=tmp_path, **QUIET).fit(ours, loader)
-    expected = {name: value for name, value in theirs.state_dict().items() if "num_batches" not in name}
-    torch.testing.assert_close({name: ours.state_dict()[name] for name in expected}, expected, rtol=1e-5, atol=1e-6)
+    lightning.Trainer(max_epochs=3, callbacks=[callback], default_root_dir=tmp_path, **QUIET).fit(reference, loader)
+    averaging = {"WeightAveraging": WeightAveraging, "EMAWeightAveraging": EMAWeightAveraging}[kind](**arguments)
+    Trainer(max_epochs=3, callbacks=[averaging], default_root_dir=tmp_path, **QUIET).fit(own, loader)
+    expected = {name: value for name, value in reference.state_dict().items() if "num_batches" not in name}
+    torch.testing.assert_close({name: own.state_dict()[name] for name in expected}, expected, rtol=1e-5, atol=1e-6)
 
 
 def fit(root: Path, *callbacks: Any, devices: int = 1, strategy: str = "single", path: Path | None = None) -> Any:
@@ -121,16 +123,16 @@ def stop_at(step: int) -> LambdaCallback:
 
 
 @pytest.mark.parametrize("step", [9, 21, 30])
-def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path, step: int) -> None:
-    whole, _ = fit(tmp_path)
+def test_resumed_run_is_bitwise_equal(tmp_path: Path, step: int) -> None:
+    straight, _ = fit(tmp_path)
     _, trainer = fit(tmp_path, stop_at(step))
     trainer.save_checkpoint(tmp_path / "half")
     resumed, _ = fit(tmp_path, path=tmp_path / "half")
-    for name, value in whole.state_dict().items():
+    for name, value in straight.state_dict().items():
         assert torch.equal(value, resumed.state_dict()[name]), name
 
 
-def test_a_run_that_ends_early_keeps_what_it_trained(tmp_path: Path, capsys: Any) -> None:
+def test_run_that_ends_early_keeps_its_trained_weights(tmp_path: Path, capsys: Any) -> None:
     last = []
     spy = LambdaCallback(on_train_batch_end=lambda t, module, *_: last.append(module.head.weight.detach().clone()))
     model, _ = fit(tmp_path, spy, stop_at(31))
@@ -149,16 +151,16 @@ def test_a_run_that_ends_early_keeps_what_it_trained(tmp_path: Path, capsys: Any
         ({"avg_fn": 2}, "avg_fn"),
     ],
 )
-def test_wrong_arguments_are_named(arguments: dict[str, Any], named: str) -> None:
+def test_invalid_arguments_are_rejected(arguments: dict[str, Any], named: str) -> None:
     with pytest.raises(RoomierError, match=named):
         StochasticWeightAveraging(**{"swa_lrs": 0.1, **arguments})
 
 
-def test_what_does_not_go_with_it_is_named(make_trainer: Make) -> None:
+def test_unsupported_combinations_are_rejected(make_trainer: Make) -> None:
     model = make_net(roomier.Module, norm=False)
     for swa, keywords, named in (
-        (StochasticWeightAveraging([0.1, 0.2]), {"max_epochs": 2}, "there are 1 parameter groups"),
-        (StochasticWeightAveraging(0.1), {"max_steps": 5}, "no max_epochs"),
+        (StochasticWeightAveraging([0.1, 0.2]), {"max_epochs": 2}, "each of the 1 parameter groups"),
+        (StochasticWeightAveraging(0.1), {"max_steps": 5}, "is a fraction of max_epochs"),
     ):
         with pytest.raises(RoomierError, match=named):
             make_trainer(swa, **keywords, **OFF).fit(model, [data()])
@@ -172,19 +174,19 @@ def fit_and_save(root: Path, devices: int, strategy: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["zero3", pytest.param("ddp", marks=pytest.mark.slow)])
-def test_ranks_average_their_parts_and_share_statistics(on_ranks: Any, tmp_path: Path, strategy: str) -> None:
+def test_ranks_average_their_shards_and_share_statistics(on_ranks: Any, tmp_path: Path, strategy: str) -> None:
     on_ranks(2, fit_and_save, tmp_path, 2, strategy)
-    whole, resumed = (roomier.checkpoint.load(tmp_path / f"{strategy}{end}")["module"] for end in ("", "-resumed"))
-    torch.testing.assert_close(whole, resumed, rtol=0, atol=0)
+    straight, resumed = (roomier.checkpoint.load(tmp_path / f"{strategy}{end}")["module"] for end in ("", "-resumed"))
+    torch.testing.assert_close(straight, resumed, rtol=0, atol=0)
     model = make_net(roomier.Module, norm=True)
-    model.load_state_dict(whole)
+    model.load_state_dict(straight)
     with torch.no_grad():
         hidden = model.layer(data())
-    torch.testing.assert_close(whole["norm.running_mean"], hidden.mean(dim=0), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(straight["norm.running_mean"], hidden.mean(dim=0), rtol=1e-4, atol=1e-5)
 
 
 class FailsInStatistics(Dataset[Tensor]):
-    """Reads well while it is trained on; for the statistics of BatchNorm, not on the second rank."""
+    """Dataset that fails on the second rank when the statistics of BatchNorm are computed."""
 
     num_reads_left = 6 * 12
 
@@ -194,7 +196,7 @@ class FailsInStatistics(Dataset[Tensor]):
     def __getitem__(self, index: int) -> Tensor:
         self.num_reads_left -= 1
         if self.num_reads_left < 0 and dist.get_rank() == 1:
-            raise DataError("train_dataloaders", index, "lost a worker process", "Use fewer workers")
+            raise DataError("train_dataloaders", index, "a DataLoader worker exited", "Use fewer workers")
         return data()[index]
 
 
@@ -206,7 +208,7 @@ def fit_with_failing_statistics(root: Path, strategy: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["zero3", pytest.param("ddp", marks=pytest.mark.slow)])
-def test_a_rank_that_cannot_take_its_statistics_ends_the_others(on_ranks: Any, tmp_path: Path, strategy: str) -> None:
-    with pytest.raises(RankFailed, match="lost a worker process") as caught:
+def test_failure_in_the_statistics_of_one_rank_ends_all_ranks(on_ranks: Any, tmp_path: Path, strategy: str) -> None:
+    with pytest.raises(RankFailed, match="a DataLoader worker exited") as caught:
         on_ranks(2, fit_with_failing_statistics, tmp_path, strategy)
     assert caught.value.rank == 1

@@ -1,4 +1,4 @@
-"""Throughput: counts worked out by hand, rates from a clock that is set by hand."""
+"""Throughput: hand-computed counts, and rates from a scripted clock."""
 
 import json
 import time
@@ -20,7 +20,7 @@ Make = Callable[..., Trainer]
 
 
 class Clock:
-    """Stands at a time until it is put forward."""
+    """Clock that advances only when the test sets it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 100.0
@@ -28,11 +28,11 @@ class Clock:
 
 
 class Tokens(Module):
-    """Each training batch takes 0.5 s on the clock, each validation batch 10 s."""
+    """Module whose training batches take 0.5 s and whose validation batches take 10 s on the clock."""
 
     def __init__(self, clock: Clock) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(10, 4)  # looked up: it does not count
+        self.embedding = nn.Embedding(10, 4)  # lookups do not count
         self.layer = nn.Linear(4, 3, bias=False)  # 12 parameters
         self.clock = clock
 
@@ -65,11 +65,11 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 TOKENS = [{"input_ids": torch.zeros(2, 5, dtype=torch.long)}] * 8  # 2 samples and 10 tokens each
 
 
-def test_rates_by_hand(make_trainer: Make, clock: Clock) -> None:
+def test_rates_match_a_hand_computation(make_trainer: Make, clock: Clock) -> None:
     trainer = make_trainer(Throughput(peak_flops_per_s=14400.0), max_steps=8, log_every_n_steps=4)
     trainer.fit(Tokens(clock), TOKENS)
     rate = {"samples_per_s": 4.0, "tokens_per_s": 20.0, "model_flops_per_s": 20.0 * 6 * 12, "mfu": 0.1}
-    # the first step only starts the clock: steps 2 to 4, then 5 to 8
+    # the first step only starts the clock; the rows cover steps 2 to 4 and 5 to 8
     assert rows(trainer) == [{"step": 4, **rate}, {"step": 8, **rate}]
 
 
@@ -77,17 +77,17 @@ def test_validation_stops_the_clock(make_trainer: Make, clock: Clock) -> None:
     trainer = make_trainer(Throughput(), max_steps=8, log_every_n_steps=4, val_check_interval=2)
     trainer.fit(Tokens(clock), TOKENS, TOKENS[:1])
     assert [row["samples_per_s"] for row in rows(trainer)] == [4.0, 4.0]
-    assert "mfu" not in rows(trainer)[0], "the peak of a CPU is not known"
+    assert "mfu" not in rows(trainer)[0], "the peak of a CPU is unknown"
 
 
-def test_accumulated_batches_all_count(make_trainer: Make, clock: Clock) -> None:
+def test_all_accumulated_batches_count(make_trainer: Make, clock: Clock) -> None:
     trainer = make_trainer(Throughput(), max_epochs=1, log_every_n_steps=2, accumulate_grad_batches=2)
     trainer.fit(Tokens(clock), TOKENS)
-    # steps 2 and 3 to 4: 2 batches in 1 s, then 4 batches in 2 s
+    # step 2 has 2 batches in 1 s, steps 3 and 4 have 4 batches in 2 s
     assert [(row["step"], row["samples_per_s"]) for row in rows(trainer)] == [(2, 4.0), (4, 4.0)]
 
 
-def test_a_module_that_counts_its_flops_is_asked(make_trainer: Make, clock: Clock) -> None:
+def test_num_flops_of_the_module_is_used(make_trainer: Make, clock: Clock) -> None:
     class Counting(Tokens):
         def num_flops(self, batch: Any) -> float:
             return 1000.0
@@ -99,13 +99,13 @@ def test_a_module_that_counts_its_flops_is_asked(make_trainer: Make, clock: Cloc
     assert rows(trainer)[0]["model_flops_per_s"] == 2000.0
 
 
-def test_without_tokens_there_are_samples_only(make_trainer: Make, scripted: Any, batches: Any) -> None:
+def test_only_samples_are_logged_without_tokens(make_trainer: Make, scripted: Any, batches: Any) -> None:
     trainer = make_trainer(Throughput(), max_steps=4, log_every_n_steps=4)
     trainer.fit(scripted(), batches)
     assert list(rows(trainer)[0]) == ["step", "samples_per_s"]
 
 
-def test_what_counts_as_tokens() -> None:
+def test_number_of_tokens() -> None:
     ids = torch.zeros(3, 7, dtype=torch.int32)
     assert num_tokens_of(ids) == 21
     assert num_tokens_of((torch.zeros(3, 7), torch.zeros(3, dtype=torch.long), ids)) == 21
@@ -115,23 +115,23 @@ def test_what_counts_as_tokens() -> None:
     assert num_tokens_of("text") == 0
 
 
-def test_flops_of_a_parameter() -> None:
+def test_flops_per_parameter() -> None:
     model = nn.ModuleDict(
         {"embed": nn.Embedding(10, 4), "layer": nn.Linear(4, 3), "head": nn.Linear(4, 10, bias=False)}
     )
     assert flops_per_token(model) == 6 * (12 + 3 + 40)
-    model["head"].weight = model["embed"].weight  # tied: multiplied after all
+    model["head"].weight = model["embed"].weight  # tied, so the embedding is used in a matrix product
     assert flops_per_token(model) == 6 * (12 + 3 + 40)
     model["layer"].requires_grad_(False)
     assert flops_per_token(model) == 4 * (12 + 3) + 6 * 40
 
 
-def test_what_is_no_peak_is_refused() -> None:
+def test_invalid_peak_is_rejected() -> None:
     with pytest.raises(RoomierError, match="peak_flops_per_s=0"):
         Throughput(peak_flops_per_s=0)
 
 
-def test_it_costs_little_between_log_steps(make_trainer: Make, clock: Clock) -> None:
+def test_overhead_between_log_steps(make_trainer: Make, clock: Clock) -> None:
     throughput = Throughput()
     trainer = make_trainer(throughput, max_steps=4, log_every_n_steps=10**6)
     module = Tokens(clock)

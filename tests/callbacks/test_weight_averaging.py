@@ -1,4 +1,4 @@
-"""Averages of weights: their formulas, what is validated and kept, and resumes; on several ranks too."""
+"""Averages of weights: formulas, validated and saved weights, resumes, and several ranks."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -19,8 +19,7 @@ Make = Callable[..., Trainer]
 
 
 class Net(roomier.Module):
-    """A tied weight, running statistics and dropout; remembers the weights of each step, and those it was validated
-    with."""
+    """Module with tied weights, running statistics and dropout. Records the weights of each step and validation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,16 +68,16 @@ def fitted(make: Make, *callbacks: Callback, **keywords: Any) -> Net:
     return model
 
 
-def test_the_mean_of_all_iterates_is_validated_and_kept(make_trainer: Make) -> None:
+def test_mean_of_all_iterates_is_validated_and_kept(make_trainer: Make) -> None:
     plain = fitted(make_trainer)
     model = fitted(make_trainer, WeightAveraging())
-    torch.testing.assert_close(model.seen, plain.seen, rtol=0, atol=0)  # training is what it was
+    torch.testing.assert_close(model.seen, plain.seen, rtol=0, atol=0)  # training is unchanged
     torch.testing.assert_close(model.validated[0], torch.stack(model.seen[:5]).mean(dim=0))
     torch.testing.assert_close(model.head.weight.detach(), torch.stack(model.seen).mean(dim=0))
     assert model.second.weight is model.first.weight
 
 
-def test_the_exponential_average_is_that_of_its_formula(make_trainer: Make) -> None:
+def test_exponential_average_matches_its_formula(make_trainer: Make) -> None:
     model = fitted(make_trainer, EMAWeightAveraging(decay=0.8, update_starting_at_step=3, update_every_n_steps=2))
     average = model.seen[4]
     for index in (6, 8):
@@ -86,15 +85,15 @@ def test_the_exponential_average_is_that_of_its_formula(make_trainer: Make) -> N
     torch.testing.assert_close(model.head.weight.detach(), average)
 
 
-def test_before_the_first_update_the_trained_weights_are_validated_and_kept(make_trainer: Make, capsys: Any) -> None:
+def test_trained_weights_are_validated_and_kept_before_the_first_update(make_trainer: Make, capsys: Any) -> None:
     model = fitted(make_trainer, EMAWeightAveraging(update_starting_at_step=100))
     assert torch.equal(model.validated[1], model.seen[-1])
     assert torch.equal(model.head.weight, model.seen[-1])
-    assert "never said yes" in capsys.readouterr().err
+    assert "never returned True" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("functions", [{"avg_fn": lambda a, w, n: 0.5 * a + 0.5 * w}, {"multi_avg_fn": None}])
-def test_functions_of_the_user_take_the_place_of_the_mean(make_trainer: Make, functions: dict[str, Any]) -> None:
+def test_user_functions_replace_the_mean(make_trainer: Make, functions: dict[str, Any]) -> None:
     def halves(averages: list[Tensor], tensors: list[Tensor], count: Tensor) -> None:
         for average, tensor in zip(averages, tensors, strict=True):
             average.lerp_(tensor, 0.5)
@@ -107,11 +106,11 @@ def test_functions_of_the_user_take_the_place_of_the_mean(make_trainer: Make, fu
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
-def test_a_resumed_run_ends_with_the_same_bits(make_trainer: Make, tmp_path: Path, precision: str) -> None:
+def test_resumed_run_is_bitwise_equal(make_trainer: Make, tmp_path: Path, precision: str) -> None:
     def ema() -> EMAWeightAveraging:
         return EMAWeightAveraging(decay=0.9)
 
-    whole = fitted(make_trainer, ema(), precision=precision)
+    straight = fitted(make_trainer, ema(), precision=precision)
     make = make_trainer
     first = ModelCheckpoint(dirpath=tmp_path / "kept", every_n_train_steps=7, save_top_k=-1)
     fitted(make, ema(), first, StopsAt(7), precision=precision, enable_checkpointing=True)
@@ -121,12 +120,12 @@ def test_a_resumed_run_ends_with_the_same_bits(make_trainer: Make, tmp_path: Pat
     make(ema(), logger=False, enable_checkpointing=False, max_epochs=2, precision=precision).fit(
         resumed, data(), data()[:1], ckpt_path=path
     )
-    for name, value in whole.state_dict().items():
+    for name, value in straight.state_dict().items():
         assert torch.equal(value, resumed.state_dict()[name]), name
-    assert torch.equal(whole.seen[-1], resumed.seen[-1])
+    assert torch.equal(straight.seen[-1], resumed.seen[-1])
 
 
-def test_a_checkpoint_has_the_average_where_evaluation_looks(make_trainer: Make, tmp_path: Path) -> None:
+def test_checkpoint_contains_the_average_as_the_module(make_trainer: Make, tmp_path: Path) -> None:
     trainer = make_trainer(WeightAveraging(), logger=False, enable_checkpointing=False, max_epochs=1)
     model = Net()
     trainer.fit(model, data())
@@ -138,7 +137,7 @@ def test_a_checkpoint_has_the_average_where_evaluation_looks(make_trainer: Make,
     assert torch.equal(stored["current_model_state"]["head.weight"], model.seen[-1])
 
 
-def test_an_error_within_a_validation_leaves_the_trained_weights(make_trainer: Make) -> None:
+def test_error_during_validation_restores_the_trained_weights(make_trainer: Make) -> None:
     class Fails(Net):
         def validation_step(self, batch: Tensor, batch_idx: int) -> None:
             raise ValueError("no")
@@ -150,7 +149,7 @@ def test_an_error_within_a_validation_leaves_the_trained_weights(make_trainer: M
     assert torch.equal(model.head.weight, model.seen[-1])
 
 
-def test_what_is_unfrozen_later_is_averaged_from_then_on(make_trainer: Make) -> None:
+def test_unfrozen_parameters_join_the_average(make_trainer: Make) -> None:
     class Unfreezes(Callback):
         def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
             pl_module.head.requires_grad_(False)
@@ -165,7 +164,7 @@ def test_what_is_unfrozen_later_is_averaged_from_then_on(make_trainer: Make) -> 
     torch.testing.assert_close(model.head.weight.detach(), average)
 
 
-def test_sixteen_bits_are_averaged_in_float32() -> None:
+def test_16_bit_weights_are_averaged_in_float32() -> None:
     weights = {"w": torch.ones(3, dtype=torch.bfloat16)}
     average = WeightAverage(weights)
     average.update()
@@ -181,7 +180,7 @@ def test_sixteen_bits_are_averaged_in_float32() -> None:
     assert torch.equal(average.averages["w"], before)
 
 
-def test_average_into_moves_each_by_its_weight() -> None:
+def test_average_into_applies_the_weight() -> None:
     averages, tensors = (
         [torch.zeros(2), torch.ones(1, dtype=torch.float64)],
         [torch.full((2,), 4.0), torch.full((1,), 3.0)],
@@ -196,23 +195,23 @@ def test_average_into_moves_each_by_its_weight() -> None:
         (EMAWeightAveraging, {"decay": 1.5}, "EMAWeightAveraging\\(decay\\)"),
         (EMAWeightAveraging, {"update_every_n_steps": -1}, "update_every_n_steps"),
         (WeightAveraging, {"avg_fn": 3}, "avg_fn"),
-        (WeightAveraging, {"avg_fn": print, "multi_avg_fn": print}, "multi_avg_fn is given as well"),
+        (WeightAveraging, {"avg_fn": print, "multi_avg_fn": print}, "cannot be combined with multi_avg_fn"),
     ],
 )
-def test_wrong_arguments_are_named(kind: type, arguments: dict[str, Any], named: str) -> None:
+def test_invalid_arguments_are_rejected(kind: type, arguments: dict[str, Any], named: str) -> None:
     with pytest.raises(RoomierError, match=named):
         kind(**arguments)
 
 
 class Plain(Net):
-    """Without what differs by rank."""
+    """Module without layers that behave differently on each rank."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.second(self.first(x)).relu())
 
 
-def fit_whole_and_resumed(root: Path, num_devices: int = 1, strategy: str = "single") -> float:
-    """Saves ``whole``, ``half`` and ``resumed``; returns the last validation loss, which is that of the average."""
+def fit_straight_and_resumed(root: Path, num_devices: int = 1, strategy: str = "single") -> float:
+    """Save ``straight``, ``half`` and ``resumed``; return the last validation loss, computed with the average."""
 
     def run(name: str, *callbacks: Callback, ckpt_path: Path | None = None) -> Trainer:
         torch.manual_seed(3)
@@ -236,20 +235,20 @@ def fit_whole_and_resumed(root: Path, num_devices: int = 1, strategy: str = "sin
         return trainer
 
     run("half", StopsAt(5))
-    trainer = run("whole")
+    trainer = run("straight")
     run("resumed", ckpt_path=root / "half")
     return float(trainer.callback_metrics["val_loss"])
 
 
 @pytest.mark.parametrize("strategy", ["zero3", pytest.param("ddp", marks=pytest.mark.slow)])
-def test_ranks_average_their_parts(on_ranks: Any, tmp_path: Path, strategy: str) -> None:
-    val_loss = fit_whole_and_resumed(tmp_path / "one")
-    val_losses = on_ranks(2, fit_whole_and_resumed, tmp_path / "two", 2, strategy)
+def test_ranks_average_their_shards(on_ranks: Any, tmp_path: Path, strategy: str) -> None:
+    val_loss = fit_straight_and_resumed(tmp_path / "one")
+    val_losses = on_ranks(2, fit_straight_and_resumed, tmp_path / "two", 2, strategy)
     assert val_losses == pytest.approx([val_loss] * 2, rel=1e-5)
-    one, whole, resumed = (
+    one, straight, resumed = (
         roomier.checkpoint.load(tmp_path / name, only=("module", "current_model_state"))
-        for name in ("one/whole", "two/whole", "two/resumed")
+        for name in ("one/straight", "two/straight", "two/resumed")
     )
-    torch.testing.assert_close(whole, one, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(resumed, whole, rtol=0, atol=0)
-    assert not torch.equal(whole["module"]["head.weight"], whole["current_model_state"]["head.weight"])
+    torch.testing.assert_close(straight, one, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(resumed, straight, rtol=0, atol=0)
+    assert not torch.equal(straight["module"]["head.weight"], straight["current_model_state"]["head.weight"])

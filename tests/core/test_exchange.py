@@ -1,4 +1,4 @@
-"""Rows between ranks, and the count of what was sent."""
+"""Collectives over rows of tensors, and the count of the bytes that were sent."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def swap_rows(dtype: torch.dtype) -> tuple[Tensor, Tensor, int]:
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float32, torch.float64])
-def test_rows_arrive_and_are_counted(on_ranks: RankPool, num_ranks: int, dtype: torch.dtype) -> None:
+def test_rows_are_received_and_counted(on_ranks: RankPool, num_ranks: int, dtype: torch.dtype) -> None:
     for rank, (received, gathered, bytes_sent) in enumerate(on_ranks(num_ranks, swap_rows, dtype)):
         own = torch.arange(5) + 5 * rank
         assert torch.equal(received, torch.stack([own + 40 * source for source in range(num_ranks)]).to(dtype))
@@ -29,7 +29,7 @@ def test_rows_arrive_and_are_counted(on_ranks: RankPool, num_ranks: int, dtype: 
         assert bytes_sent == 2 * (num_ranks - 1) * 5 * dtype.itemsize
 
 
-def test_without_a_group_there_is_one_rank() -> None:
+def test_without_a_process_group_each_call_is_the_identity() -> None:
     exchange = Exchange()
     rows = torch.ones(1, 3)
     assert torch.equal(exchange.all_to_all(rows), rows)
@@ -37,5 +37,5 @@ def test_without_a_group_there_is_one_rank() -> None:
     assert (exchange.num_ranks, exchange.rank, exchange.bytes_sent) == (1, 0, 0)
 
 
-def test_an_all_reduce_sends_its_bytes_nearly_twice() -> None:
+def test_bytes_of_an_all_reduce() -> None:
     assert [all_reduce_bytes(1000, num_ranks) for num_ranks in (1, 2, 4)] == [0, 1000, 1500]

@@ -1,4 +1,4 @@
-"""What rank 0 does for all of them."""
+"""Functions that only rank 0 calls, with one result or error on all ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from roomier.core.world import World
 
 
 class PeculiarError(Exception):
-    """It cannot be made again from its arguments."""
+    """An error that cannot be created from its arguments."""
 
     def __init__(self, *, code: int) -> None:
         super().__init__(f"code {code}")
@@ -29,7 +29,7 @@ def fail() -> None:
 
 
 def raised_on_ranks() -> list[tuple[str, str]]:
-    """What each rank is told of two errors of rank 0; afterwards the ranks are still together."""
+    """Return the types and texts of two errors of rank 0, as each rank raises them."""
     ranks = Ranks(World(dist.get_rank(), dist.get_world_size(), dist.get_rank(), 0, dist.get_world_size()))
     found = []
     for function in (refuse, fail):
@@ -37,11 +37,11 @@ def raised_on_ranks() -> list[tuple[str, str]]:
             ranks.on_zero(function)
         except Exception as error:
             found.append((type(error).__name__, str(error)))
-    assert ranks.gather(len(found)) == [2, 2]
+    assert ranks.gather(len(found)) == [2, 2]  # the ranks still make the same calls
     return found
 
 
-def test_an_error_that_cannot_be_sent_is_told_on_every_rank(on_ranks: Any) -> None:
+def test_an_error_that_cannot_be_sent_is_raised_with_its_text_on_every_rank(on_ranks: Any) -> None:
     first, second = on_ranks(2, raised_on_ranks)
     assert first[0] == second[0]
     assert first[0][0] == "DataError"
@@ -49,6 +49,6 @@ def test_an_error_that_cannot_be_sent_is_told_on_every_rank(on_ranks: Any) -> No
     assert second[1] == ("RuntimeError", "PeculiarError on rank 0: code 7")
 
 
-def test_one_rank_is_not_asked_to_send_anything() -> None:
+def test_a_single_rank_raises_the_original_error() -> None:
     with pytest.raises(PeculiarError, match="code 7"):
         Ranks().on_zero(fail)

@@ -1,4 +1,4 @@
-"""Every random state is captured and put back."""
+"""All random states are saved and restored."""
 
 import random
 
@@ -11,11 +11,11 @@ from roomier.core.rng import rng_state, set_rng_state
 
 
 def draw():
-    # An odd number of gaussians: Python and NumPy keep the second of a pair for the next call.
+    # An odd number of Gaussian samples, because Python and NumPy keep the second of a pair for the next call.
     return random.random(), random.gauss(0, 1), float(np.random.normal()), np.random.rand(), torch.rand(3).tolist()
 
 
-def test_the_same_numbers_come_again():
+def test_a_restored_state_repeats_the_numbers():
     seed_everything(3)
     draw()
     state = rng_state()
@@ -25,7 +25,7 @@ def test_the_same_numbers_come_again():
     assert first != second
 
 
-def test_a_seed_fixes_all():
+def test_a_seed_determines_all_numbers():
     assert seed_everything(7) == 7
     first = draw()
     seed_everything(7)
@@ -34,14 +34,14 @@ def test_a_seed_fixes_all():
     assert draw() != first
 
 
-def test_workers_is_taken_and_changes_nothing():
+def test_workers_has_no_effect():
     seed_everything(7)
     first = draw()
     assert seed_everything(7, workers=True) == 7
     assert draw() == first
 
 
-def test_capturing_draws_nothing():
+def test_rng_state_does_not_change_the_state():
     seed_everything(1)
     first = draw()
     seed_everything(1)
@@ -50,6 +50,6 @@ def test_capturing_draws_nothing():
 
 
 @pytest.mark.parametrize("seed", [-1, 2**32, 1.0, "1", True, None])
-def test_what_is_no_seed(seed):
+def test_invalid_seeds_are_rejected(seed):
     with pytest.raises(RoomierError, match=r"seed=.*\[0, 2\*\*32\)"):
         seed_everything(seed)

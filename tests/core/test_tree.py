@@ -1,4 +1,4 @@
-"""Nested batches: every form comes back as itself, with its tensors changed."""
+"""Functions over nested batches keep the structure and change the tensors."""
 
 from collections import OrderedDict, UserDict, namedtuple
 from dataclasses import InitVar, dataclass, field
@@ -40,7 +40,7 @@ class Graph:
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_the_form_stays(batch):
+def test_the_structure_is_kept(batch):
     mapped = map_tensors(lambda t: t + 1, batch)
     assert type(mapped) is type(batch)
     before, after = list(tensors(batch)), list(tensors(mapped))
@@ -56,7 +56,7 @@ def test_a_dataclass():
 
 @dataclass(frozen=True)
 class Scaled:
-    """Does to its values what must not be done twice: a batch that is moved would not be the one that was loaded."""
+    """Scales its values when it is created, which must not happen again when a batch is moved."""
 
     values: torch.Tensor
     scale: InitVar[float]
@@ -67,7 +67,7 @@ class Scaled:
         object.__setattr__(self, "total", self.values.sum())
 
 
-def test_a_dataclass_that_is_moved_is_not_made_anew():
+def test_moving_a_dataclass_does_not_call_its_constructor():
     batch = Scaled(ONE, 2.0)
     moved = map_tensors(lambda t: t.double(), batch)
     assert torch.equal(moved.values, 2 * ONE.double())
@@ -81,7 +81,7 @@ class Tagged(list):
         self.tag = tag
 
 
-def test_a_list_of_ones_own_class_keeps_what_it_has_beside():
+def test_a_list_subclass_keeps_its_attributes():
     batch = Tagged([ONE], "train")
     moved = map_tensors(lambda t: t + 1, batch)
     assert (type(moved), moved.tag) == (Tagged, "train")
@@ -89,7 +89,7 @@ def test_a_list_of_ones_own_class_keeps_what_it_has_beside():
     assert batch[0] is ONE
 
 
-def test_the_order_of_tensors_is_that_of_the_form():
+def test_tensors_are_returned_in_the_order_of_the_structure():
     first, second, third = torch.tensor(1), torch.tensor(2), torch.tensor(3)
     found = list(tensors({"b": [first, "no"], "a": (second, {"x": third})}))
     assert [int(t) for t in found] == [1, 2, 3]
@@ -112,7 +112,7 @@ def test_batch_size(batch, size):
     assert batch_size_of(batch) == size
 
 
-def test_to_device_moves_and_leaves_what_is_there():
+def test_to_device_copies_only_tensors_on_other_devices():
     batch = {"x": ONE, "name": "a"}
     same = to_device(batch, torch.device("cpu"))
     assert same["x"] is ONE
@@ -120,7 +120,7 @@ def test_to_device_moves_and_leaves_what_is_there():
     assert (moved["x"].device.type, moved["name"]) == ("meta", "a")
 
 
-def test_an_object_that_moves_itself():
+def test_an_object_with_a_method_to_is_moved_by_it():
     class Own:
         def to(self, device):
             return ("moved", device)
@@ -128,7 +128,7 @@ def test_an_object_that_moves_itself():
     assert to_device(Own(), torch.device("cpu")) == ("moved", torch.device("cpu"))
 
 
-def test_objects_that_move_themselves_are_found_anywhere():
+def test_nested_objects_with_a_method_to_are_moved_by_it():
     class Own:
         def to(self, device):
             return ("moved", device)

@@ -1,4 +1,4 @@
-"""Numbers and durations as people read and write them."""
+"""Formatting of quantities, and parsing of durations."""
 
 from datetime import timedelta
 
@@ -41,11 +41,11 @@ def test_durations(value, seconds):
 @pytest.mark.parametrize(
     "value", ["10:00", "1h", 60, {"hour": 1}, {"hours": "1"}, None, "00:00:00:00", timedelta(0), {"days": 10**10}]
 )
-def test_what_is_no_duration(value):
+def test_invalid_durations_are_rejected(value):
     with pytest.raises(RoomierError, match=r"max_time=.*'DD:HH:MM:SS'"):
         parse_duration_s("max_time", value)
 
 
-def test_durations_are_read_in_the_unit_that_is_short() -> None:
-    told = [format_seconds(each) for each in (0.0123, 0.5, 42.0, 300.0, 36_000.0)]
-    assert told == ["12.3 ms", "0.5 s", "42 s", "5 min", "10 h"]
+def test_durations_are_formatted_in_a_suitable_unit() -> None:
+    found = [format_seconds(each) for each in (0.0123, 0.5, 42.0, 300.0, 36_000.0)]
+    assert found == ["12.3 ms", "0.5 s", "42 s", "5 min", "10 h"]

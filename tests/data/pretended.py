@@ -1,4 +1,4 @@
-"""A place among ranks that are not there."""
+"""A rank without the other ranks of its process group."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from roomier.core.world import World
 
 
 class Pretended(Ranks):
-    """Each rank of a test in one process, one after the other. What they would tell each other must be the same."""
+    """One of several ranks that a test runs one after another in one process. Gathered values must be equal on all."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.world = World(rank, size)

@@ -1,4 +1,4 @@
-"""The size of micro-batches is read and changed; everything else of the loader stays."""
+"""Reading and changing the micro-batch size of a loader, without any other change."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +14,7 @@ DATA = range(100, 111)
 
 
 class Pairs(Dataset[Tensor]):
-    """Its items are batches."""
+    """Dataset whose items are batches."""
 
     def __len__(self) -> int:
         return 6
@@ -25,11 +25,11 @@ class Pairs(Dataset[Tensor]):
 
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("shuffle", [False, True])
-@pytest.mark.parametrize("is_made_by_hand", [False, True])
-def test_other_batches_are_of_the_same_order(is_made_by_hand: bool, shuffle: bool, drop_last: bool) -> None:
+@pytest.mark.parametrize("has_batch_sampler", [False, True])
+def test_other_batch_sizes_keep_the_order(has_batch_sampler: bool, shuffle: bool, drop_last: bool) -> None:
     generator = torch.Generator().manual_seed(1)
     options: dict[str, Any] = {"batch_size": 4, "shuffle": shuffle, "drop_last": drop_last}
-    if is_made_by_hand:
+    if has_batch_sampler:
         sampler = RandomSampler(DATA, generator=generator) if shuffle else SequentialSampler(DATA)
         options = {"batch_sampler": BatchSampler(sampler, 4, drop_last)}
     loader: DataLoader[int] = DataLoader(DATA, generator=generator, **options)  # type: ignore[arg-type]
@@ -52,5 +52,5 @@ def test_other_batches_are_of_the_same_order(is_made_by_hand: bool, shuffle: boo
         lambda: [torch.ones(2)],
     ],
 )
-def test_where_torch_does_not_group_samples_there_is_no_size(make: Callable[[], Any]) -> None:
+def test_batch_size_is_none_if_torch_does_not_batch(make: Callable[[], Any]) -> None:
     assert batch_size_of(make()) is None

@@ -1,4 +1,4 @@
-"""Several loaders read together: batch by batch what Lightning's CombinedLoader gives, and a position for each."""
+"""Several loaders read together: the same batches as Lightning's CombinedLoader, and a position for each loader."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -40,14 +40,14 @@ class Numbers(Dataset[int]):
 
 
 class Noisy(Numbers):
-    """Draws from two of the global generators for each sample, as augmentation does."""
+    """Draws from two global generators for each sample, as augmentation does."""
 
     def __getitem__(self, index: int) -> Any:
         return float(torch.rand(()) + random.random() + super().__getitem__(index))
 
 
 class Stream(IterableDataset[int]):
-    """Has no length, and another order in each pass."""
+    """Stream without a length, with another order in each pass."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -57,7 +57,7 @@ class Stream(IterableDataset[int]):
 
 
 class KeepsPosition:
-    """A loader with a state of its own: begins anew, but for the first time after that is set."""
+    """Loader with its own state. It restarts in each pass, except in the first pass after its state is loaded."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -80,7 +80,7 @@ class KeepsPosition:
 
 
 class DrawsEachTime(Sampler[int]):
-    """Draws from the global generators whenever it is asked for an index."""
+    """Draws from the global generators for each index."""
 
     def __iter__(self) -> Iterator[int]:
         for _ in range(7):
@@ -91,7 +91,7 @@ class DrawsEachTime(Sampler[int]):
 
 
 def plain(batch: Any) -> Any:
-    """Tensors as lists, to compare."""
+    """Convert tensors to lists, to compare them."""
     if isinstance(batch, torch.Tensor):
         return batch.tolist()
     if isinstance(batch, dict):
@@ -114,27 +114,27 @@ FORMS: dict[str, Callable[[], Any]] = {
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("form", FORMS)
-def test_batches_are_those_of_lightning(form: str, mode: Any):
+def test_batches_are_equal_to_lightning(form: str, mode: Any):
     lightning = pytest.importorskip("lightning.pytorch.utilities")
     torch.manual_seed(0)
-    theirs = lightning.CombinedLoader(FORMS[form](), mode)
-    wanted = [(plain(batch), *indices) for batch, *indices in theirs]
+    reference = lightning.CombinedLoader(FORMS[form](), mode)
+    wanted = [(plain(batch), *indices) for batch, *indices in reference]
     torch.manual_seed(0)
     ours = CombinedLoader(FORMS[form](), mode)
     assert [(plain(batch), *indices) for batch, *indices in ours] == wanted
     if form != "streams":
-        iter(theirs)
-        assert len(ours) == len(theirs) == len(wanted)
+        iter(reference)
+        assert len(ours) == len(reference) == len(wanted)
         batches = [batch for batch, *_ in wanted]
-        # The same object, in training and in an evaluation; and Lightning's.
-        for loader in (ours, training_loader(theirs, "train_dataloaders")):
+        # Read the same object in training and in an evaluation, and do the same with Lightning's object.
+        for loader in (ours, training_loader(reference, "train_dataloaders")):
             for training in (True, False):
                 source = Source(loader, name="train_dataloaders", seed=0, training=training)
                 assert source.num_batches == len(wanted)
                 assert [plain(batch) for batch in source.start(0)] == batches
 
 
-def test_several_loaders_without_a_mode_go_on_until_the_longest_ends():
+def test_default_mode_ends_with_the_longest_loader():
     loader = training_loader([DataLoader(Numbers(2)), DataLoader(Numbers(3, first=10))], "train_dataloaders")
     batches = [plain(batch) for batch in Source(loader, name="train_dataloaders", seed=0).start(0)]
     assert batches == [[[0], [10]], [[1], [11]], [[0], [12]]]
@@ -155,7 +155,7 @@ def of_every_kind() -> dict[str, Any]:
 
 
 def read(source: Source, epochs: int = 2, first: int = 0) -> list[Any]:
-    """What ``epochs`` give, while somebody else draws random numbers too; a position before each batch."""
+    """Return the batches from epoch ``first`` to ``epochs``, while the loop also draws random numbers."""
     found = []
     for epoch in range(first, epochs):
         for batch in source.start(epoch):
@@ -165,7 +165,7 @@ def read(source: Source, epochs: int = 2, first: int = 0) -> list[Any]:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_run_goes_on_at_every_batch(mode: Any, capsys: pytest.CaptureFixture[str]):
+def test_a_run_resumes_at_every_batch(mode: Any, capsys: pytest.CaptureFixture[str]):
     def source(seed: int = 3) -> Source:
         return Source(CombinedLoader(of_every_kind(), mode), name="train_dataloaders", seed=seed)
 
@@ -177,24 +177,24 @@ def test_a_run_goes_on_at_every_batch(mode: Any, capsys: pytest.CaptureFixture[s
             torch.rand(3)
             batches.append(plain(batch))
             states.append((epoch, first.state_dict(), torch.get_rng_state(), random.getstate(), first.num_batches_done))
-    assert batches[: len(batches) // 2] != batches[len(batches) // 2 :]  # each epoch has an order of its own
+    assert batches[: len(batches) // 2] != batches[len(batches) // 2 :]  # epochs have different orders
     for number, (epoch, state, of_torch, of_python, num_done) in enumerate(states):
-        second = source(seed=4)  # that of the saved run counts
+        second = source(seed=4)  # the seed of the saved run is used
         second.check(state, epoch)
         second.load_state_dict(state)
         torch.set_rng_state(of_torch)
         random.setstate(of_python)
         rest = second.start(epoch)
         assert second.num_batches_done == num_done
-        going_on = []
+        remaining = []
         for batch in rest:
             torch.rand(3)
-            going_on.append(plain(batch))
-        assert going_on + read(second, first=epoch + 1) == batches[number + 1 :]
-    capsys.readouterr()  # notices of loaders that keep no position
+            remaining.append(plain(batch))
+        assert remaining + read(second, first=epoch + 1) == batches[number + 1 :]
+    capsys.readouterr()  # notices of loaders that do not save their position
 
 
-def test_passes_over_a_short_loader_are_shuffled_anew():
+def test_each_pass_over_a_short_loader_has_a_new_shuffle():
     loader = CombinedLoader([DataLoader(Numbers(12)), DataLoader(Numbers(4), shuffle=True)], "max_size_cycle")
     batches = [int(batch[1]) for batch in Source(loader, name="train_dataloaders", seed=0).start(0)]
     passes = [batches[:4], batches[4:8], batches[8:]]
@@ -202,14 +202,14 @@ def test_passes_over_a_short_loader_are_shuffled_anew():
     assert len(set(map(tuple, passes))) > 1
 
 
-def test_loaders_side_by_side_are_not_shuffled_alike():
+def test_loaders_read_together_have_different_orders():
     for generator in (None, torch.Generator().manual_seed(0)):
         pair = [DataLoader(Numbers(20), batch_size=20, shuffle=True, generator=generator) for _ in range(2)]
         [[first, second]] = Source(CombinedLoader(pair), name="train_dataloaders", seed=0).start(0)
         assert first.tolist() != second.tolist()
 
 
-def test_generators_seeded_alike_shuffle_pairs_alike():
+def test_loaders_with_equal_generator_seeds_have_equal_orders():
     pair = [
         DataLoader(Numbers(20), batch_size=20, shuffle=True, generator=torch.Generator().manual_seed(0))
         for _ in range(2)
@@ -220,7 +220,7 @@ def test_generators_seeded_alike_shuffle_pairs_alike():
 
 @pytest.mark.parametrize(("mode", "num_batches"), [("min_size", 2), ("max_size", 5), ("max_size_cycle", 5)])
 def test_ranks_share_each_loader(mode: Any, num_batches: int):
-    """Of 10 and 5 samples two ranks take turns; every sample of a pass comes to one of them."""
+    """Two ranks share 10 and 5 samples. Each sample of a pass goes to exactly one rank."""
     found: list[list[Any]] = []
     for rank in range(2):
         loader = CombinedLoader([DataLoader(Numbers(10), 1), list(range(100, 105))], mode)
@@ -233,7 +233,7 @@ def test_ranks_share_each_loader(mode: Any, num_batches: int):
     assert {batch[1] for of_rank in found for batch in of_rank} - {None} == {100, 101, 102, 103}
 
 
-def test_an_epoch_over_several_loaders_goes_on_with_other_ranks(capsys: pytest.CaptureFixture[str]):
+def test_an_epoch_over_several_loaders_resumes_on_other_ranks(capsys: pytest.CaptureFixture[str]):
     def source(rank: int, size: int) -> Source:
         loaders = {"a": DataLoader(Numbers(48), shuffle=True), "b": DataLoader(Numbers(8, first=100), shuffle=True)}
         loader = CombinedLoader(loaders, "max_size_cycle")
@@ -252,7 +252,7 @@ def test_an_epoch_over_several_loaders_goes_on_with_other_ranks(capsys: pytest.C
         assert (each.num_batches, each.num_batches_done) == (12, 3)
         after += batches
     assert sorted(int(batch["a"]) for batch in before + after) == list(range(48))
-    # 12 samples of "b" were read: one whole pass, and half of the second, which the 4 ranks go on with.
+    # 12 samples of "b" were read: one full pass and half of the second, which the 4 ranks continue.
     short = [int(batch["b"]) for batch in before]
     assert sorted(short[:4] + short[6:10]) == list(range(100, 108))
     second_pass = short[4:6] + short[10:] + [int(after[9 * rank]["b"]) for rank in range(4)]
@@ -260,42 +260,46 @@ def test_an_epoch_over_several_loaders_goes_on_with_other_ranks(capsys: pytest.C
     capsys.readouterr()
 
 
-def test_what_is_read_once_only_cannot_begin_anew():
+def test_a_generator_cannot_restart():
     loader = CombinedLoader([DataLoader(Numbers(3)), (number for number in range(2))], "max_size_cycle")
     batches = Source(loader, name="train_dataloaders", seed=0).start(0)
     assert len(list(islice(batches, 2))) == 2
-    with pytest.raises(DataError, match=r"train_dataloaders\[1\]=.*can be read once only"):
+    with pytest.raises(DataError, match=r"train_dataloaders\[1\]=.*can be iterated only once"):
         next(batches)
 
 
 @pytest.mark.parametrize(
     ("loaders", "mode", "message"),
     [
-        ([DataLoader(Numbers(2))], "longest", "mode='longest': is not known"),
-        ([], "min_size", "has no loaders in it"),
-        ([DataLoader(Numbers(2)), torch.zeros(2)], "min_size", r"iterables\[1\]=.*is a Tensor, which gives no batches"),
+        ([DataLoader(Numbers(2))], "longest", "mode='longest': is unknown"),
+        ([], "min_size", "contains no loaders"),
+        (
+            [DataLoader(Numbers(2)), torch.zeros(2)],
+            "min_size",
+            r"iterables\[1\]=.*is a Tensor, which yields no batches",
+        ),
         ({"a": {"b": Numbers(2), "c": DataLoader(Numbers(2))}}, "min_size", r"iterables\['a'\]\['b'\]=.*is a dataset"),
-        ([CombinedLoader([DataLoader(Numbers(2))])], "min_size", r"iterables\[0\]=.*within several loaders"),
+        ([CombinedLoader([DataLoader(Numbers(2))])], "min_size", r"iterables\[0\]=.*among several loaders"),
     ],
 )
-def test_what_cannot_be_combined_is_refused(loaders: Any, mode: Any, message: str):
+def test_invalid_arguments_are_rejected(loaders: Any, mode: Any, message: str):
     with pytest.raises(DataError, match=message):
         CombinedLoader(loaders, mode)
 
 
-def test_one_empty_loader_is_named():
+def test_an_empty_loader_is_reported_with_its_path():
     loader = CombinedLoader({"a": DataLoader(Numbers(2)), "b": DataLoader(Numbers(1), batch_size=2, drop_last=True)})
-    with pytest.raises(DataError, match=r"train_dataloaders\['b'\]=.*gives no batch"):
+    with pytest.raises(DataError, match=r"train_dataloaders\['b'\]=.*yields no batches"):
         Source(loader, name="train_dataloaders", seed=0)
 
 
-def test_samplers_that_draw_from_one_generator_are_refused():
+def test_samplers_with_a_shared_generator_are_rejected():
     generator = torch.Generator()
     pair = [
         DataLoader(Numbers(4), sampler=RandomSampler(Numbers(4), replacement=True, generator=generator))
         for _ in range(2)
     ]
-    with pytest.raises(DataError, match=r"train_dataloaders\[0\]=.*another loader beside it draws from too"):
+    with pytest.raises(DataError, match=r"train_dataloaders\[0\]=.*another loader also draws from"):
         Source(CombinedLoader(pair), name="train_dataloaders", seed=0)
 
 
@@ -308,7 +312,7 @@ def test_samplers_that_draw_from_one_generator_are_refused():
         CombinedLoader({"a": DataLoader(Numbers(5)), "b": DataLoader(Numbers(4))}),
     ],
 )
-def test_a_position_of_other_loaders_is_refused(other: CombinedLoader):
+def test_a_position_of_other_loaders_is_rejected(other: CombinedLoader):
     source = Source(
         CombinedLoader({"a": DataLoader(Numbers(4)), "b": DataLoader(Numbers(4))}), name="train_dataloaders", seed=0
     )
@@ -317,7 +321,7 @@ def test_a_position_of_other_loaders_is_refused(other: CombinedLoader):
         Source(other, name="train_dataloaders", seed=0).check(source.state_dict(), 0)
 
 
-def test_the_first_batch_of_several_loaders_is_looked_at_without_touching_them():
+def test_first_batch_of_several_loaders_has_no_side_effects():
     loaders = {"a": DataLoader(Noisy(4), batch_size=3, shuffle=True), "b": (number for number in range(4))}
     torch.manual_seed(0)
     before = torch.get_rng_state()
@@ -327,13 +331,13 @@ def test_the_first_batch_of_several_loaders_is_looked_at_without_touching_them()
     assert [plain(each)["b"] for each in Source(to_read, name="train_dataloaders", seed=0).start(0)] == [0, 1]
 
 
-def test_the_largest_first_batch_is_looked_at_where_loaders_follow_each_other():
+def test_first_batch_of_sequential_loaders_is_the_largest():
     loader = CombinedLoader([DataLoader(Numbers(9), size) for size in (2, 5, 3)], "sequential")
     batch, _ = first_batch(loader, "train_dataloaders")
     assert batch.shape == (5,)
 
 
-def test_workers_of_what_is_left_unread_are_ended():
+def test_workers_of_incomplete_passes_are_ended():
     loader = CombinedLoader([DataLoader(Numbers(2)), DataLoader(Numbers(40), num_workers=1)], "min_size")
     source = Source(loader, name="train_dataloaders", seed=0)
     batches = source.start(0)

@@ -1,4 +1,4 @@
-"""The order that torch's own sampler draws, and a position in it."""
+"""The order that torch's sampler draws, and positions in this order."""
 
 from collections.abc import Iterator
 from typing import Any, ClassVar
@@ -21,8 +21,8 @@ def loader(batch_size: int = 4, own_seed: int | None = None, **options: Any) -> 
     return DataLoader(range(NUM_SAMPLES), batch_size, shuffle=True, generator=generator, **options)  # type: ignore[arg-type]
 
 
-def as_torch_gives(own: DataLoader[Any], num_epochs: int, seed: int = 1) -> list[list[int]]:
-    """Epoch by epoch as a loop reads that knows how many batches there are."""
+def order_of_torch(own: DataLoader[Any], num_epochs: int, seed: int = 1) -> list[list[int]]:
+    """Return the indices of each epoch, read by a loop that stops after ``len(own)`` batches."""
     torch.manual_seed(seed)
     epochs = []
     for _ in range(num_epochs):
@@ -40,22 +40,22 @@ def read(batches: Iterator[Tensor], num_batches: int | None = None) -> list[int]
 OPTIONS = {
     "global generator": {},
     "its own generator": {"own_seed": 3},
-    "its own generator, whole batches": {"own_seed": 3, "batch_size": 2},
-    "its own generator, the last left out": {"own_seed": 3, "drop_last": True},
+    "its own generator, full batches": {"own_seed": 3, "batch_size": 2},
+    "its own generator, drop_last": {"own_seed": 3, "drop_last": True},
     "no batches": {"own_seed": 3, "batch_size": 1},
 }
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_the_order_is_that_of_torch(options):
-    expected = as_torch_gives(loader(**options), 3)
+def test_order_is_equal_to_torch(options):
+    expected = order_of_torch(loader(**options), 3)
     torch.manual_seed(1)
     source = Source(loader(**options), name=NAME, seed=9, draws_order=True)
     assert [read(source.start(epoch)) for epoch in range(3)] == expected
     assert expected[0] != expected[1]
 
 
-def test_the_order_is_that_of_torch_with_workers():
+def test_order_with_workers_is_equal_to_torch():
     own = loader()
     torch.manual_seed(1)
     expected = [[int(each) for batch in own for each in batch] for _ in range(2)]
@@ -66,7 +66,7 @@ def test_the_order_is_that_of_torch_with_workers():
 
 @pytest.mark.parametrize("num_done", [0, 1, 3, 6])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_it_goes_on_where_it_stopped(options, num_done):
+def test_resume_continues_the_drawn_order(options, num_done):
     torch.manual_seed(1)
     whole = Source(loader(**options), name=NAME, seed=9, draws_order=True)
     read(whole.start(0))
@@ -83,7 +83,7 @@ def test_it_goes_on_where_it_stopped(options, num_done):
     assert [read(again.start(1)), read(again.start(2)), torch.rand(())] == expected
 
 
-def test_another_batch_size_neither_repeats_nor_skips():
+def test_resume_with_another_batch_size_repeats_and_skips_no_sample():
     torch.manual_seed(1)
     first = Source(loader(), name=NAME, seed=9, draws_order=True)
     done = read(first.start(0), 3)
@@ -93,7 +93,7 @@ def test_another_batch_size_neither_repeats_nor_skips():
 
 
 @pytest.mark.parametrize(("before", "after"), [(True, False), (False, True)])
-def test_an_epoch_ends_as_it_began_whatever_the_next_one_does(before, after):
+def test_a_resumed_epoch_keeps_its_kind_of_order(before, after):
     torch.manual_seed(1)
     first = Source(loader(), name=NAME, seed=9, draws_order=before)
     done = read(first.start(0), 3)
@@ -107,25 +107,25 @@ def test_an_epoch_ends_as_it_began_whatever_the_next_one_does(before, after):
     assert (orders[0] != orders[1]) == after
 
 
-class Tells(Pretended):
-    """What rank 0 said is what the other ranks are told."""
+class FromRankZero(Pretended):
+    """Rank of a process group in which ``from_zero`` returns the value of rank 0."""
 
-    said: ClassVar[list[Any]] = []
+    sent: ClassVar[list[Any]] = []
 
     def from_zero(self, value: Any) -> Any:
         if self.world.rank == 0:
-            self.said.append(value)
+            self.sent.append(value)
             return value
-        return self.said.pop(0)
+        return self.sent.pop(0)
 
 
-def test_ranks_share_the_order_of_rank_zero():
-    """What a rank drew itself counts for nothing."""
-    [expected] = as_torch_gives(loader(), 1)
+def test_all_ranks_use_the_order_of_rank_zero():
+    """The random state of other ranks has no effect."""
+    [expected] = order_of_torch(loader(), 1)
     parts = []
     for rank in range(2):
         torch.manual_seed(1 + rank)
-        source = Source(loader(batch_size=2), name=NAME, seed=9, ranks=Tells(rank, 2), draws_order=True)
+        source = Source(loader(batch_size=2), name=NAME, seed=9, ranks=FromRankZero(rank, 2), draws_order=True)
         parts.append(read(source.start(0)))
     assert parts == [expected[0::2], expected[1::2]]
-    assert not Tells.said
+    assert not FromRankZero.sent

@@ -1,4 +1,4 @@
-"""The first batch of a loader, looked at before a run reads it."""
+"""The first batch of a loader, read before a run."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class Empty(Dataset[Any]):
     ],
     ids=["list", "iterator", "batches", "samples", "own sampler"],
 )
-def test_where_there_is_no_batch_it_is_said(loader: Any) -> None:
-    with pytest.raises(DataError, match=r"train_dataloaders=.*gives no batch"):
+def test_a_loader_without_batches_is_rejected(loader: Any) -> None:
+    with pytest.raises(DataError, match=r"train_dataloaders=.*yields no batches"):
         first_batch(loader, "train_dataloaders")
 
 
-def test_of_a_list_it_is_the_largest() -> None:
+def test_first_batch_of_a_list_is_the_largest() -> None:
     small, large = torch.zeros(2), torch.zeros(3)
     found, same = first_batch([small, large, small], "train_dataloaders")
     assert found is large

@@ -18,7 +18,7 @@ class Reader:
 
 
 class GraphBatch:
-    """Like the batches of graph libraries: it can be iterated, and it moves itself."""
+    """Batch like those in graph libraries, which can be iterated and has a ``to`` method."""
 
     def __iter__(self) -> Iterator[int]:
         return iter([1])
@@ -65,11 +65,11 @@ def test_no_loader():
 
 
 @pytest.mark.parametrize("wrong", [3, "text", {}, {"x": [1]}, torch.zeros(2), TensorDataset(torch.zeros(2)), object()])
-def test_what_is_no_loader(wrong: Any):
+def test_other_objects_are_rejected(wrong: Any):
     with pytest.raises(DataError, match="val_dataloaders="):
         as_loaders(wrong, "val_dataloaders")
 
 
-def test_a_class_is_no_loader() -> None:
-    with pytest.raises(DataError, match=r"is a class. Make an object of it: DataLoader\(...\)"):
+def test_a_class_is_rejected() -> None:
+    with pytest.raises(DataError, match=r"is a class. Pass an instance of it: DataLoader\(...\)"):
         as_loaders(DataLoader, "train_dataloaders")

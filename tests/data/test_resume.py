@@ -1,4 +1,4 @@
-"""Resume of every kind of loader, against the run that was not interrupted."""
+"""Resume of every kind of loader, compared with the uninterrupted run."""
 
 import math
 import random
@@ -42,7 +42,7 @@ class Numbers(Dataset[Tensor]):
 
 
 class Noisy(Numbers):
-    """Sample ``i`` is ``i`` and noise of all three global generators."""
+    """Sample ``i`` is ``i`` with noise from all three global generators."""
 
     def __getitem__(self, index: int) -> Tensor:
         return torch.tensor([index, torch.rand(()).item(), np.random.rand(), random.random()])
@@ -55,7 +55,7 @@ class NoisyAtOnce(Noisy):
 
 
 class OwnNoise(Numbers):
-    """Noise of a generator of the dataset's own."""
+    """Noise from a generator that belongs to the dataset."""
 
     def __init__(self) -> None:
         self.generator = torch.Generator().manual_seed(4)
@@ -71,7 +71,7 @@ class NoisyStream(IterableDataset[Tensor]):
 
 
 class NoisyIterable:
-    """An order drawn at the start of each pass, and noise per batch."""
+    """Iterable that draws an order at the start of each pass, and noise for each batch."""
 
     def __iter__(self) -> Iterator[Tensor]:
         order = torch.randperm(NUM_SAMPLES)
@@ -80,17 +80,17 @@ class NoisyIterable:
 
 
 class Stateful:
-    """Keeps its own position and order; ``begins_anew``: whether a finished state begins the next epoch."""
+    """Loader with its own position and order. If ``restarts`` is True, a finished state starts the next epoch."""
 
-    def __init__(self, begins_anew: bool = True) -> None:
+    def __init__(self, restarts: bool = True) -> None:
         self.generator = random.Random(5)
         self.order: list[int] = []
         self.position = 0
-        self.begins_anew = begins_anew
+        self.restarts = restarts
         self.is_loaded = False
 
     def __iter__(self) -> Iterator[int]:
-        if not self.is_loaded or (self.begins_anew and self.position == NUM_SAMPLES):
+        if not self.is_loaded or (self.restarts and self.position == NUM_SAMPLES):
             self.order = self.generator.sample(range(NUM_SAMPLES), NUM_SAMPLES)
             self.position = 0
         self.is_loaded = False
@@ -120,7 +120,7 @@ class OwnBatches(Sampler[list[int]]):
 
 
 class OwnLoader(DataLoader[Tensor]):
-    """A subclass with another constructor, that leaves iteration to torch."""
+    """Subclass with another constructor that does not override the iteration of torch."""
 
     def __init__(self, num_samples: int) -> None:
         super().__init__(Numbers(), batch_size=4, shuffle=True)
@@ -153,7 +153,7 @@ KINDS: dict[str, tuple[str, Callable[[], Any]]] = {
     "subset": ("ordered", lambda: DataLoader(Subset(Noisy(), range(15)), batch_size=4, shuffle=True)),
     "dataset's own noise": ("ordered", lambda: DataLoader(OwnNoise(), batch_size=4, shuffle=True)),
     "workers": ("ordered", lambda: DataLoader(Noisy(), batch_size=4, shuffle=True, num_workers=2)),
-    "workers that stay": (
+    "persistent workers": (
         "ordered",
         lambda: DataLoader(NoisyAtOnce(), batch_size=4, shuffle=True, num_workers=1, persistent_workers=True),
     ),
@@ -177,7 +177,7 @@ KINDS: dict[str, tuple[str, Callable[[], Any]]] = {
     "stream, worker": ("replayed", lambda: DataLoader(NoisyStream(), batch_size=4, num_workers=1)),
     "own iteration": ("replayed", lambda: OwnIteration(Noisy(), batch_size=4, shuffle=True)),
     "stateful": ("stateful", Stateful),
-    "stateful that ends": ("stateful", lambda: Stateful(begins_anew=False)),
+    "stateful, exhausted at its end": ("stateful", lambda: Stateful(restarts=False)),
 }
 
 
@@ -198,13 +198,13 @@ def samples(batches: list[Tensor]) -> list[int]:
     return [int(sample) for batch in batches for sample in batch]
 
 
-def go_on(resumed: Source, state: dict[str, Any]) -> Iterator[Any]:
+def resume(resumed: Source, state: dict[str, Any]) -> Iterator[Any]:
     resumed.load_state_dict(state)
     return resumed.start(state["epoch"])
 
 
 def with_step_noise(batches: Iterator[Any]) -> Iterator[Any]:
-    """The batches as a training loop reads them: each step draws from the global generators, as dropout does."""
+    """Yield batches as in a training loop, whose steps draw from the global generators, for example in dropout."""
     for batch in batches:
         torch.rand(3)
         np.random.rand()
@@ -281,8 +281,8 @@ def weighted_with_workers(**options: Any) -> DataLoader[Tensor]:
 
 
 @pytest.mark.parametrize(("has_own_generator", "ends_by_loop"), [(False, True), (True, False)])
-def test_workers_that_stay_draw_no_more_in_a_resumed_run(has_own_generator: bool, ends_by_loop: bool):
-    """What comes behind the start of an epoch, a dropout say, draws the same."""
+def test_persistent_workers_draw_no_additional_seed_after_a_resume(has_own_generator: bool, ends_by_loop: bool):
+    """Random numbers that are drawn after the start of an epoch, for example in dropout, are identical."""
 
     def make() -> DataLoader[Tensor]:
         if not has_own_generator:
@@ -306,8 +306,8 @@ def test_workers_that_stay_draw_no_more_in_a_resumed_run(has_own_generator: bool
         each.close()
 
 
-def test_a_loop_that_counts_batches_ends_an_epoch_too():
-    """The loop may stop at ``num_batches`` without asking for one more: the epoch is over all the same."""
+def test_an_epoch_is_over_after_its_last_batch():
+    """The loop can stop after ``num_batches`` batches without requesting another batch."""
     first = source(DataLoader(Numbers(), batch_size=4, shuffle=True))
     list(islice(first.start(0), int(first.num_batches)))
     second = source(DataLoader(Numbers(), batch_size=4, shuffle=True))
@@ -316,7 +316,7 @@ def test_a_loop_that_counts_batches_ends_an_epoch_too():
     assert len(list(second.start(1))) == 6
 
 
-def test_an_epoch_cut_short_is_not_gone_on_with_in_the_next():
+def test_the_epoch_after_an_interrupted_epoch_starts_at_its_first_batch():
     first, second = source(Stateful()), source(Stateful())
     list(islice(first.start(0), 5))
     second.load_state_dict(first.state_dict())
@@ -326,7 +326,7 @@ def test_an_epoch_cut_short_is_not_gone_on_with_in_the_next():
 
 
 class WithoutEnd:
-    """Like a stream of tokens: a new iterator goes on where the one before it was left."""
+    """Endless stream, in which a new iterator continues after the last element of the previous iterator."""
 
     def __init__(self) -> None:
         self.position = 0
@@ -343,19 +343,19 @@ class WithoutEnd:
         self.position = int(state_dict["position"])
 
 
-def test_a_stream_without_an_end_goes_on_after_an_epoch_that_a_limit_cut_short():
+def test_an_endless_stream_continues_after_an_epoch_with_limited_batches():
     first, second = source(WithoutEnd()), source(WithoutEnd())
     assert list(islice(first.start(0), 3)) == [1, 2, 3]
     second.load_state_dict(first.state_dict())
     before = rng_state()
     assert list(islice(second.start(1), 3)) == [4, 5, 6] == list(islice(first.start(1), 3))
     assert is_same(rng_state(), before)
-    second.load_state_dict(first.state_dict())  # in the same process, after a spike of the loss say
+    second.load_state_dict(first.state_dict())  # in the same process, for example after a loss spike
     assert list(islice(second.start(2), 3)) == [7, 8, 9]
 
 
-class BackAtItsEnd(IterableDataset[Tensor]):
-    """Stands at its beginning again as soon as it has come to its end."""
+class ResetsAtItsEnd(IterableDataset[Tensor]):
+    """Stream that resets its position to the beginning when it ends."""
 
     def __init__(self) -> None:
         self.position = 0
@@ -370,8 +370,8 @@ class BackAtItsEnd(IterableDataset[Tensor]):
     load_state_dict = WithoutEnd.load_state_dict
 
 
-def test_a_stream_that_has_come_to_its_end_is_not_read_again_in_the_same_epoch():
-    first, second = (source(DataLoader(BackAtItsEnd(), batch_size=2)) for _ in range(2))
+def test_a_stream_that_ended_is_not_read_again_in_the_same_epoch():
+    first, second = (source(DataLoader(ResetsAtItsEnd(), batch_size=2)) for _ in range(2))
     assert len(list(islice(first.start(0), 3))) == 3
     second.load_state_dict(first.state_dict())
     assert list(second.start(0)) == []
@@ -380,7 +380,7 @@ def test_a_stream_that_has_come_to_its_end_is_not_read_again_in_the_same_epoch()
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize(("before", "after"), [(4, 2), (4, 8), (4, 3)])
-def test_another_batch_size_neither_repeats_nor_skips(before: int, after: int, num_workers: int):
+def test_resume_with_another_batch_size_repeats_and_skips_no_sample(before: int, after: int, num_workers: int):
     def make(batch_size: int) -> Source:
         return source(DataLoader(Noisy(), batch_size=batch_size, shuffle=True, num_workers=num_workers))
 
@@ -395,13 +395,13 @@ def test_another_batch_size_neither_repeats_nor_skips(before: int, after: int, n
     assert indices == [int(sample[0]) for sample in whole]
     assert sorted(indices) == list(range(NUM_SAMPLES))
     assert [len(batch) for batch in rest[:-1]] == [after] * (len(rest) - 1)
-    # In workers even the noise of each sample stays: it depends on (seed, epoch, index) alone.
+    # In workers, the noise of each sample is also identical, because it depends on (seed, epoch, index) only.
     if num_workers:
         assert same([sample for batch in done + rest for sample in batch], whole)
 
 
 @pytest.mark.parametrize(("batch_size", "drop_last"), [(2, False), (8, False), (8, True), (5, True)])
-def test_batches_done_and_to_come_make_up_the_epoch(batch_size: int, drop_last: bool):
+def test_done_and_remaining_batches_add_up_to_the_epoch(batch_size: int, drop_last: bool):
     first = source(DataLoader(Numbers(), batch_size=4, shuffle=True))
     list(islice(first.start(0), 3))
     second = source(DataLoader(Numbers(), batch_size=batch_size, drop_last=drop_last, shuffle=True))
@@ -425,7 +425,7 @@ def test_two_resumes_in_one_epoch_with_changing_batch_sizes():
     assert sorted(samples(read)) == list(range(NUM_SAMPLES))
 
 
-def test_another_number_of_ranks_neither_repeats_nor_skips():
+def test_resume_on_another_number_of_ranks_repeats_and_skips_no_sample():
     def make(rank: int, size: int) -> Source:
         return source(DataLoader(Numbers(), batch_size=2, shuffle=True), ranks=Pretended(rank, size))
 
@@ -442,7 +442,7 @@ def test_another_number_of_ranks_neither_repeats_nor_skips():
     assert sorted(samples(read)) == list(range(NUM_SAMPLES))
 
 
-def test_resume_loads_none_of_the_done_samples():
+def test_resume_does_not_load_samples_that_are_done():
     read: list[int] = []
 
     class Recording(Numbers):
@@ -462,7 +462,7 @@ def test_resume_loads_none_of_the_done_samples():
         assert len(read) == 4
 
 
-def test_dataset_state_stands_for_the_loader():
+def test_state_of_the_dataset_is_the_position_of_the_loader():
     class Stream(Stateful, IterableDataset[Tensor]):
         pass
 
@@ -477,7 +477,7 @@ def test_dataset_state_stands_for_the_loader():
     assert same(list(second.start(0)), rest)
 
 
-def test_generator_is_good_for_one_epoch():
+def test_generator_can_be_read_for_one_epoch():
     def make() -> Iterator[int]:
         return (number for number in range(5))
 
@@ -487,7 +487,7 @@ def test_generator_is_good_for_one_epoch():
     assert [next(batches), next(batches)] == [0, 1]
     state = first.state_dict()
     assert list(batches) == [2, 3, 4]
-    with pytest.raises(DataError, match=r"train_dataloaders=.*read once only, and epoch 1 asks"):
+    with pytest.raises(DataError, match=r"train_dataloaders=.*iterated only once, but epoch 1 iterates it again"):
         first.start(1)
     second = source(make())
     second.load_state_dict(state)
@@ -500,17 +500,17 @@ def test_generator_is_good_for_one_epoch():
         (DataLoader(range(8)), [1, 2, 3], "resumes as 'list'"),
         (DataLoader(range(8)), DataLoader(range(9)), "has 9 samples"),
         (DataLoader(range(8), shuffle=True), DataLoader(range(8)), "is read in order"),
-        ([1, 2, 3], [1], "has 1 batches"),
-        (NoisyIterable(), iter([1]), "has 1 batches"),
+        ([1, 2, 3], [1], "has only 1 batches"),
+        (NoisyIterable(), iter([1]), "has only 1 batches"),
         (weighted(Numbers()), DataLoader(Numbers(), batch_sampler=[[0]]), "ended after 1 batches"),
     ],
 )
-def test_position_of_other_data_is_refused(saved: Any, now: Any, problem: str):
+def test_position_of_other_data_is_rejected(saved: Any, now: Any, problem: str):
     first = source(saved)
     list(islice(first.start(0), 2))
     second = source(now)
     with pytest.raises(DataError, match=problem):
-        go_on(second, first.state_dict())
+        resume(second, first.state_dict())
 
 
 def test_state_before_the_first_start():
@@ -519,27 +519,27 @@ def test_state_before_the_first_start():
     assert list(second.start(0)) == [1, 2]
 
 
-def test_loaded_state_is_given_back_until_it_is_used():
+def test_state_dict_returns_the_loaded_state_before_start():
     first, second = source([1, 2, 3]), source([1, 2, 3])
     next(first.start(0))
     second.load_state_dict(first.state_dict())
     assert second.state_dict() == first.state_dict()
 
 
-def test_replay_and_foreign_iteration_are_told(capsys: pytest.CaptureFixture[str]):
+def test_replay_and_custom_iteration_are_reported(capsys: pytest.CaptureFixture[str]):
     first, second = source(NoisyIterable()), source(NoisyIterable())
     next(first.start(0))
     second.load_state_dict(first.state_dict())
     assert capsys.readouterr().err == ""
     second.start(0)
-    assert "train_dataloaders: reads and drops 1 batches" in capsys.readouterr().err
+    assert "train_dataloaders: reading and discarding 1 batches" in capsys.readouterr().err
     source(OwnIteration(Numbers()))
-    assert "OwnIteration iterates in its own way" in capsys.readouterr().err
+    assert "OwnIteration overrides __iter__" in capsys.readouterr().err
     source(DataLoader(Numbers(), num_workers=1, in_order=False))
     assert "in_order=False" in capsys.readouterr().err
 
 
-def test_seed_of_the_saved_run_stays():
+def test_seed_of_the_saved_run_is_used():
     def make(seed: int) -> Source:
         return Source(DataLoader(Numbers(), batch_size=4, shuffle=True), name="train", seed=seed)
 

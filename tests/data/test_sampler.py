@@ -15,7 +15,7 @@ def order(sampler: OrderedSampler, epoch: int, done: int = 0) -> list[int]:
     return list(sampler)
 
 
-def test_order_depends_on_seed_and_epoch_alone():
+def test_order_depends_on_seed_and_epoch_only():
     first = OrderedSampler(50, shuffle=True, seed=7)
     epoch_three = order(first, 3)
     for global_seed in (0, 1):
@@ -30,11 +30,11 @@ def test_order_depends_on_seed_and_epoch_alone():
     assert order(OrderedSampler(50, shuffle=True, seed=8), 3) != epoch_three
 
 
-def test_a_seed_is_not_an_epoch():
+def test_seed_and_epoch_are_not_interchangeable():
     assert order(OrderedSampler(50, shuffle=True, seed=0), 1) != order(OrderedSampler(50, shuffle=True, seed=1), 0)
 
 
-def test_global_generators_are_not_moved():
+def test_global_generators_are_unchanged():
     torch.manual_seed(3)
     before = torch.get_rng_state()
     order(OrderedSampler(50, shuffle=True, seed=7), 0)
@@ -62,14 +62,14 @@ def test_ranks_share_the_global_order_without_overlap():
     assert [sample for step in zip(*ranks, strict=True) for sample in step] == whole[:20]
 
 
-def test_position_holds_under_another_number_of_ranks():
+def test_position_is_valid_for_another_number_of_ranks():
     whole = order(OrderedSampler(24, shuffle=True, seed=1), 0)
     four_ranks = [order(OrderedSampler(24, shuffle=True, seed=1, world=World(rank, 4)), 0)[:3] for rank in range(4)]
     two_ranks = [order(OrderedSampler(24, shuffle=True, seed=1, world=World(rank, 2)), 0, 12) for rank in range(2)]
     assert sorted(sample for rank in four_ranks + two_ranks for sample in rank) == sorted(whole)
 
 
-def test_long_orders_are_read_in_pieces():
+def test_long_orders_are_read_in_chunks():
     num_samples = 3 * 2**16 + 5
     assert sorted(order(OrderedSampler(num_samples, shuffle=True, seed=0), 0)) == list(range(num_samples))
 

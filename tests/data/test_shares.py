@@ -1,4 +1,4 @@
-"""What each rank reads: every sample once among all of them, also where a run goes on with other ranks."""
+"""Samples of each rank: every sample goes to one rank, even if a run resumes on another number of ranks."""
 
 import math
 import os
@@ -39,7 +39,7 @@ class Numbers(Dataset[int]):
 
 
 class Shuffled(Sampler[int]):
-    """An order drawn from all three global generators, as it is asked for."""
+    """Sampler that draws its order from the global generators while it is read."""
 
     def __iter__(self) -> Iterator[int]:
         numbers = torch.randperm(NUM_SAMPLES).tolist()
@@ -56,7 +56,7 @@ class ShuffledStream(IterableDataset[int]):
 
 
 class Counting:
-    """A loader that keeps its own position."""
+    """Loader that saves its own position."""
 
     def __init__(self) -> None:
         self.position = 0
@@ -76,7 +76,7 @@ class Counting:
 
 
 class Plain:
-    """Any iterable."""
+    """Iterable without a position."""
 
     def __iter__(self) -> Iterator[Tensor]:
         return iter(torch.randperm(NUM_SAMPLES).split(2))
@@ -98,7 +98,7 @@ LOADERS: dict[str, Callable[[], Any]] = {
 
 
 def source(loader: Any, rank: int, size: int, **keywords: Any) -> Source:
-    # Each rank has drawn other numbers before, as dropout does.
+    # Ranks have drawn different random numbers before, for example in dropout.
     torch.manual_seed(100 + rank)
     random.seed(200 + rank)
     ranks = keywords.pop("ranks", None) or Pretended(rank, size)
@@ -124,7 +124,7 @@ def test_every_sample_goes_to_one_rank(kind: str, size: int):
 
 @pytest.mark.parametrize("kind", LOADERS)
 @pytest.mark.parametrize(("size", "num_ranks_after"), [(1, 2), (2, 4), (2, 1), (2, 3), (4, 2), (2, 2)])
-def test_other_ranks_go_on_where_the_run_stopped(kind: str, size: int, num_ranks_after: int):
+def test_resume_on_another_number_of_ranks(kind: str, size: int, num_ranks_after: int):
     read: list[int] = []
     states = []
     for rank in range(size):
@@ -144,8 +144,8 @@ def test_other_ranks_go_on_where_the_run_stopped(kind: str, size: int, num_ranks
 
 
 @pytest.mark.parametrize("kind", ["in order", "shuffled", "list", "sampler"])
-def test_three_kinds_of_worlds_in_one_epoch(kind: str):
-    """4 ranks, then 3, then 1: a position of a position."""
+def test_three_numbers_of_ranks_in_one_epoch(kind: str):
+    """Resume on 4 ranks, then 3, then 1, within one epoch."""
     read, state = [], None
     for size, num_batches in ((4, 2), (3, 2), (1, 10)):
         states = []
@@ -163,7 +163,7 @@ def test_three_kinds_of_worlds_in_one_epoch(kind: str):
 @pytest.mark.parametrize("num_samples", range(1, 30))
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_the_tail_of_an_epoch(num_samples: int, drop_last: bool):
-    """As one rank with batches of 6, but where fewer samples than ranks are left."""
+    """Batches are equal to one rank with batches of 6, except if fewer samples than ranks remain."""
     size, batch_size = 3, 2
     parts = []
     for rank in range(size):
@@ -180,26 +180,28 @@ def test_the_tail_of_an_epoch(num_samples: int, drop_last: bool):
     assert {part.num_batches for part in parts} == {len(windows)}
 
 
-def test_what_is_left_out_is_told(capsys):
+def test_dropped_samples_are_reported(capsys):
     source(DataLoader(Numbers(11), batch_size=5), 0, 2)
-    assert "each epoch leaves out 1 of 11 samples, fewer than there are ranks" in capsys.readouterr().err
+    assert (
+        "each epoch drops the last 1 of 11 samples, which are fewer than the number of ranks" in capsys.readouterr().err
+    )
     source(DataLoader(Numbers(12), batch_size=5), 0, 2)
     assert capsys.readouterr().err == ""
     source([torch.ones(2)] * 5, 0, 2)
-    assert "whole batches are divided among 2 ranks" in capsys.readouterr().err
+    assert "distributes full batches to 2 ranks" in capsys.readouterr().err
 
 
-def test_a_last_window_of_batches_that_do_not_go_round_is_left_out():
+def test_a_last_incomplete_round_of_batches_is_dropped():
     of_ranks = [ids(source(list(torch.arange(7).split(1)), rank, 3).start(0)) for rank in range(3)]
     assert of_ranks == [[0, 3], [1, 4], [2, 5]]
 
 
-def test_an_order_with_its_own_batch_size():
+def test_ordered_sampler_with_a_batch_size():
     of_ranks = [list(OrderedSampler(9, shuffle=False, seed=0, world=World(rank, 2), batch_size=3)) for rank in range(2)]
     assert of_ranks == [[0, 2, 4, 6, 8], [1, 3, 5, 7]]
 
 
-# Loaders that divide themselves -----------------------------------------------------------------------------------
+# Loaders that shard themselves ------------------------------------------------------------------------------------
 
 
 def distributed(rank: int, size: int) -> DataLoader[int]:
@@ -216,9 +218,9 @@ def read_distributed(num_batches: int, state: Any = None) -> tuple[list[int], An
     return ids(islice(batches, num_batches)), part.state_dict()
 
 
-def test_a_distributed_sampler_stays_and_is_told_the_epoch(on_ranks, capsys):
+def test_a_distributed_sampler_is_used_and_set_epoch_is_called(on_ranks, capsys):
     (first, state), (second, same) = on_ranks(2, read_distributed, 4)
-    assert "DistributedSampler divides it among the ranks" in capsys.readouterr().out
+    assert "DistributedSampler already shards it across ranks" in capsys.readouterr().out
     sampler = distributed(1, 2).sampler
     sampler.set_epoch(2)
     assert second == list(sampler)[:8]
@@ -227,8 +229,8 @@ def test_a_distributed_sampler_stays_and_is_told_the_epoch(on_ranks, capsys):
     assert sorted(each for part in (first, second, *rest) for each in part) == list(range(NUM_SAMPLES))
 
 
-def test_a_distributed_sampler_for_other_ranks_is_refused():
-    with pytest.raises(DataError, match="is made for rank 1 of 4; this is rank 0 of 2"):
+def test_a_distributed_sampler_for_other_ranks_is_rejected():
+    with pytest.raises(DataError, match="was created for rank 1 of 4, but this is rank 0 of 2"):
         source(distributed(1, 4), 0, 2)
 
 
@@ -240,15 +242,15 @@ def read_on_three(state: Any) -> str:
     return ""
 
 
-def test_a_distributed_sampler_that_cannot_be_cut_anew_is_refused(on_ranks):
+def test_a_position_of_a_distributed_sampler_that_cannot_be_converted_is_rejected(on_ranks):
     state = on_ranks(2, read_distributed, 4)[0][1]
     errors = on_ranks(3, read_on_three, state)
     for error in errors:
-        assert "Resume on 2 ranks, or let roomier divide" in error
+        assert "Resume on 2 ranks, or start a new run" in error
 
 
 class Sharded(IterableDataset[int]):
-    """Divides itself by the process group."""
+    """Shards itself with the process group."""
 
     def __iter__(self) -> Iterator[int]:
         yield from range(dist.get_rank(), NUM_SAMPLES, dist.get_world_size())
@@ -267,16 +269,16 @@ def a_generator() -> Iterator[Tensor]:
     return generate()
 
 
-class SaysSo(ShuffledStream):
+class Marked(ShuffledStream):
     shards_by_rank = True
 
 
-class SaysNo(Sharded):
+class MarkedAsUnsharded(Sharded):
     shards_by_rank = False
 
 
 class OwnShard(Sampler[int]):
-    """No DistributedSampler, and divides all the same, as those of transformers and timm do."""
+    """Sampler that shards without DistributedSampler, such as samplers of transformers and timm."""
 
     def __len__(self) -> int:
         return NUM_SAMPLES // dist.get_world_size()
@@ -286,7 +288,7 @@ class OwnShard(Sampler[int]):
 
 
 class MadeForRank(Sampler[int]):
-    """The same for a place that it is given."""
+    """Sampler that shards for the rank in its arguments."""
 
     def __init__(self, num_replicas: int, rank: int) -> None:
         self.num_replicas, self.rank = num_replicas, rank
@@ -303,13 +305,13 @@ class OwnShardOfAll(OwnShard):
 
 
 @pytest.mark.parametrize(
-    ("make", "divides_itself"),
+    ("make", "shards_itself"),
     [
         (lambda: DataLoader(Sharded(), batch_size=2), True),
         (ShardedByEnvironment, True),
         (a_generator, True),
-        (lambda: DataLoader(SaysSo(), batch_size=2), True),
-        (lambda: DataLoader(SaysNo(), batch_size=2), False),
+        (lambda: DataLoader(Marked(), batch_size=2), True),
+        (lambda: DataLoader(MarkedAsUnsharded(), batch_size=2), False),
         (lambda: distributed(0, 2), True),
         (lambda: DataLoader(Numbers(), sampler=OwnShard()), True),
         (lambda: DataLoader(Numbers(), batch_sampler=BatchSampler(OwnShard(), 2, False)), True),
@@ -322,8 +324,8 @@ class OwnShardOfAll(OwnShard):
         (lambda: [torch.ones(2)], False),
     ],
 )
-def test_who_divides_a_loader(make: Callable[[], Any], divides_itself: bool):
-    assert (share_of(make(), World(0, 2)).divided_by is not None) == divides_itself
+def test_loaders_that_shard_themselves_are_detected(make: Callable[[], Any], shards_itself: bool):
+    assert (share_of(make(), World(0, 2)).divided_by is not None) == shards_itself
     assert share_of(make(), World()).divided_by is None
 
 
@@ -333,12 +335,12 @@ def read_sharded() -> list[int]:
     return ids(source(loader, rank, size, ranks=Ranks(World(rank, size))).start(0))
 
 
-def test_a_stream_that_divides_itself_is_not_divided_again(on_ranks):
+def test_a_stream_that_shards_itself_is_not_sharded_again(on_ranks):
     assert on_ranks(2, read_sharded) == [list(range(0, NUM_SAMPLES, 2)), list(range(1, NUM_SAMPLES, 2))]
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_a_sampler_that_divides_is_not_divided_again(training: bool):
+def test_a_sampler_that_shards_is_not_sharded_again(training: bool):
     for rank in range(2):
         loader = DataLoader(Numbers(), sampler=MadeForRank(2, rank), batch_size=2)
         mine = Source(loader, name="loader", seed=0, ranks=Pretended(rank, 2), training=training)
@@ -353,9 +355,9 @@ def stop_within_sharded() -> Any:
     return part.state_dict()
 
 
-def test_a_stream_that_divided_itself_is_refused_on_other_ranks(on_ranks):
+def test_a_position_of_a_stream_that_shards_itself_is_rejected_on_other_ranks(on_ranks):
     first, second = on_ranks(2, stop_within_sharded)
     assert first["num_batches"] == second["num_batches"] == 6
     alone = source(DataLoader(Sharded(), batch_size=2), 0, 1)
-    with pytest.raises(DataError, match="what 2 ranks read of this epoch cannot be told on 1"):
+    with pytest.raises(DataError, match="a position of 2 ranks within an epoch cannot be converted to 1 ranks"):
         alone.check(first, 0)

@@ -1,4 +1,4 @@
-"""What a Source reads, when, and what it refuses; going on with a saved run is in test_resume."""
+"""Batches of a Source, the time at which it reads them, and invalid loaders. For resume, see test_resume."""
 
 import math
 import random
@@ -41,7 +41,7 @@ class Numbers(Dataset[Tensor]):
 
 
 class Noisy(Numbers):
-    """Sample ``i`` is ``i`` and noise of all three global generators."""
+    """Sample ``i`` is ``i`` with noise from all three global generators."""
 
     def __getitem__(self, index: int) -> Tensor:
         return torch.tensor([index, torch.rand(()).item(), np.random.rand(), random.random()])
@@ -76,7 +76,7 @@ def samples(batches: list[Tensor]) -> list[int]:
 
 
 @pytest.mark.parametrize("make", [lambda data: DataLoader(data, batch_size=2, shuffle=True), iter, weighted])
-def test_no_batch_is_pulled_before_it_is_asked_for(make: Callable[[Any], Any]):
+def test_no_batch_is_read_before_it_is_requested(make: Callable[[Any], Any]):
     read: list[int] = []
 
     class Recording(Numbers):
@@ -93,7 +93,7 @@ def test_no_batch_is_pulled_before_it_is_asked_for(make: Callable[[Any], Any]):
 
 
 @pytest.mark.parametrize("data", [Noisy(), Subset(Noisy(), range(NUM_SAMPLES))])
-def test_the_sample_noise_of_workers_depends_on_seed_epoch_and_index(data: Dataset[Tensor]):
+def test_noise_in_workers_depends_on_seed_epoch_and_index(data: Dataset[Tensor]):
     def noise(seed: int, epoch: int, num_workers: int, batch_size: int) -> dict[int, list[float]]:
         loader = DataLoader(data, batch_size=batch_size, shuffle=True, num_workers=num_workers)
         batches = Source(loader, name="train", seed=seed).start(epoch)
@@ -105,7 +105,7 @@ def test_the_sample_noise_of_workers_depends_on_seed_epoch_and_index(data: Datas
     assert all(noise(2, 0, 2, 4)[index] != reference[index] for index in range(NUM_SAMPLES))
 
 
-def test_workers_that_stay_after_an_epoch_cut_short():
+def test_persistent_workers_after_an_interrupted_epoch():
     def make() -> Source:
         return source(DataLoader(Noisy(), batch_size=2, shuffle=True, num_workers=1, persistent_workers=True))
 
@@ -114,7 +114,7 @@ def test_workers_that_stay_after_an_epoch_cut_short():
     assert same(list(cut.start(1)), list(make().start(1)))
 
 
-def test_workers_that_the_user_has_started_stay_the_users():
+def test_workers_that_the_user_started_are_not_used():
     def make() -> DataLoader[Tensor]:
         return DataLoader(Numbers(), batch_size=4, shuffle=True, num_workers=1, persistent_workers=True)
 
@@ -158,7 +158,7 @@ def test_workers_that_are_spawned():
     assert sorted(int(x) for (batch,) in source(loader).start(0) for x in batch) == list(range(6))
 
 
-def test_without_workers_the_noise_is_the_global_generators():
+def test_noise_without_workers_comes_from_the_global_generators():
     loader = DataLoader(Noisy(), batch_size=4)
     torch.manual_seed(0)
     mine = list(source(loader).start(0))
@@ -166,7 +166,7 @@ def test_without_workers_the_noise_is_the_global_generators():
     assert [batch[:, 1].tolist() for batch in mine] == [batch[:, 1].tolist() for batch in loader]
 
 
-def test_everything_else_of_the_loader_is_kept():
+def test_other_options_of_the_loader_are_kept():
     def collate(numbers: list[Tensor]) -> list[float]:
         return [float(number) for number in numbers]
 
@@ -177,7 +177,7 @@ def test_everything_else_of_the_loader_is_kept():
     assert isinstance(loader.sampler, RandomSampler), "the user's loader was changed"
 
 
-def test_own_generator_chooses_the_order():
+def test_generator_of_the_loader_determines_the_order():
     def order(generator_seed: int) -> list[int]:
         generator = torch.Generator().manual_seed(generator_seed)
         return samples(list(source(DataLoader(Numbers(), shuffle=True, generator=generator)).start(0)))
@@ -197,12 +197,12 @@ def test_evaluation_keeps_the_users_sampler():
     assert mine == samples(list(shuffled))
 
 
-def test_shuffling_can_be_frozen(capsys: pytest.CaptureFixture[str]):
+def test_shuffling_can_be_disabled(capsys: pytest.CaptureFixture[str]):
     frozen = source(DataLoader(Numbers(), batch_size=4, shuffle=True), shuffle_allowed=False)
     assert samples(list(frozen.start(0))) == samples(list(frozen.start(1))) == list(range(NUM_SAMPLES))
     assert capsys.readouterr().err == ""
     source(weighted(Numbers()), shuffle_allowed=False)
-    assert "its own sampler" in capsys.readouterr().err
+    assert "cannot disable the shuffling of a custom sampler" in capsys.readouterr().err
 
 
 def test_set_epoch_is_called():
@@ -220,7 +220,7 @@ def test_set_epoch_is_called():
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_an_evaluation_leaves_the_epoch_of_a_data_set_that_is_trained_on(size: int):
+def test_an_evaluation_does_not_set_the_epoch_of_the_training_dataset(size: int):
     class ByEpoch(Numbers):
         epoch = -1
 
@@ -244,20 +244,20 @@ def test_an_evaluation_leaves_the_epoch_of_a_data_set_that_is_trained_on(size: i
         DataLoader([1, 2], batch_sampler=[]),
     ],
 )
-def test_empty_loader_is_refused_at_once(loader: Any):
+def test_empty_loader_is_rejected_immediately(loader: Any):
     with pytest.raises(DataError, match="train_dataloaders="):
         source(loader)
 
 
 def test_fewer_samples_than_ranks():
-    with pytest.raises(DataError, match="gives no batch"):
+    with pytest.raises(DataError, match="yields no batches"):
         source(DataLoader([1, 2]), ranks=Pretended(0, 3))
 
 
 @pytest.mark.parametrize("loader", [iter([]), (x for x in ()), DataLoader(NoisyStream(), 100, drop_last=True)])
-def test_empty_loader_without_length_is_refused_on_first_read(loader: Any):
+def test_empty_loader_without_length_is_rejected_on_first_read(loader: Any):
     batches = source(loader).start(0)
-    with pytest.raises(DataError, match=r"train_dataloaders=.*gives no batch"):
+    with pytest.raises(DataError, match=r"train_dataloaders=.*yields no batches"):
         next(batches)
 
 
@@ -271,12 +271,12 @@ def test_empty_loader_without_length_is_refused_on_first_read(loader: Any):
         (np.zeros(4), "Pass a DataLoader"),
         ({"input_ids": torch.zeros(4)}, "dict of DataLoaders"),
         ({}, "is an empty dict"),
-        (Numbers(), "Wrap it"),
+        (Numbers(), r"DataLoader\(dataset, batch_size=8\)"),
         ([DataLoader([1]), DataLoader([2])], "CombinedLoader"),
     ],
 )
 @pytest.mark.parametrize("training", [True, False])
-def test_what_gives_no_batches_is_refused(loader: Any, action: str, training: bool):
+def test_objects_that_yield_no_batches_are_rejected(loader: Any, action: str, training: bool):
     with pytest.raises(DataError, match=action):
         source(loader, training=training)
 
@@ -291,7 +291,7 @@ def test_dataset_without_length():
 
 
 def test_cost_of_a_batch():
-    """About a tenth of a microsecond per batch; the bound leaves room for a busy machine."""
+    """A batch costs about a tenth of a microsecond. The bound allows for a busy machine."""
     batches = [0] * 100_000
     best_s = math.inf
     for _ in range(5):

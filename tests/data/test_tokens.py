@@ -36,7 +36,7 @@ def test_round_trip(tmp_path: Path, vocab_size: int, token_bytes: int):
     assert os.listdir(path.parent) == ["some.tokens"]
 
 
-def test_nothing_stands_between_documents_unless_it_is_asked_for(tmp_path: Path):
+def test_documents_are_not_separated_without_end_of_document(tmp_path: Path):
     assert write_tokens(tmp_path / "plain", [[1, 2], [3]], vocab_size=5) == 3
     dataset = TokenDataset(tmp_path / "plain", 3, labels="same")
     assert dataset.end_of_document is None
@@ -84,7 +84,7 @@ def test_length(hundred: Path, block_size: int, stride: int | None, labels: Any,
             blocks[outside]
 
 
-def test_a_batch_read_at_once_is_the_items_one_by_one(hundred: Path):
+def test_getitems_is_equal_to_single_items(hundred: Path):
     blocks = TokenDataset(hundred, 8, stride=3)
     for one, many in zip([blocks[i] for i in (5, 0, 2)], blocks.__getitems__([5, 0, 2]), strict=True):
         assert one.keys() == many.keys()
@@ -98,7 +98,7 @@ def test_inputs_and_targets_share_no_memory(hundred: Path):
     assert items[1]["input_ids"].tolist() == list(range(8, 16))
 
 
-def test_pickle_is_small_and_reads(hundred: Path):
+def test_pickle_is_small_and_can_be_read(hundred: Path):
     blocks = TokenDataset(hundred, 8)
     first = blocks[0]["input_ids"]
     packed = pickle.dumps(blocks)
@@ -123,16 +123,16 @@ def test_workers_and_resume(hundred: Path):
 @pytest.mark.parametrize(
     ("document", "field"),
     [
-        ([1, 100], r"documents\[1\]\[1\]=100: is no id"),
-        ([-1], r"documents\[1\]\[0\]=-1: is no id"),
-        ([1.5], r"documents\[1\]=.*not a flat sequence"),
-        ("text", r"documents\[1\]='text'.*not a flat sequence"),
-        ([[1, 2], [3]], r"documents\[1\]=.*not a flat sequence"),
-        ([[1, 2]], r"documents\[1\]=.*not a flat sequence"),
-        ([True], r"documents\[1\]=.*not a flat sequence"),
+        ([1, 100], r"documents\[1\]\[1\]=100: must be an id of the vocabulary"),
+        ([-1], r"documents\[1\]\[0\]=-1: must be an id of the vocabulary"),
+        ([1.5], r"documents\[1\]=.*must be a flat sequence"),
+        ("text", r"documents\[1\]='text'.*must be a flat sequence"),
+        ([[1, 2], [3]], r"documents\[1\]=.*must be a flat sequence"),
+        ([[1, 2]], r"documents\[1\]=.*must be a flat sequence"),
+        ([True], r"documents\[1\]=.*must be a flat sequence"),
     ],
 )
-def test_wrong_documents_leave_the_old_file(hundred: Path, document: Any, field: str):
+def test_invalid_documents_do_not_change_the_old_file(hundred: Path, document: Any, field: str):
     before = hundred.read_bytes()
     with pytest.raises(DataError, match=field):
         write_tokens(hundred, [[1, 2], document], vocab_size=100, end_of_document=0)
@@ -158,12 +158,12 @@ def test_wrong_vocabulary(tmp_path: Path, options: dict[str, Any], field: str):
 
 @pytest.mark.parametrize("documents", [[], [[], ()]])
 def test_no_tokens(tmp_path: Path, documents: Any):
-    with pytest.raises(DataError, match=r"documents=.*hold no tokens"):
+    with pytest.raises(DataError, match=r"documents=.*contain no tokens"):
         write_tokens(tmp_path / "a.tokens", documents, vocab_size=10, end_of_document=None)
     assert os.listdir(tmp_path) == []
 
 
-def test_place_that_cannot_be_written(tmp_path: Path):
+def test_path_that_cannot_be_written(tmp_path: Path):
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(DataError, match=r"path=.*cannot be written"):
         write_tokens(tmp_path / "file" / "a.tokens", [[1]], vocab_size=10, end_of_document=None)
@@ -173,18 +173,18 @@ def test_place_that_cannot_be_written(tmp_path: Path):
     assert sorted(os.listdir(tmp_path)) == ["file", "folder"]
 
 
-def test_full_disk_is_told_and_leaves_nothing(tmp_path: Path):
+def test_full_disk_raises_and_leaves_no_file(tmp_path: Path):
     full = Path("/dev/full")
     if not full.exists():
         pytest.skip("this system has no /dev/full")
-    # The file aside is a link to a device on which each write fails for want of space.
+    # The temporary file is a link to a device on which each write fails because no space is left.
     (tmp_path / f".a.tokens.{os.getpid()}.partial").symlink_to(full)
     with pytest.raises(DataError, match="No space left"):
         write_tokens(tmp_path / "a.tokens", [range(100)] * 1000, vocab_size=100, end_of_document=None)
     assert os.listdir(tmp_path) == []
 
 
-def test_an_error_of_the_documents_stays_itself(tmp_path: Path):
+def test_an_error_of_the_documents_is_not_converted(tmp_path: Path):
     def documents() -> Iterator[list[int]]:
         yield [1]
         (tmp_path / "missing.txt").read_text()
@@ -199,7 +199,7 @@ def test_missing_file(tmp_path: Path):
         TokenDataset(tmp_path / "none.tokens", 8)
 
 
-def test_folder_in_place_of_a_file(tmp_path: Path):
+def test_folder_instead_of_a_file(tmp_path: Path):
     with pytest.raises(DataError, match=r"path=.*cannot be read"):
         TokenDataset(tmp_path, 8)
 
@@ -209,9 +209,9 @@ def test_folder_in_place_of_a_file(tmp_path: Path):
     [
         (lambda data: np.arange(100, dtype=np.uint16).tobytes(), "is not a token file"),
         (lambda data: b"", "is not a token file"),
-        (lambda data: data[:30], "ends within its header"),
-        (lambda data: data[:-2], "was cut or added to"),
-        (lambda data: data + b"\0", "was cut or added to"),
+        (lambda data: data[:30], "has an incomplete header of 30 bytes"),
+        (lambda data: data[:-2], "was truncated or extended"),
+        (lambda data: data + b"\0", "was truncated or extended"),
         (lambda data: data[:8] + b"\x02" + data[9:], "format version 2"),
     ],
 )

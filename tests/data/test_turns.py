@@ -1,4 +1,4 @@
-"""Evaluation on several ranks: each batch that one rank would see is evaluated once."""
+"""Evaluation on several ranks: each batch of a single-rank evaluation counts one time."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -77,7 +77,7 @@ def test_each_batch_counts_once(kind: str, size: int, limit: float):
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_no_rank_loads_what_is_anothers(num_workers: int):
+def test_each_rank_loads_only_its_own_batches(num_workers: int):
     part = source(DataLoader(Numbers(9), batch_size=2, num_workers=num_workers), 1, 2)
     assert part.num_batches == 5
     turns = list(part.turns(float("inf")))
@@ -86,7 +86,7 @@ def test_no_rank_loads_what_is_anothers(num_workers: int):
     assert [turn.batch.tolist() for turn in part.turns(2)] == [[2, 3]]
 
 
-def test_a_shuffling_loader_gives_all_ranks_one_order():
+def test_a_shuffling_loader_has_one_order_on_all_ranks():
     numbers = []
     for rank in range(3):
         torch.manual_seed(rank)
@@ -95,9 +95,9 @@ def test_a_shuffling_loader_gives_all_ranks_one_order():
     assert sorted(numbers) == list(range(12))
 
 
-def test_padding_is_told(capsys):
+def test_removed_padding_is_reported(capsys):
     source(padded(5), 0, 2)
-    assert "repeats samples to fill up the ranks; here each sample counts once" in capsys.readouterr().err
+    assert "replaced its DistributedSampler, which repeats samples" in capsys.readouterr().err
 
 
 def turns_of(make: Callable[[int], Any], length: int, limit: float) -> list[tuple[int, bool]]:
@@ -107,7 +107,7 @@ def turns_of(make: Callable[[int], Any], length: int, limit: float) -> list[tupl
 
 
 @pytest.mark.parametrize(("length", "limit"), [(7, 100), (8, 100), (8, 5), (4, 2), (2, 1)])
-def test_a_stream_that_divides_itself(on_ranks, length: int, limit: int):
+def test_a_stream_that_shards_itself(on_ranks, length: int, limit: int):
     of_ranks = on_ranks(2, turns_of, Sharded, length, limit)
     assert len(of_ranks[0]) == len(of_ranks[1])
     counted = sorted(batch for turns in of_ranks for batch, counts in turns if counts)
@@ -122,18 +122,18 @@ def turns_or_error(make: Callable[[int], Any]) -> str:
     return ""
 
 
-def test_a_rank_that_gets_nothing_ends_all(on_ranks):
-    problem = "is divided by Sharded, which asks for its rank, which gives rank 1 no batch"
+def test_a_rank_without_batches_raises_on_all_ranks(on_ranks):
+    problem = "is sharded across ranks by Sharded (reads its rank), but rank 1 has no batch"
     assert on_ranks(2, turns_or_error, Sharded) == [problem, problem]
 
 
 class OfAnotherLength(Stream):
-    """Secretly not the same on all ranks."""
+    """Stream with a different length on each rank."""
 
     def __init__(self, length: int) -> None:
         super().__init__(length + 2 * dist.group.WORLD.rank())
 
 
-def test_streams_that_differ_end_all(on_ranks):
-    problem = "does not give the same batches on all ranks, which read it alike"
+def test_streams_of_different_lengths_raise_on_all_ranks(on_ranks):
+    problem = "yields different numbers of batches on different ranks"
     assert on_ranks(2, turns_or_error, OfAnotherLength) == [problem, problem]

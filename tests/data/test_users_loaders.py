@@ -1,7 +1,7 @@
-"""Loaders as people have them: of libraries, with constructors and iterators of their own.
+"""Loaders like those of users and libraries, with custom constructors and iterators.
 
-Each gives every sample, on one rank and on two, alone and beside another; each goes on where it stopped; and a look at
-its first batch touches nothing.
+Each loader yields every sample, on one rank and on two ranks, alone and together with another loader. Each loader
+resumes at its position. Reading its first batch in advance has no side effects.
 """
 
 import random
@@ -29,7 +29,7 @@ class Numbers(Dataset[float]):
 
 
 class GraphLoader(DataLoader[float]):
-    """Like the DataLoader of torch_geometric: arguments of its own, and how it collates is not the user's to say."""
+    """Like the DataLoader of torch_geometric, with additional arguments and a fixed collate function."""
 
     def __init__(self, dataset: Any, batch_size: int = 1, follow_batch: Any = None, **options: Any) -> None:
         self.follow_batch = follow_batch
@@ -46,7 +46,7 @@ class Filtered(Iterator[Any]):
 
 
 class NodeLoader(DataLoader[int]):
-    """Like that of torch_geometric: made of nodes and no data set; what workers give is finished in this process."""
+    """Like NodeLoader of torch_geometric, without a dataset. The main process completes the batches of workers."""
 
     def __init__(self, values: torch.Tensor, **options: Any) -> None:
         self.values = values
@@ -60,14 +60,14 @@ class NodeLoader(DataLoader[int]):
 
 
 class Configured(DataLoader[float]):
-    """Cannot be made again from a DataLoader's arguments."""
+    """Loader that cannot be constructed from the arguments of a DataLoader."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__(Numbers(), **config)
 
 
 class Doubling(DataLoader[float]):
-    """Iterates in its own way, as loaders that prefetch do."""
+    """Loader with a custom ``__iter__``, such as loaders that prefetch."""
 
     def __iter__(self) -> Any:
         for batch in super().__iter__():
@@ -75,7 +75,7 @@ class Doubling(DataLoader[float]):
 
 
 class Table:
-    """Like a Dataset of Hugging Face: no class of torch's, reads many rows at once, in the format that was set."""
+    """Like a Dataset of Hugging Face: not a torch class, reads several rows in one call, and has an output format."""
 
     def __init__(self) -> None:
         self.format: str | None = None
@@ -94,14 +94,14 @@ class Table:
 
 
 class Shards:
-    """Like the loaders of webdataset: no class of torch's, and no length."""
+    """Like the loaders of webdataset: not a torch class, and without a length."""
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         yield from torch.arange(float(NUM_SAMPLES)).split(3)
 
 
 class Sized(IterableDataset[float]):
-    """A stream that says how long it is."""
+    """Stream with a length."""
 
     def __len__(self) -> int:
         return NUM_SAMPLES
@@ -111,7 +111,7 @@ class Sized(IterableDataset[float]):
 
 
 class InGroups(Sampler[list[int]]):
-    """Like the batch sampler of a forecasting library: draws from Python's generator, groups by time."""
+    """Like the batch sampler of a forecasting library, which draws from Python's generator and groups by time."""
 
     def __iter__(self) -> Iterator[list[int]]:
         groups = [list(range(first, first + 3)) for first in range(0, NUM_SAMPLES, 3)]
@@ -148,7 +148,7 @@ def values(batch: Any) -> list[float]:
     return batch.flatten().tolist() if isinstance(batch, torch.Tensor) else [batch]
 
 
-def beside(loader: Any, is_alone: bool) -> Any:
+def together(loader: Any, is_alone: bool) -> Any:
     return loader if is_alone else CombinedLoader({"own": loader, "short": [0.0, 0.0]}, "max_size_cycle")
 
 
@@ -158,9 +158,9 @@ def own(batch: Any, is_alone: bool) -> list[float]:
 
 @pytest.mark.parametrize("is_alone", [True, False])
 @pytest.mark.parametrize("kind", LOADERS)
-def test_it_gives_every_sample_and_goes_on_where_it_stopped(kind: str, is_alone: bool, capsys: Any):
+def test_loader_yields_every_sample_and_resumes(kind: str, is_alone: bool, capsys: Any):
     def source() -> Source:
-        return Source(beside(LOADERS[kind](), is_alone), name="train_dataloaders", seed=3)
+        return Source(together(LOADERS[kind](), is_alone), name="train_dataloaders", seed=3)
 
     torch.manual_seed(0)
     random.seed(0)
@@ -188,12 +188,12 @@ def test_it_gives_every_sample_and_goes_on_where_it_stopped(kind: str, is_alone:
 
 @pytest.mark.parametrize("is_alone", [True, False])
 @pytest.mark.parametrize("kind", LOADERS)
-def test_two_ranks_share_it(kind: str, is_alone: bool, capsys: Any):
+def test_two_ranks_share_the_loader(kind: str, is_alone: bool, capsys: Any):
     found = []
     for rank in range(2):
         torch.manual_seed(rank)
         random.seed(rank)
-        loader = beside(LOADERS[kind](), is_alone)
+        loader = together(LOADERS[kind](), is_alone)
         source = Source(loader, name="train_dataloaders", seed=3, ranks=Pretended(rank, 2))
         found.append([value for batch in source.start(0) for value in own(batch, is_alone)])
     assert sorted(found[0] + found[1]) == list(range(NUM_SAMPLES))
@@ -203,10 +203,10 @@ def test_two_ranks_share_it(kind: str, is_alone: bool, capsys: Any):
 
 @pytest.mark.parametrize("is_alone", [True, False])
 @pytest.mark.parametrize("kind", LOADERS)
-def test_its_first_batch_is_of_the_form_of_all(kind: str, is_alone: bool):
+def test_first_batch_has_the_structure_of_all_batches(kind: str, is_alone: bool):
     torch.manual_seed(0)
     before = torch.get_rng_state()
-    batch, loader = first_batch(beside(LOADERS[kind](), is_alone), "train_dataloaders")
+    batch, loader = first_batch(together(LOADERS[kind](), is_alone), "train_dataloaders")
     assert torch.equal(torch.get_rng_state(), before)
     source = Source(loader, name="train_dataloaders", seed=3)
     wanted = next(source.start(0))

@@ -228,7 +228,7 @@ def test_a_resumed_run_does_not_read_weights(tmp_path: Path, capsys: pytest.Capt
     path = linear(tmp_path, **{"network.weight": torch.ones(2, 4), "network.bias": torch.ones(2)})
     fit_from(tmp_path, 1, path)
     fit_from(tmp_path, 1, path, ckpt_path=tmp_path / "saved")
-    assert f"is not read: the run goes on from {tmp_path / 'saved'}" in capsys.readouterr().err
+    assert f"is not read, because the run resumes from {tmp_path / 'saved'}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("weights", "problem"), [(3, "is not a path"), ("nowhere", "does not exist")])

@@ -1,4 +1,4 @@
-"""The demo in small: few steps of the real script, in a process of its own."""
+"""A few steps of the demo script, in a separate process."""
 
 import json
 import re
@@ -17,8 +17,8 @@ def run_demo(folder: Path, num_steps: int) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(("num_steps", "is_enough"), [pytest.param(8, False, marks=pytest.mark.slow), (96, True)])
-def test_the_demo_trains_resumes_draws_and_tells_the_truth(tmp_path: Path, num_steps: int, is_enough: bool) -> None:
-    (tmp_path / "runs" / "demo" / "version_7").mkdir(parents=True)  # of a demo before: it starts afresh
+def test_the_demo_trains_resumes_and_samples(tmp_path: Path, num_steps: int, is_enough: bool) -> None:
+    (tmp_path / "runs" / "demo" / "version_7").mkdir(parents=True)  # a folder of an earlier demo is replaced
     done = run_demo(tmp_path, num_steps)
     assert done.returncode == (0 if is_enough else 1), done.stderr
 
@@ -26,14 +26,14 @@ def test_the_demo_trains_resumes_draws_and_tells_the_truth(tmp_path: Path, num_s
     assert run.name == "version_0"
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     steps = [row["step"] for row in rows if "train_loss" in row]
-    assert steps == sorted(set(steps)), "the resumed run goes on where the first one stopped"
+    assert steps == sorted(set(steps)), "the resumed run continues at the step at which the first one stopped"
     assert steps[-1] == num_steps
 
     last_line = done.stdout.splitlines()[-1]
     told = re.fullmatch(r"demo: val_loss (\d+\.\d\d) -> (\d+\.\d\d)", last_line)
     assert told is not None, last_line
     first, last = map(float, told.groups())
-    assert first == pytest.approx(7.62, abs=0.15)  # guessing among 2048 tokens
+    assert first == pytest.approx(7.62, abs=0.15)  # ln 2048 = 7.62 is the loss of a uniform guess
     assert last == pytest.approx([row["val_loss"] for row in rows if "val_loss" in row][-1], abs=0.006)
     assert (first - last >= 1.5) is is_enough
 

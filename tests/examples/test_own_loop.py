@@ -1,4 +1,4 @@
-"""The example of a loop of one's own: short, and it learns."""
+"""The example of a custom loop is short, and its loss falls."""
 
 import re
 import subprocess
@@ -8,7 +8,7 @@ from pathlib import Path
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_loop.py"
 
 
-def test_it_learns_in_under_thirty_lines(tmp_path):
+def test_the_loss_falls_in_under_thirty_lines(tmp_path):
     assert len(EXAMPLE.read_text().splitlines()) < 30
     command = [sys.executable, "-W", "error", str(EXAMPLE)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)

@@ -1,4 +1,4 @@
-"""The snippets run as they stand, and each is short; a few need processes of their own."""
+"""The snippets run unchanged, and each is short. A few require separate processes."""
 
 import runpy
 import subprocess
@@ -10,7 +10,7 @@ import pytest
 FOLDER = Path(__file__).parents[2] / "examples" / "snippets"
 SNIPPETS = sorted(path.stem for path in FOLDER.glob("*.py"))
 STARTS_RANKS = ("sharded",)
-SLOW = ("billions",)  # twenty seconds of planning
+SLOW = ("billions",)  # its planning takes twenty seconds
 
 
 def test_each_is_under_forty_lines() -> None:
@@ -28,18 +28,18 @@ def test_each_is_under_forty_lines() -> None:
     ],
 )
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
-def test_it_runs(
+def test_a_snippet_runs(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(FOLDER)
     runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")
     if name != "autoencoder":
-        assert capsys.readouterr().out.strip(), "it tells what came out"
+        assert capsys.readouterr().out.strip(), "it prints its results"
 
 
 @pytest.mark.parametrize("name", STARTS_RANKS)
-def test_it_runs_on_ranks_it_starts(name: str, tmp_path: Path) -> None:
+def test_a_snippet_runs_on_ranks_that_it_starts(name: str, tmp_path: Path) -> None:
     command = [sys.executable, str(FOLDER / f"{name}.py")]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

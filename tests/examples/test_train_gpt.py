@@ -1,4 +1,4 @@
-"""The example for several ranks: it starts them and measures; the SLURM script is one that bash reads."""
+"""The example for several ranks trains on two ranks, and bash accepts the SLURM script."""
 
 import re
 import subprocess
@@ -15,11 +15,11 @@ def test_it_trains_on_two_ranks(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     [(ranks, step, loss)] = re.findall(r"^(\d) ranks, step (\d+): val_loss (\S+)$", done.stdout, re.MULTILINE)
     assert (ranks, step) == ("2", "4")
-    assert float(loss) < 5.5  # ln 256 = 5.55 is a guess
+    assert float(loss) < 5.5  # ln 256 = 5.55 is the loss of a uniform guess
     assert len(list(tmp_path.glob("version_*"))) == 1
 
 
-def test_the_script_for_slurm_can_be_read() -> None:
+def test_bash_accepts_the_slurm_script() -> None:
     script = EXAMPLES / "slurm_train.sh"
     subprocess.run(["bash", "-n", str(script)], check=True)
     assert "train_gpt.py" in script.read_text()

@@ -1,4 +1,4 @@
-"""Adapters leave as the weights of the plain model, or alone."""
+"""Adapters are exported merged into the weights of the plain model, or alone."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def trained(make_trainer: Callable[..., Trainer], kind: str, path: Path, **lora:
 
 @pytest.mark.parametrize("base", ["as_is", "int8", "nf4"])
 @pytest.mark.parametrize("kind", MODELS)
-def test_a_checkpoint_is_exported_merged(
+def test_checkpoint_is_exported_merged(
     make_trainer: Callable[..., Trainer], tmp_path: Path, kind: str, base: str
 ) -> None:
     network = trained(make_trainer, kind, tmp_path / "saved", base=base)
@@ -53,7 +53,7 @@ def test_a_checkpoint_is_exported_merged(
         torch.testing.assert_close(each, merged[name], rtol=1e-6, atol=1e-7)
 
 
-def test_the_command_merges_and_transformers_reads_it(make_trainer: Callable[..., Trainer], tmp_path: Path) -> None:
+def test_command_merges_and_transformers_loads_the_result(make_trainer: Callable[..., Trainer], tmp_path: Path) -> None:
     import transformers
 
     network = trained(make_trainer, "gpt2", tmp_path / "saved")
@@ -63,9 +63,9 @@ def test_the_command_merges_and_transformers_reads_it(make_trainer: Callable[...
     torch.testing.assert_close(loss_of(loaded, batch), loss_of(network, batch), rtol=1e-5, atol=1e-5)
 
 
-def test_a_tied_weight_with_an_adapter_is_refused(make_trainer: Callable[..., Trainer], tmp_path: Path) -> None:
+def test_tied_weight_with_an_adapter_is_rejected(make_trainer: Callable[..., Trainer], tmp_path: Path) -> None:
     trained(make_trainer, "gpt2", tmp_path / "saved", targets=["lm_head", "c_fc"])
-    with pytest.raises(RoomierError, match="another layer has the same weight"):
+    with pytest.raises(RoomierError, match="another layer shares this weight"):
         export_safetensors(tmp_path / "saved", tmp_path / "out")
 
 
@@ -81,13 +81,13 @@ def test_adapters_alone_in_the_layout_of_peft(make_trainer: Callable[..., Traine
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert config["modules_to_save"] is None
     assert (config["r"], config["lora_alpha"], config["fan_in_fan_out"]) == (4, 8, True)
-    with pytest.raises(RoomierError, match="already and not empty"):
+    with pytest.raises(RoomierError, match="already exists and is not empty"):
         export_adapter(network, tmp_path / "adapter")
     with pytest.raises(RoomierError, match="has no adapters"):
         export_adapter(make_gpt(), tmp_path / "other")
 
 
-def test_layers_that_store_their_weights_either_way_leave_in_the_layout_of_peft(tmp_path: Path) -> None:
+def test_both_weight_layouts_are_exported_in_the_layout_of_peft(tmp_path: Path) -> None:
     from transformers.pytorch_utils import Conv1D
 
     network = nn.ModuleDict({"plain": nn.Linear(8, 6), "other": Conv1D(6, 8)})
@@ -105,7 +105,7 @@ def test_layers_that_store_their_weights_either_way_leave_in_the_layout_of_peft(
         assert torch.equal(found["base_model.model.other.lora_A.weight"], network["other"].lora_A.T)
 
 
-def test_a_checkpoint_with_adapters_and_a_tensor_without_elements_is_merged(tmp_path: Path) -> None:
+def test_checkpoint_with_adapters_and_an_empty_tensor_is_merged(tmp_path: Path) -> None:
     network = nn.Sequential(nn.Linear(8, 6))
     network.register_buffer("cache", torch.empty(0, 3))
     settings = AdapterPlan(lora_rank=2, lora_targets="0")
@@ -116,7 +116,7 @@ def test_a_checkpoint_with_adapters_and_a_tensor_without_elements_is_merged(tmp_
     assert torch.equal(merged["0.weight"], merge_lora(network).state_dict()["0.weight"])
 
 
-def test_what_is_trained_whole_goes_along_in_the_layout_of_peft(
+def test_fully_trained_modules_are_included_in_the_layout_of_peft(
     make_trainer: Callable[..., Trainer], tmp_path: Path
 ) -> None:
     network = trained(make_trainer, "gpt2", tmp_path / "saved", targets=["c_fc"], trained=["ln_f"])
@@ -127,7 +127,7 @@ def test_what_is_trained_whole_goes_along_in_the_layout_of_peft(
     assert config["modules_to_save"] == ["transformer.ln_f"]
 
 
-def test_tied_weights_that_are_trained_whole_go_along(make_trainer: Callable[..., Trainer], tmp_path: Path) -> None:
+def test_fully_trained_tied_weights_are_included(make_trainer: Callable[..., Trainer], tmp_path: Path) -> None:
     network = trained(make_trainer, "gpt2", tmp_path / "saved", targets=["c_fc"], trained=["lm_head"])
     export_adapter(network, tmp_path / "adapter")
     found = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
@@ -136,7 +136,7 @@ def test_tied_weights_that_are_trained_whole_go_along(make_trainer: Callable[...
 
 
 @pytest.mark.parametrize("base", ["int8", "nf4"])
-def test_layers_that_have_no_parameters_but_adapters_are_not_taken_for_trained_whole(
+def test_layers_with_only_adapters_are_not_treated_as_fully_trained(
     make_trainer: Callable[..., Trainer], tmp_path: Path, base: str
 ) -> None:
     network = trained(make_trainer, "llama", tmp_path / "saved", base=base, trained=["norm"])
@@ -147,10 +147,10 @@ def test_layers_that_have_no_parameters_but_adapters_are_not_taken_for_trained_w
     assert {each.split(".")[-2] for each in names} == {"lora_A", "lora_B", "norm"}
 
 
-def test_a_checkpoint_whose_plan_names_no_adapters_is_not_merged(
+def test_checkpoint_whose_plan_has_no_adapters_is_rejected(
     make_trainer: Callable[..., Trainer], tmp_path: Path
 ) -> None:
     network = trained(make_trainer, "gpt", tmp_path / "saved")
     checkpoint.save(tmp_path / "unnamed", {"module": network.state_dict()})
-    with pytest.raises(RoomierError, match="has adapters, and its plan does not tell their scale"):
+    with pytest.raises(RoomierError, match="has adapters, but its plan does not contain their scale"):
         export_safetensors(tmp_path / "unnamed", tmp_path / "out")

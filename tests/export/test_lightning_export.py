@@ -1,4 +1,4 @@
-"""What ``export_lightning`` writes is what Lightning opens, and goes on with."""
+"""Lightning can load files of ``export_lightning`` and resume from them."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ def saved(folder: Path, make_trainer: Callable[..., Trainer], *callbacks: Any, *
 
 
 @pytest.mark.parametrize("kind", ["each epoch", "each step", "sgd"])
-def test_lightning_goes_on_with_the_losses_roomier_would_have_had(
+def test_lightning_resumes_with_the_losses_of_roomier(
     tmp_path: Path, make_trainer: Callable[..., Trainer], kind: str
 ) -> None:
     path = saved(tmp_path, make_trainer, kind=kind)
     written = export_lightning(path, tmp_path / "out.ckpt")
-    own, theirs = OwnModule(kind=kind), lightning_module(kind=kind)
+    own, reference = OwnModule(kind=kind), lightning_module(kind=kind)
 
     make_trainer(max_epochs=4).fit(own, loader(), loader(), ckpt_path=path)
-    fit_in_lightning(theirs, 4, ckpt_path=written)
+    fit_in_lightning(reference, 4, ckpt_path=written)
 
     assert len(own.losses) == 12
-    assert theirs.losses == pytest.approx(own.losses, abs=TOLERANCE)
-    assert (theirs.trainer.current_epoch, theirs.trainer.global_step) == (4, 24)
+    assert reference.losses == pytest.approx(own.losses, abs=TOLERANCE)
+    assert (reference.trainer.current_epoch, reference.trainer.global_step) == (4, 24)
 
 
-def test_lightning_makes_the_module_of_it(tmp_path: Path, make_trainer: Callable[..., Trainer]) -> None:
+def test_lightning_loads_the_module(tmp_path: Path, make_trainer: Callable[..., Trainer]) -> None:
     written = export_lightning(saved(tmp_path, make_trainer, width=5, lr=0.25), tmp_path / "out.ckpt")
 
     loaded = type(lightning_module()).load_from_checkpoint(written, weights_only=True)
@@ -54,10 +54,12 @@ def test_lightning_makes_the_module_of_it(tmp_path: Path, make_trainer: Callable
         assert torch.equal(loaded.state_dict()[name], expected), name
 
 
-def test_early_stopping_of_lightning_knows_the_best_score(tmp_path: Path, make_trainer: Callable[..., Trainer]) -> None:
-    import lightning.pytorch.callbacks as theirs
+def test_early_stopping_of_lightning_restores_the_best_score(
+    tmp_path: Path, make_trainer: Callable[..., Trainer]
+) -> None:
+    import lightning.pytorch.callbacks as reference
 
-    own, reached = EarlyStopping("val", patience=7), theirs.EarlyStopping("val", patience=3)
+    own, reached = EarlyStopping("val", patience=7), reference.EarlyStopping("val", patience=3)
     books = ModelCheckpoint(dirpath=tmp_path / "kept", monitor="val")
     written = export_lightning(saved(tmp_path, make_trainer, own, books), tmp_path / "out.ckpt")
 
@@ -67,7 +69,7 @@ def test_early_stopping_of_lightning_knows_the_best_score(tmp_path: Path, make_t
     assert not any(key.startswith("ModelCheckpoint") for key in LightningFile(written).content["callbacks"])
 
 
-def test_a_file_that_went_there_and_back_goes_on_alike(tmp_path: Path, make_trainer: Callable[..., Trainer]) -> None:
+def test_file_converted_twice_resumes_identically(tmp_path: Path, make_trainer: Callable[..., Trainer]) -> None:
     path = saved(tmp_path, make_trainer)
     written = export_lightning(path, tmp_path / "out.ckpt")
     runs = []
@@ -79,9 +81,7 @@ def test_a_file_that_went_there_and_back_goes_on_alike(tmp_path: Path, make_trai
     assert runs[0].losses == runs[1].losses
 
 
-def test_within_an_epoch_the_counts_are_those_of_lightning(
-    tmp_path: Path, make_trainer: Callable[..., Trainer]
-) -> None:
+def test_progress_within_an_epoch_equals_lightnings(tmp_path: Path, make_trainer: Callable[..., Trainer]) -> None:
     torch.manual_seed(3)
     trainer = make_trainer(max_steps=8)
     trainer.fit(OwnModule(), loader())
@@ -91,12 +91,12 @@ def test_within_an_epoch_the_counts_are_those_of_lightning(
 
     position = written.position()
     assert (position.epoch, position.batch_idx, position.num_batches, position.global_step) == (1, 2, 8, 8)
-    theirs = lightning_module()
-    fit_in_lightning(theirs, 2, ckpt_path=written.path)
-    assert len(theirs.losses) == 4
+    reference = lightning_module()
+    fit_in_lightning(reference, 2, ckpt_path=written.path)
+    assert len(reference.losses) == 4
 
 
-def trained_cut(path: Path) -> None:
+def trained_on_ranks(path: Path) -> None:
     torch.manual_seed(3)
     quiet: dict[str, Any] = dict.fromkeys(
         ("enable_progress_bar", "enable_model_summary", "logger", "enable_checkpointing"), False
@@ -106,20 +106,20 @@ def trained_cut(path: Path) -> None:
     trainer.save_checkpoint(path)
 
 
-def test_a_checkpoint_of_two_ranks_is_written_whole(
+def test_checkpoint_of_two_ranks_is_unsharded(
     tmp_path: Path, on_ranks: RankPool, make_trainer: Callable[..., Trainer]
 ) -> None:
-    on_ranks(2, trained_cut, tmp_path / "own")
+    on_ranks(2, trained_on_ranks, tmp_path / "own")
     written = export_lightning(tmp_path / "own", tmp_path / "out.ckpt")
-    own, theirs = OwnModule(), lightning_module()
+    own, reference = OwnModule(), lightning_module()
 
     make_trainer(max_epochs=2).fit(own, loader(), ckpt_path=tmp_path / "own")
-    fit_in_lightning(theirs, 2, ckpt_path=written)
+    fit_in_lightning(reference, 2, ckpt_path=written)
 
-    assert theirs.losses == pytest.approx(own.losses, abs=TOLERANCE)
+    assert reference.losses == pytest.approx(own.losses, abs=TOLERANCE)
 
 
-def test_weights_alone_where_lightning_has_no_such_optimizer(
+def test_only_weights_are_exported_if_lightning_does_not_support_the_optimizer(
     tmp_path: Path, make_trainer: Callable[..., Trainer], capsys: pytest.CaptureFixture[str]
 ) -> None:
     class Named(OwnModule):
@@ -132,18 +132,18 @@ def test_weights_alone_where_lightning_has_no_such_optimizer(
 
     written = LightningFile(export_lightning(tmp_path / "own", tmp_path / "out.ckpt"))
 
-    assert "which the Trainer named" in capsys.readouterr().err
+    assert "was created by the Trainer" in capsys.readouterr().err
     with pytest.raises(CheckpointError, match=r"weights only"):
         written.position()
 
 
-def test_nothing_is_overwritten_and_nothing_is_left_behind(
+def test_existing_file_is_kept_and_no_temporary_file_remains(
     tmp_path: Path, make_trainer: Callable[..., Trainer]
 ) -> None:
     path = saved(tmp_path, make_trainer)
     (tmp_path / "out.ckpt").write_text("mine")
 
-    with pytest.raises(RoomierError, match=r"output=.*is there already"):
+    with pytest.raises(RoomierError, match=r"output=.*already exists"):
         export_lightning(path, tmp_path / "out.ckpt")
     with pytest.raises(CheckpointError):
         export_lightning(tmp_path / "nothing", tmp_path / "other.ckpt")

@@ -1,4 +1,4 @@
-"""A model written as TorchScript, ONNX or with torch.export returns what it returned, for any batch size."""
+"""Models exported to TorchScript, ONNX or torch.export return the same outputs, for any batch size."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from roomier.export.plain import plain_model
 from roomier.export.torch_export import export_torch
 from roomier.export.torchscript import export_torchscript
 from tests.checkpoint.lightning_runs import OwnModule, lightning_module, loader
-from tests.export.test_lightning_export import trained_cut
+from tests.export.test_lightning_export import trained_on_ranks
 from tests.ranks.pool import RankPool
 
 
 class Net(Module):
     def __init__(self) -> None:
         super().__init__()
-        self.automatic_optimization = False  # an attribute whose type stands as a string in the class
+        self.automatic_optimization = False  # an attribute whose annotation is a string
         self.layer, self.dropout = nn.Linear(4, 3), nn.Dropout(0.5)
         self.frozen = nn.BatchNorm1d(3).eval()
 
@@ -43,7 +43,7 @@ class Net(Module):
 
 
 class Branching(Module):
-    """What it does depends on values."""
+    """Module with a branch that depends on values."""
 
     def forward(self, x: Tensor) -> Tensor:
         if bool(x.sum() > 0):
@@ -67,7 +67,7 @@ X = torch.linspace(0.1, 1.0, 8).view(2, 4)
 LARGER = torch.linspace(-1.0, 1.0, 28).view(7, 4)
 
 
-def test_scripted_and_traced_modules_return_what_the_module_returns(tmp_path: Path) -> None:
+def test_scripted_and_traced_modules_return_the_outputs_of_the_module(tmp_path: Path) -> None:
     module = Net()
     module.example_input_array = X
 
@@ -82,7 +82,7 @@ def test_scripted_and_traced_modules_return_what_the_module_returns(tmp_path: Pa
         assert torch.equal(found(LARGER), expected)
 
 
-def test_a_module_that_was_fitted_is_scripted_too(make_trainer: Callable[..., Trainer]) -> None:
+def test_fitted_module_is_scripted(make_trainer: Callable[..., Trainer]) -> None:
     module = OwnModule()
     trainer = make_trainer(max_steps=1)
     trainer.fit(module, loader())
@@ -94,22 +94,22 @@ def test_a_module_that_was_fitted_is_scripted_too(make_trainer: Callable[..., Tr
     assert "__annotations__" not in vars(module)
 
 
-def test_no_property_of_module_is_compiled() -> None:
+def test_properties_of_module_are_not_compiled() -> None:
     properties = {name for cls in Module.__mro__ for name, each in vars(cls).items() if isinstance(each, property)}
 
     assert properties - set(Exports.__jit_unused_properties__) == set()
 
 
-def test_a_script_keeps_branches_and_a_trace_that_loses_one_is_refused(tmp_path: Path) -> None:
+def test_script_keeps_branches_and_incorrect_trace_is_rejected(tmp_path: Path) -> None:
     scripted = Branching().to_torchscript(example_inputs=X)
     assert torch.equal(scripted(-X), -X - 1)
 
-    with pytest.raises(RoomierError, match=r"(?s)differs.*test_program_exports.py:\d+ asks about a value.*script"):
+    with pytest.raises(RoomierError, match=r"(?s)differs.*test_program_exports.py:\d+ depends on a value.*script"):
         Branching().to_torchscript(tmp_path / "x.pt", method="trace", example_inputs=X)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_torchscript_cannot_hold_is_named() -> None:
+def test_unsupported_torchscript_code_is_reported() -> None:
     class Strange(Module):
         def forward(self, x: Tensor) -> Tensor:
             return x + len(globals())
@@ -122,7 +122,7 @@ def test_what_torchscript_cannot_hold_is_named() -> None:
         Net().to_torchscript(method="trace")
 
 
-def test_an_exported_program_takes_any_batch(tmp_path: Path) -> None:
+def test_exported_program_accepts_any_batch_size(tmp_path: Path) -> None:
     module = Net()
 
     export_torch(module, tmp_path / "net.pt2", X[:1])
@@ -135,20 +135,20 @@ def test_an_exported_program_takes_any_batch(tmp_path: Path) -> None:
     ("module", "problem"),
     [(Branching(), r"one graph for all inputs.*in forward.*torch\.where"), (OneSize(), r"dynamic_shapes=\{\}")],
 )
-def test_what_has_no_graph_says_where_and_what_to_do(module: Module, problem: str, tmp_path: Path) -> None:
+def test_model_without_graph_is_rejected_with_place_and_action(module: Module, problem: str, tmp_path: Path) -> None:
     with pytest.raises(RoomierError, match=problem):
         export_torch(module, tmp_path / "x.pt2", X)
 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_one_batch_size_can_be_asked_for(tmp_path: Path) -> None:
+def test_fixed_batch_size(tmp_path: Path) -> None:
     export_torch(OneSize(), tmp_path / "x.pt2", X, dynamic_shapes={})
 
     assert torch.equal(torch.export.load(tmp_path / "x.pt2").module()(X), X + 1)
 
 
-def test_an_onnx_file_returns_what_the_module_returns_for_any_batch(tmp_path: Path) -> None:
+def test_onnx_file_returns_the_outputs_of_the_module_for_any_batch_size(tmp_path: Path) -> None:
     import onnxruntime
 
     module = Net()
@@ -167,7 +167,7 @@ def test_an_onnx_file_returns_what_the_module_returns_for_any_batch(tmp_path: Pa
         assert torch.allclose(torch.from_numpy(found), expected, atol=1e-6)
 
 
-def test_an_onnx_file_that_differs_is_not_written(tmp_path: Path) -> None:
+def test_onnx_file_with_different_outputs_is_not_written(tmp_path: Path) -> None:
     with pytest.raises(RoomierError, match=r"differs from the model by .* \(allowed: -1e\+00\)"):
         Net().to_onnx(tmp_path / "x.onnx", X, max_difference=-1.0)
     with pytest.raises(RoomierError, match=r"to onnx.*in forward.*method='script'"):
@@ -177,23 +177,21 @@ def test_an_onnx_file_that_differs_is_not_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("sample", [X[:, :3], {"y": X}, X.long()])
-def test_an_example_that_forward_does_not_take_is_told_before_any_exporter_meets_it(
-    tmp_path: Path, sample: Any
-) -> None:
-    told = r"forward fails when it is called with it \(.*Pass what forward\(x\) takes"
-    with pytest.raises(RoomierError, match=f"input_sample.*{told}"):
+def test_example_that_forward_rejects_is_reported_before_the_export(tmp_path: Path, sample: Any) -> None:
+    message = r"cannot be passed to forward \(.*Pass the arguments of forward\(x\)"
+    with pytest.raises(RoomierError, match=f"input_sample.*{message}"):
         Net().to_onnx(tmp_path / "x.onnx", sample)
-    with pytest.raises(RoomierError, match=f"sample.*{told}"):
+    with pytest.raises(RoomierError, match=f"sample.*{message}"):
         export_torch(Net(), tmp_path / "x.pt2", sample)
     for method in ("script", "trace"):
-        with pytest.raises(RoomierError, match=f"example_inputs.*{told}"):
+        with pytest.raises(RoomierError, match=f"example_inputs.*{message}"):
             Net().to_torchscript(tmp_path / "x.pt", method=method, example_inputs=sample)  # type: ignore[arg-type]
 
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.slow
-def test_what_onnxruntime_cannot_run_or_a_buffer_cannot_hold_is_told(tmp_path: Path) -> None:
+def test_onnxruntime_and_buffer_limits_are_reported(tmp_path: Path) -> None:
     with pytest.raises(RoomierError, match=r"onnxruntime cannot run it on the CPU .*Export a copy in float32"):
         Net().bfloat16().to_onnx(tmp_path / "x.onnx", X.bfloat16())
     buffer = BytesIO()
@@ -204,20 +202,20 @@ def test_what_onnxruntime_cannot_run_or_a_buffer_cannot_hold_is_told(tmp_path: P
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_package_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "onnxscript", None)
 
-    with pytest.raises(RoomierError, match=r'needs onnxscript.*pip install "roomier\[onnx\]"'):
+    with pytest.raises(RoomierError, match=r'requires onnxscript.*pip install "roomier\[onnx\]"'):
         Net().to_onnx(None, X)
 
 
-def test_a_module_without_forward_says_so() -> None:
+def test_module_without_forward_is_rejected() -> None:
     for export in (Module.to_onnx, Module.to_torchscript):
         with pytest.raises(RoomierError, match=r"NoForward.*has no forward"):
             export(NoForward())
 
 
-def test_adapters_are_in_the_weights_of_what_is_exported(make_trainer: Callable[..., Trainer], tmp_path: Path) -> None:
+def test_adapters_are_merged_into_exported_weights(make_trainer: Callable[..., Trainer], tmp_path: Path) -> None:
     module = OwnModule(width=16)
     trainer = make_trainer(max_steps=3, lora={"rank": 2, "targets": ["net.0"], "base": "int8"})
     trainer.fit(module, loader())
@@ -233,7 +231,7 @@ def test_adapters_are_in_the_weights_of_what_is_exported(make_trainer: Callable[
     assert torch.allclose(loaded(X), module(X), atol=1e-2)
 
 
-def test_a_compiled_module_is_exported_as_it_was_written() -> None:
+def test_compiled_module_is_exported_uncompiled() -> None:
     module = Net()
     module.compile(backend="eager")
     called = module._compiled_call_impl
@@ -244,8 +242,8 @@ def test_a_compiled_module_is_exported_as_it_was_written() -> None:
     assert torch.equal(traced(LARGER), torch.compile(module, backend="eager").eval().forward(LARGER))
 
 
-def test_the_plain_model_of_a_checkpoint_of_two_ranks(tmp_path: Path, on_ranks: RankPool) -> None:
-    on_ranks(2, trained_cut, tmp_path / "own")
+def test_plain_model_of_a_checkpoint_of_two_ranks(tmp_path: Path, on_ranks: RankPool) -> None:
+    on_ranks(2, trained_on_ranks, tmp_path / "own")
 
     model = plain_model(tmp_path / "own", OwnModule)
 
@@ -254,7 +252,7 @@ def test_the_plain_model_of_a_checkpoint_of_two_ranks(tmp_path: Path, on_ranks: 
     assert model(LARGER).std() > 0
 
 
-def test_a_model_of_transformers_is_made_from_the_configuration_in_its_checkpoint(tmp_path: Path) -> None:
+def test_transformers_model_is_created_from_the_configuration_in_its_checkpoint(tmp_path: Path) -> None:
     from transformers import BertConfig, BertModel
 
     sizes = {"vocab_size": 9, "hidden_size": 4, "num_hidden_layers": 1, "num_attention_heads": 1}
@@ -268,7 +266,7 @@ def test_a_model_of_transformers_is_made_from_the_configuration_in_its_checkpoin
     assert torch.equal(model(tokens).last_hidden_state, trained(tokens).last_hidden_state)
 
 
-def test_a_lightning_module_is_scripted_from_its_checkpoint(tmp_path: Path) -> None:
+def test_lightning_module_is_scripted_from_its_checkpoint(tmp_path: Path) -> None:
     module = lightning_module(width=5)
     torch.save({"state_dict": module.state_dict(), "hyper_parameters": {"width": 5}}, tmp_path / "x.ckpt")
 
@@ -278,14 +276,14 @@ def test_a_lightning_module_is_scripted_from_its_checkpoint(tmp_path: Path) -> N
     assert "_trainer" not in vars(model) or vars(model)["_trainer"] is None
 
 
-def test_the_plain_model_of_a_lightning_checkpoint(tmp_path: Path) -> None:
+def test_plain_model_of_a_lightning_checkpoint(tmp_path: Path) -> None:
     module = OwnModule(width=5)
     content: dict[str, Any] = {"state_dict": module.state_dict(), "hyper_parameters": {"width": 5}}
     torch.save(content, tmp_path / "x.ckpt")
 
     assert torch.equal(plain_model(tmp_path / "x.ckpt", OwnModule)(X), module(X))
     assert LightningFile(tmp_path / "x.ckpt").hyperparameters == {"width": 5}
-    with pytest.raises(CheckpointError, match=r"its weights are not those of OwnModule.*--model"):
+    with pytest.raises(CheckpointError, match=r"does not match the weights of OwnModule.*--model"):
         plain_model(tmp_path / "x.ckpt", OwnModule, {"width": 6})
 
 
@@ -309,25 +307,25 @@ print([path.name for path in Path(sys.argv[1]).iterdir()])
 
 @pytest.mark.slow
 @pytest.mark.parametrize("limit_bytes", [100, 30_000])
-def test_a_full_disk_is_told_and_does_not_end_the_process(tmp_path: Path, limit_bytes: int) -> None:
+def test_full_disk_is_reported_without_ending_the_process(tmp_path: Path, limit_bytes: int) -> None:
     command = [sys.executable, "-c", WITHOUT_SPACE, str(tmp_path), str(limit_bytes)]
     done = subprocess.run(command, capture_output=True, text=True)
 
     assert done.returncode == 0, done.stderr[-2000:]
-    told = "CheckpointError output='.*': cannot be written (File too large). Free space.*"
-    assert re.search(told.replace("(", r"\(").replace(")", r"\)"), done.stdout)
+    message = "CheckpointError output='.*': cannot be written (File too large). Free some space.*"
+    assert re.search(message.replace("(", r"\(").replace(")", r"\)"), done.stdout)
     assert done.stdout.count("CheckpointError") == 2
     assert done.stdout.endswith("[]\n")
 
 
 class Full:
-    """A file on a disk without space."""
+    """File on a full disk."""
 
     def write(self, data: Any) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def test_what_torch_writes_is_whole_or_the_error_comes_behind_it(tmp_path: Path) -> None:
+def test_write_error_is_raised_after_torchs_writer(tmp_path: Path) -> None:
     with for_torch(tmp_path / "good") as file:
         torch.save(X, file)
     assert torch.equal(torch.load(tmp_path / "good", weights_only=True), X)
@@ -342,5 +340,5 @@ def test_what_torch_writes_is_whole_or_the_error_comes_behind_it(tmp_path: Path)
 
     with pytest.raises(CheckpointError, match=r"output='.*full': cannot be written \(No space left"):
         write_on_a_full_disk()
-    assert seen == ["no error within"], "torch's writer must not meet it"
+    assert seen == ["no error within"], "torch's writer must not receive the error"
     assert [path.name for path in tmp_path.iterdir()] == ["good"]

@@ -1,4 +1,4 @@
-"""What ``roomier export`` writes is what safetensors and transformers read."""
+"""safetensors and transformers can load the files of ``roomier export``."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
 
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("chunk_bytes", [16, 2**24])
-def test_what_several_ranks_saved_is_whole_again(
+def test_checkpoint_of_several_ranks_is_unsharded(
     tmp_path: Path, on_ranks: RankPool, monkeypatch: Any, dim: int, chunk_bytes: int
 ) -> None:
     on_ranks(4, save_on_ranks, tmp_path / "c", dim)
@@ -69,7 +69,7 @@ def test_what_several_ranks_saved_is_whole_again(
     assert_equal(load_file(tmp_path / "out" / "model.safetensors"), weights())
     assert done.num_bytes == sum(tensor.nbytes for tensor in weights().values())
     with safe_open(tmp_path / "out" / "model.safetensors", framework="pt") as file:
-        assert file.metadata() == {"format": "pt"}, "transformers asks for it"
+        assert file.metadata() == {"format": "pt"}, "transformers requires this entry"
 
 
 def test_several_files_have_an_index(tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_several_files_have_an_index(tmp_path: Path) -> None:
     assert_equal(found, weights())
 
 
-def test_another_dtype_for_all_that_is_floating_point(tmp_path: Path) -> None:
+def test_dtype_applies_to_floating_point_tensors(tmp_path: Path) -> None:
     checkpoint.save(tmp_path / "c", {"module": weights()})
     export_safetensors(tmp_path / "c", tmp_path / "out", dtype="bf16")
     expected = {name: tensor.bfloat16() if tensor.is_floating_point() else tensor for name, tensor in weights().items()}
@@ -101,7 +101,7 @@ class Tied(Module):
         self.second.weight = self.first.weight
 
 
-def test_of_tied_weights_one_is_written_and_both_are_loaded(tmp_path: Path) -> None:
+def test_tied_weights_are_written_one_time_and_loaded_twice(tmp_path: Path) -> None:
     module = Tied()
     checkpoint.save(tmp_path / "c", {"module": module.state_dict()})
     export_safetensors(tmp_path / "c", tmp_path / "out")
@@ -112,7 +112,7 @@ def test_of_tied_weights_one_is_written_and_both_are_loaded(tmp_path: Path) -> N
 
 
 class Gpt2(Module):
-    """A Hugging Face model inside a Module, with a head of its own."""
+    """Module with a Hugging Face model and a separate head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -156,7 +156,7 @@ def fit_gpt2(folder: Path, num_ranks: int, inside: bool) -> dict[str, torch.Tens
 
 
 @pytest.mark.parametrize(("num_ranks", "inside"), [(1, True), (2, False)])
-def test_transformers_opens_the_folder(tmp_path: Path, on_ranks: RankPool, num_ranks: int, inside: bool) -> None:
+def test_transformers_loads_the_folder(tmp_path: Path, on_ranks: RankPool, num_ranks: int, inside: bool) -> None:
     from transformers import AutoModelForCausalLM
 
     trained = on_ranks(num_ranks, fit_gpt2, tmp_path, num_ranks, inside)[0]
@@ -165,7 +165,7 @@ def test_transformers_opens_the_folder(tmp_path: Path, on_ranks: RankPool, num_r
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["architectures"] == ["GPT2LMHeadModel"]
     model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
-    assert not any(info.values()), "nothing is missing, unexpected or of another shape"
+    assert not any(info.values()), "no missing or unexpected keys and no mismatched shapes"
     found = model.state_dict()
     assert found.keys() == trained.keys()
     for name, tensor in trained.items():
@@ -174,29 +174,29 @@ def test_transformers_opens_the_folder(tmp_path: Path, on_ranks: RankPool, num_r
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "half").dtype == torch.bfloat16
 
 
-def test_what_is_left_out_is_told(tmp_path: Path, capsys: Any) -> None:
+def test_omitted_entries_are_reported(tmp_path: Path, capsys: Any) -> None:
     checkpoint.save(tmp_path / "c", {"module": {"a.x": torch.ones(2), "b.y": torch.zeros(1), "b.extra": {"n": 1}}})
     export_safetensors(tmp_path / "c", tmp_path / "out", prefix="a.")
     assert_equal(load_file(tmp_path / "out" / "model.safetensors"), {"x": torch.ones(2)})
-    told = capsys.readouterr().err
-    assert "2 entries are left out" in told
-    assert "no config.json" in told
+    output = capsys.readouterr().err
+    assert "2 entries are omitted" in output
+    assert "no config.json" in output
 
 
-def test_a_part_is_named_with_or_without_the_dot_behind_it(tmp_path: Path) -> None:
+def test_prefix_with_and_without_trailing_dot(tmp_path: Path) -> None:
     checkpoint.save(tmp_path / "c", {"module": {"net.0.weight": torch.ones(2), "network": torch.zeros(1)}})
     for number, prefix in enumerate(("net", "net.")):
         export_safetensors(tmp_path / "c", tmp_path / str(number), prefix=prefix)
         assert set(load_file(tmp_path / str(number) / "model.safetensors")) == {"0.weight"}
 
 
-def test_wrong_requests_are_refused_and_write_nothing(tmp_path: Path) -> None:
+def test_invalid_arguments_are_rejected_without_output(tmp_path: Path) -> None:
     checkpoint.save(tmp_path / "c", {"module": weights()})
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine.txt").write_text("mine")
     for arguments, words in (
-        ({"output": tmp_path / "full"}, "is there already"),
-        ({"output": tmp_path / "c"}, "is there already"),
+        ({"output": tmp_path / "full"}, "already exists"),
+        ({"output": tmp_path / "c"}, "already exists"),
         ({"output": tmp_path / "out", "dtype": "int4"}, "is unknown"),
         ({"output": tmp_path / "out", "prefix": "layers."}, "Did you mean 'layer.'"),
     ):
@@ -209,7 +209,7 @@ def test_wrong_requests_are_refused_and_write_nothing(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["c", "full"]
 
 
-def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: Any) -> None:
+def test_full_disk_leaves_no_files(tmp_path: Path, monkeypatch: Any) -> None:
     checkpoint.save(tmp_path / "c", {"module": weights()})
 
     def no_space(*_: Any) -> None:
@@ -221,7 +221,7 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: Any) -> None:
     assert os.listdir(tmp_path) == ["c"]
 
 
-def test_the_command(tmp_path: Path, capsys: Any) -> None:
+def test_command(tmp_path: Path, capsys: Any) -> None:
     for step in (1, 2):
         checkpoint.save(tmp_path / f"step={step}", {"module": {"w": torch.full((300,), float(step))}})
     assert main(["export", str(tmp_path), "--to", "safetensors", "--max-shard-size", "1KiB", "--dtype", "bf16"]) == 0
@@ -230,7 +230,7 @@ def test_the_command(tmp_path: Path, capsys: Any) -> None:
     assert torch.equal(found["w"], torch.full((300,), 2.0, dtype=torch.bfloat16))
     for arguments, words in (
         ([str(tmp_path / "step=2")], "--to"),
-        ([str(tmp_path / "step=2"), "--to", "safetensors", "--max-shard-size", "big"], "is not a size"),
+        ([str(tmp_path / "step=2"), "--to", "safetensors", "--max-shard-size", "big"], "must be a size"),
         ([str(tmp_path / "nothing"), "--to", "safetensors"], "is not an existing folder"),
     ):
         assert main(["export", *arguments]) == 2
@@ -242,8 +242,8 @@ import sys
 from pathlib import Path
 from roomier.export.safetensors import export_safetensors
 
-def memory_kib(what):
-    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(what))
+def memory_kib(field):
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(field))
 
 small, large, folder = map(Path, sys.argv[1:])
 export_safetensors(small, folder / "small")
@@ -271,6 +271,6 @@ def test_memory_does_not_grow_with_the_model(tmp_path: Path, on_ranks: RankPool)
         text=True,
         check=True,
     )
-    assert int(done.stdout) < 32 * 2**20, "less than its largest tensor"
+    assert int(done.stdout) < 32 * 2**20, "less than the size of its largest tensor"
     found = load_file(tmp_path / "out" / "large" / "model-00002-of-00002.safetensors")
     assert torch.equal(found["w9"], torch.full((2048, 4096), 9.0, dtype=torch.bfloat16))

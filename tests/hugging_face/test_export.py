@@ -79,7 +79,7 @@ def test_a_model_inside_a_module_leaves_alone(
     module = Inside()
     path = saved(make_trainer, module, "t5", tmp_path / "c")
     export_hugging_face(path, tmp_path / "out")
-    assert "2 entries are left out" in capsys.readouterr().err
+    assert "2 entries are omitted" in capsys.readouterr().err
     opened = type(module.model).from_pretrained(tmp_path / "out")
     [batch] = KINDS["t5"].batches(1)
     assert torch.equal(logits(opened, batch), logits(module.model, batch))
@@ -133,12 +133,12 @@ def test_wrong_requests_are_refused_and_write_nothing(make_trainer: MakeTrainer,
     checkpoint.save(tmp_path / "plain", {"module": {"w": torch.ones(2)}})
     (tmp_path / "empty").mkdir()
     for source, arguments, words in (
-        (tmp_path / "plain", {}, "holds no Hugging Face model"),
+        (tmp_path / "plain", {}, "contains no Hugging Face model"),
         (path, {"adapters": "alone"}, "has no adapters"),
         (path, {"adapters": "both"}, "is unknown"),
         (path, {"dtype": "int4"}, "is unknown"),
-        (path, {"processor": tmp_path / "empty"}, "has no file of a tokenizer"),
-        (path, {"processor": 3}, "is no folder, and has no save_pretrained"),
+        (path, {"processor": tmp_path / "empty"}, "contains no file of a tokenizer"),
+        (path, {"processor": 3}, "must be a folder or have save_pretrained"),
     ):
         with pytest.raises(RoomierError, match=words):
             export_hugging_face(source, tmp_path / "out", **arguments)
@@ -156,7 +156,7 @@ def test_the_command(make_trainer: MakeTrainer, tmp_path: Path, capsys: pytest.C
     assert names == {"config.json", "generation_config.json", "model.safetensors", "merges.txt"}
     for wrong, words in (
         (["--to", "hugging-face", "--prefix", "transformer."], "--prefix"),
-        (["--to", "safetensors", "--adapters", "alone"], "does not go with --to safetensors"),
+        (["--to", "safetensors", "--adapters", "alone"], "is not supported with --to safetensors"),
         (["--to", "hugging-face", "--adapters", "alone"], "has no adapters"),
     ):
         assert main(["export", path, *wrong, "--output", str(tmp_path / "other")]) == 2

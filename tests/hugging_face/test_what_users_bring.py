@@ -83,7 +83,7 @@ def test_features_of_a_processor_are_converted(make_trainer: MakeTrainer, precis
 def test_a_batch_without_labels_is_told(make_trainer: MakeTrainer) -> None:
     [batch] = KINDS["llama"].batches(1)
     del batch["labels"]
-    with pytest.raises(RoomierError, match=r"without a scalar loss.*give Hugging Face models `labels`"):
+    with pytest.raises(RoomierError, match=r"without a scalar loss.*pass `labels` to Hugging Face models"):
         make_trainer(optimizer=ADAMW, max_steps=1).fit(KINDS["llama"].model(), [batch])
 
 

@@ -1,4 +1,4 @@
-"""What each launcher tells its processes, and what is read from it."""
+"""Environment variables of each launcher, and the ranks that are derived from them."""
 
 import pytest
 
@@ -36,8 +36,8 @@ OPEN_MPI = {
 }
 
 
-def test_a_process_started_by_hand_is_no_rank() -> None:
-    assert launch_of({"PATH": "/bin", "MASTER_ADDR": "left over", "WORLD_SIZE": "4"}) is None
+def test_a_process_without_a_launcher_is_not_a_rank() -> None:
+    assert launch_of({"PATH": "/bin", "MASTER_ADDR": "stale", "WORLD_SIZE": "4"}) is None
 
 
 def test_torchrun() -> None:
@@ -48,7 +48,7 @@ def test_torchrun() -> None:
     assert (launch.address, launch.port, launch.num_nodes) == ("node1", 4000, 2)
 
 
-def test_one_process_a_machine_that_tells_its_rank_alone() -> None:
+def test_one_process_per_machine_with_only_its_rank() -> None:
     launch = launch_of({"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "master-0", "MASTER_PORT": "23456"})
     assert launch is not None
     assert launch.world == World(1, 3, local_rank=0, node_rank=1, local_size=1)
@@ -79,15 +79,15 @@ def test_torchrun_within_slurm_is_torchrun() -> None:
     [
         {"SLURM_STEP_ID": None},  # the script of sbatch
         {"SLURM_STEP_ID": str(0xFFFFFFFA)},  # the shell of salloc
-        {"SLURM_STEP_NUM_TASKS": "1"},  # srun --pty bash; one task that starts its ranks itself
+        {"SLURM_STEP_NUM_TASKS": "1"},  # srun --pty bash, or one task that starts the ranks
     ],
 )
-def test_no_task_of_a_job_step_of_several(changes: dict[str, str | None]) -> None:
+def test_processes_outside_of_a_job_step_with_several_tasks_are_not_ranks(changes: dict[str, str | None]) -> None:
     environ = {name: value for name, value in {**SLURM, **changes}.items() if value is not None}
     assert launch_of(environ) is None
 
 
-def test_open_mpi_and_its_relatives() -> None:
+def test_mpi() -> None:
     for environ in (
         OPEN_MPI,
         {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"},
@@ -102,25 +102,25 @@ def test_open_mpi_and_its_relatives() -> None:
 @pytest.mark.parametrize(
     ("environ", "field", "text"),
     [
-        ({**TORCHRUN, "RANK": "first"}, "RANK", "is not a whole number"),
-        ({**TORCHRUN, "RANK": "8"}, "RANK", "not among its ranks"),
-        ({**TORCHRUN, "WORLD_SIZE": "7"}, "WORLD_SIZE", "as many ranks as the others"),
+        ({**TORCHRUN, "RANK": "first"}, "RANK", "must be an integer"),
+        ({**TORCHRUN, "RANK": "8"}, "RANK", "out of range"),
+        ({**TORCHRUN, "WORLD_SIZE": "7"}, "WORLD_SIZE", "must be a multiple of 4"),
         ({**SLURM, "SLURM_STEP_NODELIST": "gpu[07-"}, "SLURM_STEP_NODELIST", "list of hosts"),
         ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "two"}, "SLURM_STEP_TASKS_PER_NODE", "tasks per node"),
-        ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "3,1"}, "RANK", "not among its ranks"),
+        ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "3,1"}, "RANK", "out of range"),
         ({**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "4"}, "MASTER_ADDR", "Set MASTER_ADDR"),
     ],
 )
-def test_contradictions_are_named(environ: dict[str, str], field: str, text: str) -> None:
+def test_inconsistent_variables_are_rejected(environ: dict[str, str], field: str, text: str) -> None:
     with pytest.raises(RoomierError, match=text) as caught:
         launch_of(environ)
     assert caught.value.field == field
 
 
-def test_what_was_recognised_reads_as_torchrun_s_afterwards() -> None:
+def test_a_launch_is_exported_in_the_names_of_torchrun() -> None:
     launch = launch_of(SLURM)
     assert launch is not None
-    environ: dict[str, str] = {"MASTER_PORT": "999"}  # the user's own choice stays
+    environ: dict[str, str] = {"MASTER_PORT": "999"}  # a value of the user is kept
     export(launch, environ)
     again = launch_of(environ)
     assert again is not None

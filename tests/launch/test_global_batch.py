@@ -1,4 +1,4 @@
-"""The same samples make a step, on any number of ranks that divides them."""
+"""The global batch stays the same on any number of ranks that divides it."""
 
 import pytest
 from hypothesis import given
@@ -11,12 +11,12 @@ from roomier.run.global_batch import GlobalBatch
 @pytest.mark.parametrize(
     ("before", "num_ranks", "batch_size", "after"),
     [
-        (GlobalBatch(8, 2, 4), 2, 8, GlobalBatch(8, 4, 2)),  # fewer ranks: more micro-batches
+        (GlobalBatch(8, 2, 4), 2, 8, GlobalBatch(8, 4, 2)),  # fewer ranks, more micro-batches
         (GlobalBatch(8, 2, 2), 4, 8, GlobalBatch(8, 1, 4)),
-        (GlobalBatch(8, 1, 2), 4, 8, GlobalBatch(4, 1, 4)),  # more ranks than micro-batches: smaller ones
+        (GlobalBatch(8, 1, 2), 4, 8, GlobalBatch(4, 1, 4)),  # more ranks than micro-batches, so smaller micro-batches
         (GlobalBatch(8, 1, 4), 3, 8, None),
         (GlobalBatch(6, 1, 4), 3, 6, GlobalBatch(4, 2, 3)),
-        (GlobalBatch(8, 1, 4), 2, 16, GlobalBatch(16, 1, 2)),  # a script that divides its batch itself
+        (GlobalBatch(8, 1, 4), 2, 16, GlobalBatch(16, 1, 2)),  # a script that divides the batch
         (GlobalBatch(None, 2, 2), 4, None, GlobalBatch(None, 1, 4)),
         (GlobalBatch(None, 1, 2), 4, None, None),
     ],
@@ -25,7 +25,7 @@ def test_examples(before: GlobalBatch, num_ranks: int, batch_size: int | None, a
     if after is not None:
         assert before.on(num_ranks, batch_size) == after
         return
-    with pytest.raises(RoomierError, match="Restart on one of these numbers of ranks: 1, 2"):
+    with pytest.raises(RoomierError, match="Restart with one of these numbers of ranks: 1, 2"):
         before.on(num_ranks, batch_size)
 
 

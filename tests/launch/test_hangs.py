@@ -1,4 +1,4 @@
-"""Real ranks of which one hangs: the report, the end of the run, and what is left alone."""
+"""Processes of which one rank hangs: the report, the end of the run, and the cases that must not be reported."""
 
 import json
 import os
@@ -28,17 +28,17 @@ from roomier.run.options import MAX_HANG_TIMEOUT_S, LoopOptions
 from tests.ranks.pool import RankPool
 
 PROGRAM = Path(__file__).parent / "programs" / "hang.py"
-SECONDS_TO_END = 90.0  # beyond the bounds of some seconds, on a machine that is busy
+SECONDS_TO_END = 90.0  # in addition to the bounds of a few seconds, on a busy machine
 REPORT = "roomier: heartbeat: rank "
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a program ended.
+    """Result of a program.
 
     Attributes:
-        seconds: from the hang to the end.
-        left: its processes that were still alive.
+        seconds: time from the hang to the end.
+        left: ids of its processes that were still alive.
     """
 
     code: int
@@ -96,12 +96,12 @@ def test_a_rank_that_hangs_is_reported_and_the_run_ends(outcomes: dict[str, Outc
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["stopped 0", "deadlock 0"])
-def test_so_is_rank_zero(more_outcomes: dict[str, Outcome], name: str) -> None:
+def test_rank_0_that_hangs_is_reported_and_the_run_ends(more_outcomes: dict[str, Outcome], name: str) -> None:
     check_end(name, more_outcomes[name])
 
 
 def heartbeat_lines(outcome: Outcome) -> list[str]:
-    """Lines of the heartbeat, without notes of a slow start, which a busy machine causes under such small bounds."""
+    """Return the lines of the heartbeat, without notes about a slow start, which a busy machine causes."""
     lines = [line for line in outcome.stderr.splitlines() if line.startswith("roomier: heartbeat:")]
     return [line for line in lines if ": setup, step 0" not in line and ": first step, step 0" not in line]
 
@@ -109,11 +109,11 @@ def heartbeat_lines(outcome: Outcome) -> list[str]:
 def check_end(name: str, outcome: Outcome) -> None:
     how, late = name.split()
     other = "1" if late == "0" else "0"
-    sign = "given no sign of life" if how == "stopped" else "not moved"
+    sign = "sent no heartbeat" if how == "stopped" else "not moved"
     position = "training step, step 3, batch 3"
     lines = heartbeat_lines(outcome)
     assert re.search(
-        rf"rank {late} \(process \d+ on .*\) has {sign} for .*{position}.*If that does not change", lines[0]
+        rf"rank {late} \(process \d+ on .*\) has {sign} for .*{position}.*If this does not change", lines[0]
     )
     assert f"{REPORT}{other}: {position}" in lines
     assert (f"{REPORT}{late}: {position}" in lines) == (how == "deadlock")  # a stopped rank prints no stack
@@ -130,7 +130,7 @@ def check_end(name: str, outcome: Outcome) -> None:
 
 
 @pytest.mark.slow
-def test_a_slow_hook_is_noted_and_the_run_completes(more_outcomes: dict[str, Outcome]) -> None:
+def test_a_slow_hook_is_reported_in_one_line_and_the_run_completes(more_outcomes: dict[str, Outcome]) -> None:
     outcome = more_outcomes["slow hook 0"]
     assert outcome.code == 0
     [line] = heartbeat_lines(outcome)
@@ -141,17 +141,17 @@ def test_a_slow_hook_is_noted_and_the_run_completes(more_outcomes: dict[str, Out
 
 
 @pytest.mark.slow
-def test_a_rank_that_moves_again_does_not_end_the_run(more_outcomes: dict[str, Outcome]) -> None:
+def test_a_rank_that_makes_progress_again_does_not_end_the_run(more_outcomes: dict[str, Outcome]) -> None:
     outcome = more_outcomes["slow step 1"]
     assert outcome.code == 0
     assert f"{REPORT}1: training step, step 3, batch 3" in outcome.stderr
-    assert f"{REPORT}1 moves again" in outcome.stderr
+    assert f"{REPORT}1 makes progress again" in outcome.stderr
     assert outcome.stdout.count("steps 6") == 2
 
 
 @pytest.mark.slow
 def test_ranks_that_are_stopped_and_continued_together_are_not_reported(tmp_path: Path) -> None:
-    """As by Ctrl-Z in a terminal, for longer than the bound."""
+    """Ctrl-Z in a terminal does this; here for longer than the bound."""
 
     def stop_for_a_while() -> None:
         wrong = tmp_path / "run" / "gone-wrong"
@@ -175,11 +175,11 @@ def test_ranks_that_are_stopped_and_continued_together_are_not_reported(tmp_path
 # The option and the cost --------------------------------------------------------------------------------------------
 
 
-def test_the_limit_of_the_option_is_that_of_the_process_group() -> None:
+def test_hang_timeout_is_limited_to_the_timeout_of_the_process_group() -> None:
     assert _COLLECTIVE_TIMEOUT.total_seconds() == MAX_HANG_TIMEOUT_S
     assert LoopOptions(hang_timeout=None).hang_timeout_s is None
     assert LoopOptions().hang_timeout_s == 600.0
-    with pytest.raises(RoomierError, match="longer than 30 minutes"):
+    with pytest.raises(RoomierError, match="must be at most 30 minutes"):
         LoopOptions(hang_timeout={"seconds": 1801})
 
 
@@ -198,7 +198,7 @@ class Counted(roomier.Module):
 
 
 def calls_per_step(hang_timeout: Any) -> tuple[float, bool]:
-    """Calls of the library in the training thread, and whether a heartbeat ran."""
+    """Return the number of calls of the library in the training thread, and whether a heartbeat ran."""
     calls = CallCount((folder_of(roomier),), 2, 12)
     trainer = roomier.Trainer(
         strategy="ddp",
@@ -222,7 +222,7 @@ def test_a_step_makes_the_same_calls_with_and_without_a_heartbeat(on_ranks: Rank
 
 
 def operations() -> list[dict[str, int]]:
-    """Operations begun by group, before and after some."""
+    """Return the number of operations of each group, before and after three operations."""
     group = torch.distributed.new_group([0, 1], backend="gloo")
     torch.distributed.new_group([0, 1], backend="gloo", group_desc=torch_private.BACKGROUND_GROUP)
     counts = [torch_private.num_calls_by_group()]
@@ -232,7 +232,7 @@ def operations() -> list[dict[str, int]]:
     return [*counts, torch_private.num_calls_by_group()]
 
 
-def test_operations_are_counted_by_group_but_not_those_of_background_work(on_ranks: RankPool) -> None:
+def test_operations_are_counted_by_group_except_background_groups(on_ranks: RankPool) -> None:
     found = on_ranks(2, operations)
     assert found[0] == found[1]
     before, after = found[0]

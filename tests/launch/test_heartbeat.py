@@ -1,4 +1,4 @@
-"""The threads of the heartbeat, with objects of one process as ranks and a store that stops answering on demand."""
+"""The threads of the heartbeat, with ranks that are objects of one process and a store that can stop answering."""
 
 import json
 import threading
@@ -16,12 +16,12 @@ from roomier.launch.heartbeat import Heartbeat, WatchedRun
 from roomier.launch.judge import Limits
 from roomier.launch.records import Activity, Position
 
-WAIT_S = 60.0  # on a busy machine; the bounds below are shorter by far
+WAIT_S = 60.0  # on a busy machine; the bounds below are much shorter
 END_S = 1.2
 
 
 class Line:
-    """A connection to ``store``, which blocks while ``answers`` is not set."""
+    """Connection to ``store`` that blocks while ``answers`` is not set."""
 
     def __init__(self, store: HashStore) -> None:
         self._store = store
@@ -37,7 +37,7 @@ class Line:
 
 
 class Ranks:
-    """Heartbeats of ``size`` ranks that wait at one place, on as many machines."""
+    """Heartbeats of ``size`` ranks that wait at the same position, each on a separate machine."""
 
     def __init__(self, size: int, end_s: float) -> None:
         self.store, self.exit_codes = HashStore(), dict[int, int]()
@@ -68,7 +68,7 @@ class Ranks:
 
 @pytest.fixture
 def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Ranks]]:
-    monkeypatch.setattr(heartbeat, "_process_of", lambda _: None)  # all ranks are this process: none may be killed
+    monkeypatch.setattr(heartbeat, "_process_of", lambda _: None)  # all ranks are this process, so none may be killed
     started: list[Ranks] = []
 
     def of(size: int, end_s: float = END_S) -> Ranks:
@@ -87,23 +87,23 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
-def test_a_silent_rank_is_reported_by_all_others_and_ends_them(
+def test_the_other_ranks_report_a_silent_rank_and_end(
     start: Callable[..., Ranks], capsys: pytest.CaptureFixture[str]
 ) -> None:
     ranks = start(3)
     wait_until(lambda: ranks.store.check([f"heartbeat/{rank}" for rank in range(3)]))
-    ranks.lines[2].answers.clear()  # its second thread still runs, and judges rank 0: that is not looked at
+    ranks.lines[2].answers.clear()  # its second thread still runs and judges rank 0
     wait_until(lambda: {0, 1} <= ranks.exit_codes.keys())
     assert ranks.exit_codes[0] == ranks.exit_codes[1] == 1
     printed = capsys.readouterr().err
     assert "heartbeat: rank 2 (process" in printed
-    assert "has given no sign of life for" in printed
+    assert "has sent no heartbeat for" in printed
     for rank in (0, 1):
         assert f"roomier: heartbeat: rank {rank}: training step, step 7, batch 3\n  File of the stack\n" in printed
     assert "heartbeat: the run ends: hang_timeout=" in printed
 
 
-def test_the_others_judge_rank_zero_when_the_store_does_not_answer(
+def test_the_other_ranks_judge_rank_0_if_the_store_does_not_answer(
     start: Callable[..., Ranks], capsys: pytest.CaptureFixture[str]
 ) -> None:
     ranks = start(3)
@@ -119,11 +119,11 @@ def test_the_others_judge_rank_zero_when_the_store_does_not_answer(
     assert "the run ends: hang_timeout=" in printed
 
 
-def test_rank_zero_leaves_after_the_ranks_that_use_its_store(start: Callable[..., Ranks]) -> None:
+def test_rank_0_leaves_after_the_ranks_that_use_its_store(start: Callable[..., Ranks]) -> None:
     ranks = start(2, end_s=12.0)
     zero, one = ranks.heartbeats
     wait_until(lambda: ranks.store.check(["heartbeat/1"]))
     zero.close()
     assert ranks.has_left(0)
-    assert ranks.has_left(1)  # it read that rank 0 leaves
+    assert ranks.has_left(1)  # after it read that rank 0 leaves
     assert not any(thread.is_alive() for thread in (*zero._threads, one._threads[0]))

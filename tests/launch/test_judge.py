@@ -1,4 +1,4 @@
-"""The judge of late ranks, on scripted records and a scripted clock: which ranks it names, when, and when none."""
+"""The judge of late ranks, with scripted records and a scripted clock: which ranks are late, and when."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -27,13 +27,13 @@ def moves(t: float) -> Record:
 
 
 def waits(t: float) -> Record:
-    """A rank that waits for another in the first collective operation after ``HANG_S``."""
+    """A rank that waits for another rank in the first collective after ``HANG_S``."""
     step = int(min(t, HANG_S) / STEP_S)
     return at_step(step, t, calls=step + (t >= HANG_S))
 
 
 def hangs(activity: Activity = Activity.STEP) -> Script:
-    """A rank whose training thread stays where it is at ``HANG_S``, in ``activity``."""
+    """A rank whose training thread hangs at ``HANG_S``, in ``activity``."""
 
     def script(t: float) -> Record:
         return at_step(int(min(t, HANG_S) / STEP_S), t, activity=activity if t >= HANG_S else Activity.STEP)
@@ -42,13 +42,13 @@ def hangs(activity: Activity = Activity.STEP) -> Script:
 
 
 def is_silent(script: Script) -> Script:
-    """The same rank, which publishes nothing after ``HANG_S``."""
+    """The same rank, but it publishes no record after ``HANG_S``."""
     return lambda t: script(min(t, HANG_S))
 
 
 @dataclass
 class Found:
-    """First time at which a rank was noted, reported, and named as the reason to end the run."""
+    """First time at which each rank was noted, was reported, and ended the run."""
 
     noted: dict[int, float]
     reported: dict[int, float]
@@ -63,7 +63,7 @@ def play(
     state: str | None = None,
     judge: Judge | None = None,
 ) -> Found:
-    """Let a judge look at the records every ``TICK_S``; ``clock`` is what it reads."""
+    """Pass the records to a judge every ``TICK_S``. ``clock`` converts the true time to the time of the judge."""
     judge = judge or Judge(LIMITS, lambda _: state)
     found = Found({}, {}, {})
     for tick in range(int(until_s / TICK_S)):
@@ -84,7 +84,7 @@ def leaves_at(t_end: float) -> Script:
 
 
 def in_shards(shard: str, replica: str, ahead: tuple[int, int]) -> Script:
-    """A rank of two groups that has begun ``ahead`` more operations in them than the rank that hangs."""
+    """A rank in two groups that has begun ``ahead`` more operations in them than the rank that hangs."""
 
     def script(t: float) -> Record:
         step = int(min(t, HANG_S) / STEP_S)
@@ -133,7 +133,7 @@ def test_a_rank_that_hangs_is_reported_after_a_minute_and_ends_the_run(name: str
 
 NOTED: dict[str, dict[int, Script]] = {
     "long validation, compilation, checkpoint or hook": {0: hangs(Activity.LONG), 1: waits, 2: waits},
-    "the same without a sign of life": {0: waits, 1: is_silent(hangs(Activity.LONG))},
+    "the same without heartbeats": {0: waits, 1: is_silent(hangs(Activity.LONG))},
     "outside of a run": {0: waits, 1: hangs(Activity.OUTSIDE)},
 }
 
@@ -151,16 +151,16 @@ def all_slow(t: float) -> Record:
 
 
 SILENT: dict[str, tuple[dict[int, Script], str | None, Callable[[float], float]]] = {
-    "all ranks move": ({0: moves, 1: moves}, None, rises),
+    "all ranks make progress": ({0: moves, 1: moves}, None, rises),
     "a step that is slow on all ranks": ({0: all_slow, 1: all_slow, 2: all_slow}, None, rises),
     "debugger of Python": ({0: waits, 1: hangs(Activity.DEBUGGED)}, None, rises),
     "native debugger": ({0: waits, 1: is_silent(hangs())}, "tracing-stop", rises),
-    "suspended, on a clock that goes on": ({0: moves, 1: moves}, None, lambda t: t + 7200.0 * (t > 200.0)),
+    "suspended, with a clock that continues": ({0: moves, 1: moves}, None, lambda t: t + 7200.0 * (t > 200.0)),
     "stopped and continued together, often": ({0: moves, 1: moves}, None, lambda t: t * 100.0),
     "a rank whose process ended": ({0: waits, 1: leaves_at(HANG_S)}, None, rises),
     "a rank whose process ended outside of a run": ({0: waits, 1: is_silent(hangs(Activity.OUTSIDE))}, None, rises),
     "a silent rank that no rank waits for": ({0: moves, 1: is_silent(hangs())}, None, rises),
-    "a rank alone": ({0: hangs()}, None, rises),
+    "a single rank": ({0: hangs()}, None, rises),
 }
 
 
@@ -170,7 +170,7 @@ def test_no_rank_is_late(name: str) -> None:
     assert play(scripts, until_s=2000.0, clock=clock, state=state) == Found({}, {}, {})
 
 
-def test_the_bound_is_beyond_the_slowest_step() -> None:
+def test_the_slowest_step_is_added_to_the_bound() -> None:
     def slow(script: Script) -> Script:  # steps of 80 s
         return lambda t: script(t / 40.0)
 
@@ -180,8 +180,8 @@ def test_the_bound_is_beyond_the_slowest_step() -> None:
     assert end_s + 60.0 + 80.0 < found.reported[1] <= end_s + 60.0 + 80.0 + 3 * TICK_S
 
 
-def test_a_step_with_a_validation_does_not_count_as_the_slowest() -> None:
-    def validates(t: float) -> Record:  # for 500 s of the step at 50 s
+def test_a_step_with_a_validation_is_not_the_slowest_step() -> None:
+    def validates(t: float) -> Record:  # for 500 s in the step at 50 s
         if t < 50.0 or t >= 550.0:
             return moves(t if t < 50.0 else t - 500.0)
         return replace(moves(50.0), beat=int(t), position=Position(Activity.LONG, "validation", 25, 25))
@@ -191,7 +191,7 @@ def test_a_step_with_a_validation_does_not_count_as_the_slowest() -> None:
     assert judge.slowest_s < 20.0
 
 
-def test_a_rank_that_moves_again_is_no_longer_late() -> None:
+def test_a_rank_that_makes_progress_again_is_not_late() -> None:
     judge = Judge(LIMITS)
     scripts = {0: waits, 1: hangs()}
     play(scripts, until_s=200.0, judge=judge)
@@ -206,7 +206,7 @@ def test_small_bounds_keep_their_order() -> None:
     assert (LIMITS.report_s, LIMITS.tick_s) == (60.0, 5.0)
 
 
-def test_records_and_verdicts_survive_the_store() -> None:
+def test_records_and_verdicts_are_restored_from_json() -> None:
     record = replace(at_step(3, 7.0, activity=Activity.LONG), born=1.5, pid=42)
     assert Record.of(json.loads(record.to_json())) == record
     verdict = Verdict(2, True, 600.0, [Late(1, record, 61.5, -1.0, is_silent=True, process_state="stopped")])

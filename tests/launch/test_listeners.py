@@ -1,4 +1,4 @@
-"""The sockets of runs on a single machine: other machines reach none of them."""
+"""Sockets of runs on a single machine, which other machines cannot reach."""
 
 import os
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ class Socket:
 
 
 def open_sockets() -> list[Socket]:
-    """Sockets of this process and of its child processes."""
+    """Return the sockets of this process and of its child processes."""
     own = psutil.Process()
     return [
         Socket(each.name(), one.laddr.ip, one.laddr.port, one.status == psutil.CONN_LISTEN)
@@ -69,7 +69,7 @@ class Look(roomier.Callback):
 
 
 def train_with_each_strategy(root: Path) -> list[Socket]:
-    """Groups of earlier runs stay open, so the last look sees those of all strategies."""
+    """Return the open sockets after training with all strategies. Groups of earlier runs stay open."""
     look = Look()
     for strategy in ("ddp", "zero1", "zero2", "zero3", {"name": "hsdp", "shard_size": 2}):
         trainer = roomier.Trainer(
@@ -90,7 +90,7 @@ def train_with_each_strategy(root: Path) -> list[Socket]:
 def test_every_socket_of_a_run_is_on_the_loopback(on_ranks: RankPool, tmp_path: Path) -> None:
     by_rank = on_ranks(4, train_with_each_strategy, tmp_path, joins=False)
     assert [each for sockets in by_rank for each in sockets if not each.is_on_loopback] == []
-    # Each rank listens for the default group, and for those of the strategies and of the background save.
+    # Each rank listens for the default group and for the groups of the strategies and of the background save.
     assert all(sum(each.listens for each in sockets) >= 2 for sockets in by_rank)
 
 
@@ -98,7 +98,7 @@ def test_every_socket_of_a_run_is_on_the_loopback(on_ranks: RankPool, tmp_path: 
     ("address", "local_size"),
     [("127.0.0.1", 2), ("localhost", 1), ("::1", 1), ("name-of-this-machine", 2)],
 )
-def test_the_store_of_one_machine_is_served_on_the_loopback(address: str, local_size: int) -> None:
+def test_the_store_of_a_single_machine_listens_on_the_loopback(address: str, local_size: int) -> None:
     world = World(0, 2, local_size=local_size)
     before = set(open_sockets())
     store = open_store(world, {"MASTER_ADDR": address, "MASTER_PORT": "0"}, 20.0)
@@ -108,11 +108,11 @@ def test_the_store_of_one_machine_is_served_on_the_loopback(address: str, local_
     assert (store.host, store.port) in {(each.address, each.port) for each in opened if each.listens}
 
 
-def test_host_names_are_not_taken_for_the_loopback() -> None:
+def test_host_names_are_not_loopback_addresses() -> None:
     assert [is_loopback(each) for each in ("127.0.1.1", "node1", "192.0.2.7")] == [True, False, False]
 
 
-def test_interfaces_that_the_user_chose_stay() -> None:
+def test_interfaces_of_the_user_are_kept() -> None:
     environ = {"GLOO_SOCKET_IFNAME": "eth7"}
     keep_on_loopback(environ)
     [loopback] = {
@@ -121,7 +121,7 @@ def test_interfaces_that_the_user_chose_stay() -> None:
     assert environ == {"GLOO_SOCKET_IFNAME": "eth7", "NCCL_SOCKET_IFNAME": loopback}
 
 
-def test_processes_of_a_measurement_keep_to_the_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_of_a_measurement_use_the_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     folder = str(Path(__file__).parent / "programs")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([folder, os.environ.get("PYTHONPATH", "")]))

@@ -1,8 +1,9 @@
-"""What a Trainer makes of the ranks that were started, and of those that it would have to start."""
+"""Ranks that a Trainer finds, the ranks that it would start, and the cases in which it cannot start ranks."""
 
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -11,8 +12,8 @@ import torch
 
 from roomier import Plan, PlanError, RoomierError, Trainer
 from roomier.core.world import World
+from roomier.launch.command import command_again
 from roomier.launch.environment import RANK_VARIABLES
-from roomier.launch.start import command_again
 
 MakeTrainer = Callable[..., Trainer]
 
@@ -20,7 +21,7 @@ MakeTrainer = Callable[..., Trainer]
 @pytest.fixture(autouse=True)
 def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (*RANK_VARIABLES, "NODE_RANK"):
-        monkeypatch.setenv(name, "")  # so that what a Trainer exports is undone
+        monkeypatch.setenv(name, "")  # so that pytest removes the variables that a Trainer exports
         monkeypatch.delenv(name)
 
 
@@ -31,7 +32,7 @@ def torchrun(monkeypatch: pytest.MonkeyPatch, *, size: int, local_size: int) -> 
     monkeypatch.setenv("MASTER_ADDR", "localhost")
 
 
-def test_auto_is_what_the_launcher_started(make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_uses_the_ranks_of_the_launcher(make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
     torchrun(monkeypatch, size=4, local_size=2)
     trainer = make_trainer(strategy="zero2")
     assert (trainer.plan.parallel.devices, trainer.plan.parallel.num_nodes) == (2, 2)
@@ -42,17 +43,23 @@ def test_auto_is_what_the_launcher_started(make_trainer: MakeTrainer, monkeypatc
 @pytest.mark.parametrize(
     ("keywords", "text"),
     [
-        ({"devices": 4, "strategy": "ddp"}, "devices=4: torchrun started 2 processes on each node.*nproc-per-node=4"),
-        ({"num_nodes": 3, "strategy": "ddp"}, "num_nodes=3: torchrun started 2 nodes.*--nnodes=3"),
+        (
+            {"devices": 4, "strategy": "ddp"},
+            "devices=4: does not match the 2 processes on each node that torchrun started.*nproc-per-node=4",
+        ),
+        (
+            {"num_nodes": 3, "strategy": "ddp"},
+            "num_nodes=3: does not match the 2 nodes that torchrun started.*--nnodes=3",
+        ),
         ({}, "strategy='single': torchrun started 4 processes, and this strategy uses one.*'ddp'.*start one process"),
-        ({"plan": Plan(), "accelerator": "auto"}, "devices=1: torchrun started 2 processes on each node"),
+        ({"plan": Plan(), "accelerator": "auto"}, "devices=1: does not match the 2 processes on each node"),
         (
             {"plan": {"parallel": {"strategy": "ddp", "devices": 2}}, "accelerator": "auto"},
-            "num_nodes=1: torchrun started 2 nodes",
+            "num_nodes=1: does not match the 2 nodes",
         ),
     ],
 )
-def test_other_ranks_than_were_started_are_refused(
+def test_numbers_of_ranks_that_do_not_match_the_launcher_are_rejected(
     make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch, keywords: dict[str, Any], text: str
 ) -> None:
     torchrun(monkeypatch, size=4, local_size=2)
@@ -66,10 +73,10 @@ def test_without_a_launcher_auto_is_one_process_on_a_cpu(
     assert make_trainer().world == World()
     assert capsys.readouterr().err == ""
     assert make_trainer(strategy="zero3").world == World()
-    assert "devices=N starts N of them" in capsys.readouterr().err
+    assert "devices=N starts N processes" in capsys.readouterr().err
 
 
-def test_without_a_launcher_auto_is_all_cuda_devices(
+def test_without_a_launcher_auto_uses_all_cuda_devices(
     make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -79,21 +86,21 @@ def test_without_a_launcher_auto_is_all_cuda_devices(
     assert make_trainer(accelerator="auto").world == World()
 
 
-def test_a_trainer_alone_is_the_first_rank_of_those_to_come(make_trainer: MakeTrainer) -> None:
+def test_without_a_launcher_this_process_is_rank_0(make_trainer: MakeTrainer) -> None:
     assert make_trainer(strategy="ddp", devices=4).world == World(0, 4, local_size=4)
     assert "RANK" not in os.environ
 
 
-def test_several_nodes_by_hand(make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_nodes_without_a_launcher(make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NODE_RANK", "1")
     trainer = make_trainer(strategy="ddp", devices=2, num_nodes=3)
     assert trainer.world == World(2, 6, local_rank=0, node_rank=1, local_size=2)
     monkeypatch.setenv("NODE_RANK", "3")
-    with pytest.raises(RoomierError, match="NODE_RANK=3: there are 3 nodes"):
+    with pytest.raises(RoomierError, match="NODE_RANK=3: must be from 0 to 2"):
         make_trainer(strategy="ddp", devices=2, num_nodes=3)
 
 
-# Where no ranks can be started ----------------------------------------------------------------------------------------
+# Ranks that cannot be started -----------------------------------------------------------------------------------------
 
 
 def as_in_a_script(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,32 +124,59 @@ def test_ranks_are_started_with_the_same_command(monkeypatch: pytest.MonkeyPatch
     assert list(command_again().words) == [sys.executable, *words[1:]]
 
 
-def test_not_in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_notebook_cannot_start_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     as_in_a_script(monkeypatch)
     monkeypatch.setitem(sys.modules, "ipykernel", ModuleType("ipykernel"))
-    with pytest.raises(RoomierError, match=r"a notebook .* cannot start further ranks. Put the run into a script"):
+    with pytest.raises(RoomierError, match=r"a notebook .* cannot start further ranks. Move the run to a script"):
         command_again()
 
 
-def test_not_from_a_command_line_or_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("file", [None, "<stdin>", "/dev/stdin", "pipe"])
+def test_code_without_a_file_cannot_start_ranks(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, file: str | None
+) -> None:
     as_in_a_script(monkeypatch)
-    monkeypatch.setitem(sys.modules, "__main__", ModuleType("__main__"))
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("pipe")  # `python <(cat script.py)`
+    main = ModuleType("__main__")
+    if file is not None:
+        main.__file__ = str(tmp_path / "pipe") if file == "pipe" else file
+    monkeypatch.setitem(sys.modules, "__main__", main)
     with pytest.raises(RoomierError, match=r"code from `python -c` or from standard input"):
         command_again()
 
 
-def test_not_in_a_test(make_trainer: MakeTrainer) -> None:
+@pytest.mark.parametrize(
+    ("name", "maximum", "text"),
+    [
+        ("", "", r"devices=1000: roomier starts at most \d+ ranks .* has \d+ cores. .* ROOMIER_MAX_DEVICES"),
+        ("ROOMIER_MAX_DEVICES", "999", "at most 999 ranks on this machine"),
+        ("ROOMIER_MAX_DEVICES", "1000", "under pytest"),  # this check passes, and the next one fails
+        ("ROOMIER_MAX_DEVICES", "many", "ROOMIER_MAX_DEVICES='many': must be an integer"),
+    ],
+)
+def test_far_more_ranks_than_cores_are_rejected(
+    make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch, name: str, maximum: str, text: str
+) -> None:
+    if name:
+        monkeypatch.setenv(name, maximum)
+    trainer = make_trainer(strategy="ddp", devices=1000, max_steps=1)
+    with pytest.raises(RoomierError, match=text):
+        trainer.fit(torch.nn.Linear(1, 1), [torch.ones(1, 1)])
+
+
+def test_a_test_cannot_start_ranks(make_trainer: MakeTrainer) -> None:
     trainer = make_trainer(strategy="ddp", devices=2, max_steps=1)
     with pytest.raises(RoomierError, match="under pytest, further ranks would run the tests again"):
         trainer.fit(torch.nn.Linear(1, 1), [torch.ones(1, 1)])
 
 
-def test_several_nodes_need_to_be_told_where_rank_0_is(
+def test_several_nodes_require_the_address_of_rank_0(
     make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     as_in_a_script(monkeypatch)
     trainer = make_trainer(strategy="ddp", devices=2, num_nodes=2, max_steps=1)
-    with pytest.raises(RoomierError, match=r"num_nodes=2: .* starts the ranks of one machine. .*torchrun --nnodes=2"):
+    with pytest.raises(RoomierError, match=r"num_nodes=2: .* start ranks only on one machine. .*torchrun --nnodes=2"):
         trainer.fit(torch.nn.Linear(1, 1), [torch.ones(1, 1)])
 
 
@@ -150,5 +184,5 @@ def test_ranks_cannot_exchange_tensors_of_mps(make_trainer: MakeTrainer, monkeyp
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     trainer = make_trainer(strategy="ddp", devices=2, accelerator="auto", max_steps=1)
-    with pytest.raises(RoomierError, match="accelerator='mps': several ranks cannot exchange"):
+    with pytest.raises(RoomierError, match="accelerator='mps': does not support several ranks"):
         trainer.fit(torch.nn.Linear(1, 1), [torch.ones(1, 1)])

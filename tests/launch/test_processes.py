@@ -1,16 +1,17 @@
-"""Real processes: ranks that a script or a launcher starts, and how they end when one of them fails.
+"""Processes that a script or a launcher starts as ranks, and how they end if one of them fails.
 
-What is looked at below is run once, several at a time, by the fixture ``outcomes``. ``test_meet.py`` and
-``test_place.py`` look at some of it without processes.
+The fixtures ``outcomes`` and ``more_outcomes`` run the programs, several at a time. ``test_meet.py`` and
+``test_place.py`` test parts of this without processes.
 """
 
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,16 +23,18 @@ from roomier.launch.environment import RANK_VARIABLES
 
 PROGRAMS = Path(__file__).parent / "programs"
 TRAIN = str(PROGRAMS / "train.py")
-SECONDS_TO_END = 60.0  # on a machine that is busy; some 2 s on one that is not
+LIMIT_OF_V1 = "memory.limit_in_bytes"
+SECONDS_TO_END = 60.0  # on a busy machine; about 2 s on an idle one
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a program ended.
+    """Result of a program.
 
     Attributes:
-        seconds: from where it went wrong to its end.
-        left: those of its processes that were still there.
+        seconds: time from the failure to the end.
+        left: ids of its processes that were still alive.
+        sockets: address, port and status of each socket of each rank in the second step.
     """
 
     code: int
@@ -39,10 +42,11 @@ class Outcome:
     stderr: str
     seconds: float
     left: list[int]
+    sockets: list[list[tuple[str, int, str]]]
 
     @property
     def ranks(self) -> list[list[int]]:
-        """What each rank told at its end: rank, size, local rank, local size, node, steps."""
+        """Values that each rank printed at its end: rank, size, local rank, local size, node, steps."""
         return sorted(json.loads(line) for line in re.findall(r"^ranks (.*)$", self.stdout, re.MULTILINE))
 
 
@@ -56,11 +60,22 @@ def run(notes: Path, words: list[str], changes: Mapping[str, str] | None = None)
     pids = [int(path.stem) for path in notes.glob("*.pid")]
     left = [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
     seconds = end - wrong.stat().st_mtime if wrong.exists() else 0.0
-    return Outcome(done.returncode, done.stdout, done.stderr, seconds, left)
+    sockets = [json.loads(path.read_text()) for path in sorted(notes.glob("sockets-*.json"))]
+    return Outcome(done.returncode, done.stdout, done.stderr, seconds, left, sockets)
 
 
 def script(what: str, rank: int, **keywords: object) -> list[str]:
     return [sys.executable, TRAIN, what, str(rank), json.dumps({"devices": 2, **keywords})]
+
+
+def from_standard_input(*words: str) -> list[str]:
+    inner = shlex.join([sys.executable, *words])
+    return ["sh", "-c", f"exec {inner} < {shlex.quote(TRAIN)}"]
+
+
+def from_pipe(*arguments: str) -> list[str]:
+    first_line = shlex.quote(f"import sys; sys.argv[1:] = {list(arguments)}")
+    return ["sh", "-c", f"(echo {first_line}; cat {shlex.quote(TRAIN)}) | {shlex.quote(sys.executable)}"]
 
 
 RUNS: dict[str, tuple[list[str], dict[str, str]]] = {
@@ -80,6 +95,15 @@ RUNS: dict[str, tuple[list[str], dict[str, str]]] = {
         ],
         {"PYTHONPATH": str(PROGRAMS.parents[1] / "cli" / "project")},
     ),
+    "start leaves 1": (script("start leaves", 1), {"ROOMIER_JOIN_TIMEOUT_S": "100"}),
+    "start killed 1": (script("start killed", 1), {}),
+    "step leaves 1": (script("step leaves", 1), {}),
+    "step leaves 0": (script("step leaves", 0), {}),
+    "step leaves badly 0": (script("step leaves badly", 0), {}),
+    "step leaves badly 1": (script("step leaves badly", 1), {}),
+    "step vanishes 1": (script("step vanishes", 1), {}),
+    "standard input": (from_standard_input("-", *script("nothing", 0)[2:]), {"ROOMIER_JOIN_TIMEOUT_S": "15"}),
+    "pipe": (from_pipe(*script("nothing", 0)[2:]), {"ROOMIER_JOIN_TIMEOUT_S": "15"}),
     "no script": (
         [
             sys.executable,
@@ -93,6 +117,7 @@ RUNS: dict[str, tuple[list[str], dict[str, str]]] = {
 
 
 QUICK = ("well", "step raises 1", "step raises 0", "step killed 1", "start raises 1", "command")
+QUICK += ("start leaves 1", "step vanishes 1", "standard input")
 
 
 def run_all(folder: Path, names: Iterable[str]) -> dict[str, Outcome]:
@@ -111,22 +136,31 @@ def more_outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome
     return run_all(tmp_path_factory.mktemp("runs"), RUNS.keys() - QUICK)
 
 
-def test_a_script_starts_the_ranks_it_asks_for(outcomes: dict[str, Outcome]) -> None:
+def test_a_script_starts_the_requested_ranks(outcomes: dict[str, Outcome]) -> None:
     outcome = outcomes["well"]
     assert outcome.code == 0, outcome.stderr
     assert outcome.ranks == [[0, 2, 0, 2, 0, 4], [1, 2, 1, 2, 0, 4]]
-    assert outcome.stderr.count("\nstrategy ") == 1  # the table is printed by one rank
+    assert outcome.stderr.count("\nstrategy ") == 1  # only one rank prints the table
     assert outcome.left == []
 
 
+def test_a_run_on_one_machine_uses_the_loopback_only(outcomes: dict[str, Outcome]) -> None:
+    zero, one = outcomes["well"].sockets
+    listening = [sum(status == "LISTEN" for _, _, status in sockets) for sockets in (zero, one)]
+    assert listening == [2, 1]  # gloo of each rank, and the store of rank 0
+    assert {address.removeprefix("::ffff:") for address, _, _ in zero + one} == {"127.0.0.1"}
+
+
 @pytest.mark.parametrize("name", [name for name in QUICK if "raise" in name])
-def test_the_traceback_of_the_rank_that_failed_comes_first_and_alone(outcomes: dict[str, Outcome], name: str) -> None:
+def test_only_the_traceback_of_the_failed_rank_is_printed(outcomes: dict[str, Outcome], name: str) -> None:
     check_failure(name, outcomes[name])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in RUNS if "raise" in name and name not in QUICK])
-def test_so_does_that_of_several_ranks_and_of_one_that_fails_late(more_outcomes: dict[str, Outcome], name: str) -> None:
+def test_only_one_traceback_of_several_or_late_failures_is_printed(
+    more_outcomes: dict[str, Outcome], name: str
+) -> None:
     check_failure(name, more_outcomes[name])
 
 
@@ -136,9 +170,9 @@ def check_failure(name: str, outcome: Outcome) -> None:
     assert outcome.left == []
     errors = re.findall(r"^(?:\[rank\d\]: )?(\w*Error.*)$", outcome.stderr, re.MULTILINE)
     who = "no rank can" if name == "all raise" else f"rank {name[-1]} cannot"
-    assert errors == [f"ValueError: {who} go on"]
+    assert errors == [f"ValueError: {who} continue"]
     if name[-1] == "1":
-        assert outcome.stderr.splitlines()[-1] == "roomier: rank 1 ended with exit code 1, and the run with it"
+        assert outcome.stderr.splitlines()[-1] == "roomier: rank 1 ended with exit code 1, so the run ended"
 
 
 def test_a_rank_that_is_killed_ends_the_run(outcomes: dict[str, Outcome]) -> None:
@@ -147,14 +181,95 @@ def test_a_rank_that_is_killed_ends_the_run(outcomes: dict[str, Outcome]) -> Non
     assert outcome.seconds < SECONDS_TO_END
     assert outcome.left == []
     assert "Traceback" not in outcome.stderr
-    assert outcome.stderr.splitlines()[-1].startswith("roomier: rank 1 was ended by SIGKILL (often: the machine ran")
+    assert outcome.stderr.splitlines()[-1].startswith("roomier: rank 1 was terminated by SIGKILL (often because the")
+
+
+def test_a_rank_that_exits_before_the_rendezvous_ends_the_run(outcomes: dict[str, Outcome]) -> None:
+    outcome = outcomes["start leaves 1"]
+    assert outcome.code == 1
+    assert outcome.seconds < SECONDS_TO_END
+    assert outcome.left == []
+    assert outcome.stderr.splitlines()[-1] == (
+        "roomier: rank 1 ended with exit code 0 before all ranks had joined, so the run ended"
+    )
 
 
 @pytest.mark.slow
-def test_a_rank_that_does_not_come_is_named(more_outcomes: dict[str, Outcome]) -> None:
+def test_a_rank_that_is_killed_before_the_rendezvous_ends_the_run(more_outcomes: dict[str, Outcome]) -> None:
+    outcome = more_outcomes["start killed 1"]
+    assert outcome.code == 128 + 9
+    assert outcome.seconds < SECONDS_TO_END
+    assert outcome.left == []
+    assert outcome.stderr.splitlines()[-1].startswith("roomier: rank 1 was terminated by SIGKILL")
+
+
+def test_a_process_that_ends_with_code_0_in_a_step_is_reported(outcomes: dict[str, Outcome]) -> None:
+    outcome = outcomes["step vanishes 1"]
+    assert outcome.code == 1
+    assert outcome.seconds < SECONDS_TO_END
+    assert outcome.left == []
+    assert outcome.stderr.splitlines()[-1] == (
+        "roomier: rank 1 ended with exit code 0 at step 1 of fit, so the run ended"
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_single_rank_that_exits_with_code_0_is_reported(more_outcomes: dict[str, Outcome], rank: int) -> None:
+    outcome = more_outcomes[f"step leaves {rank}"]
+    assert outcome.code == 1
+    assert outcome.seconds < SECONDS_TO_END
+    assert outcome.left == []
+    text = f"TrainingError: rank={rank}: exited with code 0 at step 1 of fit, but ranks [{1 - rank}] did not exit"
+    assert outcome.stderr.count(text) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_run_has_the_nonzero_exit_code_of_a_rank(more_outcomes: dict[str, Outcome], rank: int) -> None:
+    outcome = more_outcomes[f"step leaves badly {rank}"]
+    assert outcome.code == 7
+    assert outcome.seconds < SECONDS_TO_END
+    assert outcome.left == []
+
+
+@pytest.fixture
+def control_group() -> Iterator[Path]:
+    """Create a control group with a limit of 512 MiB. Skip the test if that is not possible."""
+    root = Path("/sys/fs/cgroup")
+    parent, limit = (root, "memory.max") if (root / "cgroup.controllers").exists() else (root / "memory", LIMIT_OF_V1)
+    group = parent / f"roomier-test-{os.getpid()}"
+    try:
+        group.mkdir()
+    except OSError as error:
+        pytest.skip(f"control groups cannot be created here (usually only root can): {error}")
+    try:
+        try:
+            (group / limit).write_text(str(2**29))
+        except OSError as error:
+            pytest.skip(f"control groups here have no memory limit: {error}")
+        yield group
+    finally:
+        group.rmdir()
+
+
+@pytest.mark.slow
+def test_a_rank_that_exceeds_the_memory_limit_of_its_control_group_is_reported(
+    tmp_path: Path, control_group: Path
+) -> None:
+    outcome = run(tmp_path / "notes", script("step out of memory", 1), {"CONTROL_GROUP": str(control_group)})
+    assert outcome.code == 128 + 9
+    assert outcome.seconds < SECONDS_TO_END
+    assert outcome.left == []
+    reason = "often because the machine ran out of memory"
+    assert outcome.stderr.splitlines()[-1] == f"roomier: rank 1 was terminated by SIGKILL ({reason}), so the run ended"
+
+
+@pytest.mark.slow
+def test_a_rank_that_does_not_join_is_reported(more_outcomes: dict[str, Outcome]) -> None:
     outcome = more_outcomes["start sleeps 1"]
     assert outcome.code == 1
-    assert "rank=1: of 2 ranks these did not come within 15 s: 1. See what" in outcome.stderr
+    assert "rank=1: these of 2 ranks did not connect within 15 s: 1. Check the logs" in outcome.stderr
     assert outcome.left == []
 
 
@@ -165,16 +280,24 @@ def test_the_command_starts_ranks_and_prints_its_result_once(outcomes: dict[str,
     assert metrics["val_loss"] > 0
 
 
+def test_code_from_standard_input_is_rejected(outcomes: dict[str, Outcome]) -> None:
+    check_rejected(outcomes["standard input"])
+
+
 @pytest.mark.slow
-def test_code_without_a_script_is_told_what_to_do(more_outcomes: dict[str, Outcome]) -> None:
-    outcome = more_outcomes["no script"]
+@pytest.mark.parametrize("name", ["pipe", "no script"])
+def test_code_without_a_script_is_rejected(more_outcomes: dict[str, Outcome], name: str) -> None:
+    check_rejected(more_outcomes[name])
+
+
+def check_rejected(outcome: Outcome) -> None:
     assert outcome.code == 1
     last = outcome.stderr.splitlines()[-1]
     assert "code from `python -c` or from standard input cannot be run again" in last
-    assert "Put the run into a script" in last
+    assert "Move the run to a script" in last
 
 
-def test_tasks_of_slurm_find_each_other(tmp_path: Path) -> None:
+def test_tasks_of_slurm_connect(tmp_path: Path) -> None:
     slurm = {
         "SLURM_JOB_ID": str(os.getpid()),
         "SLURM_STEP_ID": "0",

@@ -1,4 +1,4 @@
-"""A job restarted on as many ranks as before, fewer, or more: which samples made which step, and the weights."""
+"""A job that restarts with the same number of ranks, fewer or more: the samples of each step, and the weights."""
 
 import json
 import os
@@ -23,7 +23,7 @@ Steps = dict[tuple[int, int], set[int]]
 
 
 class Numbered(Dataset[Any]):
-    """Each sample tells its index."""
+    """Samples that contain their index."""
 
     def __len__(self) -> int:
         return NUM_SAMPLES
@@ -54,7 +54,7 @@ class Model(roomier.Module):
 def train(
     root: Path, job: str | None, batch_size: int, accumulate: int, killed_at: tuple[int, int] | None, num_fits: int = 1
 ) -> list[tuple[int, dict[str, Tensor]]]:
-    """Steps and weights at the end of each fit."""
+    """Return the number of steps and the weights at the end of each fit."""
     if job is not None:
         os.environ["TORCHELASTIC_RUN_ID"] = job
     notes = root / "notes"
@@ -76,13 +76,13 @@ def train(
         model = Model(notes, killed_at if fit == num_fits - 1 else None)
         trainer.fit(model, DataLoader(Numbered(), batch_size=batch_size, shuffle=True))
         named = trainer.engine.weights()
-        whole = {name: each.full_tensor() if hasattr(each, "full_tensor") else each for name, each in named.items()}
-        ended.append((trainer.global_step, {name: each.detach().clone() for name, each in whole.items()}))
+        full = {name: each.full_tensor() if hasattr(each, "full_tensor") else each for name, each in named.items()}
+        ended.append((trainer.global_step, {name: each.detach().clone() for name, each in full.items()}))
     return ended
 
 
 def samples_of(root: Path) -> Steps:
-    """Which samples made each (epoch, step). A step that was done again must have been made of the same ones."""
+    """Return the samples of each (epoch, step). A repeated step must have the same samples."""
     found: Steps = defaultdict(set)
     for path in (root / "notes").glob("*.jsonl"):
         for line in path.read_text().splitlines():
@@ -99,9 +99,9 @@ def samples_of(root: Path) -> Steps:
         ((1, 4, 2), (2, 4, 2), "1 ranks x 2 micro-batches x 4 samples and is kept as 2 ranks x 1 micro-batches x 4"),
         ((2, 4, 1), (4, 4, 1), "kept as 4 ranks x 1 micro-batches x 2 samples"),
     ],
-    ids=["as before", "fewer", "more, fewer micro-batches", "more, smaller micro-batches"],
+    ids=["same", "fewer", "more, fewer micro-batches", "more, smaller micro-batches"],
 )
-def test_it_goes_on_with_the_same_global_batch(
+def test_a_restarted_job_keeps_the_global_batch(
     on_ranks: RankPool,
     tmp_path: Path,
     capfd: pytest.CaptureFixture[str],
@@ -115,21 +115,21 @@ def test_it_goes_on_with_the_same_global_batch(
     )[0]
     with pytest.raises(RankFailed):
         on_ranks(num_ranks, train, tmp_path / "killed", "job", batch_size, accumulate, (num_ranks - 1, 8))
-    told = capfd.readouterr().out
-    assert "it goes on from" not in told
+    printed = capfd.readouterr().out
+    assert "resumes from" not in printed
     num_ranks, batch_size, accumulate = after
     [(steps_after, weights)] = on_ranks(num_ranks, train, tmp_path / "killed", "job", batch_size, accumulate, None)[0]
-    told = capfd.readouterr().out
-    assert "this job was restarted: it goes on from" in told
-    assert (notices or "") in told
-    assert ("the global batch was" in told) == (notices is not None)
+    printed = capfd.readouterr().out
+    assert "this job was restarted and resumes from" in printed
+    assert (notices or "") in printed
+    assert ("the global batch was" in printed) == (notices is not None)
     assert steps_after == num_steps == 12
     assert samples_of(tmp_path / "killed") == samples_of(tmp_path / "undisturbed")
     for name, expected in undisturbed.items():
         torch.testing.assert_close(weights[name], expected, rtol=1e-5, atol=1e-6)
 
 
-def test_each_sample_is_seen_once_in_an_epoch(on_ranks: RankPool, tmp_path: Path) -> None:
+def test_each_sample_is_used_one_time_per_epoch(on_ranks: RankPool, tmp_path: Path) -> None:
     with pytest.raises(RankFailed):
         on_ranks(2, train, tmp_path, "job", 4, 1, (0, 3))
     on_ranks(1, train, tmp_path, "job", 4, 1, None)
@@ -138,7 +138,7 @@ def test_each_sample_is_seen_once_in_an_epoch(on_ranks: RankPool, tmp_path: Path
         assert sorted(index for indices in steps for index in indices) == list(range(NUM_SAMPLES))
 
 
-def test_only_the_same_job_goes_on(on_ranks: RankPool, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_only_the_same_job_resumes(on_ranks: RankPool, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     on_ranks(2, train, tmp_path, "job", 4, 1, None)
     on_ranks(2, train, tmp_path, "another job", 4, 1, None)
     on_ranks(2, train, tmp_path, None, 4, 1, None)
@@ -146,24 +146,25 @@ def test_only_the_same_job_goes_on(on_ranks: RankPool, tmp_path: Path, capfd: py
     assert len(list((tmp_path / "runs").glob("version_*"))) == 3
 
 
-def test_a_script_with_two_fits_goes_on_in_the_one_that_was_cut_off(
+def test_a_script_with_two_fits_resumes_the_interrupted_one(
     on_ranks: RankPool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(RankFailed):
         on_ranks(2, train, tmp_path, "job", 4, 1, (1, 7), num_fits=2)
     capfd.readouterr()
     ended = on_ranks(2, train, tmp_path, "job", 4, 1, None, num_fits=2)[0]
-    told = capfd.readouterr().out
+    printed = capfd.readouterr().out
     assert [steps for steps, _ in ended] == [12, 12]
-    assert len(re_found := [line for line in told.splitlines() if "it goes on from" in line]) == 2, told
-    assert "version_0" in re_found[0]
-    assert "version_1" in re_found[1]
+    lines = [line for line in printed.splitlines() if "resumes from" in line]
+    assert len(lines) == 2, printed
+    assert "version_0" in lines[0]
+    assert "version_1" in lines[1]
 
 
-def test_a_number_of_ranks_that_does_not_divide_the_batch_is_refused(on_ranks: RankPool, tmp_path: Path) -> None:
+def test_a_number_of_ranks_that_does_not_divide_the_batch_is_rejected(on_ranks: RankPool, tmp_path: Path) -> None:
     with pytest.raises(RankFailed):
         on_ranks(2, train, tmp_path, "job", 4, 1, (0, 5))
-    with pytest.raises(RankFailed, match=r"8 samples of a step cannot be divided evenly among 3 ranks.*1, 2, 4"):
+    with pytest.raises(RankFailed, match=r"devices=3: must divide the 8 samples of a step.*1, 2, 4"):
         on_ranks(3, train, tmp_path, "job", 4, 1, None)
 
 

@@ -1,4 +1,4 @@
-"""One process of several: several runs with one model, seeds, and ranks that built other models."""
+"""Several runs in the same processes: repeated fits of one model, seeds, and ranks with different models."""
 
 from pathlib import Path
 from typing import Any
@@ -57,7 +57,7 @@ def fit_and_look_twice(root: Path, strategy: str, num_ranks: int) -> list[float]
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])
-def test_a_model_is_fitted_and_measured_again_and_again(on_ranks: RankPool, tmp_path: Path, strategy: str) -> None:
+def test_a_model_can_be_fitted_and_validated_repeatedly(on_ranks: RankPool, tmp_path: Path, strategy: str) -> None:
     [expected] = on_ranks(1, fit_and_look_twice, tmp_path, "single", 1)
     first, second = on_ranks(2, fit_and_look_twice, tmp_path, strategy, 2)
     assert first == second
@@ -65,15 +65,15 @@ def test_a_model_is_fitted_and_measured_again_and_again(on_ranks: RankPool, tmp_
     assert first == pytest.approx(expected, rel=1e-5)
 
 
-def fit_then_divide_otherwise(root: Path) -> None:
+def fit_with_two_strategies(root: Path) -> None:
     model = Model()
     trainer_of(root, "zero3", 2).fit(model, BATCHES)
     trainer_of(root, "zero2", 2).fit(model, BATCHES)
 
 
-def test_a_model_that_is_cut_stays_as_it_is_cut(on_ranks: RankPool, tmp_path: Path) -> None:
+def test_a_sharded_model_cannot_be_sharded_differently(on_ranks: RankPool, tmp_path: Path) -> None:
     with pytest.raises(RankFailed, match="an earlier run divided it among the ranks in another way"):
-        on_ranks(2, fit_then_divide_otherwise, tmp_path)
+        on_ranks(2, fit_with_two_strategies, tmp_path)
 
 
 def weights_without_seeds(root: Path, strategy: str) -> tuple[float, float]:
@@ -88,7 +88,7 @@ def weights_without_seeds(root: Path, strategy: str) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3"])
-def test_every_rank_begins_with_the_weights_of_rank_0(on_ranks: RankPool, tmp_path: Path, strategy: str) -> None:
+def test_every_rank_starts_with_the_weights_of_rank_0(on_ranks: RankPool, tmp_path: Path, strategy: str) -> None:
     zero, one = on_ranks(2, weights_without_seeds, tmp_path, strategy)
     assert zero[0] != one[0]
     assert zero[1] == pytest.approx(zero[0])
@@ -110,7 +110,9 @@ def drawn(root: Path, strategy: str, num_ranks: int) -> list[float]:
     return draws.seen
 
 
-def test_ranks_draw_numbers_of_their_own_and_rank_0_those_of_one_process(on_ranks: RankPool, tmp_path: Path) -> None:
+def test_ranks_have_different_random_numbers_and_rank_0_those_of_a_single_process(
+    on_ranks: RankPool, tmp_path: Path
+) -> None:
     [alone] = on_ranks(1, drawn, tmp_path, "single", 1)
     zero, one = on_ranks(2, drawn, tmp_path, "ddp", 2)
     again = on_ranks(2, drawn, tmp_path, "ddp", 2)
@@ -123,7 +125,7 @@ def fit_different_models(root: Path) -> None:
     trainer_of(root, "zero2", 2).fit(Model(width=8 + dist.get_rank()), BATCHES)
 
 
-def test_ranks_that_built_different_models_are_told_so(on_ranks: RankPool, tmp_path: Path) -> None:
+def test_different_models_on_the_ranks_are_reported(on_ranks: RankPool, tmp_path: Path) -> None:
     with pytest.raises(RankFailed, match=r"rank 1 built another model than rank 0: 6 of their tensors differ"):
         on_ranks(2, fit_different_models, tmp_path)
 
@@ -142,6 +144,6 @@ def prepared(num_steps: int) -> float:
     return float(network.weight.detach().sum())
 
 
-def test_a_loop_of_one_s_own_joins_the_ranks(on_ranks: RankPool) -> None:
+def test_a_custom_loop_joins_the_ranks(on_ranks: RankPool) -> None:
     [alone] = on_ranks(1, prepared, 5)
     assert on_ranks(2, prepared, 5) == pytest.approx([alone, alone], rel=1e-5)

@@ -157,7 +157,7 @@ def test_the_same_hyperparameter_twice_with_other_values_is_refused(tmp_path):
             super().__init__()
             self.save_hyperparameters("lr")
 
-    with pytest.raises(roomier.RoomierError, match="the module and the DataModule have this hyperparameter"):
+    with pytest.raises(roomier.RoomierError, match="the module and the DataModule set this hyperparameter"):
         make_trainer(roomier.Trainer, tmp_path, max_epochs=1).fit(Net(), datamodule=Clashes())
 
 

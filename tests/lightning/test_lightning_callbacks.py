@@ -280,11 +280,11 @@ def test_a_checkpoint_is_told_to_be_a_folder_and_named_as_the_user_named_it(tmp_
         callback = pl.callbacks.ModelCheckpoint(monitor="val_los")
     with pytest.raises(roomier.RoomierError, match=r"^ModelCheckpoint\(monitor\)='val_los'"):
         fit(roomier.Trainer, tmp_path, callback, max_epochs=1)
-    assert "folders, read by ckpt_path= and roomier.checkpoint.load_module(cls, path)" in capsys.readouterr().err
+    assert "folders, for ckpt_path= and roomier.checkpoint.load_module(cls, path)" in capsys.readouterr().err
 
 
 def test_a_class_in_the_place_of_a_callback_is_told() -> None:
-    with pytest.raises(roomier.RoomierError, match=r"is a class. Make an object of it: EarlyStopping\(...\)"):
+    with pytest.raises(roomier.RoomierError, match=r"must be an instance, not a class. Pass EarlyStopping\(...\)"):
         roomier.Trainer(callbacks=[pl.callbacks.EarlyStopping])  # type: ignore[list-item]
 
 
@@ -360,7 +360,7 @@ def test_a_prediction_writer_gets_what_lightning_gives_it(interval: str, tmp_pat
     ],
 )
 def test_what_roomier_has_otherwise_is_refused_with_what_to_write(make: Any, said: str) -> None:
-    with pytest.raises(RoomierError, match="works inside Lightning's loops") as caught:
+    with pytest.raises(RoomierError, match="uses the internals of Lightning's loops") as caught:
         roomier.Trainer(accelerator="cpu", callbacks=[make()])
     assert said in caught.value.action
 
@@ -373,7 +373,7 @@ def test_a_method_that_would_not_be_called_is_named() -> None:
         def mine(self) -> str:
             return "nobody's business"
 
-    with pytest.raises(RoomierError, match="its own format_checkpoint_name would not be called") as caught:
+    with pytest.raises(RoomierError, match="would not call its methods format_checkpoint_name") as caught:
         roomier.Trainer(accelerator="cpu", callbacks=Names())
     assert "mine" not in caught.value.problem.replace("format_checkpoint_name", "")
 
@@ -384,7 +384,7 @@ def test_a_progress_bar_of_ones_own_is_left_out_and_told(capsys: Any) -> None:
             return {}
 
     roomier.Trainer(accelerator="cpu", callbacks=Bar())
-    assert "its own get_metrics are not called" in capsys.readouterr().err
+    assert "its methods get_metrics are not called" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -267,17 +267,17 @@ def test_two_names_of_one_column_are_told_in_a_lightning_module(tmp_path, capsys
     trainer = make_trainer(roomier.Trainer, tmp_path, max_epochs=1)
     trainer.fit(Overlaps(), batches())
     assert float(trainer.callback_metrics["loss_epoch"]) == 5.0
-    assert "log('loss_epoch'): is written to the column 'loss_epoch', as 'loss' is" in capsys.readouterr().err
+    assert "log('loss_epoch'): is written to the column 'loss_epoch', like 'loss'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"reduce_fx": torch.median}, r"reduce_fx.*is unknown.*torchmetrics"),
-        ({"reduce_fx": lambda values: values[-1]}, r"reduce_fx.*is unknown"),
-        ({"name": "x/dataloader_idx_1"}, "names the loader"),
-        ({"value": {"a": 1.0}}, "neither a number nor a torchmetrics metric"),
-        ({"value": torch.ones(2)}, "not a scalar"),
+        ({"reduce_fx": torch.median}, r"reduce_fx.*is not a known reduction.*torchmetrics"),
+        ({"reduce_fx": lambda values: values[-1]}, r"reduce_fx.*is not a known reduction"),
+        ({"name": "x/dataloader_idx_1"}, "must not contain the index of the loader"),
+        ({"value": {"a": 1.0}}, "must be a number or a torchmetrics metric"),
+        ({"value": torch.ones(2)}, "must be a scalar"),
     ],
 )
 def test_what_cannot_be_logged_is_refused(tmp_path, options, message):

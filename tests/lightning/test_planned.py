@@ -73,4 +73,4 @@ def test_the_forecast_of_a_lightning_module_is_what_its_run_holds_its_batch_in_t
 def test_what_fails_in_every_plan_is_told_alone() -> None:
     with pytest.raises(RoomierError, match="configures no optimizer") as caught:
         trainer().fit(WithoutOptimizer(), loader())
-    assert "every plan is refused" not in str(caught.value)
+    assert "every plan is rejected" not in str(caught.value)

@@ -240,7 +240,7 @@ def test_keywords_of_the_loop_are_set_between_two_fits_and_not_within_one(make_t
     with pytest.raises(RoomierError, match="limit_val_batches"):
         trainer.limit_val_batches = 1.5
     trainer.callbacks.append(Sets())
-    with pytest.raises(RoomierError, match="cannot change while a run goes on"):
+    with pytest.raises(RoomierError, match="cannot be changed during a run"):
         trainer.fit(Net(), loader(4))
 
 

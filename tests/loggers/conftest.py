@@ -1,4 +1,4 @@
-"""A module of two layers and a loader for it; reasons that were told in one test are told again in the next."""
+"""A module with two layers and a loader for it. Notices printed one time are printed again in the next test."""
 
 from collections.abc import Iterator
 
@@ -40,7 +40,7 @@ def loader() -> DataLoader:
 
 
 @pytest.fixture(autouse=True)
-def told_anew() -> Iterator[None]:
+def printed_again() -> Iterator[None]:
     logger_module._told.clear()
     yield
     logger_module._told.clear()

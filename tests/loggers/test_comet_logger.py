@@ -1,4 +1,4 @@
-"""Comet, the real package, offline: read back from the archives it would upload."""
+"""The package comet_ml in offline mode. Results are read from the archives that it would upload."""
 
 import json
 import zipfile
@@ -30,7 +30,7 @@ def switches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:comet_ml")
-def test_fit_and_resume_are_one_experiment(make_trainer, line, loader, tmp_path: Path) -> None:
+def test_fit_and_resume_use_one_experiment(make_trainer, line, loader, tmp_path: Path) -> None:
     quiet = {"log_env_details": False, "log_git_metadata": False, "log_git_patch": False, "parse_args": False}
     logger = CometLogger(project="p", online=False, prefix="x", name="first", **quiet)
     trainer = make_trainer(logger=logger, max_steps=2, log_every_n_steps=1, enable_checkpointing=True)
@@ -60,13 +60,13 @@ def test_fit_and_resume_are_one_experiment(make_trainer, line, loader, tmp_path:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"project_name": "p"}, "Write project"),
-        ({"save_dir": "x"}, "Write offline_directory"),
+        ({"project_name": "p"}, "Use project"),
+        ({"save_dir": "x"}, "Use offline_directory"),
         ({"offline": True}, "online=False"),
         ({"mode": "make"}, "get_or_create"),
         ({"no_such_thing": 1}, "no_such_thing"),
     ],
 )
-def test_what_is_called_otherwise_today_is_named(arguments: dict[str, Any], words: str) -> None:
+def test_renamed_arguments_are_rejected(arguments: dict[str, Any], words: str) -> None:
     with pytest.raises(RoomierError, match=words):
         CometLogger(**arguments)

@@ -1,4 +1,4 @@
-"""metrics.jsonl and metrics.csv: what a row looks like, how columns grow, and what a resumed run finds."""
+"""metrics.jsonl and metrics.csv: format of a row, new columns, and resumed runs."""
 
 import csv
 import json
@@ -27,19 +27,19 @@ def refuse(constant: str) -> None:
     raise AssertionError(f"{constant} is not JSON")
 
 
-def test_a_json_row_has_step_time_and_metrics_and_is_there_at_once(tmp_path: Path) -> None:
+def test_json_row_has_step_time_and_metrics_and_is_written_immediately(tmp_path: Path) -> None:
     logger = JSONLLogger()
     logger.start(tmp_path)
     before_s = time.time()
     logger.log_metrics({"loss": 2.5, "acc": 0.25}, step=7)
-    [row] = json_rows(tmp_path)  # read while the logger still has the file open
+    [row] = json_rows(tmp_path)  # the logger still has the file open
     assert list(row) == ["step", "time", "loss", "acc"]
     assert (row["step"], row["loss"], row["acc"]) == (7, 2.5, 0.25)
     assert abs(row["time"] - before_s) < 5
     logger.finalize("success")
 
 
-def test_numbers_that_are_not_finite_are_strings_in_valid_json(tmp_path: Path) -> None:
+def test_nonfinite_numbers_are_strings_in_valid_json(tmp_path: Path) -> None:
     logger = JSONLLogger()
     logger.start(tmp_path)
     logger.log_metrics({"a": math.nan, "b": math.inf, "c": -math.inf}, step=1)
@@ -51,7 +51,7 @@ def test_numbers_that_are_not_finite_are_strings_in_valid_json(tmp_path: Path) -
     assert float(row["c"]) == -math.inf
 
 
-def test_no_column_of_a_table_is_a_formula(tmp_path: Path) -> None:
+def test_columns_of_a_table_are_not_formulas(tmp_path: Path) -> None:
     names = ["=cmd|' /C calc'!A0", "+1", "-loss", "@SUM(A1)", "a=b", "recall@5"]
     for step in (1, 2):
         logger = CSVLogger()
@@ -77,7 +77,7 @@ def test_names_with_control_characters_are_rejected(tmp_path: Path, kind: type[J
 
 
 @pytest.mark.parametrize("kind", [JSONLLogger, CSVLogger])
-def test_a_metric_called_step_does_not_hide_the_step(tmp_path: Path, kind: type[JSONLLogger | CSVLogger]) -> None:
+def test_metric_named_step_has_another_column(tmp_path: Path, kind: type[JSONLLogger | CSVLogger]) -> None:
     logger = kind()
     logger.start(tmp_path)
     logger.log_metrics({"step": 0.5, "time": 0.25}, step=3)
@@ -88,7 +88,7 @@ def test_a_metric_called_step_does_not_hide_the_step(tmp_path: Path, kind: type[
 
 
 @pytest.mark.parametrize("kind", [JSONLLogger, CSVLogger])
-def test_a_resumed_run_drops_the_rows_after_its_step(tmp_path: Path, kind: type[JSONLLogger | CSVLogger]) -> None:
+def test_resumed_run_drops_rows_after_its_step(tmp_path: Path, kind: type[JSONLLogger | CSVLogger]) -> None:
     logger = kind()
     logger.start(tmp_path)
     for step in (10, 20, 20, 30):
@@ -105,7 +105,7 @@ def test_a_resumed_run_drops_the_rows_after_its_step(tmp_path: Path, kind: type[
 
 
 @pytest.mark.parametrize("kind", [JSONLLogger, CSVLogger])
-def test_a_row_that_was_cut_off_is_left_out_and_told(
+def test_incomplete_row_is_dropped_with_a_notice(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: type[JSONLLogger | CSVLogger]
 ) -> None:
     logger = kind()
@@ -114,7 +114,7 @@ def test_a_row_that_was_cut_off_is_left_out_and_told(
     logger.log_metrics({"loss": 22.0}, 2)
     logger.finalize("failed")
     path = tmp_path / kind.file_name
-    path.write_bytes(path.read_bytes()[:-3])  # as a full disk or a power cut leaves it
+    path.write_bytes(path.read_bytes()[:-3])  # simulates a full disk or a power failure
 
     logger = kind()
     logger.start(tmp_path, resumed_step=2)
@@ -122,10 +122,10 @@ def test_a_row_that_was_cut_off_is_left_out_and_told(
     logger.finalize("success")
     rows = json_rows(tmp_path) if kind is JSONLLogger else csv_rows(tmp_path)
     assert [(int(row["step"]), float(row["loss"])) for row in rows] == [(1, 1.0), (3, 3.0)]
-    assert "1 half-written row" in capsys.readouterr().err
+    assert "dropped 1 incomplete row" in capsys.readouterr().err
 
 
-def test_without_a_resumed_step_rows_are_added(tmp_path: Path) -> None:
+def test_rows_are_appended_without_a_resumed_step(tmp_path: Path) -> None:
     for _ in range(2):
         logger = JSONLLogger()
         logger.start(tmp_path)
@@ -134,13 +134,13 @@ def test_without_a_resumed_step_rows_are_added(tmp_path: Path) -> None:
     assert [row["step"] for row in json_rows(tmp_path)] == [5, 5]
 
 
-def test_csv_columns_grow_and_keep_what_was_written(tmp_path: Path) -> None:
+def test_new_csv_columns_keep_existing_rows(tmp_path: Path) -> None:
     logger = CSVLogger()
     logger.start(tmp_path)
     logger.log_metrics({"loss": 1.5}, 1)
     inode = (tmp_path / "metrics.csv").stat().st_ino
     logger.log_metrics({"loss": 1.25}, 2)
-    assert (tmp_path / "metrics.csv").stat().st_ino == inode, "known columns are appended to"
+    assert (tmp_path / "metrics.csv").stat().st_ino == inode, "rows with known columns are appended"
     logger.log_metrics({"val, loss": math.nan}, 2)
     logger.log_metrics({"loss": math.inf, "val, loss": 0.5}, 3)
     logger.finalize("success")
@@ -155,7 +155,7 @@ def test_csv_columns_grow_and_keep_what_was_written(tmp_path: Path) -> None:
     ]
 
 
-def test_csv_columns_of_a_resumed_run_stay_in_their_order(tmp_path: Path) -> None:
+def test_csv_columns_of_a_resumed_run_keep_their_order(tmp_path: Path) -> None:
     logger = CSVLogger()
     logger.start(tmp_path)
     logger.log_metrics({"b": 1.0, "a": 2.0}, 1)
@@ -169,7 +169,7 @@ def test_csv_columns_of_a_resumed_run_stay_in_their_order(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("kind", [JSONLLogger, CSVLogger])
-def test_hyperparameters_stand_beside_the_rows(tmp_path: Path, kind: type[JSONLLogger | CSVLogger]) -> None:
+def test_hyperparameters_are_written_next_to_the_rows(tmp_path: Path, kind: type[JSONLLogger | CSVLogger]) -> None:
     logger = kind()
     logger.start(tmp_path)
     logger.log_hyperparams({"lr": 0.1, "model": {"depth": 2}, "path": Path("x")})
@@ -180,13 +180,13 @@ def test_hyperparameters_stand_beside_the_rows(tmp_path: Path, kind: type[JSONLL
     assert "x" in params["path"]
 
 
-def test_hyperparameters_under_names_that_json_has_not_cost_no_logger(tmp_path: Path) -> None:
+def test_hyperparameter_names_that_json_cannot_represent(tmp_path: Path) -> None:
     write_hyperparams(tmp_path, {"outer": [{(1, 2): 0.1, 3: "x", None: {Path("a"): 1}}], "lr": 0.5})
     params = json.loads((tmp_path / "hparams.json").read_text())
     assert params == {"outer": [{"(1, 2)": 0.1, "3": "x", "null": {"a": 1}}], "lr": 0.5}
 
 
-def test_a_resumed_run_leaves_the_hyperparameters_of_its_beginning(
+def test_resumed_run_keeps_the_hyperparameters_of_the_first_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for resumed_step, rate in ((None, 0.1), (20, 0.1), (40, 0.5)):
@@ -196,5 +196,5 @@ def test_a_resumed_run_leaves_the_hyperparameters_of_its_beginning(
             logger.finalize("success")
     assert json.loads((tmp_path / "hparams.json").read_text()) == {"lr": 0.1}
     assert json.loads((tmp_path / "hparams-from-step=40.json").read_text()) == {"lr": 0.5}
-    assert not (tmp_path / "hparams-from-step=20.json").exists(), "they were the same"
-    assert capsys.readouterr().err.count("these are in hparams-from-step=40.json") == 1
+    assert not (tmp_path / "hparams-from-step=20.json").exists(), "both hyperparameters are equal"
+    assert capsys.readouterr().err.count("the new ones are in hparams-from-step=40.json") == 1

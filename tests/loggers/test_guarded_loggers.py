@@ -1,4 +1,4 @@
-"""Calls as people write them, from modules and callbacks, on any rank."""
+"""Direct calls of loggers from modules and callbacks, on any rank."""
 
 import json
 from argparse import Namespace
@@ -18,7 +18,7 @@ def json_rows(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_tensors_a_missing_step_and_a_prefix_are_taken(tmp_path: Path) -> None:
+def test_tensors_missing_step_and_prefix(tmp_path: Path) -> None:
     logger = JSONLLogger(prefix="run")
     logger.start(tmp_path)
     logger.log_metrics({"a": torch.tensor(2.0)}, step=torch.tensor(4))
@@ -32,15 +32,15 @@ def test_tensors_a_missing_step_and_a_prefix_are_taken(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "hparams.json").read_text()) == {"lr": 0.5}
 
 
-def test_what_is_no_number_is_refused_by_its_name(tmp_path: Path) -> None:
+def test_metric_must_be_a_number(tmp_path: Path) -> None:
     logger = JSONLLogger()
     logger.start(tmp_path)
-    with pytest.raises(RoomierError, match=r"log_metrics=.*acc.*is not a number"):
+    with pytest.raises(RoomierError, match=r"log_metrics=.*acc.*must be a number"):
         logger.log_metrics({"acc": torch.zeros(3)}, 1)
     logger.finalize("failed")
 
 
-def test_on_other_ranks_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_ranks_do_not_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "3")
     for logger in (JSONLLogger(), CSVLogger()):
         logger.log_metrics({"a": torch.zeros(3)}, 1)
@@ -49,23 +49,24 @@ def test_on_other_ranks_nothing_is_written(tmp_path: Path, monkeypatch: pytest.M
     assert not list(tmp_path.iterdir())
 
 
-def test_a_logger_that_fails_when_a_module_calls_it_is_named_once_and_muted(tmp_path: Path, capsys) -> None:
+def test_logger_that_fails_in_a_direct_call_is_disabled(tmp_path: Path, capsys) -> None:
     logger = CSVLogger()
     for step in (1, 2):
         logger.log_metrics({"a": 1.0}, step)  # not started
-    assert capsys.readouterr().err.count("logger 'csv' (CSVLogger) failed in log_metrics and is left out") == 1
+    assert capsys.readouterr().err.count("logger 'csv' (CSVLogger) failed in log_metrics and is disabled") == 1
 
 
-def test_an_experiment_that_is_not_there_drops_calls_and_says_so_once(capsys) -> None:
+def test_missing_experiment_ignores_calls_and_prints_one_notice(capsys) -> None:
     logger = JSONLLogger()
     for _ in range(2):
         logger.experiment.add_image("x", None)[0].more().and_more = 3
     err = capsys.readouterr().err
-    assert err.count("logger 'jsonl' writes numbers and hyperparameters alone: add_image() of its experiment") == 1
+    problem = "logger 'jsonl' supports only numbers and hyperparameters: calls of its experiment are ignored"
+    assert err.count(f"{problem}, such as add_image()") == 1
 
 
-def test_modules_reach_every_logger_of_a_run(make_trainer, loader, tmp_path: Path) -> None:
-    class Talks(Line):
+def test_modules_can_access_every_logger(make_trainer, loader, tmp_path: Path) -> None:
+    class LogsDirectly(Line):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             self.logger.log_metrics({"own": batch_idx}, step=self.global_step)
             self.logger.experiment.add_scalar("more", 1.0, self.global_step)
@@ -75,28 +76,28 @@ def test_modules_reach_every_logger_of_a_run(make_trainer, loader, tmp_path: Pat
             return super().training_step(batch, batch_idx)
 
     trainer = make_trainer(logger=["tensorboard", "jsonl"], max_steps=2, log_every_n_steps=1)
-    trainer.fit(Talks(), loader)
+    trainer.fit(LogsDirectly(), loader)
     from tests.loggers.test_tensorboard_logger import points
 
     assert points(tmp_path / "version_0", "own") == [(0, 0.0), (1, 1.0)]
     assert points(tmp_path / "version_0", "more") == [(0, 1.0), (1, 1.0)]
 
 
-def test_a_fast_development_run_has_loggers_that_write_nothing(make_trainer, loader, tmp_path: Path) -> None:
-    class Talks(Line):
+def test_fast_dev_run_has_silent_loggers(make_trainer, loader, tmp_path: Path) -> None:
+    class LogsDirectly(Line):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             self.logger.log_metrics({"own": 1.0}, step=0)
             self.logger.experiment.add_scalar("more", 1.0, 0)
             return super().training_step(batch, batch_idx)
 
     trainer = make_trainer(logger="tensorboard", fast_dev_run=True)
-    trainer.fit(Talks(), loader)
+    trainer.fit(LogsDirectly(), loader)
     assert not list(tmp_path.iterdir())
     assert make_trainer(logger=False, fast_dev_run=True).logger is None
 
 
 class OnlyRows(Logger):
-    """The least that a logger is."""
+    """Logger with only the required method."""
 
     def __init__(self) -> None:
         self.rows: list[tuple[int, dict[str, float]]] = []
@@ -105,7 +106,7 @@ class OnlyRows(Logger):
         self.rows.append((step, dict(metrics)))
 
 
-def test_a_logger_of_three_lines_works_everywhere(make_trainer, line, loader) -> None:
+def test_minimal_logger(make_trainer, line, loader) -> None:
     own = OnlyRows()
     trainer = make_trainer(logger=own, max_steps=1, log_every_n_steps=1)
     trainer.fit(line, loader)

@@ -1,4 +1,4 @@
-"""Lightning's own logger objects, given to roomier's Trainer, write what they write under Lightning's."""
+"""Lightning's logger objects write the same files with roomier's Trainer as with Lightning's."""
 
 import csv
 from pathlib import Path
@@ -35,7 +35,9 @@ def test_csv_and_tensorboard_together(make_trainer, loader, tmp_path: Path) -> N
     assert "width: 4" in (Path(table.log_dir) / "hparams.yaml").read_text()
 
 
-def test_one_that_fails_is_named_and_the_run_goes_on(make_trainer, loader, tmp_path: Path, monkeypatch, capsys) -> None:
+def test_failed_logger_prints_a_notice_and_the_run_continues(
+    make_trainer, loader, tmp_path: Path, monkeypatch, capsys
+) -> None:
     loggers = pytest.importorskip("lightning.pytorch.loggers")
     logger = loggers.CSVLogger(tmp_path / "own")
     monkeypatch.setattr(logger, "log_metrics", lambda *arguments: torch.zeros(3).item())
@@ -44,9 +46,9 @@ def test_one_that_fails_is_named_and_the_run_goes_on(make_trainer, loader, tmp_p
 
 
 @pytest.mark.parametrize("what", ["class", "half"])
-def test_what_only_looks_like_a_logger_is_refused(make_trainer, what: str) -> None:
+def test_object_without_all_methods_is_rejected(make_trainer, what: str) -> None:
     class Half:
         def log_metrics(self, metrics: object, step: int) -> None: ...
 
-    with pytest.raises(PlanError, match="neither a name nor a logger"):
+    with pytest.raises(PlanError, match="must be a name or a logger"):
         make_trainer(logger=Half if what == "class" else Half())

@@ -1,4 +1,4 @@
-"""A logger that breaks is named once and left out; the others and the run go on."""
+"""A logger that fails is disabled with a notice. Other loggers and the run continue."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -41,7 +41,7 @@ class Broken(Recorder):
         raise RuntimeError("still broken")
 
 
-def test_every_logger_gets_every_call_in_order(tmp_path: Path) -> None:
+def test_each_logger_receives_each_call_in_order(tmp_path: Path) -> None:
     first, second = Recorder(), Recorder()
     group = LoggerGroup([first, second])
     group.start(tmp_path, 5)
@@ -53,7 +53,7 @@ def test_every_logger_gets_every_call_in_order(tmp_path: Path) -> None:
     assert (list(group), len(group)) == ([first, second], 2)
 
 
-def test_what_one_logger_does_to_its_row_the_next_does_not_see() -> None:
+def test_each_logger_receives_a_copy() -> None:
     class Takes(Recorder):
         def log_metrics(self, metrics: Any, step: int) -> None:
             metrics.clear()
@@ -69,7 +69,7 @@ def test_what_one_logger_does_to_its_row_the_next_does_not_see() -> None:
     assert given == {"loss": 2.0}
 
 
-def test_a_broken_logger_is_named_once_and_muted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_failed_logger_is_disabled_with_one_notice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     broken, good = Broken(), Recorder()
     group = LoggerGroup([broken, good])
     group.start(tmp_path)
@@ -81,11 +81,11 @@ def test_a_broken_logger_is_named_once_and_muted(tmp_path: Path, capsys: pytest.
     for word in ("'broken' (Broken)", "log_metrics", "OSError: No space left on device"):
         assert word in err
     assert [call for call in broken.calls if isinstance(call, tuple)] == [("start", tmp_path, None), ({}, 1)]
-    assert broken.calls[-1] == "success", "it may close what it holds"
+    assert broken.calls[-1] == "success", "finalize is called to release resources"
     assert good.calls[1:-1] == [({}, 1), ({}, 2), ({}, 3)]
 
 
-def test_ctrl_c_is_no_broken_logger() -> None:
+def test_keyboard_interrupt_is_not_a_failure() -> None:
     class Interrupted(Recorder):
         def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
             raise KeyboardInterrupt

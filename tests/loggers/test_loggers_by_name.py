@@ -1,4 +1,4 @@
-"""``Trainer(logger=...)``: names, objects, lists, and what is refused."""
+"""``Trainer(logger=...)``: names, objects, lists, and invalid values."""
 
 import sys
 from pathlib import Path
@@ -18,7 +18,7 @@ def kinds(flag: object) -> list[type[Logger]]:
     return [type(logger) for logger in loggers_from_flag(flag)]  # type: ignore[arg-type]
 
 
-def test_every_run_has_the_two_files_unless_it_says_otherwise() -> None:
+def test_default_files() -> None:
     files = [JSONLLogger, CSVLogger]
     assert kinds(True) == files
     assert kinds(False) == kinds(None) == kinds([]) == []
@@ -30,7 +30,7 @@ def test_every_run_has_the_two_files_unless_it_says_otherwise() -> None:
     assert kinds((Own(), Own())) == [Own, Own, *files]
 
 
-def test_a_logger_object_is_taken_as_it_is() -> None:
+def test_logger_object_is_not_copied() -> None:
     own = Own()
     assert loggers_from_flag(own)[0] is own
 
@@ -40,24 +40,24 @@ def test_a_logger_object_is_taken_as_it_is() -> None:
     [
         ("tensorbord", ["'tensorbord'", "Did you mean 'tensorboard'?"]),
         ("neptune", ["closed in March 2026", "wandb", "mlflow"]),
-        (["csv", CSVLogger()], ["metrics.csv would have two writers"]),
-        (3, ["neither a name nor a logger"]),
-        (Own, ["neither a name nor a logger"]),
-        (["csv", 3], ["neither a name nor a logger"]),
+        (["csv", CSVLogger()], ["would write metrics.csv"]),
+        (3, ["must be a name or a logger"]),
+        (Own, ["must be a name or a logger"]),
+        (["csv", 3], ["must be a name or a logger"]),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(flag: object, words: list[str]) -> None:
+def test_invalid_values_are_rejected(flag: object, words: list[str]) -> None:
     with pytest.raises(PlanError) as caught:
         loggers_from_flag(flag)  # type: ignore[arg-type]
     for word in ["logger=", *words]:
         assert word in str(caught.value)
 
 
-def test_files_of_two_loggers_in_two_folders_do_not_collide(tmp_path: Path) -> None:
+def test_same_logger_in_two_folders(tmp_path: Path) -> None:
     assert kinds(["csv", CSVLogger(tmp_path)]) == [CSVLogger, CSVLogger]
 
 
-def test_neptune_is_refused_as_an_object_too() -> None:
+def test_neptune_logger_object_is_rejected() -> None:
     with pytest.raises(PlanError, match="closed in March 2026"):
         NeptuneLogger(project="a/b")
 
@@ -72,11 +72,11 @@ def test_neptune_is_refused_as_an_object_too() -> None:
         ("trackio", "trackio", "pip install trackio"),
     ],
 )
-def test_a_missing_package_is_told_with_the_command_that_installs_it(
+def test_missing_package_error_contains_the_install_command(
     monkeypatch: pytest.MonkeyPatch, name: str, package: str, install: str
 ) -> None:
-    monkeypatch.setitem(sys.modules, package, None)  # what import sees when it is not there
+    monkeypatch.setitem(sys.modules, package, None)  # simulates a missing package
     for switch in ("COMET_DISABLE_AUTO_LOGGING", "MLFLOW_ALLOW_FILE_STORE", "MLFLOW_DISABLE_TELEMETRY"):
-        monkeypatch.setenv(switch, "1")  # a logger sets them for its package
+        monkeypatch.setenv(switch, "1")  # the logger sets these variables for its package
     with pytest.raises(RoomierError, match=install):
         loggers_from_flag(name)

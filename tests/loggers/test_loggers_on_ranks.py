@@ -1,4 +1,4 @@
-"""Of several ranks the first one writes; what modules call on the others does nothing."""
+"""With several ranks, only the first rank writes, and calls on other ranks have no effect."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ from tests.loggers.conftest import Line
 from tests.loggers.test_tensorboard_logger import points
 
 
-class Talks(Line):
+class LogsDirectly(Line):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.logger.experiment.add_scalar("own", float(self.global_rank), batch_idx)
         for logger in self.loggers:
@@ -20,7 +20,7 @@ class Talks(Line):
         return super().training_step(batch, batch_idx)
 
 
-def fit_and_talk(folder: Path) -> str:
+def fit_and_log(folder: Path) -> str:
     trainer = roomier.Trainer(
         accelerator="cpu",
         devices=2,
@@ -33,12 +33,12 @@ def fit_and_talk(folder: Path) -> str:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(Talks(), [[torch.ones(4, 4)]] * 8)
+    trainer.fit(LogsDirectly(), [[torch.ones(4, 4)]] * 8)
     return str(trainer.log_dir)
 
 
 def test_only_the_first_rank_writes(on_ranks, tmp_path: Path) -> None:
-    folders = on_ranks(2, fit_and_talk, tmp_path)
+    folders = on_ranks(2, fit_and_log, tmp_path)
     assert len(set(folders)) == 1
     rows = [json.loads(line) for line in (Path(folders[0]) / "metrics.jsonl").read_text().splitlines()]
     assert [row["rank"] for row in rows if "rank" in row] == [0.0, 0.0]

@@ -1,4 +1,4 @@
-"""TensorBoard, read back with TensorBoard's own reader."""
+"""TensorBoard files, read with TensorBoard's reader."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ def points(folder: Path, name: str) -> list[tuple[int, float]]:
     return [(event.step, event.value) for event in read(folder).Scalars(name)]
 
 
-def test_scalars_arrive(tmp_path: Path) -> None:
+def test_scalars_are_written(tmp_path: Path) -> None:
     logger = TensorBoardLogger()
     logger.start(tmp_path)
     logger.log_metrics({"loss": 2.5, "val/acc": 0.5}, 1)
@@ -30,7 +30,7 @@ def test_scalars_arrive(tmp_path: Path) -> None:
     assert points(tmp_path, "val/acc") == [(1, 0.5)]
 
 
-def test_a_resumed_run_hides_the_points_after_its_step(tmp_path: Path) -> None:
+def test_resumed_run_hides_points_after_its_step(tmp_path: Path) -> None:
     logger = TensorBoardLogger()
     logger.start(tmp_path)
     for step in (1, 2, 3):
@@ -43,7 +43,7 @@ def test_a_resumed_run_hides_the_points_after_its_step(tmp_path: Path) -> None:
     assert points(tmp_path, "loss") == [(1, 1.0), (2, 2.0), (3, 30.0)]
 
 
-def test_one_that_was_used_after_a_run_opens_the_next(tmp_path: Path) -> None:
+def test_logger_used_after_a_run_opens_a_new_file_in_the_next_run(tmp_path: Path) -> None:
     logger = TensorBoardLogger()
     for number in (1, 2):
         folder = tmp_path / str(number)
@@ -70,7 +70,7 @@ def test_hyperparameters_are_in_the_same_run(tmp_path: Path) -> None:
     assert file.name.startswith("events.")
 
 
-def test_the_writer_is_there_from_the_start_of_a_run_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_writer_is_available_from_the_start_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     logger = TensorBoardLogger()
     logger.experiment.add_scalar("loss", 1.0, 1)
     logger.experiment.add_text("note", "x")
@@ -83,9 +83,9 @@ def test_the_writer_is_there_from_the_start_of_a_run_on(tmp_path: Path, capsys: 
     assert points(tmp_path, "after") == [(1, 1.0)]
 
 
-def test_a_folder_of_its_own_is_numbered_and_a_resumed_run_finds_it(tmp_path: Path) -> None:
+def test_separate_folder_is_numbered_and_found_by_a_resumed_run(tmp_path: Path) -> None:
     before = TensorBoardLogger(tmp_path / "logs", "model")
-    before.experiment.add_scalar("before", 1.0, 0)  # opens it
+    before.experiment.add_scalar("before", 1.0, 0)  # opens the writer
     before.start(tmp_path / "run_0")
     assert before.log_dir == str(tmp_path / "logs" / "model" / "version_0")
     assert before.save_dir == str(tmp_path / "logs" / "model")
@@ -103,11 +103,11 @@ def test_a_folder_of_its_own_is_numbered_and_a_resumed_run_finds_it(tmp_path: Pa
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
-def test_the_graph_of_a_model_is_drawn_where_it_is_asked_for(tmp_path: Path) -> None:
+def test_log_graph(tmp_path: Path) -> None:
     logger = TensorBoardLogger()
     logger.start(tmp_path)
     logger.log_graph(torch.nn.Linear(3, 2), torch.zeros(4, 3))
-    with pytest.raises(RoomierError, match="nothing to run the model on"):
+    with pytest.raises(RoomierError, match="is required, because the graph is traced on it"):
         logger.log_graph(torch.nn.Linear(3, 2))
     logger.finalize("success")
     assert b"Linear" in read(tmp_path).Graph().SerializeToString()
@@ -115,9 +115,9 @@ def test_the_graph_of_a_model_is_drawn_where_it_is_asked_for(tmp_path: Path) -> 
         TensorBoardLogger(log_graph=True)
 
 
-def test_on_other_ranks_the_experiment_takes_everything_and_does_nothing(tmp_path: Path, monkeypatch, capsys) -> None:
+def test_experiment_has_no_effect_on_other_ranks(tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.setenv("RANK", "1")
-    logger = TensorBoardLogger(tmp_path)  # never started there
+    logger = TensorBoardLogger(tmp_path)  # never started on other ranks
     logger.experiment.add_scalar("loss", 1.0, 1)
     logger.experiment.get_logdir().strip()
     logger.log_metrics({"loss": 1.0}, 1)

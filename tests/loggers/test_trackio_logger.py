@@ -1,4 +1,4 @@
-"""trackio, through a stand-in with the signatures of its 0.43: it brings gradio, which the tests do without."""
+"""trackio, simulated with the signatures of version 0.43, because the package requires gradio."""
 
 import sys
 from pathlib import Path
@@ -46,7 +46,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[tuple[dict[str, Any], Run]]:
     return calls
 
 
-def test_fit_resume_and_test_are_one_run(make_trainer, line, loader, opened) -> None:
+def test_fit_resume_and_test_use_one_run(make_trainer, line, loader, opened) -> None:
     logger = TrackioLogger("p", group="g")
     trainer = make_trainer(logger=logger, max_steps=2, log_every_n_steps=1, enable_checkpointing=True)
     trainer.fit(line, loader)
@@ -56,14 +56,14 @@ def test_fit_resume_and_test_are_one_run(make_trainer, line, loader, opened) -> 
     (first, fitted), (_, tested), (_, resumed) = opened
     assert first == {"project": "p", "group": "g", "space_id": None, "resume": "allow", "embed": False}
     assert fitted.name == tested.name == resumed.name == logger.version
-    assert fitted.config == {"width": 4, "depth": 1}, "trackio takes them when a run begins"
+    assert fitted.config == {"width": 4, "depth": 1}, "trackio accepts hyperparameters when a run starts"
     assert [step for step, row in fitted.rows if "train_loss" in row] == [1, 2]
     assert [step for step, row in resumed.rows if "train_loss" in row] == [3]
     assert "test_loss" in tested.rows[0][1]
     assert not any(run.is_open for _, run in opened)
 
 
-def test_rows_that_come_before_hyperparameters_open_it_too(tmp_path: Path, opened) -> None:
+def test_row_before_hyperparameters_opens_the_run(tmp_path: Path, opened) -> None:
     logger = TrackioLogger(name="mine")
     logger.start(tmp_path)
     assert not opened

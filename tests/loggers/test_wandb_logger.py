@@ -1,4 +1,4 @@
-"""Weights & Biases, the real package in its offline mode, read back from the files it would send."""
+"""The package wandb in offline mode. Results are read from the files that it would upload."""
 
 import json
 import os
@@ -17,10 +17,10 @@ wandb = pytest.importorskip("wandb")
 
 
 def records(folder: Path) -> list[Any]:
-    """Everything wandb wrote under ``folder``, in order of its runs' beginnings."""
+    """Return all records that wandb wrote in ``folder``, in the order in which the runs started."""
     from wandb.proto import wandb_internal_pb2
 
-    wandb.teardown()  # until then files may still be written
+    wandb.teardown()  # waits until all files are written
     found = []
     for path in sorted(folder.rglob("*.wandb"), key=os.path.getmtime):
         for data in log_entries(path.read_bytes()):
@@ -31,7 +31,7 @@ def records(folder: Path) -> list[Any]:
 
 
 def log_entries(log: bytes) -> Iterator[bytes]:
-    """What stands in a log in LevelDB's format: blocks of 32 KiB, behind a header of wandb's own."""
+    """Yield the entries of a log in LevelDB's format: blocks of 32 KiB after a header of wandb."""
     position, parts = 7, b""
     while position + 7 <= len(log):
         left = 32768 - position % 32768
@@ -41,7 +41,7 @@ def log_entries(log: bytes) -> Iterator[bytes]:
         _, length, kind = struct.unpack_from("<IHB", log, position)
         parts += log[position + 7 : position + 7 + length]
         position += 7 + length
-        if kind in (1, 4):  # whole, or the last part
+        if kind in (1, 4):  # a complete record, or its last part
             yield parts
             parts = b""
 
@@ -61,17 +61,17 @@ def switches() -> Any:
         yield
 
 
-def test_fit_resume_and_test_are_one_run(make_trainer, line, loader, tmp_path: Path) -> None:
+def test_fit_resume_and_test_use_one_run(make_trainer, line, loader, tmp_path: Path) -> None:
     logger = WandbLogger("first", offline=True, project="p", tags=["t"], prefix="x")
     trainer = make_trainer(logger=logger, max_steps=2, log_every_n_steps=1, enable_checkpointing=True)
     trainer.fit(line, loader)
     assert trainer.logger is logger
-    assert wandb.run is logger.experiment, "it is left open for what a script logs after"
+    assert wandb.run is logger.experiment, "the run stays open for the script"
     trainer.test(line, loader)
     run_id = logger.version
     logger.experiment.finish()
 
-    time.sleep(1)  # wandb names the files of a run by id and second
+    time.sleep(1)  # wandb names the files of a run by its id and the time in seconds
     resumed = WandbLogger(offline=True, project="p")
     longer = make_trainer(logger=resumed, max_steps=3, log_every_n_steps=1, enable_checkpointing=True)
     longer.fit(line, loader, ckpt_path="last")
@@ -90,7 +90,7 @@ def test_fit_resume_and_test_are_one_run(make_trainer, line, loader, tmp_path: P
     assert '"width"' in config
 
 
-def test_of_two_loggers_one_after_the_other_each_has_its_run_and_one_of_the_users_is_taken(tmp_path: Path) -> None:
+def test_each_logger_opens_a_run_and_a_run_of_the_user_is_reused(tmp_path: Path) -> None:
     first, second = (WandbLogger(offline=True, project="p", save_dir=tmp_path) for _ in range(2))
     first.start(tmp_path / "run_0")
     first.finalize("success")
@@ -105,7 +105,7 @@ def test_of_two_loggers_one_after_the_other_each_has_its_run_and_one_of_the_user
     own.finish()
 
 
-def test_on_other_ranks_nothing_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_ranks_do_not_open_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     logger = WandbLogger(offline=True)
     logger.experiment.log({"a": 1})
@@ -115,6 +115,6 @@ def test_on_other_ranks_nothing_is_opened(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("arguments", [{"log_model": "all"}, {"anonymous": True}])
-def test_what_is_not_built_is_refused(arguments: dict[str, Any]) -> None:
+def test_unsupported_arguments_are_rejected(arguments: dict[str, Any]) -> None:
     with pytest.raises(RoomierError, match=next(iter(arguments))):
         WandbLogger(**arguments)

@@ -1,4 +1,4 @@
-"""The formula of model states of frozen and adapted models, against what a step holds."""
+"""Predicted and measured model states of frozen and adapted models."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TOKENS = 16
 
 
 class Model(Adaptable):
-    """101 rows, which no number of ranks divides; ``frozen`` are the embeddings and that many blocks after them."""
+    """Model with 101 rows, a prime, whose embeddings and first ``num_frozen_blocks`` blocks are frozen."""
 
     def __init__(self, num_frozen_blocks: int = 0) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ def test_frozen_blocks_on_two_ranks(on_ranks: RankPool, strategy: str) -> None:
         check(case)
 
 
-def test_a_frozen_parameter_is_its_weight_alone() -> None:
+def test_frozen_parameter_has_only_its_weight() -> None:
     module = Model()
     states = {base: predict(module, make_plan("single", 1, base=base)) for base in (None, "as_is", "int8", "nf4")}
     num_all = sum(each.numel() for each in module.parameters())
@@ -136,7 +136,7 @@ def test_a_frozen_parameter_is_its_weight_alone() -> None:
         assert saved == (4 - num_bytes) * num_coded
 
 
-def test_the_measured_peak_falls_with_fewer_bits() -> None:
+def test_measured_peak_decreases_with_fewer_bits() -> None:
     peaks = {}
     for base in (None, "as_is", "int8", "nf4"):
         module = Model()
@@ -148,7 +148,7 @@ def test_the_measured_peak_falls_with_fewer_bits() -> None:
     assert peaks["nf4"] < 0.75 * peaks["as_is"]
 
 
-def test_a_frozen_beginning_keeps_no_activations() -> None:
+def test_frozen_first_blocks_save_no_activations() -> None:
     def kept(num_frozen_blocks: int) -> int:
         module = Model(num_frozen_blocks)
         num_bytes: dict[int, int] = {}
@@ -169,7 +169,7 @@ def test_a_frozen_beginning_keeps_no_activations() -> None:
     assert kept(2) < 0.7 * kept(0)
 
 
-def test_adapters_alone_have_states(on_ranks: RankPool) -> None:
+def test_only_adapters_have_states(on_ranks: RankPool) -> None:
     plan, module = make_plan("single", 1, base="as_is"), Model()
     engine, _ = tracked(plan, module, Ranks())
     names = {parameter: name for name, parameter in module.named_parameters()}

@@ -1,4 +1,4 @@
-"""The formula of model states against what a step of each strategy holds, on each rank."""
+"""Predicted and measured model states of each strategy, on each rank."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from roomier.memory.report import report_of
 from roomier.memory.tracker import MemoryTracker, tracking
 from roomier.models.gpt import GPT, GPTConfig
 from roomier.plan import Plan
+from tests.covering import covering
 from tests.ranks.pool import RankPool
 
 TOLERANCE = 0.03
@@ -36,7 +37,7 @@ CASES = [
 
 
 class Model(Module):
-    """101 tokens: rows that no number of ranks divides."""
+    """Model with 101 tokens, a prime, so that rows are not divisible."""
 
     def __init__(self, tied: bool) -> None:
         super().__init__()
@@ -92,7 +93,7 @@ def tracked_step(engine: EagerEngine, module: Module, num_micro_batches: int) ->
 
 
 def measured_and_formula(strategy: str) -> list[dict[str, Any]]:
-    """Of each case, on this rank: bytes by kind between steps, and at the peak of model states."""
+    """Return the bytes by kind on this rank for each case, between steps and at the peak of model states."""
     found = []
     for precision, tied, num_micro_batches, optimizer in CASES if dist.get_world_size() == 2 else CASES[1:5]:
         ranks, module = ranks_here(), Model(tied)
@@ -118,10 +119,9 @@ def measured_and_formula(strategy: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "num_ranks"),
-    [*((each, n) for n in (2, 4) for each in ("ddp", "zero1", "zero2", "zero3")), ("hsdp", 4)],
+    ("strategy", "num_ranks"), [*covering(["ddp", "zero1", "zero2", "zero3"], [2, 4]), ("hsdp", 4)]
 )
-def test_the_formula_is_what_is_measured_on_every_rank(on_ranks: RankPool, strategy: str, num_ranks: int) -> None:
+def test_formula_matches_the_measurement_on_each_rank(on_ranks: RankPool, strategy: str, num_ranks: int) -> None:
     by_rank = on_ranks(num_ranks, measured_and_formula, strategy)
     for rank, cases in enumerate(by_rank):
         for case in cases:
@@ -134,7 +134,7 @@ def test_the_formula_is_what_is_measured_on_every_rank(on_ranks: RankPool, strat
             assert case["is_the_same_when_built"], where
 
 
-def test_one_rank_holds_all_of_it() -> None:
+def test_single_rank_holds_all_model_states() -> None:
     module = Model(tied=False)
     plan = make_plan("single", 1, "bf16-mixed", 2, {"name": "adamw"})
     num_parameters = sum(each.numel() for each in module.parameters())
@@ -145,8 +145,8 @@ def test_one_rank_holds_all_of_it() -> None:
     assert tracker.peak(MODEL_STATES).total(MODEL_STATES) == pytest.approx(formula.peak.total(), rel=TOLERANCE)
 
 
-def test_the_table_of_the_strategies() -> None:
-    """Bytes per parameter as the design promises them, on a model whose units are small against the whole."""
+def test_bytes_per_parameter_of_each_strategy() -> None:
+    """Bytes per parameter as documented in the design note, on a model with many small units."""
     module = Model(tied=False)
     module.net = GPT(GPTConfig(vocab_size=64, context=16, num_layers=24, num_heads=2, width=64, dropout=0.0))
     num_parameters = sum(each.numel() for each in module.parameters())
@@ -156,16 +156,16 @@ def test_the_table_of_the_strategies() -> None:
         return predict(module, plan).peak.total() / num_parameters
 
     assert per_parameter("ddp", 4) == pytest.approx(16, rel=0.01)
-    assert per_parameter("ddp", 4, 2) == pytest.approx(20, rel=0.01)  # gradients beside the buckets
+    assert per_parameter("ddp", 4, 2) == pytest.approx(20, rel=0.01)  # gradients in addition to the buckets
     assert per_parameter("zero1", 4, 2) == pytest.approx(2 + 4 + 12 / 4, rel=0.05)
     assert per_parameter("zero2", 4, 2) == pytest.approx(2 + 16 / 4, rel=0.05)
-    assert per_parameter("zero2", 4) < 2 + 16 / 4  # gathered weights leave as gradients come
+    assert per_parameter("zero2", 4) < 2 + 16 / 4  # unsharded weights are freed while gradients are computed
     assert per_parameter("zero3", 4, 2) == pytest.approx(16 / 4, rel=0.08)
     assert per_parameter("hsdp", 4, 2) == pytest.approx(16 / 2, rel=0.08)
 
 
 class Scales(Module):
-    """Blocks of which nothing is multiplied, and a frozen layer."""
+    """Model with blocks without matrix products, and a frozen layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -194,7 +194,7 @@ def test_blocks_of_norms_and_frozen_layers(on_ranks: RankPool, strategy: str) ->
         assert measured == pytest.approx(formula, rel=TOLERANCE)
 
 
-def test_the_formula_needs_no_memory_for_the_weights() -> None:
+def test_prediction_on_the_meta_device() -> None:
     with torch.device("meta"):
         network = GPT(GPTConfig(num_layers=48, num_heads=25, width=1600))
     plan = make_plan("zero3", 4, "bf16-mixed", 1, {"name": "adamw"})
@@ -211,12 +211,12 @@ def report(strategy: str) -> dict[str, Any]:
     return {**found.as_dict(), "columns": len(found.table().columns), "rows": found.table().row_count}
 
 
-def test_a_report_shows_all_ranks_and_names_the_fullest(on_ranks: RankPool) -> None:
+def test_report_contains_all_ranks_and_the_worst_rank(on_ranks: RankPool) -> None:
     by_rank = on_ranks(2, report, "zero3")
     assert by_rank[0] == by_rank[1]
     found = by_rank[0]
     assert [each["rank"] for each in found["ranks"]] == [0, 1]
-    assert found["worst_rank"] == 0  # 101 rows: the last rank owns fewer
+    assert found["worst_rank"] == 0  # of 101 rows, the last rank owns fewer
     first = found["ranks"][0]
     for kind in MODEL_STATES:
         assert first["measured"][kind] == pytest.approx(first["formula"][kind], rel=TOLERANCE)

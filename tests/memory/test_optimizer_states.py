@@ -1,4 +1,4 @@
-"""What optimizers keep, by formula and after a step."""
+"""Optimizer states, predicted and measured after a step."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SHAPES = [(13, 6), (7,), (4, 3, 5)]
 
 
 class Halves(Optimizer):
-    """Keeps one number for each row, and a half-size copy."""
+    """Optimizer with one number per row and a state of half the size."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {})
@@ -83,7 +83,7 @@ def test_states_of_bfloat16_weights(kind: Any, options: dict[str, Any], shape: t
     assert formula == kept
 
 
-def test_muon_keeps_one_state_of_a_matrix_and_two_of_the_rest() -> None:
+def test_muon_has_one_state_per_matrix_and_two_otherwise() -> None:
     matrix, vector = (nn.Parameter(torch.ones(shape)) for shape in ((6, 4), (5,)))
     optimizer = Muon([{"params": [matrix], "is_hidden": True}, {"params": [vector]}])
     hidden, rest = optimizer.param_groups
@@ -91,19 +91,19 @@ def test_muon_keeps_one_state_of_a_matrix_and_two_of_the_rest() -> None:
     assert state_bytes(optimizer, rest, (5,), torch.float32) == 2 * 5 * 4 + 4
 
 
-def test_an_empty_part_has_counters_only() -> None:
+def test_empty_shard_has_only_counters() -> None:
     weight = nn.Parameter(torch.ones(3))
     assert state_bytes(torch.optim.AdamW([weight]), {}, (0, 5), torch.float32) == 4
     assert state_bytes(torch.optim.Adadelta([weight]), {}, (0, 5), torch.float32) == 0
 
 
-def test_an_optimizer_that_takes_no_step_on_a_copy_is_named() -> None:
+def test_optimizer_that_cannot_step_on_a_small_parameter_is_rejected() -> None:
     with pytest.raises(RoomierError, match="LBFGS"):
         state_bytes(torch.optim.LBFGS([nn.Parameter(torch.ones(3))]), {}, (3, 3), torch.float32)
 
 
 def by_name_on_ranks(strategy: str) -> list[dict[str, Any]]:
-    """Of each optimizer that a Plan names: its states on this rank, measured and by both formulas."""
+    """Return the states of each named optimizer on this rank, measured and by both formulas."""
     from roomier.memory.predict import predict, predict_built
 
     found = []
@@ -134,7 +134,7 @@ BY_NAME = [
 
 
 @pytest.mark.parametrize(("strategy", "num_ranks"), [("single", 1), ("zero2", 2)])
-def test_optimizers_by_name_are_predicted(on_ranks: RankPool, strategy: str, num_ranks: int) -> None:
+def test_named_optimizers_are_predicted(on_ranks: RankPool, strategy: str, num_ranks: int) -> None:
     for rank, cases in enumerate(on_ranks(num_ranks, by_name_on_ranks, strategy)):
         for case in cases:
             for kind in (Kind.PARAMETER, Kind.OPTIMIZER_STATE):

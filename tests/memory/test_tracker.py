@@ -1,4 +1,4 @@
-"""What the tracker counts, on tensors whose sizes are known."""
+"""Bytes counted by the tracker, on tensors of known sizes."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ def make_tracker() -> MemoryTracker:
     return MemoryTracker(nn.Module(), [], CPU)
 
 
-def test_a_storage_counts_once_however_many_look_into_it() -> None:
+def test_storage_counts_one_time_for_all_views() -> None:
     with make_tracker() as tracker:
-        whole = kibibytes(4)
-        views = [whole[:10], whole.view(2, -1), whole.detach()]
+        base = kibibytes(4)
+        views = [base[:10], base.view(2, -1), base.detach()]
     assert tracker.now().total() == 4 * KIB
     assert len(views) == 3
 
 
-def test_what_is_freed_counts_no_more_and_the_peak_stays() -> None:
+def test_freed_storage_is_subtracted_and_the_peak_is_kept() -> None:
     with make_tracker() as tracker:
         first = kibibytes(4)
         second = kibibytes(2)
@@ -39,7 +39,7 @@ def test_what_is_freed_counts_no_more_and_the_peak_stays() -> None:
     assert second.numel() > third.numel()
 
 
-def test_a_storage_that_is_resized_counts_at_its_new_size() -> None:
+def test_resized_storage_counts_with_its_new_size() -> None:
     tensor = kibibytes(4)
     with make_tracker() as tracker:
         tensor.add_(1)
@@ -51,17 +51,17 @@ def test_a_storage_that_is_resized_counts_at_its_new_size() -> None:
     assert tracker.now().total() == 1 * KIB
 
 
-def test_what_was_there_before_counts_from_the_start() -> None:
+def test_existing_storage_counts_from_the_start() -> None:
     before = kibibytes(4)
     with make_tracker() as tracker:
         freed = kibibytes(2)
         del freed
         after = before[:4] + 1
-    assert tracker.peak().total() == 6 * KIB  # though it was seen last
+    assert tracker.peak().total() == 6 * KIB  # although it was first used at the end
     assert after.numel() == 4
 
 
-def test_a_restart_forgets_the_past_and_keeps_what_is_there() -> None:
+def test_restart_discards_the_past_and_keeps_existing_storages() -> None:
     with make_tracker() as tracker:
         large = kibibytes(64)
         del large
@@ -72,11 +72,11 @@ def test_a_restart_forgets_the_past_and_keeps_what_is_there() -> None:
     assert more.numel() == kept.numel()
 
 
-def test_what_the_forward_keeps_is_activation_and_what_it_drops_is_not() -> None:
+def test_tensors_saved_for_backward_are_activations() -> None:
     weight = nn.Parameter(torch.ones(KIB // 4))
     with make_tracker() as tracker:
         tracker.enter("forward")
-        hidden = (weight * 2).exp()  # keeps its result; the product is dropped
+        hidden = (weight * 2).exp()  # exp saves its result; the product is freed
         loss = hidden.sum()
         tracker.enter("backward")
         loss.backward()
@@ -84,7 +84,7 @@ def test_what_the_forward_keeps_is_activation_and_what_it_drops_is_not() -> None
     assert KIB <= peak.num_bytes[Kind.ACTIVATION] - weight.nbytes < 1.1 * KIB
 
 
-def test_parameters_gradients_and_states_of_a_plain_model() -> None:
+def test_parameters_gradients_and_states_of_a_model() -> None:
     module = nn.Linear(64, 64)
     num_bytes = sum(each.nbytes for each in module.parameters())
     optimizer = torch.optim.AdamW(module.parameters())
@@ -106,11 +106,11 @@ def test_parameters_gradients_and_states_of_a_plain_model() -> None:
     peak = tracker.peak(MODEL_STATES)
     assert peak.num_bytes[Kind.PARAMETER] == num_bytes
     assert peak.num_bytes[Kind.GRADIENT] == num_bytes
-    assert peak.num_bytes[Kind.OPTIMIZER_STATE] == 2 * num_bytes + 2 * 4  # and two counters
+    assert peak.num_bytes[Kind.OPTIMIZER_STATE] == 2 * num_bytes + 2 * 4  # plus two counters
     assert peak.num_bytes[Kind.GATHERED] == 0
 
 
-def test_nothing_is_counted_outside() -> None:
+def test_operations_outside_are_not_counted() -> None:
     tracker = make_tracker()
     with tracker:
         kept = kibibytes(1)

@@ -1,4 +1,4 @@
-"""The GPT: its size, its arithmetic against a plain one written out here, and that it cannot see ahead."""
+"""GPT: number of parameters, outputs compared with a reference, and causality."""
 
 import math
 from pathlib import Path
@@ -42,7 +42,7 @@ def num_parameters(config: GPTConfig) -> int:
 
 @pytest.mark.parametrize("name", SIZES)
 @pytest.mark.parametrize("tied_head", [False, True])
-def test_every_named_size_has_the_parameters_of_the_formula(name: str, tied_head: bool) -> None:
+def test_number_of_parameters_of_each_named_size(name: str, tied_head: bool) -> None:
     config = GPTConfig.named(name, tied_head=tied_head)
     assert num_parameters(config) == expected_num_parameters(config)
 
@@ -52,14 +52,14 @@ def test_gpt2_has_the_published_number_of_parameters() -> None:
     assert num_parameters(GPTConfig.named("gpt2")) == 124_439_808 + 50257 * 768
 
 
-def test_the_arithmetic_is_that_of_attention_written_out() -> None:
+def test_outputs_equal_the_reference() -> None:
     model = small_model().double()
     idx_BT = random_tokens()
     torch.testing.assert_close(model(idx_BT), plain_gpt(model, idx_BT), rtol=1e-10, atol=1e-12)
 
 
 def plain_gpt(model: GPT, idx_BT: Tensor) -> Tensor:
-    """GPT-2 from the parameters alone: every head in a loop, softmax and mask by hand."""
+    """Compute GPT-2 from its parameters, with a loop over heads, and with softmax and mask written out."""
     p = dict(model.named_parameters())
     D, H = model.config.width, model.config.num_heads
     T = idx_BT.shape[1]
@@ -90,7 +90,7 @@ def plain_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("position", [1, 8, 15])
-def test_a_token_changes_nothing_before_it(position: int) -> None:
+def test_token_does_not_change_earlier_outputs(position: int) -> None:
     model = small_model()
     idx_BT = random_tokens()
     changed_BT = idx_BT.clone()
@@ -100,12 +100,12 @@ def test_a_token_changes_nothing_before_it(position: int) -> None:
     assert not torch.allclose(before[:, position:], after[:, position:])
 
 
-def test_the_loss_at_the_start_is_that_of_guessing() -> None:
+def test_initial_loss_equals_uniform_guessing() -> None:
     _, loss = small_model()(random_tokens(32), random_tokens(32).roll(1, 0))
     assert abs(loss.item() - math.log(97)) < 0.05
 
 
-def test_the_loss_is_the_mean_over_the_targets_that_count() -> None:
+def test_loss_is_the_mean_over_valid_targets() -> None:
     model = small_model()
     idx_BT, targets_BT = random_tokens(), random_tokens().roll(-1, 1)
     targets_BT[0, 4:] = -100
@@ -114,7 +114,7 @@ def test_the_loss_is_the_mean_over_the_targets_that_count() -> None:
     torch.testing.assert_close(loss, -chosen[targets_BT != -100].mean())
 
 
-def test_the_last_layers_of_the_branches_start_narrower() -> None:
+def test_last_layers_of_branches_have_smaller_initial_values() -> None:
     model = small_model(width=256, num_layers=8)
     assert model.blocks[0].mlp.up.weight.std().item() == pytest.approx(0.02, rel=0.03)
     for end in (model.blocks[3].attention.out, model.blocks[7].mlp.out):
@@ -122,7 +122,7 @@ def test_the_last_layers_of_the_branches_start_narrower() -> None:
     assert all(not p.any() for name, p in model.named_parameters() if name.endswith("bias"))
 
 
-def test_a_model_made_without_memory_starts_like_any_other() -> None:
+def test_model_created_on_meta_has_the_usual_initialization() -> None:
     with torch.device("meta"):
         model = GPT(SMALL)
     model.to_empty(device="cpu")
@@ -130,12 +130,12 @@ def test_a_model_made_without_memory_starts_like_any_other() -> None:
     model.reset_parameters()
     torch.manual_seed(0)
     usual = GPT(SMALL)
-    # The usual constructor draws torch's own start first, so the numbers differ; their spread does not.
-    for (name, mine), (_, theirs) in zip(model.named_parameters(), usual.named_parameters(), strict=True):
-        assert mine.std().item() == pytest.approx(theirs.std().item(), rel=0.2), name
+    # The constructor first samples torch's default initialization, so only the standard deviations are equal.
+    for (name, value), (_, usual_value) in zip(model.named_parameters(), usual.named_parameters(), strict=True):
+        assert value.std().item() == pytest.approx(usual_value.std().item(), rel=0.2), name
 
 
-def test_a_tied_head_is_one_parameter_that_both_ends_train() -> None:
+def test_tied_head_is_one_parameter_with_both_gradients() -> None:
     model = small_model(tied_head=True)
     assert model.head.weight is model.tokens.weight
     model(random_tokens(), random_tokens())[1].backward()
@@ -143,14 +143,14 @@ def test_a_tied_head_is_one_parameter_that_both_ends_train() -> None:
     assert model.tokens.weight.grad[rows_without_input].any()
 
 
-def test_dropout_acts_in_training_only() -> None:
+def test_dropout_is_disabled_in_evaluation() -> None:
     model = small_model(dropout=0.5)
     assert torch.equal(model(random_tokens()), model(random_tokens()))
     model.train()
     assert not torch.equal(model(random_tokens()), model(random_tokens()))
 
 
-def test_generate_repeats_itself_with_an_equal_generator_and_leaves_the_global_one_alone() -> None:
+def test_generate_is_reproducible_and_does_not_use_the_global_generator() -> None:
     model = small_model().train()
     start_BT = random_tokens(2, 5)
     state = torch.get_rng_state()
@@ -167,7 +167,7 @@ def test_generate_repeats_itself_with_an_equal_generator_and_leaves_the_global_o
     assert model.training
 
 
-def test_generate_at_temperature_zero_takes_the_likeliest_token_and_so_does_top_1() -> None:
+def test_generate_with_temperature_zero_or_top_1_selects_the_most_likely_token() -> None:
     model = small_model()
     idx_BT = random_tokens(2, 4)
     greedy = model.generate(idx_BT, 8, temperature=0.0)
@@ -176,7 +176,7 @@ def test_generate_at_temperature_zero_takes_the_likeliest_token_and_so_does_top_
         assert torch.equal(greedy[:, step], model(greedy[:, :step])[:, -1].argmax(-1))
 
 
-def test_it_learns_a_sequence_by_heart() -> None:
+def test_model_memorizes_a_sequence() -> None:
     torch.manual_seed(0)
     model = small_model(dropout=0.0).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -199,23 +199,23 @@ def test_it_learns_a_sequence_by_heart() -> None:
         ({"dropout": 1.0}, "dropout"),
     ],
 )
-def test_a_shape_that_cannot_be_is_refused_by_name(changes: dict[str, object], field: str) -> None:
+def test_invalid_config_is_rejected(changes: dict[str, object], field: str) -> None:
     with pytest.raises(RoomierError) as caught:
         small_model(**changes)
     assert caught.value.field == field
 
 
-def test_an_unknown_size_names_the_nearest() -> None:
+def test_unknown_size_suggests_the_nearest() -> None:
     with pytest.raises(RoomierError, match="Did you mean 'gpt2-large'"):
         GPTConfig.named("gpt2-larg")
 
 
-def test_a_sequence_longer_than_the_context_is_refused() -> None:
+def test_sequence_longer_than_the_context_is_rejected() -> None:
     with pytest.raises(RoomierError, match="16 positions"):
         small_model()(random_tokens(1, 17))
 
 
-def test_uses_the_cross_entropy_of_torch_for_half_precision_too() -> None:
+def test_loss_in_half_precision_equals_torch_cross_entropy() -> None:
     model = small_model()
     idx_BT = random_tokens()
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -224,8 +224,8 @@ def test_uses_the_cross_entropy_of_torch_for_half_precision_too() -> None:
     torch.testing.assert_close(loss, F.cross_entropy(logits_BTV.float().flatten(0, 1), idx_BT.flatten()))
 
 
-def test_it_trains_on_a_token_file_as_it_is(tmp_path: Path) -> None:
-    """The keys of the dataset's items are the names of forward's arguments: nothing to write in between."""
+def test_trains_on_a_token_file(tmp_path: Path) -> None:
+    """The keys of the dataset's items equal the names of forward's arguments, so no adapter is needed."""
     path = tmp_path / "text.tokens"
     write_tokens(path, [list(range(97)) * 20], vocab_size=97, end_of_document=None)
     torch.manual_seed(0)

@@ -32,7 +32,7 @@ def give_gradients(step: int, *models: list[nn.Parameter]) -> None:
     generator = torch.Generator().manual_seed(step)
     for same in zip(*models, strict=True):
         gradient = torch.randn(same[0].shape, generator=generator)
-        # Sizes over a decade and a half, as between the columns of real gradients.
+        # The sizes span a factor of 30, as between columns of real gradients.
         gradient *= 10 ** (-1.5 * torch.rand(same[0].shape[-1:], generator=torch.Generator().manual_seed(5)))
         for each in same:
             each.grad = gradient.to(each.dtype)
@@ -46,7 +46,7 @@ def state_of(optimizer: BlockwiseAdamW) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-def test_with_32_bits_it_is_torchs_to_the_bit(weight_decay: float) -> None:
+def test_32_bit_states_equal_torch_bit_for_bit(weight_decay: float) -> None:
     ours, theirs = parameters_of(), parameters_of()
     options: dict[str, Any] = {"lr": 3e-3, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": weight_decay}
     one, other = BlockwiseAdamW(ours, **options, state_bits=32), torch.optim.AdamW(theirs, **options, foreach=False)
@@ -62,7 +62,7 @@ def test_with_32_bits_it_is_torchs_to_the_bit(weight_decay: float) -> None:
             assert torch.equal(one.state[parameter][name], other.state[twin][name])
 
 
-def test_split_bfloat16_weights_are_those_of_float32_masters_to_the_bit() -> None:
+def test_split_bfloat16_weights_equal_float32_masters_bit_for_bit() -> None:
     ours = parameters_of(dtype=torch.bfloat16)
     masters = [nn.Parameter(each.detach().float()) for each in ours]
     one, other = BlockwiseAdamW(ours, state_bits=32), torch.optim.AdamW(masters, foreach=False)
@@ -82,7 +82,7 @@ def test_split_bfloat16_weights_are_those_of_float32_masters_to_the_bit() -> Non
 
 
 def held(state: dict[str, Tensor], parameter: Tensor) -> tuple[Tensor, Tensor]:
-    """Roots and ratios in float64, of the shape of ``parameter``."""
+    """Return roots and ratios in float64, with the shape of ``parameter``."""
     bits = 8 if "root_codes" in state else 4
     codes = [state[name].flatten(1) for name in ("root_codes", "ratio_codes", "codes") if name in state]
     parts = [
@@ -98,7 +98,7 @@ def held(state: dict[str, Tensor], parameter: Tensor) -> tuple[Tensor, Tensor]:
 
 @BITS
 @pytest.mark.parametrize("shape", CODED, ids=str)
-def test_a_step_is_adamws_on_the_moments_that_the_codes_stand_for(bits: int, shape: tuple[int, ...]) -> None:
+def test_a_step_equals_adamw_on_the_decoded_moments(bits: int, shape: tuple[int, ...]) -> None:
     lr, beta1, beta2, eps, decay = 1e-2, 0.9, 0.99, 1e-4, 0.1
     [parameter] = model = parameters_of([shape])
     optimizer = BlockwiseAdamW(model, lr, (beta1, beta2), eps, decay, state_bits=bits)
@@ -128,7 +128,7 @@ def test_a_step_is_adamws_on_the_moments_that_the_codes_stand_for(bits: int, sha
 
 
 @BITS
-def test_it_stays_near_adamw(bits: int) -> None:
+def test_losses_stay_near_adamw(bits: int) -> None:
     ours, theirs = parameters_of(CODED), parameters_of(CODED)
     first = [each.detach().clone() for each in ours]
     one, other = BlockwiseAdamW(ours, lr=1e-2, state_bits=bits), torch.optim.AdamW(theirs, lr=1e-2)
@@ -142,8 +142,8 @@ def test_it_stays_near_adamw(bits: int) -> None:
 
 
 @BITS
-def test_no_gradients_make_a_weight_jump(bits: int) -> None:
-    """Adam itself moves a weight by at most about ``(1 - beta1) / sqrt(1 - beta2)`` times the learning rate."""
+def test_no_gradient_moves_a_weight_far(bits: int) -> None:
+    """Adam moves a weight by at most about ``(1 - beta1) / sqrt(1 - beta2)`` times the learning rate."""
     [parameter] = model = parameters_of([(40, 128)])
     optimizer = BlockwiseAdamW(model, lr=1.0, weight_decay=0.0, state_bits=bits)
     generator = torch.Generator().manual_seed(1)
@@ -157,8 +157,8 @@ def test_no_gradients_make_a_weight_jump(bits: int) -> None:
 
 
 @BITS
-def test_a_weight_without_gradient_comes_to_rest(bits: int) -> None:
-    """Rounded to the nearest, a small move would be repeated for ever."""
+def test_a_weight_without_gradient_stops_moving(bits: int) -> None:
+    """With rounding to the nearest code, a small move would be repeated forever."""
     [parameter] = model = parameters_of([(40, 128)])
     optimizer = BlockwiseAdamW(model, lr=1.0, weight_decay=0.0, state_bits=bits)
     for step in range(300):
@@ -191,7 +191,7 @@ def test_bytes_of_states(bits: int, limit: float, dtype: torch.dtype) -> None:
             assert num_bytes - 4 == (8 + low_bits) * parameter.numel()
 
 
-def test_a_group_may_keep_32_bits() -> None:
+def test_a_group_can_keep_32_bit_states() -> None:
     coded, whole = model = parameters_of([(64, 80), (64, 80)])
     optimizer = BlockwiseAdamW([{"params": [coded]}, {"params": [whole], "state_bits": 32}], state_bits=4)
     give_gradients(0, model)
@@ -201,7 +201,7 @@ def test_a_group_may_keep_32_bits() -> None:
 
 
 @BITS
-def test_where_a_weight_lies_in_memory_does_not_matter(bits: int) -> None:
+def test_the_memory_layout_of_a_weight_does_not_matter(bits: int) -> None:
     [plain] = parameters_of([(12, 16, 9, 13)])
     last = nn.Parameter(plain.detach().clone().to(memory_format=torch.channels_last))
     one, other = BlockwiseAdamW([plain], state_bits=bits), BlockwiseAdamW([last], state_bits=bits)
@@ -215,7 +215,7 @@ def test_where_a_weight_lies_in_memory_does_not_matter(bits: int) -> None:
 
 @BITS
 @pytest.mark.parametrize("rounding", ["split", "stochastic", "nearest"])
-def test_bfloat16_weights_follow_those_of_float32(bits: int, rounding: str) -> None:
+def test_bfloat16_weights_follow_float32_weights(bits: int, rounding: str) -> None:
     narrow = parameters_of([(64, 200)], torch.bfloat16)
     wide = [nn.Parameter(each.detach().float()) for each in narrow]
     one = BlockwiseAdamW(narrow, lr=1e-4, state_bits=bits, weight_rounding=rounding)
@@ -235,11 +235,11 @@ def test_bfloat16_weights_follow_those_of_float32(bits: int, rounding: str) -> N
     elif rounding == "stochastic":
         assert moved.mean().item() == pytest.approx(moved_wide.mean().item(), abs=1e-4)
     else:
-        assert moved.norm() < 0.7 * moved_wide.norm(), "small updates are lost: nobody gets this by default"
+        assert moved.norm() < 0.7 * moved_wide.norm(), "small updates are lost, so this is not the default"
 
 
 @BITS
-def test_it_goes_on_from_its_state_to_the_bit(bits: int) -> None:
+def test_training_resumes_from_its_state_bit_for_bit(bits: int) -> None:
     ours = parameters_of()
     optimizer = BlockwiseAdamW(ours, state_bits=bits)
     for step in range(3):
@@ -257,7 +257,7 @@ def test_it_goes_on_from_its_state_to_the_bit(bits: int) -> None:
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))])
-def test_a_copy_steps(duplicate: Callable[[Any], Any]) -> None:
+def test_a_deep_copy_steps(duplicate: Callable[[Any], Any]) -> None:
     model = parameters_of([(64, 80)])
     optimizer = duplicate(BlockwiseAdamW(model))
     model = optimizer.param_groups[0]["params"]
@@ -268,7 +268,7 @@ def test_a_copy_steps(duplicate: Callable[[Any], Any]) -> None:
 
 
 @BITS
-def test_not_a_number_is_seen(bits: int) -> None:
+def test_nan_gradients_reach_the_weights(bits: int) -> None:
     [parameter] = model = parameters_of([(64, 80)])
     optimizer = BlockwiseAdamW(model, state_bits=bits)
     for step in range(2):
@@ -348,7 +348,7 @@ def test_a_failing_compiler_is_reported(monkeypatch: pytest.MonkeyPatch, request
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
 @BITS
-def test_compiled_it_does_the_same_and_is_compiled_once(bits: int) -> None:
+def test_the_compiled_update_equals_eager_and_compiles_once(bits: int) -> None:
     missing = torch_private.missing_compiler(torch.device("cpu"))
     if missing is not None:
         pytest.skip(f"needs {missing}")
@@ -361,7 +361,7 @@ def test_compiled_it_does_the_same_and_is_compiled_once(bits: int) -> None:
     num_before = torch_private.num_compiled_graphs()
     give_gradients(0, ours, theirs)
     with torch_private.intercept(lambda function, types, args, kwargs: function(*args, **kwargs)):
-        one.step()  # as under a memory tracker, where torch.compile gives up for good
+        one.step()  # as under a memory tracker, which disables torch.compile permanently
     other.step()
     num_graphs = torch_private.num_compiled_graphs()
     assert num_graphs > num_before
@@ -371,7 +371,7 @@ def test_compiled_it_does_the_same_and_is_compiled_once(bits: int) -> None:
         other.step()
     assert torch_private.num_compiled_graphs() == num_graphs
     for mine, twin in zip(ours, theirs, strict=True):
-        # A sum off by its last bit may be rounded to the code beside; that is one code of one step.
+        # A sum that differs in its last bit can be rounded to the adjacent code: one code in one step.
         assert ((mine - twin).abs() > 1e-6).float().mean() < 1e-3
         assert (mine - twin).abs().max() < 1e-3
         for name, value in one.state[mine].items():

@@ -15,16 +15,17 @@ from torch.utils.data import DataLoader, Dataset
 from roomier import Callback, Module, Trainer
 from roomier.callbacks import ModelCheckpoint
 from roomier.core.rng import seed_everything
+from tests.covering import covering
 from tests.parallel.parity import Batch, Setup, Task, Trained, distance, train_on_ranks
 from tests.ranks.pool import RankPool
 
-NAMES = pytest.mark.parametrize("optimizer", ["adamw8bit", "adamw4bit"])
+NAMES = ["adamw8bit", "adamw4bit"]
 LAYOUTS = [("ddp", 2, None), ("zero1", 2, None), ("zero2", 2, None), ("zero3", 2, None), ("hsdp", 4, 2)]
 NUM_STEPS, STOPS_AT, GLOBAL_BATCH = 6, 3, 8
 
 
 class Layers(nn.Module):
-    """Coded matrices: one of rows that no number of ranks divides, one of 3 rows, which leaves a rank of 4 without."""
+    """Coded matrices: one whose rows no number of ranks divides, and one of 3 rows, so one of 4 ranks owns none."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +40,7 @@ class Layers(nn.Module):
 
 
 class Classes(Task):
-    """Points to tell apart."""
+    """A classifier of points."""
 
     def make_network(self) -> nn.Module:
         return Layers()
@@ -59,11 +60,10 @@ def on_one_rank(pool: RankPool, optimizer: str, precision: str = "32-true", clip
     return trained
 
 
-@NAMES
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout[0]} on {layout[1]}")
+@pytest.mark.parametrize(("layout", "optimizer"), covering(LAYOUTS, NAMES))
 def test_ranks_train_as_one_process(on_ranks: RankPool, optimizer: str, layout: tuple[str, int, int | None]) -> None:
-    """Where the last bit of a gradient, a sum in another order, decides how a number is rounded, a code is the next
-    one: one in some thousands, and none in most of these runs, which then are as near as in float32."""
+    """The order of sums changes the last bit of a gradient, which can select the adjacent code. This affects one of
+    some thousands of codes, and no code in most of these runs, which then agree as closely as in float32."""
     strategy, num_ranks, shard_size = layout
     micro_batch = GLOBAL_BATCH // num_ranks
     setup = Setup(strategy, num_ranks, shard_size, micro_batch=micro_batch, optimizer=optimizer, clip=0.5)
@@ -75,7 +75,7 @@ def test_ranks_train_as_one_process(on_ranks: RankPool, optimizer: str, layout: 
     assert single.losses[-1] < 0.9 * single.losses[0], "nothing was learned"
 
 
-@NAMES
+@pytest.mark.parametrize("optimizer", NAMES)
 def test_in_bf16_mixed_losses_are_near(on_ranks: RankPool, optimizer: str) -> None:
     setup = Setup("zero2", 2, micro_batch=GLOBAL_BATCH // 2, optimizer=optimizer, precision="bf16-mixed")
     single = on_one_rank(on_ranks, optimizer, "bf16-mixed")
@@ -105,7 +105,7 @@ class Classifier(Module):
 
 
 class States(Callback):
-    """All tensors of the optimizer and the weights, whole, as training began and as it ended."""
+    """Record unsharded optimizer states and weights at the start and the end of training."""
 
     def __init__(self) -> None:
         self.found: list[dict[str, Tensor]] = []
@@ -136,7 +136,7 @@ class States(Callback):
 def train(
     folder: Path, optimizer: str, precision: str, strategy: str, num_ranks: int, max_steps: int, path: str | None = None
 ) -> dict[str, Any]:
-    """On each rank: what the optimizer held, and the last checkpoint."""
+    """Return the states of the optimizer on each rank, and the last checkpoint."""
     seed_everything(0)
     states, saver = States(), ModelCheckpoint(every_n_train_steps=STOPS_AT, save_top_k=-1)
     trainer = Trainer(
@@ -168,7 +168,7 @@ def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize(
     ("optimizer", "precision"), [("adamw8bit", "32-true"), ("adamw4bit", "32-true"), ("adamw4bit", "bf16-true")]
 )
-def test_states_are_the_same_to_the_bit_on_2_then_1_then_4_ranks(
+def test_states_are_bit_identical_on_2_then_1_then_4_ranks(
     on_ranks: RankPool, tmp_path: Path, optimizer: str, precision: str
 ) -> None:
     layouts = [("zero2", 2), ("single", 1), ("zero3", 4)]
@@ -186,9 +186,8 @@ def test_states_are_the_same_to_the_bit_on_2_then_1_then_4_ranks(
         before = first
 
 
-@NAMES
-@pytest.mark.parametrize("layout", [("single", 1), ("zero3", 2)], ids=str)
-def test_a_run_that_stopped_goes_on_to_the_bit(
+@pytest.mark.parametrize(("layout", "optimizer"), covering([("single", 1), ("zero3", 2)], NAMES))
+def test_a_stopped_run_resumes_bit_for_bit(
     on_ranks: RankPool, tmp_path: Path, optimizer: str, layout: tuple[str, int]
 ) -> None:
     strategy, num_ranks = layout

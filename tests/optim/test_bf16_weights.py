@@ -47,7 +47,7 @@ def data() -> DataLoader[Any]:
 
 
 def train_with_masters(module: Net, data: DataLoader[Any]) -> list[Tensor]:
-    """Plain PyTorch: float32 masters under AdamW, of which a bfloat16 copy computes. Ties go away from zero."""
+    """Train float32 masters with AdamW in plain PyTorch; a bfloat16 copy computes. Ties are rounded away from zero."""
     low = copy.deepcopy(module).bfloat16()
     masters = [nn.Parameter(each.detach().float()) for each in low.parameters()]
     groups = [
@@ -68,7 +68,7 @@ def train_with_masters(module: Net, data: DataLoader[Any]) -> list[Tensor]:
     return masters
 
 
-def test_split_weights_under_adamw_are_float32_masters_to_the_bit(make_trainer: Any, data: Any) -> None:
+def test_split_weights_under_adamw_equal_float32_masters_bit_for_bit(make_trainer: Any, data: Any) -> None:
     module = Net()
     masters = train_with_masters(module, data)
     trainer = make_trainer(max_epochs=1, precision="bf16-true", optimizer="adamw", learning_rate=LR)
@@ -81,7 +81,7 @@ def test_split_weights_under_adamw_are_float32_masters_to_the_bit(make_trainer: 
 
 
 def ends_of(make_trainer: Any, data: Any, precision: str, rounding: str | None = None) -> Tensor:
-    """All weights after 60 steps, with the bits that they have no room for."""
+    """Return all weights after 60 steps, including their low bits."""
     module = Net()
     optimizer: dict[str, Any] = {"name": "adamw", "lr": 2e-5}
     if rounding is not None:
@@ -93,8 +93,8 @@ def ends_of(make_trainer: Any, data: Any, precision: str, rounding: str | None =
     return torch.cat([each.flatten().float() for each in values])
 
 
-def test_small_updates_arrive_unless_nearest_is_asked_for(make_trainer: Any, data: Any) -> None:
-    """60 steps of 2e-5 move a weight by up to 0.0012: less than half of what lies between two bfloat16 near 0.4."""
+def test_small_updates_are_kept_unless_rounding_is_nearest(make_trainer: Any, data: Any) -> None:
+    """60 steps of 2e-5 move a weight by up to 0.0012, less than half the distance of two bfloat16 values near 0.4."""
     begin = torch.cat([each.detach().flatten() for each in Net().bfloat16().float().parameters()])
     wanted = (
         ends_of(make_trainer, data, "32-true") - torch.cat([each.flatten() for each in Net().parameters()]).detach()
@@ -106,7 +106,7 @@ def test_small_updates_arrive_unless_nearest_is_asked_for(make_trainer: Any, dat
     assert along["nearest"] < 0.5
 
 
-def test_the_modules_own_optimizer_is_told_what_it_loses(make_trainer: Any, data: Any, capsys: Any) -> None:
+def test_lost_updates_of_the_modules_optimizer_are_reported(make_trainer: Any, data: Any, capsys: Any) -> None:
     class Own(Net):
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -135,7 +135,7 @@ class Named(Classifier):
 
 
 class Look(Callback):
-    """What is there when training goes on, whole."""
+    """Record the unsharded weights and states when training resumes."""
 
     def __init__(self) -> None:
         self.state: dict[str, Any] = {}
@@ -193,7 +193,7 @@ def test_a_resume_is_bit_identical(
 
 
 @pytest.mark.parametrize("strategy", ["zero2", "zero3"])
-def test_two_ranks_hand_on_every_bit_to_one(on_ranks: RankPool, tmp_path: Path, strategy: str) -> None:
+def test_one_rank_resumes_two_ranks_bit_for_bit(on_ranks: RankPool, tmp_path: Path, strategy: str) -> None:
     begun = on_ranks(2, train, tmp_path / "a", strategy, 2, 4, OPTIMIZERS[0])[0]
     goes_on = on_ranks(1, train, tmp_path / "b", "single", 1, 5, OPTIMIZERS[0], begun["path"])[0]
     stored, now = checkpoint.load(begun["path"]), goes_on["begins_with"]
@@ -210,7 +210,7 @@ def test_two_ranks_hand_on_every_bit_to_one(on_ranks: RankPool, tmp_path: Path, 
         ("32-true", {"name": "lion"}, "kept 'split'"),
     ],
 )
-def test_weights_are_not_kept_in_another_way_after_a_resume(
+def test_a_resume_cannot_change_the_representation_of_weights(
     make_trainer: Any, data: Any, tmp_path: Path, precision: str, optimizer: dict[str, Any], kept: str
 ) -> None:
     first = make_trainer(max_steps=2, precision="bf16-true", optimizer="lion")
@@ -223,7 +223,7 @@ def test_weights_are_not_kept_in_another_way_after_a_resume(
 
 
 def replicas() -> list[Tensor]:
-    """All weights on this rank after some steps under ddp."""
+    """Return all weights of this rank after some steps under ddp."""
     levers = {"optimizer": {"name": "adamw", "lr": 1e-3, "weight_rounding": "stochastic"}}
     setup = Setup("ddp", 2, precision="bf16-true", num_steps=5)
     task = Language()

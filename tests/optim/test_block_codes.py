@@ -23,7 +23,7 @@ COLUMNS = [80, 127, 147, 255, 384, 511, 768, 1009, 3001, 38529, 50257]
 
 
 class Block:
-    """Some rows of one block, and their codes."""
+    """Rows of one block, and their codes."""
 
     def __init__(self, bits: int, num_rows: int = 3, size: int = 128) -> None:
         self.bits = bits
@@ -44,7 +44,7 @@ class Block:
         return root[:, 0], ratio[:, 0]
 
     def numbers(self) -> tuple[Tensor, Tensor]:
-        """The numbers ``k`` and ``d``."""
+        """Return the numbers ``k`` and ``d``."""
         if self.bits == 8:
             return self.tensors[0].long(), self.tensors[1].long()
         both = self.tensors[0].long()
@@ -52,14 +52,14 @@ class Block:
 
 
 def moments(num_rows: int = 3, size: int = 128) -> tuple[Tensor, Tensor]:
-    """Roots over eight decades, ratios of either sign."""
+    """Return roots over eight decades and ratios of both signs."""
     generator = torch.Generator().manual_seed(0)
     root = 10 ** (8 * torch.rand(num_rows, size, generator=generator) - 9)
     return root, torch.randn(num_rows, size, generator=generator)
 
 
 @BITS
-def test_codes_are_those_of_the_definition(bits: int) -> None:
+def test_codes_equal_their_definition(bits: int) -> None:
     block = Block(bits)
     root, ratio = moments()
     held_root, held_ratio = block.keep(root, ratio, step=7)
@@ -71,7 +71,7 @@ def test_codes_are_those_of_the_definition(bits: int) -> None:
             shift = (7 * 0.6180339887498949 + column * 0.7548776662466927) % 1 * 31 / 32 + 1 / 64
             place = math.sqrt(root[row, column].item() / top) * levels - 1
             assert roots[row, column] == max(0, math.floor(place + shift))
-            # One sequence serves both, from its other end.
+            # Both use one sequence, from opposite ends.
             assert ratios[row, column] == math.floor(ratio[row, column].item() / widest * largest + 1 - shift)
             expected = top * ((roots[row, column].item() + 1) / levels) ** 2
             assert held_root[row, column].item() == pytest.approx(expected, rel=1e-6)
@@ -80,7 +80,7 @@ def test_codes_are_those_of_the_definition(bits: int) -> None:
 
 
 @BITS
-def test_a_number_is_off_by_less_than_one_code(bits: int) -> None:
+def test_the_rounding_error_is_less_than_one_code(bits: int) -> None:
     root, ratio = moments()
     held_root, held_ratio = Block(bits).keep(root, ratio)
     step = root.amax(1, keepdim=True).sqrt() / 2**bits
@@ -90,7 +90,7 @@ def test_a_number_is_off_by_less_than_one_code(bits: int) -> None:
 
 
 @BITS
-def test_what_was_rounded_stays_whatever_the_step(bits: int) -> None:
+def test_rounded_values_do_not_change_when_rounded_again(bits: int) -> None:
     block = Block(bits)
     first = block.keep(*moments())
     codes = [each.clone() for each in block.tensors]
@@ -102,7 +102,7 @@ def test_what_was_rounded_stays_whatever_the_step(bits: int) -> None:
 
 
 @BITS
-def test_the_largest_of_a_block_are_exact(bits: int) -> None:
+def test_the_largest_values_of_a_block_are_exact(bits: int) -> None:
     root, ratio = moments()
     for step in range(1, 100):
         held_root, held_ratio = Block(bits).keep(root, ratio, step)
@@ -111,8 +111,8 @@ def test_the_largest_of_a_block_are_exact(bits: int) -> None:
 
 
 @BITS
-def test_over_steps_rounding_is_right_on_the_mean(bits: int) -> None:
-    """To the nearest, the mean would be off by up to half a code."""
+def test_rounding_is_unbiased_over_steps(bits: int) -> None:
+    """With rounding to the nearest code, the mean would differ by up to half a code."""
     root, ratio = moments()
     held = [Block(bits).keep(root, ratio, step) for step in range(1, 401)]
     code = ratio.abs().amax(1, keepdim=True) / (2 ** (bits - 1) - 1)
@@ -120,12 +120,12 @@ def test_over_steps_rounding_is_right_on_the_mean(bits: int) -> None:
     assert ((mean_ratio - ratio) / code).abs().max() < 0.03
     code = root.amax(1, keepdim=True).sqrt() / 2**bits
     mean_root = torch.stack([each.sqrt() for each, _ in held]).mean(0)
-    above = root.sqrt() > code  # below the first code there is none to round down to
+    above = root.sqrt() > code  # no code exists below the first one
     assert ((mean_root - root.sqrt()) / code).abs()[above].max() < 0.03
 
 
 @BITS
-def test_no_root_beside_others_is_rounded_to_zero_and_zero_ratios_stay(bits: int) -> None:
+def test_small_roots_are_not_rounded_to_zero_and_zero_ratios_stay_zero(bits: int) -> None:
     root, ratio = torch.zeros(1, 128), torch.zeros(1, 128)
     root[0, 0], ratio[0, 0] = 1e-3, 2.0
     for step in range(1, 50):
@@ -144,7 +144,7 @@ def test_a_block_of_zeros_is_zero(bits: int) -> None:
 
 @BITS
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_what_is_no_number_is_seen_in_its_block(bits: int, value: float) -> None:
+def test_nan_and_infinity_remain_in_their_block(bits: int, value: float) -> None:
     root, ratio = moments()
     root[1, 5], ratio[1, 5] = value, math.nan
     held_root, held_ratio = Block(bits).keep(root, ratio)
@@ -155,13 +155,13 @@ def test_what_is_no_number_is_seen_in_its_block(bits: int, value: float) -> None
 
 @BITS
 @pytest.mark.parametrize("num_columns", COLUMNS)
-def test_blocks_cover_a_row_once(bits: int, num_columns: int) -> None:
+def test_blocks_cover_each_row_once(bits: int, num_columns: int) -> None:
     row = torch.zeros(1, num_columns)
     scales = torch.zeros(1, num_blocks((1, num_columns), bits))
     for region in regions(num_columns, bits):
         blocks = region.cut(row)
         assert blocks.shape == (1, scales[:, region.scales].shape[1], region.size)
-        assert region.size >= MIN_BLOCK or region.columns.start, "only what is left at the end may be thin"
+        assert region.size >= MIN_BLOCK or region.columns.start, "only the last block of a row can be narrow"
         blocks.add_(1)
         scales[:, region.scales] += 1
     assert (row == 1).all()
@@ -178,7 +178,7 @@ def test_bytes_of_an_element(bits: int, limit: float) -> None:
         assert num_bytes <= limit * 60 * num_columns + 1e-6, num_columns
 
 
-def test_what_is_small_or_thin_is_not_coded() -> None:
+def test_small_or_narrow_tensors_are_not_coded() -> None:
     assert can_be_coded((64, 64 + 16))
     assert can_be_coded((64, 3, 7, 7))
     assert not can_be_coded((64, 3, 5, 5))  # 75 columns

@@ -79,7 +79,7 @@ def test_every_key_of_the_scheduler_dictionary(optimizer):
     )
 
 
-def test_monitor_beside_the_scheduler(optimizer):
+def test_monitor_next_to_the_scheduler(optimizer):
     plateau = ReduceLROnPlateau(optimizer)
     [config] = read_configured({"optimizer": optimizer, "lr_scheduler": plateau, "monitor": "loss"}).schedulers
     assert config == LRSchedulerConfig(plateau, reduce_on_plateau=True, monitor="loss")
@@ -93,7 +93,7 @@ def test_several_dictionaries(optimizer, other, scheduler):
     assert configured.schedulers == [LRSchedulerConfig(scheduler)]
 
 
-def test_a_scheduler_of_ones_own(optimizer):
+def test_a_user_defined_scheduler(optimizer):
     class Own:
         def step(self, metric=None):
             pass
@@ -105,7 +105,7 @@ def test_a_scheduler_of_ones_own(optimizer):
     assert config.scheduler is own
 
 
-def forms_that_are_none():
+def unsupported_forms():
     optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
     scheduler = StepLR(optimizer, 1)
     plateau = ReduceLROnPlateau(optimizer)
@@ -139,7 +139,7 @@ def forms_that_are_none():
 
 
 @pytest.mark.parametrize(
-    ("what", "returned", "problem"), forms_that_are_none(), ids=[each[0] for each in forms_that_are_none()]
+    ("what", "returned", "problem"), unsupported_forms(), ids=[each[0] for each in unsupported_forms()]
 )
 def test_an_invalid_return_value_is_rejected(what, returned, problem):
     with pytest.raises(RoomierError, match=f"(?s)configure_optimizers.*{problem}"):

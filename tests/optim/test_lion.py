@@ -33,7 +33,7 @@ def run(net: nn.Module, optimizer: torch.optim.Optimizer, num_steps: int = 20, f
 
 
 def by_the_paper(weights: list[Tensor], steps: list[list[Tensor]]) -> list[Tensor]:
-    """Algorithm 2 as it is printed, in float64."""
+    """Compute algorithm 2 of the paper in float64."""
     found = []
     for index, weight in enumerate(weights):
         theta, m = weight.double(), torch.zeros_like(weight, dtype=torch.float64)
@@ -46,7 +46,7 @@ def by_the_paper(weights: list[Tensor], steps: list[list[Tensor]]) -> list[Tenso
     return found
 
 
-def test_steps_are_those_of_the_paper() -> None:
+def test_steps_equal_the_algorithm_of_the_paper() -> None:
     net = network()
     expected = by_the_paper([each.detach() for each in net.parameters()], [gradients(step, net) for step in range(20)])
     run(net, Lion(net.parameters(), LR, BETAS, DECAY))
@@ -54,14 +54,14 @@ def test_steps_are_those_of_the_paper() -> None:
         torch.testing.assert_close(parameter.double(), wanted, rtol=1e-5, atol=1e-6)
 
 
-def test_a_gradient_of_zero_moves_nothing_but_by_decay() -> None:
+def test_a_zero_gradient_applies_weight_decay_only() -> None:
     weight = nn.Parameter(torch.full((3,), 2.0))
     weight.grad = torch.zeros(3)
     Lion([weight], LR, BETAS, DECAY).step()
     assert weight.tolist() == pytest.approx([2 - LR * DECAY * 2] * 3)
 
 
-def test_split_weights_are_those_of_float32_to_the_bit() -> None:
+def test_split_weights_equal_float32_weights_bit_for_bit() -> None:
     low = network().bfloat16()
     full = copy.deepcopy(low).float()
     optimizer, reference = Lion(low.parameters(), LR, BETAS, DECAY), Lion(full.parameters(), LR, BETAS, DECAY)
@@ -76,8 +76,8 @@ def test_split_weights_are_those_of_float32_to_the_bit() -> None:
         assert one.dtype is torch.bfloat16
 
 
-def test_small_steps_are_lost_to_the_nearest_and_kept_on_average_at_random() -> None:
-    """100 steps of 1e-4 from 1, of which bfloat16's next number is 1/128 away."""
+def test_small_steps_are_lost_by_nearest_and_kept_by_stochastic_rounding() -> None:
+    """100 steps of 1e-4 from 1, where the next bfloat16 value is 1/128 away."""
     ends = {}
     for rounding in ("nearest", "stochastic", "split"):
         weight = nn.Parameter(torch.ones(100_000, dtype=torch.bfloat16))
@@ -107,8 +107,8 @@ def test_a_resume_is_bit_identical(rounding: str) -> None:
         assert torch.equal(a, b)
 
 
-def test_noise_belongs_to_the_parameter_not_to_its_turn() -> None:
-    """Updates in the backward call the optimizer for some parameters at a time."""
+def test_noise_depends_on_the_parameter_and_not_on_the_order() -> None:
+    """Updates in the backward call the optimizer for a few parameters at a time."""
     one = network().bfloat16()
     other = copy.deepcopy(one)
     whole = Lion(one.parameters(), LR, BETAS, DECAY, weight_rounding="stochastic")
@@ -152,7 +152,7 @@ def test_float64_stays_float64() -> None:
     assert weight[0].item() == 1 - 1e-12
 
 
-def test_a_copy_rounds_alike() -> None:
+def test_a_deep_copy_rounds_the_same_way() -> None:
     net = network().bfloat16()
     optimizer = Lion(net.parameters(), lr=LR, weight_rounding="stochastic")
     run(net, optimizer, 3)

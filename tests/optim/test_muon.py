@@ -39,7 +39,7 @@ def hidden_names(net: nn.Module) -> set[str]:
 
 @pytest.mark.parametrize("adjust", ["match_rms_adamw", "original"])
 @pytest.mark.parametrize("nesterov", [True, False])
-def test_steps_are_those_of_torchs_two_optimizers_to_the_bit(adjust: str, nesterov: bool) -> None:
+def test_steps_equal_torchs_two_optimizers_bit_for_bit(adjust: str, nesterov: bool) -> None:
     ours, theirs = network(), network()
     settings = {"adjust_lr_fn": adjust, "nesterov": nesterov, "momentum": 0.9}
     optimizer = make_optimizer("muon", ours, lr=2e-3, weight_decay=0.05, options={**settings, "betas": (0.8, 0.9)})
@@ -58,7 +58,7 @@ def test_steps_are_those_of_torchs_two_optimizers_to_the_bit(adjust: str, nester
         assert torch.equal(one, other), name
 
 
-def test_who_updates_what() -> None:
+def test_muon_updates_hidden_matrices_and_adamw_the_rest() -> None:
     net = network()
     optimizer = make_optimizer("muon", net, lr=1e-3)
     names = {parameter: name for name, parameter in net.named_parameters()}
@@ -70,7 +70,7 @@ def test_who_updates_what() -> None:
     assert {len(optimizer.state[parameter]) for parameter, name in names.items() if name in hidden_names(net)} == {1}
 
 
-def test_adamw_may_have_a_learning_rate_of_its_own() -> None:
+def test_adamw_can_have_a_separate_learning_rate() -> None:
     optimizer = make_optimizer("muon", network(), lr=0.02, options={"adamw_lr": 3e-4, "adjust_lr_fn": "original"})
     assert [group["lr"] for group in optimizer.param_groups] == [0.02, 3e-4, 3e-4]
 
@@ -124,14 +124,14 @@ def test_a_resume_is_bit_identical(fit: Any, tmp_path: Path) -> None:
         assert torch.equal(one, other)
 
 
-def test_its_update_may_run_in_the_backward(fit: Any) -> None:
+def test_the_update_can_run_in_the_backward(fit: Any) -> None:
     plain, _ = fit(5)
     at_once, _ = fit(5, step_in_backward="exact")
     for one, other in zip(plain.parameters(), at_once.parameters(), strict=True):
         assert torch.equal(one, other)
 
 
-def test_the_learning_rate_of_adamw_may_change_at_a_resume(fit: Any, tmp_path: Path) -> None:
+def test_the_learning_rate_of_adamw_can_change_at_a_resume(fit: Any, tmp_path: Path) -> None:
     _, begun = fit(4)
     begun.save_checkpoint(tmp_path / "saved")
     _, resumed = fit(6, tmp_path / "saved", adamw_lr=5e-4)
@@ -139,7 +139,7 @@ def test_the_learning_rate_of_adamw_may_change_at_a_resume(fit: Any, tmp_path: P
     assert [group["initial_lr"] for group in optimizer.param_groups] == [1e-3, 5e-4, 5e-4]
 
 
-def test_it_learns() -> None:
+def test_the_loss_falls() -> None:
     net = network()
     tokens = (torch.arange(9)[None] * 3 + torch.arange(4)[:, None]) % 50
     optimizer = make_optimizer("muon", net, lr=3e-3)
@@ -164,7 +164,7 @@ def test_options_that_torch_rejects_are_rejected() -> None:
 
 
 @pytest.mark.parametrize("shape", [(20, 20), (12, 40), (40, 12)])
-def test_singular_values_come_near_one(shape: tuple[int, int]) -> None:
+def test_singular_values_approach_one(shape: tuple[int, int]) -> None:
     matrix = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     before = matrix.clone()
     values = torch.linalg.svdvals(orthogonal(matrix, (3.4445, -4.7750, 2.0315), 5).float())
@@ -173,7 +173,7 @@ def test_singular_values_come_near_one(shape: tuple[int, int]) -> None:
     assert torch.equal(matrix, before)
 
 
-def test_a_copy_goes_on_alike() -> None:
+def test_a_deep_copy_continues_the_same_way() -> None:
     net = network()
     optimizer = make_optimizer("muon", net, lr=1e-3)
     run(net, [optimizer], 3)
@@ -186,7 +186,7 @@ def test_a_copy_goes_on_alike() -> None:
         assert torch.equal(one, two)
 
 
-def test_a_copy_of_the_object_goes_on_alike() -> None:
+def test_a_shallow_copy_continues_the_same_way() -> None:
     net = network()
     optimizer = make_optimizer("muon", net, lr=1e-3)
     run(net, [optimizer], 3)

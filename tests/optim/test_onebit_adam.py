@@ -17,7 +17,7 @@ from roomier.optim.onebit_adam import LEAST_VARIANCE, OneBitAdam
 from roomier.optim.sign_code import BLOCK
 from tests.ranks.pool import RankPool
 
-# Sizes that divide evenly and that do not, less than a rank each, and more than a block.
+# Sizes that divide evenly and unevenly, sizes below the number of ranks, and sizes above a block.
 SHAPES = [(16, 32), (7,), (1,), (130, 3), (2, 2, 300)]
 LR, BETAS, EPS, DECAY = 0.01, (0.9, 0.99), 1e-8, 0.1
 
@@ -28,7 +28,7 @@ def first_weights(dtype: torch.dtype) -> list[Tensor]:
 
 
 def gradients(step: int, rank: int, dtype: torch.dtype) -> list[Tensor]:
-    """A common part, and one of each rank; those of the last tensor are of very different sizes."""
+    """Return gradients with a common part and a part per rank. The sizes in the last tensor differ widely."""
     common, own = torch.Generator().manual_seed(step), torch.Generator().manual_seed(1000 * step + rank + 1)
     drawn = [
         torch.randn(shape, generator=common, dtype=torch.float64)
@@ -40,7 +40,7 @@ def gradients(step: int, rank: int, dtype: torch.dtype) -> list[Tensor]:
 
 
 def sign_code(pieces: list[Tensor]) -> list[Tensor]:
-    """What the signs of each piece stand for: one scale a block."""
+    """Return the decoded signs of each piece, with one scale per block."""
     coded = []
     for piece in pieces:
         blocks = [
@@ -52,7 +52,7 @@ def sign_code(pieces: list[Tensor]) -> list[Tensor]:
 
 
 def reference(num_ranks: int, num_steps: int, freeze_step: int, *, rounds: bool = False) -> list[Tensor]:
-    """Algorithm 1 of the paper, in float64, one tensor after the other; returns the weights."""
+    """Compute algorithm 1 of the paper in float64, tensor by tensor, and return the weights."""
     (beta1, beta2), f64 = BETAS, torch.float64
     results = []
     for index, weight in enumerate(first_weights(f64)):
@@ -86,7 +86,7 @@ def reference(num_ranks: int, num_steps: int, freeze_step: int, *, rounds: bool 
 
 
 def train(num_steps: int, dtype: torch.dtype = torch.float64, **keywords: Any) -> tuple[list[Tensor], list[int]]:
-    """The weights after ``num_steps``, and the bytes this rank sent in each."""
+    """Return the weights after ``num_steps``, and the bytes that this rank sent in each step."""
     parameters = [nn.Parameter(each) for each in first_weights(dtype)]
     optimizer = OneBitAdam(parameters, LR, BETAS, EPS, DECAY, **keywords)
     sent = run(optimizer, parameters, range(1, num_steps + 1))
@@ -107,15 +107,15 @@ def run(optimizer: OneBitAdam, parameters: list[nn.Parameter], steps: range) -> 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("rounds", [False, True])
-def test_it_is_algorithm_1(on_ranks: RankPool, num_ranks: int, rounds: bool) -> None:
+def test_steps_equal_algorithm_1(on_ranks: RankPool, num_ranks: int, rounds: bool) -> None:
     expected = reference(num_ranks, 25, 8, rounds=rounds)
     for weights, _ in on_ranks(num_ranks, train, 25, freeze_step=8, rounds_variance=rounds):
         for weight, reference_weight in zip(weights, expected, strict=True):
             torch.testing.assert_close(weight, reference_weight, rtol=1e-7, atol=1e-9)
 
 
-def test_in_float32_it_is_the_same_up_to_rounding(on_ranks: RankPool) -> None:
-    # Few steps: an element near zero may get another sign by rounding, and then goes another way for a while.
+def test_float32_differs_by_rounding_only(on_ranks: RankPool) -> None:
+    # Few steps: rounding can change the sign of an element near zero, and then its values differ for a while.
     expected = reference(2, 11, 8)
     weights, _ = on_ranks(2, train, 11, torch.float32, freeze_step=8)[0]
     for weight, reference_weight in zip(weights, expected, strict=True):
@@ -123,7 +123,7 @@ def test_in_float32_it_is_the_same_up_to_rounding(on_ranks: RankPool) -> None:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_until_the_freeze_it_is_adamw_on_averaged_gradients(on_ranks: RankPool, num_ranks: int) -> None:
+def test_steps_before_the_freeze_equal_adamw_on_averaged_gradients(on_ranks: RankPool, num_ranks: int) -> None:
     parameters = [nn.Parameter(each) for each in first_weights(torch.float32)]
     adamw = torch.optim.AdamW(parameters, LR, BETAS, EPS, DECAY)
     for step in range(1, 11):
@@ -161,7 +161,7 @@ def test_bytes_sent_against_ddp(on_ranks: RankPool, num_ranks: int) -> None:
 
 
 def resumed(num_steps: int, at: int, **keywords: Any) -> bool:
-    """Whether a new optimizer with the states of step ``at`` goes on to the same bits."""
+    """Return whether a new optimizer with the states of step ``at`` continues with the same bits."""
     expected, _ = train(num_steps, torch.float32, **keywords)
     parameters = [nn.Parameter(each) for each in first_weights(torch.float32)]
     first = OneBitAdam(parameters, LR, BETAS, EPS, DECAY, **keywords)
@@ -174,13 +174,13 @@ def resumed(num_steps: int, at: int, **keywords: Any) -> bool:
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 @pytest.mark.parametrize("at", [0, 6, 10])
-def test_states_put_back_go_on_to_the_same_bits(on_ranks: RankPool, num_ranks: int, at: int) -> None:
+def test_restored_states_continue_bit_for_bit(on_ranks: RankPool, num_ranks: int, at: int) -> None:
     assert all(on_ranks(num_ranks, resumed, 14, at, freeze_step=6))
     assert all(on_ranks(num_ranks, resumed, 14, at, freeze_step=6, rounds_variance=True))
 
 
 def whole_states(at: int, freeze_step: int) -> dict[str, Any]:
-    """The states after ``at`` steps, every tensor whole."""
+    """Return the unsharded states after ``at`` steps."""
     parameters = [nn.Parameter(each) for each in first_weights(torch.float64)]
     optimizer = OneBitAdam(parameters, LR, BETAS, EPS, DECAY, freeze_step=freeze_step)
     run(optimizer, parameters, range(1, at + 1))
@@ -210,7 +210,7 @@ def loaded_and_read_back(states: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("saved_on", "loaded_on"), [(4, 2), (2, 4), (3, 1), (1, 3)])
 @pytest.mark.parametrize("at", [4, 10])
-def test_states_go_to_another_number_of_ranks(on_ranks: RankPool, saved_on: int, loaded_on: int, at: int) -> None:
+def test_states_load_on_another_number_of_ranks(on_ranks: RankPool, saved_on: int, loaded_on: int, at: int) -> None:
     saved = on_ranks(saved_on, whole_states, at, 6)[0]
     for loaded in on_ranks(loaded_on, loaded_and_read_back, saved):
         for index, before in saved["state"].items():
@@ -220,9 +220,9 @@ def test_states_go_to_another_number_of_ranks(on_ranks: RankPool, saved_on: int,
                 assert torch.equal(after["exp_avg_sq"], before["exp_avg_sq"])
                 continue
             assert torch.equal(after["denominator"], before["denominator"])
-            # What the average of all ranks has left out so far is what it was.
+            # The accumulated error of the average is unchanged.
             torch.testing.assert_close(after["worker_error"].mean(0), before["worker_error"].mean(0))
-            # The code of the momentum has other blocks now; what it lost is in the error, to come back.
+            # The momentum has other blocks now. Its rounding error is in the error state and is added later.
             torch.testing.assert_close(
                 BETAS[0] * after["exp_avg"] + after["server_error"],
                 BETAS[0] * before["exp_avg"] + before["server_error"],
@@ -230,7 +230,7 @@ def test_states_go_to_another_number_of_ranks(on_ranks: RankPool, saved_on: int,
 
 
 def steps_of_odd_parameters() -> list[bool]:
-    """Parameters in bfloat16, not contiguous, without a gradient on some ranks, empty, frozen."""
+    """Update parameters that are bfloat16, not contiguous, without a gradient on some ranks, empty, or frozen."""
     torch.manual_seed(0)
     halved = nn.Parameter(torch.randn(40, 10).bfloat16())
     last = nn.Parameter(torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last))

@@ -32,7 +32,7 @@ CONTEXT, VOCABULARY = 24, 64
 
 
 def sentences(num: int, seed: int) -> Tensor:
-    """``[num, CONTEXT + 1]``: each token is one of four that follow the last, or anything; frequent ones are few."""
+    """Return ``[num, CONTEXT + 1]`` tokens. Each is one of four successors of the last token, or random."""
     language, draws = torch.Generator().manual_seed(99), torch.Generator().manual_seed(seed)
     frequency = 1 / torch.arange(1, VOCABULARY + 1)
     followers = torch.stack([torch.multinomial(frequency, 4, generator=language) for _ in range(VOCABULARY)])
@@ -65,7 +65,7 @@ def engine_of(module: roomier.Module, plan: Plan, num_steps: int) -> tuple[Eager
 
 
 def learn(strategy: str, optimizer: dict[str, Any], num_steps: int, width: int, precision: str) -> list[float]:
-    """The loss of each step on the global batch of 8 sentences."""
+    """Return the loss of each step on the global batch of 8 sentences."""
     plan = plan_from_flags(
         strategy=strategy,
         accelerator="cpu",
@@ -97,7 +97,7 @@ def last(losses: list[float]) -> float:
 def test_a_gpt_learns_as_with_adamw(on_ranks: RankPool, strategy: str, precision: str) -> None:
     adamw = on_ranks(2, learn, "ddp", {"name": "adamw"}, 100, 32, precision)[0]
     onebit = on_ranks(2, learn, strategy, {"name": "onebit_adam", "freeze_step": 40}, 100, 32, precision)[0]
-    # Up to the freeze they are one; bf16 amplifies the order of sums.
+    # Up to the freeze they are equal. bf16 amplifies the order of sums.
     assert onebit[:40] == pytest.approx(adamw[:40], rel=1e-4 if precision == "32-true" else 0.02)
     assert onebit[41:] != pytest.approx(adamw[41:], rel=1e-6)
     assert last(adamw) < 0.8 * adamw[0]
@@ -107,7 +107,7 @@ def test_a_gpt_learns_as_with_adamw(on_ranks: RankPool, strategy: str, precision
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("strategy", ["ddp", "zero1"])
-def test_a_gpt_learns_as_with_adamw_for_longer(on_ranks: RankPool, num_ranks: int, strategy: str) -> None:
+def test_a_gpt_learns_as_with_adamw_in_a_longer_run(on_ranks: RankPool, num_ranks: int, strategy: str) -> None:
     adamw = on_ranks(num_ranks, learn, "ddp", {"name": "adamw"}, 400, 64, "32-true", timeout_s=280)[0]
     onebit = {"name": "onebit_adam", "freeze_step": 80}
     losses = on_ranks(num_ranks, learn, strategy, onebit, 400, 64, "32-true", timeout_s=280)[0]
@@ -135,7 +135,7 @@ def train_in_full_precision(setup: Setup, strategy: str) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1"])
 @pytest.mark.parametrize(("accumulate", "terms"), [(1, "all"), (2, "some"), (2, "none on one")])
-def test_its_average_is_the_gradient_of_the_whole_batch(
+def test_the_averaged_gradient_equals_the_gradient_of_the_global_batch(
     on_ranks: RankPool, strategy: str, accumulate: int, terms: str
 ) -> None:
     setup = Setup(strategy="ddp", accumulate=accumulate, terms=terms, optimizer="adamw", num_steps=12)
@@ -146,7 +146,7 @@ def test_its_average_is_the_gradient_of_the_whole_batch(
 
 
 def begin_apart() -> list[float]:
-    """Ranks whose models began differently; the first loss and the running mean of each."""
+    """Train ranks with different initial weights; return the first loss and the running mean of each."""
     module = Normed(dist.get_rank())
     plan = plan_from_flags(strategy="ddp", accelerator="cpu", devices=2, optimizer="onebit_adam")
     engine, _, ranks = engine_of(module, plan, 20)
@@ -168,7 +168,7 @@ class Normed(roomier.Module):
         return loss
 
 
-def test_ranks_begin_and_stay_equal(on_ranks: RankPool) -> None:
+def test_ranks_start_and_stay_equal(on_ranks: RankPool) -> None:
     first, second = on_ranks(2, begin_apart)
     assert first == second
 
@@ -209,9 +209,7 @@ def fit(
 
 
 @pytest.mark.parametrize(("strategy", "at"), [("ddp", 10), ("zero1", 10), ("zero1", 4)])
-def test_a_run_that_is_resumed_goes_on_as_if_it_had_not_stopped(
-    on_ranks: RankPool, tmp_path: Path, strategy: str, at: int
-) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_run(on_ranks: RankPool, tmp_path: Path, strategy: str, at: int) -> None:
     whole = on_ranks(2, fit, tmp_path, strategy, 2, 14)[0][0]
     on_ranks(2, fit, tmp_path, strategy, 2, at)
     for weights, _ in on_ranks(2, fit, tmp_path, strategy, 2, 14, ckpt_path=str(tmp_path / f"step{at}")):
@@ -219,7 +217,7 @@ def test_a_run_that_is_resumed_goes_on_as_if_it_had_not_stopped(
             assert torch.equal(weights[name], weight), name
 
 
-def test_a_run_goes_on_under_the_other_strategy_and_on_other_ranks(on_ranks: RankPool, tmp_path: Path) -> None:
+def test_a_run_resumes_with_the_other_strategy_and_other_ranks(on_ranks: RankPool, tmp_path: Path) -> None:
     on_ranks(2, fit, tmp_path, "ddp", 2, 10)
     first, second = on_ranks(2, fit, tmp_path, "zero1", 2, 14, ckpt_path=str(tmp_path / "step10"))
     assert all(torch.equal(weight, second[0][name]) for name, weight in first[0].items())
@@ -227,11 +225,11 @@ def test_a_run_goes_on_under_the_other_strategy_and_on_other_ranks(on_ranks: Ran
     assert len(on_ranks(1, fit, tmp_path, "ddp", 1, 14, ckpt_path=str(tmp_path / "step10"))) == 1
 
 
-# ---- what it goes with -------------------------------------------------------------------------------------------
+# ---- combinations ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["onebit_adam", "onebitadam", "1bit_adam", "one_bit_adam", "OneBitAdam"])
-def test_its_names(name: str) -> None:
+def test_accepted_spellings(name: str) -> None:
     plan = plan_from_flags(strategy="ddp", optimizer=name)
     assert plan.optimizer.name == "onebit_adam"
     assert kind_of("optimizer.name", "onebit_adam") is Kind.APPROXIMATE
@@ -241,13 +239,13 @@ def test_its_names(name: str) -> None:
 @pytest.mark.parametrize(
     ("keywords", "message"),
     [
-        ({"strategy": "single"}, "strategy.*'single'.*does not go with.*Use strategy='ddp' or 'zero1'"),
+        ({"strategy": "single"}, "strategy.*'single'.*is not supported with.*Use strategy='ddp' or 'zero1'"),
         ({"strategy": "zero2", "devices": 2}, "strategy.*'zero2'"),
         ({"strategy": "zero3", "devices": 2}, "strategy.*'zero3'"),
         ({"strategy": "hsdp", "devices": 2}, "strategy.*'hsdp'"),
-        ({"gradient_clip_val": 1.0}, "gradient_clip_val.*no rank has the gradient of the whole batch"),
+        ({"gradient_clip_val": 1.0}, "gradient_clip_val.*no rank has the gradient of the full batch"),
         ({"precision": "16-mixed"}, "precision.*Use precision='bf16-mixed'"),
-        ({"strategy": {"name": "ddp", "reduce_dtype": "bf16"}}, "reduce_dtype.*Leave it '32'"),
+        ({"strategy": {"name": "ddp", "reduce_dtype": "bf16"}}, "reduce_dtype.*Set reduce_dtype='32'"),
         ({"strategy": {"name": "ddp", "gradient_compression": "powersgd"}}, "gradient_compression.*sends signs"),
     ],
 )
@@ -270,7 +268,7 @@ def test_clipping_in_a_custom_loop_is_rejected(on_ranks: RankPool) -> None:
     on_ranks(2, clip_by_hand)
 
 
-def test_when_the_variance_is_frozen(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_step_at_which_the_variance_is_frozen(capsys: pytest.CaptureFixture[str]) -> None:
     def freeze_step(given: int | None, length: float, warmup: int = 0) -> int:
         options = {} if given is None else {"freeze_step": given}
         return int(onebit_options(options, lambda: length, warmup, cuts=False)["freeze_step"])

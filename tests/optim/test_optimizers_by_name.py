@@ -26,7 +26,7 @@ def test_every_name_steps(net, name):
     assert optimizer.param_groups[0]["lr"] == 0.01
 
 
-def test_weights_decay_and_biases_and_norms_do_not(net):
+def test_weight_decay_excludes_biases_and_norms(net):
     optimizer = make_optimizer("adamw", net, weight_decay=0.3)
     groups = {group["weight_decay"]: {id(p) for p in group["params"]} for group in optimizer.param_groups}
     decayed = {id(net[0].weight), id(net[2].weight), id(net[3].weight)}
@@ -65,7 +65,7 @@ def test_options_reach_the_class(net):
 
 
 @pytest.mark.parametrize("name", ["adamw", "adam", "sgd"])
-def test_fused_kernels_are_the_default_and_may_be_turned_off(net, name):
+def test_fused_kernels_are_the_default_and_can_be_disabled(net, name):
     assert make_optimizer(name, net).defaults["fused"] is True
     assert make_optimizer(name, net, options={"fused": False}).defaults["fused"] is False
     assert not make_optimizer(name, net, options={"foreach": True}).defaults["fused"]
@@ -84,7 +84,7 @@ def test_scales_of_norms_and_biases_of_any_shape_do_not_decay():
 
 @pytest.mark.parametrize(("name", "bits"), [("adamw8bit", 8), ("adamw4bit", 4)])
 @pytest.mark.parametrize("tied", [True, False])
-def test_states_in_few_bits_are_for_large_matrices(name, bits, tied):
+def test_low_bit_states_are_used_for_large_matrices(name, bits, tied):
     net = GPT(GPTConfig(vocab_size=100, context=100, num_layers=1, num_heads=2, width=96, tied_head=tied))
     optimizer = make_optimizer(name, net, weight_decay=0.1)
     for parameter in net.parameters():
@@ -101,7 +101,7 @@ def test_states_in_few_bits_are_for_large_matrices(name, bits, tied):
 
 @pytest.mark.parametrize("name", ["adamw", "adamw8bit", "adamw4bit", "lion"])
 @pytest.mark.parametrize("rounding", ["split", "stochastic"])
-def test_weights_of_bfloat16_are_kept_as_asked(net, name, rounding):
+def test_bfloat16_weights_use_the_requested_rounding(net, name, rounding):
     optimizer = make_optimizer(name, net.bfloat16(), weight_rounding=rounding)
     for parameter in net.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -110,7 +110,7 @@ def test_weights_of_bfloat16_are_kept_as_asked(net, name, rounding):
     assert {"low_bits" in state for state in optimizer.state.values()} == {rounding == "split"}
 
 
-def test_a_model_that_came_in_bfloat16_keeps_its_low_bits(net):
+def test_a_bfloat16_model_keeps_its_low_bits(net):
     assert type(make_optimizer("adamw", net.bfloat16())) is BlockwiseAdamW
     assert type(make_optimizer("adamw", net.bfloat16(), weight_rounding="nearest")) is torch.optim.AdamW
     assert type(make_optimizer("adamw", net.float())) is torch.optim.AdamW

@@ -15,7 +15,7 @@ from tests.parallel.tasks import Language
 from tests.ranks.pool import RankPool
 
 LAYOUTS = [("ddp", 2, None), ("zero1", 2, None), ("zero2", 2, None), ("zero3", 2, None), ("hsdp", 4, 2)]
-# Attention's key bias has a gradient that is zero up to rounding, and Lion takes its sign.
+# The gradient of an attention key bias is zero up to rounding, and Lion uses its sign.
 UNDETERMINED = "query_key_value.bias"
 
 
@@ -29,7 +29,7 @@ def on_one_rank(pool: RankPool, optimizer: str, num_samples: int) -> Trained:
 @pytest.mark.parametrize("optimizer", ["lion", "muon"])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout[0]} on {layout[1]}")
 def test_ranks_train_as_one_process(on_ranks: RankPool, optimizer: str, layout: tuple[str, int, int | None]) -> None:
-    """In float64, where the order of sums cannot move what Muon rounds to bfloat16."""
+    """Use float64, in which the order of sums cannot change the values that Muon rounds to bfloat16."""
     strategy, num_ranks, shard_size = layout
     setup = Setup(
         strategy, num_ranks, shard_size, micro_batch=2, precision="64-true", optimizer=optimizer, num_steps=10
@@ -70,7 +70,7 @@ def build_own(strategy: str, kind: type[Own] = Own) -> str:
     return "built"
 
 
-def test_bitsandbytes_is_refused_where_parameters_are_cut(on_ranks: RankPool) -> None:
+def test_bitsandbytes_is_rejected_if_parameters_are_sharded(on_ranks: RankPool) -> None:
     assert on_ranks(2, build_own, "ddp") == ["built"] * 2
     for said in on_ranks(2, build_own, "zero2"):
         assert said.startswith("configure_optimizers='LikeBitsandbytes'")

@@ -1,4 +1,4 @@
-"""bfloat16 weights that keep all bits, and stochastic rounding that is right on average."""
+"""bfloat16 weights keep all bits of float32, and stochastic rounding is unbiased."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def split(value: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def every_kind_of_number() -> Tensor:
-    """For each sign and many exponents and mantissas: what lies around a tie, a carry, and the ends."""
+    """Return numbers around ties, carries and limits, for both signs and many exponents and mantissas."""
     uppers = [0x0000, 0x0001, 0x007F, 0x0080, 0x3F7F, 0x3F80, 0x3F81, 0x3FFF, 0x4000, 0x7EFF, 0x7F00, 0x7F7E, 0x7F7F]
     lowers = [0, 1, 2, 0x7FFE, 0x7FFF, 0x8000, 0x8001, 0xFFFE, 0xFFFF]
     bits = [sign << 31 | upper << 16 | lower for sign in (0, 1) for upper in uppers for lower in lowers]
     return of_bits(*bits, 0x7F800000, 0xFF800000)
 
 
-def test_split_gives_back_every_number_to_the_bit() -> None:
+def test_a_split_number_is_restored_bit_for_bit() -> None:
     value = every_kind_of_number()
     assert bits_of(read(*split(value))) == bits_of(value)
     anything = torch.randint(-(2**31), 2**31, (2**20,), generator=torch.Generator().manual_seed(0), dtype=torch.int64)
@@ -48,11 +48,11 @@ def test_split_rounds_to_the_nearest_and_ties_away_from_zero() -> None:
     assert torch.equal(split(value)[0], value.bfloat16())
     ties = of_bits(0x3F808000, 0x3F818000, 0xBF808000, 0xBF818000)
     assert [each >> 16 for each in bits_of(split(ties)[0].float())] == [0x3F81, 0x3F82, 0xBF81, 0xBF82]
-    assert split(of_bits(0x7F7FFFFF))[0].item() == float("inf")  # as a cast does; the number itself comes back
+    assert split(of_bits(0x7F7FFFFF))[0].item() == float("inf")  # equal to a cast; the number is restored
 
 
-def test_not_a_number_stays_so() -> None:
-    """CUDA's has all bits set, which a carry would turn into -0."""
+def test_nan_stays_nan() -> None:
+    """The NaN of CUDA has all bits set, and a carry would turn it into -0."""
     codes = of_bits(0x7FC00000, 0xFFC00000, 0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001)
     weight, low_bits = split(codes)
     assert weight.isnan().all()
@@ -61,7 +61,7 @@ def test_not_a_number_stays_so() -> None:
     assert weight.isnan().all()
 
 
-def test_a_weight_stands_for_itself_at_the_start() -> None:
+def test_a_weight_is_exact_before_the_first_update() -> None:
     weight = torch.randn(3, 4).bfloat16()
     low_bits = empty_low_bits(weight)
     assert low_bits.dtype is torch.int16
@@ -69,7 +69,7 @@ def test_a_weight_stands_for_itself_at_the_start() -> None:
     assert torch.equal(read(weight, low_bits), weight.float())
 
 
-def test_small_updates_add_up() -> None:
+def test_small_updates_accumulate() -> None:
     weight, master = torch.ones(4, dtype=torch.bfloat16), torch.ones(4)
     low_bits = empty_low_bits(weight)
     for _ in range(1000):
@@ -81,7 +81,7 @@ def test_small_updates_add_up() -> None:
 
 
 def test_parts_of_a_tensor_are_written_in_place() -> None:
-    """As an optimizer does it, chunk by chunk."""
+    """An optimizer writes chunk by chunk."""
     value = torch.randn(1000, generator=torch.Generator().manual_seed(0))
     weight = torch.zeros(1000, dtype=torch.bfloat16)
     low_bits = empty_low_bits(weight)
@@ -102,7 +102,7 @@ def test_float32_weights_are_not_copied() -> None:
     assert weight.tolist() == [0, 0, 0]
 
 
-def test_without_anything_else_a_weight_is_rounded_as_by_a_cast() -> None:
+def test_nearest_rounding_equals_a_cast() -> None:
     value = every_kind_of_number()
     weight = torch.empty(value.shape, dtype=torch.bfloat16)
     write(weight, value)
@@ -115,18 +115,18 @@ def rounded(value: Tensor, step: int, first: int = 0) -> Tensor:
     return weight
 
 
-def test_stochastic_rounding_takes_one_of_the_two_neighbours() -> None:
+def test_stochastic_rounding_selects_one_of_the_two_neighbors() -> None:
     value = torch.randn(10_000, generator=torch.Generator().manual_seed(1))
     below = (value.view(torch.int32) >> 16 << 16).view(torch.float32)  # towards zero
     above = ((value.view(torch.int32) >> 16) + 1 << 16).view(torch.float32)
     result = rounded(value, 1).float()
     assert ((result == below) | (result == above)).all()
-    assert torch.equal(rounded(below, 1).float(), below)  # what bfloat16 can hold is not touched
+    assert torch.equal(rounded(below, 1).float(), below)  # values that bfloat16 can represent are unchanged
 
 
 @pytest.mark.parametrize("share", [0.0039, 0.25, 0.5, 0.77])
-def test_stochastic_rounding_is_right_on_average(share: float) -> None:
-    """Over places and over steps: 2^18 draws have a standard error of at most 0.001."""
+def test_stochastic_rounding_is_unbiased(share: float) -> None:
+    """2^18 draws over positions and over steps have a standard error of at most 0.001."""
     bits = 0x3F800000 + round(share * 0x10000)
     value = of_bits(bits).expand(2**18)
     expected = (bits - 0x3F800000) / 0x10000
@@ -136,7 +136,7 @@ def test_stochastic_rounding_is_right_on_average(share: float) -> None:
     assert by_step == pytest.approx(expected, abs=0.004)
 
 
-def test_noise_is_evenly_spread_and_unlike_at_other_places_steps_and_parameters() -> None:
+def test_noise_is_uniform_and_independent_between_positions_steps_and_parameters() -> None:
     draws = [noise(noise_key(0, step, index), 0, 2**16).double() for step, index in ((1, 0), (2, 0), (1, 1))]
     for each in draws:
         counts = torch.histc(each, 64, -(2**15), 2**15)
@@ -146,14 +146,14 @@ def test_noise_is_evenly_spread_and_unlike_at_other_places_steps_and_parameters(
     assert (correlation - torch.eye(4, dtype=torch.float64)).abs().max() < 0.02
 
 
-def test_noise_does_not_depend_on_how_a_parameter_is_cut() -> None:
+def test_noise_does_not_depend_on_the_sharding() -> None:
     value = torch.randn(1001, generator=torch.Generator().manual_seed(1))
     whole = rounded(value, 7)
     parts = [rounded(part, 7, first) for first, part in ((0, value[:333]), (333, value[333:334]), (334, value[334:]))]
     assert torch.equal(torch.cat(parts), whole)
 
 
-def test_places_beyond_32_bits_have_noise() -> None:
+def test_positions_beyond_32_bits_have_noise() -> None:
     far = noise(5, 2**33 + 1, 1000)
     assert far.shape == (1000,)
     assert far.double().std() > 15_000

@@ -17,7 +17,7 @@ def sgd(lr=2.0):
 
 
 def rates(schedule, count):
-    """The learning rate of each of ``count`` steps."""
+    """Return the learning rate of each of ``count`` steps."""
     found = []
     for _ in range(count):
         found.append(schedule.optimizer.param_groups[0]["lr"])
@@ -48,8 +48,8 @@ def test_formula(name):
     assert rates(schedule, NUM_STEPS) == pytest.approx(expected, rel=1e-12)
 
 
-def test_the_ends():
-    """It begins above zero, reaches the full rate where the warm-up ends, and never goes below the floor."""
+def test_first_and_last_rates():
+    """The rate starts above zero, reaches its maximum at the end of the warm-up, and stays above the minimum."""
     factor = Factor("cosine", NUM_STEPS, WARMUP, FLOOR)
     assert factor(0) == pytest.approx(1 / WARMUP)
     assert factor(WARMUP - 1) == factor(WARMUP) == 1.0
@@ -61,13 +61,13 @@ def test_without_warmup_the_first_step_has_the_full_rate(name):
     assert Factor(name, NUM_STEPS)(0) == 1.0
 
 
-def test_cosine_is_torch_s_own():
+def test_cosine_equals_torch():
     ours = rates(make_schedule("cosine", sgd(), NUM_STEPS), NUM_STEPS)
     theirs = rates(torch.optim.lr_scheduler.CosineAnnealingLR(sgd(), NUM_STEPS), NUM_STEPS)
     assert ours == pytest.approx(theirs, abs=1e-12)
 
 
-def test_every_group_keeps_its_own_rate():
+def test_every_group_keeps_its_rate():
     first, second = nn.Linear(2, 2), nn.Linear(2, 2)
     optimizer = torch.optim.SGD([{"params": first.parameters()}, {"params": second.parameters(), "lr": 0.5}], lr=2.0)
     schedule = make_schedule("linear", optimizer, 4)
@@ -82,7 +82,7 @@ def test_a_run_of_unknown_length_is_rejected(name):
         make_schedule(name, sgd(), math.inf)
 
 
-def test_constant_needs_no_end():
+def test_constant_requires_no_length():
     assert rates(make_schedule("constant", sgd(), math.inf, warmup_steps=2), 4) == [1.0, 2.0, 2.0, 2.0]
 
 

@@ -21,7 +21,7 @@ def random(numel: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Ten
     num_ranks=st.integers(1, 5),
     dtype=st.sampled_from([torch.float32, torch.float64]),
 )
-def test_signs_stay_scales_are_means_and_no_code_is_worse_than_nothing(
+def test_signs_are_kept_scales_are_means_and_the_error_is_bounded(
     numels: list[int], num_ranks: int, dtype: torch.dtype
 ) -> None:
     code = SignCode(numels, num_ranks, CPU)
@@ -41,7 +41,7 @@ def test_signs_stay_scales_are_means_and_no_code_is_worse_than_nothing(
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
-def test_a_piece_alone_has_the_code_it_has_in_the_whole(num_ranks: int) -> None:
+def test_a_piece_has_the_same_code_alone_and_in_the_tensor(num_ranks: int) -> None:
     tensor = random(1000)
     code = SignCode([5, 1000], num_ranks, CPU)
     rows = code.empty()
@@ -56,7 +56,7 @@ def test_a_piece_alone_has_the_code_it_has_in_the_whole(num_ranks: int) -> None:
         assert not decoded[1].any()
 
 
-def test_what_was_decoded_is_encoded_to_the_last_bit() -> None:
+def test_decoded_values_are_encoded_bit_for_bit() -> None:
     code = SignCode([777], 1, CPU)
     rows, again = code.empty(), code.empty()
     result = code.encode(0, random(777), rows)
@@ -64,14 +64,14 @@ def test_what_was_decoded_is_encoded_to_the_last_bit() -> None:
     assert torch.equal(again, rows)
 
 
-def test_a_bit_an_element_and_a_scale_a_block() -> None:
+def test_a_code_has_one_bit_per_element_and_one_scale_per_block() -> None:
     num_blocks = 10_000
     code = SignCode([num_blocks * BLOCK], 2, CPU)
     assert 2 * code.row_bytes == num_blocks * (BLOCK // 8 + 4)
 
 
 @pytest.mark.parametrize(("numel", "num_ranks"), [(1, 4), (7, 4), (8, 4), (9, 4), (5, 1), (3, 5)])
-def test_pieces_are_those_of_a_cut_dtensor(numel: int, num_ranks: int) -> None:
+def test_pieces_equal_the_shards_of_a_dtensor(numel: int, num_ranks: int) -> None:
     pieces, flat = Pieces(numel, num_ranks), torch.arange(numel)
     parts = [flat[pieces.slice_of(rank)] for rank in range(num_ranks)]
     chunks = [*flat.chunk(num_ranks), *[flat[:0]] * num_ranks][:num_ranks]

@@ -16,6 +16,7 @@ CONTEXT = 6
 class Language(Task):
     """A GPT whose sizes no number of ranks divides; labels may be -100."""
 
+    width = 10
     tied_head = False
     dropout = 0.0
 
@@ -25,7 +26,7 @@ class Language(Task):
             context=CONTEXT,
             num_layers=2,
             num_heads=2,
-            width=10,
+            width=self.width,
             dropout=self.dropout,
             tied_head=self.tied_head,
         )
@@ -47,6 +48,12 @@ class Language(Task):
 
 class TiedLanguage(Language):
     tied_head = True
+
+
+class WideLanguage(Language):
+    """A GPT whose norms are a small enough fraction of each block to belong to the root unit."""
+
+    width = 32
 
 
 class SummedLanguage(Language):

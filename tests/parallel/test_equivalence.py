@@ -12,13 +12,15 @@ Three tolerances, relative, after 20 steps:
 """
 
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.covering import covering
 from tests.parallel.parity import Distance, Setup, Trained, distance, train_bare, train_on_ranks
-from tests.parallel.tasks import Language, SummedLanguage, TiedLanguage
+from tests.parallel.tasks import Language, SummedLanguage, TiedLanguage, WideLanguage
 from tests.ranks.pool import RankPool
 
 TOLERANCES = {"64-true": 1e-10, "32-true": 1e-5}
@@ -51,7 +53,7 @@ def each_example(count: int) -> settings:
     )
 
 
-@each_example(10)
+@each_example(6)
 @given(task=TASKS, setup=SETUPS)
 def test_any_division_trains_as_one_process(on_ranks: RankPool, task: type[Language], setup: Setup) -> None:
     check(on_ranks, task, setup)
@@ -76,14 +78,30 @@ COVERING = [
 ]
 
 
-@pytest.mark.parametrize("layout", COVERING, ids=lambda layout: f"{layout[0]} on {layout[1]}")
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize(("layout", "precision"), covering(COVERING, ["32-true", "bf16-mixed"]))
 def test_each_strategy_trains_as_one_process(
     on_ranks: RankPool, layout: tuple[str, int, int | None], precision: str
 ) -> None:
     strategy, num_ranks, shard_size = layout
     setup = Setup(strategy, num_ranks, shard_size, accumulate=2, precision=precision, clip=0.5, terms="none on one")
     check(on_ranks, Language, setup)
+
+
+def train_wide(setup: Setup, *, has_norms_in_root: bool) -> Trained:
+    if has_norms_in_root:
+        return train_on_ranks(WideLanguage, setup)
+    with patch("roomier.parallel.shard.root_parameters_of", return_value=set()):
+        return train_on_ranks(WideLanguage, setup)
+
+
+@pytest.mark.parametrize("layout", [("zero2", 2, None), ("zero3", 2, None), LAYOUTS[-1]], ids=lambda layout: layout[0])
+def test_norms_in_the_root_unit_train_bit_identically(on_ranks: RankPool, layout: tuple[str, int, int | None]) -> None:
+    strategy, num_ranks, shard_size = layout
+    setup = Setup(strategy, num_ranks, shard_size, accumulate=2, precision="bf16-mixed", num_steps=5)
+    joined = on_ranks(num_ranks, train_wide, setup, has_norms_in_root=True)[0]
+    separate = on_ranks(num_ranks, train_wide, setup, has_norms_in_root=False)[0]
+    assert joined.losses == separate.losses
+    assert distance(joined, separate).weights == 0.0
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero2"])

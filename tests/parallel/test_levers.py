@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import cache
 from itertools import combinations
 from typing import Any
 
 import pytest
 
 from roomier.core.errors import PlanError
+from tests.covering import covering
 from tests.parallel.parity import Setup, distance, train_bare, train_on_ranks
 from tests.parallel.tasks import Language, TiedLanguage
 from tests.ranks.pool import RankPool
@@ -40,8 +42,7 @@ def compared(setup: Setup, tied: bool = False) -> tuple[float, float, str]:
     return apart.losses, apart.weights, apart.worst
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("lever", LEVERS)
+@pytest.mark.parametrize(("lever", "strategy"), covering(list(LEVERS), STRATEGIES, per_row=2))
 def test_a_lever_under_a_strategy_is_exact_or_refused(on_ranks: RankPool, lever: str, strategy: str) -> None:
     num_ranks, shard_size = (4, 2) if strategy == "hsdp" else (2, None)
     setup = Setup(strategy, num_ranks, shard_size, levers=LEVERS[lever], num_steps=6)
@@ -54,23 +55,29 @@ def test_a_lever_under_a_strategy_is_exact_or_refused(on_ranks: RankPool, lever:
         assert weights < 1e-5, worst
 
 
+@cache
+def bound_without_levers(on_ranks: RankPool) -> float:
+    """Return the distance of the losses without levers from the bare loop."""
+    losses: float = on_ranks(2, compared, Setup("zero3", precision="bf16-mixed", num_steps=6))[0][0]
+    return losses
+
+
 @pytest.mark.parametrize("lever", LEVERS)
 def test_a_lever_in_mixed_precision_is_as_far_from_the_bare_loop_as_none(on_ranks: RankPool, lever: str) -> None:
     """Norms and products are gathered in two dtypes there, also where a block is computed again."""
-    plain = Setup("zero3", precision="bf16-mixed", num_steps=6)
     setup = Setup("zero3", precision="bf16-mixed", num_steps=6, levers=LEVERS[lever])
-    bound, *_ = on_ranks(2, compared, plain)[0]
+    bound = bound_without_levers(on_ranks)
     for losses, _, _ in on_ranks(2, compared, setup):
         assert losses < max(2 * bound, 5e-3)
 
 
-@pytest.mark.parametrize("pair", PAIRS, ids=" + ".join)
-def test_two_levers_at_once_are_exact(on_ranks: RankPool, pair: tuple[str, str]) -> None:
-    setup = Setup(num_ranks=1, micro_batch=4, clip=0.5, levers=LEVERS[pair[0]] | LEVERS[pair[1]], num_steps=6)
-    for tied in (False, True):
-        [(losses, weights, worst)] = on_ranks(1, compared, setup, tied)
-        assert losses < 1e-5
-        assert weights < 1e-5, worst
+@pytest.mark.parametrize(("pair", "tied"), covering([" + ".join(pair) for pair in PAIRS], [False, True]))
+def test_two_levers_at_once_are_exact(on_ranks: RankPool, pair: str, tied: bool) -> None:
+    one, other = pair.split(" + ")
+    setup = Setup(num_ranks=1, micro_batch=4, clip=0.5, levers=LEVERS[one] | LEVERS[other], num_steps=6)
+    [(losses, weights, worst)] = on_ranks(1, compared, setup, tied)
+    assert losses < 1e-5
+    assert weights < 1e-5, worst
 
 
 def test_all_that_go_together_at_once(on_ranks: RankPool) -> None:

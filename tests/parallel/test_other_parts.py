@@ -59,7 +59,7 @@ def fit(strategy: Any, by_rank: bool, num_ranks: int) -> int:
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
 def test_ranks_that_run_other_blocks_are_stopped(on_ranks: RankPool, strategy: str) -> None:
-    with pytest.raises(RankFailed, match=r"ran different parts of the model in step [12] or"):
+    with pytest.raises(RankFailed, match=r"ran different parts of the model, .*, in step [12] or"):
         on_ranks(2, fit, strategy, True, 2)
 
 

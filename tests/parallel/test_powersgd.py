@@ -62,7 +62,7 @@ def last(losses: list[float]) -> float:
     return sum(losses[-20:]) / 20
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_powersgd_learns_nearly_as_fast(on_ranks: RankPool, num_ranks: int) -> None:
     plain, _ = on_ranks(num_ranks, learn, 150)[0]
     settings = {"gradient_compression": "powersgd", "compression_warmup_steps": 20}
@@ -182,7 +182,11 @@ def test_manual_optimization_is_refused(on_ranks: RankPool) -> None:
 # ---- bfloat16 ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "accumulate"), [("ddp", 1), ("ddp", 2), ("zero1", 2), ("zero2", 2), ("zero3", 1)])
+ROUNDED = [("ddp", 2), ("zero2", 2), ("zero3", 1)]
+ROUNDED += [pytest.param(*each, marks=pytest.mark.slow) for each in (("ddp", 1), ("zero1", 2))]
+
+
+@pytest.mark.parametrize(("name", "accumulate"), ROUNDED)
 def test_gradients_in_bfloat16_give_nearly_the_same(on_ranks: RankPool, name: str, accumulate: int) -> None:
     exact, weights = on_ranks(2, learn, 40, accumulate, name=name)[0]
     rounded, near = on_ranks(2, learn, 40, accumulate, name=name, reduce_dtype="bf16")[0]

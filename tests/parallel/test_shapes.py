@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from roomier.precision.lstm import onednn_has_lstm
+from tests.covering import covering
 from tests.parallel.parity import Batch, Setup, Task, Trained, distance, train_bare, train_on_ranks
 from tests.parallel.tasks import Language
 from tests.ranks.pool import RankPool
@@ -271,9 +272,9 @@ TASKS = [
 LAYOUTS = [("ddp", 2), ("zero1", 2), ("zero2", 2), ("zero3", 4)]
 
 
-@pytest.mark.parametrize(("strategy", "num_ranks"), LAYOUTS)
-@pytest.mark.parametrize("task", TASKS, ids=lambda task: task.__name__)
-def test_a_shape(on_ranks: RankPool, task: type[Task], strategy: str, num_ranks: int) -> None:
+@pytest.mark.parametrize(("task", "layout"), covering(TASKS, LAYOUTS, per_row=2))
+def test_a_shape(on_ranks: RankPool, task: type[Task], layout: tuple[str, int]) -> None:
+    strategy, num_ranks = layout
     setup = Setup(strategy, num_ranks, accumulate=2, clip=0.5, num_steps=6)
     [trained, *_] = on_ranks(num_ranks, train_on_ranks, task, setup)
     apart = distance(trained, train_bare(task, setup))

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from roomier.api.blocks import find_blocks
+from tests.covering import covering
 from tests.parallel.parity import Batch, Setup, Task, distance, train_bare, train_on_ranks
 from tests.ranks.pool import RankPool
 
@@ -130,8 +131,7 @@ class ViT(FromConfig):
 TASKS = [GPT2, Llama, Bert, T5, ViT]
 
 
-@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
-@pytest.mark.parametrize("task", TASKS, ids=lambda task: task.__name__)
+@pytest.mark.parametrize(("task", "strategy"), covering(TASKS, ["zero2", "zero3"]))
 def test_a_model_trains_as_in_one_process(on_ranks: RankPool, task: type[FromConfig], strategy: str) -> None:
     setup = Setup(strategy, 2, accumulate=2, clip=1.0, num_steps=5)
     [trained, *_] = on_ranks(2, train_on_ranks, task, setup)

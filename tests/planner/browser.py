@@ -1,4 +1,4 @@
-"""A page as a real browser lays it out: Chromium, without a window."""
+"""Layout of a page in a real browser: headless Chromium."""
 
 from __future__ import annotations
 
@@ -46,23 +46,23 @@ function overlaps(found) {
     > found[index - 1].getBoundingClientRect().top + 2).map(named);
 }
 addEventListener('load', () => {
-  const told = document.createElement('script');
-  told.type = 'application/json';
-  told.id = 'told';
-  told.textContent = JSON.stringify([...document.querySelectorAll('iframe')].map(look));
-  document.body.append(told);
+  const result = document.createElement('script');
+  result.type = 'application/json';
+  result.id = 'result';
+  result.textContent = JSON.stringify([...document.querySelectorAll('iframe')].map(look));
+  document.body.append(result);
 });
 """
 
 
 def look_at(page: str, widths: tuple[int, ...], folder: Path, *, is_dark: bool = False) -> list[dict[str, Any]]:
-    """What the browser says of ``page`` at each of ``widths`` in pixels. Skips the test where there is no browser.
+    """Return the layout of ``page`` at each of ``widths`` in pixels. Skip the test if no browser is installed.
 
-    A window has a least width of its own, so the page stands in frames.
+    The page is rendered in frames, because a window has a minimum width.
     """
     command = next((found for name in NAMES if (found := shutil.which(name))), None)
     if command is None:
-        pytest.skip("no browser: as root on Debian `make install` gets one; else: apt-get install chromium")
+        pytest.skip("no browser: run `make install` as root on Debian, or apt-get install chromium")
     frames = "".join(
         f'<iframe style="border:0;width:{width}px;height:4000px" srcdoc="{html.escape(page)}"></iframe>'
         for width in widths
@@ -77,7 +77,7 @@ def look_at(page: str, widths: tuple[int, ...], folder: Path, *, is_dark: bool =
     )
     complaints = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
     assert not complaints, complaints
-    told = re.search(r'<script type="application/json" id="told">(.*?)</script>', done.stdout, re.DOTALL)
-    assert told is not None, done.stdout[-2000:]
-    found: list[dict[str, Any]] = json.loads(told[1])
+    result = re.search(r'<script type="application/json" id="result">(.*?)</script>', done.stdout, re.DOTALL)
+    assert result is not None, done.stdout[-2000:]
+    found: list[dict[str, Any]] = json.loads(result[1])
     return found

@@ -1,4 +1,4 @@
-"""Models and prices that tests of planning make up."""
+"""Models and constructed prices for tests of planning."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Language(roomier.Module):
 
 
 class Regression(roomier.Module):
-    """Without blocks and without logits."""
+    """A model without blocks and logits."""
 
     def __init__(self, *layers: nn.Module) -> None:
         super().__init__()
@@ -67,8 +67,8 @@ def forecast(plan: Plan, micro_batch: int, peak_bytes: int, step_s: float, metho
     return Forecast(plan, this_machine(), micro_batch, method, (stretch,), time=StepTime(step_s))
 
 
-class Told:
-    """Prices that the test makes up."""
+class FixedPrices:
+    """Prices from a function of the test."""
 
     def __init__(self, price: Any, method: str = "dry run") -> None:
         self.price = price
@@ -80,7 +80,7 @@ class Told:
 
 
 def ends_after(num_looks: int) -> Deadline:
-    """Of which so many looks find that it is not over; no clock decides."""
+    """Return a deadline that passes after ``num_looks`` checks, independent of the clock."""
     looks = itertools.count(1)
     return Deadline(num_looks, 0.0, clock=lambda: next(looks))
 
@@ -98,11 +98,11 @@ def by_strategy(plan: Plan, micro_batch: int) -> tuple[int, float]:
     return BYTES[strategy_of(plan)] * KIB, SECONDS[strategy_of(plan)] * levers
 
 
-def made_up(monkeypatch: pytest.MonkeyPatch, price: Any) -> Told:
-    """Prices by ``price``, also where something that is not asked for is tried."""
+def made_up(monkeypatch: pytest.MonkeyPatch, price: Any) -> FixedPrices:
+    """Return prices by ``price``, which also apply to the alternatives in :mod:`nearest`."""
 
     def confirm(workload: Workload, plan: Plan, machine: Machine) -> Forecast:
         return forecast(plan, workload.batch_size, *price(plan, workload.batch_size))
 
     monkeypatch.setattr(nearest, "confirm", confirm)
-    return Told(price)
+    return FixedPrices(price)

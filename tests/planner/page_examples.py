@@ -1,4 +1,4 @@
-"""Choices and records made by hand: what pages are drawn from."""
+"""Constructed choices and records, from which tests render pages."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def machine(name: str = "a100-40gb") -> Machine:
 
 
 def timeline(states: float, kept: float, *, gathered: float = 0.0, gradient: float = 1.0) -> tuple[Stretch, ...]:
-    """A step whose activations grow and shrink block by block; figures in GiB."""
+    """Return a step whose activations grow and shrink block by block. Sizes are in GiB."""
     found: list[Stretch] = []
 
     def held(activation: float, gradients: float, temporary: float = 0.0) -> dict[Kind, int]:
@@ -70,7 +70,7 @@ def forecast(strategy: str, states: float, kept: float, step_s: float, **keyword
 
 
 def choice(*, fits: bool = True, place: str = "") -> Choice:
-    """Five plans with a forecast, two that rules refuse. Args: place: put into a reason, as text that may be HTML."""
+    """Return five plans with a forecast and two rejected plans. ``place`` is inserted into a reason and may be HTML."""
     found = [
         forecast("zero2", 12.0, 1.0, 0.52),
         forecast("zero3", 8.0, 1.0, 0.61),
@@ -91,7 +91,7 @@ def choice(*, fits: bool = True, place: str = "") -> Choice:
     ]
     refused = plan_from_flags(strategy="ddp", devices=8, optimizer="adamw")
     considered += [Considered(refused, 2, None, False, f"BatchNorm takes statistics of each micro-batch {place}")]
-    considered += [Considered(refused, 1, None, False, "the loader makes its batches itself")]
+    considered += [Considered(refused, 1, None, False, "the loader creates its batches itself")]
     chosen = found[0] if fits else None
     return Choice(machine(), budget_bytes, chosen, tuple(considered), 3.21)
 
@@ -103,11 +103,11 @@ def grid() -> Grid:
 
 
 def record(*, num_ranks: int = 2, allocator_bytes: int | None = None) -> Record:
-    said = forecast("zero2", 12.0, 1.0, 0.52)
+    given = forecast("zero2", 12.0, 1.0, 0.52)
     full = tuple(
         dataclasses.replace(each, peak={**each.peak, Kind.ACTIVATION: int(each.peak[Kind.ACTIVATION] * 1.04)})
-        for each in said.timeline
+        for each in given.timeline
     )
-    others = [Measured(rank, (said.timeline[3],), allocator_bytes) for rank in range(num_ranks - 1)]
+    others = [Measured(rank, (given.timeline[3],), allocator_bytes) for rank in range(num_ranks - 1)]
     ranks = (*others, Measured(num_ranks - 1, full, allocator_bytes))
-    return Record(said, 2, ranks, BUDGET_BYTES, "planned", ("A note.",))
+    return Record(given, 2, ranks, BUDGET_BYTES, "planned", ("A note.",))

@@ -1,4 +1,4 @@
-"""One measured run makes forecasts of others nearer: of its model's activations, and of its device beside tensors."""
+"""Calibration with a measured run: activations of the model, and device memory in addition to tensors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PLAN = plan_from_flags(optimizer="adamw", accelerator="cpu")
 
 
 class Routed(roomier.Module):
-    """Which samples go through the wide layers follows from their values: no forecast can know how many."""
+    """A model whose number of samples in the wide layers depends on their values, which a forecast cannot know."""
 
     def __init__(self, width: int = 128) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Routed(roomier.Module):
 
 
 def batch_of(num_samples: int) -> Tensor:
-    """A quarter of them scores high."""
+    """Return a batch in which a quarter of the samples has a high score."""
     batch = torch.zeros(num_samples, 8)
     batch[::4, 0] = 2.0
     return batch
@@ -59,24 +59,24 @@ def measured(make_trainer: Callable[..., Any], num_samples: int) -> Record:
     return callback.record
 
 
-def test_a_forecast_after_a_run_is_nearer_to_what_another_run_takes(make_trainer: Callable[..., Any]) -> None:
-    taught, truth = measured(make_trainer, 512), measured(make_trainer, 1024).measured_bytes
+def test_a_calibrated_forecast_is_closer_to_another_run(make_trainer: Callable[..., Any]) -> None:
+    learned, truth = measured(make_trainer, 512), measured(make_trainer, 1024).measured_bytes
     workload, machine = Workload.of(Routed(), batch_of(1024)), this_machine(1, 1, "cpu")
     before = confirm(workload, PLAN, machine).peak_bytes
-    after = learned_of(workload, taught, machine, "runs/version_0")
-    assert before < 0.5 * truth, "else there is nothing to learn"
+    after = learned_of(workload, learned, machine, "runs/version_0")
+    assert before < 0.5 * truth, "otherwise calibration has no effect"
     assert abs(confirm(after, PLAN, machine).peak_bytes / truth - 1) < 0.05
     assert abs(Estimator(after, machine).estimate(PLAN, 1024).peak_bytes / truth - 1) < 0.05
 
 
-def test_a_forecast_that_came_true_teaches_nothing() -> None:
+def test_an_exact_forecast_gives_a_factor_of_1() -> None:
     found = record(num_ranks=1)
     same = dataclasses.replace(found.ranks[0], timeline=found.forecast.timeline)
     assert activation_factor(dataclasses.replace(found, ranks=(same,))) == 1.0
 
 
 @pytest.mark.parametrize("times", [0.5, 1.04, 3.0])
-def test_with_what_a_run_taught_its_own_forecast_is_what_was_measured(times: float) -> None:
+def test_a_calibrated_forecast_of_the_same_run_has_the_measured_peak(times: float) -> None:
     found = record(num_ranks=1)
     measured_bytes = int(found.forecast_bytes * times)
     held = {Kind.ACTIVATION: measured_bytes}
@@ -88,7 +88,7 @@ def test_with_what_a_run_taught_its_own_forecast_is_what_was_measured(times: flo
     assert again == pytest.approx(measured_bytes, abs=2)
 
 
-def test_a_budget_of_activations_is_kept_whatever_was_learned() -> None:
+def test_calibration_does_not_change_a_plan_with_an_activation_budget() -> None:
     found = record(num_ranks=1).forecast
     budget = plan_from_flags(activation_checkpointing="1GiB")
     workload = dataclasses.replace(Workload.of(Routed(), batch_of(4)), activation_factor=2.0)
@@ -96,19 +96,21 @@ def test_a_budget_of_activations_is_kept_whatever_was_learned() -> None:
     assert workload.calibrated(found.timeline, PLAN) != found.timeline
 
 
-def test_a_run_that_can_teach_nothing_here_is_refused_by_name() -> None:
+def test_runs_that_do_not_match_are_rejected() -> None:
     workload, machine = Workload.of(Routed(), batch_of(4)), machine_of("a100-40gb")
     own = record(num_ranks=1)
-    with pytest.raises(RoomierError, match="'runs': is a run of a model with 5 parameters, and this one has 1,"):
+    with pytest.raises(RoomierError, match="'runs': is a run of a model with 5 parameters, but this model has 1,"):
         learned_of(workload, dataclasses.replace(own, num_parameters=5), machine, "runs")
-    with pytest.raises(RoomierError, match="ran on cuda, and the plan is for cpu"):
+    with pytest.raises(RoomierError, match="ran on cuda, but the plan is for cpu"):
         learned_of(workload, own, this_machine(1, 1, "cpu"), "runs")
     few = dataclasses.replace(own.ranks[0], allocator_bytes=GIB)
-    with pytest.raises(RoomierError, match=r"measured 1.0 GiB where the forecast was .* activations do not explain"):
+    with pytest.raises(
+        RoomierError, match=r"measured 1.0 GiB, but no activation factor explains this for a forecast of"
+    ):
         learned_of(workload, dataclasses.replace(own, ranks=(few,)), machine, "runs")
 
 
-def test_what_is_forecast_of_a_gpu_afterwards_is_what_was_measured_on_it(
+def test_a_calibrated_forecast_of_a_gpu_has_the_measured_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cache, "cache_file", lambda: tmp_path / "hardware.json")
@@ -118,30 +120,28 @@ def test_what_is_forecast_of_a_gpu_afterwards_is_what_was_measured_on_it(
     rank = dataclasses.replace(
         own.ranks[0], allocator_bytes=allocated, reserved_bytes=allocated + 3 * GIB, beside_bytes=1900 * MIB
     )
-    taught = dataclasses.replace(own, forecast=forecast, ranks=(rank,))
-    assert learn_device(taught) is not None
-    factor = activation_factor(taught)
+    learned = dataclasses.replace(own, forecast=forecast, ranks=(rank,))
+    assert learn_device(learned) is not None
+    factor = activation_factor(learned)
     tensor_bytes = max(each.with_activations(factor).peak_bytes for each in forecast.timeline)
-    beside = fixed_bytes(forecast.plan, forecast.machine, tensor_bytes)
-    assert tensor_bytes + beside["workspace"] == pytest.approx(allocated, abs=2)
-    assert tensor_bytes + sum(beside.values()) == pytest.approx(allocated + 3 * GIB + 1900 * MIB, abs=1000)
-    assert learn_device(record()) is None, "without figures of the allocator there is nothing to learn"
+    fixed = fixed_bytes(forecast.plan, forecast.machine, tensor_bytes)
+    assert tensor_bytes + fixed["workspace"] == pytest.approx(allocated, abs=2)
+    assert tensor_bytes + sum(fixed.values()) == pytest.approx(allocated + 3 * GIB + 1900 * MIB, abs=1000)
+    assert learn_device(record()) is None, "the record has no values of the allocator"
 
 
-def test_a_record_keeps_what_is_learned_from_and_those_of_before_are_read() -> None:
+def test_a_record_keeps_all_values_and_older_records_can_be_read() -> None:
     own = record(num_ranks=1)
     rank = dataclasses.replace(own.ranks[0], allocator_bytes=3, reserved_bytes=4, beside_bytes=5)
     kept = dataclasses.replace(own, ranks=(rank,), num_parameters=7)
-    told = json.loads(json.dumps(kept.as_dict()))
-    assert record_from(told) == kept
-    del told["num_parameters"], told["measured"][0]["reserved_bytes"], told["measured"][0]["beside_bytes"]
-    before = record_from(told)
+    stored = json.loads(json.dumps(kept.as_dict()))
+    assert record_from(stored) == kept
+    del stored["num_parameters"], stored["measured"][0]["reserved_bytes"], stored["measured"][0]["beside_bytes"]
+    before = record_from(stored)
     assert (before.num_parameters, before.ranks[0].reserved_bytes) == (None, None)
 
 
-def test_the_run_folder_says_of_how_many_parameters_the_model_was(
-    make_trainer: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_the_run_folder_contains_the_number_of_parameters(make_trainer: Callable[..., Any], tmp_path: Path) -> None:
     trainer = make_trainer(
         callbacks=[MemoryForecast()],
         optimizer="adamw",

@@ -1,4 +1,4 @@
-"""Which plans are looked at, and which one is taken."""
+"""The candidate plans, and the choice of one of them."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from roomier.planner.forecast import Forecast
 from roomier.planner.workload import Workload
 from tests.planner.made_up_prices import (
     KIB,
+    FixedPrices,
     Regression,
-    Told,
     auto,
     by_strategy,
     forecast,
@@ -38,34 +38,34 @@ from tests.planner.made_up_prices import (
 
 
 @pytest.fixture(autouse=True)
-def _no_clock_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+def _without_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ROOMIER_PLANNING_S", "36000")
 
 
-# ---- which plans there are -------------------------------------------------------------------------------------------
+# ---- candidates ------------------------------------------------------------------------------------------------------
 
 
-def test_one_rank_has_one_strategy_and_several_have_all_but_that() -> None:
+def test_single_is_the_strategy_of_one_rank_and_several_ranks_have_all_others() -> None:
     alone = candidates(language(), auto(), this_machine(1))
     assert {strategy_of(each.plan) for each in alone} == {"single"}
     several = candidates(language(), auto(devices=2), this_machine(2))
     assert {strategy_of(each.plan) for each in several} == {"ddp", "zero1", "zero2", "zero3"}
 
 
-def test_hsdp_shards_over_whole_nodes_but_not_over_all_of_them() -> None:
+def test_hsdp_shards_over_full_nodes_but_not_over_all_of_them() -> None:
     found = candidates(language(), auto(devices=4, num_nodes=6), this_machine(4, 6))
     sizes = {each.plan.parallel.shard_size for each in found if strategy_of(each.plan) == "hsdp"}
     assert sizes == {4, 8, 12}
 
 
-def test_the_global_batch_is_kept_whatever_the_micro_batch() -> None:
+def test_the_global_batch_does_not_depend_on_the_micro_batch() -> None:
     found = candidates(language(6), auto(devices=2, accumulate_grad_batches=3), this_machine(2))
     legal = [each for each in found if not each.refusal]
     assert {each.micro_batch * each.plan.batch.accumulate_grad_batches for each in legal} == {18}
     assert {each.micro_batch for each in legal} == {1, 2, 3, 6}
 
 
-def test_what_the_user_set_stays() -> None:
+def test_settings_of_the_user_do_not_change() -> None:
     asked = auto(
         activation_checkpointing="full", chunked_loss=64, step_in_backward=True, precision="bf16-mixed", compile=True
     )
@@ -73,19 +73,19 @@ def test_what_the_user_set_stays() -> None:
         assert replace(each.plan, parallel=asked.parallel, batch=asked.batch, choice=asked.choice) == asked
 
 
-def test_every_lever_that_was_left_open_is_tried() -> None:
+def test_all_open_options_are_candidates() -> None:
     plans = [each.plan for each in candidates(language(), auto(devices=2), gpus()) if not each.refusal]
     assert {each.activation.policy for each in plans} == {"none", "selective", "full"}
     assert {each.offload.activations for each in plans} == {"none", "cpu"}
     assert {each.optimizer.step_in_backward for each in plans} == {"none", "exact"}
 
 
-def test_offload_is_for_devices_with_memory_of_their_own() -> None:
+def test_offloading_requires_a_device_with_separate_memory() -> None:
     plans = [each.plan for each in candidates(language(), auto(devices=2), this_machine(2))]
     assert {each.offload.activations for each in plans} == {"none"}
 
 
-def test_nothing_that_changes_the_arithmetic_is_tried_unless_it_is_allowed_by_name() -> None:
+def test_options_that_change_the_arithmetic_must_be_allowed() -> None:
     plans = [each.plan for each in candidates(language(), auto(), this_machine())]
     assert {(each.precision.mode, each.optimizer.name) for each in plans} == {("32-true", "adamw")}
     allowing = auto(strategy={"name": "auto", "allow": ["bf16-mixed", "adamw8bit"]})
@@ -94,7 +94,7 @@ def test_nothing_that_changes_the_arithmetic_is_tried_unless_it_is_allowed_by_na
     assert (modes, names) == ({"32-true", "bf16-mixed"}, {"adamw", "adamw8bit"})
 
 
-def test_within_a_rank_nothing_rounds_differently_unless_it_is_allowed() -> None:
+def test_options_that_round_differently_within_a_rank_must_be_allowed() -> None:
     def inexact(asked: Plan) -> set[str]:
         plans = [each.plan for each in candidates(language(), asked, gpus()) if not each.refusal]
         return {row.part for plan in plans for row in rows(plan) if row.kind not in (Kind.EXACT, None)}
@@ -107,13 +107,13 @@ def test_within_a_rank_nothing_rounds_differently_unless_it_is_allowed() -> None
     assert any("set chunked_loss=True" in each.refusal for each in candidates(language(), compiled, gpus()))
 
 
-def test_levers_that_a_model_has_no_place_for_are_not_tried_and_said_to_be() -> None:
+def test_techniques_that_the_model_does_not_support_are_rejected_with_a_reason() -> None:
     found = candidates(regression(), auto(), this_machine())
     assert {each.plan.activation.policy for each in found if not each.refusal} == {"none"}
     assert any("no blocks" in each.refusal for each in found)
 
 
-def test_batch_norm_keeps_the_micro_batch() -> None:
+def test_batch_norm_fixes_the_micro_batch() -> None:
     found = candidates(regression(4, nn.BatchNorm1d(64)), auto(), this_machine())
     assert {each.micro_batch for each in found if not each.refusal} == {4}
     assert any("BatchNorm" in each.refusal for each in found)
@@ -121,19 +121,19 @@ def test_batch_norm_keeps_the_micro_batch() -> None:
     assert len({each.micro_batch for each in candidates(frozen, auto(), this_machine()) if not each.refusal}) == 3
 
 
-def test_what_a_rule_refuses_is_told_once_for_each_strategy() -> None:
+def test_a_rule_rejects_one_candidate_per_strategy() -> None:
     found = candidates(regression(), auto(optimizer="adafactor", devices=2), this_machine(2))
-    refused = [each for each in found if "does not work on parameters that are cut" in each.refusal]
+    refused = [each for each in found if "does not support sharded parameters" in each.refusal]
     assert sorted(strategy_of(each.plan) for each in refused) == ["zero1", "zero2", "zero3"]
     assert {strategy_of(each.plan) for each in found if not each.refusal} == {"ddp"}
 
 
-# ---- which one is taken ----------------------------------------------------------------------------------------------
+# ---- the choice ------------------------------------------------------------------------------------------------------
 
 
 def chosen_for(budget_bytes: int, price: Any = by_strategy, **keywords: Any) -> Any:
     asked = auto(devices=2, **keywords)
-    return choose(regression(1), asked, this_machine(2), budget_bytes=budget_bytes, prices=Told(price))
+    return choose(regression(1), asked, this_machine(2), budget_bytes=budget_bytes, prices=FixedPrices(price))
 
 
 @pytest.mark.parametrize(("budget", "strategy"), [(1000, "ddp"), (899, "zero1"), (699, "zero2"), (300, "zero3")])
@@ -144,32 +144,32 @@ def test_the_fastest_plan_that_fits_is_chosen(budget: int, strategy: str) -> Non
     assert strategy in choice.why
 
 
-def test_the_considered_say_why_they_were_not_chosen() -> None:
+def test_considered_plans_contain_the_reason_why_they_were_not_chosen() -> None:
     choice = chosen_for(600 * KIB)
     reasons = {strategy_of(each.plan): each.reason for each in reversed(choice.considered) if each.forecast}
     assert reasons == {
         "zero2": "",
-        "zero3": "1.23 times as slow",
-        "zero1": "needs 700.0 KiB, 100.0 KiB too much",
-        "ddp": "needs 900.0 KiB, 300.0 KiB too much",
+        "zero3": "takes 1.23 times as long",
+        "zero1": "needs 700.0 KiB, 100.0 KiB over the budget",
+        "ddp": "needs 900.0 KiB, 300.0 KiB over the budget",
     }
 
 
-def test_none_is_chosen_where_nothing_fits() -> None:
+def test_no_plan_is_chosen_if_none_fits() -> None:
     choice = chosen_for(299 * KIB)
     assert choice.chosen is None
     assert strategy_of(choice.considered[0].plan) == "zero3"  # the nearest first
     assert not any(each.fits for each in choice.considered)
 
 
-def test_of_equally_fast_plans_the_simplest_is_chosen() -> None:
+def test_the_simplest_of_equally_fast_plans_is_chosen() -> None:
     choice = chosen_for(1000 * KIB, price=lambda plan, micro_batch: (1, 1.0 - 0.01 * (strategy_of(plan) == "zero3")))
     assert strategy_of(choice.chosen.plan) == "ddp"
     assert choice.chosen.plan.optimizer.step_in_backward == "none"
-    assert "the simplest of the fastest that fit" in choice.why
+    assert "the simplest of the fastest plans that fit" in choice.why
 
 
-def test_plans_that_save_memory_nobody_needs_are_left_out_and_not_priced() -> None:
+def test_plans_that_save_memory_without_need_are_skipped() -> None:
     asked: list[tuple[str, str, int]] = []
 
     def price(plan: Plan, micro_batch: int) -> tuple[int, float]:
@@ -177,21 +177,21 @@ def test_plans_that_save_memory_nobody_needs_are_left_out_and_not_priced() -> No
         return by_strategy(plan, micro_batch)
 
     choice = chosen_for(1000 * KIB, price)
-    assert {each for _, each, _ in asked} == {"none"}  # of each strategy the plain plan alone
+    assert {each for _, each, _ in asked} == {"none"}  # only the plain plan of each strategy
     left_out = {strategy_of(each.plan) for each in choice.considered if each.is_left_out}
     assert left_out
-    assert {each.as_dict()["fits"] for each in choice.considered if each.is_left_out} == {None}  # it was not looked at
+    assert {each.as_dict()["fits"] for each in choice.considered if each.is_left_out} == {None}  # not evaluated
     assert len(asked) == len(set(asked)) == 4
-    assert "the fastest that fits" in choice.why
+    assert "the fastest plan that fits" in choice.why
 
 
-def test_exact_comes_before_near_before_approximate_where_they_are_equally_fast() -> None:
+def test_equally_fast_plans_are_ordered_by_their_label() -> None:
     single = [forecast(auto(strategy="single", precision=mode), 1, 1, 1.0) for mode in ("bf16-true", "bf16-mixed", 32)]
     assert simplest_of_the_fastest(single).plan.precision.mode == "32-true"
     assert simplest_of_the_fastest(single[:2]).plan.precision.mode == "bf16-mixed"
 
 
-def test_what_was_allowed_is_taken_where_nothing_exact_fits() -> None:
+def test_an_allowed_option_is_chosen_if_no_exact_plan_fits() -> None:
     def price(plan: Plan, micro_batch: int) -> tuple[int, float]:
         return (400 if plan.optimizer.name == "adamw8bit" else 800) * KIB, 1.0
 
@@ -201,7 +201,7 @@ def test_what_was_allowed_is_taken_where_nothing_exact_fits() -> None:
     assert chosen_for(500 * KIB, price).chosen is None
 
 
-def test_an_estimate_is_held_against_a_dry_run_and_the_next_plan_taken_where_it_was_too_low(
+def test_a_dry_run_verifies_an_estimate_and_the_next_plan_is_chosen_if_it_was_too_low(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def really(self: Any, plan: Plan, micro_batch: int) -> Forecast:
@@ -209,37 +209,37 @@ def test_an_estimate_is_held_against_a_dry_run_and_the_next_plan_taken_where_it_
         return forecast(plan, micro_batch, 2 * peak_bytes if strategy_of(plan) == "ddp" else peak_bytes, step_s)
 
     monkeypatch.setattr(pricing.DryRuns, "estimate", really)
-    prices = Told(by_strategy, method="closed form")
+    prices = FixedPrices(by_strategy, method="closed form")
     choice = choose(regression(1), auto(devices=2), this_machine(2), budget_bytes=1000 * KIB, prices=prices)
     assert (strategy_of(choice.chosen.plan), choice.chosen.method) == ("zero1", "dry run")
-    assert any(strategy_of(each.plan) == "ddp" and "too much" in each.reason for each in choice.considered)
+    assert any(strategy_of(each.plan) == "ddp" and "over the budget" in each.reason for each in choice.considered)
 
 
-def test_a_run_may_refuse_plans_of_its_own() -> None:
+def test_a_run_can_reject_plans() -> None:
     def check(plan: Plan) -> None:
         if strategy_of(plan) == "ddp":
             raise RoomierError("strategy", "ddp", "is not wanted here", "Use another")
 
-    choice = choose(regression(1), auto(devices=2), this_machine(2), prices=Told(by_strategy), check=check)
+    choice = choose(regression(1), auto(devices=2), this_machine(2), prices=FixedPrices(by_strategy), check=check)
     assert strategy_of(choice.chosen.plan) == "zero1"
     assert "strategy: is not wanted here" in {each.reason for each in choice.considered}
 
 
-def test_a_step_that_cannot_be_forecast_is_an_error_and_no_guess() -> None:
+def test_a_step_that_cannot_be_forecast_is_an_error() -> None:
     def fails(plan: Plan, micro_batch: int) -> tuple[int, float]:
         raise KeyError("needs values")
 
-    with pytest.raises(RoomierError, match=r"cannot be forecast.*needs values.*Name a strategy"):
+    with pytest.raises(RoomierError, match=r"cannot be forecast.*needs values.*Set a strategy"):
         chosen_for(1000 * KIB, fails)
 
 
-def test_a_strategy_by_name_is_the_only_candidate() -> None:
-    choice = choose(language(), auto(strategy="zero2", devices=2), this_machine(2), prices=Told(by_strategy))
+def test_a_concrete_strategy_is_the_only_candidate() -> None:
+    choice = choose(language(), auto(strategy="zero2", devices=2), this_machine(2), prices=FixedPrices(by_strategy))
     assert [strategy_of(each.plan) for each in choice.considered] == ["zero2"]
     assert choice.chosen.micro_batch == 4
 
 
-def test_without_a_budget_a_share_of_the_device_stays_free() -> None:
+def test_without_a_budget_a_fraction_of_the_device_stays_free() -> None:
     machine = gpus()
     assert budget_of(auto(), machine) == int(machine.device.memory_bytes * (1 - FREE_SHARE["cuda"]))
     assert budget_of(auto(memory_budget="1GiB"), machine) == 2**30
@@ -247,14 +247,14 @@ def test_without_a_budget_a_share_of_the_device_stays_free() -> None:
 
 def test_a_choice_by_dry_runs_fits_and_is_plain_data() -> None:
     plan = auto(activation_checkpointing="full", step_in_backward=True)
-    choice = choose(language(2), plan, this_machine(), keeps_micro_batch="the loader makes its batches itself")
+    choice = choose(language(2), plan, this_machine(), keeps_micro_batch="the loader creates its batches itself")
     assert choice.chosen.fits(choice.budget_bytes)
-    told = choice.as_dict()
-    assert told["chosen"]["strategy"] == told["plans"][0]["strategy"] == "single"
-    assert any("the loader makes its batches" in each["reason"] for each in told["plans"])
+    result = choice.as_dict()
+    assert result["chosen"]["strategy"] == result["plans"][0]["strategy"] == "single"
+    assert any("the loader creates its batches" in each["reason"] for each in result["plans"])
 
 
-# ---- where nothing fits ----------------------------------------------------------------------------------------------
+# ---- if no plan fits -------------------------------------------------------------------------------------------------
 
 
 def error_for(workload: Workload, plan: Plan, budget_bytes: int, machine: Machine, **more: Any) -> PlanError:
@@ -263,7 +263,7 @@ def error_for(workload: Workload, plan: Plan, budget_bytes: int, machine: Machin
     return nothing_fits(workload, plan, choice, **more)
 
 
-def test_where_nothing_fits_the_error_names_the_least_that_must_be_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_if_no_plan_fits_the_error_names_the_fewest_options_to_allow(monkeypatch: pytest.MonkeyPatch) -> None:
     def price(plan: Plan, micro_batch: int) -> tuple[int, float]:
         small_states = plan.optimizer.name == "adamw8bit"
         return (2 - small_states - 0.5 * (plan.precision.mode == "bf16-mixed")) * KIB, 1.0
@@ -273,7 +273,8 @@ def test_where_nothing_fits_the_error_names_the_least_that_must_be_allowed(monke
     def allow(budget_bytes: float) -> Any:
         error = error_for(regression(1), auto(), int(budget_bytes), this_machine(), prices=prices)
         assert "the smallest plan, single, adamw, 1 x 1 samples, needs 2.0 KiB on each rank" in str(error)
-        strategy = eval(str(error).partition("Allow it: strategy=")[2].partition(" needs ")[0])
+        advice = str(error).partition("Allow more options with strategy=")[2]
+        strategy = eval(advice.partition(", which needs ")[0])
         plan = auto(strategy=strategy)
         assert choose(regression(1), plan, this_machine(), budget_bytes=int(budget_bytes), prices=prices).chosen
         return strategy["allow"]
@@ -283,7 +284,7 @@ def test_where_nothing_fits_the_error_names_the_least_that_must_be_allowed(monke
     assert allow(0.5 * KIB) == ["bf16-mixed", "adamw8bit"]
 
 
-def test_where_nothing_fits_a_chunked_loss_is_advised_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_if_no_plan_fits_a_chunked_loss_is_suggested_first(monkeypatch: pytest.MonkeyPatch) -> None:
     prices = made_up(
         monkeypatch,
         lambda plan, micro_batch: (int((3 - plan.loss.chunked - (plan.precision.mode == "bf16-mixed")) * KIB), 1.0),
@@ -294,17 +295,17 @@ def test_where_nothing_fits_a_chunked_loss_is_advised_first(monkeypatch: pytest.
         return choose(language(), plan, this_machine(), budget_bytes=budget_bytes, prices=prices).chosen
 
     error = str(error_for(language(), auto(), 2 * KIB, this_machine(), prices=prices))
-    assert "Allow it: strategy={'name': 'auto', 'allow': ['chunked_loss']} needs 2.0 KiB" in error
+    assert "Allow more options with strategy={'name': 'auto', 'allow': ['chunked_loss']}, which needs 2.0 KiB" in error
     assert chosen(["chunked_loss"], 2 * KIB).plan.loss.chunked
     assert not chosen(["chunked_loss"], 3 * KIB).plan.loss.chunked  # an exact plan comes first
     error = str(error_for(language(), auto(), KIB, this_machine(), prices=prices))
-    assert "'allow': ['chunked_loss', 'bf16-mixed']} needs 1.0 KiB" in error
+    assert "'allow': ['chunked_loss', 'bf16-mixed']}, which needs 1.0 KiB" in error
     allowing = auto(strategy={"name": "auto", "allow": ["chunked_loss"]})
     error = str(error_for(language(), allowing, KIB, this_machine(), prices=prices))
-    assert "'allow': ['chunked_loss', 'bf16-mixed']} needs 1.0 KiB" in error
+    assert "'allow': ['chunked_loss', 'bf16-mixed']}, which needs 1.0 KiB" in error
 
 
-def test_where_nothing_fits_only_what_may_fit_is_advised_after_a_dry_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_if_no_plan_fits_only_verified_alternatives_are_suggested(monkeypatch: pytest.MonkeyPatch) -> None:
     dry_runs: list[Plan] = []
 
     def confirm(workload: Workload, plan: Plan, machine: Machine) -> Forecast:
@@ -315,18 +316,18 @@ def test_where_nothing_fits_only_what_may_fit_is_advised_after_a_dry_run(monkeyp
         return KIB if plan.optimizer.name == "adamw4bit" else 9 * KIB, 1.0
 
     monkeypatch.setattr(nearest, "confirm", confirm)
-    error = error_for(regression(1), auto(), 2 * KIB, this_machine(), prices=Told(price))
-    assert "'allow': ['adamw4bit']} needs 1.0 KiB" in str(error)
+    error = error_for(regression(1), auto(), 2 * KIB, this_machine(), prices=FixedPrices(price))
+    assert "'allow': ['adamw4bit']}, which needs 1.0 KiB" in str(error)
     assert dry_runs[0].optimizer.name == "adamw4bit"  # neither bfloat16 nor the 8-bit states, which come before it
 
 
-def test_where_nothing_fits_the_error_names_how_many_ranks_would_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_if_no_plan_fits_the_error_names_the_required_number_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     prices = made_up(monkeypatch, lambda plan, micro_batch: (64 * KIB // plan.parallel.num_shards, 1.0))
     error = error_for(regression(1), auto(devices=2), 9 * KIB, this_machine(2), prices=prices)
-    assert "Use devices=8: on 8 of these devices zero" in str(error)
+    assert "Use devices=8: on 8 of these devices, zero" in str(error)
 
 
-def test_where_nothing_fits_the_error_names_the_smallest_gpu_that_would_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_if_no_plan_fits_the_error_names_the_smallest_sufficient_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     prices = made_up(monkeypatch, lambda plan, micro_batch: (70 * 2**30, 1.0))
     machine = gpus(1)
     small = replace(machine, device=replace(machine.device, memory_bytes=8 * 2**30))
@@ -338,7 +339,7 @@ def test_where_nothing_fits_the_error_names_the_smallest_gpu_that_would_do(monke
     assert name == min(enough, key=lambda each: each.device.memory_bytes).name
 
 
-def test_where_a_strategy_by_name_does_not_fit_the_error_names_one_that_does() -> None:
+def test_if_a_concrete_strategy_does_not_fit_the_error_names_one_that_fits() -> None:
     workload = Workload.of(Regression(nn.Linear(64, 4096), nn.Linear(4096, 1)), torch.zeros(1, 64))
     plan = auto(strategy="ddp", devices=2, memory_budget="4.5MiB")
     error = error_for(workload, plan, int(4.5 * 2**20), this_machine(2))
@@ -349,12 +350,12 @@ def test_where_a_strategy_by_name_does_not_fit_the_error_names_one_that_does() -
     assert choose(workload, plan_from_flags(**named), this_machine(2)).chosen is not None
 
 
-def test_where_batches_cannot_be_cut_a_smaller_one_is_named() -> None:
+def test_if_batches_cannot_be_split_a_smaller_batch_is_suggested() -> None:
     workload = Workload.of(Regression(), torch.zeros(4096, 64))
     plan = auto(optimizer="sgd", step_in_backward=True)
-    keeps = "the loader makes its batches itself"
+    keeps = "the loader creates its batches itself"
     error = error_for(workload, plan, 2**20, this_machine(), keeps_micro_batch=keeps)
-    size = int(str(error).partition("Give batches of ")[2].split()[0])
+    size = int(str(error).partition("Use batches of ")[2].split()[0])
     assert choose(workload.with_batch_size(size), plan, this_machine(), budget_bytes=2**20).chosen is not None
 
 
@@ -370,7 +371,7 @@ def test_where_batches_cannot_be_cut_a_smaller_one_is_named() -> None:
         {"gradient_clip_val": 1.0, "accumulate_grad_batches": 4, "matmul_precision": "high", "attention": "math"},
     ],
 )
-def test_a_plan_as_keywords_makes_the_same_plan(keywords: dict[str, Any]) -> None:
+def test_keywords_of_a_plan_give_the_same_plan(keywords: dict[str, Any]) -> None:
     plan = plan_from_flags(**keywords)
     assert plan_from_flags(**trainer_keywords(plan)) == plan
     assert plan_from_flags(**eval(as_call(trainer_keywords(plan)).replace("Trainer", "dict"))) == plan

@@ -1,4 +1,4 @@
-"""The closed form against the dry run: bytes at the peak, whatever the model, the strategy and the levers."""
+"""Peak of the closed form and of the dry run for many models, strategies and memory techniques."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def make_plan(
 
 
 def error_of(name: str, plan: Plan, kind: str) -> float:
-    """Of the closed form, as a share of the dry run's peak."""
+    """Return the error of the closed form relative to the peak of the dry run."""
     given = workload(name)
     truth = dry_run(given, plan, is_pairwise=kind == "cpu", like=kind).peak_bytes
     return estimator(name, kind).estimate(plan, given.batch_size).tensor_bytes / truth - 1
@@ -94,11 +94,11 @@ def error_of(name: str, plan: Plan, kind: str) -> float:
         ("gpt", "cpu", {"recompute": "full", "step_in_backward": "exact"}),
     ],
 )
-def test_the_closed_form_is_what_the_dry_run_finds(name: str, kind: str, settings: dict[str, Any]) -> None:
+def test_the_closed_form_has_the_peak_of_the_dry_run(name: str, kind: str, settings: dict[str, Any]) -> None:
     assert -0.01 < error_of(name, make_plan(**settings), kind) < 0.02
 
 
-def test_hsdp_of_one_copy_is_zero3() -> None:
+def test_hsdp_with_one_replica_is_zero3() -> None:
     one_copy, two_copies = (layout_of(make_plan("hsdp", num), torch.device("cpu")) for num in (2, 4))
     assert one_copy == layout_of(make_plan("zero3", 2), torch.device("cpu"))
     assert two_copies.strategy == "hsdp"
@@ -107,7 +107,7 @@ def test_hsdp_of_one_copy_is_zero3() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
 @pytest.mark.parametrize("name", list(MODELS))
-def test_bounds_over_the_whole_matrix(name: str, kind: str) -> None:
+def test_errors_of_all_combinations_are_bounded(name: str, kind: str) -> None:
     errors: dict[Any, float] = {}
     for strategy in STRATEGIES:
         for num_ranks in (1,) if strategy == "single" else (4, 8) if strategy == "hsdp" else (2, 4, 8):
@@ -124,7 +124,7 @@ def test_bounds_over_the_whole_matrix(name: str, kind: str) -> None:
                         )
                         try:
                             errors[case] = error_of(name, plan, kind)
-                        except RoomierError:  # CLIP has a number that cannot be cut
+                        except RoomierError:  # CLIP has a 0-dim parameter, which cannot be sharded
                             with pytest.raises(RoomierError):
                                 dry_run(workload(name), plan, is_pairwise=kind == "cpu", like=kind)
     assert median(map(abs, errors.values())) <= MEDIAN
@@ -133,7 +133,7 @@ def test_bounds_over_the_whole_matrix(name: str, kind: str) -> None:
 
 
 def type_of(name: str) -> str:
-    """Whether blocks of the model can be computed again."""
+    """Return "transformer" if the model has blocks that can be recomputed."""
     return "others" if name in ("lstm", "lstm_padded", "recommender", "resnet", "unet") else "transformer"
 
 
@@ -146,7 +146,7 @@ def gpt(num_layers: int, batch_size: int) -> Workload:
 
 
 @pytest.mark.parametrize("is_cut", [False, True])
-def test_a_deep_model_is_traced_by_some_of_its_blocks(is_cut: bool) -> None:
+def test_a_deep_model_is_traced_by_a_few_of_its_blocks(is_cut: bool) -> None:
     given, plan = gpt(9, 2), make_plan(precision="bf16-mixed", recompute="full")
     deep, whole = (take(given, plan, is_cut=is_cut) for take in (take_deep_trace, take_trace))
     assert deep.is_like(whole)
@@ -156,7 +156,7 @@ def test_a_deep_model_is_traced_by_some_of_its_blocks(is_cut: bool) -> None:
     assert {part: deep.work[part] for part in blocks} == {part: whole.work[part] for part in blocks}
 
 
-def test_other_batch_sizes_are_on_a_line_through_two() -> None:
+def test_other_batch_sizes_are_interpolated_between_two() -> None:
     given, plan = gpt(2, 2), make_plan("zero3", precision="bf16-mixed")
     asked = Estimator(given, machine("cpu"))
     for size in (2, 8):
@@ -166,7 +166,7 @@ def test_other_batch_sizes_are_on_a_line_through_two() -> None:
         assert asked.estimate(plan, size).tensor_bytes == pytest.approx(exact.tensor_bytes, rel=0.002)
 
 
-def test_a_budget_is_the_peak_or_as_near_as_recompute_comes() -> None:
+def test_the_peak_with_a_budget_is_the_budget_within_the_range_of_recomputation() -> None:
     asked = Estimator(gpt(6, 64), machine("cpu"))
     low, high = (asked.estimate(make_plan(recompute=policy), 64) for policy in ("full", "none"))
     middle = (low.tensor_bytes + high.tensor_bytes) // 2
@@ -178,7 +178,7 @@ def test_a_budget_is_the_peak_or_as_near_as_recompute_comes() -> None:
         assert quick * 0.999 <= found_s <= slow * 1.001
 
 
-def test_activations_in_host_memory_leave_those_of_two_blocks_on_the_device() -> None:
+def test_with_offloading_the_device_holds_the_activations_of_two_blocks() -> None:
     asked = Estimator(gpt(6, 256), machine("cuda"))
     held = asked.estimate(make_plan(), 256)
     moved = asked.estimate(make_plan(offload={"activations": "cpu"}), 256)
@@ -187,7 +187,7 @@ def test_activations_in_host_memory_leave_those_of_two_blocks_on_the_device() ->
     assert held.tensor_bytes - moved.tensor_bytes == pytest.approx(4 * block_bytes, rel=0.01)
 
 
-def test_80_layers_on_1024_ranks_are_priced_in_milliseconds() -> None:
+def test_80_layers_on_1024_ranks_are_estimated_in_milliseconds() -> None:
     given, plan = gpt(80, 2), make_plan("zero3", 1024, precision="bf16-mixed")
     asked = Estimator(given, machine("cuda"))
     asked.estimate(plan, 2)
@@ -196,4 +196,4 @@ def test_80_layers_on_1024_ranks_are_priced_in_milliseconds() -> None:
         begin_s = time.process_time()
         asked.memory(plan, 2)
         spent_s.append(time.process_time() - begin_s)
-    assert min(spent_s) < 0.1  # 5 ms where nothing else runs
+    assert min(spent_s) < 0.1  # 5 ms on an idle machine

@@ -1,4 +1,4 @@
-"""Forecasts of plans that a dry run alone does not tell: budgets of activations, activations in host memory."""
+"""Forecasts that require more than one dry run: activation budgets, and activations in host memory."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def flops_of(run: DryRun) -> float:
     return sum(sum(each.flops.values()) for each in run.work.values())
 
 
-def test_the_peak_of_a_budget_is_the_budget_between_all_and_nothing_computed_again() -> None:
+def test_the_peak_with_a_budget_is_the_budget_between_full_and_no_recomputation() -> None:
     least, most = run_of(plan_of(policy="full")), run_of(plan_of())
     middle = (least.peak_bytes + most.peak_bytes) // 2
     found = with_budget(budget_bytes=middle)
@@ -62,14 +62,14 @@ def test_the_peak_of_a_budget_is_the_budget_between_all_and_nothing_computed_aga
     assert flops_of(most) < flops_of(found) < flops_of(least)
 
 
-def test_a_dry_run_of_a_budget_is_what_confirms_it() -> None:
+def test_a_budget_is_confirmed_by_a_dry_run() -> None:
     plan = plan_of(policy="budget", budget_fraction=0.25)
     found = confirm(workload(), plan, machine("cpu"))
     assert dry_run(workload(), plan).stretches == found.timeline
     assert found.method == "dry run"
 
 
-def test_activations_in_host_memory_are_forecast_by_the_closed_form_where_there_is_one() -> None:
+def test_activations_in_host_memory_of_a_gpu_are_forecast_by_the_closed_form() -> None:
     given, plan = workload(64), plan_of()
     moved = replace(plan, offload=replace(plan.offload, activations="cpu"))
     found = confirm(given, moved, machine("cuda"))

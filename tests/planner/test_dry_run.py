@@ -1,4 +1,4 @@
-"""A dry run tells the peak of the step that is taken: many kinds of model and plan, on one rank."""
+"""The peak of a dry run equals the peak of a real step on one rank, for many models and plans."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from tests.planner.truth import measured_peak
 
 pytest.importorskip("transformers")
 
-ALLOWED = 1e-4  # of the peak: far below the bar of 2 %, so that a change is seen
+ALLOWED = 1e-4  # relative to the peak; far below the goal of 2 %, so that changes are detected
 
 QUICK: list[tuple[str, dict[str, Any]]] = [
     ("gpt_tied", {"loss": {"chunked": True}, "precision": {"mode": "16-mixed"}}),
@@ -63,28 +63,28 @@ def check(name: str, asked: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(("name", "asked"), QUICK, ids=lambda each: each if isinstance(each, str) else "")
-def test_the_peak_of_a_dry_run_is_that_of_the_step(name: str, asked: dict[str, Any]) -> None:
+def test_the_peak_of_a_dry_run_equals_the_peak_of_the_step(name: str, asked: dict[str, Any]) -> None:
     check(name, asked)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("asked", MATRIX, ids=str)
 @pytest.mark.parametrize("name", MODELS)
-def test_the_peak_of_a_dry_run_is_that_of_the_step_whatever_the_plan(name: str, asked: dict[str, Any]) -> None:
+def test_the_peak_of_a_dry_run_equals_the_peak_of_the_step_for_all_plans(name: str, asked: dict[str, Any]) -> None:
     module, batch = MODELS[name]()
     plan = plan_of(asked)
     try:
         measured_peak(module, batch, plan)
-    except (ValueError, RuntimeError) as error:  # it has no blocks or no logits: so says the dry run
+    except (ValueError, RuntimeError) as error:  # no blocks or no logits; the dry run also raises
         if "could not create a primitive descriptor" in str(error):
             pytest.skip(f"this CPU cannot compute the step, so there is nothing to measure: {error}")
         with pytest.raises((ValueError, RuntimeError)):
             dry_run(Workload.of(as_module(module), batch), plan)
-        return  # both refuse it
+        return  # both reject the plan
     check(name, asked)
 
 
-def test_of_micro_batches_twice_as_large_activations_are_twice_as_many() -> None:
+def test_a_workload_with_twice_the_batch_size_has_the_peak_of_such_a_step() -> None:
     module, batch = MODELS["recommender"]()
     workload = Workload.of(as_module(module), batch)
     plan = plan_of({})

@@ -1,4 +1,4 @@
-"""The dry run on several ranks, against the same step on real ones."""
+"""Dry runs of several ranks, compared with the same step on real ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from roomier.core.ranks import Ranks
 from roomier.core.world import World
 from tests.ranks.pool import RankPool
 
-MOST = 0.0005  # relative; scalars of an allocation each
+MOST = 0.0005  # relative; allocations of scalars
 FEW = [
     Case("gpt_tied", "ddp", 2, "none", "bf16-mixed", "adamw", accumulate=2),
     Case("gpt_tied", "zero1", 2, "selective", "32-true", "adamw", accumulate=2),
@@ -22,7 +22,7 @@ FEW = [
 
 
 def rows_of(cases: list[Case]) -> list[dict[str, Any]]:
-    """The dry runs too are taken on the ranks, whose process group and meshes they must leave alone."""
+    """Run dry runs on ranks, whose process group and meshes must not change."""
     rank, size = dist.get_rank(), dist.get_world_size()
     return run(cases, Ranks(World(rank, size, rank, 0, size)))
 
@@ -33,7 +33,7 @@ def check(rows: list[dict[str, Any]]) -> None:
         assert row["error"] <= MOST, row
 
 
-def test_the_peak_on_two_ranks_is_the_forecast(on_ranks: RankPool) -> None:
+def test_the_forecast_on_two_ranks_equals_the_peak(on_ranks: RankPool) -> None:
     check(on_ranks(2, rows_of, FEW, timeout_s=180)[0])
 
 
@@ -42,7 +42,7 @@ def test_the_peak_on_two_ranks_is_the_forecast(on_ranks: RankPool) -> None:
     ("strategy", "num_ranks"),
     [*((name, size) for name in ("ddp", "zero1", "zero2", "zero3") for size in (2, 4)), ("hsdp", 4)],
 )
-def test_every_strategy_precision_and_policy(on_ranks: RankPool, strategy: str, num_ranks: int) -> None:
+def test_every_strategy_precision_and_recompute_policy(on_ranks: RankPool, strategy: str, num_ranks: int) -> None:
     cases = [
         Case("gpt_tied", strategy, num_ranks, recompute, precision, "adamw", accumulate)
         for recompute in ("none", "full", "selective")

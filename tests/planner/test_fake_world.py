@@ -1,4 +1,4 @@
-"""What the fake world answers where a step asks for values, and that a dry run leaves everything as it was."""
+"""Values that a fake environment provides, and no side effects of a dry run."""
 
 import copy
 import random
@@ -40,14 +40,14 @@ SHAPED_BY_VALUES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "bincount": lambda ids, x: ids.flatten().bincount(),
     "one_hot": lambda ids, x: F.one_hot(ids),
     "lengths": lambda ids, x: x[: int(ids.max()) - 7],
-    "what was written": lambda ids, x: x[: int(ids.clone().fill_(1).sum()) - 4],
-    "flags of numbers": lambda ids, x: x[: 1 + int(torch.isfinite(x).all()) + int(torch.isnan(x).any())],
+    "written values": lambda ids, x: x[: int(ids.clone().fill_(1).sum()) - 4],
+    "flags of floats": lambda ids, x: x[: 1 + int(torch.isfinite(x).all()) + int(torch.isnan(x).any())],
     "tolist": lambda ids, x: torch.empty(ids[0].tolist()),
 }
 
 
 @pytest.mark.parametrize("name", SHAPED_BY_VALUES)
-def test_shapes_that_depend_on_whole_numbers_are_those_of_the_run(name: str) -> None:
+def test_shapes_that_depend_on_integers_equal_the_shapes_of_the_run(name: str) -> None:
     x = torch.ones(2, 3, 8)
     truth = SHAPED_BY_VALUES[name](IDS, x).shape
     with fake_world(World(), is_pairwise=True):
@@ -56,7 +56,7 @@ def test_shapes_that_depend_on_whole_numbers_are_those_of_the_run(name: str) -> 
 
 
 class Eager(roomier.Module):
-    """Experts one by one, each with the tokens that it is hit by."""
+    """Experts that run one after the other, each with the tokens routed to it."""
 
     def __init__(self, num_experts: int = 4, width: int = 32) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class Eager(roomier.Module):
     num_tokens: list[int] = []  # noqa: RUF012 - shared with copies
 
 
-def test_experts_are_taken_to_be_equally_busy() -> None:
+def test_experts_are_assumed_to_have_equal_load() -> None:
     Eager.num_tokens.clear()
     dry_run(Workload.of(Eager(), torch.ones(16, 32)), plan_of({}))
     assert set(Eager.num_tokens) == {8}
@@ -102,14 +102,14 @@ def fails(loss: Tensor) -> None:
 @pytest.mark.parametrize(
     ("read", "words"), [(lambda loss: loss.detach().numpy(), "reads the memory"), (fails, "raises KeyError: ")]
 )
-def test_what_a_step_cannot_do_without_values_is_told_with_its_line(read: Callable[[Tensor], Any], words: str) -> None:
+def test_a_step_that_requires_values_is_rejected_with_its_line(read: Callable[[Tensor], Any], words: str) -> None:
     with pytest.raises(RoomierError, match=words) as raised:
         dry_run(Workload.of(Reads(read), torch.ones(2, 4)), plan_of({}))
     assert f"{Path(__file__)}:" in str(raised.value)
     assert "measure a step" in str(raised.value)
 
 
-def test_a_dry_run_leaves_model_generators_and_settings_as_they_were() -> None:
+def test_a_dry_run_does_not_change_model_generators_or_settings() -> None:
     module, batch = MODELS["resnet"]()
     first = next(module.parameters())
     first.grad = torch.ones_like(first)
@@ -130,7 +130,7 @@ def test_a_dry_run_leaves_model_generators_and_settings_as_they_were() -> None:
 
 
 class Odd(roomier.Module):
-    """Parametrizations, tensors in plain attributes, buffers that share memory."""
+    """Parametrizations, tensors in plain attributes, and buffers that share memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -150,7 +150,7 @@ class Odd(roomier.Module):
         return (x @ self.part + self.wide[: len(x)]).square().mean()
 
 
-def test_tensors_that_are_shared_computed_or_held_aside_count_as_in_the_run() -> None:
+def test_tensors_that_are_shared_computed_or_in_attributes_count_as_in_the_run() -> None:
     module, batch = Odd(), torch.ones(32, 64)
     truth = measured_peak(module, batch, plan_of({}))
     found = dry_run(Workload.of(module, batch), plan_of({})).peak
@@ -167,7 +167,7 @@ class Later(roomier.Module):
 
 
 @pytest.mark.parametrize("mode", ["32-true", "bf16-true"])
-def test_a_module_that_builds_itself_later_is_built_in_the_dry_run_alone(mode: str) -> None:
+def test_configure_model_runs_only_in_the_copy(mode: str) -> None:
     module, built = Later(), Later()
     built.configure_model()
     plan = plan_of({"precision": {"mode": mode}})
@@ -176,13 +176,13 @@ def test_a_module_that_builds_itself_later_is_built_in_the_dry_run_alone(mode: s
     assert not list(module.parameters())
 
 
-def test_lazy_layers_are_refused_by_name() -> None:
+def test_lazy_layers_are_rejected_with_their_name() -> None:
     module = as_module(nn.Sequential(nn.LazyLinear(4)))
     with pytest.raises(RoomierError, match=r"network\.0\.weight.*is lazy"):
         dry_run(Workload.of(module, torch.ones(2, 4)), plan_of({}))
 
 
-def test_a_model_that_was_trained_before_is_forecast_as_a_new_one(make_trainer: Callable[..., roomier.Trainer]) -> None:
+def test_a_trained_model_has_the_forecast_of_a_new_one(make_trainer: Callable[..., roomier.Trainer]) -> None:
     module, batch = MODELS["gpt_tied"]()
     workload = Workload.of(as_module(module), batch)
     plan = plan_of({"activation": {"policy": "full"}})
@@ -193,7 +193,7 @@ def test_a_model_that_was_trained_before_is_forecast_as_a_new_one(make_trainer: 
     assert not any(torch_fake.is_fake([each]) for each in module.parameters())
 
 
-def test_a_padding_mask_that_hides_nothing_is_left_out_as_in_the_run() -> None:
+def test_a_padding_mask_that_hides_no_token_is_skipped_as_in_the_run() -> None:
     module, batch = MODELS["bert"]()
     plan = plan_of({})
     batch = {**batch, "attention_mask": torch.ones_like(batch["attention_mask"])}
@@ -203,7 +203,9 @@ def test_a_padding_mask_that_hides_nothing_is_left_out_as_in_the_run() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("sizes", [(5, 2, 8, 8), (20, 2, 8, 8), (64, 4, 96, 64), (33, 7, 50, 70), (16, 16, 300, 256)])
-def test_what_an_lstm_keeps_is_what_its_kernel_says(sizes: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+def test_the_workspace_of_an_lstm_has_the_size_that_its_kernel_allocates(
+    sizes: tuple[int, int, int, int], dtype: torch.dtype
+) -> None:
     length, num_sequences, width_in, width = sizes
     found: list[int] = []
 
@@ -217,7 +219,7 @@ def test_what_an_lstm_keeps_is_what_its_kernel_says(sizes: tuple[int, int, int, 
     with torch_private.intercept(see):
         layer(torch.ones(length, num_sequences, width_in, dtype=dtype))
     if not found:
-        pytest.skip(f"this CPU computes an LSTM in {dtype} without the fused kernel whose bytes are modelled")
+        pytest.skip(f"this CPU computes an LSTM in {dtype} without the fused kernel whose bytes are modeled")
     assert found == [workspace_bytes(*sizes, dtype.itemsize)]
 
 
@@ -233,7 +235,7 @@ class Attends(roomier.Module):
         return self.norm(self.layer(y.transpose(1, 2).flatten(2))).square().mean()
 
 
-def test_like_cuda_attention_keeps_no_scores_where_it_drops_some() -> None:
+def test_like_cuda_attention_with_dropout_saves_no_scores() -> None:
     workload = Workload.of(Attends(), torch.ones(2, 128, 64))
     on_cpu, on_cuda = (dry_run(workload, plan_of({}), like=like).peak_bytes for like in ("cpu", "cuda"))
     scores_bytes = 2 * 4 * 128 * 128 * 4  # samples, heads, tokens, tokens, float32
@@ -257,14 +259,14 @@ def test_like_cuda_norms_compute_in_float32_under_autocast() -> None:
     assert dry_run(workload, exact, like="cuda").peak_bytes == dry_run(workload, exact).peak_bytes
 
 
-def test_like_cuda_is_what_is_computed_again_in_a_backward_too() -> None:
+def test_like_cuda_applies_to_recomputation() -> None:
     class Block(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.layer = nn.Linear(16, 16)
 
         def forward(self, x: Tensor) -> Tensor:
-            return x + F.softmax(self.layer(x), -1)  # in float32 under CUDA's autocast, in 16 bits under a CPU's
+            return x + F.softmax(self.layer(x), -1)  # float32 in CUDA's autocast, 16 bits in a CPU's
 
     class Blocks(roomier.Module):
         def __init__(self) -> None:
@@ -282,7 +284,7 @@ def test_like_cuda_is_what_is_computed_again_in_a_backward_too() -> None:
     assert dry_run(workload, plan, like="cuda").peak_bytes < dry_run(workload, whole, like="cuda").peak_bytes
 
 
-def test_like_cuda_optimizers_take_all_parameters_at_once() -> None:
+def test_like_cuda_optimizers_update_all_parameters_together() -> None:
     module = as_module(nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)), nn.Flatten(0), nn.Linear(64, 1)))
     plan = plan_of({"optimizer": {"name": "rmsprop"}})
     on_cpu, on_cuda = (
@@ -292,7 +294,7 @@ def test_like_cuda_optimizers_take_all_parameters_at_once() -> None:
     assert on_cuda - on_cpu > 4 * 64 * 64 * 4
 
 
-def test_data_that_a_module_holds_is_not_there_twice() -> None:
+def test_data_in_attributes_is_not_copied() -> None:
     network = nn.Linear(2, 2)
     data, losses = np.zeros(2**20), np.zeros(8)
     held: dict[str, Any] = {"data": data, "losses": losses, "set": TensorDataset(torch.zeros(4, 2))}
@@ -304,7 +306,7 @@ def test_data_that_a_module_holds_is_not_there_twice() -> None:
     assert copied.losses is not losses, "a step may write into it"
 
 
-def test_shapes_inside_are_fake_and_on_no_device() -> None:
+def test_copied_parameters_are_fake() -> None:
     module, _ = MODELS["gpt"]()
     with fake_world(World(), is_pairwise=True):
         copied = shapes_of(as_module(module))

@@ -1,4 +1,4 @@
-"""What a GPU holds beside tensors: by formula, and learned from a run. No GPU is needed, and none was asked."""
+"""GPU memory in addition to tensors: by formula, and calibrated by a run. No GPU is required."""
 
 from dataclasses import replace
 
@@ -15,7 +15,7 @@ A_CPU = replace(AN_A100, device=replace(AN_A100.device, name="a processor", kind
 
 
 @pytest.fixture(autouse=True)
-def _no_settings_of_the_user(tmp_path, monkeypatch):
+def _without_user_settings(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(cache, "cache_file", lambda: tmp_path / "roomier" / "hardware.json")
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
@@ -27,25 +27,25 @@ def plan_of(strategy="single", devices=1, num_nodes=1, **parts):
     return Plan.from_dict({"parallel": parallel, **parts})
 
 
-def test_on_a_cpu_the_bytes_of_tensors_are_all():
+def test_a_cpu_has_no_fixed_bytes():
     plan = Plan.from_dict({"parallel": {"accelerator": "cpu"}})
     assert fixed_bytes(plan, A_CPU, 10 * GIB) == {}
 
 
-def test_one_rank_has_no_buffers_for_others():
+def test_one_rank_has_no_communication_buffers():
     found = fixed_bytes(plan_of(), machine_of("a100-40gb"))
     assert sorted(found) == ["allocator", "context", "workspace"]
     assert found["context"] == CONTEXT_BYTES
 
 
 @pytest.mark.parametrize(("devices", "num_mib"), [(2, 544), (4, 688)])
-def test_nccl_takes_what_was_measured_on_a100(devices, num_mib):
+def test_nccl_needs_the_memory_that_was_measured_on_a100(devices, num_mib):
     # NVIDIA/nccl issue 964: four A100 with NVLink
     found = fixed_bytes(plan_of("zero2", devices), machine_of(f"a100-40gb:{devices}"))
     assert found["communication"] == num_mib * MIB
 
 
-def test_more_nodes_and_more_communicators_take_more_but_more_ranks_do_not():
+def test_nodes_and_communicators_increase_the_buffers_but_ranks_do_not():
     def communication(strategy, devices, nodes):
         machine = machine_of(f"h100:{devices}", nodes)
         return fixed_bytes(plan_of(strategy, devices, nodes), machine)["communication"]
@@ -55,19 +55,19 @@ def test_more_nodes_and_more_communicators_take_more_but_more_ranks_do_not():
     assert communication("hsdp", 8, 2) > 2 * communication("zero3", 8, 2)
 
 
-def test_cards_without_links_have_smaller_buffers():
+def test_cards_without_nvlink_have_smaller_buffers():
     small, large = (
         fixed_bytes(plan_of("ddp", 2), machine_of(name))["communication"] for name in ("rtx4090:2", "h100:2")
     )
     assert small < large / 2
 
 
-def test_workspaces_are_those_of_the_architecture():
+def test_workspaces_depend_on_the_architecture():
     assert fixed_bytes(plan_of(), machine_of("a100"))["workspace"] == 2 * 8_519_680
     assert fixed_bytes(plan_of(), machine_of("h100"))["workspace"] == 2 * 32 * MIB
 
 
-def test_fragmentation_is_a_share_of_the_tensors_and_less_with_segments_that_grow(monkeypatch):
+def test_fragmentation_is_proportional_to_tensors_and_smaller_with_expandable_segments(monkeypatch):
     machine = machine_of("a100-80gb")
     again = {"activation": {"policy": "full"}}
 
@@ -81,7 +81,7 @@ def test_fragmentation_is_a_share_of_the_tensors_and_less_with_segments_that_gro
     assert allocator(20 * GIB, **again) < fixed / 2
 
 
-def test_a_run_teaches_all_that_the_formula_had_assumed():
+def test_calibration_replaces_all_assumed_values():
     machine, tensors = machine_of("a100-40gb:4"), 20 * GIB
     workspace = fixed_bytes(plan_of(), machine)["workspace"]
     allocated, reserved = tensors + workspace, 21 * GIB
@@ -111,20 +111,20 @@ def test_a_run_teaches_all_that_the_formula_had_assumed():
         (A_CPU, {"allocated_bytes": 4, "reserved_bytes": 5}),
     ],
 )
-def test_figures_that_cannot_be_of_one_run_are_refused(machine, figures):
+def test_values_that_cannot_belong_to_one_run_are_rejected(machine, figures):
     with pytest.raises(RoomierError, match=r"Calibrate with a run on a GPU|of the same run"):
         calibrate(plan_of(), machine, **figures)
     assert not cache.cache_file().exists()
 
 
-def test_a_calibration_that_cannot_be_read_is_told_and_ignored(capsys):
+def test_an_unreadable_calibration_is_reported_and_ignored(capsys):
     cache.write("fixed_bytes", {"h100": {"context_bytes": "much"}, "h200": {"who": 1}})
     assert fixed_bytes(plan_of(), machine_of("h100"))["context"] == CONTEXT_BYTES
     assert fixed_bytes(plan_of(), machine_of("h200"))["context"] == CONTEXT_BYTES
     assert capsys.readouterr().err.count("is ignored") == 2
 
 
-def test_a_steady_run_teaches_nothing_of_steps_that_recompute_or_shard():
+def test_a_steady_run_does_not_calibrate_steps_with_recompute_or_sharding():
     machine = machine_of("a100-40gb")
     before = fixed_bytes(plan_of("zero3", 2), machine, GIB)["allocator"]
     calibrate(plan_of(), machine, allocated_bytes=10 * GIB, reserved_bytes=10 * GIB + 22 * MIB)

@@ -1,4 +1,4 @@
-"""Which micro-batches of a step are on the device at a time: what loops and engines do, and what is forecast of it."""
+"""Number of micro-batches on the device at a time: in loops and engines, and in forecasts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BATCH_BYTES = 64 * 1024 * 4
 
 
 class Moves(roomier.Module):
-    """Copies each micro-batch to where it computes, as a batch is copied to a GPU."""
+    """Copies each micro-batch in ``transfer_batch_to_device``, as a batch is copied to a GPU."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Moves(roomier.Module):
 
 
 class Widens(roomier.Module):
-    """What it computes takes more than its batch does, as in nearly all models."""
+    """Computation that needs more memory than its batch, as in almost all models."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Widens(roomier.Module):
         return self.network(batch).square().mean()
 
 
-def test_micro_batches_are_moved_one_by_one_and_the_last_is_held_through_the_update(
+def test_one_micro_batch_is_moved_at_a_time_and_the_last_is_held_during_the_update(
     make_trainer: Callable[..., Any],
 ) -> None:
     module = Moves()
@@ -70,13 +70,13 @@ def test_micro_batches_are_moved_one_by_one_and_the_last_is_held_through_the_upd
 
 
 @pytest.mark.parametrize(("like", "num_held"), [("cpu", 4), ("cuda", 1)])
-def test_a_forecast_holds_as_many_as_the_loop(like: str, num_held: int) -> None:
+def test_a_forecast_holds_as_many_micro_batches_as_the_loop(like: str, num_held: int) -> None:
     workload = Workload.of(Widens(), torch.zeros(64, 1024))
     machine = this_machine(1, 1, "cpu") if like == "cpu" else machine_of("a100")
     once = plan_from_flags(optimizer="sgd", accelerator=machine.device.kind)
     several = replace(once, batch=replace(once.batch, accumulate_grad_batches=4))
     before, after = (dry_run(workload, plan, like=like).peak_bytes for plan in (once, several))
-    gradients = abs(after - before - (num_held - 1) * BATCH_BYTES)  # of earlier micro-batches, beside these
+    gradients = abs(after - before - (num_held - 1) * BATCH_BYTES)  # of earlier micro-batches, in addition
     assert gradients <= 4 * sum(each.numel() for each in workload.module.parameters()) + 64  # and losses
     forecast = Estimator(workload, machine).estimate(several, 64)
     assert forecast.tensor_bytes == pytest.approx(after, rel=1e-3)

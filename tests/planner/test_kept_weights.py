@@ -1,4 +1,4 @@
-"""Copies of the weights that callbacks keep are in plans, in forecasts and in what is measured."""
+"""Copies of the weights that callbacks keep are included in plans, forecasts and measurements."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from roomier.trainer import Trainer
 from tests.ranks.pool import RankPool
 
 Make = Callable[..., Trainer]
-TRAINED, STATISTICS = 64 * 129 + 2 * 129 + 129 * 64 + 64, 2 * 129  # one bias is frozen; a count is no float
+TRAINED, STATISTICS = 64 * 129 + 2 * 129 + 129 * 64 + 64, 2 * 129  # one bias is frozen; a counter is an integer
 
 
 class Net(roomier.Module):
@@ -50,24 +50,24 @@ WORKLOAD = Workload.of(Net(), torch.zeros(4, 64))
         pytest.param("zero3", 4, "bf16-mixed", marks=pytest.mark.slow),
     ],
 )
-def test_a_copy_is_counted_by_dry_run_and_formula_as_the_strategy_cuts_it(
+def test_a_copy_is_counted_by_dry_run_and_closed_form_in_its_sharded_size(
     strategy: str, devices: int, precision: str
 ) -> None:
     plan = plan_from_flags(
         strategy=strategy, devices=devices, precision=precision, optimizer="adamw", accelerator="cpu"
     )
     copied, machine = replace(WORKLOAD, copies=(KeptWeights(with_buffers=True),)), this_machine(devices, 1, "cpu")
-    trained = [(129, 64), (129, 1), (129, 1), (64, 129), (64, 1)]  # dimension 0, which is cut, and the rest
+    trained = [(129, 64), (129, 1), (129, 1), (64, 129), (64, 1)]  # dimension 0, which is sharded, and the rest
     num_shards = devices if strategy.startswith("zero") else 1
     own = sum(-(-first // num_shards) * rest for first, rest in trained)
-    expected = 4 * (own + STATISTICS)  # in float32 whatever the weights are in
+    expected = 4 * (own + STATISTICS)  # in float32 for any dtype of the weights
     assert dry_run(copied, plan).peak_bytes - dry_run(WORKLOAD, plan).peak_bytes == expected
     before, after = (Estimator(each, machine).estimate(plan, 4).bytes_by_kind for each in (WORKLOAD, copied))
     assert after[Kind.PARAMETER] - before[Kind.PARAMETER] == expected
     assert sum(after.values()) - sum(before.values()) == expected
 
 
-def test_a_copy_in_host_memory_takes_nothing_of_a_gpu() -> None:
+def test_a_copy_in_host_memory_needs_no_gpu_memory() -> None:
     plan = plan_from_flags(optimizer="adamw", accelerator="cuda")
     on_host = replace(WORKLOAD, copies=(KeptWeights(device=torch.device("cpu")),))
     assert dry_run(on_host, plan, like="cuda").peak_bytes == dry_run(WORKLOAD, plan, like="cuda").peak_bytes
@@ -85,7 +85,7 @@ def fitted(make: Make, *callbacks: Callback, **keywords: Any) -> Any:
     return trainer, forecast.record
 
 
-def test_the_forecast_of_a_run_that_averages_is_what_is_measured(make_trainer: Make) -> None:
+def test_the_forecast_of_a_run_with_averaging_equals_the_measurement(make_trainer: Make) -> None:
     _, plain = fitted(make_trainer)
     _, averaging = fitted(make_trainer, EMAWeightAveraging())
     expected = 4 * (TRAINED + STATISTICS)
@@ -101,9 +101,9 @@ def test_auto_counts_what_callbacks_will_keep_and_says_what_is_not_there_yet(mak
     averaging, with_note = fitted(make_trainer, later, **keywords)
     assert plain.choice is not None
     assert averaging.choice.chosen.tensor_bytes - plain.choice.chosen.tensor_bytes == 4 * TRAINED
-    told = "The copy of the weights that StochasticWeightAveraging keeps is forecast, but it is not there yet."
-    assert told in with_note.notes
-    assert told not in record.notes
+    note = "The forecast includes the copy of the weights of StochasticWeightAveraging, which does not exist yet."
+    assert note in with_note.notes
+    assert note not in record.notes
 
 
 def averaged_on_two() -> tuple[int, int]:
@@ -115,6 +115,6 @@ def averaged_on_two() -> tuple[int, int]:
     return record.forecast_bytes, record.measured_bytes
 
 
-def test_on_ranks_each_averages_and_counts_its_part(on_ranks: RankPool) -> None:
+def test_each_rank_averages_and_counts_its_shard(on_ranks: RankPool) -> None:
     [(forecast_bytes, measured_bytes), _] = on_ranks(2, averaged_on_two)
     assert forecast_bytes == pytest.approx(measured_bytes, rel=0.001)

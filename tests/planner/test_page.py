@@ -1,4 +1,4 @@
-"""The planner's page: what stands on it, that it is safe and alone, and what a real browser makes of it."""
+"""The planner's page: its content, that it is safe and self-contained, and its layout in a real browser."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ VOID = {"meta", "br", "path", "rect"}
 
 
 class Balance(HTMLParser):
-    """Fails where an element is not closed by its own name."""
+    """Parser that asserts that each element is closed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ def text_of(page: str) -> str:
         choice()._repr_html_(),
         forecast("ddp", 4.0, 0.1, 0.1)._repr_html_(),
     ],
-    ids=["all of it", "nothing fits", "report", "choice in a notebook", "forecast in a notebook"],
+    ids=["all parts", "no plan fits", "report", "choice in a notebook", "forecast in a notebook"],
 )
 def test_every_page_is_well_formed_and_needs_no_network(page: str) -> None:
     balance = Balance()
@@ -63,7 +63,7 @@ def test_every_page_is_well_formed_and_needs_no_network(page: str) -> None:
     assert len(page) < 200_000
 
 
-def test_what_was_planned_stands_on_it() -> None:
+def test_the_page_contains_the_choice() -> None:
     made = choice()
     text = text_of(page_of(made, grid(), subject="GPT, 1.7 B parameters"))
     chosen = made.chosen
@@ -81,14 +81,14 @@ def test_what_was_planned_stands_on_it() -> None:
         assert NAMES[kind] in text
 
 
-def test_where_nothing_fits_the_nearest_is_named() -> None:
+def test_if_no_plan_fits_the_page_names_the_nearest() -> None:
     text = text_of(page_of(choice(fits=False)))
-    assert "Nothing fits" in text
-    assert "The nearest, zero2, bf16-mixed" in text
-    assert "more than there is" in text
+    assert "No plan fits" in text
+    assert "The nearest plan, zero2, bf16-mixed" in text
+    assert "exceeds the budget by" in text
 
 
-def test_names_of_the_user_are_text_and_never_markup() -> None:
+def test_names_of_the_user_are_escaped() -> None:
     evil = "<script>alert(1)</script>\"'"
     made = choice(place=evil)
     assert made.chosen is not None
@@ -99,7 +99,7 @@ def test_names_of_the_user_are_text_and_never_markup() -> None:
     assert page.count("&lt;script&gt;alert(1)&lt;/script&gt;") > 5
 
 
-def test_plans_that_are_refused_for_one_reason_stand_in_one_row() -> None:
+def test_plans_rejected_for_the_same_reason_share_one_row() -> None:
     made = choice()
     refused = [
         Considered(forecast(name, 1.0, 0.1, 0.1).plan, 4, None, False, "saves nothing")
@@ -108,31 +108,31 @@ def test_plans_that_are_refused_for_one_reason_stand_in_one_row() -> None:
     text = text_of(page_of(dataclasses.replace(made, considered=(*made.considered, *refused), num_plans=144)))
     assert "ddp, zero1 saves nothing" in text
     assert text.count("saves nothing") == 1
-    assert "144 were compared" in text
+    assert "144 plans were compared" in text
 
 
-def test_a_report_says_both_and_the_difference() -> None:
+def test_a_report_contains_forecast_measurement_and_difference() -> None:
     found = record()
     text = text_of(page_of_record(found, {"Speed": "3 samples/s"}))
     assert found.error < -0.01
     assert found.error_text in text
-    assert "rank 1, the fullest of 2" in text
+    assert "rank 1, the fullest of 2 ranks" in text
     assert "Speed 3 samples/s" in text
     assert "A note." in text
 
 
-def test_a_record_comes_back_as_it_was_written() -> None:
+def test_a_record_is_restored_from_plain_data() -> None:
     for found in (record(), record(num_ranks=1, allocator_bytes=30 * GIB)):
-        told = found.as_dict()
-        again = record_from(told)
-        assert again.as_dict() == told
+        stored = found.as_dict()
+        again = record_from(stored)
+        assert again.as_dict() == stored
         assert again.line() == found.line()
         assert again.forecast.machine == found.forecast.machine
         assert again.forecast.plan == found.forecast.plan
         assert [each.peak_bytes for each in again.worst.timeline] == [each.peak_bytes for each in found.worst.timeline]
 
 
-def test_the_line_says_forecast_and_truth() -> None:
+def test_the_line_of_a_record_contains_forecast_and_measurement() -> None:
     found = record()
     assert re.fullmatch(
         r"memory: forecast \d+\.\d\d GiB, measured \d+\.\d\d GiB at forward of gpt\.head \(-\d\.\d %\)",
@@ -141,7 +141,7 @@ def test_the_line_says_forecast_and_truth() -> None:
     assert record(allocator_bytes=30 * GIB).measured_bytes == 30 * GIB
 
 
-def test_of_many_stretches_neighbours_are_drawn_together_and_no_peak_is_lost() -> None:
+def test_neighbors_of_many_stretches_are_merged_without_losing_a_peak() -> None:
     step = forecast("zero3", 8.0, 1.0, 0.6).timeline * 40
     drawn = joined(step, 100)
     assert 50 < len(drawn) < 300
@@ -159,7 +159,7 @@ def test_ticks_are_few_round_and_below_the_top(top_bytes: float) -> None:
     assert all(len(text) <= 9 for _, text in ticks)
 
 
-def test_a_step_without_a_byte_can_be_drawn() -> None:
+def test_a_step_without_bytes_can_be_drawn() -> None:
     nothing: dict[Kind, int] = {}
     empty = dataclasses.replace(forecast("ddp", 1.0, 0.1, 0.1), fixed_bytes={})
     empty = dataclasses.replace(empty, timeline=(Stretch("rest", "", nothing, nothing, nothing),), time=None)
@@ -167,7 +167,7 @@ def test_a_step_without_a_byte_can_be_drawn() -> None:
 
 
 @pytest.mark.parametrize("is_dark", [False, True], ids=["light", "dark"])
-def test_a_browser_lays_it_out_without_a_fault(tmp_path: Path, is_dark: bool) -> None:
+def test_the_browser_layout_has_no_faults(tmp_path: Path, is_dark: bool) -> None:
     long_name = "encoder.layers.with_a_very_long_name.transformer_blocks.17.feed_forward"
     made = choice(place=long_name)
     chosen = made.chosen

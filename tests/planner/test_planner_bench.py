@@ -1,4 +1,4 @@
-"""``roomier bench planner``: which plans it looks at, and that its result says what it must."""
+"""``roomier bench planner``: its sample of plans, and the content of its result."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def choices(case: Case) -> tuple[Any, ...]:
     return (case.model, (case.strategy, case.num_ranks), case.recompute, case.precision, case.optimizer)
 
 
-def test_the_quick_sample_has_every_model_strategy_and_lever_twice() -> None:
+def test_the_quick_sample_contains_every_model_strategy_and_technique_twice() -> None:
     cases = few_cases()
     assert {each.model for each in cases} == {*MODELS, "llama_lora"}
     for index in range(5):
@@ -31,25 +31,25 @@ def test_the_quick_sample_has_every_model_strategy_and_lever_twice() -> None:
     assert {each.strategy for each in cases} == {strategy for strategy, _ in SETUPS}
 
 
-def test_any_two_choices_that_are_legal_meet_in_the_sample() -> None:
+def test_any_two_legal_choices_are_combined_in_the_sample() -> None:
     every, sample = [choices(each) for each in all_cases()], [choices(each) for each in some_cases()]
     for one, other in combinations(range(5), 2):
         assert {(row[one], row[other]) for row in every} == {(row[one], row[other]) for row in sample}
 
 
-def test_no_rule_refuses_a_plan_of_the_sample() -> None:
+def test_no_rule_rejects_a_plan_of_the_sample() -> None:
     for case in [*few_cases(), *some_cases()]:
         assert case.plan().parallel.strategy == case.strategy
 
 
-def test_a_row_holds_forecast_truth_and_error() -> None:
+def test_a_row_contains_forecast_measurement_and_error() -> None:
     (row,) = run([Case("recommender", "single", 1, "none", "32-true", "adamw")], Ranks())
     assert row["predicted_bytes"] == sum(row["predicted_by_kind"].values())
     assert row["measured_bytes"] == sum(row["measured_by_kind"].values())
     assert row["error"] == abs(row["predicted_bytes"] / row["measured_bytes"] - 1) < 0.02
 
 
-def test_the_table_shows_the_worst_and_what_failed() -> None:
+def test_the_table_shows_the_worst_row_and_failures() -> None:
     row = {**Case("gpt", "zero3", 2, "none", "32-true", "adamw").as_dict(), "predicted_bytes": 99, "error": 0.01}
     result = {
         "median_error": 0.01,
@@ -69,6 +69,6 @@ def test_the_table_shows_the_worst_and_what_failed() -> None:
     assert "1 failed" in shown
 
 
-def test_a_model_that_is_not_there_is_refused_by_name() -> None:
+def test_an_unknown_model_is_rejected_with_a_suggestion() -> None:
     with pytest.raises(RoomierError, match=r"gpt_tide.*gpt_tied"):
         planner.measure(argparse.Namespace(quick=True, all=False, models="gpt_tide"))

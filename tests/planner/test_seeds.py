@@ -1,4 +1,4 @@
-"""What others measured: the sizes that fitted fit by forecast, those that did not do not, and docs/seeds.md says so."""
+"""Published measurements: sizes that fit also fit by forecast, others do not, and docs/seeds.md contains the result."""
 
 import re
 from functools import cache
@@ -18,23 +18,23 @@ def forecast(what: str) -> dict[str, Any]:
     return row_of(found)
 
 
-def test_the_largest_mingpt_under_ddp_fits_and_the_next_size_does_not() -> None:
+def test_the_largest_mingpt_with_ddp_fits_and_the_next_size_does_not() -> None:
     assert forecast("1.7B, ddp, fp16")["fits"] is True
     assert forecast("2.3B (20 layers), ddp, fp16")["fits"] is False
 
 
-def test_the_published_peak_under_ddp_is_that_of_the_forecast_and_a_second_copy_of_the_gradients() -> None:
+def test_the_published_peak_with_ddp_is_the_forecast_plus_a_second_copy_of_the_gradients() -> None:
     row = forecast("1.7B, ddp, fp16")
     num_parameters = 1_700_090_880
     assert row["forecast_mib"] + 4 * num_parameters / 2**20 == pytest.approx(row["published_mib"], rel=0.01)
 
 
-def test_12_8_billion_parameters_need_zero3_on_eight() -> None:
+def test_12_8_billion_parameters_require_zero3_on_eight_devices() -> None:
     fits = {name: forecast(f"12.8B, {name}, fp16")["fits"] for name in ("ddp", "zero2", "zero3")}
     assert fits == {"ddp": False, "zero2": False, "zero3": True}
 
 
-def test_45_billion_parameters_do_not_fit_without_offload_which_is_refused_with_what_to_use() -> None:
+def test_45_billion_parameters_do_not_fit_without_offloading_which_is_rejected_with_an_alternative() -> None:
     assert forecast("45B, zero3, fp16, recompute")["fits"] is False
     row = forecast("45B, zero3 with offload, recompute")
     assert row["fits"] is None
@@ -42,7 +42,7 @@ def test_45_billion_parameters_do_not_fit_without_offload_which_is_refused_with_
     assert "adamw8bit" in row["answer"]
 
 
-def test_sharding_saves_half_of_the_transformer_and_lets_it_grow_by_half() -> None:
+def test_sharding_halves_the_memory_of_the_transformer() -> None:
     whole, cut, larger = (
         forecast(f"{name}, fp32")["forecast_mib"] for name in ("1.2B, ddp", "1.2B, zero2", "1.7B, zero2")
     )
@@ -51,12 +51,12 @@ def test_sharding_saves_half_of_the_transformer_and_lets_it_grow_by_half() -> No
 
 
 @pytest.mark.slow
-def test_each_rung_of_the_hugging_face_ladder_is_near_and_in_their_order() -> None:
+def test_forecasts_of_the_hugging_face_table_are_near_the_published_values() -> None:
     rows = [row_of(each) for each in published() if each.what.startswith("BERT")]
     assert len(rows) == 9
     ratios = {row["what"]: row["ratio"] for row in rows}
     exceptions = {name for name, ratio in ratios.items() if not 0.85 < ratio < 1.1}
-    assert exceptions == {"BERT-large, 512 tokens, batch 4, fp16"}  # documented as not explained
+    assert exceptions == {"BERT-large, 512 tokens, batch 4, fp16"}  # documented as unexplained
     accumulated = [row for row in rows if "1 x 4" in row["what"]]
     assert all(row["forecast_mib"] < rows[0]["forecast_mib"] for row in accumulated)
 
@@ -65,7 +65,7 @@ def test_each_rung_of_the_hugging_face_ladder_is_near_and_in_their_order() -> No
 
 
 def documented() -> dict[str, tuple[str, str]]:
-    """Configuration -> forecast and verdict, as the tables of the document list them."""
+    """Return forecast and verdict of each configuration in the tables of the document."""
     lines = (ROOT / "docs" / "seeds.md").read_text().splitlines()
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
     return {row[0]: (row[2], row[3]) for row in cells if len(row) == 5}

@@ -1,4 +1,4 @@
-"""Deep models traced with a few blocks: the timeline is that of the whole, byte for byte."""
+"""Deep models traced with a few blocks have the timeline of the full model, byte for byte."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def check_equal(found: DryRun, whole: DryRun) -> None:
 
 
 def both(workload: Workload, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> tuple[DryRun, DryRun]:
-    """By depth, which never traces the whole; and the whole."""
+    """Return the dry run by depth, which never traces the full model, and the dry run of the full model."""
     whole = dry_run(workload, plan, is_pairwise=False)
 
     def of_a_copy(traced: Workload, *args: Any, **options: Any) -> DryRun:
@@ -109,7 +109,7 @@ def both(workload: Workload, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> tup
 @pytest.mark.parametrize(
     ("strategy", "recompute"), [("single", "none"), pytest.param("zero3", "full", marks=pytest.mark.slow)]
 )
-def test_the_timeline_of_a_deep_model_is_that_of_the_full_trace(
+def test_the_timeline_of_a_deep_model_equals_the_full_trace(
     strategy: str, recompute: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check_equal(*both(gpt(), make_plan(strategy, recompute), monkeypatch))
@@ -136,7 +136,7 @@ def test_every_strategy_with_recomputation_and_accumulation(
 def test_an_encoder_and_a_decoder_are_two_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     workload = t5()
     rows = find_repeats(workload, make_plan(), least=6)
-    assert [(each.first, each.count) for each in rows] == [(1, 7), (1, 8)]  # the first block has the bias of positions
+    assert [(each.first, each.count) for each in rows] == [(1, 7), (1, 8)]  # the first block has the position bias
     check_equal(*both(workload, make_plan(), monkeypatch))
 
 
@@ -174,7 +174,7 @@ def layers(windows: list[int], **options: Any) -> Workload:
     return Workload(Layers(windows, **options), torch.zeros(4, 8), 4)
 
 
-def test_blocks_that_take_turns_repeat_by_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_alternating_blocks_repeat_with_their_period(monkeypatch: pytest.MonkeyPatch) -> None:
     workload = layers([2, 2, 5] * 7 + [2])
     (row,) = find_repeats(workload, make_plan(), least=6)
     assert (row.first, row.length, row.count) == (0, 3, 7)
@@ -188,7 +188,7 @@ def test_blocks_that_differ_in_an_attribute_are_all_traced() -> None:
 
 
 @pytest.mark.parametrize(("num_layers", "is_whole"), [(9, True), (10, False)])
-def test_few_blocks_are_traced_whole(num_layers: int, is_whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_short_row_is_traced_in_full(num_layers: int, is_whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     workload = layers([2] * num_layers)
     traced: list[int] = []
 
@@ -201,14 +201,14 @@ def test_few_blocks_are_traced_whole(num_layers: int, is_whole: bool, monkeypatc
     assert traced == ([9] if is_whole else [4, 5])
 
 
-def test_a_model_that_takes_its_blocks_by_number_is_traced_whole() -> None:
+def test_a_model_that_indexes_its_blocks_is_traced_in_full() -> None:
     workload = layers([2] * 12, by_number=True)
     assert find_repeats(workload, make_plan(), least=6)
     assert dry_run_by_depth(workload, make_plan()) == dry_run(workload, make_plan())
 
 
-def test_what_is_large_in_the_whole_model_is_large_in_the_copy() -> None:
-    """An embedding of a 60th of the model is gathered with the root, though it is a tenth of the copy."""
+def test_layers_that_are_large_in_the_copy_are_compared_with_the_full_model() -> None:
+    """An embedding with 1/60 of the model is gathered with the root, although it is 1/10 of the copy."""
     with torch.device("meta"):
         network = GPT(GPTConfig(vocab_size=96, context=16, num_layers=24, num_heads=2, width=32))
     module = as_module(network)
@@ -216,11 +216,11 @@ def test_what_is_large_in_the_whole_model_is_large_in_the_copy() -> None:
     copied = shallow_copy(module, rows, [4], num_last=2)
     assert len(units_of(network, find_blocks(network))) == 24
     assert len(units_of(network_of(copied.module), find_blocks(network_of(copied.module)))) == 4
-    assert len(network.blocks) == 24  # the model stays as it was
+    assert len(network.blocks) == 24  # the model is unchanged
     assert sum(1 for _ in network_of(copied.module).modules()) < sum(1 for _ in network.modules())
     assert [copied.place_in_model(f"blocks.{number}") for number in range(4)] == [f"blocks.{n}" for n in (0, 1, 22, 23)]
 
 
-def test_a_plan_that_names_blocks_has_the_model_traced_whole() -> None:
+def test_a_plan_that_names_blocks_requires_a_full_trace() -> None:
     plan = Plan.from_dict({"optimizer": {"name": "adamw"}, "adapter": {"lora_rank": 2, "lora_targets": "blocks.3.*"}})
     assert find_repeats(gpt(), plan, least=6) == []

@@ -1,4 +1,4 @@
-"""Seconds of a step where they can be worked out by hand, and what must hold of any machine."""
+"""Step times that can be computed by hand, and properties that hold for any machine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WEIGHT_BYTES = WIDTH * WIDTH * 4
 
 
 class Blocks(Module):
-    """Equal layers, each a unit of its own, and nothing else."""
+    """Equal layers only, each of which is a separate unit."""
 
     def __init__(self, width: int = WIDTH, num_blocks: int = NUM_BLOCKS) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ def plan_of(strategy: str = "single", devices: int = 1, micro_batches: int = 1, 
 
 
 def even_work(seconds: float, num_blocks: int = NUM_BLOCKS, dtype: torch.dtype = torch.float32) -> dict[Part, Work]:
-    """Of which each block takes ``seconds`` forward, at 1e9 operations a second, and twice that backward."""
+    """Return work in which each block takes ``seconds`` in forward, at 1e9 operations/s, and twice that in backward."""
     names = [f"blocks.{index}" for index in range(num_blocks)]
     forward = {("forward", name): Work({dtype: seconds * 1e9}) for name in names}
     backward = {("backward", name): Work({dtype: 2 * seconds * 1e9}) for name in reversed(names)}
@@ -74,8 +74,8 @@ def time_of(plan: Plan, machine: Machine, work: Mapping[Part, Work], **sizes: in
     return step_time(workload(**sizes), plan, machine, work)
 
 
-def test_a_linear_layer_takes_its_operations_over_the_rate() -> None:
-    flops = 6 * 8 * WIDTH * WIDTH  # forward, and both products of the backward
+def test_a_linear_layer_takes_its_operations_divided_by_the_rate() -> None:
+    flops = 6 * 8 * WIDTH * WIDTH  # forward, and both matrix products of the backward
     work = {
         ("forward", "blocks.0"): Work({torch.float32: flops / 3}),
         ("backward", "blocks.0"): Work({torch.float32: flops * 2 / 3}),
@@ -85,12 +85,12 @@ def test_a_linear_layer_takes_its_operations_over_the_rate() -> None:
     assert found.total_s == pytest.approx(found.compute_s)
 
 
-def test_products_that_move_much_take_as_long_as_their_bytes() -> None:
+def test_products_limited_by_memory_take_as_long_as_their_bytes() -> None:
     work = {("forward", "blocks.0"): Work({torch.float32: 1e9}, product_bytes=3e9, other_bytes=1e9)}
     assert time_of(plan_of(), machine_of(memory_bytes_per_s=1e9), work).compute_s == pytest.approx(3 + 1)
 
 
-def test_products_of_a_model_reach_a_share_of_the_rate() -> None:
+def test_products_reach_a_fraction_of_the_rate() -> None:
     assert time_of(plan_of(), machine_of(product_efficiency=0.5), even_work(1)).compute_s == pytest.approx(24)
 
 
@@ -98,7 +98,7 @@ def test_products_of_a_model_reach_a_share_of_the_rate() -> None:
     ("kind", "matmul", "rate"),
     [("cuda", "highest", 1), ("cuda", "high", 8), ("cuda", "medium", 8), ("cpu", "high", 1), ("cpu", "medium", 16)],
 )
-def test_products_of_float32_are_as_fast_as_the_plan_lets_them_be(kind: str, matmul: str, rate: float) -> None:
+def test_float32_products_have_the_rate_of_the_matmul_precision(kind: str, matmul: str, rate: float) -> None:
     found = time_of(plan_of(precision={"matmul": matmul}), machine_of(kind), even_work(1))
     assert found.compute_s == pytest.approx(12 / rate)
 
@@ -108,12 +108,12 @@ def test_a_device_without_16_bit_arithmetic_computes_in_float32() -> None:
     assert time_of(plan_of(), machine_of(flops_per_s={"fp32": 1e9}), work).compute_s == pytest.approx(12)
 
 
-def test_a_dtype_of_which_no_rate_is_known_is_an_error() -> None:
-    with pytest.raises(RoomierError, match=r"how fast it multiplies torch.float64 is not known"):
+def test_an_unknown_rate_of_a_dtype_is_an_error() -> None:
+    with pytest.raises(RoomierError, match=r"has no known rate of matrix products in torch.float64"):
         time_of(plan_of(), machine_of(), even_work(1, dtype=torch.float64))
 
 
-def test_the_host_runs_ahead_of_a_gpu_and_is_the_cpu() -> None:
+def test_launch_time_overlaps_on_a_gpu_and_adds_up_on_a_cpu() -> None:
     work = {part: replace(each, num_operations=100) for part, each in even_work(1).items()}
     slow, quick = {"operation_s": 0.03}, {"operation_s": 0.0001}
     assert time_of(plan_of(), machine_of("cuda", **slow), work).compute_s == pytest.approx(8 * 3.0, rel=0.1)
@@ -122,7 +122,7 @@ def test_the_host_runs_ahead_of_a_gpu_and_is_the_cpu() -> None:
     assert time_of(plan_of(), machine_of("cpu", **quick), work).compute_s == pytest.approx(12 + as_lightest)
 
 
-def test_blocks_whose_products_are_kept_cost_python_more_than_those_that_keep_nothing() -> None:
+def test_selective_recompute_has_more_python_overhead_than_full() -> None:
     machine = machine_of("cpu", operation_s=1e-5, memory_bytes_per_s=1e30)
     work = {part: Work(num_operations=10) for part in even_work(1)}
     plain, full, selective = (
@@ -133,15 +133,15 @@ def test_blocks_whose_products_are_kept_cost_python_more_than_those_that_keep_no
     assert full.recompute_s == pytest.approx(NUM_BLOCKS * (60 + 2.5 * 10) * 4e-5)
 
 
-def test_an_update_in_the_backward_starts_more_operations() -> None:
+def test_a_step_in_backward_launches_more_operations() -> None:
     machine = machine_of("cpu", operation_s=1e-5)
-    at_once, as_they_come = (
+    together, in_backward = (
         time_of(plan_of(optimizer={"step_in_backward": when}), machine, even_work(1)) for when in ("none", "exact")
     )
-    assert as_they_come.update_s - at_once.update_s == pytest.approx(5 * NUM_BLOCKS * 1e-5)
+    assert in_backward.update_s - together.update_s == pytest.approx(5 * NUM_BLOCKS * 1e-5)
 
 
-def test_what_is_computed_again_is_told_apart() -> None:
+def test_recompute_time_is_reported_separately() -> None:
     work = {part: each * (1.5 if part[0] == "backward" else 1) for part, each in even_work(1).items()}
     found = time_of(plan_of(activation={"policy": "full"}), machine_of(), work)
     assert (found.compute_s, found.recompute_s) == (pytest.approx(16), pytest.approx(4))
@@ -149,7 +149,7 @@ def test_what_is_computed_again_is_told_apart() -> None:
     assert time_of(plan_of(), machine_of(), work).recompute_s == 0
 
 
-def test_zero3_exchanges_half_as_much_again_as_ddp() -> None:
+def test_zero3_communicates_1_5_times_as_much_as_ddp() -> None:
     machine = machine_of(link=Link(1e6), num_ranks=4)
     found = {
         strategy: time_of(plan_of(strategy, 4), machine, even_work(1)).communication_s
@@ -162,24 +162,24 @@ def test_zero3_exchanges_half_as_much_again_as_ddp() -> None:
 
 
 @pytest.mark.parametrize(("strategy", "times"), [("ddp", 1), ("zero1", 1), ("zero2", 4), ("zero3", 4)])
-def test_more_micro_batches_are_more_exchanges_where_gradients_are_cut(strategy: str, times: int) -> None:
+def test_sharded_gradients_are_reduced_in_each_micro_batch(strategy: str, times: int) -> None:
     machine = machine_of(link=Link(1e6), num_ranks=2)
     one, four = (time_of(plan_of(strategy, 2, count), machine, even_work(1)) for count in (1, 4))
     assert four.communication_s == pytest.approx(times * one.communication_s, rel=1e-3)
 
 
-def test_computation_that_is_longer_hides_all_but_the_first_gather_and_the_last_reduction() -> None:
+def test_long_computation_hides_all_but_the_first_gather_and_the_last_reduction() -> None:
     machine = machine_of(link=Link(1e6), num_ranks=2)
     unit_s = WEIGHT_BYTES / 2 / 1e6
     found = time_of(plan_of("zero3", 2), machine, even_work(1))
-    # The backward begins with the gather of its first unit, which was freed after the forward.
+    # The backward begins with the all-gather of its first unit, which was resharded after the forward.
     assert found.exposed_s == pytest.approx(3 * unit_s, rel=1e-3)
     assert found.communication_s == pytest.approx(3 * NUM_BLOCKS * unit_s, rel=1e-3)
     many = time_of(plan_of("zero3", 2), machine, even_work(1, 16), num_blocks=16)
     assert many.exposed_s == pytest.approx(found.exposed_s, rel=1e-3)
 
 
-def test_computation_that_is_shorter_hides_itself() -> None:
+def test_short_computation_is_hidden_by_communication() -> None:
     machine = machine_of(link=Link(1e6), num_ranks=2)
     unit_s = WEIGHT_BYTES / 2 / 1e6
     found = time_of(plan_of("zero3", 2), machine, even_work(unit_s / 100))
@@ -187,31 +187,31 @@ def test_computation_that_is_shorter_hides_itself() -> None:
     assert found.exposed_s < found.communication_s
 
 
-def test_ddp_exposes_its_last_bucket_alone_where_computation_is_long() -> None:
-    width = 2048  # 16 MiB a block: 64 MiB in three buckets
+def test_ddp_exposes_only_its_last_bucket_if_computation_is_long() -> None:
+    width = 2048  # 16 MiB per block: 64 MiB in three buckets
     machine = machine_of(link=Link(1e9), num_ranks=2)
     found = time_of(plan_of("ddp", 2), machine, even_work(1), width=width)
     assert found.communication_s == pytest.approx(4 * width * width * 4 / 1e9, rel=1e-3)
     assert found.exposed_s == pytest.approx(found.communication_s / 3, rel=1e-2)
 
 
-def test_ranks_on_a_cpu_hide_nothing() -> None:
+def test_communication_between_cpu_ranks_does_not_overlap() -> None:
     machine = machine_of("cpu", Link(1e6), num_ranks=2)
     found = time_of(plan_of("zero3", 2), machine, even_work(1))
     assert found.exposed_s == pytest.approx(found.communication_s)
 
 
-def test_latency_is_most_of_what_small_units_take() -> None:
+def test_latency_dominates_the_communication_of_small_units() -> None:
     machine = machine_of("cpu", Link(1e9, 1e-3), num_ranks=2)
     few, many = (
         time_of(plan_of("zero2", 2), machine, even_work(1, count), num_blocks=count).communication_s for count in (4, 8)
     )
-    latency_s = 2 * 1e-3  # a gather and a reduction; and one sum, of the terms of losses
+    latency_s = 2 * 1e-3  # an all-gather and a reduce-scatter, or one all-reduce of the terms of losses
     assert few == pytest.approx(4 * latency_s + latency_s, rel=0.05)
     assert many == pytest.approx(8 * latency_s + latency_s, rel=0.05)
 
 
-def test_offloaded_activations_cost_what_computation_does_not_hide() -> None:
+def test_offloading_costs_the_time_that_does_not_overlap() -> None:
     plan = plan_of(offload={"activations": "cpu"}, parallel={"accelerator": "cuda"})
     kept = {f"blocks.{index}": 1e9 for index in range(NUM_BLOCKS)}
 
@@ -263,7 +263,7 @@ def test_a_faster_link_or_device_is_never_slower(
     devices=st.sampled_from([2, 4, 8]),
 )
 @settings(max_examples=30, deadline=None)
-def test_more_ranks_never_exchange_less_on_each(strategy: str, num_ranks: int, devices: int) -> None:
+def test_more_ranks_never_reduce_the_communication_of_a_rank(strategy: str, num_ranks: int, devices: int) -> None:
     def of(count: int) -> float:
         per_node = min(devices, count)
         plan = plan_of(strategy, per_node, parallel={"num_nodes": count // per_node})

@@ -1,4 +1,4 @@
-"""What step_time is made of: collectives, what travels by strategy, the optimizer's part."""
+"""Parts of step_time: collectives, volumes of each strategy, and the update."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def sent(plan: Plan, units: list[Unit], kind: str = "cuda") -> float:
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 8])
-def test_collectives_take_the_bytes_that_none_can_do_without(num_ranks: int) -> None:
+def test_collectives_take_the_minimum_number_of_bytes(num_ranks: int) -> None:
     group = Group.of_neighbours(num_ranks, 8)
     half_s = (num_ranks - 1) / num_ranks * B / 1e9
     assert gather_s(B, group, machine()) == pytest.approx(half_s)
@@ -60,29 +60,29 @@ def test_collectives_take_the_bytes_that_none_can_do_without(num_ranks: int) -> 
     assert all_reduce_s(B, group, machine()) == pytest.approx(2 * half_s)
 
 
-def test_a_rank_alone_exchanges_nothing() -> None:
+def test_one_rank_does_not_communicate() -> None:
     assert gather_s(B, Group(1, 1), machine(within=Link(1.0, 1.0))) == 0
     assert all_reduce_s(B, Group(1, 1), machine(within=Link(1.0, 1.0))) == 0
 
 
-def test_between_nodes_the_links_of_all_devices_carry_the_ring() -> None:
+def test_between_nodes_the_ring_uses_the_links_of_all_devices() -> None:
     quick, slow = Link(1e9), Link(1e7)
     group = Group.of_neighbours(16, 8)
     found = gather_s(B, group, machine(within=quick, between=slow))
     assert found == pytest.approx(15 / 16 * B / (8 * 1e7))
-    # Links of a node that are together faster than one within it are not the bottleneck.
+    # The links of a node are not the bottleneck if they are together faster than one link within the node.
     assert gather_s(B, group, machine(within=quick, between=quick)) == pytest.approx(15 / 16 * B / 1e9)
 
 
-def test_copies_in_different_nodes_have_one_link_each() -> None:
+def test_replicas_on_different_nodes_have_one_link_each() -> None:
     group = Group.of_copies(16, 8, 8)
     assert (group.num_ranks, group.ranks_per_node, group.num_nodes) == (2, 1, 2)
     assert all_reduce_s(B, group, machine(between=Link(1e7))) == pytest.approx(B / 1e7)
-    within = Group.of_copies(16, 2, 8)  # four copies on each of two nodes
+    within = Group.of_copies(16, 2, 8)  # four replicas on each of two nodes
     assert (within.num_ranks, within.ranks_per_node, within.num_nodes) == (8, 4, 2)
 
 
-def test_a_ring_has_a_step_for_each_rank_and_a_tree_one_for_each_doubling_of_nodes() -> None:
+def test_latency_of_a_ring_grows_with_ranks_and_of_a_tree_with_the_logarithm_of_nodes() -> None:
     links = {"within": Link(1e30, 1e-6), "between": Link(1e30, 1e-3)}
     group = Group.of_neighbours(64, 8)
     ring_s = 7 * 1e-3 + 56 * 1e-6
@@ -91,7 +91,7 @@ def test_a_ring_has_a_step_for_each_rank_and_a_tree_one_for_each_doubling_of_nod
     assert all_reduce_s(B, group, machine("cuda", **links)) == pytest.approx(2 * (3 * 1e-3 + 7 * 1e-6))
 
 
-def test_a_reduction_that_was_measured_apart_has_its_own_rate() -> None:
+def test_a_separately_measured_reduction_has_its_own_rate() -> None:
     apart = machine("cpu", in_node_reduce=Link(1e8))
     group = Group.of_neighbours(2, 8)
     assert reduce_scatter_s(B, group, apart) == pytest.approx(B / 2 / 1e8)
@@ -100,7 +100,7 @@ def test_a_reduction_that_was_measured_apart_has_its_own_rate() -> None:
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_volumes_are_those_of_zero_section_7(num_ranks: int) -> None:
+def test_volumes_equal_zero_section_7(num_ranks: int) -> None:
     network, units = gpt_units()
     whole_bytes = 4 * sum(each.numel() for each in network.parameters())
     root_bytes = 4 * sum(math.prod(weight.shape) for unit in units if unit.is_root for weight in unit.weights)
@@ -108,16 +108,16 @@ def test_volumes_are_those_of_zero_section_7(num_ranks: int) -> None:
     share = (num_ranks - 1) / num_ranks
     found = {name: sent(plan_of(name, num_ranks), units) for name in ("ddp", "zero1", "zero2", "zero3")}
     assert found["ddp"] == pytest.approx(2 * share * whole_bytes)
-    # A tensor whose rows the ranks do not divide is padded.
+    # A tensor is padded if the number of ranks does not divide its rows.
     assert found["zero1"] == found["zero2"] == pytest.approx(2 * share * whole_bytes, rel=1e-3)
     assert found["zero3"] == pytest.approx(share * (3 * whole_bytes - root_bytes - looked_up), rel=1e-3)
 
 
-def test_bytes_on_the_way_are_those_of_the_dtype() -> None:
-    _, whole = gpt_units(vocab_size=16)  # embeddings travel in float32
+def test_communicated_bytes_depend_on_the_dtype() -> None:
+    _, whole = gpt_units(vocab_size=16)  # embeddings are sent in float32
     _, mixed = gpt_units(torch.bfloat16, vocab_size=16)
     precision = {"precision": {"mode": "bf16-mixed"}}
-    # Gathered in 16 bits, reduced in 32 by NCCL, in 16 between ranks that add up for themselves.
+    # Gathered in 16 bits. Reduced in 32 bits by NCCL, and in 16 bits by the pairwise collectives.
     assert sent(plan_of("zero2", 2, **precision), mixed) == pytest.approx(
         3 / 4 * sent(plan_of("zero2", 2), whole), rel=0.05
     )
@@ -128,7 +128,7 @@ def test_bytes_on_the_way_are_those_of_the_dtype() -> None:
         assert sent(low, whole) == pytest.approx(share * sent(plan_of(strategy, 2), whole))
 
 
-def test_hsdp_exchanges_within_its_group_and_parts_over_the_copies() -> None:
+def test_hsdp_communicates_within_its_group_and_reduces_shards_over_replicas() -> None:
     network, units = gpt_units()
     whole_bytes = 4 * sum(each.numel() for each in network.parameters())
     among_four = sent(plan_of("zero3", 4), units)
@@ -136,7 +136,7 @@ def test_hsdp_exchanges_within_its_group_and_parts_over_the_copies() -> None:
     assert found == pytest.approx(among_four + 2 * 1 / 2 * whole_bytes / 4, rel=1e-3)
 
 
-def test_an_exact_update_in_the_backward_gathers_and_reduces_for_each_of_its_two() -> None:
+def test_an_exact_step_in_backward_gathers_and_reduces_in_both_backwards() -> None:
     _, units = gpt_units()
     parts = {"optimizer": {"name": "adamw", "step_in_backward": "exact"}, "batch": {"gradient_clip_val": 1.0}}
     once = sent(plan_of("zero3", 2), units)
@@ -144,7 +144,7 @@ def test_an_exact_update_in_the_backward_gathers_and_reduces_for_each_of_its_two
     assert 1.5 * once < twice < 2 * once
 
 
-def test_powersgd_sends_two_thin_factors_of_each_matrix() -> None:
+def test_powersgd_sends_two_factors_of_each_matrix() -> None:
     _, units = gpt_units()
     compressed = {"gradient_compression": "powersgd", "compression_rank": 2}
     matrices = [each for unit in units for each in unit.weights if len(each.shape) == 2]
@@ -162,32 +162,32 @@ def update_s(name: str, kind: str = "cuda", strategy: str = "single", devices: i
     blocks = [f"blocks.{index}" for index in range(3)]
     layout: Layout = layout_of(plan, torch.device(kind))
     found = update_time(units, plan, machine(kind), layout, blocks=blocks)
-    return found.compute_s / sum(each.numel() for each in network.parameters()) * 1e9  # bytes at 1e9 a second
+    return found.compute_s / sum(each.numel() for each in network.parameters()) * 1e9  # bytes at 1e9 bytes/s
 
 
-def test_fused_adamw_moves_28_bytes_of_each_weight() -> None:
+def test_fused_adamw_moves_28_bytes_per_weight() -> None:
     assert update_s("adamw") == pytest.approx(28)
     assert update_s("sgd") == pytest.approx(12)
     assert update_s("sgd", optimizer={"options": {"momentum": 0.9}}) == pytest.approx(20)
 
 
-def test_each_rank_updates_its_part() -> None:
+def test_each_rank_updates_its_shard() -> None:
     assert update_s("adamw", strategy="ddp", devices=4) == pytest.approx(28)
     assert update_s("adamw", strategy="zero1", devices=4) == pytest.approx(7, rel=1e-2)
 
 
-def test_clipping_reads_the_gradient_twice_and_writes_it_once() -> None:
+def test_clipping_reads_the_gradient_twice_and_writes_it_one_time() -> None:
     assert update_s("adamw", batch={"gradient_clip_val": 1.0}) == pytest.approx(28 + 12)
     by_value = {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"}
     assert update_s("adamw", batch=by_value) == pytest.approx(28 + 8)
 
 
-def test_states_in_few_bits_move_less_on_a_gpu_and_take_twice_as_long_on_a_cpu() -> None:
+def test_8_bit_states_move_fewer_bytes_on_a_gpu_and_take_twice_as_long_on_a_cpu() -> None:
     assert update_s("adamw8bit") < 0.6 * update_s("adamw")
     assert 1.8 < update_s("adamw8bit", "cpu") / update_s("adamw", "cpu") < 2.4
 
 
-def test_muon_multiplies_matrices_of_blocks_alone() -> None:
+def test_muon_multiplies_only_matrices_of_blocks() -> None:
     network, units = gpt_units()
     shapes = [each.shape for unit in units for each in unit.weights if "blocks." in each.name and len(each.shape) == 2]
     flops = sum(5 * (4 * min(s) ** 2 * max(s) + 2 * min(s) ** 3) for s in shapes)
@@ -197,7 +197,7 @@ def test_muon_multiplies_matrices_of_blocks_alone() -> None:
     assert update_s("muon") == pytest.approx(flops / num_parameters + moved, rel=1e-3)
 
 
-def test_an_optimizer_of_the_modules_own_takes_what_was_counted() -> None:
+def test_an_optimizer_of_the_module_takes_its_counted_work() -> None:
     _, units = gpt_units()
     plan = Plan.of({})
     work = {("update", ""): Work(other_bytes=5e9, num_operations=10)}
@@ -212,12 +212,12 @@ def counted(run: Any) -> Work:
     return counter.by_part["forward", ""]
 
 
-def test_asking_for_memory_or_for_a_shape_is_no_work() -> None:
+def test_allocations_and_views_are_no_work() -> None:
     tensor = torch.zeros(8)
     assert counted(lambda: (torch.empty(2**20), tensor.view(2, 4), torch.empty_like(tensor))) == Work()
 
 
-def test_rows_that_are_looked_up_are_read_and_not_the_table() -> None:
+def test_an_embedding_reads_rows_and_not_the_full_table() -> None:
     table, rows = torch.zeros(1000, 4), torch.tensor([1, 2])
     read_and_written = 2 * 2 * 4 * 4
     assert counted(lambda: nn.functional.embedding(rows, table)).other_bytes == read_and_written + rows.nbytes

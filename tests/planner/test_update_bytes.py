@@ -1,4 +1,4 @@
-"""What an optimizer needs while it updates: few of its weights and few parts of them tell it."""
+"""Temporary memory of an update, computed from a few weights and a few blocks of them."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def plan_of(name: str, **parts: Any) -> Plan:
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_few_parts_of_a_weight_tell_bytes_and_work_of_all(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    workload = Workload.of(Layers(2), torch.zeros(2, WIDTH))  # four parts each
+def test_a_few_blocks_of_a_weight_have_the_bytes_and_work_of_all(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    workload = Workload.of(Layers(2), torch.zeros(2, WIDTH))  # four blocks each
     plan = plan_of(f"adamw{bits}bit", options={"compiled": False})
     few = dry_run(workload, plan)
     monkeypatch.setattr(torch_fake, "few_of", iter)
@@ -50,14 +50,14 @@ def test_few_parts_of_a_weight_tell_bytes_and_work_of_all(bits: int, monkeypatch
     assert few.work == every.work
 
 
-def test_real_tensors_are_worked_on_whole() -> None:
+def test_real_tensors_are_processed_in_full() -> None:
     assert list(torch_fake.few_of(range(9))) == list(range(9))
     with torch_fake.fake_tensors():
         assert [(each, torch_fake.num_runs()) for each in torch_fake.few_of(range(9))] == [(0, 1), (1, 7), (8, 1)]
         assert list(torch_fake.few_of(range(3))) == [0, 1, 2]
 
 
-def test_weights_that_stand_for_others_come_behind_the_same() -> None:
+def test_few_alike_keeps_all_consecutive_pairs() -> None:
     first, second, third = (((size,), torch.float32) for size in (1, 2, 3))
     row = [first, second, first, second, third, third, third, first, second]
     assert few_alike(row) == [first, second, first, second, third, third, first]
@@ -65,7 +65,7 @@ def test_weights_that_stand_for_others_come_behind_the_same() -> None:
 
 
 @pytest.mark.parametrize("name", ["adafactor", "adamw8bit", "lion"])
-def test_what_an_update_holds_of_the_weight_before_is_counted(name: str) -> None:
+def test_temporaries_of_the_previous_weight_are_counted(name: str) -> None:
     workload = Workload.of(Layers(6), torch.zeros(2, WIDTH))
     plan = plan_of(name)
     found = Estimator(workload, _MACHINE).estimate(plan, 2).tensor_bytes
@@ -74,7 +74,7 @@ def test_what_an_update_holds_of_the_weight_before_is_counted(name: str) -> None
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
-def test_an_update_that_is_compiled_needs_nothing_beside() -> None:
+def test_a_compiled_update_needs_no_temporaries() -> None:
     module, batch = Layers(8, 1024), torch.zeros(8, 1024)
     plan = plan_of("adamw8bit")
     assert dry_run(Workload.of(module, batch), plan).peak_bytes == measured_peak(module, batch, plan).total()

@@ -1,4 +1,4 @@
-"""The peak of a step as it is: that of ``roomier bench planner``."""
+"""The measured peak of a step, from ``roomier bench planner``."""
 
 from roomier.bench.planner_truth import measured_peak, measured_step
 

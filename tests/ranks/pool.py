@@ -1,9 +1,9 @@
-"""Runs a function of a test on several ranks at once: see :class:`RankPool`.
+"""Run a function of a test on several ranks. See :class:`RankPool`.
 
 [Note: forked ranks]
-Ranks are forked from one process that imported torch, roomier and the test's file and did nothing else
-(``server.py``). A call costs some 50 ms and starts clean: no seed, environment, process group or cache of an earlier
-one is left, and a rank may die without harm to the next call. Threads would make forking unsafe: the server has none.
+Ranks are forked from a server process that has only imported torch, roomier and the file of the test (``server.py``). A
+call takes about 50 ms. It has no seed, environment, process group or cache from earlier calls, and a rank that dies
+does not affect later calls. The server has no threads, because threads would make forking unsafe.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _START_TIMEOUT_S = 120.0
 _STOP_TIMEOUT_S = 10.0
 
 
-class RankFailed(AssertionError):  # noqa: N818 - what happened, as pytest's Failed
-    """A rank raised, died or did not end. The text holds the traceback of the rank that failed first.
+class RankFailed(AssertionError):  # noqa: N818 - named like pytest's Failed
+    """A rank raised an error, died or did not end. The text contains the traceback of the rank that failed first.
 
     Attributes:
-        rank: which.
-        reports: what is known of each rank that failed, by rank.
+        rank: the rank that failed first.
+        reports: report of each rank that failed.
     """
 
     def __init__(self, rank: int, reports: dict[int, str]) -> None:
@@ -41,9 +41,9 @@ class RankFailed(AssertionError):  # noqa: N818 - what happened, as pytest's Fai
 
 
 class RankPool:
-    """Calls functions on several ranks, which meet in a process group of gloo.
+    """Callable that runs functions on several ranks, which are connected by a gloo process group.
 
-    The server starts with the first call. A call that fails leaves the pool as it was.
+    The server starts with the first call. The pool remains usable after a call that fails.
     """
 
     def __init__(self) -> None:
@@ -59,22 +59,22 @@ class RankPool:
         joins: bool = True,
         **kwargs: Any,
     ) -> list[Any]:
-        """``function(*args, **kwargs)`` on each rank.
+        """Call ``function(*args, **kwargs)`` on each rank.
 
-        On each rank the environment is that of the caller and what torchrun would add (``RANK``, ``WORLD_SIZE``,
-        ``LOCAL_RANK``, ``MASTER_PORT``, ...), and so is the current folder; all seeds are 0; warnings are errors.
-        What ranks print is printed here, each line with its rank.
+        Each rank has the current folder and the environment of the caller, with the variables of torchrun (``RANK``,
+        ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_PORT``, ...). All seeds are 0, and warnings are errors. The output of
+        the ranks is printed here. Each line starts with its rank.
 
         Args:
-            function: of the top level of a file. What it takes and returns is pickled.
-            timeout_s: after it all ranks are killed, and the stack of each is told.
-            joins: the default process group is there already.
+            function: function at the top level of a file. Arguments and results are pickled.
+            timeout_s: time after which all ranks are killed and the stack of each rank is reported.
+            joins: initialize the default process group before the call.
 
         Returns:
-            What the ranks returned, by rank.
+            The results of the ranks, by rank.
 
         Raises:
-            RankFailed: a rank raised, died or did not end in time.
+            RankFailed: a rank raised an error, died or did not end in time.
         """
         if "<locals>" in function.__qualname__ or function.__name__ == "<lambda>":
             raise TypeError(f"{function.__qualname__} is not a function of the top level of a file")
@@ -93,7 +93,7 @@ class RankPool:
         try:
             reply = self._ask(request, timeout_s)
         except BaseException:
-            self.close()  # an answer that comes later would be taken for that of the next call
+            self.close()  # otherwise a late answer would become the answer to the next call
             raise
         for rank, text in enumerate(reply["printed"]):
             for line in text.splitlines():
@@ -107,7 +107,7 @@ class RankPool:
             self._start()
         assert self._connection is not None
         self._connection.send(request)
-        # The server keeps to the time limit; it may import the test's file before, and kill ranks after.
+        # The server applies the time limit. Before, it can import the file of the test, and later it kills ranks.
         end = time.monotonic() + timeout_s + _START_TIMEOUT_S
         if not self._connection.poll(end - time.monotonic()):
             raise TimeoutError("the server of the ranks does not answer")
@@ -116,18 +116,18 @@ class RankPool:
 
     def _start(self) -> None:
         self.close()
-        self._connection, theirs = Pipe()
-        with theirs:
+        self._connection, of_server = Pipe()
+        with of_server:
             self._server = subprocess.Popen(
-                [sys.executable, str(Path(__file__).with_name("server.py")), str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
+                [sys.executable, str(Path(__file__).with_name("server.py")), str(of_server.fileno())],
+                pass_fds=[of_server.fileno()],
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
                 stdin=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C is for the tests; the server ends when they do
+                start_new_session=True,  # Ctrl-C interrupts only the tests; the server ends after them
             )
 
     def close(self) -> None:
-        """End the server and what it started. The next call starts a new one."""
+        """End the server and its processes. The next call starts a new server."""
         if self._connection is not None:
             self._connection.close()
         if self._server is not None:

@@ -1,4 +1,4 @@
-"""The process from which ranks are forked; a script that ``pool.py`` starts. See [Note: forked ranks] there."""
+"""Server process from which ranks are forked. ``pool.py`` starts this script and contains [Note: forked ranks]."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from typing import IO, Any, NoReturn
 
 import numpy as np
 import torch
-import torch._dynamo  # what follows is imported on first use elsewhere: here once, not by each rank of each call
+import torch._dynamo  # lazily imported modules: imported here one time instead of by each rank of each call
 import torch.distributed as dist
 import torch.distributed.checkpoint
 import torch.distributed.fsdp
@@ -35,15 +35,15 @@ import roomier  # noqa: F401
 from roomier.core.loopback import keep_on_loopback
 
 GROUP_TIMEOUT_S = 120.0
-MOST_TOLD = 20_000  # characters: behind what a process that aborts said stand its stacks and all its libraries
-GRACE_S = 3.0  # for the other ranks to end, once one has failed
-# What a rank says when the one it talks to is gone: never the first cause.
+MAX_REPORT_CHARS = 20_000  # the output of a process that aborts ends with its stacks and all its libraries
+GRACE_S = 3.0  # time in which the other ranks can end after a failure
+# Errors of a rank that lost its peer, which are never the first cause.
 _SIGNS_OF_A_LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket Timeout")
 
 
 @dataclass
 class Rank:
-    """A running rank, as the server sees it."""
+    """State of a rank in the server."""
 
     pid: int
     connection: Connection
@@ -67,16 +67,16 @@ class Rank:
 def main(requests: Connection) -> None:
     torch.set_num_threads(1)
     gc.collect()
-    gc.freeze()  # else a collection in a rank would copy what is shared with the server
+    gc.freeze()  # otherwise a collection in a rank would copy the memory that is shared with the server
     while True:
         try:
             request = requests.recv()
         except EOFError:
             return
-        requests.send(answer(request, requests))
+        requests.send(handle(request, requests))
 
 
-def answer(request: dict[str, Any], requests: Connection) -> dict[str, Any]:
+def handle(request: dict[str, Any], requests: Connection) -> dict[str, Any]:
     sys.path[:] = request["path"]
     try:
         with warnings.catch_warnings():
@@ -90,7 +90,7 @@ def answer(request: dict[str, Any], requests: Connection) -> dict[str, Any]:
         request = {**request, "port": free_port(), "store": str(meeting / "store")}
         ranks = [start(rank, request, requests) for rank in range(request["num_ranks"])]
         try:
-            attend(ranks, time.monotonic() + request["timeout_s"], requests)
+            wait_for_ranks(ranks, time.monotonic() + request["timeout_s"], requests)
         finally:
             for rank in ranks:
                 end(rank)
@@ -100,7 +100,7 @@ def answer(request: dict[str, Any], requests: Connection) -> dict[str, Any]:
 
 
 def load(name: str, file: str) -> Any:
-    """The module ``name``; read from ``file`` once, under the name the test process has it by."""
+    """Return the module ``name``. The first call imports ``file`` under the name that it has in the test process."""
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, file)
         assert spec is not None
@@ -115,21 +115,21 @@ def load(name: str, file: str) -> Any:
 
 
 def start(rank: int, request: dict[str, Any], requests: Connection) -> Rank:
-    ours, theirs = Pipe()
+    of_server, of_rank = Pipe()
     printed = tempfile.TemporaryFile()  # noqa: SIM115 - closed when the call ends
     pid = os.fork()
     if pid == 0:
-        ours.close()
+        of_server.close()
         requests.close()
-        be_rank(rank, request, theirs, printed)
-    theirs.close()
+        run_rank(rank, request, of_rank, printed)
+    of_rank.close()
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.setpgid(pid, pid)  # the rank does so as well: whoever comes first
-    return Rank(pid, ours, printed)
+        os.setpgid(pid, pid)  # the rank makes the same call, and the order is not known
+    return Rank(pid, of_server, printed)
 
 
-def attend(ranks: list[Rank], end_at: float, requests: Connection) -> None:
-    """Until every rank is done, or one has failed and the others had their time to end."""
+def wait_for_ranks(ranks: list[Rank], end_at: float, requests: Connection) -> None:
+    """Wait until every rank is done, or until ``GRACE_S`` after the first failure."""
     while waiting := [rank for rank in ranks if not rank.is_done]:
         now = time.monotonic()
         if any(rank.failed_at is not None for rank in ranks):
@@ -138,18 +138,19 @@ def attend(ranks: list[Rank], end_at: float, requests: Connection) -> None:
             give_up(waiting, has_failure=any(rank.report is not None for rank in ranks))
             return
         ready = wait([*(rank.connection for rank in waiting), requests], end_at - now)
-        if requests in ready:  # it asks one thing at a time: it is gone
+        if requests in ready:  # the pool sends one request at a time, so it has closed the connection
             return
         for rank in waiting:
             if rank.connection in ready:
-                hear(rank)
+                receive(rank)
 
 
-def hear(rank: Rank) -> None:
+def receive(rank: Rank) -> None:
     try:
         kind, at, content = rank.connection.recv()
     except (EOFError, OSError):
-        rank.fail(time.monotonic(), f"it {how_it_ended(rank.pid)} without a word\n{rank.output()[-MOST_TOLD:]}")
+        output = rank.output()[-MAX_REPORT_CHARS:]
+        rank.fail(time.monotonic(), f"it {how_it_ended(rank.pid)} without an error\n{output}")
         return
     if kind == "result":
         rank.result = content
@@ -165,25 +166,25 @@ def how_it_ended(pid: int) -> str:
 
 
 def give_up(waiting: list[Rank], *, has_failure: bool) -> None:
-    """Ask those that still run where they are."""
+    """Report the stacks of the ranks that are still running."""
     for rank in waiting:
         with contextlib.suppress(ProcessLookupError):
             os.kill(rank.pid, signal.SIGUSR1)
     time.sleep(0.3)
-    why = "had to be killed, for another rank failed" if has_failure else "did not end in time"
+    reason = "was killed, because another rank failed" if has_failure else "did not end in time"
     for rank in waiting:
-        rank.fail(time.monotonic(), f"it {why}; where it was:\n{rank.output()[-MOST_TOLD:]}")
+        rank.fail(time.monotonic(), f"it {reason}; its stack:\n{rank.output()[-MAX_REPORT_CHARS:]}")
 
 
 def end(rank: Rank) -> None:
     with contextlib.suppress(OSError):
-        rank.connection.send("leave")  # what a rank that is done waits for
+        rank.connection.send("leave")  # a rank that is done waits for this message
     rank.connection.close()
     if rank.result is not None:
         with contextlib.suppress(ChildProcessError):
             os.waitpid(rank.pid, 0)
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(rank.pid, signal.SIGKILL)  # with the processes it started
+        os.killpg(rank.pid, signal.SIGKILL)  # includes the processes that the rank started
     with contextlib.suppress(ChildProcessError):
         os.waitpid(rank.pid, 0)
 
@@ -217,8 +218,8 @@ def free_port() -> int:
 # In the rank ----------------------------------------------------------------------------------------------------
 
 
-def be_rank(rank: int, request: dict[str, Any], connection: Connection, printed: IO[bytes]) -> NoReturn:
-    """Everything a forked process does; it never returns to the server's loop."""
+def run_rank(rank: int, request: dict[str, Any], connection: Connection, printed: IO[bytes]) -> NoReturn:
+    """Run the function in the forked process, and end the process."""
     try:
         os.setpgid(0, 0)
         for stream in (1, 2):
@@ -235,7 +236,7 @@ def be_rank(rank: int, request: dict[str, Any], connection: Connection, printed:
         sys.stdout.flush()
         connection.send(message)
         if message[0] == "result":
-            # Others may still be talking to this rank. If they do not come to an end, its leaving tells them.
+            # Other ranks can still communicate with this rank. If they hang, the end of this rank makes them fail.
             connection.poll(GRACE_S)
     finally:
         os._exit(0)

@@ -1,4 +1,4 @@
-"""The pool of ranks: what the tests of several ranks stand on."""
+"""The pool of ranks, which the tests of several ranks use."""
 
 import os
 import random
@@ -25,7 +25,7 @@ def all_sums(number: float) -> tuple[int, int, float]:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-def test_the_ranks_of_a_call_are_one_group_and_results_come_by_rank(on_ranks: RankPool, num_ranks: int) -> None:
+def test_ranks_form_a_group_and_results_are_ordered_by_rank(on_ranks: RankPool, num_ranks: int) -> None:
     total = 0.5 * sum(range(1, num_ranks + 1))
     assert on_ranks(num_ranks, all_sums, number=0.5) == [(rank, num_ranks, total) for rank in range(num_ranks)]
 
@@ -37,14 +37,14 @@ def test_a_call_is_quick(on_ranks: RankPool) -> None:
         begin = time.perf_counter()
         on_ranks(2, all_sums, 1.0)
         times_s.append(time.perf_counter() - begin)
-    assert min(times_s) < 2  # some 0.02 on a free core; a process started for each call takes 5
+    assert min(times_s) < 2  # about 0.02 on an idle core; starting a process for each call takes 5
 
 
 def tensors(given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: tensor + dist.get_rank() for name, tensor in given.items()}
 
 
-def test_tensors_travel(on_ranks: RankPool) -> None:
+def test_arguments_and_results_can_be_tensors(on_ranks: RankPool) -> None:
     x = torch.randn(3, 4)
     first, second = on_ranks(2, tensors, {"x": x})
     assert torch.equal(first["x"], x)
@@ -55,7 +55,7 @@ def environment(*names: str) -> list[str]:
     return [os.environ.get(name, "") for name in names]
 
 
-def test_the_environment_is_that_of_torchrun(on_ranks: RankPool) -> None:
+def test_ranks_have_the_environment_variables_of_torchrun(on_ranks: RankPool) -> None:
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "OMP_NUM_THREADS")
     found = on_ranks(2, environment, *names)
     assert found == [[str(rank), "2", str(rank), "2", "0", "127.0.0.1", "1"] for rank in range(2)]
@@ -65,8 +65,10 @@ def where() -> tuple[str, str]:
     return os.getcwd(), os.environ.get("OF_THE_TEST", "")
 
 
-def test_ranks_are_where_the_test_is(on_ranks: RankPool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    on_ranks(1, where)  # the pool is older than what follows
+def test_ranks_have_the_folder_and_environment_of_the_test(
+    on_ranks: RankPool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    on_ranks(1, where)  # starts the pool before the following changes
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OF_THE_TEST", "here")
     assert on_ranks(2, where) == [(str(tmp_path), "here")] * 2
@@ -101,7 +103,7 @@ def fail_on(rank: int) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 2])
-def test_the_first_failure_is_told_and_the_others_do_not_hang(on_ranks: RankPool, rank: int) -> None:
+def test_the_first_failure_is_reported_and_other_ranks_do_not_hang(on_ranks: RankPool, rank: int) -> None:
     begin = time.perf_counter()
     with pytest.raises(RankFailed, match=rf"(?s)rank {rank} failed first.*in fail_on.*has had enough") as info:
         on_ranks(3, fail_on, rank)
@@ -116,7 +118,7 @@ def fail_while_another_sleeps() -> None:
     time.sleep(60)
 
 
-def test_a_rank_that_goes_on_after_a_failure_is_killed(on_ranks: RankPool) -> None:
+def test_a_rank_that_does_not_end_after_a_failure_is_killed(on_ranks: RankPool) -> None:
     begin = time.perf_counter()
     with pytest.raises(RankFailed, match=r"(?s)rank 0 failed first.*ValueError: no") as info:
         on_ranks(2, fail_while_another_sleeps)
@@ -129,7 +131,7 @@ def sleep_on(rank: int) -> None:
         time.sleep(60)
 
 
-def test_a_rank_that_does_not_end_is_killed_and_its_stack_told(on_ranks: RankPool) -> None:
+def test_a_rank_that_does_not_end_is_killed_and_its_stack_reported(on_ranks: RankPool) -> None:
     with pytest.raises(RankFailed, match=r"(?s)rank 1 failed first.*did not end in time.*in sleep_on"):
         on_ranks(2, sleep_on, 1, timeout_s=2)
 
@@ -141,7 +143,7 @@ def die_on(rank: int) -> None:
     dist.all_reduce(torch.zeros(1))
 
 
-def test_a_rank_that_is_killed_is_named(on_ranks: RankPool) -> None:
+def test_a_rank_that_is_killed_is_reported(on_ranks: RankPool) -> None:
     with pytest.raises(RankFailed, match=r"(?s)rank 1 failed first.*was killed by SIGKILL.*last words"):
         on_ranks(2, die_on, 1)
 
@@ -153,7 +155,7 @@ def abort_on(rank: int) -> None:
     dist.all_reduce(torch.zeros(1))
 
 
-def test_a_rank_that_aborts_is_named_with_its_reason(on_ranks: RankPool) -> None:
+def test_a_rank_that_aborts_is_reported_with_its_output(on_ranks: RankPool) -> None:
     with pytest.raises(RankFailed, match=r"(?s)rank 1 failed first.*was killed by SIGABRT.*why it aborts"):
         on_ranks(2, abort_on, 1)
 
@@ -169,7 +171,7 @@ def leave_early() -> float:
     return total.item()
 
 
-def test_a_rank_may_be_done_before_the_others(on_ranks: RankPool) -> None:
+def test_a_rank_can_end_before_the_others(on_ranks: RankPool) -> None:
     assert on_ranks(2, leave_early) == [1.0, 1.0]
 
 
@@ -187,7 +189,7 @@ def speak() -> None:
     print("to the other", file=sys.stderr)
 
 
-def test_what_ranks_print_is_printed(on_ranks: RankPool, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_output_of_ranks_is_printed(on_ranks: RankPool, capsys: pytest.CaptureFixture[str]) -> None:
     on_ranks(2, speak)
     assert capsys.readouterr().out.splitlines() == [
         "[rank 0] to one",
@@ -206,12 +208,12 @@ def join_by_environment() -> float:
     return all_sums(1.0)[2]
 
 
-def test_a_function_may_join_by_itself(on_ranks: RankPool) -> None:
+def test_a_function_can_initialize_the_process_group(on_ranks: RankPool) -> None:
     assert on_ranks(2, is_joined, joins=False) == [False, False]
     assert on_ranks(2, join_by_environment, joins=False) == [3.0, 3.0]
 
 
-def test_a_function_within_a_function_is_refused(on_ranks: RankPool) -> None:
+def test_a_nested_function_is_rejected(on_ranks: RankPool) -> None:
     def inner() -> None: ...
 
     with pytest.raises(TypeError, match="not a function of the top level"):

@@ -209,7 +209,7 @@ def test_hooks_that_look_at_gradients_rule_out_that_they_are_freed_in_the_backwa
 
 def test_a_stream_that_is_read_once_and_draws_random_numbers_is_refused(make_trainer: Any) -> None:
     drawing = (torch.randn(2, 4) for _ in range(4))
-    with pytest.raises(DataError, match="is read once only and draws random numbers"):
+    with pytest.raises(DataError, match="can be iterated only once and draws random numbers"):
         make_trainer(strategy="auto", optimizer="adamw").fit(Net(), drawing)
 
 
@@ -222,7 +222,7 @@ def test_a_data_set_that_holds_an_iterator_is_refused_before_it_is_read(make_tra
             return (torch.full((4,), float(number)) for number in self.numbers)
 
     data = Held()
-    with pytest.raises(DataError, match=r"Held\.numbers, which can be read once only"):
+    with pytest.raises(DataError, match=r"Held\.numbers, which can be iterated only once"):
         make_trainer(strategy="auto", optimizer="adamw").fit(Net(), DataLoader(data, batch_size=2))
     assert next(data.numbers) == 0
 
@@ -233,13 +233,13 @@ def test_manual_optimization_is_refused(make_trainer: Any) -> None:
             super().__init__()
             self.automatic_optimization = False
 
-    with pytest.raises(RoomierError, match="strategy='auto': ByHand optimizes by hand"):
+    with pytest.raises(RoomierError, match="strategy='auto': ByHand uses manual optimization"):
         make_trainer(strategy="auto").fit(ByHand(), batches())
 
 
 def test_a_strategy_by_name_that_is_over_the_budget_is_refused_before_the_run(make_trainer: Any) -> None:
     module = Wide()
-    with pytest.raises(RoomierError, match=r"memory_budget='1\.0 MiB': single.* needs .* where 1\.0 MiB are"):
+    with pytest.raises(RoomierError, match=r"memory_budget='1\.0 MiB': single.* needs .*, but the budget is 1\.0 MiB"):
         make_trainer(memory_budget="1MiB", optimizer="adamw", max_steps=1).fit(module, batches())
     assert module.seen == []
     make_trainer(memory_budget="1GiB", optimizer="adamw", max_steps=1).fit(module, batches())

@@ -6,7 +6,7 @@ from torch import nn
 
 import roomier
 
-NOTICE = "accumulated gradients are not those of the whole batch"
+NOTICE = "accumulated gradients differ from the gradients of the full batch"
 
 
 class Net(roomier.Module):

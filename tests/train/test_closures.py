@@ -117,7 +117,7 @@ def test_newton_goes_on_from_a_checkpoint_bit_for_bit(make_trainer, data, tmp_pa
     [({"accumulate_grad_batches": 2}, "accumulate_grad_batches"), ({"precision": "16-mixed"}, "precision")],
 )
 def test_newton_is_refused_where_its_loss_is_not_that_of_the_step(make_trainer, data, keywords, field):
-    with pytest.raises(roomier.RoomierError, match=rf"{field}=.*LBFGS computes the loss of a step several times"):
+    with pytest.raises(roomier.RoomierError, match=rf"{field}=.*LBFGS, which evaluates the loss several times"):
         make_trainer(max_epochs=1, **keywords).fit(Newton(), data)
 
 

@@ -91,7 +91,7 @@ def test_its_hook_goes_before_that_of_the_module_and_it_is_said(make_trainer, ca
     net = Also()
     make_trainer(max_steps=1, num_sanity_val_steps=0).fit(net, datamodule=Moves())
     assert net.seen == [25.0, 25.0]
-    assert "Also and Moves both define on_after_batch_transfer: that of the DataModule" in capsys.readouterr().err
+    assert "Also and Moves both define on_after_batch_transfer. The hook of the DataModule" in capsys.readouterr().err
 
 
 def numbers(*values):

@@ -239,7 +239,7 @@ def test_what_is_passed_comes_first(make_trainer):
 
 @pytest.mark.parametrize("verb", ["validate", "test", "predict"])
 def test_nothing_to_evaluate_on_is_refused(make_trainer, verb):
-    with pytest.raises(roomier.DataError, match=f"there is no data to {verb} on"):
+    with pytest.raises(roomier.DataError, match=f"{verb} requires data"):
         getattr(make_trainer(), verb)(Line())
 
 

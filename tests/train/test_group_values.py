@@ -94,7 +94,7 @@ def test_what_was_set_by_hand_stays_where_the_plan_says_the_same(resumed, monkey
     ids=str,
 )
 def test_an_option_that_needs_states_the_checkpoint_lacks_is_refused(resumed, first, second):
-    with pytest.raises(roomier.CheckpointError, match="needs optimizer states that the checkpoint does not have"):
+    with pytest.raises(roomier.CheckpointError, match="requires optimizer states that the checkpoint does not have"):
         resumed({"optimizer": first}, {"optimizer": second})
 
 
@@ -138,7 +138,7 @@ def test_an_optimizer_that_was_the_module_s_cannot_become_the_plan_s(resumed):
     def of_two_groups(net):
         return torch.optim.SGD([{"params": [net.net.weight]}, {"params": [net.net.bias]}])
 
-    with pytest.raises(roomier.CheckpointError, match="configured its own"):
+    with pytest.raises(roomier.CheckpointError, match="configured its optimizer itself"):
         resumed({}, {"optimizer": "sgd"}, (of_two_groups, lambda net: None))
 
 

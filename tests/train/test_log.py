@@ -324,13 +324,13 @@ def test_results_of_validate_after_fit(make_trainer):
 @pytest.mark.parametrize(
     ("value", "options", "problem"),
     [
-        (torch.ones(2), {}, "not a scalar"),
-        ("text", {}, "neither a number nor"),
-        (None, {}, "neither a number nor"),
-        (1.0, {"reduce_fx": "median"}, "is unknown"),
-        (1.0, {"reduce_fx": lambda x: x}, "is unknown"),
-        (1.0, {"on_epoch": "no"}, "on_epoch='no': is not a flag, for 'x'"),
-        (1.0, {"prog_bar": "yes"}, "prog_bar='yes': is not a flag"),
+        (torch.ones(2), {}, "must be a scalar"),
+        ("text", {}, "must be a number or"),
+        (None, {}, "must be a number or"),
+        (1.0, {"reduce_fx": "median"}, "is not a known reduction"),
+        (1.0, {"reduce_fx": lambda x: x}, "is not a known reduction"),
+        (1.0, {"on_epoch": "no"}, "on_epoch='no': must be a bool, for 'x'"),
+        (1.0, {"prog_bar": "yes"}, "prog_bar='yes': must be a bool"),
     ],
 )
 def test_refused(make_trainer, value, options, problem):
@@ -341,7 +341,7 @@ def test_refused(make_trainer, value, options, problem):
 
 def test_log_dict_of_no_mapping_is_refused(make_trainer):
     module = Logs(validation_step=lambda m, batch, i: m.log_dict([("x", 1.0)]))
-    with pytest.raises(roomier.RoomierError, match=r"log_dict='list': is no mapping .* self\.log_dict\(\{"):
+    with pytest.raises(roomier.RoomierError, match=r"log_dict='list': must be a mapping .* self\.log_dict\(\{"):
         make_trainer().validate(module, [batch_of(1)])
 
 
@@ -389,8 +389,8 @@ def test_names_of_the_row_itself_keep_both_values(options, tmp_path, make_traine
     assert [row["trainer/epoch"] for row in steps] == [0, 0, 1, 1]
     assert len({row["trainer/loss"] for row in steps}) == 2
     told = capsys.readouterr().err
-    assert told.count("column 'loss' holds the logged value; the value of the Trainer is 'trainer/loss'") == 1
-    assert told.count("column 'epoch' holds the logged value; the value of the Trainer is 'trainer/epoch'") == 1
+    assert told.count("column 'loss' contains the logged value. The value of the Trainer is in 'trainer/loss'") == 1
+    assert told.count("column 'epoch' contains the logged value. The value of the Trainer is in 'trainer/epoch'") == 1
 
 
 def test_a_validation_that_logs_loss_does_not_share_its_column_with_steps(tmp_path, make_trainer):

@@ -65,7 +65,7 @@ def test_a_module_is_refused_by_a_second_trainer_while_the_first_runs_it(make_tr
     trainer.fit(module, data)
     assert trainer.global_step == 2
     module.__dict__["other"] = lambda module: make_trainer().validate(module, data, verbose=False)
-    with pytest.raises(roomier.RoomierError, match=r"another Trainer is running it.*copy\.deepcopy\(model\)"):
+    with pytest.raises(roomier.RoomierError, match=r"another Trainer is running this module.*copy\.deepcopy\(model\)"):
         trainer.fit(module, data)
     make_trainer().validate(module, data, verbose=False)
 

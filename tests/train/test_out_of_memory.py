@@ -64,9 +64,9 @@ def test_it_says_what_was_held_what_was_forecast_and_what_to_paste(make_trainer:
     assert str(error.__cause__) == TORCH_SAYS
     text = str(error)
     assert "strategy='single': ran out of memory in step 3 (CUDA out of memory. Tried to allocate 2.00 GiB." in text
-    assert "Held then: weights " in text
-    assert "A forecast, made now, says" in text
-    assert "The nearest plan that fits, by forecast at" in text
+    assert "Memory at that time: weights " in text
+    assert "The forecast, computed after the error, is" in text
+    assert "The nearest plan that fits, with a forecast of" in text
     assert "Trainer(" in text
     assert module.seen is not None
     assert module.seen() is None, "what the failed step held is let go"
@@ -90,7 +90,7 @@ def test_what_cannot_be_told_is_left_out_and_the_error_comes_all_the_same(
     error = run_out(make_trainer, Greedy())
     assert "ran out of memory in step 3 (CUDA out of memory." in str(error)
     assert "again" not in str(error)
-    assert error.__notes__ == ["roomier could not tell all of it: OutOfMemoryError: again"]
+    assert error.__notes__ == ["roomier could not compute all of this message: OutOfMemoryError: again"]
     assert str(error.__cause__) == TORCH_SAYS
 
 

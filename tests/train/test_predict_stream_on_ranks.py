@@ -57,8 +57,8 @@ def taken(num_wanted: tuple[int, int]) -> tuple[list[int], str, bool]:
 
 ALL = [0, 1, 2, 0]
 LEFT = (
-    "predict_stream='ranks [{}]': left the stream before its end, and this rank asks for another prediction. Let all "
-    "ranks come to the end of the stream, or leave it at the same prediction."
+    "predict_stream='ranks [{}]': left the stream before its end, but this rank requests another prediction. "
+    "Iterate to the end of the stream on all ranks, or leave it at the same prediction."
 )
 
 
@@ -104,5 +104,5 @@ def taken_by_the_first_alone() -> str:
 
 def test_ranks_that_never_ask_are_told_and_then_named(on_ranks: Any, capsys: pytest.CaptureFixture[str]) -> None:
     problem, _ = on_ranks(2, taken_by_the_first_alone)
-    assert problem.startswith("predict_stream='ranks [1]': have asked for no prediction in 0 s, and this rank waits")
-    assert "predict_stream: rank 0 waits for ranks [1] to ask for the next one" in capsys.readouterr().out
+    assert problem.startswith("predict_stream='ranks [1]': have requested no prediction for 0 s, but this rank waits")
+    assert "predict_stream: rank 0 waits for ranks [1] to request the next prediction" in capsys.readouterr().out

@@ -79,4 +79,6 @@ def refused() -> str:
 
 def test_an_optimizer_that_looks_at_its_loss_is_refused_on_two_ranks(on_ranks):
     for message in on_ranks(2, refused):
-        assert message.startswith("devices=2: LBFGS computes the loss of a step several times by itself")
+        assert message.startswith(
+            "devices=2: is not supported with LBFGS, which evaluates the loss several times per step"
+        )

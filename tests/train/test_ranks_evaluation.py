@@ -11,6 +11,7 @@ from torchmetrics import MeanMetric
 from torchmetrics.classification import BinaryAccuracy
 
 import roomier
+from tests.covering import covering
 
 STRATEGIES = ["ddp", "zero2", "zero3"]
 QUIET = {
@@ -95,8 +96,7 @@ def evaluated(verb: str, strategy: str, size: int, num_samples: int, **keywords:
     return result, module.seen, len(module.outputs)
 
 
-@pytest.mark.parametrize("num_samples", [3, 17, 40])  # 1, 5 and 10 batches
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(("num_samples", "size"), covering([3, 17, 40], [2, 4]))  # 1, 5 and 10 batches
 @pytest.mark.parametrize("verb", ["validate", "test"])
 def test_figures_are_those_of_one_rank(on_ranks, verb: str, size: int, num_samples: int):
     (alone,), seen_alone, num_outputs = evaluated(verb, "single", 1, num_samples)

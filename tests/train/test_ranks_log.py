@@ -13,7 +13,7 @@ import roomier
 from roomier import Logger
 from roomier.callbacks import EarlyStopping, Throughput
 from roomier.core.errors import RoomierError, TrainingError
-from roomier.run.logged.over_ranks import Told, reduce_over_ranks
+from roomier.run.logged.over_ranks import RankEntry, reduce_over_ranks
 
 QUIET = {
     "accelerator": "cpu",
@@ -172,7 +172,7 @@ def error_of(kind: type[Means], root: Any) -> str:
 @pytest.mark.parametrize(
     ("kind", "text"),
     [
-        (Unequal, "torchmetrics object that ranks [0] did not log"),
+        (Unequal, "torchmetrics objects compute over all ranks. Ranks [0] did not log it"),
         (Differently, "on_epoch=False and, on rank 1, True"),
     ],
 )
@@ -270,21 +270,21 @@ def test_throughput_counts_the_samples_of_all_ranks(on_ranks, tmp_path):
     assert on_ranks(2, throughput, tmp_path) == [[6.0], []]
 
 
-def told(total: float | None = None, weight: float = 0.0, fx: str = "mean", step: float | None = None) -> Told:
-    return Told((True, True, False, True, fx), total, weight, step, 1.0, 0, False)
+def entry(total: float | None = None, weight: float = 0.0, fx: str = "mean", step: float | None = None) -> RankEntry:
+    return RankEntry((True, True, False, True, fx), total, weight, step, 1.0, 0, False)
 
 
 @pytest.mark.parametrize(
     ("fx", "by_rank", "value"),
     [
-        ("mean", [told(6.0, 3.0), told(2.0, 1.0)], 2.0),
-        ("mean", [told(), told(2.0, 1.0)], 2.0),
-        ("mean", [told(), told()], None),
-        ("sum", [told(6.0, fx="sum"), told(2.0, fx="sum")], 8.0),
-        ("min", [told(6.0, fx="min"), told(2.0, fx="min")], 2.0),
-        ("max", [told(6.0, fx="max"), told(float("nan"), fx="max")], float("nan")),
+        ("mean", [entry(6.0, 3.0), entry(2.0, 1.0)], 2.0),
+        ("mean", [entry(), entry(2.0, 1.0)], 2.0),
+        ("mean", [entry(), entry()], None),
+        ("sum", [entry(6.0, fx="sum"), entry(2.0, fx="sum")], 8.0),
+        ("min", [entry(6.0, fx="min"), entry(2.0, fx="min")], 2.0),
+        ("max", [entry(6.0, fx="max"), entry(float("nan"), fx="max")], float("nan")),
     ],
 )
-def test_reductions(fx: str, by_rank: list[Told], value: float | None):
+def test_reductions(fx: str, by_rank: list[RankEntry], value: float | None):
     [reduced] = reduce_over_ranks([{("x", True): each} for each in by_rank]).values()
     assert reduced.epoch_value == (value if value is None else pytest.approx(value, nan_ok=True))

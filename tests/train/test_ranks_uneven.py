@@ -136,11 +136,11 @@ def test_training_data_that_is_missing_on_one_rank_is_an_error_on_all(on_ranks, 
     assert first == second
     for kind, (field, problem) in first.items():
         assert field == ("train_dataloaders['uneven']" if kind == "one of several" else "train_dataloaders")
-        assert problem.startswith("gives no batch on rank 1"), kind
+        assert problem.startswith("yields no batches on rank 1"), kind
 
 
-SAME_LOADER = "has 4 batches on rank 0, 7 batches on rank 1, and the ranks take turns with the batches of one loader"
-SAME_BATCHES = "does not give the same batches on all ranks, which read it alike"
+SAME_LOADER = "has 4 batches on rank 0, 7 batches on rank 1, but the ranks take turns with the batches of one loader"
+SAME_BATCHES = "yields different numbers of batches on different ranks"
 
 
 @pytest.mark.timeout(300)
@@ -166,7 +166,7 @@ def test_validation_data_that_is_missing_on_one_rank_is_an_error_on_all(on_ranks
     first, second = on_ranks(2, validate_on, strategy, (4, 0))
     assert first == second
     problems = {kind: problem for kind, (_, problem) in first.items()}
-    assert "which gives rank 1 no batch" in problems.pop("iterable, own data")
-    assert problems.pop("on one rank alone").startswith("holds 1 loaders on rank 0")
+    assert "but rank 1 has no batch" in problems.pop("iterable, own data")
+    assert problems.pop("on one rank alone").startswith("has 1 loaders on rank 0")
     assert {problems.pop("iterable"), problems.pop("generator")} == {SAME_BATCHES}
-    assert all(problem.startswith("gives no batch on rank 1") for problem in problems.values())
+    assert all(problem.startswith("yields no batches on rank 1") for problem in problems.values())

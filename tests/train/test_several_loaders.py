@@ -189,7 +189,7 @@ def test_a_list_of_batches_is_one_loader(make_trainer):
 
 
 def test_a_loader_among_batches_is_named(make_trainer):
-    with pytest.raises(DataError, match=r"(?s)train_dataloaders\[1\]=.*is a Tensor, which gives no batches"):
+    with pytest.raises(DataError, match=r"(?s)train_dataloaders\[1\]=.*is a Tensor, which yields no batches"):
         make_trainer(max_epochs=1).fit(Learns(), [DataLoader(torch.zeros(2, 2)), torch.zeros(2, 2)])
 
 
@@ -266,7 +266,7 @@ def test_batches_of_several_loaders_are_evaluated_together(make_trainer, on_rank
     assert make_trainer().validate(module, loader, verbose=False) == [{"mean": pytest.approx(mean)}]
     assert module.calls == calls
     assert on_ranks(2, measured_together, mode) == [pytest.approx(mean)] * 2
-    with pytest.raises(DataError, match=r"predict_dataloaders=.*predictions are those of one"):
+    with pytest.raises(DataError, match=r"predict_dataloaders=.*predict supports one loader per batch"):
         make_trainer().predict(module, loader)
 
 

@@ -1,4 +1,4 @@
-"""A rank that waits for another, which will not come, is ended by a second signal."""
+"""A rank that waits for another, which will not come, is exiting after a second signal."""
 
 import os
 import signal
@@ -40,7 +40,7 @@ def wait_for_rank_1(num_signals: int, is_in_vain: bool) -> signal.Signals | None
 
 def test_a_second_signal_ends_a_rank_that_waits_in_vain(on_ranks: RankPool) -> None:
     # On a machine so busy that it did not wait yet, the handler of the second signal ends it.
-    with pytest.raises(RankFailed, match=r"exit status 143(?s:.*)ended by a second signal|SystemExit: 143"):
+    with pytest.raises(RankFailed, match=r"exit status 143(?s:.*)exiting after a second signal|SystemExit: 143"):
         on_ranks(2, wait_for_rank_1, 2, True)
 
 

@@ -100,7 +100,7 @@ def test_a_backward_of_ones_own_runs_once(make_trainer: MakeTrainer) -> None:
             loss.backward()
 
     make_trainer(step_in_backward=True, max_steps=2).fit(Own(), loader())
-    with pytest.raises(RoomierError, match="overrides backward, which clipping by norm would run twice"):
+    with pytest.raises(RoomierError, match="overrides backward, but clipping by norm runs backward twice"):
         make_trainer(step_in_backward=True, max_steps=1, gradient_clip_val=1.0).fit(Own(), loader())
 
 

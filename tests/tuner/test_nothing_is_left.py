@@ -219,7 +219,7 @@ def test_a_fit_that_finds_its_micro_batch_is_the_fit_with_this_one(make_trainer)
 
 def test_what_can_be_read_once_is_refused(make_trainer) -> None:
     trainer = make_trainer(max_steps=2)
-    with pytest.raises(roomier.RoomierError, match="can be read once only"):
+    with pytest.raises(roomier.RoomierError, match="can be iterated only once"):
         lr_find(trainer, Net(), iter(list(shuffled())))
     with pytest.raises(roomier.RoomierError, match=r"Once\.rows"):
         lr_find(trainer, Net(), DataLoader(Once(), batch_size=2))

@@ -50,7 +50,8 @@ def test_errors_of_memory_are_caught_and_the_global_batch_is_kept(make_trainer, 
     trainer.fit(net, shuffled(24))
     assert (trainer.accumulate_grad_batches, trainer.num_training_batches) == (4, 22)
     assert (
-        "a step takes 4 micro-batches of 12 samples on each rank: as many samples as before" in capsys.readouterr().err
+        "a step uses 4 micro-batches of 12 samples on each rank, with the same total number of samples"
+        in capsys.readouterr().err
     )
     assert Tuner(trainer).scale_batch_size(Full(), shuffled(24), memory_budget="1GiB", margin=0.5, init_val=12) == 6
 
@@ -64,7 +65,7 @@ def test_a_budget_limits_what_a_step_holds_as_measured(make_trainer, capsys) -> 
     assert 1 <= smaller < 64
     with pytest.raises(RoomierError, match=r"a micro-batch of 1 samples does not fit into 4\.9 KiB"):
         scale_batch_size(trainer, Net(width=512), shuffled(64), memory_budget=5_000, init_val=1)
-    assert trainer.micro_batch == smaller, "as it was found before"
+    assert trainer.micro_batch == smaller, "was fitted before"
 
 
 @pytest.mark.slow
@@ -76,19 +77,19 @@ def test_a_resumed_run_keeps_what_was_found(make_trainer, capsys) -> None:
     resumed = make_trainer(max_steps=3, **{**keywords, "memory_budget": None})
     resumed.fit(Net(width=512), shuffled(128), ckpt_path="last")
     assert resumed.accumulate_grad_batches == first.accumulate_grad_batches
-    assert "the plan is not that of the checkpoint" not in capsys.readouterr().err
+    assert "the plan differs from the plan of the checkpoint" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("trainer", "arguments", "words"),
     [
-        ({}, {}, "a CPU gives no error when its memory is full.*memory_budget='8GiB'"),
-        ({"strategy": "auto"}, {}, "strategy='auto' chooses the micro-batch"),
+        ({}, {}, "a CPU process is killed without an error.*memory_budget='8GiB'"),
+        ({"strategy": "auto"}, {}, "strategy='auto', which chooses the micro-batch"),
         ({"limit_train_batches": 3}, {"memory_budget": "1GiB"}, "limit_train_batches counts micro-batches"),
         ({}, {"mode": "halve"}, "mode='halve'"),
         ({}, {"margin": 1.0}, "margin=1.0"),
         ({}, {"steps_per_trial": 0}, "steps_per_trial=0"),
-        ({}, {"train_dataloaders": [[torch.ones(2, 8)] * 2], "memory_budget": "1GiB"}, "makes its batches itself"),
+        ({}, {"train_dataloaders": [[torch.ones(2, 8)] * 2], "memory_budget": "1GiB"}, "creates its batches itself"),
     ],
 )
 def test_what_cannot_be_is_refused(make_trainer, trainer: dict, arguments: dict[str, Any], words: str) -> None:

@@ -1,1 +1,1 @@
-"""What a user implements: Module, DataModule, Callback, Logger; and the table of their hooks."""
+"""Base classes that users subclass (Module, DataModule, Callback, Logger) and the table of their hooks."""

@@ -1,4 +1,4 @@
-"""Any model as a Module, and what its user knows it by."""
+"""Conversion of a model to a Module, and back to the object that the user passed."""
 
 from __future__ import annotations
 
@@ -15,28 +15,30 @@ from roomier.core.errors import RoomierError
 
 
 def as_module(model: nn.Module) -> Module:
-    """``model`` itself where it is a Module; a LightningModule or another ``nn.Module`` in a Module around it.
+    """Return ``model`` if it is a Module; otherwise wrap the LightningModule or ``nn.Module`` in a Module.
 
     Raises:
-        RoomierError: it is no ``nn.Module``, or a Module that ``torch.compile`` hides.
+        RoomierError: ``model`` is not an ``nn.Module``, or it is a Module wrapped by ``torch.compile``.
     """
     if isinstance(model, Module):
         return model
     if isinstance(model, type) and issubclass(model, nn.Module):
-        raise RoomierError("model", model, "is a class", f"Make an object of it: {model.__name__}(...)")
+        raise RoomierError("model", model, "must be an instance, not a class", f"Pass {model.__name__}(...)")
     if not isinstance(model, nn.Module):
-        raise RoomierError("model", model, "is not an nn.Module", "Pass a roomier.Module or an nn.Module")
+        raise RoomierError("model", model, "must be an nn.Module", "Pass a roomier.Module or an nn.Module")
     if lightning_base(type(model), Module) is not None:
         return LightningAdapter(model)
     hidden = torch_private.uncompiled(model)
     if is_one(hidden, Module):
-        problem = "torch.compile was called on the whole of it, which leaves its training_step and hooks uncalled"
-        action = "Pass the module itself: Trainer(compile=True) compiles its blocks; or compile a network inside of it"
+        problem = "is wrapped by torch.compile, which would bypass its training_step and hooks"
+        action = "Pass the module itself and set Trainer(compile=True), or compile a submodule"
         raise RoomierError("model", type(hidden).__name__, problem, action)
     return ForwardModule(model)
 
 
 def seen_by_user(module: Module) -> Any:
-    """What callbacks and ``trainer.lightning_module`` get: the LightningModule itself, where it is one. It has the
-    attributes of a Module that people use there."""
+    """Return the object that callbacks and ``trainer.lightning_module`` receive.
+
+    It is the LightningModule itself if the user passed one. While it is attached, it has the methods of a Module.
+    """
     return module.network if isinstance(module, LightningAdapter) else module

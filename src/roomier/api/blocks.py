@@ -1,7 +1,7 @@
-"""The blocks of a model: what is gathered, computed and freed together.
+"""The blocks of a model: units of all-gather, recomputation and offload.
 
-A block is what repeats along the depth of a model, a transformer layer say. The model may declare its blocks; Hugging
-Face's models do in ``_no_split_modules``; else they are found.
+A block is a module that repeats along the depth of a model, such as a transformer layer. A model can declare its
+blocks. Hugging Face models declare them in ``_no_split_modules``. Otherwise they are inferred.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 def find_blocks(network: nn.Module) -> list[nn.Module]:
-    """The blocks of ``network``, outermost only, in the order they are registered; none where nothing repeats.
+    """Return the outermost blocks of ``network`` in the order of registration; an empty list if no module repeats.
 
-    Of a network that neither declares ``model_blocks()`` nor is one of Hugging Face's, blocks are the modules with
-    parameters that a ``ModuleList``, ``ModuleDict`` or ``Sequential`` holds two or more of in one class.
+    If ``network`` neither defines ``model_blocks()`` nor contains a Hugging Face model, the blocks are the modules with
+    parameters that are in a ``ModuleList``, ``ModuleDict`` or ``Sequential`` with two or more modules of their class.
 
     Raises:
-        RoomierError: what it declares is not among its modules.
+        RoomierError: a declared block is not a submodule of ``network``.
     """
     declared = getattr(network, "model_blocks", None)
     if callable(declared):
@@ -42,12 +42,12 @@ def _declared(network: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
     for block in blocks:
         if block not in known:
             action = "Return submodules of the model, such as list(self.layers)"
-            raise RoomierError("model_blocks", type(block).__name__, "is not a part of the model", action)
+            raise RoomierError("model_blocks", type(block).__name__, "must be a submodule of the model", action)
     return _outermost(network, blocks)
 
 
 def _no_split_names(network: nn.Module) -> set[str]:
-    # A roomier or Lightning module may hold the Hugging Face model as an attribute.
+    # The Hugging Face model may be an attribute of a roomier or Lightning module.
     names: set[str] = set()
     for each in network.modules():
         names.update(getattr(each, "_no_split_modules", None) or ())
@@ -55,7 +55,7 @@ def _no_split_names(network: nn.Module) -> set[str]:
 
 
 def _class_names(module: nn.Module) -> set[str]:
-    return {each.__name__ for each in type(module).__mro__}  # fully_shard puts a class of its own before the user's
+    return {each.__name__ for each in type(module).__mro__}  # fully_shard inserts a class before the user's class
 
 
 def _repeated_in(container: nn.Module) -> Iterator[nn.Module]:
@@ -64,7 +64,7 @@ def _repeated_in(container: nn.Module) -> Iterator[nn.Module]:
     children = [child for child in container.children() if _has_parameters(child)]
     counts = Counter(type(child) for child in children)
     for child in children:
-        # Layers without parts of their own (the Linears of an MLP) are too small to travel alone.
+        # Layers without submodules, such as the Linears of an MLP, are too small for a separate unit.
         if counts[type(child)] > 1 and any(True for _ in child.children()):
             yield child
 
@@ -80,12 +80,14 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 def num_elements_of(network: nn.Module) -> int:
-    """Numbers in all its parameters. Of a copy with fewer blocks these are those of the model that it stands for: what
-    is large in the one is large in the other."""
+    """Return the number of elements in all parameters of ``network``.
+
+    A copy with fewer blocks returns the number of the original model, so that the same layers are considered large.
+    """
     known: int | None = network.__dict__.get(_STANDS_FOR)
     return sum(each.numel() for each in network.parameters()) if known is None else known
 
 
 def stand_for(network: nn.Module, num_elements: int) -> None:
-    """Let ``network`` stand for one with ``num_elements`` numbers in all its parameters."""
+    """Let :func:`num_elements_of` return ``num_elements`` for ``network``, which represents a larger model."""
     network.__dict__[_STANDS_FOR] = num_elements

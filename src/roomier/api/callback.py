@@ -1,4 +1,4 @@
-"""Callback: code that runs at named moments of a run. A hook that is not overridden costs nothing."""
+"""Base class for callbacks: code that runs at defined points of a run. Hooks that are not overridden cost no time."""
 
 from __future__ import annotations
 
@@ -13,58 +13,114 @@ if TYPE_CHECKING:
 
 
 class Callback:
-    """Override the hooks you need; names, arguments and order are those of Lightning's ``Callback``.
+    """Base class for callbacks. Override the hooks that you need, and pass instances to ``Trainer(callbacks=[...])``.
 
-    ``batch_idx`` counts micro-batches of the running epoch from 0. One hook is roomier's own:
-    :meth:`on_save_point`, the one moment of a step at which a checkpoint resumes bit for bit.
+    Names, arguments and order of the hooks are the same as in Lightning's ``Callback``. ``batch_idx`` counts the
+    micro-batches of the current epoch from 0. The hook :meth:`on_save_point` exists only in roomier. It is the only
+    point of a step at which a checkpoint resumes bit for bit.
+
+    Example:
+        >>> class PrintLoss(roomier.Callback):
+        ...     def on_train_epoch_end(self, trainer, pl_module):
+        ...         print(trainer.current_epoch, float(trainer.callback_metrics["loss"]))
+        >>> trainer = roomier.Trainer(max_epochs=3, callbacks=[PrintLoss()])
     """
 
     monitors: ClassVar[bool] = False
-    """Whether it watches a logged metric, and so must be called after those who log."""
+    """True if the callback watches a logged metric, so its hooks must run after the hooks that log it."""
 
     @property
     def state_key(self) -> str:
-        """The name under which :meth:`state_dict` is stored; override it to use a class twice."""
+        """Key of the callback's state in a checkpoint. Override it to use several instances of a class."""
         return type(self).__qualname__
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs: tensors, numbers, strings, lists and dicts of these."""
+        """Return the state for checkpoints: tensors, numbers, strings, and lists and dicts of them."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Put back what :meth:`state_dict` gave."""
+        """Restore the state that :meth:`state_dict` returned."""
 
-    def setup(self, trainer: Any, pl_module: Module, stage: str) -> None: ...
-    def teardown(self, trainer: Any, pl_module: Module, stage: str) -> None: ...
-    def on_fit_start(self, trainer: Any, pl_module: Module) -> None: ...
-    def on_fit_end(self, trainer: Any, pl_module: Module) -> None: ...
-    def on_sanity_check_start(self, trainer: Any, pl_module: Module) -> None: ...
-    def on_sanity_check_end(self, trainer: Any, pl_module: Module) -> None: ...
-    def on_train_start(self, trainer: Any, pl_module: Module) -> None: ...
-    def on_train_end(self, trainer: Any, pl_module: Module) -> None: ...
-    def on_train_epoch_start(self, trainer: Any, pl_module: Module) -> None: ...
-    def on_train_epoch_end(self, trainer: Any, pl_module: Module) -> None: ...
+    def setup(self, trainer: Any, pl_module: Module, stage: str) -> None:
+        """Called in every process at the start of a call.
 
-    def on_train_batch_start(self, trainer: Any, pl_module: Module, batch: Any, batch_idx: int) -> None: ...
-    def on_train_batch_end(self, trainer: Any, pl_module: Module, outputs: Any, batch: Any, batch_idx: int) -> None: ...
+        Args:
+            stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
+        """
 
-    def on_before_zero_grad(self, trainer: Any, pl_module: Module, optimizer: Optimizer) -> None: ...
-    def on_before_backward(self, trainer: Any, pl_module: Module, loss: Tensor) -> None: ...
-    def on_after_backward(self, trainer: Any, pl_module: Module) -> None: ...
-    def on_before_optimizer_step(self, trainer: Any, pl_module: Module, optimizer: Optimizer) -> None: ...
+    def teardown(self, trainer: Any, pl_module: Module, stage: str) -> None:
+        """Called in every process at the end of a call, even after an error. See :meth:`setup` for ``stage``."""
+
+    def on_fit_start(self, trainer: Any, pl_module: Module) -> None:
+        """Called at the start of a fit, after checkpoints are restored and before the sanity check."""
+
+    def on_fit_end(self, trainer: Any, pl_module: Module) -> None:
+        """Called at the end of a fit that was not interrupted."""
+
+    def on_sanity_check_start(self, trainer: Any, pl_module: Module) -> None:
+        """Called before the validation batches that run before training."""
+
+    def on_sanity_check_end(self, trainer: Any, pl_module: Module) -> None:
+        """Called after the validation batches that run before training."""
+
+    def on_train_start(self, trainer: Any, pl_module: Module) -> None:
+        """Called before the first training step."""
+
+    def on_train_end(self, trainer: Any, pl_module: Module) -> None:
+        """Called after the last training step."""
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Module) -> None:
+        """Called before the first batch of an epoch, but not if an epoch is resumed."""
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Module) -> None:
+        """Called at the end of an epoch, before metrics of the epoch are reduced and logged."""
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Module, batch: Any, batch_idx: int) -> None:
+        """Called before the forward of a micro-batch. Return -1 to skip the rest of the epoch."""
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Called after a micro-batch. For the last micro-batch of a step, it is called after the update.
+
+        Args:
+            outputs: dict with the output of ``training_step``, whose ``"loss"`` is the loss of the backward.
+        """
+
+    def on_before_zero_grad(self, trainer: Any, pl_module: Module, optimizer: Optimizer) -> None:
+        """Called before gradients are zeroed, after the first forward of a step."""
+
+    def on_before_backward(self, trainer: Any, pl_module: Module, loss: Tensor) -> None:
+        """Called before each backward with its loss (0-dim tensor)."""
+
+    def on_after_backward(self, trainer: Any, pl_module: Module) -> None:
+        """Called after each backward."""
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Module, optimizer: Optimizer) -> None:
+        """Called after the gradients of a step are computed, before clipping and the update."""
 
     def on_save_point(self, trainer: Any, pl_module: Module) -> None:
-        """After everything of one optimizer step: its hooks, the validation that was due, and, where the
-        epoch is over, its end. ``trainer.save_checkpoint(path)`` writes at once here; from any other hook
-        of a running fit it is put off to this moment."""
+        """Called at the end of an optimizer step, after its hooks, its validation, and the end of the epoch if it ends.
 
-    def on_validation_start(self, trainer: Any, pl_module: Module) -> None: ...
-    def on_validation_end(self, trainer: Any, pl_module: Module) -> None: ...
-    def on_validation_epoch_start(self, trainer: Any, pl_module: Module) -> None: ...
-    def on_validation_epoch_end(self, trainer: Any, pl_module: Module) -> None: ...
+        ``trainer.save_checkpoint(path)`` writes immediately in this hook. In other hooks of a running fit, the
+        checkpoint is written at the next save point.
+        """
+
+    def on_validation_start(self, trainer: Any, pl_module: Module) -> None:
+        """Called at the start of a validation run."""
+
+    def on_validation_end(self, trainer: Any, pl_module: Module) -> None:
+        """Called at the end of a validation run, after its metrics are reduced and logged."""
+
+    def on_validation_epoch_start(self, trainer: Any, pl_module: Module) -> None:
+        """Called before the first validation batch."""
+
+    def on_validation_epoch_end(self, trainer: Any, pl_module: Module) -> None:
+        """Called after the last validation batch, before metrics are reduced and logged."""
+
     def on_validation_batch_start(
         self, trainer: Any, pl_module: Module, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None: ...
+    ) -> None:
+        """Called before a validation batch."""
+
     def on_validation_batch_end(
         self,
         trainer: Any,
@@ -73,15 +129,26 @@ class Callback:
         batch: Any,
         batch_idx: int,
         dataloader_idx: int = 0,
-    ) -> None: ...
+    ) -> None:
+        """Called after a validation batch with the output of ``validation_step``."""
 
-    def on_test_start(self, trainer: Any, pl_module: Module) -> None: ...
-    def on_test_end(self, trainer: Any, pl_module: Module) -> None: ...
-    def on_test_epoch_start(self, trainer: Any, pl_module: Module) -> None: ...
-    def on_test_epoch_end(self, trainer: Any, pl_module: Module) -> None: ...
+    def on_test_start(self, trainer: Any, pl_module: Module) -> None:
+        """Called at the start of a test run."""
+
+    def on_test_end(self, trainer: Any, pl_module: Module) -> None:
+        """Called at the end of a test run, after its metrics are reduced and logged."""
+
+    def on_test_epoch_start(self, trainer: Any, pl_module: Module) -> None:
+        """Called before the first test batch."""
+
+    def on_test_epoch_end(self, trainer: Any, pl_module: Module) -> None:
+        """Called after the last test batch, before metrics are reduced and logged."""
+
     def on_test_batch_start(
         self, trainer: Any, pl_module: Module, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None: ...
+    ) -> None:
+        """Called before a test batch."""
+
     def on_test_batch_end(
         self,
         trainer: Any,
@@ -90,15 +157,26 @@ class Callback:
         batch: Any,
         batch_idx: int,
         dataloader_idx: int = 0,
-    ) -> None: ...
+    ) -> None:
+        """Called after a test batch with the output of ``test_step``."""
 
-    def on_predict_start(self, trainer: Any, pl_module: Module) -> None: ...
-    def on_predict_end(self, trainer: Any, pl_module: Module) -> None: ...
-    def on_predict_epoch_start(self, trainer: Any, pl_module: Module) -> None: ...
-    def on_predict_epoch_end(self, trainer: Any, pl_module: Module) -> None: ...
+    def on_predict_start(self, trainer: Any, pl_module: Module) -> None:
+        """Called at the start of a prediction run."""
+
+    def on_predict_end(self, trainer: Any, pl_module: Module) -> None:
+        """Called at the end of a prediction run, after its metrics are reduced and logged."""
+
+    def on_predict_epoch_start(self, trainer: Any, pl_module: Module) -> None:
+        """Called before the first prediction batch."""
+
+    def on_predict_epoch_end(self, trainer: Any, pl_module: Module) -> None:
+        """Called after the last prediction batch, before metrics are reduced and logged."""
+
     def on_predict_batch_start(
         self, trainer: Any, pl_module: Module, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None: ...
+    ) -> None:
+        """Called before a prediction batch."""
+
     def on_predict_batch_end(
         self,
         trainer: Any,
@@ -107,22 +185,29 @@ class Callback:
         batch: Any,
         batch_idx: int,
         dataloader_idx: int = 0,
-    ) -> None: ...
+    ) -> None:
+        """Called after a prediction batch with the output of ``predict_step``."""
 
-    def on_exception(self, trainer: Any, pl_module: Module, exception: BaseException) -> None: ...
-    def on_save_checkpoint(self, trainer: Any, pl_module: Module, checkpoint: dict[str, Any]) -> None: ...
-    def on_load_checkpoint(self, trainer: Any, pl_module: Module, checkpoint: dict[str, Any]) -> None: ...
+    def on_exception(self, trainer: Any, pl_module: Module, exception: BaseException) -> None:
+        """Called if a call ends with ``exception``."""
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Module, checkpoint: dict[str, Any]) -> None:
+        """Called before a checkpoint is saved. Add tensors or plain data to ``checkpoint``."""
+
+    def on_load_checkpoint(self, trainer: Any, pl_module: Module, checkpoint: dict[str, Any]) -> None:
+        """Called after a checkpoint is loaded, to read additional entries of ``checkpoint``."""
 
 
 @runtime_checkable
 class ChecksState(Protocol):
-    """A callback that rejects a malformed state before anything of a checkpoint is loaded."""
+    """A callback that rejects a malformed state before any part of a checkpoint is loaded."""
 
     def check_stored_state(self, state: Any, place: str) -> None:
-        """Check a stored state, whose tensors need not be read yet.
+        """Check a stored state. Its tensors may not be loaded yet.
 
         Args:
-            place: of ``state`` in the checkpoint.
+            state: the state.
+            place: path of ``state`` in the checkpoint, for the error.
 
         Raises:
             FormError: ``load_state_dict`` cannot load it.
@@ -132,14 +217,16 @@ class ChecksState(Protocol):
 
 @runtime_checkable
 class PlacesTensors(Protocol):
-    """A callback that writes tensors of the model's size into a checkpoint, in ``on_save_checkpoint``, and says where
-    they go when it is loaded, so that no rank reads more than its part."""
+    """A callback that saves tensors of the size of the model in ``on_save_checkpoint``.
+
+    It provides the tensors into which they are loaded, so that each rank reads only its shards.
+    """
 
     def places(self, weights: Mapping[str, Tensor], stored: Mapping[str, Any]) -> dict[str, Any]:
-        """Tensors to be filled, by key of the checkpoint.
+        """Return the tensors to fill, by key of the checkpoint.
 
         Args:
-            weights: of the model, by name.
-            stored: the checkpoint, with the shape and dtype of each tensor in its place.
+            weights: weights of the model, by name.
+            stored: the checkpoint, with the shape and dtype of each tensor instead of its values.
         """
         ...

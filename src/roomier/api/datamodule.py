@@ -1,4 +1,4 @@
-"""DataModule: everything about the data in one object."""
+"""DataModule: preparation, datasets and loaders of the data in one class."""
 
 from __future__ import annotations
 
@@ -17,15 +17,26 @@ if TYPE_CHECKING:
 
 
 class DataModule(HasHyperParameters):
-    """Override what you need; names and order are those of Lightning's ``LightningDataModule``.
+    """Base class for the data of a run. Pass an instance to the ``datamodule`` argument of ``fit`` and other methods.
 
-    ``prepare_data`` runs on one process (download, tokenize), ``setup`` on each. Its hyperparameters are logged with
-    those of the module.
+    Override the methods that you need. Names and order are the same as in Lightning's ``LightningDataModule``.
+    ``prepare_data`` runs in one process, for downloads and tokenization. ``setup`` runs in each process.
+    Hyperparameters are logged together with the hyperparameters of the module.
 
     Attributes:
-        trainer: the one it was given to last.
-        prepare_data_per_node: whether ``prepare_data`` runs on one process of each machine (files are its own), or,
-            where all of them see the same files, on one of all.
+        trainer: the last Trainer to which the DataModule was passed; None before.
+        name: name for user code; not used by roomier.
+        prepare_data_per_node: run ``prepare_data`` in one process per node, for local files. If False, it runs in one
+            process of all nodes, for shared files.
+
+    Example:
+        >>> class Numbers(roomier.DataModule):
+        ...     def setup(self, stage):
+        ...         self.dataset = TensorDataset(torch.randn(1000, 8), torch.randn(1000, 1))
+        ...
+        ...     def train_dataloader(self):
+        ...         return DataLoader(self.dataset, batch_size=32, shuffle=True)
+        >>> roomier.Trainer(max_epochs=1).fit(model, datamodule=Numbers())
     """
 
     trainer: TrainerView | None = None
@@ -43,8 +54,15 @@ class DataModule(HasHyperParameters):
         num_workers: int = 0,
         **init_arguments: Any,
     ) -> Self:
-        """A DataModule around datasets (or lists and dicts of them); that for training is shuffled, unless it is an
-        ``IterableDataset``."""
+        """Create a DataModule from datasets, or lists and dicts of datasets.
+
+        The training data is shuffled, unless it is an ``IterableDataset``.
+
+        Args:
+            batch_size: number of samples per batch.
+            num_workers: number of worker processes per loader.
+            init_arguments: arguments of ``__init__``.
+        """
         datamodule = cls(**init_arguments)
         given = {"train": train_dataset, "val": val_dataset, "test": test_dataset, "predict": predict_dataset}
         for name, dataset in given.items():
@@ -53,42 +71,58 @@ class DataModule(HasHyperParameters):
                 setattr(datamodule, f"{name}_dataloader", make)
         return datamodule
 
-    def prepare_data(self) -> None: ...
-    def setup(self, stage: str) -> None: ...
-    def teardown(self, stage: str) -> None: ...
+    def prepare_data(self) -> None:
+        """Prepare files in one process per node, for example by downloading and tokenizing them. Do not set attributes
+        here."""
+
+    def setup(self, stage: str) -> None:
+        """Create the datasets in every process.
+
+        Args:
+            stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
+        """
+
+    def teardown(self, stage: str) -> None:
+        """Release resources at the end of a call. See :meth:`setup` for ``stage``."""
 
     def train_dataloader(self) -> Any:
-        """A list of batches, an iterable of batches, or a ``DataLoader``."""
+        """Return the training data: a ``DataLoader``, an iterable of batches, or a list of batches."""
         return None
 
     def val_dataloader(self) -> Any:
-        """As :meth:`train_dataloader`, or a list or dict of loaders."""
+        """Return the validation data: a loader as in :meth:`train_dataloader`, or a list or dict of loaders."""
         return None
 
     def test_dataloader(self) -> Any:
+        """Return the test data, as in :meth:`val_dataloader`."""
         return None
 
     def predict_dataloader(self) -> Any:
+        """Return the data for ``predict``, as in :meth:`val_dataloader`."""
         return None
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """As the hook of the same name of :class:`roomier.Module`, which it goes before where both are overridden."""
+        """Return ``batch`` after changes on the host. If the module also overrides this hook, only this hook is
+        called."""
         return batch
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """Return ``batch`` on ``device``."""
         return to_device(batch, device)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Return ``batch`` after changes on the device."""
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs beside the position in the data, which roomier keeps itself."""
+        """Return the state for checkpoints, in addition to the position in the data, which roomier saves itself."""
         return {}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the state that :meth:`state_dict` returned."""
 
     def on_exception(self, exception: BaseException) -> None:
-        """The run ends with ``exception``; ``teardown`` follows."""
+        """Called if the run ends with ``exception``, before ``teardown``."""
 
 
 def _loaders(datasets: Any, is_for_training: bool, **options: Any) -> Any:

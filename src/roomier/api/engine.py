@@ -10,33 +10,37 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 Step = Callable[[Any, int], Any]
-"""Takes a batch on the device and the index of this micro-batch in its window, the micro-batches of one optimizer step.
-Returns the loss, a mapping with the key ``"loss"``, or None to skip the micro-batch."""
+"""Computes the loss of one micro-batch.
+
+Its arguments are the batch on the device and the index of the micro-batch in its window, which contains the
+micro-batches of one optimizer step. It returns the loss, a mapping with the key ``"loss"``, or None to skip the
+micro-batch.
+"""
 
 
 def _do_nothing(*_: Any) -> None:
-    """Default of a hook."""
+    """Do nothing. This is the default of a hook."""
 
 
 @dataclass
 class StepHooks:
-    """Functions that the training loop lets the engine call inside ``forward_backward``.
+    """Functions of the training loop that the engine calls inside ``forward_backward``.
 
     Attributes:
         before_backward: called with each loss before its backward.
         after_backward: called after each backward.
-        zero_grad: called in place of ``optimizer.zero_grad()`` after the first forward of a window, where
-            Lightning documents it. None frees the gradients before that forward, which lowers the peak.
+        zero_grad: called instead of ``optimizer.zero_grad()`` after the first forward of a window, as in Lightning.
+            None frees the gradients before that forward, which lowers the peak.
         keeps_gradients: ``Engine.step`` keeps the gradients, because hooks may read them after the update. The caller
             frees them with ``Engine.free_gradients``, or the next window does.
-        backward: called in place of ``loss.backward()``.
-        transfer: called in place of the move to the device.
+        backward: called instead of ``loss.backward()``.
+        transfer: called instead of the move to the device.
         batch_start: called with each micro-batch on the device and its index in the window, before its forward.
         batch_loss: called after the backward of each micro-batch with the loss of this backward (0-dim, detached)
             and the index.
-        batch_end: called with the index after everything of a micro-batch, except the last one of the window: the
-            training loop ends the last micro-batch after the update.
-        is_skipping: returns whether a hook asked to skip this step, on every rank.
+        batch_end: called with the index at the end of each micro-batch, except the last one of the window. The training
+            loop ends the last micro-batch after the update.
+        is_skipping: returns True if a hook requested to skip this step, on every rank.
     """
 
     before_backward: tuple[Callable[[Tensor], Any], ...] = ()
@@ -62,7 +66,7 @@ class LossScale(Protocol):
 
     @property
     def is_on(self) -> bool:
-        """Whether losses are scaled."""
+        """True if losses are scaled."""
         ...
 
     @property
@@ -72,7 +76,7 @@ class LossScale(Protocol):
 
 
 class Engine(Protocol):
-    """Runs optimizer steps of one module under one Plan. The loop and the callbacks use these members only.
+    """Runs optimizer steps of one module under one Plan. The loop and the callbacks use only these members.
 
     Attributes:
         module: the module whose parameters are trained and stored.
@@ -95,7 +99,7 @@ class Engine(Protocol):
 
     @property
     def allows_inference_mode(self) -> bool:
-        """Whether :meth:`forward` may run in ``torch.inference_mode``. Otherwise evaluations use ``torch.no_grad``."""
+        """True if :meth:`forward` supports ``torch.inference_mode``. Otherwise evaluations use ``torch.no_grad``."""
         ...
 
     @property
@@ -143,13 +147,13 @@ class Engine(Protocol):
     def settle(self) -> None:
         """Finish pending updates and free unsharded parameters.
 
-        Every rank must call this method before any code reads parameters or optimizer states by name: checkpoints,
+        Every rank must call this method before any code reads parameters or optimizer states: checkpoints,
         evaluations, averages of weights, changes of ``requires_grad``.
         """
         ...
 
     def close(self) -> None:
-        """Restore the module's own forward. No step follows."""
+        """Restore the module's original forward. Call this after the last step."""
         ...
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
@@ -163,7 +167,7 @@ class Engine(Protocol):
     def clip(
         self, max_norm: float | None = None, algorithm: str | None = None, *, optimizer: Optimizer | None = None
     ) -> Tensor | None:
-        """Clip the gradients, by default as the Plan says. Return their norm before clipping (``"norm"`` only)."""
+        """Clip the gradients, by default as in the Plan. Return their norm before clipping (``"norm"`` only)."""
         ...
 
     def step(self, optimizer: Optimizer | None = None, closure: Any = None) -> None:
@@ -195,7 +199,7 @@ class Engine(Protocol):
         ...
 
     def check(self, state: Mapping[str, Any]) -> None:
-        """Check that the optimizers' part of ``state`` can be loaded, before its tensors are read.
+        """Check that the states of optimizers in ``state`` can be loaded, before their tensors are read.
 
         Raises:
             CheckpointError: ``state`` belongs to other optimizers.

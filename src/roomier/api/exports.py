@@ -1,4 +1,4 @@
-"""``to_onnx`` and ``to_torchscript``: names that Lightning made known; the work is the export layer's."""
+"""``to_onnx`` and ``to_torchscript``, with Lightning's names. The folder ``export`` implements them."""
 
 from __future__ import annotations
 
@@ -12,29 +12,32 @@ if TYPE_CHECKING:
 
 
 class Exports:
-    """What :class:`roomier.Module` can be written as, for others to run."""
+    """Export methods of :class:`roomier.Module`."""
 
-    # TorchScript compiles the properties of a class: none of these belongs to a model that is run elsewhere.
+    # TorchScript compiles the properties of a class. An exported model does not need these.
     __jit_unused_properties__: ClassVar[list[str]] = [
         *("trainer", "is_attached", "current_epoch", "global_step", "global_rank", "local_rank", "logger", "loggers"),
         *("on_gpu", "device", "dtype", "hparams", "logged_hparams", "hparams_initial", "fabric"),
     ]
 
     def to_onnx(self, file_path: str | Path | BytesIO | None = None, input_sample: Any = None, **kwargs: Any) -> Any:
-        """Write this module, in evaluation mode, as an ONNX file for any batch size, and run that by onnxruntime: it
-        must return what the module returns.
+        """Export this module in evaluation mode as an ONNX file for any batch size.
+
+        The file is run with onnxruntime, and its outputs are compared with the outputs of the module.
 
         Args:
-            file_path: where to; None only makes it.
-            input_sample: what ``forward`` is called with: a tensor, a tuple of the arguments, or a dict of them by
-                name; by default ``self.example_input_array``.
-            kwargs: for ``torch.onnx.export``; and ``max_difference`` of the outputs, over the largest value (1e-4).
+            file_path: path of the file; None returns the program without a file.
+            input_sample: input of ``forward``: a tensor, a tuple of the arguments, or a dict of keyword arguments.
+                Default: ``self.example_input_array``.
+            kwargs: arguments of ``torch.onnx.export``, and ``max_difference`` of the outputs relative to the largest
+                value (default 1e-4).
 
         Returns:
-            torch's ``ONNXProgram``.
+            ``ONNXProgram`` of torch.
 
         Raises:
-            RoomierError: a package is missing (``pip install "roomier[onnx]"``), or what is in the way of a graph.
+            RoomierError: a package is missing (``pip install "roomier[onnx]"``), the module cannot be exported, or the
+                outputs differ.
         """
         from roomier.export.onnx import export_onnx  # late: a higher layer
 
@@ -47,16 +50,16 @@ class Exports:
         example_inputs: Any = None,
         **kwargs: Any,
     ) -> torch.jit.ScriptModule:
-        """This module, in evaluation mode, in TorchScript.
+        """Convert this module in evaluation mode to TorchScript.
 
         Args:
-            file_path: where it is saved too; None for nowhere.
-            method: ``"script"`` translates the code of ``forward``, ``"trace"`` writes down what it does for one input.
-            example_inputs: that input; by default ``self.example_input_array``.
-            kwargs: for ``torch.jit.script`` or ``torch.jit.trace``.
+            file_path: path of the file; None returns the module without a file.
+            method: ``"script"`` compiles the code of ``forward``. ``"trace"`` records its operations for one input.
+            example_inputs: the input for the trace. Default: ``self.example_input_array``.
+            kwargs: arguments of ``torch.jit.script`` or ``torch.jit.trace``.
 
         Raises:
-            RoomierError: it cannot be translated, or a trace of it returns something else for other inputs.
+            RoomierError: the module cannot be compiled, or its trace returns different outputs for other inputs.
         """
         from roomier.export.torchscript import export_torchscript  # late: a higher layer
 

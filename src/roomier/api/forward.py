@@ -1,4 +1,4 @@
-"""A plain ``nn.Module`` whose forward returns a loss, seen as a Module."""
+"""A plain ``nn.Module`` whose forward returns a loss, wrapped as a Module."""
 
 from __future__ import annotations
 
@@ -16,11 +16,15 @@ from roomier.core.tree import batch_size_of
 
 
 class ForwardModule(WrappedModule):
-    """Calls ``network(**batch)`` for a mapping, ``network(*batch)`` for a list or tuple, else ``network(batch)``.
+    """Module around a plain ``nn.Module``.
 
-    The loss is the output itself where it is a 0-dim tensor, its ``loss`` by key or attribute (Hugging Face's
-    outputs), or its first or last item that is a 0-dim tensor. It is logged as ``train_loss``, ``val_loss`` and
-    ``test_loss``. Checkpoints hold the names of ``network``, without a prefix.
+    It calls ``network(**batch)`` for a mapping, ``network(*batch)`` for a list or tuple, and ``network(batch)``
+    otherwise. The loss is the output if it is a 0-dim tensor, its ``loss`` (key or attribute, as in Hugging Face
+    outputs), or its first or last item if that is a 0-dim tensor. It is logged as ``train_loss``, ``val_loss`` and
+    ``test_loss``. Checkpoints contain the names of ``network``, without a prefix.
+
+    Args:
+        network: the module to wrap.
     """
 
     def __init__(self, network: nn.Module) -> None:
@@ -29,44 +33,50 @@ class ForwardModule(WrappedModule):
         self._is_shifted_inside = is_shifted_inside(network)
         self._ignored_label = ignored_label(network)
         self._counts_samples = counts_samples(network)
-        self._has_told = False
+        self._has_reported = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the network."""
         return self.network(*args, **kwargs)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        if not self._has_told and compares_samples(batch):
-            self._tell_what_is_compared()
+        """Return the loss of the network, and log it as ``train_loss``."""
+        if not self._has_reported and compares_samples(batch):
+            self._report_compared_samples()
         loss = self._loss(batch)
         self.log("train_loss", loss.detach(), prog_bar=True)
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Log the loss as ``val_loss``."""
         self._log_loss("val_loss", batch)
 
     def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Log the loss as ``test_loss``."""
         self._log_loss("test_loss", batch)
 
     def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        """Return the output of the network."""
         return call_with_batch(self.network, batch)
 
     def num_loss_terms(self, batch: Any) -> int | Tensor:
+        """Return the number of terms of the loss, according to the class and configuration of the network."""
         if self._counts_samples:
             return batch_size_of(batch)
         return count_loss_terms(batch, is_shifted_inside=self._is_shifted_inside, ignored_label=self._ignored_label)
 
-    def _tell_what_is_compared(self) -> None:
-        self._has_told = True
+    def _report_compared_samples(self) -> None:
+        self._has_reported = True
         num_parts = self.trainer.accumulate_grad_batches * self.trainer.world_size if self.is_attached else 1
         if num_parts > 1:
             notice(
-                f"the loss of {type(self.network).__name__} compares the samples of a batch with each other: of the "
-                f"{num_parts} parts of a global batch each is compared within itself, and gradients are the mean of "
-                "theirs, not those of the whole batch"
+                f"the loss of {type(self.network).__name__} compares the samples of a batch with each other, but a "
+                f"global batch is split into {num_parts} parts. Samples are compared only within a part, and gradients "
+                "are the mean over the parts, which differs from the gradient of the full batch"
             )
 
     def _log_loss(self, name: str, batch: Any) -> None:
-        # Weighted by terms, the epoch's figure is the mean over all of them, whatever the batches were.
+        # Weighted by terms, the value of an epoch is the mean over all terms for any batch sizes.
         self.log(name, self._loss(batch), prog_bar=True, batch_size=self.num_loss_terms(batch))
 
     def _loss(self, batch: Any) -> Tensor:
@@ -77,16 +87,18 @@ class ForwardModule(WrappedModule):
                 "model",
                 type(self.network).__name__,
                 f"its forward returned a {type(output).__name__} without a scalar loss",
-                "Return the loss (give Hugging Face models `labels`), or write a roomier.Module with training_step",
+                "Return the loss (pass `labels` to Hugging Face models), or use a roomier.Module with training_step",
             )
         if loss.is_complex():
-            problem = "its forward returned a complex loss, and only a real one has a smallest value"
-            raise RoomierError("model", type(self.network).__name__, problem, "Return loss.abs(), say")
+            problem = "its forward returned a complex loss, but a loss must be real"
+            raise RoomierError(
+                "model", type(self.network).__name__, problem, "Return a real loss, for example loss.abs()"
+            )
         return loss
 
 
 def call_with_batch(network: nn.Module, batch: Any) -> Any:
-    """``network`` called the way the form of ``batch`` suggests."""
+    """Call ``network`` with ``batch``: as keyword arguments, positional arguments, or one argument, by its type."""
     try:
         if isinstance(batch, Mapping):
             return network(**batch)
@@ -108,7 +120,7 @@ def _how_it_was_called(network: nn.Module, batch: Any) -> str:
 
 
 def find_loss(output: Any) -> Tensor | None:
-    """The scalar loss in what a forward returned, or None."""
+    """Return the scalar loss in the output of a forward; None if there is none."""
     if isinstance(output, Mapping):
         candidates = [output.get("loss")]
     elif isinstance(output, (list, tuple)):

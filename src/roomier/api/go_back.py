@@ -1,15 +1,16 @@
-"""What a callback raises in a fit to let it go on from its last checkpoint."""
+"""Exception with which a callback returns a fit to its last checkpoint."""
 
 from __future__ import annotations
 
 
 class GoBackError(Exception):
-    """Caught by the training loop, which puts back the newest checkpoint of the run and goes on from there. Every rank
-    must raise it at the same place: in ``on_train_batch_end`` of the last micro-batch of a step, or where
-    ``Run.before_checkpoint`` is called. What raises it must see to it that the run does not come back to it for ever.
+    """Requests to restore the newest checkpoint of the run and to continue from it. The training loop catches it.
+
+    Every rank must raise it at the same place: in ``on_train_batch_end`` of the last micro-batch of a step, or in a
+    function in ``Run.looks``. The callback must ensure that the run does not return to the checkpoint forever.
 
     Attributes:
-        reason: for the user, and for the error if there is no checkpoint.
+        reason: text for the notice, and for the error if there is no checkpoint.
     """
 
     def __init__(self, reason: str) -> None:

@@ -1,4 +1,4 @@
-"""The hook table: what somebody overrode, looked up once before the loop, so that an idle hook costs nothing."""
+"""Table of the overridden hooks. It is built once before the loop, so hooks that are not overridden cost no time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 Hook = Callable[..., Any]
 
-# Called on callbacks (with trainer and module put in front of the arguments) and on the module (without).
+# Called on callbacks (with the trainer and the module as first arguments) and on the module (without them).
 SHARED_HOOKS = (
     "on_fit_start",
     "on_fit_end",
@@ -41,9 +41,10 @@ CALLBACK_HOOKS = ("on_sanity_check_start", "on_sanity_check_end", "on_save_point
 
 
 class HookTable:
-    """``table.on_train_batch_start`` and so on: a tuple of what to call, callbacks first, then the module.
+    """The hooks to call as attributes: ``table.on_train_batch_start`` is a tuple of functions.
 
-    At the end of a training epoch, callbacks that watch a metric come after the module, which may log it there.
+    Hooks of callbacks precede the hook of the module. At the end of a training epoch, callbacks that watch a metric
+    follow the module, because the module may log the metric there.
     """
 
     def __init__(self, trainer: TrainerView, module: Module, callbacks: Iterable[Callback]) -> None:

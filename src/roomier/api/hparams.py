@@ -1,4 +1,4 @@
-"""Hyperparameters: the arguments an object was made with, as a dict that also reads as attributes."""
+"""Hyperparameters: the arguments of ``__init__`` of an object, as a dict with attribute access."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from roomier.core.log import notice
 
 
 class HyperParameters(dict[str, Any]):
-    """``hparams["lr"]`` and ``hparams.lr`` are the same."""
+    """Dict whose items are also attributes: ``hparams["lr"]`` equals ``hparams.lr``."""
 
     def __getattr__(self, name: str) -> Any:
         try:
             return self[name]
         except KeyError:
-            raise AttributeError(f"no hyperparameter {name!r}; there are: {', '.join(self) or 'none'}") from None
+            raise AttributeError(f"no hyperparameter {name!r}, only: {', '.join(self) or 'none'}") from None
 
     def __setattr__(self, name: str, value: Any) -> None:
         self[name] = value
 
 
 def is_plain(value: object) -> bool:
-    """Whether ``value`` is made of numbers, strings, None, lists, tuples and dicts alone."""
+    """Return True if ``value`` consists only of numbers, strings, None, lists, tuples and dicts."""
     if isinstance(value, Mapping):
         return all(isinstance(key, str) and is_plain(item) for key, item in value.items())
     if isinstance(value, (list, tuple)):
@@ -36,10 +36,11 @@ def is_plain(value: object) -> bool:
 
 
 def init_arguments(frame: FrameType | None, obj: object, ignore: Iterable[str]) -> dict[str, Any] | None:
-    """The arguments of the ``__init__`` calls of ``obj`` that are running now, from ``frame`` outwards; None for none.
+    """Return the arguments of the running ``__init__`` calls of ``obj``, from ``frame`` outwards; None without one.
 
-    A subclass whose ``__init__`` calls its parent's has both in it; the outer one wins. ``frame`` may be that of a
-    method which ``__init__`` calls, or of the ``__post_init__`` of a dataclass.
+    If a subclass calls the ``__init__`` of its base class, the result contains the arguments of both, and arguments of
+    the subclass take precedence. ``frame`` may belong to a method that ``__init__`` calls, or to ``__post_init__`` of a
+    dataclass.
     """
     while frame is not None and not _is_init_of(obj, frame):
         frame = frame.f_back
@@ -63,7 +64,7 @@ def _is_init_of(obj: object, frame: FrameType) -> bool:
 
 
 class HasHyperParameters:
-    """What Module and DataModule share: ``save_hyperparameters`` and ``hparams``."""
+    """``save_hyperparameters`` and ``hparams`` of Module and DataModule."""
 
     def save_hyperparameters(
         self,
@@ -72,20 +73,28 @@ class HasHyperParameters:
         frame: FrameType | None = None,
         logger: bool = True,
     ) -> None:
-        """Keep the arguments of ``__init__`` in ``self.hparams``; those of a Module go into checkpoints as well.
+        """Store the arguments of ``__init__`` in ``self.hparams``. Checkpoints contain the arguments of a Module.
 
-        Call it in ``__init__``. Values that are not plain data (a network, say) are kept on ``hparams`` but cannot be
-        stored: one line says so.
+        Call this method in ``__init__``. Values that are not plain data, such as a network, are available in
+        ``hparams``, but not saved in checkpoints, which a notice reports.
 
         Args:
-            args: names of arguments, to keep these alone; or one mapping or namespace, to keep what it holds.
-            ignore: names to leave out, also where a parent class kept them.
-            frame: that of the ``__init__`` whose arguments are meant; by default the caller's.
-            logger: False leaves all of them out of the log.
+            args: names of arguments, to store only these; or one mapping or namespace, to store its items.
+            ignore: names to exclude, even if a base class stored them.
+            frame: frame of the ``__init__`` whose arguments are stored. Default: the frame of the caller.
+            logger: send the hyperparameters to the loggers.
 
         Raises:
-            RoomierError: a name is no argument of ``__init__``, what is passed holds no names, or there is no
-                ``__init__`` whose arguments could be meant.
+            RoomierError: a name is not an argument of ``__init__``, an argument has no named items, or this method was
+                not called in ``__init__``.
+
+        Example:
+            >>> class Net(roomier.Module):
+            ...     def __init__(self, width=64, lr=1e-3):
+            ...         super().__init__()
+            ...         self.save_hyperparameters()
+            >>> Net(width=128).hparams.width
+            128
         """
         current = inspect.currentframe()
         assert current is not None
@@ -93,8 +102,8 @@ class HasHyperParameters:
         configurations = [each for each in args if not isinstance(each, str)]
         arguments = init_arguments(frame or current.f_back, self, ignored)
         if arguments is None and not configurations:
-            problem = "keeps arguments of __init__, and was not called in one"
-            action = "Call it in __init__, or pass it what to keep as a dict"
+            problem = "must be called in __init__, whose arguments it stores"
+            action = "Call it in __init__, or pass a dict of hyperparameters"
             raise RoomierError("save_hyperparameters", type(self).__name__, problem, action)
         arguments = arguments or {}
         if len(configurations) == 1:
@@ -106,8 +115,8 @@ class HasHyperParameters:
         for name, value in chosen.items():
             if not is_plain(value):
                 notice(
-                    f"hyperparameter {name!r} of {type(self).__name__} is a {type(value).__name__}: "
-                    f"it is not stored; pass ignore=[{name!r}] to save_hyperparameters"
+                    f"hyperparameter {name!r} of {type(self).__name__} is a {type(value).__name__}, which is not "
+                    f"saved in checkpoints. Pass ignore=[{name!r}] to save_hyperparameters"
                 )
         for name in ignored:
             self.hparams.pop(name, None)
@@ -119,29 +128,29 @@ class HasHyperParameters:
 
     @property
     def hparams(self) -> HyperParameters:
-        """What :meth:`save_hyperparameters` kept."""
+        """The hyperparameters that :meth:`save_hyperparameters` stored."""
         found: HyperParameters = self.__dict__.setdefault("_hparams", HyperParameters())
         return found
 
     @hparams.setter
     def hparams(self, values: Any) -> None:
-        action = "Write self.save_hyperparameters(values), for a dict or Namespace of them; or give it another name"
-        raise RoomierError("hparams", values, "cannot be put in the place of what is kept", action)
+        action = "Call self.save_hyperparameters(values) with a dict or Namespace, or use a different attribute name"
+        raise RoomierError("hparams", values, "cannot be assigned", action)
 
     @property
     def hparams_initial(self) -> HyperParameters:
-        """:attr:`hparams` as :meth:`save_hyperparameters` left it: a copy, whatever was written there since."""
+        """A copy of :attr:`hparams` as :meth:`save_hyperparameters` stored it, without later changes."""
         initial = self.__dict__.get("_hparams_initial", {})
         return HyperParameters({name: _kept(value) for name, value in initial.items()})
 
     @property
     def logged_hparams(self) -> dict[str, Any]:
-        """Those of :attr:`hparams_initial` that go to the loggers."""
+        """The items of :attr:`hparams_initial` for the loggers."""
         return dict(self.hparams_initial) if self.__dict__.get("_logs_hyperparameters", True) else {}
 
 
 def _kept(value: Any) -> Any:
-    return copy.deepcopy(value) if is_plain(value) else value  # a network, or a data set, is not there twice
+    return copy.deepcopy(value) if is_plain(value) else value  # networks and datasets are not copied
 
 
 def _named_values(configuration: Any) -> dict[str, Any]:
@@ -150,12 +159,12 @@ def _named_values(configuration: Any) -> dict[str, Any]:
     if isinstance(configuration, Namespace):
         return vars(configuration)
     action = "Pass names of arguments, or one dict or argparse.Namespace"
-    raise RoomierError("save_hyperparameters", configuration, "holds no values by name", action)
+    raise RoomierError("save_hyperparameters", configuration, "must contain named values", action)
 
 
 def _known(names: Iterable[Any], arguments: Mapping[str, Any]) -> Iterable[str]:
     for name in names:
         if name not in arguments:
             action = f"Use one of: {', '.join(arguments)}"
-            raise RoomierError("save_hyperparameters", name, "is no argument of __init__", action)
+            raise RoomierError("save_hyperparameters", name, "must be an argument of __init__", action)
         yield name

@@ -1,4 +1,4 @@
-"""Callbacks that keep a copy of the weights, so that plans and forecasts can count it."""
+"""Callbacks that hold a copy of the weights, which plans and forecasts take into account."""
 
 from __future__ import annotations
 
@@ -12,46 +12,46 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class KeptWeights:
-    """A copy, in float32 at least, of the parameters that are trained; cut among ranks as these are.
+    """A copy of the trained parameters in float32 or higher precision, sharded like the parameters.
 
     Args:
-        with_buffers: and of the floating-point buffers that are saved.
-        device: where it is held; None is beside the weights.
+        with_buffers: the copy includes the floating-point buffers that are saved.
+        device: device of the copy; None for the device of the weights.
     """
 
     with_buffers: bool = False
     device: torch.device | None = None
 
     def is_on(self, device_type: str) -> bool:
-        """Whether it takes memory of the device that computes, which is of that type."""
+        """Return True if the copy uses memory of the device of type ``device_type``, on which the model computes."""
         return self.device is None or self.device.type == device_type
 
 
 @runtime_checkable
 class KeepsWeights(Protocol):
-    """A callback that keeps such a copy in a fit.
+    """A callback that holds a copy of the weights in a fit.
 
     Attributes:
-        kept_weights: the copy, whether it is there already or will be.
+        kept_weights: description of the copy, before and after it is created.
     """
 
     kept_weights: KeptWeights
 
     def held_weights(self) -> Iterable[Tensor]:
-        """What is there of it now: this rank's part."""
+        """Return the tensors of the copy that exist now: the shards of this rank."""
         ...
 
 
 def kept_by(callbacks: Iterable[object], *, now: bool = False) -> tuple[KeptWeights, ...]:
-    """The copies that ``callbacks`` keep.
+    """Return the copies that ``callbacks`` hold.
 
     Args:
-        now: those alone that are there already.
+        now: return only copies that exist already.
     """
     found = (each for each in callbacks if isinstance(each, KeepsWeights))
     return tuple(each.kept_weights for each in found if not now or any(True for _ in each.held_weights()))
 
 
 def held_by(callbacks: Iterable[object]) -> list[Tensor]:
-    """The tensors of these copies that are there now."""
+    """Return the tensors of these copies that exist now."""
     return [tensor for each in callbacks if isinstance(each, KeepsWeights) for tensor in each.held_weights()]

@@ -1,4 +1,4 @@
-"""What was written for Lightning, seen as roomier's own. It is known by its classes: Lightning is never imported."""
+"""Adapters for Lightning's classes, which are recognized by their class names. Lightning is never imported."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from roomier.api.overrides import lightning_base, overrides
 from roomier.api.trainer_view import TrainerView
 from roomier.api.wrapped import WrappedModule
 
-OF_LIGHTNING_CLI = ("_instantiator", "_class_path")  # how LightningCLI made the object, no hyperparameters
+OF_LIGHTNING_CLI = ("_instantiator", "_class_path")  # entries of LightningCLI that are not hyperparameters
 
-# What a LightningModule does through its trainer, done by roomier's Module of the same name while it is attached.
+# Methods for which a LightningModule uses its trainer. While it is attached, roomier's Module provides them.
 LENT = (
     "is_attached",
     "log",
@@ -44,12 +44,16 @@ LENT = (
 
 
 class LightningAdapter(WrappedModule):
-    """A LightningModule as a Module: what it overrides is called, on the object itself, and nothing else is.
+    """A LightningModule as a Module. Methods that the LightningModule overrides are called on the object itself.
 
-    Each has a class of its own named after the user's, for messages say ``type(module).__name__``.
+    Each LightningModule class has a separate adapter class with the same name, because messages contain
+    ``type(module).__name__``.
 
-    Micro-batches count alike when gradients are accumulated, as in Lightning, unless the class has
+    With accumulated gradients, all micro-batches have the same weight, as in Lightning, unless the class defines
     ``num_loss_terms`` (see :meth:`roomier.Module.num_loss_terms`).
+
+    Args:
+        network: the LightningModule.
     """
 
     def __init__(self, network: nn.Module) -> None:
@@ -64,18 +68,20 @@ class LightningAdapter(WrappedModule):
 
     @property
     def _user(self) -> Any:
-        """The LightningModule, whose attributes are its class's business."""
+        """The LightningModule, as Any because its attributes are unknown."""
         return self.network
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the LightningModule."""
         return self.network(*args, **kwargs)
 
     def num_loss_terms(self, batch: Any) -> int | Tensor:
+        """Return 1: all micro-batches have the same weight."""
         return 1
 
     @property
     def automatic_optimization(self) -> bool:
-        """The network's own, which may be set at any time."""
+        """Attribute of the LightningModule, which may change at any time."""
         return bool(self._user.automatic_optimization)
 
     @automatic_optimization.setter
@@ -84,6 +90,7 @@ class LightningAdapter(WrappedModule):
 
     @property
     def strict_loading(self) -> bool:
+        """Attribute of the LightningModule."""
         return bool(self._user.strict_loading)
 
     @strict_loading.setter
@@ -92,6 +99,7 @@ class LightningAdapter(WrappedModule):
 
     @property
     def example_input_array(self) -> Any:
+        """Attribute of the LightningModule."""
         return self._user.example_input_array
 
     @example_input_array.setter
@@ -100,14 +108,16 @@ class LightningAdapter(WrappedModule):
 
     @property
     def hparams(self) -> HyperParameters:
+        """Hyperparameters of the LightningModule."""
         return HyperParameters(hparams_of(self.network))
 
     @hparams.setter
     def hparams(self, values: Any) -> None:
-        self._user.hparams = values  # whose class refuses it
+        self._user.hparams = values  # its class rejects the assignment
 
     @property
     def logged_hparams(self) -> dict[str, Any]:
+        """Hyperparameters of the LightningModule for the loggers."""
         return logged_hparams_of(self.network)
 
 
@@ -118,26 +128,28 @@ def _adapter_class(kind: type) -> type:
 
 
 def hparams_of(obj: Any) -> dict[str, Any]:
-    """What ``save_hyperparameters`` kept of a Module or DataModule, of roomier or of Lightning, by name."""
+    """Return the hyperparameters of a Module or DataModule, of roomier or of Lightning."""
     return _without_cli(obj.hparams)
 
 
 def logged_hparams_of(obj: Any) -> dict[str, Any]:
-    """Those of a Module or DataModule, of roomier or of Lightning, that go to the loggers: as it was made with them."""
+    """Return the initial hyperparameters of a Module or DataModule, of roomier or of Lightning, for the loggers."""
     if isinstance(obj, HasHyperParameters):
         return obj.logged_hparams
-    # What save_hyperparameters(logger=...) said stands in this one place.
+    # Lightning stores the argument of save_hyperparameters(logger=...) only in this attribute.
     return _without_cli(obj.hparams_initial) if vars(obj).get("_log_hyperparams", False) else {}
 
 
 def described_hparams(module: Module) -> dict[str, Any]:
-    """What a checkpoint holds of the hyperparameters of ``module``: those that are plain data, and the one argument
-    they were passed in, where it was one."""
+    """Return the entries of a checkpoint for the hyperparameters of ``module``.
+
+    They are the hyperparameters that are plain data, and the name of the argument that contained all of them, if any.
+    """
     of_user = module.network if isinstance(module, LightningAdapter) else module
     argument = vars(of_user).get("_hparams_name")
     return {
         "hyperparameters": {name: value for name, value in hparams_of(of_user).items() if is_plain(value)},
-        # Lightning notes "kwargs" where the arguments were passed one by one.
+        # Lightning stores "kwargs" if the arguments were passed separately.
         **({} if argument in (None, "kwargs") else {"hyperparameters_argument": argument}),
     }
 
@@ -148,7 +160,7 @@ def _without_cli(hparams: Mapping[str, Any]) -> dict[str, Any]:
 
 @cache
 def _public_names() -> tuple[str, ...]:
-    """Methods of Module that a module's author may write."""
+    """Return the methods of Module that the author of a module may override."""
     lent = {*LENT, "trainer", "forward", "load_from_checkpoint", "freeze", "unfreeze"}
     found = {name for cls in Module.__mro__ if cls.__module__.startswith("roomier.") for name in vars(cls)}
     return tuple(sorted(name for name in found - lent if not name.startswith("_") and callable(getattr(Module, name))))
@@ -156,10 +168,10 @@ def _public_names() -> tuple[str, ...]:
 
 @contextmanager
 def lent_to_lightning(module: nn.Module, trainer: TrainerView) -> Iterator[None]:
-    """Within it, the LightningModules in ``module`` log, step and ask through ``trainer``.
+    """Let the LightningModules in ``module`` use ``trainer`` for logging, optimizers and properties in this context.
 
-    Each gets a class between its own and Lightning's, as ``fully_shard`` does in front of a module's, so an overridden
-    ``log`` that calls ``super().log`` works. The library is left as it is, and so is the object afterwards.
+    Each object gets a class between its class and Lightning's, as ``fully_shard`` does. So an overridden ``log`` that
+    calls ``super().log`` works. Lightning itself is not changed, and the class of the object is restored afterwards.
     """
     parts = lend_to_lightning(module, trainer)
     try:
@@ -172,8 +184,10 @@ def lent_to_lightning(module: nn.Module, trainer: TrainerView) -> Iterator[None]
 
 
 def lend_to_lightning(module: nn.Module, trainer: TrainerView | None) -> list[nn.Module]:
-    """As :func:`lent_to_lightning`, for good: the LightningModules in ``module``, a copy that is thrown away. Without a
-    ``trainer`` they are as a roomier.Module without one."""
+    """Attach the LightningModules in ``module`` permanently, as :func:`lent_to_lightning` does temporarily.
+
+    Use this for a copy that is discarded. Without a ``trainer``, they behave like a roomier.Module without a Trainer.
+    """
     parts = [part for part in module.modules() if lightning_base(type(part), Module) is not None]
     for part in parts:
         vars(part)["_trainer"] = trainer
@@ -183,7 +197,7 @@ def lend_to_lightning(module: nn.Module, trainer: TrainerView | None) -> list[nn
 
 
 def _note_place(part: nn.Module) -> None:
-    # Lightning's ``device`` and ``dtype`` are notes that its own ``to`` makes; a run moves the parameters alone.
+    # Lightning's ``device`` and ``dtype`` are attributes that its ``to`` sets. A run moves only the parameters.
     tensor = next((each for each in part.parameters() if each.is_floating_point()), None)
     if tensor is not None:
         vars(part).update(_device=tensor.device, _dtype=tensor.dtype)
@@ -217,11 +231,11 @@ def _make_lent_class(kind: type) -> type:
 
 
 def _reduce_as(kind: type) -> Callable[[Any, Any], Any]:
-    # A copy, or a pickle, is one of the user's class: the class made here has no name to be found by.
+    # A copy or a pickle uses the user's class, because the class created here cannot be imported.
     def reduce_ex(self: Any, protocol: Any) -> Any:
         user_class: Any = kind
         maker, arguments, *state = user_class.__reduce_ex__(self, protocol)
-        if maker is copyreg.__newobj__:  # type: ignore[attr-defined]  # which must get the very class of the object
+        if maker is copyreg.__newobj__:  # type: ignore[attr-defined]  # which requires the class of the object
             maker, arguments = object.__new__, (kind, *arguments[1:])
         return (maker, arguments, *state)
 

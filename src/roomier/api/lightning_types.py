@@ -1,6 +1,6 @@
-"""Types that Lightning's own classes pass for where a signature asks for one, and with it the command line.
+"""Types that accept instances of Lightning's classes in signatures, including the command line.
 
-Nothing is ever made of them, and Lightning is not imported.
+They are never instantiated, and Lightning is not imported.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from roomier.api.overrides import PACKAGES
 
 
 class _KnownByName(type):
-    """The class of a type whose subclasses are all classes made of one of Lightning's, ``lightning_name``."""
+    """Metaclass: all classes derived from Lightning's class ``lightning_name`` count as subclasses."""
 
     lightning_name: str
 

@@ -1,4 +1,4 @@
-"""Logger: where the numbers of a run go."""
+"""Logger: base class for destinations of metrics."""
 
 from __future__ import annotations
 
@@ -11,15 +11,23 @@ from roomier.core.log import notice
 
 
 class Logger(ABC):
-    """Implement :meth:`log_metrics`; the rest is optional.
+    """Base class for loggers. Implement :meth:`log_metrics`. The other methods are optional.
 
-    The Trainer calls ``start`` once, ``log_metrics`` at log steps with plain floats, and ``finalize`` once, on the
-    first rank alone. A method that raises is named once, and the logger is left out from then on; the run goes on.
+    The Trainer calls ``start`` once, ``log_metrics`` at log steps with Python floats, and ``finalize`` once, only on
+    the first rank. If a method raises an error, a notice reports it, the logger is disabled, and the run continues.
 
     Attributes:
-        name: in messages, and what ``Trainer(logger=name)`` makes, where it is one of roomier's.
-        run_dir: the folder of the run, set on every rank before ``start``; None outside a run that keeps files.
-        is_muted: it failed, and is left out.
+        name: name for messages, and for ``Trainer(logger=name)`` if the logger belongs to roomier.
+        run_dir: the run folder, set on every rank before ``start``; None if the run writes no files.
+        is_muted: the logger is disabled after an error.
+
+    Example:
+        >>> class PrintLogger(roomier.Logger):
+        ...     name = "print"
+        ...
+        ...     def log_metrics(self, metrics, step):
+        ...         print(step, dict(metrics))
+        >>> trainer = roomier.Trainer(logger=PrintLogger())
     """
 
     name: str = "logger"
@@ -27,53 +35,68 @@ class Logger(ABC):
     is_muted: bool = False
 
     def start(self, run_dir: Path, resumed_step: int | None = None) -> None:
-        """Open what is written to. ``resumed_step``: rows after this step come from a run that was cut off
-        and will be written again; drop them."""
+        """Open the destination.
+
+        Args:
+            run_dir: the run folder.
+            resumed_step: rows after this step are from an interrupted run and will be written again, so remove them.
+                None in a new run.
+        """
 
     @abstractmethod
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Write one row. ``step`` counts optimizer steps."""
+        """Write one row.
+
+        Args:
+            metrics: values by column.
+            step: number of completed optimizer steps.
+        """
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
-        """Write the hyperparameters of the run, once, at its start."""
+        """Write the hyperparameters of the run. Called once, at its start."""
 
     def finalize(self, status: str) -> None:
-        """Close. ``status``: ``"success"``, ``"interrupted"`` or ``"failed"``."""
+        """Close the destination.
 
-    # What is read on a logger, under Lightning's names ---------------------------------------------------------------
+        Args:
+            status: ``"success"``, ``"interrupted"`` or ``"failed"``.
+        """
+
+    # Attributes with Lightning's names ----------------------------------------------------------------------------
 
     @property
     def experiment(self) -> Any:
-        """What it writes with, for what only that can: images, tables. Without one, calls are dropped, and told once.
+        """The object of the logging service, for features such as images and tables.
 
-        On all ranks but the first it takes every call and does nothing.
+        On ranks other than the first, and for loggers without such an object, all calls are ignored. A notice reports
+        the first ignored call of such a logger.
         """
-        return Nothing(f"logger {self.name!r} writes numbers and hyperparameters alone")
+        return Nothing(f"logger {self.name!r} supports only numbers and hyperparameters")
 
     @property
     def log_dir(self) -> str | None:
-        """The folder it writes to; None where there is none."""
+        """The folder to which the logger writes; None if there is none."""
         return None if self.run_dir is None else str(self.run_dir)
 
     @property
     def save_dir(self) -> str | None:
-        """The folder that :attr:`log_dir` is in."""
+        """The parent folder of :attr:`log_dir`."""
         return None if self.log_dir is None else str(Path(self.log_dir).parent)
 
     @property
     def version(self) -> int | str | None:
-        """What tells its runs apart: the name of the run folder, or the id that a service gave."""
+        """Identifier of the run: the name of the run folder, or the id of a service."""
         return None if self.log_dir is None else Path(self.log_dir).name
 
     def save(self) -> None:
-        """Write out what is held back: nothing, here."""
+        """Flush pending data. This logger has none."""
 
 
 class Nothing:
-    """Whatever is asked of it, it does nothing.
+    """Object that ignores all calls and returns itself.
 
     Args:
-        reason: why; told once, with what was called first. Empty: said to nobody.
+        reason: text of the notice about the first call. Empty for no notice.
     """
 
     def __init__(self, reason: str = "") -> None:
@@ -87,9 +110,9 @@ class Nothing:
         return self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Nothing:
-        if self._reason and self._reason not in _told:
-            _told.add(self._reason)
-            notice(f"{self._reason}: {self._asked}() of its experiment, and all else there, is dropped")
+        if self._reason and self._reason not in _reported:
+            _reported.add(self._reason)
+            notice(f"{self._reason}: calls of its experiment are ignored, such as {self._asked}()")
         return self
 
     def __getitem__(self, key: Any) -> Nothing:
@@ -99,4 +122,4 @@ class Nothing:
         pass
 
 
-_told: set[str] = set()  # reasons, in this process
+_reported: set[str] = set()  # reasons that were reported in this process

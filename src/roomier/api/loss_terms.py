@@ -1,10 +1,10 @@
-"""How many terms the loss of a batch averages over: the default answer.
+"""Default number of terms over which the loss of a batch averages.
 
 [Note: weighted accumulation]
-A loss that is a mean over ``n_i`` terms of micro-batch ``i`` has the gradient ``g_i``. The gradient of the whole
-batch is ``sum(n_i * g_i) / sum(n_i)``; the mean of the ``g_i`` is another number as soon as the ``n_i`` differ. The
-engine weights each micro-batch by ``n_i / sum(n_i)`` before its backward, so the counts must be known before the
-first one: they are read off the batches on the host, where that costs no wait for a device.
+A loss that is a mean over ``n_i`` terms of micro-batch ``i`` has the gradient ``g_i``. The gradient of the full batch
+is ``sum(n_i * g_i) / sum(n_i)``. The mean of the ``g_i`` differs from it if the ``n_i`` differ. The engine weights each
+micro-batch by ``n_i / sum(n_i)`` before its backward, so the counts must be known before the first backward. They are
+computed from the batches on the host, which requires no synchronization with a device.
 """
 
 from collections.abc import Mapping
@@ -15,22 +15,23 @@ from torch import Tensor
 
 from roomier.core.tree import batch_size_of
 
-IGNORE_INDEX = -100  # the default of F.cross_entropy, and the convention of the field
+IGNORE_INDEX = -100  # the default ignore_index of F.cross_entropy
 TARGET_KEYS = ("labels", "targets", "target", "label", "y")
 
 
 def count_loss_terms(batch: Any, *, is_shifted_inside: bool = False, ignored_label: int = IGNORE_INDEX) -> int | Tensor:
-    """The number of terms a mean loss over ``batch`` has.
+    """Return the number of terms over which a loss of ``batch`` averages.
 
-    Integer targets are counted without those equal to ``ignored_label``; anything else counts by samples.
+    Integer targets count, except targets equal to ``ignored_label``. Otherwise samples count.
 
     Args:
         batch: a mapping with one of the keys ``labels, targets, target, label, y``; or ``(inputs..., targets)``.
-        is_shifted_inside: the model drops the first target of each row (Hugging Face's causal models do). Targets that
-            the batch has as ``shift_labels`` are taken as they are.
+        is_shifted_inside: the model drops the first target of each row, as causal models of Hugging Face do. Targets
+            under the key ``shift_labels`` are not shifted.
+        ignored_label: the target that does not count.
 
     Returns:
-        An int for targets on the CPU, a 0-dim tensor for targets on another device (no wait for it).
+        An int if the targets are on the CPU. Otherwise a 0-dim tensor, to avoid waiting for the device.
     """
     shifted = batch.get("shift_labels") if is_shifted_inside and isinstance(batch, Mapping) else None
     targets = shifted if isinstance(shifted, Tensor) else _targets(batch)

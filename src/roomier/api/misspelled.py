@@ -1,4 +1,4 @@
-"""Methods that look like hooks and are none: nobody calls them, so they must not be passed over in silence."""
+"""Detection of methods whose names are similar to hooks. They are never called, so they are reported."""
 
 from __future__ import annotations
 
@@ -10,44 +10,44 @@ from roomier.api.overrides import PACKAGES, lightning_base
 from roomier.core.errors import RoomierError
 from roomier.core.log import notice
 
-# Lightning 2 refuses these as well: code that has them was written for Lightning 1.
+# Lightning 2 also rejects these hooks of Lightning 1.
 REMOVED = {
     "training_epoch_end": "on_train_epoch_end",
     "validation_epoch_end": "on_validation_epoch_end",
     "test_epoch_end": "on_test_epoch_end",
 }
-# Removed as well, but a method of this name may be the user's own, called by the user.
+# Also removed, but a method with this name may belong to the user and be called by the user.
 FORMER = {
-    "training_step_end": "do it at the end of training_step",
-    "validation_step_end": "do it at the end of validation_step",
-    "test_step_end": "do it at the end of test_step",
-    "on_epoch_start": "write on_train_epoch_start",
-    "on_epoch_end": "write on_train_epoch_end",
-    "on_batch_start": "write on_train_batch_start",
-    "on_batch_end": "write on_train_batch_end",
-    "on_pretrain_routine_start": "write on_fit_start",
-    "on_pretrain_routine_end": "write on_fit_start",
-    "on_keyboard_interrupt": "write on_exception",
-    "on_init_start": "write setup",
-    "on_init_end": "write setup",
-    "configure_sharded_model": "write configure_model",
+    "training_step_end": "move its code to the end of training_step",
+    "validation_step_end": "move its code to the end of validation_step",
+    "test_step_end": "move its code to the end of test_step",
+    "on_epoch_start": "use on_train_epoch_start",
+    "on_epoch_end": "use on_train_epoch_end",
+    "on_batch_start": "use on_train_batch_start",
+    "on_batch_end": "use on_train_batch_end",
+    "on_pretrain_routine_start": "use on_fit_start",
+    "on_pretrain_routine_end": "use on_fit_start",
+    "on_keyboard_interrupt": "use on_exception",
+    "on_init_start": "use setup",
+    "on_init_end": "use setup",
+    "configure_sharded_model": "use configure_model",
 }
-_IS_NEAR = 0.85  # difflib's ratio: one letter too many or too few in the shortest hook gives more
+_IS_NEAR = 0.85  # ratio of difflib. One additional or missing letter in the shortest hook exceeds it
 _OTHER_HOOKS = ("setup", "teardown", "num_loss_terms", "optimizer_zero_grad", "transfer_batch_to_device")
 
 
 def check_hook_names(obj: object, base: type) -> None:
-    """Look at the methods that the classes of ``obj`` add to ``base`` for names that are nearly those of hooks.
+    """Report methods of ``obj`` whose names are similar to hooks, and reject removed hooks of Lightning.
 
-    A removed hook of Lightning is refused, a near miss is said. A name that a hook's is a part of
-    (``on_train_epoch_end_extra``, ``prepare_datasets``) is meant, and so is one whose near hook stands in the same
-    class.
+    Names that contain the name of a hook, such as ``on_train_epoch_end_extra`` or ``prepare_datasets``, are not
+    reported. A name is not reported either if the same class also defines the similar hook.
 
     Args:
-        base: Module, DataModule or Callback.
+        obj: a Module, DataModule or Callback.
+        base: the class Module, DataModule or Callback.
 
     Raises:
-        RoomierError: a hook was removed in Lightning 2.
+        RoomierError: ``obj`` defines a hook that was removed in Lightning 2.
     """
     of_lightning = lightning_base(type(obj), base)
     known = {name for cls in (base, of_lightning or base) for name in dir(cls) if not name.startswith("_")}
@@ -56,15 +56,15 @@ def check_hook_names(obj: object, base: type) -> None:
         if name in known:
             continue
         if name in REMOVED:
-            problem = f"{cls.__name__} defines this hook of Lightning 1, which nobody calls"
-            action = f"Write {REMOVED[name]}(self) in its place; what it needs of the steps, keep on self there"
+            problem = f"{cls.__name__} defines this hook of Lightning 1, which is never called"
+            action = f"Use {REMOVED[name]}(self), and store the outputs of the steps in an attribute of self"
             raise RoomierError(name, type(obj).__name__, problem, action)
         if name in FORMER:
-            notice(f"{cls.__name__}.{name} is no hook any more, nobody calls it: {FORMER[name]}")
+            notice(f"{cls.__name__}.{name} is no longer a hook and is never called: {FORMER[name]}")
             continue
         near = _near_hook(name, hooks)
         if near is not None and near not in vars(cls):
-            notice(f"{cls.__name__}.{name} is no hook, nobody calls it; did you mean {near}?")
+            notice(f"{cls.__name__}.{name} is not a hook and is never called; did you mean {near}?")
 
 
 def _is_hook(name: str) -> bool:

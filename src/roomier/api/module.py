@@ -1,4 +1,4 @@
-"""Module: an ``nn.Module`` that says how it is trained. The names are those LightningModule made known."""
+"""Module: an ``nn.Module`` with the code of its training. Names are the same as in Lightning's ``LightningModule``."""
 
 from __future__ import annotations
 
@@ -15,27 +15,45 @@ from torch.optim import Optimizer
 from roomier.api.exports import Exports
 from roomier.api.hparams import HasHyperParameters
 from roomier.api.loss_terms import count_loss_terms
+from roomier.api.module_hooks import ModuleHooks
 from roomier.core.all_gather import all_gather
 from roomier.core.errors import RoomierError
-from roomier.core.tree import to_device
 
 if TYPE_CHECKING:
     from roomier.api.logger import Logger
     from roomier.api.trainer_view import TrainerView
 
 
-class Module(HasHyperParameters, Exports, nn.Module):
-    """Subclass it, write ``training_step`` and ``configure_optimizers``, give it to ``Trainer.fit``.
+class Module(HasHyperParameters, Exports, ModuleHooks):
+    """Base class for models: an ``nn.Module`` with the code of its training.
+
+    Define :meth:`training_step` and :meth:`configure_optimizers`, and pass an instance to ``Trainer.fit``. All other
+    methods are optional. Names, arguments and order of the hooks are the same as in Lightning's ``LightningModule``.
 
     Attributes:
-        automatic_optimization: False where ``training_step`` calls ``manual_backward`` and steps the
-            optimizers itself.
-        loss_reduction: what the loss of one micro-batch is of its terms, ``"mean"`` or ``"sum"``; it decides how
-            micro-batches are weighted when gradients are accumulated (see :meth:`num_loss_terms`).
-        example_input_array: what ``forward`` takes, for those who draw or export it.
-        strict_loading: False where a checkpoint need not have all weights of this module, nor this module all of its:
-            what has no counterpart is left as it is.
-        prepare_data_per_node: as of a :class:`roomier.DataModule`.
+        automatic_optimization: set it to False if ``training_step`` calls ``manual_backward`` and steps the optimizers
+            itself.
+        loss_reduction: reduction of the loss over the terms of a micro-batch, ``"mean"`` or ``"sum"``. It determines
+            the weights of micro-batches with accumulated gradients (see :meth:`num_loss_terms`).
+        example_input_array: an example input of ``forward``, for model summaries, graphs and exports.
+        strict_loading: set it to False to ignore weights that exist only in the checkpoint or only in this module.
+        prepare_data_per_node: as in :class:`roomier.DataModule`.
+
+    Example:
+        >>> class Regression(roomier.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.layer = nn.Linear(8, 1)
+        ...
+        ...     def training_step(self, batch, batch_idx):
+        ...         inputs, targets = batch
+        ...         loss = nn.functional.mse_loss(self.layer(inputs), targets)
+        ...         self.log("loss", loss)
+        ...         return loss
+        ...
+        ...     def configure_optimizers(self):
+        ...         return torch.optim.AdamW(self.parameters(), lr=1e-3)
+        >>> roomier.Trainer(max_epochs=3).fit(Regression(), loader)
     """
 
     automatic_optimization: bool = True
@@ -44,11 +62,14 @@ class Module(HasHyperParameters, Exports, nn.Module):
     strict_loading: bool = True
     prepare_data_per_node: bool = True
 
-    # What the user writes -------------------------------------------------------------------------------------
+    # Methods that users define --------------------------------------------------------------------------------
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor | Mapping[str, Any] | None:
-        """``(batch, batch_idx)`` -> the loss (0-dim tensor), or a dict with the key ``"loss"``, or None to leave
-        this micro-batch out."""
+        """Compute the loss of a micro-batch. The arguments are ``(batch, batch_idx)``.
+
+        Returns:
+            The loss (0-dim tensor), a mapping with the key ``"loss"``, or None to skip the micro-batch.
+        """
         raise RoomierError(
             "training_step",
             type(self).__name__,
@@ -57,123 +78,81 @@ class Module(HasHyperParameters, Exports, nn.Module):
         )
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """``(batch, batch_idx)``, and ``dataloader_idx`` with several loaders. Log what you measure."""
+        """Evaluate a batch and log metrics.
+
+        The arguments are ``(batch, batch_idx)``, and ``dataloader_idx`` with several loaders.
+        """
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """As :meth:`validation_step`, for ``Trainer.test``."""
+        """Evaluate a batch for ``Trainer.test``, as in :meth:`validation_step`."""
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """``(batch, batch_idx)`` -> the prediction; by default ``self(batch)``."""
+        """Return the prediction for a batch. The arguments are as in :meth:`validation_step`. Default:
+        ``self(batch)``."""
         return self(args[0])
 
     def configure_optimizers(self) -> Any:
-        """An optimizer; a list of them; ``([optimizers], [schedulers])``; or a dict with ``"optimizer"`` and
-        ``"lr_scheduler"``, the latter a scheduler or a dict with ``scheduler``, ``interval`` (``"epoch"`` or
-        ``"step"``), ``frequency``, ``monitor``, ``strict``, ``name``."""
+        """Create the optimizers and learning rate schedulers.
+
+        Returns:
+            One of these values:
+
+            - an optimizer, or a list of optimizers;
+            - ``([optimizers], [schedulers])``;
+            - a dict with ``"optimizer"`` and ``"lr_scheduler"``. The scheduler is an object, or a dict with
+              ``scheduler``, ``interval`` (``"epoch"`` or ``"step"``), ``frequency``, ``monitor``, ``strict`` and
+              ``name``.
+        """
         return None
 
     def configure_model(self) -> None:
-        """Build large parts of the model here; called once before the optimizers are made."""
+        """Create large parts of the model. Called once before ``configure_optimizers``.
+
+        With a strategy that shards parameters, each rank allocates only its shards of the modules created here.
+        """
 
     def configure_callbacks(self) -> Any:
-        """Callbacks this module needs; one of the same type given to the Trainer is replaced."""
+        """Return callbacks for this module. They replace callbacks of the same type that were passed to the Trainer."""
         return []
 
     def train_dataloader(self) -> Any:
-        """The training data, where neither ``fit`` nor a DataModule gives it."""
+        """Return the training data. Used if neither ``fit`` nor a DataModule provides it."""
         return None
 
     def val_dataloader(self) -> Any:
+        """Return the validation data. Used if neither the call nor a DataModule provides it."""
         return None
 
     def test_dataloader(self) -> Any:
+        """Return the test data. Used if neither ``test`` nor a DataModule provides it."""
         return None
 
     def predict_dataloader(self) -> Any:
+        """Return the data for predictions. Used if neither ``predict`` nor a DataModule provides it."""
         return None
 
     def num_loss_terms(self, batch: Any) -> int | Tensor:
-        """How many terms the loss of ``batch`` is the mean of: the weight of this micro-batch.
+        """Return the number of terms over which the loss of ``batch`` averages: the weight of this micro-batch.
 
-        Accumulated gradients equal those of the whole batch when each micro-batch counts by its number of
-        terms. The default counts target entries other than -100 where the batch has integer targets with two
-        or more dimensions or ignored entries (``labels``, ``targets``, ``target`` or ``y`` of a mapping, the last
-        item of a tuple), else samples. Override it where your loss averages over something else: one with
-        class weights, ``cross_entropy(weight=...)``, divides by the sum of the weights of its targets, so that sum
-        is to be returned. Called on the batch as the loader gave it, before it is moved to the device.
+        If each micro-batch is weighted by its number of terms, accumulated gradients equal the gradients of the full
+        batch. By default, integer targets other than -100 count (``labels``, ``targets``, ``target``, ``label`` or
+        ``y`` of a mapping, or the last item of a tuple). Without integer targets, samples count. Override this method
+        if the loss averages over other terms. For example, ``cross_entropy(weight=...)`` divides by the sum of the
+        class weights of the targets, so return this sum.
+
+        Args:
+            batch: the batch as the loader returned it, before it is moved to the device.
         """
         return count_loss_terms(batch)
 
-    # Moments of a run -----------------------------------------------------------------------------------------
-
-    def prepare_data(self) -> None: ...
-    def setup(self, stage: str) -> None: ...
-    def teardown(self, stage: str) -> None: ...
-    def on_fit_start(self) -> None: ...
-    def on_fit_end(self) -> None: ...
-    def on_train_start(self) -> None: ...
-    def on_train_end(self) -> None: ...
-    def on_train_epoch_start(self) -> None: ...
-    def on_train_epoch_end(self) -> None: ...
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None: ...
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None: ...
-    def on_before_zero_grad(self, optimizer: Optimizer) -> None: ...
-    def on_before_backward(self, loss: Tensor) -> None: ...
-    def on_after_backward(self) -> None: ...
-    def on_before_optimizer_step(self, optimizer: Optimizer) -> None: ...
-    def on_validation_model_zero_grad(self) -> None:
-        """Before a validation within a fit: gradients make room for it."""
-        self.zero_grad()
-
-    def on_validation_model_eval(self) -> None:
-        self.eval()
-
-    def on_validation_model_train(self) -> None:
-        """Called after a validation where it is overridden; by default each submodule gets back the mode it had."""
-
-    def on_test_model_eval(self) -> None:
-        self.eval()
-
-    def on_test_model_train(self) -> None: ...
-    def on_predict_model_eval(self) -> None:
-        self.eval()
-
-    def on_predict_model_train(self) -> None: ...
-    def on_validation_start(self) -> None: ...
-    def on_validation_end(self) -> None: ...
-    def on_validation_epoch_start(self) -> None: ...
-    def on_validation_epoch_end(self) -> None: ...
-    def on_validation_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
-    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
-    def on_test_start(self) -> None: ...
-    def on_test_end(self) -> None: ...
-    def on_test_epoch_start(self) -> None: ...
-    def on_test_epoch_end(self) -> None: ...
-    def on_test_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
-    def on_test_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
-    def on_predict_start(self) -> None: ...
-    def on_predict_end(self) -> None: ...
-    def on_predict_epoch_start(self) -> None: ...
-    def on_predict_epoch_end(self) -> None: ...
-    def on_predict_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
-    def on_predict_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None: ...
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None: ...
-    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        return batch
-
-    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        return to_device(batch, device)
-
-    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        return batch
-
-    # What automatic optimization calls, to be overridden where it must differ -----------------------------------
+    # Steps of automatic optimization ----------------------------------------------------------------------------
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Run the backward of ``loss``."""
         loss.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
+        """Zero the gradients of ``optimizer``."""
         optimizer.zero_grad()
 
     def configure_gradient_clipping(
@@ -182,25 +161,28 @@ class Module(HasHyperParameters, Exports, nn.Module):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
+        """Clip the gradients of ``optimizer``, by default with :meth:`clip_gradients`."""
         self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        """Update the parameters. The closure computes the gradients, so an override must call or pass it."""
         optimizer.step(closure=optimizer_closure)
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        """Step ``scheduler``. ``metric`` is the value that it watches, or None."""
         if metric is None:
             scheduler.step()
         else:
             scheduler.step(metric)
 
-    # What the user calls --------------------------------------------------------------------------------------
+    # Methods that users call ------------------------------------------------------------------------------------
 
     @property
     def trainer(self) -> TrainerView:
-        """The Trainer this module is attached to.
+        """The Trainer to which this module is attached.
 
         Raises:
-            RoomierError: it is attached to none.
+            RoomierError: the module is not attached to a Trainer.
         """
         trainer: TrainerView | None = self.__dict__.get("_trainer")
         if trainer is None:
@@ -214,44 +196,52 @@ class Module(HasHyperParameters, Exports, nn.Module):
 
     @property
     def is_attached(self) -> bool:
+        """True if the module is attached to a Trainer."""
         return self.__dict__.get("_trainer") is not None
 
     @property
     def current_epoch(self) -> int:
+        """Number of completed epochs; 0 without a Trainer."""
         return self.trainer.current_epoch if self.is_attached else 0
 
     @property
     def global_step(self) -> int:
+        """Number of completed optimizer steps; 0 without a Trainer."""
         return self.trainer.global_step if self.is_attached else 0
 
     @property
     def global_rank(self) -> int:
+        """Rank of this process among all processes; 0 without a Trainer."""
         return self.trainer.global_rank if self.is_attached else 0
 
     @property
     def local_rank(self) -> int:
+        """Rank of this process on its node; 0 without a Trainer."""
         return self.trainer.local_rank if self.is_attached else 0
 
     @property
     def logger(self) -> Logger | None:
+        """The first logger; None if there is none."""
         return self.trainer.logger if self.is_attached else None
 
     @property
     def loggers(self) -> list[Logger]:
+        """All loggers; an empty list without a Trainer."""
         return self.trainer.loggers if self.is_attached else []
 
     @property
     def on_gpu(self) -> bool:
-        """Whether it is on a CUDA device."""
+        """True if the module is on a CUDA device."""
         return self.device.type == "cuda"
 
     @property
     def device(self) -> torch.device:
-        """Where the first parameter or buffer lives; the CPU where there is none."""
+        """Device of the first parameter or buffer; the CPU if there is none."""
         return next((t.device for t in _own_tensors(self)), torch.device("cpu"))
 
     @property
     def dtype(self) -> torch.dtype:
+        """Dtype of the first floating-point parameter or buffer; the default dtype if there is none."""
         return next((t.dtype for t in _own_tensors(self) if t.is_floating_point()), torch.get_default_dtype())
 
     def log(
@@ -271,28 +261,33 @@ class Module(HasHyperParameters, Exports, nn.Module):
         metric_attribute: str | None = None,
         rank_zero_only: bool = False,
     ) -> None:
-        """Log a number (a 0-dim tensor, a float, or a torchmetrics metric) under ``name``.
+        """Log a value under ``name``. The value stays on its device, so logging does not wait for the device.
 
         Args:
-            prog_bar: show it in the progress bar.
-            logger: send it to the loggers (default True).
+            name: name of the value, and of its column in the logs.
+            value: a 0-dim tensor, a number, or a torchmetrics metric.
+            prog_bar: show the value in the progress bar.
+            logger: send the value to the loggers. Default: True.
             on_step: log the value of this step. Default: True in ``training_step``.
             on_epoch: log the value reduced over the epoch. Default: True in validation and test.
-            reduce_fx: ``"mean"`` (weighted by ``batch_size``), ``"sum"``, ``"min"`` or ``"max"``; or the function of
-                torch or Python of that name. For another one log a torchmetrics object.
-            enable_graph: taken, and of no effect: a value is kept without its graph, here as in Lightning.
-            sync_dist: on several ranks, let the rows of the log hold the mean over them (weighted by ``batch_size``; or
-                the sum, minimum, maximum that ``reduce_fx`` names) in place of the first rank's value. Values of an
-                epoch are those of all ranks in any case.
-            sync_dist_group: None, or a group of all ranks: an epoch's figure is that of all of them.
-            add_dataloader_idx: with several loaders, put ``/dataloader_idx_N`` behind the name.
-            batch_size: the weight of this value in the epoch's mean; by default the first dimension of the
-                first tensor of the batch. Pass the number of tokens where the value is a mean over tokens; one that is
-                counted on the device may stay there.
-            metric_attribute: taken, and not needed: a torchmetrics object is found among the attributes of the module.
-            rank_zero_only: take the value of rank 0 alone.
+            reduce_fx: ``"mean"`` (weighted by ``batch_size``), ``"sum"``, ``"min"`` or ``"max"``, or the function of
+                torch or Python with this name. For other reductions, log a torchmetrics object.
+            enable_graph: has no effect. Values are stored without their graph, as in Lightning.
+            sync_dist: with several ranks, rows of the log contain the value reduced over all ranks with ``reduce_fx``
+                instead of the value of the first rank. Values of an epoch are always reduced over all ranks.
+            sync_dist_group: None, or a process group of all ranks.
+            add_dataloader_idx: with several loaders, append ``/dataloader_idx_N`` to the name.
+            batch_size: weight of this value in the mean of the epoch. Default: the first dimension of the first tensor
+                of the batch. Pass the number of tokens if the value is a mean over tokens. A tensor may stay on its
+                device.
+            metric_attribute: has no effect. torchmetrics objects are found among the attributes of the module.
+            rank_zero_only: log only the value of rank 0.
 
-        The value stays on its device: nothing here waits for it.
+        Raises:
+            RoomierError: an argument is invalid, or no step or epoch is running.
+
+        Example:
+            >>> self.log("loss", loss, prog_bar=True)
         """
         if self.is_attached:
             self.trainer.results.log(
@@ -311,38 +306,47 @@ class Module(HasHyperParameters, Exports, nn.Module):
             )
 
     def log_dict(self, dictionary: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
-        """:meth:`log` for each item of a mapping, or of a torchmetrics ``MetricCollection``; the other arguments are
-        those of :meth:`log`, in its order, and hold for all."""
+        """Call :meth:`log` for each item of a mapping or of a torchmetrics ``MetricCollection``.
+
+        Args:
+            dictionary: names and values.
+            args, kwargs: further arguments of :meth:`log`, for all items.
+        """
         for name, value in _items_to_log(dictionary):
             self.log(name, value, *args, **kwargs)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """``print`` on rank 0 only."""
+        """Call ``print`` on rank 0 only."""
         if self.global_rank == 0:
             print(*args, **kwargs)
 
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:
-        """The optimizer, or the list of them, for manual optimization. Stepping one of them counts."""
+        """Return the optimizer or the list of optimizers, for manual optimization.
+
+        Args:
+            use_pl_optimizer: return optimizers whose ``step`` counts in ``global_step`` and calls the hooks. If False,
+                return the optimizers of torch.
+        """
         found = self.trainer.manual_optimizers if use_pl_optimizer else self.trainer.optimizers
         return found[0] if len(found) == 1 else found
 
     def lr_schedulers(self) -> Any:
-        """None, the scheduler, or the list of them."""
+        """Return None, the scheduler, or the list of schedulers."""
         found = [config.scheduler for config in self.trainer.lr_scheduler_configs]
         return None if not found else found[0] if len(found) == 1 else found
 
     def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """``loss.backward()`` with the precision's loss scaling and the hooks around it.
+        """Run the backward of ``loss`` with loss scaling and hooks, in manual optimization.
 
         Raises:
-            RoomierError: optimization is automatic, which calls the backward of what ``training_step`` returns.
+            RoomierError: ``automatic_optimization`` is True.
         """
         if self.automatic_optimization:
             raise RoomierError(
                 "manual_backward",
                 type(self).__name__,
-                "optimization is automatic: the backward comes after training_step",
-                "Set self.automatic_optimization = False in __init__, or return the loss and do not call it",
+                "is not supported with automatic optimization, which calls backward after training_step",
+                "Set self.automatic_optimization = False in __init__, or return the loss and remove this call",
             )
         self.trainer.engine.backward(loss, *args, **kwargs)
 
@@ -352,12 +356,18 @@ class Module(HasHyperParameters, Exports, nn.Module):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clip the gradients of ``optimizer`` by ``"norm"`` (default) or ``"value"``; None leaves them."""
+        """Clip the gradients of ``optimizer``.
+
+        Args:
+            optimizer: the optimizer whose gradients are clipped.
+            gradient_clip_val: maximum norm or value; None disables clipping.
+            gradient_clip_algorithm: ``"norm"`` (default) or ``"value"``.
+        """
         unwrapped = self.trainer.unwrapped_optimizer(optimizer)
         self.trainer.engine.clip(gradient_clip_val, gradient_clip_algorithm, optimizer=unwrapped)
 
     def toggle_optimizer(self, optimizer: Any) -> None:
-        """Let only the parameters of ``optimizer`` require gradients, until :meth:`untoggle_optimizer`."""
+        """Set ``requires_grad`` to False for parameters of all other optimizers, until :meth:`untoggle_optimizer`."""
         own = {id(p) for group in optimizer.param_groups for p in group["params"]}
         state: dict[int, tuple[nn.Parameter, bool]] = {}
         for other in self.trainer.optimizers:
@@ -375,7 +385,7 @@ class Module(HasHyperParameters, Exports, nn.Module):
 
     @contextmanager
     def toggled_optimizer(self, optimizer: Any) -> Iterator[None]:
-        """:meth:`toggle_optimizer`, and :meth:`untoggle_optimizer` at the end, whatever happens inside."""
+        """Call :meth:`toggle_optimizer` at the start of the context, and :meth:`untoggle_optimizer` at its end."""
         self.toggle_optimizer(optimizer)
         try:
             yield
@@ -383,23 +393,23 @@ class Module(HasHyperParameters, Exports, nn.Module):
             self.untoggle_optimizer(optimizer)
 
     def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
-        """``data`` of every rank, on every rank: tensors of shape (...) as one of shape (world size, ...).
+        """Return ``data`` of all ranks on every rank. Tensors of shape (...) get the shape (world size, ...).
 
-        Every rank must call it, with tensors of the same shapes. With one rank tensors are given back as they are.
+        Every rank must call this method with tensors of the same shapes. With one rank, tensors are returned unchanged.
 
         Args:
-            data: a tensor or number, or mappings, lists and tuples of them.
+            data: a tensor or a number, or mappings, lists and tuples of them.
             group: a process group; None for all ranks.
-            sync_grads: gradients go back to the rank the tensor came from.
+            sync_grads: propagate gradients to the rank of each tensor.
         """
         return all_gather(data, self.trainer.ranks, self.device, group, has_gradients=sync_grads)
 
     def freeze(self) -> None:
-        """No parameter requires a gradient; evaluation mode."""
+        """Set ``requires_grad`` to False for all parameters, and set evaluation mode."""
         self.requires_grad_(False).eval()
 
     def unfreeze(self) -> None:
-        """Every parameter requires a gradient; training mode."""
+        """Set ``requires_grad`` to True for all parameters, and set training mode."""
         self.requires_grad_(True).train()
 
     @classmethod
@@ -411,25 +421,28 @@ class Module(HasHyperParameters, Exports, nn.Module):
         strict: bool | None = None,
         **kwargs: Any,
     ) -> Self:
-        """The module as the checkpoint has it: made from its stored hyperparameters, with its weights.
+        """Create the module from the hyperparameters in a checkpoint, and load its weights.
 
         Args:
-            checkpoint_path: a checkpoint folder, or a ``.ckpt`` of Lightning.
-            map_location: the device to put it on; None leaves it where ``__init__`` makes it, on the CPU as a rule.
-            strict: the names of the weights must agree; by default as ``strict_loading`` says.
-            kwargs: arguments of ``__init__`` that take the place of stored ones, or were not stored.
+            checkpoint_path: a checkpoint folder, or a Lightning ``.ckpt`` file.
+            map_location: device of the module; None keeps the device on which ``__init__`` creates it.
+            strict: require equal names of weights. Default: ``strict_loading``.
+            kwargs: arguments of ``__init__`` that replace stored ones, or are not stored.
 
         Raises:
-            RoomierError: ``map_location`` is no device that is here.
-            CheckpointError: damaged, or its weights do not fit this class.
+            RoomierError: ``map_location`` is not an available device.
+            CheckpointError: the checkpoint is damaged, or its weights do not match this class.
+
+        Example:
+            >>> model = Net.load_from_checkpoint("runs/version_0/checkpoints/last")
         """
-        # The one import that goes up: the name is known from Lightning, the work is the checkpoint layer's.
+        # The only import from a higher layer: the method has Lightning's name, and the folder checkpoint implements it.
         from roomier.checkpoint.module import load_module  # late: a higher layer
 
         return load_module(cls, checkpoint_path, map_location, strict=strict, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy of a module (EMA, pickling to workers) must not drag the Trainer along.
+        # Copies of a module (EMA, pickles for workers) must not contain the Trainer.
         return {key: value for key, value in self.__dict__.items() if key != "_trainer"}
 
 
@@ -439,13 +452,13 @@ def _own_tensors(module: nn.Module) -> Iterable[Tensor]:
 
 
 def _items_to_log(dictionary: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
-    torchmetrics = sys.modules.get("torchmetrics")  # who has such an object has imported it
+    torchmetrics = sys.modules.get("torchmetrics")  # imported if the value is one of its objects
     if torchmetrics is not None and isinstance(dictionary, torchmetrics.MetricCollection):
         found: Iterable[tuple[str, Any]] = dictionary.items(
             copy_state=False
         )  # the metrics themselves, under full names
         return found
     if not isinstance(dictionary, Mapping):
-        action = "Write self.log_dict({'loss': loss, ...}), or self.log(name, value) for one"
-        raise RoomierError("log_dict", type(dictionary).__name__, "is no mapping of names to values", action)
+        action = "Call self.log_dict({'loss': loss, ...}), or self.log(name, value) for one value"
+        raise RoomierError("log_dict", type(dictionary).__name__, "must be a mapping of names to values", action)
     return dictionary.items()

@@ -1,4 +1,4 @@
-"""Questions about user classes: which methods they override, and which of our base classes they stand for."""
+"""Queries about user classes: which methods they override, and which base class they correspond to."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def lightning_base(kind: type, counterpart: type) -> type | None:
 
 
 def overrides(obj: object, name: str, base: type) -> bool:
-    """Return whether ``obj`` or its class overrides the method ``name`` of ``base``, or of Lightning's counterpart."""
+    """Return True if ``obj`` or its class overrides the method ``name`` of ``base``, or of Lightning's counterpart."""
     base = lightning_base(type(obj), base) or base
     return name in vars(obj) or getattr(type(obj), name, None) is not getattr(base, name, None)
 
 
 def is_one(obj: object, counterpart: type) -> bool:
-    """Return whether ``obj`` is a Module, DataModule or Callback, of roomier or of Lightning."""
+    """Return True if ``obj`` is a Module, DataModule or Callback, of roomier or of Lightning."""
     return isinstance(obj, counterpart) or lightning_base(type(obj), counterpart) is not None

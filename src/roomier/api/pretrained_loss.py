@@ -1,4 +1,4 @@
-"""What the loss of a Hugging Face model averages over, as far as its class and configuration tell.
+"""Terms over which the loss of a Hugging Face model averages, inferred from its class and configuration.
 
 [Note: no num_items_in_batch]
 The models' own way to the gradient of the full batch is the argument ``num_items_in_batch``: the loss of micro-batch
@@ -18,7 +18,7 @@ from torch import nn
 
 from roomier.api.loss_terms import IGNORE_INDEX
 
-# Decoders of models that read a text and write another: they take targets that are shifted already (transformers 5.23).
+# Decoders of models that translate one text to another: their targets are shifted already (transformers 5.23).
 _UNSHIFTED = frozenset(
     f"{name}ForCausalLM"
     for name in (
@@ -30,10 +30,10 @@ _SHIFTED_ENDINGS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 
 
 def is_shifted_inside(network: nn.Module) -> bool:
-    """Whether ``network`` shifts its labels, so that the first of each row is no term of its loss."""
+    """Return True if ``network`` shifts its labels, so that the first label of each row does not count."""
     names = [cls.__name__ for cls in type(network).__mro__]
     config = getattr(network, "config", None)
-    # Models of images and text that continue a text are named ForConditionalGeneration, as encoder-decoders are.
+    # Models of images and text that continue a text are named ForConditionalGeneration, like encoder-decoder models.
     is_causal = any(name.endswith(_SHIFTED_ENDINGS) for name in names) and _UNSHIFTED.isdisjoint(names)
     is_encoder_decoder = getattr(config, "is_encoder_decoder", False) or not getattr(
         config, "use_decoder_only_language_model", True
@@ -42,24 +42,27 @@ def is_shifted_inside(network: nn.Module) -> bool:
 
 
 def ignored_label(network: nn.Module) -> int:
-    """The label that is no term of the loss of ``network``: 255 of a pixel that nobody named, say."""
+    """Return the label that the loss of ``network`` ignores, such as 255 for pixels without a class."""
     ignored: int = getattr(getattr(network, "config", None), "semantic_loss_ignore_index", IGNORE_INDEX)
     return ignored
 
 
 def reduction_of(network: nn.Module) -> Literal["mean", "sum"]:
-    """What the loss of ``network`` is of its terms."""
+    """Return the reduction of the loss of ``network`` over its terms."""
     is_sum = counts_samples(network) and getattr(network.config, "ctc_loss_reduction", "mean") == "sum"
     return "sum" if is_sum else "mean"
 
 
 def counts_samples(network: nn.Module) -> bool:
-    """Whether its labels are sequences of which each is one term: those of a transcript without times (CTC)."""
+    """Return True if each label sequence is one term of the loss, as in CTC."""
     is_ctc = any(cls.__name__.endswith("ForCTC") for cls in type(network).__mro__)
     return is_ctc and getattr(network, "config", None) is not None
 
 
 def compares_samples(batch: Any) -> bool:
-    """Whether the loss of ``batch`` compares its samples with each other, as that of CLIP, which is asked for by
-    ``return_loss``: it is then no mean over samples, and no weights make that of a whole batch of its parts."""
+    """Return True if the loss of ``batch`` compares its samples with each other.
+
+    Models such as CLIP do so if the batch contains ``return_loss``. This loss is not a mean over samples, so weights of
+    micro-batches cannot reproduce the loss of the full batch.
+    """
     return isinstance(batch, Mapping) and bool(batch.get("return_loss"))

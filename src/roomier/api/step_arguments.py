@@ -1,4 +1,4 @@
-"""How the step methods of a module are called."""
+"""Arguments of the step methods of a module."""
 
 from __future__ import annotations
 
@@ -9,15 +9,20 @@ from roomier.core.errors import RoomierError
 
 
 def num_step_arguments(module: Module, name: str, num_given: int) -> int:
-    """How many of the ``num_given`` arguments (batch, batch_idx, dataloader_idx) the method ``name`` takes.
+    """Return how many of the arguments (batch, batch_idx, dataloader_idx) the method ``name`` accepts.
+
+    Args:
+        module: the module with the method.
+        name: name of the step method.
+        num_given: number of arguments that are available.
 
     Raises:
-        RoomierError: it takes none, asks for more, or for an iterator.
+        RoomierError: the method accepts no argument, requires more than ``num_given``, or requires an iterator.
     """
     signature = inspect.signature(getattr(module, name))
     parameters = signature.parameters.values()
     if "dataloader_iter" in signature.parameters:
-        problem = "takes the iterator of a loader, as Lightning may give it; here it gets one batch after another"
+        problem = "requires the iterator of a loader, but it is called with one batch at a time"
         raise RoomierError(name, str(signature), problem, f"Define it as {name}(self, batch, batch_idx)")
     if any(p.kind is p.VAR_POSITIONAL for p in parameters):
         return num_given
@@ -25,5 +30,5 @@ def num_step_arguments(module: Module, name: str, num_given: int) -> int:
     if not named or sum(p.default is p.empty for p in named) > num_given:
         arguments = ", ".join(("batch", "batch_idx", "dataloader_idx")[:num_given])
         action = f"Define it as {name}(self, {arguments})"
-        raise RoomierError(name, str(signature), f"is called with ({arguments}) here", action)
+        raise RoomierError(name, str(signature), f"is called with ({arguments})", action)
     return min(len(named), num_given)

@@ -1,4 +1,4 @@
-"""The Trainer as hooks and library code below it read it: Lightning's attribute names, read-only except one."""
+"""The Trainer as hooks and library code use it, with Lightning's attribute names. Only one attribute can be set."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 class TrainerView(Protocol):
-    """The Trainer as its callbacks and modules see it. :class:`roomier.Trainer` implements it.
+    """The Trainer as its callbacks and modules use it. :class:`roomier.Trainer` implements it.
 
     Attributes:
-        should_stop: set it to True to end training at the next save point. On several ranks, one rank is enough.
+        should_stop: set it to True to end training at the next save point. With several ranks, one rank is sufficient.
     """
 
     should_stop: bool
@@ -33,256 +33,374 @@ class TrainerView(Protocol):
     @property
     def global_step(self) -> int:
         """Number of completed optimizer steps."""
-        ...
 
     @property
     def current_epoch(self) -> int:
         """Number of completed epochs."""
-        ...
 
     @property
     def num_steps_in_all(self) -> float:
-        """Optimizer steps of the full run, done and remaining. Infinite if unknown."""
-        ...
+        """Optimizer steps of the full run, completed and remaining. Infinite if unknown."""
 
     @property
     def estimated_stepping_batches(self) -> float:
-        """Optimizer steps of the full run, also while ``configure_optimizers`` runs. Infinite if unknown."""
-        ...
+        """Optimizer steps of the full run, including while ``configure_optimizers`` runs. Infinite if unknown."""
 
     @property
     def is_last_batch(self) -> bool:
-        """Whether the current training batch is the last one of its epoch."""
-        ...
+        """True if the current training batch is the last one of its epoch."""
 
     @property
     def is_last_save_point(self) -> bool:
-        """Whether training ends at the current save point."""
-        ...
+        """True if training ends at the current save point."""
 
     @property
     def is_running(self) -> bool:
-        """Whether a loop of this Trainer is running."""
-        ...
+        """True if a loop of this Trainer is running."""
 
     @property
     def interrupted(self) -> bool:
-        """Whether a signal ended the last call."""
-        ...
+        """True if a signal ended the last call."""
 
     @property
-    def received_sigterm(self) -> bool: ...
+    def received_sigterm(self) -> bool:
+        """True if the last call received SIGTERM."""
+
     @property
-    def state(self) -> Any: ...
+    def state(self) -> Any:
+        """Method, loop and status of the last call."""
+
     @property
-    def training(self) -> bool: ...
+    def training(self) -> bool:
+        """True while training steps run."""
+
     @property
-    def validating(self) -> bool: ...
+    def validating(self) -> bool:
+        """True while a validation runs."""
+
     @property
-    def testing(self) -> bool: ...
+    def testing(self) -> bool:
+        """True while a test runs."""
+
     @property
-    def predicting(self) -> bool: ...
+    def predicting(self) -> bool:
+        """True while predictions run."""
+
     @property
-    def sanity_checking(self) -> bool: ...
+    def sanity_checking(self) -> bool:
+        """True while the validation before training runs."""
+
     @property
-    def evaluating(self) -> bool: ...
+    def evaluating(self) -> bool:
+        """True while a validation, a test or the sanity check runs."""
 
     # Data
 
     @property
     def num_training_batches(self) -> float:
         """Batches of a training epoch on this rank. Infinite if unknown."""
-        ...
 
     @property
     def num_val_batches(self) -> list[float]:
         """Batches of each validation loader, over all ranks."""
-        ...
 
     @property
-    def num_sanity_val_batches(self) -> list[float]: ...
+    def num_sanity_val_batches(self) -> list[float]:
+        """Number of batches of each validation loader in the sanity check."""
+
     @property
-    def num_test_batches(self) -> list[float]: ...
+    def num_test_batches(self) -> list[float]:
+        """Number of batches of each test loader, over all ranks."""
+
     @property
-    def num_predict_batches(self) -> list[float]: ...
+    def num_predict_batches(self) -> list[float]:
+        """Number of batches of each prediction loader, over all ranks."""
+
     @property
-    def train_dataloader(self) -> Any: ...
+    def train_dataloader(self) -> Any:
+        """The training loader of the last run."""
+
     @property
-    def val_dataloaders(self) -> Any: ...
+    def val_dataloaders(self) -> Any:
+        """The validation loaders of the last run."""
+
     @property
-    def test_dataloaders(self) -> Any: ...
+    def test_dataloaders(self) -> Any:
+        """The test loaders of the last run."""
+
     @property
-    def predict_dataloaders(self) -> Any: ...
+    def predict_dataloaders(self) -> Any:
+        """The prediction loaders of the last run."""
+
     @property
-    def datamodule(self) -> Any: ...
+    def datamodule(self) -> Any:
+        """The DataModule of the last call; None if there was none."""
+
     @property
-    def enable_validation(self) -> bool: ...
+    def enable_validation(self) -> bool:
+        """True if the module defines ``validation_step`` and there is validation data."""
 
     # Settings
 
     @property
     def plan(self) -> Plan:
         """The plan of the last run; before the first run, the requested plan."""
-        ...
 
     @property
     def asked_plan(self) -> Plan:
         """The requested plan."""
-        ...
 
     @property
     def accumulate_grad_batches(self) -> int:
         """Micro-batches per optimizer step in the current epoch."""
-        ...
 
     @property
-    def gradient_clip_val(self) -> float | None: ...
+    def gradient_clip_val(self) -> float | None:
+        """Maximum norm or value of gradients; None if clipping is disabled."""
+
     @property
-    def gradient_clip_algorithm(self) -> str: ...
+    def gradient_clip_algorithm(self) -> str:
+        """``"norm"`` or ``"value"``."""
+
     @property
-    def precision(self) -> str: ...
+    def precision(self) -> str:
+        """Precision of the plan, such as ``"bf16-mixed"``."""
+
     @property
-    def max_epochs(self) -> int | None: ...
+    def max_epochs(self) -> int | None:
+        """Maximum number of epochs; None if not set."""
+
     @property
-    def min_epochs(self) -> int | None: ...
+    def min_epochs(self) -> int | None:
+        """Minimum number of epochs; None if not set."""
+
     @property
-    def max_steps(self) -> int: ...
+    def max_steps(self) -> int:
+        """Maximum number of optimizer steps; -1 if unlimited."""
+
     @property
-    def min_steps(self) -> int | None: ...
+    def min_steps(self) -> int | None:
+        """Minimum number of optimizer steps; None if not set."""
+
     @property
-    def limit_train_batches(self) -> int | float: ...
+    def limit_train_batches(self) -> int | float:
+        """Number or fraction of training batches per epoch."""
+
     @property
-    def limit_val_batches(self) -> int | float: ...
+    def limit_val_batches(self) -> int | float:
+        """Number or fraction of validation batches."""
+
     @property
-    def limit_test_batches(self) -> int | float: ...
+    def limit_test_batches(self) -> int | float:
+        """Number or fraction of test batches."""
+
     @property
-    def limit_predict_batches(self) -> int | float: ...
+    def limit_predict_batches(self) -> int | float:
+        """Number or fraction of prediction batches."""
+
     @property
-    def overfit_batches(self) -> int | float: ...
+    def overfit_batches(self) -> int | float:
+        """Number or fraction of batches used for training and validation; 0 if disabled."""
+
     @property
-    def fast_dev_run(self) -> int | bool: ...
+    def fast_dev_run(self) -> int | bool:
+        """Number of batches of a development run; False if disabled."""
+
     @property
-    def val_check_interval(self) -> int | float: ...
+    def val_check_interval(self) -> int | float:
+        """Number or fraction of training batches between two validations."""
+
     @property
-    def check_val_every_n_epoch(self) -> int | None: ...
+    def check_val_every_n_epoch(self) -> int | None:
+        """Number of epochs between two validations; None to count batches across epochs."""
+
     @property
-    def num_sanity_val_steps(self) -> int: ...
+    def num_sanity_val_steps(self) -> int:
+        """Number of validation batches before training."""
+
     @property
-    def log_every_n_steps(self) -> int: ...
+    def log_every_n_steps(self) -> int:
+        """Number of optimizer steps between two rows of the log."""
 
     # Objects
 
     @property
     def run(self) -> Any:
         """The last run, or None. Library code calls :func:`roomier.run.run.run_of`."""
-        ...
 
     @property
     def fitted(self) -> Any:
         """The run of the last fit, or None."""
-        ...
 
     @property
-    def engine(self) -> Engine: ...
+    def engine(self) -> Engine:
+        """The engine of the last run, which computes gradients and updates."""
+
     @property
-    def model(self) -> Any: ...
+    def model(self) -> Any:
+        """The module of the last call."""
+
     @property
-    def lightning_module(self) -> Any: ...
+    def lightning_module(self) -> Any:
+        """The module of the last call, as callbacks receive it."""
+
     @property
     def shapes(self) -> Any:
         """The model of the last fit before it was built, without values. None if no callback needs it."""
-        ...
 
     @property
     def choice(self) -> Any:
         """The plans that the planner compared for the last fit. None if the plan was given."""
-        ...
 
     @property
-    def callbacks(self) -> Sequence[Callback]: ...
+    def callbacks(self) -> Sequence[Callback]:
+        """All callbacks, in the order of their calls."""
+
     @property
-    def checkpoint_callback(self) -> Any: ...
+    def checkpoint_callback(self) -> Any:
+        """The first callback that saves checkpoints; None if there is none."""
+
     @property
-    def checkpoint_callbacks(self) -> Sequence[Any]: ...
+    def checkpoint_callbacks(self) -> Sequence[Any]:
+        """All callbacks that save checkpoints."""
+
     @property
-    def early_stopping_callback(self) -> Any: ...
+    def early_stopping_callback(self) -> Any:
+        """The first EarlyStopping callback; None if there is none."""
+
     @property
-    def early_stopping_callbacks(self) -> Sequence[Any]: ...
+    def early_stopping_callbacks(self) -> Sequence[Any]:
+        """All EarlyStopping callbacks."""
+
     @property
-    def progress_bar_callback(self) -> Any: ...
+    def progress_bar_callback(self) -> Any:
+        """The progress bar; None if there is none."""
+
     @property
-    def optimizers(self) -> list[Optimizer]: ...
+    def optimizers(self) -> list[Optimizer]:
+        """The optimizers of the last run."""
+
     @property
-    def manual_optimizers(self) -> Sequence[Any]: ...
+    def manual_optimizers(self) -> Sequence[Any]:
+        """The optimizers for manual optimization, whose ``step`` counts in ``global_step``."""
+
     @property
-    def lr_scheduler_configs(self) -> Sequence[Any]: ...
+    def lr_scheduler_configs(self) -> Sequence[Any]:
+        """The learning rate schedulers of the last run with their intervals."""
+
     @property
-    def scaler(self) -> Any: ...
+    def scaler(self) -> Any:
+        """The loss scaler with ``"16-mixed"``; otherwise None."""
+
     @property
-    def strategy(self) -> Any: ...
+    def strategy(self) -> Any:
+        """Properties of the ranks, with Lightning's attribute names."""
+
     @property
-    def profiler(self) -> Any: ...
+    def profiler(self) -> Any:
+        """Object with Lightning's method ``profile`` for named ranges."""
+
     @property
-    def loggers(self) -> list[Logger]: ...
+    def loggers(self) -> list[Logger]:
+        """All loggers."""
+
     @property
-    def logger(self) -> Logger | None: ...
+    def logger(self) -> Logger | None:
+        """The first logger; None if there is none."""
+
     @property
-    def results(self) -> Any: ...
+    def results(self) -> Any:
+        """The tables of logged values."""
+
     @property
-    def predict_loop(self) -> Any: ...
+    def predict_loop(self) -> Any:
+        """The prediction loop, with Lightning's attribute names."""
 
     # Metrics
 
     @property
-    def callback_metrics(self) -> dict[str, Tensor]: ...
+    def callback_metrics(self) -> dict[str, Tensor]:
+        """All logged values."""
+
     @property
-    def logged_metrics(self) -> dict[str, Tensor]: ...
+    def logged_metrics(self) -> dict[str, Tensor]:
+        """Logged values for the loggers, by column."""
+
     @property
-    def progress_bar_metrics(self) -> dict[str, float]: ...
+    def progress_bar_metrics(self) -> dict[str, float]:
+        """Logged values for the progress bar."""
+
     @property
-    def progress_bar_dict(self) -> dict[str, float]: ...
+    def progress_bar_dict(self) -> dict[str, float]:
+        """Same as ``progress_bar_metrics``."""
+
     def log_metrics(self, metrics: Mapping[str, float]) -> None:
         """Write a row to the loggers at the current step."""
-        ...
 
     # Ranks and files
 
     @property
-    def world(self) -> World: ...
-    @property
-    def ranks(self) -> Ranks: ...
-    @property
-    def world_size(self) -> int: ...
-    @property
-    def global_rank(self) -> int: ...
-    @property
-    def local_rank(self) -> int: ...
-    @property
-    def node_rank(self) -> int: ...
-    @property
-    def num_nodes(self) -> int: ...
-    @property
-    def num_devices(self) -> int: ...
-    @property
-    def device_ids(self) -> list[int]: ...
-    @property
-    def is_global_zero(self) -> bool: ...
-    @property
-    def default_root_dir(self) -> str: ...
-    @property
-    def log_dir(self) -> str: ...
-    @property
-    def ckpt_path(self) -> Path | str | None: ...
-    @property
-    def keeps_files(self) -> bool:
-        """Whether a fit writes a run folder."""
-        ...
+    def world(self) -> World:
+        """Position of this process among all processes."""
 
     @property
-    def enable_checkpointing(self) -> bool: ...
+    def ranks(self) -> Ranks:
+        """The ranks that share the model and each batch."""
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+
+    @property
+    def global_rank(self) -> int:
+        """Rank of this process among all processes."""
+
+    @property
+    def local_rank(self) -> int:
+        """Rank of this process on its node."""
+
+    @property
+    def node_rank(self) -> int:
+        """Index of this node."""
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of nodes."""
+
+    @property
+    def num_devices(self) -> int:
+        """Number of devices per node."""
+
+    @property
+    def device_ids(self) -> list[int]:
+        """Indices of the devices on this node."""
+
+    @property
+    def is_global_zero(self) -> bool:
+        """True on rank 0."""
+
+    @property
+    def default_root_dir(self) -> str:
+        """Folder that contains the run folders."""
+
+    @property
+    def log_dir(self) -> str:
+        """Folder of the logs."""
+
+    @property
+    def ckpt_path(self) -> Path | str | None:
+        """The checkpoint that the last call loaded; None if there was none."""
+
+    @property
+    def keeps_files(self) -> bool:
+        """True if a fit writes a run folder."""
+
+    @property
+    def enable_checkpointing(self) -> bool:
+        """True if checkpoints are enabled."""
+
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print on the first rank only."""
-        ...
 
     def save_checkpoint(
         self,
@@ -294,9 +412,7 @@ class TrainerView(Protocol):
         when_committed: Callable[[], None] | None = None,
     ) -> None:
         """Save the run. From a hook of a running fit, the checkpoint is written at the end of the step."""
-        ...
 
     @staticmethod
     def unwrapped_optimizer(optimizer: Any) -> Optimizer:
         """Return the torch optimizer behind an element of ``Module.optimizers()``."""
-        ...

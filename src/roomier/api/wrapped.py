@@ -1,4 +1,4 @@
-"""A module that is no roomier.Module, and the Module around it."""
+"""Wrapper of a model that is not a roomier.Module."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from roomier.api.module import Module
 
 
 class WrappedModule(Module):
-    """Stands for ``network``: checkpoints hold its names, without a prefix.
+    """Module that wraps ``network``. Checkpoints contain the names of ``network``, without a prefix.
 
     Attributes:
-        network: what the user made.
+        network: the model of the user.
     """
 
     def __init__(self, network: nn.Module) -> None:
@@ -20,5 +20,5 @@ class WrappedModule(Module):
 
 
 def network_of(module: Module) -> nn.Module:
-    """The module whose parameters are trained and stored by name."""
+    """Return the module whose parameters are trained and stored under their names."""
     return module.network if isinstance(module, WrappedModule) else module

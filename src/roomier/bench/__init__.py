@@ -1,1 +1,1 @@
-"""Named measurements: ``roomier bench NAME`` runs one and prints what it found."""
+"""Benchmarks: ``roomier bench NAME`` runs one and prints its results."""

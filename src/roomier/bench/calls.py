@@ -1,4 +1,4 @@
-"""How much of a library runs for each step: frames on the way to ``training_step``, calls from one to the next."""
+"""Counts of library code in a step: stack frames above ``training_step``, and function calls per step."""
 
 from __future__ import annotations
 
@@ -10,19 +10,21 @@ from typing import Any
 
 
 def folder_of(package: ModuleType) -> str:
+    """Return the folder of ``package``, with a trailing separator."""
     assert package.__file__ is not None
     return os.path.dirname(os.path.abspath(package.__file__)) + os.sep
 
 
 class FrameCount:
-    """A probe that looks, once, at what lies on the stack between ``training_step`` and ``fit``.
+    """A probe that records, one time, the stack frames between ``training_step`` and ``fit``.
 
     Args:
-        fit: the code of the method the user called; its frame does not count, nor does the user's own.
-        folders: frames of files below them count.
+        fit: code of the method that the user called. Its frame and the frames of the user do not count.
+        folders: frames count if their file is in one of these folders.
+        at_index: index of the step in which the frames are recorded.
 
     Attributes:
-        frames: ``file:function`` of each that counts, from the outermost in.
+        frames: ``file:function`` of each counted frame, outermost first.
     """
 
     def __init__(self, fit: CodeType, folders: tuple[str, ...], at_index: int) -> None:
@@ -52,12 +54,14 @@ class FrameCount:
 class CallCount:
     """A probe that counts the Python calls into a library from the step ``first`` to the step ``last``.
 
-    Choose a whole number of log intervals, so that what happens now and then is counted at its share. Calls within
-    ``training_step`` itself count only where they end in the library. A generator counts each time it goes on.
+    Choose an integral number of log intervals, so that calls of log steps are counted with their frequency. A call
+    within ``training_step`` counts only if it enters the library. A generator counts each time it resumes.
 
     Args:
-        folders: calls of functions in files below them count.
-        exclude: but not those below this one (the benchmark's own).
+        folders: calls of functions in files in these folders count.
+        first: index of the first counted step.
+        last: index of the first step that is no longer counted.
+        exclude: a folder whose functions do not count, such as the benchmark.
     """
 
     def __init__(self, folders: tuple[str, ...], first: int, last: int, exclude: str | None = None) -> None:
@@ -69,6 +73,7 @@ class CallCount:
 
     @property
     def per_step(self) -> float:
+        """Calls per step."""
         return self.num_calls / (self._last - self._first)
 
     def __call__(self, index: int) -> None:
@@ -78,7 +83,7 @@ class CallCount:
             sys.setprofile(None)
 
     def _counter(self) -> Callable[[FrameType, str, Any], None]:
-        counts: dict[CodeType, bool] = {}  # whether a function's calls count
+        counts: dict[CodeType, bool] = {}  # whether calls of a function count
 
         def on_event(frame: FrameType, event: str, _: Any) -> None:
             if event != "call":

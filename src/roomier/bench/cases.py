@@ -1,4 +1,4 @@
-"""The cases ``roomier bench`` knows. One file each; listing them imports none."""
+"""The benchmarks of ``roomier bench``, one file each. This list imports none of them."""
 
 from __future__ import annotations
 
@@ -12,48 +12,53 @@ from rich.console import RenderableType
 
 
 class CaseModule(Protocol):
-    """What the file of a case defines."""
+    """The functions that the file of a benchmark defines."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """The options of this case."""
+        """Add the options of this benchmark."""
 
     def measure(self, options: argparse.Namespace) -> dict[str, Any]:
-        """Run it. What comes back is plain data for one JSON object; nothing is written to standard output."""
+        """Run the benchmark.
+
+        Returns:
+            Data for one JSON object. The function writes no text to standard output.
+        """
 
     def table(self, result: Mapping[str, Any]) -> RenderableType:
-        """``result`` for a reader."""
+        """Return ``result`` as a table for a terminal."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One named measurement.
+    """A benchmark.
 
     Attributes:
-        summary: one line for the list of cases.
-        module: where it lives; it defines what :class:`CaseModule` says.
+        summary: one line for the list of benchmarks.
+        module: import path of a file that implements :class:`CaseModule`.
     """
 
     summary: str
     module: str
 
     def load(self) -> CaseModule:
+        """Import the file of the benchmark."""
         return cast(CaseModule, import_module(self.module))
 
 
 CASES: dict[str, Case] = {
     "overhead": Case(
-        "what a step of the Trainer costs above the same step in a bare PyTorch loop", "roomier.bench.overhead"
+        "time of a step of the Trainer compared with the same step in a bare PyTorch loop", "roomier.bench.overhead"
     ),
     "levers": Case(
-        "time and memory of each lever of one device, beside the Hugging Face Trainer", "roomier.bench.levers"
+        "time and memory of each single-device lever, compared with the Hugging Face Trainer", "roomier.bench.levers"
     ),
-    "optimizers": Case(
-        "loss, memory and time of optimizers with states of few bits, beside AdamW", "roomier.bench.optimizers"
-    ),
-    "planner": Case("the peak of a step as it is forecast, beside the peak as it is", "roomier.bench.planner"),
+    "optimizers": Case("loss, memory and time of low-bit optimizers, compared with AdamW", "roomier.bench.optimizers"),
+    "planner": Case("forecast and measured peak memory of a step", "roomier.bench.planner"),
     "seeds": Case(
-        "memory that four articles published, beside the forecast of the same training", "roomier.bench.seeds"
+        "memory published by four articles, compared with the forecast of the same training", "roomier.bench.seeds"
     ),
-    "choice": Case("what strategy='auto' picks, beside all plans that fit, each of them run", "roomier.bench.choice"),
-    "strategies": Case("memory and step time of each strategy beside plain PyTorch DDP", "roomier.bench.strategies"),
+    "choice": Case(
+        "the choice of strategy='auto', compared with measurements of all plans that fit", "roomier.bench.choice"
+    ),
+    "strategies": Case("memory and step time of each strategy, compared with PyTorch DDP", "roomier.bench.strategies"),
 }

@@ -1,4 +1,4 @@
-"""``roomier bench choice``: what ``strategy="auto"`` picks, beside all plans that really fit, each of them run."""
+"""``roomier bench choice``: the choice of ``strategy="auto"``, compared with measurements of all plans that fit."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ from roomier.bench.rank_processes import run_on_ranks
 from roomier.core.units import format_bytes, format_seconds
 
 BAR = 1.10
-"""The chosen plan's step may take this many times the best one's."""
+"""Largest accepted ratio of the step time of the chosen plan to the step time of the best plan."""
 _WORKER = "roomier.bench.choice_ranks"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this benchmark."""
     parser.add_argument("--pairs", type=int, default=20, help="random models, each with a random budget (%(default)s)")
-    parser.add_argument("--first", type=int, default=0, help="number of the first pair: each is drawn by its number")
-    parser.add_argument("--seed", type=int, default=0, help="of models and budgets (%(default)s)")
-    parser.add_argument("--all-plans", action="store_true", help="tell all that was run, beside its forecast")
+    parser.add_argument("--first", type=int, default=0, help="number of the first pair; a number defines its pair")
+    parser.add_argument("--seed", type=int, default=0, help="seed of models and budgets (%(default)s)")
+    parser.add_argument("--all-plans", action="store_true", help="report every plan that was run, with its forecast")
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """A row for each pair: what was chosen, what it took, and what the best plan takes. Processes serve many pairs."""
+    """Return a row for each pair: the chosen plan, its step time, and the step time of the best plan."""
     facts = circumstances()
     numbers = range(options.first, options.first + options.pairs)
     rows: dict[int, dict[str, Any]] = {}
@@ -38,7 +39,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         settings = {"num_ranks": num_ranks, "numbers": mine, "seed": options.seed, "all_plans": options.all_plans}
         if not mine:
             continue
-        with TemporaryDirectory() as nothing_kept:  # plans are chosen by a quick look, as where nothing was measured
+        with TemporaryDirectory() as nothing_kept:  # without stored measurements, as on a new machine
             environment = {"XDG_CACHE_HOME": nothing_kept}
             found = run_on_ranks(_WORKER, num_ranks, settings, environment, tells=sys.stderr)
         rows |= {int(number): row for number, row in found.items()}
@@ -46,8 +47,13 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def summary(pairs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Keys: ``pairs``; ``under_budget``, the share of pairs; ``worst_ratio`` and ``median_ratio`` of the chosen plan's
-    step to the best one's, None where a pair has none; ``num_within_bar``."""
+    """Return the figures over all pairs.
+
+    Returns:
+        ``pairs``; ``under_budget``, the share of pairs whose peak is below the budget; ``worst_ratio`` and
+        ``median_ratio`` of the step time of the chosen plan to the best plan, None if one pair has no ratio;
+        ``num_within_bar``, the number of ratios up to :data:`BAR`.
+    """
     ratios = [each["ratio"] for each in pairs]
     known = [ratio for ratio in ratios if ratio is not None]
     is_whole = len(known) == len(ratios)
@@ -61,10 +67,11 @@ def summary(pairs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def table(result: Mapping[str, Any]) -> RenderableType:
+    """Return one line for each pair."""
     found = Table(
         title=f"{result['num_within_bar']} of {len(result['pairs'])} choices within {BAR:g} of the best step, "
         f"{result['under_budget']:.0%} under the budget",
-        caption="peaks by the tracker, of the worst rank; steps in turns, medians\n"
+        caption="peak bytes by the memory tracker, largest rank; interleaved steps, medians\n"
         f"{result['machine']['cpu']}, torch {result['torch']}",
     )
     for name in ("model", "ranks", "chosen", "peak", "budget", "plans run", "step", "of the best", "best"):

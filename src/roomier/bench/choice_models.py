@@ -1,4 +1,4 @@
-"""Random models of several kinds, each drawn by a number: what ``roomier bench choice`` plans for."""
+"""Random models of several kinds for ``roomier bench choice``. A number defines each model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KINDS = ("gpt", "mlp", "conv", "bert")
 
 
 class Encoder(Module):
-    """As BERT: all tokens see each other, some of them are asked for."""
+    """A bidirectional Transformer encoder, like BERT."""
 
     def __init__(self, vocab_size: int, width: int, num_layers: int, seq_len: int) -> None:
         super().__init__()
@@ -70,11 +70,14 @@ class ConvNet(Module):
 
 @dataclass(frozen=True)
 class Drawn:
-    """A model, the batch of each rank, and how much of what plans need the budget allows.
+    """A model, the batch of each rank, and a memory budget.
 
     Attributes:
-        sizes: of the model and of one sample.
-        tightness: 0 is a budget of what the smallest plan needs, 1 of what the largest does.
+        kind: one of :data:`KINDS`.
+        num_ranks: number of ranks.
+        sizes: sizes of the model and of one sample, by name.
+        batch_size: samples of each rank.
+        tightness: position of the budget between the smallest (0) and the largest (1) peak of all plans.
     """
 
     kind: str
@@ -85,9 +88,11 @@ class Drawn:
 
     @property
     def name(self) -> str:
+        """Kind, sizes and batch size."""
         return " ".join([self.kind, *(f"{name}={size}" for name, size in self.sizes.items()), f"x{self.batch_size}"])
 
     def module(self) -> Module:
+        """Return a new module with the same initial weights in every call."""
         torch.manual_seed(0)
         sizes = dict(self.sizes)
         if self.kind == "gpt":
@@ -101,6 +106,7 @@ class Drawn:
         return ConvNet(sizes["channels"], sizes["layers"])
 
     def batch(self, num_samples: int) -> tuple[Tensor, Tensor]:
+        """Return random inputs and targets of ``num_samples`` samples."""
         if self.kind == "mlp":
             shape = (num_samples, self.sizes["rows"], self.sizes["width"])
             return torch.randn(shape), torch.randn(shape)
@@ -111,7 +117,7 @@ class Drawn:
 
 
 def drawn(number: int, seed: int) -> Drawn:
-    """The pair of this number, the same whenever it is asked for. Kinds and numbers of ranks take turns."""
+    """Return the pair with this number. Kinds and numbers of ranks alternate."""
     draw = random.Random(f"{seed}, {number}")
     kind = KINDS[number // 2 % len(KINDS)]
     sizes: dict[str, Any]

@@ -1,9 +1,9 @@
-"""The pairs of ``roomier bench choice`` on one rank: ``python -m roomier.bench.choice_ranks FOLDER SETTINGS``.
+"""A rank of ``roomier bench choice``: ``python -m roomier.bench.choice_ranks FOLDER SETTINGS``.
 
-Every plan is run by itself: two steps, one under the tracker, and three on the clock. Then a budget is drawn between
-the least and the most that any of them held, and ``auto`` chooses. Plans that fit and may be the fastest, and the
-chosen one, are built again and take turns; of these, the few that lead take turns once more, and only those count:
-the fastest of many is in part the luckiest.
+Every plan runs alone for two warm-up steps, one step under the memory tracker, and three timed steps. The budget is
+between the smallest and the largest measured peak, and ``auto`` chooses a plan. The chosen plan and the fast plans that
+fit are then built again and timed in alternating turns. Their leaders are timed in more turns, and only these turns
+count: the fastest of many single measurements is partly the luckiest.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ from roomier.hardware.machine import Machine
 from roomier.hardware.this_machine import this_machine
 from roomier.memory.tracker import tracking
 from roomier.plan import plan_from_flags
-from roomier.plan.parts import CHUNKED_LOSS
 from roomier.planner.choice import words_of
 from roomier.planner.choosing.candidates import Candidate, candidates
 from roomier.planner.choosing.choose import choose
@@ -41,11 +40,11 @@ from roomier.planner.choosing.pricing import prices_of, time_s
 from roomier.planner.formula.fixed_bytes import fixed_bytes
 from roomier.planner.workload import Workload
 
-_MAYBE, _MOST_CONTENDERS = 1.25, 24  # times the best of the first look: what is slower is not looked at again
+_MAYBE, _MOST_CONTENDERS = 1.25, 24  # plans above 1.25 times the best first measurement are not timed again
 _LEADING, _MOST_LEADING = 1.10, 6
-_NUM_STEPS = 3  # of a turn
+_NUM_STEPS = 3  # per turn
 _TURNS, _LAST_TURNS = 3, 7
-_WARMUP_STEPS = 2  # DDP is there from the second on
+_WARMUP_STEPS = 2  # DDP is created after the first step
 
 
 @dataclass
@@ -53,8 +52,10 @@ class Seen:
     """A plan that was run.
 
     Attributes:
-        peak_bytes: of a step, of the rank that holds most.
-        step_s: of the slowest rank.
+        candidate: the plan and its micro-batch.
+        words: description of the plan.
+        peak_bytes: peak bytes of a step, on the rank with the largest peak.
+        step_s: seconds of a step, on the slowest rank.
     """
 
     candidate: Candidate
@@ -64,7 +65,7 @@ class Seen:
 
 
 class Running:
-    """A plan on this rank, built."""
+    """An engine of a plan on this rank."""
 
     def __init__(self, candidate: Candidate, pair: Drawn, ranks: Ranks) -> None:
         plan = candidate.plan
@@ -79,18 +80,19 @@ class Running:
             self.step()
 
     def step(self) -> None:
+        """Run one optimizer step."""
         self.engine.forward_backward(lambda batch, _: self._module.training_step(batch), list(self._batches))
         self.engine.step()
 
     def peak_bytes(self) -> int:
-        """Of all tensors in a step, of the rank that holds most."""
+        """Return the peak bytes of all tensors in a step, on the rank with the largest peak."""
         with tracking(self.engine) as tracker:
             self.step()
         return max(self._ranks.gather(tracker.peak().total()))
 
     def turn(self) -> float:
-        """Median seconds of a few steps, of the slowest rank."""
-        self.step()  # brings what it needs back into the processor's caches
+        """Return the median seconds of a few steps, on the slowest rank."""
+        self.step()  # fill the caches of the processor
         self._ranks.barrier()
         durations = []
         for _ in range(_NUM_STEPS):
@@ -101,17 +103,19 @@ class Running:
 
 
 def run_pair(pair: Drawn, ranks: Ranks, *, tells_all: bool = False) -> dict[str, Any]:
-    """The row of one pair; its keys are told in docs/design/planner.md.
+    """Run all plans of one pair and return its row. docs/design/planner.md describes the keys.
 
     Args:
-        tells_all: adds ``plans``: each that was run, with its forecast.
+        pair: the model, its batch and its budget.
+        ranks: the ranks of the run.
+        tells_all: whether the row lists every plan that was run, with its forecast, under ``plans``.
     """
     machine = ranks.on_zero(lambda: this_machine(pair.num_ranks))
-    strategy = {"name": "auto", "allow": [CHUNKED_LOSS]}  # the one near option that may make a step faster
+    strategy = {"name": "auto", "allow": ["chunked_loss"]}  # the only near option that can make a step faster
     asked = plan_from_flags(strategy=strategy, accelerator="cpu", devices=pair.num_ranks, optimizer="adamw")
     workload = Workload.of(pair.module(), pair.batch(pair.batch_size))
     found = [each for each in candidates(workload, asked, machine) if not each.refusal]
-    legal = {words_of(each.plan, each.micro_batch): each for each in found}  # equal ones once
+    legal = {words_of(each.plan, each.micro_batch): each for each in found}  # without duplicates
     seen = {words: _seen(words, each, pair, ranks, machine) for words, each in legal.items()}
     least, most = (pick(each.peak_bytes for each in seen.values()) for pick in (min, max))
     budget = int(least + pair.tightness * (most - least))
@@ -150,12 +154,12 @@ def _seen(words: str, candidate: Candidate, pair: Drawn, ranks: Ranks, machine: 
 
 
 def _raced(chosen: Seen, fitting: Sequence[Seen], pair: Drawn, ranks: Ranks) -> dict[str, float]:
-    """Seconds of a step of the chosen plan and of those that lead, by their words."""
+    """Return the seconds of a step of the chosen plan and of the leading plans, by their descriptions."""
     best_s = min(each.step_s for each in fitting)
     contenders = sorted((each for each in fitting if each.step_s <= _MAYBE * best_s), key=lambda each: each.step_s)
     running = {each.words: Running(each.candidate, pair, ranks) for each in (*contenders[:_MOST_CONTENDERS], chosen)}
     gc.collect()
-    gc.disable()  # no plan pays for the garbage of another
+    gc.disable()  # no plan spends time on the garbage of another plan
     first = _by_turns(running, _TURNS)
     order = sorted(first, key=first.__getitem__)
     leading = [each for each in order if first[each] <= _LEADING * first[order[0]]][:_MOST_LEADING]
@@ -185,6 +189,7 @@ def _with_forecasts(seen: Any, workload: Workload, machine: Machine) -> list[dic
 
 
 def main(folder: Path, settings: dict[str, Any]) -> None:
+    """Run the pairs of ``settings`` on this rank. Rank 0 writes ``result.json`` and ``progress.txt``."""
     torch.set_num_threads(1)
     rank, size = int(os.environ["RANK"]), settings["num_ranks"]
     if size > 1:
@@ -207,8 +212,8 @@ def main(folder: Path, settings: dict[str, Any]) -> None:
 def _line(number: int, row: dict[str, Any]) -> str:
     chosen = row["chosen"] or "nothing"
     ratio = "" if row["ratio"] is None else f", {row['ratio']:.3f} of {row['best']}"
-    told = f"{row['num_plans_run']} plans, {row['took_s']:.0f} s"
-    return f"pair {number}, {row['model']}, {row['num_ranks']} ranks: {chosen}{ratio} ({told})"
+    effort = f"{row['num_plans_run']} plans, {row['took_s']:.0f} s"
+    return f"pair {number}, {row['model']}, {row['num_ranks']} ranks: {chosen}{ratio} ({effort})"
 
 
 if __name__ == "__main__":

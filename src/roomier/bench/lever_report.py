@@ -1,4 +1,4 @@
-"""The table of levers as Markdown and as a picture."""
+"""Reports of the benchmark of levers: a Markdown table and a chart."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from roomier.bench.lever_rows import ROWS
-from roomier.bench.levers import FRAMEWORKS, lines
+from roomier.bench.lever_rows import FRAMEWORKS, ROWS
 from roomier.core.errors import RoomierError
+from roomier.core.units import format_bytes
 
 _HEADER = ("lever", "framework", "samples/s", "of vanilla", "peak", "of vanilla")
 _COLOURS = {"roomier": "#2a6f97", "transformers": "#c9a227"}
 
 
 def write_report(result: Mapping[str, Any], folder: Path) -> None:
-    """``levers.md`` and ``levers.png`` in ``folder``, which is made.
+    """Write ``levers.md`` and ``levers.png`` to ``folder``, which is created.
 
     Raises:
         RoomierError: matplotlib is not installed.
@@ -23,7 +23,7 @@ def write_report(result: Mapping[str, Any], folder: Path) -> None:
     try:
         import matplotlib
     except ImportError as error:
-        raise RoomierError("--output", str(folder), "needs matplotlib", "pip install matplotlib") from error
+        raise RoomierError("--output", str(folder), "requires matplotlib", "Run pip install matplotlib") from error
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "levers.md").write_text(markdown(result))
     matplotlib.use("Agg")
@@ -31,7 +31,7 @@ def write_report(result: Mapping[str, Any], folder: Path) -> None:
 
 
 def markdown(result: Mapping[str, Any]) -> str:
-    """The table, and what it stands on."""
+    """Return the table, with machine, versions, commit and command."""
     rows = [_HEADER, tuple("---" if index < 2 else "---:" for index in range(len(_HEADER))), *lines(result)]
     commit = (result["commit"] or "unknown")[:10]
     return "\n".join(
@@ -47,6 +47,28 @@ def markdown(result: Mapping[str, Any]) -> str:
             "",
         ]
     )
+
+
+def lines(result: Mapping[str, Any]) -> list[list[str]]:
+    """Return the cells of the table. Ratios are relative to roomier without levers."""
+    rows = result["rows"]
+    base = next((row for row in rows if row["lever"] == "vanilla" and row["samples_per_s"]), None)
+    cells = []
+    for row in rows:
+        if row["samples_per_s"] is None:
+            cells.append([row["lever"], row["framework"], "failed", "", "", ""])
+            continue
+        ratios = (
+            ("", "")
+            if base is None
+            else (
+                f"{row['samples_per_s'] / base['samples_per_s']:.2f}",
+                f"{row['peak_bytes'] / base['peak_bytes']:.2f}",
+            )
+        )
+        speed, peak = f"{row['samples_per_s']:.2f}", format_bytes(row["peak_bytes"])
+        cells.append([row["lever"], row["framework"], speed, ratios[0], peak, ratios[1]])
+    return cells
 
 
 def _draw(result: Mapping[str, Any], path: Path) -> None:

@@ -1,7 +1,7 @@
-"""The rows of ``roomier bench levers``: what each is called, and how roomier and the Hugging Face Trainer are told it.
+"""The rows of ``roomier bench levers``: names, and arguments of roomier and of the Hugging Face Trainer.
 
-The first nine are the table of Hugging Face's guide "Efficient Training on a Single GPU" (transformers 4.30, one V100,
-bert-large, 4 sequences of 512 tokens a step); the rest are roomier's alone.
+The first nine rows are the table of Hugging Face's guide "Efficient Training on a Single GPU" (transformers 4.30, one
+V100, bert-large, 4 sequences of 512 tokens per step). The other rows exist in roomier only.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 BATCH_SIZE = 4
-"""Sequences of an optimizer step in every row."""
+"""Sequences per optimizer step in every row."""
 
 _ACCUMULATED = {"accumulate_grad_batches": BATCH_SIZE}
 _ACCUMULATED_PEER = {"gradient_accumulation_steps": BATCH_SIZE}
@@ -21,14 +21,14 @@ _ALL_PEER = {**_ACCUMULATED_PEER, "gradient_checkpointing": True, "precision": "
 
 @dataclass(frozen=True)
 class Row:
-    """One lever, or several together.
+    """One lever or a combination of levers.
 
-    Args:
-        roomier: keywords of its Trainer. The precision ``"16"`` stands for fp16 on a GPU, for bf16 on a CPU.
-        transformers: fields of TrainingArguments, with ``precision`` likewise; None where it has no such lever.
-        needs: a package without which transformers cannot.
-        published: the guide's own figures: samples per second, MB.
-        only_causal: makes sense for language models with a large output layer alone.
+    Attributes:
+        roomier: arguments of roomier's Trainer. The precision ``"16"`` means fp16 on a GPU and bf16 on a CPU.
+        transformers: fields of TrainingArguments, and ``precision`` as above. None if the lever does not exist there.
+        needs: a package that transformers requires for this lever.
+        published: figures of the guide: samples per second, MB.
+        only_causal: whether the lever applies only to language models with a large output layer.
     """
 
     roomier: Mapping[str, Any]
@@ -37,6 +37,8 @@ class Row:
     published: tuple[float, int] | None = None
     only_causal: bool = False
 
+
+FRAMEWORKS = ("roomier", "transformers")
 
 ROWS: dict[str, Row] = {
     "vanilla": Row({}, {}, published=(8.86, 14949)),
@@ -82,8 +84,12 @@ ROWS: dict[str, Row] = {
 class Sizes:
     """A model of the table.
 
-    Args:
+    Attributes:
         family: ``"bert"`` (classifies a sequence) or ``"gpt2"`` (predicts the next token).
+        num_layers: number of Transformer layers.
+        num_heads: attention heads per layer.
+        width: hidden size.
+        fields: further fields of the configuration.
     """
 
     family: str
@@ -104,4 +110,4 @@ BERT_SIZES: dict[str, Sizes] = {
         ("bert-tiny", 2, 2, 128),
     )
 }
-"""BERT's own two sizes (Devlin et al. 2018) and the smaller ones of the family (Turc et al. 2019)."""
+"""The two sizes of BERT (Devlin et al. 2018) and smaller ones (Turc et al. 2019)."""

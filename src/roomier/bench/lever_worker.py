@@ -1,6 +1,6 @@
-"""One row of ``roomier bench levers`` in a process of its own: ``python -m roomier.bench.lever_worker SETTINGS``.
+"""One row of ``roomier bench levers`` in a separate process: ``python -m roomier.bench.lever_worker SETTINGS``.
 
-Both Trainers run as a user calls them. What is measured sits in a callback that each has: the end of an optimizer step.
+Both Trainers run as in a script of a user. A callback of each Trainer measures at the end of an optimizer step.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from roomier.bench.lever_rows import BATCH_SIZE, BERT_SIZES, ROWS, Sizes
 from roomier.memory.tracker import MemoryTracker
 from roomier.models.gpt import SIZES
 
-_WARMUP_STEPS = 4  # a recompute budget takes its measure in the first of them
+_WARMUP_STEPS = 4  # a recompute budget measures in the first steps
 _NUM_BATCHES = 10**6
 
 
 class Measurement:
-    """Called at the end of each optimizer step; says when there is nothing more to do.
+    """The measurement of a run, called at the end of each optimizer step.
 
     Attributes:
-        result: bytes and seconds; the peak is of a step that is not timed, for counting makes it slow.
+        result: bytes and seconds. The peak is measured in a step that is not timed, because counting takes time.
     """
 
     def __init__(self, num_steps: int) -> None:
@@ -41,6 +41,7 @@ class Measurement:
         self._steps: Iterator[None] | None = None
 
     def end_step(self, network: nn.Module, optimizers: list[Optimizer]) -> bool:
+        """Continue the measurement; return whether it is complete."""
         if self._steps is None:
             self._steps = self._measure(network, optimizers)
         return next(self._steps, self) is self
@@ -53,7 +54,7 @@ class Measurement:
         yield
         self.result["peak_rss_bytes"] = _peak_rss_bytes()
         with MemoryTracker(network, optimizers, device) as tracker:
-            yield  # tells what each storage is for
+            yield  # the tracker learns the kind of each storage
             tracker.restart()
             yield
         self.result["peak_bytes"] = tracker.allocator_peak_bytes or tracker.peak().total()
@@ -70,7 +71,8 @@ class Measurement:
 
 
 def run_roomier(settings: dict[str, Any], measurement: Measurement, folder: str) -> None:
-    from roomier import Trainer
+    """Train with roomier's Trainer until ``measurement`` is complete."""
+    from roomier import Trainer  # late: the other framework is measured without it
 
     class AtStepEnd(Callback):
         def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -101,6 +103,7 @@ def run_roomier(settings: dict[str, Any], measurement: Measurement, folder: str)
 
 
 def run_transformers(settings: dict[str, Any], measurement: Measurement, folder: str) -> None:
+    """Train with the Hugging Face Trainer until ``measurement`` is complete."""
     import transformers
 
     class AtStepEnd(transformers.TrainerCallback):
@@ -119,7 +122,7 @@ def run_transformers(settings: dict[str, Any], measurement: Measurement, folder:
         max_steps=_NUM_BATCHES,
         learning_rate=1e-5,
         lr_scheduler_type="constant",
-        max_grad_norm=0.0,  # as without it: the guide does not mean to measure clipping
+        max_grad_norm=0.0,  # no clipping: the guide does not measure it
         use_cpu=not torch.cuda.is_available(),
         report_to="none",
         log_level="error",
@@ -144,7 +147,7 @@ RUNNERS: dict[str, Callable[[dict[str, Any], Measurement, str], None]] = {
 
 
 class Repeated(torch.utils.data.Dataset[dict[str, Tensor]]):
-    """A few samples, again and again."""
+    """A few samples, repeated."""
 
     def __init__(self, samples: list[dict[str, Tensor]]) -> None:
         self._samples = samples
@@ -157,11 +160,12 @@ class Repeated(torch.utils.data.Dataset[dict[str, Tensor]]):
 
 
 def sizes_of(model: str) -> Sizes:
+    """Return the sizes of a model of the table."""
     return BERT_SIZES[model] if model in BERT_SIZES else Sizes("gpt2", *SIZES[model])
 
 
 def make_model(settings: dict[str, Any]) -> nn.Module:
-    """The Hugging Face model, from its configuration; no weights are loaded."""
+    """Return the Hugging Face model with random weights, made from its configuration."""
     import transformers
 
     torch.manual_seed(0)
@@ -186,7 +190,7 @@ def make_model(settings: dict[str, Any]) -> nn.Module:
 
 
 def make_samples(settings: dict[str, Any]) -> list[dict[str, Tensor]]:
-    """As many random sequences as a few steps take."""
+    """Return random sequences for four steps."""
     generator = torch.Generator().manual_seed(0)
     samples = []
     for _ in range(4 * BATCH_SIZE):
@@ -212,6 +216,7 @@ def _peak_rss_bytes() -> int | None:
 
 
 def main(settings: dict[str, Any]) -> None:
+    """Run one row and write its figures to ``settings["result"]``."""
     warnings.filterwarnings("ignore")
     torch.set_num_threads(settings["threads"])
     measurement = Measurement(settings["steps"])

@@ -1,5 +1,4 @@
-"""``roomier bench levers``: what each lever of one device costs in time and saves in memory, beside the same levers of
-the Hugging Face Trainer."""
+"""``roomier bench levers``: time and memory of each single-device lever, compared with the Hugging Face Trainer."""
 
 from __future__ import annotations
 
@@ -18,30 +17,30 @@ from typing import Any
 from rich.console import RenderableType
 from rich.table import Table
 
-from roomier.bench.lever_rows import BATCH_SIZE, BERT_SIZES, ROWS
+from roomier.bench.lever_report import lines, write_report
+from roomier.bench.lever_rows import BATCH_SIZE, BERT_SIZES, FRAMEWORKS, ROWS
 from roomier.bench.machine import circumstances
 from roomier.core.errors import RoomierError, did_you_mean
 from roomier.core.log import notice
-from roomier.core.units import format_bytes
 from roomier.models.gpt import SIZES
 
-FRAMEWORKS = ("roomier", "transformers")
 _NUM_LAST_LINES = 15
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this benchmark."""
     parser.add_argument("--model", default="bert-small", help=f"{', '.join([*BERT_SIZES, *SIZES])} (%(default)s)")
-    parser.add_argument("--seq-len", type=int, default=None, help="tokens of a sequence (512 on a GPU, 128 on a CPU)")
+    parser.add_argument("--seq-len", type=int, default=None, help="tokens per sequence (512 on a GPU, 128 on a CPU)")
     parser.add_argument("--levers", default="", help=f"separated by commas; all by default: {','.join(ROWS)}")
-    parser.add_argument("--frameworks", default="", help=f"separated by commas; {','.join(FRAMEWORKS)} where installed")
-    parser.add_argument("--steps", type=int, default=5, help="timed optimizer steps of a turn (%(default)s)")
-    parser.add_argument("--repeats", type=int, default=3, help="turns of each row (%(default)s)")
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="of torch (%(default)s)")
-    parser.add_argument("--output", default=None, help="a folder for levers.md and levers.png")
+    parser.add_argument("--frameworks", default="", help=f"separated by commas; {','.join(FRAMEWORKS)} if installed")
+    parser.add_argument("--steps", type=int, default=5, help="timed optimizer steps per turn (%(default)s)")
+    parser.add_argument("--repeats", type=int, default=3, help="turns per row (%(default)s)")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="threads of torch (%(default)s)")
+    parser.add_argument("--output", default=None, help="folder for levers.md and levers.png")
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """All rows: seconds a step and bytes at its peak. Every turn of a row is a process of its own, turns go round."""
+    """Return all rows: seconds per step and peak bytes. Every turn is a separate process, and rows alternate."""
     import torch
 
     has_gpu = torch.cuda.is_available()
@@ -68,16 +67,16 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         **facts,
     }
     if options.output is not None:
-        from roomier.bench.lever_report import write_report
-
         write_report(result, Path(options.output))
     return result
 
 
 def _turns(options: argparse.Namespace) -> list[tuple[str, str]]:
     if find_spec("transformers") is None:
-        action = "pip install transformers accelerate"
-        raise RoomierError("bench levers", "transformers", "is not installed; its models are measured", action)
+        action = "Run pip install transformers accelerate"
+        raise RoomierError(
+            "bench levers", "transformers", "is not installed, but the benchmark uses its models", action
+        )
     can_compare = find_spec("accelerate") is not None
     possible = [each for each in FRAMEWORKS if each != "transformers" or can_compare]
     frameworks = _chosen("--frameworks", options.frameworks, possible)
@@ -102,12 +101,12 @@ def _chosen(field: str, text: str, possible: list[str]) -> list[str]:
 
 def _known(field: str, name: str, known: list[str]) -> str:
     if name not in known:
-        raise RoomierError(field, name, "is not known here", did_you_mean(name, known))
+        raise RoomierError(field, name, "is unknown", did_you_mean(name, known))
     return name
 
 
 def _run(settings: dict[str, Any]) -> dict[str, Any]:
-    """One turn; what its process wrote, or how it ended."""
+    """Run one turn; return the figures of its process, or its error."""
     with TemporaryDirectory() as folder:
         path = Path(folder) / "result.json"
         done = subprocess.run(
@@ -116,7 +115,7 @@ def _run(settings: dict[str, Any]) -> dict[str, Any]:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env={**os.environ, "OMP_WAIT_POLICY": "passive"},  # threads that wait do not take the cores of others
+            env={**os.environ, "OMP_WAIT_POLICY": "passive"},  # waiting threads do not occupy cores
         )
         if done.returncode or not path.exists():
             notice(f"bench levers: {settings['framework']}, {settings['lever']} failed:\n{done.stdout[-2000:]}")
@@ -144,6 +143,7 @@ def _row(framework: str, lever: str, runs: list[dict[str, Any]]) -> dict[str, An
 
 
 def table(result: Mapping[str, Any]) -> RenderableType:
+    """Return one line for each lever and framework."""
     found = Table(
         title=f"{result['model']}, {result['batch_size']} sequences of {result['seq_len']} tokens a step",
         caption=f"peak of {result['peak_is_of']}; {result['repeats']} x {result['steps']} steps, medians\n"
@@ -156,25 +156,3 @@ def table(result: Mapping[str, Any]) -> RenderableType:
     for cells in lines(result):
         found.add_row(*cells)
     return found
-
-
-def lines(result: Mapping[str, Any]) -> list[list[str]]:
-    """The cells of the table, row by row; each beside roomier's first row."""
-    rows = result["rows"]
-    base = next((row for row in rows if row["lever"] == "vanilla" and row["samples_per_s"]), None)
-    cells = []
-    for row in rows:
-        if row["samples_per_s"] is None:
-            cells.append([row["lever"], row["framework"], "failed", "", "", ""])
-            continue
-        ratios = (
-            ("", "")
-            if base is None
-            else (
-                f"{row['samples_per_s'] / base['samples_per_s']:.2f}",
-                f"{row['peak_bytes'] / base['peak_bytes']:.2f}",
-            )
-        )
-        speed, peak = f"{row['samples_per_s']:.2f}", format_bytes(row["peak_bytes"])
-        cells.append([row["lever"], row["framework"], speed, ratios[0], peak, ratios[1]])
-    return cells

@@ -1,4 +1,4 @@
-"""The toy step in Lightning's Trainer, where Lightning happens to be installed. Nothing here depends on it."""
+"""The toy step in Lightning's Trainer, if Lightning is installed. roomier does not depend on it."""
 
 from __future__ import annotations
 
@@ -22,14 +22,16 @@ from roomier.trainer import Trainer
 
 @dataclass(frozen=True)
 class Lightning:
-    """What a comparison needs of it.
+    """The installed Lightning, for comparisons.
 
     Attributes:
-        run: as :func:`roomier.bench.toy.run_trainer`; ``num_callbacks`` is how many that override nothing.
-        run_adapted: the same LightningModule in roomier's Trainer.
-        import_line: what a script writes to have the Trainer.
-        fit: the method whose frame is the user's door.
-        packages: where its frames come from.
+        version: version of the package.
+        run: train in Lightning's Trainer, like :func:`roomier.bench.toy.run_trainer`. ``num_callbacks`` is the number
+            of callbacks without overridden hooks.
+        run_adapted: train the same LightningModule in roomier's Trainer.
+        import_line: the statement that imports the Trainer.
+        fit: the ``fit`` method, without wrappers.
+        packages: packages whose frames count.
     """
 
     version: str
@@ -41,7 +43,7 @@ class Lightning:
 
 
 def load() -> Lightning | None:
-    """Lightning as it is installed here under either of its names; None where it is not."""
+    """Return the installed Lightning under either name of its package, or None."""
     name = next((each for each in ("lightning", "pytorch_lightning") if find_spec(each) is not None), None)
     if name is None:
         return None
@@ -95,7 +97,7 @@ def _runners(pytorch: ModuleType) -> tuple[Callable[..., None], Callable[..., No
 
 
 class _AsGiven:
-    """An iterable of batches: the cheapest loader Lightning takes."""
+    """An iterable of batches, the fastest loader that Lightning accepts."""
 
     def __init__(self, batches: list[toy.Batch]) -> None:
         self._batches = batches

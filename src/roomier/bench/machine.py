@@ -1,4 +1,4 @@
-"""What a figure stands on: machine, versions, commit, command. Every result carries it."""
+"""Machine, versions, commit and command of a measurement. Every result contains them."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _PACKAGE = Path(roomier.__file__).parent
 
 
 def circumstances(command: list[str] | None = None) -> dict[str, Any]:
-    """Machine, versions, commit and command, as plain data.
+    """Return machine, versions, commit and command as JSON data.
 
     Args:
-        command: the words that started the measurement; by default those of this process.
+        command: command line of the measurement. Default: the command line of this process.
     """
     return {
         "measured_at": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -45,8 +45,10 @@ def circumstances(command: list[str] | None = None) -> dict[str, Any]:
 
 
 def commit() -> dict[str, Any]:
-    """The commit this package is checked out at and whether files differ from it; None and None where git does not
-    keep it (an installed wheel, say)."""
+    """Return the commit of this checkout, and whether files differ from it.
+
+    Both values are None if the package is not in a git checkout, for example if a wheel is installed.
+    """
     unknown = {"commit": None, "has_uncommitted_changes": None}
     if _git("ls-files", "--error-unmatch", "__init__.py") is None:
         return unknown

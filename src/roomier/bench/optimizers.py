@@ -1,19 +1,19 @@
-"""``roomier bench optimizers``: how well, in how much memory and how fast each optimizer trains, beside AdamW in fp32.
+"""``roomier bench optimizers``: loss, memory and speed of each optimizer, compared with AdamW in fp32.
 
-The result is one JSON object: the settings, and ``rows``, one for each optimizer, ``"adamw"`` (torch's, fused, float32
-states) first:
+The result is one JSON object: the settings, and ``rows``, one for each optimizer. The first row is ``"adamw"``, torch's
+fused AdamW with float32 states. The keys of a row are:
 
-- ``loss``: mean over the seeds of the validation loss at the end (nats a byte), ``loss_all``: of each seed;
-- ``ratio_to_adamw``: of ``loss``; ``ratio_to_adamw_all``: of each seed, which have data and first weights in common;
-- ``train_loss``: mean of the last 100 training losses (or a tenth of them), over the seeds;
-- ``state_bytes_per_parameter``: of the large matrices, which are what states in few bits are for; ``large_share``: the
-  part of all parameters that is in them;
-- ``step_s``: one update of ``step_parameters`` numbers in matrices, median, on the clock; ``step_cpu_s``: of this
-  thread's processor time; ``step_ratio_to_adamw``: of ``step_cpu_s``, which others on the machine do not blur.
+- ``loss``: final validation loss in nats per byte, mean over the seeds; ``loss_all``: the loss of each seed;
+- ``ratio_to_adamw``: ratio of ``loss``; ``ratio_to_adamw_all``: ratio of each seed, for equal data and initial weights;
+- ``train_loss``: mean of the last 100 training losses (at most a tenth of all), over the seeds;
+- ``state_bytes_per_parameter``: bytes of the states of large matrices, to which low-bit states apply; ``large_share``:
+  fraction of the parameters in large matrices;
+- ``step_s``: median wall time of an update of ``step_parameters`` parameters; ``step_cpu_s``: processor time
+  of this thread; ``step_ratio_to_adamw``: ratio of ``step_cpu_s``, which depends less on the load of the machine.
 
-What is trained is the GPT of ``examples/demo.py``, narrower unless ``--model demo`` asks for its size, on the same
-text, the source of the standard library, byte by byte. All optimizers of a seed take the same batches; the learning
-rate rises over a tenth of the steps and falls as a cosine.
+The model is the GPT of ``examples/demo.py``, narrower by default. The data are the bytes of the source of the standard
+library. All optimizers of a seed use the same batches. The learning rate rises over a tenth of the steps and then falls
+like a cosine.
 """
 
 from __future__ import annotations
@@ -53,21 +53,27 @@ MODELS = {
 }
 _BATCH_SIZE, _NUM_VALIDATION = 4, 256  # sequences
 _LEFT_OUT = {"test", "tests", "idlelib", "encodings", "pydoc_data", "site-packages", "dist-packages"}
-_WIDTH = 2048  # of the matrices whose update is timed
+_WIDTH = 2048  # width of the matrices whose update is timed
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", choices=MODELS, default="small", help="small, or demo: as wide (%(default)s)")
-    parser.add_argument("--steps", type=_positive, default=2000, help="optimizer steps of a training (%(default)s)")
-    parser.add_argument("--seeds", type=_positive, default=3, help="trainings of each optimizer (%(default)s)")
-    parser.add_argument("--optimizers", default=_DEFAULT, help=f"beside {PEER}, separated by commas (%(default)s)")
+    """Add the options of this benchmark."""
     parser.add_argument(
-        "--step-parameters", type=_positive, default=2**24, help="parameters of the update that is timed (%(default)s)"
+        "--model", choices=MODELS, default="small", help="small, or demo for the width of the demo (%(default)s)"
     )
-    parser.add_argument("--repeats", type=_positive, default=15, help="timed updates of each (%(default)s)")
+    parser.add_argument("--steps", type=_positive, default=2000, help="optimizer steps per training run (%(default)s)")
+    parser.add_argument("--seeds", type=_positive, default=3, help="training runs per optimizer (%(default)s)")
+    parser.add_argument(
+        "--optimizers", default=_DEFAULT, help=f"in addition to {PEER}, separated by commas (%(default)s)"
+    )
+    parser.add_argument(
+        "--step-parameters", type=_positive, default=2**24, help="parameters of the timed update (%(default)s)"
+    )
+    parser.add_argument("--repeats", type=_positive, default=15, help="timed updates per optimizer (%(default)s)")
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Train with each optimizer and seed, then time the updates."""
     facts = circumstances()
     names, config = _names(options.optimizers), MODELS[options.model]
     with one_thread():
@@ -86,7 +92,7 @@ def _names(text: str) -> list[str]:
     wanted = [each.strip() for each in text.split(",") if each.strip()]
     for each in wanted:
         if each not in RATES:
-            raise RoomierError("--optimizers", each, "is not known here", did_you_mean(each, RATES))
+            raise RoomierError("--optimizers", each, "is unknown", did_you_mean(each, RATES))
     return [PEER, *(each for each in wanted if each != PEER)]
 
 
@@ -122,7 +128,7 @@ def _train(name: str, config: GPTConfig, seed: int, num_steps: int, text: Tensor
     network = GPT(config)
     optimizer = _optimizer(name, network)
     schedule = make_schedule("cosine", optimizer, num_steps, warmup_steps=max(1, num_steps // 10), min_lr_ratio=0.05)
-    held_out = len(text) // 20  # at the end
+    held_out = len(text) // 20  # the end of the text
     generator = torch.Generator().manual_seed(seed)
     losses = []
     for _ in range(num_steps):
@@ -141,7 +147,7 @@ def _train(name: str, config: GPTConfig, seed: int, num_steps: int, text: Tensor
 
 
 def read_text() -> Tensor:
-    """The source of the standard library, uint8."""
+    """Return the source of the standard library as uint8 bytes."""
     root = Path(sysconfig.get_path("stdlib"))
     files = [path for path in sorted(root.rglob("*.py")) if not _LEFT_OUT.intersection(path.relative_to(root).parts)]
     return torch.frombuffer(bytearray(b"".join(path.read_bytes() for path in files)), dtype=torch.uint8)
@@ -178,7 +184,7 @@ def _memory(network: nn.Module, optimizer: Optimizer) -> dict[str, float]:
 def _time_all(names: Sequence[str], num_parameters: int, num_repeats: int) -> dict[str, Cost]:
     blocks = {name: _update_of(name, num_parameters) for name in names}
     for update in blocks.values():
-        update()  # the first one makes states, and compiles
+        update()  # the first update creates states and compiles
     costs = interleave(blocks, num_repeats)
     return {
         name: Cost(median([each.wall_us for each in found]), median([each.cpu_us for each in found]))
@@ -202,10 +208,11 @@ def _update_of(name: str, num_parameters: int) -> Callable[[], Cost]:
 
 
 def table(result: Mapping[str, Any]) -> RenderableType:
+    """Return one line for each optimizer."""
     found = Table(
         title=f"GPT of width {result['model']['width']} on bytes, {result['steps']} steps, {result['seeds']} seeds",
-        caption="states: bytes for each parameter of large matrices; "
-        f"update of {result['step_parameters']:,} parameters in one thread, beside torch's fused AdamW\n"
+        caption="states: bytes per parameter of large matrices; "
+        f"update of {result['step_parameters']:,} parameters in one thread, compared with torch's fused AdamW\n"
         f"{result['machine']['cpu']}, torch {result['torch']}",
     )
     for heading in ("optimizer", "loss", "to adamw", "seeds", "states", "update", "to adamw"):

@@ -1,4 +1,4 @@
-"""``roomier bench overhead``: what a step of the Trainer costs above the same step in a bare PyTorch loop."""
+"""``roomier bench overhead``: time of a step of the Trainer compared with the same step in a bare PyTorch loop."""
 
 from __future__ import annotations
 
@@ -29,32 +29,33 @@ from roomier.bench.timing import (
 )
 from roomier.trainer import Trainer
 
-_NUM_LOGGED = 10  # the cost of one self.log is a tenth of what ten cost: as much less noise
+_NUM_LOGGED = 10  # the time of one self.log is a tenth of the time of ten, with a tenth of the noise
 _NUM_CALLBACKS = 50
-_LOG_INTERVAL = 50  # log_every_n_steps as it is by default: costs and calls are counted over whole intervals
+_LOG_INTERVAL = 50  # default of log_every_n_steps: times and calls are counted over complete intervals
 _FIRST_COUNTED, _LAST_COUNTED = _LOG_INTERVAL, 3 * _LOG_INTERVAL
 
 
 class IdleCallback(Callback):
-    """Overrides nothing."""
+    """A callback that overrides no hook."""
 
 
 class EmptyCallback(Callback):
-    """Overrides one hook, which does nothing."""
+    """A callback that overrides one hook with an empty function."""
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         pass
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this benchmark."""
     parser.add_argument(
-        "--steps", type=_at_least(4 * _LOG_INTERVAL), default=1000, help="steps of a block (%(default)s)"
+        "--steps", type=_at_least(4 * _LOG_INTERVAL), default=1000, help="steps per block (%(default)s)"
     )
-    parser.add_argument("--repeats", type=_at_least(1), default=15, help="blocks of each kind (%(default)s)")
+    parser.add_argument("--repeats", type=_at_least(1), default=15, help="blocks per kind (%(default)s)")
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """All figures of the case; times in microseconds per step unless their name ends otherwise."""
+    """Return all figures. Times are microseconds per step if their name ends with ``_us``, and seconds for ``_s``."""
     batches = toy.toy_batches(options.steps)
     lightning = lightning_peer.load()
     facts = circumstances()
@@ -119,9 +120,9 @@ def _blocks(batches: list[toy.Batch], peer: Lightning | None) -> dict[str, Calla
 
 
 def _figures(who: str, wall: Mapping[str, list[float]], cpu: Mapping[str, list[float]]) -> dict[str, Any]:
-    """What ``who`` costs above the bare loop, and one ``self.log`` in it.
+    """Return the overhead of ``who`` over the bare loop, and the time of one ``self.log``.
 
-    Small costs are differences of large ones, so they are read off processor time, which is the less noisy.
+    Small times are differences of large times, so they use processor time, which is less noisy.
     """
     return {
         "trainer_us": median(wall[who]),
@@ -133,7 +134,7 @@ def _figures(who: str, wall: Mapping[str, list[float]], cpu: Mapping[str, list[f
 
 
 def _count(run: Callable[..., Any], batches: list[toy.Batch], fit: Any, *packages: Any) -> dict[str, Any]:
-    """The frames between ``fit`` and ``training_step``, and the calls of a step, that lie in ``packages``."""
+    """Return the frames between ``fit`` and ``training_step``, and the calls per step, in ``packages``."""
     folders = tuple(map(folder_of, packages))
     frames = FrameCount(fit.__code__, folders, at_index=_FIRST_COUNTED)
     run(batches, frames)
@@ -147,7 +148,7 @@ def _count(run: Callable[..., Any], batches: list[toy.Batch], fit: Any, *package
 
 
 def import_times(num_processes: int, import_line: str = "from roomier import Trainer") -> dict[str, float]:
-    """Seconds to import a Trainer once torch is there, and torch itself: medians over fresh processes."""
+    """Return the seconds to import torch, and to import a Trainer after torch: medians over fresh processes."""
     code = (
         f"from time import perf_counter as now; a = now(); import torch; b = now(); {import_line}; "
         "print(b - a, now() - b)"
@@ -161,15 +162,16 @@ def import_times(num_processes: int, import_line: str = "from roomier import Tra
 
 
 def table(result: Mapping[str, Any]) -> RenderableType:
+    """Return one line for each figure, with a column for Lightning if it is installed."""
     lightning, adapted = result.get("lightning"), result.get("lightning_module")
     low, high = result["overhead_quartiles_us"]
     rows = [
         ("step of the bare loop", "bare_us", "µs"),
         ("step of the Trainer", "trainer_us", "µs"),
         ("overhead per step", "overhead_us", "µs"),
-        ("the same in processor time", "overhead_cpu_us", "µs"),
+        ("overhead per step, processor time", "overhead_cpu_us", "µs"),
         ("one self.log", "log_us", "µs"),
-        ("a callback that overrides nothing", "idle_callback_us", "µs"),
+        ("a callback without overridden hooks", "idle_callback_us", "µs"),
         ("a callback with one empty hook", "empty_hook_us", "µs"),
         ("library frames from fit to training_step", "frames_to_training_step", ""),
         ("library calls per step", "calls_per_step", ""),
@@ -177,7 +179,7 @@ def table(result: Mapping[str, Any]) -> RenderableType:
     ]
     found = Table(
         title="overhead of a training step",
-        caption=f"{result['repeats']} x {result['steps']} steps, interleaved, medians; overhead in half of the rounds "
+        caption=f"{result['repeats']} x {result['steps']} steps, interleaved, medians; quartiles of the overhead "
         f"{low:.1f} to {high:.1f} µs\n{result['machine']['cpu']}, torch {result['torch']}",
     )
     found.add_column("")
@@ -206,7 +208,7 @@ def _many(kind: type[Callback]) -> list[Callback]:
 def _at_least(minimum: int) -> Callable[[str], int]:
     def count(text: str) -> int:
         if not text.isdecimal() or int(text) < minimum:
-            raise argparse.ArgumentTypeError(f"{text!r} is not an integer of {minimum} or more")
+            raise argparse.ArgumentTypeError(f"{text!r} must be an integer of at least {minimum}")
         return int(text)
 
     return count

@@ -1,21 +1,19 @@
-"""``roomier bench planner``: the peak of a step as it is forecast, beside the peak as it is.
+"""``roomier bench planner``: forecast and measured peak memory of a step.
 
-The forecast is a dry run: no memory, no other rank. The truth is what :class:`roomier.memory.tracker.MemoryTracker`
-counts in the same step with real tensors on CPU ranks (one process each, gloo), on the rank that holds most. The result
-is one JSON object: ``median_error`` and ``worst_error`` (relative, over all rows), ``rows``, ``refused`` (plans that
-cannot work, with the reason) and ``failures`` (forecasts that broke: there should be none). A row has
+The forecast is a dry run, without memory and without other ranks. :class:`roomier.memory.tracker.MemoryTracker`
+measures the same step with real tensors on CPU ranks (one process each, gloo), on the rank with the largest peak. The
+result is one JSON object: ``median_error`` and ``worst_error`` (relative, over all rows), ``rows``, ``refused``
+(rejected plans with the reason) and ``failures`` (forecasts that raised an error; the list should be empty). The keys
+of a row are:
 
 - ``model`` (of :mod:`roomier.bench.planner_models`), ``strategy``, ``num_ranks``, ``recompute``, ``precision``,
-  ``optimizer``, ``accumulate`` (micro-batches of a step);
+  ``optimizer``, ``accumulate`` (micro-batches per step);
 - ``predicted_bytes``, ``measured_bytes``, ``error``, and both by kind;
-- in some rows ``rss_bytes``, a second witness: by how much the resident set of a fresh process grows
-  (:mod:`roomier.bench.planner_rss`). It is no part of ``error``.
+- in some rows ``rss_bytes``, a second measurement: the growth of the resident set of a fresh process
+  (:mod:`roomier.bench.planner_rss`). ``error`` does not depend on it.
 
-By default each model meets each strategy on each number of ranks, with levers such that any two choices meet somewhere;
-``--all`` takes every combination that is legal (hours), ``--quick`` each model twice.
-
-On a GPU the truth would be ``torch.cuda.max_memory_allocated``, at the same bars, and within 10 % what the allocator
-reserves; that is not measured here.
+By default, each model runs with each strategy on each number of ranks, and every pair of choices occurs in a row.
+``--all`` runs every legal combination (hours), ``--quick`` runs each model twice. GPUs are not measured.
 """
 
 from __future__ import annotations
@@ -30,23 +28,33 @@ from rich.table import Table
 
 from roomier.bench.machine import circumstances
 from roomier.bench.planner_cases import Case, all_cases, few_cases, some_cases
+from roomier.bench.planner_rss import MODEL, WideGPT, make_batch, make_plan
+from roomier.bench.planner_truth import measured_peak
 from roomier.bench.rank_processes import run_on_ranks
 from roomier.core.errors import RoomierError, did_you_mean
+from roomier.core.tree import batch_size_of
 from roomier.core.units import format_bytes
+from roomier.planner.dry_runs.dry_run import dry_run
+from roomier.planner.workload import Workload
 
 _NUM_SHOWN = 12
 _WITNESSED = ("none", "full")
-_GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}  # glibc: what is freed, at once
+_GIVES_BACK = {
+    "MALLOC_MMAP_THRESHOLD_": "65536",
+    "MALLOC_TRIM_THRESHOLD_": "65536",
+}  # glibc returns freed memory immediately
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this benchmark."""
     how_many = parser.add_mutually_exclusive_group()
     how_many.add_argument("--quick", action="store_true", help="each model twice: under 3 minutes on 2 cores")
-    how_many.add_argument("--all", action="store_true", help="every combination that is legal: hours")
-    parser.add_argument("--models", default="", help="these alone, separated by commas")
+    how_many.add_argument("--all", action="store_true", help="every legal combination: hours")
+    parser.add_argument("--models", default="", help="only these models, separated by commas")
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Forecast and measure all cases."""
     facts = circumstances()
     cases = all_cases() if options.all else few_cases() if options.quick else some_cases()
     cases = _of_models(cases, options.models)
@@ -71,9 +79,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def table(result: Mapping[str, Any]) -> RenderableType:
+    """Return the rows with the largest errors, and the rows with a resident set."""
     shown = Table(
         title=f"median error {result['median_error']:.3%}, worst {result['worst_error']:.2%} of {len(result['rows'])}",
-        caption=f"the {_NUM_SHOWN} worst, and those with a second witness; {len(result['refused'])} refused, "
+        caption=f"the {_NUM_SHOWN} largest errors, and rows with a resident set; {len(result['refused'])} rejected, "
         f"{len(result['failures'])} failed\n{result['machine']['cpu']}, torch {result['torch']}",
     )
     for name in ("model", "strategy", "recompute", "precision", "optimizer"):
@@ -101,17 +110,11 @@ def _of_models(cases: Sequence[Case], text: str) -> list[Case]:
     known = {each.model for each in cases}
     for name in names:
         if name not in known:
-            raise RoomierError("--models", name, "is not known here", did_you_mean(name, known))
+            raise RoomierError("--models", name, "is unknown", did_you_mean(name, known))
     return [each for each in cases if not names or each.model in names]
 
 
 def _witnessed(recompute: str) -> dict[str, Any]:
-    from roomier.bench.planner_rss import MODEL, WideGPT, make_batch, make_plan
-    from roomier.bench.planner_truth import measured_peak
-    from roomier.core.tree import batch_size_of
-    from roomier.planner.dry_runs.dry_run import dry_run
-    from roomier.planner.workload import Workload
-
     module, batch, plan = WideGPT(), make_batch(), make_plan(recompute)
     predicted_bytes = dry_run(Workload(module, batch, batch_size_of(batch)), plan).peak_bytes
     measured_bytes = measured_peak(module, batch, plan).total()

@@ -1,4 +1,4 @@
-"""Which plans of which models ``roomier bench planner`` looks at."""
+"""The plans and models of ``roomier bench planner``."""
 
 from __future__ import annotations
 
@@ -17,16 +17,22 @@ SETUPS = (
     *((strategy, num_ranks) for num_ranks in (2, 4) for strategy in ("ddp", "zero1", "zero2", "zero3")),
     ("hsdp", 4),
 )
-_LORA = "llama_lora"  # the Llama with adapters, which the plan adds
-_WITHOUT_BLOCKS = ("lstm", "lstm_padded", "recommender")  # nothing to compute again by block
+_LORA = "llama_lora"  # the Llama with adapters, which the plan adds to the model
+_WITHOUT_BLOCKS = ("lstm", "lstm_padded", "recommender")  # models without blocks to recompute
 
 
 @dataclass(frozen=True)
 class Case:
     """One plan of one model.
 
-    Args:
-        accumulate: micro-batches of a step.
+    Attributes:
+        model: name of the model.
+        strategy: name of the strategy.
+        num_ranks: number of ranks.
+        recompute: policy of activation checkpointing.
+        precision: mode of precision.
+        optimizer: name of the optimizer.
+        accumulate: micro-batches per step.
     """
 
     model: str
@@ -43,9 +49,10 @@ class Case:
         return "llama" if self.model == _LORA else self.model
 
     def plan(self) -> Plan:
-        """
+        """Return the plan.
+
         Raises:
-            PlanError: a rule refuses it.
+            PlanError: a rule rejects the plan.
         """
         parallel: dict[str, Any] = {"strategy": self.strategy, "devices": self.num_ranks, "accelerator": "cpu"}
         if self.strategy == "hsdp":
@@ -62,11 +69,12 @@ class Case:
         return Plan.from_dict(sections)
 
     def as_dict(self) -> dict[str, Any]:
+        """Return the fields as JSON data."""
         return asdict(self)
 
 
 def all_cases() -> list[Case]:
-    """Every model under every strategy, with every combination of the levers, where that is legal."""
+    """Return every legal combination of model, strategy and levers."""
     return [
         Case(model, strategy, num_ranks, *levers)
         for model in _names()
@@ -76,8 +84,10 @@ def all_cases() -> list[Case]:
 
 
 def some_cases(per_pair: int = 2) -> list[Case]:
-    """Every model under every strategy and number of ranks, each with ``per_pair`` of the combinations of
-    levers, others each time: any two choices are together in some case."""
+    """Return every model with every strategy and number of ranks.
+
+    Each has ``per_pair`` different combinations of levers, so that every pair of choices occurs in a case.
+    """
     return [
         _case(model, setup, i + j + 5 * turn, accumulate=1 + (i + j + turn) % 2)
         for i, model in enumerate(_names())
@@ -87,7 +97,7 @@ def some_cases(per_pair: int = 2) -> list[Case]:
 
 
 def few_cases() -> list[Case]:
-    """Every model twice, each time under another strategy; every lever twice or more."""
+    """Return every model twice, with two strategies, and every lever at least twice."""
     cases = []
     for i, model in enumerate(_names()):
         for turn in range(2):
@@ -98,12 +108,14 @@ def few_cases() -> list[Case]:
 
 def _case(model: str, setup: tuple[str, int], number: int, accumulate: int) -> Case:
     levers = _levers(model, setup[0])
-    return Case(model, *setup, *levers[5 * number % len(levers)], accumulate=accumulate)  # 5 divides no number of these
+    return Case(
+        model, *setup, *levers[5 * number % len(levers)], accumulate=accumulate
+    )  # the number of combinations is never a multiple of 5
 
 
 def _levers(model: str, strategy: str) -> list[tuple[str, str, str]]:
     policies = ("none",) if model in _WITHOUT_BLOCKS else RECOMPUTE
-    is_whole = strategy in ("single", "ddp")  # Adafactor does not work on parameters that are cut
+    is_whole = strategy in ("single", "ddp")  # Adafactor does not support sharded parameters
     return list(product(policies, PRECISIONS, [each for each in OPTIMIZERS if is_whole or each != "adafactor"]))
 
 

@@ -1,7 +1,7 @@
-"""Many kinds of model, each with one micro-batch: what forecasts are held against.
+"""Models of many kinds, each with one micro-batch, for the comparison of forecasts with measurements.
 
-All are small, yet large enough that activations outweigh what is rounded, and where layers repeat there are at least
-four. Those of Hugging Face are made from a config; nothing is downloaded.
+The models are small, but their activations are large compared with rounding, and repeated layers occur at least four
+times. Hugging Face models are made from a configuration, without downloads.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ def _hugging_face(config: str, model: str, batch: Batch, **sizes: Any) -> Worklo
 
 
 def gpt() -> Workload:
-    """roomier's own, with dropout."""
+    """Return roomier's GPT, with dropout."""
     config = GPTConfig(vocab_size=VOCABULARY, context=LENGTH, num_layers=DEPTH, num_heads=4, width=64)
     return LanguageModel(GPT(config)), {"input_ids": _tokens(), "labels": _tokens()}
 
 
 def gpt_tied() -> Workload:
-    """Without dropout; the output layer is the embedding."""
+    """Return roomier's GPT without dropout, with a tied output layer."""
     config = GPTConfig(
         vocab_size=VOCABULARY, context=LENGTH, num_layers=DEPTH, num_heads=4, width=64, dropout=0.0, tied_head=True
     )
@@ -56,6 +56,8 @@ def gpt_tied() -> Workload:
 
 
 class LanguageModel(Module):
+    """A network that returns logits and loss, as a Module."""
+
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
         self.network = network
@@ -67,6 +69,7 @@ class LanguageModel(Module):
 
 
 def gpt2() -> Workload:
+    """Return a GPT-2 with a language model head."""
     sizes: dict[str, Any] = {"vocab_size": VOCABULARY, "n_positions": LENGTH, "n_embd": 64, "n_layer": DEPTH}
     return _hugging_face(
         "GPT2Config", "GPT2LMHeadModel", {"input_ids": _tokens(), "labels": _tokens()}, n_head=4, **sizes
@@ -82,7 +85,7 @@ _ENCODER: dict[str, Any] = {
 
 
 def bert() -> Workload:
-    """With a padding mask, and dropout in attention."""
+    """Return a BERT with a padding mask and dropout in attention."""
     mask = torch.ones(NUM_SEQUENCES, LENGTH, dtype=torch.int64)
     mask[0, LENGTH // 2 :] = 0
     batch = {"input_ids": _tokens(), "attention_mask": mask, "labels": _tokens()}
@@ -90,21 +93,21 @@ def bert() -> Workload:
 
 
 def llama() -> Workload:
-    """Two heads of queries share one of keys and values."""
+    """Return a Llama in which two query heads share one key and value head."""
     batch = {"input_ids": _tokens(), "labels": _tokens()}
     sizes = {**_ENCODER, "num_key_value_heads": 2, "vocab_size": VOCABULARY, "max_position_embeddings": LENGTH}
     return _hugging_face("LlamaConfig", "LlamaForCausalLM", batch, **sizes)
 
 
 def mixtral() -> Workload:
-    """A mixture of four experts, two of which see each token."""
+    """Return a mixture of four experts, two of which process each token."""
     batch = {"input_ids": _tokens(), "labels": _tokens()}
     sizes = {**_ENCODER, "num_key_value_heads": 2, "vocab_size": VOCABULARY, "num_local_experts": 4}
     return _hugging_face("MixtralConfig", "MixtralForCausalLM", batch, **sizes)
 
 
 def t5() -> Workload:
-    """An encoder and a decoder; the first layer makes the bias of positions for all."""
+    """Return an encoder and a decoder. The first layer computes the position bias of all layers."""
     batch = {"input_ids": _tokens(), "labels": _tokens(LENGTH // 2).contiguous()}
     sizes: dict[str, Any] = {"d_model": 64, "d_kv": 16, "d_ff": 256, "num_layers": DEPTH, "num_heads": 4}
     return _hugging_face(
@@ -113,6 +116,7 @@ def t5() -> Workload:
 
 
 def vit() -> Workload:
+    """Return a vision Transformer for classification."""
     batch = {"pixel_values": _images(), "labels": torch.arange(NUM_IMAGES)}
     return _hugging_face(
         "ViTConfig", "ViTForImageClassification", batch, image_size=32, patch_size=4, num_labels=10, **_ENCODER
@@ -120,7 +124,7 @@ def vit() -> Workload:
 
 
 def whisper() -> Workload:
-    """Speech to text: convolutions and an encoder over a spectrogram, a decoder over tokens."""
+    """Return a speech model: convolutions and an encoder over a spectrogram, and a decoder over tokens."""
     batch = {"input_features": _images(32).reshape(NUM_IMAGES, 24, 128), "labels": _tokens(LENGTH // 2).contiguous()}
     return _hugging_face(
         "WhisperConfig",
@@ -145,7 +149,7 @@ def whisper() -> Workload:
 
 
 def clip() -> Workload:
-    """Images and text in one space; the loss compares all of a batch with all."""
+    """Return a model of images and text. Its loss compares all pairs of a batch."""
     text: dict[str, Any] = {**_ENCODER, "vocab_size": VOCABULARY, "eos_token_id": 2, "max_position_embeddings": LENGTH}
     vision: dict[str, Any] = {**_ENCODER, "image_size": 32, "patch_size": 4}
     batch = {"input_ids": _tokens(), "pixel_values": _images(), "return_loss": True}
@@ -153,6 +157,8 @@ def clip() -> Workload:
 
 
 class ConvBlock(nn.Module):
+    """Two convolutions with a residual connection, conditioned on a time embedding."""
+
     def __init__(self, width_in: int, width: int, time_width: int) -> None:
         super().__init__()
         self.norm = nn.GroupNorm(4, width_in)
@@ -169,7 +175,7 @@ class ConvBlock(nn.Module):
 
 
 class UNet(Module):
-    """Predicts the noise in images. What goes down is kept for what comes up."""
+    """A U-Net that predicts the noise in images. The downward path keeps its outputs for the upward path."""
 
     def __init__(self, width: int = 16, time_width: int = 32) -> None:
         super().__init__()
@@ -203,10 +209,13 @@ class UNet(Module):
 
 
 def unet() -> Workload:
+    """Return a U-Net of width 16."""
     return UNet(), {"images": _images()}
 
 
 class Residual(nn.Module):
+    """Two convolutions with batch norms and a residual connection."""
+
     def __init__(self, width_in: int, width: int, stride: int) -> None:
         super().__init__()
         self.first = nn.Conv2d(width_in, width, 3, stride, padding=1, bias=False)
@@ -224,7 +233,7 @@ class Residual(nn.Module):
 
 
 class ResNet(Module):
-    """Statistics of batches in its norms, and operations in place."""
+    """A residual network with batch norms and in-place operations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -242,11 +251,12 @@ class ResNet(Module):
 
 
 def resnet() -> Workload:
+    """Return a residual network for images of 32 by 32."""
     return ResNet(), [_images(), torch.arange(NUM_IMAGES)]
 
 
 class Speech(Module):
-    """Letters from a spectrogram, by a bidirectional LSTM over packed sequences of different lengths, and CTC."""
+    """A bidirectional LSTM with CTC over packed spectrograms of different lengths."""
 
     def __init__(self, num_bands: int = 40, width: int = 128, num_letters: int = 29) -> None:
         super().__init__()
@@ -265,13 +275,14 @@ class Speech(Module):
 
 
 def lstm() -> Workload:
+    """Return a speech model with packed sequences."""
     num_frames = torch.tensor([48, 32, 40, 48])
     spectrogram = torch.linspace(-1, 1, NUM_SEQUENCES * 48 * 40).sin().view(NUM_SEQUENCES, 48, 40)
     return Speech(), {"spectrogram": spectrogram, "num_frames": num_frames, "letters": _tokens(8) % 28 + 1}
 
 
 class LSTMTagger(Module):
-    """A plain LSTM over padded sequences."""
+    """An LSTM over padded sequences."""
 
     def __init__(self, width: int = 96) -> None:
         super().__init__()
@@ -285,11 +296,12 @@ class LSTMTagger(Module):
 
 
 def lstm_padded() -> Workload:
+    """Return a tagger with padded sequences."""
     return LSTMTagger(), {"input_ids": _tokens(), "labels": _tokens()}
 
 
 class ConformerBlock(nn.Module):
-    """Half a feed-forward, attention, a convolution, and the other half (Gulati et al. 2020)."""
+    """A feed-forward half, attention, a convolution, and a second feed-forward half (Gulati et al. 2020)."""
 
     def __init__(self, width: int, dropout: float = 0.1) -> None:
         super().__init__()
@@ -324,6 +336,8 @@ class ConformerBlock(nn.Module):
 
 
 class Conformer(Module):
+    """Conformer blocks over a spectrogram."""
+
     def __init__(self, width: int = 64, num_bands: int = 40) -> None:
         super().__init__()
         self.begin = nn.Conv1d(num_bands, width, 3, stride=2, padding=1)
@@ -338,12 +352,13 @@ class Conformer(Module):
 
 
 def conformer() -> Workload:
+    """Return a Conformer of width 64."""
     spectrogram = torch.linspace(-1, 1, NUM_SEQUENCES * 128 * 40).sin().view(NUM_SEQUENCES, 128, 40)
     return Conformer(), {"spectrogram": spectrogram, "labels": _tokens(64) % 29}
 
 
 class Recommender(Module):
-    """Nearly all of it is a table of items: each user is the sum of what was clicked."""
+    """A recommender whose parameters are mostly an embedding of items. A user is the sum of the clicked items."""
 
     def __init__(self, num_items: int = 50_000, width: int = 16) -> None:
         super().__init__()
@@ -358,6 +373,7 @@ class Recommender(Module):
 
 
 def recommender() -> Workload:
+    """Return a recommender with 50,000 items."""
     num_users = 256
     clicked = torch.arange(num_users * 20).view(num_users, 20) * 7919 % 50_000
     contexts = torch.arange(num_users * 4).view(num_users, 4) % 100
@@ -385,4 +401,4 @@ MODELS: dict[str, Callable[[], Workload]] = {
         recommender,
     )
 }
-"""Name -> what makes the model, in training mode, and one micro-batch."""
+"""Name -> function that returns the model in training mode and one micro-batch."""

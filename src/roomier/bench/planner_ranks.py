@@ -1,6 +1,6 @@
 """One rank of ``roomier bench planner``: ``python -m roomier.bench.planner_ranks FOLDER SETTINGS``.
 
-Each rank forecasts its share of the cases; then all ranks run all of them together.
+Each rank forecasts its share of the cases. Then all ranks run all cases together.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from roomier.planner.workload import Workload
 
 
 def run(cases: list[Case], ranks: Ranks) -> list[dict[str, Any]]:
-    """A row for each case: the forecast, the measured peak of the fullest rank, and how far they are apart."""
+    """Return a row for each case: the forecast, the measured peak of the rank with the largest peak, and the error."""
     world = ranks.world
     own = {number: _forecast(case) for number, case in enumerate(cases) if number % world.size == world.rank}
     forecasts: dict[int, dict[str, Any]] = {}
@@ -68,6 +68,7 @@ def _measured(case: Case, forecast: dict[str, Any], ranks: Ranks) -> dict[str, A
 
 
 def main(folder: Path, settings: dict[str, Any]) -> None:
+    """Run the cases of ``settings`` on this rank. Rank 0 writes ``result.json``."""
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     rank, size = int(os.environ["RANK"]), settings["ranks"]

@@ -1,7 +1,7 @@
-"""The second witness of ``roomier bench planner``: ``python -m roomier.bench.planner_rss FOLDER SETTINGS``.
+"""The resident set of ``roomier bench planner``: ``python -m roomier.bench.planner_rss FOLDER SETTINGS``.
 
-The growth of the resident set of a fresh process, as the kernel counts it, from before the model is made to the largest
-moment of the third step. The model is wide enough that what libraries and the allocator add is small beside it.
+The module measures the growth of the resident set of a fresh process, from before the model exists to the peak of the
+third step. The model is so wide that the memory of libraries and of the allocator is small in comparison.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ _STATUS = Path("/proc/self/status")
 
 
 class WideGPT(Module):
+    """A GPT of width 768."""
+
     def __init__(self) -> None:
         super().__init__()
         self.network = GPT(_CONFIG)
@@ -41,20 +43,22 @@ class WideGPT(Module):
 
 
 def make_batch() -> tuple[Tensor, Tensor]:
+    """Return tokens and targets of 8 sequences."""
     tokens = torch.arange(_NUM_SEQUENCES * _CONFIG.context).view(_NUM_SEQUENCES, -1) * 7 % _CONFIG.vocab_size
     return tokens, tokens.clone()
 
 
 def make_plan(recompute: str) -> Plan:
+    """Return a plan for one CPU with this policy of activation checkpointing."""
     return Plan.from_dict(
         {"parallel": {"accelerator": "cpu"}, "optimizer": {"name": "adamw"}, "activation": {"policy": recompute}}
     )
 
 
 def grown_bytes(plan: Plan) -> int:
-    """By how much the resident set grows."""
+    """Return the growth of the resident set in bytes."""
     small = torch.nn.Linear(8, 8)
-    small(torch.ones(2, 8)).sum().backward()  # threads and libraries are there
+    small(torch.ones(2, 8)).sum().backward()  # threads and libraries are loaded
     gc.collect()
     give_back_freed()
     before = _kilobytes("VmRSS") * 1024
@@ -63,7 +67,7 @@ def grown_bytes(plan: Plan) -> int:
     for number in range(3):
         if number == 2:
             give_back_freed()
-            Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
+            Path("/proc/self/clear_refs").write_text("5")  # reset the peak
         engine.forward_backward(lambda batch, _: module.training_step(batch), [batch])
         engine.step()
     return _kilobytes("VmHWM") * 1024 - before
@@ -75,6 +79,7 @@ def _kilobytes(name: str) -> int:
 
 
 def main(folder: Path, settings: dict[str, Any]) -> None:
+    """Measure one plan and write ``result.json``."""
     torch.set_num_threads(1)
     found = grown_bytes(make_plan(settings["recompute"]))
     (folder / "result.json").write_text(json.dumps({"rss_bytes": found}))

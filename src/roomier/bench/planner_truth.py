@@ -1,4 +1,4 @@
-"""The peak of a step as it is: the very step of a dry run, with real tensors."""
+"""The measured peak of a step: the step of a dry run, with real tensors."""
 
 from __future__ import annotations
 
@@ -22,28 +22,31 @@ from roomier.plan import Plan
 
 
 def measured_peak(module: nn.Module, batch: Any, plan: Plan, ranks: Ranks | None = None) -> Snapshot:
-    """The largest moment of a step, from the second on, of ``plan`` on a CPU; ``module`` stays as it is.
+    """Return the memory at the peak of a step of ``plan`` on a CPU. The step follows one or two warm-up steps.
 
     Args:
-        ranks: among which the model is divided; None for one.
+        module: the model. The function trains a copy.
+        batch: one micro-batch.
+        plan: the plan. Its accelerator is replaced by the CPU.
+        ranks: the ranks of the run. Default: one rank.
     """
     tracker = measured_step(module, batch, plan, ranks)
     return tracker.peak()
 
 
 def measured_step(module: nn.Module, batch: Any, plan: Plan, ranks: Ranks | None = None) -> MemoryTracker:
-    """The tracker after that step."""
+    """Return the tracker after the step of :func:`measured_peak`."""
     plan = replace(plan, parallel=replace(plan.parallel, accelerator="cpu"))
     copied = copy.deepcopy(as_module(module))
-    _say_nothing(copied)
+    _disable_logging(copied)
 
     num_batches = plan.batch.accumulate_grad_batches
-    num_steps_before = 2 if plan.parallel.strategy == "ddp" else 1  # DDP is there from the second on
+    num_steps_before = 2 if plan.parallel.strategy == "ddp" else 1  # DDP is created after the first step
     windows = [[map_tensors(torch.clone, batch) for _ in range(num_batches)] for _ in range(num_steps_before + 1)]
 
     def step(tracker: MemoryTracker) -> None:
         tracker.enter("forward")
-        batches = windows.pop()  # held while the optimizer steps, as loops do
+        batches = windows.pop()  # alive during the update, as in a training loop
         engine.forward_backward(lambda each, _: copied.training_step(each, 0), batches)
         tracker.enter("update")
         if plan.batch.gradient_clip_val is not None:
@@ -56,7 +59,7 @@ def measured_step(module: nn.Module, batch: Any, plan: Plan, ranks: Ranks | None
         engine, _ = build(
             plan, copied, lambda blocks: configure(plan, copied, lambda: 1000, blocks), EagerEngine, ranks or Ranks()
         )
-        if (scaling := engine.scaler.state()) is not None:  # the first scales are so large that steps would be skipped
+        if (scaling := engine.scaler.state()) is not None:  # the initial scale is so large that steps would be skipped
             engine.scaler.load({**scaling, "scale": 1.0})
         with tracking(engine) as tracker:
             for _ in range(num_steps_before):
@@ -67,7 +70,7 @@ def measured_step(module: nn.Module, batch: Any, plan: Plan, ranks: Ranks | None
     return tracker
 
 
-def _say_nothing(module: Module) -> None:
+def _disable_logging(module: Module) -> None:
     for part in module.modules():
         if isinstance(part, Module):
             for name in ("log", "log_dict"):

@@ -1,4 +1,4 @@
-"""Ranks of a measurement: one process for each, of one thread, on this machine."""
+"""Ranks of a benchmark: one process with one thread for each rank, on this machine."""
 
 from __future__ import annotations
 
@@ -23,18 +23,20 @@ def run_on_ranks(
     environment: Mapping[str, str] | None = None,
     tells: TextIO | None = None,
 ) -> dict[str, Any]:
-    """``python -m worker FOLDER SETTINGS`` for each rank, which ``RANK`` tells it.
+    """Run ``python -m worker FOLDER SETTINGS`` for each rank, with the rank in ``RANK``.
 
     Args:
-        worker: a module. Its rank 0 writes ``result.json`` into the folder.
-        environment: what its processes have beside that of this one.
-        tells: gets the lines that rank 0 puts into ``progress.txt`` in the folder, as they come.
+        worker: a module. Its rank 0 writes ``result.json`` to the folder.
+        num_ranks: number of processes.
+        settings: JSON data for the worker.
+        environment: environment variables in addition to the variables of this process.
+        tells: receives the lines that rank 0 writes to ``progress.txt`` in the folder.
 
     Returns:
-        What rank 0 wrote, when all are done.
+        The content of ``result.json``, after all ranks have ended.
 
     Raises:
-        RoomierError: a rank ended before; with its last lines.
+        RoomierError: a rank failed. The message contains its last lines.
     """
     with TemporaryDirectory() as folder:
         path = Path(folder)
@@ -61,38 +63,38 @@ def run_on_ranks(
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]], folder: Path, tells: TextIO | None) -> None:
-    num_told = 0
+    num_printed = 0
     try:
         while any(each.poll() is None for each in processes):
             failed = [rank for rank, each in enumerate(processes) if each.poll()]
             if failed:
                 raise _failure(failed[0], processes, folder)
-            num_told = _tell(folder / "progress.txt", num_told, tells)
+            num_printed = _report(folder / "progress.txt", num_printed, tells)
             time.sleep(0.05)
     finally:
         for each in processes:
             if each.poll() is None:
                 each.kill()
             each.wait()
-    _tell(folder / "progress.txt", num_told, tells)
+    _report(folder / "progress.txt", num_printed, tells)
     failed = [rank for rank, each in enumerate(processes) if each.returncode]
     if failed:
         raise _failure(failed[0], processes, folder)
 
 
-def _tell(progress: Path, num_told: int, tells: TextIO | None) -> int:
-    """Pass on what follows the first ``num_told`` characters, in whole lines; returns how many that makes."""
+def _report(progress: Path, num_printed: int, tells: TextIO | None) -> int:
+    """Print complete lines after the first ``num_printed`` characters; return the new number."""
     if tells is None or not progress.exists():
-        return num_told
+        return num_printed
     text = progress.read_text()
     end = text.rfind("\n") + 1
-    if end > num_told:
-        print(text[num_told:end], end="", file=tells, flush=True)
-    return max(end, num_told)
+    if end > num_printed:
+        print(text[num_printed:end], end="", file=tells, flush=True)
+    return max(end, num_printed)
 
 
 def _failure(rank: int, processes: Sequence[subprocess.Popen[bytes]], folder: Path) -> RoomierError:
     lines = (folder / f"rank{rank}.txt").read_text().splitlines()
     problem = "\n".join([f"ended with code {processes[rank].returncode}; its last lines:", *lines[-20:], ""])
-    action = "Where the code is -9 memory ran out: choose a smaller model, or fewer ranks"
+    action = "If the code is -9, memory ran out. Choose a smaller model or fewer ranks"
     return RoomierError("bench", f"rank {rank}", problem, action)

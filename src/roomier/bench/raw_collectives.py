@@ -1,4 +1,4 @@
-"""The collectives of a training step alone, on buffers of the sizes a model has."""
+"""The collectives of a training step without computation, on buffers with the sizes of a model."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from torch import Tensor
 from roomier.memory.weights import Unit
 from roomier.parallel.collectives import PairwiseAllGather, PairwiseReduceScatter, Reductions
 
-_BUCKET_BYTES = 25 * 2**20  # of torch's DDP
+_BUCKET_BYTES = 25 * 2**20  # default of torch's DDP
 
 
 def time_collectives(units: list[Unit]) -> dict[str, float]:
-    """Seconds that one step's worth of each takes, nothing beside it. Every rank calls this.
+    """Return the seconds of each kind of collective for one step. Every rank calls this function.
 
     Returns:
-        ``all_reduce_s``: gradients in the dtype of the weights, in DDP's buckets. ``all_gather_s`` and
-        ``reduce_scatter_s``: one of each unit, as the sharded strategies send them; ``gloo_all_gather_s`` and
-        ``gloo_reduce_scatter_s``: the same by gloo itself.
+        ``all_reduce_s``: all gradients in the dtype of the weights, in the buckets of DDP. ``all_gather_s`` and
+        ``reduce_scatter_s``: one collective per unit, with the algorithms of the sharded strategies.
+        ``gloo_all_gather_s`` and ``gloo_reduce_scatter_s``: the same with the algorithms of gloo.
     """
     gradients = torch.zeros(sum(math.prod(each.shape) for unit in units for each in unit.weights))
     buckets = torch.split(gradients, _BUCKET_BYTES // gradients.itemsize)

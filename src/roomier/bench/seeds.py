@@ -1,15 +1,15 @@
-"""``roomier bench seeds``: the memory that four published articles measured, beside the forecast of the same training.
+"""``roomier bench seeds``: memory published by four articles, compared with the forecast of the same training.
 
 The result is one JSON object with ``rows``, one for each published figure:
 
-- ``source``, ``what``: the article, and the configuration; ``hardware``: on which it ran;
-- ``published_mib``: as printed; ``meter``: ``"allocated"`` (``torch.cuda.max_memory_allocated``) or ``"occupied"`` (the
-  whole device, as ``nvidia-smi`` tells it);
-- ``forecast_mib``: of this version's run of the same configuration: all tensors at the peak; with ``"occupied"`` also
-  what the article itself found to be there before any model;
-- ``fits``: the forecast with all that the device holds beside tensors, in the device; None where nothing is forecast;
-- ``answer``: what is refused, where something is;
-- ``ratio``: forecast / published; ``why``: what makes the difference.
+- ``source``, ``what``: the article and the configuration; ``hardware``: the machine;
+- ``published_mib``: the published value; ``meter``: ``"allocated"`` (``torch.cuda.max_memory_allocated``) or
+  ``"occupied"`` (the memory of the device in use, reported by ``nvidia-smi``);
+- ``forecast_mib``: the forecast of this version for the same configuration: all tensors at the peak. ``"occupied"``
+  adds the memory that the article reports before a model exists;
+- ``fits``: whether the forecast, including memory that no tensor uses, fits the device; None without a forecast;
+- ``answer``: the error if the plan is rejected;
+- ``ratio``: forecast / published; ``why``: the reason for the difference.
 """
 
 from __future__ import annotations
@@ -35,20 +35,25 @@ from roomier.planner.dry_runs.confirm import confirm
 from roomier.planner.workload import Workload
 
 CONTEXT_MIB = 1343
-"""What the Hugging Face guide found occupied on its V100 by one number: CUDA's context and kernels."""
+"""Memory of the CUDA context and kernels on a V100, measured by the Hugging Face guide."""
 
-_SHAKESPEARE = 65  # different characters of the text that the benchmark of minGPT trains on
+_SHAKESPEARE = 65  # number of different characters in the text of the minGPT benchmark
 _MINGPT, _BERT, _SHARDED = "Lightning + DeepSpeed", "Hugging Face guide", "Lightning Sharded"
 
 
 @dataclass(frozen=True)
 class Published:
-    """One figure.
+    """One published figure.
 
     Attributes:
-        workload: makes what was trained, with the micro-batch it was trained with.
-        flags: of :func:`plan_from_flags`.
-        published_mib: None where the article says in words that it fits, or does not.
+        source: the article.
+        what: the configuration.
+        hardware: the machine, a name of :func:`machine_of`.
+        workload: makes the trained model and its micro-batch.
+        flags: arguments of :func:`plan_from_flags`.
+        published_mib: the value in MiB; None if the article states only whether the model fits.
+        meter: ``"allocated"`` or ``"occupied"``.
+        why: the reason for a difference from the forecast.
     """
 
     source: str
@@ -62,7 +67,7 @@ class Published:
 
 
 def mingpt(num_layers: int, width: int, batch_size: int = 1) -> Callable[[], Workload]:
-    """As SeanNaren/minGPT's benchmark.py of March 2021 trains it: 128 characters, 16 heads."""
+    """Return the GPT of SeanNaren/minGPT's benchmark.py of March 2021: 128 characters, 16 heads."""
 
     def make() -> Workload:
         config = GPTConfig(_SHAKESPEARE, 128, num_layers, 16, width)
@@ -74,7 +79,7 @@ def mingpt(num_layers: int, width: int, batch_size: int = 1) -> Callable[[], Wor
 
 
 def bert_large(batch_size: int) -> Callable[[], Workload]:
-    """``bert-large-uncased`` with a classifier, on 512 tokens; attention written out, as it was in 2022."""
+    """Return ``bert-large-uncased`` with a classifier, 512 tokens, and eager attention as in 2022."""
 
     def make() -> Workload:
         from transformers import BertConfig, BertForSequenceClassification
@@ -97,8 +102,10 @@ def bert_large(batch_size: int) -> Callable[[], Workload]:
 
 
 class SentenceModel(nn.Module):
-    """As NeMo's transformer language model of 2020 is configured (``transformer_lm_config.yaml``): an inner size of
-    2048, sequences of 256 tokens. 22 layers of width 3072 are then the 1.2 billion parameters that the article tells.
+    """NeMo's Transformer language model of 2020.
+
+    ``transformer_lm_config.yaml`` has an inner size of 2048 and sequences of 256 tokens. With these values, 22 layers
+    of width 3072 have the 1.2 billion parameters of the article.
     """
 
     def __init__(self, num_layers: int, vocab_size: int = 30_000, width: int = 3072) -> None:
@@ -117,7 +124,7 @@ class SentenceModel(nn.Module):
 
 
 def sentence_model(num_layers: int, batch_size: int) -> Callable[[], Workload]:
-    """The model of Lightning Sharded's article."""
+    """Return the model of the article about Lightning Sharded."""
 
     def make() -> Workload:
         with torch.device("meta"):
@@ -128,44 +135,44 @@ def sentence_model(num_layers: int, batch_size: int) -> Callable[[], Workload]:
 
 
 _FP16 = {"precision": "16-mixed", "optimizer": "adamw", "gradient_clip_val": 1.0}
-_TWO_COPIES = "DDP of 2021 kept gradients beside its buckets, 4 bytes a parameter; here gradients are views of them"
-_LABEL = "the article shows this figure under 12.8B; the benchmark's README has it as that of the 1.7B model"
+_TWO_COPIES = "DDP of 2021 kept gradients and buckets, 4 bytes per parameter; here gradients are views of the buckets"
+_LABEL = "the article prints this figure for 12.8B, the README of the benchmark for the 1.7B model"
 _SMALL = {"accumulate_grad_batches": 4, "activation_checkpointing": "full", "precision": "16-mixed"}
-_CACHE = "nvidia-smi counts what the allocator keeps for later as well"
+_CACHE = "nvidia-smi also counts memory that the allocator reserves"
 _A100S = "a100-40gb:8"
 
 
 def published() -> Iterator[Published]:
-    """All figures, in the order of the articles."""
+    """Yield all figures, in the order of the articles."""
     ddp, zero3 = {**_FP16, "strategy": "ddp"}, {**_FP16, "strategy": "zero3"}
     large = mingpt(16, 8192)
     yield Published(_MINGPT, "1.7B, ddp, fp16", _A100S, mingpt(15, 3072), ddp, 36148.55, "allocated", _TWO_COPIES)
-    next_size = "larger than the largest that fitted; 4 bytes a parameter less here, so a few layers more fit"
+    next_size = "larger than the largest model that fitted; here 4 bytes per parameter less, so a few more layers fit"
     yield Published(_MINGPT, "2.3B (20 layers), ddp, fp16", _A100S, mingpt(20, 3072), ddp, None, "allocated", next_size)
     yield Published(_MINGPT, "1.7B, zero3, fp16", _A100S, mingpt(15, 3072), zero3, 7796.98, "allocated", _LABEL)
     yield Published(_MINGPT, "12.8B, ddp, fp16", _A100S, large, ddp, None, "allocated", "states alone are 205 GB")
     zero2 = {**_FP16, "strategy": "zero2"}
-    whole = "weights and what is computed with them are whole on each rank"
+    whole = "each rank holds the unsharded weights and activations"
     yield Published(_MINGPT, "12.8B, zero2, fp16", _A100S, large, zero2, None, "allocated", whole)
-    fits = "the article says that it fits, and prints no figure of its own"
+    fits = "the article states that the model fits, without a figure"
     yield Published(_MINGPT, "12.8B, zero3, fp16", _A100S, large, zero3, None, "allocated", fits)
     giant, full = mingpt(56, 8192), {**zero3, "activation_checkpointing": "full"}
     states = "without offload: states alone are 84 GiB on each of eight"
     yield Published(_MINGPT, "45B, zero3, fp16, recompute", _A100S, giant, full, None, "allocated", states)
     offload = {**full, "offload": {"optimizer_states": "cpu", "parameters": "cpu"}}
-    refused = "refused today"
+    refused = "rejected today"
     yield Published(_MINGPT, "45B, zero3 with offload, recompute", _A100S, giant, offload, None, "allocated", refused)
     plain = {"optimizer": "adam"}
     for num_layers, size, strategy in ((22, "1.2B", "ddp"), (22, "1.2B", "zero2"), (32, "1.7B", "zero2")):
         workload, flags = sentence_model(num_layers, 4), {**plain, "strategy": strategy}
-        why = "no figure in the text; batch and precision are not told either: fp32 and 4 sentences here"
+        why = "the text contains no figure, batch or precision; here fp32 and 4 sentences"
         yield Published(_SHARDED, f"{size}, {strategy}, fp32", _A100S, workload, flags, None, "allocated", why)
     yield from _bert_ladder()
 
 
 def _bert_ladder() -> Iterator[Published]:
     adamw, adafactor, eight = ({"optimizer": name} for name in ("adamw", "adafactor", "adamw8bit"))
-    factored = "torch's Adafactor keeps row and column means alone, and no first moment, as theirs"
+    factored = "torch's Adafactor stores row and column means only, without a first moment, as in the guide"
     rungs: list[tuple[str, int, dict[str, Any], int, str]] = [
         ("batch 4", 4, adamw, 14949, _CACHE),
         ("batch 1 x 4 accumulated", 1, {**adamw, "accumulate_grad_batches": 4}, 8681, _CACHE),
@@ -189,7 +196,7 @@ def _bert_ladder() -> Iterator[Published]:
 
 
 def row_of(each: Published, *, runs_dry: bool = False) -> dict[str, Any]:
-    """``each`` beside its forecast, by closed form unless it ``runs_dry``."""
+    """Return the row of a figure. The forecast uses the closed form, or a dry run if ``runs_dry`` is True."""
     row: dict[str, Any] = {
         "source": each.source,
         "what": each.what,
@@ -216,22 +223,25 @@ def row_of(each: Published, *, runs_dry: bool = False) -> dict[str, Any]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--only", default="", help="rows whose name has this in it")
+    """Add the options of this benchmark."""
+    parser.add_argument("--only", default="", help="rows whose name contains this text")
     parser.add_argument("--dry-run", action="store_true", help="forecast by dry runs, which takes minutes")
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Forecast all figures."""
     rows = [row_of(each, runs_dry=options.dry_run) for each in published() if options.only in each.what]
     if not rows:
-        raise RoomierError("--only", options.only, "is in the name of no row", "Leave it out: the table has the names")
+        raise RoomierError("--only", options.only, "no row contains this text", "Leave it out to see all rows")
     return {"rows": rows}
 
 
 def table(result: Mapping[str, Any]) -> RenderableType:
+    """Return one line for each figure."""
     shown = Table("configuration", "published MiB", "forecast MiB", "ratio", "fits", "why")
     for row in result["rows"]:
         numbers = [row["published_mib"], row["forecast_mib"]]
-        fits = "refused" if row["answer"] else "yes" if row["fits"] else "no"
+        fits = "rejected" if row["answer"] else "yes" if row["fits"] else "no"
         ratio = "" if row["ratio"] is None else f"{row['ratio']:.2f}"
         cells = ["" if each is None else f"{each:,.0f}" for each in numbers]
         shown.add_row(row["what"], *cells, ratio, fits, row["answer"] or row["why"])

@@ -1,8 +1,8 @@
-"""Forecast against measured seconds of a step, on CPU ranks: ``python -m roomier.bench.step_time``.
+"""Forecast and measured seconds of a step, on CPU ranks: ``python -m roomier.bench.step_time``.
 
-Each plan of a model is built once, and all take turns, so that what disturbs one disturbs all. What counts is the
-order: whether the plan that is forecast to be the fastest is, and how well the orders of all agree (Spearman's
-correlation of ranks).
+Each plan of a model is built one time, and the plans alternate, so that load affects all of them equally. The result
+compares orders: whether the plan with the fastest forecast is the fastest, and the rank correlation of all plans
+(Spearman).
 """
 
 from __future__ import annotations
@@ -83,7 +83,9 @@ class Case:
     """One plan.
 
     Attributes:
-        micro_batches: of which each has its share of the samples.
+        strategy: name of the strategy.
+        policy: policy of activation checkpointing.
+        micro_batches: number of micro-batches into which the samples of a step are divided.
     """
 
     strategy: str
@@ -91,6 +93,7 @@ class Case:
     micro_batches: int
 
     def plan(self, num_ranks: int) -> Plan:
+        """Return the plan for ``num_ranks`` CPU ranks."""
         return Plan.of(
             {
                 "parallel": {"strategy": self.strategy, "devices": num_ranks, "accelerator": "cpu"},
@@ -102,11 +105,13 @@ class Case:
 
 
 def cases_of(model: str) -> list[Case]:
+    """Return the plans of a model."""
     policies = ("none", "full") if model.startswith("gpt") else ("none",)
     return [Case(*each) for each in product(_STRATEGIES, policies, (1, 4))]
 
 
 def batch_of(module: Module, num_samples: int) -> tuple[Tensor, Tensor]:
+    """Return random inputs and targets of ``num_samples`` samples."""
     if isinstance(module, MLP):
         return torch.randn(num_samples, module.width), torch.randn(num_samples, module.width)
     tokens = torch.randint(512, (num_samples, _CONTEXT + 1))
@@ -114,7 +119,7 @@ def batch_of(module: Module, num_samples: int) -> tuple[Tensor, Tensor]:
 
 
 def forecast_s(model: str, case: Case, num_samples: int, num_ranks: int) -> float:
-    """Of one step."""
+    """Return the forecast seconds of one step."""
     module = MODELS[model]()
     workload = Workload.of(module, batch_of(module, num_samples // case.micro_batches))
     plan = case.plan(num_ranks)
@@ -122,7 +127,7 @@ def forecast_s(model: str, case: Case, num_samples: int, num_ranks: int) -> floa
 
 
 def measured_s(model: str, cases: Sequence[Case], settings: dict[str, int]) -> list[dict[str, float]]:
-    """Median and least seconds of a step of each case, of the slower rank."""
+    """Return the median and the minimum seconds of a step of each case, on the slowest rank."""
     with TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
         spawn(_measure, (model, cases, settings, result), nprocs=settings["ranks"])  # type: ignore[no-untyped-call]
@@ -140,7 +145,7 @@ def _measure(rank: int, model: str, cases: Sequence[Case], settings: dict[str, i
     durations: list[list[float]] = [[] for _ in steps]
     for turn in range(settings["turns"]):
         for index in reversed(range(len(steps))) if turn % 2 else range(len(steps)):
-            steps[index]()  # brings its memory back to the processor's caches
+            steps[index]()  # fill the caches of the processor
             for _ in range(settings["steps"]):
                 dist.barrier()
                 start = time.perf_counter()
@@ -176,7 +181,7 @@ def _step(model: str, case: Case, num_samples: int, ranks: Ranks) -> Callable[[]
 
 
 def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float:
-    """Spearman's: 1 where both are in the same order."""
+    """Return Spearman's rank correlation: 1 if both have the same order."""
     return statistics.correlation(_ranks(one), _ranks(other))
 
 
@@ -186,8 +191,13 @@ def _ranks(values: Sequence[float]) -> list[float]:
 
 
 def run(models: Sequence[str], settings: dict[str, int]) -> dict[str, Any]:
-    """Keys: ``models``, by name with ``rows``, ``rank_correlation``, ``median_ratio`` (forecast over measured),
-    ``regret`` (of the plan forecast to be the fastest: its measured time over the least of all)."""
+    """Measure and forecast all plans of ``models``.
+
+    Returns:
+        ``settings``, ``machine`` and ``models``. Each model has ``rows``, ``rank_correlation``, ``median_ratio``
+        (forecast divided by measurement) and ``regret`` (measured time of the plan with the fastest forecast, divided
+        by the smallest measured time).
+    """
     found = {}
     for model in models:
         cases = cases_of(model)
@@ -212,6 +222,7 @@ def _ratio(forecast: float, measured: float) -> float:
 
 
 def main() -> None:
+    """Run the benchmark and print its result as JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", default=",".join(MODELS))
     for name, value in (("ranks", 2), ("samples", 16), ("turns", 5), ("steps", 5)):

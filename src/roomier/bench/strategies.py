@@ -1,4 +1,4 @@
-"""``roomier bench strategies``: memory and step time of each strategy beside plain PyTorch DDP."""
+"""``roomier bench strategies``: memory and step time of each strategy, compared with PyTorch DDP."""
 
 from __future__ import annotations
 
@@ -20,24 +20,23 @@ PEER = "torch_ddp"
 _WORKER = "roomier.bench.strategy_ranks"
 STRATEGIES = (PEER, "ddp", "zero1", "zero2", "zero3", "hsdp")
 MODELS = ("mingpt", *SIZES)
-_NUM_COPIES = 2  # of the model, under hsdp
+_NUM_COPIES = 2  # copies of the model with hsdp
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--model", default="mingpt", help="mingpt (34M parameters) or a size minGPT names, such as gpt2"
-    )
+    """Add the options of this benchmark."""
+    parser.add_argument("--model", default="mingpt", help="mingpt (34M parameters) or a size of minGPT, such as gpt2")
     parser.add_argument("--ranks", type=_at_least(2), default=2, help="processes on this machine (%(default)s)")
     parser.add_argument("--precision", default="bf16-mixed", help="as Trainer(precision=...) (%(default)s)")
-    parser.add_argument("--batch-size", type=_at_least(1), default=2, help="sequences of a rank (%(default)s)")
-    parser.add_argument("--seq-len", type=_at_least(1), default=128, help="tokens of a sequence (%(default)s)")
-    parser.add_argument("--steps", type=_at_least(1), default=3, help="steps of a turn (%(default)s)")
-    parser.add_argument("--repeats", type=_at_least(1), default=5, help="turns of each strategy (%(default)s)")
+    parser.add_argument("--batch-size", type=_at_least(1), default=2, help="sequences per rank (%(default)s)")
+    parser.add_argument("--seq-len", type=_at_least(1), default=128, help="tokens per sequence (%(default)s)")
+    parser.add_argument("--steps", type=_at_least(1), default=3, help="steps per turn (%(default)s)")
+    parser.add_argument("--repeats", type=_at_least(1), default=5, help="turns per strategy (%(default)s)")
     parser.add_argument("--strategies", default="", help=f"separated by commas; all by default: {','.join(STRATEGIES)}")
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """All figures of the case: bytes of the worst rank, seconds per step."""
+    """Return all figures: bytes of the rank with the largest peak, and seconds per step."""
     facts = circumstances()
     settings = {
         "model": _known("--model", options.model, MODELS),
@@ -51,18 +50,19 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "shard_size": options.ranks // _NUM_COPIES,
     }
     for name in settings["strategies"]:
-        plan_of(name, settings)  # what cannot work is refused before a process starts
+        plan_of(name, settings)  # reject impossible plans before a process starts
     return {"case": "strategies", **settings, **run_on_ranks(_WORKER, settings["ranks"], settings), **facts}
 
 
 def config_of(settings: Mapping[str, Any]) -> GPTConfig:
-    """The model that ``--model`` names, without dropout, so that all strategies have the same losses."""
+    """Return the model of ``--model`` without dropout, so that all strategies have the same losses."""
     if settings["model"] == "mingpt":
         return GPTConfig(8192, settings["seq_len"], num_layers=8, num_heads=8, width=512, dropout=0.0)
     return GPTConfig.named(settings["model"], context=settings["seq_len"], dropout=0.0)
 
 
 def plan_of(name: str, settings: Mapping[str, Any]) -> Plan:
+    """Return the plan of a strategy. The plan of :data:`PEER` has the figures of ``ddp``."""
     parallel: dict[str, Any] = {"strategy": "ddp" if name == PEER else name, "accelerator": "cpu"}
     if name == "hsdp":
         parallel["shard_size"] = settings["shard_size"]
@@ -79,16 +79,17 @@ def _strategies(text: str, num_ranks: int) -> list[str]:
     has_copies = num_ranks >= 2 * _NUM_COPIES and num_ranks % _NUM_COPIES == 0
     possible = [each for each in STRATEGIES if each != "hsdp" or has_copies]
     wanted = [_known("--strategies", each.strip(), possible) for each in text.split(",") if each.strip()] or possible
-    return [each for each in possible if each == PEER or each in wanted]  # what all are compared with is always there
+    return [each for each in possible if each == PEER or each in wanted]  # the baseline is always included
 
 
 def _known(field: str, name: str, known: Any) -> str:
     if name not in known:
-        raise RoomierError(field, name, "is not known here", did_you_mean(name, known))
+        raise RoomierError(field, name, "is unknown", did_you_mean(name, known))
     return name
 
 
 def table(result: Mapping[str, Any]) -> RenderableType:
+    """Return one line for each strategy."""
     peer = next(row for row in result["rows"] if row["strategy"] == PEER)
     collectives = ", ".join(
         f"{name.removesuffix('_s')} {value * 1e3:.0f} ms" for name, value in result["collectives"].items()
@@ -96,11 +97,11 @@ def table(result: Mapping[str, Any]) -> RenderableType:
     found = Table(
         title=f"{result['model']}, {format_count(result['num_parameters'])} parameters, {result['ranks']} ranks, "
         f"{result['precision']}",
-        caption=f"bytes of the worst rank; {result['repeats']} x {result['steps']} steps, interleaved, medians\n"
-        f"collectives alone: {collectives}\n{result['machine']['cpu']}, torch {result['torch']}",
+        caption=f"bytes of the largest rank; {result['repeats']} x {result['steps']} steps, interleaved, medians\n"
+        f"collectives only: {collectives}\n{result['machine']['cpu']}, torch {result['torch']}",
     )
     found.add_column("")
-    for name in ("model states", "of DDP's", "formula", "peak of all", "step", "of DDP's"):
+    for name in ("model states", "ratio to DDP", "formula", "peak", "step", "ratio to DDP"):
         found.add_column(name, justify="right")
     for row in result["rows"]:
         found.add_row(
@@ -118,7 +119,7 @@ def table(result: Mapping[str, Any]) -> RenderableType:
 def _at_least(minimum: int) -> Any:
     def count(text: str) -> int:
         if not text.isdecimal() or int(text) < minimum:
-            raise argparse.ArgumentTypeError(f"{text!r} is not an integer of {minimum} or more")
+            raise argparse.ArgumentTypeError(f"{text!r} must be an integer of at least {minimum}")
         return int(text)
 
     return count

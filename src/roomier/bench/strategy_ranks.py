@@ -1,7 +1,7 @@
-"""One rank of ``roomier bench strategies``: ``python -m roomier.bench.strategy_ranks FOLDER SETTINGS``.
+"""A rank of ``roomier bench strategies``: ``python -m roomier.bench.strategy_ranks FOLDER SETTINGS``.
 
-Memory and time are measured apart: the tracker makes steps slow. Both stand on the same objects, which are made once,
-or anew for each turn where they do not fit beside each other.
+Memory and time are measured separately, because the tracker makes steps slow. Both use the same objects. If the objects
+of all strategies do not fit into memory together, they are created again for each turn.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _DEVICE = torch.device("cpu")
 
 
 class TrainedGPT(Module):
-    """The model as a user writes it for the Trainer."""
+    """The model as a Module."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class TrainedGPT(Module):
 
 
 class PlainLoop:
-    """The step of PyTorch's own tutorials: DDP, autocast, the fused optimizer."""
+    """The step of the PyTorch tutorials: DDP, autocast and a fused optimizer."""
 
     def __init__(self, config: GPTConfig, plan: Plan, ranks: Ranks) -> None:
         precision = precision_of(plan.precision.mode, _DEVICE)
@@ -73,6 +73,7 @@ class PlainLoop:
         self._context = precision.forward_context()
 
     def step(self, batch: Batch, enter: Callable[[str], None]) -> Tensor:
+        """Run one step and return its loss; call ``enter`` with each phase."""
         enter("forward")
         self.optimizer.zero_grad()
         with self._context():
@@ -85,6 +86,7 @@ class PlainLoop:
 
     @contextmanager
     def tracked(self) -> Iterator[MemoryTracker]:
+        """Track the memory of the steps in this context."""
         with MemoryTracker(self.network, [self.optimizer], _DEVICE) as tracker:
             yield tracker
 
@@ -100,6 +102,7 @@ class EngineLoop:
         self._num_ranks = ranks.world.size
 
     def step(self, batch: Batch, enter: Callable[[str], None]) -> Tensor:
+        """Run one step and return its loss; call ``enter`` with each phase."""
         enter("forward")
         loss = self.engine.forward_backward(lambda batch, _: self.module.training_step(batch), [batch])
         enter("update")
@@ -109,6 +112,7 @@ class EngineLoop:
 
     @contextmanager
     def tracked(self) -> Iterator[MemoryTracker]:
+        """Track the memory of the steps in this context."""
         with tracking(self.engine) as tracker:
             yield tracker
 
@@ -120,7 +124,10 @@ class Strategy:
     """One row of the result.
 
     Args:
-        keeps: the loop stays in memory between its turns.
+        name: name of the strategy.
+        settings: settings of the benchmark.
+        ranks: ranks of the run.
+        keeps: whether the loop stays in memory between its turns.
     """
 
     def __init__(self, name: str, settings: dict[str, Any], ranks: Ranks, *, keeps: bool) -> None:
@@ -139,12 +146,13 @@ class Strategy:
         self._batch = (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
 
     def formula(self, rank: int = 0) -> ModelStates:
+        """Return the model states of ``rank`` by formula."""
         with torch.device("meta"):
             network = GPT(self._config)
         return predict(network, self._plan, rank=rank)
 
     def measure_memory(self) -> dict[str, Any]:
-        """Bytes of the rank that holds most, at the peak of a step."""
+        """Return the bytes at the peak of a step, on the rank with the largest peak."""
         with self._running() as loop:
             with loop.tracked() as tracker:
                 loop.step(self._batch, tracker.enter)
@@ -164,9 +172,9 @@ class Strategy:
         return {**worst, "peak_bytes": max(each["peak_bytes"] for each in by_rank)}
 
     def time_turn(self, num_steps: int) -> None:
-        """One turn: the median of its steps, of the slowest rank."""
+        """Record one turn: the median time of its steps, on the slowest rank."""
         with self._running() as loop:
-            loop.step(self._batch, _ignore)  # brings its memory back to the processor's caches
+            loop.step(self._batch, _ignore)  # fill the caches of the processor
             dist.barrier()
             durations = []
             loss = torch.tensor(0.0)
@@ -187,10 +195,11 @@ class Strategy:
                 loop.step(self._batch, _ignore)
         self._loop = loop if self._keeps else None
         yield loop
-        gc.collect()  # no strategy pays for the garbage of the one before
+        gc.collect()  # no strategy spends time on the garbage of the previous strategy
 
 
 def run(settings: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
+    """Measure memory, time and collectives of all strategies."""
     names: list[str] = settings["strategies"]
     num_bytes = sum(Strategy(name, settings, ranks, keeps=False).formula().peak.total() for name in names)
     keeps = ranks.from_zero(num_bytes * ranks.world.size < psutil.virtual_memory().available / 2)
@@ -227,6 +236,7 @@ def run(settings: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
 
 
 def main(folder: Path, settings: dict[str, Any]) -> None:
+    """Run the benchmark on this rank. Rank 0 writes ``result.json``."""
     torch.set_num_threads(1)
     rank, size = int(os.environ["RANK"]), settings["ranks"]
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=size)

@@ -1,4 +1,4 @@
-"""Interleaved timing: what is compared takes turns, so that what slows the machine slows all of it alike."""
+"""Interleaved timing: the compared blocks alternate, so that load on the machine affects all of them equally."""
 
 from __future__ import annotations
 
@@ -16,10 +16,14 @@ import torch
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one step, in microseconds: on the clock, and of this thread's processor time.
+    """The time of one step in microseconds.
 
-    The clock is what a user waits for. Processor time is what is left of it where other processes get in the way; on a
-    quiet machine and on the CPU both are the same.
+    A user waits for the wall time. The processor time excludes the time of other processes. On a quiet machine and on a
+    CPU, both are equal.
+
+    Attributes:
+        wall_us: wall time.
+        cpu_us: processor time of this thread.
     """
 
     wall_us: float
@@ -27,25 +31,26 @@ class Cost:
 
 
 def interleave(blocks: Mapping[str, Callable[[], Cost]], num_repeats: int) -> dict[str, list[Cost]]:
-    """Each block ``num_repeats`` times, in turns, every second round backwards (a drift cancels out).
+    """Run each block ``num_repeats`` times in alternation. Every second round runs backwards, so that a drift cancels.
 
     Args:
-        blocks: each runs once and returns what it measured of itself.
+        blocks: functions that run one measurement and return its cost, by name.
+        num_repeats: number of rounds.
 
     Returns:
-        The figures of each block in order; item ``i`` of all blocks comes from the same round.
+        The costs of each block. Item ``i`` of all blocks is from the same round.
     """
     found: dict[str, list[Cost]] = {name: [] for name in blocks}
     for index in range(num_repeats):
         names = list(blocks)
         for name in reversed(names) if index % 2 else names:
-            gc.collect()  # no block pays for the garbage of the one before
+            gc.collect()  # no block spends time on the garbage of the previous block
             found[name].append(blocks[name]())
     return found
 
 
 class Stamps:
-    """Called once in each step, it notes both clocks. It costs well under a microsecond, in all that is compared."""
+    """A probe that records both clocks in each step. A call takes less than a microsecond."""
 
     def __init__(self) -> None:
         self._wall_ns: list[int] = []
@@ -56,11 +61,15 @@ class Stamps:
         self._cpu_ns.append(time.thread_time_ns())
 
     def cost(self, num_warmup: int, period: int) -> Cost:
-        """The cost of a step behind the warm-up: for each of the ``period`` places of a step in a log interval the
-        median, and of these the mean.
+        """Return the cost of a step: the median for each position in a log interval, averaged over the positions.
 
-        So what happens every ``period`` steps counts at its share, and the steps in which another process took the
-        processor do not count, as long as they are fewer than half.
+        Work that happens every ``period`` steps counts with its frequency. Steps that another process interrupted do
+        not count, if they are fewer than half.
+
+        Args:
+            num_warmup: number of steps at the start that do not count.
+            period: steps per log interval.
+
         """
         return Cost(*(_typical_interval_us(stamps[num_warmup:], period) for stamps in (self._wall_ns, self._cpu_ns)))
 
@@ -72,17 +81,17 @@ def _typical_interval_us(stamps_ns: Sequence[int], period: int) -> float:
 
 
 def median(values: Sequence[float]) -> float:
-    """The median, to a thousandth: further digits of a time tell nothing."""
+    """Return the median, rounded to a thousandth."""
     return round(statistics.median(values), 3)
 
 
 def median_difference(values: Sequence[float], base: Sequence[float], count: int = 1) -> float:
-    """The difference of the medians, per one of ``count`` equal parts."""
+    """Return the difference of the medians, divided by ``count``."""
     return round((statistics.median(values) - statistics.median(base)) / count, 3)
 
 
 def quartiles_of_difference(values: Sequence[float], base: Sequence[float]) -> tuple[float, float]:
-    """The first and third quartile of the differences within a round: how far one round may be trusted."""
+    """Return the first and third quartile of the differences within each round."""
     differences = [value - other for value, other in zip(values, base, strict=True)]
     if len(differences) == 1:
         return round(differences[0], 3), round(differences[0], 3)
@@ -92,7 +101,7 @@ def quartiles_of_difference(values: Sequence[float], base: Sequence[float]) -> t
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """torch computes in one thread inside: the host's share of a small step is not blurred by waking others."""
+    """Let torch compute in one thread, because waking other threads adds noise to small steps."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -103,6 +112,6 @@ def one_thread() -> Iterator[None]:
 
 @contextmanager
 def muted() -> Iterator[None]:
-    """What is printed inside is written, at its full cost, to nowhere: standard output is for the result."""
-    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+    """Write standard output and standard error to the null device."""
+    with open(os.devnull, "w") as null, redirect_stdout(null), redirect_stderr(null):
         yield

@@ -1,4 +1,4 @@
-"""The toy step, so small that the loop around it shows: in a bare PyTorch loop and in a Trainer."""
+"""A small training step in a bare PyTorch loop and in a Trainer. Its time is mostly the overhead of the loop."""
 
 from __future__ import annotations
 
@@ -20,24 +20,26 @@ MODEL_TEXT = "Linear(32, 32), ReLU, Linear(32, 2); batch 16, fp32, cross entropy
 
 Batch = tuple[Tensor, Tensor]
 Probe = Callable[[int], None]
-"""Called first thing in each training_step, with its index."""
+"""Called at the start of each ``training_step``, with the index of the step."""
 
 
 def toy_network() -> nn.Module:
+    """Return the network, with 32 inputs and 2 outputs."""
     return nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 2))
 
 
 def toy_optimizer(network: nn.Module) -> torch.optim.Optimizer:
+    """Return the optimizer of the step."""
     return torch.optim.AdamW(network.parameters(), lr=1e-3, fused=True)
 
 
 def toy_batches(num_steps: int) -> list[Batch]:
-    """The same batch over and over: ``(16, 32)`` inputs, ``(16,)`` classes."""
+    """Return ``num_steps`` references to one batch: ``(16, 32)`` inputs, ``(16,)`` classes."""
     return [(torch.randn(16, 32), torch.randint(0, 2, (16,)))] * num_steps
 
 
 def run_bare(batches: list[Batch], probe: Probe) -> None:
-    """The loop of every PyTorch tutorial, with nothing left out and nothing put in."""
+    """Train in the loop of the PyTorch tutorials."""
     network = toy_network()
     optimizer = toy_optimizer(network)
     for index, (x, y) in enumerate(batches):
@@ -49,10 +51,11 @@ def run_bare(batches: list[Batch], probe: Probe) -> None:
 
 
 class ToyModule(Module):
-    """The same step as a user writes it for the Trainer.
+    """The same step as a Module.
 
     Args:
-        num_logged: calls of ``self.log`` in each step.
+        probe: called at the start of each step.
+        num_logged: number of ``self.log`` calls per step.
     """
 
     def __init__(self, probe: Probe, num_logged: int = 0) -> None:
@@ -76,10 +79,10 @@ class ToyModule(Module):
 def run_trainer(
     batches: list[Batch], probe: Probe, *, num_logged: int = 0, callbacks: list[Callback] | None = None
 ) -> dict[str, Any]:
-    """One ``Trainer.fit`` over ``batches``, all settings as they are by default, in a folder that is thrown away.
+    """Run ``Trainer.fit`` over ``batches`` with default settings, in a temporary folder.
 
     Returns:
-        What was switched on.
+        The callbacks, loggers and log interval of the Trainer.
     """
     with TemporaryDirectory() as folder, muted():
         trainer = Trainer(max_epochs=1, default_root_dir=Path(folder), callbacks=callbacks, accelerator="cpu")

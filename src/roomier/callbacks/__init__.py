@@ -1,4 +1,4 @@
-"""Callbacks: saving, stopping early, and what a run tells about itself while it goes."""
+"""Callbacks: checkpoints, early stopping, averaging, progress display and measurements during a run."""
 
 from typing import TYPE_CHECKING
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from roomier.callbacks.throughput import Throughput
     from roomier.callbacks.timer import Timer
     from roomier.callbacks.weight_averaging import EMAWeightAveraging, WeightAveraging
-else:  # no one waits for what is not asked for
+else:  # modules are imported on first access
     _HOMES = {
         "BackboneFinetuning": "finetuning",
         "BaseFinetuning": "finetuning",

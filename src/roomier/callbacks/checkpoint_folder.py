@@ -1,29 +1,54 @@
-"""What stands in a folder of checkpoints."""
+"""Contents of a folder of checkpoints."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
 from roomier import checkpoint
+from roomier.callbacks.checkpoint_name import first_free_name
+from roomier.checkpoint.commit import names_being_written
 from roomier.checkpoint.lightning import is_lightning_file
+from roomier.checkpoint.record import RECORD_NAME
 from roomier.core.errors import CheckpointError
 
 
 def names_in(folder: Path) -> tuple[str, ...]:
-    """The checkpoints, or what could be some, in ``folder``."""
+    """Return the sorted names of the visible entries in ``folder``, which are checkpoints or possible checkpoints."""
     if not folder.is_dir():
         return ()
     entries = [path for path in folder.iterdir() if not path.is_symlink() and not path.name.startswith(".")]
     return tuple(sorted(path.name for path in entries))
 
 
+def choose_name(
+    folder: Path, name: str, kept: set[str], own: set[str], foreign: Iterable[str]
+) -> tuple[str, tuple[str, ...]]:
+    """Choose the name of the next checkpoint in ``folder``, and add it to ``own``.
+
+    Args:
+        name: the preferred name.
+        kept: names that this run must not replace.
+        own: names that this run can replace.
+        foreign: known names of other runs.
+
+    Returns:
+        ``name`` or the first free ``name-v1``, ``name-v2``, ...; and all names of other runs.
+    """
+    complete = {each for each in names_in(folder) if each not in own and (folder / each / RECORD_NAME).is_file()}
+    others = names_being_written(folder).union(complete).difference(own, kept).union(foreign)
+    chosen = first_free_name(name, kept | others)
+    own.add(chosen)
+    return chosen, tuple(sorted(others))
+
+
 def find_complete(name: str, folders: list[str]) -> str:
-    """The path of the complete checkpoint ``name`` in the first of ``folders`` that has it; ``""`` if none has."""
+    """Return the path of the complete checkpoint ``name`` in the first folder that contains it, or ``""``."""
     for folder in folders if name else ():
         path = os.path.join(folder, name)
-        if is_lightning_file(path):  # of the run that this one goes on with
+        if is_lightning_file(path):  # from the Lightning run that this run resumes
             return path
         with suppress(CheckpointError):
             checkpoint.peek(path)

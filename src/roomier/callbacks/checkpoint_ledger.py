@@ -1,4 +1,4 @@
-"""Which checkpoints of a run are kept, and which of them is the best: values, no files."""
+"""Ledger of the checkpoints of a run: which are kept, and which is the best. Does not access files."""
 
 from __future__ import annotations
 
@@ -9,14 +9,18 @@ from typing import TypeAlias
 from roomier.core.forms import Form, anything, fields, integer, items, list_of, number, optional, text
 
 Scored: TypeAlias = tuple[str, float | None]
-"""Path and score of a checkpoint; the score is None where nothing is monitored."""
+"""Path and score of a checkpoint; the score is None if no metric is monitored."""
 
 
 @dataclass(frozen=True)
 class Keep:
-    """What is kept: the ``top_k`` best (-1: all, 0: none) and, if ``last``, the newest beside them.
+    """Rule that selects the checkpoints to keep.
 
-    Without scores (``monitored`` is False) newer is better.
+    Attributes:
+        top_k: number of best checkpoints to keep; -1 keeps all, 0 keeps none.
+        lower_is_better: True if a lower score is better.
+        monitored: True if checkpoints have scores; otherwise a newer checkpoint is better.
+        last: also keep the newest checkpoint.
     """
 
     top_k: int
@@ -27,16 +31,18 @@ class Keep:
 
 @dataclass(frozen=True)
 class Ledger:
-    """The books after some save. A save makes a new ledger, so one that fails leaves the old one as it was.
+    """Record of the kept checkpoints after a save.
+
+    Each save creates a new ledger, so a failed save leaves the previous ledger unchanged.
 
     Attributes:
-        kept: the top-k, oldest first.
-        last: path of the newest checkpoint where the newest is kept, else ``""``.
-        superseded: what the latest save made obsolete. It is removed after that save is committed; it stays
-            listed until the next one, so that a run killed in between can finish the removal when it resumes.
-        current_score: of the newest of those that were among the top-k when they were saved.
-        step: optimizer steps done at the latest save, -1 before the first.
-        newest_path: where the latest save went; not known after a resume.
+        kept: the top-k checkpoints, oldest first.
+        last: path of the newest checkpoint if :attr:`Keep.last` is True, otherwise ``""``.
+        superseded: checkpoints that the latest save made obsolete. They are removed after that save is committed. They
+            stay listed until the next save, so that a run that was killed in between removes them when it resumes.
+        current_score: score of the newest checkpoint that was among the top-k when it was saved.
+        step: number of optimizer steps at the latest save; -1 before the first save.
+        newest_path: path of the latest save; ``""`` after a resume.
     """
 
     kept: tuple[Scored, ...] = ()
@@ -48,30 +54,35 @@ class Ledger:
 
     @property
     def paths(self) -> set[str]:
-        """All checkpoints that must stay."""
+        """Paths of all checkpoints that must be kept."""
         return {path for path, _ in self.kept} | ({self.last} - {""})
 
     def ranked(self, keep: Keep) -> list[Scored]:
-        """The top-k, best first. NaN is worse than any number; of equal scores the older is the better."""
+        """Return the top-k, best first. NaN is worse than any number. If scores are equal, the older one is better."""
         if not keep.monitored:
             return list(reversed(self.kept))
         return sorted(self.kept, key=lambda item: _badness(item[1], keep))
 
     def best(self, keep: Keep) -> Scored:
-        """The best and its score; ``("", None)`` where there is none. NaN is never the best."""
+        """Return the best checkpoint, or ``("", None)`` if there is none. A checkpoint with score NaN is never best."""
         ranked = self.ranked(keep)
         if not ranked or (keep.monitored and _badness(ranked[0][1], keep) == (1, 0.0)):
             return "", None
         return ranked[0]
 
     def kth(self, keep: Keep) -> Scored:
-        """The one a better checkpoint pushes out; ``("", None)`` while fewer than k are kept, or all are."""
+        """Return the checkpoint that a better one replaces.
+
+        Returns ``("", None)`` if fewer than k checkpoints are kept, or if all are kept.
+        """
         ranked = self.ranked(keep)
         return ranked[keep.top_k - 1] if 1 <= keep.top_k <= len(ranked) else ("", None)
 
     def enters(self, score: float | None, keep: Keep) -> bool:
-        """Whether a checkpoint of this score would be among the top-k. NaN is not, unless all are kept; one whose
-        score is monitored and not known (None) never is."""
+        """Return True if a checkpoint with this score would be among the top-k.
+
+        NaN is among the top-k only if all checkpoints are kept. A checkpoint whose monitored score is None never is.
+        """
         if keep.top_k == 0 or (keep.monitored and score is None):
             return False
         if keep.top_k == -1 or score is None:
@@ -80,7 +91,10 @@ class Ledger:
         return not math.isnan(score) and (path == "" or _badness(score, keep) < _badness(kth_score, keep))
 
     def before_saving(self, score: float | None, keep: Keep) -> Ledger:
-        """The ledger without what a save of ``score`` pushes out: what it still holds must not be replaced."""
+        """Return the ledger without the checkpoints that a save with ``score`` would replace.
+
+        The checkpoints that remain in it must not be overwritten.
+        """
         last = "" if keep.last else self.last
         if keep.top_k < 1 or not self.enters(score, keep):
             return replace(self, last=last)
@@ -88,7 +102,7 @@ class Ledger:
         return replace(self, kept=tuple(item for item in self.kept if item in staying), last=last)
 
     def after_saving(self, path: str, score: float | None, step: int, keep: Keep) -> Ledger:
-        """The ledger once a checkpoint of ``score`` stands at ``path``."""
+        """Return the ledger after a checkpoint with ``score`` was saved to ``path``."""
         staying = tuple(item for item in self.before_saving(score, keep).kept if item[0] != path)
         is_ranked = self.enters(score, keep)
         new = Ledger(
@@ -101,8 +115,8 @@ class Ledger:
         return replace(new, superseded=tuple(sorted(self.paths - new.paths)))
 
 
-def form_of_books(*, monitored: bool) -> Form:
-    """The form of the state of a ModelCheckpoint. A monitored checkpoint has a score."""
+def ledger_form(*, monitored: bool) -> Form:
+    """Return the expected form of a ModelCheckpoint's state. With ``monitored``, every checkpoint has a score."""
     return fields(
         {
             "monitor": optional(text),

@@ -1,4 +1,4 @@
-"""The names of checkpoint folders: ``"{epoch}-{val_loss:.2f}"`` -> ``"epoch=3-val_loss=0.12"``."""
+"""Names of checkpoint folders: ``"{epoch}-{val_loss:.2f}"`` -> ``"epoch=3-val_loss=0.12"``."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ DEFAULT_TEMPLATE = "{epoch}-{step}"
 
 
 def check_template(template: str) -> str:
-    """``template``, after trying it out.
+    """Return ``template`` after checking that it can be filled in.
 
     Raises:
-        RoomierError: it is empty, has a slash, or has a field or format that cannot be filled.
+        RoomierError: the template is empty, contains a slash, or has an invalid field or format.
     """
-    action = "Write a folder name such as '{epoch}-{step}-{val_loss:.3f}'; where it goes is dirpath's to say"
+    action = "Use a folder name such as '{epoch}-{step}-{val_loss:.3f}', and set the parent folder with dirpath"
     if not isinstance(template, str) or not template.strip() or template in (".", ".."):
-        raise RoomierError("filename", template, "is not the name of a folder", action)
+        raise RoomierError("filename", template, "must be the name of a folder", action)
     try:
         fields = list(Formatter().parse(template))
         if any("/" in literal for literal, *_ in fields):
-            raise RoomierError("filename", template, "is a path, not the name of a folder", action)
+            raise RoomierError("filename", template, "must be the name of a folder, not a path", action)
         if any(field == "" or conversion for _, field, _, conversion in fields):
-            raise RoomierError("filename", template, "has a field without a name", action)
+            raise RoomierError("filename", template, "must have a name in each field", action)
         metrics = {field: 0.5 for _, field, _, _ in fields if field}
         format_name(template, {**metrics, "epoch": 0, "step": 0})
     except RoomierError:
         raise
     except ValueError as error:
-        raise RoomierError("filename", template, f"cannot be filled in ({error})", action) from error
+        raise RoomierError("filename", template, f"is not a valid template ({error})", action) from error
     return template
 
 
 def metrics_named_in(template: str) -> list[str]:
-    """The logged metrics that ``template`` names."""
+    """Return the logged metrics that ``template`` contains."""
     fields = {field: None for _, field, _, _ in Formatter().parse(template) if field}
     return [field for field in fields if field not in ("epoch", "step")]
 
@@ -46,8 +46,10 @@ def metrics_named_in(template: str) -> list[str]:
 def format_name(template: str, metrics: Mapping[str, Tensor | float], auto_insert_metric_name: bool = True) -> str:
     """Fill in ``template`` with ``epoch``, ``step`` and metrics.
 
-    With ``auto_insert_metric_name`` a field brings its name along, ``{step}`` -> ``step=100``. A slash in a metric's
-    name becomes ``_``: a checkpoint is one folder. A metric not logged so far reads ``none``.
+    Args:
+        metrics: values by name, including ``epoch`` and ``step``. A metric that was not logged is written as ``none``.
+        auto_insert_metric_name: write the name of each field in front of its value, ``{step}`` -> ``step=100``. A slash
+            in the name of a metric becomes ``_``, because a checkpoint is one folder.
     """
     parts = []
     for literal, field, spec, _ in Formatter().parse(template):
@@ -66,7 +68,7 @@ def format_name(template: str, metrics: Mapping[str, Tensor | float], auto_inser
 
 
 def first_free_name(name: str, taken: Container[str]) -> str:
-    """``name``, else the first of ``name-v1``, ``name-v2``, ... that is not in ``taken``."""
+    """Return ``name``, or the first of ``name-v1``, ``name-v2``, ... that is not in ``taken``."""
     candidate, version = name, 0
     while candidate in taken:
         version += 1

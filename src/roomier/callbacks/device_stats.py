@@ -1,4 +1,4 @@
-"""DeviceStatsMonitor: how full the device and the host are, in the log."""
+"""DeviceStatsMonitor: logs the memory statistics of the device and the load of the host."""
 
 from __future__ import annotations
 
@@ -16,18 +16,21 @@ if TYPE_CHECKING:
 
 
 class DeviceStatsMonitor(Callback):
-    """Logs, at log steps, the allocator's statistics of a CUDA device and the load of the host.
+    """Logs the allocator statistics of a CUDA device and the load of the host.
 
-    Names are Lightning's: ``DeviceStatsMonitor.on_train_batch_end/allocated_bytes.all.current`` (bytes, as
-    ``torch.cuda.memory_stats`` has them), ``.../cpu_percent``, ``.../cpu_vm_percent``, ``.../cpu_swap_percent``; once
-    before and once after the step of a log row, and after each evaluation. They are those of the first rank. Reading
-    them does not wait for the device.
+    The names equal Lightning's: ``DeviceStatsMonitor.on_train_batch_end/allocated_bytes.all.current`` (bytes, from
+    ``torch.cuda.memory_stats``), ``.../cpu_percent``, ``.../cpu_vm_percent`` and ``.../cpu_swap_percent``. They are
+    logged before and after each step of a log row, and after each evaluation. The values are from the first rank.
+    Reading them does not synchronize the device.
 
     Args:
-        cpu_stats: log the load of the host; None: where training runs on the CPU.
+        cpu_stats: log the load of the host; None logs it if training runs on the CPU.
 
     Raises:
-        RoomierError: when a fit begins, that there is no logger.
+        RoomierError: a fit starts without a logger.
+
+    Example:
+        >>> trainer = roomier.Trainer(callbacks=[DeviceStatsMonitor()])
     """
 
     def __init__(self, cpu_stats: bool | None = None) -> None:
@@ -37,12 +40,12 @@ class DeviceStatsMonitor(Callback):
     def setup(self, trainer: TrainerView, pl_module: Module, stage: str) -> None:
         if stage == "fit" and not trainer.loggers and not trainer.fast_dev_run:
             raise RoomierError(
-                "DeviceStatsMonitor", None, "there is no logger to write to", "Leave out logger=False, or this callback"
+                "DeviceStatsMonitor", None, "requires a logger", "Remove logger=False, or remove this callback"
             )
 
     def on_train_start(self, trainer: TrainerView, pl_module: Module) -> None:
         self._last_step = trainer.global_step
-        psutil.cpu_percent()  # the next one is since this one
+        psutil.cpu_percent()  # the next call reports the load since this call
 
     def on_train_batch_start(self, trainer: TrainerView, pl_module: Module, batch: Any, batch_idx: int) -> None:
         step = trainer.global_step
@@ -80,7 +83,7 @@ class DeviceStatsMonitor(Callback):
 
 
 def cpu_stats() -> dict[str, float]:
-    """The load of this host in percent: processors since the last call, memory and swap now."""
+    """Return the load of the host in percent: of the processors since the last call, of memory and swap now."""
     return {
         "cpu_percent": psutil.cpu_percent(),
         "cpu_vm_percent": psutil.virtual_memory().percent,

@@ -1,4 +1,4 @@
-"""EarlyStopping: end a run whose metric no longer improves, has reached its goal, or went astray."""
+"""EarlyStopping: stops a run if a metric stops improving, reaches a threshold, or diverges."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class EarlyStoppingReason(Enum):
-    """Why :class:`EarlyStopping` ended a run."""
+    """Reason why :class:`EarlyStopping` stopped a run."""
 
     NOT_STOPPED = 0
     STOPPING_THRESHOLD = 1
@@ -32,30 +32,37 @@ class EarlyStoppingReason(Enum):
 
 
 class EarlyStopping(Callback):
-    """Looks at ``monitor`` at each check and sets ``trainer.should_stop``. Arguments mean what they mean in Lightning.
+    """Stops training if a monitored metric stops improving. The arguments have the same meaning as in Lightning.
+
+    At each check, the callback compares ``monitor`` with its best value. To stop the run, it sets
+    ``trainer.should_stop``.
 
     Args:
         monitor: the logged metric.
-        min_delta: an improvement is a change for the better by more than this.
-        patience: that many checks in a row without an improvement end the run.
-        verbose: tell each improvement, and why the run ended, on standard error.
-        mode: ``"min"`` or ``"max"``: which values are better.
-        strict: a metric that was not logged is an error; else that check is left out.
-        check_finite: NaN and infinity end the run.
-        stopping_threshold: a value better than this ends the run.
-        divergence_threshold: a value worse than this ends the run.
-        check_on_train_epoch_end: check at the end of a training epoch (True) or of a validation (False); by default at
-            the epoch's end unless an epoch has several validations, or not every one has one.
-        log_rank_zero_only: with ``verbose``, only the first rank tells.
+        min_delta: smallest change that counts as an improvement.
+        patience: number of consecutive checks without an improvement after which the run stops.
+        verbose: print each improvement, and the reason of the stop, to standard error.
+        mode: ``"min"`` if lower values are better, ``"max"`` if higher values are better.
+        strict: raise an error if the metric was not logged; otherwise skip that check.
+        check_finite: stop the run if the metric is NaN or infinite.
+        stopping_threshold: stop the run if the metric is better than this value.
+        divergence_threshold: stop the run if the metric is worse than this value.
+        check_on_train_epoch_end: check at the end of a training epoch (True) or of a validation (False). The default is
+            the end of the epoch, unless an epoch has several validations or validation does not run in every epoch.
+        log_rank_zero_only: with ``verbose``, print only on the first rank.
 
     Attributes:
-        best_score: the best value so far (0-dim tensor); infinitely bad before the first.
-        wait_count: checks since the last improvement.
-        stopped_epoch: the epoch in which it ended the run; 0 if it did not.
-        stopping_reason, stopping_reason_message: why it ended the run.
+        best_score: best value so far (0-dim tensor); infinite before the first check.
+        wait_count: number of checks since the last improvement.
+        stopped_epoch: epoch in which the callback stopped the run; 0 if it did not.
+        stopping_reason: reason of the stop as an :class:`EarlyStoppingReason`.
+        stopping_reason_message: reason of the stop as text; None if the callback did not stop the run.
 
     Raises:
-        RoomierError: an argument is wrong; at a check, with ``strict``, that the metric was not logged.
+        RoomierError: an argument is invalid; with ``strict``, also at a check if the metric was not logged.
+
+    Example:
+        >>> trainer = roomier.Trainer(callbacks=[EarlyStopping("val_loss", patience=5)])
     """
 
     monitors = True
@@ -77,9 +84,9 @@ class EarlyStopping(Callback):
     ) -> None:
         self._monitored = Monitored(type(self).__name__, monitor)
         if not isinstance(patience, int) or isinstance(patience, bool) or patience < 0:
-            raise _wrong("patience", patience, "is not a number of checks", "Use an integer of 0 or more")
+            raise _wrong("patience", patience, "must be an integer of at least 0", "Set it to a number of checks")
         if not isinstance(min_delta, (int, float)) or not 0 <= min_delta < math.inf:
-            raise _wrong("min_delta", min_delta, "is not a size of a change", "Use a finite number of 0 or more")
+            raise _wrong("min_delta", min_delta, "must be finite and at least 0", "Use a number such as 0.001")
         self.monitor = monitor
         self.min_delta = float(min_delta)
         self.patience = patience
@@ -145,7 +152,7 @@ class EarlyStopping(Callback):
         if trainer.fast_dev_run:
             return
         if not self.strict and self.monitor not in trainer.callback_metrics:
-            self._tell(trainer, f"{self.monitor!r} was not logged; this check is left out")
+            self._print(trainer, f"{self.monitor!r} was not logged, so this check is skipped")
             return
         current = self._monitored.read(trainer)
         if current is None:
@@ -158,13 +165,14 @@ class EarlyStopping(Callback):
             self.stopped_epoch = trainer.current_epoch
             self.stopping_reason_message = message
         if message:
-            self._tell(trainer, message)
+            self._print(trainer, message)
 
     def _judge(self, current: float, dtype: torch.dtype) -> tuple[EarlyStoppingReason, str | None]:
-        """Take in one value; returns whether to stop, and what there is to say.
+        """Compare ``current`` with the best value and return whether to stop, with a message to print.
 
         Args:
-            dtype: of the metric: 0.35 in float32 is less than 0.35, and still no better than a threshold of 0.35.
+            dtype: dtype of the metric. Rounded to float32, 0.35 is less than 0.35, but it is not better than a
+                threshold of 0.35.
         """
 
         def rounded(value: float) -> float:
@@ -174,7 +182,7 @@ class EarlyStopping(Callback):
         now, best = sign * rounded(current), self.best_score.item()
         value = f"{self.monitor} = {current:.6g}"
         if self.check_finite and not math.isfinite(current):
-            return EarlyStoppingReason.NON_FINITE_METRIC, f"{value} is not finite; the best was {best:.6g}"
+            return EarlyStoppingReason.NON_FINITE_METRIC, f"{value} is not finite; the best value was {best:.6g}"
         if self.stopping_threshold is not None and now < sign * rounded(self.stopping_threshold):
             return EarlyStoppingReason.STOPPING_THRESHOLD, f"{value} is better than {self.stopping_threshold}"
         if self.divergence_threshold is not None and now > sign * rounded(self.divergence_threshold):
@@ -182,14 +190,14 @@ class EarlyStopping(Callback):
         if rounded(now + rounded(self.min_delta)) < sign * rounded(best):
             self.best_score = torch.tensor(current, dtype=torch.float64)
             self.wait_count = 0
-            return EarlyStoppingReason.NOT_STOPPED, f"{value} is the new best; it was {best:.6g}"
+            return EarlyStoppingReason.NOT_STOPPED, f"{value} is the new best value; the previous one was {best:.6g}"
         self.wait_count += 1
         if self.wait_count >= self.patience:
-            message = f"{value} is the last of {self.wait_count} checks without an improvement over {best:.6g}"
+            message = f"{value}: {self.wait_count} consecutive checks without an improvement over {best:.6g}"
             return EarlyStoppingReason.PATIENCE_EXHAUSTED, message
         return EarlyStoppingReason.NOT_STOPPED, None
 
-    def _tell(self, trainer: TrainerView, message: str) -> None:
+    def _print(self, trainer: TrainerView, message: str) -> None:
         if self.verbose and (trainer.is_global_zero or not self.log_rank_zero_only):
             notice(f"{type(self).__name__}: {message}")
 

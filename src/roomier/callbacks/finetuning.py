@@ -1,4 +1,4 @@
-"""BaseFinetuning and BackboneFinetuning: parts of a model that are frozen at first and trained later."""
+"""BaseFinetuning and BackboneFinetuning: freeze parts of a model first and train them later."""
 
 from __future__ import annotations
 
@@ -20,16 +20,26 @@ if TYPE_CHECKING:
     from roomier.api.trainer_view import TrainerView
 
 Modules = nn.Module | Iterable[Any]
-"""A module, or modules in lists within lists."""
+"""A module, or modules in nested lists."""
 
 
 class BaseFinetuning(Callback):
-    """Freezes parameters before the optimizers are made, and gives them to an optimizer later. Write
-    :meth:`freeze_before_training` and :meth:`finetune_function`; the names are Lightning's.
+    """Base class of callbacks that freeze parameters before the optimizers are created and unfreeze them later.
 
-    The module's ``configure_optimizers`` takes the parameters with ``requires_grad`` alone. A resumed run has the
-    groups and the frozen parts of the one that was saved. What is unfrozen is trained under ``ddp`` too, and where
-    parameters are cut among ranks.
+    Override :meth:`freeze_before_training` and :meth:`finetune_function`. The names equal Lightning's. The module's
+    ``configure_optimizers`` must pass only parameters with ``requires_grad`` to the optimizer.
+
+    A resumed run restores the parameter groups and the frozen parts of the saved run. Unfrozen parameters are also
+    trained under ``ddp`` and with sharded parameters.
+
+    Example:
+        >>> class UnfreezeEncoder(BaseFinetuning):
+        ...     def freeze_before_training(self, pl_module):
+        ...         self.freeze(pl_module.encoder)
+        ...
+        ...     def finetune_function(self, pl_module, epoch, optimizer):
+        ...         if epoch == 3:
+        ...             self.unfreeze_and_add_param_group(pl_module.encoder, optimizer)
     """
 
     def __init__(self) -> None:
@@ -37,25 +47,29 @@ class BaseFinetuning(Callback):
         self._module: Any = None
         self._num_configured: dict[Optimizer, int] = {}
 
-    # What the user writes -----------------------------------------------------------------------------------------
+    # Methods to override -----------------------------------------------------------------------------------------
 
     def freeze_before_training(self, pl_module: Module) -> None:
-        """Freeze what is not to be trained at first: ``self.freeze(pl_module.backbone)``."""
+        """Freeze the modules that are not trained at first, for example with ``self.freeze(pl_module.backbone)``."""
         raise self._unwritten("freeze_before_training", "(self, pl_module): self.freeze(pl_module.backbone)")
 
     def finetune_function(self, pl_module: Module, epoch: int, optimizer: Optimizer) -> None:
-        """Called as each epoch begins, for each optimizer: ``self.unfreeze_and_add_param_group(...)``."""
-        told = "(self, pl_module, epoch, optimizer): self.unfreeze_and_add_param_group(...) in the epoch it is due"
-        raise self._unwritten("finetune_function", told)
+        """Unfreeze modules with :meth:`unfreeze_and_add_param_group`. Called for each optimizer when an epoch starts.
+
+        Args:
+            epoch: the epoch that starts, counted from 0.
+        """
+        definition = "(self, pl_module, epoch, optimizer) with self.unfreeze_and_add_param_group(...)"
+        raise self._unwritten("finetune_function", definition)
 
     def _unwritten(self, name: str, definition: str) -> RoomierError:
-        return RoomierError(name, type(self).__name__, "the callback does not define it", f"Define {name}{definition}")
+        return RoomierError(name, type(self).__name__, "is not defined by the callback", f"Define {name}{definition}")
 
-    # What helps -----------------------------------------------------------------------------------------------------
+    # Methods to call ---------------------------------------------------------------------------------------------
 
     @staticmethod
     def flatten_modules(modules: Modules) -> list[nn.Module]:
-        """All modules inside ``modules`` that have no children, or parameters of their own."""
+        """Return all modules inside ``modules`` that have no children, or have parameters outside their children."""
         if isinstance(modules, nn.ModuleDict):
             modules = modules.values()
         if isinstance(modules, nn.Module) and not isinstance(modules, (nn.ModuleList, nn.Sequential)):
@@ -72,14 +86,18 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def filter_params(modules: Modules, train_bn: bool = True, requires_grad: bool = True) -> Iterator[nn.Parameter]:
-        """The parameters of ``modules`` that are, or are not, trained; of BatchNorm only with ``train_bn``."""
+        """Yield the parameters of ``modules`` whose ``requires_grad`` equals the given value.
+
+        Args:
+            train_bn: include the parameters of BatchNorm.
+        """
         for each in BaseFinetuning.flatten_modules(modules):
             if train_bn or not isinstance(each, BATCH_NORMS):
                 yield from (p for p in each.parameters(recurse=False) if p.requires_grad == requires_grad)
 
     @staticmethod
     def make_trainable(modules: Modules) -> None:
-        """Let the parameters of ``modules`` be trained, and BatchNorm follow its batches."""
+        """Set ``requires_grad`` on the parameters of ``modules``, and let BatchNorm update its running statistics."""
         for each in BaseFinetuning.flatten_modules(modules):
             if isinstance(each, BATCH_NORMS):
                 each.track_running_stats = True
@@ -88,7 +106,7 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def freeze_module(module: nn.Module) -> None:
-        """Freeze the own parameters of ``module``; a BatchNorm keeps its running statistics as they are."""
+        """Freeze the parameters of ``module`` without its children. A BatchNorm stops updating its statistics."""
         if isinstance(module, BATCH_NORMS):
             module.track_running_stats = False
         for parameter in module.parameters(recurse=False):
@@ -96,7 +114,7 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def freeze(modules: Modules, train_bn: bool = True) -> None:
-        """Freeze ``modules``; with ``train_bn``, BatchNorm is trained on."""
+        """Freeze ``modules``. With ``train_bn``, BatchNorm stays trainable."""
         for each in BaseFinetuning.flatten_modules(modules):
             if isinstance(each, BATCH_NORMS) and train_bn:
                 BaseFinetuning.make_trainable(each)
@@ -105,14 +123,17 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def filter_on_optimizer(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-        """Those of ``params`` that ``optimizer`` does not have yet."""
+        """Return the parameters in ``params`` that ``optimizer`` does not contain yet.
+
+        Prints a notice if the optimizer already contains some of them.
+        """
         known = {id(each) for group in optimizer.param_groups for each in group["params"]}
         given = list(dict.fromkeys(params))
         new = [each for each in given if id(each) not in known]
         if len(new) < len(given):
             notice(
-                f"{len(given) - len(new)} parameters to unfreeze are in {type(optimizer).__name__} already, and keep "
-                "their settings; let configure_optimizers take those with requires_grad alone"
+                f"{type(optimizer).__name__} already contains {len(given) - len(new)} of the parameters to unfreeze; "
+                "they keep their settings. In configure_optimizers, pass only parameters with requires_grad"
             )
         return new
 
@@ -124,11 +145,11 @@ class BaseFinetuning(Callback):
         initial_denom_lr: float = 10.0,
         train_bn: bool = True,
     ) -> None:
-        """Unfreeze ``modules`` and give their parameters to ``optimizer`` as a new group.
+        """Unfreeze ``modules`` and add their parameters to ``optimizer`` as a new group.
 
         Args:
-            lr: of that group; None: that of the first group divided by ``initial_denom_lr``.
-            train_bn: give it the parameters of BatchNorm as well.
+            lr: learning rate of the new group; None uses the rate of the first group divided by ``initial_denom_lr``.
+            train_bn: include the parameters of BatchNorm.
         """
         BaseFinetuning.make_trainable(modules)
         rate = optimizer.param_groups[0]["lr"] / initial_denom_lr if lr is None else float(lr)
@@ -136,7 +157,7 @@ class BaseFinetuning(Callback):
         if new:
             optimizer.add_param_group({"params": new, "lr": rate})
 
-    # The run ------------------------------------------------------------------------------------------------------
+    # Hooks of the run --------------------------------------------------------------------------------------------
 
     def setup(self, trainer: TrainerView, pl_module: Module, stage: str) -> None:
         if stage == "fit":
@@ -145,7 +166,7 @@ class BaseFinetuning(Callback):
 
     def on_train_epoch_start(self, trainer: TrainerView, pl_module: Module) -> None:
         engine = trainer.engine
-        engine.settle()  # parameters as the optimizer holds them
+        engine.settle()  # apply pending updates
         trained = _trained(engine.module)
         self._note_configured(trainer)
         for optimizer in trainer.optimizers:
@@ -167,13 +188,16 @@ class BaseFinetuning(Callback):
 
     def check_stored_state(self, state: Any, place: str) -> None:
         """See :class:`roomier.api.callback.ChecksState`."""
-        if "trained" in state:  # Lightning's does not have it
+        if "trained" in state:  # absent from Lightning's checkpoints
             form = {"trained": list_of(text), "without_statistics": list_of(text)}
             fields(form, others=anything)(state, place)
 
     def places(self, weights: Mapping[str, Tensor], stored: Mapping[str, Any]) -> dict[str, Any]:
-        """Give the optimizers the groups they had, and no more: a run that goes back unfreezes again. Nothing is to be
-        placed. See :class:`roomier.api.callback.PlacesTensors`."""
+        """Restore the parameter groups of the saved run. Groups that were added later are removed.
+
+        A run that goes back to an earlier checkpoint therefore unfreezes them again. Returns an empty dict, because
+        this callback places no tensors. See :class:`roomier.api.callback.PlacesTensors`.
+        """
         state, trainer = stored.get("callbacks", {}).get(self.state_key), self._trainer
         if not state or "trained" not in state or trainer is None:
             return {}
@@ -189,20 +213,20 @@ class BaseFinetuning(Callback):
         for optimizer, saved in zip(trainer.optimizers, stored["optimizers"], strict=False):
             _drop_groups(optimizer, max(len(saved["param_groups"]), self._num_configured[optimizer]))
             for group in saved["param_groups"][len(optimizer.param_groups) :]:
-                if all(name in parameters for name in group["params"]):  # else the check of the optimizer tells
+                if all(name in parameters for name in group["params"]):  # otherwise the optimizer's check raises
                     optimizer.add_param_group({**group, "params": [parameters[name] for name in group["params"]]})
         self._extend_schedulers(trainer)
         trainer.engine.trained_parameters_changed()
         return {}
 
     def _note_configured(self, trainer: TrainerView) -> None:
-        """How many groups the optimizers had before anything was unfrozen."""
+        """Record the number of groups that each optimizer had before any parameter was unfrozen."""
         for optimizer in trainer.optimizers:
             self._num_configured.setdefault(optimizer, len(optimizer.param_groups))
 
     @staticmethod
     def _extend_schedulers(trainer: TrainerView) -> None:
-        # A scheduler keeps a first rate, and LambdaLR a function, for each group there was when it was made.
+        # A scheduler stores an initial rate, and LambdaLR a function, for each group that existed when it was created.
         for config in trainer.lr_scheduler_configs:
             scheduler = config.scheduler
             groups = getattr(getattr(scheduler, "optimizer", None), "param_groups", [])
@@ -212,7 +236,7 @@ class BaseFinetuning(Callback):
             for name in ("base_lrs", "lr_lambdas", "_last_lr", "min_lrs"):
                 known = getattr(scheduler, name, None)
                 if isinstance(known, list):
-                    del known[len(groups) :]  # of groups that are gone
+                    del known[len(groups) :]  # entries of removed groups
             for group in groups[len(rates) :]:
                 group.setdefault("initial_lr", group["lr"])
                 rates.append(group["initial_lr"])
@@ -225,7 +249,7 @@ class BaseFinetuning(Callback):
 
 
 def _drop_groups(optimizer: Optimizer, num_kept: int) -> None:
-    """Take the groups behind the first ``num_kept`` away, and what is held for their parameters."""
+    """Remove the groups after the first ``num_kept``, with the states and gradients of their parameters."""
     for group in optimizer.param_groups[num_kept:]:
         for parameter in group["params"]:
             optimizer.state.pop(parameter, None)
@@ -242,27 +266,30 @@ def _keeps_statistics(module: nn.Module) -> bool:
 
 
 def multiplicative(epoch: int) -> float:
-    """Twice as much each epoch."""
+    """Return 2.0, the default factor of the backbone's learning rate per epoch."""
     return 2.0
 
 
 class BackboneFinetuning(BaseFinetuning):
-    """Trains ``pl_module.backbone`` from an epoch on, with a learning rate that grows to that of the rest.
+    """Trains ``pl_module.backbone`` from a given epoch on, with a learning rate that grows to the rate of the rest.
 
     Args:
-        unfreeze_backbone_at_epoch: the epoch, from 0, in which it begins.
-        lambda_func: ``epoch -> factor``: the rate of the backbone is multiplied by ``lambda_func(epoch + 1)`` as each
-            later epoch begins.
-        backbone_initial_ratio_lr: its first rate as a share of that of the first group.
-        backbone_initial_lr: its first rate itself, in place of a share.
-        should_align: it never gets above that of the first group.
-        initial_denom_lr: taken for Lightning's sake; the first rate is always given.
-        train_bn: train the BatchNorm of the backbone as well.
-        verbose: tell both rates as each epoch begins.
-        rounding: of the rates that are told.
+        unfreeze_backbone_at_epoch: epoch in which training of the backbone starts, counted from 0.
+        lambda_func: function from the epoch to a factor. When a later epoch starts, the rate of the backbone is
+            multiplied by ``lambda_func(epoch + 1)``.
+        backbone_initial_ratio_lr: initial rate of the backbone, as a fraction of the rate of the first group.
+        backbone_initial_lr: initial rate of the backbone; replaces the fraction.
+        should_align: limit the rate of the backbone to the rate of the first group.
+        initial_denom_lr: accepted for compatibility with Lightning; not used, because the initial rate is always given.
+        train_bn: also train the BatchNorm of the backbone.
+        verbose: print both rates when an epoch starts.
+        rounding: number of decimals of the printed rates.
 
     Raises:
-        RoomierError: when a fit begins, that the module has no ``backbone``.
+        RoomierError: the module has no ``backbone`` when a fit starts.
+
+    Example:
+        >>> trainer = roomier.Trainer(callbacks=[BackboneFinetuning(unfreeze_backbone_at_epoch=3)])
     """
 
     def __init__(
@@ -320,7 +347,7 @@ class BackboneFinetuning(BaseFinetuning):
             optimizer.param_groups[-1]["lr"] = own
         self.previous_backbone_lr = own
         if self.verbose:
-            notice(f"learning rate {round(rate, self.rounding)}, of the backbone {round(own, self.rounding)}")
+            notice(f"learning rate {round(rate, self.rounding)}, backbone {round(own, self.rounding)}")
 
     @staticmethod
     def _backbone(pl_module: Module) -> nn.Module:
@@ -329,7 +356,7 @@ class BackboneFinetuning(BaseFinetuning):
             raise RoomierError(
                 "BackboneFinetuning",
                 type(pl_module).__name__,
-                "has no module named backbone",
-                "Call the pretrained part self.backbone, or write a BaseFinetuning",
+                "must have an attribute 'backbone' that is a module",
+                "Name the pretrained part self.backbone, or subclass BaseFinetuning",
             )
         return backbone

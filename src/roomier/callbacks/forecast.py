@@ -1,4 +1,4 @@
-"""MemoryForecast: what was forecast for a run, held against a measured step of it."""
+"""MemoryForecast: compares the forecast memory of a run with a measured step."""
 
 from __future__ import annotations
 
@@ -24,32 +24,37 @@ if TYPE_CHECKING:
 
 
 class MemoryForecast(Callback):
-    """Tracks one of the first steps, and tells in one line what was forecast for its peak and what was measured.
+    """Tracks one of the first steps and prints its forecast and measured peak memory in one line.
 
-    Both are stored in ``forecast.json`` in the run folder, from which ``roomier report RUN`` draws them, and
-    ``memory/forecast_bytes`` and ``memory/measured_bytes`` go to the loggers, in bytes of the fullest rank.
+    The callback writes both to ``forecast.json`` in the run folder, for ``roomier report RUN``. It logs
+    ``memory/forecast_bytes`` and ``memory/measured_bytes``, in bytes of the rank with the highest peak.
 
-    It is there by default in runs that were planned (``strategy="auto"``, ``memory_budget=...``) and in those whose
-    model states exceed 1 GiB, unless they are compiled: a tracked step runs uncompiled, which takes more memory and
-    rounds otherwise. A run that was not planned is forecast by a dry run of the plan it has, from the shapes its model
-    had before it was built. The tracked step and the one before it are several times slower and compute the same; where
-    nothing is compiled the weights are those of a run without it.
+    By default, the Trainer adds this callback to planned runs (``strategy="auto"``, ``memory_budget=...``) and to runs
+    whose model states exceed 1 GiB. Compiled runs are excluded, because a tracked step runs uncompiled, uses more
+    memory and rounds differently. If a run was not planned, its forecast is a dry run of its plan, with the shapes of
+    the model before it was built.
+
+    The tracked step and the step before it are several times slower but compute the same values. If nothing is
+    compiled, the weights equal the weights of a run without this callback.
 
     Args:
-        at_step: which step is tracked, from 2. None is that of a :class:`MemoryAnatomy` beside it, else 2, or 4 with a
-            budget of activations, which measures until then.
+        at_step: number of the tracked step, at least 2. None uses the step of a :class:`MemoryAnatomy` in the same
+            Trainer, otherwise 2, or 4 with an activation budget, which measures in the steps before.
 
     Attributes:
-        record: forecast and truth; None before the step is over.
+        record: forecast and measurement; None before the tracked step ends.
 
     Raises:
-        RoomierError: no such step can be tracked.
+        RoomierError: ``at_step`` cannot be tracked.
+
+    Example:
+        >>> trainer = roomier.Trainer(callbacks=[MemoryForecast(at_step=10)])
     """
 
     def __init__(self, at_step: int | None = None) -> None:
         if at_step is not None and (not isinstance(at_step, int) or isinstance(at_step, bool) or at_step < 2):
-            action = "Use 2 or more: in the first step the optimizer has no states yet"
-            raise RoomierError("at_step", at_step, "is no step that can be tracked", action)
+            action = "Use at least 2, because the optimizer has no states during the first step"
+            raise RoomierError("at_step", at_step, "must be an integer of at least 2", action)
         self.at_step = at_step
         self.record: Record | None = None
         self._workload: Workload | None = None
@@ -62,20 +67,20 @@ class MemoryForecast(Callback):
         self.record = self._workload = self._tracked = self._step = None
         self._is_over = True
         if not pl_module.automatic_optimization:
-            notice("MemoryForecast: nothing is forecast of a module that optimizes by hand")
+            notice("MemoryForecast: modules with manual optimization have no forecast")
             return
         first = first_step_of(trainer)
         if self.at_step is not None and self.at_step < first:
-            problem = "is before step 4: until then a budget of activations measures, and blocks keep the least"
-            raise RoomierError("at_step", self.at_step, problem, "Use 4 or more, or None")
+            problem = "must be at least 4, because an activation budget measures and saves the least before step 4"
+            raise RoomierError("at_step", self.at_step, problem, "Use at least 4, or None")
         self._first_step = trainer.global_step + (self.at_step or first)
         self._is_over = False
 
     def on_train_batch_start(self, trainer: TrainerView, pl_module: Module, batch: Any, batch_idx: int) -> None:
         if self._is_over:
             return
-        if self._step is None:  # only now every callback has begun
-            self._step = self._first_step if self.at_step is not None else self._step_beside(trainer)
+        if self._step is None:  # every callback has started by now
+            self._step = self._first_step if self.at_step is not None else self._shared_step(trainer)
         if trainer.global_step < self._step - 2:
             return
         if self._tracked is None:
@@ -97,7 +102,7 @@ class MemoryForecast(Callback):
     def on_train_end(self, trainer: TrainerView, pl_module: Module) -> None:
         if not self._is_over:
             notice(
-                f"MemoryForecast: training ended before step {self._step or self._first_step}, which was to be tracked"
+                f"MemoryForecast: training ended before step {self._step or self._first_step}, which should be tracked"
             )
 
     def on_train_epoch_end(self, trainer: TrainerView, pl_module: Module) -> None:
@@ -106,8 +111,8 @@ class MemoryForecast(Callback):
     def on_exception(self, trainer: TrainerView, pl_module: Module, exception: BaseException) -> None:
         self._pause()
 
-    def _step_beside(self, trainer: TrainerView) -> int:
-        """Return the step of a MemoryAnatomy: one tracker serves both callbacks."""
+    def _shared_step(self, trainer: TrainerView) -> int:
+        """Return the step of a MemoryAnatomy, so that one tracker serves both callbacks."""
         from roomier.callbacks.memory_anatomy import MemoryAnatomy  # late: loads rich
 
         steps = (each.next_step for each in trainer.callbacks if isinstance(each, MemoryAnatomy))
@@ -118,7 +123,8 @@ class MemoryForecast(Callback):
             self._tracked.pause()
 
     def _note_workload(self, trainer: TrainerView, batch: Any) -> None:
-        """Keep the micro-batch of the tracked step with the most samples. The last one of an epoch may have fewer."""
+        """Store the largest micro-batch of the tracked step. The last micro-batch of an epoch may have fewer
+        samples."""
         if trainer.shapes is None:
             return
         found = replace(Workload.of(trainer.shapes, batch), copies=kept_by(trainer.callbacks, now=True))
@@ -126,13 +132,13 @@ class MemoryForecast(Callback):
             self._workload = found
 
     def _finish(self, trainer: TrainerView, tracker: MemoryTracker) -> None:
-        from roomier.planner.measured.record import Record  # late: loads the sharding of torch
+        from roomier.planner.measured.record import Record  # late: loads torch's sharding
 
         measured = _measured_of_all(trainer, tracker)
         forecast, reason = trainer.ranks.on_zero(lambda: _forecast(trainer, self._workload))
         workload, self._workload = self._workload, None
         if forecast is None:
-            notice(f"memory: no forecast, so none is held against what was measured ({reason})")
+            notice(f"memory: no forecast to compare with the measurement ({reason})")
             return
         choice = trainer.choice
         self.record = record = Record(
@@ -154,13 +160,13 @@ class MemoryForecast(Callback):
         if trainer.is_global_zero and trainer.keeps_files:
             try:
                 record.write(Path(trainer.log_dir))
-            except OSError as error:  # hours of training are worth more than this file
-                notice(f"{trainer.log_dir}/forecast.json cannot be written ({error.strerror}); the run goes on")
+            except OSError as error:  # a failed write must not end the run
+                notice(f"{trainer.log_dir}/forecast.json cannot be written ({error.strerror}); the run continues")
 
 
 def _measured_of_all(trainer: TrainerView, tracker: MemoryTracker) -> tuple[Any, ...]:
-    """By rank: of the fullest all of the step, of the others their peak."""
-    from roomier.planner.measured.record import Measured  # late: loads the sharding of torch
+    """Return the measurement of each rank: the full timeline of the rank with the highest peak, otherwise the peak."""
+    from roomier.planner.measured.record import Measured  # late: loads torch's sharding
 
     rank = trainer.ranks.world.rank
     own = Measured.of(rank, tracker)
@@ -171,20 +177,20 @@ def _measured_of_all(trainer: TrainerView, tracker: MemoryTracker) -> tuple[Any,
 
 
 def _forecast(trainer: TrainerView, workload: Workload | None) -> tuple[Forecast | None, str]:
-    """What was planned; else a dry run of the plan at hand, or why there is none."""
+    """Return the planned forecast, otherwise a dry run of the current plan, or None and the reason."""
     planned = None if trainer.choice is None else trainer.choice.chosen
     if planned is not None and planned.plan == trainer.plan:
         return planned, ""
     if workload is None:
-        return None, "the model could not be copied as shapes before it was built"
-    from roomier.planner.dry_runs.confirm import confirm  # late: loads the sharding of torch
+        return None, "the shapes of the model could not be copied before it was built"
+    from roomier.planner.dry_runs.confirm import confirm  # late: loads torch's sharding
 
     plan = trainer.plan
     state = rng_state()
     try:
         machine = this_machine.this_machine(plan.parallel.devices, plan.parallel.num_nodes, plan.parallel.accelerator)
         return confirm(workload, plan, machine), ""
-    except Exception as error:  # a forecast that fails must not end the run it is about
+    except Exception as error:  # a failed forecast must not end the run
         return None, f"{type(error).__name__}: {error}"
     finally:
         set_rng_state(state)
@@ -192,10 +198,10 @@ def _forecast(trainer: TrainerView, workload: Workload | None) -> tuple[Forecast
 
 def _notes(trainer: TrainerView) -> list[str]:
     notes = [
-        f"The copy of the weights that {type(each).__name__} keeps is forecast, but it is not there yet."
+        f"The forecast includes the copy of the weights of {type(each).__name__}, which does not exist yet."
         for each in trainer.callbacks
         if trainer.choice is not None and isinstance(each, KeepsWeights) and not list(each.held_weights())
     ]
     if trainer.plan.compile.enabled:
-        notes.append("Compiled blocks ran uncompiled in the tracked step; compiled they need less.")
+        notes.append("Compiled blocks ran uncompiled in the tracked step. Compiled, they need less memory.")
     return notes

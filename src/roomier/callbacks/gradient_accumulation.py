@@ -1,4 +1,4 @@
-"""GradientAccumulationScheduler: steps of more or fewer micro-batches, by epoch."""
+"""GradientAccumulationScheduler: changes the number of micro-batches per step by epoch."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from roomier.api.callback import Callback
 from roomier.core.errors import RoomierError
+from roomier.plan.levers import lever_that_frees_gradients
 
 if TYPE_CHECKING:
     from roomier.api.module import Module
@@ -13,18 +14,23 @@ if TYPE_CHECKING:
 
 
 class GradientAccumulationScheduler(Callback):
-    """Accumulates gradients over a number of micro-batches that changes with the epoch.
+    """Accumulates gradients over a number of micro-batches that depends on the epoch.
 
-    ``GradientAccumulationScheduler({0: 8, 4: 2})``: 8 in the epochs 0 to 3, 2 from epoch 4 on; 1 before the first epoch
-    that is named. The gradient of a step is that of its whole batch; the steps of the run
-    (``trainer.estimated_stepping_batches``), and with them the schedules a Plan names, count as they will come.
+    The gradient of a step is the gradient of its whole batch. The number of steps of the run
+    (``trainer.estimated_stepping_batches``) and the schedules that a Plan names use the scheduled step sizes.
 
     Args:
-        scheduling: micro-batches of a step by epoch, counted from 0.
+        scheduling: number of micro-batches per step by epoch, counted from 0. A number holds until the next epoch in
+            the dict. It is 1 before the first epoch in the dict.
 
     Raises:
-        RoomierError: it is empty, or holds something else than such numbers; when a fit begins, that
-            ``accumulate_grad_batches`` is set as well, or that there are no steps of several micro-batches.
+        RoomierError: ``scheduling`` is empty or invalid. When a fit starts: ``accumulate_grad_batches`` is also set, or
+            the run does not support steps of several micro-batches.
+
+    Example:
+        8 micro-batches in the epochs 0 to 3, and 2 from epoch 4 on:
+
+        >>> trainer = roomier.Trainer(callbacks=[GradientAccumulationScheduler({0: 8, 4: 2})])
     """
 
     def __init__(self, scheduling: dict[int, int]) -> None:
@@ -36,18 +42,18 @@ class GradientAccumulationScheduler(Callback):
             or not scheduling
             or not all(is_count(epoch, 0) and is_count(size, 1) for epoch, size in scheduling.items())
         ):
-            action = "Write {epoch: micro-batches of a step}, such as {0: 8, 4: 2}"
+            action = "Pass {epoch: micro-batches per step}, such as {0: 8, 4: 2}"
             field = "GradientAccumulationScheduler(scheduling)"
-            raise RoomierError(field, scheduling, "does not say a number of micro-batches by epoch", action)
+            raise RoomierError(field, scheduling, "must map epochs to numbers of micro-batches", action)
         self.scheduling = {0: 1, **scheduling}
         self.epochs = sorted(self.scheduling)
 
     def going_to_accumulate_grad_batches(self) -> bool:
-        """Whether any step has more than one micro-batch."""
+        """Return True if any step has more than one micro-batch."""
         return any(size > 1 for size in self.scheduling.values())
 
     def get_accumulate_grad_batches(self, epoch: int) -> int:
-        """Micro-batches of a step in ``epoch``."""
+        """Return the number of micro-batches per step in ``epoch``."""
         return self.scheduling[max(each for each in self.epochs if each <= epoch)]
 
     def setup(self, trainer: TrainerView, pl_module: Module, stage: str) -> None:
@@ -57,17 +63,19 @@ class GradientAccumulationScheduler(Callback):
             raise RoomierError(
                 "accumulate_grad_batches",
                 trainer.asked_plan.batch.accumulate_grad_batches,
-                "is set beside a GradientAccumulationScheduler",
-                "Say it in one of the two",
+                "cannot be combined with a GradientAccumulationScheduler",
+                "Remove one of the two",
             )
         if not self.going_to_accumulate_grad_batches():
             return
         if not pl_module.automatic_optimization:
-            raise self._refusal(type(pl_module).__name__, "optimizes by hand (automatic_optimization=False)")
-        if trainer.plan.optimizer.step_in_backward != "none":
-            way = trainer.plan.optimizer.step_in_backward
-            raise self._refusal(way, "updates in the backward of one micro-batch (step_in_backward)")
+            problem = "is not supported with manual optimization (automatic_optimization=False)"
+            raise self._refusal(type(pl_module).__name__, problem)
+        lever = lever_that_frees_gradients(trainer.plan)
+        if lever is not None:
+            problem = f"is not supported with {lever.keyword}, which updates in each backward"
+            raise self._refusal(lever.value(trainer.plan), problem)
 
     @staticmethod
     def _refusal(received: object, problem: str) -> RoomierError:
-        return RoomierError("GradientAccumulationScheduler", received, problem, "Do without one of the two")
+        return RoomierError("GradientAccumulationScheduler", received, problem, "Remove one of the two")

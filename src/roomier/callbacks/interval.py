@@ -1,4 +1,4 @@
-"""A stretch of time that ends at the same step on all ranks."""
+"""Time interval that ends at the same step on all ranks."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from roomier.core.ranks import Ranks
 
 
 class Interval:
-    """Says at steps whether ``length_s`` seconds have passed since it began; then it begins anew.
+    """Time interval of ``length_s`` seconds, measured by the clock of rank 0. It restarts when it ends.
 
-    The clock of rank 0 counts. The others do not ask it at every step: it tells how many steps it will take at least,
-    half of what the pace so far promises, so that a few questions do for an interval of any length.
+    The ranks do not communicate in every step. Rank 0 estimates the number of steps until the next check: half of the
+    number that the recent speed allows in the remaining time. So a few checks suffice for an interval of any length.
     """
 
     def __init__(self, length_s: float) -> None:
@@ -20,12 +20,12 @@ class Interval:
         self._num_steps = self._num_until_asked = 1
 
     def begin(self) -> None:
-        """Start to count here."""
+        """Start the interval."""
         self._began_s = self._asked_s = time.monotonic()
         self._num_steps = self._num_until_asked = 1
 
     def is_over(self, ranks: Ranks) -> bool:
-        """Called at every step, on every rank."""
+        """Return True if the interval has ended. Call this in every step, on every rank."""
         self._num_until_asked -= 1
         if self._num_until_asked:
             return False

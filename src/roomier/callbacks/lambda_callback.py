@@ -1,4 +1,4 @@
-"""LambdaCallback: hooks given as functions."""
+"""LambdaCallback: callback whose hooks are passed as functions."""
 
 from __future__ import annotations
 
@@ -12,21 +12,25 @@ HOOKS = frozenset(name for name in vars(Callback) if name in ("setup", "teardown
 
 
 class LambdaCallback(Callback):
-    """Calls the functions it is given: ``LambdaCallback(on_train_start=lambda trainer, module: ...)``.
+    """Callback that calls the given functions as its hooks.
 
     Args:
-        hooks: any hook of :class:`Callback` by name; each gets what that hook gets. None is left out.
+        hooks: functions by the name of a hook of :class:`Callback`. Each receives the arguments of that hook. None is
+            ignored.
 
     Raises:
-        RoomierError: there is no such hook, or what is given is no function.
+        RoomierError: the hook does not exist, or the value is not callable.
+
+    Example:
+        >>> LambdaCallback(on_train_start=lambda trainer, module: print(trainer.global_rank))
     """
 
     def __init__(self, **hooks: Callable[..., Any] | None) -> None:
         for name, hook in hooks.items():
             if name not in HOOKS:
-                raise RoomierError("LambdaCallback", name, "is no hook of a callback", did_you_mean(name, HOOKS))
+                raise RoomierError("LambdaCallback", name, "is not a hook of a callback", did_you_mean(name, HOOKS))
             if hook is None:
                 continue
             if not callable(hook):
-                raise RoomierError(f"LambdaCallback({name})", hook, "is no function", "Pass one, or a lambda")
+                raise RoomierError(f"LambdaCallback({name})", hook, "must be callable", "Pass a function or a lambda")
             setattr(self, name, hook)

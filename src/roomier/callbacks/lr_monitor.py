@@ -1,4 +1,4 @@
-"""LearningRateMonitor: the learning rates of a run as metrics."""
+"""LearningRateMonitor: logs the learning rates of a run."""
 
 from __future__ import annotations
 
@@ -20,22 +20,31 @@ _INTERVALS = (None, "step", "epoch")
 
 
 class LearningRateMonitor(Callback):
-    """Logs ``lr-AdamW`` for each optimizer: the rate with which the step (or epoch) of the row was done.
+    """Logs the learning rate of each optimizer, as used in the logged step or epoch.
 
-    Names are Lightning's: the second optimizer of a class is ``lr-AdamW-1``; of several parameter groups each
-    has its own, ``lr-AdamW/pg1``, ``lr-AdamW/pg2``, or ``lr-AdamW/<name>`` where the group has the key ``name``; a
-    scheduler's ``name`` takes the place of ``lr-AdamW``. Momentum and weight decay append ``-momentum`` and
-    ``-weight_decay``.
+    The names equal Lightning's:
+
+    - ``lr-AdamW`` is the rate of an AdamW optimizer, ``lr-AdamW-1`` of the second optimizer of the class.
+    - ``lr-AdamW/pg1`` and ``lr-AdamW/pg2`` are the rates of several parameter groups. If a group has the key ``name``,
+      its metric is ``lr-AdamW/<name>``.
+    - The ``name`` of a scheduler replaces ``lr-AdamW``.
+    - Momentum and weight decay have the suffixes ``-momentum`` and ``-weight_decay``.
 
     Args:
-        logging_interval: ``"step"`` (at log steps) or ``"epoch"``; by default the interval of each scheduler, and
-            ``"step"`` for an optimizer without one.
-        log_momentum: log the momentum (the first of ``betas``) too; 0 where there is none.
-        log_weight_decay: log the weight decay too.
+        logging_interval: ``"step"`` (at log steps) or ``"epoch"``. The default is the interval of each scheduler, and
+            ``"step"`` for an optimizer without a scheduler.
+        log_momentum: also log the momentum (the first of ``betas``), which is 0 if the optimizer has none.
+        log_weight_decay: also log the weight decay.
+
+    Attributes:
+        lrs: all logged values of each metric.
 
     Raises:
-        RoomierError: the interval is unknown; at the start, the Trainer has no logger, or two parameter groups of an
-            optimizer have one name.
+        RoomierError: the interval is unknown. When training starts: the Trainer has no logger, or two parameter groups
+            of an optimizer have the same name.
+
+    Example:
+        >>> trainer = roomier.Trainer(callbacks=[LearningRateMonitor("step")])
     """
 
     @explain_unknown_keywords("callbacks.LearningRateMonitor")
@@ -60,19 +69,19 @@ class LearningRateMonitor(Callback):
     def on_train_start(self, trainer: TrainerView, pl_module: Module) -> None:
         if not trainer.loggers:
             raise RoomierError(
-                "callbacks", type(self).__name__, "the Trainer has no logger", "Take it out, or use logger=True"
+                "callbacks", type(self).__name__, "requires a logger", "Remove this callback, or use logger=True"
             )
-        # Manual optimization may step each optimizer in one batch, and each counts as a step.
+        # With manual optimization, a batch may step each optimizer, and each of these counts as a step.
         self._log_every_n_steps = trainer.log_every_n_steps
         self._max_steps_per_batch = max(1, len(trainer.optimizers))
-        # A run resumed within an epoch does not start it again; its rate is that of now.
+        # A run that resumes within an epoch does not call on_train_epoch_start, so the current rate is read here.
         self._epoch_rates = self._rates(trainer, "epoch")
 
     def on_train_epoch_start(self, trainer: TrainerView, pl_module: Module) -> None:
         self._epoch_rates = self._rates(trainer, "epoch")
 
     def on_train_batch_start(self, trainer: TrainerView, pl_module: Module, batch: Any, batch_idx: int) -> None:
-        # The schedulers step before on_train_batch_end: the rate of the coming step is to be read now.
+        # Schedulers step before on_train_batch_end, so the rate of the coming step is read now.
         step, every = trainer.global_step, self._log_every_n_steps
         if (step + self._max_steps_per_batch) // every != step // every:
             self._step_rates, self._read_at_step = self._rates(trainer, "step"), step
@@ -96,7 +105,7 @@ class LearningRateMonitor(Callback):
         trainer.callback_metrics.update({name: torch.tensor(rate) for name, rate in rates.items()})
 
     def _rates(self, trainer: TrainerView, interval: str) -> dict[str, float]:
-        """The present values of all optimizers that are logged at ``interval``."""
+        """Return the current values of all optimizers that are logged at ``interval``."""
         rates: dict[str, float] = {}
         for optimizer, name, own_interval in _named_optimizers(trainer):
             if (self.logging_interval or own_interval) != interval:
@@ -113,7 +122,7 @@ class LearningRateMonitor(Callback):
 
 
 def _named_optimizers(trainer: TrainerView) -> list[tuple[Optimizer, str, str]]:
-    """Each optimizer of the run with its name and the interval of its scheduler, those with a scheduler first."""
+    """Return each optimizer with its name and logging interval. Optimizers with a scheduler come first."""
     seen: Counter[str] = Counter()
     named: list[tuple[Optimizer, str, str]] = []
 
@@ -144,7 +153,7 @@ def _group_suffixes(name: str, optimizer: Optimizer) -> list[str]:
         raise RoomierError(
             "configure_optimizers",
             doubles[0][1:],
-            f"two parameter groups of {name} have this name",
-            "Give each group its own 'name'",
+            f"is the name of two parameter groups of {name}",
+            "Give each group a different 'name'",
         )
     return suffixes

@@ -1,4 +1,4 @@
-"""MemoryAnatomy: what one step holds in memory, by kind."""
+"""MemoryAnatomy: measures the memory of one training step by kind."""
 
 from __future__ import annotations
 
@@ -19,30 +19,33 @@ if TYPE_CHECKING:
 
 
 class MemoryAnatomy(KeepsPeak, Callback):
-    """Tracks one step, prints its table on standard error, and logs ``anatomy/peak/activations`` and the like, in bytes
-    of the fullest rank, to the loggers.
+    """Tracks the memory of one training step by kind, prints a table to standard error, and logs the peak.
 
-    The tracked step and the one before it, in which it is learned what each tensor is for, are several times slower and
-    compute the same. Other steps are not touched.
+    The metrics are ``anatomy/peak/activations`` and so on, in bytes of the rank with the highest peak. The tracked step
+    and the step before it, which identifies the kind of each tensor, are several times slower but compute the same
+    values. Other steps are not affected.
 
     Args:
-        at_step: which step of the run is tracked, from 2: only then the optimizer has its states. None is 2, and 4 with
-            a budget of activations: until the third step blocks keep the least.
-        every_n_steps: track again each time so many steps later; None: never.
+        at_step: number of the tracked step, at least 2, because the optimizer has no states before. None uses 2, or 4
+            with an activation budget, because blocks save the least until the third step.
+        every_n_steps: track again after each ``every_n_steps`` steps; None tracks one time.
 
     Attributes:
-        anatomy: of the last tracked step; None before.
+        anatomy: memory of the last tracked step; None before.
 
     Raises:
-        RoomierError: a number is too small; with a budget, when training starts.
+        RoomierError: a number is too small. With an activation budget, this is raised when training starts.
+
+    Example:
+        >>> trainer = roomier.Trainer(callbacks=[MemoryAnatomy(at_step=10)])
     """
 
     def __init__(self, at_step: int | None = None, every_n_steps: int | None = None) -> None:
         if at_step is not None and (not isinstance(at_step, int) or at_step < 2):
-            action = "Use 2 or more: in the first step the optimizer has no states yet"
-            raise RoomierError("at_step", at_step, "is no step that can be tracked", action)
+            action = "Use at least 2, because the optimizer has no states during the first step"
+            raise RoomierError("at_step", at_step, "must be an integer of at least 2", action)
         if every_n_steps is not None and (not isinstance(every_n_steps, int) or every_n_steps < 2):
-            raise RoomierError("every_n_steps", every_n_steps, "is too often", "Use 2 or more, or None")
+            raise RoomierError("every_n_steps", every_n_steps, "must be at least 2", "Use a larger number, or None")
         self.at_step = at_step
         self.every_n_steps = every_n_steps
         self.anatomy: Anatomy | None = None
@@ -52,13 +55,13 @@ class MemoryAnatomy(KeepsPeak, Callback):
     def on_train_start(self, trainer: TrainerView, pl_module: Module) -> None:
         first = first_step_of(trainer)
         if self.at_step is not None and self.at_step < first:
-            problem = "is before step 4: until then a budget of activations measures, and blocks keep the least"
-            raise RoomierError("at_step", self.at_step, problem, "Use 4 or more, or None")
+            problem = "must be at least 4, because an activation budget measures and saves the least before step 4"
+            raise RoomierError("at_step", self.at_step, problem, "Use at least 4, or None")
         self._next_step = trainer.global_step + (self.at_step or first)
 
     @property
     def next_step(self) -> int | None:
-        """Number of the step that is tracked next; None where none is."""
+        """Number of the step that is tracked next; None if no further step is tracked."""
         return self._next_step
 
     def on_train_batch_start(self, trainer: TrainerView, pl_module: Module, batch: Any, batch_idx: int) -> None:
@@ -79,10 +82,10 @@ class MemoryAnatomy(KeepsPeak, Callback):
 
     def on_train_end(self, trainer: TrainerView, pl_module: Module) -> None:
         if self.anatomy is None:
-            notice(f"MemoryAnatomy: training ended before step {self._next_step}, which was to be tracked")
+            notice(f"MemoryAnatomy: training ended before step {self._next_step}, which should be tracked")
 
     def on_train_epoch_end(self, trainer: TrainerView, pl_module: Module) -> None:
-        self._pause()  # an epoch that is left out ends without the end of its batch
+        self._pause()  # a skipped epoch ends without the end of its batch
 
     def on_exception(self, trainer: TrainerView, pl_module: Module, exception: BaseException) -> None:
         self._pause()
@@ -92,7 +95,7 @@ class MemoryAnatomy(KeepsPeak, Callback):
             self._tracked.pause()
 
     def _finish(self, trainer: TrainerView, tracker: MemoryTracker) -> None:
-        from roomier.memory.measure import anatomy_of, peak_of  # late: loads the sharding of torch
+        from roomier.memory.measure import anatomy_of, peak_of  # late: loads torch's sharding
 
         self.peak = peak_of(tracker, trainer.global_step)
         self._tracked = None

@@ -1,4 +1,4 @@
-"""ModelCheckpoint: when a run is saved, under which name, and which of its checkpoints stay."""
+"""ModelCheckpoint: selects when to save a run, the names of its checkpoints, and which of them to keep."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ from torch import Tensor
 
 from roomier import checkpoint
 from roomier.api.callback import Callback
-from roomier.callbacks.checkpoint_folder import find_complete, names_in
-from roomier.callbacks.checkpoint_ledger import Keep, Ledger, form_of_books
+from roomier.callbacks.checkpoint_folder import choose_name, find_complete, names_in
+from roomier.callbacks.checkpoint_ledger import Keep, Ledger, ledger_form
 from roomier.callbacks.checkpoint_name import (
     DEFAULT_TEMPLATE,
     check_template,
-    first_free_name,
     format_name,
     metrics_named_in,
 )
@@ -39,59 +38,56 @@ if TYPE_CHECKING:
 
 LAST = "last"
 _FORMER = {
-    "period": "Write every_n_epochs",
-    "every_n_val_epochs": "Write every_n_epochs",
-    "prefix": "Write it into filename",
-    "save_best_only": "Write save_top_k=1 and monitor",
-    "save_on_exception": "Write callbacks=[..., OnExceptionCheckpoint(dirpath)] beside it",
+    "period": "Use every_n_epochs",
+    "every_n_val_epochs": "Use every_n_epochs",
+    "prefix": "Put it into filename",
+    "save_best_only": "Use save_top_k=1 and monitor",
+    "save_on_exception": "Add OnExceptionCheckpoint(dirpath) to callbacks",
 }
 
 
 class ModelCheckpoint(Callback):
-    """Saves the run at chosen moments and keeps the best, the newest, or all of its checkpoints.
+    """Saves the run at selected steps and keeps the best, the newest, or all checkpoints.
 
-    A checkpoint is a folder, ``dirpath/filename``. An older one is removed only after the one that supersedes it is
-    committed, so that at every moment a complete one is there. Arguments mean what they mean in Lightning.
+    A checkpoint is the folder ``dirpath/filename``. An older checkpoint is removed only after its successor is
+    committed, so a complete checkpoint always exists. The arguments have the same meaning as in Lightning.
 
     Args:
-        dirpath: where checkpoints go; by default ``checkpoints`` in the run folder.
-        filename: a template of the folder's name with ``{epoch}``, ``{step}`` and logged metrics, with formats as in
-            ``str.format``; by default ``"{epoch}-{step}"``, which gives ``epoch=0-step=100``. Before its first
-            validation a metric reads ``none``; one that was not logged then is an error.
-        monitor: the logged metric that ranks checkpoints; by default the newer is the better. NaN never ranks.
-        verbose: tell of each save on standard error.
-        save_last: keep the newest checkpoint too when it is not among the best, and a link ``last`` to it beside it.
-            (``"link"`` is the same.)
-        save_top_k: how many of the best are kept: -1 all of them, 0 none. Without ``monitor`` it is -1, 0 or 1.
-        save_weights_only: leave out what only a resumed run needs.
-        mode: ``"min"`` or ``"max"``: which values of ``monitor`` are better.
+        dirpath: folder of the checkpoints; by default ``checkpoints`` in the run folder.
+        filename: template of the checkpoint's name with ``{epoch}``, ``{step}`` and logged metrics, and formats as in
+            ``str.format``. The default ``"{epoch}-{step}"`` gives ``epoch=0-step=100``. A metric is ``none`` before its
+            first validation. A metric that is not logged then raises an error.
+        monitor: logged metric that ranks checkpoints; by default newer is better. A NaN is not ranked.
+        verbose: print each save to standard error.
+        save_last: also keep the newest checkpoint, and create a link ``last`` to it. ``"link"`` has the same meaning.
+        save_top_k: number of best checkpoints to keep; -1 keeps all, 0 none. Without ``monitor``, use -1, 0 or 1.
+        save_weights_only: omit the state that only a resumed run needs.
+        mode: ``"min"`` if lower values of ``monitor`` are better, ``"max"`` if higher values are better.
         auto_insert_metric_name: write ``step=100`` for ``{step}``, not ``100``.
-        every_n_train_steps: save every so many optimizer steps. At most one of the three ``every``-like arguments; by
-            default ``every_n_epochs=1``.
-        train_time_interval: save when so much time has passed since the last such save: a ``timedelta``, a dict of
-            its arguments, or ``"DD:HH:MM:SS"``.
-        every_n_epochs: save every so many epochs.
-        save_on_train_epoch_end: save epochs at their end (True) or when a validation ends (False); by default at the
-            end unless an epoch has several validations, or not every one has one.
-        async_save: train on while a checkpoint is written. Training waits only until the state is copied to host
-            memory, of which that takes as much again (of each rank's part). What is not committed yet has no name here.
-        enable_version_counter: where the name is that of another checkpoint that must stay, append ``-v1``, ``-v2``,
-            ...; else replace it. See the note below.
+        every_n_train_steps: number of optimizer steps between saves. Set at most one of this, ``train_time_interval``
+            and ``every_n_epochs``. The default is ``every_n_epochs=1``.
+        train_time_interval: time between saves: a ``timedelta``, a dict of its arguments, or ``"DD:HH:MM:SS"``.
+        every_n_epochs: number of epochs between saves.
+        save_on_train_epoch_end: save at the end of an epoch (True) or of a validation (False). The default is the end
+            of the epoch, unless an epoch has several validations or validation does not run in every epoch.
+        async_save: continue training while a checkpoint is written. Training waits only until the state is copied to
+            host memory, which requires as much memory again. Uncommitted checkpoints are not listed in attributes.
+        enable_version_counter: append ``-v1``, ... if a checkpoint that must be kept has the name, or replace it.
 
     Raises:
-        RoomierError: an argument is wrong.
+        RoomierError: an argument is invalid.
+
+    Example:
+        >>> trainer = roomier.Trainer(callbacks=[ModelCheckpoint(monitor="val_loss", save_top_k=3)])
 
     [Note: names that are taken]
-    A resumed run reaches the steps again that a killed run had saved after the checkpoint it resumed from. What
-    it finds under their names is its own killed future: bit for bit the same run, and a ``-v1`` beside it would be a
-    copy of it that nobody counts or removes. So such a folder is replaced (by one rename). A name counts as taken only
-    if its checkpoint must stay: one this callback or another ModelCheckpoint still keeps, or one that stood in
-    ``dirpath`` before the run began and hence is another run's. The names of the latter are part of the state.
+    A resumed run repeats steps that a killed run saved after the checkpoint from which it resumes. These folders are
+    bitwise equal to the new checkpoints, so one rename replaces them. A name is taken if a ModelCheckpoint of this run
+    keeps it, or if another run wrote it. The names of other runs are part of the state.
 
-    [Note: the books before the save]
-    A checkpoint contains the state of this callback, and the run resumed from it must know of that checkpoint. So
-    the books are brought up to date before the save, and put back if it fails. They stay as they were until the next
-    save: what a resumed run reads is what the uninterrupted run had.
+    [Note: ledger before the save]
+    A checkpoint contains the state of this callback, and the resumed run must list that checkpoint. So the ledger is
+    updated before the save, and restored if the save fails.
     """
 
     monitors = True
@@ -141,6 +137,7 @@ class ModelCheckpoint(Callback):
         self._ledger = Ledger()
         self._uncommitted: Ledger | None = None
         self._foreign_names: tuple[str, ...] | None = None
+        self._own_names: set[str] = set()  # on rank 0: names of existing checkpoints that this run can replace
         self._loaded_state: dict[str, Any] | None = None
         self._is_fitting = False
         self._monitored = None if monitor is None else Monitored(type(self).__name__, monitor)
@@ -149,9 +146,9 @@ class ModelCheckpoint(Callback):
         self._due_step = -1
         self._ended_epoch = (-1, 0)
         self._interval = Interval(self._interval_s) if self._interval_s is not None else None
-        self._told: set[str] = set()
+        self._printed: set[str] = set()
 
-    # What is known ------------------------------------------------------------------------------------------------
+    # State --------------------------------------------------------------------------------------------------------
 
     @property
     def state_key(self) -> str:
@@ -166,40 +163,42 @@ class ModelCheckpoint(Callback):
 
     @property
     def best_model_path(self) -> str:
-        """The best checkpoint of those kept; ``""`` before the first."""
+        """Path of the best kept checkpoint; ``""`` before the first save."""
         return self._ledger.best(self._keep)[0]
 
     @property
     def best_model_score(self) -> Tensor | None:
+        """Score of the best kept checkpoint (0-dim, float64); None if there is none."""
         return _tensor(self._ledger.best(self._keep)[1])
 
     @property
     def best_k_models(self) -> dict[str, Tensor]:
-        """Path -> score of the top-k, oldest first; empty where nothing is monitored."""
+        """Scores of the top-k by path, oldest first; empty if no metric is monitored."""
         return {
             path: torch.tensor(score, dtype=torch.float64) for path, score in self._ledger.kept if score is not None
         }
 
     @property
     def kth_best_model_path(self) -> str:
-        """The one that goes when a better one comes; ``""`` while fewer than k are kept."""
+        """Path of the checkpoint that a better one replaces; ``""`` if fewer than k are kept."""
         return self._ledger.kth(self._keep)[0] if self.monitor else ""
 
     @property
     def kth_value(self) -> Tensor | None:
+        """Score of the checkpoint that a better one replaces (0-dim, float64); None if fewer than k are kept."""
         return _tensor(self._ledger.kth(self._keep)[1])
 
     @property
     def last_model_path(self) -> str:
-        """The newest checkpoint, with ``save_last``; ``""`` before the first."""
+        """Path of the newest checkpoint, with ``save_last``; ``""`` before the first save."""
         return self._ledger.last
 
     @property
     def current_score(self) -> Tensor | None:
-        """The score of the newest that was among the best when it was saved."""
+        """Score of the newest checkpoint that was among the top-k when it was saved (0-dim, float64)."""
         return _tensor(self._ledger.current_score)
 
-    # When ---------------------------------------------------------------------------------------------------------
+    # When to save -------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: TrainerView, pl_module: Module, stage: str) -> None:
         self._is_fitting = stage == "fit"
@@ -211,19 +210,20 @@ class ModelCheckpoint(Callback):
         run_folder = Path(trainer.log_dir).absolute()
         if self.dirpath is None:
             self.dirpath = str(run_folder / "checkpoints")
-        # What is on the disk is looked at by rank 0: another may look when it is changing already.
-        trainer.ranks.on_zero(partial(self._look_at_folder, Path(self.dirpath).is_relative_to(run_folder)))
-        books = (self._ledger, self._foreign_names, self._due_step)
-        self._ledger, self._foreign_names, self._due_step = trainer.ranks.from_zero(books)
+        # Only rank 0 reads the folder, because its content may change before other ranks read it.
+        trainer.ranks.on_zero(partial(self._read_folder, Path(self.dirpath).is_relative_to(run_folder)))
+        state = (self._ledger, self._foreign_names, self._due_step)
+        self._ledger, self._foreign_names, self._due_step = trainer.ranks.from_zero(state)
         self._loaded_state = None
         trainer.ranks.on_zero(partial(self._finish_last_save, self._paths_of_others(trainer)))
 
-    def _look_at_folder(self, is_in_run_folder: bool) -> None:
+    def _read_folder(self, is_in_run_folder: bool) -> None:
         assert self.dirpath is not None
         if self._loaded_state is not None:
             self._take_over(self._loaded_state)
         if self._foreign_names is None:
             self._foreign_names = () if is_in_run_folder else names_in(Path(self.dirpath))
+        self._own_names = set(names_in(Path(self.dirpath))).difference(self._foreign_names)
 
     def on_train_start(self, trainer: TrainerView, pl_module: Module) -> None:
         if self._interval is not None:
@@ -243,28 +243,28 @@ class ModelCheckpoint(Callback):
 
     def on_save_point(self, trainer: TrainerView, pl_module: Module) -> None:
         step = trainer.global_step
-        if step == self._books.step:
+        if step == self._newest_ledger.step:
             return
         is_due = self._is_due(trainer)
         if not (is_due or trainer.is_last_save_point) or trainer.fast_dev_run:
             return
         if is_due:
-            trainer.results.settle()  # the score and the name are of what all ranks logged
+            trainer.results.settle()  # the score and the name use the values of all ranks
             self._save(trainer, trainer.ranks.from_zero(self._score(trainer)), self._keep)
-        if trainer.is_last_save_point and not trainer.interrupted and self._books.step != step:
+        if trainer.is_last_save_point and not trainer.interrupted and self._newest_ledger.step != step:
             self._save_at_the_end(trainer)
 
     def _save_at_the_end(self, trainer: TrainerView) -> None:
-        """Training ends at a step that was not due (within an epoch, say), or of no score that counts. It is not lost
-        where the newest is kept, or nothing was saved so far. It is not ranked: its metrics are of an earlier step."""
-        keep = self._keep if self._books.paths or self.save_top_k == 0 else replace(self._keep, last=True)
+        """Save after the last step if it was not due, unless earlier checkpoints suffice. This save is not ranked,
+        because its metrics are from an earlier step."""
+        keep = self._keep if self._newest_ledger.paths or self.save_top_k == 0 else replace(self._keep, last=True)
         is_cut_epoch = self._ended_epoch[0] != trainer.global_step and self._is_due_epoch(trainer.current_epoch)
         if keep.last or (is_cut_epoch and not keep.monitored):
             self._save(trainer, None, keep)
 
     def _is_due(self, trainer: TrainerView) -> bool:
         step = trainer.global_step
-        # The interval counts steps: it is asked at each.
+        # The interval counts steps, so it must be checked in each step.
         is_over = self._interval is not None and self._interval.is_over(trainer.ranks)
         if step == self._due_step:
             return True
@@ -290,16 +290,16 @@ class ModelCheckpoint(Callback):
             return 1
         return self.every_n_epochs or 0
 
-    # What ---------------------------------------------------------------------------------------------------------
+    # Save ---------------------------------------------------------------------------------------------------------
 
     @property
-    def _books(self) -> Ledger:
-        """With a checkpoint that is still being written."""
+    def _newest_ledger(self) -> Ledger:
+        """The ledger, including a checkpoint that is still being written."""
         return self._ledger if self._uncommitted is None else self._uncommitted
 
     def _save(self, trainer: TrainerView, score: float | None, keep: Keep) -> None:
-        """Save if a run of this score is among the best, or is to be kept as the newest."""
-        before = self._books
+        """Save if a checkpoint with this score is among the top-k, or is kept as the newest."""
+        before = self._newest_ledger
         if not before.enters(score, keep) and not keep.last:
             if self.verbose:
                 notice(
@@ -307,25 +307,25 @@ class ModelCheckpoint(Callback):
                 )
             return
         path = self._path(trainer, before.before_saving(score, keep).paths)
-        # See [Note: the books before the save].
-        books = self._uncommitted = before.after_saving(path, score, trainer.global_step, keep)
+        # See [Note: ledger before the save].
+        ledger = self._uncommitted = before.after_saving(path, score, trainer.global_step, keep)
         try:
             trainer.save_checkpoint(
                 path,
                 weights_only=self.save_weights_only,
                 asynchronous=self.async_save,
-                when_committed=partial(self._committed, trainer, books),
+                when_committed=partial(self._committed, trainer, ledger),
             )
         except BaseException:
             self._uncommitted = None
             raise
 
-    def _committed(self, trainer: TrainerView, books: Ledger) -> None:
-        """The checkpoint is there: ``books`` hold from now on."""
-        self._ledger = books
-        if self._uncommitted is books:
+    def _committed(self, trainer: TrainerView, ledger: Ledger) -> None:
+        """Use ``ledger`` as the ledger, because its checkpoint is committed."""
+        self._ledger = ledger
+        if self._uncommitted is ledger:
             self._uncommitted = None
-        path, score = books.newest_path, dict(books.kept).get(books.newest_path)
+        path, score = ledger.newest_path, dict(ledger.kept).get(ledger.newest_path)
         if self.verbose:
             notice(f"saved {path}" + ("" if score is None else f" ({self.monitor} = {score})"))
         others = self._paths_of_others(trainer)
@@ -337,44 +337,45 @@ class ModelCheckpoint(Callback):
         self._remove_superseded(paths_of_others)
 
     def _finish_last_save(self, paths_of_others: set[str]) -> None:
-        """What a kill between a save and what follows it left undone. The link first: its target may be removed."""
+        """Complete the work of a run that was killed after a save. First the link, whose target may be removed."""
         last = self._ledger.last
         if self._keep.last and last and os.path.dirname(last) == self.dirpath:
             self._point_last_to(last)
         self._remove_superseded(paths_of_others)
 
     def _metrics(self, trainer: TrainerView) -> dict[str, Tensor | float]:
-        # At the save point of an epoch's end the Trainer may already count the next epoch.
+        # At the save point at the end of an epoch, trainer.current_epoch may already be the next epoch.
         ended_at_step, ended_epoch = self._ended_epoch
         epoch = ended_epoch if ended_at_step == trainer.global_step else trainer.current_epoch
         return {**trainer.callback_metrics, "epoch": epoch, "step": trainer.global_step}
 
     def _score(self, trainer: TrainerView) -> float | None:
-        """The value of ``monitor``; None where there is no monitor, or its first validation is still to come."""
+        """Return the value of ``monitor``; None without a monitor or before its first validation."""
         score = None if self._monitored is None else self._monitored.read(trainer)
         if score is not None and math.isnan(score):
-            self._tell_once(f"{self.monitor} is NaN: such a checkpoint is never counted among the best")
+            self._print_once(f"{self.monitor} is NaN, so this checkpoint is never ranked among the best")
         return score
 
     def _path(self, trainer: TrainerView, staying: set[str]) -> str:
-        """Where to save: see [Note: names that are taken]."""
-        assert self.dirpath is not None, "on_fit_start() comes first"
+        """Return the path of the next checkpoint. See [Note: names that are taken]."""
+        assert self.dirpath is not None, "on_fit_start() must run first"
         for each in self._named:
-            each.read(trainer)  # refuses what is not logged
+            each.read(trainer)  # raises if the metric was not logged
         name = format_name(self.filename, self._metrics(trainer), self.auto_insert_metric_name)
-        name = trainer.ranks.from_zero(name)
-        if self.enable_version_counter:
-            here = {path for path in staying | self._paths_of_others(trainer) if os.path.dirname(path) == self.dirpath}
-            taken = {os.path.basename(path) for path in here}
-            name = first_free_name(name, taken.union(self._foreign_names or (), [LAST] if self._keep.last else []))
+        if not self.enable_version_counter:
+            return os.path.join(self.dirpath, trainer.ranks.from_zero(name))
+        here = {path for path in staying | self._paths_of_others(trainer) if os.path.dirname(path) == self.dirpath}
+        kept = {*map(os.path.basename, here), *([LAST] if self._keep.last else [])}
+        choose = partial(choose_name, Path(self.dirpath), name, kept, self._own_names, self._foreign_names or ())
+        name, self._foreign_names = trainer.ranks.on_zero(choose)
         return os.path.join(self.dirpath, name)
 
     def _paths_of_others(self, trainer: TrainerView) -> set[str]:
         others = [each for each in trainer.callbacks if isinstance(each, ModelCheckpoint) and each is not self]
-        return {path for other in others for path in other._ledger.paths | other._books.paths}
+        return {path for other in others for path in other._ledger.paths | other._newest_ledger.paths}
 
     def _remove_superseded(self, paths_of_others: set[str]) -> None:
-        """Remove what the latest save made obsolete, if it is ours alone and something that must stay is there."""
+        """Remove superseded checkpoints that no other callback keeps, if a kept checkpoint exists."""
         ledger = self._ledger
         if not any(os.path.isdir(path) for path in ledger.paths):
             return
@@ -384,7 +385,7 @@ class ModelCheckpoint(Callback):
             try:
                 checkpoint.remove(path)
             except CheckpointError as error:
-                notice(f"a superseded checkpoint stays: {error}")
+                notice(f"a superseded checkpoint was not removed: {error}")
 
     def _point_last_to(self, path: str) -> None:
         link = os.path.join(os.path.dirname(path), LAST)
@@ -395,18 +396,18 @@ class ModelCheckpoint(Callback):
             os.symlink(os.path.basename(path), aside)
             os.replace(aside, link)
         except OSError as error:
-            self._tell_once(f"no link {link!r} to the newest checkpoint, which is {path!r}: {error.strerror}")
+            self._print_once(f"cannot create the link {link!r} to the newest checkpoint {path!r}: {error.strerror}")
 
-    def _tell_once(self, message: str) -> None:
-        if message not in self._told:
-            self._told.add(message)
+    def _print_once(self, message: str) -> None:
+        if message not in self._printed:
+            self._printed.add(message)
             notice(f"{type(self).__name__}: {message}")
 
     # Resume -------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The books, with paths relative to ``dirpath``: a run folder may be moved before it is resumed."""
-        ledger = self._books
+        """Return the ledger, with paths relative to ``dirpath``, so that a run folder can be moved before a resume."""
+        ledger = self._newest_ledger
         return {
             "monitor": self.monitor,
             "dirpath": self.dirpath,
@@ -421,13 +422,12 @@ class ModelCheckpoint(Callback):
 
     def check_stored_state(self, state: Any, place: str) -> None:
         """See :class:`roomier.api.callback.ChecksState`."""
-        form_of_books(monitored=self.monitor is not None)(state, place)
+        ledger_form(monitored=self.monitor is not None)(state, place)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Put the books back; without a ``dirpath`` that waits for ``on_fit_start``, when the run folder is known.
+        """Restore the ledger, in ``on_fit_start`` if ``dirpath`` is not set.
 
-        Checkpoints that are gone are struck off; those in the folder of an earlier run stay in the ranking and are
-        never removed.
+        Missing checkpoints are removed from it. Checkpoints of an earlier run's folder are ranked but never removed.
         """
         if self.dirpath is None:
             self._loaded_state = state_dict
@@ -451,7 +451,7 @@ class ModelCheckpoint(Callback):
         self._due_step = state_dict["due_step"]
         gone = sorted(name for name, path in found.items() if name and not path)
         if gone:
-            notice(f"{type(self).__name__}: no longer there and struck off: {', '.join(gone)}")
+            notice(f"{type(self).__name__}: removed missing checkpoints from the ledger: {', '.join(gone)}")
         is_same_folder = self.dirpath == saved_dirpath or any(
             os.path.dirname(path) == self.dirpath for path in self._ledger.paths
         )
@@ -467,16 +467,16 @@ class ModelCheckpoint(Callback):
         if self.save_last not in (None, True, False, "link"):
             raise _wrong("save_last", self.save_last, "is unknown", "Use True, False, or 'link' (the same as True)")
         if self._keep.last and self.filename == LAST:
-            raise _wrong("filename", LAST, "is the name of the link that save_last makes", "Choose another name")
+            raise _wrong("filename", LAST, "is the name of the link that save_last creates", "Choose another name")
         if not _is_count(self.save_top_k, at_least=-1):
-            raise _wrong("save_top_k", self.save_top_k, "is not a number it can be", "Use -1 (all), 0 (none), or more")
+            raise _wrong("save_top_k", self.save_top_k, "must be an integer of at least -1", "Use -1 (all) or 0 (none)")
         if self.monitor is None and self.save_top_k > 1:
-            problem = "ranks checkpoints, but there is no monitor"
+            problem = "must be at most 1 without monitor"
             raise _wrong("save_top_k", self.save_top_k, problem, "Set monitor, or use -1 or 1")
         for field in ("every_n_train_steps", "every_n_epochs"):
             value = getattr(self, field)
             if value is not None and not _is_count(value, at_least=0):
-                raise _wrong(field, value, "is not a number it can be", "Use a positive integer, or 0 for never")
+                raise _wrong(field, value, "must be an integer of at least 0", "Use a positive integer, or 0 for never")
         given = {
             "every_n_train_steps": self.every_n_train_steps,
             "every_n_epochs": self.every_n_epochs,
@@ -484,7 +484,7 @@ class ModelCheckpoint(Callback):
         }
         chosen = {name: value for name, value in given.items() if value}
         if len(chosen) > 1:
-            raise _wrong(" and ".join(chosen), chosen, "exclude each other", "Use two ModelCheckpoints")
+            raise _wrong(" and ".join(chosen), chosen, "cannot be combined", "Use two ModelCheckpoints")
 
 
 def _wrong(field: str, received: object, problem: str, action: str) -> RoomierError:
@@ -496,5 +496,5 @@ def _is_count(value: object, *, at_least: int) -> bool:
 
 
 def _tensor(score: float | None) -> Tensor | None:
-    # float64 holds a Python float as it is.
+    # float64 represents a Python float exactly.
     return None if score is None else torch.tensor(score, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""ModelSummary: what is trained, in one table at the start."""
+"""ModelSummary: prints the modules and parameters of a model before training."""
 
 from __future__ import annotations
 
@@ -25,7 +25,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Row:
-    """A part of the model, with all that is inside it. A parameter used in two places counts in both rows."""
+    """Sizes of one module, including its submodules. A parameter shared by two modules counts in both rows.
+
+    Attributes:
+        name: qualified name of the module.
+        type_name: name of its class.
+        num_params: number of parameter elements.
+        num_trainable: number of parameter elements that require gradients.
+        num_bytes: size of the parameters in bytes.
+    """
 
     name: str
     type_name: str
@@ -36,18 +44,24 @@ class Row:
 
 @dataclass(frozen=True)
 class Summary:
-    """Rows for the parts, and the whole, in which every parameter counts once."""
+    """Sizes of all modules of a model.
+
+    Attributes:
+        rows: one row per module.
+        total: row of the model, in which every parameter counts one time.
+    """
 
     rows: tuple[Row, ...]
     total: Row
 
     @property
     def num_frozen(self) -> int:
+        """Number of parameter elements that do not require gradients."""
         return self.total.num_params - self.total.num_trainable
 
 
 def summarize(model: nn.Module, max_depth: int = 1) -> Summary:
-    """One row per submodule down to ``max_depth`` (0: none, -1: all), in the order of the model."""
+    """Return one row per submodule down to ``max_depth`` (0: none, -1: all), in the order of registration."""
     rows = [
         _row(name, part)
         for name, part in model.named_modules()
@@ -58,7 +72,7 @@ def summarize(model: nn.Module, max_depth: int = 1) -> Summary:
 
 def _row(name: str, part: nn.Module) -> Row:
     parameters = list(part.parameters())
-    coded = [each for each in part.modules() if isinstance(each, InFewBits)]  # their weights are no parameters
+    coded = [each for each in part.modules() if isinstance(each, InFewBits)]  # quantized weights are not parameters
     return Row(
         name,
         _class_name(part),
@@ -70,22 +84,29 @@ def _row(name: str, part: nn.Module) -> Row:
 
 
 def _class_name(part: nn.Module) -> str:
-    """The name of its class as the user knows it: a part that ``fully_shard`` cut is of a class made for it."""
+    """Return the name of the class before ``fully_shard`` replaced it."""
     kinds = [kind.__name__ for kind in type(part).__mro__]
     return next(name for name in kinds if not name.startswith("FSDP")) if "FSDPModule" in kinds else kinds[0]
 
 
 class ModelSummary(Callback):
-    """Prints parts, parameters, bytes, and the optimizers' parameter groups on standard error when ``fit`` starts, and
-    after the first forward which kernel computed attention.
+    """Prints a table of modules, parameters and bytes, and a table of parameter groups, when ``fit`` starts.
+
+    After the first forward, it also prints the kernel that computed attention. The output goes to standard error.
 
     Args:
-        max_depth: how deep submodules are listed: 0 for the total only, -1 for all.
+        max_depth: depth down to which submodules are listed: 0 for the total only, -1 for all.
+
+    Raises:
+        RoomierError: ``max_depth`` is invalid.
+
+    Example:
+        >>> trainer = roomier.Trainer(callbacks=[ModelSummary(max_depth=2)])
     """
 
     def __init__(self, max_depth: int = 1) -> None:
         if not isinstance(max_depth, int) or isinstance(max_depth, bool) or max_depth < -1:
-            raise RoomierError("max_depth", max_depth, "is not a depth", "Use -1 (all), 0 (the total), or more")
+            raise RoomierError("max_depth", max_depth, "must be an integer of at least -1", "Use -1 (all) or 0 (total)")
         self.max_depth = max_depth
 
     def on_fit_start(self, trainer: TrainerView, pl_module: Module) -> None:
@@ -97,20 +118,20 @@ class ModelSummary(Callback):
         console.print(self.table(trainer, pl_module))
         if trainer.optimizers:
             console.print(optimizer_table(trainer.optimizers))
-        trainer.engine.watch(AttentionWatch(_tell_attention))
+        trainer.engine.watch(AttentionWatch(_print_attention))
 
     def table(self, trainer: TrainerView, pl_module: Module) -> RenderableType:
-        """The parts of ``pl_module``; the optimizers' table comes after it."""
+        """Return the table of the modules of ``pl_module``. The table of the optimizers is printed after it."""
         return summary_table(summarize(pl_module, self.max_depth))
 
 
-def _tell_attention(report: AttentionReport) -> None:
+def _print_attention(report: AttentionReport) -> None:
     for line in report.lines():
         notice(line)
 
 
 def summary_table(summary: Summary) -> Table:
-    """The parts with their sizes; the last lines are the totals."""
+    """Return a table of the modules with their sizes. The last lines are the totals."""
     table = _plain_table("name", "type", numbers=("params", "bytes", "trainable"))
     for row in summary.rows:
         table.add_row(row.name, row.type_name, *_sizes(row))
@@ -122,7 +143,7 @@ def summary_table(summary: Summary) -> Table:
 
 
 def optimizer_table(optimizers: list[Optimizer]) -> Table:
-    """The parameter groups of each optimizer; those of one that a Plan names tell what they hold."""
+    """Return a table of the parameter groups of each optimizer, with their contents if a Plan created the optimizer."""
     groups = [(optimizer, group) for optimizer in optimizers for group in optimizer.param_groups]
     has_bits = any("state_bits" in group for _, group in groups)
     numbers = ("lr", "weight decay", *(["state bits"] if has_bits else []), "tensors", "params")
@@ -143,7 +164,7 @@ def optimizer_table(optimizers: list[Optimizer]) -> Table:
 
 
 def _number(value: float | None) -> str:
-    """A setting of an optimizer; some have neither learning rate nor weight decay."""
+    """Format a setting of an optimizer. Some optimizers have no learning rate or weight decay."""
     return "-" if value is None else f"{float(value):g}"
 
 

@@ -1,4 +1,4 @@
-"""The metric a callback watches: reading it, and telling what there is when it is not there."""
+"""Metric that a callback monitors, with an error message for a metric that was not logged."""
 
 from __future__ import annotations
 
@@ -12,78 +12,85 @@ from roomier.core.log import notice
 if TYPE_CHECKING:
     from roomier.api.trainer_view import TrainerView
 
-_IS_MEANT = 0.75  # val_loss is not train_loss
+_SIMILAR = 0.75  # high enough that val_loss does not match train_loss
 
 
 class Monitored:
-    """One logged metric, by name, in the eyes of one callback.
+    """Logged metric that a callback monitors.
 
     Args:
-        argument: of the callback, which names it.
+        callback_name: name of the callback's class, for messages.
+        name: name of the metric.
+        argument: argument of the callback that contains the name.
 
     Attributes:
-        was_validated: a validation has ended since the run began or was resumed; set by the callback.
+        was_validated: True after a validation has ended since the run started or resumed; set by the callback.
+
+    Raises:
+        RoomierError: the name is not a string or is empty.
     """
 
     def __init__(self, callback_name: str, name: str, argument: str = "monitor") -> None:
         if not isinstance(name, str) or not name:
             raise RoomierError(
-                f"{callback_name}({argument})", name, "is not the name of a metric", "Use the name given to self.log"
+                f"{callback_name}({argument})", name, "must be the name of a metric", "Use a name passed to self.log"
             )
         self.callback_name = callback_name
         self.name = name
         self._argument = argument
         self.was_validated = False
-        self._told = False
+        self._is_noticed = False
 
     def read(self, trainer: TrainerView) -> float | None:
-        """Its latest value; None, told once, as long as the first validation may still log it.
+        """Return the latest value. Before the first validation, print a notice one time and return None.
 
         Raises:
-            RoomierError: it was not logged.
+            RoomierError: the metric was not logged.
         """
         metrics = trainer.callback_metrics
         if self.name in metrics:
             return scalar(metrics[self.name])
         if not self.was_validated and sum(trainer.num_val_batches) > 0:
-            if not self._told:
-                self._told = True
-                until_then = "until then the name reads none" if self._argument == "filename" else "waiting for it"
-                notice(f"{self.callback_name}: {self.name!r} is not logged before the first validation; {until_then}")
+            if not self._is_noticed:
+                self._is_noticed = True
+                until_then = "names contain 'none'" if self._argument == "filename" else "it is not used"
+                problem = f"{self.name!r} is not logged before the first validation; until then, {until_then}"
+                notice(f"{self.callback_name}: {problem}")
             return None
-        problem = f"it was not logged; there are: {', '.join(sorted(metrics))}" if metrics else "nothing was logged yet"
-        near = nearest(self.name, metrics, _IS_MEANT)
+        problem = f"was not logged; logged metrics: {', '.join(sorted(metrics))}" if metrics else "was not logged"
+        near = nearest(self.name, metrics, _SIMILAR)
         action = f"Did you mean {near!r}? " if near else ""
         if not near and sum(trainer.num_val_batches) == 0:
-            problem += "; there is no validation data"
+            problem += "; the run has no validation data"
             action += "Pass val_dataloaders to fit if validation_step logs it. "
-        action += f"Call self.log({self.name!r}, value) in the module, or name another metric"
+        action += f"Call self.log({self.name!r}, value) in the module, or use the name of another metric"
         raise RoomierError(f"{self.callback_name}({self._argument})", self.name, problem, action)
 
 
 def check_mode(callback_name: str, mode: str) -> str:
-    """``mode``, which is ``"min"`` (lower is better) or ``"max"``.
+    """Return ``mode`` if it is ``"min"`` (lower is better) or ``"max"`` (higher is better).
 
     Raises:
-        RoomierError: it is neither.
+        RoomierError: ``mode`` has another value.
     """
     if mode not in ("min", "max"):
-        raise RoomierError(f"{callback_name}(mode)", mode, "is unknown", "Use 'min' (lower is better) or 'max'")
+        raise RoomierError(f"{callback_name}(mode)", mode, "must be 'min' or 'max'", "Use 'min' if lower is better")
     return mode
 
 
 def scalar(value: Tensor | float) -> float:
-    """A metric of one element as a number; waits for the device it is on."""
+    """Return a metric of one element as a Python float. Waits for the device of the tensor."""
     return float(value.item()) if isinstance(value, Tensor) else float(value)
 
 
 def is_complete_at_epoch_end(trainer: TrainerView) -> bool:
-    """Whether an epoch's metrics are all there at its end: nothing is validated, or validated once, then.
+    """Return True if all metrics of an epoch are available at its end.
 
-    With several validations an epoch, or not one in each, the end of a validation is the moment to look.
+    This is the case if there is no validation, or if each epoch ends with its only validation. Otherwise, the end of a
+    validation is the time to check.
     """
     if sum(trainer.num_val_batches) == 0:
         return True
-    interval = trainer.val_check_interval  # an integer counts batches, a float parts of an epoch
+    interval = trainer.val_check_interval  # an integer is a number of batches, a float a fraction of an epoch
     is_whole_epoch = interval is None or (isinstance(interval, float) and interval == 1.0)
     return is_whole_epoch and trainer.check_val_every_n_epoch == 1

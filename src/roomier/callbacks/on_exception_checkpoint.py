@@ -1,12 +1,13 @@
-"""OnExceptionCheckpoint: what can be saved when a run breaks off.
+"""OnExceptionCheckpoint: saves the weights when an error ends a run.
 
-[Note: what is exact after an error]
-An error comes in the middle of a step: random states, running statistics, metrics and the position in the data have
-moved on, and no place in the loop can be entered again from there. To have the state of the last save point would take
-a copy of all of it at each step. So what is saved are the weights, which are worth looking at, and which a new fit can
-begin with; a run goes on exactly from a checkpoint of ModelCheckpoint.
+[Note: state after an error]
+An error occurs in the middle of a step: random states, running statistics, metrics and the position in the data have
+already advanced, and the loop cannot resume from there. Restoring the state of the last save point would require a copy
+of the full state in each step. So this callback saves only the weights, for inspection or as the start of a new fit. A
+run resumes exactly from a checkpoint of ModelCheckpoint.
 
-Nothing is asked of other ranks, which may be gone or wait elsewhere: a rank that sees an error writes what it has.
+The ranks do not communicate, because other ranks may have exited or may wait in another collective. Each rank that
+raises an error writes its own weights.
 """
 
 from __future__ import annotations
@@ -32,25 +33,30 @@ _WHOLE_ON_EACH_RANK = ("single", "ddp")
 
 
 class OnExceptionCheckpoint(Callback):
-    """Saves the weights when an error ends a fit, in ``<dirpath>/<filename>``: a checkpoint with weights only.
+    """Saves the weights to ``<dirpath>/<filename>`` when an error ends a fit. The checkpoint contains weights only.
 
-    Read it with ``load_from_checkpoint`` or ``fit(..., weights=...)``; one that is there already is replaced. To go on
-    exactly as if there had been no error, use the newest checkpoint of :class:`ModelCheckpoint`: the message names it.
-    Of several ranks (``ddp``) each that sees an error writes its own, without waiting for others: the first rank's has
-    the name, others ``<filename>-rank=N``. Where parameters are cut no rank has them all, and it is refused.
+    Load it with ``load_from_checkpoint`` or ``fit(..., weights=...)``. An existing checkpoint is replaced. To resume
+    exactly, use the newest checkpoint of :class:`ModelCheckpoint`, whose path the message contains.
+
+    With several ranks (``ddp``), each rank that raises an error writes its own checkpoint without waiting for other
+    ranks. Ranks other than the first write ``<filename>-rank=N``. Strategies that shard parameters are not supported,
+    because no rank has all parameters.
 
     Args:
-        dirpath: an existing or new folder.
-        filename: of the checkpoint in it.
+        dirpath: folder of the checkpoint; created if it does not exist.
+        filename: name of the checkpoint in ``dirpath``.
 
     Raises:
-        RoomierError: ``filename`` is empty, or ``dirpath`` is no path. When a fit begins: the strategy shards the
+        RoomierError: ``filename`` is empty, or ``dirpath`` is not a path. When a fit starts: the strategy shards the
             parameters.
+
+    Example:
+        >>> trainer = roomier.Trainer(callbacks=[OnExceptionCheckpoint("checkpoints")])
     """
 
     def __init__(self, dirpath: str | Path, filename: str = "on_exception") -> None:
         if not filename:
-            raise RoomierError("OnExceptionCheckpoint(filename)", filename, "is empty", "Give a name")
+            raise RoomierError("OnExceptionCheckpoint(filename)", filename, "must not be empty", "Pass a name")
         check_path("OnExceptionCheckpoint(dirpath)", dirpath)
         self.dirpath = Path(dirpath)
         self.filename = filename
@@ -58,7 +64,7 @@ class OnExceptionCheckpoint(Callback):
 
     @property
     def ckpt_path(self) -> str:
-        """Where the first rank writes."""
+        """Path of the checkpoint that the first rank writes."""
         return str(self.dirpath / self.filename)
 
     def setup(self, trainer: TrainerView, pl_module: Module, stage: str) -> None:
@@ -67,8 +73,8 @@ class OnExceptionCheckpoint(Callback):
             raise RoomierError(
                 "OnExceptionCheckpoint",
                 strategy,
-                "cuts the parameters among ranks: when one fails, no other has its part",
-                "Use ModelCheckpoint(every_n_train_steps=...), from which a run goes on exactly",
+                "is not supported, because it shards the parameters and no rank can save the shard of a failed rank",
+                "Use ModelCheckpoint(every_n_train_steps=...), from which a run resumes exactly",
             )
 
     def on_train_start(self, trainer: TrainerView, pl_module: Module) -> None:
@@ -88,7 +94,7 @@ class OnExceptionCheckpoint(Callback):
             weights = run.engine.module.state_dict()
             broken = next((name for name, each in weights.items() if not _is_finite(each)), None)
             if broken is not None:
-                notice(f"OnExceptionCheckpoint: {broken} is not finite at step {step}; the weights are not saved")
+                notice(f"OnExceptionCheckpoint: weights not saved, because {broken} is not finite at step {step}")
                 return
             state: dict[str, Any] = {
                 "plan": run.plan.to_dict(),
@@ -98,13 +104,13 @@ class OnExceptionCheckpoint(Callback):
             }
             self.dirpath.mkdir(parents=True, exist_ok=True)
             checkpoint.save(path, state, Ranks())
-        except Exception as error:  # the one that ended the run is to be seen
+        except Exception as error:  # must not replace the error that ended the run
             notice(f"OnExceptionCheckpoint: the weights could not be saved: {error}")
             return
-        way = "no checkpoint was written to go on from exactly"
+        way = "there is no checkpoint for an exact resume"
         if run.saves.path is not None:
-            way = f"the run goes on exactly from {run.saves.path} (step {run.saves.step})"
-        notice(f"{type(exception).__name__} in the step after {step}: the weights are saved in {path}; {way}")
+            way = f"to resume exactly, use {run.saves.path} (step {run.saves.step})"
+        notice(f"{type(exception).__name__} in the step after {step}: saved the weights to {path}; {way}")
 
 
 def _is_finite(tensor: Any) -> bool:

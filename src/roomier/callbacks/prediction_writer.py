@@ -1,4 +1,4 @@
-"""PredictionWriter: what a model predicts, into files, while it predicts."""
+"""PredictionWriter: writes predictions to files during ``predict``."""
 
 from __future__ import annotations
 
@@ -25,27 +25,34 @@ _PLAIN = (str, int, float, bool, type(None))
 
 
 class PredictionWriter(Callback):
-    """Writes what ``predict_step`` returns; with ``trainer.predict(..., return_predictions=False)`` no batch stays in
-    memory.
+    """Writes the results of ``predict_step`` to files.
 
-    ``"batch"``: a file for each batch, ``predictions-<loader>-<batch>.pt``, as soon as it is there. Numbers are those
-    of the whole data set, on any number of ranks. ``"epoch"``: a file for each rank, ``predictions-rank-<rank>.pt``,
-    with ``{"predictions": ..., "batch_indices": ...}``, which the rank holds in host memory until the end.
+    With ``trainer.predict(..., return_predictions=False)``, no prediction stays in memory.
 
-    Files are written aside and renamed, so none is ever half there. ``torch.load(path, weights_only=True)`` reads them:
-    they hold tensors (on the host), numbers, strings, and dicts, lists and tuples of these.
+    - ``"batch"``: one file per batch, ``predictions-<loader>-<batch>.pt``, written when the batch ends. The numbers
+      refer to the whole dataset, on any number of ranks.
+    - ``"epoch"``: one file per rank, ``predictions-rank-<rank>.pt``, with ``{"predictions": ..., "batch_indices":
+      ...}``. Each rank holds its predictions in host memory until the end.
 
-    Override :meth:`write_on_batch_end` or :meth:`write_on_epoch_end` to write otherwise: they are those of Lightning's
-    ``BasePredictionWriter``.
+    Each file is written under a temporary name and then renamed, so a file is always complete. Read it with
+    ``torch.load(path, weights_only=True)``. It contains tensors (on the CPU), numbers, strings, and dicts, lists and
+    tuples of them.
+
+    To write another format, override :meth:`write_on_batch_end` or :meth:`write_on_epoch_end`, which have the same
+    arguments as in Lightning's ``BasePredictionWriter``.
 
     Args:
-        output_dir: the folder; it is made.
+        output_dir: folder of the files; created if it does not exist.
         write_interval: ``"batch"``, ``"epoch"`` or ``"batch_and_epoch"``.
-        overwrite: remove such files of an earlier run from the folder, at the start.
+        overwrite: remove prediction files of an earlier run from the folder when ``predict`` starts.
 
     Raises:
-        RoomierError: an argument is wrong; at the start, there are predictions in the folder; at a batch, a prediction
-            holds what is neither a tensor nor plain.
+        RoomierError: an argument is invalid. When ``predict`` starts: the folder already contains predictions. After a
+            batch: a prediction contains an object other than tensors and plain values.
+
+    Example:
+        >>> trainer = roomier.Trainer(callbacks=[PredictionWriter("predictions")])
+        >>> trainer.predict(model, loader, return_predictions=False)
     """
 
     @explain_unknown_keywords("callbacks.PredictionWriter")
@@ -59,7 +66,7 @@ class PredictionWriter(Callback):
         methods = [f"write_on_{each}_end" for each in write_interval.split("_and_")]
         as_files = [each for each in methods if getattr(type(self), each) is getattr(PredictionWriter, each)]
         if output_dir is None and as_files:
-            raise _wrong("output_dir", None, "is no folder", f"Pass where the files go, or override {as_files[0]}")
+            raise _wrong("output_dir", None, "is missing", f"Pass the folder of the files, or override {as_files[0]}")
         self.output_dir = None if output_dir is None else Path(output_dir)
         self.interval = write_interval
         self.overwrite = overwrite
@@ -75,13 +82,13 @@ class PredictionWriter(Callback):
             self.output_dir.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise _wrong(
-                "output_dir", str(self.output_dir), f"cannot be made: {error.strerror}", "Give another folder"
+                "output_dir", str(self.output_dir), f"cannot be created: {error.strerror}", "Use another folder"
             ) from error
-        there = sorted(self.output_dir.glob("predictions-*.pt"))
-        if there and not self.overwrite:
-            problem = f"there are {len(there)} files of predictions (the first: {there[0].name})"
-            raise _wrong("output_dir", str(self.output_dir), problem, "Give another folder, or overwrite=True")
-        for path in there:
+        existing = sorted(self.output_dir.glob("predictions-*.pt"))
+        if existing and not self.overwrite:
+            problem = f"already contains {len(existing)} files of predictions (the first: {existing[0].name})"
+            raise _wrong("output_dir", str(self.output_dir), problem, "Use another folder, or set overwrite=True")
+        for path in existing:
             path.unlink()
 
     def on_predict_batch_end(
@@ -115,8 +122,9 @@ class PredictionWriter(Callback):
         """Write the ``prediction`` of one batch.
 
         Args:
-            batch_indices: places of its samples in the data set; empty where they are not known.
-            batch_idx: its number on this rank; ``trainer.predict_loop.current_batch_number`` is that of all ranks.
+            batch_indices: indices of the samples in the dataset; empty if they are unknown.
+            batch_idx: number of the batch on this rank; ``trainer.predict_loop.current_batch_number`` counts the
+                batches of all ranks.
         """
         assert self.output_dir is not None
         number = trainer.predict_loop.current_batch_number
@@ -125,7 +133,7 @@ class PredictionWriter(Callback):
     def write_on_epoch_end(
         self, trainer: TrainerView, pl_module: Module, predictions: Sequence[Any], batch_indices: Sequence[Any]
     ) -> None:
-        """Write all ``predictions`` of this rank: for each batch, or for each loader a list of these."""
+        """Write all ``predictions`` of this rank: one per batch, or a list of these per loader."""
         assert self.output_dir is not None
         content = {"predictions": list(predictions), "batch_indices": list(batch_indices)}
         _save(content, self.output_dir / f"predictions-rank-{trainer.global_rank}.pt")
@@ -141,12 +149,12 @@ def _save(content: Any, path: Path) -> None:
     except OSError as error:
         aside.unlink(missing_ok=True)
         raise _wrong(
-            "output_dir", str(path), f"cannot be written: {error.strerror}", "Make room, or give another folder"
+            "output_dir", str(path), f"cannot be written: {error.strerror}", "Free some space, or use another folder"
         ) from error
 
 
 def _check_plain(value: Any, name: str) -> None:
-    # Who reads the file would have to execute code for anything else.
+    # Loading any other type would require executing code.
     if type(value) is Tensor or type(value) in _PLAIN:
         return
     if type(value) is dict:
@@ -154,7 +162,7 @@ def _check_plain(value: Any, name: str) -> None:
     elif type(value) in (list, tuple):
         children = list(value)
     else:
-        problem = f"{name} would hold a {type(value).__name__}"
+        problem = f"cannot be written to {name}"
         action = "Return tensors, numbers, strings, dicts and lists from predict_step, or override write_on_batch_end"
         raise _wrong("predict_step", type(value).__name__, problem, action)
     for each in children:

@@ -1,4 +1,4 @@
-"""ProgressBar: how far the run is, how fast it goes, and when it will be done."""
+"""ProgressBar: shows the progress, speed and remaining time of a run."""
 
 from __future__ import annotations
 
@@ -20,20 +20,26 @@ if TYPE_CHECKING:
 
 
 class ProgressBar(Callback):
-    """A bar in a terminal; elsewhere one line per log interval and per evaluation. Both on standard error.
+    """Shows progress on standard error: a bar in a terminal, otherwise one line per log interval and per evaluation.
 
-    The metrics logged with ``prog_bar=True`` are read at log steps only; in between, the bar moves by the clock and
-    a step costs well under a microsecond. The rate is the mean since training began, without the first batch (which
-    pays for warming up), without validation and without saving.
+    Metrics logged with ``prog_bar=True`` are read only at log steps. Between log steps, only the clock redraws the bar,
+    and the overhead per step is well under a microsecond. The rate is the mean since training started, without the
+    first batch (warm-up), validation and saving.
 
     Args:
-        refresh_interval_s: the bar is redrawn at most that often.
-        console: where to draw; by default standard error as it is when a stage starts.
+        refresh_interval_s: minimum time between two redraws, in seconds.
+        console: console to draw to; by default standard error at the start of a stage.
+
+    Raises:
+        RoomierError: ``refresh_interval_s`` is not positive.
+
+    Example:
+        >>> trainer = roomier.Trainer(callbacks=[ProgressBar(refresh_interval_s=1.0)])
     """
 
     def __init__(self, refresh_interval_s: float = 0.1, console: Console | None = None) -> None:
         if not refresh_interval_s > 0:
-            raise RoomierError("refresh_interval_s", refresh_interval_s, "is not positive", "Give seconds, say 0.1")
+            raise RoomierError("refresh_interval_s", refresh_interval_s, "must be positive", "Use seconds such as 0.1")
         self.refresh_interval_s = refresh_interval_s
         self._console = console
         self._display: Display | None = None
@@ -51,11 +57,11 @@ class ProgressBar(Callback):
 
     @property
     def is_enabled(self) -> bool:
-        """Whether it draws now."""
+        """True while the progress is displayed."""
         return self._display is not None
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """``print``: what a LightningModule's own ``print`` asks of a bar."""
+        """Print like the built-in ``print``. ``LightningModule.print`` calls this method."""
         print(*args, **kwargs)
 
     # Training -----------------------------------------------------------------------------------------------------
@@ -78,7 +84,7 @@ class ProgressBar(Callback):
             self._rest_began_s = None
 
     def _rest_clock(self) -> None:
-        """Until the next batch."""
+        """Pause the clock until the next batch."""
         if self._rest_began_s is None:
             self._rest_began_s = time.monotonic()
 
@@ -97,7 +103,7 @@ class ProgressBar(Callback):
         self._draw_training(trainer, batch_idx + 1, is_log_step)
 
     def on_train_epoch_end(self, trainer: TrainerView, pl_module: Module) -> None:
-        self._next_draw_s = 0.0  # the next epoch shows at its first batch
+        self._next_draw_s = 0.0  # redraw at the first batch of the next epoch
 
     def on_train_end(self, trainer: TrainerView, pl_module: Module) -> None:
         self._is_training = False
@@ -155,7 +161,7 @@ class ProgressBar(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        # The first rank's batches are as many as those of each other one, but in the last round.
+        # Each rank has as many batches as the first rank, except in the last round.
         self._num_evaluated = min(self._num_evaluated + trainer.world_size, self._num_total)
         if time.monotonic() >= self._next_draw_s:
             self._draw_evaluation()
@@ -213,7 +219,7 @@ class ProgressBar(Callback):
         self._schedule_redraw()
 
     def _schedule_redraw(self) -> None:
-        """When the clock, and not a log step, asks for the next drawing."""
+        """Set the time at which the clock, not a log step, triggers the next redraw."""
         redraws = self._display is not None and self._display.redraws_between_log_steps
         self._next_draw_s = time.monotonic() + self.refresh_interval_s if redraws else math.inf
 
@@ -232,10 +238,10 @@ class ProgressBar(Callback):
 
 
 def num_batches_left(trainer: TrainerView, num_done: int) -> float:
-    """Training batches until the run ends if nothing ends it early; infinite where that is not known.
+    """Return the number of training batches until the regular end of the run; infinite if it is unknown.
 
     Args:
-        num_done: batches of the running epoch that are done.
+        num_done: number of completed batches of the current epoch.
     """
     by_steps = (trainer.num_steps_in_all - trainer.global_step) * trainer.accumulate_grad_batches
     max_epochs = 1 if trainer.fast_dev_run else trainer.max_epochs

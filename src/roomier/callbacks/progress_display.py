@@ -1,4 +1,4 @@
-"""How progress is shown: a bar that is redrawn in a terminal, lines that stay everywhere else."""
+"""Displays of the progress: a bar that is redrawn in a terminal, or lines in any other output."""
 
 from __future__ import annotations
 
@@ -17,14 +17,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Standing:
-    """How far a stage has come.
+    """Progress of a stage.
 
     Attributes:
-        title: ``"epoch 2/10"``, ``"validation"``.
-        num_done, num_total: batches; ``num_total`` is infinite where it is unknown.
-        step_text: ``"step 50/1000"``; empty where no steps are taken.
-        batches_per_s: 0 while it is unknown.
-        left_s: until the end of the stage; for training, of the run; infinite where it is unknown.
+        title: title of the stage, such as ``"epoch 2/10"`` or ``"validation"``.
+        num_done: number of completed batches.
+        num_total: number of all batches; infinite if it is unknown.
+        step_text: ``"step 50/1000"``; empty in a stage without optimizer steps.
+        batches_per_s: batches per second; 0 while it is unknown.
+        left_s: seconds until the end of the stage, or of the run in training; infinite if unknown.
+        metrics: values to show; the keys are metric names.
     """
 
     title: str
@@ -36,7 +38,7 @@ class Standing:
     metrics: Mapping[str, float] = field(default_factory=dict)
 
     def texts(self, done: str) -> list[str]:
-        """The parts of a line, ``done`` among them."""
+        """Return the parts of a line, including ``done``, without empty parts."""
         rate = f"{rate_text(self.batches_per_s)} it/s" if self.batches_per_s else ""
         left = f"ETA {duration_text(self.left_s)}" if math.isfinite(self.left_s) else ""
         metrics = " ".join(f"{printable(name)} {value:.4g}" for name, value in self.metrics.items())
@@ -44,12 +46,12 @@ class Standing:
 
 
 def rate_text(rate: float) -> str:
-    """Three digits at least, and no exponent: ``1380``, ``99.5``, ``0.0125``."""
+    """Format a rate with at least three digits and without exponent: ``1380``, ``99.5``, ``0.0125``."""
     return f"{rate:.0f}" if rate >= 100 else f"{rate:.3g}"
 
 
 def duration_text(seconds: float) -> str:
-    """``3725.2`` -> ``"1:02:05"``, ``65`` -> ``"1:05"``."""
+    """Format a duration: ``3725.2`` -> ``"1:02:06"``, ``65`` -> ``"1:05"``."""
     minutes, rest_s = divmod(max(0, math.ceil(seconds)), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest_s:02d}" if hours else f"{minutes}:{rest_s:02d}"
@@ -61,20 +63,26 @@ def _count_text(standing: Standing) -> str:
 
 
 class Display(Protocol):
-    """``redraws_between_log_steps`` says whether ``draw`` is also wanted when there is nothing new but time."""
+    """Interface of a progress display.
+
+    Attributes:
+        redraws_between_log_steps: True if ``draw`` is also called between log steps, when only the time has changed.
+    """
 
     redraws_between_log_steps: bool
 
-    def draw(self, standing: Standing) -> None: ...
+    def draw(self, standing: Standing) -> None:
+        """Show the progress."""
+
     def end(self, standing: Standing) -> None:
-        """The stage is over."""
+        """Show the progress at the end of a stage."""
 
     def close(self) -> None:
-        """Nothing more comes for now. May be called twice; a later ``draw`` begins anew."""
+        """Stop drawing. May be called twice. A later ``draw`` starts a new display."""
 
 
 class BarDisplay:
-    """One rich bar per running stage. It has no thread: it is drawn when it is told to."""
+    """One rich bar per running stage. It is redrawn only by ``draw``, without a thread."""
 
     redraws_between_log_steps = True
 
@@ -99,7 +107,7 @@ class BarDisplay:
 
     def end(self, standing: Standing) -> None:
         self.draw(standing)
-        # The bar of an evaluation within training makes room; the last one of a display stays as a record.
+        # The bar of an evaluation within training is removed. The last bar of a display remains visible.
         if len(self._tasks) > 1 and self._progress is not None:
             self._progress.remove_task(self._tasks.pop(_stage(standing)))
             self._progress.refresh()
@@ -113,10 +121,10 @@ class BarDisplay:
         if self._progress is None:
             from rich.progress import BarColumn, Progress, TextColumn
 
-            # A name such as "acc[val]" is no markup of rich.
+            # rich must not interpret a name such as "acc[val]" as markup.
             texts = [TextColumn(each, markup=False) for each in ("{task.description}", "{task.fields[text]}")]
             columns = (texts[0], BarColumn(bar_width=20), texts[1])
-            # What the user prints appears above the bar, but where standard output goes to a file or a pipe, there.
+            # Printed text appears above the bar, unless standard output is a file or a pipe.
             self._progress = Progress(
                 *columns, console=self._console, auto_refresh=False, redirect_stdout=sys.stdout.isatty()
             )
@@ -129,7 +137,7 @@ def _stage(standing: Standing) -> str:
 
 
 class LineDisplay:
-    """One line per log interval of training and per finished evaluation: a log file stays readable."""
+    """One line per log interval of training and per completed evaluation, for log files."""
 
     redraws_between_log_steps = False
 
@@ -138,7 +146,7 @@ class LineDisplay:
 
     def draw(self, standing: Standing) -> None:
         texts = standing.texts("" if standing.step_text else _count_text(standing))
-        # Not through rich, which takes a third of a millisecond for a plain line.
+        # print instead of rich, because rich takes a third of a millisecond for a plain line
         print(" | ".join([standing.title, *texts]), file=self._console.file, flush=True)
 
     def end(self, standing: Standing) -> None:

@@ -1,4 +1,4 @@
-"""RichModelSummary: the table of ModelSummary with the mode of each part, and what goes in and out of it."""
+"""RichModelSummary: extends the table of ModelSummary by modes, FLOPs and the shapes of inputs and outputs."""
 
 from __future__ import annotations
 
@@ -30,11 +30,12 @@ _WHOLE_ON_EACH_RANK = ("single", "ddp")
 
 @dataclass(frozen=True)
 class Measured:
-    """What one forward on the module's ``example_input_array`` showed.
+    """Measurements of one forward on the module's ``example_input_array``.
 
     Attributes:
-        in_sizes, out_sizes: shapes by the name of a part; of a part that was called several times, of the last call.
-        num_flops: floating-point operations by the name of a part, ``""`` for all.
+        in_sizes: shapes of the inputs by module name, from the last call of the module.
+        out_sizes: shapes of the outputs by module name, from the last call of the module.
+        num_flops: floating-point operations by module name; ``""`` is the total.
     """
 
     in_sizes: Mapping[str, str]
@@ -43,15 +44,18 @@ class Measured:
 
 
 class RichModelSummary(ModelSummary):
-    """Prints a framed table when ``fit`` starts: parts, parameters, bytes, mode, and, where the module has an
-    ``example_input_array``, the sizes of its inputs and outputs and the operations of a forward on it.
+    """Prints a framed table of modules, parameters, bytes and modes when ``fit`` starts.
 
-    It takes the place of :class:`ModelSummary`. The forward runs in evaluation mode, without gradients, and leaves the
-    random states as they are; where parameters are cut among ranks there is none.
+    If the module has an ``example_input_array``, the table also contains the sizes of inputs and outputs and the
+    operations of one forward on it. This forward runs in evaluation mode without gradients and does not change the
+    random states. It is skipped if the strategy shards parameters. This callback replaces :class:`ModelSummary`.
 
     Args:
-        max_depth: how deep submodules are listed: 0 for the total only, -1 for all.
-        summarize_kwargs: of the table: ``header_style`` (``"bold magenta"``).
+        max_depth: depth down to which submodules are listed: 0 for the total only, -1 for all.
+        summarize_kwargs: options of the table: ``header_style`` (default ``"bold magenta"``).
+
+    Example:
+        >>> trainer = roomier.Trainer(callbacks=[RichModelSummary(max_depth=2)])
     """
 
     def __init__(self, max_depth: int = 1, **summarize_kwargs: Any) -> None:
@@ -69,10 +73,11 @@ class RichModelSummary(ModelSummary):
 
 @torch.no_grad()
 def measure(model: nn.Module, example: Any, run: Callable[[Callable[[Any], Any]], Any]) -> Measured:
-    """One forward of ``model`` on ``example`` (a tuple is its arguments, a dict its keywords).
+    """Run one forward of ``model`` on ``example`` and return its measurements.
 
     Args:
-        run: calls a step in the precision of training.
+        example: the input; a tuple contains the arguments, a dict the keyword arguments.
+        run: function that calls a step in the precision of training.
     """
     from torch.utils.flop_counter import FlopCounterMode  # slow to import
 
@@ -115,7 +120,7 @@ def _in_evaluation(model: nn.Module) -> Iterator[None]:
 
 
 def shapes_of(value: Any) -> str:
-    """The shapes of the tensors in ``value``: ``[2, 3]``, ``[[2, 3], [2]]``; ``?`` for what has none."""
+    """Return the shapes of the tensors in ``value``: ``[2, 3]``, ``[[2, 3], [2]]``; ``?`` for other values."""
     if isinstance(value, Tensor):
         return str(list(value.shape))
     if isinstance(value, Mapping):
@@ -126,7 +131,7 @@ def shapes_of(value: Any) -> str:
 
 
 def rich_table(summary: Summary, model: nn.Module, measured: Measured | None, header_style: str) -> Group:
-    """The parts with all that is known of them, and the totals below."""
+    """Return the table of the modules, with the totals below."""
     table = Table(header_style=header_style)
     table.add_column("", style="dim", justify="right")
     for name in ("Name", "Type"):

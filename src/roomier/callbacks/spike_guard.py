@@ -1,19 +1,19 @@
-"""SpikeGuard: steps whose loss or gradients went astray are left out, undone, or end the run.
+"""SpikeGuard: skips or undoes steps with abnormal loss or gradients, or stops the run.
 
-[Note: what waits for what]
-To leave a step out, the loss and the norm of its gradients must be known before the update: the host waits for the
-device once in each step. To go back, or to stop, they may be known later: they stay on the device, and are read where a
-log row is written and before a checkpoint is, where the host waits anyway.
+[Note: synchronization]
+To skip a step, the loss and the norm of its gradients must be known before the update, so the host waits for the device
+one time per step. For a rollback or a stop, the values stay on the device. They are read when a log row is written and
+before a checkpoint is saved, where the host waits anyway.
 
-[Note: a step that is left out]
-Weights, optimizer states, schedulers, loss scale, ``global_step``, buffers of the model (running statistics), and what
-``self.log`` added to the figures of the epoch are as if the batch had not been. The position in the data has moved on,
-and so have the random states, torchmetrics objects, and what hooks of the user did.
+[Note: state after a skipped step]
+Weights, optimizer states, schedulers, loss scale, ``global_step``, buffers of the model (running statistics), and the
+epoch metrics of ``self.log`` are restored to the state before the batch. The position in the data, the random states,
+torchmetrics objects and the effects of user hooks are not restored.
 
-[Note: going back]
-PaLM (Chowdhery et al. 2022, section 5.1) met spikes by starting again from a checkpoint before them and leaving out
-the batches around them. Here the run goes on from its last checkpoint, and takes every step again but those that were
-found. Rows of steps that are taken again stand twice in the log.
+[Note: rollback]
+After a loss spike, PaLM (Chowdhery et al. 2022, section 5.1) restarted from an earlier checkpoint and skipped the
+batches around the spike. Here the run resumes from its last checkpoint and repeats every step except the bad ones. The
+log contains the rows of repeated steps twice.
 """
 
 from __future__ import annotations
@@ -43,37 +43,41 @@ if TYPE_CHECKING:
 
 ACTIONS = ("skip", "rollback", "stop")
 FIGURES = ("loss", "grad_norm")
-_MAX_SAMPLES_TOLD = 16
+_MAX_SAMPLES_SHOWN = 16
 Place = tuple[int, int]
-"""An epoch and the first micro-batch of a step in it."""
+"""An epoch, and the index of the first micro-batch of a step in it."""
 
 
 class SpikeGuard(Callback):
-    """Looks at the loss and the norm of the gradients (before clipping) of each step. One that is NaN or infinite, or
-    more than ``factor`` times the median of those before it, is bad.
+    """Checks the loss and the gradient norm (before clipping) of each step.
 
-    Figures are those of the whole batch, over all ranks, which decide alike. What was bad is told, with the numbers of
-    the samples where roomier makes the order of the data, else of the micro-batches. With a loss scale (``16-mixed``),
-    gradients that are not finite are left to that, as long as the loss is finite. See the notes in
-    ``callbacks/spike_guard.py``: what waits for the device, and what a step that is left out leaves behind.
+    A step is bad if a value is NaN or infinite, or more than ``factor`` times the median of the steps before it. The
+    values are those of the global batch over all ranks, so all ranks decide identically.
+
+    A notice reports each bad step with the indices of its samples, or its micro-batches if roomier does not determine
+    the order of the data. With a loss scale (``16-mixed``), the loss scaler handles non-finite gradients as long as the
+    loss is finite. See the notes in ``callbacks/spike_guard.py`` about synchronization and the state after a skip.
 
     Args:
-        action: ``"skip"``: leave out the update of a bad step, at the price of waiting for the device once a step.
-            ``"rollback"``: go on from the last checkpoint of this run, without the bad steps; nothing waits.
-            ``"stop"``: end the run with an error; nothing waits.
-        factor: how many times the median is a spike; None for none, only what is not finite is bad then.
-        window: of how many good steps the median is.
-        warmup: so many good steps are needed before there are spikes.
-        max_skips: more bad steps than this among the last ``window`` end the run with an error.
-        monitor: what is looked at: ``"loss"``, ``"grad_norm"``, or both.
+        action: ``"skip"`` skips the update of a bad step, but synchronizes with the device in each step.
+            ``"rollback"`` resumes from the last checkpoint of this run without the bad steps. ``"stop"`` ends the run
+            with an error. The latter two do not synchronize in each step.
+        factor: multiple of the median above which a value is a spike; None checks only for non-finite values.
+        window: number of good steps over which the median is computed.
+        warmup: number of good steps before spikes are detected.
+        max_skips: maximum number of bad steps among the last ``window`` steps; more end the run with an error.
+        monitor: values to check: ``"loss"``, ``"grad_norm"``, or both.
 
     Attributes:
-        num_bad_steps: those that were left out so far.
+        num_bad_steps: number of bad steps so far.
 
     Raises:
-        RoomierError: an argument is wrong; when a fit begins, that the module or the Plan has no place at which a step
-            can be looked at.
-        TrainingError: too many bad steps, or one with ``action="stop"``, or with ``"rollback"`` and no checkpoint.
+        RoomierError: an argument is invalid. When training starts: the module or the Plan does not allow the check.
+        TrainingError: there are too many bad steps, a step is bad with ``action="stop"``, or a step is bad with
+            ``"rollback"`` and there is no checkpoint.
+
+    Example:
+        >>> trainer = roomier.Trainer(callbacks=[SpikeGuard("skip", factor=5.0)])
     """
 
     def __init__(
@@ -86,18 +90,18 @@ class SpikeGuard(Callback):
         monitor: str | Sequence[str] = FIGURES,
     ) -> None:
         if action not in ACTIONS:
-            raise _wrong("action", action, "is not known", did_you_mean(str(action), ACTIONS))
+            raise _wrong("action", action, "is not an action", did_you_mean(str(action), ACTIONS))
         if factor is not None and (not isinstance(factor, (int, float)) or not 1 < factor < math.inf):
-            raise _wrong("factor", factor, "is no factor above 1", "Use 10.0, say, or None")
+            raise _wrong("factor", factor, "must be a finite number above 1", "Use a value such as 10.0, or None")
         for name, value, least in (("window", window, 1), ("warmup", warmup, 1), ("max_skips", max_skips, 0)):
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise _wrong(name, value, "is no number of steps", f"Use an integer of {least} or more")
+                raise _wrong(name, value, f"must be an integer of at least {least}", "Pass a number of steps")
         if warmup > window:
-            raise _wrong("warmup", warmup, f"is more than window={window}, so there would be no spikes", "Lower it")
+            raise _wrong("warmup", warmup, f"must be at most window={window}", "Use a smaller number of steps")
         names = (monitor,) if isinstance(monitor, str) else tuple(monitor)
         unknown = [name for name in names if name not in FIGURES]
         if unknown or not names:
-            raise _wrong("monitor", monitor, "is not known", "Use 'loss', 'grad_norm', or both")
+            raise _wrong("monitor", monitor, "must be 'loss', 'grad_norm', or both", "Use one or both of these names")
         self.action, self.factor, self.window, self.warmup = action, factor, window, warmup
         self.max_skips, self.monitor = max_skips, names
         self._is_going_back = False
@@ -108,8 +112,8 @@ class SpikeGuard(Callback):
         self.num_bad_steps = 0
         self._good: dict[str, deque[float]] = {name: deque(maxlen=self.window) for name in self.monitor}
         self._num_judged = 0
-        self._bad_at: list[int] = []  # which of the judged steps were bad, of the last ones
-        self._left_out: set[Place] = set()  # what a run that went back leaves out
+        self._bad_at: list[int] = []  # indices of recent bad steps, counted in judged steps
+        self._left_out: set[Place] = set()  # steps that the run skips after a rollback
         self._latest_loss: Tensor | None = None
         self._pending: list[tuple[Place, int, Tensor, Tensor | None]] = []
 
@@ -141,7 +145,7 @@ class SpikeGuard(Callback):
                 self._good[name] = deque(values, maxlen=self.window)
         stored = {(epoch, batch_idx) for epoch, batch_idx in state_dict["left_out"]}
         self._pending.clear()
-        if self._is_going_back:  # what it found since then is what it goes back for
+        if self._is_going_back:  # keep the bad steps that were found after the checkpoint
             self._is_going_back = False
             self._left_out |= stored
             return
@@ -149,7 +153,7 @@ class SpikeGuard(Callback):
         self._num_judged, self._bad_at = state_dict["num_judged"], list(state_dict["bad_at"])
         self.num_bad_steps = state_dict["num_bad_steps"]
 
-    # The run ------------------------------------------------------------------------------------------------------
+    # Hooks of the run ---------------------------------------------------------------------------------------------
 
     def setup(self, trainer: TrainerView, pl_module: Module, stage: str) -> None:
         if stage == "fit":
@@ -159,14 +163,14 @@ class SpikeGuard(Callback):
     def on_train_start(self, trainer: TrainerView, pl_module: Module) -> None:
         module, plan = run_of(trainer, "SpikeGuard").module, trainer.plan
         if not module.automatic_optimization:
-            problem = "optimizes by hand (automatic_optimization=False)"
-            raise _wrong("module", type(pl_module).__name__, problem, "Look at the loss in its training_step")
+            problem = "is not supported with manual optimization (automatic_optimization=False)"
+            raise _wrong("module", type(pl_module).__name__, problem, "Check the loss in training_step instead")
         if overrides(module, "optimizer_step", Module) or isinstance(trainer.optimizers[0], LBFGS):
-            problem = "computes its gradients within the update (optimizer_step, or an optimizer with a closure)"
-            raise _wrong("module", type(pl_module).__name__, problem, "Do without one of the two")
+            problem = "must not compute gradients within the update (optimizer_step, or an optimizer with a closure)"
+            raise _wrong("module", type(pl_module).__name__, problem, "Remove one of the two")
         if plan.parallel.gradient_compression != "none" or plan.optimizer.name == "onebit_adam":
-            problem = "compresses gradients, and keeps what it left out: a bad step would stay in that"
-            raise _wrong("plan", plan.parallel.gradient_compression, problem, "Do without one of the two")
+            problem = "accumulates compression errors, which would keep the gradients of a bad step"
+            raise _wrong("plan", plan.parallel.gradient_compression, problem, "Remove one of the two")
         run = run_of(trainer, "SpikeGuard")
         self._undo = _Undo(run)
         run.looks.append(lambda: self._look(trainer))
@@ -181,9 +185,9 @@ class SpikeGuard(Callback):
         run = run_of(trainer, "SpikeGuard")
         place, loss = (run.progress.epoch, run.progress.batch_idx), run.now.last_loss
         assert self._undo is not None
-        if loss is None or loss is self._latest_loss:  # no micro-batch of this step gave one
+        if loss is None or loss is self._latest_loss:  # no micro-batch of this step returned a loss
             return
-        if place in self._left_out:  # this one it went back for
+        if place in self._left_out:  # the bad step that caused the rollback
             self._undo.undo()
             run.now.leaves_out_step = True
             return
@@ -202,8 +206,8 @@ class SpikeGuard(Callback):
             return
         undo.undo()
         run_of(trainer, "SpikeGuard").now.leaves_out_step = True
-        told = f"{self._tell(trainer, place, size, problem)}; the step is left out"
-        self._count_bad(trainer, told)
+        message = f"{self._describe(trainer, place, size, problem)}; the step is skipped"
+        self._count_bad(trainer, message)
 
     def on_train_batch_end(
         self, trainer: TrainerView, pl_module: Module, outputs: Any, batch: Any, batch_idx: int
@@ -217,14 +221,14 @@ class SpikeGuard(Callback):
             self._undo.end_epoch()
 
     def _look(self, trainer: TrainerView) -> None:
-        """Judge the steps that were not looked at yet; every rank is here."""
+        """Judge the pending steps. Every rank must call this."""
         bad: list[str] = []
         for place, size, figures in self._read(trainer):
             problem = self._judge(trainer, figures)
             if problem is not None:
-                bad.append(self._tell(trainer, place, size, problem))
+                bad.append(self._describe(trainer, place, size, problem))
                 self._left_out.add(place)
-                break  # what follows a bad step is not to be judged
+                break  # the steps after a bad step are not judged
         if not bad:
             return
         if self.action == "stop":
@@ -234,13 +238,13 @@ class SpikeGuard(Callback):
         raise GoBackError(bad[0])
 
     def _read(self, trainer: TrainerView) -> list[tuple[Place, int, dict[str, float]]]:
-        """The pending figures as numbers of the whole batch: this waits for the device, and for all ranks."""
+        """Return the pending values of the global batch as numbers. Waits for the device and for all ranks."""
         pending, self._pending = self._pending, []
         if not pending:
             return []
         figures = [torch.stack([loss, loss if norm is None else norm.to(loss.device)]) for *_, loss, norm in pending]
-        own = torch.stack(figures).cpu().double()  # on the host: not every device has float64
-        rows = trainer.ranks.sum(own).tolist()  # a loss is a share, a norm that of all
+        own = torch.stack(figures).cpu().double()  # on the CPU, because some devices do not support float64
+        rows = trainer.ranks.sum(own).tolist()  # each rank has a part of the loss, but the norm of all ranks
         size_of_world = trainer.world_size
         return [
             (place, size, {"loss": loss, "grad_norm": norm / size_of_world})
@@ -248,37 +252,37 @@ class SpikeGuard(Callback):
         ]
 
     def _judge(self, trainer: TrainerView, figures: dict[str, float]) -> str | None:
-        """What is wrong with a step; a good one is remembered."""
+        """Return the problem of a bad step. A good step is added to the statistics."""
         self._num_judged += 1
         is_left_to_scale = False
         for name in self.monitor:
             value, good = figures[name], self._good[name]
             if not math.isfinite(value):
                 if name == "grad_norm" and trainer.engine.scaler.is_on:
-                    is_left_to_scale = True  # it leaves out this step, and lowers itself
+                    is_left_to_scale = True  # the loss scaler skips this step and decreases the scale
                     continue
                 return f"{name} is {value}"
             if self.factor is not None and len(good) >= self.warmup:
                 usual = _median(good)
                 if value > self.factor * abs(usual):
-                    return f"{name} is {value:.4g}, more than {self.factor:g} times the {usual:.4g} of the steps before"
+                    return f"{name} is {value:.4g}, more than {self.factor:g} times the median {usual:.4g}"
         if not is_left_to_scale:
             for name in self.monitor:
                 self._good[name].append(figures[name])
         return None
 
-    def _count_bad(self, trainer: TrainerView, told: str) -> None:
+    def _count_bad(self, trainer: TrainerView, message: str) -> None:
         self.num_bad_steps += 1
         self._bad_at = [at for at in self._bad_at if at > self._num_judged - self.window] + [self._num_judged]
         if trainer.is_global_zero:
-            notice(f"SpikeGuard: {told}")
+            notice(f"SpikeGuard: {message}")
         if len(self._bad_at) > self.max_skips:
-            problem = f"{len(self._bad_at)} bad steps among the last {self.window}, more than max_skips: {told}"
-            action = "Lower the learning rate, set gradient_clip_val, or look at these samples"
+            problem = f"{len(self._bad_at)} of the last {self.window} steps are bad, more than max_skips: {message}"
+            action = "Lower the learning rate, set gradient_clip_val, or inspect these samples"
             raise TrainingError("SpikeGuard(max_skips)", self.max_skips, problem, action)
 
     @staticmethod
-    def _tell(trainer: TrainerView, place: Place, size: int, problem: str) -> str:
+    def _describe(trainer: TrainerView, place: Place, size: int, problem: str) -> str:
         epoch, batch_idx = place
         source = run_of(trainer, "SpikeGuard").source
         samples = source.sample_indices(batch_idx, size) if epoch == trainer.current_epoch else None
@@ -286,13 +290,13 @@ class SpikeGuard(Callback):
         where = f"micro-batches {batch_idx} to {batch_idx + size - 1}" if size > 1 else f"batch {batch_idx}"
         if of_ranks:
             numbers = sorted(number for each in of_ranks for number in each)
-            more = "" if len(numbers) <= _MAX_SAMPLES_TOLD else f" and {len(numbers) - _MAX_SAMPLES_TOLD} more"
-            where += f" (samples {', '.join(map(str, numbers[:_MAX_SAMPLES_TOLD]))}{more})"
+            more = "" if len(numbers) <= _MAX_SAMPLES_SHOWN else f" and {len(numbers) - _MAX_SAMPLES_SHOWN} more"
+            where += f" (samples {', '.join(map(str, numbers[:_MAX_SAMPLES_SHOWN]))}{more})"
         return f"{problem}, in {where} of epoch {epoch}"
 
 
 class _Undo:
-    """Puts back what a forward and a backward change: figures that were logged, and buffers."""
+    """Restores the state that a forward and backward changed: logged values and buffers."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -300,11 +304,11 @@ class _Undo:
         self._undo_logged: Callable[[], None] = lambda: None
         self._buffers: dict[str, Tensor] = {}
         self._versions: dict[str, int] = {}
-        self._moving: set[str] | None = None  # those that a step changes; None where it is not known yet
+        self._moving: set[str] | None = None  # buffers that a step changes; None if not known yet
         self._kept: dict[str, Tensor] = {}
 
     def begin_micro_batch(self) -> None:
-        """The first of a window remembers what there is."""
+        """Copy the current state at the first micro-batch of a window."""
         window = self._run.progress.num_batches
         if window == self._window:
             return
@@ -316,24 +320,24 @@ class _Undo:
         self._versions = {name: torch_private.version_of(each) for name, each in self._buffers.items()}
 
     def end_good_step(self) -> None:
-        """From here on only the buffers that changed are copied."""
+        """Record which buffers the step changed. Later steps copy only these."""
         self._moving = self._changed()
 
     def end_epoch(self) -> None:
-        """Parts may be frozen or unfrozen between epochs: all buffers are looked at anew."""
+        """Copy all buffers in the next step again, because modules may be frozen or unfrozen between epochs."""
         self._moving = None
 
     @torch.no_grad()
     def undo(self) -> None:
         left = self._changed() - self._kept.keys()
         if left:
-            notice(f"SpikeGuard: {sorted(left)[:3]} changed in the bad step for the first time, and stay as they are")
+            notice(f"SpikeGuard: {sorted(left)[:3]} changed for the first time in the bad step and are not restored")
         self._undo_logged()
         for name, value in self._kept.items():
             self._buffers[name].copy_(value)
 
     def _changed(self) -> set[str]:
-        # torch does not count what batch_norm writes to running statistics.
+        # The version counter of torch does not include updates of running statistics by batch_norm.
         written = {n for n, each in self._buffers.items() if torch_private.version_of(each) != self._versions[n]}
         return {name for name in self._buffers if name in written or name.rpartition(".")[2].startswith("running_")}
 
@@ -341,7 +345,7 @@ class _Undo:
 def _median(values: Iterable[float]) -> float:
     ordered = sorted(values)
     half = len(ordered) // 2
-    return (ordered[half] + ordered[-half - 1]) / 2  # the same one twice, where their number is odd
+    return (ordered[half] + ordered[-half - 1]) / 2  # both are the same element if the number is odd
 
 
 def _wrong(field: str, received: object, problem: str, action: str) -> RoomierError:

@@ -1,4 +1,4 @@
-"""StochasticWeightAveraging: the mean of the weights along the last epochs, at a rate that keeps them moving."""
+"""StochasticWeightAveraging: averages the weights of the last epochs at a constant learning rate."""
 
 from __future__ import annotations
 
@@ -26,36 +26,42 @@ if TYPE_CHECKING:
     from roomier.api.module import Module
     from roomier.api.trainer_view import TrainerView
 
-KEY = "stochastic_average"  # of a checkpoint
+KEY = "stochastic_average"  # key in a checkpoint
 
 
 class StochasticWeightAveraging(Callback):
-    """Stochastic Weight Averaging: Izmailov et al. 2018, "Averaging Weights Leads to Wider Optima and Better
-    Generalization" (arXiv:1803.05407), algorithm 1.
+    """Stochastic Weight Averaging.
 
-    From an epoch on, the learning rate anneals to ``swa_lrs`` and stays there (``SWALR`` of torch), in place of the
-    module's scheduler, and the weights with which each epoch begins are averaged. When ``max_epochs`` are done the
-    model gets the average, and the running statistics of its BatchNorm modules are taken anew, by one pass over the
-    training data without an update; on several ranks they are those of all. Arguments, epochs and weights are those of
-    Lightning's callback; other than that one it works where parameters are cut, where each rank averages its part. No
-    hooks are called in that pass; in Lightning it is one more epoch, at whose end the average is updated once more.
+    Algorithm 1 of Izmailov et al. 2018, "Averaging Weights Leads to Wider Optima and Better Generalization"
+    (arXiv:1803.05407). From a given epoch on, torch's ``SWALR`` replaces the module's scheduler, anneals the learning
+    rate to ``swa_lrs`` and keeps it there. The average includes the weights at the start of each of these epochs.
 
-    A checkpoint of a run holds the weights that are trained and, beside them, the average; what ``save_checkpoint``
-    writes after ``fit`` has the average as the model's weights. A run that ends before ``max_epochs`` keeps what it
-    trained. The average takes the memory of one more copy of the weights, which plans count where it is
-    held beside them.
+    After ``max_epochs``, the model receives the average. The running statistics of its BatchNorm modules are then
+    recomputed with one pass over the training data of all ranks, without updates and without hooks. A run that ends
+    before ``max_epochs`` keeps its trained weights.
+
+    Arguments, epochs and weights are those of Lightning's callback, with two differences. Sharded parameters are
+    supported: each rank averages its shard. In Lightning, the pass for BatchNorm is an additional epoch, at whose end
+    the average is updated one more time.
+
+    A checkpoint of a run contains the trained weights and the average. After ``fit``, ``save_checkpoint`` saves the
+    average as the weights of the model. The average requires the memory of a second copy of the weights. Plans include
+    this copy if it is on the same device as the weights.
 
     Args:
-        swa_lrs: the learning rate to anneal to, or one for each parameter group.
-        swa_epoch_start: the epoch, counted from 1, in which it begins; a float is a share of ``max_epochs``.
-        annealing_epochs: over how many epochs the rate changes.
+        swa_lrs: final learning rate, or a list with one rate per parameter group.
+        swa_epoch_start: epoch in which averaging starts, counted from 1; a float is a fraction of ``max_epochs``.
+        annealing_epochs: number of epochs over which the learning rate changes.
         annealing_strategy: ``"cos"`` or ``"linear"``.
-        avg_fn: ``(average, weight, num_averaged) -> average`` in place of the mean.
-        device: where the average is held; None: beside the weights.
+        avg_fn: function ``(average, weight, num_averaged) -> average`` that replaces the mean.
+        device: device of the average; None uses the device of the weights.
 
     Raises:
-        RoomierError: an argument is wrong; when a fit begins, that there are several optimizers or schedulers, or no
-            ``max_epochs`` to take a share of.
+        RoomierError: an argument is invalid. When training starts: there are several optimizers or schedulers, or
+            ``swa_epoch_start`` is a fraction without ``max_epochs``.
+
+    Example:
+        >>> trainer = roomier.Trainer(max_epochs=20, callbacks=[StochasticWeightAveraging(swa_lrs=1e-2)])
     """
 
     def __init__(
@@ -69,17 +75,20 @@ class StochasticWeightAveraging(Callback):
     ) -> None:
         rates = swa_lrs if isinstance(swa_lrs, list) else [swa_lrs]
         if not rates or not all(isinstance(each, (int, float)) and 0 < each < math.inf for each in rates):
-            raise _wrong("swa_lrs", swa_lrs, "is no learning rate", "Give a positive number, or one for each group")
+            action = "Pass a positive number, or a list with one per parameter group"
+            raise _wrong("swa_lrs", swa_lrs, "must be a positive learning rate", action)
         is_share = isinstance(swa_epoch_start, float)
         if isinstance(swa_epoch_start, bool) or not (0 <= swa_epoch_start <= 1 if is_share else swa_epoch_start >= 1):
-            action = "Give the number of an epoch from 1, or a float from 0.0 to 1.0"
-            raise _wrong("swa_epoch_start", swa_epoch_start, "is no epoch to begin in", action)
+            action = "Pass an epoch number from 1 on, or a fraction of max_epochs as a float from 0.0 to 1.0"
+            raise _wrong("swa_epoch_start", swa_epoch_start, "is not a valid epoch", action)
         if not isinstance(annealing_epochs, int) or annealing_epochs < 0:
-            raise _wrong("annealing_epochs", annealing_epochs, "is no number of epochs", "Use 10, say")
+            raise _wrong(
+                "annealing_epochs", annealing_epochs, "must be an integer of at least 0", "Use 10, for example"
+            )
         if annealing_strategy not in ("cos", "linear"):
-            raise _wrong("annealing_strategy", annealing_strategy, "is not known", "Use 'cos' or 'linear'")
+            raise _wrong("annealing_strategy", annealing_strategy, "is not a strategy", "Use 'cos' or 'linear'")
         if avg_fn is not None and not callable(avg_fn):
-            raise _wrong("avg_fn", avg_fn, "is no function", "Pass one as AveragedModel of torch takes it")
+            raise _wrong("avg_fn", avg_fn, "must be callable", "Pass a function as for torch's AveragedModel")
         self._rates = [float(each) for each in rates]
         self._epoch_start = swa_epoch_start
         self._annealing = {"anneal_epochs": annealing_epochs, "anneal_strategy": annealing_strategy}
@@ -91,13 +100,13 @@ class StochasticWeightAveraging(Callback):
     def _forget(self) -> None:
         self._average: WeightAverage | None = None
         self._scheduler: SWALR | None = None
-        self._former_turns = False, False  # of the module's schedulers
+        self._former_turns = False, False  # state of the module's schedulers
         self._stored: dict[str, Any] = {}
         self._latest_epoch = -1
 
     @property
     def num_averaged(self) -> int:
-        """How many weights the average is of."""
+        """Number of weights in the average."""
         return 0 if self._average is None else self._average.num_averaged
 
     def held_weights(self) -> list[Tensor]:
@@ -137,7 +146,7 @@ class StochasticWeightAveraging(Callback):
         return {KEY: places} if places else {}
 
     def on_load_checkpoint(self, trainer: TrainerView, pl_module: Module, checkpoint: dict[str, Any]) -> None:
-        if self._scheduler is not None:  # a run that goes back
+        if self._scheduler is not None:  # rollback to an earlier checkpoint
             self._go_back(trainer, self._scheduler)
         values, self._average = checkpoint.get(KEY), None
         if values and self._stored:
@@ -154,7 +163,7 @@ class StochasticWeightAveraging(Callback):
         schedulers.are_there, schedulers.watch_each_step = self._former_turns
         self._scheduler = None
 
-    # The run ------------------------------------------------------------------------------------------------------
+    # Hooks of the run ---------------------------------------------------------------------------------------------
 
     def setup(self, trainer: TrainerView, pl_module: Module, stage: str) -> None:
         if stage == "fit":
@@ -165,14 +174,16 @@ class StochasticWeightAveraging(Callback):
         if len(trainer.optimizers) != 1 or len(trainer.lr_scheduler_configs) > 1:
             received = f"{len(trainer.optimizers)} optimizers, {len(trainer.lr_scheduler_configs)} schedulers"
             action = "Configure one optimizer, and at most one scheduler"
-            raise RoomierError("StochasticWeightAveraging", received, "it sets the learning rate of one", action)
+            problem = "supports only one optimizer and one scheduler"
+            raise RoomierError("StochasticWeightAveraging", received, problem, action)
         num_groups = len(trainer.optimizers[0].param_groups)
         if len(self._rates) not in (1, num_groups):
-            raise _wrong("swa_lrs", self._rates, f"there are {num_groups} parameter groups", "Give one for each")
+            problem = f"must have one rate for each of the {num_groups} parameter groups"
+            raise _wrong("swa_lrs", self._rates, problem, "Pass one number, or one per group")
         if isinstance(self._epoch_start, float) and math.isinf(run.settled.epoch_limit):
-            raise _wrong("swa_epoch_start", self._epoch_start, "there is no max_epochs to take a share of", "Set it")
+            raise _wrong("swa_epoch_start", self._epoch_start, "is a fraction of max_epochs", "Set max_epochs")
         if batch_norms_of(run.module) and run.source.may_end_apart and not run.ranks.is_alone:
-            problem = "the ranks may have different numbers of batches for its statistics"
+            problem = "requires the same number of batches on each rank to recompute its statistics"
             action = "Pass a loader with a length, or a model without BatchNorm"
             raise RoomierError("StochasticWeightAveraging", "BatchNorm", problem, action)
         if self._stored.get("scheduler") is not None:
@@ -186,13 +197,13 @@ class StochasticWeightAveraging(Callback):
             self._take_over_rate(trainer)
             for config in trainer.lr_scheduler_configs:
                 name = type(config.scheduler).__name__
-                notice(f"StochasticWeightAveraging sets the learning rate from epoch {epoch} on, in place of {name}")
+                notice(f"StochasticWeightAveraging replaces {name} and sets the learning rate from epoch {epoch} on")
         if epoch > self._latest_epoch:
             self._begin(trainer).update(average_one=self._avg_fn)
             self._latest_epoch = epoch
 
     def on_train_epoch_end(self, trainer: TrainerView, pl_module: Module) -> None:
-        if self._scheduler is not None and not trainer.is_last_save_point:  # else it ended within the epoch
+        if self._scheduler is not None and not trainer.is_last_save_point:  # not if the run ended within the epoch
             self._scheduler.step()
 
     def on_train_end(self, trainer: TrainerView, pl_module: Module) -> None:
@@ -200,7 +211,7 @@ class StochasticWeightAveraging(Callback):
         if self._average is None:
             return
         if math.isfinite(run.settled.epoch_limit) and trainer.current_epoch < run.settled.epoch_limit:
-            notice("StochasticWeightAveraging: the run ended before max_epochs, so the model keeps what it trained")
+            notice("StochasticWeightAveraging: the run ended before max_epochs, so the model keeps the trained weights")
             return
         run.engine.settle()
         self._average.swap()
@@ -229,13 +240,14 @@ class StochasticWeightAveraging(Callback):
 
 
 def batch_norms_of(module: nn.Module) -> list[Any]:
-    """The BatchNorm modules that keep running statistics."""
+    """Return the BatchNorm modules that have running statistics."""
     return [each for each in module.modules() if isinstance(each, BATCH_NORMS) and each.running_mean is not None]
 
 
 def update_batch_norms(trainer: TrainerView) -> None:
-    """Take the running statistics anew, as means over the batches of one epoch of training data (Izmailov et al. 2018,
-    section 3.2). Every rank must call it; the statistics are those of all.
+    """Recompute the running statistics as means over the batches of one epoch (Izmailov et al. 2018, section 3.2).
+
+    Every rank must call this function. The statistics are averaged over all ranks.
 
     Raises:
         DataError: a loader failed on one of several ranks.
@@ -251,9 +263,9 @@ def update_batch_norms(trainer: TrainerView) -> None:
             for batch_idx, batch in enumerate(islice(batches, None if math.isinf(limit) else int(limit))):
                 _forward(trainer, batch, batch_idx)
         except DataError as error:
-            if not run.ranks.is_alone:  # the others are in a forward, or in the sum below, and wait for this one
+            if not run.ranks.is_alone:  # other ranks wait for this rank in a forward or in the sum below
                 raise
-            notice(f"StochasticWeightAveraging: the statistics of BatchNorm are not complete: {error}")
+            notice(f"StochasticWeightAveraging: the statistics of BatchNorm are incomplete: {error}")
     run.engine.settle()
     if not run.ranks.is_alone:
         for norm in norms:
@@ -278,7 +290,7 @@ def _averaging_statistics(trainer: TrainerView, norms: list[Any]) -> Iterator[No
     results = trainer.results
     momenta = [norm.momentum for norm in norms]
     for norm in norms:
-        norm.momentum = None  # the plain mean of all batches
+        norm.momentum = None  # computes the mean of all batches
     results.is_muted, results.is_in_batch = True, True
     try:
         yield

@@ -1,4 +1,4 @@
-"""Throughput: samples, tokens and model FLOPs per second, and the share of the device's peak they are."""
+"""Throughput: logs samples, tokens and model FLOPs per second, and the model FLOPs utilization (MFU)."""
 
 from __future__ import annotations
 
@@ -22,32 +22,40 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class CountsFlops(Protocol):
-    """A module that knows its cost better than :func:`flops_per_token` guesses it."""
+    """Protocol of a module that computes its FLOPs itself instead of using :func:`flops_per_token`."""
 
     def num_flops(self, batch: Any) -> float:
-        """Floating-point operations of forward and backward on ``batch``; recomputation does not count."""
+        """Return the floating-point operations of forward and backward on ``batch``, without recomputation."""
         ...
 
 
 class Throughput(Callback):
-    """Logs, at log steps, what was done per second since the log step before.
+    """Logs the throughput since the previous log step.
 
-    ``samples_per_s`` and ``tokens_per_s`` count what the batches of all ranks hold; tokens are the elements of
-    ``input_ids``, or of the first integer tensor with two dimensions. ``model_flops_per_s`` counts the operations of
-    the model, not those of the hardware: recomputed activations are no progress. A module that defines
-    ``num_flops(batch)`` is asked; for others it is :func:`flops_per_token` times tokens, and is not logged where there
-    are no tokens. ``mfu`` is its share of the peak of all devices, logged where the peak is known.
+    - ``samples_per_s`` and ``tokens_per_s`` count the batches of all ranks. The number of tokens is the number of
+      elements of ``input_ids``, or of the first integer tensor with two dimensions.
+    - ``model_flops_per_s`` counts the operations of the model. Recomputation does not count. If the module defines
+      ``num_flops(batch)``, that method is used. Otherwise the value is :func:`flops_per_token` times the number of
+      tokens, and is not logged if there are no tokens.
+    - ``mfu`` is ``model_flops_per_s`` as a fraction of the peak of all devices. It is logged if the peak is known.
 
-    The clock starts after the first optimizer step, which pays for warming up, and rests during validation. Time in
-    checkpoints counts. Counts come from shapes; the device is waited for at log steps only.
+    The clock starts after the first optimizer step (warm-up) and stops during validation. It includes the time of
+    checkpoints. Counts are computed from shapes, and the device is synchronized only at log steps.
 
     Args:
-        peak_flops_per_s: of one device at the precision of the run; by default from a table of data sheets.
+        peak_flops_per_s: peak of one device at the precision of the run, in FLOP/s; by default from a table of data
+            sheets.
+
+    Raises:
+        RoomierError: ``peak_flops_per_s`` is not positive.
+
+    Example:
+        >>> trainer = roomier.Trainer(callbacks=[Throughput()])
     """
 
     def __init__(self, peak_flops_per_s: float | None = None) -> None:
         if peak_flops_per_s is not None and not peak_flops_per_s > 0:
-            raise RoomierError("peak_flops_per_s", peak_flops_per_s, "is not positive", "Give FLOP/s, say 312e12")
+            raise RoomierError("peak_flops_per_s", peak_flops_per_s, "must be positive", "Use FLOP/s such as 312e12")
         self._given_peak = peak_flops_per_s
         self._peak: float | None = None
         self._num_flops_of: Callable[[Any], float] | None = None
@@ -119,7 +127,7 @@ class Throughput(Callback):
 
 
 def num_tokens_of(batch: Any) -> int:
-    """Elements of ``batch["input_ids"]``, else of the first integer tensor with two dimensions; 0 without one."""
+    """Return the size of ``batch["input_ids"]``, or of the first integer tensor with two dimensions, or 0."""
     if isinstance(batch, Mapping) and isinstance(batch.get("input_ids"), Tensor):
         return int(batch["input_ids"].numel())
     for tensor in tensors(batch):
@@ -132,11 +140,12 @@ _INTEGER_DTYPES = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int
 
 
 def flops_per_token(model: nn.Module) -> float:
-    """6 FLOPs per parameter that takes part in matrix products, and 4 where it is frozen.
+    """Return 6 FLOPs for each parameter in matrix products, or 4 for a frozen parameter.
 
-    2 are the multiply and add of the forward pass, 2 the gradient of its input, 2 its own: section 2.1 of Kaplan et al.
-    2020, "Scaling Laws for Neural Language Models". It leaves out attention scores (small while the sequence is shorter
-    than about 6 times the width) and embeddings, which are looked up; one tied to an output layer counts.
+    Forward, the gradient of the input and the gradient of the parameter each take 2 FLOPs, a multiplication and an
+    addition. See section 2.1 of Kaplan et al. 2020, "Scaling Laws for Neural Language Models". The count omits
+    attention scores, which are small if the sequence is shorter than about 6 times the width. It also omits embeddings,
+    except embeddings that are tied to an output layer.
     """
     looked_up = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
     multiplied = {
@@ -149,7 +158,7 @@ def flops_per_token(model: nn.Module) -> float:
 
 
 def _peak_of_plan(device: torch.device, plan: Plan) -> float | None:
-    """The peak of the arithmetic the Plan's matrix products run in, where it is known."""
+    """Return the peak at the precision of the Plan's matrix products; None if it is unknown."""
     mode, matmul = plan.precision.mode, plan.precision.matmul
     if mode == "64-true":
         return None

@@ -1,4 +1,4 @@
-"""Timer: how long the stages of a run took, and an end to training after a while."""
+"""Timer: measures the stages of a run and stops training after a given time."""
 
 from __future__ import annotations
 
@@ -20,18 +20,22 @@ STAGES = ("train", "sanity_check", "validate", "test", "predict")
 
 
 class Timer(Callback):
-    """Measures stages, and ends training when ``duration`` is over. Arguments mean what they mean in Lightning.
+    """Measures the time of each stage and stops training after ``duration``. Arguments have the meaning of Lightning's.
 
-    Unlike ``Trainer(max_time=...)`` it counts on in a resumed run: time in training before the checkpoint is spent.
-    Of several ranks the first whose time is over ends training for all, at one step.
+    Unlike ``Trainer(max_time=...)``, a resumed run includes the training time before the checkpoint. With several
+    ranks, the first rank whose time is over stops training on all ranks at the same step.
 
     Args:
-        duration: of training: ``"DD:HH:MM:SS"``, a timedelta, or a dict of its arguments; None only measures.
-        interval: when the time is looked at: after each ``"step"`` or each ``"epoch"``.
-        verbose: say so on standard error when it ends training.
+        duration: maximum training time as ``"DD:HH:MM:SS"``, a timedelta, or a dict of its arguments; None only
+            measures.
+        interval: check the time after each ``"step"`` or after each ``"epoch"``.
+        verbose: print a notice to standard error when the time is over.
 
     Raises:
-        RoomierError: an argument is wrong.
+        RoomierError: an argument is invalid.
+
+    Example:
+        >>> trainer = roomier.Trainer(callbacks=[Timer(duration="00:12:00:00")])
     """
 
     def __init__(
@@ -41,25 +45,28 @@ class Timer(Callback):
         verbose: bool = True,
     ) -> None:
         if interval not in ("step", "epoch"):
-            raise RoomierError("Timer(interval)", interval, "is not known", "Use 'step' or 'epoch'")
+            raise RoomierError("Timer(interval)", interval, "is not an interval", "Use 'step' or 'epoch'")
         self._duration_s = None if duration is None else _seconds(duration)
         self._interval = interval
         self._verbose = verbose
         self._started_s: dict[str, float | None] = dict.fromkeys(STAGES)
         self._ended_s: dict[str, float | None] = dict.fromkeys(STAGES)
-        self._earlier_s = 0.0  # of training, before the checkpoint
+        self._earlier_s = 0.0  # training time before the checkpoint
 
     def start_time(self, stage: str = "train") -> float | None:
-        """When a stage (``"train"``, ``"validate"``, ``"test"``, ``"predict"``, ``"sanity_check"``) began last, in
-        seconds of a clock without an origin; None before."""
+        """Return the last start of a stage, in seconds of ``time.monotonic``; None if it has not started.
+
+        Args:
+            stage: ``"train"``, ``"validate"``, ``"test"``, ``"predict"`` or ``"sanity_check"``.
+        """
         return self._started_s[_stage(stage)]
 
     def end_time(self, stage: str = "train") -> float | None:
-        """When it ended last, by the same clock."""
+        """Return the last end of a stage, in seconds of ``time.monotonic``; None if it has not ended."""
         return self._ended_s[_stage(stage)]
 
     def time_elapsed(self, stage: str = "train") -> float:
-        """Seconds the stage took or is taking; of training, those before the checkpoint included."""
+        """Return the duration of a stage so far, in seconds. Training includes the time before the checkpoint."""
         started, ended = self.start_time(stage), self.end_time(stage)
         earlier = self._earlier_s if stage == "train" else 0.0
         if started is None:
@@ -67,7 +74,7 @@ class Timer(Callback):
         return earlier + (time.monotonic() if ended is None else ended) - started
 
     def time_remaining(self, stage: str = "train") -> float | None:
-        """Seconds left of ``duration``; None without one."""
+        """Return the remaining seconds of ``duration``; None without a duration."""
         return None if self._duration_s is None else self._duration_s - self.time_elapsed(stage)
 
     def state_dict(self) -> dict[str, Any]:
@@ -78,7 +85,7 @@ class Timer(Callback):
         fields({}, others={"time_elapsed": mapping_of(finite)})(state, place)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if self._started_s["train"] is not None:  # a run that goes back: its time has passed all the same
+        if self._started_s["train"] is not None:  # a rollback does not reset the time
             return
         self._earlier_s = float(state_dict.get("time_elapsed", {}).get("train", 0.0))
 
@@ -93,7 +100,7 @@ class Timer(Callback):
             self._started_s["train"] = self._ended_s["train"] = None
 
     def on_fit_start(self, trainer: TrainerView, pl_module: Module) -> None:
-        self._look(trainer)  # a resumed run may have none left
+        self._look(trainer)  # a resumed run may have no time left
 
     def on_train_start(self, trainer: TrainerView, pl_module: Module) -> None:
         self._start("train")
@@ -142,12 +149,12 @@ class Timer(Callback):
         trainer.should_stop = True
         if self._verbose:
             elapsed = timedelta(seconds=int(self.time_elapsed()))
-            notice(f"Timer: the time for training is over after {elapsed}, at step {trainer.global_step}")
+            notice(f"Timer: training reached its maximum duration after {elapsed}, at step {trainer.global_step}")
 
 
 def _stage(stage: str) -> str:
     if stage not in STAGES:
-        raise RoomierError("Timer: stage", stage, "is not known", f"Use one of {', '.join(STAGES)}")
+        raise RoomierError("Timer: stage", stage, "is not a stage", f"Use one of {', '.join(STAGES)}")
     return stage
 
 
@@ -164,5 +171,5 @@ def _seconds(duration: str | timedelta | dict[str, int]) -> float:
             return timedelta(**duration).total_seconds()
         except TypeError:
             pass
-    action = "Write 'DD:HH:MM:SS', a timedelta, or a dict such as {'hours': 2}"
-    raise RoomierError("Timer(duration)", duration, "is not a duration", action)
+    action = "Use 'DD:HH:MM:SS', a timedelta, or a dict such as {'hours': 2}"
+    raise RoomierError("Timer(duration)", duration, "must be a duration", action)

@@ -1,4 +1,4 @@
-"""One step of a run, tracked for all callbacks that ask for it."""
+"""One training step that is tracked for all callbacks that request it."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ if TYPE_CHECKING:
     from roomier.memory.tracker import MemoryTracker
 
 FIRST_STEP = 2
-"""In the first the optimizer has no states yet."""
+"""During the first step, the optimizer has no states."""
 FIRST_STEP_OF_A_BUDGET = 4
-"""Until the third, blocks keep the least: a budget of activations measures."""
+"""Until the third step, an activation budget measures and blocks save the least for backward."""
 
 _shared: WeakKeyDictionary[Engine, dict[int, TrackedStep]] = WeakKeyDictionary()
 
 
 def first_step_of(trainer: TrainerView) -> int:
-    """The first step of a run, from 1, that is like those after it."""
+    """Return the first step of a run, counted from 1, whose memory is representative of later steps."""
     return FIRST_STEP_OF_A_BUDGET if trainer.plan.activation.policy == "budget" else FIRST_STEP
 
 
 def tracked_step(trainer: TrainerView, step: int) -> TrackedStep:
-    """Step number ``step`` of the run of ``trainer``: the same object for all who ask."""
+    """Return the TrackedStep for step number ``step`` of the run. All callers receive the same object."""
     steps = _shared.setdefault(trainer.engine, {})
     if step not in steps:
         steps[step] = TrackedStep(step)
@@ -37,15 +37,18 @@ def tracked_step(trainer: TrainerView, step: int) -> TrackedStep:
 
 
 class TrackedStep:
-    """A step, and the one before it, in which it is learned what each tensor is for.
+    """A tracked step, together with the step before it, which identifies the kind of each tensor.
 
-    Each callback calls :meth:`begin_batch` and :meth:`end_batch` in the hooks of that name; what the first of them did
-    the others find done. Between the two hooks of a batch the tracker looks on, at what is logged, saved and validated
-    between batches it does not.
+    Each callback calls :meth:`begin_batch` and :meth:`end_batch` in the corresponding hooks. After the first call of a
+    batch, further calls have no effect. The tracker records only between the two hooks, so it excludes logging,
+    saving and validation between batches.
+
+    Args:
+        step: number of the step in the run, counted from 1.
 
     Attributes:
-        step: its number in the run, from 1.
-        tracker: of the step, once that is over; None before.
+        step: number of the step in the run, counted from 1.
+        tracker: tracker of the completed step; None before the step ends.
     """
 
     def __init__(self, step: int) -> None:
@@ -56,29 +59,29 @@ class TrackedStep:
         self._inside: ExitStack | None = None
 
     def is_due(self, trainer: TrainerView) -> bool:
-        """Whether the batch that begins belongs to it or to the step before."""
+        """Return True if the starting batch belongs to the tracked step or the step before it."""
         return self.tracker is None and trainer.global_step >= self.step - 2
 
     def begin_batch(self, trainer: TrainerView) -> None:
-        """Look on."""
+        """Start recording if the batch is due."""
         if self._inside is not None or not self.is_due(trainer):
             return
         engine = trainer.engine
         if self._looking is None:
-            from roomier.memory.tracker import MemoryTracker  # late: loads the sharding of torch
+            from roomier.memory.tracker import MemoryTracker  # late: loads torch's sharding
 
             callbacks = trainer.callbacks
             self._looking = MemoryTracker(engine.module, engine.optimizers, engine.device, lambda: held_by(callbacks))
         tracker = self._looking
         tracker.resume()
-        self._inside = _told(tracker, trainer)
+        self._inside = _report_phases(tracker, trainer)
         if not self._is_counting and trainer.global_step == self.step - 1:
             tracker.restart()
             self._is_counting = True
         tracker.enter("forward")
 
     def end_batch(self, trainer: TrainerView) -> MemoryTracker | None:
-        """Look away. The tracker, where the step is over with this batch."""
+        """Stop recording. Return the tracker if this batch completes the step."""
         self.pause()
         if self._looking is not None and trainer.global_step >= self.step:
             self._looking.close()
@@ -87,7 +90,7 @@ class TrackedStep:
         return self.tracker
 
     def pause(self) -> None:
-        """Look away, if it looks: an epoch that is left out, or an error, ends without the end of its batch."""
+        """Stop recording if it is active. A skipped epoch or an error ends without the end of its batch."""
         inside, self._inside = self._inside, None
         if inside is None or self._looking is None:
             return
@@ -96,28 +99,28 @@ class TrackedStep:
         self._looking.pause()
 
 
-def _told(tracker: MemoryTracker, trainer: TrainerView) -> ExitStack:
-    """Until it is closed, ``tracker`` is told which phase of the step and which part of the model runs."""
+def _report_phases(tracker: MemoryTracker, trainer: TrainerView) -> ExitStack:
+    """Report the current phase of the step and module to ``tracker`` until the returned stack is closed."""
 
     engine, hooks = trainer.engine, trainer.engine.hooks
 
-    def tell(place: str) -> None:
+    def set_place(place: str) -> None:
         tracker.place = place
 
     def after_backward() -> None:
         tracker.place = ""
         tracker.enter("update")
 
-    def put_back() -> None:
+    def restore() -> None:
         engine.hooks = hooks
         tracker.place = ""
 
     stack = ExitStack()
-    stack.enter_context(telling_places(named_places(engine.module, engine.blocks), tell))
+    stack.enter_context(telling_places(named_places(engine.module, engine.blocks), set_place))
     engine.hooks = replace(
         hooks,
         before_backward=(*hooks.before_backward, lambda loss: tracker.enter("backward")),
         after_backward=(*hooks.after_backward, after_backward),
     )
-    stack.callback(put_back)
+    stack.callback(restore)
     return stack

@@ -1,4 +1,4 @@
-"""WeightAveraging: an average of the weights beside the training, which is validated, saved and kept at the end."""
+"""WeightAveraging: averages the weights during training, for validation, checkpoints and the final model."""
 
 from __future__ import annotations
 
@@ -23,25 +23,31 @@ CURRENT, WIDE = "current_model_state", "averaged_weights"
 
 
 class WeightAveraging(Callback):
-    """Averages the weights: by default all iterates alike (Polyak and Juditsky 1992). Validation runs on the average, a
-    checkpoint has it as the model's weights, and after ``fit`` the model has it; training goes on as without it.
+    """Averages the weights over training: by default, all iterates with equal weight (Polyak and Juditsky 1992).
 
-    Until the first update there is no average, and the weights that are trained are validated. Arguments are those of
-    Lightning's callback. The average is of parameters that are trained and of floating-point buffers; each rank
-    averages its part where parameters are cut. It takes the memory of one more copy of the weights (in float32), which
-    forecasts and plans count: ``device="cpu"`` keeps it in host memory, and copies the weights there at each update.
+    Validation uses the average. A checkpoint contains it as the weights of the model, and after ``fit`` the model
+    contains it. Training itself does not change. Before the first update, the trained weights are used instead.
 
-    In a checkpoint the average stands at ``"module"``, where evaluation and export look, and what is trained at
-    ``"current_model_state"``; a resume is exact, and needs this callback.
+    The arguments are those of Lightning's callback. The average includes trained parameters and floating-point buffers.
+    If parameters are sharded, each rank averages its shard. The average requires the memory of a second copy of the
+    weights (in float32), which forecasts and plans include. With ``device="cpu"``, it is in host memory, and each
+    update copies the weights there.
+
+    In a checkpoint, the average is stored at ``"module"``, where evaluation and export read it, and the trained weights
+    at ``"current_model_state"``. A resume is exact and requires this callback.
 
     Args:
-        device: where the average is held; by default beside the weights.
-        use_buffers: average buffers as well (running statistics); else those of the model are used.
-        avg_fn: ``(average, weight, num_averaged) -> average`` in place of the mean.
-        multi_avg_fn: ``(averages, weights, num_averaged)``, on lists and in place; one of the two.
+        device: device of the average; by default the device of the weights.
+        use_buffers: also average buffers (running statistics); otherwise use the buffers of the model.
+        avg_fn: function ``(average, weight, num_averaged) -> average`` that replaces the mean.
+        multi_avg_fn: function ``(averages, weights, num_averaged)`` that updates the list ``averages`` in place. Set at
+            most one of ``avg_fn`` and ``multi_avg_fn``.
 
     Raises:
-        RoomierError: an argument is wrong.
+        RoomierError: an argument is invalid.
+
+    Example:
+        >>> trainer = roomier.Trainer(callbacks=[WeightAveraging(device="cpu")])
     """
 
     def __init__(
@@ -54,45 +60,47 @@ class WeightAveraging(Callback):
     ) -> None:
         for name, function in (("avg_fn", avg_fn), ("multi_avg_fn", multi_avg_fn)):
             if function is not None and not callable(function):
-                raise self._wrong(name, function, "is no function", "Pass one as AveragedModel of torch takes it")
+                raise self._wrong(name, function, "must be callable", "Pass a function as for torch's AveragedModel")
         if avg_fn is not None and multi_avg_fn is not None:
-            raise self._wrong("avg_fn", avg_fn, "multi_avg_fn is given as well", "Pass one of the two")
+            raise self._wrong("avg_fn", avg_fn, "cannot be combined with multi_avg_fn", "Pass one of the two")
         self._device = None if device is None else torch.device(device)
         self._use_buffers = use_buffers
         self.kept_weights = KeptWeights(use_buffers, self._device)
         self._functions: dict[str, Any] = {"average_one": avg_fn, "average_all": multi_avg_fn}
-        self._weight: float | None = None  # of the newest weights; None counts all alike
+        self._weight: float | None = None  # weight of the newest iterate; None weights all iterates equally
         self._average: WeightAverage | None = None
-        self._same_tensor: dict[str, str] = {}  # each name in a checkpoint, to the one it is averaged under
+        self._same_tensor: dict[str, str] = {}  # maps each name in a checkpoint to the name in the average
         self._is_training = False
         self._stored: dict[str, Any] = {}
         self._latest_update_step = 0
         self._latest_update_epoch = -1
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
-        """Asked after each optimizer step and after each epoch; override it to average more seldom.
+        """Return True to update the average. Called after each optimizer step and after each epoch.
+
+        Override this method to average less often.
 
         Args:
-            step_idx: of the step that is done, from 0; None at the end of an epoch.
-            epoch_idx: of the epoch that is done, from 0; None after a step.
+            step_idx: index of the completed step, from 0; None at the end of an epoch.
+            epoch_idx: index of the completed epoch, from 0; None after a step.
         """
         return step_idx is not None
 
     @property
     def num_averaged(self) -> int:
-        """Updates so far."""
+        """Number of updates so far."""
         return 0 if self._average is None else self._average.num_averaged
 
     @property
     def has_average_in_model(self) -> bool:
-        """Whether the model has the averaged weights now."""
+        """True while the model contains the averaged weights."""
         return self._average is not None and self._average.is_swapped
 
     def held_weights(self) -> list[Tensor]:
         """See :class:`roomier.api.kept_weights.KeepsWeights`."""
         return [] if self._average is None else list(self._average.averages.values())
 
-    # The run ------------------------------------------------------------------------------------------------------
+    # Hooks of the run ---------------------------------------------------------------------------------------------
 
     def setup(self, trainer: TrainerView, pl_module: Module, stage: str) -> None:
         if stage == "fit":
@@ -104,7 +112,7 @@ class WeightAveraging(Callback):
         self._is_training = True
 
     def on_train_epoch_start(self, trainer: TrainerView, pl_module: Module) -> None:
-        self._held(trainer).join(self._tensors(trainer))  # what was unfrozen since
+        self._held(trainer).join(self._tensors(trainer))  # add parameters that were unfrozen
 
     def on_train_batch_end(
         self, trainer: TrainerView, pl_module: Module, outputs: Any, batch: Any, batch_idx: int
@@ -133,12 +141,12 @@ class WeightAveraging(Callback):
         self._is_training = False
         if self.num_averaged:
             self._share_buffers(trainer)
-            self._swap(trainer)  # what was trained is kept: a checkpoint written later holds both
+            self._swap(trainer)  # the trained weights are kept, so later checkpoints contain both
         else:
-            notice(f"{type(self).__name__}: should_update never said yes, so the model keeps the weights it has")
+            notice(f"{type(self).__name__}: should_update never returned True, so the model keeps its trained weights")
 
     def teardown(self, trainer: TrainerView, pl_module: Module, stage: str) -> None:
-        if stage == "fit" and self._is_training and self.has_average_in_model:  # it ended within a validation
+        if stage == "fit" and self._is_training and self.has_average_in_model:  # fit ended within a validation
             assert self._average is not None
             self._average.swap()
 
@@ -174,7 +182,7 @@ class WeightAveraging(Callback):
         averaged, current, module = average.averaged(), average.current(), checkpoint["module"]
         own = {name: first for name, first in self._same_tensor.items() if first in averaged and name in module}
         checkpoint["module"] = {**module, **{name: averaged[first] for name, first in own.items()}}
-        if "optimizers" not in checkpoint:  # of weights alone
+        if "optimizers" not in checkpoint:  # checkpoint with weights only
             return
         checkpoint[CURRENT] = {**module, **{name: current[first] for name, first in own.items()}}
         wide = average.wide()
@@ -191,18 +199,19 @@ class WeightAveraging(Callback):
         return places
 
     def on_load_checkpoint(self, trainer: TrainerView, pl_module: Module, checkpoint: dict[str, Any]) -> None:
-        """The model has the weights at ``"module"`` by now: the average, where there was one."""
+        """Restore the average. The model already contains the weights at ``"module"``: the average, if there was
+        one."""
         self._average = None
         if CURRENT not in checkpoint:
             if not self._stored:
-                notice(f"the checkpoint was saved without {type(self).__name__}: the average begins here")
+                notice(f"the checkpoint was saved without {type(self).__name__}, so the average starts here")
             return
         if not self._stored:
             raise RoomierError(
                 "callbacks",
                 type(self).__name__,
-                f"the checkpoint has an average of weights, but not under the name {self.state_key!r}",
-                "Resume with the callback of the run that was saved",
+                f"is not in the checkpoint under the name {self.state_key!r}, but the checkpoint has averaged weights",
+                "Resume with the callback of the saved run",
             )
         average = self._held(trainer, set(self._stored["names"]))
         average.take({**trainer.engine.weights(), **checkpoint.get(WIDE, {})})
@@ -221,10 +230,10 @@ class WeightAveraging(Callback):
         return self._average
 
     def _tensors(self, trainer: TrainerView, names: set[str] | None = None) -> dict[str, Tensor]:
-        """What is averaged, by name: parameters as they are between steps, and buffers that are saved.
+        """Return the averaged tensors by name: parameters as they are between steps, and persistent buffers.
 
         Args:
-            names: those that a checkpoint says; None for those that are trained now.
+            names: names from a checkpoint; None selects the tensors that are trained now.
         """
         engine = trainer.engine
         saved, network = engine.weights().keys(), engine.module
@@ -242,13 +251,14 @@ class WeightAveraging(Callback):
 
     def _swap(self, trainer: TrainerView) -> None:
         assert self._average is not None
-        with torch.inference_mode(False):  # what is written in it could not be trained on
+        with torch.inference_mode(False):  # tensors written in inference mode cannot be trained
             trainer.engine.settle()
             self._average.swap()
             trainer.engine.settle()
 
     def _share_buffers(self, trainer: TrainerView) -> None:
-        """An average of running statistics is that of this rank's; what is measured is one model, that of rank 0."""
+        """Replace the averaged running statistics of this rank by those of rank 0, so that all ranks evaluate one
+        model."""
         average = self._average
         if trainer.ranks.is_alone or average is None or not self._use_buffers:
             return
@@ -264,18 +274,23 @@ class WeightAveraging(Callback):
 
 
 class EMAWeightAveraging(WeightAveraging):
-    """Averages the weights exponentially: ``average = decay * average + (1 - decay) * weights`` after each step (the
-    moving average of Tarvainen and Valpola 2017, "Mean teachers are better role models", section 2).
+    """Averages the weights exponentially: ``average = decay * average + (1 - decay) * weights`` after each step.
+
+    This is the moving average of Tarvainen and Valpola 2017, "Mean teachers are better role models", section 2.
 
     Args:
-        device, use_buffers: see :class:`WeightAveraging`.
-        decay: in [0, 1].
-        update_every_n_steps: after the optimizer steps with an index, from 0, that this divides; 0 for none.
-        update_starting_at_step: not before the step of this index.
-        update_starting_at_epoch: after each epoch from this one on, as well; None for no epoch.
+        device: device of the average, see :class:`WeightAveraging`.
+        use_buffers: also average buffers, see :class:`WeightAveraging`.
+        decay: weight of the previous average, in [0, 1].
+        update_every_n_steps: update after each step whose index, from 0, is a multiple of this number; 0 disables this.
+        update_starting_at_step: index of the first step that updates the average.
+        update_starting_at_epoch: also update after each epoch, starting with this epoch; None disables this.
 
     Raises:
-        RoomierError: an argument is wrong.
+        RoomierError: an argument is invalid.
+
+    Example:
+        >>> trainer = roomier.Trainer(callbacks=[EMAWeightAveraging(decay=0.9999)])
     """
 
     def __init__(
@@ -289,9 +304,9 @@ class EMAWeightAveraging(WeightAveraging):
     ) -> None:
         super().__init__(device, use_buffers)
         if isinstance(decay, bool) or not isinstance(decay, (int, float)) or not 0 <= decay <= 1:
-            raise self._wrong("decay", decay, "is not between 0 and 1", "Use 0.999, say")
+            raise self._wrong("decay", decay, "must be between 0 and 1", "Use a value such as 0.999")
         if not isinstance(update_every_n_steps, int) or update_every_n_steps < 0:
-            raise self._wrong("update_every_n_steps", update_every_n_steps, "is no number of steps", "Use 1, say")
+            raise self._wrong("update_every_n_steps", update_every_n_steps, "must be an integer of at least 0", "Use 1")
         self.decay = float(decay)
         self.update_every_n_steps = update_every_n_steps
         self.update_starting_at_step = update_starting_at_step

@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Sequence
 
 from roomier.bench.cases import CASES
+from roomier.cli.plain_parser import PlainParser
 from roomier.core.errors import RoomierError, did_you_mean
 
 
 def run(verb: str, arguments: Sequence[str]) -> int:
-    """One table, or with ``--json`` one JSON object and nothing else, on standard output.
+    """Print one table, or with ``--json`` only one JSON object, to standard output.
 
     Raises:
-        RoomierError: there is no such case, or it has no such option.
+        RoomierError: the case or an option is unknown.
     """
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_help_text())
         return 0
     name = arguments[0]
     if name not in CASES:
-        raise RoomierError("bench", name, "there is no such case", did_you_mean(name, CASES))
+        raise RoomierError("bench", name, "is not a case", did_you_mean(name, CASES))
     case = CASES[name].load()
-    parser = _Parser(prog=f"roomier {verb} {name}", description=CASES[name].summary, allow_abbrev=False)
-    parser.add_argument("--json", action="store_true", help="print one JSON object, with every single measurement")
+    parser = PlainParser(prog=f"roomier {verb} {name}", description=CASES[name].summary, allow_abbrev=False)
+    parser.add_argument("--json", action="store_true", help="print one JSON object with all measurements")
     case.add_arguments(parser)
     options = parser.parse_args(list(arguments[1:]))
     result = case.measure(options)
@@ -35,11 +35,6 @@ def run(verb: str, arguments: Sequence[str]) -> int:
 
         Console().print(case.table(result))
     return 0
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> None:  # type: ignore[override]
-        raise RoomierError(self.prog.removeprefix("roomier "), "options", message, f"See `{self.prog} --help`")
 
 
 def _help_text() -> str:

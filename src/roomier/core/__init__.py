@@ -1,1 +1,1 @@
-"""Facts and small tools every layer stands on: world, device, batches, units, random state, errors."""
+"""Shared foundations of all layers: world, device, batches, units, random state, errors."""

@@ -1,4 +1,4 @@
-"""What every rank has, on every rank, as tensors; with gradients where they are wanted."""
+"""All-gather of nested tensors and numbers, optionally with gradients."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from roomier.core.tree import map_tensors
 
 
 def all_gather(data: Any, ranks: Ranks, device: torch.device, group: Any = None, *, has_gradients: bool = False) -> Any:
-    """``data`` with each tensor of shape (...) as one of shape (ranks, ...); numbers become tensors on ``device``.
+    """Return ``data`` with each tensor of shape (...) replaced by a tensor of shape (ranks, ...).
 
-    Every rank must call it, with tensors of the same shapes. One rank alone gets its tensors as they are.
+    Numbers become tensors on ``device``. Every rank must call this function with tensors of the same shapes. With a
+    single rank, tensors are returned unchanged.
 
     Args:
-        group: the ranks among which; None is all of them.
-        has_gradients: what comes back through the result is added up over the ranks, each of which gets its part.
+        group: process group; None means all ranks.
+        has_gradients: sum the gradient of the result over the ranks. Each rank receives its slice.
     """
 
     def gathered(leaf: Any) -> Tensor:

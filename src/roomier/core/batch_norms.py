@@ -1,4 +1,4 @@
-"""What counts as BatchNorm: its statistics are of a whole micro-batch, and are kept while it trains."""
+"""Classes of BatchNorm, which computes statistics of each micro-batch and updates running statistics."""
 
 from torch import nn
 

@@ -1,4 +1,4 @@
-"""Which device a name means here."""
+"""Resolve the name of an accelerator to a device."""
 
 import torch
 
@@ -6,10 +6,10 @@ from roomier.core.errors import RoomierError
 
 
 def resolve_device(accelerator: str) -> torch.device:
-    """The device for ``accelerator``: ``"auto"`` takes CUDA, then MPS, then CPU.
+    """Return the device for ``accelerator``. ``"auto"`` selects CUDA if available, then MPS, then the CPU.
 
     Raises:
-        RoomierError: the accelerator is named and this machine has none.
+        RoomierError: this machine does not have the accelerator.
     """
     available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     if accelerator == "auto":
@@ -17,7 +17,9 @@ def resolve_device(accelerator: str) -> torch.device:
     accelerator = {"gpu": "mps" if available["mps"] else "cuda"}.get(accelerator, accelerator)
     if not available.get(accelerator, False):
         here = ", ".join(repr(name) for name, present in available.items() if present)
-        raise RoomierError("accelerator", accelerator, "this machine has none", f"Use one of: 'auto', {here}")
+        raise RoomierError(
+            "accelerator", accelerator, "is not available on this machine", f"Use one of: 'auto', {here}"
+        )
     if accelerator == "cuda":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device(accelerator)

@@ -1,18 +1,19 @@
-"""The one shape of an error: which field, what was received, what is wrong, what to do next."""
+"""Errors of roomier. Each error names the field, the received value, the problem and the next action."""
 
 import difflib
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 
 class RoomierError(ValueError):
-    """A wrong input. Its text reads ``field=received: problem. action``.
+    """Invalid input. The text of the error is ``field=received: problem. action``.
 
     Args:
-        field: the name the user typed, or would type, to set the value.
-        received: the value as it arrived; shown shortened.
-        problem: what is wrong with it.
-        action: what to do next, as an imperative sentence.
+        field: name of the value, as the user writes it.
+        received: value that was passed; the text contains a shortened form.
+        problem: violated constraint. It continues ``field=received: ``.
+        action: next action of the user, as an imperative sentence.
     """
 
     def __init__(self, field: str, received: object, problem: str, action: str) -> None:
@@ -25,55 +26,55 @@ class RoomierError(ValueError):
 
     def __reduce__(self) -> tuple[type["RoomierError"], tuple[object, ...]]:
         is_data = self.received is None or isinstance(self.received, _TRAVELS)
-        received = self.received if is_data else _Shown(shorten(self.received))
+        received = self.received if is_data else Shown(shorten(self.received))
         return type(self), (self.field, received, self.problem, self.action)
 
 
 _TRAVELS = (str, int, float, Path, list, tuple, dict)
 
 
-class _Shown:
-    """What another process has in place of an object that was received: a generator, say, cannot be sent to it, and
-    the data set of a loader should not be."""
+@dataclass(frozen=True, repr=False)
+class Shown:
+    """Text in place of a received object, for another process: a generator cannot be sent, and a dataset should not."""
 
-    def __init__(self, text: str) -> None:
-        self.text = text
+    text: str
 
     def __repr__(self) -> str:
         return self.text
 
 
 class PlanError(RoomierError):
-    """A Plan that cannot work, or asks for what is not built yet."""
+    """A Plan that is invalid or that requests an unsupported combination."""
 
 
 class DataError(RoomierError):
-    """Data that cannot be read, or whose shape does not fit what was asked."""
+    """Data that cannot be read or has an unexpected shape."""
 
 
 class CheckpointError(RoomierError):
-    """A checkpoint that is missing, damaged, or belongs to something else. Nothing was changed."""
+    """A checkpoint that is missing or damaged, or that does not match the model. No state was changed."""
 
 
 class TrainingError(RoomierError):
-    """Training met a value it must not go on with (a loss that is not finite, say)."""
+    """A condition in which training cannot continue, such as a loss that is not finite."""
 
 
 def shorten(value: object, limit: int = 120) -> str:
-    """``repr(value)`` in at most ``limit`` characters."""
+    """Return ``repr(value)``, shortened to at most ``limit`` characters."""
     try:
         text = repr(value)
-    except Exception:  # of an object that is not whole, say; what is told of it matters more
+    except Exception:  # for example of an object whose __init__ has not finished
         text = f"<{type(value).__name__}>"
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
 def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The one of ``known`` that ``name`` was most likely meant to be: the shortest that begins with it, else the most
-    alike; None where none is alike.
+    """Return the element of ``known`` that is most similar to ``name``, or None if no element is similar.
+
+    If elements begin with ``name``, return the shortest of them.
 
     Args:
-        cutoff: how alike at least, from 0 to 1 (``difflib.SequenceMatcher.ratio``).
+        cutoff: minimum similarity, from 0 to 1 (``difflib.SequenceMatcher.ratio``).
     """
     names = sorted(known)
     longer = [each for each in names if name and each.startswith(name)]
@@ -82,7 +83,7 @@ def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """``"Did you mean 'x'?"`` for the nearest of ``known``, else the list of all of them."""
+    """Return ``"Did you mean 'x'?"`` for the nearest element of ``known``, or a list of all elements."""
     names = sorted(known)
     near = nearest(str(name), names)
     return f"Use one of: {', '.join(names)}" if near is None else f"Did you mean {near!r}?"

@@ -1,9 +1,9 @@
-"""All-to-all and all-gather among the ranks of a run, on any backend, with a count of the bytes that were sent.
+"""All-to-all and all-gather over the ranks of a run, on any backend, with a count of the bytes that were sent.
 
 [Note: bytes sent]
-Counted is the payload that a rank must hand to others, whatever the backend makes of it: of ``N`` rows an all-to-all
-sends ``N - 1``, an all-gather sends its own row ``N - 1`` times (around a ring: ``N - 1`` rows once). The measure to
-compare with is an all-reduce of ``B`` bytes, which sends ``2 (N - 1) / N * B`` (:func:`all_reduce_bytes`).
+The count contains the payload that a rank must send to other ranks, independent of the backend. For ``N`` rows, an
+all-to-all sends ``N - 1`` rows. An all-gather sends the row of the rank ``N - 1`` times (in a ring: each of ``N - 1``
+rows once). For comparison, an all-reduce of ``B`` bytes sends ``2 (N - 1) / N * B`` (:func:`all_reduce_bytes`).
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ from torch import Tensor
 
 
 class Exchange:
-    """Rows of tensors between all ranks of the default process group; with one rank, each call is the identity.
+    """Collectives over rows of tensors in the default process group. With one rank, each call is the identity.
 
-    On the CPU each rank sends each other rank what it needs (gloo's own collectives go through full-size copies); on
-    CUDA these are NCCL's collectives.
+    On the CPU, ranks use point-to-point calls, because gloo's collectives copy the full tensor. On CUDA, ranks use the
+    collectives of NCCL.
 
     Attributes:
-        num_ranks, rank: of the group.
-        bytes_sent: by this rank, so far.
+        num_ranks: size of the process group.
+        rank: rank of this process.
+        bytes_sent: number of bytes that this rank has sent.
     """
 
     def __init__(self) -> None:
@@ -31,10 +32,10 @@ class Exchange:
         self.bytes_sent = 0
 
     def all_to_all(self, rows: Tensor) -> Tensor:
-        """What each rank had for this one: row ``j`` of the result is the row ``rank`` of rank ``j``.
+        """Return the rows that all ranks have for this rank. Row ``j`` of the result is row ``rank`` of rank ``j``.
 
         Args:
-            rows: ``[num_ranks, n]``, contiguous, of one shape and dtype on all ranks.
+            rows: ``[num_ranks, n]``, contiguous, with the same shape and dtype on all ranks.
         """
         if self.num_ranks == 1:
             return rows
@@ -48,7 +49,7 @@ class Exchange:
         return received
 
     def all_gather(self, rows: Tensor) -> None:
-        """Fill ``rows`` (``[num_ranks, n]``, contiguous), of which this rank has filled its own, with those of all."""
+        """Fill ``rows`` (``[num_ranks, n]``, contiguous) with the rows of all ranks. Each rank has set its own row."""
         if self.num_ranks == 1:
             return
         self._count(rows)
@@ -72,5 +73,5 @@ class Exchange:
 
 
 def all_reduce_bytes(num_bytes: int, num_ranks: int) -> float:
-    """What a rank sends in an all-reduce of ``num_bytes``: a reduce-scatter and an all-gather around a ring."""
+    """Return the number of bytes that a rank sends in a ring all-reduce of ``num_bytes``."""
     return 2 * (num_ranks - 1) / num_ranks * num_bytes

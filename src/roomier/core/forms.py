@@ -45,12 +45,12 @@ class FormError(ValueError):
 
 
 def item_of(place: str, key: object) -> str:
-    """The place of an item: ``a.b`` for a key that is an identifier, else ``a['x.y']`` or ``a[0]``."""
+    """Return the place of an item: ``a.b`` for a key that is an identifier, otherwise ``a['x.y']`` or ``a[0]``."""
     return f"{place}.{key}" if isinstance(key, str) and key.isidentifier() else f"{place}[{shorten(key, _SHOWN_CHARS)}]"
 
 
 def place_of(path: Iterable[object]) -> str:
-    """The place of the value at ``path``, a name and the keys that lead from it to the value."""
+    """Return the place of the value at ``path``, which consists of a name and the keys that lead to the value."""
     name, *keys = path
     return reduce(item_of, keys, str(name))
 

@@ -1,4 +1,4 @@
-"""Freed memory of this process, back to the system."""
+"""Return freed memory of this process to the operating system."""
 
 import ctypes
 import sys
@@ -7,10 +7,11 @@ from functools import cache
 
 
 def give_back_freed() -> None:
-    """Return what was freed to the system; nothing where the C library is not glibc.
+    """Return freed memory to the operating system. This function has no effect without glibc.
 
-    glibc keeps freed memory of up to 32 MiB a piece for what comes next. Where large and lasting tensors are made in
-    turns, the holes between them are seldom of the right size, and add up to more than the tensors.
+    glibc keeps freed blocks of up to 32 MiB for later allocations. If large temporary and permanent tensors are
+    allocated alternately, few of the free blocks have a suitable size. The free blocks can then exceed the size of the
+    tensors.
     """
     trim = _trim()
     if trim is not None:

@@ -1,4 +1,4 @@
-"""An argument that does not exist, told in the one shape of an error instead of a bare TypeError."""
+"""Errors for keyword arguments that do not exist: a RoomierError with a suggestion instead of a bare TypeError."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, TypeVar, cast
 
 from roomier.core.errors import RoomierError, nearest
 
-_IS_MEANT = 0.75  # how alike a known name must be: a wrong guess costs its reader more than none
+_IS_MEANT = 0.75  # similarity above which a known name is suggested; a wrong suggestion is worse than none
 _NONE: Mapping[str, str] = {}
 _NONE_AT_ALL: Mapping[str, object] = {}
 _Init = TypeVar("_Init", bound=Callable[..., None])
@@ -18,12 +18,12 @@ _Init = TypeVar("_Init", bound=Callable[..., None])
 def unknown_keyword(
     owner: str, name: str, value: object, known: Iterable[str], former: Mapping[str, str] = _NONE
 ) -> RoomierError:
-    """The error for ``owner(name=value)``.
+    """Return the error for ``owner(name=value)``.
 
     Args:
-        owner: what was called, as it is spelled below ``roomier``.
-        known: the names it does take.
-        former: names of its past, or of others' interfaces, and for each what to write now.
+        owner: name of the called object, without the prefix ``roomier.``.
+        known: keywords that ``owner`` accepts.
+        former: action for each former name, or for each name in the interface of another library.
     """
     return RoomierError(name, value, f"{owner} has no such keyword", what_to_write(owner, name, known, former))
 
@@ -31,22 +31,23 @@ def unknown_keyword(
 def what_to_write(
     owner: str, name: str, known: Iterable[str], former: Mapping[str, str] = _NONE, *, prefix: str = ""
 ) -> str:
-    """What to write instead of the keyword ``name``, as an imperative sentence.
+    """Return what to write instead of the keyword ``name``, as an imperative sentence.
 
     Args:
-        prefix: what stands before a known name where the user writes it.
+        prefix: text before the keyword where the user writes it.
     """
     if name in former:
         return former[name]
     near = nearest(name, known, _IS_MEANT)
-    return f"help(roomier.{owner}) lists them" if near is None else f"Did you mean {prefix + near!r}?"
+    return f"See help(roomier.{owner})" if near is None else f"Did you mean {prefix + near!r}?"
 
 
 def refuse_keywords(
     method: Callable[..., object], unknown: Mapping[str, object], former: Mapping[str, str] = _NONE
 ) -> None:
-    """Raise for what ``method`` received beyond its parameters; called first in its body, as a decorator would
-    stand on the stack of everything below.
+    """Raise an error if ``method`` received keywords that are not among its parameters.
+
+    Call this function first in the body of ``method``. A decorator would add a stack frame to every traceback.
 
     Raises:
         RoomierError: ``unknown`` is not empty.
@@ -62,12 +63,13 @@ def explain_unknown_keywords(
     harmless: Mapping[str, object] = _NONE_AT_ALL,
     check: Callable[[Mapping[str, object]], None] | None = None,
 ) -> Callable[[_Init], _Init]:
-    """A decorator for the ``__init__`` of the class ``owner``: an unknown keyword is told with what to write.
+    """Decorate ``__init__`` of the class ``owner``, so that an unknown keyword raises an error with a suggestion.
 
     Args:
-        former: names of its past, or of others' interfaces, and for each what to write now.
-        harmless: of these names, the value that asks for what is done anyway: it is taken.
-        check: looks at all keywords before.
+        former: action for each former name, or for each name in the interface of another library.
+        harmless: unsupported keywords with the value that requests the existing behavior. With this value, a keyword is
+            ignored.
+        check: called with all keywords before any other check.
     """
 
     def decorate(init: _Init) -> _Init:
@@ -78,8 +80,8 @@ def explain_unknown_keywords(
         @functools.wraps(init)
         def checked(self: Any, *args: Any, **kwargs: Any) -> None:
             if args and takes_names_only:
-                action = f"Write keywords: {known[0]}=..."
-                raise RoomierError(owner, args[0], "takes no arguments without a name", action)
+                action = f"Pass keywords: {known[0]}=..."
+                raise RoomierError(owner, args[0], "accepts keyword arguments only", action)
             if check is not None:
                 check(kwargs)
             kwargs = {name: value for name, value in kwargs.items() if not _is_harmless(name, value, harmless)}
@@ -98,7 +100,7 @@ def _is_harmless(name: str, value: object, harmless: Mapping[str, object]) -> bo
 
 
 def names_of(function: Callable[..., object]) -> list[str]:
-    """The parameters of ``function`` that have a name of their own."""
+    """Return the names of the parameters of ``function``, except ``self``, ``*args`` and ``**kwargs``."""
     parameters = inspect.signature(function).parameters.values()
     return [each.name for each in parameters if each.name != "self" and each.kind not in _COLLECTS]
 

@@ -1,4 +1,4 @@
-"""Names of a package that are imported when they are first asked for (PEP 562)."""
+"""Lazy imports: names of a package that are imported on first access (PEP 562)."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from typing import Any
 
 
 def late_names(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """``__getattr__`` and ``__dir__`` for the module ``package``; its files are found as its attributes too.
+    """Return ``__getattr__`` and ``__dir__`` for the module ``package``.
+
+    The functions also make the files of the package available as attributes.
 
     Args:
-        homes: the file of each name. No file may have the name of something in it: once imported it would be found in
-            its place.
+        homes: file that defines each name. A file must not have the name of an object in ``homes``, because the
+            imported file would replace the object as an attribute of the package.
     """
     files = set(homes.values())
-    assert not files & homes.keys(), "a file would hide what is in it"
+    assert not files & homes.keys(), "a file has the same name as an object"
 
     def get(name: str) -> Any:
         if name in files:
@@ -24,7 +26,7 @@ def late_names(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], 
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         found = getattr(import_module(f"{package}.{homes[name]}"), name)
-        setattr(sys.modules[package], name, found)  # asked for once
+        setattr(sys.modules[package], name, found)  # so that the next access does not call this function
         return found
 
     def names() -> list[str]:

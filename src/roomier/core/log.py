@@ -1,4 +1,4 @@
-"""The library's own messages: one way to tell the user something that matters."""
+"""Notices: messages of roomier to the user, on standard error."""
 
 import os
 import sys
@@ -10,14 +10,15 @@ _is_quiet: ContextVar[bool] = ContextVar("is_quiet", default=False)
 
 
 def is_first_rank() -> bool:
-    """Whether this process is the only one, or the first, of its job: launchers tell each its number in ``RANK``."""
+    """Return whether this process is rank 0 or the only process. Launchers set ``RANK``."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def notice(message: str, *, every_rank: bool = False) -> None:
-    """Print one line the user must see, on standard error, so that standard output stays data.
+    """Print one line on standard error, so that standard output contains data only.
 
-    Of several ranks the first one alone prints, but for what holds of one rank: ``every_rank`` that calls it.
+    Args:
+        every_rank: print on each rank that calls this function. By default, only rank 0 prints.
     """
     if not _is_quiet.get() and (every_rank or is_first_rank()):
         print(f"roomier: {message}", file=sys.stderr, flush=True)
@@ -25,7 +26,7 @@ def notice(message: str, *, every_rank: bool = False) -> None:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Inside, notices are not printed: what is built there is never run."""
+    """Suppress notices inside the context, for example while a model is built only for a dry run."""
     token = _is_quiet.set(True)
     try:
         yield

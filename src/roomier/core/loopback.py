@@ -12,7 +12,7 @@ LOOPBACK = "127.0.0.1"
 
 
 def is_loopback(address: str) -> bool:
-    """Whether ``address`` is a loopback address by itself, so that each machine resolves it to itself."""
+    """Return whether ``address`` is a loopback address on every machine. Host names other than localhost are not."""
     try:
         return address == "localhost" or ip_address(address).is_loopback
     except ValueError:  # a host name

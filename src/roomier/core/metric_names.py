@@ -1,4 +1,4 @@
-"""Names of metrics. They reach terminals, files and services unchanged."""
+"""Names of metrics, which are written to terminals, files and services unchanged."""
 
 import unicodedata
 
@@ -8,7 +8,7 @@ _REJECTED = ("Cc", "Cs", "Zl", "Zp")  # control characters, surrogates that no f
 
 
 def check_metric_name(field: str, name: str) -> None:
-    """Reject a name that could move the cursor of a terminal or end a line of a file.
+    """Reject a name that could move the cursor of a terminal or end a line in a file.
 
     Raises:
         RoomierError: ``name`` contains a control character, a line separator or a lone surrogate.

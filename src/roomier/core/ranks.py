@@ -1,11 +1,11 @@
-"""What the ranks of a run tell each other on the host; with one rank, each call is the identity.
+"""Values that the ranks of a run exchange on the host; with one rank, each call is the identity.
 
-These are for what happens between steps: shares of a batch, agreements, metrics at log steps. Every rank must make
-the same calls in the same order. The tensors of a model go other ways (``parallel/``).
+These calls are for work between steps: shares of a batch, agreements, metrics at log steps. Every rank must make the
+same calls in the same order. ``parallel/`` exchanges the tensors of a model.
 """
 
-import pickle
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -13,18 +13,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from roomier.core.wire import decode, encode
 from roomier.core.world import World
 
 T = TypeVar("T")
 
 
 class Ranks:
-    """The ranks of a run, over the process group that :mod:`roomier.launch` joined.
+    """Ranks of a run, over the process group that :mod:`roomier.launch` joined.
 
     Args:
-        world: the place of this process among them. More than one need ``torch.distributed`` to be initialised with
+        world: the place of this process among the ranks. Several ranks need an initialized ``torch.distributed`` with
             a backend for the CPU (gloo).
-        group: another process group of the same ranks, for calls from another thread; None is the default one.
+        group: another process group of the same ranks, for calls from another thread; None is the default group.
     """
 
     def __init__(self, world: World | None = None, group: dist.ProcessGroup | None = None) -> None:
@@ -34,20 +35,20 @@ class Ranks:
 
     @cached_property
     def is_alone(self) -> bool:
-        """Whether this rank is the only one."""
+        """Return whether this rank is the only one."""
         return self.world.size == 1
 
     def exchange_pairwise(self, device: torch.device) -> bool:
-        """Whether the parts of a model on ``device`` go from rank to rank by sends of our own (on gloo)."""
+        """Return whether shards of a model on ``device`` are sent from rank to rank by point-to-point calls (gloo)."""
         return device.type == "cpu"
 
     @property
     def is_zero(self) -> bool:
-        """Whether this rank is the one that writes and prints."""
+        """Return whether this rank writes files and prints."""
         return self.world.rank == 0
 
     def sum(self, values: Tensor) -> Tensor:
-        """The sum over all ranks of ``values``, of one shape, dtype and kind of device everywhere; a new tensor."""
+        """Return the sum of ``values`` over all ranks, as a new tensor. Shape, dtype and device type must be equal."""
         if self.is_alone:
             return values
         total = values.clone()
@@ -55,28 +56,51 @@ class Ranks:
         return total
 
     def any(self, flag: bool) -> bool:
-        """Whether ``flag`` is true on any rank."""
+        """Return whether ``flag`` is true on any rank."""
         return flag if self.is_alone else any(self.gather(flag))
 
-    def gather(self, value: T) -> list[T]:
-        """``value`` of each rank, by rank, on every rank."""
+    def gather(self, value: T, *, allows_pickle: bool = False) -> list[T]:
+        """Return ``value`` of each rank, by rank, on every rank.
+
+        Args:
+            allows_pickle: pickle objects that are not plain data. Use it only for values of the user. See
+                :mod:`roomier.core.wire`.
+
+        Raises:
+            RoomierError: ``value`` contains an object that cannot be sent.
+        """
         if self.is_alone:
             return [value]
-        gathered: list[Any] = [None] * self.world.size
-        dist.all_gather_object(gathered, value, group=self._group)
-        return gathered
+        own = encode(value, allows_pickle=allows_pickle)
+        sizes = torch.empty(self.world.size, 1, dtype=torch.int64)
+        dist.all_gather(list(sizes), torch.tensor([len(own)]), group=self._group)
+        padded = torch.zeros(int(sizes.max()), dtype=torch.uint8)
+        padded[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+        of_all = torch.empty(self.world.size, len(padded), dtype=torch.uint8)
+        dist.all_gather(list(of_all), padded, group=self._group)
+        rows = zip(of_all.numpy(), sizes.flatten().tolist(), strict=True)
+        return [decode(row[:size].tobytes(), allows_pickle=allows_pickle) for row, size in rows]
 
-    def from_zero(self, value: T) -> T:
-        """``value`` of rank 0 on every rank."""
+    def from_zero(self, value: T, *, allows_pickle: bool = False) -> T:
+        """Return ``value`` of rank 0 on every rank.
+
+        Args:
+            allows_pickle: see :meth:`gather`.
+        """
         if self.is_alone:
             return value
-        box = [value]
-        dist.broadcast_object_list(box, src=0, group=self._group)
-        return box[0]
+        data = bytearray(encode(value, allows_pickle=allows_pickle)) if self.is_zero else bytearray()
+        size = torch.tensor([len(data)])
+        dist.broadcast(size, src=0, group=self._group)
+        sent = torch.frombuffer(data or bytearray(int(size)), dtype=torch.uint8)
+        dist.broadcast(sent, src=0, group=self._group)
+        return value if self.is_zero else decode(sent.numpy().tobytes(), allows_pickle=allows_pickle)
 
     def on_zero(self, function: Callable[[], T]) -> T:
-        """Call ``function`` on rank 0 alone; what it returns, or raises, comes to every rank. An error that cannot be
-        sent comes to the others as a RuntimeError that says the same."""
+        """Call ``function`` on rank 0 only. Every rank returns the result, or raises the error of rank 0.
+
+        If the error cannot be sent, the other ranks raise a RuntimeError with its text.
+        """
         if self.is_alone:
             return function()
         outcome: tuple[Any, Exception | None] = (None, None)
@@ -93,15 +117,14 @@ class Ranks:
         return result
 
     def barrier(self) -> None:
-        """Wait until every rank is here."""
+        """Wait until every rank calls this method."""
         if not self.is_alone:
             dist.barrier(group=self._group)
 
 
 def _sendable(error: Exception) -> Exception:
-    """``error``, if it survives the way to another process."""
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:  # any code may stand in how an error is sent, and made again
-        return RuntimeError(f"{type(error).__name__} on rank 0: {error}")
-    return error
+    """Return ``error`` if it can be sent, otherwise a RuntimeError with its text."""
+    with suppress(Exception):  # the constructor of its class can raise any error
+        decode(encode(error))
+        return error
+    return RuntimeError(f"{type(error).__name__} on rank 0: {error}")

@@ -1,4 +1,4 @@
-"""Every random state a training step can draw from: seeded, captured, put back."""
+"""Seed, save and restore all random number generators that a training step can use."""
 
 import random
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from roomier.core.errors import RoomierError
 from roomier.core.forms import Form, FormError, fields, finite, integer, mapping_of, one_of, optional, tensor
 
 _LIMIT = 2**32
@@ -27,20 +28,22 @@ RNG_FORM: Form = fields(
     },
     others={"cuda": mapping_of(_GENERATOR), "mps": _GENERATOR},
 )
-"""The form of what :func:`rng_state` returns."""
+"""Form of the result of :func:`rng_state`."""
 
 
 def seed_everything(seed: int, workers: bool = False) -> int:
-    """Seed Python, NumPy and torch (all devices) with ``seed`` in ``[0, 2**32)``; returns it.
+    """Seed Python, NumPy and torch (all devices), and return ``seed``.
 
     Args:
-        workers: taken for Lightning's sake, changes nothing: roomier seeds the workers of a DataLoader anyway, for
-            each sample.
+        seed: integer in ``[0, 2**32)``.
+        workers: has no effect. It exists for compatibility with Lightning. roomier always seeds the workers of a
+            DataLoader, for each sample.
+
+    Raises:
+        RoomierError: ``seed`` is not an integer in this range.
     """
     if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < _LIMIT:
-        from roomier.core.errors import RoomierError
-
-        raise RoomierError("seed", seed, "is not an integer in [0, 2**32)", "Pass such an integer")
+        raise RoomierError("seed", seed, "must be an integer in [0, 2**32)", "Pass an integer such as 42")
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
@@ -48,9 +51,9 @@ def seed_everything(seed: int, workers: bool = False) -> int:
 
 
 def separate_rng(rank: int) -> None:
-    """Let this rank draw other numbers than the ranks that were seeded like it; rank 0 goes on with its own.
+    """Seed the generators of this rank differently from other ranks with the same state. Rank 0 keeps its state.
 
-    What it draws depends on the states it came with and on ``rank`` alone.
+    The new state depends only on the current state and on ``rank``.
     """
     if rank == 0:
         return
@@ -60,7 +63,7 @@ def separate_rng(rank: int) -> None:
 
 
 def rng_state() -> dict[str, Any]:
-    """The state of all generators, as tensors, numbers and lists (it fits into a checkpoint)."""
+    """Return the state of all generators as tensors, numbers and lists, which a checkpoint can contain."""
     version, internal, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     state: dict[str, Any] = {
@@ -109,7 +112,7 @@ def check_generator_state(state: torch.Tensor, place: str) -> None:
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    """Put back what :func:`rng_state` gave. CUDA states of devices that are not here are left out."""
+    """Restore the result of :func:`rng_state`. States of CUDA devices that do not exist here are skipped."""
     python, numpy = state["python"], state["numpy"]
     random.setstate((python["version"], tuple(python["internal"].tolist()), python["gauss"]))
     np.random.set_state(

@@ -1,4 +1,4 @@
-"""The folder in which this process was started, as far as it is known when roomier is imported."""
+"""Working folder of this process at the time when roomier is imported."""
 
 import os
 from contextlib import suppress

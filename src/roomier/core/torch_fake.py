@@ -1,4 +1,4 @@
-"""Every underscore name of torch that a dry run uses, with the version it was checked on (2.13)."""
+"""Private names of torch that dry runs use, with the version with which they were checked (2.13)."""
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,42 +10,42 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 READS_VALUE = torch.ops.aten._local_scalar_dense.default
-"""What ``Tensor.item()`` and ``bool(tensor)`` dispatch."""
+"""Operator of ``Tensor.item()`` and ``bool(tensor)``."""
 UNSCALES = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
-"""What a gradient scaler dispatches; its second argument becomes 1 where a gradient is not finite."""
+"""Operator of a gradient scaler. It sets its second argument to 1 if a gradient is not finite."""
 
 
 def is_fake(tensors: Sequence[Tensor]) -> bool:
-    """Whether they have shapes and no memory, as in a dry run."""
-    found = sys.modules.get("torch._subclasses.fake_tensor")  # where nobody made one, nobody pays for its import
+    """Return whether any of ``tensors`` is a fake tensor, which has a shape but no memory."""
+    found = sys.modules.get("torch._subclasses.fake_tensor")  # its import is slow, and needed only for fake tensors
     return found is not None and any(isinstance(each, found.FakeTensor) for each in tensors)
 
 
 def fake_tensors() -> AbstractContextManager[Any]:
-    """A context in which tensors have shapes and no memory; real ones that come in are taken for their shapes."""
+    """Return a context in which new tensors are fake. Operations use only the shapes of real tensors."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def makes_fake_tensors() -> bool:
-    """Whether this is inside :func:`fake_tensors`."""
+    """Return whether the caller is inside :func:`fake_tensors`."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
-_num_runs = 1  # that what runs now stands for
+_num_runs = 1  # number of iterations that the current iteration represents
 
 
 def num_runs() -> int:
-    """For how many runs the code that is running stands; see :func:`few_of`."""
+    """Return the number of iterations that the current iteration represents. See :func:`few_of`."""
     return _num_runs
 
 
 def few_of(items: Sequence[Any]) -> Iterator[Any]:
-    """``items`` to loop over, all but the last of which are worked on alike.
+    """Iterate over ``items``, which all cause the same work except the last item.
 
-    Where tensors are fake: the first, a second that stands for all between, and the last. By the second, what the loop
-    before it left is there, so memory rises as high as in all of them.
+    With fake tensors, yield only the first item, the second and the last. The second represents all items between the
+    first and the last. Memory from the first iteration still exists in the second, so the peak equals the full loop's.
     """
     global _num_runs
     if len(items) <= 3 or not makes_fake_tensors():
@@ -62,10 +62,11 @@ def few_of(items: Sequence[Any]) -> Iterator[Any]:
 
 @contextmanager
 def fake_tensors_in_groups(*, as_on_cuda: bool) -> Iterator[None]:
-    """Inside, functions over many tensors (``_foreach_*``) take fake ones as they take real ones.
+    """Let functions over lists of tensors (``_foreach_*``) accept fake tensors inside the context.
 
     Args:
-        as_on_cuda: ``torch.optim`` takes them by default, as for parameters on a GPU; else one by one, as on a CPU.
+        as_on_cuda: let ``torch.optim`` use these functions by default, as for parameters on a GPU. Otherwise it updates
+            one parameter at a time, as on a CPU.
     """
     from torch._subclasses.fake_tensor import FakeTensor
     from torch.utils import _foreach_utils
@@ -87,8 +88,11 @@ def fake_tensors_in_groups(*, as_on_cuda: bool) -> Iterator[None]:
 
 @contextmanager
 def fake_process_group(rank: int, size: int) -> Iterator[None]:
-    """Inside, ``torch.distributed`` knows ``size`` ranks, of which this process is ``rank`` and no other answers; what
-    it knew before is there again afterwards."""
+    """Replace the process groups of ``torch.distributed`` by a fake default group inside the context.
+
+    The group has ``size`` ranks, and this process is ``rank``. Collectives return without communication. The previous
+    process groups are restored afterwards.
+    """
     import torch.distributed as dist
     from torch.distributed import distributed_c10d
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
@@ -96,9 +100,9 @@ def fake_process_group(rank: int, size: int) -> Iterator[None]:
 
     known, hook = distributed_c10d._world, sys.excepthook
     num_groups, groups = known.group_count, set(known.pg_map)
-    distributed_c10d._world = imagined = distributed_c10d._World()  # of its own default group; the rest is shared
-    imagined.group_count = num_groups + 10_000  # names of groups are unique in a process
-    _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]  # it knows meshes, and takes those of one shape for one
+    distributed_c10d._world = imagined = distributed_c10d._World()  # a separate default group; other state is shared
+    imagined.group_count = num_groups + 10_000  # names of groups must be unique in a process
+    _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]  # the cache treats meshes of equal shape as equal
     try:
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
         yield
@@ -107,27 +111,31 @@ def fake_process_group(rank: int, size: int) -> Iterator[None]:
         distributed_c10d._world = known
         for made in [each for each in known.pg_map if each not in groups]:
             dist.destroy_process_group(made)
-        known.group_count = num_groups  # the ranks of a real group count alike
+        known.group_count = num_groups  # ranks of the real group must have equal counts
         distributed_c10d._update_default_pg(known.default_pg)
         sys.excepthook = hook
 
 
 def device_type_of(tensor: Tensor) -> str:
-    """``tensor.device.type``. Of a fake tensor, which would ask all modes that look at operations, at once."""
+    """Return ``tensor.device.type``. For a fake tensor, skip the dispatch to all active modes."""
     device: torch.device | None = getattr(tensor, "fake_device", None)
     return (tensor.device if device is None else device).type
 
 
 def fake_constant(tensor: Tensor) -> Tensor | None:
-    """The value of a fake tensor that is known all the same, as of ``torch.tensor(3)``."""
+    """Return the value of a fake tensor if it is known, as for ``torch.tensor(3)``; otherwise None."""
     found: Tensor | None = getattr(tensor, "constant", None)
     return found
 
 
 @contextmanager
 def replaced_kernels(kernels: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
-    """Inside, fake tensors go to other functions than those that recurrent layers call in C++, by name; ``kernel`` of a
-    function is the one in whose place it is: ``function(kernel, *args)``."""
+    """Replace C++ functions of recurrent layers for fake tensors inside the context.
+
+    Args:
+        kernels: replacement for each function name, called as ``replacement(kernel, *args)`` with the original
+            function.
+    """
 
     def replacing(kernel: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *args: function(kernel, *args) if is_fake(args[:1]) else kernel(*args)

@@ -1,4 +1,4 @@
-"""Every underscore name of torch's DataLoader that roomier uses, with the version it was checked on (2.11 and 2.13)."""
+"""Private names of torch's DataLoader that roomier uses, checked with torch 2.11 and 2.13."""
 
 from typing import Any
 
@@ -11,12 +11,12 @@ def kept_iterator(loader: object) -> Any:
 
 
 def forget_iterator(loader: DataLoader[Any]) -> None:
-    """Let the next iterator of a DataLoader start new workers; for a copy of a DataLoader, workers of its own."""
+    """Make the next iterator of a DataLoader start new workers. A copy of a DataLoader then has separate workers."""
     loader._iterator = None
 
 
 def makes_own_iterator(loader: DataLoader[Any]) -> bool:
-    """Whether a subclass puts something around torch's iterator, as the loaders of graph libraries do."""
+    """Return whether a subclass wraps torch's iterator, as the loaders of graph libraries do."""
     return type(loader)._get_iterator is not DataLoader._get_iterator
 
 
@@ -33,7 +33,7 @@ def end_kept_workers(loader: DataLoader[Any]) -> None:
     The next iterator of ``loader`` starts new ones.
     """
     iterator = _of_torch(kept_iterator(loader))
-    if hasattr(iterator, "_shutdown_workers"):  # torchdata's StatefulDataLoader has iterators of its own class
+    if hasattr(iterator, "_shutdown_workers"):  # torchdata's StatefulDataLoader has iterators of another class
         _shut_down(iterator)
         if iterator._persistent_workers:
             forget_iterator(loader)
@@ -52,5 +52,5 @@ def _shut_down(iterator: Any) -> None:
 
 
 def has_ended(iterator: Any) -> bool:
-    """Whether the iterator of a DataLoader over a stream, without workers, knows that there is nothing more."""
+    """Return whether the iterator of a DataLoader without workers over an iterable dataset is exhausted."""
     return bool(getattr(getattr(iterator, "_dataset_fetcher", None), "ended", False))

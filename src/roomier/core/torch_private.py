@@ -1,4 +1,4 @@
-"""Every underscore name of torch that roomier uses, with the version it was checked on (2.11 and 2.13)."""
+"""Private names of torch that roomier uses, with the versions with which they were checked (2.11 and 2.13)."""
 
 import copy
 import warnings
@@ -28,7 +28,7 @@ BACKGROUND_GROUP = "roomier background"
 def make_wrapper(
     cls: type[AnyTensor], shape: Sequence[int], dtype: torch.dtype, device: torch.device, requires_grad: bool = False
 ) -> AnyTensor:
-    """A tensor of ``cls`` that looks contiguous, of this shape, and has no memory."""
+    """Return a tensor of class ``cls`` with this shape, contiguous strides and no memory."""
     made: AnyTensor = torch.Tensor._make_wrapper_subclass(
         cls, shape, dtype=dtype, device=device, requires_grad=requires_grad
     )
@@ -36,44 +36,44 @@ def make_wrapper(
 
 
 def keeps_graph() -> bool:
-    """Within a backward: whether it was asked to retain the graph for another."""
+    """Return whether the current backward retains its graph (``retain_graph=True``)."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
 def writes_to_arguments(operator: torch._ops.OpOverload) -> bool:
-    """Whether it works in place, or has an ``out=``."""
+    """Return whether ``operator`` works in place or has an argument ``out``."""
     return bool(operator._schema.is_mutable)
 
 
 def is_shared(tensor: Tensor) -> bool:
-    """Whether another tensor uses the memory of ``tensor``."""
-    use_count = torch._C._storage_Use_Count  # the tensor, the Python object of its storage, and others
+    """Return whether another tensor uses the memory of ``tensor``."""
+    use_count = torch._C._storage_Use_Count  # counts the tensor, the Python object of the storage, and other users
     return int(use_count(tensor.untyped_storage()._cdata)) > 2
 
 
 def memory_of(tensor: Tensor) -> int:
-    """The same number for tensors that share memory."""
+    """Return a number that is equal for tensors that share memory."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def version_of(tensor: Tensor) -> int:
-    """How often ``tensor``, or a view of it, was written to in place."""
+    """Return how often ``tensor`` or a view of it was modified in place."""
     return int(tensor._version)
 
 
 def detached(tensor: Tensor) -> Tensor:
-    """``tensor`` without its graph, also inside :func:`intercept`, where ``detach`` alone misses later writes."""
+    """Return ``tensor`` without its graph. Inside :func:`intercept`, ``detach`` alone would miss later writes."""
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         return tensor.detach()
 
 
 def viewed(tensor: Tensor) -> Tensor:
-    """What ``tensor`` is a view of; itself where it is none."""
+    """Return the base of a view, or ``tensor`` itself if it is not a view."""
     return tensor if tensor._base is None else tensor._base
 
 
 def product_operators() -> frozenset[torch._ops.OpOverload]:
-    """What multiplies matrices or convolves, as dispatched below autograd."""
+    """Return the operators of matrix products and convolutions that are dispatched below autograd."""
     names = "mm addmm bmm baddbmm linear convolution convolution_overrideable mkldnn_convolution _addmm_activation"
     names += " _scaled_mm _scaled_mm_v2 _grouped_mm _scaled_grouped_mm _int_mm _trilinear"
     return _overloads(names.split())
@@ -95,7 +95,7 @@ def _overloads(names: Sequence[str]) -> frozenset[torch._ops.OpOverload]:
 
 @contextmanager
 def seen_as_saved(see: Callable[[Tensor], None]) -> Iterator[None]:
-    """Inside, ``see`` is called with each tensor that autograd saves; hooks around still do with it what they do."""
+    """Call ``see`` with each tensor that autograd saves inside the context. Outer hooks remain active."""
     around = torch._C._autograd._top_saved_tensors_default_hooks(True)
     pack, unpack = around or (lambda tensor: tensor, lambda tensor: tensor)
 
@@ -108,57 +108,59 @@ def seen_as_saved(see: Callable[[Tensor], None]) -> Iterator[None]:
 
 
 def convert_tensors(module: nn.Module, convert: Callable[[Tensor], Tensor]) -> None:
-    """Replace each parameter and buffer as ``Module.to`` does, which takes the device and dtype alone."""
+    """Replace each parameter and buffer as ``Module.to`` does, by any function instead of a device and dtype."""
     module._apply(convert)  # type: ignore[no-untyped-call]
 
 
 def leave_out_of_ddp(module: nn.Module, names: Sequence[str]) -> None:
-    """Parameters and buffers of ``module`` that DDP, which will wrap it, sends to no other rank."""
+    """Exclude parameters and buffers of ``module`` from the communication of DDP. Call this before DDP wraps it."""
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)  # type: ignore[no-untyped-call]
 
 
 def reset_of_torch(module: nn.Module) -> Callable[[], None] | None:
-    """``_reset_parameters`` of the two modules of torch that have it in the place of ``reset_parameters``."""
+    """Return ``_reset_parameters`` of the two torch modules that have it instead of ``reset_parameters``; or None."""
     if isinstance(module, (nn.MultiheadAttention, nn.Transformer)):
         return module._reset_parameters
     return None
 
 
 def initializer_of_transformers(module: nn.Module) -> Callable[[], None] | None:
-    """What gives a model of Hugging Face its first values (``initialize_weights``, transformers 4.48 to 5)."""
+    """Return the method that initializes a model of transformers 4.48 to 5 (``initialize_weights``), or None."""
     found = getattr(module, "initialize_weights", None)
     return found if callable(found) and callable(getattr(module, "_init_weights", None)) else None
 
 
 def non_persistent_buffers(module: nn.Module) -> set[str]:
-    """Names of the buffers of ``module`` itself that are not in its ``state_dict``."""
+    """Return the names of the buffers of ``module`` that are not in its ``state_dict``, without submodules."""
     return set(module._non_persistent_buffers_set)
 
 
 def offsets_of_shard(tensor: Any) -> tuple[int, ...]:
-    """Where this rank's part of a DTensor begins in the whole, for each dimension (what DCP asks it for)."""
+    """Return the offset of this rank's shard of a DTensor in each dimension (protocol of distributed checkpoints)."""
     (chunk,) = tensor.__create_chunk_list__()
     return tuple(chunk.offsets)
 
 
 def is_being_gathered(unit: Any) -> bool:
-    """Whether the parameters of a unit of ``fully_shard`` are under way, and nothing has waited for them yet."""
+    """Return whether an all-gather of a ``fully_shard`` unit has started and its result was not waited for."""
     group = unit._get_fsdp_state()._fsdp_param_group
     return group is not None and group._all_gather_result is not None
 
 
 def has_gradient_hooks(parameter: Tensor) -> bool:
-    """Whether it has hooks of ``register_post_accumulate_grad_hook``."""
+    """Return whether ``parameter`` has hooks from ``register_post_accumulate_grad_hook``."""
     return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
 def intercept(handler: Callable[..., Any], *, lets_compile: bool = False) -> AbstractContextManager[Any]:
-    """A context in which ``handler(func, types, args, kwargs)`` is called in place of each operation that torch
-    dispatches, those of a backward included. It may return NotImplemented to leave it to a tensor subclass.
+    """Return a context that calls ``handler(func, types, args, kwargs)`` instead of each dispatched operation.
+
+    Operations of a backward are included. The handler can return NotImplemented to leave the operation to a tensor
+    subclass.
 
     Args:
-        lets_compile: what is compiled runs compiled inside, where only the operators it calls are seen; else it runs
-            operation by operation.
+        lets_compile: run compiled functions compiled. The handler then receives only the operators that the compiled
+            code calls. Otherwise compiled functions run eagerly.
     """
     return _CompiledInterception(handler) if lets_compile else _Interception(handler)
 
@@ -167,7 +169,7 @@ _ASKS_DEVICE = torch.ops.prim.device.default
 
 
 class _Interception(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    supports_higher_order_operators = True  # flex_attention is one; others would be an error inside
+    supports_higher_order_operators = True  # such as flex_attention; other operators of this kind would raise an error
 
     def __init__(self, handler: Callable[..., Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -175,13 +177,16 @@ class _Interception(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _ASKS_DEVICE and (device := getattr(args[0], "fake_device", None)) is not None:
-            return device  # two of three operations on fake tensors ask for it: not all modes need to hear of it
+            return device  # two of three operations on fake tensors read it, so skip the other modes
         return self._handler(func, types, args, kwargs or {})
 
 
 def replace_functions(functions: Mapping[Any, Callable[..., Any]]) -> AbstractContextManager[Any]:
-    """A context in which functions of torch that take tensors are replaced: what is called, and what is in its place.
-    In there, a function is called as it is."""
+    """Return a context in which functions of torch that take tensors are replaced.
+
+    Args:
+        functions: replacement of each function. Inside a replacement, torch functions are not replaced.
+    """
     return _Replacements(functions)
 
 
@@ -191,7 +196,7 @@ class _Replacements(TorchFunctionMode):
         self._functions = functions
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is Tensor.backward:  # what is computed again in it is computed as it was
+        if func is Tensor.backward:  # replace functions in recomputation as well
             with self, _own_backward():
                 named = dict(kwargs or {})
                 return torch.autograd.backward(args[0], grad_tensors=named.pop("gradient", None), **named)
@@ -200,7 +205,7 @@ class _Replacements(TorchFunctionMode):
 
 @contextmanager
 def _own_backward() -> Iterator[None]:
-    """Inside, ``torch.autograd.backward`` asks no mode to run it (torch 2.13 does): that would leave the mode."""
+    """Prevent ``torch.autograd.backward`` from calling the mode, which would disable the mode (torch 2.13)."""
     module: Any = torch.autograd
     before = module.has_torch_function
     module.has_torch_function = lambda arguments: False
@@ -217,26 +222,29 @@ class _CompiledInterception(_Interception):  # type: ignore[no-untyped-call]
 
 
 def without_interception() -> AbstractContextManager[Any]:
-    """A context that no dispatch mode looks into: ``torch.compile`` gives up for good on code it first meets in one."""
+    """Return a context without dispatch modes, because ``torch.compile`` never compiles code first seen in a mode."""
     from torch.utils._python_dispatch import _disable_current_modes
 
     return _disable_current_modes()
 
 
 def handles_dispatch(kind: type) -> bool:
-    """Whether tensors of this class turn operations into others on the tensors they hold, as a DTensor does."""
+    """Return whether tensors of class ``kind`` implement operations on inner tensors, as DTensor does."""
     own = getattr(kind, "__torch_dispatch__", None)
     return own is not None and own is not torch._C._disabled_torch_dispatch_impl
 
 
 def is_in_backward() -> bool:
-    """Whether this thread runs a backward, as it does while a block is computed again."""
+    """Return whether this thread runs a backward, for example while a block is recomputed."""
     return int(torch._C._current_graph_task_id()) != -1
 
 
 class LossScalerOfParts(GradScaler):
-    """For optimizers of some parameters that are cut and some that are not: DTensor's kernel asks the first gradient of
-    a list among which ranks to look for infinite ones."""
+    """Gradient scaler for optimizers with both sharded and unsharded parameters.
+
+    DTensor's kernel checks for infinite gradients on the ranks of the first gradient of a list. So this scaler passes
+    sharded parameters first.
+    """
 
     def _unscale_grads_(self, optimizer: Optimizer, *arguments: Any) -> dict[torch.device, Tensor]:
         groups = optimizer.param_groups
@@ -244,7 +252,7 @@ class LossScalerOfParts(GradScaler):
         if len({type(each) is nn.Parameter for each in parameters}) < 2:
             return super()._unscale_grads_(optimizer, *arguments)
         parameters.sort(key=lambda each: type(each) is nn.Parameter)
-        optimizer.param_groups = [{"params": parameters}]  # nothing else of a group is read
+        optimizer.param_groups = [{"params": parameters}]  # the method reads only "params"
         try:
             return super()._unscale_grads_(optimizer, *arguments)
         finally:
@@ -252,27 +260,27 @@ class LossScalerOfParts(GradScaler):
 
 
 def found_inf(scaler: GradScaler, optimizer: Optimizer) -> list[Tensor]:
-    """The flags (0-dim float, one a device) that ``scaler`` set while it unscaled ``optimizer``."""
+    """Return the flags (0-dim float, one per device) that ``scaler`` set when it unscaled ``optimizer``."""
     return list(scaler._found_inf_per_device(optimizer).values())
 
 
 def skips_on_device(optimizer: Optimizer) -> bool:
-    """Whether the optimizer's kernel itself leaves out a step with infinite gradients (fused ones do)."""
+    """Return whether the optimizer's kernel skips a step with infinite gradients, as fused kernels do."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
 def tell_stepped(optimizer: Optimizer) -> None:
-    """Let schedulers take this step as done; else they warn where the first one was left out by a loss scale."""
+    """Mark the step as done. Otherwise schedulers warn if the loss scaler skipped the first step."""
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
 def last_forward_value(metric: Any) -> Any:
-    """What the last call of a torchmetrics metric returned (its underscore name; torchmetrics 1.4 to 1.9)."""
+    """Return the result of the last call of a torchmetrics metric (private name, torchmetrics 1.4 to 1.9)."""
     return metric._forward_cache
 
 
 def load_metric_state(metric: Any, state: Mapping[str, Any], num_updates: int) -> None:
-    """Restore the states and the update count of a torchmetrics metric: no public setters (1.4 to 1.9)."""
+    """Restore the states and the update count of a torchmetrics metric, which has no public setters (1.4 to 1.9)."""
     for name, value in state.items():
         setattr(metric, name, value)
     metric._update_count = num_updates
@@ -280,7 +288,7 @@ def load_metric_state(metric: Any, state: Mapping[str, Any], num_updates: int) -
 
 
 def compute_metric_anew(metric: Any) -> Any:
-    """Compute a torchmetrics metric on all ranks, without its cached result, which only some ranks may have."""
+    """Compute a torchmetrics metric on all ranks. Ignore a cached result, which only some ranks may have."""
     metric._computed = None
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*``compute`` method of metric.*", category=UserWarning)
@@ -288,7 +296,7 @@ def compute_metric_anew(metric: Any) -> Any:
 
 
 def metric_reductions(metric: Any) -> dict[str, tuple[str | None, bool]]:
-    """Return the reduction over ranks of each state of a metric (None: a custom one), and whether it is a list."""
+    """Return for each state of a metric its reduction over ranks (None if custom), and whether the state is a list."""
     names = {"dim_zero_sum": "sum", "dim_zero_mean": "mean", "dim_zero_cat": "cat"}
     names |= {"dim_zero_min": "min", "dim_zero_max": "max"}
     return {
@@ -298,7 +306,7 @@ def metric_reductions(metric: Any) -> dict[str, tuple[str | None, bool]]:
 
 
 def scale_each(tensors: Sequence[Tensor], factor: Tensor) -> None:
-    """Multiply each of ``tensors`` by ``factor`` (0-dim), in place and in one call."""
+    """Multiply each of ``tensors`` by ``factor`` (0-dim), in place, in one call."""
     if tensors:
         torch._foreach_mul_(list(tensors), factor.to(tensors[0].device))
 
@@ -310,16 +318,16 @@ def draw_each_towards(tensors: Sequence[Tensor], goals: Sequence[Tensor], weight
 
 
 def is_view(tensor: Tensor) -> bool:
-    """Whether autograd knows ``tensor`` as a view of another."""
+    """Return whether autograd tracks ``tensor`` as a view of another tensor."""
     return tensor._base is not None
 
 
 def without_view(tensor: Tensor, *, may_share: bool) -> Tensor:
-    """``tensor``, or where it is a view a tensor of the same values that is none.
+    """Return ``tensor``, or a tensor with the same values that is not a view.
 
     Args:
-        may_share: the memory, in a way that autograd does not know of: what is written to one is not seen as a change
-            of the other.
+        may_share: the result may share memory with ``tensor`` without being tracked by autograd. An in-place write to
+            one is then not seen as a change of the other.
     """
     if not is_view(tensor):
         return tensor
@@ -327,34 +335,40 @@ def without_view(tensor: Tensor, *, may_share: bool) -> Tensor:
 
 
 def forget_unreduced_gradients(unit: Any) -> None:
-    """Drop the gradients that a module of ``fully_shard`` keeps whole until they are reduced."""
+    """Drop the unsharded gradients that a ``fully_shard`` module keeps until they are reduced."""
     for group in unit._get_fsdp_state()._fsdp_param_groups:
         for each in group.fsdp_params:
             each.unsharded_accumulated_grad = None
-            if hasattr(each, "_unsharded_param"):  # gathered once at least
+            if hasattr(each, "_unsharded_param"):  # it was unsharded at least one time
                 each._unsharded_param.grad = None
 
 
 def reduce_missing_gradients_as_zeros(unit: Any) -> None:
-    """Let a module of ``fully_shard`` reduce zeros for a parameter without a gradient, as the other ranks may have one.
+    """Let a ``fully_shard`` module reduce zeros for a parameter without a gradient, because other ranks can have one.
 
-    ``FSDPModule.set_reduce_scatter_unused_params`` of torch 2.13; earlier versions have no such setting.
+    This is ``FSDPModule.set_reduce_scatter_unused_params`` of torch 2.13.
+
+    Raises:
+        PlanError: the version of torch does not support this.
     """
     for group in unit._get_fsdp_state()._fsdp_param_groups:
         if not hasattr(group, "reduce_scatter_unused_params"):
             raise PlanError(
-                "parallel.find_unused_parameters", True, f"torch {torch.__version__} cannot", "Install torch 2.13"
+                "parallel.find_unused_parameters",
+                True,
+                f"is not supported by torch {torch.__version__} with sharded parameters",
+                "Install torch 2.13",
             )
         group.reduce_scatter_unused_params = True
 
 
 def default_store() -> Any:
-    """The store in which the ranks of the default process group met: what one writes there, all can read."""
+    """Return the store of the default process group, which all ranks can read and write."""
     return torch.distributed.distributed_c10d._get_default_store()
 
 
 def num_calls_by_group() -> dict[str, int]:
-    """Return how many operations this rank has begun in each process group that is not for background work."""
+    """Return the number of operations that this rank has begun in each process group, except background groups."""
     world: Any = torch.distributed.distributed_c10d._world
     groups = [each for each in list(world.pg_names) if each.group_desc != BACKGROUND_GROUP]
     backends = {each.group_name: map(each._get_backend, each._device_types) for each in groups}
@@ -362,21 +376,21 @@ def num_calls_by_group() -> dict[str, int]:
 
 
 def compile_s() -> float:
-    """Seconds that this process spent in ``torch.compile`` so far, in forwards and their backwards."""
+    """Return the seconds that this process has spent in ``torch.compile``, for forward and backward."""
     from torch._dynamo.utils import compilation_time_metrics
 
     return float(sum(compilation_time_metrics.get("_compile.compile_inner", ())))
 
 
 def num_compiled_graphs() -> int:
-    """How many graphs this process compiled so far."""
+    """Return the number of graphs that this process has compiled."""
     from torch._dynamo.utils import counters
 
     return int(counters["stats"]["unique_graphs"])
 
 
 def missing_compiler(device: torch.device) -> str | None:
-    """What ``torch.compile`` needs for ``device`` and does not find; None where all is there."""
+    """Return the missing requirement of ``torch.compile`` for ``device``, or None if there is none."""
     if device.type == "cpu":
         from torch._inductor.cpp_builder import get_cpp_compiler
         from torch._inductor.exc import InvalidCxxCompiler
@@ -393,16 +407,16 @@ def missing_compiler(device: torch.device) -> str | None:
 
 
 def norm_of(tensor: Tensor) -> Tensor:
-    """Its 2-norm (0-dim), by the kernel that ``torch.nn.utils.clip_grad_norm_`` calls for many at once."""
+    """Return the 2-norm (0-dim), computed by the kernel of ``torch.nn.utils.clip_grad_norm_``."""
     (norm,) = torch._foreach_norm([tensor], 2.0)
     return norm
 
 
 def join_norms(norms: Sequence[Tensor]) -> Tensor:
-    """The norm of tensors from the norm of each, as ``torch.nn.utils.get_total_norm`` joins them: by device and dtype.
+    """Return the norm of several tensors from their norms, grouped as in ``torch.nn.utils.get_total_norm``.
 
     Args:
-        norms: 0-dim, each on the device and in the dtype of what it was taken of.
+        norms: 0-dim, each with the device and dtype of its tensor.
     """
     if not norms:
         return torch.tensor(0.0)
@@ -413,38 +427,38 @@ def join_norms(norms: Sequence[Tensor]) -> Tensor:
 
 
 def step_without_hooks(optimizer: Optimizer) -> None:
-    """Its update alone: no hooks, no name in a profile, and nothing that a scheduler counts."""
+    """Update parameters without hooks, without a profiler record, and without the step count for schedulers."""
     step: Any = type(optimizer).step
-    if getattr(step, "hooked", False):  # by Optimizer._patch_step_function
+    if getattr(step, "hooked", False):  # wrapped by Optimizer._patch_step_function
         step = step.__wrapped__
     step(optimizer)
 
 
 def has_step_pre_hooks(optimizer: Optimizer) -> bool:
-    """Whether it has hooks of ``register_step_pre_hook``."""
+    """Return whether ``optimizer`` has hooks from ``register_step_pre_hook``."""
     return bool(optimizer._optimizer_step_pre_hooks)
 
 
 def has_amx() -> bool:
-    """Whether this CPU multiplies matrices of bfloat16 in tiles."""
+    """Return whether this CPU has AMX, which multiplies bfloat16 matrices in tiles."""
     return bool(torch.cpu._is_amx_tile_supported())
 
 
 def is_view_operation(operator: Any) -> bool:
-    """Whether its results share the memory of an argument, so that nothing is computed."""
+    """Return whether results of ``operator`` share memory with an argument, as for ``view``."""
     return any(each.alias_info is not None and not each.alias_info.is_write for each in operator._schema.returns)
 
 
 def is_same_memory(one: Tensor, other: Tensor) -> bool:
-    """Whether both begin at the same place of the same memory."""
+    """Return whether both tensors begin at the same address."""
     same_storage = one.untyped_storage()._cdata == other.untyped_storage()._cdata
     return bool(same_storage and one.storage_offset() == other.storage_offset())
 
 
 def with_children(module: nn.Module, children: Mapping[str, nn.Module | None]) -> nn.Module:
-    """A copy of ``module`` that shares all with it but its parts, which are ``children``."""
+    """Return a shallow copy of ``module`` with the submodules ``children``."""
     copied = copy.copy(module)
-    copied.__dict__.update(module.__dict__)  # a copy of the state may leave things out
+    copied.__dict__.update(module.__dict__)  # the module's __getstate__ may omit attributes
     copied._modules = dict(children)
     return copied
 
@@ -455,7 +469,8 @@ def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
 
 
 def uncompiled(module: nn.Module) -> nn.Module:
-    """``module``, or what ``torch.compile`` made it of; where parts are compiled, a copy with them as they were."""
+    """Return the module that ``torch.compile`` wrapped. If submodules are compiled, return a copy without
+    compilation."""
     original = getattr(module, "_orig_mod", None)
     module = module if original is None else original
     if not any(hasattr(each, "_orig_mod") for each in module.modules()):
@@ -466,7 +481,7 @@ def uncompiled(module: nn.Module) -> nn.Module:
 
 @contextmanager
 def called_eagerly(module: nn.Module) -> Iterator[None]:
-    """Within it, no part of ``module`` is compiled by ``nn.Module.compile``."""
+    """Disable compilation by ``nn.Module.compile`` for ``module`` and its submodules inside the context."""
     compiled = {part: part._compiled_call_impl for part in module.modules() if part._compiled_call_impl is not None}
     for part in compiled:
         part._compiled_call_impl = None

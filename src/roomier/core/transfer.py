@@ -1,4 +1,4 @@
-"""Batches to the device, beside the computation."""
+"""Transfer of batches to the device, concurrent with computation."""
 
 from typing import Any
 
@@ -9,11 +9,11 @@ from roomier.core.tree import map_tensors, moved, moves_itself, to_device
 
 
 class BatchMover:
-    """Moves batches to ``device``; on CUDA on a stream of its own.
+    """Callable that moves batches to ``device``. On CUDA, it uses a separate stream.
 
-    The host runs ahead of a CUDA device: it asks for the next batch while the kernels of this one are still queued.
-    On the stream of those kernels the copy would wait for them; on its own it runs beside them (from pinned memory,
-    which the loaders are asked for). No batch is read ahead for it.
+    The host runs ahead of a CUDA device and requests the next batch while kernels of the current batch are queued. On
+    the stream of these kernels, the copy would wait for them. On a separate stream, the copy from pinned memory runs
+    concurrently. The loaders pin memory for this. No additional batch is read ahead.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -30,7 +30,7 @@ class BatchMover:
                 copied = moved(leaf, self.device)
                 copied.record_stream(computing)  # freed memory must not be reused while kernels still read it
                 return copied
-            with torch.cuda.stream(computing):  # the tensors in it are not known here, so none could be recorded
+            with torch.cuda.stream(computing):  # record_stream cannot be called on tensors inside an unknown object
                 return moved(leaf, self.device)
 
         with torch.cuda.stream(self._stream):

@@ -1,4 +1,4 @@
-"""Batches are nested: dicts, lists, tuples, named tuples and dataclasses with tensors at the leaves."""
+"""Nested batches: dicts, lists, tuples, named tuples and dataclasses with tensors as leaves."""
 
 import copy
 import dataclasses
@@ -13,12 +13,12 @@ from torch.nn.utils.rnn import PackedSequence
 def map_tensors(
     fn: Callable[[Any], Any], batch: Any, is_leaf: Callable[[Any], bool] | None = None, *, makes_anew: bool = False
 ) -> Any:
-    """A copy of ``batch`` of the same form with ``fn`` applied to each tensor; other leaves stay.
+    """Return a copy of ``batch`` in which ``fn`` is applied to each tensor. Other leaves are unchanged.
 
     Args:
-        is_leaf: says of what it stands for as a whole; ``fn`` is applied to that too.
-        makes_anew: ``fn`` changes shapes, so what a dataclass derives of its tensors in ``__post_init__`` is derived
-            again; else that is not called, for it may do to the values what is done already.
+        is_leaf: returns True for further objects to which ``fn`` is applied.
+        makes_anew: ``fn`` changes shapes. Then ``__post_init__`` of dataclasses runs again and computes derived fields.
+            Otherwise ``__post_init__`` is not called, because the values have already passed through it.
     """
 
     def mapped(part: Any) -> Any:
@@ -32,7 +32,7 @@ def map_tensors(
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*map(mapped, batch))
     if isinstance(batch, list) and type(batch) is not list:
-        listed = copy.copy(batch)  # its class may be made of other arguments
+        listed = copy.copy(batch)  # the constructor can have other parameters
         listed[:] = map(mapped, batch)
         return listed
     if isinstance(batch, (list, tuple)):
@@ -44,13 +44,13 @@ def map_tensors(
             return dataclasses.replace(batch, **given)
         same = copy.copy(batch)
         for name, value in values.items():
-            object.__setattr__(same, name, value)  # it may be frozen
+            object.__setattr__(same, name, value)  # also for a frozen dataclass
         return same
     return batch
 
 
 def _same_mapping(batch: Mapping[Any, Any], mapped: dict[Any, Any]) -> Any:
-    # Hugging Face's BatchEncoding and the like are mappings that can be built from a dict.
+    # Mappings such as Hugging Face's BatchEncoding can be constructed from a dict.
     try:
         return type(batch)(mapped)  # type: ignore[call-arg]
     except TypeError:
@@ -58,7 +58,7 @@ def _same_mapping(batch: Mapping[Any, Any], mapped: dict[Any, Any]) -> Any:
 
 
 def tensors(batch: Any) -> Iterator[Tensor]:
-    """The tensors of ``batch``, depth first, in the order they stand."""
+    """Iterate over the tensors of ``batch``, depth first."""
     if isinstance(batch, Tensor):
         yield batch
     elif isinstance(batch, Mapping):
@@ -73,28 +73,28 @@ def tensors(batch: Any) -> Iterator[Tensor]:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """``batch`` with its tensors on ``device``. From pinned memory the copy does not block the host.
+    """Return ``batch`` with its tensors on ``device``. A copy from pinned memory does not block the host.
 
-    An object with its own ``to(device)`` (a graph batch, say) is asked to move itself.
+    An object with a method ``to(device)``, such as a batch of graphs, is moved by this method.
     """
     return map_tensors(lambda leaf: moved(leaf, device), batch, moves_itself)
 
 
 def moves_itself(batch: Any) -> bool:
-    """Whether ``batch`` knows best how it is moved: its form is its own, or one of its tensors must stay."""
+    """Return whether ``batch`` is moved by its method ``to``."""
     if isinstance(batch, (Mapping, list, tuple)):
         return isinstance(batch, PackedSequence)
     return callable(getattr(batch, "to", None))
 
 
 def moved(leaf: Any, device: torch.device) -> Any:
-    """A tensor, or what moves itself, on ``device``."""
+    """Return a tensor, or an object with a method ``to``, on ``device``."""
     if not isinstance(leaf, Tensor):
         return leaf.to(device)
     return leaf if leaf.device == device else leaf.to(device, non_blocking=leaf.is_pinned())
 
 
 def batch_size_of(batch: Any) -> int:
-    """The first dimension of the first tensor of ``batch``; 1 where there is none."""
+    """Return the first dimension of the first tensor of ``batch``, or 1 if there is none."""
     first = batch if isinstance(batch, Tensor) else next(tensors(batch), None)
-    return first.size(0) if first is not None and first.dim() else 1  # a nested tensor has a size, and no shape
+    return first.size(0) if first is not None and first.dim() else 1  # a nested tensor has size(), but no shape

@@ -1,4 +1,4 @@
-"""Numbers as people read them, and durations as people write them."""
+"""Format quantities as text, and parse sizes and durations."""
 
 import re
 from datetime import timedelta
@@ -7,7 +7,7 @@ from roomier.core.errors import RoomierError
 
 
 def format_bytes(num_bytes: float, num_digits: int = 1) -> str:
-    """``1536`` -> ``"1.5 KiB"``, with ``num_digits`` behind the point."""
+    """Format a number of bytes with ``num_digits`` decimals: ``1536`` becomes ``"1.5 KiB"``."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(num_bytes) < 1024:
             return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.{num_digits}f} {unit}"
@@ -16,7 +16,7 @@ def format_bytes(num_bytes: float, num_digits: int = 1) -> str:
 
 
 def format_count(count: float) -> str:
-    """``10_800_000`` -> ``"10.8 M"``."""
+    """Format a count: ``10_800_000`` becomes ``"10.8 M"``."""
     for unit in ("", " K", " M", " B"):
         if abs(count) < 1000:
             return f"{count:.0f}" if unit == "" else f"{count:.1f}{unit}"
@@ -25,7 +25,7 @@ def format_count(count: float) -> str:
 
 
 def format_seconds(duration_s: float) -> str:
-    """``0.0123`` -> ``"12.3 ms"``; minutes and hours from 100 of the smaller unit on."""
+    """Format a duration: ``0.0123`` becomes ``"12.3 ms"``. Minutes and hours are used from 100 of the smaller unit."""
     if duration_s < 0.1:
         return f"{duration_s * 1000:.3g} ms"
     for unit, length_s in (("s", 1), ("min", 60)):
@@ -43,10 +43,10 @@ _UNIT_BYTES: dict[str, int] = {
 
 
 def parse_bytes(field: str, text: str) -> int:
-    """``"6GiB"`` -> 6442450944; ``"6 GB"`` -> 6000000000; a number alone is bytes.
+    """Parse a size in bytes: ``"6GiB"`` becomes 6442450944, and ``"6 GB"`` 6000000000. The default unit is bytes.
 
     Raises:
-        RoomierError: it is no number with a unit of bytes.
+        RoomierError: ``text`` is not a number with a unit of bytes.
     """
     action = "Write a number and a unit, such as '6GiB' or '500MB'"
     found = _SIZE.fullmatch(text)
@@ -57,10 +57,10 @@ def parse_bytes(field: str, text: str) -> int:
 
 
 def parse_duration_s(field: str, value: object) -> float:
-    """Seconds of a ``timedelta``, its keywords as a dict, or Lightning's ``"DD:HH:MM:SS"``.
+    """Convert a ``timedelta``, a dict of its keywords, or Lightning's ``"DD:HH:MM:SS"`` to seconds.
 
     Raises:
-        RoomierError: the value has another form or is not positive.
+        RoomierError: ``value`` has another form or is not positive.
     """
     action = "Write 'DD:HH:MM:SS', a datetime.timedelta, or its keywords such as {'hours': 1}"
     try:
@@ -76,5 +76,5 @@ def parse_duration_s(field: str, value: object) -> float:
     except (TypeError, ValueError, OverflowError) as error:
         raise RoomierError(field, value, "is not a duration", action) from error
     if seconds <= 0:
-        raise RoomierError(field, value, "is not positive", action)
+        raise RoomierError(field, value, "must be positive", action)
     return seconds

@@ -1,6 +1,6 @@
-"""Read files that a fault, or someone else, may have changed: regular files only, of bounded size and nesting.
+"""Read files that are damaged or malicious: regular files only, of bounded size and nesting.
 
-Every error is an OSError or a ValueError. No call waits for another process and none reads more than its limit.
+All errors are OSErrors or ValueErrors. No call waits for another process, and no call reads more than its limit.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 MAX_DEPTH = 100
-"""Levels of nested lists and mappings that are read: the functions that walk over the data are recursive."""
+"""Maximum nesting of lists and mappings, because the functions that process the data are recursive."""
 
 
 def open_regular(path: Path) -> FileIO:
@@ -35,7 +35,7 @@ def open_regular(path: Path) -> FileIO:
 
 
 def read_regular(path: Path, max_bytes: int) -> bytes:
-    """The content of a regular file.
+    """Return the content of a regular file.
 
     Raises:
         OSError: see :func:`open_regular`; or the file has more than ``max_bytes``.
@@ -53,7 +53,7 @@ def read_regular(path: Path, max_bytes: int) -> bytes:
 
 
 def parse_json(data: bytes | str) -> Any:
-    """The value of a JSON text.
+    """Return the value of a JSON text.
 
     Raises:
         ValueError: the text is not JSON, or is nested more than :data:`MAX_DEPTH` levels deep.

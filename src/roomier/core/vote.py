@@ -1,4 +1,4 @@
-"""An agreement among ranks that no step waits for."""
+"""Agreement among ranks without waiting in a step."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from roomier.core.ranks import Ranks
 
 
 class Vote:
-    """What the ranks wish, in small integers, of which the largest counts; every rank must vote at the same places.
+    """Maximum of small integers over the ranks. Every rank must vote at the same points of its run.
 
-    A vote is sent off and read at the next one, when it has long arrived: what one rank wishes, all know one later.
+    A vote is sent asynchronously and read at the next vote, so all ranks receive the outcome one vote later.
 
     Attributes:
-        is_split: what should be the same on all ranks was not, in a vote that has arrived.
+        is_split: in a completed vote, ``same`` was different on two ranks.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -27,13 +27,14 @@ class Vote:
         self._sent: tuple[Any, Tensor] | None = None
 
     def cast(self, wishes: Sequence[int], same: int = 0) -> list[int] | None:
-        """Send ``wishes`` off.
+        """Send ``wishes`` without waiting.
 
         Args:
-            same: a number that should be the same on all ranks.
+            wishes: integers of this rank.
+            same: a number that must be equal on all ranks.
 
         Returns:
-            The outcome of the vote before; None where there was none.
+            The outcome of the previous vote, or None if there is none.
         """
         outcome = self._arrived()
         ballot = _ballot(wishes, same)
@@ -41,7 +42,7 @@ class Vote:
         return outcome
 
     def settle(self, wishes: Sequence[int], same: int = 0) -> list[int]:
-        """The outcome over ``wishes`` and those that are under way; waits for all ranks."""
+        """Wait for all ranks, and return the maximum of ``wishes`` and of a vote that is still in progress."""
         before = self._arrived()
         ballot = _ballot(wishes, same)
         if not self._ranks.is_alone:

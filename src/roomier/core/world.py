@@ -1,16 +1,18 @@
-"""Which rank this process is, among how many."""
+"""Rank of this process and number of ranks."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class World:
-    """The place of this process in the job: one value, never a global.
+    """Position of this process in the job.
 
     Attributes:
-        rank: of this process among all, from 0. size: how many there are.
-        local_rank: among those of its node. local_size: how many a node has.
-        node_rank: of its node.
+        rank: rank of this process, from 0 to ``size - 1``.
+        size: number of ranks.
+        local_rank: rank within the node.
+        node_rank: index of the node.
+        local_size: number of ranks on each node.
     """
 
     rank: int = 0
@@ -21,4 +23,5 @@ class World:
 
     @property
     def is_global_zero(self) -> bool:
+        """Return whether this is rank 0."""
         return self.rank == 0

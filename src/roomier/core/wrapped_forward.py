@@ -1,4 +1,4 @@
-"""A forward in the place of a module's own, and back again."""
+"""Replacements for the forward of a module, and their removal."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from torch import nn
 
 
 class WrappedForward:
-    """Stands in the place of ``module.forward`` and calls it in its own way; subclasses say how.
+    """Replacement for ``module.forward`` that calls the original. Subclasses add behavior.
 
-    An object and not a closure: a copy of the module (``copy.deepcopy``, as an averaging callback makes) has a copy of
-    this, whose ``forward`` is that of the copied module.
+    This is an object instead of a closure, because a copy of the module (``copy.deepcopy``, as an averaging callback
+    makes) needs a copy of the wrapper that calls the forward of the copied module.
 
     Attributes:
-        forward: what was in its place.
-        reads_weights_later: whether parameters of the module are read after its forward, too, and must not be freed
+        forward: the original forward.
+        reads_weights_later: parameters of the module are also read after its forward. They must then not be freed
             before its backward.
     """
 
@@ -30,15 +30,15 @@ class WrappedForward:
 
 
 def install(module: nn.Module, wrapped: WrappedForward) -> None:
-    """Let ``module`` run ``wrapped`` in the place of its forward; its hooks stay outside of it."""
+    """Replace the forward of ``module`` by ``wrapped``. Hooks of the module run outside of ``wrapped``."""
     module.forward = wrapped
 
 
 def unwrap(module: nn.Module) -> None:
-    """Give ``module`` and its parts the forward back that they had before any :class:`WrappedForward`."""
+    """Restore the original forward of ``module`` and its submodules, without any :class:`WrappedForward`."""
     for part in module.modules():
         while isinstance(wrapped := part.__dict__.get("forward"), WrappedForward):
             if getattr(wrapped.forward, "__func__", None) is type(part).forward:
-                del part.__dict__["forward"]  # it was the method of its class
+                del part.__dict__["forward"]  # the original is the method of the class
             else:
                 part.forward = wrapped.forward

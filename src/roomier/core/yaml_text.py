@@ -1,4 +1,4 @@
-"""YAML of limited size: aliases cannot make a short text hold millions of values."""
+"""YAML with limited expansion: aliases cannot turn a short text into millions of values."""
 
 from typing import Any
 
@@ -9,20 +9,21 @@ MAX_VALUES_OF_ALIASES = 100_000
 
 
 class ExpansionError(ComposerError):
-    """A text whose values cannot be copied or printed: too many, nested too deep, or a value that contains itself."""
+    """YAML with too many values, with too deep nesting, or with a value that contains itself."""
 
 
 class BoundedLoader(yaml.SafeLoader):
     """SafeLoader that rejects aliases which expand to more than :data:`MAX_VALUES_OF_ALIASES` values.
 
-    PyYAML reads an alias as a reference, so it loads such a text in no time. The code that then copies, checks or
-    prints the values needs memory and time for each of them.
+    PyYAML reads an alias as a reference, so it loads such a text quickly. Code that later copies, checks or prints the
+    values needs memory and time for each value.
 
     Raises:
         ExpansionError: there are too many values, an alias contains itself, or the nesting is too deep.
     """
 
     def compose_document(self) -> yaml.Node | None:
+        """Compose the document, and check its size."""
         try:
             node: yaml.Node | None = super().compose_document()
             if node is not None:
@@ -33,10 +34,12 @@ class BoundedLoader(yaml.SafeLoader):
 
 
 def check_aliases(text: str) -> None:
-    """Reject what :class:`BoundedLoader` rejects, for a text that another loader reads and that may be no YAML.
+    """Reject the texts that :class:`BoundedLoader` rejects. Use this for a text that another loader reads.
+
+    Texts that are not YAML pass this check.
 
     Raises:
-        ExpansionError: as :class:`BoundedLoader`.
+        ExpansionError: see :class:`BoundedLoader`.
     """
     if "&" in text and "*" in text:
         try:

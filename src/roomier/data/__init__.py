@@ -1,4 +1,4 @@
-"""Data: a resumable order of samples, a source of batches for every kind of loader, several together, token files."""
+"""Data loading: resumable sample order, a position for every kind of loader, several loaders together, token files."""
 
 from roomier.data.combined import CombinedLoader
 from roomier.data.sampler import OrderedSampler

@@ -1,6 +1,6 @@
-"""The ways to go on mid-epoch where a position counts batches: the user's code orders and groups the samples.
+"""Feeds whose position counts batches, because the user's code orders and groups the samples.
 
-On several ranks each takes every ``N``-th batch of the order that all of them read alike (:class:`Share`).
+On ``N`` ranks, each rank takes every ``N``-th batch of one order that is identical on all ranks (:class:`Share`).
 """
 
 from __future__ import annotations
@@ -28,45 +28,55 @@ from roomier.data.share import Share
 
 
 class SpeaksState(Protocol):
-    """A loader that keeps its own position, as torchdata's StatefulDataLoader does."""
+    """Protocol of a loader that saves its own position, such as torchdata's StatefulDataLoader."""
 
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position of the loader."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore a position that :meth:`state_dict` returned."""
 
 
 class EpochStart:
-    """The random states in which an epoch was started: from there a loader's draws come out again."""
+    """Random states at the start of an epoch, from which a loader repeats its random draws.
+
+    Args:
+        own: generators of the user's loader, dataset and samplers.
+    """
 
     def __init__(self, own: OwnGenerators) -> None:
         self._own = own
         self._state: dict[str, Any] = {}
 
     def remember(self) -> None:
+        """Save the present state of the global generators and of the user's generators."""
         self._state = {"global": rng_state(), "own": self._own.states()}
 
     def position(self) -> dict[str, Any]:
+        """Return the saved states and the present states of the user's generators."""
         return {"random_at_start": self._state, "random_now": self._own.states()}
 
     def put_back(self, position: dict[str, Any]) -> None:
-        """Set all generators as they were at the start of the epoch of ``position``, and remember that."""
+        """Restore all generators to their states at the start of the epoch of ``position``, and save these states."""
         set_rng_state(position["random_at_start"]["global"])
         self._own.set_states(position["random_at_start"]["own"])
         self.remember()
 
     def leave(self, position: dict[str, Any]) -> None:
-        """Set the user's generators as they were at ``position`` itself; the global ones are the caller's."""
+        """Set the user's generators to their states at ``position``. The caller restores the global generators."""
         self._own.set_states(position["random_now"])
 
 
 class BatchFeed(Feed):
-    """What these feeds share: how many batches all ranks have read.
+    """Base class of feeds whose position is the number of batches that all ranks have read.
 
     Args:
-        loader: what the user passed, or a copy of it.
-        share: which batches are this rank's.
-        ranks: the positions of a loader that divides itself are told among them.
-        seed: of what all ranks must draw alike.
-        draws_apart: what the loader's code draws does not depend on what is drawn elsewhere, by a loader beside it say.
+        loader: the loader that the user passed, or a copy of it.
+        share: batches of this rank.
+        ranks: ranks that gather their positions if the loader shards itself.
+        seed: seed of the random numbers that must be identical on all ranks.
+        draws_apart: run the loader's code with separate random states, so that its draws do not depend on other code
+            that draws, such as another loader.
     """
 
     def __init__(
@@ -78,8 +88,8 @@ class BatchFeed(Feed):
         self._ranks = ranks
         self._seed = seed
         self._draws = CommonDraws() if share.divides or draws_apart else None
-        self._num_before = 0  # batches of all ranks that were done when the running epoch began to be read,
-        self._first = 0  # and of this rank
+        self._num_before = 0  # batches of all ranks that were done before reading of the running epoch began,
+        self._first = 0  # and the same for this rank
 
     @property
     def loaders(self) -> Sequence[Any]:
@@ -98,14 +108,14 @@ class BatchFeed(Feed):
         num_ranks, length = self._share.world.size, length_of(self._loader)
         if self._share.divided_by is not None or math.isinf(length):
             self._first = num_before // num_ranks
-        else:  # counted from the end, because that is what a loop waits for
+        else:  # count from the end, because a loop waits for the end
             self._first = int(self.num_batches - self._share.count(length - num_before))
         if self._draws is not None:
             by_rank = self._share.divided_by is not None
             self._draws.seed(mix_seed(self._seed, self._share.world.rank) if by_rank else self._seed, epoch)
 
     def _alike(self) -> AbstractContextManager[None]:
-        """Inside, all ranks draw the same."""
+        """Return a context in which all ranks draw identical random numbers."""
         return nullcontext() if self._draws is None else self._draws.inside()
 
     def _own_part(self, iterator: Iterator[Any]) -> Iterator[Any]:
@@ -126,7 +136,7 @@ class BatchFeed(Feed):
         return {**position, **divided, "by_rank": self._ranks.gather(own)}
 
     def _own_position(self) -> dict[str, Any]:
-        """What of a position may differ by rank where a loader divides itself."""
+        """Return the fields of a position that can differ between ranks if a loader shards itself."""
         return {}
 
     def _of_this_rank(self, position: dict[str, Any]) -> dict[str, Any]:
@@ -139,7 +149,7 @@ class BatchFeed(Feed):
 
 
 class ListFeed(BatchFeed):
-    """A list of batches: resumes at an index."""
+    """Feed for a list of batches, which resumes at an index."""
 
     kind = "list"
 
@@ -169,15 +179,16 @@ class ListFeed(BatchFeed):
 
 
 class WalkedFeed(BatchFeed):
-    """A DataLoader with a sampler of the user's own: resumes by drawing the same indices again, loading none.
+    """Feed for a DataLoader with a custom sampler. It resumes by drawing the same indices again, without loading data.
 
-    The walk starts from the random states of the epoch's start. A sampler that draws from the global
-    generators at every step, in place of once per epoch, comes back exactly only without workers.
+    The walk starts from the random states at the start of the epoch. If a sampler draws from the global generators for
+    every index instead of one time per epoch, the resume is exact only without workers.
 
     Args:
-        loader: draws from ``sampler``, which gives this rank's batches.
-        num_batches: of all ranks that read alike, in one epoch.
-        own_generators: of the user's loader.
+        loader: DataLoader that reads the indices of ``sampler``.
+        sampler: sampler that yields the batches of this rank.
+        own_generators: generators of the user's loader.
+        epoch_seed: seed of the batches in worker processes; None without workers.
     """
 
     kind = "walked"
@@ -204,7 +215,7 @@ class WalkedFeed(BatchFeed):
 
     @property
     def num_batches(self) -> int | float:
-        return length_of(self._loader)  # the sampler counts this rank's
+        return length_of(self._loader)  # the sampler counts the batches of this rank
 
     def _begin(self, epoch: int, num_before: int = 0) -> None:
         super()._begin(epoch, num_before)
@@ -235,8 +246,8 @@ class WalkedFeed(BatchFeed):
             self._epoch_start.put_back(position)
             iterator = self._start_at(position["epoch"], num_skipped)
             if num_skipped and not self._loader.num_workers:
-                # With workers the iterator has drawn indices already; without, it would wait for the first read,
-                # when the random states of the epoch's start are gone.
+                # With workers, the iterator has already drawn indices. Without workers, it draws on the first read,
+                # when the random states of the epoch's start are no longer set.
                 self._sampler.walk()
         self._epoch_start.leave(position)
         return iterator, self._first
@@ -250,7 +261,7 @@ class WalkedFeed(BatchFeed):
 
 
 class ReplayedFeed(BatchFeed):
-    """Any iterable without a state of its own: resumes by reading and dropping what was done."""
+    """Feed for any iterable without a saved position, which resumes by reading and discarding batches."""
 
     kind = "replayed"
 
@@ -285,8 +296,8 @@ class ReplayedFeed(BatchFeed):
             raise DataError(
                 self.name,
                 self._loader,
-                f"can be read once only, and epoch {epoch % PASS} asks for it again",
-                "Pass a DataLoader, a list, or an object whose __iter__ starts anew; or train for one epoch",
+                f"can be iterated only once, but epoch {epoch % PASS} iterates it again",
+                "Pass a DataLoader, a list, or an object whose __iter__ returns a new iterator, or train for one epoch",
             )
         self._was_started = True
         return begin(self._loader, workers_were_there=self.goes_on)
@@ -303,9 +314,8 @@ class ReplayedFeed(BatchFeed):
             iterator = self._iterate(position["epoch"])
             if num_done:
                 notice(
-                    f"{self.name}: reads and drops {num_done} batches to come back to where the run stopped, "
-                    "because this loader keeps no position. One with state_dict() and load_state_dict() resumes "
-                    "at once."
+                    f"{self.name}: reading and discarding {num_done} batches to resume, because this loader does not "
+                    "save its position. A loader with state_dict() and load_state_dict() resumes immediately."
                 )
             num_read = sum(1 for _ in islice(iterator, num_done))
         if num_read < num_done:
@@ -322,16 +332,16 @@ class ReplayedFeed(BatchFeed):
 
 
 def _begins_anew(kind: type) -> bool:
-    """Whether it is of a library in which a new iterator is a new epoch, whatever was read before."""
+    """Return True if ``kind`` belongs to a library in which every new iterator starts a new epoch."""
     return kind.__module__.partition(".")[0] in ("torchdata", "datasets")
 
 
 class StatefulFeed(BatchFeed):
-    """A loader that speaks ``state_dict`` / ``load_state_dict``: it resumes by itself.
+    """Feed for a loader with ``state_dict`` and ``load_state_dict``, which saves and restores its own position.
 
     Args:
-        loader: gives the batches.
-        keeper: keeps the position: the loader itself, or its dataset when no worker reads ahead in it.
+        loader: loader that yields the batches.
+        keeper: object that saves the position: the loader, or its dataset if no worker prefetches from the dataset.
     """
 
     kind = "stateful"
@@ -351,17 +361,17 @@ class StatefulFeed(BatchFeed):
         self.may_end_apart = share.world.size > 1
         self._keeper = keeper
         self._begins_at_an_end = False
-        self._unread: Iterator[Any] | None = None  # made for a resume
+        self._unread: Iterator[Any] | None = None  # created for a resume
 
     @property
     def has_ended(self) -> bool:
-        # A last batch that is not whole: the stream has said that it is at its end, and may stand at its begin again.
+        # After an incomplete last batch, the stream has reported its end, and may already be reset to its start.
         return self._share.world.size == 1 and torch_loaders.has_ended(self.reading)
 
     def start(self, epoch: int) -> Iterator[Any]:
         self._begin(epoch)
         with self._alike():
-            if self._unread is not None:  # an __iter__ that is a generator would take the loaded state only now
+            if self._unread is not None:  # an __iter__ that is a generator applies the loaded state on its first next
                 next(self._unread, None)
                 self._unread = None
             iterator = iter(self._loader)
@@ -374,7 +384,7 @@ class StatefulFeed(BatchFeed):
         return batches
 
     def _past_the_end(self, iterator: Iterator[Any]) -> Iterator[Any]:
-        # Given the state of a finished epoch, some loaders begin the next one, others have nothing left.
+        # After loading the state of a finished epoch, some loaders start the next epoch, and others are exhausted.
         is_empty = True
         for batch in iterator:
             is_empty = False
@@ -411,13 +421,16 @@ class StatefulFeed(BatchFeed):
             random_state = rng_state()
             goes_on = self._goes_on()
             self._keeper.load_state_dict(state)
-            if not goes_on:  # what was loaded is for an iterator of the epoch that was cut short, not for the next one
+            if not goes_on:  # the loaded state is for an iterator of the interrupted epoch, not of the next one
                 self._state_behind_a_batch()
             set_rng_state(random_state)
 
     def _goes_on(self) -> bool:
-        """Whether a new iterator goes on where the one before it was left, as that of a stream without an end may, or
-        begins an epoch. A loader does not say, so it is read a little."""
+        """Return True if a new iterator continues after the last batch instead of starting an epoch.
+
+        A stream without an end can behave like this. Loaders do not report it, so read a few batches and compare
+        states.
+        """
         first = self._state_behind_a_batch()
         second = self._state_behind_a_batch()
         self._keeper.load_state_dict(first)
@@ -430,14 +443,16 @@ class StatefulFeed(BatchFeed):
 
     def _own_position(self) -> dict[str, Any]:
         draws = None
-        if self._draws is not None and self._draws.are_seeded:  # else no epoch was begun since that of the position
+        if (
+            self._draws is not None and self._draws.are_seeded
+        ):  # otherwise no epoch has started since the loaded position
             with self._alike():
                 draws = rng_state()
         return {"loader": self._keeper.state_dict(), "draws": draws}
 
 
 def length_of(loader: object) -> int | float:
-    """``len(loader)``, or ``inf`` where it has none."""
+    """Return ``len(loader)``, or ``inf`` if the loader has no length."""
     try:
         return len(loader)  # type: ignore[arg-type]
     except (TypeError, NotImplementedError):
@@ -448,6 +463,6 @@ def _too_short(name: str, loader: object, num_batches: int, num_done: int) -> Da
     return DataError(
         name,
         loader,
-        f"has {num_batches} batches; the position to go on from is behind {num_done}",
+        f"has only {num_batches} batches, but the checkpoint was saved after batch {num_done}",
         "Resume with the data of the saved run",
     )

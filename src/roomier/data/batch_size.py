@@ -1,4 +1,4 @@
-"""The micro-batch size of a loader, where it can be read and changed."""
+"""Read and change the micro-batch size of a loader."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ from roomier.data.rebuild import can_be_rebuilt, plain_sampler, rebuilt
 
 
 def batch_size_of(loader: Any) -> int | None:
-    """Samples of a micro-batch; None where anything but torch groups them (a data set whose items are batches, say), or
-    draws them."""
+    """Return the number of samples per micro-batch, or None if it cannot be changed.
+
+    It cannot be changed if code other than torch's samplers orders or groups the samples, for example if the items of
+    the dataset are batches.
+    """
     if not isinstance(loader, DataLoader) or not can_be_rebuilt(loader) or plain_sampler(loader) is None:
         return None
     batching = loader.batch_sampler
@@ -19,11 +22,16 @@ def batch_size_of(loader: Any) -> int | None:
 
 
 def with_batch_size(loader: DataLoader[Any], batch_size: int) -> DataLoader[Any]:
-    """A copy of ``loader``, whose :func:`batch_size_of` is known, that groups ``batch_size`` samples."""
+    """Return a copy of ``loader`` with ``batch_size`` samples per batch.
+
+    Args:
+        loader: DataLoader for which :func:`batch_size_of` is not None.
+        batch_size: samples per micro-batch.
+    """
     batching, sampler = loader.batch_sampler, plain_sampler(loader)
     assert isinstance(batching, BatchSampler)
     assert sampler is not None
-    # Of a batch sampler that the user made it is not loader.sampler, which is torch's default then.
+    # If the user passed a batch sampler, loader.sampler is a default of torch that is not used.
     batches = BatchSampler(sampler, batch_size, batching.drop_last)
     changes = {"sampler": sampler, "batch_sampler": batches}
     return rebuilt(loader, **changes, batch_size=batch_size, drop_last=batching.drop_last)

@@ -1,4 +1,4 @@
-"""Which way of going on fits what the user passed."""
+"""Select the feed for the loader that the user passed."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -24,18 +24,19 @@ from roomier.data.workers import OutlivesSignals
 
 
 @dataclass(frozen=True)
-class Beside:
-    """What makes the draws of one of several loaders its own.
+class LoaderPlace:
+    """Place of one loader among several that are read together, which gives each loader a different seed.
 
     Attributes:
-        number: of the loader among them.
-        shares_generator: its generator is that of a loader before it.
+        number: index of the loader.
+        shares_generator: True if an earlier loader has the same generator.
     """
 
     number: int
     shares_generator: bool
 
     def own(self, seed: int) -> int:
+        """Return the seed of this loader. The first loader keeps ``seed``."""
         return mix_seed(seed, self.number) if self.number else seed
 
 
@@ -48,48 +49,48 @@ def training_feed(
     shuffle_allowed: bool,
     pin_memory: bool,
     draws_order: bool = False,
-    beside: Beside | None = None,
+    place: LoaderPlace | None = None,
 ) -> Feed:
-    """The feed that resumes ``loader`` at the least cost. For the arguments, see :class:`Source`.
+    """Return the feed that resumes ``loader`` at the lowest cost. For the arguments, see :class:`Source`.
 
     Args:
-        beside: of one of several loaders that are read together.
+        place: place of ``loader`` among several loaders that are read together; None for a single loader.
 
     Raises:
-        DataError: ``loader`` gives no batches, or is several loaders and no CombinedLoader.
+        DataError: ``loader`` yields no batches, or is several loaders without a CombinedLoader.
     """
     if isinstance(loader, CombinedLoader):
         return _combined(loader, name, seed, ranks, shuffle_allowed, pin_memory)
     check_is_one_loader(loader, name)
     seed = ranks.from_zero(seed)
-    if beside is not None:
-        seed = beside.own(seed)
+    if place is not None:
+        seed = place.own(seed)
     common: dict[str, Any] = {"name": name, "share": share_of(loader, ranks.world), "ranks": ranks, "seed": seed}
-    common["draws_apart"] = beside is not None
+    common["draws_apart"] = place is not None
     if isinstance(loader, (list, tuple)):
-        return _told(ListFeed(loader, **common), common["share"])
+        return _with_notice(ListFeed(loader, **common), common["share"])
     if speaks_state(loader):
-        return _told(StatefulFeed(loader, loader, **common), common["share"])
+        return _with_notice(StatefulFeed(loader, loader, **common), common["share"])
     if not isinstance(loader, DataLoader):
-        return _told(ReplayedFeed(loader, **common), common["share"])
+        return _with_notice(ReplayedFeed(loader, **common), common["share"])
     if isinstance(loader.dataset, IterableDataset):
-        # Workers read ahead in copies of the dataset: its state here would say nothing about theirs.
+        # Workers read ahead in copies of the dataset, so the state of the dataset in this process is not theirs.
         if not loader.num_workers and speaks_state(loader.dataset):
-            return _told(StatefulFeed(loader, loader.dataset, **common), common["share"])
-        return _told(ReplayedFeed(in_own_processes(loader, pin_memory), **common), common["share"])
+            return _with_notice(StatefulFeed(loader, loader.dataset, **common), common["share"])
+        return _with_notice(ReplayedFeed(in_own_processes(loader, pin_memory), **common), common["share"])
     if not can_be_rebuilt(loader):
         notice(
-            f"{name}: {type(loader).__name__} iterates in its own way, so its sampler stays; a resume in the "
-            "middle of an epoch will read and drop the batches that were done."
+            f"{name}: {type(loader).__name__} overrides __iter__ or __len__, so roomier does not replace its sampler. "
+            "To resume within an epoch, roomier reads and discards the batches that are done."
         )
-        return _told(ReplayedFeed(loader, **common), common["share"])
+        return _with_notice(ReplayedFeed(loader, **common), common["share"])
     changes = _changes(loader, name, pin_memory)
     sampler = plain_sampler(loader)
     if sampler is not None and common["share"].divided_by is None:
-        return _ordered(loader, sampler, changes, name, seed, ranks, shuffle_allowed, draws_order, beside)
+        return _ordered(loader, sampler, changes, name, seed, ranks, shuffle_allowed, draws_order, place)
     if not shuffle_allowed:
-        notice(f"{name}: its order is that of its own sampler, which roomier cannot keep from shuffling.")
-    return _told(_walked(loader, changes, common), common["share"])
+        notice(f"{name}: roomier cannot disable the shuffling of a custom sampler, so its order is used unchanged.")
+    return _with_notice(_walked(loader, changes, common), common["share"])
 
 
 def _combined(
@@ -106,7 +107,7 @@ def _combined(
             ranks=ranks,
             shuffle_allowed=shuffle_allowed,
             pin_memory=pin_memory,
-            beside=Beside(number, bool(shared)),
+            place=LoaderPlace(number, bool(shared)),
         )
         if feed.num_batches == 0:
             raise no_batch(feed.name, each)
@@ -116,20 +117,20 @@ def _combined(
 
 
 def _check_draw_apart(loader: CombinedLoader, feeds: Sequence[Feed]) -> None:
-    """Generators that two loaders draw from in turns are in states that no walk along one of them comes back to."""
+    """Reject a generator that two loaders draw from in turns, because a walk along one loader cannot restore it."""
     drawn = [_drawn_all_along(each, feed) for each, feed in zip(loader.flattened, feeds, strict=True)]
     for number, feed in enumerate(feeds):
         others = [one for other in loader.flattened[:number] for one in generators_of(other)]
         others += [one for other in loader.flattened[number + 1 :] for one in generators_of(other)]
         if any(_is_in(one, others) for one in drawn[number]):
-            problem = "draws from a generator that another loader beside it draws from too"
+            problem = "draws from a generator that another loader also draws from"
             raise DataError(
-                feed.name, loader, problem, "Give each loader, and its sampler, a torch.Generator of its own"
+                feed.name, loader, problem, "Pass a separate torch.Generator to each loader and to its sampler"
             )
 
 
 def _drawn_all_along(loader: Any, feed: Feed) -> list[torch.Generator]:
-    """The generators of ``loader`` that it draws from while it is read."""
+    """Return the generators from which ``loader`` draws while it is read."""
     if feed.kind == "walked":
         batching = loader.batch_sampler
         samplers = (loader.sampler, batching, getattr(batching, "sampler", None))
@@ -143,53 +144,59 @@ def _is_in(one: object, several: Sequence[object]) -> bool:
 
 
 def no_batch(name: str, loader: Any) -> DataError:
+    """Return the error for a loader without batches."""
     return DataError(
         name,
         loader,
-        "gives no batch",
-        "Pass a loader with at least one batch (is the data set smaller than batch_size, with drop_last?)",
+        "yields no batches",
+        "Pass a loader with at least one batch. With drop_last=True, the dataset must have at least batch_size samples",
     )
 
 
-def _told(feed: BatchFeed, share: Share) -> BatchFeed:
-    """``feed``, once it was told who divides it among several ranks, and what of an epoch is left out."""
+def _with_notice(feed: BatchFeed, share: Share) -> BatchFeed:
+    """Print a notice on how ``feed`` is sharded across ranks and which batches are dropped, and return ``feed``."""
     num_ranks = share.world.size
     if share.divided_by is not None:
-        notice(f"{feed.name}: {share.divided_by} divides it among the ranks; roomier does not divide it again")
+        notice(f"{feed.name}: {share.divided_by} already shards it across ranks, so roomier does not shard it again")
     elif num_ranks > 1:
-        reads_all = "reads all of them and " if feed.kind in ("replayed", "stateful") else ""
+        reads_all = "reads all batches and " if feed.kind in ("replayed", "stateful") else ""
         notice(
-            f"{feed.name}: whole batches are divided among {num_ranks} ranks: each {reads_all}takes one in "
-            f"{num_ranks}; where an epoch ends with fewer than {num_ranks}, these are left out"
+            f"{feed.name}: roomier distributes full batches to {num_ranks} ranks. Each rank {reads_all}takes one in "
+            f"{num_ranks}. If fewer than {num_ranks} batches remain at the end of an epoch, they are dropped"
         )
     return feed
 
 
 def speaks_state(loader: object) -> TypeGuard[Any]:
-    """Whether ``loader`` has the two methods of :class:`SpeaksState`."""
+    """Return True if ``loader`` has the two methods of :class:`SpeaksState`."""
     methods = ("state_dict", "load_state_dict")
     return all(callable(getattr(loader, method, None)) for method in methods)
 
 
 def check_is_one_loader(loader: Any, name: str) -> None:
+    """Check that ``loader`` is a single loader or a list of batches.
+
+    Raises:
+        DataError: ``loader`` is several loaders, or yields no batches.
+    """
     if is_loader_collection(loader):
         raise DataError(
             name,
             loader,
-            f"is {len(loader)} loaders, and one is read here",
-            "Pass one loader, or join them: CombinedLoader(loaders, mode)",
+            f"must be a single loader, but contains {len(loader)} loaders",
+            "Pass one loader, or combine them with CombinedLoader(loaders, mode)",
         )
     check_gives_batches(loader, name)
 
 
 def in_own_processes(loader: DataLoader[Any], pin_memory: bool) -> DataLoader[Any]:
-    """``loader``, or a copy whose processes are as a run needs them."""
+    """Return ``loader``, or a copy whose worker processes and pinning are configured for a run."""
     changes = _process_changes(loader, pin_memory) if can_be_rebuilt(loader) else {}
     return rebuilt(loader, **changes) if changes else loader
 
 
 def _process_changes(loader: DataLoader[Any], pin_memory: bool) -> dict[str, Any]:
-    """What a loader's processes do differently here; no batch depends on it."""
+    """Return the settings of a loader's processes that a run changes. They do not affect the batches."""
     changes: dict[str, Any] = {}
     if pin_memory:
         changes["pin_memory"] = True
@@ -201,7 +208,7 @@ def _process_changes(loader: DataLoader[Any], pin_memory: bool) -> dict[str, Any
 def _changes(loader: DataLoader[Any], name: str, pin_memory: bool) -> dict[str, Any]:
     changes = _process_changes(loader, pin_memory)
     if loader.num_workers and not loader.in_order:
-        notice(f"{name}: in_order=False has no position to resume from; batches are given in order.")
+        notice(f"{name}: in_order=False cannot be resumed, so roomier yields the batches in order.")
         changes["in_order"] = True
     return changes
 
@@ -215,19 +222,19 @@ def _ordered(
     ranks: Ranks,
     shuffle_allowed: bool,
     draws_order: bool,
-    beside: Beside | None,
+    place: LoaderPlace | None,
 ) -> Feed:
     num_samples = _num_samples(own_sampler, loader, name)
     shuffle, drawn = False, None
     if isinstance(own_sampler, RandomSampler) and shuffle_allowed:
         shuffle = True
-        if draws_order and beside is None:
+        if draws_order and place is None:
             drawn = DrawnOrder(own_sampler.generator, ranks)
         if own_sampler.generator is not None:
-            # Who gave a generator of their own chose the order by its seed.
+            # A user who passed a generator selects the order with its seed.
             seed = ranks.from_zero(own_sampler.generator.initial_seed())
-            if beside is not None and beside.shares_generator:
-                seed = beside.own(seed)
+            if place is not None and place.shares_generator:
+                seed = place.own(seed)
     batching = loader.batch_sampler
     batch_size, drop_last = 1, False
     if isinstance(batching, BatchSampler):
@@ -243,7 +250,10 @@ def _ordered(
     )
     num_left_out = num_samples - sampler.num_read_after(0)
     if num_left_out and not drop_last:
-        notice(f"{name}: each epoch leaves out {num_left_out} of {num_samples} samples, fewer than there are ranks")
+        notice(
+            f"{name}: each epoch drops the last {num_left_out} of {num_samples} samples, which are fewer than "
+            "the number of ranks"
+        )
     epoch_seed = None
     if loader.num_workers:
         epoch_seed = EpochSeed()
@@ -258,13 +268,13 @@ def _ordered(
 
 
 def _num_samples(sampler: RandomSampler | SequentialSampler, loader: DataLoader[Any], name: str) -> int:
-    action = "Give the dataset a __len__ that counts its samples"
+    action = "Define __len__ in the dataset, which returns the number of samples"
     try:
         num_samples = len(sampler)
     except (TypeError, NotImplementedError) as error:
         raise DataError(name, loader.dataset, "is a map-style dataset without a length", action) from error
     if not num_samples:
-        raise DataError(name, loader.dataset, "has no samples", "Pass a dataset that has some")
+        raise DataError(name, loader.dataset, "has no samples", "Pass a dataset with at least one sample")
     return num_samples
 
 

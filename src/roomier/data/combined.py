@@ -1,4 +1,4 @@
-"""CombinedLoader: several loaders read together."""
+"""CombinedLoader, which reads several loaders together."""
 
 from __future__ import annotations
 
@@ -14,33 +14,44 @@ from roomier.data.loaders import check_gives_batches, is_combined, is_loader_col
 
 
 class CombinedLoader(Iterable[Any]):
-    """Several loaders, read together. It means what Lightning's CombinedLoader means, which a Trainer takes as well.
+    """Several loaders that are read together, with the meaning of Lightning's CombinedLoader.
 
-    - ``"min_size"``: a batch of each, until the shortest comes to its end.
-    - ``"max_size_cycle"``: until the longest does; the others begin anew, with a new shuffle.
-    - ``"max_size"``: until the longest does; None stands for those that came to their end.
-    - ``"sequential"``: one loader after another, one batch at a time.
+    A Trainer accepts this class and Lightning's class. The modes are:
 
-    A Trainer hands out batches of the form of ``iterables``: a dict of loaders gives dicts of batches. Several loaders
-    without a CombinedLoader are ``"max_size_cycle"`` in training and ``"sequential"`` in evaluation.
+    - ``"min_size"``: one batch of each loader per step, until the shortest loader ends.
+    - ``"max_size_cycle"``: until the longest loader ends. Shorter loaders restart, with a new shuffle.
+    - ``"max_size"``: until the longest loader ends. The batch of a loader that has ended is None.
+    - ``"sequential"``: one loader after another, one batch per step.
 
-    Iterated by hand it gives ``(batch, batch_idx, dataloader_idx)``, as Lightning's does.
+    A batch has the structure of ``iterables``: a dict of loaders yields dicts of batches. If you pass several loaders
+    to a Trainer without a CombinedLoader, the mode is ``"max_size_cycle"`` in training and ``"sequential"`` in
+    evaluation.
+
+    Outside a Trainer, iteration yields ``(batch, batch_idx, dataloader_idx)``, as in Lightning.
 
     Args:
-        iterables: loaders in lists, tuples and dicts, nested at will. Lists of batches count as loaders.
-        mode: one of the four above.
+        iterables: loaders in lists, tuples and dicts, nested to any depth. A list of batches counts as a loader.
+        mode: one of the four modes.
 
     Attributes:
-        flattened: the loaders in their order.
-        part_names: where each of them stands in ``iterables``: ``"['a'][0]"``.
+        iterables: the argument ``iterables``.
+        mode: the argument ``mode``.
+        flattened: loaders in their order.
+        part_names: path of each loader in ``iterables``, such as ``"['a'][0]"``.
 
     Raises:
-        DataError: ``mode`` is not known, there is no loader, or one of them gives no batches.
+        DataError: ``mode`` is unknown, ``iterables`` contains no loader, or one of the loaders yields no batches.
+
+    Example::
+
+        loaders = {"labeled": DataLoader(labeled, batch_size=8), "unlabeled": DataLoader(unlabeled, batch_size=32)}
+        trainer.fit(module, CombinedLoader(loaders, "max_size_cycle"))
+        # training_step receives {"labeled": ..., "unlabeled": ...}
     """
 
     def __init__(self, iterables: Any, mode: Mode = "min_size") -> None:
         if mode not in MODES:
-            raise DataError("mode", mode, "is not known", f"Use one of {', '.join(map(repr, MODES))}")
+            raise DataError("mode", mode, "is unknown", f"Use one of {', '.join(map(repr, MODES))}")
         self.iterables = iterables
         self.mode = mode
         found = loaders_in(iterables, "iterables")
@@ -51,16 +62,16 @@ class CombinedLoader(Iterable[Any]):
 
     @property
     def sampler(self) -> Any:
-        """The samplers of the loaders, in the form of ``iterables``."""
+        """Samplers of the loaders, in the structure of ``iterables``."""
         return map_loaders(lambda loader: getattr(loader, "sampler", None), self.iterables)
 
     @property
     def batch_sampler(self) -> Any:
-        """The batch samplers of the loaders, in the form of ``iterables``."""
+        """Batch samplers of the loaders, in the structure of ``iterables``."""
         return map_loaders(lambda loader: getattr(loader, "batch_sampler", None), self.iterables)
 
     def __len__(self) -> int:
-        """How many batches a pass gives; TypeError where nothing tells."""
+        """Return the number of batches of one pass. Raises TypeError if it is unknown."""
         num_batches = num_joined([length_of(each) for each in self.flattened], self.mode)
         if not isinstance(num_batches, int):
             raise TypeError(f"{self!r} has no length")
@@ -75,7 +86,7 @@ class CombinedLoader(Iterable[Any]):
             yield self.batch_of(each), batch_idx, dataloader_idx
 
     def batches(self) -> Iterator[Any]:
-        """The batches of one pass."""
+        """Return an iterator over the batches of one pass, without indices."""
         return read_on(self._begun(), self)
 
     def _begun(self) -> list[Part]:
@@ -87,13 +98,13 @@ class CombinedLoader(Iterable[Any]):
         return parts
 
     def batch_of(self, each: Joined) -> Any:
-        """What is handed out for ``each``."""
+        """Return the batch of ``each`` in the structure of ``iterables``."""
         if self.mode == "sequential":
             return each.batches[0]
         return map_tensors(each.batches.__getitem__, self._form, lambda leaf: isinstance(leaf, int))
 
     def mapped(self, function: Callable[[Any], Any]) -> CombinedLoader:
-        """The same of what ``function`` makes of each loader."""
+        """Return a CombinedLoader in which ``function`` has replaced each loader."""
         return CombinedLoader(map_loaders(function, self.iterables), self.mode)
 
     def __repr__(self) -> str:
@@ -105,16 +116,17 @@ class CombinedLoader(Iterable[Any]):
 
 
 def read_on(parts: Sequence[Part], loader: CombinedLoader) -> Generator[Any, None, None]:
-    """The batches of ``parts``, which have begun."""
+    """Yield the remaining batches of ``parts``, whose pass has already begun."""
     for each in joined(parts, loader.mode):
         yield loader.batch_of(each)
 
 
 class JointBatches(Iterable[Any]):
-    """The plain batches of a CombinedLoader, for an evaluation.
+    """Batches of a CombinedLoader without indices, for an evaluation.
 
     Args:
-        shards_by_rank: whether the loaders divide themselves among the ranks.
+        combined: loaders that are read together.
+        shards_by_rank: True if the loaders shard themselves across ranks.
     """
 
     def __init__(self, combined: CombinedLoader, *, shards_by_rank: bool) -> None:
@@ -129,30 +141,30 @@ class JointBatches(Iterable[Any]):
 
 
 def as_combined(obj: Any, name: str) -> CombinedLoader:
-    """A CombinedLoader, roomier's or Lightning's, as roomier's.
+    """Convert a CombinedLoader of roomier or Lightning to a CombinedLoader of roomier.
 
     Raises:
-        DataError: one of its loaders gives no batches.
+        DataError: one of its loaders yields no batches.
     """
     if isinstance(obj, CombinedLoader):
         return obj
-    loaders_in(obj.iterables, name)  # its error says what the user passed
+    loaders_in(obj.iterables, name)  # raises an error with the name that the user knows
     return CombinedLoader(obj.iterables, obj._mode)
 
 
 def as_loaders(obj: Any, name: str) -> list[Any]:
-    """The loaders of an evaluation in their order; ``dataloader_idx`` of a hook counts in this list.
+    """Return the loaders of an evaluation in their order. ``dataloader_idx`` of a hook is an index in this list.
 
     Args:
-        obj: one loader, a list of batches, several loaders (:func:`is_loader_collection`; of dicts, the
-            values in their order), a CombinedLoader, or None for none.
-        name: what the user calls it, for the error.
+        obj: one loader, a list of batches, several loaders (:func:`is_loader_collection`; the values of dicts in their
+            order), a CombinedLoader, or None for no loaders.
+        name: name of the argument, for the error.
 
     Returns:
-        One loader for all where a CombinedLoader joins their batches.
+        The loaders. A CombinedLoader that reads its loaders together is a single loader.
 
     Raises:
-        DataError: ``obj`` gives no batches.
+        DataError: ``obj`` yields no batches.
     """
     if obj is None:
         return []
@@ -166,11 +178,12 @@ def as_loaders(obj: Any, name: str) -> list[Any]:
 
 
 def training_loader(obj: Any, name: str) -> Any:
-    """What a fit trains on: ``obj`` itself where it is one loader, else a CombinedLoader, by default one that goes on
-    until the longest loader comes to its end (``"max_size_cycle"``, as in Lightning).
+    """Return the loader that a fit trains on: ``obj`` if it is one loader, otherwise a CombinedLoader.
+
+    Several loaders without a CombinedLoader get the mode ``"max_size_cycle"``, as in Lightning.
 
     Raises:
-        DataError: a loader in it gives no batches.
+        DataError: a loader in ``obj`` yields no batches.
     """
     if is_combined(obj):
         return as_combined(obj, name)
@@ -181,7 +194,7 @@ def training_loader(obj: Any, name: str) -> Any:
 
 
 def batches_of(loader: Any) -> Iterator[Any]:
-    """The batches of one pass over what :func:`training_loader` gave."""
+    """Return an iterator over one pass of a loader from :func:`training_loader`."""
     if isinstance(loader, CombinedLoader):
         return loader.batches()
     check_gives_batches(loader, "train_dataloader")

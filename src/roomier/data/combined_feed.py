@@ -1,9 +1,9 @@
-"""Several loaders trained on together, each with its own position.
+"""Several loaders in one training, each with its own position.
 
 [Note: passes within an epoch]
-In ``max_size_cycle`` a short loader is passed over several times in an epoch. Where roomier makes the order, each pass
-counts as an epoch of its own: pass ``c`` of epoch ``e`` is shuffled as epoch ``e + c * 2**32``. The ``set_epoch`` of a
-loader is told ``e`` alone.
+In ``max_size_cycle``, an epoch has several passes over a short loader. If roomier creates the order, each pass counts
+as a separate epoch: pass ``c`` of epoch ``e`` is shuffled as epoch ``e + c * 2**32``. ``set_epoch`` of a loader is
+called with ``e`` only.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from roomier.data.joint import Part, begin, num_joined, num_joined_left
 
 
 class CombinedFeed(Feed):
-    """The parts of a CombinedLoader, which resume each in its own way.
+    """Feed of a CombinedLoader, in which each loader resumes through its own feed.
 
     Args:
-        loader: what the user passed.
-        feeds: of its loaders, in their order.
+        loader: CombinedLoader that the user passed.
+        feeds: feeds of its loaders, in their order.
     """
 
     kind = "combined"
@@ -37,13 +37,13 @@ class CombinedFeed(Feed):
         self._ranks = ranks
         self._limits: Sequence[float] = [math.inf] * len(feeds)
         self._parts: list[Part] = []
-        self._ended_before = [True] * len(feeds)  # whether what was read last of each came to an end
+        self._ended_before = [True] * len(feeds)  # True if the last pass over a loader was complete
         self.may_end_apart = any(feed.may_end_apart for feed in feeds)
         if loader.mode == "sequential":
-            for feed in feeds:  # a rank may come to the next loader before the others
+            for feed in feeds:  # one rank could reach the next loader before the other ranks
                 if feed.ends_by_rank:
-                    problem = "gives the ranks different numbers of batches, and another loader comes after it"
-                    action = "Let roomier divide it (shards_by_rank = False on the data set), or use another mode"
+                    problem = "yields different numbers of batches on different ranks, but another loader follows it"
+                    action = "Set shards_by_rank = False on the dataset, so that roomier shards it, or use another mode"
                     raise DataError(feed.name, loader, problem, action)
 
     @property
@@ -56,15 +56,16 @@ class CombinedFeed(Feed):
 
     @property
     def mode(self) -> str:
+        """Mode of the CombinedLoader."""
         return self._loader.mode
 
     @property
     def part_lengths(self) -> list[int | float]:
-        """Batches of one pass over each loader on this rank; ``inf`` where nothing tells."""
+        """Number of batches in one pass over each loader on this rank; ``inf`` if it is unknown."""
         return [feed.num_batches for feed in self._feeds]
 
     def limit_parts(self, limits: Sequence[float]) -> None:
-        """How many batches are taken of each loader at the most, where one comes after another."""
+        """Set the maximum number of batches of each loader in mode ``"sequential"``."""
         assert self.mode == "sequential"
         self._limits = limits
 
@@ -100,7 +101,7 @@ class CombinedFeed(Feed):
                 part.go_on(iterator, _reading(feed, iterator), num_read)
         if math.isinf(self.num_batches):
             num_done = position["num_batches"] // self._ranks.world.size
-        else:  # counted from the end, because that is what a loop waits for
+        else:  # count from the end, because a loop waits for the end
             num_done = int(self.num_batches - num_joined_left(self._parts, self.mode))
         return read_on(self._parts, self._loader), num_done
 
@@ -110,7 +111,7 @@ class CombinedFeed(Feed):
             part.go_on(None, None, stored["num_read"])
 
     def _put_back(self, position: dict[str, Any]) -> Iterator[tuple[Part, Feed, dict[str, Any]]]:
-        """The parts that had begun at ``position``, in the pass where they were."""
+        """Yield the parts that had begun at ``position``, each restored to the pass of the position."""
         rank, num_ranks = self._ranks.world.rank, self._ranks.world.size
         parts = self._made_parts(position["epoch"])
         for number, (part, feed, of_all) in enumerate(zip(parts, self._feeds, position["parts"], strict=True)):
@@ -120,7 +121,7 @@ class CombinedFeed(Feed):
                 own = by_rank[rank if len(by_rank) == num_ranks else 0]
                 stored = {**own, "position": {**of_all["position"], "num_batches": own["num_batches"]}}
             if stored["cycle"] < 0:
-                if stored["position"]:  # earlier releases told nothing of what is read later
+                if stored["position"]:  # positions of earlier releases have no entry for loaders that are read later
                     self._ended_before[number] = stored["is_complete"]
                     feed.adopt(stored["position"], is_complete=stored["is_complete"])
                     feed.goes_on = position["epoch"] > 0
@@ -133,11 +134,11 @@ class CombinedFeed(Feed):
         action = "Resume with the loaders of the saved run, or start a new run from its weights"
         names, stored_names = self._loader.part_names, [stored["name"] for stored in position["parts"]]
         if position["mode"] != self.mode or names != stored_names:
-            problem = f"is read otherwise than in the saved run: that read {stored_names} in mode {position['mode']!r}"
+            problem = f"differs from the saved run, which used the loaders {stored_names} in mode {position['mode']!r}"
             raise DataError(self.name, self._loader, problem, action)
         for feed, stored in zip(self._feeds, position["parts"], strict=True):
             if feed.kind != stored["kind"]:
-                problem = f"resumes as {feed.kind!r}; the saved position is of a loader that resumes as"
+                problem = f"resumes as {feed.kind!r}, but the saved position is of a loader that resumes as"
                 raise DataError(feed.name, self._loader, f"{problem} {stored['kind']!r}", action)
             if stored["cycle"] >= 0 and not stored["is_at_end"]:
                 feed.check(stored["position"])
@@ -157,7 +158,7 @@ class CombinedFeed(Feed):
     def _position_of(self, number: int, part: Part) -> dict[str, Any]:
         feed, name = self._feeds[number], self._loader.part_names[number]
         position = feed.position(part.num_read)
-        if part.cycle < 0:  # a loader that comes later will draw what it would have drawn
+        if part.cycle < 0:  # a loader that is read later continues its random sequence
             position = {key: value for key, value in position.items() if key not in ("num_batches", "num_samples")}
         own = {
             "cycle": part.cycle,

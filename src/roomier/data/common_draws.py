@@ -1,4 +1,4 @@
-"""Random draws that come out the same on every rank: the order of a loader that all ranks read alike."""
+"""Random draws that are identical on every rank, for loaders whose order must be the same on all ranks."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from roomier.data.seeding import mix_seed, seed_generators
 
 
 class CommonDraws:
-    """States of the CPU generators of Python, NumPy and torch that take the place of this rank's inside a block.
+    """Separate states of the CPU generators of Python, NumPy and torch, which replace this rank's states in a context.
 
-    A sampler that shuffles by the global generators gives every rank its order only where all ranks draw alike, and
-    each rank has drawn other numbers before (its dropout, say).
+    Ranks have drawn different random numbers before, for example in dropout. A sampler that shuffles with the global
+    generators yields one order on all ranks only if the states are identical.
     """
 
     def __init__(self) -> None:
@@ -26,10 +26,11 @@ class CommonDraws:
 
     @property
     def are_seeded(self) -> bool:
+        """True after :meth:`seed`."""
         return self._states is not None
 
     def seed(self, seed: int, epoch: int) -> None:
-        """Begin anew with what depends on ``seed`` and ``epoch`` alone."""
+        """Reset the separate states to a function of ``seed`` and ``epoch``."""
         outer = _states()
         seed_generators(mix_seed(seed, epoch))
         self._states = _states()
@@ -37,7 +38,7 @@ class CommonDraws:
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """Draw in here; the generators of this rank are as before behind it. One inside another is the same as one."""
+        """Use the separate states in this context, and restore the states of this rank after it. It can be nested."""
         if self._is_inside:
             yield
             return
@@ -53,7 +54,7 @@ class CommonDraws:
             self._is_inside = False
 
     def read(self, iterator: Iterator[Any]) -> Iterator[Any]:
-        """What ``iterator`` gives, each drawn inside."""
+        """Yield the elements of ``iterator``, each drawn with the separate states."""
         while True:
             with self.inside():
                 try:

@@ -1,4 +1,4 @@
-"""Who divides a loader among the ranks: the user's code, or roomier."""
+"""Find out if the user's code already shards a loader across ranks."""
 
 from __future__ import annotations
 
@@ -17,19 +17,22 @@ from roomier.data.share import Share
 SHARD_MARK = "shards_by_rank"
 _ASKS_FOR_RANK = {"get_rank", "get_world_size", "get_node_local_rank", "RANK", "WORLD_SIZE", "LOCAL_RANK"}
 
-# What samplers call the rank they are made for, and the number of ranks: torch's; those of accelerate; of Megatron.
+# Attributes of samplers for their rank and number of ranks: in torch, in accelerate, and in Megatron.
 _PLACES = (("rank", "num_replicas"), ("process_index", "num_processes"), ("data_parallel_rank", "data_parallel_size"))
 
 
 def share_of(loader: object, world: World) -> Share:
-    """How ``loader`` is divided among the ranks: by itself where it says or shows so, else by whole batches.
+    """Return how ``loader`` is sharded across ranks: by itself, or by roomier in full batches.
 
-    It says so with the attribute ``shards_by_rank`` (of the loader, its dataset or its samplers). It shows so by a
-    ``DistributedSampler``, or a sampler made for this rank; by Hugging Face's ``split_dataset_by_node``, or by code of
-    a sampler or a stream that names the rank.
+    A loader shards itself if the attribute ``shards_by_rank`` of the loader, its dataset or its samplers is True. If
+    the attribute is not set, a loader shards itself in these cases:
+
+    - It has a ``DistributedSampler``, or a sampler that was created for this rank.
+    - Hugging Face's ``split_dataset_by_node`` was applied to it.
+    - The code of a sampler or a stream contains a name of the rank, such as ``get_rank``.
 
     Raises:
-        DataError: a ``DistributedSampler`` was made for another number of ranks.
+        DataError: a ``DistributedSampler`` was created for another rank or number of ranks.
     """
     if world.size == 1:
         return Share()
@@ -41,35 +44,37 @@ def share_of(loader: object, world: World) -> Share:
         says = getattr(part, SHARD_MARK, None)
         if says is not None:
             return Share(world, f"{type(part).__name__} ({SHARD_MARK}={says})" if says else None)
-        # Hugging Face's IterableDataset behind split_dataset_by_node
+        # Hugging Face's IterableDataset after split_dataset_by_node
         if getattr(part, "_distributed", None) is not None:
             return Share(world, f"{type(part).__name__} (split_dataset_by_node)")
     for part in _samplers(loader):
         places = [(getattr(part, rank, None), getattr(part, size, None)) for rank, size in _PLACES]
         if (world.rank, world.size) in places:
-            return Share(world, f"{type(part).__name__}, which is made for this rank")
+            return Share(world, f"{type(part).__name__} (created for this rank)")
     for part in (*_streams(loader), *_samplers(loader)):
         if _asks_for_rank(part):
-            return Share(world, f"{type(part).__name__}, which asks for its rank")
+            return Share(world, f"{type(part).__name__} (reads its rank)")
     return Share(world)
 
 
 def _check_made_for(sampler: DistributedSampler[Any], world: World) -> None:
     made_for = (sampler.rank, sampler.num_replicas)
     if made_for != (world.rank, world.size):
-        problem = f"is made for rank {made_for[0]} of {made_for[1]}; this is rank {world.rank} of {world.size}"
-        action = "Make it in train_dataloader, where the ranks are known, or leave it out: roomier divides the data"
+        problem = f"was created for rank {made_for[0]} of {made_for[1]}, but this is rank {world.rank} of {world.size}"
+        action = (
+            "Create it in train_dataloader, where the ranks are known, or remove it, so that roomier shards the data"
+        )
         raise DataError("DistributedSampler", sampler, problem, action)
 
 
 def _samplers(loader: object) -> Iterator[object]:
-    """What gives ``loader`` its indices."""
+    """Yield the objects that provide the indices of ``loader``."""
     if isinstance(loader, DataLoader):
         yield from (part for part in parts_of(loader) if part is not loader and part is not loader.dataset)
 
 
 def _streams(loader: object) -> Iterator[object]:
-    """What of ``loader`` decides in code of its own which batches come."""
+    """Yield the parts of ``loader`` whose own code determines the batches."""
     if isinstance(loader, DataLoader):
         if not can_be_rebuilt(loader):
             yield loader
@@ -80,7 +85,7 @@ def _streams(loader: object) -> Iterator[object]:
 
 
 def _asks_for_rank(part: object) -> bool:
-    """Whether the code of ``part`` (its methods, or it itself where it is a generator) names the rank."""
+    """Return True if the code of ``part`` (its methods, or the body of a generator) contains a name of the rank."""
     codes = [code for code in (getattr(part, "gi_code", None),) if code is not None]
     for kind in type(part).__mro__:
         if kind.__module__.partition(".")[0] in ("torch", "builtins", "typing"):

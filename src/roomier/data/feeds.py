@@ -1,10 +1,10 @@
-"""The ways to go on mid-epoch: one class for each kind of loader, chosen in ``choose.py``.
+"""Feeds, which resume a loader within an epoch: one class for each kind of loader, selected in ``choose.py``.
 
-Here: what they share, and the one whose order roomier makes. The others are in ``batch_feeds.py``.
+This module contains the base class and the feed whose order roomier creates. All other feeds are in ``batch_feeds.py``.
 
-A feed starts an epoch, or resumes it behind a position. Both make the loader's iterator at once, so that what
-the loader draws from the global generators at an epoch's start is drawn there, and neither reads a batch
-before it is asked for (a replay reads those that were done).
+A feed starts an epoch, or resumes it after a position. Both create the loader's iterator immediately, so that the
+loader draws from the global generators at the start of the epoch. Neither reads a batch before the loop requests one,
+except that a replay reads the batches that are done.
 """
 
 import math
@@ -22,25 +22,25 @@ from roomier.data.rebuild import generators_of
 from roomier.data.sampler import OrderedSampler
 from roomier.data.seeding import EpochSeed
 
-PASS = 1 << 32  # epochs of a run are fewer; see [Note: passes within an epoch]
+PASS = 1 << 32  # larger than the number of epochs of a run; see [Note: passes within an epoch]
 
 
 class Feed(ABC):
     """Batches of one loader, from the start of an epoch or from a position in it.
 
     Args:
-        name: what the user calls the loader, for errors and notices.
+        name: name of the argument that the user passed, for errors and notices.
     """
 
     kind: ClassVar[str]
     may_end_apart: bool = False
-    """Whether the batches may be fewer than :attr:`num_batches`, or end at different times on different ranks."""
+    """True if there can be fewer batches than :attr:`num_batches`, or if ranks can end after different numbers."""
 
     reading: Iterator[Any] | None = None
-    """The loader's own iterator, where :meth:`start` gave another one."""
+    """Iterator of the loader, if :meth:`start` returned another iterator around it."""
 
     goes_on: bool = False
-    """Whether an epoch was read before, by the saved run."""
+    """True if the saved run read an earlier epoch."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -48,72 +48,79 @@ class Feed(ABC):
     @property
     @abstractmethod
     def loaders(self) -> Sequence[Any]:
-        """The loaders that are read."""
+        """Loaders that are read."""
 
     @property
     def ends_by_rank(self) -> bool:
-        """Whether each rank may have another number of batches of its own."""
+        """True if ranks can have different numbers of batches."""
         return False
 
     @property
     def has_ended(self) -> bool:
-        """Whether the running epoch is known to have no batch left, though the loop has not asked for one."""
+        """True if the running epoch is known to have no more batches before the loop requests the next one."""
         return False
 
     @property
     @abstractmethod
     def num_batches(self) -> int | float:
-        """Batches of one whole epoch on this rank; ``inf`` where nothing tells."""
+        """Number of batches of one full epoch on this rank; ``inf`` if it is unknown."""
 
     @abstractmethod
     def start(self, epoch: int) -> Iterator[Any]:
-        """The batches of ``epoch`` from its first."""
+        """Return an iterator over the batches of ``epoch``."""
 
     @abstractmethod
     def resume(self, position: dict[str, Any]) -> tuple[Iterator[Any], int]:
-        """The batches behind ``position``, and how many of :attr:`num_batches` are done. May move the global
-        generators; the caller puts them back."""
+        """Return an iterator over the batches after ``position``, and how many of :attr:`num_batches` are done.
+
+        This method can change the global generators. The caller restores them.
+        """
 
     def end(self) -> None:
-        """Release the iterator, whose queues to worker processes hold open files. No batch is read after this."""
+        """Release the iterator, whose queues to worker processes use open files. No batch is read after this call."""
         self.reading = None
 
     def check(self, position: dict[str, Any]) -> None:
-        """Whether :meth:`resume` fits the loader, as far as can be told without reading it.
+        """Check that :meth:`resume` supports ``position``, as far as possible without reading the loader.
 
         Raises:
-            DataError: the loader is not that of the saved run.
+            DataError: the loader differs from the loader of the saved run.
         """
         del position
 
     def adopt(self, position: dict[str, Any], *, is_complete: bool) -> None:
-        """Take over from ``position`` what later epochs need; the epoch it lies in is over.
+        """Restore the state that later epochs need from ``position``, whose epoch is over.
 
         Args:
-            is_complete: all batches of that epoch were handed out.
+            position: position in the last epoch of the saved run.
+            is_complete: True if all batches of that epoch were read.
         """
         del position, is_complete
 
     def sample_indices(self, first_batch: int, num_batches: int) -> list[int] | None:
-        """The numbers of this rank's samples in these batches of the running epoch; None where nothing tells."""
+        """Return the dataset indices of this rank's samples in these batches of the running epoch; None if unknown."""
         del first_batch, num_batches
         return None
 
     def position(self, num_batches: int) -> dict[str, Any]:
-        """What :meth:`resume` needs besides the epoch, after ``num_batches`` of the running epoch on this rank.
+        """Return the fields that :meth:`resume` needs in addition to the epoch.
 
-        Every rank asks for it at the same time.
+        Every rank must call this method at the same time.
+
+        Args:
+            num_batches: batches of the running epoch that are done on this rank.
         """
         del num_batches
         return {}
 
 
 def begin(loader: Iterable[Any], *, workers_were_there: bool) -> Iterator[Any]:
-    """An iterator of ``loader``.
+    """Return an iterator of ``loader``.
 
     Args:
-        workers_were_there: in the saved run, whose workers stayed after the epoch before. A DataLoader draws a seed for
-            its workers when it starts them, and none for those that stay: so none is drawn here.
+        loader: loader to iterate.
+        workers_were_there: True if the workers of the saved run persisted from the previous epoch. A DataLoader draws a
+            seed when it starts workers, and none when workers persist. So this function draws no seed in that case.
     """
     if not (workers_were_there and isinstance(loader, DataLoader) and loader.persistent_workers):
         return iter(loader)
@@ -127,32 +134,37 @@ def begin(loader: Iterable[Any], *, workers_were_there: bool) -> Iterator[Any]:
 
 
 class OwnGenerators:
-    """The torch generators that hang on a loader, its dataset and its samplers: they are the user's, so no
-    checkpoint of the global generators holds them."""
+    """Generators of torch that are attributes of a loader, its dataset and its samplers.
+
+    They belong to the user, so a checkpoint of the global generators does not contain them.
+    """
 
     def __init__(self, loader: object) -> None:
         self._generators = generators_of(loader)
 
     def agree(self, ranks: Ranks) -> None:
-        """Take the states of rank 0, so that all ranks draw one order."""
+        """Copy the states of rank 0, so that all ranks draw the same order."""
         if self._generators:
             self.set_states(ranks.from_zero(self.states()))
 
     def states(self) -> list[Tensor]:
+        """Return the states of the generators."""
         return [generator.get_state() for generator in self._generators]
 
     def set_states(self, states: list[Tensor]) -> None:
+        """Set the states that :meth:`states` returned."""
         for generator, state in zip(self._generators, states, strict=True):
             generator.set_state(state)
 
 
 class OrderedFeed(Feed):
-    """A DataLoader over an :class:`OrderedSampler`: resumes at a sample, at no cost, under any batch size.
+    """Feed for a DataLoader with an :class:`OrderedSampler`. It resumes at a sample, immediately, with any batch size.
 
     Args:
-        loader: draws from ``sampler`` and groups its samples.
-        own_generators: of the user's loader.
-        epoch_seed: fixes the randomness of samples in worker processes; None without workers.
+        loader: DataLoader that groups the samples of ``sampler`` into batches.
+        sampler: order of the samples.
+        own_generators: generators of the user's loader.
+        epoch_seed: seed of the random numbers of samples in worker processes; None without workers.
     """
 
     kind = "ordered"
@@ -172,7 +184,7 @@ class OrderedFeed(Feed):
         self._batch_size = sampler.batch_size
         self._own_generators = own_generators
         self._epoch_seed = epoch_seed
-        self._first_sample = 0  # where the running epoch began to be read: in samples of the global order,
+        self._first_sample = 0  # where reading of the running epoch began, in samples of the global order,
         self._first_batch = 0  # and in batches of the present size
 
     @property
@@ -184,7 +196,7 @@ class OrderedFeed(Feed):
         return self._num_batches_after(0)
 
     def _num_batches_after(self, num_samples_done: int) -> int:
-        num_left = self._sampler.num_read_after(num_samples_done)  # the number of batches is that of all ranks
+        num_left = self._sampler.num_read_after(num_samples_done)  # all ranks have the same number of batches
         return math.ceil(num_left / (self._batch_size * self._sampler.world.size))
 
     def start(self, epoch: int) -> Iterator[Any]:
@@ -192,8 +204,8 @@ class OrderedFeed(Feed):
 
     def _start_at(self, epoch: int, num_samples_done: int, of_order: dict[str, Any] | None = None) -> Iterator[Any]:
         self._first_sample = num_samples_done
-        # Counted from the end, because that is what a loop waits for: under another batch size the done
-        # samples need not fill whole batches.
+        # Count from the end, because a loop waits for the end. With another batch size, the samples that are done need
+        # not fill complete batches.
         self._first_batch = self.num_batches - self._num_batches_after(num_samples_done)
         self._sampler.set_position(epoch, num_samples_done, of_order)
         if self._epoch_seed is not None:
@@ -225,7 +237,7 @@ class OrderedFeed(Feed):
         }
 
     def position_in_samples(self, num_batches: int) -> int:
-        """Samples of the global order that ``num_batches`` of the running epoch hold."""
+        """Return how many samples of the global order are in the first ``num_batches`` of the running epoch."""
         num_read = (num_batches - self._first_batch) * self._batch_size * self._sampler.world.size
         return min(self._first_sample + num_read, self._sampler.num_samples)
 
@@ -239,11 +251,11 @@ class OrderedFeed(Feed):
             raise DataError(
                 self.name,
                 self._loader.dataset,
-                f"has {self._sampler.num_samples} samples; the epoch to go on with was over {position['dataset_size']}",
+                f"has {self._sampler.num_samples} samples, but the epoch to resume has {position['dataset_size']}",
                 action,
             )
         if position["shuffle"] != self._sampler.shuffle:
             before, now = ("shuffled", "in order") if position["shuffle"] else ("in order", "shuffled")
             raise DataError(
-                self.name, self._loader, f"is read {now}; the epoch to go on with was read {before}", action
+                self.name, self._loader, f"is read {now}, but the epoch to resume was read {before}", action
             )

@@ -1,9 +1,10 @@
-"""The first batch of a loader, looked at before a run reads it, so that the run reads what it would have read anyway.
+"""Read the first batch of a loader before a run, without changing the batches that the run reads.
 
-[Note: looking without touching]
-A run draws random numbers, and a loader may have a state. So what gives the same again is asked for a batch of its own,
-and afterwards every generator, and every attribute of the loader, its data set and its samplers, is as it was. What is
-read once only (a generator) is read ahead, and what was read is put back in front of it.
+[Note: the first batch without side effects]
+A run draws random numbers, and a loader can have a state. A loader that can be iterated again is iterated one
+additional time. Afterwards every generator, and every attribute of the loader, its dataset and its samplers, is
+restored. An object that can be iterated only once, such as a generator, is read ahead, and its first batch is yielded
+again to the run.
 """
 
 from __future__ import annotations
@@ -29,24 +30,27 @@ from roomier.data.joint import Joined
 from roomier.data.rebuild import can_be_rebuilt, parts_of, plain_sampler, rebuilt
 from roomier.data.same import is_same
 
-_NUM_LISTED = 1000  # batches of a list whose shapes are looked at
-_DEPTH = 3  # of data sets within data sets
+_NUM_LISTED = 1000  # batches of a list whose sizes are compared
+_DEPTH = 3  # nesting depth of datasets
 
 
 def first_batch(loader: Any, name: str) -> tuple[Any, Any]:
-    """A batch of ``loader``, and what to read in its place.
+    """Return a batch of ``loader``, and a loader to read instead of it.
 
-    Of a list it is the largest one; of all else the first, or one of as many samples. Of a CombinedLoader it is a batch
-    of each of its loaders; where they follow each other, the largest of these.
+    For a list, the batch is the largest one. For other loaders, it is the first batch or a batch with as many samples.
+    For a CombinedLoader, it contains one batch of each loader, or in mode ``"sequential"`` the largest of these
+    batches.
 
     Args:
-        name: what the user calls the loader, for errors.
+        loader: loader of a run.
+        name: name of the argument that the user passed, for errors.
 
     Returns:
-        The batch, and ``loader`` itself; or, where it can be read once only, the same with the batch put back.
+        The batch, and ``loader`` itself. If ``loader`` can be iterated only once, the second element yields the batch
+        again before the remaining batches.
 
     Raises:
-        DataError: there is no batch, or looking at it would change what the run reads.
+        DataError: there is no batch, or reading it would change the batches of the run.
     """
     if isinstance(loader, CombinedLoader):
         return _of_several_loaders(loader, name)
@@ -77,12 +81,12 @@ def _of_several_loaders(loader: CombinedLoader, name: str) -> tuple[Any, Combine
 
 
 def _no_batch(loader: Any, name: str) -> DataError:
-    return DataError(name, loader, "gives no batch", "Pass a loader with at least one batch")
+    return DataError(name, loader, "yields no batches", "Pass a loader with at least one batch")
 
 
 @contextmanager
 def untouched(loader: Any) -> Iterator[None]:
-    """Afterwards all random states, and the attributes of ``loader`` and of what it draws from, are as they were."""
+    """Restore all random states, and the attributes of ``loader`` and its parts, at the end of this context."""
     state = rng_state()
     parts = list(_all_parts(loader))
     attributes = [(each, dict(vars(each))) for each in parts if hasattr(each, "__dict__")]
@@ -104,29 +108,34 @@ def untouched(loader: Any) -> Iterator[None]:
 
 
 def check_is_read_anew(
-    loader: Any, name: str, instead: str = "name a strategy without memory_budget: then nothing is looked at"
+    loader: Any, name: str, instead: str = "set a strategy without memory_budget, which requires no first batch"
 ) -> None:
-    """Refuse a loader that would give other batches to those who read it again.
+    """Reject a loader that would yield different batches if it is iterated again.
+
+    Args:
+        loader: loader of a run.
+        name: name of the argument that the user passed, for errors.
+        instead: alternative to a change of the loader, for the error.
 
     Raises:
-        DataError: names what in it can be read once only, and what to do: ``instead`` of changing it.
+        DataError: the loader has an iterator that can be read only once. The message names the iterator.
     """
     if isinstance(loader, CombinedLoader):
         for each, part_name in zip(loader.flattened, loader.part_names, strict=True):
             check_is_read_anew(each, f"{name}{part_name}", instead)
         return
     if getattr(loader, "num_workers", 0):
-        return  # workers read copies
+        return  # each worker reads a copy
     for part in _all_parts(loader):
         for attribute, value in vars(part).items() if hasattr(part, "__dict__") else ():
             if isinstance(value, Iterator):
-                problem = f"reads from {type(part).__name__}.{attribute}, which can be read once only"
-                action = f"Let __iter__ open it, or {instead}"
-                raise DataError(name, loader, f"{problem}, so its first batch cannot be looked at", action)
+                problem = f"reads from {type(part).__name__}.{attribute}, which can be iterated only once"
+                action = f"Create it in __iter__, or {instead}"
+                raise DataError(name, loader, f"{problem}, so its first batch cannot be read in advance", action)
 
 
 def _of_data_loader(loader: DataLoader[Any]) -> Any:
-    if loader.num_workers:  # a worker has copies of everything, and may read what this process cannot
+    if loader.num_workers:  # a worker has copies of all objects, and can have access to data that this process has not
         changes: dict[str, Any] = {"num_workers": 1, "persistent_workers": False, "pin_memory": False}
         batches = iter(rebuilt(loader, **changes, **_copied_samplers(loader)))
         try:
@@ -149,7 +158,7 @@ def _of_data_loader(loader: DataLoader[Any]) -> Any:
 
 
 def _copied_samplers(loader: DataLoader[Any]) -> dict[str, Any]:
-    """Samplers that draw what those of ``loader`` would, and leave these as they are."""
+    """Return copies of the samplers of ``loader``, which draw the same indices and leave the originals unchanged."""
     if isinstance(loader.dataset, IterableDataset):
         return {}
     memo: dict[int, Any] = {id(loader.dataset): loader.dataset}
@@ -161,7 +170,12 @@ def _copied_samplers(loader: DataLoader[Any]) -> dict[str, Any]:
 
 
 class ReadAhead(Iterator[Any]):
-    """``inner``, of which ``read`` was read already; else it is like ``inner``."""
+    """Iterator that yields the batches in ``read`` and then the rest of ``inner``, with the attributes of ``inner``.
+
+    Args:
+        read: batches that were already read from ``inner``.
+        inner: iterator of the user.
+    """
 
     def __init__(self, read: Sequence[Any], inner: Iterator[Any]) -> None:
         self._read = list(read)
@@ -183,8 +197,11 @@ def _read_ahead(loader: Iterator[Any], name: str) -> tuple[Any, Any]:
     except StopIteration:
         raise _no_batch(loader, name) from None
     if not is_same(before, rng_state()):
-        problem = "is read once only and draws random numbers, so its first batch cannot be looked at before the run"
-        action = "Pass a DataLoader or an object whose __iter__ starts anew, or name a strategy without memory_budget"
+        problem = "can be iterated only once and draws random numbers, so its first batch cannot be read in advance"
+        action = (
+            "Pass a DataLoader or an object whose __iter__ returns a new iterator, or set a strategy without "
+            "memory_budget"
+        )
         raise DataError(name, loader, problem, action)
     return found, ReadAhead([found], loader)
 
@@ -198,7 +215,7 @@ def _first(iterator: Iterator[Any]) -> Any:
 
 
 def _all_parts(loader: Any) -> Iterator[Any]:
-    """``loader``, its samplers, how it collates, and its data sets, down to those within others; of several, all."""
+    """Yield ``loader``, its samplers, its collate function, and its datasets including nested datasets."""
     if isinstance(loader, CombinedLoader):
         for each in loader.flattened:
             yield from _all_parts(each)
@@ -225,7 +242,7 @@ def _of_several(dataset: Any) -> Iterable[Any]:
 
 
 def _put_back_generators(part: Any) -> Iterator[Callable[[], Any]]:
-    """What sets the generators that hang on ``part`` to the states they have now."""
+    """Yield functions that restore the present states of the generators that are attributes of ``part``."""
     for value in vars(part).values() if hasattr(part, "__dict__") else ():
         if isinstance(value, torch.Generator):
             yield _call(value.set_state, value.get_state())

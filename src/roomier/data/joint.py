@@ -1,9 +1,9 @@
-"""Several loaders read together: the four modes of Lightning's CombinedLoader, over parts that can begin anew.
+"""Reading several loaders together in the four modes of Lightning's CombinedLoader.
 
-[Note: nothing is read for nothing]
-What is read of a part moves its position, so a part is only asked for a batch that will be handed out, as far as that
-can be told: in ``max_size_cycle`` those that have not come to their end are asked first, and the others begin anew only
-where one of them has a batch left; ``min_size`` stops at a known end before it asks.
+[Note: no unnecessary reads]
+Reading from a part changes its position. So a part is read only if the batch will be yielded, as far as this is known.
+In ``max_size_cycle``, the parts that have not ended are read first. The other parts restart only if one of these parts
+has a batch left. ``min_size`` stops before reading if a part is known to have ended.
 """
 
 from __future__ import annotations
@@ -17,23 +17,26 @@ from roomier.core.errors import DataError
 
 Mode = Literal["min_size", "max_size_cycle", "max_size", "sequential"]
 MODES = ("min_size", "max_size_cycle", "max_size", "sequential")
-END = object()  # None is a batch that a user's loader may give
+END = object()  # not None, because None can be a batch of a user's loader
 
 
 class Part:
-    """One of several loaders, as it is read.
+    """One of several loaders that are read together.
 
     Args:
-        start: the batches of a pass over it, and what reads them; passes of an epoch are counted from 0.
-        length: batches of a pass; ``inf`` where nothing tells.
-        name: what the user calls it, for errors.
+        start: function that starts a pass, counted from 0 in each epoch. It returns an iterator over the batches and
+            the object that reads them.
+        length: number of batches of a pass; ``inf`` if it is unknown.
+        name: name of the loader for errors.
 
     Attributes:
-        limit: how many batches are taken of it where parts follow each other.
-        cycle: the running pass, counted from 0; -1 before the first.
-        num_read: batches of the running pass that were handed out.
-        iterator: gives those that are left; None where there are none, or before the first.
-        came_to_end: a pass over it is behind us.
+        length: the argument ``length``.
+        name: the argument ``name``.
+        limit: maximum number of batches in mode ``"sequential"``.
+        cycle: index of the running pass; -1 before the first pass.
+        num_read: batches of the running pass that were yielded.
+        iterator: iterator over the remaining batches; None before the first pass and after the end of a pass.
+        came_to_end: True after a complete pass.
     """
 
     def __init__(self, start: Callable[[int], tuple[Iterator[Any], Any]], length: float, name: str) -> None:
@@ -49,23 +52,23 @@ class Part:
 
     @property
     def num_left(self) -> float:
-        """Batches that are left of the running pass; ``inf`` where nothing tells."""
+        """Remaining batches of the running pass; ``inf`` if the number is unknown."""
         if self.cycle >= 0 and self.iterator is None:
             return 0
         return max(min(self.length, self.limit) - self.num_read, 0)
 
     def begin(self) -> None:
-        """Begin the next pass."""
+        """Start the next pass."""
         self.cycle += 1
         self.num_read = 0
         self.iterator, self._reading = self._start(self.cycle)
 
     def go_on(self, iterator: Iterator[Any] | None, reading: Any, num_read: int) -> None:
-        """Read on from ``iterator``, of a pass of which ``num_read`` batches were handed out."""
+        """Continue the running pass with ``iterator``, after ``num_read`` batches."""
         self.iterator, self._reading, self.num_read = iterator, reading, num_read
 
     def read(self) -> Any:
-        """The next batch of the running pass; ``END`` where there is none."""
+        """Return the next batch of the running pass, or ``END``."""
         batch = END if self.iterator is None else next(self.iterator, END)
         if batch is END:
             self.iterator, self.came_to_end = None, True
@@ -74,25 +77,32 @@ class Part:
         return batch
 
     def stop(self) -> None:
-        """End the worker processes of a pass that was not read to its end."""
+        """End the worker processes of a pass that was not read completely."""
         if self.iterator is not None:
             torch_loaders.end_workers(self._reading)
         self.iterator = self._reading = None
 
 
 class Joined(NamedTuple):
-    """What is handed out at a time: a batch of each of ``parts``; in ``sequential`` of one."""
+    """Batches of one step, and the indices of their loaders. In mode ``"sequential"``, there is one batch.
+
+    Attributes:
+        parts: indices of the loaders.
+        batches: one batch of each of these loaders.
+    """
 
     parts: Sequence[int]
     batches: Sequence[Any]
 
 
 def joined(parts: Sequence[Part], mode: str) -> Iterator[Joined]:
-    """The batches of ``parts`` as ``mode`` joins them. Parts must have begun (:func:`begin`) or go on; those of
-    ``sequential`` begin when it is their turn."""
+    """Yield the batches of ``parts``, combined according to ``mode``.
+
+    The parts must have begun (:func:`begin`) or continue a pass. In ``"sequential"``, a part begins when it is read.
+    """
     try:
         yield from _one_after_another(parts) if mode == "sequential" else _together(parts, mode)
-    finally:  # workers of what is left unread would live on
+    finally:  # otherwise the workers of incomplete passes would keep running
         for part in parts:
             part.stop()
 
@@ -105,21 +115,21 @@ def _together(parts: Sequence[Part], mode: str) -> Iterator[Joined]:
 
 
 def begin(parts: Sequence[Part], mode: str) -> None:
-    """What of ``parts`` is started before the first batch is asked for."""
+    """Start the parts that must begin before the first batch is read."""
     for part in parts[:1] if mode == "sequential" else parts:
         part.begin()
 
 
 def num_joined(lengths: Sequence[float], mode: str) -> float:
-    """How many times :func:`joined` hands out of parts with so many batches each."""
+    """Return how many steps :func:`joined` yields for parts with ``lengths`` batches."""
     if mode == "sequential":
         return sum(lengths)
     return min(lengths) if mode == "min_size" else max(lengths)
 
 
 def num_joined_left(parts: Sequence[Part], mode: str) -> float:
-    """As :func:`num_joined`, of parts that are read already."""
-    if mode == "max_size_cycle":  # what begins anew does not count
+    """Return how many steps :func:`joined` still yields for parts whose pass has begun."""
+    if mode == "max_size_cycle":  # restarted parts do not count
         return max((part.num_left for part in parts if not part.came_to_end), default=0)
     return num_joined([part.num_left for part in parts], mode)
 
@@ -158,10 +168,10 @@ def _read_anew(part: Part) -> Any:
         part.begin()
         batch = part.read()
     if batch is END:
-        problem = "gives no batch when it begins anew, and another loader has batches left"
+        problem = "yields no batches in its second iteration, but another loader has batches left"
         action = (
-            "Pass a DataLoader, or an object whose __iter__ starts anew; or end with it: CombinedLoader(loaders, "
-            "'min_size')"
+            "Pass a DataLoader, or an object whose __iter__ returns a new iterator, or end with this loader: "
+            "CombinedLoader(loaders, 'min_size')"
         )
         raise DataError(part.name, part.cycle, problem, action)
     return batch

@@ -1,4 +1,7 @@
-"""Whether the ranks were given loaders of one length. Ranks that read different numbers of batches wait forever."""
+"""Check that the ranks have loaders of the same length.
+
+Ranks that read different numbers of batches would wait forever.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +16,25 @@ from roomier.data.batch_feeds import length_of
 from roomier.data.combined import CombinedLoader
 from roomier.data.divided import share_of
 
-_SAME = "Pass the same loader on every rank, or a data set with shards_by_rank = True if each rank has data of its own"
+_SAME = "Pass the same loader on every rank, or a dataset with shards_by_rank = True if each rank has its own data"
 
 
 def check_lengths(loader: Any, name: str, ranks: Ranks, *, training: bool) -> None:
-    """Compare the lengths of ``loader`` on all ranks, which must all call it. A loader without a length is not checked.
+    """Compare the lengths of ``loader`` on all ranks. A loader without a length is not checked.
 
-    In training, each epoch has as many batches as the shortest loader, and a notice says so. In an evaluation, ranks
-    take turns with the batches of one loader, so lengths that differ are an error, unless the loader divides itself.
+    Every rank must call this function. In training, each epoch has as many batches as the shortest loader, and a notice
+    reports different lengths. In an evaluation, the ranks take turns with the batches of one loader, so different
+    lengths are an error, unless the loader shards itself.
+
+    Args:
+        loader: loader of this rank.
+        name: name of the argument that the user passed, for errors and notices.
+        ranks: ranks to compare.
+        training: True for a training loader, False for an evaluation loader.
 
     Raises:
-        DataError: on every rank, with the numbers of the ranks.
+        DataError: lengths differ in an evaluation, or a loader is empty on some ranks only. Raised on every rank, with
+            the numbers of all ranks.
     """
     if ranks.is_alone:
         return
@@ -41,23 +52,23 @@ def check_lengths(loader: Any, name: str, ranks: Ranks, *, training: bool) -> No
         if training:
             notice(f"{part}: {problem}; each epoch has as many batches as the shortest loader. {_SAME}")
         elif share_of(each, ranks.world).divided_by is None:
-            raise DataError(part, each, f"{problem}, and the ranks take turns with the batches of one loader", _SAME)
+            raise DataError(part, each, f"{problem}, but the ranks take turns with the batches of one loader", _SAME)
 
 
 def check_counts(counts: Sequence[int], name: str, loaders: Any) -> None:
-    """Compare how many loaders each rank has.
+    """Check that every rank has the same number of loaders.
 
     Raises:
         DataError: the numbers differ.
     """
     if len(set(counts)) > 1:
-        raise DataError(name, loaders, f"holds {_by_rank(counts, 'loaders')}", "Pass the same loaders on every rank")
+        raise DataError(name, loaders, f"has {_by_rank(counts, 'loaders')}", "Pass the same loaders on every rank")
 
 
 def no_batch_on(ranks: Sequence[int], name: str, loader: Any) -> DataError:
-    """The error for a loader that is empty on some of the ranks."""
+    """Return the error for a loader that is empty on ``ranks`` but not on all ranks."""
     on_ranks = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-    return DataError(name, loader, f"gives no batch on {on_ranks}, and all ranks train and evaluate together", _SAME)
+    return DataError(name, loader, f"yields no batches on {on_ranks}, but every rank requires a batch", _SAME)
 
 
 def _by_rank(numbers: Sequence[float], unit: str) -> str:

@@ -1,15 +1,15 @@
-"""What a user may pass as loaders, told apart by form.
+"""The objects that a user can pass as loaders, and how several loaders differ from a list of batches.
 
 [Note: several loaders, or a list of batches]
-A list of batches is a loader, and a list of loaders is several. They are told apart by what they hold:
+A list of batches is one loader, but a list of loaders is several loaders. Their elements decide:
 
-- What holds a DataLoader (or a CombinedLoader), at any depth of lists, tuples and dicts, is several loaders: nobody
-  means a DataLoader as a batch. All else in it must be loaders or lists of batches.
-- Without one, a list or tuple is several loaders where each element is a loader by its form (:func:`is_loader`);
-  a dict where each value is a loader, several loaders or a list of batches, and not all are lists.
+- A list, tuple or dict that contains a DataLoader or a CombinedLoader, at any depth, is several loaders, because a
+  DataLoader is never a batch. All other elements must be loaders or lists of batches.
+- Without a DataLoader, a list or tuple is several loaders if each element is a loader (:func:`is_loader`). A dict is
+  several loaders if each value is a loader, several loaders or a list of batches, and not all values are lists.
 - Any other list or tuple is a list of batches.
 
-``CombinedLoader(loaders, mode)`` says it in so many words.
+``CombinedLoader(loaders, mode)`` always contains several loaders.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from roomier.core.errors import DataError
 from roomier.core.tree import map_tensors
 
 _NEVER_A_LOADER = (Tensor, np.ndarray, str, bytes, Mapping, Set, int, float)
-_MOST_LOADERS = 1000  # what has more elements is data: it is not searched for loaders
+_MOST_LOADERS = 1000  # a larger collection is data, and is not searched for loaders
 
 
 def is_loader(obj: object) -> bool:
-    """Whether ``obj`` gives batches and cannot be a batch itself.
+    """Return True if ``obj`` yields batches and cannot be a batch.
 
-    A DataLoader is a loader. So is any other object with ``__iter__``, unless it is what batches are made of
-    (tensor, array, list, tuple, mapping, set, text, number) or can move itself to a device (``.to``), as the
-    batches of graph libraries do.
+    A DataLoader is a loader. Any other object with ``__iter__`` is a loader, with two exceptions: objects that batches
+    consist of (tensor, array, list, tuple, mapping, set, text, number), and objects that can move to a device
+    (``.to``), such as the batches of graph libraries.
     """
     if isinstance(obj, DataLoader):
         return True
@@ -44,7 +44,7 @@ def is_loader(obj: object) -> bool:
 
 
 def is_combined(obj: object) -> bool:
-    """Whether ``obj`` is a CombinedLoader, roomier's or Lightning's."""
+    """Return True if ``obj`` is a CombinedLoader of roomier or Lightning."""
     return any(
         kind.__name__ == "CombinedLoader" and f"{kind.__module__}.".startswith(("roomier.data.", *PACKAGES))
         for kind in type(obj).__mro__
@@ -52,7 +52,7 @@ def is_combined(obj: object) -> bool:
 
 
 def is_loader_collection(obj: object) -> bool:
-    """Whether ``obj`` is several loaders: see [Note: several loaders, or a list of batches]."""
+    """Return True if ``obj`` is several loaders; see [Note: several loaders, or a list of batches]."""
     if not isinstance(obj, (Mapping, list, tuple)) or not obj:
         return False
     if _holds_data_loader(obj):
@@ -74,9 +74,12 @@ def _holds_data_loader(obj: object) -> bool:
 
 
 def map_loaders(function: Callable[[Any], Any], loaders: Any) -> Any:
-    """``loaders``, lists, tuples and dicts of them, or one, with ``function`` applied to each loader.
+    """Return ``loaders`` with ``function`` applied to each loader.
 
-    What stands at the top is taken for several, whatever is in it.
+    Args:
+        function: function of one loader.
+        loaders: one loader, or lists, tuples and dicts of loaders. A list, tuple or dict at the top level always counts
+            as several loaders.
     """
 
     def is_leaf(each: Any) -> bool:
@@ -90,18 +93,18 @@ def _is_lone(obj: object) -> bool:
 
 
 def loaders_in(loaders: Any, name: str) -> dict[str, Any]:
-    """The loaders in ``loaders``, in their order, by what the user would call them.
+    """Return the loaders in ``loaders`` in their order, with their paths as keys, such as ``"train_dataloaders['a']"``.
 
     Raises:
-        DataError: one of them gives no batches, or there is none.
+        DataError: there is no loader, or one of the loaders yields no batches.
     """
     found = dict(_named(loaders, name, is_top=True))
     if not found:
-        raise DataError(name, loaders, "has no loaders in it", "Pass one DataLoader at least")
+        raise DataError(name, loaders, "contains no loaders", "Pass at least one DataLoader")
     for each, loader in found.items():
         if is_combined(loader):
-            action = "Join all loaders in one: CombinedLoader([[a, b], c], mode)"
-            raise DataError(each, loader, "is a CombinedLoader within several loaders", action)
+            action = "Combine all loaders in one CombinedLoader: CombinedLoader([[a, b], c], mode)"
+            raise DataError(each, loader, "is a CombinedLoader among several loaders", action)
         check_gives_batches(loader, each)
     return found
 
@@ -115,25 +118,25 @@ def _named(obj: Any, name: str, *, is_top: bool = False) -> Iterator[tuple[str, 
 
 
 def check_gives_batches(obj: object, name: str) -> None:
-    """Refuse what is neither a loader nor a list of batches.
+    """Check that ``obj`` is a loader or a list of batches.
 
     Raises:
-        DataError: says what to pass instead.
+        DataError: ``obj`` is neither. The message names a valid argument.
     """
     if isinstance(obj, Dataset) and not isinstance(obj, IterableDataset):
         raise DataError(
-            name, obj, "is a dataset, not a loader", "Wrap it: torch.utils.data.DataLoader(dataset, batch_size=8)"
+            name, obj, "is a dataset, not a loader", "Pass torch.utils.data.DataLoader(dataset, batch_size=8)"
         )
     if isinstance(obj, Mapping):
-        problem = "is a dict whose values are not all loaders" if obj else "is an empty dict"
+        problem = "is a dict with values that are not loaders" if obj else "is an empty dict"
         raise DataError(name, obj, problem, "Pass a loader, a list of batches, or a dict of DataLoaders")
     if isinstance(obj, (list, tuple)) or is_loader(obj):
         return
     if isinstance(obj, type):
-        raise DataError(name, obj, "is a class", f"Make an object of it: {obj.__name__}(...)")
+        raise DataError(name, obj, "is a class", f"Pass an instance of it: {obj.__name__}(...)")
     raise DataError(
         name,
         obj,
-        f"is a {type(obj).__name__}, which gives no batches",
-        "Pass a DataLoader, a list of batches, or an object whose __iter__ gives batches",
+        f"is a {type(obj).__name__}, which yields no batches",
+        "Pass a DataLoader, a list of batches, or an object whose __iter__ yields batches",
     )

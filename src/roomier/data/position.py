@@ -1,4 +1,4 @@
-"""The form of a stored position in the training data: what :meth:`roomier.data.source.Source.state_dict` returns."""
+"""Schema of a saved position in the training data, as returned by :meth:`roomier.data.source.Source.state_dict`."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ _FEEDS: dict[str, tuple[Mapping[str, Form], Mapping[str, Form]]] = {
     "replayed": (_COUNTED_IN_BATCHES, _DRAWN),
     "stateful": (_COUNTED_IN_BATCHES, _STATE),
 }
-"""For each kind of feed: the fields of its position, and the fields that may differ by rank."""
+"""For each kind of feed, the fields of its position, and the fields that can differ between ranks."""
 
 _ORDER = {"order": optional(either(tensor(torch.uint8), integer(-(2**63), 2**63 - 1)))}
 _COUNTS = ("num_batches", "num_samples")
@@ -68,8 +68,12 @@ _PART = {
 }
 
 
-def POSITION_FORM(value: Any, place: str) -> None:  # noqa: N802 - a form like the others
-    """The form of a position of any kind."""
+def POSITION_FORM(value: Any, place: str) -> None:  # noqa: N802 - used as a constant
+    """Check the schema of a position of any kind.
+
+    Raises:
+        FormError: ``value`` does not match the schema.
+    """
     of_epoch = {"kind": one_of("combined", *_FEEDS), "epoch": integer(-1), "num_batches": count, "is_exhausted": flag}
     fields(of_epoch, others=anything)(value, place)
     rest = {key: item for key, item in value.items() if key not in of_epoch or key == "num_batches"}
@@ -82,7 +86,7 @@ def POSITION_FORM(value: Any, place: str) -> None:  # noqa: N802 - a form like t
 
 
 def _part(value: Any, place: str) -> None:
-    """The form of one loader's position among several."""
+    """Check the schema of the position of one loader among several."""
     required: dict[str, Form] = {"name": text, "kind": one_of(*_FEEDS), "position": mapping_of(anything), **_PART}
     by_rank = _by_rank({**_PART, "num_batches": count})
     fields(required, others=by_rank)(value, place)
@@ -101,16 +105,16 @@ def _check_feed(kind: str, value: dict[str, Any], place: str, *, has_begun: bool
 
 
 def check_generators(value: Any, place: str) -> None:
-    """Check the states of generators in a position that was read, whatever their depth.
+    """Check the states of generators in a loaded position, at any depth.
 
     Raises:
-        FormError: a generator on the CPU does not accept its state.
+        FormError: a CPU generator rejects its state.
     """
     if isinstance(value, dict) and value.keys() >= {"python", "numpy", "torch"}:
         check_rng_state(value, place)
     elif isinstance(value, (dict, list)):
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-            if key != "loader":  # a state in the loader's own form
+            if key != "loader":  # a state in the format of the user's loader
                 check_generators(item, item_of(place, key))
     elif isinstance(value, Tensor):
         check_generator_state(value, place)

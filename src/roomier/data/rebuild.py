@@ -1,4 +1,4 @@
-"""A DataLoader with another sampler, dataset or pinning, and everything else as the user set it."""
+"""Copies of a DataLoader with another sampler, dataset or pinning, and the parts of a DataLoader."""
 
 import copy
 from collections.abc import Iterator
@@ -12,26 +12,29 @@ from roomier.data.sampler import OrderedSampler
 
 
 def can_be_rebuilt(loader: DataLoader[Any]) -> bool:
-    """Whether a copy with another sampler iterates by it: a subclass must leave the iteration to torch."""
+    """Return True if a copy with another sampler iterates in the order of that sampler.
+
+    A subclass must not override ``__iter__`` or ``__len__``.
+    """
     kind = type(loader)
     return kind.__iter__ is DataLoader.__iter__ and kind.__len__ is DataLoader.__len__
 
 
 def rebuilt(loader: DataLoader[Any], **changes: Any) -> DataLoader[Any]:
-    """A copy of ``loader``, of its own class and with all its attributes, but for ``changes``.
+    """Return a copy of ``loader`` with the same class and attributes, except for ``changes``.
 
-    A shallow copy and not a call of the constructor: a subclass may take other arguments, and no argument can
-    be forgotten. The user's loader stays as it is, its workers too.
+    This is a shallow copy instead of a constructor call, because a subclass can have other arguments, and because a
+    copy preserves every argument. The user's loader and its workers are unchanged.
     """
     copied = copy.copy(loader)
     torch_loaders.forget_iterator(copied)
-    # torch refuses to set these on a finished loader, because workers may run: none do here.
+    # torch does not allow setting these on an initialized loader, because workers may run. The copy has no workers.
     vars(copied).update(changes)
     return copied
 
 
 def with_ordered_sampler(loader: DataLoader[Any], sampler: OrderedSampler, **changes: Any) -> DataLoader[Any]:
-    """A copy of ``loader`` that batches the indices of ``sampler`` as it batched its own."""
+    """Return a copy of ``loader`` that reads the indices of ``sampler`` in batches of the same size."""
     batching = loader.batch_sampler
     if batching is None:
         return rebuilt(loader, sampler=sampler, **changes)
@@ -41,7 +44,10 @@ def with_ordered_sampler(loader: DataLoader[Any], sampler: OrderedSampler, **cha
 
 
 def plain_sampler(loader: DataLoader[Any]) -> RandomSampler | SequentialSampler | None:
-    """torch's own sampler of ``loader`` if it visits each index once per epoch, batched by torch; else None."""
+    """Return the sampler of ``loader``, or None if torch does not batch it or if it is not a plain sampler of torch.
+
+    A plain sampler visits each index one time per epoch.
+    """
     if isinstance(loader.dataset, IterableDataset):
         return None
     sampler = loader.sampler
@@ -49,7 +55,7 @@ def plain_sampler(loader: DataLoader[Any]) -> RandomSampler | SequentialSampler 
         if type(loader.batch_sampler) is not BatchSampler:
             return None
         sampler = loader.batch_sampler.sampler
-    # Exact types: a subclass may give any other order.
+    # Compare exact types, because a subclass can yield any other order.
     if type(sampler) is SequentialSampler:
         return sampler
     if type(sampler) is RandomSampler and not sampler.replacement and len(sampler) == len(sampler.data_source):
@@ -58,7 +64,7 @@ def plain_sampler(loader: DataLoader[Any]) -> RandomSampler | SequentialSampler 
 
 
 def parts_of(loader: object) -> Iterator[object]:
-    """``loader`` and what it draws from: its dataset and its samplers; each object once."""
+    """Yield ``loader``, its dataset and its samplers, each object one time."""
     seen: list[object] = [loader]
     if isinstance(loader, DataLoader):
         batching = loader.batch_sampler
@@ -69,9 +75,9 @@ def parts_of(loader: object) -> Iterator[object]:
 
 
 def tell_epoch(loader: object, epoch: int, *, training: bool = True) -> None:
-    """Call ``set_epoch(epoch)`` on ``loader``, its samplers and, in training, its dataset, where they have it.
+    """Call ``set_epoch(epoch)`` on ``loader``, its samplers and, in training, its dataset, if they have this method.
 
-    An evaluation may be over the data set that is trained on, in the middle of an epoch, which must not begin anew.
+    An evaluation can use the training dataset in the middle of a training epoch, and must not restart it.
     """
     for part in parts_of(loader):
         if not training and part is getattr(loader, "dataset", None):
@@ -82,7 +88,7 @@ def tell_epoch(loader: object, epoch: int, *, training: bool = True) -> None:
 
 
 def generators_of(loader: object) -> list[torch.Generator]:
-    """The torch generators of ``loader``, its dataset and its samplers, each once."""
+    """Return the torch generators of ``loader``, its dataset and its samplers, each one time."""
     found: list[torch.Generator] = []
     for part in parts_of(loader):
         generator = getattr(part, "generator", None)

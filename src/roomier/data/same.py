@@ -1,4 +1,4 @@
-"""Whether two states are equal: nested dicts and lists of plain values, tensors and arrays."""
+"""Compare two states: nested dicts and lists of plain values, tensors and arrays."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor, equal
 
 
 def is_same(one: Any, other: Any) -> bool:
+    """Return True if both states have the same structure and equal values."""
     if isinstance(one, Mapping):
         is_alike = isinstance(other, Mapping) and one.keys() == other.keys()
         return is_alike and all(is_same(value, other[key]) for key, value in one.items())

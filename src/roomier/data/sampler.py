@@ -1,4 +1,4 @@
-"""Samplers that know where they are: an order fixed by (seed, epoch), or drawn, and a walk along a user's sampler."""
+"""Samplers with a position: an order that depends on (seed, epoch) or is drawn, and a walk along a custom sampler."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -16,18 +16,19 @@ from roomier.data.common_draws import CommonDraws
 from roomier.data.seeding import NumberedIndices, mix_seed
 from roomier.data.share import ALONE, Share
 
-# Indices are turned into Python integers this many at a time: a list of 100 million takes 4 GB.
+# Convert indices to Python integers in chunks, because a list of 100 million integers takes 4 GB.
 _CHUNK = 1 << 16
 
 
 class DrawnOrder:
-    """The permutations that torch's ``RandomSampler`` gives: drawn when an epoch is first read, those of rank 0.
+    """Permutations of torch's ``RandomSampler``, drawn on rank 0 when an epoch is first read.
 
     Args:
-        generator: the sampler's own; None for the global one.
+        generator: generator of the user's sampler; None for the global generator.
+        ranks: ranks that use the same order; a single rank by default.
 
     Attributes:
-        source: what the permutation of the running epoch came from, a seed or the state of ``generator``; None until
+        source: seed, or state of ``generator``, from which the permutation of the running epoch was drawn; None before
             it is drawn.
     """
 
@@ -37,13 +38,14 @@ class DrawnOrder:
         self.source: int | Tensor | None = None
 
     def permutation(self, num_samples: int) -> Tensor:
+        """Return the permutation of the running epoch, an int64 tensor of shape ``(num_samples,)``."""
         generator = torch.Generator()
         if self.source is None:
             if self._generator is None:
                 self.source = self._ranks.from_zero(int(torch.empty((), dtype=torch.int64).random_()))
             else:
                 self.source = self._ranks.from_zero(self._generator.get_state())
-                generator = self._generator  # which goes on from there
+                generator = self._generator  # advances the user's generator
         if isinstance(self.source, Tensor):
             generator.set_state(self.source)
         else:
@@ -51,33 +53,42 @@ class DrawnOrder:
         return torch.randperm(num_samples, generator=generator)
 
     def end(self, num_samples: int) -> None:
-        """``RandomSampler`` draws once more from its own generator when it is read to its end."""
+        """Draw the additional permutation that ``RandomSampler`` draws from its generator at the end of an epoch."""
         if self._generator is not None:
             torch.randperm(num_samples, generator=self._generator)
 
 
 class OrderedSampler(Sampler[int]):
-    """Indices ``0 .. num_samples - 1`` in an order that depends on ``(seed, epoch)`` alone, or one that torch draws.
+    """Sampler of the indices ``0 .. num_samples - 1`` whose order depends on ``(seed, epoch)`` only, or is drawn.
 
-    The position is counted in samples of the *global* order, the one all ranks share: rank ``r`` of ``N`` takes
-    every ``N``-th sample behind it. So a run goes on where it stopped under another batch size or number of
-    ranks, and no sample comes twice. All ranks take the same number of batches: the last one may hold a sample less
-    on some ranks, and where it has fewer samples than there are ranks, these are left out (with shuffling, other ones
-    each epoch).
+    The position counts samples of the *global* order, which all ranks share. Rank ``r`` of ``N`` takes every ``N``-th
+    sample after the position. So a run can resume with another batch size or number of ranks, and no sample is repeated
+    or skipped.
 
-    The global generators are neither read nor moved, but by orders that are drawn.
+    All ranks take the same number of batches. The last batch can have one sample less on some ranks. If fewer samples
+    than ranks remain for the last batch, these samples are dropped. With shuffling, other samples are dropped in each
+    epoch.
+
+    The sampler does not use the global generators, unless ``drawn`` uses them.
 
     Args:
         num_samples: length of the dataset, positive.
-        shuffle: a new permutation each epoch; otherwise the indices rise.
-        seed: of the permutations.
-        world: which share of the order is this rank's.
-        batch_size: samples that a rank takes at a time.
-        drop_last: leave out a last batch that is not whole on all ranks.
-        drawn: draws the permutations, where (seed, epoch) does not decide.
+        shuffle: use a new permutation in each epoch. If False, the indices are in ascending order.
+        seed: seed of the permutations.
+        world: rank and number of ranks.
+        batch_size: number of samples in a batch of one rank.
+        drop_last: drop a last batch that is incomplete on any rank.
+        drawn: source of the permutations if they do not depend on ``(seed, epoch)``.
 
     Raises:
         DataError: ``num_samples`` is not a positive integer.
+
+    Example::
+
+        sampler = OrderedSampler(len(dataset), shuffle=True, seed=0)
+        sampler.set_position(epoch=2, num_samples_done=640)
+        for index in sampler:  # the remaining samples of epoch 2
+            ...
     """
 
     def __init__(
@@ -92,7 +103,7 @@ class OrderedSampler(Sampler[int]):
         drawn: DrawnOrder | None = None,
     ) -> None:
         if not isinstance(num_samples, int) or num_samples < 1:
-            raise DataError("num_samples", num_samples, "is not a positive integer", "Pass the length of the dataset")
+            raise DataError("num_samples", num_samples, "must be a positive integer", "Pass the length of the dataset")
         self.num_samples = num_samples
         self.shuffle = shuffle
         self.seed = seed
@@ -105,46 +116,49 @@ class OrderedSampler(Sampler[int]):
 
     @property
     def position_of_order(self) -> dict[str, Any]:
-        """What :meth:`set_position` needs of a running epoch whose order was drawn."""
+        """Fields that :meth:`set_position` needs to resume a running epoch whose order was drawn; otherwise empty."""
         return {} if self._running is None else {"order": self._running.source}
 
     def set_position(self, epoch: int, num_samples_done: int = 0, of_order: Mapping[str, Any] | None = None) -> None:
-        """Let the next iteration give the samples of ``epoch`` behind the first ``num_samples_done``.
+        """Set the position of the next iteration: after the first ``num_samples_done`` samples of ``epoch``.
 
         Args:
-            epoch: counted from 0.
-            num_samples_done: in the global order, over all ranks, in ``[0, num_samples]``.
-            of_order: a position that holds :attr:`position_of_order`, if the order of this epoch was drawn; None for
-                another epoch.
+            epoch: index of the epoch, counted from 0.
+            num_samples_done: samples of the global order that all ranks have read, in ``[0, num_samples]``.
+            of_order: mapping with the fields of :attr:`position_of_order` if the order of this epoch was drawn; None to
+                start another epoch.
+
+        Raises:
+            DataError: ``num_samples_done`` is out of range.
         """
         if not 0 <= num_samples_done <= self.num_samples:
             raise DataError(
                 "num_samples_done",
                 num_samples_done,
-                f"does not lie in the {self.num_samples} samples of an epoch",
-                "Pass a position that this data set has",
+                f"must be in the {self.num_samples} samples of an epoch",
+                "Pass a position within this dataset",
             )
         self._epoch = epoch
         self._num_samples_done = num_samples_done
         if of_order is None:
             self._running = self._drawn
-        else:  # the running epoch ends as it began, whatever the next ones do
+        else:  # the running epoch keeps its kind of order, independent of the order of later epochs
             self._running = (self._drawn or DrawnOrder()) if "order" in of_order else None
         if self._running is not None:
             self._running.source = None if of_order is None else of_order["order"]
 
     def num_left_after(self, num_samples_done: int) -> int:
-        """How many samples of an epoch are left for this rank behind ``num_samples_done`` global ones."""
+        """Return how many samples of an epoch remain for this rank after ``num_samples_done`` global samples."""
         return math.ceil((self.num_read_after(num_samples_done) - self.world.rank) / self.world.size)
 
     def num_read_after(self, num_samples_done: int) -> int:
-        """How many samples of an epoch are left for all ranks behind ``num_samples_done``, without those left out."""
+        """Return how many samples remain for all ranks after ``num_samples_done``, without dropped samples."""
         num_left = self.num_samples - num_samples_done
         num_in_last = num_left % (self.batch_size * self.world.size)
         return num_left - num_in_last if self.drop_last or num_in_last < self.world.size else num_left
 
     def __len__(self) -> int:
-        """Samples of one whole epoch on this rank, wherever the position stands."""
+        """Return the samples of one full epoch on this rank. The number does not depend on the position."""
         return self.num_left_after(0)
 
     def __iter__(self) -> Iterator[int]:
@@ -161,7 +175,7 @@ class OrderedSampler(Sampler[int]):
             self._running.end(self.num_samples)
 
     def indices_behind(self, num_samples_done: int, num_wanted: int) -> list[int]:
-        """The next indices of this rank in the running epoch, which has begun."""
+        """Return the next ``num_wanted`` indices of this rank in the running epoch, after ``num_samples_done``."""
         stop = num_samples_done + self.num_read_after(num_samples_done)
         places = range(num_samples_done + self.world.rank, stop, self.world.size)[:num_wanted]
         return self._permutation()[list(places)].tolist() if self.shuffle else list(places)
@@ -174,15 +188,16 @@ class OrderedSampler(Sampler[int]):
 
 
 class WalkedSampler(Sampler[Any]):
-    """A user's sampler or batch sampler that can be walked past what was done, without loading it.
+    """Wrapper of a user's sampler or batch sampler that skips the batches that are done, without loading them.
 
     Args:
-        inner: gives indices, or lists of indices.
-        numbered: give :class:`NumberedIndices` in their place.
-        share: which of them are this rank's.
+        inner: sampler that yields indices, or batch sampler that yields lists of indices.
+        numbered: yield :class:`NumberedIndices` instead of indices.
+        share: batches of this rank; all batches by default.
 
     Attributes:
-        draws: the randomness of ``inner``; None for the global generators.
+        inner: the argument ``inner``.
+        draws: separate random states in which ``inner`` runs; None for the global generators.
     """
 
     def __init__(self, inner: Iterable[Any], *, numbered: bool, share: Share | None = None) -> None:
@@ -194,12 +209,12 @@ class WalkedSampler(Sampler[Any]):
         self._walked: Iterator[Any] | None = None
 
     def skip(self, num_batches: int) -> None:
-        """Let the next iteration begin behind the first ``num_batches``, those of other ranks included."""
+        """Start the next iteration after the first ``num_batches`` batches of all ranks."""
         self._num_skipped = num_batches
         self._walked = None
 
     def walk(self) -> None:
-        """Do now what the next iteration would do first: draw the order and go past what is skipped."""
+        """Draw the order and skip the batches that are done now instead of at the start of the next iteration."""
         self._walked = self._at_position()
 
     def _at_position(self) -> Iterator[Any]:
@@ -209,7 +224,7 @@ class WalkedSampler(Sampler[Any]):
             raise DataError(
                 "sampler",
                 self.inner,
-                f"ended after {num_walked} batches; the position to go on from is {self._num_skipped}",
+                f"ended after {num_walked} batches, but the position to resume is {self._num_skipped}",
                 "Resume with the data and the sampler of the saved run",
             )
         return iterator
@@ -222,15 +237,15 @@ class WalkedSampler(Sampler[Any]):
         return self.draws.read(iterator)
 
     def __len__(self) -> int:
-        return int(self._share.count(len(self.inner)))  # type: ignore[arg-type]  # TypeError where there is none
+        return int(self._share.count(len(self.inner)))  # type: ignore[arg-type]  # TypeError without a length
 
     def __iter__(self) -> Iterator[Any]:
-        # A loader with workers makes two iterators and reads the second only: nothing may happen before
-        # the first read.
+        # A loader with workers creates two iterators and reads only the second one, so the first must have no effect
+        # before its first read.
         iterator, self._walked = self._walked or self._at_position(), None
         if self._numbered:
             numbers = count(self._num_skipped)
-            if self._share.divided_by is not None:  # by number among the batches of all ranks
+            if self._share.divided_by is not None:  # the number among the batches of all ranks
                 world = self._share.world
                 numbers = count(self._num_skipped * world.size + world.rank, world.size)
             iterator = (NumberedIndices(number, indices) for number, indices in zip(numbers, iterator, strict=False))

@@ -1,4 +1,4 @@
-"""Seeds that depend on named numbers alone, and datasets whose randomness depends on such seeds."""
+"""Seeds that depend only on given numbers, and datasets whose random numbers depend on these seeds."""
 
 import hashlib
 import random
@@ -11,7 +11,7 @@ from torch.utils.data import Dataset, Subset
 
 
 def mix_seed(*parts: int) -> int:
-    """One seed in ``[0, 2**63)`` from several integers; neighbouring parts give unrelated seeds."""
+    """Return one seed in ``[0, 2**63)`` from several integers. Adjacent integers give unrelated seeds."""
     packed = b"".join(part.to_bytes(16, "little", signed=True) for part in parts)
     return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> 1
 
@@ -20,42 +20,49 @@ def seed_generators(seed: int) -> None:
     """Seed the CPU generators of Python, NumPy and torch with ``seed`` in ``[0, 2**63)``."""
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
-    # Not torch.manual_seed: it also visits every accelerator, which a worker process has no use for.
+    # torch.manual_seed would also seed every accelerator, which worker processes do not use.
     torch.default_generator.manual_seed(seed)
 
 
 class EpochSeed:
-    """The seed of the running epoch, in shared memory, so that workers that outlive an epoch see the next one."""
+    """Seed of the running epoch, in shared memory, so that persistent workers read the seed of the next epoch."""
 
     def __init__(self) -> None:
         self._value: Tensor = torch.zeros((), dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
 
     def set(self, seed: int, epoch: int) -> None:
+        """Set the seed of ``epoch`` from the seed of the run."""
         self._value.fill_(mix_seed(seed, epoch))
 
     def get(self) -> int:
+        """Return the seed of the running epoch."""
         return int(self._value)
 
 
 class NumberedIndices(NamedTuple):
-    """What a batch sampler gave, with its place in the epoch."""
+    """Indices of one batch with the number of the batch in its epoch.
+
+    Attributes:
+        number: number of the batch, counted from 0.
+        indices: indices that the batch sampler yielded.
+    """
 
     number: int
     indices: Any
 
 
 class _SeededDataset(Dataset[Any]):
-    """Stands before a map-style dataset in a worker process; every attribute is the dataset's own.
+    """Wrapper of a map-style dataset in a worker process. Attributes are read from and set on the wrapped dataset.
 
-    A ``worker_init_fn`` reads and sets attributes on ``get_worker_info().dataset``: they must reach the
-    dataset it was written for.
+    A ``worker_init_fn`` reads and sets attributes of ``get_worker_info().dataset``, which must be attributes of the
+    user's dataset.
     """
 
     def __init__(self, dataset: Any, epoch_seed: EpochSeed) -> None:
         self.__dict__.update(_dataset=dataset, _epoch_seed=epoch_seed)
 
     def __getattr__(self, name: str) -> Any:
-        # While unpickling, nothing is set yet: without this, looking for _dataset would ask itself for ever.
+        # During unpickling no attribute is set, and a lookup of _dataset would recurse infinitely.
         if "_dataset" not in self.__dict__:
             raise AttributeError(name)
         return getattr(self._dataset, name)
@@ -77,9 +84,9 @@ class _SeededDataset(Dataset[Any]):
 
 
 class SampleSeededDataset(_SeededDataset):
-    """Each sample's randomness depends on (seed, epoch, index) alone, whatever worker and batch it falls to.
+    """Dataset in which the random numbers of each sample depend on (seed, epoch, index), not on the worker or batch.
 
-    This holds for what is drawn from the global generators of Python, NumPy and torch.
+    This applies to random numbers from the global generators of Python, NumPy and torch.
     """
 
     def __getitem__(self, index: int) -> Any:
@@ -87,11 +94,11 @@ class SampleSeededDataset(_SeededDataset):
         return self._dataset[index]
 
     def __getitems__(self, indices: list[int]) -> Any:
-        return [self[index] for index in indices]  # not those of the dataset: a Subset has them
+        return [self[index] for index in indices]  # do not use __getitems__ of the dataset, which a Subset always has
 
 
 class BatchReadSeededDataset(SampleSeededDataset):
-    """The same over a dataset with ``__getitems__``: a batch read at once is seeded by its first index."""
+    """:class:`SampleSeededDataset` for a dataset with ``__getitems__``: the first index of a batch seeds the batch."""
 
     def __getitems__(self, indices: list[int]) -> Any:
         seed_generators(mix_seed(self._epoch_seed.get(), indices[0]))
@@ -99,10 +106,10 @@ class BatchReadSeededDataset(SampleSeededDataset):
 
 
 class NumberSeededDataset(_SeededDataset):
-    """Each batch's randomness depends on (seed, epoch, number of the batch) alone.
+    """Dataset in which the random numbers of each batch depend on (seed, epoch, number of the batch) only.
 
-    For samplers of the user's own, whose indices may repeat within an epoch or be no integers at all. Takes
-    :class:`NumberedIndices` in place of indices.
+    It is used with custom samplers, whose indices can repeat within an epoch or have any type. It takes
+    :class:`NumberedIndices` instead of indices.
     """
 
     def __getitem__(self, numbered: NumberedIndices) -> Any:
@@ -117,14 +124,16 @@ class NumberSeededDataset(_SeededDataset):
 
 
 def reads_batches(dataset: Any) -> bool:
-    """Whether ``dataset`` reads a list of indices at once (``__getitems__``, as torch's loader asks for it). A Subset
-    does where what it is cut from does."""
+    """Return True if torch's loader reads batches of ``dataset`` with one call of ``__getitems__``.
+
+    A Subset has this method, but reads in one call only if its underlying dataset does.
+    """
     while type(dataset) is Subset:
         dataset = dataset.dataset
     return callable(getattr(dataset, "__getitems__", None))
 
 
 def seeded_by_sample(dataset: Any, epoch_seed: EpochSeed) -> SampleSeededDataset:
-    """``dataset`` for worker processes, with the randomness of each sample fixed by (seed, epoch, index)."""
+    """Wrap ``dataset`` for workers, so that (seed, epoch, index) determines the random numbers of a sample."""
     kind = BatchReadSeededDataset if reads_batches(dataset) else SampleSeededDataset
     return kind(dataset, epoch_seed)

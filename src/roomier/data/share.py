@@ -1,4 +1,4 @@
-"""Which batches of a loader are this rank's, where torch does not batch samples that roomier orders."""
+"""The batches of a loader that belong to this rank, if roomier does not create the order of the samples."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ ALONE = World()
 
 @dataclass(frozen=True)
 class Share:
-    """Batches as units: rank ``r`` of ``N`` takes the batches ``r``, ``r + N``, ... of the order all ranks read alike.
+    """Batches of one rank: rank ``r`` of ``N`` takes the batches ``r``, ``r + N``, ... of an order that all ranks read.
 
-    All ranks take the same number: the last ``num_batches % N`` of an epoch are left out. Positions count the batches
-    of all ranks, so they hold under another number of ranks.
+    All ranks take the same number of batches, so the last ``num_batches % N`` batches of an epoch are dropped.
+    Positions count the batches of all ranks, so they are valid for another number of ranks.
 
     Attributes:
-        world: the place of this rank.
-        divided_by: what gives each rank batches of its own, so that none is left out here; None for nothing.
-        keeps_order: ``divided_by`` cuts one order that does not depend on the number of ranks.
+        world: rank and number of ranks.
+        divided_by: name of the object that already shards the loader across ranks, in which case every batch of the
+            loader belongs to this rank; None if no object does.
+        keeps_order: True if ``divided_by`` shards one order that does not depend on the number of ranks.
     """
 
     world: World = ALONE
@@ -34,15 +35,15 @@ class Share:
 
     @property
     def divides(self) -> bool:
-        """Whether batches are left to other ranks here."""
+        """True if some batches of the loader belong to other ranks."""
         return self.world.size > 1 and self.divided_by is None
 
     def count(self, num_batches: int | float) -> int | float:
-        """How many of ``num_batches`` that the loader gives are this rank's."""
+        """Return how many of ``num_batches`` batches of the loader belong to this rank."""
         return num_batches // self.world.size if self.divides and math.isfinite(num_batches) else num_batches
 
     def of(self, batches: Iterable[T]) -> Iterator[T]:
-        """This rank's of ``batches``, which are those of all ranks; what follows the last whole round is left out."""
+        """Yield the batches of this rank from the batches of all ranks, without the last incomplete round."""
         if not self.divides:
             yield from batches
             return
@@ -55,10 +56,10 @@ class Share:
                 yield own.pop()
 
     def num_skipped(self, position: dict[str, Any], name: str, loader: object) -> int:
-        """How many batches this rank's loader has given at ``position``.
+        """Return how many batches of this rank's loader are done at ``position``.
 
         Raises:
-            DataError: the loader divides itself, and what it gave to another number of ranks is not known.
+            DataError: a loader that shards itself was saved with another number of ranks, so the number is unknown.
         """
         num_batches: int = position["num_batches"]
         size, before = self.world.size, position.get("num_ranks", 1)
@@ -70,8 +71,8 @@ class Share:
             raise DataError(
                 name,
                 loader,
-                f"is divided among the ranks by {divided_by}, so what {before} ranks read of this epoch cannot be "
-                f"told on {size}",
-                f"Resume on {before} ranks, or let roomier divide what all ranks read alike: take out {divided_by}",
+                f"is sharded across ranks by {divided_by}, so a position of {before} ranks within an epoch cannot be "
+                f"converted to {size} ranks",
+                f"Resume on {before} ranks, or start a new run from its weights",
             )
         return own

@@ -1,4 +1,4 @@
-"""Source: batches of one loader, epoch by epoch, with a position that a checkpoint can hold."""
+"""Source: the batches of one loader, epoch by epoch, with a position that a checkpoint can contain."""
 
 import math
 from collections.abc import Generator, Iterator, Sequence
@@ -28,7 +28,7 @@ from roomier.data.workers import end_with_signals
 
 @dataclass
 class _Running:
-    """The epoch that is being read."""
+    """State of the epoch that is being read."""
 
     epoch: int
     num_batches: int
@@ -36,52 +36,63 @@ class _Running:
 
 
 class Source:
-    """What a loop reads its batches from.
+    """Batches of one loader for a training or evaluation loop, with a position.
 
-    A batch is pulled from the loader when the loop asks for it and never ahead (worker processes of a
-    DataLoader do read ahead): dataset code may draw from the global generators, whose state a checkpoint takes
-    between two steps.
+    The source reads a batch only when the loop requests it, because dataset code can draw from the global generators,
+    whose state a checkpoint contains between two steps. Worker processes of a DataLoader do read ahead.
 
-    To go on with a saved run: ``load_state_dict(state)``, put the global generators back, then
-    ``start(epoch)`` with the epoch the run stood in. If batches of that epoch are done, the iterator begins
-    behind them, and this ``start`` leaves the global generators as it found them. If that epoch was over, call
-    ``start`` with the next one: it draws from the global generators what it drew in the first run.
+    To resume a saved run, call ``load_state_dict(state)``, restore the global generators, and call ``start(epoch)``
+    with the epoch of the position. If some batches of that epoch are done, the iterator begins after them, and
+    ``start`` does not change the global generators. If that epoch was over, call ``start`` with the next epoch. It then
+    draws the same random numbers from the global generators as the saved run.
 
-    How a position is kept depends on the loader:
+    The position depends on the loader:
 
-    - a list or tuple of batches: an index;
-    - a DataLoader that torch batches, in order or with ``shuffle=True``: a sample of the global order
-      (:class:`OrderedSampler` takes the place of its sampler). Resumes at once, under any batch size. In
-      worker processes each sample's randomness depends on (seed, epoch, index) alone;
-    - a DataLoader with another sampler: a number of batches, walked without loading;
-    - a loader with ``state_dict`` and ``load_state_dict``: its own state, a dict of plain values and tensors;
-    - any other iterable: a number of batches, read and dropped on resume, with a notice. A generator can be
-      read for one epoch.
+    - List or tuple of batches: an index.
+    - DataLoader that torch batches, in order or with ``shuffle=True``: a sample of the global order.
+      :class:`OrderedSampler` replaces its sampler. It resumes immediately with any batch size. In worker processes, the
+      random numbers of each sample depend on (seed, epoch, index) only.
+    - DataLoader with another sampler: a number of batches. A resume walks along the sampler without loading data.
+    - Loader with ``state_dict`` and ``load_state_dict``: its own state, a dict of plain values and tensors.
+    - Any other iterable: a number of batches. A resume reads and discards them, and prints a notice. A generator can be
+      read for one epoch only.
+    - :class:`CombinedLoader`: the position of each of its loaders, and the index of the running pass over it. Its
+      loaders draw from separate random states instead of the global generators.
 
-    - a :class:`CombinedLoader`: the position of each loader in it, and which pass over it is running. What a loader in
-      it draws from the global generators it draws from states of its own.
+    At the start of each epoch, ``set_epoch(epoch)`` is called on the loader, its dataset and its samplers if they have
+    this method. In evaluation, the epoch is 0, and the method of the dataset is not called.
 
-    A loader, dataset or sampler with ``set_epoch`` is told each epoch; in evaluation all but the dataset, epoch 0.
-
-    On several ranks the global order is the one that all of them share. Of a DataLoader that torch batches, each takes
-    its samples (:class:`OrderedSampler`); of anything else every ``N``-th batch, unless the loader divides itself
-    (:func:`roomier.data.divided.share_of`). All ranks get the same number of batches, and positions hold under another
-    number of ranks.
+    On several ranks, all ranks share one global order. Of a DataLoader that torch batches, each rank takes its samples
+    (:class:`OrderedSampler`). Of any other loader, each rank takes every ``N``-th batch, unless the loader shards
+    itself (:func:`roomier.data.divided.share_of`). All ranks get the same number of batches, and positions are valid
+    for another number of ranks.
 
     Args:
-        loader: what the user passed.
-        name: what the user calls it (``"train_dataloaders"``), for errors.
-        seed: of the order and of the samples' randomness; that of rank 0 counts.
-        ranks: those that share the data.
-        draws_order: with ``shuffle=True`` the order is the one that torch's sampler draws as each epoch begins, on rank
-            0, and not one that depends on (seed, epoch) alone. Not of loaders in a :class:`CombinedLoader`.
-        shuffle_allowed: False freezes ``shuffle=True`` to the sequential order, as overfitting on a few
-            batches needs.
-        training: False keeps the user's sampler, always.
-        pin_memory: let a DataLoader give batches in pinned memory. For a run on a CUDA device.
+        loader: loader that the user passed.
+        name: name of the argument that the user passed, such as ``"train_dataloaders"``, for errors.
+        seed: seed of the order and of the random numbers of samples. The seed of rank 0 is used on all ranks.
+        ranks: ranks that share the data; a single rank by default.
+        draws_order: with ``shuffle=True``, use the order that torch's sampler draws on rank 0 at the start of each
+            epoch, instead of an order that depends on (seed, epoch) only. Loaders in a :class:`CombinedLoader` ignore
+            it.
+        shuffle_allowed: if False, read a loader with ``shuffle=True`` in sequential order, as overfitting on a few
+            batches requires.
+        training: True for a training loop. In evaluation, the user's sampler is not replaced.
+        pin_memory: make a DataLoader yield batches in pinned memory, for a run on a CUDA device.
+
+    Attributes:
+        loader: the argument ``loader``.
+        name: the argument ``name``.
 
     Raises:
-        DataError: ``loader`` gives no batches, or is known to be empty.
+        DataError: ``loader`` yields no batches, or is known to be empty.
+
+    Example::
+
+        source = Source(loader, name="train_dataloaders", seed=0)
+        for batch in source.start(epoch=0):
+            ...
+            state = source.state_dict()  # resume with load_state_dict(state) and start(0)
     """
 
     def __init__(
@@ -113,7 +124,7 @@ class Source:
                 pin_memory=pin_memory,
                 draws_order=draws_order,
             )
-        else:  # the user's loader as it is: nothing of it is shuffled anew
+        else:  # use the user's loader unchanged, without a new shuffle
             whole = _evaluated(loader, name, ranks.world, pin_memory)
             kind = ListFeed if isinstance(whole, (list, tuple)) else ReplayedFeed
             self._feed = kind(whole, name=name, share=Share(), ranks=ranks, seed=seed)
@@ -121,7 +132,7 @@ class Source:
                 self._turns = Turns(whole, name=name, ranks=ranks, seed=ranks.from_zero(seed))
         if self._feed.num_batches == 0:
             raise self._empty()
-        # Workers that the user started earlier are the user's.
+        # The run does not end workers that the user started before it.
         self._kept_before = [(each, torch_loaders.kept_iterator(each)) for each in self._loaders_read()]
         self._running: _Running | None = None
         self._batches: Generator[Any, None, None] | None = None
@@ -129,45 +140,46 @@ class Source:
 
     @property
     def num_batches(self) -> int | float:
-        """Batches of one whole epoch, of this rank in training and of all ranks in evaluation; ``inf`` where the loader
-        has no length."""
+        """Number of batches in a full epoch: of this rank in training, of all ranks in evaluation.
+
+        The value is ``inf`` if the loader has no length.
+        """
         return self._feed.num_batches if self._turns is None else self._turns.num_batches
 
     @property
     def follow_each_other(self) -> bool:
-        """Whether several loaders are read in training one after another (``"sequential"``)."""
+        """True if training reads several loaders one after another (mode ``"sequential"``)."""
         return isinstance(self._feed, CombinedFeed) and self._feed.mode == "sequential"
 
     @property
     def part_lengths(self) -> list[int | float]:
-        """The batches of one pass over each of several loaders, as :attr:`num_batches` counts them; else of the one."""
+        """Number of batches in one pass over each loader, counted as in :attr:`num_batches`."""
         return self._feed.part_lengths if isinstance(self._feed, CombinedFeed) else [self.num_batches]
 
     def limit_parts(self, limits: Sequence[float]) -> None:
-        """How many batches are taken at the most of each of several loaders that follow each other. Before the first
-        ``start``."""
+        """Set the maximum number of batches of each loader in mode ``"sequential"``. Call this before ``start``."""
         assert isinstance(self._feed, CombinedFeed)
         self._feed.limit_parts(limits)
 
     @property
     def may_end_apart(self) -> bool:
-        """Whether batches may be fewer than :attr:`num_batches`, or end at different times on different ranks."""
+        """True if there can be fewer batches than :attr:`num_batches`, or if ranks can end after different numbers."""
         return self._feed.may_end_apart
 
     @property
     def num_batches_done(self) -> int:
-        """Batches of the running epoch that were handed out, by this run or the one it goes on with.
+        """Number of batches of the running epoch that were yielded, by this run or by the run that it resumes.
 
-        After a resume under another batch size: ``num_batches`` less those still to come.
+        After a resume with another batch size, it is ``num_batches`` minus the remaining batches.
         """
         return self._running.num_batches if self._running else 0
 
     def start(self, epoch: int) -> Iterator[Any]:
-        """The host batches of ``epoch``, counted from 0: all of them, or those behind the loaded position.
+        """Return an iterator over the host batches of ``epoch``, counted from 0, or over those after a loaded position.
 
         Raises:
-            DataError: the loader can be read once only and was; or, on the first ``next``, it is empty; or the
-                loaded position does not fit this loader.
+            DataError: the loader can be iterated only once and was iterated before, or the loaded position does not
+                match this loader. On the first ``next``: the loader is empty.
         """
         stored, self._stored = self._stored, None
         running = _Running(epoch, 0)
@@ -189,10 +201,13 @@ class Source:
             tell_epoch(loader, epoch, training=self._is_training)
 
     def turns(self, limit: float) -> Iterator[Turn]:
-        """The forwards of this rank in an evaluation of at most ``limit`` batches; see [Note: turns].
+        """Return an iterator over the forwards of this rank in an evaluation; see [Note: turns].
+
+        Args:
+            limit: maximum number of batches of all ranks.
 
         Raises:
-            DataError: the loader is empty, or cannot be divided.
+            DataError: the loader is empty, or the ranks cannot share it.
         """
         if self._turns is None:
             batches = islice(self.start(0), None if limit == math.inf else int(limit))
@@ -203,34 +218,37 @@ class Source:
         return self._batches
 
     def sample_indices(self, first_batch: int, num_batches: int) -> list[int] | None:
-        """The numbers, in the data set, of this rank's samples in these batches of the running epoch; None where
-        roomier does not make the order."""
+        """Return the dataset indices of this rank's samples in the given batches of the running epoch.
+
+        Returns None if roomier does not create the order.
+        """
         return self._feed.sample_indices(first_batch, num_batches)
 
     def empty_on(self, ranks: Sequence[int]) -> DataError:
-        """The error for an epoch that has no batch on ``ranks``, of loaders for which :attr:`may_end_apart` is true."""
+        """Return the error for an epoch without a batch on ``ranks``. Used if :attr:`may_end_apart` is True."""
         return no_batch_on(ranks, self.name, self.loader)
 
     @property
     def _agrees_on_ends(self) -> bool:
-        """Whether the loop asks all ranks if they have a batch: it finds the ranks that have none."""
+        """True if the loop gathers from all ranks if they have a batch, and so detects the ranks that have none."""
         return self._is_training and self.may_end_apart and not self._ranks.is_alone
 
     def end_epoch(self) -> None:
-        """The running epoch is over, though this rank may have batches left."""
+        """Mark the running epoch as over, although this rank can have batches left."""
         if self._running is not None:
             self._running.is_exhausted = True
 
     def close(self) -> None:
-        """End the epoch that is being read, and its worker processes unless they are persistent."""
+        """End the iteration of the running epoch, and its worker processes unless they are persistent."""
         if self._batches is not None:
             self._batches.close()
 
     def end(self) -> None:
-        """End every worker process that this source started, persistent ones included; the run is over.
+        """End every worker process that this source started, including persistent workers, at the end of a run.
 
-        Without it, they run as long as the source or the error that ended the run is referenced. The garbage collector
-        then waits 5 s for each, and torch reports the death of any other child process as the death of a worker.
+        Otherwise workers run as long as a reference to the source, or to the error that ended the run, exists. The
+        garbage collector then waits 5 s for each worker, and torch reports the exit of any other child process as the
+        exit of a worker.
         """
         self.close()
         for loader, before in self._kept_before:
@@ -274,11 +292,10 @@ class Source:
             raise self._empty()
 
     def state_dict(self) -> dict[str, Any]:
-        """The position behind the last batch handed out: nested dicts of numbers, text and tensors. Every rank must ask
-        for it at the same time; it is the same on all.
+        """Return the position after the last batch that was yielded: nested dicts of numbers, text and tensors.
 
-        ``epoch`` is -1 before the first ``start``. ``num_samples``, in the global order, stands where the
-        sampler was replaced.
+        Every rank must call this method at the same time. The result is identical on all ranks. ``epoch`` is -1 before
+        the first ``start``. ``num_samples``, in the global order, is present if roomier replaced the sampler.
         """
         if self._stored is not None:
             return self._stored
@@ -292,23 +309,30 @@ class Source:
             "epoch": self._running.epoch,
             "num_batches": num_batches,
             "is_exhausted": is_exhausted,
-            **self._feed.position(num_batches),  # where it counts batches, those of all ranks
+            **self._feed.position(num_batches),  # overrides num_batches with the count of all ranks
         }
 
     def position_behind(self, epoch: int, num_batches: int) -> dict[str, Any]:
-        """A position as :meth:`state_dict` gives it, behind ``num_batches`` of ``epoch`` on each rank, for a run
-        that kept none. Random draws of the epoch's start are those that come now.
+        """Return a position as :meth:`state_dict` does, for a run that saved none.
+
+        The random draws at the start of the epoch are those of the present random state.
+
+        Args:
+            epoch: epoch of the position.
+            num_batches: batches of this epoch that are done on each rank.
 
         Raises:
-            DataError: within an epoch over several loaders, which have a position each.
+            DataError: the position is within an epoch over several loaders, each of which needs its own position.
         """
         if self._feed.kind == "combined":
             if num_batches:
-                problem = f"stands {num_batches} batches within an epoch, and holds no position of each of its loaders"
-                action = "Go on from a checkpoint of an epoch's end, or begin a new run from the weights"
+                problem = (
+                    f"would resume after {num_batches} batches of an epoch, but its loaders have no saved position"
+                )
+                action = "Resume from a checkpoint at the end of an epoch, or start a new run from the weights"
                 raise DataError(self.name, self.loader, problem, action)
             return {"kind": "combined", "epoch": -1, "num_batches": 0, "is_exhausted": False}
-        if self._feed.kind in ("walked", "replayed"):  # their positions hold the random states of an epoch's start
+        if self._feed.kind in ("walked", "replayed"):  # the position contains random states of the epoch's start
             random_state = rng_state()
             self._feed.start(epoch)
             set_rng_state(random_state)
@@ -321,7 +345,7 @@ class Source:
         }
 
     def check(self, state: dict[str, Any], epoch: int) -> None:
-        """Whether a run that goes on in ``epoch`` can go on from ``state``, whose tensors need not be read yet.
+        """Check that a run can resume in ``epoch`` from ``state``, whose tensors need not be loaded yet.
 
         Raises:
             DataError: the position belongs to another kind of loader, or to other data.
@@ -330,14 +354,15 @@ class Source:
             raise DataError(
                 self.name,
                 self.loader,
-                f"resumes as {self._feed.kind!r}; the saved position is of a loader that resumes as {state['kind']!r}",
+                f"resumes as {self._feed.kind!r}, but the saved position is of a loader that resumes as "
+                f"{state['kind']!r}",
                 "Pass the same kind of loader as in the saved run, or start a new run from its weights",
             )
         if 0 <= state["epoch"] == epoch and not state["is_exhausted"]:
             self._feed.check(state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take a position of :meth:`state_dict`; the next :meth:`start` goes on from there.
+        """Load a position from :meth:`state_dict`. The next :meth:`start` resumes there.
 
         Raises:
             DataError: the position belongs to another kind of loader.
@@ -350,33 +375,40 @@ class Source:
 
 
 def _failure_of_workers(error: BaseException, num_batches: int) -> tuple[str, str] | None:
-    """What is wrong with the processes of a DataLoader, and what to do; None if ``error`` has another cause.
+    """Return the problem and the action for an error of a DataLoader's workers; None for any other error.
 
     Args:
-        num_batches: how many batches of the epoch came before.
+        error: exception of the loader's iterator.
+        num_batches: number of batches of the epoch before the error.
     """
     text = str(error) if isinstance(error, RuntimeError) else ""
     if "DataLoader worker (pid" in text:
-        problem = f"lost a worker process before batch {num_batches}; often the machine had no memory left ({error})"
-        return problem, "Use fewer workers; num_workers=0 shows an error in the data set itself"
+        problem = (
+            f"a DataLoader worker exited before batch {num_batches}, often because the machine ran out of memory "
+            f"({error})"
+        )
+        return problem, "Use fewer workers. Set num_workers=0 to see errors that the dataset raises"
     if text.startswith("DataLoader timed out"):
-        problem = f"has a timeout, and its workers gave no batch {num_batches} within it ({error})"
-        return problem, "Raise timeout=, or use num_workers=0 to see which sample takes long"
+        problem = f"its workers did not return batch {num_batches} within the timeout of the loader ({error})"
+        return problem, "Increase timeout, or set num_workers=0 to find the slow sample"
     if text.startswith("Pin memory thread exited"):
-        problem = f"lost the thread that pins its batches, before batch {num_batches} ({error})"
-        return problem, "Pass pin_memory=False and num_workers=0 to see the error of the batch itself"
+        problem = f"the thread that pins its batches exited before batch {num_batches} ({error})"
+        return problem, "Set pin_memory=False and num_workers=0 to see the error of the batch"
     return None
 
 
 def _evaluated(loader: Any, name: str, world: World, pin_memory: bool) -> Any:
-    """``loader`` as one rank would read it for an evaluation."""
+    """Return ``loader`` for an evaluation, as a single rank would read it."""
     if isinstance(loader, CombinedLoader):
         whole = loader.mapped(lambda each: _evaluated(each, name, world, pin_memory))
         divide = {share_of(each, world).divided_by is not None for each in whole.flattened}
         if len(divide) == 2:
-            problem = "joins loaders that divide themselves among the ranks with loaders that do not"
+            problem = "combines loaders that shard themselves across ranks with loaders that do not"
             raise DataError(
-                name, loader, problem, "Let roomier divide all of them: shards_by_rank = False on the others"
+                name,
+                loader,
+                problem,
+                "Set shards_by_rank = False on the loaders that shard themselves, so that roomier shards all loaders",
             )
         return JointBatches(whole, shards_by_rank=True in divide)
     check_is_one_loader(loader, name)

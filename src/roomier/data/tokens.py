@@ -1,7 +1,7 @@
-"""Token files: the text of a language model as one long row of integers on disk, read without loading it.
+"""Token files: the text of a language model as one long array of integers on disk, which is read without loading it.
 
-File layout: a header of 64 bytes (:class:`_Header`, little endian, zeros behind its fields), then the tokens as
-little-endian uint16, or uint32 where the vocabulary needs it.
+File layout: a header of 64 bytes (:class:`_Header`, little endian, padded with zeros), then the tokens as little-endian
+uint16, or uint32 if the vocabulary requires it.
 """
 
 import os
@@ -24,7 +24,7 @@ _VERSION = 1
 _HEADER_BYTES = 64
 _FIELDS = struct.Struct("<8sIIQQq")  # magic, version, bytes per token, tokens, vocabulary, end of document or -1
 _DTYPES: dict[int, np.dtype[Any]] = {2: np.dtype("<u2"), 4: np.dtype("<u4")}
-_REWRITE = "Write it anew with roomier.data.write_tokens"
+_REWRITE = "Rewrite the file with roomier.data.write_tokens"
 
 Document = Sequence[int] | NDArray[Any]
 
@@ -44,22 +44,29 @@ class _Header(NamedTuple):
 def write_tokens(
     path: str | Path, documents: Iterable[Document], *, vocab_size: int, end_of_document: int | None = None
 ) -> int:
-    """Write ``documents`` one behind the other into a token file, each followed by ``end_of_document``.
+    """Write ``documents`` to a token file, one after another, each followed by ``end_of_document``.
 
-    Holds one document in memory at a time. Writes aside and renames: ``path`` is the old file or the whole new
-    one, at any moment.
+    Only one document is in memory at a time. The file is written under a temporary name and renamed, so ``path`` is
+    always either the old file or the complete new file.
 
     Args:
-        path: the file; its folders are made.
-        documents: each a 1-D sequence of token ids in ``[0, vocab_size)``; may be a generator.
-        vocab_size: number of different ids; up to 65536 a token takes 2 bytes, above 4.
-        end_of_document: id written behind each document; None for none.
+        path: path of the file. Missing folders are created.
+        documents: iterable of documents, each a 1-D sequence of token ids in ``[0, vocab_size)``. It can be a
+            generator.
+        vocab_size: number of different ids. A token takes 2 bytes up to a vocabulary of 65536, and 4 bytes above.
+        end_of_document: id to write after each document; None for no id.
 
     Returns:
         The number of tokens in the file.
 
     Raises:
-        DataError: an id or a document that does not fit, no tokens at all, or the file cannot be written.
+        DataError: an id or a document is invalid, there are no tokens, or the file cannot be written.
+
+    Example::
+
+        documents = (tokenizer.encode(text) for text in texts)
+        write_tokens("train.tok", documents, vocab_size=50257, end_of_document=50256)
+        dataset = TokenDataset("train.tok", block_size=1024)
     """
     path = Path(path)
     _check_vocabulary(vocab_size, end_of_document)
@@ -73,7 +80,7 @@ def write_tokens(
             file.write(tokens.tobytes() + end)
             num_tokens += len(tokens) + len(end) // token_bytes
         if not num_tokens:
-            raise DataError("documents", documents, "hold no tokens", "Pass at least one document with tokens")
+            raise DataError("documents", documents, "contain no tokens", "Pass at least one document with tokens")
         file.commit(_Header(token_bytes, num_tokens, vocab_size, end_of_document))
     return num_tokens
 
@@ -81,7 +88,7 @@ def write_tokens(
 def _check_vocabulary(vocab_size: int, end_of_document: int | None) -> None:
     if not isinstance(vocab_size, (int, np.integer)) or not 1 <= vocab_size <= 1 << 32:
         raise DataError(
-            "vocab_size", vocab_size, "is not an integer in [1, 2**32]", "Pass the tokenizer's vocabulary size"
+            "vocab_size", vocab_size, "must be an integer in [1, 2**32]", "Pass the tokenizer's vocabulary size"
         )
     if end_of_document is None:
         return
@@ -89,53 +96,53 @@ def _check_vocabulary(vocab_size: int, end_of_document: int | None) -> None:
         raise DataError(
             "end_of_document",
             end_of_document,
-            f"is no id of a vocabulary of {vocab_size}",
+            f"must be an id of the vocabulary of {vocab_size} ids",
             f"Pass an id in [0, {vocab_size}) or None",
         )
 
 
 def _checked(document: Document, number: int, vocab_size: int) -> NDArray[Any]:
     field = f"documents[{number}]"
-    action = "Pass token ids, not text, one row of them per document"
+    action = "Pass token ids instead of text, one flat sequence per document"
     try:
         tokens = np.asarray(document)
     except ValueError as error:  # rows of unequal length
-        raise DataError(field, document, "is not a flat sequence of integers", action) from error
+        raise DataError(field, document, "must be a flat sequence of integers", action) from error
     if tokens.ndim == 1 and not tokens.size:
         return tokens
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-        raise DataError(field, document, "is not a flat sequence of integers", action)
+        raise DataError(field, document, "must be a flat sequence of integers", action)
     wrong = np.flatnonzero((tokens < 0) | (tokens >= vocab_size))
     if wrong.size:
         place = int(wrong[0])
         raise DataError(
             f"{field}[{place}]",
             int(tokens[place]),
-            f"is no id of a vocabulary of {vocab_size}",
-            "Pass the vocab_size of the tokenizer that made the documents, added tokens included",
+            f"must be an id of the vocabulary of {vocab_size} ids",
+            "Pass the vocab_size of the tokenizer that created the documents, including added tokens",
         )
     return tokens
 
 
 class _WriteAside:
-    """A file next to ``path`` that takes its place on :meth:`commit`, and leaves no trace without."""
+    """Temporary file next to ``path`` that replaces ``path`` on :meth:`commit`, and is deleted without a commit."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._aside = path.with_name(f".{path.name}.{os.getpid()}.partial")
 
     def __enter__(self) -> "_WriteAside":
-        with self._told_as_data_error():
+        with self._as_data_error():
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self._aside.open("wb")
         return self
 
     def write(self, data: bytes) -> None:
-        with self._told_as_data_error():
+        with self._as_data_error():
             self._file.write(data)
 
     def commit(self, header: _Header) -> None:
-        with self._told_as_data_error():
+        with self._as_data_error():
             self._file.seek(0)
             self._file.write(header.pack())
             self._file.flush()
@@ -144,19 +151,19 @@ class _WriteAside:
             self._aside.replace(self._path)
 
     def __exit__(self, *exception: object) -> None:
-        # What is still buffered fails again on a full disk; the error that is under way says why.
+        # Flushing the buffer fails again on a full disk. The exception in progress already reports the cause.
         with suppress(OSError):
             self._file.close()
         self._aside.unlink(missing_ok=True)
 
     @contextmanager
-    def _told_as_data_error(self) -> Iterator[None]:
-        # Around our own writes only: an OSError of the documents' reader is not about this path.
+    def _as_data_error(self) -> Iterator[None]:
+        # Only around writes of this class, because an OSError of the documents' reader is not about this path.
         try:
             yield
         except OSError as error:
             problem = f"cannot be written: {error.strerror}"
-            raise DataError("path", str(self._path), problem, "Free space or choose another place") from error
+            raise DataError("path", str(self._path), problem, "Free some space or choose another path") from error
 
 
 def _read_header(path: Path) -> _Header:
@@ -165,47 +172,63 @@ def _read_header(path: Path) -> _Header:
             head = file.read(_HEADER_BYTES)
             num_bytes = os.fstat(file.fileno()).st_size
     except FileNotFoundError:
-        raise DataError("path", str(path), "does not exist", "Make it with roomier.data.write_tokens") from None
+        raise DataError("path", str(path), "does not exist", "Create it with roomier.data.write_tokens") from None
     except OSError as error:
         raise DataError("path", str(path), f"cannot be read: {error.strerror}", "Pass a readable token file") from error
     if not head.startswith(_MAGIC):
         raise DataError("path", str(path), "is not a token file", _REWRITE)
     if len(head) < _HEADER_BYTES:
-        raise DataError("path", str(path), f"ends within its header, after {len(head)} bytes", _REWRITE)
+        raise DataError("path", str(path), f"has an incomplete header of {len(head)} bytes", _REWRITE)
     _, version, token_bytes, num_tokens, vocab_size, end = _FIELDS.unpack_from(head)
     if version != _VERSION or token_bytes not in _DTYPES:
-        raise DataError("path", str(path), f"has format version {version}; this release reads {_VERSION}", _REWRITE)
+        problem = f"has format version {version}, but this release supports only version {_VERSION}"
+        raise DataError("path", str(path), problem, _REWRITE)
     expected = _HEADER_BYTES + num_tokens * token_bytes
     if num_bytes != expected:
         raise DataError(
             "path",
             str(path),
-            f"is {num_bytes} bytes long where its header tells {expected}: it was cut or added to",
+            f"has {num_bytes} bytes, but its header specifies {expected}, so the file was truncated or extended",
             _REWRITE,
         )
     return _Header(token_bytes, num_tokens, vocab_size, None if end < 0 else end)
 
 
 class TokenDataset(Dataset[dict[str, Tensor]]):
-    """Blocks of fixed length out of a token file: documents packed without padding.
+    """Dataset of fixed-length blocks of a token file, in which documents are packed without padding.
 
-    Item ``i`` begins at token ``i * stride``. With ``labels="shifted"`` it is ``{"input_ids", "targets"}``:
-    ``targets[t]`` is the token that follows ``input_ids[t]``, for a model that compares the two as they are.
-    With ``labels="same"`` it is ``{"input_ids", "labels"}`` with two equal tensors, for models that shift the
-    labels themselves, as Hugging Face's causal models do. The keys differ so that neither kind of model can
-    take the other's labels unnoticed. All are int64 of shape ``(block_size,)``.
+    Item ``i`` begins at token ``i * stride``. All tensors are int64 of shape ``(block_size,)``. The keys of an item
+    depend on ``labels``:
 
-    Tokens behind the last whole block are left out. The file is mapped in each process on its first read.
+    - ``"shifted"``: ``{"input_ids", "targets"}``. ``targets[t]`` is the token after ``input_ids[t]``, for a model that
+      compares logits and targets at the same index.
+    - ``"same"``: ``{"input_ids", "labels"}`` with two equal tensors, for a model that shifts the labels itself, such as
+      Hugging Face's causal models.
+
+    The keys differ so that a model cannot silently use labels of the other kind.
+
+    Tokens after the last complete block are dropped. Each process maps the file into memory on its first read.
 
     Args:
-        path: written by :func:`write_tokens`.
+        path: file written by :func:`write_tokens`.
         block_size: tokens per item.
-        stride: tokens from one item's begin to the next's; ``block_size`` if None, so that each token is
-            read once.
-        labels: see above.
+        stride: distance in tokens between the beginnings of two items. None means ``block_size``, so that each token is
+            read one time.
+        labels: ``"shifted"`` or ``"same"``.
+
+    Attributes:
+        path: path of the file.
+        block_size: tokens per item.
+        stride: distance in tokens between the beginnings of two items.
+        labels: the argument ``labels``.
 
     Raises:
-        DataError: the file is missing, no token file, cut short, or shorter than one block.
+        DataError: the file does not exist, is not a token file, is truncated, or is shorter than one block.
+
+    Example::
+
+        dataset = TokenDataset("train.tok", block_size=1024)
+        loader = DataLoader(dataset, batch_size=8, shuffle=True)
     """
 
     def __init__(
@@ -220,29 +243,32 @@ class TokenDataset(Dataset[dict[str, Tensor]]):
         self.block_size = _positive("block_size", block_size)
         self.stride = self.block_size if stride is None else _positive("stride", stride)
         if labels not in ("shifted", "same"):
-            raise DataError("labels", labels, "is not known", "Use 'shifted' or 'same'")
+            raise DataError("labels", labels, "is unknown", "Use 'shifted' or 'same'")
         self.labels = labels
         self._header = _read_header(self.path)
-        self._num_read = self.block_size + (labels == "shifted")  # tokens that one item is made of
+        self._num_read = self.block_size + (labels == "shifted")  # tokens per item
         if self._num_read > self.num_tokens:
             raise DataError(
                 "block_size",
                 block_size,
-                f"needs {self._num_read} tokens; {self.path} has {self.num_tokens}",
+                f"requires {self._num_read} tokens, but {self.path} has only {self.num_tokens}",
                 f"Use at most {max(self.num_tokens - (self._num_read - self.block_size), 0)} or a longer file",
             )
         self._tokens: NDArray[Any] | None = None
 
     @property
     def num_tokens(self) -> int:
+        """Number of tokens in the file."""
         return self._header.num_tokens
 
     @property
     def vocab_size(self) -> int:
+        """Number of different ids, as passed to :func:`write_tokens`."""
         return self._header.vocab_size
 
     @property
     def end_of_document(self) -> int | None:
+        """Id after each document; None if the file was written without one."""
         return self._header.end_of_document
 
     def __len__(self) -> int:
@@ -252,13 +278,13 @@ class TokenDataset(Dataset[dict[str, Tensor]]):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Tensor]]:
-        """The items of ``indices``, read into one array."""
+        """Return the items at ``indices``, read into one array."""
         tokens = self._mapped()
         rows = np.empty((len(indices), self._num_read), dtype=tokens.dtype)
         for row, index in zip(rows, indices, strict=True):
             first = self._checked_index(index) * self.stride
             row[:] = tokens[first : first + self._num_read]
-        # Two copies, never two views of one: a collate function may mask inputs in place.
+        # Two copies instead of two views of one array, because a collate function can mask inputs in place.
         inputs = torch.from_numpy(rows[:, : self.block_size].astype(np.int64))
         answers = torch.from_numpy(rows[:, -self.block_size :].astype(np.int64))
         key = "targets" if self.labels == "shifted" else "labels"
@@ -282,7 +308,7 @@ class TokenDataset(Dataset[dict[str, Tensor]]):
         return self._tokens
 
     def __getstate__(self) -> dict[str, Any]:
-        # A pickled memmap carries the whole file to each worker.
+        # A pickled memmap would copy the complete file to each worker.
         return {**self.__dict__, "_tokens": None}
 
     def __repr__(self) -> str:
@@ -291,5 +317,5 @@ class TokenDataset(Dataset[dict[str, Tensor]]):
 
 def _positive(field: str, value: int) -> int:
     if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < 1:
-        raise DataError(field, value, "is not a positive integer", "Pass a number of tokens, 1 or more")
+        raise DataError(field, value, "must be a positive integer", "Pass a number of tokens, at least 1")
     return int(value)

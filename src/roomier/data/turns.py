@@ -1,9 +1,9 @@
-"""Evaluation on several ranks: they take turns with the batches that one rank would see, all of them, each once.
+"""Evaluation on several ranks, which take turns with the batches that a single rank would see.
 
 [Note: turns]
-Rank ``r`` of ``N`` evaluates the batches ``r``, ``r + N``, ... The ranks gather the parameters of a model that is cut
-among them together, so all run the same number of forwards. In the last round some may have no batch left: they run
-the last one of all once more, and nothing of it counts.
+Rank ``r`` of ``N`` evaluates the batches ``r``, ``r + N``, ... The ranks all-gather the parameters of a sharded model
+together, so every rank runs the same number of forwards. In the last round, some ranks may have no batch left. They run
+the last batch of all ranks again, and this result does not count.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ class Turn(NamedTuple):
     """One forward of an evaluation on this rank.
 
     Attributes:
-        number: of the batch, among those of all ranks.
-        counts: whether it is this rank's; else the forward runs for the sake of the other ranks.
+        batch: host batch.
+        number: number of the batch among the batches of all ranks.
+        counts: True if the batch belongs to this rank. Otherwise the forward runs only because other ranks require it.
     """
 
     batch: Any
@@ -42,11 +43,17 @@ class Turn(NamedTuple):
 
 
 class TurnSampler(Sampler[Any]):
-    """This rank's indices of those that ``inner`` gives, with one round filled up where batches run out.
+    """Sampler of this rank's indices from ``inner``, which repeats the last batch to complete the last round.
+
+    Args:
+        inner: sampler or batch sampler of the user.
+        world: rank and number of ranks.
+        draws: random states in which ``inner`` runs, identical on all ranks.
 
     Attributes:
-        limit: how many batches of all ranks at the most.
-        order: ``(number, counts)`` of what was given and not yet taken from here, in order.
+        inner: the argument ``inner``.
+        limit: maximum number of batches of all ranks.
+        order: ``(number, counts)`` of each batch that was yielded and not yet evaluated.
     """
 
     def __init__(self, inner: Iterable[Any], world: World, draws: CommonDraws) -> None:
@@ -68,7 +75,7 @@ class TurnSampler(Sampler[Any]):
 
 
 def in_rounds(batches: Iterator[Any], world: World, limit: float) -> Iterator[Turn]:
-    """The turns of this rank over ``batches``, which are those of all ranks, at most ``limit`` of them."""
+    """Yield the turns of this rank from ``batches`` of all ranks, up to ``limit`` batches of all ranks."""
     for start in count(0, world.size):
         own, num_read = None, 0
         for batch in islice(batches, int(min(world.size, limit - start))):
@@ -82,15 +89,16 @@ def in_rounds(batches: Iterator[Any], world: World, limit: float) -> Iterator[Tu
 
 
 class Turns:
-    """The turns of this rank with the batches of one loader. Every rank must ask for them, and come to their end.
+    """Turns of this rank with the batches of one loader. Every rank must iterate them to the end.
 
     Args:
-        loader: as one rank would read it.
-        name: what the user calls it.
-        seed: of what the loader draws, the same on all ranks.
+        loader: loader as a single rank would read it.
+        name: name of the argument that the user passed, for errors and notices.
+        ranks: ranks that take turns.
+        seed: seed of the loader's random draws, identical on all ranks.
 
     Attributes:
-        loader: the loader that is read, which may be a copy that loads the batches of this rank only.
+        loader: the loader that is read. It can be a copy that loads only the batches of this rank.
     """
 
     def __init__(self, loader: Any, *, name: str, ranks: Ranks, seed: int) -> None:
@@ -103,7 +111,7 @@ class Turns:
         self._sampler: TurnSampler | None = None
         is_map = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
         if self._divided_by is not None:
-            notice(f"{name}: {self._divided_by} divides it among the ranks; roomier does not divide it again")
+            notice(f"{name}: {self._divided_by} already shards it across ranks, so roomier does not shard it again")
             self._longest = max(ranks.gather(length_of(loader)))
         elif is_map and can_be_rebuilt(loader):
             field = "sampler" if loader.batch_sampler is None else "batch_sampler"
@@ -113,17 +121,20 @@ class Turns:
 
     @property
     def num_batches(self) -> int | float:
-        """Batches of all ranks; ``inf`` where nothing tells."""
+        """Number of batches of all ranks; ``inf`` if it is unknown."""
         if self._sampler is not None:
             return length_of(self._sampler.inner)
         return length_of(self.loader) if self._divided_by is None else self._longest * self._ranks.world.size
 
     def __call__(self, limit: float) -> Iterator[Turn]:
-        """At most ``limit`` batches of all ranks.
+        """Return an iterator over the turns of this rank.
+
+        Args:
+            limit: maximum number of batches of all ranks.
 
         Raises:
-            DataError: the loader divides itself and leaves a rank without any batch, or gives the ranks different
-                streams.
+            DataError: the loader shards itself and has no batch for a rank, or ranks read different numbers of batches
+                from a stream.
         """
         world, draws, loader = self._ranks.world, self._draws, self.loader
         draws.seed(self._seed, 0)
@@ -138,7 +149,7 @@ class Turns:
         return self._checked(in_rounds(draws.read(iterator), world, limit))
 
     def _of_indices(self, sampler: TurnSampler, limit: float) -> Iterator[Turn]:
-        """No rank loads what is another's."""
+        """Yield the turns of a loader whose sampler selects the batches of this rank, so that only these are loaded."""
         sampler.limit = limit
         sampler.order.clear()
         iterator = iter(self.loader)
@@ -162,14 +173,15 @@ class Turns:
                 raise DataError(
                     self._name,
                     self.loader,
-                    f"is divided by {self._divided_by}, which gives rank {have_one.index(False)} no batch",
-                    "Let it give each rank one, or let roomier divide it: shards_by_rank = False on the dataset",
+                    f"is sharded across ranks by {self._divided_by}, but rank {have_one.index(False)} has no batch",
+                    "Provide at least one batch on each rank, or set shards_by_rank = False on the dataset, so that "
+                    "roomier shards it",
                 )
             batch = got[0] if got else batch
             yield Turn(batch, start + rank, bool(got) and start + rank < limit)
 
     def _checked(self, stream: Iterator[Turn]) -> Iterator[Turn]:
-        """Streams that differ would leave one rank waiting for the others."""
+        """Check in each round that all ranks have a batch. Otherwise some ranks would wait for the others forever."""
         while True:
             turn = next(stream, None)
             numbers = self._ranks.gather(None if turn is None else turn.number // self._ranks.world.size)
@@ -177,8 +189,9 @@ class Turns:
                 raise DataError(
                     self._name,
                     self.loader,
-                    "does not give the same batches on all ranks, which read it alike",
-                    "Fix its order, or set shards_by_rank = True on it where it gives each rank its own part",
+                    "yields different numbers of batches on different ranks",
+                    "Make its order deterministic. If it yields a different shard on each rank, set "
+                    "shards_by_rank = True on it",
                 )
             if turn is None:
                 return
@@ -192,8 +205,10 @@ def _of_list(batches: Any, world: World, length: int) -> Iterator[Turn]:
 
 
 def without_padding(loader: Any, name: str, world: World) -> Any:
-    """``loader`` as one rank would see it: torch's DistributedSampler repeats samples until all ranks have as many, and
-    a figure over them is not that of the data."""
+    """Return ``loader`` without torch's DistributedSampler.
+
+    The DistributedSampler repeats samples until all ranks have the same number, which would change the metrics.
+    """
     if not isinstance(loader, DataLoader) or not can_be_rebuilt(loader):
         return loader
     batching = loader.batch_sampler
@@ -201,7 +216,7 @@ def without_padding(loader: Any, name: str, world: World) -> Any:
     if type(sampler) is not DistributedSampler or type(batching) not in (BatchSampler, type(None)):
         return loader
     if world.size > 1:
-        notice(f"{name}: its DistributedSampler repeats samples to fill up the ranks; here each sample counts once")
+        notice(f"{name}: replaced its DistributedSampler, which repeats samples, so that each sample counts one time")
     whole = SequentialSampler(loader.dataset)  # type: ignore[arg-type]
     if batching is None:
         return rebuilt(loader, sampler=whole)

@@ -1,4 +1,4 @@
-"""Worker processes of a DataLoader that outlive the signals meant for the process that trains."""
+"""Worker processes of a DataLoader that ignore the signals that are sent to the training process."""
 
 import functools
 import os
@@ -11,20 +11,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Longer than a step and its save take: a worker that has lost its run does not live for ever.
+# Longer than a step and a save. A worker whose training process is gone exits after this time.
 _GRACE_S = 300
 
 
 @functools.cache
 def _is_running() -> Tensor:
-    """Whether a run is going on (0-dim bool), in memory that the worker processes see."""
+    """Return a flag that is True during a run (0-dim bool), in memory that is shared with worker processes."""
     return torch.zeros((), dtype=torch.bool).share_memory_()  # type: ignore[no-untyped-call, no-any-return]
 
 
 @contextmanager
 def workers_outlive_signals() -> Iterator[None]:
-    """Inside, workers go on after a SIGTERM. Behind it they end when they are told to: by the loader that has no use
-    for them, or by the process that trains when an error ends it, which waits for them."""
+    """Keep workers alive after a SIGTERM in this context.
+
+    After the context, the loader ends its workers. If an error ends the training process, this process ends them and
+    waits for them.
+    """
     is_running = _is_running()
     is_running.fill_(True)
     try:
@@ -34,16 +37,18 @@ def workers_outlive_signals() -> Iterator[None]:
 
 
 def end_with_signals() -> None:
-    """Let workers end at a SIGTERM from now on, though the run is still inside :func:`workers_outlive_signals`."""
+    """Let a SIGTERM end workers from now on, even within :func:`workers_outlive_signals`."""
     _is_running().fill_(False)
 
 
 class OutlivesSignals:
-    """A ``worker_init_fn`` that lets the worker go on after Ctrl-C and SIGTERM while a run is going on, and then calls
-    ``inner``.
+    """``worker_init_fn`` that calls ``inner`` and makes the worker ignore Ctrl-C and SIGTERM during a run.
 
-    A terminal, SLURM or systemd sends them to all processes of a job at once. Workers that end at once take the process
-    that trains with them, before it could finish its step and save. They end when it does.
+    A terminal, SLURM or systemd sends these signals to all processes of a job. If workers exited immediately, the
+    training process would fail before it could complete its step and save. Workers exit when the training process does.
+
+    Args:
+        inner: the user's ``worker_init_fn``; None for none.
     """
 
     def __init__(self, inner: Callable[[int], Any] | None) -> None:
@@ -60,4 +65,4 @@ class OutlivesSignals:
         if self._is_running:
             signal.alarm(_GRACE_S)
         else:
-            os._exit(0)  # a status that torch takes for a worker that had nothing left to do
+            os._exit(0)  # torch treats this status as a worker without remaining work

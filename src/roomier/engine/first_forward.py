@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 MakeContext = Callable[[], AbstractContextManager[Any]]
-MakeContext = Callable[[], AbstractContextManager[Any]]
 """Creates a context."""
 
 

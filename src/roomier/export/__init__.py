@@ -1,1 +1,1 @@
-"""From a checkpoint to files that other programs read."""
+"""Exports of checkpoints and models to files for other programs."""

@@ -1,4 +1,4 @@
-"""Adapters alone, as a folder that the package peft reads."""
+"""Exports adapters to a folder that the package peft can load."""
 
 from __future__ import annotations
 
@@ -22,65 +22,73 @@ _PREFIX = "base_model.model."
 
 
 def export_adapter(network: nn.Module, output: str | Path) -> Path:
-    """Write the adapters of ``network``, the model others will load, as the folder ``output``, whole or not at all.
+    """Write the adapters of ``network`` to the folder ``output``, atomically.
 
-    ``peft.PeftModel.from_pretrained(model, output)`` reads it (checked with peft 0.21): ``adapter_model.safetensors``
-    and ``adapter_config.json``.
+    ``peft.PeftModel.from_pretrained(model, output)`` loads the folder (tested with peft 0.21). It contains
+    ``adapter_model.safetensors`` and ``adapter_config.json``.
+
+    Args:
+        network: model with adapters; its names must equal the names in the model that peft adapts.
+        output: new folder.
+
+    Returns:
+        The absolute path of the folder.
 
     Raises:
-        RoomierError: ``network`` has no adapters or is divided among ranks, or ``output`` is there already.
+        RoomierError: ``network`` has no adapters or is sharded, or ``output`` already exists.
     """
     layers = {name: each for name, each in network.named_modules() if isinstance(each, Adapted)}
     if not layers:
         action = "Pass the network that was trained with lora=..."
         raise RoomierError("network", type(network).__name__, "has no adapters", action)
     if any(hasattr(each.lora_A, "placements") for each in layers.values()):
-        problem = "is divided among the ranks"
+        problem = "must not be sharded"
         raise RoomierError("network", type(network).__name__, problem, "Load its checkpoint into a new model")
     parts = {name: _as_in_peft(each.lora_A, each.lora_B, is_in_out=each.is_in_out) for name, each in layers.items()}
     trained = trained_whole(network)
-    beside = {
+    full = {
         part: each.detach().cpu() for name, module in trained.items() for part, each in module.named_parameters(name)
     }
-    layer = next(iter(layers.values()))  # rank and scale are the same for all
+    layer = next(iter(layers.values()))  # all layers have the same rank and scale
     settings = AdapterPlan(
         lora_rank=rank_of(layer), lora_alpha=layer.lora_scale * rank_of(layer), lora_dropout=layer.lora_dropout
     )
     is_in_out = any(each.is_in_out for each in layers.values())
     target = new_folder(output, None)
-    _write(target, parts, beside, settings, is_in_out=is_in_out, trained=list(trained))
+    _write(target, parts, full, settings, is_in_out=is_in_out, trained=list(trained))
     return target
 
 
 def export_adapter_of(
     path: str | Path, output: Path, adapter: AdapterPlan, *, prefix: str = "", dtype: str | None = None
 ) -> int:
-    """Write the adapters in the checkpoint ``path`` as :func:`export_adapter` does those of a network. All of them are
-    in memory, the rest of the model is not.
+    """Write the adapters in the checkpoint ``path`` like :func:`export_adapter`, without loading the rest of the model.
 
     Args:
-        adapter: of the Plan that the run was trained with. prefix: of the model others will load, in the module.
-        dtype: of what is written; None leaves each as it is.
+        output: new folder.
+        adapter: adapter settings of the Plan of the trained run.
+        prefix: prefix in the module of the model that peft adapts.
+        dtype: dtype of the written tensors; None keeps the stored dtypes.
 
     Returns:
-        The bytes of its tensors.
+        The size of the tensors in bytes.
 
     Raises:
-        RoomierError: it has no adapters.
+        RoomierError: the checkpoint has no adapters.
         CheckpointError: the checkpoint is damaged, or the disk is full.
     """
     stored = StoredTensors(path, "module")
     names = [key.removesuffix(".lora_A") for key in stored.specs if key.endswith(".lora_A") and key.startswith(prefix)]
     rank = adapter.lora_rank
     if not names or rank is None:
-        problem, action = "has no adapters", "Leave out adapters='alone': the model was trained as a whole"
+        problem, action = "has no adapters", "Remove adapters='alone', because the model was trained without adapters"
         raise RoomierError("checkpoint", str(path), problem, action)
 
     def read(key: str) -> Tensor:
         whole = stored.whole(key)
         return whole.to(dtype_in_file(whole.dtype, dtype))
 
-    # The rank tells how a layer stores its weight: it is less than both sizes of one that is stored as (in, out).
+    # The rank is less than both dimensions of a weight, so it identifies weights that are stored as (in, out).
     in_out = {name: stored.specs[f"{name}.lora_A"].shape[0] != rank for name in names}
     parts = {
         name.removeprefix(prefix): _as_in_peft(read(f"{name}.lora_A"), read(f"{name}.lora_B"), is_in_out=in_out[name])
@@ -92,15 +100,15 @@ def export_adapter_of(
     meant = sorted(name for name in parents if any(matches(name, pattern) for pattern in patterns))
     trained = [name for name in meant if not any(name.startswith(f"{outer}.") for outer in meant)]
     inside = tuple(f"{name}." for name in trained)
-    beside = {key.removeprefix(prefix): read(key) for key in stored.specs if inside and key.startswith(inside)}
+    full = {key.removeprefix(prefix): read(key) for key in stored.specs if inside and key.startswith(inside)}
     alpha = adapter.lora_alpha if adapter.lora_alpha is not None else rank
     settings = AdapterPlan(lora_rank=rank, lora_alpha=alpha, lora_dropout=adapter.lora_dropout)
     own = [name.removeprefix(prefix) for name in trained]
-    return _write(output, parts, beside, settings, is_in_out=any(in_out.values()), trained=own)
+    return _write(output, parts, full, settings, is_in_out=any(in_out.values()), trained=own)
 
 
 def _as_in_peft(a: Tensor, b: Tensor, *, is_in_out: bool) -> tuple[Tensor, Tensor]:
-    """The two factors of a layer, as (rank, in) and (out, rank)."""
+    """Return the two factors of a layer, with shapes (rank, in) and (out, rank)."""
     a, b = a.detach().cpu(), b.detach().cpu()
     return (a.T, b.T) if is_in_out else (a, b)
 
@@ -112,13 +120,13 @@ def _ends_of_parts(name: str) -> list[int]:
 def _write(
     target: Path,
     parts: Mapping[str, tuple[Tensor, Tensor]],
-    beside: Mapping[str, Tensor],
+    full: Mapping[str, Tensor],
     settings: AdapterPlan,
     *,
     is_in_out: bool,
     trained: list[str],
 ) -> int:
-    tensors = {f"{_PREFIX}{name}": each for name, each in beside.items()}
+    tensors = {f"{_PREFIX}{name}": each for name, each in full.items()}
     for name, pair in parts.items():
         for part, values in zip(("lora_A", "lora_B"), pair, strict=True):
             tensors[f"{_PREFIX}{name}.{part}.weight"] = values

@@ -1,4 +1,4 @@
-"""Whether what was exported computes what the model computes."""
+"""Compares the outputs of an exported model with the outputs of the model."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from roomier.core.torch_private import iter_leaves
 from roomier.export.examples import Example
 
 MAX_DIFFERENCE = 1e-4
-"""Of an output and the model's, over the largest value in it (or 1): kernels add up in another order."""
+"""Maximum difference of an output, relative to its largest value (or 1). Kernels sum in different orders."""
 
 
 @dataclass(frozen=True)
 class Compared:
-    """How the outputs differed.
+    """Result of a comparison.
 
     Attributes:
-        max_difference: the largest of all, over the largest value of its output, or 1.
-        num_calls: how many inputs were tried. batch_sizes: theirs.
+        max_difference: largest difference of all outputs, each relative to its largest value, or to 1.
+        num_calls: number of compared inputs.
+        batch_sizes: batch size of each input.
     """
 
     max_difference: float
@@ -32,7 +33,7 @@ class Compared:
 
     def __str__(self) -> str:
         sizes = ", ".join(map(str, dict.fromkeys(self.batch_sizes)))
-        return f"differs from the model by {self.max_difference:.1e} at most, in batches of {sizes}"
+        return f"differs from the model by at most {self.max_difference:.1e}, with batch sizes {sizes}"
 
 
 def check_same(
@@ -45,15 +46,17 @@ def check_same(
     to: str,
     hints: Sequence[str] = (),
 ) -> Compared:
-    """Call both with ``example``, with other values, and with another batch size.
+    """Compare both models with ``example``, with other values, and with another batch size.
 
     Args:
-        exported: gives the tensors it returns, in order.
-        fixed_shapes: the batch size is not to change.
-        hints: what the exporter said on its way, for the error.
+        exported: calls the exported model and returns its output tensors in order.
+        fixed_shapes: do not change the batch size.
+        max_difference: maximum difference of an output, relative to its largest value.
+        to: name of the format, for messages.
+        hints: messages of the exporter, for the error.
 
     Raises:
-        RoomierError: an output differs by more than ``max_difference``, or the export failed.
+        RoomierError: an output differs by more than ``max_difference``, or the exported model fails.
     """
     others = [each for each in example.others() if not (fixed_shapes and each.batch_size != example.batch_size)]
     worst, sizes = 0.0, []
@@ -61,26 +64,26 @@ def check_same(
         try:
             expected = tensors_in(each.call(model))
         except (RuntimeError, ValueError, IndexError):
-            if number:  # these values, or this batch, are not for this model
+            if number:  # the model does not accept these values or this batch size
                 continue
             raise
         try:
             found = exported(each)
         except Exception as error:
             size, first = each.batch_size, example.batch_size
-            where = f"in a batch of {size} (it was exported with {first})" if size != first else "with other values"
+            where = f"with batch size {size} (exported with {first})" if size != first else "with other values"
             raise _differs(model, to, f"fails {where}: {_first_line(error)}", hints) from error
         difference = _difference(expected, found)
         if not difference <= max_difference:
-            what = f"differs from the model by {difference:.1e} of the largest value (allowed: {max_difference:.0e})"
-            raise _differs(model, to, f"{what} with {'other values than ' * bool(number)}the example", hints)
+            differs = f"differs from the model by {difference:.1e} of the largest value (allowed: {max_difference:.0e})"
+            raise _differs(model, to, f"{differs} with {'other values than ' * bool(number)}the example", hints)
         worst = max(worst, difference)
         sizes.append(each.batch_size or 1)
     return Compared(worst, len(sizes), tuple(sizes))
 
 
 def tensors_in(output: Any) -> list[Tensor]:
-    """The tensors in what a model returned, in order."""
+    """Return the tensors in the output of a model, in order."""
     return [each for each in iter_leaves(output) if isinstance(each, Tensor)]
 
 
@@ -105,11 +108,11 @@ def _difference(expected: Sequence[Tensor], found: Sequence[Tensor]) -> float:
 def _differs(model: nn.Module, to: str, problem: str, hints: Sequence[str]) -> RoomierError:
     seen = f" ({'; '.join(hints)})" if hints else ""
     actions = {
-        "torchscript": "Write what depends on values with torch.where, or export with method='script'",
-        "onnx": "Write what depends on values with torch.where or torch.cond; or fix the batch size: dynamic_shapes={}",
-        "torch-export": "Write what depends on values with torch.where or torch.cond",
+        "torchscript": "Use torch.where for value-dependent code, or export with method='script'",
+        "onnx": "Use torch.where or torch.cond for value-dependent code, or fix the batch size with dynamic_shapes={}",
+        "torch-export": "Use torch.where or torch.cond for value-dependent code",
     }
-    return RoomierError(f"to {to}", type(model).__name__, f"what was exported {problem}{seen}", actions[to])
+    return RoomierError(f"to {to}", type(model).__name__, f"the exported model {problem}{seen}", actions[to])
 
 
 def _first_line(error: BaseException) -> str:

@@ -1,4 +1,4 @@
-"""What a model is called with while it is exported, and the other inputs that the result is held against it with."""
+"""Inputs of a model for an export, and further inputs to compare the result with the model."""
 
 from __future__ import annotations
 
@@ -19,23 +19,25 @@ from roomier.core.tree import to_device
 class Example:
     """Arguments of one call of ``forward``.
 
-    Args:
-        args, kwargs: tensors, or lists, tuples and dicts of them.
+    Attributes:
+        args: positional arguments: tensors, or lists, tuples and dicts of them.
+        kwargs: keyword arguments.
     """
 
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
 
     def call(self, model: Callable[..., Any]) -> Any:
-        """What ``model`` returns for it. Tensors are copies: a model may write to what it gets."""
+        """Call ``model`` and return its output. Tensors are copied, because a model may modify its inputs."""
         args, kwargs = map_leaves(_copied, (self.args, self.kwargs))
         return model(*args, **kwargs)
 
     def tensors(self) -> list[Tensor]:
+        """Return all tensors in the arguments, in order."""
         return [each for each in iter_leaves((self.args, self.kwargs)) if isinstance(each, Tensor)]
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> Example:
-        """With ``change(tensor)`` for each tensor."""
+        """Return a copy with ``change(tensor)`` in place of each tensor."""
         args, kwargs = map_leaves(
             lambda each: change(each) if isinstance(each, Tensor) else each, (self.args, self.kwargs)
         )
@@ -43,20 +45,23 @@ class Example:
 
     @property
     def batch_size(self) -> int | None:
-        """The first dimension of the first tensor that has one; that of all others that are as long is the batch's."""
+        """First dimension of the first tensor that is not a scalar.
+
+        The first dimension of every other tensor with this size is also the batch dimension.
+        """
         return next((each.shape[0] for each in self.tensors() if each.dim()), None)
 
     def with_batch(self) -> Example:
-        """With two samples at least: exporters take a dimension of one for a constant."""
+        """Return an example with at least two samples, because exporters treat a dimension of one as a constant."""
         return self.repeated(2) if self.batch_size == 1 else self
 
     def repeated(self, num_times: int) -> Example:
-        """Each sample that often."""
+        """Return an example with each sample repeated ``num_times`` times."""
         size = self.batch_size
         return self.mapped(lambda each: torch.cat([each] * num_times) if each.dim() and len(each) == size else each)
 
     def dynamic_shapes(self, name: str = "batch") -> tuple[Any, Any]:
-        """The dimensions of ``args`` and of ``kwargs`` that a call may change, as ``torch.export`` takes them."""
+        """Return the dynamic dimensions of ``args`` and ``kwargs`` in the format of ``torch.export``."""
         size, batch = self.batch_size, torch.export.Dim(name)
 
         def dims(each: Any) -> Any:
@@ -66,25 +71,25 @@ class Example:
         return found
 
     def others(self) -> list[Example]:
-        """Inputs of other values; and, with them, of another batch size."""
+        """Return an input with other values, and one that also has another batch size."""
         changed = self.mapped(_other_values)
         return [changed, changed.repeated(3)]
 
 
 def example_of(model: nn.Module, sample: Any, field: str) -> Example:
-    """``sample``, or the model's ``example_input_array``, on the model's device.
+    """Return ``sample``, or the model's ``example_input_array``, on the device of the model.
 
     Args:
-        sample: a tensor; a tuple or list of the arguments; a dict of the arguments by name.
-        field: what the user calls it.
+        sample: a tensor, a tuple or list of positional arguments, or a dict of keyword arguments.
+        field: name of the argument that contains ``sample``, for messages.
 
     Raises:
-        RoomierError: there is none, or the model cannot be called with it.
+        RoomierError: there is no sample, or the model cannot be called with it.
     """
     given = getattr(model, "example_input_array", None) if sample is None else sample
     if given is None:
         action = f"Pass {field}, the arguments of one call of forward, or set self.example_input_array in the model"
-        raise RoomierError(field, None, "there is nothing to call the model with", action)
+        raise RoomierError(field, None, "is required to call the model", action)
     device = next((each.device for each in model.parameters()), torch.device("cpu"))
     given = to_device(given, device)
     if isinstance(given, Mapping):
@@ -96,16 +101,16 @@ def example_of(model: nn.Module, sample: Any, field: str) -> Example:
 
 
 def _check_call(model: nn.Module, example: Example, field: str) -> None:
-    # Before an exporter meets it, whose error would be about anything but the arguments.
+    # Checked here, because the error of an exporter would not refer to the arguments.
     try:
         example.call(model)
     except Exception as error:
         shown = [f"{str(each.dtype).removeprefix('torch.')}{list(each.shape)}" for each in example.tensors()]
         names = f" for {', '.join(example.kwargs)}" if example.kwargs else ""
         text = " ".join(str(error).split())[:200]
-        problem = f"forward fails when it is called with it ({type(error).__name__}: {text})"
+        problem = f"cannot be passed to forward ({type(error).__name__}: {text})"
         taken = ", ".join(inspect.signature(model.forward).parameters)
-        action = f"Pass what forward({taken}) takes, in shapes and dtypes of the training"
+        action = f"Pass the arguments of forward({taken}), with the shapes and dtypes of the training"
         raise RoomierError(field, f"{', '.join(shown)}{names}", problem, action) from error
 
 
@@ -114,7 +119,7 @@ def _copied(each: Any) -> Any:
 
 
 def _other_values(tensor: Tensor) -> Tensor:
-    # Token ids must stay in their range; the sign of numbers is what branches ask about most.
+    # Token ids must stay in range. For numbers, branches depend most often on the sign.
     moved = tensor.roll(1, dims=-1) if tensor.dim() else tensor.clone()
     if not tensor.is_floating_point():
         return moved

@@ -1,4 +1,4 @@
-"""A checkpoint as the folder of a Hugging Face model: as ``save_pretrained`` writes it, for ``from_pretrained``."""
+"""Exports a checkpoint to the folder of a Hugging Face model, for ``from_pretrained``."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PROCESSOR_FILES = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.model", "*.tiktoken"),
     *("*preprocessor_config.json", "processor_config.json", "chat_template*", "normalizer.json", "tekken.json"),
 )
-"""Names under which tokenizers and processors keep their files."""
+"""File name patterns of tokenizers and processors."""
 
 
 def export_hugging_face(
@@ -39,23 +39,25 @@ def export_hugging_face(
     processor: Any = None,
     adapters: str = "merged",
 ) -> Exported:
-    """Write the Hugging Face model in the checkpoint ``path`` as the folder ``output``, whole or not at all.
+    """Write the Hugging Face model in the checkpoint ``path`` to the folder ``output``, atomically.
 
-    It holds what the model's own ``save_pretrained`` writes: ``config.json``, ``generation_config.json`` where it
-    generates, and the weights under the names of the hub, which other programs know. (``roomier.export.safetensors``
-    keeps the names they have in memory.) Tensors are read, converted and written one after another, so neither the size
-    of the model nor the number of ranks that saved it matters; of those that are fused in memory, one group is held.
+    The folder contains the files that ``save_pretrained`` writes: ``config.json``, ``generation_config.json`` for
+    generative models, and the weights under their names on the hub. (``roomier.export.safetensors`` uses their names in
+    memory.) Tensors are read, converted and written one by one, so the size of the model and the number of ranks do not
+    matter. Of tensors that are fused in memory, one group is held at a time.
 
     Args:
-        max_shard_bytes: of tensors in a file, unless one alone is larger.
-        dtype: of all floating-point tensors: ``"fp32"``, ``"bf16"`` or ``"fp16"``; None leaves each as it is.
-        processor: a folder whose tokenizer or processor files are copied, or an object with ``save_pretrained``.
-        adapters: of a model trained with ``lora``: ``"merged"`` into its weights, or ``"alone"``, as a folder for the
-            package peft, which is put on the model that the run began with.
+        path: checkpoint folder.
+        output: new folder.
+        max_shard_bytes: maximum size of the tensors in one file, unless a single tensor is larger.
+        dtype: dtype of all floating-point tensors: ``"fp32"``, ``"bf16"`` or ``"fp16"``; None keeps their dtypes.
+        processor: folder whose tokenizer or processor files are copied, or an object with ``save_pretrained``.
+        adapters: for a model trained with ``lora``: ``"merged"`` adds the adapters to the weights, ``"alone"`` writes
+            only the adapters, as a folder for the package peft.
 
     Raises:
-        RoomierError: the checkpoint has no Hugging Face model, transformers is not installed, an argument is wrong, or
-            ``output`` is there already.
+        RoomierError: the checkpoint contains no Hugging Face model, transformers is not installed, an argument is
+            invalid, or ``output`` already exists.
         CheckpointError: the checkpoint is damaged, or the disk is full.
     """
     if adapters not in ("merged", "alone"):
@@ -64,10 +66,10 @@ def export_hugging_face(
     described = peek_run(path)
     found = described.get("pretrained")
     if not found:
-        problem = "holds no Hugging Face model"
+        problem = "contains no Hugging Face model"
         action = "Use `roomier export --to safetensors` for the weights of other models"
         raise RoomierError("checkpoint", str(path), problem, action)
-    beside = _processor_files(processor)
+    processor_files = _processor_files(processor)
     adapter = AdapterPlan(**described.get("plan", {}).get("adapter", {}))
     if adapters == "alone":
         num_bytes = export_adapter_of(path, target, adapter, prefix=found["prefix"], dtype=dtype)
@@ -80,9 +82,9 @@ def export_hugging_face(
         write_json(folder / "config.json", {**found["config"], "dtype": _main_dtype(tensors)})
         if found.get("generation_config"):
             write_json(folder / "generation_config.json", found["generation_config"])
-        for file in beside:
+        for file in processor_files:
             shutil.copy2(file, folder / file.name)
-        if processor is not None and not beside:
+        if processor is not None and not processor_files:
             processor.save_pretrained(folder)
     return Exported(target, files, num_bytes)
 
@@ -104,7 +106,7 @@ def _tensors(stored: MergedTensors, found: Mapping[str, Any], dtype: str | None)
 
 @dataclass
 class _Group:
-    """Tensors of files that are made together; held from the first that is read to the last."""
+    """Tensors of files that one conversion creates. They are held from the first read to the last."""
 
     stored: MergedTensors
     keys: Mapping[str, str]
@@ -126,29 +128,31 @@ class _Group:
 
 
 def _without_memory(config: Mapping[str, Any]) -> Any:
-    """The model of ``config`` on ``meta``, which knows how its weights are named in files; None for one whose class
-    transformers does not have."""
+    """Return the model of ``config`` on ``meta``, for the names of its weights in files.
+
+    Returns None if transformers does not have its class.
+    """
     try:
         import transformers
     except ImportError:
         action = "pip install transformers, or use `roomier export --to safetensors`"
-        raise RoomierError("to", "hugging-face", "needs transformers, which is not installed", action) from None
+        raise RoomierError("to", "hugging-face", "requires transformers, which is not installed", action) from None
     named = config.get("architectures")
     name = named[0] if isinstance(named, list) and named and isinstance(named[0], str) else ""
     kind = getattr(transformers, name, None)
     if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
-        notice(f"transformers has no model {named}: weights keep the names they have in memory")
+        notice(f"transformers has no model {named}, so the weights keep their names in memory")
         return None
     try:
         with torch.device("meta"):
             return kind(cast(Any, kind).config_class.from_dict(data_of_config(config)))
-    except Exception as error:  # its code meets values of any kind
-        problem = f"is not a configuration of {name} ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
+    except Exception as error:  # the code of the model can raise any error for an invalid configuration
+        problem = f"is not a valid config of {name} ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
         raise CheckpointError("pretrained.config", config, problem, "Use `roomier export --to safetensors`") from error
 
 
 def _main_dtype(tensors: list[ToWrite]) -> str:
-    """The dtype of most of the floating-point elements: what ``from_pretrained`` makes the model in."""
+    """Return the dtype of most floating-point elements, in which ``from_pretrained`` creates the model."""
     num_elements: dict[torch.dtype, int] = {}
     for each in tensors:
         if each.dtype.is_floating_point:
@@ -160,12 +164,12 @@ def _processor_files(processor: Any) -> list[Path]:
     if processor is None or callable(getattr(processor, "save_pretrained", None)):
         return []
     if not isinstance(processor, (str, Path)) or not Path(processor).is_dir():
-        action = "Give the folder of a tokenizer or processor, or the object itself"
-        raise RoomierError("processor", processor, "is no folder, and has no save_pretrained", action)
+        action = "Pass the folder of a tokenizer or processor, or the object itself"
+        raise RoomierError("processor", processor, "must be a folder or have save_pretrained", action)
     files = [each for each in sorted(Path(processor).iterdir()) if each.is_file() and _belongs(each.name)]
     if not files:
-        action = "Give the folder that its save_pretrained wrote"
-        raise RoomierError("processor", str(processor), "has no file of a tokenizer or processor", action)
+        action = "Pass the folder that its save_pretrained wrote"
+        raise RoomierError("processor", str(processor), "contains no file of a tokenizer or processor", action)
     return files
 
 

@@ -1,4 +1,4 @@
-"""A checkpoint as the one file that Lightning reads: ``load_from_checkpoint``, and ``Trainer.fit(ckpt_path=...)``."""
+"""Exports a checkpoint to a file for Lightning's ``load_from_checkpoint`` and ``Trainer.fit(ckpt_path=...)``."""
 
 from __future__ import annotations
 
@@ -19,22 +19,32 @@ from roomier.export.output_file import new_file, replacing_file
 from roomier.export.plain import weights_of
 
 WRITTEN_FOR = "2.6.0"
-"""The version of Lightning whose form is written."""
+"""Version of Lightning whose format is written."""
 _CHECKPOINTS = "ModelCheckpoint"
 
 
 def export_lightning(path: str | Path, output: str | Path) -> Path:
-    """Write the checkpoint ``path`` as the file ``output``, whole or not at all.
+    """Write the checkpoint ``path`` to the file ``output``, atomically.
 
-    It holds the weights, hyperparameters and progress; and the states of optimizers, schedulers, the loss scale and
-    callbacks, where the module configured its own optimizers. It is in memory once, on the host.
+    The file contains weights, hyperparameters and progress. If the module configured its optimizers, the file also
+    contains the states of optimizers, schedulers, loss scale and callbacks. The content is held in CPU memory.
 
-    Left out, and said so: states of an optimizer that the Trainer named (Lightning has no such keyword), those of
-    adapters (the weights are written with them added), which checkpoints ModelCheckpoint keeps (these are folders that
-    Lightning would not read), random states, and the position in the data within an epoch.
+    The following states are omitted, and a notice explains why:
+
+    - states of an optimizer that the Trainer created, which Lightning does not support
+    - states of adapters, which are merged into the weights
+    - the list of checkpoints of ModelCheckpoint, which are folders that Lightning cannot read
+    - random states, and the position in the data within an epoch
+
+    Args:
+        path: checkpoint folder.
+        output: new file.
+
+    Returns:
+        The absolute path of the file.
 
     Raises:
-        RoomierError: ``output`` is there already.
+        RoomierError: ``output`` already exists.
         CheckpointError: the checkpoint is damaged, or the disk is full.
     """
     target = new_file(output)
@@ -47,33 +57,33 @@ def export_lightning(path: str | Path, output: str | Path) -> Path:
         HYPERPARAMETERS_NAME: described.get("hyperparameters_argument", "kwargs"),
         HYPERPARAMETERS: dict(described.get("hyperparameters", {})),
     }
-    if _can_go_on(path, described):
+    if _can_resume(path, described):
         content.update(_training_state(path))
     with replacing_file(target) as aside:
         try:
             torch.save(content, aside)
-        except RuntimeError as error:  # torch's writer has no other
+        except RuntimeError as error:  # the only error of torch's writer
             problem = f"cannot be written ({' '.join(str(error).split())})"
-            raise CheckpointError("output", str(target), problem, "Free space, or name a file elsewhere") from error
+            raise CheckpointError("output", str(target), problem, "Free some space, or use another folder") from error
     return target
 
 
-def _can_go_on(path: str | Path, described: Mapping[str, Any]) -> bool:
-    """Whether the states of training mean something to Lightning."""
+def _can_resume(path: str | Path, described: Mapping[str, Any]) -> bool:
+    """Return True if Lightning can use the states of training. Otherwise, print a notice."""
     why = None
     if "optimizers" not in described:
         why = "the checkpoint was saved with weights only"
     elif any(map(is_adapter, described["module"])):
-        why = "its optimizer trains adapters, which were added to the weights"
+        why = "its optimizer trains adapters, which were merged into the weights"
     elif described["plan"]["optimizer"]["name"] is not None:
-        why = f"its optimizer is {described['plan']['optimizer']['name']!r}, which the Trainer named"
+        why = f"its optimizer {described['plan']['optimizer']['name']!r} was created by the Trainer"
     else:
         names = [each["type"] for each in described["optimizers"]]
         kinds = [name for name in names if "roomier" in name.lower()]
-        why = f"its optimizer is roomier's {kinds[0]}" if kinds else None
+        why = f"its optimizer {kinds[0]} is part of roomier" if kinds else None
     if why is None:
         return True
-    notice(f"{path}: {why}, so Lightning can load the weights of this file, and not go on with its training")
+    notice(f"{path}: {why}, so Lightning can load the weights of this file but cannot resume its training")
     return False
 
 
@@ -91,7 +101,7 @@ def _training_state(path: str | Path) -> dict[str, Any]:
 
 
 def _by_number(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """An optimizer's state as torch has it: its parameters are numbered in the order of the groups."""
+    """Return an optimizer's state in torch's format, with parameters numbered in the order of the groups."""
     names = [name for group in saved["param_groups"] for name in group["params"]]
     number_of = {name: number for number, name in enumerate(names)}
     return {
@@ -103,7 +113,7 @@ def _by_number(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _others(path: str | Path, described: Mapping[str, Any]) -> dict[str, Any]:
-    """What ``on_save_checkpoint`` hooks added."""
+    """Return the entries that ``on_save_checkpoint`` hooks added."""
     names = [key for key in described if key not in OWN_ENTRIES and key != "stale_norm"]
     return checkpoint.load(path, only=names) if names else {}
 
@@ -113,7 +123,7 @@ def _validates(described: Mapping[str, Any]) -> bool:
 
 
 def _place(progress: Mapping[str, Any], is_validated: bool) -> dict[str, Any]:
-    """Where Lightning's loops stand: behind an epoch, as when it saves after a fit, or behind a batch."""
+    """Return the state of Lightning's loops: at the end of an epoch, as after a fit, or after a batch."""
     epoch, step = progress.get("epoch", 0), progress.get("global_step", 0)
     num_done, num_batches = progress.get("batch_idx", 0), progress.get("num_batches", 0)
     is_in_epoch = num_done > 0

@@ -1,4 +1,4 @@
-"""The weights of a checkpoint as those of the plain model: with its adapters in them."""
+"""Reads the weights of a checkpoint with adapters merged into them."""
 
 from __future__ import annotations
 
@@ -20,18 +20,21 @@ _OF_AN_ADAPTER = ("lora_A", "lora_B", "weight_codes", "weight_scales")
 
 
 class MergedTensors:
-    """As :class:`StoredTensors`, with one weight in the place of a frozen weight and its adapter, made when it is read.
+    """Like :class:`StoredTensors`, but a frozen weight and its adapter are read as one merged weight.
 
     Args:
-        section: of the checkpoint ``path``, as there.
-        adapter: of the Plan that the run was trained with.
-
-    Raises:
-        CheckpointError: damaged, or without such an entry.
-        RoomierError: another layer has the same weight as one with an adapter.
+        path: checkpoint folder.
+        section: section of the checkpoint, see :class:`StoredTensors`.
+        adapter: adapter settings of the Plan of the trained run.
 
     Attributes:
-        specs, tied_to, others: as there.
+        specs: see :class:`StoredTensors`.
+        tied_to: see :class:`StoredTensors`.
+        others: see :class:`StoredTensors`.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged or has no such section.
+        RoomierError: a weight with an adapter is tied to another layer, or the scale of the adapters is unknown.
     """
 
     def __init__(self, path: str | Path, section: str, adapter: AdapterPlan) -> None:
@@ -44,17 +47,17 @@ class MergedTensors:
         if not self._adapted:
             return
         if adapter.lora_rank is None:
-            problem = "has adapters, and its plan does not tell their scale"
-            action = "Load it into the model with its adapters, call merge_lora, and save that"
+            problem = "has adapters, but its plan does not contain their scale"
+            action = "Load it into the model with its adapters, call merge_lora, and save the result"
             raise RoomierError("checkpoint", str(path), problem, action)
         self.specs = self._specs_of_plain_model()
         shared = sorted(self._adapted & {*self.tied_to, *self.tied_to.values()})
         if shared:
-            problem = "has an adapter, and another layer has the same weight, which would change as well"
+            problem = "has an adapter, but another layer shares this weight and would change as well"
             raise RoomierError("checkpoint", shared[0], problem, "Train with adapters on other layers")
 
     def chunks(self, key: str) -> Iterator[Tensor]:
-        """As there; of a weight that has an adapter, all is in memory."""
+        """Yield the elements of a tensor in chunks. A weight with an adapter is fully in memory."""
         if key not in self._adapted:
             yield from self._stored.chunks(key)
             return
@@ -69,7 +72,7 @@ class MergedTensors:
         yield from torch.split(merged.reshape(-1), max(1, CHUNK_BYTES // spec.dtype.itemsize))
 
     def whole(self, key: str) -> Tensor:
-        """As there."""
+        """Return the full tensor ``key``."""
         return joined(self.chunks(key), self.specs[key])
 
     def _specs_of_plain_model(self) -> dict[str, TensorSpec]:
@@ -86,7 +89,7 @@ class MergedTensors:
         return specs
 
     def _is_in_out(self, prefix: str) -> bool:
-        # The rank tells: it is less than both sizes of a weight that is stored so.
+        # The rank is less than both dimensions of the weight, so it identifies the layout.
         a = self._stored.specs[f"{prefix}lora_A"]
         return bool(a.shape[0] != self._adapter.lora_rank)
 

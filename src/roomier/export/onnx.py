@@ -1,4 +1,4 @@
-"""ONNX: the graph of a model for other runtimes, by torch's dynamo exporter, held against the model by onnxruntime."""
+"""Exports a model to ONNX with torch's dynamo exporter, and compares the result in onnxruntime with the model."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from roomier.export.ready import quietly, ready_for_export
 from roomier.export.torch_export import graph_of
 
 PACKAGES = ("onnx", "onnxscript", "onnxruntime")
-_LARGEST_BYTES = 3 * 2**29  # of weights in one file: protobuf ends at 2 GiB
-_GOES_ITS_OWN_WAY = ("dynamo", "dynamic_axes")
+_LARGEST_BYTES = 3 * 2**29  # maximum size of weights in one file, because protobuf is limited to 2 GiB
+_CUSTOM_EXPORT = ("dynamo", "dynamic_axes")  # options that bypass torch.export
 
 
 def export_onnx(
@@ -34,26 +34,30 @@ def export_onnx(
     may_exist: bool = False,
     **options: Any,
 ) -> Any:
-    """``model`` as the ONNX file ``output``, whole or not at all; weights beyond 1.5 GiB go into ``<output>.data``.
+    """Write ``model`` to the ONNX file ``output``, atomically.
 
-    The batch size is left open. What was written is run by onnxruntime on the CPU, with the example, with other values
-    and with another batch size, and must return what the model returns.
+    Weights of more than 1.5 GiB are written to ``<output>.data``. The batch size is dynamic. onnxruntime runs the
+    exported model on the CPU with the example, with other values and with another batch size, and its outputs must
+    equal the outputs of the model.
 
     Args:
-        sample: what forward is called with: see :func:`roomier.export.examples.example_of`.
-        max_difference: of an output, over its largest value.
-        options: for ``torch.onnx.export``: ``dynamic_shapes`` (``{}`` fixes all), ``input_names``, ``opset_version``.
+        output: new file, or a buffer; None only checks the export.
+        sample: arguments of forward, see :func:`roomier.export.examples.example_of`.
+        max_difference: maximum difference of an output, relative to its largest value.
+        may_exist: replace an existing file.
+        options: arguments of ``torch.onnx.export``: ``dynamic_shapes`` (``{}`` fixes all), ``input_names``,
+            ``opset_version``, ...
 
     Returns:
         torch's ``ONNXProgram``; None with ``dynamo=False``.
 
     Raises:
-        RoomierError: a package is missing, the model has no graph that is the same for all inputs, it has an operation
-            without a counterpart, or the outputs differ.
+        RoomierError: a package is missing, the model has no single graph for all inputs, an operation is not supported
+            by ONNX, or the outputs differ.
     """
     lacking = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if lacking:
-        problem = f"needs {', '.join(lacking)}, which {'is' if len(lacking) == 1 else 'are'} not installed"
+        problem = f"requires {', '.join(lacking)}, which {'is' if len(lacking) == 1 else 'are'} not installed"
         raise RoomierError("to onnx", type(model).__name__, problem, 'Run `pip install "roomier[onnx]"`')
     in_memory = output is None or isinstance(output, BytesIO)
     with ready_for_export(model, "onnx") as plain, tempfile.TemporaryDirectory() as scratch:
@@ -65,7 +69,7 @@ def export_onnx(
                 plain,
                 _session(plain, target),
                 example,
-                fixed_shapes=bool({"dynamic_shapes", *_GOES_ITS_OWN_WAY} & options.keys()),
+                fixed_shapes=bool({"dynamic_shapes", *_CUSTOM_EXPORT} & options.keys()),
                 max_difference=max_difference,
                 to="onnx",
             )
@@ -80,42 +84,40 @@ def _write(model: nn.Module, example: Example, target: Path, options: dict[str, 
     num_bytes = sum(each.nbytes for each in (*model.parameters(), *model.buffers()))
     common = {"external_data": num_bytes > _LARGEST_BYTES, "verbose": False, **options}
     try:
-        if any(name in options for name in _GOES_ITS_OWN_WAY):
+        if any(name in options for name in _CUSTOM_EXPORT):
             with quietly():
                 return torch.onnx.export(model, example.args, str(target), kwargs=example.kwargs or None, **common)
         shapes = common.pop("dynamic_shapes", None)
         program = graph_of(model, example, shapes, "onnx")
         with quietly():
             return torch.onnx.export(program, (), str(target), **common)
-    except (RoomierError, OSError):  # the disk's are told by who made the file
+    except (RoomierError, OSError):  # replacing_file reports errors of the disk
         raise
     except Exception as error:
         text = " ".join(str(error.__cause__ or error).split())[:300]
-        action = (
-            "Write the operation that is named with others, or pass a custom_translation_table; torch-export keeps it"
-        )
-        problem = f"cannot be translated ({type(error).__name__}: {text})"
+        action = "Replace this operation, or pass a custom_translation_table. torch-export supports all operations"
+        problem = f"cannot be translated to ONNX ({type(error).__name__}: {text})"
         raise RoomierError("to onnx", type(model).__name__, problem, action) from error
 
 
 def _check_in_one_file(model: nn.Module, path: Path) -> None:
     others = [each.name for each in path.parent.iterdir() if each != path]
     if others:
-        problem = "has its weights in a second file, and there is one buffer"
+        problem = "requires a second file for its weights, but the output is a buffer"
         raise RoomierError("to onnx", type(model).__name__, problem, "Pass the name of a file instead of a BytesIO")
 
 
 def _session(model: nn.Module, path: Path) -> Any:
-    import onnxruntime  # type: ignore[import-untyped]  # slow to import, and needed only here
+    import onnxruntime  # type: ignore[import-untyped]  # slow to import and used only here
 
     settings = onnxruntime.SessionOptions()
     settings.log_severity_level = 3
     settings.intra_op_num_threads = torch.get_num_threads()
     try:
         session = onnxruntime.InferenceSession(str(path), settings, providers=["CPUExecutionProvider"])
-    except Exception as error:  # its own kinds, derived from no other
-        problem = f"was written, and onnxruntime cannot run it on the CPU ({' '.join(str(error).split())[:300]})"
-        action = "Export a copy in float32: model.float(); torch-export keeps every dtype"
+    except Exception as error:  # its errors have no common base class
+        problem = f"was exported, but onnxruntime cannot run it on the CPU ({' '.join(str(error).split())[:300]})"
+        action = "Export a copy in float32 with model.float(). torch-export supports all dtypes"
         raise RoomierError("to onnx", type(model).__name__, problem, action) from error
     names = [each.name for each in session.get_inputs()]
 

@@ -1,4 +1,4 @@
-"""A file that appears whole or not at all."""
+"""Writes output files atomically."""
 
 from __future__ import annotations
 
@@ -16,25 +16,27 @@ from roomier.core.errors import CheckpointError, RoomierError
 
 
 def new_file(output: str | Path) -> Path:
-    """``output``, where nothing stands yet.
+    """Return the absolute path of ``output`` if it does not exist.
 
     Raises:
-        RoomierError: something does.
+        RoomierError: ``output`` already exists.
     """
     target = absolute(output)
     if target.exists():
-        raise RoomierError("output", str(output), "is there already", "Choose another name")
+        raise RoomierError("output", str(output), "already exists", "Choose another name")
     return target
 
 
 @contextmanager
 def replacing_file(output: str | Path, *, may_exist: bool = False) -> Iterator[Path]:
-    """A path to write to. It has the name of ``output``, in a folder beside it; what stands in that folder at the end
-    takes its place beside ``output``, that itself last.
+    """Yield a path in a temporary folder, with the name of ``output``, to write to.
+
+    At the end of the block, all files of the temporary folder are moved to the folder of ``output``; ``output`` itself
+    is moved last.
 
     Raises:
-        RoomierError: ``output`` is there already.
-        CheckpointError: it cannot be written.
+        RoomierError: ``output`` already exists and ``may_exist`` is False.
+        CheckpointError: a file cannot be written.
     """
     target = absolute(output) if may_exist else new_file(output)
     try:
@@ -84,17 +86,18 @@ class _FailsLate(io.RawIOBase):
 
 @contextmanager
 def for_torch(path: Path) -> Iterator[Any]:
-    """The new file ``path`` for torch to write a program into. Where a write fails, torch's writer ends the process
-    instead of raising; here it goes on to its end, and the error comes behind it.
+    """Open the new file ``path`` for torch's writer, and raise errors of writing at the end of the block.
+
+    torch's writer terminates the process if a write raises. So the errors are held back until it has finished.
 
     Raises:
         OSError: a write failed.
     """
     with path.open("wb") as file:
-        taking = _FailsLate(file)
-        yield taking
-        if taking.error is not None:
-            raise taking.error
+        guarded = _FailsLate(file)
+        yield guarded
+        if guarded.error is not None:
+            raise guarded.error
 
 
 def _flush(path: Path) -> None:
@@ -107,4 +110,4 @@ def _flush(path: Path) -> None:
 
 def _not_written(target: Path, error: OSError) -> CheckpointError:
     problem = f"cannot be written ({error.strerror or error})"
-    return CheckpointError("output", str(target), problem, "Free space, or name a file in a folder you can write to")
+    return CheckpointError("output", str(target), problem, "Free some space, or choose a writable folder")

@@ -1,4 +1,4 @@
-"""The plain model of a checkpoint, whatever the strategy, the adapters or the number of ranks it was trained with."""
+"""Loads the plain model of a checkpoint, for any strategy, adapters and number of ranks of the training."""
 
 from __future__ import annotations
 
@@ -23,14 +23,16 @@ from roomier.plan.parts import AdapterPlan
 
 
 def plain_model(path: str | Path, cls: type[nn.Module], arguments: Mapping[str, Any] | None = None) -> nn.Module:
-    """A new model of ``cls`` with the weights of the checkpoint ``path``, in evaluation mode, on the CPU.
+    """Create a model of ``cls`` with the weights of the checkpoint ``path``, in evaluation mode, on the CPU.
 
     Args:
-        path: a checkpoint folder, or a ``.ckpt`` of Lightning.
-        arguments: of ``cls``, before the stored hyperparameters.
+        path: checkpoint folder, or a Lightning ``.ckpt`` file.
+        cls: class of the model.
+        arguments: arguments of ``cls``; they replace stored hyperparameters.
 
     Raises:
-        CheckpointError: damaged; ``cls`` cannot be made from what is stored, or has other weights.
+        CheckpointError: the checkpoint is damaged, ``cls`` cannot be created from the stored hyperparameters, or its
+            weights do not match.
     """
     file = LightningFile(path) if is_lightning_file(path) else None
     described = peek_run(path) if file is None else file.described
@@ -40,7 +42,7 @@ def plain_model(path: str | Path, cls: type[nn.Module], arguments: Mapping[str, 
 
 
 def _configuration(cls: type[nn.Module], described: Mapping[str, Any]) -> dict[str, Any]:
-    """The one argument of a model of transformers, where the module that was trained is such a model itself."""
+    """Return the configuration for a transformers model, if the trained module itself is such a model."""
     found, made_by = described.get("pretrained"), getattr(cls, "config_class", None)
     if not found or found["prefix"] or made_by is None or "config" not in inspect.signature(cls).parameters:
         return {}
@@ -48,22 +50,22 @@ def _configuration(cls: type[nn.Module], described: Mapping[str, Any]) -> dict[s
 
 
 def fill(model: nn.Module, path: str | Path, file: LightningFile | None = None) -> None:
-    """Give ``model`` the weights of ``path``.
+    """Load the weights of ``path`` into ``model``.
 
     Raises:
-        CheckpointError: damaged, or of another model.
+        CheckpointError: the checkpoint is damaged or belongs to another model.
     """
     weights = weights_of(path) if file is None else _of_lightning(model, file)
     try:
         model.load_state_dict(weights)
     except RuntimeError as error:
-        problem = f"its weights are not those of {type(model).__name__} ({' '.join(str(error).split())[:300]})"
-        action = "Name the class that was trained, with its arguments: --model and --model.NAME VALUE"
+        problem = f"does not match the weights of {type(model).__name__} ({' '.join(str(error).split())[:300]})"
+        action = "Pass the trained class and its arguments with --model and --model.NAME VALUE"
         raise CheckpointError("checkpoint", str(path), problem, action) from error
 
 
 def weights_of(path: str | Path) -> dict[str, Any]:
-    """The weights of the plain model in the checkpoint folder ``path``: with what adapters add in them."""
+    """Return the weights of the plain model in the checkpoint folder ``path``, with adapters merged into them."""
     described = peek_run(path)
     if not any(map(is_adapter, described["module"])):
         found: dict[str, Any] = checkpoint.load(path, only=("module",))["module"]
@@ -74,5 +76,5 @@ def weights_of(path: str | Path) -> dict[str, Any]:
 
 def _of_lightning(model: nn.Module, file: LightningFile) -> dict[str, Any]:
     if isinstance(model, Module) or lightning_base(type(model), Module) is not None:
-        model.on_load_checkpoint(file.content)  # type: ignore[operator]  # it may change the names
+        model.on_load_checkpoint(file.content)  # type: ignore[operator]  # may rename entries
     return file.state_dict

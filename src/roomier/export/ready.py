@@ -1,4 +1,4 @@
-"""A model as it is to be exported: whole, plain, in evaluation mode; and as it was, afterwards."""
+"""Prepares a model for an export and restores it afterwards."""
 
 from __future__ import annotations
 
@@ -22,18 +22,20 @@ from roomier.core.errors import RoomierError
 
 @contextmanager
 def ready_for_export(model: nn.Module, to: str) -> Iterator[nn.Module]:
-    """What is to be exported in the place of ``model``: itself, in evaluation mode, without gradients and without what
-    compiles it; a copy where it has adapters, with these in its weights. Every part gets back the mode it had.
+    """Yield the module to export for ``model``, in evaluation mode, without gradients and without compilation.
+
+    If ``model`` has adapters, the module is a copy with the adapters merged into its weights. The mode of each
+    submodule is restored at the end.
 
     Raises:
-        RoomierError: it is divided among ranks, or has no ``forward``.
+        RoomierError: the model is sharded or has no ``forward``.
     """
     if any(hasattr(each, "placements") for each in model.parameters()):
-        problem = "is divided among the ranks"
-        action = "Export its checkpoint: `roomier export CHECKPOINT --to ...`, or load that into a new model"
+        problem = "must not be sharded"
+        action = "Export its checkpoint with `roomier export CHECKPOINT --to ...`, or load it into a new model"
         raise RoomierError(f"to {to}", type(model).__name__, problem, action)
     if inspect.getattr_static(type(model), "forward", None) in (nn.Module.forward, Module.forward):
-        action = "Define forward(self, ...), which is what others will call"
+        action = "Define forward(self, ...), which the exported model runs"
         raise RoomierError(f"to {to}", type(model).__name__, "has no forward", action)
     model = torch_private.uncompiled(model)
     if any(isinstance(each, Adapted) for each in model.modules()):
@@ -50,12 +52,12 @@ def ready_for_export(model: nn.Module, to: str) -> Iterator[nn.Module]:
 
 @contextmanager
 def quietly() -> Iterator[list[warnings.WarningMessage]]:
-    """Exporters tell pages of their own inner life; within it they are gathered."""
+    """Suppress logging and output of exporters, and yield the list of their warnings."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
-        with warnings.catch_warnings(record=True) as told, redirect_stdout(StringIO()), redirect_stderr(StringIO()):
+        with warnings.catch_warnings(record=True) as caught, redirect_stdout(StringIO()), redirect_stderr(StringIO()):
             warnings.simplefilter("always")
-            yield told
+            yield caught
     finally:
         logging.disable(before)

@@ -1,9 +1,9 @@
-"""Weights in the layout of the Hugging Face hub: whole tensors in safetensors files, and an index of several.
+"""Exports weights in the layout of the Hugging Face hub: safetensors files, and an index for several files.
 
 [Note: memory of an export]
-A tensor is read from the files of the ranks that wrote it, converted, and written, 4 MiB at a time: a safetensors file
-begins with all names and shapes, and these are known. Only a tensor that was cut otherwise than into rows, or has an
-adapter, is put together first. So the size of the model does not matter.
+The header of a safetensors file contains all names and shapes, which are known in advance. So each tensor is read from
+the files of the ranks, converted and written in chunks of 4 MiB, regardless of the size of the model. Only a tensor
+that was not sharded by rows, or that has an adapter, is assembled in memory first.
 """
 
 from __future__ import annotations
@@ -38,11 +38,12 @@ _CONFIG = "config.json"
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written.
+    """Result of an export.
 
     Attributes:
-        folder: where it stands. files: the names of the files of tensors in it.
-        num_bytes: of the tensors.
+        folder: folder of the files.
+        files: names of the files that contain tensors.
+        num_bytes: size of the tensors in bytes.
     """
 
     folder: Path
@@ -58,21 +59,24 @@ def export_safetensors(
     dtype: str | None = None,
     prefix: str | None = None,
 ) -> Exported:
-    """Write the weights of the checkpoint ``path`` as the folder ``output``, whole or not at all.
+    """Write the weights of the checkpoint ``path`` to the folder ``output``, atomically.
 
-    One file is ``model.safetensors``; several are ``model-00001-of-0000N.safetensors`` with
-    ``model.safetensors.index.json``. Of tied weights the first is written, as Hugging Face expects it; the others are
-    named in the file's metadata, where ``safetensors.torch.load_model`` finds them. The ``config.json`` of a Hugging
-    Face model goes with it. Adapters are added to the weights they belong to, which have the names of the plain model.
+    A single file is ``model.safetensors``. Several files are ``model-00001-of-0000N.safetensors`` with
+    ``model.safetensors.index.json``. Of tied weights, only the first is written, as Hugging Face expects. The names of
+    the others are in the metadata of the file, where ``safetensors.torch.load_model`` reads them. The ``config.json``
+    of a Hugging Face model is included. Adapters are merged into their weights, which have the names of the plain
+    model.
 
     Args:
-        max_shard_bytes: of tensors in a file, unless one alone is larger.
-        dtype: of all floating-point tensors; one of ``DTYPES``; None leaves each as it is.
-        prefix: only tensors under it, without it: the name of a part of the module, or how names begin; None is the
-            place of the Hugging Face model in the module that was trained, if there is one; ``""`` is all of them.
+        path: checkpoint folder.
+        output: new folder.
+        max_shard_bytes: maximum size of the tensors in one file, unless a single tensor is larger.
+        dtype: dtype of all floating-point tensors, a key of ``DTYPES``; None keeps their dtypes.
+        prefix: write only tensors with this prefix and remove it: the name of a submodule, or the start of names. None
+            is the location of the Hugging Face model in the module, if there is one. ``""`` writes all tensors.
 
     Raises:
-        RoomierError: ``dtype`` or ``prefix`` is unknown, or ``output`` is there already.
+        RoomierError: ``dtype`` or ``prefix`` is unknown, or ``output`` already exists.
         CheckpointError: the checkpoint is damaged, or the disk is full.
     """
     target = new_folder(output, dtype)
@@ -97,12 +101,12 @@ def export_safetensors(
         if config is not None and prefix == found_prefix:
             write_json(folder / _CONFIG, _with_dtype(config, dtype))
         else:
-            notice(f"no {_CONFIG}: the checkpoint holds no configuration of a Hugging Face model under {prefix!r}")
+            notice(f"no {_CONFIG}, because the checkpoint has no config of a Hugging Face model under {prefix!r}")
     return Exported(target, files, num_bytes)
 
 
 def _pretrained(described: Mapping[str, Any]) -> tuple[str, dict[str, Any] | None]:
-    """Where the Hugging Face model stands in the module, with a dot behind, and its configuration."""
+    """Return the prefix of the Hugging Face model in the module, with a trailing dot, and its configuration."""
     found = described.get("pretrained")
     if found:
         return found["prefix"], found["config"]
@@ -113,34 +117,36 @@ def _pretrained(described: Mapping[str, Any]) -> tuple[str, dict[str, Any] | Non
 
 
 def _of_part(prefix: str, stored: MergedTensors) -> str:
-    """``prefix``; with a dot behind, where it is the name of a part of the model: no name begins with one."""
+    """Return ``prefix``, with a trailing dot if it is the name of a submodule."""
     is_part = bool(prefix) and any(key.startswith(f"{prefix}.") for key in stored.specs)
     return f"{prefix}." if is_part else prefix
 
 
 def new_folder(output: str | Path, dtype: str | None) -> Path:
-    """The path of ``output``.
+    """Return the absolute path of ``output``.
 
     Raises:
-        RoomierError: there is something already, or ``dtype`` is unknown.
+        RoomierError: ``output`` is a file or a nonempty folder, or ``dtype`` is unknown.
     """
     if dtype is not None and dtype not in DTYPES:
         raise RoomierError("dtype", dtype, "is unknown", did_you_mean(dtype, DTYPES))
     target = absolute(output)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise RoomierError("output", str(output), "is there already and not empty", "Choose another folder")
+        raise RoomierError("output", str(output), "already exists and is not empty", "Choose another folder")
     return target
 
 
 def names_in_files(stored: MergedTensors, prefix: str) -> dict[str, str]:
-    """Key in the checkpoint -> name in the files; of tied ones the first alone."""
+    """Return the name in the files for each key in the checkpoint. Of tied tensors, only the first is included."""
     under = [key for key in stored.specs if key.startswith(prefix)]
     if not under:
         nearest = did_you_mean(prefix, {key.partition(".")[0] + "." for key in stored.specs})
-        raise RoomierError("prefix", prefix, "no weight begins with it", nearest)
+        raise RoomierError("prefix", prefix, "is not the prefix of any weight", nearest)
     left_out = [key for key in (*stored.specs, *stored.others) if key not in under]
     if left_out:
-        notice(f"{len(left_out)} entries are left out: not tensors under {prefix!r} (the first: {left_out[0]!r})")
+        notice(
+            f"{len(left_out)} entries are omitted, because they are not tensors under {prefix!r}: {left_out[0]!r}, ..."
+        )
     first: dict[str, str] = {}
     for key in under:
         first.setdefault(stored.tied_to.get(key, key), key)
@@ -148,11 +154,12 @@ def names_in_files(stored: MergedTensors, prefix: str) -> dict[str, str]:
 
 
 def dtype_in_file(stored: torch.dtype, wanted: str | None) -> torch.dtype:
+    """Return the dtype of a written tensor: ``wanted`` for floating-point tensors, otherwise the stored dtype."""
     return stored if wanted is None or not stored.is_floating_point else DTYPES[wanted]
 
 
 def _tied_names(stored: MergedTensors, name: str, key: str) -> tuple[str, ...]:
-    """Names of the same tensor as ``key``, which is written as ``name``."""
+    """Return the names of the tensors that are tied to ``key``, which is written as ``name``."""
     root, prefix = stored.tied_to.get(key, key), key[: len(key) - len(name)]
     same = (each for each in stored.specs if each != key and stored.tied_to.get(each, each) == root)
     return tuple(each[len(prefix) :] for each in same if each.startswith(prefix))

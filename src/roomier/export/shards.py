@@ -1,4 +1,4 @@
-"""Tensors as safetensors files of at most a size, with an index of several, as the Hugging Face hub lays them out."""
+"""Writes safetensors files of limited size, with an index for several files, as on the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -19,12 +19,14 @@ _INDEX = "model.safetensors.index.json"
 
 @dataclass(frozen=True)
 class ToWrite:
-    """A tensor that is made while it is written.
+    """Tensor that is computed while it is written.
 
     Attributes:
-        dtype: what it is written in.
-        read: gives its elements in row-major order, in pieces, in any dtype.
-        other_names: those of tensors tied to it, which are not written.
+        name: name in the file.
+        dtype: dtype in the file.
+        shape: shape of the tensor.
+        read: yields its elements in row-major order, in pieces, in any dtype.
+        other_names: names of tied tensors, which are not written.
     """
 
     name: str
@@ -35,17 +37,18 @@ class ToWrite:
 
     @property
     def num_bytes(self) -> int:
+        """Size in the file, in bytes."""
         return num_bytes_of(self.dtype, self.shape)
 
 
 def write_tensors(folder: Path, tensors: Sequence[ToWrite], max_shard_bytes: int) -> tuple[str, ...]:
-    """Write ``tensors`` into ``folder``, in files of at most ``max_shard_bytes`` unless one tensor alone is larger.
+    """Write ``tensors`` to ``folder``, in files of at most ``max_shard_bytes`` unless a single tensor is larger.
 
     Returns:
         The names of the files.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: a file cannot be written.
     """
     shards: list[list[ToWrite]] = [[]]
     held_bytes = 0
@@ -72,9 +75,9 @@ def _file_names(num_files: int) -> tuple[str, ...]:
 
 
 def write_shard(path: Path, shard: Sequence[ToWrite]) -> None:
-    """One safetensors file of them, flushed to the disk. Raises OSError."""
+    """Write one safetensors file and flush it to the disk. Raises OSError."""
     by_name = {each.name: each for each in shard}
-    tied = {other: each.name for each in shard for other in each.other_names}  # as safetensors' save_model has it
+    tied = {other: each.name for each in shard for other in each.other_names}  # as in safetensors' save_model
     specs = {each.name: (each.dtype, each.shape) for each in shard}
     with TensorFile(path, specs, {**tied, "format": "pt"}) as file:
         for name in file.names:
@@ -84,7 +87,7 @@ def write_shard(path: Path, shard: Sequence[ToWrite]) -> None:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Raises OSError."""
+    """Write a JSON file and flush it to the disk. Raises OSError."""
     with path.open("w", encoding="utf-8") as file:
         json.dump(content, file, indent=2)
         file.write("\n")

@@ -1,4 +1,4 @@
-"""``torch.export``: the graph of a model, whole, with any batch size."""
+"""Exports the graph of a model with ``torch.export``, with a dynamic batch size."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from roomier.export.examples import Example, example_of
 from roomier.export.output_file import for_torch, replacing_file
 from roomier.export.ready import quietly, ready_for_export
 
-_ANY_SIZE = "Write it for any size, with x.shape[0] or -1 for numbers; or export for this one size: dynamic_shapes={}"
+_ANY_SIZE = "Use x.shape[0] or -1 instead of numbers, or export for this size only with dynamic_shapes={}"
 _ACTIONS = {
-    "data-dependent": "Write what depends on values with torch.where or torch.cond; or export to torchscript with "
-    "method='script', which keeps branches",
+    "data-dependent": "Use torch.where or torch.cond for value-dependent code, or export to torchscript with "
+    "method='script', which supports branches",
     "specialized it to be a constant": _ANY_SIZE,
     "Constraints violated": _ANY_SIZE,
 }
@@ -33,18 +33,18 @@ def export_torch(
     dynamic_shapes: Any = None,
     max_difference: float = MAX_DIFFERENCE,
 ) -> Compared:
-    """Write ``model`` as the file ``output`` (``.pt2``), which ``torch.export.load`` reads, whole or not at all.
+    """Write ``model`` to the file ``output`` (``.pt2``) for ``torch.export.load``, atomically.
 
-    It is held against the model with the example, with other values, and with another batch size.
+    The exported model is compared with the model on the example, on other values, and on another batch size.
 
     Args:
-        sample: what forward is called with: see :func:`roomier.export.examples.example_of`.
-        dynamic_shapes: as ``torch.export.export`` takes it; None leaves the batch size open; ``{}`` fixes all.
-        max_difference: of an output, over its largest value.
+        output: new file.
+        sample: arguments of forward, see :func:`roomier.export.examples.example_of`.
+        dynamic_shapes: argument of ``torch.export.export``; None makes the batch size dynamic, ``{}`` fixes all sizes.
+        max_difference: maximum difference of an output, relative to its largest value.
 
     Raises:
-        RoomierError: the model has no graph that is the same for all inputs, the outputs differ, or ``output`` is there
-            already.
+        RoomierError: the model has no single graph for all inputs, the outputs differ, or ``output`` already exists.
     """
     with ready_for_export(model, "torch-export") as plain, replacing_file(output) as target:
         example = example_of(plain, sample, "sample").with_batch()
@@ -66,10 +66,10 @@ def export_torch(
 
 
 def graph_of(model: nn.Module, example: Example, dynamic_shapes: Any, to: str) -> torch.export.ExportedProgram:
-    """``torch.export.export`` of ``model``.
+    """Return the result of ``torch.export.export`` for ``model``.
 
     Raises:
-        RoomierError: it has none: says what is in the way.
+        RoomierError: the model has no single graph for all inputs.
     """
     shapes = dynamic_shapes
     if dynamic_shapes is None:
@@ -82,13 +82,13 @@ def graph_of(model: nn.Module, example: Example, dynamic_shapes: Any, to: str) -
         text = " ".join(str(error).split())
         action = next((action for mark, action in _ACTIONS.items() if mark in text), None)
         place = _place_in_model(str(error))
-        problem = f"cannot be written down as one graph for all inputs ({type(error).__name__}: {text[:240]}{place})"
-        default = "Change what is named; `torch.export.draft_export(model, args)` reports all that is in the way"
+        problem = f"cannot be exported as one graph for all inputs ({type(error).__name__}: {text[:240]}{place})"
+        default = "Change this code. `torch.export.draft_export(model, args)` reports all problems"
         raise RoomierError(f"to {to}", type(model).__name__, problem, action or default) from error
 
 
 def _by_name(model: nn.Module, of_args: tuple[Any, ...], of_kwargs: dict[str, Any]) -> Any:
-    # Arguments by position and by name stand in one mapping, in the order they are passed.
+    # Positional and keyword arguments are combined in one mapping, in the order of the call.
     names = inspect.signature(model.forward).parameters
     return of_args if not of_kwargs else {**dict(zip(names, of_args, strict=False)), **of_kwargs}
 

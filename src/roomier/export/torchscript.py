@@ -1,4 +1,4 @@
-"""TorchScript: a model as a program of its own, which runs without Python."""
+"""Exports a model to TorchScript, which runs without Python."""
 
 from __future__ import annotations
 
@@ -33,24 +33,27 @@ def export_torchscript(
     may_exist: bool = False,
     **options: Any,
 ) -> torch.jit.ScriptModule:
-    """``model`` in TorchScript, written as the file ``output`` where one is named, whole or not at all.
+    """Convert ``model`` to TorchScript and write it to the file ``output``, atomically.
 
     Args:
-        method: ``"script"`` translates the code of ``forward``; ``"trace"`` writes down what it does for one input, and
-            is held against the model with other values and another batch size.
-        example_inputs: what forward is called with. With ``"script"`` it is not needed; where it is there, the
-            result is held against the model as well.
-        options: for ``torch.jit.script`` or ``torch.jit.trace``.
+        output: new file; None writes no file.
+        method: ``"script"`` compiles the code of ``forward``. ``"trace"`` records its operations for one input and
+            compares the result with the model on other values and another batch size.
+        example_inputs: arguments of forward. They are optional with ``"script"``; if given, the result is compared with
+            the model as well.
+        max_difference: maximum difference of an output, relative to its largest value.
+        may_exist: replace an existing file.
+        options: arguments of ``torch.jit.script`` or ``torch.jit.trace``.
 
     Raises:
-        RoomierError: the model cannot be scripted, or does not do the same for all inputs.
+        RoomierError: the model cannot be converted, or the outputs differ.
     """
     if method not in _METHODS:
         raise RoomierError("method", method, "is unknown", did_you_mean(str(method), _METHODS))
     with ready_for_export(model, "torchscript") as plain:
         has_example = example_inputs is not None or getattr(plain, "example_input_array", None) is not None
         example = example_of(plain, example_inputs, "example_inputs") if has_example or method == "trace" else None
-        with quietly() as told:
+        with quietly() as caught:
             try:
                 made = _made(plain, method, example, options)
             except Exception as error:
@@ -63,16 +66,16 @@ def export_torchscript(
                 fixed_shapes=False,
                 max_difference=max_difference,
                 to="torchscript",
-                hints=_branches(told),
+                hints=_branches(caught),
             )
-            for each in _branches(told):
-                notice(f"to torchscript: {each}; with other values it was the same")
+            for each in _branches(caught):
+                notice(f"to torchscript: {each}; the outputs for other values are equal")
         if output is not None:
             with replacing_file(output, may_exist=may_exist) as target, quietly(), for_torch(target) as file:
                 torch.jit.save(made, file)
-    if any(issubclass(each.category, DeprecationWarning) and "torch.jit" in str(each.message) for each in told):
+    if any(issubclass(each.category, DeprecationWarning) and "torch.jit" in str(each.message) for each in caught):
         notice(
-            "TorchScript is deprecated in torch: what is new goes into torch.export and ONNX, which are here as well"
+            "TorchScript is deprecated in torch. Its successors are torch.export and ONNX, which roomier also supports"
         )
     script: torch.jit.ScriptModule = made
     return script
@@ -91,12 +94,15 @@ def _made(model: nn.Module, method: str, example: Example | None, options: dict[
 
 @contextmanager
 def _seen_by_torchscript(part: nn.Module) -> Iterator[None]:
-    """TorchScript takes the types of attributes from the class, and knows none that ``from __future__ import
-    annotations`` made a string of; and it reads every property, of which some ask the Trainer. Within it ``part`` has
-    types as annotations, and a trainer that has nothing to tell."""
+    """Make the attributes of ``part`` readable for TorchScript within the block.
+
+    TorchScript reads the types of attributes from the class, but does not support the strings that ``from __future__
+    import annotations`` creates. So the annotations are replaced by types. TorchScript also reads every property, some
+    of which access the Trainer. So the trainer is replaced by an empty object.
+    """
     shown: dict[str, Any] = {}
     if any(isinstance(each, str) for each in _annotations(part)):
-        shown["__annotations__"] = {"training": bool, **_resolved(type(part))}  # an empty one would not count
+        shown["__annotations__"] = {"training": bool, **_resolved(type(part))}  # an empty dict would be ignored
     if isinstance(part, Module) or lightning_base(type(part), Module) is not None:
         shown["_trainer"] = object()
     before = {name: vars(part)[name] for name in shown if name in vars(part)}
@@ -116,7 +122,7 @@ def _annotations(part: nn.Module) -> list[Any]:
 def _resolved(cls: type) -> dict[str, Any]:
     try:
         hints = get_type_hints(cls)
-    except Exception:  # names that are there for type checkers alone
+    except Exception:  # names that are imported only for type checkers
         return {}
     plain = (bool, int, float, str, torch.Tensor)
     return {
@@ -124,11 +130,11 @@ def _resolved(cls: type) -> dict[str, Any]:
     }
 
 
-def _branches(told: list[warnings.WarningMessage]) -> list[str]:
-    """Where a trace kept one of several ways."""
+def _branches(caught: list[warnings.WarningMessage]) -> list[str]:
+    """Return the places at which a trace recorded only one branch."""
     places = {
-        f"{each.filename}:{each.lineno} asks about a value, and one answer was kept": None
-        for each in told
+        f"{each.filename}:{each.lineno} depends on a value, but only one branch was recorded": None
+        for each in caught
         if each.category.__name__ == "TracerWarning" and "might cause the trace to be incorrect" in str(each.message)
     }
     return list(places)[:3]
@@ -137,9 +143,7 @@ def _branches(told: list[warnings.WarningMessage]) -> list[str]:
 def _refused(model: nn.Module, method: str, error: Exception) -> RoomierError:
     text = " ".join(str(error).split())[:300]
     problem = f"cannot be {'scripted' if method == 'script' else 'traced'} ({type(error).__name__}: {text})"
-    action = (
-        "Pass method='trace' with example_inputs, which writes down what forward does for one input; or export to onnx"
-    )
+    action = "Pass method='trace' with example_inputs, which records the operations for one input, or export to onnx"
     if method == "trace":
-        action = "Let forward return tensors, or tuples, lists and dicts of them; or pass method='script'"
+        action = "Return tensors, or tuples, lists and dicts of them, from forward, or pass method='script'"
     return RoomierError("to torchscript", type(model).__name__, problem, action)

@@ -1,4 +1,4 @@
-"""Ranks: recognise who started this process, start the others of this machine, and let them find each other."""
+"""Ranks: detect the launcher of this process, start the other ranks of this machine, and connect all ranks."""
 
 from roomier.launch.environment import Launch
 from roomier.launch.join import exits_together, join

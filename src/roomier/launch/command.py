@@ -3,11 +3,12 @@
 [Note: folders]
 Relative paths on a command line refer to the folder in which the process was started. A script may change the folder
 before it starts the ranks, even before it imports roomier. The other ranks start in the first folder and run the same
-script, so they change the folder as rank 0 did, and relative paths mean the same on all ranks.
+script, so they change the folder as rank 0 did. Relative paths then have the same meaning on all ranks.
 
 [Note: Hydra]
-``@hydra.main`` names an output folder by the time of day and may change into it. Each rank would get a folder of its
-own, so the ranks are given the output folder of rank 0. They do not write Hydra's record of the configuration again.
+``@hydra.main`` derives the name of an output folder from the time of day, and can change into this folder. Each rank
+would get a different folder, so the ranks are started with the output folder of rank 0. They do not write Hydra's
+record of the configuration again.
 """
 
 from __future__ import annotations
@@ -15,12 +16,15 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
+import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from roomier.core.errors import RoomierError
 from roomier.core.start_folder import FOLDER_AT_IMPORT
+
+_STANDARD_LIBRARY = {os.path.dirname(os.__file__), sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")}
 
 
 @dataclass(frozen=True)
@@ -29,7 +33,7 @@ class Command:
 
     Attributes:
         words: the interpreter and its arguments.
-        folder: in which the command runs; None for the current one.
+        folder: folder in which the command runs; None means the current folder.
     """
 
     words: list[str]
@@ -54,7 +58,9 @@ def command_again() -> Command:
     elif file is None or not _can_be_read_again(file):
         problem = "code from `python -c` or from standard input cannot be run again by further ranks"
     if problem is not None:
-        action = "Put the run into a script and call `python script.py`, or `torchrun --nproc-per-node=N script.py`"
+        action = (
+            "Move the run to a script, and start it with `python script.py` or `torchrun --nproc-per-node=N script.py`"
+        )
         raise RoomierError("devices", "several", problem, action)
     words = [sys.executable, *sys.orig_argv[1:]]
     hydra = _hydra_config()
@@ -64,9 +70,11 @@ def command_again() -> Command:
 
 
 def _can_be_read_again(file: str) -> bool:
-    """Return False for ``<stdin>``, a pipe or a device."""
+    """Return whether ``file`` can be read again. Standard input, a pipe and a device cannot."""
+    if file.startswith(("<", "/dev/", "/proc/")):
+        return False
     is_in_archive_or_removed = not os.path.exists(file)
-    return not file.startswith("<") and (os.path.isfile(file) or is_in_archive_or_removed)
+    return os.path.isfile(file) or is_in_archive_or_removed
 
 
 def _start_folder() -> str | None:
@@ -76,18 +84,17 @@ def _start_folder() -> str | None:
 
 
 def _folder_of_script() -> str | None:
-    """Return the folder to which the command's path of the script refers; None if the path was absolute.
+    """Return the folder to which the path of the script on the command line refers; None if the path was absolute.
 
-    Python makes ``__file__`` of a script absolute without normalizing it, so ``__file__`` ends with the path of the
-    command.
+    Python makes ``__file__`` of a script absolute without normalizing it, so ``__file__`` ends with the path on the
+    command line.
     """
     main = sys.modules["__main__"]
     file, spec = main.__file__ or "", main.__spec__
-    if spec is not None and spec.name != "__main__":  # `python -m` puts the folder first into sys.path
-        path = os.path.join(*spec.name.split(".")) + ".py"
-        return sys.path[0] if file == os.path.join(sys.path[0], path) else None
+    if spec is not None and spec.name != "__main__":
+        return _folder_of_module(file.removesuffix(os.path.join(*spec.name.split(".")) + ".py").rstrip(os.sep))
     for word in filter(None, sys.orig_argv[1:]):
-        for path in (word, os.path.join(word, "__main__.py")):  # a folder and an archive can be run as well
+        for path in (word, os.path.join(word, "__main__.py")):  # Python can also run a folder and an archive
             if file == path:
                 return None
             if file.endswith(os.sep + path):
@@ -95,14 +102,31 @@ def _folder_of_script() -> str | None:
     return None
 
 
+def _folder_of_module(root: str) -> str | None:
+    """Return the folder in which ``python -m`` was started; None if ``sys.path`` does not determine it.
+
+    ``python -m`` inserts the folder into ``sys.path`` before the entries of PYTHONPATH and of the standard library. The
+    script can have inserted further entries.
+
+    Args:
+        root: entry of ``sys.path`` in which the module was found.
+    """
+    first = next((at for at, entry in enumerate(sys.path) if entry in _STANDARD_LIBRARY), 0)
+    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    entries = [] if sys.flags.safe_path else [entry for entry in sys.path[:first] if entry not in given]
+    if root in entries:
+        return root
+    return entries[0] if len(entries) == 1 else None
+
+
 def _hydra_config() -> Any:
-    """Return Hydra's own configuration if this process runs a function under ``@hydra.main``; else None."""
+    """Return Hydra's own configuration if this process runs a function under ``@hydra.main``, otherwise None."""
     module = sys.modules.get("hydra.core.hydra_config")
     return module.HydraConfig.get() if module is not None and module.HydraConfig.initialized() else None
 
 
 def _same_output_folder(hydra: Any) -> list[str]:
-    """Return the overrides with which another process gets the output folder of this one. See [Note: Hydra]."""
+    """Return the overrides that give another process the output folder of this process. See [Note: Hydra]."""
     if hydra.mode.name == "MULTIRUN":
         name, folder = "hydra.sweep.dir", os.path.join(hydra.runtime.cwd, hydra.sweep.dir)
     else:
@@ -112,8 +136,8 @@ def _same_output_folder(hydra: Any) -> list[str]:
 
 
 def _with_overrides(words: Sequence[str], overrides: Sequence[str]) -> list[str]:
-    """Insert ``overrides`` after the last override among ``words``: Hydra does not parse overrides in two groups."""
-    first = len(words) - len(sys.argv) + 1  # what comes before belongs to the interpreter
+    """Insert ``overrides`` after the last override in ``words``, because Hydra cannot parse two groups of overrides."""
+    first = len(words) - len(sys.argv) + 1  # earlier words belong to the interpreter
     places = [place for place in range(first, len(words)) if "=" in words[place] and not words[place].startswith("-")]
     end = places[-1] + 1 if places else len(words)
     return [*words[:end], *overrides, *words[end:]]

@@ -1,7 +1,7 @@
-"""Which launcher started this process, and as which rank: torchrun, SLURM, MPI, or roomier itself.
+"""Detection of the launcher and the rank of this process: torchrun, SLURM, MPI, or roomier itself.
 
-All of them tell it in environment variables. Once recognised, the answer is written back in torchrun's names
-(:func:`export`), so that everything else, in the library and in torch, reads one truth.
+All launchers set environment variables. The detected values are exported in the names of torchrun (:func:`export`), so
+that roomier and torch read the same variables.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from roomier.core.world import World
 from roomier.launch.hostlist import first_host, tasks_per_node
 
 STARTED_BY_ROOMIER = "ROOMIER_STARTER_PID"
-"""In ranks that roomier started (``launch/start.py``): the id of the process that started those of this machine."""
+"""Environment variable of the ranks that roomier started: id of the process that started the ranks of this machine."""
 
 RANK_VARIABLES = (
     "RANK",
@@ -28,20 +28,21 @@ RANK_VARIABLES = (
     "MASTER_PORT",
     STARTED_BY_ROOMIER,
 )
-"""All that a rank which roomier started has in its environment."""
+"""Environment variables of a rank that roomier started."""
 
-_FIRST_SPECIAL_STEP = 0xFFFFFFF0  # SLURM numbers batch scripts and interactive shells from here
-_DEFAULT_PORT = 29500  # torch's
+_FIRST_SPECIAL_STEP = 0xFFFFFFF0  # SLURM uses step ids from here for batch scripts and interactive shells
+_DEFAULT_PORT = 29500  # default of torch
 
 
 @dataclass(frozen=True)
 class Launch:
-    """What a launcher told this process.
+    """Settings from a launcher.
 
     Attributes:
-        launcher: its name, for messages.
-        world: the place of this process in the job.
-        address, port: where rank 0 listens; None where the launcher does not say.
+        launcher: name of the launcher, for messages.
+        world: position of this process in the job.
+        address: address of rank 0; None if the launcher does not set it.
+        port: port of rank 0; None if the launcher does not set it.
     """
 
     launcher: str
@@ -51,16 +52,17 @@ class Launch:
 
     @property
     def num_nodes(self) -> int:
+        """Return the number of nodes."""
         return self.world.size // self.world.local_size
 
 
 def launch_of(environ: Mapping[str, str]) -> Launch | None:
-    """The launch that ``environ`` tells of; None where this process was started by hand.
+    """Return the launch that ``environ`` describes; None if no launcher started this process.
 
-    torchrun comes first: inside an allocation of SLURM it is what started this process.
+    torchrun has precedence over SLURM, because torchrun can run inside a SLURM allocation.
 
     Raises:
-        RoomierError: the variables contradict each other.
+        RoomierError: the variables are invalid or inconsistent.
     """
     launch = _of_torchrun(environ) or _of_slurm(environ) or _of_mpi(environ)
     if launch is not None:
@@ -69,7 +71,7 @@ def launch_of(environ: Mapping[str, str]) -> Launch | None:
 
 
 def export(launch: Launch, environ: MutableMapping[str, str]) -> None:
-    """Write ``launch`` into ``environ`` in torchrun's names; an address or port that is there already stays."""
+    """Write ``launch`` into ``environ`` in the names of torchrun. An existing address and port are kept."""
     world = launch.world
     environ.update(
         RANK=str(world.rank),
@@ -88,7 +90,7 @@ def _of_torchrun(environ: Mapping[str, str]) -> Launch | None:
     if "RANK" not in environ or "WORLD_SIZE" not in environ:
         return None
     rank, size = number_in(environ, "RANK"), number_in(environ, "WORLD_SIZE")
-    # Some schedulers (Kubernetes' PyTorchJob) start one process a machine and tell its rank alone.
+    # Some schedulers (Kubernetes' PyTorchJob) start one process per machine and set only its rank.
     local_rank = number_in(environ, "LOCAL_RANK", 0)
     local_size = number_in(environ, "LOCAL_WORLD_SIZE", size if "LOCAL_RANK" in environ else 1)
     node_rank = number_in(environ, "GROUP_RANK", rank // local_size)
@@ -102,7 +104,7 @@ def _of_torchrun(environ: Mapping[str, str]) -> Launch | None:
 
 
 def _of_slurm(environ: Mapping[str, str]) -> Launch | None:
-    """One task of many that ``srun`` started. A batch script or a shell in an allocation is no task of a job step."""
+    """Return the launch of a task that ``srun`` started. A batch script or a shell in an allocation is not a task."""
     if "SLURM_PROCID" not in environ or "SLURM_STEP_ID" not in environ:
         return None
     step = number_in(environ, "SLURM_STEP_ID")
@@ -111,7 +113,7 @@ def _of_slurm(environ: Mapping[str, str]) -> Launch | None:
         return None
     node_rank = number_in(environ, "SLURM_NODEID", 0)
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST")
-    # Every task must come to the same port, and two jobs on a machine to different ones.
+    # Every task must derive the same port, and two jobs on one machine different ports.
     port = 12000 + (number_in(environ, "SLURM_JOB_ID", 0) * 7 + step) % 20000
     return Launch(
         "SLURM",
@@ -133,7 +135,7 @@ def _tasks_here(environ: Mapping[str, str], node_rank: int, size: int) -> int:
             try:
                 return tasks_per_node(environ[name])[node_rank]
             except (ValueError, IndexError) as error:
-                raise _wrong(name, environ[name], "is not SLURM's list of tasks per node") from error
+                raise _wrong(name, environ[name], "must be a SLURM list of tasks per node") from error
     return size // number_in(environ, "SLURM_STEP_NUM_NODES", number_in(environ, "SLURM_NNODES", 1))
 
 
@@ -141,7 +143,7 @@ def _first_host(nodes: str) -> str:
     try:
         return first_host(nodes)
     except ValueError as error:
-        raise _wrong("SLURM_STEP_NODELIST", nodes, "is not SLURM's list of hosts") from error
+        raise _wrong("SLURM_STEP_NODELIST", nodes, "must be a SLURM list of hosts") from error
 
 
 def _of_mpi(environ: Mapping[str, str]) -> Launch | None:
@@ -176,21 +178,21 @@ def _of_mpi(environ: Mapping[str, str]) -> Launch | None:
 def _check(launch: Launch) -> None:
     world, launcher = launch.world, launch.launcher
     if not (0 <= world.rank < world.size and 0 <= world.local_rank < world.local_size <= world.size):
-        problem = f"{launcher} tells a rank that is not among its ranks"
-        raise RoomierError("RANK", str(world), problem, "Check RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE")
+        problem = f"{launcher} set a rank that is out of range"
+        raise RoomierError("RANK", str(world), problem, "Check RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE")
     if world.size % world.local_size:
-        problem = f"does not fill nodes of {world.local_size}: each node needs as many ranks as the others"
+        problem = f"must be a multiple of {world.local_size}, the number of ranks on this node"
         raise RoomierError("WORLD_SIZE", world.size, problem, "Start the same number of processes on each node")
     if launch.address is None:
-        problem = f"{launcher} started {world.size} ranks on {launch.num_nodes} nodes and does not say where rank 0 is"
+        problem = f"{launcher} started {world.size} ranks on {launch.num_nodes} nodes without the address of rank 0"
         raise RoomierError("MASTER_ADDR", None, problem, "Set MASTER_ADDR to the host name of the first node")
 
 
 def number_in(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
-    """The whole number in a variable, ``default`` where it is not set.
+    """Return the integer in the environment variable ``name``, or ``default`` if the variable is not set.
 
     Raises:
-        RoomierError: it is none.
+        RoomierError: the value is not an integer.
     """
     text = environ.get(name)
     if text is None and default is not None:
@@ -198,11 +200,11 @@ def number_in(environ: Mapping[str, str], name: str, default: int | None = None)
     try:
         return int(text or "")
     except ValueError as error:
-        raise _wrong(name, text, "is not a whole number") from error
+        raise _wrong(name, text, "must be an integer") from error
 
 
 def _wrong(name: str, value: str | None, problem: str) -> RoomierError:
-    action = "It is an environment variable of the launcher: unset it if no launcher started this process"
+    action = "Unset this environment variable if no launcher started this process"
     if name.startswith("ROOMIER_"):
-        action = "Unset this environment variable, or set it to a whole number"
+        action = "Unset this environment variable, or set it to an integer"
     return RoomierError(name, value, problem, action)

@@ -1,8 +1,8 @@
-"""The end of a rank that fails: the rank with the error tells it first, the others end without adding noise.
+"""End of a rank that fails: the failed rank reports its error first, and other ranks end without further output.
 
-When a rank dies, all others fail too, in whatever they were exchanging: tracebacks that say "connection closed by
-peer", of no use and often printed last. So an error that only says that a peer is gone waits a moment, for the news of
-another rank's failure or for the launcher that ends this one, and is printed only if neither comes.
+When a rank ends, all other ranks fail in their current collective. Their tracebacks ("connection closed by peer") do
+not show the cause and are often printed last. So an error that only reports a lost peer waits for a moment. It is
+printed only if no other rank reports a failure and the launcher does not end this rank.
 """
 
 from __future__ import annotations
@@ -22,26 +22,28 @@ from torch.distributed.distributed_c10d import Store
 from roomier.core.world import World
 
 PATIENCE_S = 3.0
-_END_S = 5.0  # what ending may take, handlers at exit included
-_EXIT_S = 10.0  # between the first and the last rank that exits with code 0 in the same step
+_END_S = 5.0  # maximum time between an uncaught exception and the end of the process, including exit handlers
+_EXIT_S = 10.0  # maximum time between the exits of the first and the last rank with code 0 in the same step
 _FIRST = "roomier/first_failure"
+_ZERO_HAS_ENDED = "rank 0 has ended"
 _GLOO_SIGNS = ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "Broken pipe", "gloo::")
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
 
 class FailureNews:
-    """What the ranks of a run know of each other's failures.
+    """Exchange of failures between the ranks of a run.
 
     Args:
-        ended_rank: returns a rank of this machine that has ended, and how, as far as this process started the ranks.
+        ended_rank: returns a rank that this process started and that has ended, and how it ended; otherwise None.
 
     Attributes:
-        has_error: an uncaught exception ends this rank, perhaps because it lost another one.
-        is_failing: this rank ends with an error of its own.
-        has_lost_peer: this rank ends because it could not reach another one.
-        where: what the run was doing, for messages.
-        store: seen by all ranks, once they have met; its own connection, for it is used while others may hang.
+        has_error: an uncaught exception ends this rank. The cause can be a lost peer.
+        is_failing: an error of this rank ends it.
+        has_lost_peer: this rank ends because it could not reach another rank.
+        where: returns the place in the run, for messages.
+        store: store of all ranks, after the rendezvous. Its connection is not shared, because it is also used while
+            other threads hang.
     """
 
     def __init__(self, world: World, ended_rank: Callable[[], tuple[int, str] | None] = lambda: None) -> None:
@@ -55,21 +57,21 @@ class FailureNews:
         self._before: Hook = sys.excepthook
 
     def install(self) -> None:
-        """Become what Python calls for an uncaught exception."""
+        """Install the handler of uncaught exceptions."""
         self._before, sys.excepthook = sys.excepthook, self._end
 
     def claim(self, text: str) -> bool:
-        """Whether this rank is the first to fail, or the first with this ``text``: else it need not say it again."""
+        """Return whether this rank must report ``text``: no rank failed before, or another rank with another text."""
         self.is_failing = True
         first = f"{self.world.rank}\n{text}"
         if self.store is not None:
-            with suppress(DistError, RuntimeError):  # rank 0 is gone, and what it kept with it
+            with suppress(DistError, RuntimeError):  # rank 0 has ended, and the store with it
                 first = self.store.compare_set(_FIRST, "", first).decode()
-        rank, _, told = first.partition("\n")
-        return int(rank) == self.world.rank or told != text
+        rank, _, reported = first.partition("\n")
+        return int(rank) == self.world.rank or reported != text
 
     def wait_for_peer(self) -> str | None:
-        """What is known of another rank's end within ``PATIENCE_S``; None for nothing."""
+        """Wait up to ``PATIENCE_S`` for the failure of another rank, and describe it. Return None if none failed."""
         until = time.monotonic() + PATIENCE_S
         while time.monotonic() < until:
             if (ended := self._ended_rank()) is not None:
@@ -79,12 +81,12 @@ class FailureNews:
                     rank = self.store.get(_FIRST).decode().partition("\n")[0]
                     return f"rank {rank} failed"
             except (DistError, RuntimeError):
-                return "rank 0 has ended"
+                return _ZERO_HAS_ENDED
             time.sleep(0.05)
         return None
 
-    def is_told(self, within_s: float) -> bool:
-        """Whether a rank tells of its failure, now or ``within_s`` from now."""
+    def is_reported(self, within_s: float) -> bool:
+        """Return whether a rank reports its failure within ``within_s`` from now."""
         until = time.monotonic() + within_s
         while self.store is not None:
             with suppress(DistError, RuntimeError):
@@ -96,22 +98,39 @@ class FailureNews:
         return False
 
     def wait_for_exits(self) -> list[int]:
-        """Wait up to ``_EXIT_S`` for the other ranks to call this method as well.
+        """Wait up to ``_EXIT_S`` until the other ranks call this method as well.
 
         Returns:
-            The ranks that did not.
+            The ranks that did not call it.
         """
+        self._num_exits += 1
+        return self._absent(f"roomier/exits/{self._num_exits}", _EXIT_S)
+
+    def end_unconnected(self, waited_s: float) -> None:
+        """End this process, because the process group was not created. All waiting ranks call this method."""
+        try:
+            absent = self._absent("roomier/unconnected", PATIENCE_S)
+        except (DistError, RuntimeError):
+            absent = [0]
+        problem = f"the process group was not created within {waited_s:g} s after the rendezvous"
+        sys.stderr.write(f"roomier: {problem}; these ranks have ended or cannot be reached: {absent}\n")
+        sys.stderr.flush()
+        if self.world.rank == 0:
+            time.sleep(1.0)  # the other ranks read the store
+        os._exit(1)
+
+    def _absent(self, prefix: str, within_s: float) -> list[int]:
+        """Return the ranks that do not call this method as well within ``within_s`` from now."""
         if self.store is None:
             return []
-        self._num_exits += 1
-        keys = {rank: f"roomier/exits/{self._num_exits}/{rank}" for rank in range(self.world.size)}
+        keys = {rank: f"{prefix}/{rank}" for rank in range(self.world.size)}
         self.store.set(keys[self.world.rank], "")
-        until = time.monotonic() + _EXIT_S
-        while missing := [rank for rank, key in keys.items() if not self.store.check([key])]:
+        until = time.monotonic() + within_s
+        while absent := [rank for rank, key in keys.items() if not self.store.check([key])]:
             if time.monotonic() > until:
                 break
             time.sleep(0.02)
-        return missing
+        return absent
 
     def _end(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         end_in_time()
@@ -121,15 +140,17 @@ class FailureNews:
         if is_of_lost_peer(error):
             self.has_lost_peer = True
             known = self.wait_for_peer()
-            if known is not None:
-                return  # who watches this rank says so
+            if known == _ZERO_HAS_ENDED and self.world.rank == 1:
+                sys.stderr.write(f"roomier: {known} {self.where()}".rstrip() + "\n")
+            if known is not None:  # another process reports it
+                return
             self.is_failing = True
             self._before(kind, error, trace)
             return
-        tell_torchrun(error, trace)
+        report_to_torchrun(error, trace)
         if not self.claim(f"{kind.__name__}: {error}"):
             return
-        if self._before is sys.__excepthook__:  # in one write: ranks share the terminal
+        if self._before is sys.__excepthook__:  # in one write, because ranks share the terminal
             sys.stderr.write("".join(traceback.format_exception(kind, error, trace)))
             sys.stderr.flush()
         else:
@@ -137,7 +158,7 @@ class FailureNews:
 
 
 def is_of_lost_peer(error: BaseException) -> bool:
-    """Whether ``error``, or what it comes from, only says that a rank cannot be reached any more."""
+    """Return whether ``error``, or an error in its chain, only reports that a rank cannot be reached."""
     return any(
         isinstance(each, DistError)
         or (isinstance(each, RuntimeError) and any(sign in str(each) for sign in _GLOO_SIGNS))
@@ -146,7 +167,7 @@ def is_of_lost_peer(error: BaseException) -> bool:
 
 
 def end_in_time() -> None:
-    """End the process with status 1 in ``_END_S``, whatever still hangs then."""
+    """End the process with exit code 1 after ``_END_S``, even if other threads or exit handlers hang."""
 
     def end() -> None:
         sys.stdout.flush()
@@ -164,13 +185,13 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
 
 
-def tell_torchrun(error: BaseException, trace: TracebackType | None) -> None:
-    """Write ``error`` into the error file of torchrun, whose summary names the rank and shows the error."""
+def report_to_torchrun(error: BaseException, trace: TracebackType | None) -> None:
+    """Write ``error`` into the error file of torchrun. The summary of torchrun then names the rank and the error."""
     if "TORCHELASTIC_ERROR_FILE" in os.environ:
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
         try:
-            raise error  # it records the traceback of what is being handled
+            raise error  # the handler records the traceback of the current exception
         except BaseException:
             with suppress(OSError):
                 get_error_handler().record_exception(error)

@@ -1,10 +1,11 @@
-"""The process group of all ranks, made once in a process: they are started where needed, meet, and connect."""
+"""Default process group of all ranks: start the ranks if needed, wait for all of them, and connect them."""
 
 from __future__ import annotations
 
 import atexit
 import gc
 import os
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -23,30 +24,30 @@ from roomier.launch.network import choose_interface
 from roomier.launch.start import start_ranks
 
 JOIN_TIMEOUT = "ROOMIER_JOIN_TIMEOUT_S"
-"""Environment variable: how many seconds the ranks wait for each other at the start (600)."""
+"""Environment variable: maximum number of seconds for which the ranks wait for each other at the start (600)."""
 
 _BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
-# Longer than rank 0 takes for what it does alone, such as a download or a large file.
+# Longer than an operation of rank 0 alone, such as a download or the write of a large file.
 _COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 
 _news: FailureNews | None = None
 
 
 def is_worth_telling(error: BaseException) -> bool:
-    """Whether ``error``, which ends this rank, has not been told by another rank already."""
+    """Return whether no other rank has reported ``error``, which ends this rank."""
     return _news is None or _news.claim(f"{type(error).__name__}: {error}")
 
 
 def failure_is_told(within_s: float) -> bool:
-    """Whether a rank tells of an error that ends it, now or ``within_s`` from now."""
-    return _news is not None and _news.is_told(within_s)
+    """Return whether a rank reports an error that ends it, up to ``within_s`` from now."""
+    return _news is not None and _news.is_reported(within_s)
 
 
-def initialise(world: World, device_type: str) -> None:
-    """Make the default process group.
+def initialize(world: World, device_type: str) -> None:
+    """Initialize the default process group.
 
     Raises:
-        RoomierError: the ranks cannot be started, or did not come.
+        RoomierError: the ranks cannot be started, or the rendezvous fails.
     """
     global _news
     timeout_s = float(os.environ.get(JOIN_TIMEOUT, 600))
@@ -62,34 +63,45 @@ def initialise(world: World, device_type: str) -> None:
     store = store or open_store(world, os.environ, timeout_s)
     meeting = meet(world, store, timeout_s, (lambda: None) if children is None else children.news)
     _news.store = PrefixStore(meeting, connect_again(store, timeout_s))
-    dist.init_process_group(
-        _BACKENDS[device_type],
-        store=PrefixStore(meeting, store),
-        rank=world.rank,
-        world_size=world.size,
-        timeout=_COLLECTIVE_TIMEOUT,
-        device_id=torch.device("cuda", torch.cuda.current_device()) if device_type == "cuda" else None,
-    )
+    _connect(world, device_type, PrefixStore(meeting, store), _news, timeout_s)
     if children is not None:
         children.have_met = True
     heartbeat.prepare(world, lambda: PrefixStore(meeting, connect_again(store, timeout_s)), _news)
     atexit.register(_leave)
 
 
+def _connect(world: World, device_type: str, store: PrefixStore, news: FailureNews, timeout_s: float) -> None:
+    # torch waits for the timeout of a collective, and a shorter timeout would apply to all collectives.
+    timer = threading.Timer(timeout_s, news.end_unconnected, (timeout_s,))
+    timer.daemon = True
+    timer.start()
+    try:
+        dist.init_process_group(
+            _BACKENDS[device_type],
+            store=store,
+            rank=world.rank,
+            world_size=world.size,
+            timeout=_COLLECTIVE_TIMEOUT,
+            device_id=torch.device("cuda", torch.cuda.current_device()) if device_type == "cuda" else None,
+        )
+    finally:
+        timer.cancel()
+
+
 @contextmanager
 def exits_together(where: Callable[[], str]) -> Iterator[None]:
-    """Inside, reject an exit with code 0 of this rank alone: the other ranks would wait for it, or end without a word.
+    """Reject an exit of this rank with code 0 inside the context if the other ranks do not exit as well.
 
     Args:
-        where: what the run is doing, for messages.
+        where: returns the place in the run, for messages.
 
     Raises:
         TrainingError: this rank exits with code 0, and other ranks do not.
     """
-    if _news is None:  # the process group is the user's
+    if _news is None:  # the user initialized the process group
         yield
         return
-    _news.where = where
+    before, _news.where = _news.where, where
     try:
         yield
     except SystemExit as exit:
@@ -99,15 +111,15 @@ def exits_together(where: Callable[[], str]) -> Iterator[None]:
         missing = _news.wait_for_exits()
         if not missing:
             raise
-        problem = f"exited with code 0 {where()}, and ranks {missing} did not"
-        action = "Exit on all ranks in the same step, or set trainer.should_stop = True, which all ranks obey"
+        problem = f"exited with code 0 {where()}, but ranks {missing} did not exit"
+        action = "Exit on all ranks in the same step, or set trainer.should_stop = True, which stops all ranks"
         raise TrainingError("rank", _news.world.rank, problem, action) from exit
-    _news.where = lambda: ""
+    _news.where = before
 
 
 def _leave() -> None:
-    # Threads of a group that is still there when the interpreter ends can abort the process. They are joined when the
-    # last reference is gone, and models that were cut hold some, in cycles.
+    # Threads of a process group that exists when the interpreter ends can abort the process. They are joined when the
+    # last reference to the group is deleted, and sharded models hold references in cycles.
     heartbeat.close()
     if dist.is_initialized():
         gc.collect()

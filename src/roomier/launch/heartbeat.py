@@ -1,10 +1,12 @@
-"""Heartbeat: threads in each rank that find a rank that hangs, outside of all collectives.
+"""Heartbeat: threads in each rank that find a rank that hangs, without collectives.
 
-At each tick a rank publishes its record in the store of the rendezvous, over a connection of its own. Rank 0 reads the
-records of all ranks, and publishes its own record with a verdict. The other ranks read that one. A second thread of
-the other ranks judges rank 0 alone: if rank 0 is stopped, so is usually the store, and a call to the store blocks.
+At each tick, a rank publishes its record in the store of the rendezvous, over a separate connection. Rank 0 reads the
+records of all ranks, and publishes its own record with a verdict. The other ranks read this message. On the other
+ranks, a second thread judges only rank 0. If rank 0 is stopped, so is usually the store, and then a call to the store
+blocks.
 
-The training thread has no work with it. Its position is read from its stack and from the counters of the run.
+The training thread does no work for the heartbeat. Its position is read from its stack and from the counters of the
+run.
 """
 
 from __future__ import annotations
@@ -27,13 +29,13 @@ from torch.distributed.distributed_c10d import Store
 from roomier.core import torch_private
 from roomier.core.world import World
 from roomier.launch.environment import STARTED_BY_ROOMIER
-from roomier.launch.failure import FailureNews, tell_torchrun
+from roomier.launch.failure import FailureNews, report_to_torchrun
 from roomier.launch.judge import TICK_S, Judge, Limits
 from roomier.launch.late_messages import end_of, names_of, note_of, position_of, report_of, say
 from roomier.launch.records import Activity, Late, Position, Record, Verdict
 
 _OUTSIDE = Position(Activity.OUTSIDE, "outside of a run")
-_MARGIN_S = 5.0  # beyond the ticks that the other ranks need to read a message of rank 0
+_MARGIN_S = 5.0  # added to the ticks in which the other ranks read a message of rank 0
 _BEFORE_KILL_S = 1.5
 _heartbeat: Heartbeat | None = None
 
@@ -43,6 +45,7 @@ class WatchedRun:
     """Run that the heartbeat watches.
 
     Attributes:
+        limits: bounds for the time for which ranks wait.
         position: returns the position of the training thread.
         stack: returns the Python stack of the training thread.
     """
@@ -60,7 +63,7 @@ def prepare(world: World, connect: Callable[[], Store], news: FailureNews) -> No
 
 
 def close() -> None:
-    """Stop the heartbeat of this process; called before the process group is left."""
+    """Stop the heartbeat of this process. Call this before the process leaves the process group."""
     global _heartbeat
     heartbeat, _heartbeat = _heartbeat, None
     if heartbeat is not None:
@@ -69,7 +72,7 @@ def close() -> None:
 
 @contextmanager
 def watched(run: WatchedRun) -> Iterator[None]:
-    """Watch ``run`` inside. There is no heartbeat in a process group that roomier did not initialize."""
+    """Watch ``run`` inside the context. If roomier did not initialize the process group, there is no heartbeat."""
     heartbeat = _heartbeat
     if heartbeat is None:
         yield
@@ -82,7 +85,7 @@ def watched(run: WatchedRun) -> Iterator[None]:
         heartbeat.watch(before)
 
 
-def _forget() -> None:  # a forked process has none of the threads
+def _forget() -> None:  # a forked process does not have the threads
     global _heartbeat
     _heartbeat = None
 
@@ -94,7 +97,9 @@ class Heartbeat:
     """Publishes the records of this rank and acts on verdicts.
 
     Args:
+        world: rank of this process and number of ranks.
         connect: returns a connection to the store that no other thread uses.
+        news: failures of the ranks.
         end_process: ends this process with an exit code.
 
     Attributes:
@@ -131,7 +136,7 @@ class Heartbeat:
                 thread.start()
 
     def close(self) -> None:
-        """Stop the threads. A thread that is blocked in a call to the store is left behind."""
+        """Stop the threads. A thread that is blocked in a call to the store is not joined."""
         self._stop.set()
         for thread in self._threads:
             thread.join(self._tick_s + _MARGIN_S)
@@ -145,10 +150,10 @@ class Heartbeat:
         run, position = self.run, _OUTSIDE
         if run is not None:
             position = self._record.position
-            with suppress(Exception):  # the training thread changes what is read
+            with suppress(Exception):  # the training thread changes these values concurrently
                 position = run.position()
         calls = self._record.calls
-        with suppress(RuntimeError):  # a process group without numbers
+        with suppress(RuntimeError):  # a process group without sequence numbers
             calls = torch_private.num_calls_by_group()
         return replace(self._record, beat=self._record.beat + 1, position=position, calls=calls)
 
@@ -164,7 +169,7 @@ class Heartbeat:
                     exchange(store)
                     self._stop.wait(self._tick_s)
             finally:
-                self._leave(store)  # after an error too: a rank that publishes no records would seem to hang
+                self._leave(store)  # also after an error, because a rank without records would seem to hang
 
     def _exchange_as_zero(self, store: Store) -> None:
         judge = self._judge
@@ -186,7 +191,7 @@ class Heartbeat:
             self._act(Verdict.of(message["verdict"]))
 
     def _records_of_others(self, store: Store) -> dict[int, Record]:
-        """Return the records by rank; empty until all ranks have published one."""
+        """Return the records of the other ranks; empty until all of them have published a record."""
         ranks = range(1, self._world.size)
         keys = [_key(rank) for rank in ranks]
         if not store.check(keys):
@@ -198,14 +203,14 @@ class Heartbeat:
         store.set(_key(0), json.dumps({"record": asdict(self._record), "verdict": verdict}))
 
     def _leave(self, store: Store) -> None:
-        """Publish that no record follows. If rank 0 serves the store, it waits until no rank uses the store."""
+        """Publish that no further record follows. If rank 0 serves the store, wait until no rank uses the store."""
         self._record = replace(self._record, has_left=True)
         if self._world.rank > 0:
             store.set(_key(self._world.rank), self._record.to_json())
             self._stop.set()
             return
         self._publish_as_zero(store)
-        # The process that started all ranks ends after them, and so does torchrun's agent.
+        # If one process started all ranks, or with torchrun, the process that serves the store ends after all ranks.
         is_parent = STARTED_BY_ROOMIER in os.environ and self._world.local_size == self._world.size
         if is_parent or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             return
@@ -218,14 +223,14 @@ class Heartbeat:
     # Late ranks ----------------------------------------------------------------------------------------------------
 
     def _next_verdict(self, late: Sequence[Late], end_s: float) -> Verdict | None:
-        """Return the verdict of rank 0: the last one if no other rank became late, None if no rank is late."""
+        """Return the verdict of rank 0: the last verdict if no other rank became late, None if no rank is late."""
         for each in late:
             self._note(each)
         hung = [each for each in late if each.left_s is not None]
         before = self._verdict
         if not hung:
             if before is not None:
-                say(f"{names_of(before.late)} moves again")
+                say(f"{names_of(before.late)} makes progress again")
             return None
         ends = any(each.left_s is not None and each.left_s <= 0 for each in hung)
         if before is not None and before.ends == ends and _ranks(before.late) >= _ranks(hung):
@@ -233,7 +238,7 @@ class Heartbeat:
         return Verdict(self._last_number + 1, ends, end_s, hung)
 
     def _judge_zero(self) -> None:
-        """Judge rank 0 on another rank, which sees only if rank 0 is silent. Its verdicts are for this rank alone."""
+        """Judge rank 0 on another rank, which detects only a silent rank 0. The verdicts apply to this rank only."""
         run, judge, beat, is_reported = None, None, 0, False
         while not self._stop.wait(self._tick_s):
             if self.run is not run:
@@ -251,7 +256,7 @@ class Heartbeat:
                 if self._world.rank == 1:
                     self._note(late)
             elif late.left_s <= 0:
-                self._end([late], run.limits.end_s, is_told_by_zero=False)
+                self._end([late], run.limits.end_s, is_from_zero=False)
             elif not is_reported:
                 is_reported = True
                 say(report_of([late]))
@@ -270,25 +275,25 @@ class Heartbeat:
             return
         self._last_number = verdict.number
         if verdict.ends:
-            self._end(verdict.late, verdict.end_s, is_told_by_zero=True)
+            self._end(verdict.late, verdict.end_s, is_from_zero=True)
             return
         if self._world.local_rank == 0:
             say(report_of(verdict.late))
         say(position_of(self._world.rank, self._record, "" if run is None else run.stack()))
 
-    def _end(self, late: Sequence[Late], end_s: float, *, is_told_by_zero: bool) -> None:
-        """End this process, and the silent ranks of this machine, which cannot end by themselves."""
+    def _end(self, late: Sequence[Late], end_s: float, *, is_from_zero: bool) -> None:
+        """End this process, and kill the silent ranks of this machine, which cannot end themselves."""
         error, rank = end_of(late, end_s), self._world.rank
-        last = threading.Timer(2 * self._tick_s + 2 * _MARGIN_S, self._end_process, [1])  # a full pipe blocks prints
+        last = threading.Timer(2 * self._tick_s + 2 * _MARGIN_S, self._end_process, [1])  # a full pipe blocks output
         last.daemon = True
         last.start()
         self._news.is_failing = True
-        tell_torchrun(error, None)
+        report_to_torchrun(error, None)
         if rank == 0:
-            self._news.claim(f"{type(error).__name__}: {error}")  # other ranks then report no lost connection
-        if self._world.local_rank == 0 or not is_told_by_zero:
+            self._news.claim(f"{type(error).__name__}: {error}")  # so that other ranks report no lost connection
+        if self._world.local_rank == 0 or not is_from_zero:
             say(f"the run ends: {error}")
-        # The other ranks read the verdict from rank 0, which may serve the store. And torchrun names the first failure.
+        # The other ranks read the verdict from rank 0, which can serve the store. torchrun reports the first failure.
         time.sleep(max(_BEFORE_KILL_S, 2 * self._tick_s if rank == 0 else 0.0))
         for each in late:
             if each.is_silent and (process := _process_of(each.record)) is not None:
@@ -308,7 +313,7 @@ def _ranks(late: Sequence[Late]) -> set[int]:
 
 
 def _process_of(record: Record) -> psutil.Process | None:
-    """Return the process that published ``record``, if it runs on this machine, by the same command as this one."""
+    """Return the process that published ``record`` if it runs the command of this process on this machine, or None."""
     if record.host != socket.gethostname():
         return None
     try:

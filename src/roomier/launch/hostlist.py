@@ -1,4 +1,4 @@
-"""SLURM's short forms: lists of hosts, and tasks per node."""
+"""Parse the compact notation of SLURM for lists of hosts and for tasks per node."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ _COUNT = re.compile(r"(?P<count>\d+)(\(x(?P<times>\d+)\))?")
 
 
 def first_host(text: str) -> str:
-    """The first of a list of hosts: ``"gpu[03-05,9],login"`` -> ``"gpu03"``."""
+    """Return the first host of a list: ``"gpu[03-05,9],login"`` yields ``"gpu03"``."""
     return next(hosts(text))
 
 
 def hosts(text: str) -> Iterator[str]:
-    """The hosts of SLURM's list, in its order: ``"a[1-2]b,c"`` -> ``"a1b"``, ``"a2b"``, ``"c"``.
+    """Iterate over the hosts of a SLURM list: ``"a[1-2]b,c"`` yields ``"a1b"``, ``"a2b"`` and ``"c"``.
 
     Raises:
-        ValueError: it is no such list.
+        ValueError: ``text`` is not a list of hosts.
     """
     for part in _split(text):
         yield from _expand(part)
 
 
 def tasks_per_node(text: str) -> list[int]:
-    """``"2(x3),1"`` -> ``[2, 2, 2, 1]``.
+    """Return the number of tasks on each node: ``"2(x3),1"`` becomes ``[2, 2, 2, 1]``.
 
     Raises:
-        ValueError: it is no such list.
+        ValueError: ``text`` is not a list of tasks per node.
     """
     counts: list[int] = []
     for part in text.split(","):
@@ -39,7 +39,7 @@ def tasks_per_node(text: str) -> list[int]:
 
 
 def _split(text: str) -> Iterator[str]:
-    """The parts between commas outside brackets."""
+    """Split ``text`` at the commas outside of brackets."""
     depth, start = 0, 0
     for index, letter in enumerate(text):
         depth += (letter == "[") - (letter == "]")

@@ -1,4 +1,4 @@
-"""Which job a process belongs to: what stays the same when a launcher starts the ranks of a job anew."""
+"""Identity of a job, which does not change when a launcher restarts the ranks."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import psutil
 
 
 def job_names(environ: Mapping[str, str]) -> list[str]:
-    """The names by which the ranks of this job, restarted, would know it again; none where nobody would restart it.
+    """Return the names by which restarted ranks recognize this job; empty if no launcher restarts it.
 
-    torchrun's id of a run may be one that other runs have as well, so the agent that started this process is named:
-    it outlives the ranks. A job that SLURM puts back into its queue keeps its number and those of its steps.
+    Different runs can have the same run id in torchrun. So the name contains the agent that started this process, which
+    outlives the ranks. A job that SLURM requeues keeps its job id and step ids.
     """
     names = []
     if "TORCHELASTIC_RUN_ID" in environ:
@@ -27,6 +27,6 @@ def job_names(environ: Mapping[str, str]) -> list[str]:
 
 
 def num_restarts(environ: Mapping[str, str]) -> int:
-    """How often the launcher says it has restarted this job; torchrun does not count changes of its nodes."""
+    """Return how often the launcher has restarted this job. torchrun does not count changes of its nodes."""
     counts = (environ.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
     return sum(int(count) for count in counts if count.isdecimal())

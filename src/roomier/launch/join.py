@@ -1,4 +1,4 @@
-"""The process group of a run: joined when the first run begins, left when the process ends."""
+"""Process group of a run. A process joins it when its first run begins, and leaves it when the process ends."""
 
 from __future__ import annotations
 
@@ -15,36 +15,38 @@ from roomier.core.world import World
 
 
 def join(world: World, device_type: str) -> Ranks:
-    """The ranks of ``world``, once they have found each other. A process group that is there already is used.
+    """Return the ranks of ``world`` after the rendezvous. An initialized process group is reused.
 
-    Where nobody started the other ranks of this machine, they are started here.
+    If no launcher started the other ranks of this machine, this function starts them.
 
     Args:
-        device_type: ``"cpu"`` or ``"cuda"``: where the tensors are that the ranks exchange.
+        device_type: device type of the tensors that the ranks exchange, ``"cpu"`` or ``"cuda"``.
 
     Raises:
-        RoomierError: they cannot be started, or did not come; or the group that is there is another one.
+        RoomierError: the ranks cannot be started, the rendezvous fails, or the initialized process group has other
+            ranks.
     """
     if world.size == 1:
         return Ranks(world)
     if device_type not in ("cpu", "cuda"):
-        action = "Use accelerator='cpu', or strategy='single'"
-        raise RoomierError("accelerator", device_type, "several ranks cannot exchange tensors of it", action)
+        action = "Use accelerator='cpu' or strategy='single'"
+        raise RoomierError("accelerator", device_type, "does not support several ranks", action)
     if device_type == "cuda":
         torch.cuda.set_device(_device_index(world))
     if not dist.is_initialized():
-        from roomier.launch.group import initialise  # here: one process does not import what several ranks need
+        from roomier.launch.group import initialize  # late: a single rank does not need this import
 
-        initialise(world, device_type)
+        initialize(world, device_type)
     if dist.get_world_size() != world.size or dist.get_rank() != world.rank:
         found = f"rank {dist.get_rank()} of {dist.get_world_size()}"
-        problem = f"the process group that is initialised says {found}, the run needs rank {world.rank} of {world.size}"
-        raise RoomierError("devices", world.local_size, problem, "Let roomier initialise it, or make both agree")
+        problem = f"the initialized process group has {found}, but the run requires rank {world.rank} of {world.size}"
+        action = "Let roomier initialize the process group, or initialize it with the same rank and world size"
+        raise RoomierError("devices", world.local_size, problem, action)
     return Ranks(world)
 
 
 def exits_together(ranks: Ranks, where: Callable[[], str]) -> AbstractContextManager[None]:
-    """See :func:`roomier.launch.group.exits_together`. One rank exits as it likes."""
+    """See :func:`roomier.launch.group.exits_together`. A single rank can exit at any time."""
     if ranks.is_alone:
         return nullcontext()
     from roomier.launch import group
@@ -53,10 +55,10 @@ def exits_together(ranks: Ranks, where: Callable[[], str]) -> AbstractContextMan
 
 
 def _device_index(world: World) -> int:
-    """The CUDA device of this rank. Where the launcher shows each rank one device only, it is that one.
+    """Return the index of the CUDA device of this rank. It is 0 if the launcher makes one device visible to each rank.
 
     Raises:
-        RoomierError: there are fewer devices than ranks.
+        RoomierError: the machine has fewer devices than ranks.
     """
     count = torch.cuda.device_count()
     if world.local_size <= count:
@@ -64,5 +66,5 @@ def _device_index(world: World) -> int:
     is_chosen_by_launcher = count == 1 and "CUDA_VISIBLE_DEVICES" in os.environ and "SLURM_PROCID" in os.environ
     if is_chosen_by_launcher:
         return 0
-    problem = f"this machine shows {count} CUDA devices, and each rank needs one"
+    problem = f"each rank requires a CUDA device, but this machine has only {count}"
     raise RoomierError("devices", world.local_size, problem, f"Use devices={count}, or accelerator='cpu'")

@@ -1,14 +1,14 @@
-"""Judge of late ranks: decides from the records of the ranks which of them hang. It reads no clock and no store.
+"""Decision which ranks hang, from the records of the ranks. The judge reads no clock and no store.
 
 [Note: late ranks]
-A rank is late if it does not move while another rank waits for it. There are two signs:
+A rank is late if it makes no progress while another rank waits for it. There are two signs:
 
-- It is silent: it publishes no new records. Its process is stopped, or a native call holds the interpreter lock.
-- It is behind: in one of its process groups it has begun fewer operations than another rank, and in none of them more.
-  Its training thread hangs in code of this rank, because a rank that waits in a collective has begun that collective.
+- The rank is silent: it publishes no new records. Its process is stopped, or a native call holds the interpreter lock.
+- The rank is behind: it has begun fewer operations in a process group than another rank, and in no group more. Its
+  training thread hangs outside of a collective, because a rank that waits in a collective has begun the collective.
 
-Its time starts when another rank begins to wait for it, so a step that is slow on all ranks makes no rank late. The
-bound is counted beyond the slowest step so far.
+The time of a late rank starts when another rank begins to wait for it, so a step that is slow on all ranks makes no
+rank late. The duration of the slowest step so far is added to each bound.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ TICK_S = 5.0
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds in seconds beyond the slowest step so far.
+    """Bounds in seconds, to which the duration of the slowest step is added.
 
     Attributes:
-        end_s: the run ends after it.
+        end_s: time after which the run ends.
     """
 
     end_s: float
 
     @property
     def report_s(self) -> float:
-        """All ranks print their positions after it."""
+        """Time after which all ranks print their positions."""
         return min(REPORT_S, self.end_s / 2)
 
     @property
@@ -45,7 +45,7 @@ class Limits:
 
 @dataclass
 class _Seen:
-    """Last record of a rank, and when parts of it changed."""
+    """Last record of a rank, and the times at which parts of it changed."""
 
     record: Record
     beat_s: float
@@ -55,14 +55,15 @@ class _Seen:
 
 
 class Judge:
-    """Finds the late ranks, from one set of records after another. See [Note: late ranks].
+    """Finds the late ranks in a sequence of sets of records. See [Note: late ranks].
 
     Args:
+        limits: bounds for the time for which ranks wait.
         process_state: returns the state of the process of a silent rank, or None.
 
     Attributes:
-        slowest_s: duration of the slowest micro-batch so far, its share of the step included. Steps in which a rank was
-            busy with something that may take long are not measured.
+        slowest_s: duration of the slowest micro-batch so far, including its share of the step. Steps in which a rank
+            was in an activity that can take long are not measured.
     """
 
     def __init__(self, limits: Limits, process_state: Callable[[Record], str | None] = lambda _: None) -> None:
@@ -78,8 +79,9 @@ class Judge:
         """Return the ranks that are late now.
 
         Args:
-            now_s: of a monotonic clock. More than two ticks since the last call count as two: this process was
-                suspended, and with it perhaps all others.
+            now_s: time of a monotonic clock. If more than two ticks have passed since the last call, two ticks are
+                counted, because this process was suspended, and possibly all others as well.
+            records: last record of each rank.
         """
         if self._last_look_s is not None:
             self._clock_s += min(now_s - self._last_look_s, 2 * self.limits.tick_s)
@@ -129,7 +131,7 @@ class Judge:
 
 
 def _find_behind(seen: Iterable[_Seen], now_s: float) -> None:
-    """Note since when each rank is behind."""
+    """Record since when each rank is behind."""
     ranks = list(seen)
     least: dict[str, int] = {}
     most: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""Messages about late ranks. Each line of them that names a rank begins with ``roomier: heartbeat:``."""
+"""Messages about late ranks. Each line with the number of a rank begins with ``roomier: heartbeat:``."""
 
 from __future__ import annotations
 
@@ -20,37 +20,37 @@ def say(message: str) -> None:
 
 
 def names_of(late: Sequence[Late]) -> str:
-    """The numbers of the late ranks."""
+    """Return the numbers of the late ranks as text."""
     names = ", ".join(str(each.rank) for each in late[:_NUM_SHOWN])
     return f"rank {names}" if len(late) <= _NUM_SHOWN else f"rank {names} and {len(late) - _NUM_SHOWN} more"
 
 
 def note_of(late: Late) -> str:
-    """The line for a rank whose activity has no time limit."""
-    silence = ", without a sign of life from it" if late.is_silent else ""
+    """Return the line for a late rank whose activity has no time limit."""
+    silence = ", which sends no heartbeats" if late.is_silent else ""
     where = f"{late.record.position} (hang_timeout does not apply)"
     return f"other ranks have waited {_seconds(late)} for {_rank(late)}{silence}: {where}"
 
 
 def report_of(late: Sequence[Late]) -> str:
-    """The line before the positions of all ranks."""
+    """Return the line that precedes the positions of all ranks."""
     left_s = min(each.left_s for each in late if each.left_s is not None)
     return (
-        f"{problem_of(late)}. If that does not change, the run ends in {format_seconds(max(0.0, left_s))} "
+        f"{problem_of(late)}. If this does not change, the run ends in {format_seconds(max(0.0, left_s))} "
         "(hang_timeout). The position and the Python stack of each rank follow"
     )
 
 
 def position_of(rank: int, record: Record, stack: str) -> str:
-    """The position and the stack of one rank."""
+    """Return the position and the stack of one rank as text."""
     return f"rank {rank}: {record.position}\n{stack.rstrip()}"
 
 
 def end_of(late: Sequence[Late], end_s: float) -> TrainingError:
-    """The error that ends the run."""
+    """Return the error that ends the run."""
     action = (
-        f"See the reported stack of {names_of(late)}; if it ends in a collective, the ranks ran different layers. "
-        "Resume with ckpt_path='last'. If ranks may wait that long, set a longer hang_timeout, or None for no limit"
+        f"See the reported stack of {names_of(late)}. If it ends in a collective, the ranks ran different layers. "
+        "Resume with ckpt_path='last'. If a rank can take this long, increase hang_timeout, or set hang_timeout=None"
     )
     return TrainingError("hang_timeout", timedelta(seconds=end_s), problem_of(late), action)
 
@@ -65,7 +65,7 @@ def _problem(late: Late) -> str:
     if not late.is_silent:
         return f"{_rank(late)} has not moved for {_seconds(late)} while other ranks wait for it: {late.record.position}"
     return (
-        f"{_rank(late)} has given no sign of life for {_seconds(late)} while other ranks wait for it (last position: "
+        f"{_rank(late)} has sent no heartbeat for {_seconds(late)} while other ranks wait for it (last position: "
         f"{late.record.position}). {_silence(late)}, so it prints no stack"
     )
 

@@ -1,7 +1,7 @@
-"""The rendezvous: every rank says that it is there, and rank 0 answers when all are.
+"""Rendezvous: every rank reports to rank 0, and rank 0 answers when all ranks have reported.
 
-torch's own waits without knowing for whom. This one names who is missing, and gives each meeting keys of its own: when
-torchrun restarts the ranks, the store may still hold what the ranks before them left.
+The rendezvous of torch cannot name the ranks that are missing. Each meeting has separate keys, because the store can
+still hold keys of earlier ranks if torchrun restarts the ranks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import Store
 
 from roomier.core.errors import RoomierError
-from roomier.core.loopback import LOOPBACK, is_loopback
+from roomier.core.loopback import LOOPBACK, interface_of, is_loopback
 from roomier.core.world import World
 
 _POLL_S = 0.02
@@ -28,17 +28,17 @@ _ROUND = "roomier/round"
 def meet(
     world: World, store: Store, timeout_s: float, ended_rank: Callable[[], tuple[int, str] | None] = lambda: None
 ) -> str:
-    """Wait until all ranks are here.
+    """Wait until all ranks call this function.
 
     Args:
-        ended_rank: returns a rank that has ended, and how, as far as this process started the ranks.
+        ended_rank: returns a rank that this process started and that has ended, and how it ended; otherwise None.
 
     Returns:
-        A prefix for keys that only the ranks of this meeting know.
+        A prefix for the keys of this meeting.
 
     Raises:
-        RoomierError: a rank has ended; or the ranks did not come within ``timeout_s``, or the launcher gave them
-            different numbers of ranks.
+        RoomierError: a rank has ended, ranks did not connect within ``timeout_s``, or the launcher gave the ranks
+            different world sizes.
     """
     until = time.monotonic() + timeout_s
     if world.rank > 0:
@@ -49,7 +49,8 @@ def meet(
 def open_store(world: World, environ: Mapping[str, str], timeout_s: float) -> TCPStore:
     """Open the store at ``MASTER_ADDR:MASTER_PORT``. Rank 0 serves it, unless torchrun does.
 
-    If all ranks run on this machine, rank 0 serves the store on the loopback, whatever ``MASTER_ADDR`` is.
+    If all ranks run on this machine, rank 0 serves the store on the loopback, independent of ``MASTER_ADDR``. If
+    ``MASTER_ADDR`` is an IPv4 address of this machine, the store listens on this address only, otherwise on all.
 
     Raises:
         RoomierError: the store cannot be reached within ``timeout_s``, or the port is taken.
@@ -60,34 +61,35 @@ def open_store(world: World, environ: Mapping[str, str], timeout_s: float) -> TC
         address = LOOPBACK
     is_server = world.rank == 0 and not is_served_by_torchrun
     try:
-        if is_server and address == LOOPBACK:
-            return serve_on_loopback(timeout_s, int(port))
+        if is_server and interface_of(address) is not None:
+            return serve(address, timeout_s, int(port))
         return TCPStore(
             address, int(port), is_master=is_server, timeout=timedelta(seconds=timeout_s), wait_for_workers=False
         )
     except (DistError, OSError) as error:
         if is_server:
             action = "Set MASTER_PORT to a free port, the same for all ranks"
-            raise RoomierError("MASTER_PORT", port, "rank 0 cannot serve there: the port is taken", action) from error
-        problem = f"rank {world.rank} reached no rank 0 there within {timeout_s:g} s"
-        action = "See whether rank 0 runs, whether its name resolves from here, and whether the port is open"
+            raise RoomierError(
+                "MASTER_PORT", port, "rank 0 cannot use this port, because it is taken", action
+            ) from error
+        problem = f"rank {world.rank} could not connect to rank 0 within {timeout_s:g} s"
+        action = "Check that rank 0 is running, that its host name resolves on this node, and that the port is open"
         raise RoomierError("MASTER_ADDR", f"{address}:{port}", problem, action) from error
 
 
-def serve_on_loopback(timeout_s: float, port: int = 0) -> TCPStore:
-    """Serve a store that only processes on this machine can reach.
-
-    If a TCPStore opens its own socket, the socket listens on all interfaces.
+def serve(address: str, timeout_s: float, port: int = 0) -> TCPStore:
+    """Serve a store on one address. If a TCPStore opens its own socket, the socket listens on all interfaces.
 
     Args:
-        port: 0 for a free one.
+        address: an IPv4 address of this machine.
+        port: 0 for a free port.
 
     Raises:
         OSError: the port is taken.
     """
-    listener = socket.create_server((LOOPBACK, port))
+    listener = socket.create_server((address, port))
     return TCPStore(
-        LOOPBACK,
+        address,
         listener.getsockname()[1],
         is_master=True,
         timeout=timedelta(seconds=timeout_s),
@@ -97,14 +99,14 @@ def serve_on_loopback(timeout_s: float, port: int = 0) -> TCPStore:
 
 
 def connect_again(store: TCPStore, timeout_s: float) -> TCPStore:
-    """A further connection to what ``store`` is connected to."""
+    """Return another connection to the server of ``store``."""
     return TCPStore(store.host, store.port, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
 
 
 def _call(
     world: World, store: Store, until: float, timeout_s: float, ended_rank: Callable[[], tuple[int, str] | None]
 ) -> str:
-    """Rank 0's part: call, gather the answers, and tell who answered."""
+    """On rank 0, call the ranks, collect their answers, and publish the answers."""
     meeting = f"roomier/{uuid.uuid4().hex}"
     store.set(_ROUND, meeting)
     answers: dict[str, str] = {}
@@ -114,11 +116,12 @@ def _call(
                 answers[str(rank)] = store.get(f"{meeting}/{rank}").decode()
         if missing and (ended := ended_rank()) is not None:
             rank, how = ended
-            action = "See its output above: each rank runs the same command and must reach the same call"
+            action = "See the output of this rank above. Every rank runs the same command and must reach the same call"
             raise RoomierError("rank", rank, how, action) from DistError(f"rank {rank} {how}")
         if time.monotonic() > until:
-            problem = f"of {world.size} ranks these did not come within {timeout_s:g} s: {_shown(missing)}"
-            raise RoomierError("rank", missing[0], problem, "See what they were doing: each must reach the same call")
+            problem = f"these of {world.size} ranks did not connect within {timeout_s:g} s: {_shown(missing)}"
+            action = "Check the logs of these ranks. Every rank must reach the same call"
+            raise RoomierError("rank", missing[0], problem, action)
         time.sleep(_POLL_S)
     store.set(f"{meeting}/all", json.dumps({"answers": answers, "world": asdict(world)}))
     _check_equal(world, answers)
@@ -126,7 +129,7 @@ def _call(
 
 
 def _answer(world: World, store: Store, until: float, timeout_s: float) -> str:
-    """The part of the others: answer the call until rank 0 has heard it. A call may be one of an earlier meeting."""
+    """On the other ranks, answer calls until rank 0 publishes the answer. A call can be one of an earlier meeting."""
     mine = json.dumps({"name": uuid.uuid4().hex, "size": world.size, "local_size": world.local_size})
     answered = None
     while True:
@@ -136,22 +139,22 @@ def _answer(world: World, store: Store, until: float, timeout_s: float) -> str:
                 store.set(f"{meeting}/{world.rank}", mine)
                 answered = meeting
             if store.check([f"{meeting}/all"]):
-                heard = json.loads(store.get(f"{meeting}/all"))
-                if heard["answers"].get(str(world.rank)) == mine:
-                    _check_equal(World(**heard["world"]), heard["answers"])
+                published = json.loads(store.get(f"{meeting}/all"))
+                if published["answers"].get(str(world.rank)) == mine:
+                    _check_equal(World(**published["world"]), published["answers"])
                     return meeting
         if time.monotonic() > until:
-            problem = f"rank 0 has not called the {world.size} ranks together within {timeout_s:g} s"
-            raise RoomierError("rank", world.rank, problem, "See what rank 0 and the others were doing")
+            problem = f"rank 0 did not start the rendezvous of {world.size} ranks within {timeout_s:g} s"
+            raise RoomierError("rank", world.rank, problem, "Check the logs of rank 0 and of the other ranks")
         time.sleep(_POLL_S)
 
 
 def _check_equal(zero: World, answers: Mapping[str, str]) -> None:
     for rank, answer in sorted(answers.items(), key=lambda item: int(item[0])):
-        told = json.loads(answer)
-        if (told["size"], told["local_size"]) != (zero.size, zero.local_size):
-            theirs = f"{told['size']} ranks, {told['local_size']} on its node"
-            problem = f"rank {rank} was told of {theirs}; rank 0 of {zero.size} and {zero.local_size}"
+        found = json.loads(answer)
+        if (found["size"], found["local_size"]) != (zero.size, zero.local_size):
+            of_rank = f"{found['size']} ranks with {found['local_size']} per node"
+            problem = f"rank {rank} expects {of_rank}, but rank 0 expects {zero.size} with {zero.local_size}"
             raise RoomierError("devices", zero.local_size, problem, "Start the same number of processes on each node")
 
 

@@ -8,7 +8,7 @@ from collections.abc import MutableMapping
 from roomier.core.loopback import interface_of, keep_on_loopback
 from roomier.core.world import World
 
-_ANYWHERE = "192.0.2.1"  # reserved for documentation (RFC 5737), so the default route leads to it
+_ANYWHERE = "192.0.2.1"  # reserved for documentation (RFC 5737), so it is reached over the default route
 
 
 def choose_interface(world: World, address: str, environ: MutableMapping[str, str]) -> None:
@@ -18,7 +18,7 @@ def choose_interface(world: World, address: str, environ: MutableMapping[str, st
     On many Linux systems the name resolves to the loopback, over which other nodes cannot be reached.
 
     Args:
-        address: of rank 0.
+        address: address of rank 0.
     """
     if world.local_size == world.size:
         keep_on_loopback(environ)
@@ -35,7 +35,7 @@ def _interface_towards(address: str) -> str | None:
         target = _ANYWHERE  # rank 0 resolves its own host name to the loopback
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect((target, 1))  # sends nothing: the system only selects the route
+            probe.connect((target, 1))  # sends no packet; the system only selects the route
         except OSError:
             return None
         own: str = probe.getsockname()[0]

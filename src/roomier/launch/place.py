@@ -1,4 +1,4 @@
-"""The place of this process among the ranks that are wanted, and that these are the ranks that were started."""
+"""Rank of this process, and a check that the requested ranks are the ranks that a launcher started."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _OPTIONS = {
 
 
 def present_launch() -> Launch | None:
-    """The launch this process is a rank of; None where it stands alone. What is recognised is exported.
+    """Return the launch that started this process as a rank, or None. The launch is exported to the environment.
 
     Raises:
-        RoomierError: the launcher contradicts itself.
+        RoomierError: the variables of the launcher are inconsistent.
     """
     forget_if_stale(os.environ)
     launch = launch_of(os.environ)
@@ -35,29 +35,32 @@ def present_launch() -> Launch | None:
 
 
 def place(devices: int, num_nodes: int, launch: Launch | None) -> World:
-    """The place of this process among ``devices`` ranks on each of ``num_nodes``.
+    """Return the position of this process among ``devices`` ranks on each of ``num_nodes`` nodes.
 
-    Where nobody started it as a rank it is the first of its node. Which node that is, of several, ``NODE_RANK`` tells.
+    Without a launch, this process is the first rank of its node. ``NODE_RANK`` contains the index of the node.
 
     Raises:
-        PlanError: other ranks were started; names both numbers.
+        PlanError: the launcher started a different number of ranks.
+        RoomierError: ``NODE_RANK`` is out of range.
     """
     if launch is None:
         size = devices * num_nodes
         node_rank = number_in(os.environ, "NODE_RANK", 0) if num_nodes > 1 else 0
         if not 0 <= node_rank < num_nodes:
-            raise RoomierError("NODE_RANK", node_rank, f"there are {num_nodes} nodes", "Number them from 0")
+            action = "Set NODE_RANK to the index of this node, counted from 0"
+            raise RoomierError("NODE_RANK", node_rank, f"must be from 0 to {num_nodes - 1}", action)
         return World(node_rank * devices, size, node_rank=node_rank, local_size=devices)
     counts = {"devices": (devices, launch.world.local_size), "num_nodes": (num_nodes, launch.num_nodes)}
     for name, (wanted, started) in counts.items():
         if wanted != started:
             what = "processes on each node" if name == "devices" else "nodes"
-            raise PlanError(name, wanted, f"{launch.launcher} started {started} {what}", _fix(launch, name, wanted))
+            problem = f"does not match the {started} {what} that {launch.launcher} started"
+            raise PlanError(name, wanted, problem, _fix(launch, name, wanted))
     return launch.world
 
 
 def _fix(launch: Launch, name: str, wanted: int) -> str:
     if launch.launcher == "roomier":
-        return f"Use the same {name} in all Trainers of a script, or put the other run into a script of its own"
+        return f"Use the same {name} in all Trainers of a script, or move the other run to a separate script"
     option = _OPTIONS.get(launch.launcher, {}).get(name)
-    return f"Write {name}='auto', or start {wanted}{f': {option}={wanted}' if option else ''}"
+    return f"Set {name}='auto', or start {wanted}{f' with {option}={wanted}' if option else ''}"

@@ -1,4 +1,4 @@
-"""Values that the heartbeats of the ranks exchange, as JSON."""
+"""Values that the heartbeats of the ranks exchange as JSON."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from typing import Any, Self
 
 
 class Activity(StrEnum):
-    """Kind of the present activity of a rank; it decides how long the other ranks wait.
+    """Kind of the current activity of a rank. It determines how long the other ranks wait.
 
     Attributes:
-        STEP: a step, or the data of one. A late rank is reported, and then the run ends.
-        LONG: an activity that may take long on one rank. A late rank is noted in one line.
-        OUTSIDE: the rank is outside of a run. As ``LONG``, but a silent rank is ignored: its process may have ended.
+        STEP: a step, or loading the data of a step. A late rank is reported, and then the run ends.
+        LONG: an activity that can take long on one rank. A late rank is reported in one line.
+        OUTSIDE: the rank is outside of a run. As ``LONG``, but a silent rank is ignored, because its process may have
+            ended.
         DEBUGGED: a debugger is attached. A late rank is ignored.
     """
 
@@ -30,8 +31,9 @@ class Position:
     """Position of a rank in its run.
 
     Attributes:
+        activity: kind of the activity.
         phase: name of the activity, for messages.
-        step: optimizer steps done.
+        step: number of completed optimizer steps.
         batch: index of the micro-batch, or of the batch of an evaluation.
     """
 
@@ -52,8 +54,11 @@ class Record:
 
     Attributes:
         beat: number of the tick.
-        calls: operations that the rank has begun, by process group.
-        host, pid, born: machine, id and start time of the process.
+        position: position of the rank in its run.
+        calls: number of operations that the rank has begun in each process group.
+        host: name of the machine.
+        pid: id of the process.
+        born: start time of the process, in seconds since the epoch.
         has_left: the rank publishes no further record.
     """
 
@@ -67,14 +72,16 @@ class Record:
 
     @property
     def place(self) -> tuple[int, int, Mapping[str, int]]:
-        """Value that changes when the rank moves."""
+        """Value that changes when the rank makes progress."""
         return self.position.step, self.position.batch, self.calls
 
     def to_json(self) -> str:
+        """Return the record as JSON."""
         return json.dumps(asdict(self))
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Self:
+        """Create a record from parsed JSON."""
         position = Position(**{**values["position"], "activity": Activity(values["position"]["activity"])})
         return cls(**{**values, "position": position})
 
@@ -84,10 +91,13 @@ class Late:
     """A late rank.
 
     Attributes:
-        waited_s: how long other ranks have waited for it.
+        rank: its number.
+        record: its last record.
+        waited_s: seconds for which other ranks have waited for the rank.
         left_s: seconds until the run ends; None if there is no limit.
-        is_silent: it publishes no records.
-        process_state: of a silent rank on the machine of the judge, as psutil names it; None if it is not known.
+        is_silent: the rank publishes no records.
+        process_state: state of the process of a silent rank, in the terms of psutil; None if it is unknown, for example
+            on another machine.
     """
 
     rank: int
@@ -100,11 +110,13 @@ class Late:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Decision of rank 0 that all ranks act on, once for each number.
+    """Decision of rank 0. All ranks act on it one time.
 
     Attributes:
-        ends: the run ends; otherwise all ranks print their positions.
-        end_s: ``hang_timeout``.
+        number: number of the verdict, which increases.
+        ends: the run ends. Otherwise all ranks print their positions.
+        end_s: ``hang_timeout`` in seconds.
+        late: the late ranks.
     """
 
     number: int
@@ -114,5 +126,6 @@ class Verdict:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Self:
+        """Create a verdict from parsed JSON."""
         late = [Late(**{**each, "record": Record.of(each["record"])}) for each in values["late"]]
         return cls(**{**values, "late": late})

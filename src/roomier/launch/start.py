@@ -1,7 +1,7 @@
-"""Start the other ranks of this machine: the same command again, with the environment of a rank.
+"""Start the other ranks of this machine with the command of this process and the environment of a rank.
 
-The process that the user started becomes the first rank of its node, when its first run begins. Up to there the other
-ranks run the same script by themselves, as under torchrun.
+When its first run begins, the process that the user started becomes the first rank of its node. Until then, the other
+ranks run the same script independently, as under torchrun.
 """
 
 from __future__ import annotations
@@ -20,22 +20,24 @@ from roomier.core.loopback import LOOPBACK
 from roomier.core.world import World
 from roomier.launch.command import command_again
 from roomier.launch.environment import RANK_VARIABLES, STARTED_BY_ROOMIER, Launch, export, number_in
-from roomier.launch.meet import serve_on_loopback
+from roomier.launch.meet import serve
 from roomier.launch.watch import Children, watch_parent
 
 MAX_DEVICES = "ROOMIER_MAX_DEVICES"
-"""Environment variable: how many ranks roomier starts at most on this machine (4 for each core, and at least 16)."""
+"""Environment variable: maximum number of ranks that roomier starts on this machine (default: 4 per core, at least
+16)."""
 
-_STORE_TIMEOUT_S = 60.0  # of one request
+_STORE_TIMEOUT_S = 60.0  # timeout of one request
 _NUM_THREADS_AT_IMPORT = torch.get_num_threads()
 
 
 def forget_if_stale(environ: MutableMapping[str, str]) -> None:
-    """Remove the variables of a rank that roomier started where they were only inherited: by a program that a rank
-    started for a purpose of its own. A rank begins to watch the process that started it.
+    """Remove the variables of a rank from ``environ`` if this process only inherited them from a rank.
+
+    A rank starts to watch the process that started it.
 
     Raises:
-        SystemExit: the process that started this rank is gone.
+        SystemExit: the process that started this rank has ended.
     """
     if STARTED_BY_ROOMIER not in environ:
         return
@@ -55,17 +57,17 @@ def start_ranks(world: World) -> tuple[TCPStore | None, Children]:
     """Start the other ranks of this node, and make this process the first of them.
 
     Returns:
-        The store where the ranks meet, if this process serves it alone; and the ranks that were started.
+        The store of the rendezvous if all ranks run on this machine, otherwise None; and the started ranks.
 
     Raises:
-        RoomierError: it is not known how this process was started, or where rank 0 is; or there are too many ranks.
+        RoomierError: the command cannot run again, the address of rank 0 is unknown, or there are too many ranks.
     """
     _check_number(world.local_size)
     command = command_again()
     store = None
     if world.local_size == world.size:
         # The store is served before the other ranks start, so no other process can take its port.
-        store = serve_on_loopback(_STORE_TIMEOUT_S)
+        store = serve(LOOPBACK, _STORE_TIMEOUT_S)
         address, port = LOOPBACK, store.port
     else:
         address, port = _given_address(world)
@@ -77,11 +79,11 @@ def start_ranks(world: World) -> tuple[TCPStore | None, Children]:
     num_threads = _share_cores(world.local_size)
     processes = {}
     for local_rank in range(1, world.local_size):
-        theirs = dict(environ)
-        export(Launch("roomier", replace(world, rank=world.rank + local_rank, local_rank=local_rank)), theirs)
-        theirs.setdefault("OMP_NUM_THREADS", str(num_threads))
+        of_rank = dict(environ)
+        export(Launch("roomier", replace(world, rank=world.rank + local_rank, local_rank=local_rank)), of_rank)
+        of_rank.setdefault("OMP_NUM_THREADS", str(num_threads))
         processes[world.rank + local_rank] = subprocess.Popen(
-            command.words, env=theirs, stdin=subprocess.DEVNULL, cwd=command.folder
+            command.words, env=of_rank, stdin=subprocess.DEVNULL, cwd=command.folder
         )
     return store, Children(processes)
 
@@ -103,14 +105,15 @@ def _given_address(world: World) -> tuple[str, int]:
         num_nodes = world.size // world.local_size
         torchrun = f"torchrun --nnodes={num_nodes} --nproc-per-node={world.local_size} --rdzv-endpoint=HOST:PORT ..."
         action = (
-            f"Start it on each node: `srun` in an allocation of SLURM, or `{torchrun}`, or set {', '.join(missing)}"
+            f"Start the script on each node with `srun` in a SLURM allocation or with `{torchrun}`, or set "
+            f"{', '.join(missing)}"
         )
-        raise RoomierError("num_nodes", num_nodes, "roomier itself starts the ranks of one machine", action)
+        raise RoomierError("num_nodes", num_nodes, "roomier can start ranks only on one machine", action)
     return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
 
 
 def _share_cores(num_ranks: int) -> int:
-    """Threads of each rank: its share of the cores. The user's choice, in the environment or in torch, stays."""
+    """Return the number of threads of each rank, and set it in this process unless the user set one."""
     num_threads = max(1, _num_cores() // num_ranks)
     if "OMP_NUM_THREADS" not in os.environ and torch.get_num_threads() == _NUM_THREADS_AT_IMPORT:
         torch.set_num_threads(min(num_threads, _NUM_THREADS_AT_IMPORT))
@@ -118,5 +121,5 @@ def _share_cores(num_ranks: int) -> int:
 
 
 def _num_cores() -> int:
-    """Return the number of cores that this process may use."""
+    """Return the number of cores that this process can use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

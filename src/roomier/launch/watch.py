@@ -1,4 +1,4 @@
-"""Ranks that end together: the process that started them watches them, and they watch it."""
+"""Ranks that end together: the process that started the ranks watches them, and the ranks watch that process."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ import time
 from collections.abc import Callable, Mapping
 
 _POLL_S = 0.1
-_GRACE_S = 1.0  # in which the other ranks may end, and tell, by themselves
-_MAIN_GRACE_S = 4.0  # the same for the process that started them
-_LAST_S = 60.0  # in which ranks may come to their end after the first one came to its
-_STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)  # what a run exits with that a signal ended in good order
+_GRACE_S = 1.0  # after a failure, until the other ranks are killed
+_MAIN_GRACE_S = 4.0  # then, until the process that started the ranks ends
+_LAST_S = 60.0  # after a complete run, between the ends of rank 0 and of the other ranks
+_STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)  # exit codes of a run that a signal ended at a save point
 
 
 class Children:
-    """The ranks that this process started. If one fails, all end within seconds, this process included.
+    """Ranks that this process started. If a rank fails, all ranks and this process end within seconds.
 
     Args:
-        processes: by rank.
+        processes: the process of each rank.
 
     Attributes:
-        have_met: all ranks are in the process group. Before, a rank that ends has failed, whatever its exit code is.
-        main_is_failing: whether this process ends with an error of its own.
-        main_lost_peer: whether this process ends because it could not reach another rank.
-        where: what the run was doing, for messages.
+        have_met: the process group of all ranks exists. Before, a rank that ends has failed with any exit code.
+        main_is_failing: returns whether an error of this process ends it.
+        main_lost_peer: returns whether this process ends because it could not reach another rank.
+        where: returns the place in the run, for messages.
     """
 
     def __init__(self, processes: Mapping[int, subprocess.Popen[bytes]]) -> None:
@@ -44,13 +44,13 @@ class Children:
         atexit.register(self._end)
 
     def news(self) -> tuple[int, str] | None:
-        """Return a rank that has ended, and how it ended, in words."""
+        """Return a rank that has ended, and a description of its end; None if no rank has ended."""
         for rank, process in self._processes.items():
             if process.poll() is not None:
                 return rank, self._how(process.returncode)
         return None
 
-    def _forget(self) -> None:  # a worker of a DataLoader is no parent of the ranks
+    def _forget(self) -> None:  # a forked process, such as a worker of a DataLoader, did not start the ranks
         self._processes = {}
         atexit.unregister(self._end)
 
@@ -67,7 +67,7 @@ class Children:
             self._end_badly()
 
     def _end(self) -> None:
-        """At the exit of this process: the others come to their end too, or are ended."""
+        """At the exit of this process, wait until the ranks end, or kill them."""
         if self.main_is_failing():
             self._wait(_GRACE_S)
             self._kill()
@@ -75,10 +75,10 @@ class Children:
         if self._failed is None:
             self._wait(_LAST_S)
         if self._failed is None and (late := [rank for rank, each in self._processes.items() if each.poll() is None]):
-            _say(f"rank 0 has ended, and {_LAST_S:g} s later these ranks had not: {late}; they were killed")
+            _say(f"these ranks were still running {_LAST_S:g} s after rank 0 had ended, and were killed: {late}")
             self._kill()
             _exit(1)
-        self._failed = self._failed or self._first_failed()  # the watching thread may not have seen it yet
+        self._failed = self._failed or self._first_failed()  # the watching thread may not have found it yet
         if self._failed is not None:
             self._kill()
             self._end_badly()
@@ -92,21 +92,22 @@ class Children:
         return None
 
     def _end_badly(self) -> None:
-        self._is_ending.acquire()  # never given back: one thread says the last word
+        self._is_ending.acquire()  # never released, so that only one thread prints the last line
         assert self._failed is not None
         if self.main_is_failing():
             _exit(1)
         rank, code = self._failed
-        _say(f"rank {rank} {self._how(code)}, and the run with it")
+        _say(f"rank {rank} {self._how(code)}, so the run ended")
         _exit(128 - code if code < 0 else max(code, 1))
 
     def _how(self, code: int) -> str:
         if code > 0:
             return f"ended with exit code {code}"
         if code == 0:
-            return f"ended with exit code 0 {self.where() if self.have_met else 'before all ranks had met'}".rstrip()
+            return f"ended with exit code 0 {self.where() if self.have_met else 'before all ranks had joined'}".rstrip()
         name = signal.Signals(-code).name
-        return f"was ended by {name}" + (" (often: the machine ran out of memory)" if name == "SIGKILL" else "")
+        reason = " (often because the machine ran out of memory)" if name == "SIGKILL" else ""
+        return f"was terminated by {name}{reason}"
 
     def _wait(self, seconds: float) -> None:
         until = time.monotonic() + seconds
@@ -124,7 +125,7 @@ class Children:
 
 
 def watch_parent(pid: int) -> None:
-    """End this process when the one that started it, ``pid``, has ended without waiting for it."""
+    """End this process after the process ``pid``, which started it, has ended."""
     if any(thread.name == "roomier-parent" for thread in threading.enumerate()):
         return
 

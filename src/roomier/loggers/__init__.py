@@ -1,4 +1,4 @@
-"""Where the numbers of a run go: ``metrics.jsonl`` and ``metrics.csv`` in every run, and services, by name."""
+"""Loggers of metrics: ``metrics.jsonl`` and ``metrics.csv`` in every run, and experiment trackers."""
 
 from roomier.api.logger import Logger
 from roomier.loggers.by_name import loggers_from_flag

@@ -1,4 +1,4 @@
-"""``Trainer(logger=...)`` -> the loggers of the run."""
+"""Creates the loggers of a run from ``Trainer(logger=...)``."""
 
 from __future__ import annotations
 
@@ -31,19 +31,25 @@ _BY_NAME: dict[str, Callable[[], Logger]] = {
 
 
 def loggers_from_flag(flag: bool | str | Logger | Iterable[Any] | None, *, is_dev_run: bool = False) -> list[Any]:
-    """The loggers for ``True``, ``False``, a name, a logger, or several names and loggers.
+    """Return the loggers for ``True``, ``False``, a name, a logger, or several names and loggers.
 
-    ``True`` is ``[JSONLLogger(), CSVLogger()]``; ``False``, ``None`` and an empty list are none. Every other
-    run keeps both files too, after what was asked for, unless it names which of the two it wants:
-    ``"tensorboard"`` is TensorBoard and the two files, ``["tensorboard", "csv"]`` is exactly these, ``"csv"``
-    is the one file. A logger of Lightning is taken as it is.
+    - ``True`` is ``[JSONLLogger(), CSVLogger()]``.
+    - ``False``, ``None`` and an empty list mean no logger.
+    - Other values also add these two files, unless they include at least one of them: ``"tensorboard"`` is TensorBoard
+      and both files, ``["tensorboard", "csv"]`` is exactly these two loggers, and ``"csv"`` is one file.
+
+    Loggers written for Lightning are used unchanged.
 
     Args:
-        is_dev_run: nothing is written: one that is silent stands in the place of what was asked for.
+        is_dev_run: replace all loggers by a :class:`~roomier.loggers.silent.SilentLogger`.
 
     Raises:
-        PlanError: a name is unknown, something is not a logger, or a file would have two writers.
-        RoomierError: a named logger needs a package that is not installed.
+        PlanError: a name is unknown, a value is not a logger, or two loggers would write the same file.
+        RoomierError: a named logger requires a package that is not installed.
+
+    Example:
+        >>> [logger.name for logger in loggers_from_flag(True)]
+        ['jsonl', 'csv']
     """
     if flag is None or flag is False:
         return []
@@ -63,8 +69,8 @@ def loggers_from_flag(flag: bool | str | Logger | Iterable[Any] | None, *, is_de
             raise PlanError(
                 "logger",
                 [logger.name for logger in loggers],
-                f"{kind.file_name} would have two writers",
-                f"Name {kind.name!r} once",
+                f"two of these loggers would write {kind.file_name}",
+                f"Use {kind.name!r} only one time",
             )
     return loggers
 
@@ -77,7 +83,7 @@ def _one(item: object) -> Any:
     if item == "neptune":
         raise service_closed()
     if item not in _BY_NAME:
-        raise PlanError("logger", item, "there is no logger of this name", did_you_mean(item, _BY_NAME))
+        raise PlanError("logger", item, "is not the name of a logger", did_you_mean(item, _BY_NAME))
     return _BY_NAME[item]()
 
 
@@ -85,6 +91,6 @@ def _not_a_logger(item: object) -> PlanError:
     return PlanError(
         "logger",
         item,
-        "is neither a name nor a logger",
+        "must be a name or a logger",
         "Pass True, False, a name, a logger, or a list of names and loggers",
     )

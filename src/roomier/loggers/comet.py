@@ -1,4 +1,4 @@
-"""CometLogger: an experiment of Comet."""
+"""CometLogger: logs to an experiment of Comet."""
 
 from __future__ import annotations
 
@@ -14,23 +14,27 @@ _MODES = (None, "get_or_create", "get", "create")
 
 
 class CometLogger(ServiceLogger):
-    """Logs to Comet; arguments are those of Lightning's logger.
+    """Logs to Comet. The arguments equal Lightning's.
 
-    Comet's own observation of torch is switched off. The experiment stays open after a fit, and ends with the process,
-    or with ``logger.experiment.end()``.
+    Comet's automatic logging of torch is disabled. After a fit, the experiment stays open until the process ends or
+    ``logger.experiment.end()`` is called.
 
     Args:
-        api_key, workspace: None takes what ``comet login`` or ``COMET_API_KEY`` say.
-        project: ``COMET_PROJECT_NAME``, else ``"lightning_logs"``.
-        experiment_key: of an experiment to go on with, or to be made under this key.
-        mode: ``"get_or_create"`` (default), ``"get"``, ``"create"``.
-        online: False writes archives alone, to be sent later with ``comet upload``, to ``offline_directory`` or the run
-            folder; nothing is asked of the network.
-        prefix: put in front of each metric's name, with a ``-`` between.
-        kwargs: for ``comet_ml.ExperimentConfig``: ``name``, ``tags``, ``offline_directory``, ``log_code``, ...
+        api_key: API key; None uses the value of ``comet login`` or ``COMET_API_KEY``.
+        workspace: workspace of the project; None uses the default workspace.
+        project: name of the project; None uses ``COMET_PROJECT_NAME``, otherwise ``"lightning_logs"``.
+        experiment_key: key of an experiment to resume or to create.
+        mode: ``"get_or_create"`` (default), ``"get"`` or ``"create"``.
+        online: False writes only archives, for a later ``comet upload``, to ``offline_directory`` or the run folder.
+            The network is not used.
+        prefix: prefix of each metric's name, separated by ``-``.
+        kwargs: arguments of ``comet_ml.ExperimentConfig``: ``name``, ``tags``, ``offline_directory``, ``log_code``, ...
 
     Raises:
         RoomierError: the package is not installed, or an argument is unknown.
+
+    Example:
+        >>> trainer = roomier.Trainer(logger=CometLogger(project="gpt", online=False))
     """
 
     name = "comet"
@@ -50,12 +54,12 @@ class CometLogger(ServiceLogger):
     ) -> None:
         for former, today in _FORMER.items():
             if former in kwargs:
-                raise RoomierError(former, kwargs[former], f"is called {today} today", f"Write {today}")
+                raise RoomierError(former, kwargs[former], f"was renamed to {today}", f"Use {today}")
         if "offline" in kwargs:
-            raise RoomierError("offline", kwargs["offline"], "is called online today", "Write online=False")
+            raise RoomierError("offline", kwargs["offline"], "was replaced by online", "Use online=False")
         if mode not in _MODES:
             raise RoomierError("mode", mode, "is unknown", "Use 'get_or_create', 'get' or 'create'")
-        # Both are read when it is imported: it would replace functions of torch, and ask its server for news.
+        # comet_ml reads both at import. Otherwise it replaces functions of torch and requests news from its server.
         os.environ.setdefault("COMET_DISABLE_AUTO_LOGGING", "1")
         if online is False:
             os.environ.setdefault("COMET_DISABLE_ANNOUNCEMENT", "1")
@@ -71,7 +75,7 @@ class CometLogger(ServiceLogger):
         try:
             comet_ml.ExperimentConfig(**self._config)
         except TypeError as error:
-            action = "See comet_ml.ExperimentConfig for what it takes"
+            action = "See comet_ml.ExperimentConfig for the valid arguments"
             raise RoomierError("CometLogger", sorted(kwargs), str(error), action) from error
 
     @property
@@ -85,7 +89,7 @@ class CometLogger(ServiceLogger):
         if self._start["online"] is False and place is not None:
             Path(place).mkdir(parents=True, exist_ok=True)
             config["offline_directory"] = str(place)
-        is_ours = is_known and run_id != self._given_id  # one that this run began
+        is_ours = is_known and run_id != self._given_id  # created by this run
         mode = "get" if is_ours else self._mode or ("get_or_create" if is_known else "create")
         experiment = self._comet.start(
             project=self._project,

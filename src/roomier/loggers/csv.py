@@ -1,4 +1,4 @@
-"""CSVLogger: ``metrics.csv``, one table for a spreadsheet or pandas."""
+"""CSVLogger: writes ``metrics.csv``, a table for spreadsheets and pandas."""
 
 from __future__ import annotations
 
@@ -12,22 +12,29 @@ from typing import Any
 from roomier.core.log import notice
 from roomier.loggers.files import FileLogger, replacing
 
-_FORMULA = ("=", "+", "-", "@")  # a spreadsheet computes a cell that starts with one of these
+_FORMULA = ("=", "+", "-", "@")  # spreadsheets evaluate cells that start with one of these
 
 
 class CSVLogger(FileLogger):
-    """Appends rows to ``<run folder>/metrics.csv``: ``step``, ``time`` and one column per metric.
+    """Appends rows to ``<run folder>/metrics.csv`` with ``step``, ``time`` and one column per metric.
 
-    ``step`` counts optimizer steps, ``time`` is the wall clock in seconds since 1970 (UTC). A metric that is
-    itself called ``step`` or ``time`` has the column ``metric/step`` or ``metric/time``. A name that starts with ``=``,
-    ``+``, ``-`` or ``@`` has a column that starts with a ``'``, so that no spreadsheet takes it for a formula. The cell
-    of a metric that was not logged at that moment is empty; numbers that are not finite are ``nan``, ``inf`` and
-    ``-inf``. Columns stand in the order in which they were first logged; only when a new one comes is the file
-    rewritten, aside, and moved into place.
+    - ``step`` counts optimizer steps. ``time`` is the wall clock in seconds since 1970 (UTC).
+    - A metric named ``step`` or ``time`` has the column ``metric/step`` or ``metric/time``.
+    - If a name starts with ``=``, ``+``, ``-`` or ``@``, its column starts with ``'``, so that spreadsheets do not
+      interpret it as a formula.
+    - The cell of a metric that was not logged in a row is empty. Non-finite numbers are ``nan``, ``inf`` and ``-inf``.
+    - Columns are in the order in which they were first logged. A new column rewrites the file atomically.
 
     Args:
-        save_dir, name, version, prefix: see :class:`roomier.loggers.files.FileLogger`.
-        flush_logs_every_n_steps: taken for Lightning's sake, changes nothing: each row is in the file at once.
+        save_dir: see :class:`roomier.loggers.files.FileLogger`.
+        name: see :class:`roomier.loggers.files.FileLogger`.
+        version: see :class:`roomier.loggers.files.FileLogger`.
+        prefix: see :class:`roomier.loggers.files.FileLogger`.
+        flush_logs_every_n_steps: accepted for compatibility with Lightning; not used, because each row is written
+            immediately.
+
+    Example:
+        >>> trainer = roomier.Trainer(logger=CSVLogger("logs", name="gpt"))
     """
 
     name = "csv"
@@ -45,7 +52,7 @@ class CSVLogger(FileLogger):
         self._columns: list[str] = []
 
     def _write_metrics(self, row: dict[str, float], step: int) -> None:
-        assert self._file is not None, "start() comes first"
+        assert self._file is not None, "start() must run first"
         cells: dict[str, Any] = {"step": step, "time": f"{time.time():.3f}"}
         for name, value in row.items():
             cells[f"metric/{name}" if name in ("step", "time") else _column(name)] = value
@@ -62,16 +69,16 @@ class CSVLogger(FileLogger):
             return
         with self._path.open(encoding="utf-8", errors="replace", newline="") as file:
             lines = file.readlines()
-        # A line that does not end was cut off while it was written, also where it looks whole.
-        whole = [line for line in lines if line.endswith("\n")]
-        self._columns, *rows = csv.reader(whole or ["step,time"])
+        # A line without line end was interrupted while it was written, even if it looks complete.
+        complete = [line for line in lines if line.endswith("\n")]
+        self._columns, *rows = csv.reader(complete or ["step,time"])
         kept = [row for row in rows if len(row) == len(self._columns) and _step_of(row) is not None]
-        num_torn = len(rows) - len(kept) + len(lines) - len(whole)
+        num_torn = len(rows) - len(kept) + len(lines) - len(complete)
         if resumed_step is not None:
             kept = [row for row in kept if (_step_of(row) or 0) <= resumed_step]
         self._rewrite(kept)
         if num_torn:
-            notice(f"{self._path}: {num_torn} half-written row(s) of a run that was cut off left out")
+            notice(f"{self._path}: dropped {num_torn} incomplete row(s) of an interrupted run")
 
     def _add_columns(self, names: list[str]) -> None:
         assert self._file is not None

@@ -1,4 +1,4 @@
-"""What the file loggers share: a file that is appended to or replaced in one move, and hyperparameters beside it."""
+"""Base class of the file loggers, with atomic replacement of files and the file of hyperparameters."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from roomier.loggers.run_ids import OwnFolder
 
 @contextmanager
 def replacing(path: Path) -> Iterator[TextIO]:
-    """A text file written aside that takes the place of ``path`` when the block ends without an error.
+    """Yield a temporary text file that replaces ``path`` if the block ends without an error.
 
-    Whenever the process is killed, ``path`` is the old file or the new one, whole.
+    If the process is killed, ``path`` contains either the complete old file or the complete new file.
     """
     aside = path.with_name(f".{path.name}.aside")
     try:
@@ -34,10 +34,11 @@ def replacing(path: Path) -> Iterator[TextIO]:
 
 
 def write_hyperparams(run_dir: Path, params: Mapping[str, Any], resumed_step: int | None = None) -> None:
-    """Write ``hparams.json``; a value JSON has no form for stands there as its ``repr``.
+    """Write ``hparams.json``. Values that JSON cannot represent are written as their ``repr``.
 
-    That of the run's beginning stays: a resumed run does not use all that it was given (the learning rate is the
-    checkpoint's, say). Where it was given other values, these go to ``hparams-from-step=N.json``, and a notice says so.
+    A resumed run keeps the file of the first run, because it does not use all new values: for example, the learning
+    rate comes from the checkpoint. If the values differ, they are written to ``hparams-from-step=N.json`` and a notice
+    is printed.
     """
     text = json.dumps(_with_names(dict(params)), indent=2, default=repr) + "\n"
     path = run_dir / "hparams.json"
@@ -45,15 +46,15 @@ def write_hyperparams(run_dir: Path, params: Mapping[str, Any], resumed_step: in
         if path.read_text(encoding="utf-8") == text:
             return
         path = run_dir / f"hparams-from-step={resumed_step}.json"
-        if path.is_file() and path.read_text(encoding="utf-8") == text:  # another logger of this run wrote it
+        if path.is_file() and path.read_text(encoding="utf-8") == text:  # written by another logger of this run
             return
-        notice(f"the hyperparameters are not those the run began with: hparams.json stays, these are in {path.name}")
+        notice(f"the hyperparameters differ from the first run; hparams.json is kept, the new ones are in {path.name}")
     with replacing(path) as file:
         file.write(text)
 
 
 def _with_names(value: Any) -> Any:
-    """``value`` with text in the place of keys that JSON has no form for."""
+    """Return ``value`` with dict keys that JSON cannot represent converted to strings."""
     if isinstance(value, dict):
         return {
             key if key is None or isinstance(key, (str, int, float)) else str(key): _with_names(item)
@@ -63,13 +64,14 @@ def _with_names(value: Any) -> Any:
 
 
 class FileLogger(GuardedLogger):
-    """Appends rows to one file; a subclass names the file and knows the form of a row.
+    """Base class of loggers that append rows to one file. A subclass defines the file name and the format of a row.
 
     Args:
-        save_dir: write to ``<save_dir>/<name>/<version>``, as Lightning's loggers do; None: to the run folder.
-        name, version: folders within ``save_dir``; without a version each run gets a new ``version_N``, and a resumed
-            one goes on in its own.
-        prefix: put in front of each metric's name, with a ``-`` between.
+        save_dir: write to ``<save_dir>/<name>/<version>``, like Lightning's loggers; None writes to the run folder.
+        name: folder within ``save_dir``.
+        version: folder within ``name``; None creates a new ``version_N`` for each run. A resumed run uses its previous
+            folder.
+        prefix: prefix of each metric's name, separated by ``-``.
     """
 
     file_name: ClassVar[str]
@@ -88,7 +90,7 @@ class FileLogger(GuardedLogger):
         self._file: TextIO | None = None
 
     def start(self, run_dir: Path, resumed_step: int | None = None) -> None:
-        """Open the file for appending. A torn row and rows after ``resumed_step`` are dropped, in one move."""
+        """Open the file for appending. Incomplete rows and rows after ``resumed_step`` are removed atomically."""
         self._folder = run_dir if self._place is None else self._place.find(run_dir)
         self._folder.mkdir(parents=True, exist_ok=True)
         self._resumed_step = resumed_step
@@ -97,7 +99,7 @@ class FileLogger(GuardedLogger):
 
     @property
     def is_in_run_folder(self) -> bool:
-        """Whether its file is one of the run folder's."""
+        """True if the file is in the run folder."""
         return self._place is None
 
     @property
@@ -110,15 +112,15 @@ class FileLogger(GuardedLogger):
             self._file = None
 
     def _write_hyperparams(self, params: dict[str, Any]) -> None:
-        """Write them to ``hparams.json`` beside the rows: see :func:`write_hyperparams`."""
-        assert self._folder is not None, "start() comes first"
+        """Write ``hparams.json`` next to the rows. See :func:`write_hyperparams`."""
+        assert self._folder is not None, "start() must run first"
         write_hyperparams(self._folder, params, self._resumed_step)
 
     @property
     def _path(self) -> Path:
-        assert self._folder is not None, "start() comes first"
+        assert self._folder is not None, "start() must run first"
         return self._folder / self.file_name
 
     @abstractmethod
     def _take_over(self, resumed_step: int | None) -> None:
-        """Bring what an earlier part of the run wrote, if anything, to where this part goes on."""
+        """Prepare the existing file of a run for appending: remove rows after ``resumed_step``."""

@@ -1,4 +1,4 @@
-"""Loggers written for Lightning, taken by what they can do; Lightning is not imported."""
+"""Support for loggers written for Lightning. They are recognized by their methods; Lightning is not imported."""
 
 from __future__ import annotations
 
@@ -8,21 +8,23 @@ from typing import Any
 from roomier.api.logger import Logger
 
 _METHODS = ("log_metrics", "log_hyperparams", "finalize")
-_STATUSES = {"interrupted": "failed"}  # what Lightning calls it, and what services take
+_STATUSES = {"interrupted": "failed"}  # the values of Lightning, which services accept
 
 
 def is_logger(obj: object) -> bool:
-    """Whether ``obj`` is a logger of roomier, or has the methods of one of Lightning."""
+    """Return True if ``obj`` is a logger of roomier, or has the methods of a Lightning logger."""
     if isinstance(obj, type):
         return False
     return isinstance(obj, Logger) or all(callable(getattr(obj, name, None)) for name in _METHODS)
 
 
 class ForeignLogger(Logger):
-    """``inner``, called as Lightning calls it. ``trainer.logger`` is ``inner`` itself.
+    """Adapter that calls the Lightning logger ``inner`` like Lightning does. ``trainer.logger`` returns ``inner``.
 
-    It keeps its own folders and versions: a resumed run goes on in what it opens then, and rows of steps that are
-    written again stand there twice.
+    ``inner`` manages its own folders and versions. After a resume, it contains the rows of repeated steps twice.
+
+    Args:
+        inner: the logger.
     """
 
     def __init__(self, inner: Any) -> None:

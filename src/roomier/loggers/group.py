@@ -1,4 +1,4 @@
-"""LoggerGroup: several loggers as one, none of which can end a run."""
+"""LoggerGroup: calls several loggers and disables a logger that fails."""
 
 from __future__ import annotations
 
@@ -13,14 +13,22 @@ from roomier.loggers.guarded import mute
 
 
 class LoggerGroup:
-    """Passes every call on to each of ``loggers``, in order.
+    """Passes each call to all loggers in order. A failing logger does not end the run.
 
-    Hours of training are worth more than their curve: a logger that raises is named once on standard error,
-    with its error, and left out from then on. It is still told to ``finalize``, so that it can close what it
-    holds.
+    If a logger raises, its error is printed to standard error and the logger is not called anymore, except for
+    ``finalize``, so that it can release its resources.
 
     Args:
-        loggers: also those written for Lightning, see :class:`roomier.loggers.foreign.ForeignLogger`.
+        loggers: loggers of roomier, or loggers written for Lightning, see
+            :class:`roomier.loggers.foreign.ForeignLogger`.
+
+    Attributes:
+        loggers: the loggers; those written for Lightning are wrapped.
+
+    Example:
+        >>> group = LoggerGroup([JSONLLogger(), CSVLogger()])
+        >>> group.start(Path("run"))
+        >>> group.log_metrics({"loss": 0.5}, step=1)
     """
 
     def __init__(self, loggers: Iterable[Any]) -> None:
@@ -34,23 +42,28 @@ class LoggerGroup:
 
     @property
     def muted(self) -> list[Logger]:
+        """Loggers that failed and are not called anymore."""
         return [each for each in self.loggers if each.is_muted]
 
     def start(self, run_dir: Path, resumed_step: int | None = None) -> None:
+        """Start all loggers. See :meth:`roomier.api.logger.Logger.start`."""
         tell_folder(self.loggers, run_dir)
         for logger in self.loggers:
             logger.is_muted = False
         self._each("start", lambda logger: logger.start(run_dir, resumed_step))
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        """Log one row of metrics with all loggers. Each logger receives a copy."""
         self._each("log_metrics", lambda logger: logger.log_metrics(dict(metrics), step))
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
+        """Log the hyperparameters with all loggers. Each logger receives a copy."""
         self._each("log_hyperparams", lambda logger: logger.log_hyperparams(dict(params)))
 
     def finalize(self, status: str) -> None:
+        """Finalize all loggers, including those that failed."""
         for logger in self.muted:
-            with suppress(Exception):  # it was named when it first failed
+            with suppress(Exception):  # the first failure was already printed
                 logger.finalize(status)
         self._each("finalize", lambda logger: logger.finalize(status))
 
@@ -65,7 +78,7 @@ class LoggerGroup:
 
 
 def tell_folder(loggers: Iterable[Any], run_dir: Path | None) -> None:
-    """Let roomier's loggers know the folder of the run: on every rank, while only the first starts them."""
+    """Set the run folder of roomier's loggers. Every rank calls this, but only the first rank starts the loggers."""
     for logger in loggers:
         if isinstance(logger, Logger):
             logger.run_dir = run_dir

@@ -1,4 +1,4 @@
-"""What roomier's own loggers share: calls from anywhere, in the forms people write them, none of which ends a run."""
+"""Base class of roomier's loggers, which users may call directly and whose errors do not end a run."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from roomier.core.metric_names import check_metric_name
 
 
 class GuardedLogger(Logger):
-    """A logger whose ``log_metrics`` and ``log_hyperparams`` may also be called by a module or a callback, on any rank.
+    """Base class of loggers that modules and callbacks may also call directly, on any rank.
 
-    On ranks other than the first, and once it is muted, they do nothing.
+    Calls have no effect on ranks other than the first, and after the logger has failed.
 
     Args:
-        prefix: put in front of each metric's name, with a ``-`` between.
+        prefix: prefix of each metric's name, separated by ``-``.
     """
 
     def __init__(self, prefix: str | None = "") -> None:
@@ -30,11 +30,11 @@ class GuardedLogger(Logger):
         """Write one row.
 
         Args:
-            metrics: numbers and 0-dim tensors; a tensor on a device is waited for.
-            step: of the row; None is that of the row before.
+            metrics: numbers and 0-dim tensors. Reading a tensor on a device synchronizes with the device.
+            step: step of the row; None uses the step of the previous row.
 
         Raises:
-            RoomierError: one of them is no number, or its name contains control characters.
+            RoomierError: a value is not a number, or a name contains control characters.
         """
         if self.is_silent:
             return
@@ -53,7 +53,7 @@ class GuardedLogger(Logger):
 
     @property
     def is_silent(self) -> bool:
-        """Whether it writes nothing here: it failed, or another rank writes."""
+        """True if the logger does not write, because it failed or another rank writes."""
         return self.is_muted or not is_first_rank()
 
     @abstractmethod
@@ -70,17 +70,20 @@ class GuardedLogger(Logger):
 
 
 def mute(logger: Any, method: str, error: Exception) -> None:
-    """Leave ``logger`` out from here on, and say so."""
+    """Disable ``logger`` and print a notice with the error."""
     logger.is_muted = True
     name = getattr(logger, "name", None)
     notice(
-        f"logger {name!r} ({type(logger).__name__}) failed in {method} and is left out from here on; training goes on. "
+        f"logger {name!r} ({type(logger).__name__}) failed in {method} and is disabled; training continues. "
         f"{type(error).__name__}: {error}"
     )
 
 
 def flat(params: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """``{"model": {"depth": 2}}`` as ``("model/depth", 2)``; what is no number or text as text."""
+    """Yield the items of nested ``params``: ``{"model": {"depth": 2}}`` gives ``("model/depth", 2)``.
+
+    Values other than numbers and strings are converted to strings.
+    """
     for name, value in params.items():
         if isinstance(value, Mapping):
             yield from flat(value, f"{prefix}{name}/")
@@ -92,4 +95,4 @@ def _number(name: str, value: Any) -> float:
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise RoomierError("log_metrics", (name, value), "is not a number", "Pass numbers and 0-dim tensors") from error
+        raise RoomierError("log_metrics", (name, value), "must be a number", "Pass numbers or 0-dim tensors") from error

@@ -1,4 +1,4 @@
-"""JSONLLogger: ``metrics.jsonl``, one JSON object a row, readable while the run goes on."""
+"""JSONLLogger: writes ``metrics.jsonl``, one JSON object per row, readable during the run."""
 
 from __future__ import annotations
 
@@ -15,18 +15,27 @@ from roomier.loggers.files import FileLogger, replacing
 class JSONLLogger(FileLogger):
     """Appends ``{"step": 50, "time": 1767225600.123, "train_loss": 2.5}`` to ``<run folder>/metrics.jsonl``.
 
-    ``step`` counts optimizer steps, ``time`` is the wall clock in seconds since 1970 (UTC). A metric that is
-    itself called ``step`` or ``time`` is written as ``metric/step`` or ``metric/time``. JSON has no numbers that
-    are not finite; they are written as the strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"`` (the mapping
-    Protocol Buffers chose), which ``float()`` and JavaScript's ``Number()`` turn back into numbers. Every row
-    reaches the operating system before ``log_metrics`` returns, so a killed run loses none.
+    - ``step`` counts optimizer steps. ``time`` is the wall clock in seconds since 1970 (UTC).
+    - A metric named ``step`` or ``time`` is written as ``metric/step`` or ``metric/time``.
+    - JSON has no non-finite numbers. They are written as the strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"`` (as
+      in Protocol Buffers), which ``float()`` and JavaScript's ``Number()`` parse.
+    - Each row is passed to the operating system before ``log_metrics`` returns, so a killed run loses no row.
+
+    Args:
+        save_dir: see :class:`roomier.loggers.files.FileLogger`.
+        name: see :class:`roomier.loggers.files.FileLogger`.
+        version: see :class:`roomier.loggers.files.FileLogger`.
+        prefix: see :class:`roomier.loggers.files.FileLogger`.
+
+    Example:
+        >>> trainer = roomier.Trainer(logger=JSONLLogger())
     """
 
     name = "jsonl"
     file_name = "metrics.jsonl"
 
     def _write_metrics(self, row: dict[str, float], step: int) -> None:
-        assert self._file is not None, "start() comes first"
+        assert self._file is not None, "start() must run first"
         cells: dict[str, Any] = {"step": step, "time": round(time.time(), 3)}
         for name, value in row.items():
             cells[f"metric/{name}" if name in ("step", "time") else name] = json_number(value)
@@ -39,14 +48,15 @@ class JSONLLogger(FileLogger):
 
 
 def json_number(value: float) -> float | str:
-    """``value``, or the string that stands for it where JSON has no number."""
+    """Return ``value``, or the string that represents a non-finite number in JSON."""
     if math.isfinite(value):
         return value
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
 def drop_rows(path: Path, after_step: int | None) -> None:
-    """Rewrite ``path``, in one move, without torn rows and without rows whose step lies after ``after_step``."""
+    """Rewrite ``path`` atomically without incomplete rows and without rows whose step is greater than
+    ``after_step``."""
     num_torn = num_dropped = 0
     with path.open("rb") as rows:
         for row in rows:
@@ -60,7 +70,7 @@ def drop_rows(path: Path, after_step: int | None) -> None:
             if _judge(row, after_step) == "kept":
                 kept.write(row.decode("utf-8"))
     if num_torn:
-        notice(f"{path}: {num_torn} half-written row(s) of a run that was cut off left out")
+        notice(f"{path}: dropped {num_torn} incomplete row(s) of an interrupted run")
 
 
 def _judge(row: bytes, after_step: int | None) -> str:

@@ -1,4 +1,4 @@
-"""MLFlowLogger: a run of MLflow."""
+"""MLFlowLogger: logs to a run of MLflow."""
 
 from __future__ import annotations
 
@@ -14,26 +14,34 @@ from roomier.loggers.service import ServiceLogger, missing_package, refuse_log_m
 
 _STATUSES = {"success": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}
 _NOT_IN_A_NAME = re.compile(r"[^\w/.: -]")
-_MAX_CHARACTERS = 500  # of a parameter, in every store
-_MAX_PARAMS = 100  # of one request
+_MAX_CHARACTERS = 500  # maximum length of a parameter in every store
+_MAX_PARAMS = 100  # maximum number per request
 
 
 class MLFlowLogger(ServiceLogger):
-    """Logs to MLflow; arguments are those of Lightning's logger. ``mlflow-skinny`` is enough.
+    """Logs to MLflow. The arguments equal Lightning's. The package ``mlflow-skinny`` suffices.
 
     Args:
-        experiment_name: that the run belongs to. run_name: of a new run.
-        tracking_uri: of a server, or ``file:<folder>``; None is ``MLFLOW_TRACKING_URI``, else ``file:<save_dir>``.
-        tags: of a new run. save_dir: a folder for runs where no server is named (``"./mlruns"``).
-        artifact_location: of a new experiment. run_id: of a run to go on with.
-        synchronous: whether a call waits until the server has the row. None is what ``mlflow`` does by itself.
-        prefix: put in front of each metric's name, with a ``-`` between.
+        experiment_name: name of the experiment that contains the run.
+        run_name: name of a new run.
+        tracking_uri: URI of a server, or ``file:<folder>``; None uses ``MLFLOW_TRACKING_URI``, otherwise
+            ``file:<save_dir>``.
+        tags: tags of a new run.
+        save_dir: folder of the runs if no server is given.
+        log_model: must be False, because checkpoints are not uploaded.
+        prefix: prefix of each metric's name, separated by ``-``.
+        artifact_location: location of the artifacts of a new experiment.
+        run_id: id of a run to resume.
+        synchronous: wait until the server has received each row; None uses the default of ``mlflow``.
 
     Attributes:
-        experiment: the ``MlflowClient``. run_id, experiment_id: what its methods ask for.
+        experiment: the ``MlflowClient``.
 
     Raises:
-        RoomierError: the package is not installed, or ``log_model`` was asked for, which is not built.
+        RoomierError: the package is not installed, or ``log_model`` is set.
+
+    Example:
+        >>> trainer = roomier.Trainer(logger=MLFlowLogger("gpt", tracking_uri="file:./mlruns"))
     """
 
     name = "mlflow"
@@ -54,7 +62,7 @@ class MLFlowLogger(ServiceLogger):
     ) -> None:
         refuse_log_model(log_model)
         uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or f"file:{Path(save_dir or './mlruns').absolute()}"
-        if uri.startswith("file:"):  # it is meant; and a run that keeps to its files asks nothing of the network
+        if uri.startswith("file:"):  # the file store is intended, and this run must not use the network
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
             os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         try:
@@ -70,13 +78,13 @@ class MLFlowLogger(ServiceLogger):
 
     @property
     def run_id(self) -> str | None:
-        """Of the run, which is opened by asking."""
+        """Id of the run. Reading it opens the run."""
         _ = self.experiment
         return self._id
 
     @property
     def experiment_id(self) -> str | None:
-        """Of what MLflow calls an experiment; opens the run."""
+        """Id of the MLflow experiment. Reading it opens the run."""
         _ = self.experiment
         return self._experiment_id
 
@@ -107,14 +115,14 @@ class MLFlowLogger(ServiceLogger):
         self.experiment.log_batch(self.run_id, metrics=metrics, **self._how)
 
     def _write_hyperparams(self, params: dict[str, Any]) -> None:
-        """MLflow takes each once: of a resumed run those of its beginning stay, and a notice names what differs."""
+        """Log new hyperparameters. MLflow does not allow changes, so a notice lists values that differ."""
         client = self.experiment
         texts = {_NOT_IN_A_NAME.sub("_", name): str(value)[:_MAX_CHARACTERS] for name, value in flat(params)}
         known = client.get_run(self.run_id).data.params
         changed = sorted(name for name, text in texts.items() if known.get(name, text) != text)
         if changed:
             notice(
-                f"logger 'mlflow' keeps the hyperparameters the run began with; given otherwise: {', '.join(changed)}"
+                f"logger 'mlflow' keeps the hyperparameters of the first run; ignored new values: {', '.join(changed)}"
             )
         new = [self._entities.Param(name, text) for name, text in texts.items() if name not in known]
         for first in range(0, len(new), _MAX_PARAMS):
@@ -124,4 +132,4 @@ class MLFlowLogger(ServiceLogger):
         super().finalize(status)
         if self._experiment is not None and self._id is not None:
             self._experiment.set_terminated(self._id, _STATUSES.get(status, "FINISHED"))
-            self._experiment = None  # what is opened after runs again
+            self._experiment = None  # the next use opens the run again

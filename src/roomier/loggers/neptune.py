@@ -1,4 +1,4 @@
-"""Neptune's service is closed: asking for its logger says so."""
+"""NeptuneLogger: raises an error, because the service of Neptune was closed."""
 
 from __future__ import annotations
 
@@ -10,14 +10,18 @@ _ACTION = "Use one of: comet, csv, jsonl, mlflow, tensorboard, trackio, wandb"
 
 
 def service_closed() -> PlanError:
+    """Return the error that lists the other loggers."""
     return PlanError("logger", "neptune", "the service was closed in March 2026", _ACTION)
 
 
 class NeptuneLogger:
-    """There is nothing left to log to.
+    """Placeholder for the logger of Neptune, whose service was closed.
 
     Raises:
-        PlanError: always; it names what to use.
+        PlanError: always, with a list of the other loggers.
+
+    Example:
+        >>> NeptuneLogger()  # raises PlanError
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

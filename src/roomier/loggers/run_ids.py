@@ -1,4 +1,4 @@
-"""What a resumed run must know of its logs: the ids and folders they had, in ``loggers.json`` of the run folder."""
+"""Ids and folders of a run's logs, stored in ``loggers.json`` of the run folder for a resumed run."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ FILE_NAME = "loggers.json"
 
 
 def read_id(run_dir: Path, key: str) -> str | None:
-    """The id that the logger called ``key`` had in this run; None where it had none."""
+    """Return the id of the logger ``key`` in this run; None if there is none."""
     found = _read(run_dir).get(key)
     return None if found is None else str(found)
 
 
 def write_id(run_dir: Path, key: str, run_id: str) -> None:
-    """Keep the id of the logger called ``key`` for those who go on with this run."""
+    """Store the id of the logger ``key`` for a resumed run."""
     known = _read(run_dir)
     if known.get(key) == run_id:
         return
@@ -37,11 +37,13 @@ def _read(run_dir: Path) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class OwnFolder:
-    """A folder of a logger's own, ``<save_dir>/<name>/<version>``.
+    """Folder of a logger outside the run folder: ``<save_dir>/<name>/<version>``.
 
-    Args:
-        kind: of the logger.
-        version: None: the first ``version_N`` that is not there.
+    Attributes:
+        kind: name of the logger.
+        save_dir: parent folder.
+        name: folder within ``save_dir``; None uses ``save_dir`` itself.
+        version: folder within ``name``; a number N means ``version_N``, and None the first free ``version_N``.
     """
 
     kind: str
@@ -50,7 +52,7 @@ class OwnFolder:
     version: int | str | None
 
     def find(self, run_dir: Path | None) -> Path:
-        """The folder for the run in ``run_dir``: a resumed run has that of its beginning."""
+        """Return the folder for the run in ``run_dir``. A resumed run uses its previous folder."""
         if self.version is None:
             known = None if run_dir is None else read_id(run_dir, self._key)
             version = known or _next_version(self._parent)
@@ -62,7 +64,7 @@ class OwnFolder:
         return folder
 
     def keep(self, run_dir: Path, folder: Path) -> None:
-        """Let those who go on with the run in ``run_dir`` find ``folder``."""
+        """Store ``folder`` in ``run_dir``, so that a resumed run finds it."""
         write_id(run_dir, self._key, folder.name)
 
     @property

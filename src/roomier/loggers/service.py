@@ -1,4 +1,4 @@
-"""ServiceLogger: what the loggers of a service share."""
+"""ServiceLogger: base class of the loggers of experiment trackers."""
 
 from __future__ import annotations
 
@@ -13,17 +13,20 @@ from roomier.loggers.run_ids import read_id, write_id
 
 
 class ServiceLogger(GuardedLogger):
-    """A logger whose runs have an id. The first rank opens one when a fit starts, or when ``experiment`` is first asked
-    for. The id is kept in the run folder, so a resumed run goes on in the same run of the service, whose rows of steps
-    that are written again stand there twice: services do not forget.
+    """Base class of loggers whose runs have an id.
+
+    The first rank opens a run when a fit starts or when ``experiment`` is first read. The id is stored in the run
+    folder, so a resumed run continues the same run of the service. The service then contains the rows of repeated steps
+    twice, because services do not delete rows.
 
     Args:
-        project: that the run belongs to.
-        run_id: of a run to go on with; None opens a new one.
+        project: project that contains the run.
+        run_id: id of a run to resume; None opens a new run.
+        prefix: prefix of each metric's name, separated by ``-``.
     """
 
     PACKAGE: ClassVar[str]
-    """What pip calls it."""
+    """Name of the package on PyPI."""
 
     def __init__(self, project: str, run_id: str | None, prefix: str | None) -> None:
         super().__init__(prefix)
@@ -43,15 +46,16 @@ class ServiceLogger(GuardedLogger):
 
     @property
     def version(self) -> str | None:
-        """The id of the run; None before it is opened."""
+        """Id of the run; None before the run is opened."""
         return self._id
 
     @property
     def project(self) -> str:
+        """Name of the project."""
         return self._project
 
     def start(self, run_dir: Path, resumed_step: int | None = None) -> None:
-        """Open the run: that which was asked for, else the one that the run folder knows, else its own or a new one."""
+        """Open the run: the run with the given id, otherwise the stored id, otherwise the current or a new run."""
         key = f"{self.name} {self._project}"
         kept = read_id(run_dir, key)
         if self._given_id is None and kept is not None and kept != self._id:
@@ -59,7 +63,7 @@ class ServiceLogger(GuardedLogger):
             self._id = kept
         self._is_in_run = True
         self._begin()
-        assert self._id is not None, "it was opened"
+        assert self._id is not None, "the run is open"
         write_id(run_dir, key, self._id)
 
     def finalize(self, status: str) -> None:
@@ -70,28 +74,29 @@ class ServiceLogger(GuardedLogger):
 
     @abstractmethod
     def _open(self, run_id: str | None, *, is_known: bool) -> tuple[Any, str]:
-        """The run ``run_id``, or a new one, and its id.
+        """Open the run ``run_id``, or a new one, and return it with its id.
 
         Args:
-            is_known: it may be there already.
+            is_known: True if the run may already exist.
         """
 
     def _close(self, status: str) -> None:
-        """End the run that is open, if any."""
+        """End the open run, if any."""
         self._experiment = None
 
 
 def missing_package(name: str, package: str, error: ImportError) -> RoomierError:
+    """Return the error for a logger whose package is not installed."""
     action = f"Run: pip install {package}, or pip install 'roomier[loggers]'"
-    return RoomierError("logger", name, f"needs a package that is not installed ({error})", action)
+    return RoomierError("logger", name, f"requires a package that is not installed ({error})", action)
 
 
 def refuse_log_model(log_model: object) -> None:
-    """Refuse ``log_model``, which is not built.
+    """Reject ``log_model``, which is not supported.
 
     Raises:
-        RoomierError: says what to do instead.
+        RoomierError: ``log_model`` is set.
     """
     if log_model:
-        action = "Upload the folder trainer.checkpoint_callback.best_model_path when fit is over"
-        raise RoomierError("log_model", log_model, "checkpoints are folders, which no logger uploads by itself", action)
+        action = "Upload the folder trainer.checkpoint_callback.best_model_path after fit"
+        raise RoomierError("log_model", log_model, "is not supported, because checkpoints are folders", action)

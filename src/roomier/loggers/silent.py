@@ -1,4 +1,4 @@
-"""SilentLogger: what a module finds as ``self.logger`` in a run that writes nothing."""
+"""SilentLogger: the ``self.logger`` of a module in a run without files."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from roomier.api.logger import Logger, Nothing
 
 
 class SilentLogger(Logger):
-    """Takes everything, keeps nothing: for fast development runs, and for trials of the tuner."""
+    """Logger that accepts all calls without an effect, for fast_dev_run and for trials of the tuner."""
 
     name = "silent"
 

@@ -1,4 +1,4 @@
-"""TensorBoardLogger: an event file in the run folder, for ``tensorboard --logdir``."""
+"""TensorBoardLogger: writes an event file for ``tensorboard --logdir``."""
 
 from __future__ import annotations
 
@@ -17,23 +17,28 @@ if TYPE_CHECKING:
 
 
 class TensorBoardLogger(GuardedLogger):
-    """Writes scalars, and the hyperparameters for TensorBoard's table of runs.
+    """Writes scalars, and hyperparameters for the table of runs in TensorBoard.
 
     Args:
-        save_dir: write to ``<save_dir>/<name>/<version>``, as Lightning's logger does; None: to the run folder.
-        name, version: folders within ``save_dir``; without a version each run gets a new ``version_N``, and a resumed
-            one goes on in its own.
-        prefix: put in front of each metric's name, with a ``-`` between.
-        sub_dir: a folder within that folder.
-        kwargs: for ``SummaryWriter``: ``flush_secs``, say.
+        save_dir: write to ``<save_dir>/<name>/<version>``, like Lightning's logger; None writes to the run folder.
+        name: folder within ``save_dir``.
+        version: folder within ``name``; None creates a new ``version_N`` for each run. A resumed run uses its previous
+            folder.
+        prefix: prefix of each metric's name, separated by ``-``.
+        sub_dir: folder within that folder.
+        default_hp_metric: accepted for compatibility with Lightning; not used.
+        log_graph: must be False. Call :meth:`log_graph` instead.
+        kwargs: arguments of ``SummaryWriter``, such as ``flush_secs``.
 
     Attributes:
-        experiment: the ``SummaryWriter``, for images, histograms and the rest; there from the start of a fit on, and
-            before it where ``save_dir`` was given. Of several ranks the first one writes: on the others it takes every
-            call and does nothing.
+        experiment: the ``SummaryWriter``, for example for images and histograms. It is available from the start of a
+            fit on, and earlier if ``save_dir`` is set. On ranks other than the first, its methods have no effect.
 
     Raises:
-        RoomierError: the package ``tensorboard`` is not installed.
+        RoomierError: the package ``tensorboard`` is not installed, or ``log_graph`` is set.
+
+    Example:
+        >>> trainer = roomier.Trainer(logger=TensorBoardLogger("logs", name="gpt"))
     """
 
     name = "tensorboard"
@@ -50,20 +55,22 @@ class TensorBoardLogger(GuardedLogger):
         log_graph: bool = False,
         **kwargs: Any,
     ) -> None:
-        # Imported here: what is missing is told before anything starts, and a run that does not ask for
-        # TensorBoard does not wait for its import.
+        # Imported here, so that a missing package raises before the run starts and other runs do not wait for the
+        # import.
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise RoomierError(
                 "logger",
                 "tensorboard",
-                f"needs a package that is not installed ({error})",
+                f"requires a package that is not installed ({error})",
                 "Run: pip install 'roomier[tensorboard]'",
             ) from error
         if log_graph:
-            action = "Call logger.log_graph(model, batch) before fit: it runs the model on a batch of yours"
-            raise RoomierError("log_graph", log_graph, "a run does not trace the model by itself", action)
+            action = "Call logger.log_graph(model, batch) before fit, which runs the model on this batch"
+            raise RoomierError(
+                "log_graph", log_graph, "is not supported, because a run does not trace the model", action
+            )
         super().__init__(prefix)
         self._make_writer = SummaryWriter
         self._writer_options = kwargs
@@ -86,11 +93,11 @@ class TensorBoardLogger(GuardedLogger):
         return self._writer
 
     def start(self, run_dir: Path, resumed_step: int | None = None) -> None:
-        """Open a new event file. Points after ``resumed_step`` in older ones are marked to be hidden."""
-        if self._writer is not None and self._place is not None:  # it was used before the run: this is its run
+        """Open a new event file. Points after ``resumed_step`` in older files are marked as hidden."""
+        if self._writer is not None and self._place is not None:  # opened before the run, so it belongs to this run
             self._place.keep(run_dir, cast("Path", self._folder))
             return
-        self.finalize("success")  # it was used after the run before
+        self.finalize("success")  # it may have been used after the previous run
         folder = run_dir if self._place is None else self._place.find(run_dir)
         self._open(folder, purge_step=None if resumed_step is None else resumed_step + 1)
 
@@ -108,23 +115,27 @@ class TensorBoardLogger(GuardedLogger):
             self.experiment.add_scalar(name, value, step)
 
     def _write_hyperparams(self, params: dict[str, Any]) -> None:
-        """Nested ones are named ``outer/inner``; what is no number or string is shown as text."""
+        """Write the hyperparameters. Nested names are joined as ``outer/inner``; other values are written as text."""
         from torch.utils.tensorboard.summary import hparams
 
-        # SummaryWriter.add_hparams would open a second run in a folder of its own.
+        # SummaryWriter.add_hparams would create another run in a separate folder.
         writer = self.experiment
         file_writer = writer.file_writer
-        assert file_writer is not None, "SummaryWriter opens it when it is made"
+        assert file_writer is not None, "SummaryWriter opens it at construction"
         for summary in hparams(dict(flat(params)), {}):
             file_writer.add_summary(summary)
         writer.flush()
 
     def log_graph(self, model: nn.Module, input_array: Any = None) -> None:
-        """Draw ``model``: it is traced on ``input_array``, or on its ``example_input_array``."""
+        """Write the graph of ``model``, traced on ``input_array`` or on its ``example_input_array``.
+
+        Raises:
+            RoomierError: there is no input.
+        """
         if input_array is None:
             input_array = getattr(model, "example_input_array", None)
         if input_array is None:
-            raise RoomierError("input_array", None, "there is nothing to run the model on", "Pass a batch")
+            raise RoomierError("input_array", None, "is required, because the graph is traced on it", "Pass a batch")
         self._guard("log_graph", lambda: self.experiment.add_graph(model, input_array))
 
     def save(self) -> None:

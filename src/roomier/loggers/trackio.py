@@ -1,4 +1,4 @@
-"""TrackioLogger: a run of trackio, which keeps it on this machine or in a Space."""
+"""TrackioLogger: logs to a run of trackio, which stores it on this machine or in a Space."""
 
 from __future__ import annotations
 
@@ -12,20 +12,23 @@ from roomier.loggers.service import ServiceLogger, missing_package
 
 
 class TrackioLogger(ServiceLogger):
-    """Logs to trackio, through ``trackio.init``, ``log`` of the run it gives, and ``finish``.
+    """Logs to trackio with ``trackio.init``, and ``log`` and ``finish`` of the returned run.
 
-    trackio tells runs apart by their names and takes hyperparameters when a run begins, so that is when the first row,
-    or the hyperparameters, come.
+    trackio identifies a run by its name and accepts hyperparameters only at the start. So the first row or the
+    hyperparameters open the run.
 
     Args:
-        project: ``TRACKIO_PROJECT``, else ``"lightning_logs"``.
-        name: of the run; None makes one up.
-        space_id: a Space to log to; None keeps all on this machine.
-        prefix: put in front of each metric's name, with a ``-`` between.
-        kwargs: for ``trackio.init``: ``group``, ``private``, ``auto_log_gpu``, ...
+        project: name of the project; None uses ``TRACKIO_PROJECT``, otherwise ``"lightning_logs"``.
+        name: name of the run; None generates a name.
+        space_id: Space to log to; None stores everything on this machine.
+        prefix: prefix of each metric's name, separated by ``-``.
+        kwargs: arguments of ``trackio.init``: ``group``, ``private``, ``auto_log_gpu``, ...
 
     Raises:
         RoomierError: the package is not installed.
+
+    Example:
+        >>> trainer = roomier.Trainer(logger=TrackioLogger(project="gpt"))
     """
 
     name = "trackio"
@@ -55,7 +58,7 @@ class TrackioLogger(ServiceLogger):
         return self._trackio.init(project=self._project, name=name, **options), name
 
     def _begin(self) -> None:
-        self._id = self._id or _new_name()  # opened by what comes first
+        self._id = self._id or _new_name()  # the first row or the hyperparameters open the run
 
     def _write_metrics(self, row: dict[str, float], step: int) -> None:
         self.experiment.log(row, step)

@@ -1,4 +1,4 @@
-"""WandbLogger: a run of Weights & Biases."""
+"""WandbLogger: logs to a run of Weights & Biases."""
 
 from __future__ import annotations
 
@@ -16,21 +16,30 @@ _STEP = "trainer/global_step"
 
 
 class WandbLogger(ServiceLogger):
-    """Logs to Weights & Biases, over ``trainer/global_step``; arguments are those of Lightning's logger.
+    """Logs to Weights & Biases over ``trainer/global_step``. The arguments equal Lightning's.
 
-    The run stays open after a fit, for what a script logs then with ``wandb.log`` or ``logger.experiment``; wandb ends
-    it with the process, ``wandb.finish()`` before. Another WandbLogger that opens one ends it too.
+    After a fit, the run stays open, for example for ``wandb.log`` or ``logger.experiment``. It ends when the process
+    ends, when ``wandb.finish()`` is called, or when another WandbLogger opens a run.
 
     Args:
-        name: of the run. save_dir, dir: where wandb keeps its files; None: the run folder.
-        version, id: of a run to go on with. project: ``WANDB_PROJECT``, else ``"lightning_logs"``.
-        offline: write files alone, to be sent later with ``wandb sync``; nothing is asked of the network.
-        experiment: a run that ``wandb.init`` gave.
-        prefix: put in front of each metric's name, with a ``-`` between.
-        kwargs: for ``wandb.init``: ``entity``, ``group``, ``tags``, ...
+        name: name of the run.
+        save_dir: folder of wandb's files; None uses the run folder.
+        version: id of a run to resume.
+        offline: write only files, for a later ``wandb sync``. The network is not used.
+        dir: same as ``save_dir``.
+        id: same as ``version``.
+        anonymous: must be None, because wandb removed it.
+        project: name of the project; None uses ``WANDB_PROJECT``, otherwise ``"lightning_logs"``.
+        log_model: must be False, because checkpoints are not uploaded.
+        experiment: a run returned by ``wandb.init``.
+        prefix: prefix of each metric's name, separated by ``-``.
+        kwargs: arguments of ``wandb.init``: ``entity``, ``group``, ``tags``, ...
 
     Raises:
-        RoomierError: the package is not installed, or ``log_model`` was asked for, which is not built.
+        RoomierError: the package is not installed, or ``log_model`` or ``anonymous`` is set.
+
+    Example:
+        >>> trainer = roomier.Trainer(logger=WandbLogger(name="gpt", offline=True))
     """
 
     name = "wandb"
@@ -53,9 +62,9 @@ class WandbLogger(ServiceLogger):
     ) -> None:
         refuse_log_model(log_model)
         if anonymous is not None:
-            raise RoomierError("anonymous", anonymous, "is no longer known to wandb", "Leave it out")
+            raise RoomierError("anonymous", anonymous, "is not supported by wandb anymore", "Remove it")
         if offline or kwargs.get("mode") == "offline":
-            os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # read when wandb is imported
+            os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # wandb reads this at import
         try:
             import wandb
         except ImportError as error:
@@ -77,8 +86,10 @@ class WandbLogger(ServiceLogger):
     def watch(
         self, model: nn.Module, log: str | None = "gradients", log_freq: int = 100, log_graph: bool = True
     ) -> None:
-        """wandb's own ``watch``: histograms of gradients, for which it waits for the device every ``log_freq`` steps.
-        It hooks the parameters there are: under ``zero1`` and beyond these are others."""
+        """Call ``wandb.watch``, which logs histograms of gradients and waits for the device every ``log_freq`` steps.
+
+        It registers hooks on the current parameters, which ``zero1`` and higher strategies replace.
+        """
         self._guard("watch", lambda: self.experiment.watch(model, log=log, log_freq=log_freq, log_graph=log_graph))
 
     def _open(self, run_id: str | None, *, is_known: bool) -> tuple[Any, str]:
@@ -88,14 +99,12 @@ class WandbLogger(ServiceLogger):
         owner = None if running is None else _owners.get(running.id)
         if running is not None and running.id != run_id and owner is not None:
             if owner._is_in_run:
-                options["reinit"] = "create_new"  # beside it
+                options["reinit"] = "create_new"  # in addition to the running one
             else:
                 running.finish()
             running = None
         if running is not None:
-            notice(
-                f"logger 'wandb' goes on in the run {running.id} that is open; call wandb.finish() before for another"
-            )
+            notice(f"logger 'wandb' uses the open run {running.id}. To start a new run, call wandb.finish() first")
             return running, str(running.id)
         place = self._place or self.run_dir
         if place is not None:
@@ -119,11 +128,11 @@ class WandbLogger(ServiceLogger):
         super()._close(status)
 
 
-_owners: dict[str, WandbLogger] = {}  # of the runs that were opened here, by id
+_owners: dict[str, WandbLogger] = {}  # loggers by the id of the run that they opened
 
 
 def _plain(value: Any) -> Any:
-    """``value`` made of what JSON knows; all else as text."""
+    """Convert ``value`` to types that JSON can represent. Other types become strings."""
     if isinstance(value, dict):
         return {str(name): _plain(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -1,4 +1,4 @@
-"""What a rank holds in memory: by formula before it runs, and measured while it does."""
+"""Memory of a rank by kind: predicted by formula before a run, and measured during a run."""
 
 from __future__ import annotations
 
@@ -10,15 +10,21 @@ if TYPE_CHECKING:
 
 
 def anatomy(trainer: TrainerView) -> Anatomy:
-    """The bytes of the run of ``trainer`` by kind: now, and at the peak of a step where the callback
-    :class:`roomier.callbacks.MemoryAnatomy` tracked one; beside it what the Plan's formula says for each parameter.
+    """Return the memory of the run of ``trainer`` by kind, on all ranks.
 
-    From hooks between two steps (``on_train_batch_end``, ``on_save_point``), or after ``fit``. On several ranks every
-    rank calls it, and each gets the figures of all.
+    The result contains the bytes that exist now and the prediction of the Plan's formula. If the callback
+    :class:`roomier.callbacks.MemoryAnatomy` tracked a step, it also contains the peak of that step.
+
+    Call this function between two steps (``on_train_batch_end``, ``on_save_point``) or after ``fit``. With several
+    ranks, every rank must call it, and each rank receives the results of all ranks.
 
     Raises:
-        RoomierError: nothing was run yet.
+        RoomierError: the Trainer has not run anything yet.
+
+    Example:
+        >>> trainer.fit(model, loader)
+        >>> print(roomier.memory.anatomy(trainer))
     """
-    from roomier.memory.measure import anatomy_of  # late: loads the sharding of torch
+    from roomier.memory.measure import anatomy_of  # late: loads torch's sharding
 
     return anatomy_of(trainer)

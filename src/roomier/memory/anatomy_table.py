@@ -1,4 +1,4 @@
-"""The anatomy of a run's memory as a value: bytes by kind on each rank, now and at the peak of a step."""
+"""Memory of a run as plain data and as a table: bytes by kind on each rank, now and at the peak of a step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.table import Table
 from roomier.core.units import format_bytes, format_count
 from roomier.memory.kinds import Kind
 
-# Rows of the table, with what is in them.
+# Rows of the table and the kinds that each row contains.
 ROWS: dict[str, tuple[Kind, ...]] = {
     "weights": (Kind.PARAMETER,),
     "gradients": (Kind.GRADIENT,),
@@ -27,20 +27,20 @@ NumBytes = dict[str, int]
 
 
 def by_row(num_bytes: Mapping[Kind, int]) -> NumBytes:
-    """Bytes by kind as bytes by row."""
+    """Convert bytes by kind to bytes by row."""
     return {row: sum(num_bytes.get(kind, 0) for kind in kinds) for row, kinds in ROWS.items()}
 
 
 @dataclass(frozen=True)
 class StepPeak:
-    """One step that was tracked on this rank.
+    """Peak of one tracked step on this rank.
 
     Attributes:
-        step: its number, from 1.
-        phase: of the step, at the peak: ``"forward"``, ``"backward"``, ``"update"``.
-        whole: all tensors when they together are largest.
-        states: the same when weights, gradients and optimizer states together are largest.
-        allocator_bytes: the most that CUDA's allocator had given out; None on other devices.
+        step: number of the step, counted from 1.
+        phase: phase of the step at the peak: ``"forward"``, ``"backward"``, ``"update"``.
+        whole: bytes of all tensors when their sum is largest.
+        states: bytes when the sum of weights, gradients and optimizer states is largest.
+        allocator_bytes: maximum bytes that the CUDA allocator allocated; None on other devices.
     """
 
     step: int
@@ -51,10 +51,10 @@ class StepPeak:
 
 
 class KeepsPeak:
-    """A callback that tracks a step.
+    """Base class of callbacks that track a step.
 
     Attributes:
-        peak: of the last step it tracked on this rank; None before.
+        peak: peak of the last tracked step on this rank; None before.
     """
 
     peak: StepPeak | None = None
@@ -62,13 +62,14 @@ class KeepsPeak:
 
 @dataclass(frozen=True)
 class RankAnatomy:
-    """One rank, in bytes by row of the table.
+    """Memory of one rank, in bytes by row of the table.
 
     Attributes:
-        now: weights, gradients and optimizer states that are there; other tensors are known in a tracked step only.
-        rule: the same at their peak in a step, by the formula of the Plan; None where the optimizer's is not known.
-        peak: of a step that was tracked; None where none was.
-        allocator: CUDA's ``allocated``, ``peak`` and ``reserved`` bytes; None on other devices.
+        rank: the rank.
+        now: current weights, gradients and optimizer states. Other tensors are known only in a tracked step.
+        rule: prediction of these rows at their peak; None if the states of the optimizer are unknown.
+        peak: peak of a tracked step; None if no step was tracked.
+        allocator: ``allocated``, ``peak`` and ``reserved`` bytes of the CUDA allocator; None on other devices.
     """
 
     rank: int
@@ -79,7 +80,7 @@ class RankAnatomy:
 
     @property
     def worst_bytes(self) -> int:
-        """What this rank needs, as far as it is known."""
+        """Highest known memory of this rank, in bytes."""
         known = [sum(self.now.values())]
         if self.peak is not None:
             known.append(sum(self.peak.whole.values()))
@@ -90,13 +91,14 @@ class RankAnatomy:
 
 @dataclass(frozen=True)
 class Anatomy:
-    """All ranks of a run, the same object on each. ``print`` it.
+    """Memory of all ranks of a run, equal on each rank. ``print`` shows it as a table.
 
     Attributes:
-        num_parameters: of the whole model, frozen ones as well.
-        num_trained: of them, those that get gradients.
-        ranks: by rank.
-        notes: what to know of the figures.
+        strategy: strategy and precision of the run.
+        num_parameters: number of parameters of the unsharded model, including frozen parameters.
+        num_trained: number of parameters that receive gradients.
+        ranks: memory of each rank, in order of the ranks.
+        notes: explanations of the values.
     """
 
     strategy: str
@@ -107,22 +109,22 @@ class Anatomy:
 
     @property
     def worst(self) -> RankAnatomy:
-        """The rank that needs the most."""
+        """Memory of the rank with the highest memory."""
         return max(self.ranks, key=lambda each: each.worst_bytes)
 
     def bytes_per_parameter(self) -> dict[str, float]:
-        """Of the worst rank, by row: at the peak of a tracked step's weights, gradients and states, else now."""
+        """Return the bytes per parameter of the worst rank by row: at the peak of a tracked step, otherwise now."""
         worst = self.worst
         num_bytes = worst.now if worst.peak is None else worst.peak.states
         return {row: num_bytes[row] / self.num_parameters for row in STATE_ROWS}
 
     def rule_per_parameter(self) -> dict[str, float] | None:
-        """What the formula of the Plan says they are; fp32 AdamW in one process has 4, 4 and 8."""
+        """Return the predicted bytes per parameter by row: 4, 4 and 8 for fp32 AdamW on one rank."""
         rule = self.worst.rule
         return None if rule is None else {row: rule[row] / self.num_parameters for row in STATE_ROWS}
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data."""
+        """Return all values as plain data."""
         return {
             **asdict(self),
             "worst_rank": self.worst.rank,
@@ -131,9 +133,9 @@ class Anatomy:
         }
 
     def table(self) -> Table:
-        """The worst rank: a row for each kind."""
+        """Return a table of the worst rank, with one row per kind."""
         worst, peak = self.worst, self.worst.peak
-        whose = "" if len(self.ranks) == 1 else f" of rank {worst.rank}, the fullest of {len(self.ranks)}"
+        whose = "" if len(self.ranks) == 1 else f" of rank {worst.rank}, the fullest of {len(self.ranks)} ranks"
         frozen = "" if self.num_trained == self.num_parameters else f", {format_count(self.num_trained)} trained"
         table = Table(
             title=f"memory{whose}: {format_count(self.num_parameters)} parameters{frozen}, {self.strategy}",
@@ -145,7 +147,7 @@ class Anatomy:
             "now",
             "peak" if peak is None else f"peak (step {peak.step}, {peak.phase})",
             "per parameter",
-            "by rule",
+            "formula",
         ):
             table.add_column(name, justify="right")
         own, rule = self.bytes_per_parameter(), self.rule_per_parameter() or {}
@@ -160,15 +162,15 @@ class Anatomy:
         table.add_section()
         sums = [sum(worst.now.values()), None if peak is None else sum(peak.whole.values())]
         table.add_row(
-            "together",
+            "total",
             *("" if each is None else format_bytes(each) for each in sums),
             *(f"{sum(each.values()):.2f}" if each else "" for each in (own, rule)),
             style="bold",
         )
         if worst.allocator is not None:
             given = worst.allocator
-            table.add_row("CUDA's allocator", format_bytes(given["allocated"]), format_bytes(given["peak"]))
-            table.add_row("reserved by it", "", format_bytes(given["reserved"]))
+            table.add_row("CUDA allocator", format_bytes(given["allocated"]), format_bytes(given["peak"]))
+            table.add_row("reserved", "", format_bytes(given["reserved"]))
         return table
 
     def __str__(self) -> str:

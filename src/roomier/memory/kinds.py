@@ -1,4 +1,4 @@
-"""What bytes are for."""
+"""Kinds of memory."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from enum import StrEnum
 
 
 class Kind(StrEnum):
-    """What a tensor's memory is for. Its value is the name in reports.
+    """Purpose of a tensor's memory. The value is the name in reports.
 
     Attributes:
-        PARAMETER: what this rank owns between steps: all of the weights, or its part of them; buffers; and averages of
-            weights that callbacks keep.
-        GATHERED: copies of weights whose parts came from other ranks, in the dtype they compute in.
-        GRADIENT: of whole parameters while a backward runs, and of this rank's part of them.
-        OPTIMIZER_STATE: as the optimizer keeps it.
-        ACTIVATION: batches, and what the forward keeps for the backward; autocast's 16-bit copies of weights as well.
-        COMMUNICATION: what is sent to other ranks, or received.
-        TEMPORARY: all else.
+        PARAMETER: parameters that this rank owns between steps: all weights, or its shard of them. Also buffers, and
+            averages of weights that callbacks hold.
+        GATHERED: unsharded copies of weights, in the dtype of the computation.
+        GRADIENT: gradients of unsharded parameters during a backward, and of this rank's shard.
+        OPTIMIZER_STATE: states of the optimizer.
+        ACTIVATION: batches, tensors saved for backward, and autocast's 16-bit copies of weights.
+        COMMUNICATION: buffers that are sent to other ranks or received.
+        TEMPORARY: all other tensors.
     """
 
     PARAMETER = "parameter"
@@ -30,11 +30,11 @@ class Kind(StrEnum):
 
 
 MODEL_STATES = (Kind.PARAMETER, Kind.GATHERED, Kind.GRADIENT, Kind.OPTIMIZER_STATE)
-"""What the strategies divide among ranks. It does not depend on the batch."""
+"""Kinds that the strategies shard across ranks. They do not depend on the batch."""
 
 BytesByKind = Mapping[Kind, int]
 
 
 def total_bytes(num_bytes: BytesByKind, kinds: Iterable[Kind] = tuple(Kind)) -> int:
-    """The sum over ``kinds``; a kind that is not there counts as 0."""
+    """Return the sum over ``kinds``. Missing kinds count as 0."""
     return sum(num_bytes.get(kind, 0) for kind in kinds)

@@ -1,4 +1,4 @@
-"""The anatomy of the memory of a Trainer's run, measured."""
+"""Measures the memory of a Trainer's run by kind."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 
 def anatomy_of(trainer: TrainerView) -> Anatomy:
-    """See :func:`roomier.memory.anatomy`."""
+    """Return the memory of a run. See :func:`roomier.memory.anatomy`."""
     run = trainer.run or trainer.fitted
     if run is None:
         action = "Call it in a hook of a callback, or after trainer.fit(model, data)"
-        raise RoomierError("anatomy", trainer, "this Trainer has not run anything yet", action)
+        raise RoomierError("anatomy", trainer, "has not run anything yet", action)
     engine, plan, rank = run.engine, run.plan, run.ranks.world.rank
-    engine.settle()  # what an evaluation gathered is no part of a step
+    engine.settle()  # parameters that an evaluation unsharded do not belong to a step
     with MemoryTracker(engine.module, engine.optimizers, engine.device) as look:
         pass
     peak = next((each.peak for each in trainer.callbacks if isinstance(each, KeepsPeak) and each.peak), None)
@@ -45,7 +45,7 @@ def anatomy_of(trainer: TrainerView) -> Anatomy:
 
 
 def peak_of(tracker: MemoryTracker, step: int) -> StepPeak:
-    """What ``tracker`` saw of ``step``."""
+    """Return the peak of ``step`` that ``tracker`` measured."""
     whole = tracker.peak()
     states = tracker.peak(MODEL_STATES)
     return StepPeak(step, whole.phase, by_row(whole.num_bytes), by_row(states.num_bytes), tracker.allocator_peak_bytes)
@@ -55,13 +55,13 @@ def _rule(engine: Engine, plan: Plan, rank: int) -> tuple[NumBytes | None, str |
     try:
         return by_row(predict_built(engine, plan, rank).peak.num_bytes), None
     except RoomierError as error:
-        return None, f"no rule: {error.problem}"
+        return None, f"no formula: {error.problem}"
 
 
 def _allocator(device: torch.device, peak: StepPeak | None) -> NumBytes | None:
     if device.type != "cuda":
         return None
-    tracked_bytes = (peak and peak.allocator_bytes) or 0  # tracking sets the allocator's own peak back
+    tracked_bytes = (peak and peak.allocator_bytes) or 0  # tracking resets the peak of the allocator
     return {
         "allocated": torch.cuda.memory_allocated(device),
         "peak": max(torch.cuda.max_memory_allocated(device), tracked_bytes),
@@ -70,14 +70,14 @@ def _allocator(device: torch.device, peak: StepPeak | None) -> NumBytes | None:
 
 
 def _notes(plan: Plan, *, has_peak: bool) -> list[str]:
-    notes = ["per parameter: bytes when weights, gradients and states together are largest in a step"]
+    notes = ["per parameter: bytes when the sum of weights, gradients and states is largest in a step"]
     if not has_peak:
-        notes[0] = "per parameter: bytes now; by rule: when they together are largest in a step"
+        notes[0] = "per parameter: bytes now; formula: bytes when their sum is largest in a step"
         notes.append("for the peak, add roomier.callbacks.MemoryAnatomy() to the Trainer")
     if plan.precision.mode.endswith("-mixed"):
-        notes.append("the textbook's 18 bytes have 2 for 16-bit copies of weights: autocast's count as activations")
+        notes.append("the usual 18 bytes include 2 for 16-bit copies of weights, which count as activations here")
     if plan.adapter.frozen_base != "as_is":
-        notes.append("codes of the frozen base are bytes of weights, and are not counted as parameters")
+        notes.append("the quantized frozen base counts as bytes of weights, but not as parameters")
     if plan.compile.enabled and has_peak:
-        notes.append("compiled blocks ran uncompiled in the tracked step; compiled they need less")
+        notes.append("compiled blocks ran uncompiled in the tracked step; compiled, they need less memory")
     return notes

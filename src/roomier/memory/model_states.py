@@ -1,22 +1,23 @@
-"""The bytes of model states by formula: each strategy's memory, from shapes alone, over the moments of a step.
+"""Predicts the bytes of model states over a step by formula, for each strategy, from shapes only.
 
 [Note: bytes per parameter and rank]
-Of weights of ``w`` bytes (4), gathered for compute in ``c`` bytes (2 under autocast where they are multiplied, else
-``w``), AdamW's two states of ``w`` bytes, cut among ``N`` ranks:
+Weights of ``w`` bytes (4) are unsharded in ``c`` bytes for the computation (2 for matrix products under autocast,
+otherwise ``w``). AdamW has two states of ``w`` bytes. The weights are sharded across ``N`` ranks:
 
-    strategy     parameter   gathered          gradient                              optimizer state
+    strategy     parameter   unsharded         gradient                              optimizer state
     single       w           0                 w                                     2w
-    ddp          w           0                 w, its buckets; 2w if it accumulates  2w
-    zero1        w/N         c, the step       c, one unit; w if it accumulates      2w/N
+    ddp          w           0                 w (buckets); 2w with accumulation     2w
+    zero1        w/N         c, for the step   c, one unit; w with accumulation      2w/N
                                                w/N after the reduction
-    zero2        w/N         c, the step       c, one unit; w/N behind it            2w/N
-    zero3, hsdp  w/N         c, two units      c, one unit; w/N behind it            2w/N
+    zero2        w/N         c, for the step   c, one unit; w/N after each unit      2w/N
+    zero3, hsdp  w/N         c, two units      c, one unit; w/N after each unit      2w/N
 
-Gradients are freed after the update, so none exists between steps, except in the buckets of DDP. Hooks that read them
-later keep them. A weight that is frozen is its parameter, and what is gathered of it, alone; one in few bits is a
-buffer. They are not all there at once: a backward frees what is gathered, unit by unit, while gradients come. So the
-peak is found by walking the units through a step. Dimension 0 is cut into chunks of equally many rows, as
-``torch.chunk`` does; where it does not divide, gathered parameters and communication buffers are padded to whole
+Gradients are freed after the update, so no gradients exist between steps, except in the buckets of DDP and for hooks
+that read them later. A frozen weight has only its parameter and its unsharded copy. A quantized weight is a buffer.
+
+The peak is smaller than the sum, because a backward frees the unsharded parameters unit by unit while gradients are
+computed. So the peak is computed by simulating the units of a step. Dimension 0 is sharded into chunks of equally many
+rows, like in ``torch.chunk``. If it is not divisible, unsharded parameters and communication buffers are padded to full
 chunks, and the last ranks own less.
 """
 
@@ -34,52 +35,55 @@ from roomier.memory.walk import KINDS, Layout, Walk, gradient_bytes, in_order_of
 from roomier.memory.weights import Unit, Weight
 
 StateBytes = Callable[[Weight, tuple[int, ...]], int]
-"""What the optimizer keeps for a weight of which this rank updates a part of that shape."""
+"""Returns the optimizer's bytes for a weight, given the shape of the part that this rank updates."""
 
 
 @dataclass(frozen=True)
 class Moment:
-    """One moment of a step.
+    """Memory at one moment of a step.
 
     Attributes:
-        name: ``"forward, blocks.3"``.
-        num_bytes: on this rank.
+        name: name of the moment, such as ``"forward, blocks.3"``.
+        num_bytes: bytes on this rank by kind.
     """
 
     name: str
     num_bytes: dict[Kind, int]
 
     def total(self, kinds: Iterable[Kind] = MODEL_STATES) -> int:
+        """Return the sum over ``kinds``, in bytes."""
         return total_bytes(self.num_bytes, kinds)
 
 
 @dataclass(frozen=True)
 class ModelStates:
-    """A step from the second on, when the optimizer's states are there.
+    """Model states over a step, from the second step on, when the optimizer has its states.
 
     Attributes:
-        moments: in order; the last is that between two steps.
+        moments: moments in order; the last one is between two steps.
     """
 
     moments: list[Moment]
 
     @property
     def peak(self) -> Moment:
-        """At which parameters, gathered ones, gradients and optimizer states together are largest."""
+        """Moment at which the sum of all model states is largest."""
         return max(self.moments, key=Moment.total)
 
     @property
     def between_steps(self) -> Moment:
+        """Moment between two steps."""
         return self.moments[-1]
 
 
 def model_states(units: list[Unit], layout: Layout, state_bytes: StateBytes, buffer_bytes: int = 0) -> ModelStates:
-    """The bytes of model states of one rank over a step.
+    """Return the model states of one rank over a step.
 
     Args:
-        units: from :func:`roomier.memory.weights.units_with_weights`, in the order of the forward, the root first.
-        state_bytes: from :mod:`roomier.memory.optimizer_states`.
-        buffer_bytes: from :func:`roomier.memory.weights.buffer_bytes`.
+        units: result of :func:`roomier.memory.weights.units_with_weights`, in the order of the forward, the root first.
+        layout: the settings of the Plan that determine the bytes.
+        state_bytes: bytes of the optimizer's states, see :mod:`roomier.memory.optimizer_states`.
+        buffer_bytes: result of :func:`roomier.memory.weights.buffer_bytes`.
     """
     kept = kept_bytes(units, layout, state_bytes, buffer_bytes)
     step = _CutStep(units, layout, kept) if layout.is_cut else _WholeStep(units, layout, kept)
@@ -89,7 +93,7 @@ def model_states(units: list[Unit], layout: Layout, state_bytes: StateBytes, buf
 def kept_bytes(
     units: Sequence[Unit], layout: Layout, state_bytes: StateBytes, buffer_bytes: int = 0
 ) -> dict[Kind, int]:
-    """What one rank has between steps, without gradients. See :func:`model_states` for the arguments."""
+    """Return the bytes of one rank between steps, without gradients. See :func:`model_states` for the arguments."""
     trained = (weight for unit in units for weight in unit.weights if weight.is_trained)
     return {
         Kind.PARAMETER: buffer_bytes + sum(unit_bytes(each, layout).stored for each in units),
@@ -98,7 +102,7 @@ def kept_bytes(
 
 
 def copied_bytes(units: Sequence[Unit], layout: Layout) -> int:
-    """Of a copy of what is trained of this rank's part, in float32 at least: an average of the weights."""
+    """Return the bytes of an average of the trained weights of this rank, in float32 or a wider dtype."""
     trained = (
         weight for unit in units for weight in unit.weights if weight.is_trained and weight.dtype.is_floating_point
     )
@@ -109,7 +113,7 @@ def copied_bytes(units: Sequence[Unit], layout: Layout) -> int:
 
 
 class _WholeStep:
-    """One device, or DDP."""
+    """Step of unsharded parameters: a single device, or DDP."""
 
     def __init__(self, units: list[Unit], layout: Layout, kept: dict[Kind, int]) -> None:
         self.moments: list[Moment] = []
@@ -122,7 +126,7 @@ class _WholeStep:
         if layout.steps_in_backward:
             self._update_in_backward(units)
             return
-        # Gradients that are not reduced yet stand beside the buckets.
+        # Gradients that are not reduced yet exist in addition to the buckets.
         extra_bytes = gradients if not is_ddp or layout.num_micro_batches > 1 else 0
         self.now[Kind.GRADIENT] += extra_bytes
         self._note("backward")
@@ -134,7 +138,7 @@ class _WholeStep:
         self.moments.append(Moment(name, dict(self.now)))
 
     def _update_in_backward(self, units: list[Unit]) -> None:
-        # Those of a block wait for each other, its norms among them; the rest go one by one.
+        # All parameters of a block, including its norms, are updated together. Other parameters are updated one by one.
         groups: list[list[Weight]] = []
         for unit in units:
             if unit.is_inner:
@@ -149,7 +153,7 @@ class _WholeStep:
 
 
 class _CutStep:
-    """Units of a model that is cut, in the order of its modules."""
+    """Step of sharded units, in the order of the modules."""
 
     bucket_bytes = 0
 
@@ -163,12 +167,13 @@ class _CutStep:
             self._forward()
             is_first, is_last = index == 0, index == layout.num_micro_batches - 1
             self._backward(is_first=is_first, is_last=is_last)
-            if layout.num_backwards > 1:  # fully_shard forgets the order of the forward with the first
+            if layout.num_backwards > 1:  # fully_shard discards the order of the forward after the first backward
                 self._backward(is_first=is_first, is_last=is_last, gathers_ahead=False)
         self.moments.append(Moment("update", self.now))
 
     @property
     def now(self) -> dict[Kind, int]:
+        """Current bytes by kind."""
         return dict(zip(KINDS, self._walk.now, strict=True))
 
     def _take_notes(self) -> None:

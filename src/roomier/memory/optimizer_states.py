@@ -1,4 +1,4 @@
-"""The bytes an optimizer keeps for a parameter, before it has taken a step."""
+"""Predicts the bytes of optimizer states before the first step."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from roomier.optim.adamw import BlockwiseAdamW, blockwise_adamw_bytes
 from roomier.optim.lion import Lion
 from roomier.optim.muon import Muon
 
-_COUNTER_BYTES = 4  # the number of steps, a float32
+_COUNTER_BYTES = 4  # a float32 step counter
 _PRIMES = (3, 5, 7, 11, 13, 17, 19)
 
-# How many states of the parameter's own size and dtype an optimizer keeps, and how many numbers beside.
+# Number of states with the size and dtype of the parameter, and number of scalars.
 _FULL_SIZE: dict[type[Optimizer], Callable[[Mapping[str, Any]], tuple[int, int]]] = {
     torch.optim.AdamW: lambda options: (2 + bool(options.get("amsgrad")), 1),
     torch.optim.Adam: lambda options: (2 + bool(options.get("amsgrad")), 1),
@@ -38,16 +38,16 @@ def state_bytes(
     dtype: torch.dtype,
     whole_shape: tuple[int, ...] | None = None,
 ) -> int:
-    """What ``optimizer`` keeps for one parameter, or for one rank's part of it.
+    """Return the bytes of ``optimizer``'s states for one parameter, or for one rank's shard of it.
 
     Args:
-        group: settings of its parameter group (``momentum``, ``amsgrad``, ...).
-        shape: of what this rank updates.
-        dtype: of the weight in training.
-        whole_shape: of the parameter on all ranks; None is ``shape``.
+        group: options of the parameter's group (``momentum``, ``amsgrad``, ...).
+        shape: shape of the part that this rank updates.
+        dtype: dtype of the weight in training.
+        whole_shape: shape of the unsharded parameter; None means ``shape``.
 
     Raises:
-        RoomierError: its states are not known, and it cannot take a step without a model.
+        RoomierError: the states of the optimizer are unknown, and it cannot take a step on a small parameter.
     """
     kind, num_elements = type(optimizer), math.prod(shape)
     if isinstance(optimizer, BlockwiseAdamW):
@@ -66,15 +66,18 @@ def state_bytes(
 
 
 def _lion_bytes(num_elements: int, dtype: torch.dtype, weight_rounding: str) -> int:
-    """One momentum, and what weights of bfloat16 have no room for, or the step count of what is added at random."""
+    """Return the bytes of the momentum, and of the low bits of bfloat16 weights or the counter of random rounding."""
     if dtype is not torch.bfloat16:
         return num_elements * dtype.itemsize
     return 4 * num_elements + {"split": 2 * num_elements, "stochastic": _COUNTER_BYTES, "nearest": 0}[weight_rounding]
 
 
 def onebit_adam_bytes(num_elements: int, num_ranks: int, *, rounds_variance: bool) -> int:
-    """What 1-bit Adam keeps for a parameter after its freeze: the error of this rank, the denominator, the error of the
-    piece it owns. Before the freeze it is less: two moments of that piece. Its messages are not counted."""
+    """Return the bytes of 1-bit Adam's states for a parameter after its freeze, without message buffers.
+
+    The states are the compression error of this rank, the denominator, and the error of the piece that this rank owns.
+    Before the freeze, the states are smaller: two moments of that piece.
+    """
     piece = math.ceil(num_elements / num_ranks)
     return num_elements * (4 + (2 if rounds_variance else 4)) + piece * 4
 
@@ -82,8 +85,11 @@ def onebit_adam_bytes(num_elements: int, num_ranks: int, *, rounds_variance: boo
 def _measured_bytes(
     kind: type[Optimizer], options: Mapping[str, Any], shape: tuple[int, ...], dtype: torch.dtype
 ) -> int:
-    """One step on a small copy whose sizes are different primes: so each size of a state tells which of the parameter's
-    it follows."""
+    """Take one step on a small parameter and scale the sizes of its states.
+
+    The dimensions of the small parameter are different primes, so each dimension of a state identifies the
+    corresponding dimension of the parameter.
+    """
     small = _PRIMES[: len(shape)]
     copy = nn.Parameter(torch.ones(small, dtype=dtype))
     copy.grad = torch.ones_like(copy)
@@ -92,9 +98,9 @@ def _measured_bytes(
         optimizer = cast(Any, kind)([{"params": [copy], **known}])
         optimizer.step()
     except Exception as error:
-        action = "Call report_of(engine) after the first step, where the states are there"
+        action = "Call report_of(engine) after the first step, when the states exist"
         raise RoomierError(
-            "optimizer", kind.__name__, f"its states are not known before a step: {error}", action
+            "optimizer", kind.__name__, f"has states that are unknown before the first step: {error}", action
         ) from error
     sizes = dict(zip(small, shape, strict=True))
     states = [each for each in optimizer.state[copy].values() if isinstance(each, Tensor)]

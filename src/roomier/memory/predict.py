@@ -1,4 +1,4 @@
-"""The formula of model states for a Plan: of a network that is not built yet, and of an engine."""
+"""Predicts the model states of a Plan, for a network that is not built yet or for an engine."""
 
 from __future__ import annotations
 
@@ -20,24 +20,29 @@ from roomier.memory.weights import Weight, buffer_bytes, units_with_weights, wit
 from roomier.optim.by_name import make_optimizer
 from roomier.optim.onebit_adam import OneBitAdam
 from roomier.plan import Plan
-from roomier.plan.lever_rules import rounding_in_force
+from roomier.plan.lever_rules import has_two_backwards, rounding_in_force
+from roomier.plan.levers import lever_that_frees_gradients
 from roomier.precision.policy import precision_of
 
 
 def predict(network: nn.Module, plan: Plan, device: torch.device | None = None, rank: int = 0) -> ModelStates:
-    """The model states of ``network`` under ``plan``, which names the optimizer; shapes are enough (``meta`` device).
+    """Predict the model states of ``network`` under ``plan``. Shapes suffice, so it may be on the ``meta`` device.
 
     Args:
-        device: where it will run; None is the CPU.
-        rank: of which rank. None needs more than the first.
+        plan: a plan that names the optimizer.
+        device: device of the run; None is the CPU.
+        rank: rank whose memory is returned. Rank 0 needs at least as much as any other rank.
 
     Raises:
-        PlanError: the plan names no optimizer.
+        PlanError: the plan does not name an optimizer.
+
+    Example:
+        >>> predict(network, plan).peak.total()
     """
     wanted = plan.optimizer
     if wanted.name is None:
-        action = "Name one: Trainer(optimizer='adamw'), or build the engine and use predict_built"
-        raise PlanError("optimizer", None, "the plan names no optimizer", action)
+        action = "Use Trainer(optimizer='adamw'), or build the engine and call predict_built"
+        raise PlanError("optimizer", None, "must be the name of an optimizer", action)
     network, blocks = with_adapters(network, find_blocks(network), plan.adapter)
     optimizer = make_optimizer(
         wanted.name,
@@ -46,22 +51,22 @@ def predict(network: nn.Module, plan: Plan, device: torch.device | None = None, 
         options={key: value for key, value in wanted.options.items() if key not in ("fused", "foreach")},
         weight_rounding=rounding_in_force(plan),
         blocks=blocks,
-    )  # it has no states yet
+    )  # without states
     return _model_states(network, blocks, plan, device or torch.device("cpu"), rank, [optimizer])
 
 
 def predict_built(engine: Engine, plan: Plan, rank: int = 0) -> ModelStates:
-    """The model states that ``engine``, built from ``plan``, is to have; nothing of it is gathered now."""
+    """Predict the model states of ``engine``, built from ``plan``. No unit may be unsharded."""
     return _model_states(engine.module, engine.blocks, plan, engine.device, rank, engine.optimizers)
 
 
 def layout_of(plan: Plan, device: torch.device, rank: int = 0) -> Layout:
-    """What of ``plan`` decides the bytes of model states on ``rank``."""
+    """Return the settings of ``plan`` that determine the bytes of model states on ``rank``."""
     parallel = plan.parallel
     num_micro_batches = plan.batch.accumulate_grad_batches
-    steps_in_backward = plan.optimizer.step_in_backward != "none"
+    steps_in_backward = lever_that_frees_gradients(plan) is not None
     if parallel.num_ranks == 1 or plan.optimizer.name == "onebit_adam":
-        # One rank is not wrapped; nor is a model of which each rank has the gradients of its own batches.
+        # One rank is not wrapped. 1-bit Adam is not wrapped either: the gradients differ between ranks.
         return Layout("single", num_micro_batches=num_micro_batches, steps_in_backward=steps_in_backward)
     is_one_copy = parallel.strategy == "hsdp" and parallel.num_shards == parallel.num_ranks
     return Layout(
@@ -72,7 +77,7 @@ def layout_of(plan: Plan, device: torch.device, rank: int = 0) -> Layout:
         wire_dtype=torch.bfloat16 if parallel.reduce_dtype == "bf16" else None,
         on_gloo=device.type == "cpu",
         steps_in_backward=steps_in_backward,
-        num_backwards=2 if plan.optimizer.step_in_backward == "exact" and plan.batch.clips_norm else 1,
+        num_backwards=2 if has_two_backwards(plan) else 1,
     )
 
 
@@ -99,12 +104,12 @@ def _model_states(
 
 
 def state_bytes_of(plan: Plan, updated_by: Mapping[str, tuple[Optimizer, Mapping[str, Any]]]) -> StateBytes:
-    """What optimizers keep for a weight.
+    """Return a function that computes the optimizer's bytes for a weight.
 
     Args:
-        updated_by: name of a weight -> its optimizer, and its parameter group there.
+        updated_by: optimizer and parameter group by the name of a weight.
     """
-    known: dict[Hashable, int] = {}  # equal blocks have equal weights
+    known: dict[Hashable, int] = {}  # equal blocks have weights of equal shapes
 
     def states_of(weight: Weight, own: tuple[int, ...]) -> int:
         found = updated_by.get(weight.name)

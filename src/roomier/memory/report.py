@@ -1,4 +1,4 @@
-"""Bytes per rank by kind: formula beside measured."""
+"""Bytes per rank by kind: prediction and measurement."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ from roomier.plan import Plan
 
 @dataclass(frozen=True)
 class RankReport:
-    """One rank, in bytes by kind.
+    """Memory of one rank, in bytes by kind.
 
     Attributes:
-        formula: model states between two steps.
-        measured: those that are there now.
-        formula_peak: model states when they are largest in a step.
-        measured_peak: the same, of a tracked step; None where none was.
-        whole_peak: all tensors when they together are largest; None where no step was tracked.
-        allocator_peak_bytes: of CUDA's allocator in that step; None elsewhere.
+        rank: the rank.
+        formula: predicted model states between two steps.
+        measured: current model states.
+        formula_peak: predicted model states at their peak in a step.
+        measured_peak: measured model states at their peak in a tracked step; None if no step was tracked.
+        whole_peak: all tensors at the peak of their sum in a tracked step; None if no step was tracked.
+        allocator_peak_bytes: peak of the CUDA allocator in that step; None on other devices.
     """
 
     rank: int
@@ -40,16 +41,17 @@ class RankReport:
 
     @property
     def worst_bytes(self) -> int:
+        """Highest measured memory of this rank, in bytes."""
         return max(total_bytes(each or {}) for each in (self.measured, self.measured_peak, self.whole_peak))
 
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """All ranks of a run, the same object on each.
+    """Memory of all ranks of a run, equal on each rank.
 
     Attributes:
-        strategy: of the Plan.
-        ranks: by rank.
+        strategy: strategy of the Plan.
+        ranks: memory of each rank, in order of the ranks.
     """
 
     strategy: str
@@ -57,11 +59,11 @@ class MemoryReport:
 
     @property
     def worst(self) -> RankReport:
-        """The rank that holds the most."""
+        """Memory of the rank with the highest memory."""
         return max(self.ranks, key=lambda each: each.worst_bytes)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data; kinds by their names."""
+        """Return all values as plain data, with kinds as strings."""
         return {
             "strategy": self.strategy,
             "worst_rank": self.worst.rank,
@@ -69,7 +71,7 @@ class MemoryReport:
         }
 
     def table(self) -> Table:
-        """The worst rank: a row for each kind."""
+        """Return a table of the worst rank, with one row per kind."""
         worst = self.worst
         columns: list[tuple[str, Mapping[Kind, int]]] = [
             ("between steps, formula", worst.formula),
@@ -77,8 +79,9 @@ class MemoryReport:
             ("peak of model states, formula", worst.formula_peak),
         ]
         if worst.measured_peak is not None and worst.whole_peak is not None:
-            columns += [("measured", worst.measured_peak), ("peak of all, measured", worst.whole_peak)]
-        table = Table(title=f"memory of rank {worst.rank} of {len(self.ranks)}, the fullest; strategy {self.strategy}")
+            columns += [("measured", worst.measured_peak), ("peak of all tensors, measured", worst.whole_peak)]
+        title = f"memory of rank {worst.rank}, the fullest of {len(self.ranks)} ranks; strategy {self.strategy}"
+        table = Table(title=title)
         table.add_column("")
         for name, _ in columns:
             table.add_column(name, justify="right")
@@ -92,11 +95,11 @@ class MemoryReport:
 
 
 def report_of(engine: Engine, plan: Plan, ranks: Ranks, tracker: MemoryTracker | None = None) -> MemoryReport:
-    """What each rank holds now, between two steps, beside the formula. Every rank calls this.
+    """Return the current memory of each rank, between two steps, with the prediction. Every rank must call this.
 
     Args:
-        plan: from which ``engine`` was built.
-        tracker: of a step that was tracked, for the peaks.
+        plan: plan from which ``engine`` was built.
+        tracker: tracker of a completed step, for the peaks.
     """
     engine.settle()
     with MemoryTracker(engine.module, engine.optimizers, engine.device) as look:

@@ -1,15 +1,17 @@
-"""The bytes a rank holds, by kind, over a step: measured.
+"""Measures the bytes of a rank by kind over a step.
 
 [Note: how bytes are counted]
-While a :class:`MemoryTracker` is entered it sees each operation torch dispatches on this rank, with those of a
-backward and of an optimizer. Every storage among arguments and results is counted once, however many tensors look into
-it, from when it is first seen (as a result) or from the start (as an argument: it was there before) until Python tells
-that it died. Sizes are looked at before each operation, since ``fully_shard`` frees and allocates by resizing. What is
-written down is a timeline of sizes. What a storage was for is often known only later, say when a result becomes a
-gradient, so kinds are given to storages, not to moments, and sums by kind are taken at the end.
+While a :class:`MemoryTracker` is active, it receives each operation that torch dispatches on this rank, including the
+operations of backward and of optimizers. Each storage among arguments and results counts one time, regardless of the
+number of tensors that share it. A result counts from when it is first seen. An argument that is new counts from the
+start, because it existed before. A storage counts until Python destroys it. Sizes are read before each operation,
+because ``fully_shard`` frees and allocates storages by resizing.
 
-Not seen: what a kernel allocates and frees within one operation, the buffers of a communication library, and what the
-allocator rounds up. On CUDA the allocator's own peak is noted beside.
+The tracker records a timeline of sizes. The kind of a storage is often known only later, for example if a result
+becomes a gradient. So kinds are assigned to storages instead of moments, and sums by kind are computed at the end.
+
+Not included are memory that a kernel allocates and frees within one operation, buffers of a communication library, and
+the rounding of the allocator. On CUDA, the peak of the allocator is recorded in addition.
 """
 
 from __future__ import annotations
@@ -30,9 +32,9 @@ from roomier.api.engine import Engine
 from roomier.core import torch_fake, torch_private
 from roomier.memory.kinds import Kind, total_bytes
 
-_COMMUNICATION = ("c10d", "_c10d_functional")  # namespaces of operations whose tensors travel
+_COMMUNICATION = ("c10d", "_c10d_functional")  # namespaces of operations whose tensors are sent
 _PACKS_GRADIENTS = ("fsdp::chunk_cat", "aten::_chunk_cat")
-# What a storage turned out to be for, the strongest last.
+# Kinds of a storage in increasing priority. A later kind replaces an earlier one.
 _STRENGTH = {
     kind: index
     for index, kind in enumerate(
@@ -51,11 +53,12 @@ _STRENGTH = {
 
 @dataclass(frozen=True)
 class Snapshot:
-    """One moment of a step.
+    """Memory at one moment of a step.
 
     Attributes:
-        phase: the part of the step: ``"forward"``, ``"backward"``, ``"update"``, or what it was called.
-        place: the part of the model that ran; empty where nobody told.
+        phase: phase of the step: ``"forward"``, ``"backward"``, ``"update"``, or another name given to ``enter``.
+        num_bytes: bytes by kind.
+        place: module that runs; empty if it was not set.
     """
 
     phase: str
@@ -63,6 +66,7 @@ class Snapshot:
     place: str = ""
 
     def total(self, kinds: Iterable[Kind] = tuple(Kind)) -> int:
+        """Return the sum over ``kinds``, in bytes."""
         return total_bytes(self.num_bytes, kinds)
 
 
@@ -77,27 +81,36 @@ class _Storage:
 @dataclass(frozen=True, slots=True)
 class _Change:
     storage: _Storage
-    num_bytes: int  # more than before
+    num_bytes: int  # change of the size
     phase: str
     place: str
 
 
 class MemoryTracker:
-    """Counts the bytes of what runs inside; see [Note: how bytes are counted].
+    """Counts the bytes of the operations that run while it is active. See [Note: how bytes are counted].
 
-    Enter it between two steps, take one step, :meth:`restart`, and take the step that counts.
+    Enter it between two steps, take one step, call :meth:`restart`, and take the step to measure.
 
     Args:
-        module: whose parameters and buffers are known by kind.
-        optimizers: over its parameters.
-        device: storages elsewhere are not counted.
-        kept: gives tensors beside the module's that are kept for as long as it is: averages of its weights.
+        module: module whose parameters and buffers are identified by kind.
+        optimizers: optimizers of its parameters.
+        device: device whose storages are counted.
+        kept: returns tensors outside the module that exist as long as the module, such as averages of its weights.
 
     Attributes:
-        allocator_peak_bytes, reserved_peak_bytes: on CUDA, the most that its allocator gave out, and had from the
-            device, since the :meth:`restart`; None elsewhere.
-        beside_bytes: on CUDA, what of the device is in use and not the allocator's: contexts, kernels, buffers of NCCL,
-            and whatever other programs hold there; None elsewhere.
+        phase: current phase, set by :meth:`enter`.
+        place: current module; set by the caller.
+        allocator_peak_bytes: on CUDA, maximum bytes allocated by the allocator since :meth:`restart`; otherwise None.
+        reserved_peak_bytes: on CUDA, maximum bytes reserved by the allocator since :meth:`restart`; otherwise None.
+        beside_bytes: on CUDA, used memory of the device outside the allocator: contexts, kernels, buffers of NCCL, and
+            memory of other programs; otherwise None.
+
+    Example:
+        >>> with MemoryTracker(module, [optimizer], torch.device("cpu")) as tracker:
+        ...     step()
+        ...     tracker.restart()
+        ...     step()
+        >>> tracker.peak().total()
     """
 
     def __init__(
@@ -119,7 +132,7 @@ class MemoryTracker:
         self._device = device
         self._is_cut = any(isinstance(each, DTensor) for each in self._owned())
         self._owned_once: list[nn.Parameter] = []
-        self._frees_gradients = False  # in a backward, by hooks
+        self._frees_gradients = False  # hooks free gradients during backward
         self._storages: dict[int, _Storage] = {}
         self._resizing: dict[int, _Storage] = {}
         self._gathered: dict[int, nn.Parameter] = {}
@@ -138,7 +151,7 @@ class MemoryTracker:
         self.close()
 
     def resume(self) -> None:
-        """Look on, after the start or a :meth:`pause`."""
+        """Start recording, or continue after :meth:`pause`."""
         self._note_roles()
         self._owned_once = list(dict.fromkeys(self._owned()))
         self._frees_gradients = any(torch_private.has_gradient_hooks(each) for each in self._owned_once)
@@ -147,7 +160,7 @@ class MemoryTracker:
         self._interception.__enter__()
 
     def pause(self) -> None:
-        """Look away for a while: of what comes and goes until :meth:`resume` only the end of known tensors is seen."""
+        """Stop recording until :meth:`resume`. In between, only the end of known storages is recorded."""
         self._interception.__exit__(None, None, None)
         self._note_sizes()
         self._note_roles()
@@ -155,13 +168,14 @@ class MemoryTracker:
             self._note_allocator()
 
     def close(self) -> None:
-        """Look no more."""
-        self._storages.clear()  # what dies later is not written down
+        """Stop recording permanently."""
+        self._storages.clear()  # later ends are not recorded
 
     def restart(self) -> None:
-        """Forget what was before; what is alive now is the start.
+        """Discard the timeline and start with the storages that exist now.
 
-        A step inside, before the one that counts, tells of each storage what it is for, those that are empty now too.
+        Run one step before this call, so that the kind of each storage is known, including storages that are empty
+        now.
         """
         self._note_sizes()
         alive = list(self._storages.values())
@@ -174,7 +188,7 @@ class MemoryTracker:
             self.allocator_peak_bytes = self.reserved_peak_bytes = None
 
     def enter(self, phase: str) -> None:
-        """What runs from here on belongs to ``phase``; what outlives ``"forward"`` counts as activation."""
+        """Start a phase. Storages that were created in ``"forward"`` and outlive it count as activations."""
         self._note_sizes()
         self._note_roles()
         if self.phase == "forward" and phase != "forward":
@@ -184,7 +198,7 @@ class MemoryTracker:
         self.phase = phase
 
     def peak(self, kinds: Iterable[Kind] = tuple(Kind)) -> Snapshot:
-        """The moment at which ``kinds`` together took the most bytes."""
+        """Return the moment at which the sum of ``kinds`` is largest."""
         kinds = tuple(kinds)
         best: Snapshot | None = None
         for moment in self.moments():
@@ -194,12 +208,12 @@ class MemoryTracker:
         return best
 
     def now(self) -> Snapshot:
-        """The last moment."""
+        """Return the last moment."""
         *_, last = self.moments()
         return last
 
     def moments(self) -> Iterator[Snapshot]:
-        """The start, and the moment after each change, in order. They share one mapping of bytes: copy what is kept."""
+        """Yield the start and the moment after each change. The snapshots share one dict; copy it to keep it."""
         num_bytes = dict.fromkeys(Kind, 0)
         for change in self._at_start:
             num_bytes[change.storage.kind] += change.num_bytes
@@ -217,7 +231,7 @@ class MemoryTracker:
 
     def _on_operation(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if types and any(issubclass(each, DTensor) for each in types):
-            return NotImplemented  # it runs operations on its part, and those come here
+            return NotImplemented  # the operations on its local tensor are dispatched separately
         self._note_sizes()
         if self._is_cut:
             self._note_gathered()
@@ -232,9 +246,9 @@ class MemoryTracker:
     def _note_arguments(self, func: Any, tensors: list[Tensor]) -> None:
         kind, packs = _meaning_of(func)
         for tensor in tensors:
-            self._see(tensor, kind, was_there=True)  # what nobody made here is a batch
+            self._see(tensor, kind, was_there=True)  # a new argument belongs to a batch
         if packs:
-            for tensor in tensors[:-1]:  # the last is what they are packed into
+            for tensor in tensors[:-1]:  # the last one is the output buffer
                 self._see(tensor, Kind.GRADIENT)
 
     def _see(self, tensor: Tensor, kind: Kind = Kind.TEMPORARY, *, was_there: bool = False) -> None:
@@ -279,17 +293,17 @@ class MemoryTracker:
 
     @torch.no_grad()
     def _note_gathered(self) -> None:
-        # fully_shard makes the whole parameter once and fills it again and again.
+        # fully_shard creates the unsharded parameter one time and refills its storage.
         found = [(each, name) for each, name in self._not_gathered if not isinstance(getattr(each, name), DTensor)]
         for each, name in found:
             parameter = getattr(each, name)
             if id(parameter) not in self._gathered:
-                self._gathered[id(parameter)] = parameter  # kept, so that its id stays its own
+                self._gathered[id(parameter)] = parameter  # a reference, so that the id is not reused
                 self._see(parameter, Kind.GATHERED)
         if found:
             self._not_gathered = [each for each in self._not_gathered if each not in found]
         if not torch_private.is_in_backward():
-            return  # gradients come in backwards, and are seen there
+            return  # gradients are created in backward
         for parameter in self._gathered.values():
             if parameter.grad is not None:
                 self._see(parameter.grad, Kind.GRADIENT)
@@ -312,7 +326,7 @@ class MemoryTracker:
                     self._see(tensor, Kind.OPTIMIZER_STATE, was_there=True)
 
     def _note_gradients(self) -> None:
-        # Of optimizers that step in the backward: they are gone when it is over.
+        # Optimizers that step in backward free the gradients before it ends.
         for parameter in self._owned_once:
             if parameter.grad is not None:
                 self._see(parameter.grad, Kind.GRADIENT)
@@ -326,11 +340,13 @@ class MemoryTracker:
 
 @contextmanager
 def tracking(engine: Engine, kept: Sequence[Tensor] = ()) -> Iterator[MemoryTracker]:
-    """Track the steps of ``engine`` taken inside. Its ``forward_backward`` tells the phases ``"forward"`` and
-    ``"backward"``; around ``engine.step()`` the caller may enter ``"update"``.
+    """Track the steps of ``engine`` in the ``with`` block.
+
+    ``forward_backward`` enters the phases ``"forward"`` and ``"backward"``. Around ``engine.step()``, the caller may
+    enter ``"update"``.
 
     Args:
-        kept: tensors beside the module's that stay.
+        kept: tensors outside the module that exist as long as the module.
     """
     tracker = MemoryTracker(engine.module, engine.optimizers, engine.device, lambda: kept)
     hooks = engine.hooks
@@ -347,7 +363,7 @@ def tracking(engine: Engine, kept: Sequence[Tensor] = ()) -> Iterator[MemoryTrac
 
 @cache
 def _meaning_of(func: Any) -> tuple[Kind, bool]:
-    """What the arguments of an operation are for, and whether it packs gradients."""
+    """Return the kind of an operation's arguments, and whether it packs gradients."""
     kind = Kind.COMMUNICATION if func.namespace in _COMMUNICATION else Kind.TEMPORARY
     return kind, func.name().startswith(_PACKS_GRADIENTS)
 

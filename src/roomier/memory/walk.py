@@ -1,14 +1,16 @@
-"""Units of a model taken through a step, and the bytes of model states that are there: see
-[Note: when ``fully_shard`` allocates].
+"""Simulates the units of a model over a step and records the bytes of model states.
 
 [Note: when ``fully_shard`` allocates]
-A unit is gathered into one buffer and copied from there into its parameters. On gloo the next unit's buffer is filled
-while it computes, as ``parallel/shard.py`` asks for; elsewhere the buffer of a forward stays until the next unit is
-copied from its own (torch 2.13, ``FSDPParamGroup.wait_for_unshard``). In a backward both fill the next buffer ahead.
-After the backward of a unit its parameters are freed, its gradients are copied into one buffer and freed. On gloo the
-parts of the other ranks come into buffers of their own, and all these live until the reduction of the next unit has
-begun; elsewhere the one buffer does, until the next unit needs one. The sum of this rank's part is its gradient. The
-root, and embeddings, whose inputs have no gradient, do this when the whole backward is over.
+A unit is all-gathered into one buffer and copied from there into its parameters. On gloo, the buffer of the next unit
+is filled during the computation, because ``parallel/shard.py`` sets explicit prefetching. On other backends, the buffer
+of a forward stays until the next unit is copied from its buffer (torch 2.13, ``FSDPParamGroup.wait_for_unshard``). In a
+backward, all backends prefetch the next buffer.
+
+After the backward of a unit, its parameters are resharded, and its gradients are copied into one buffer and freed. On
+gloo, the shards of the other ranks are received into separate buffers, and all buffers live until the reduction of the
+next unit starts. On other backends, the single buffer lives until the next unit requires one. The reduced shard of this
+rank is its gradient. For the root and for embeddings, whose inputs have no gradient, this happens at the end of the
+whole backward.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from roomier.memory.weights import Unit, Weight, WeightShape
 
 KINDS = tuple(Kind)
 NumBytes = tuple[int, ...]
-"""Of each of ``KINDS``."""
+"""Bytes of each kind, in the order of ``KINDS``."""
 
 _PARAMETER, _GATHERED, _GRADIENT, _STATE, _ACTIVATION, _SENT, _TEMPORARY = (
     KINDS.index(each)
@@ -44,18 +46,19 @@ _PARAMETER, _GATHERED, _GRADIENT, _STATE, _ACTIVATION, _SENT, _TEMPORARY = (
 
 @dataclass(frozen=True)
 class Layout:
-    """What of a Plan decides the bytes of model states.
+    """Settings of a Plan that determine the bytes of model states.
 
-    Args:
-        strategy: ``"single"``, ``"ddp"``, ``"zero1"``, ``"zero2"``, ``"zero3"``, ``"hsdp"``.
-        num_shards: among how many ranks one copy is cut; 1 cuts nothing.
-        shard: which part this rank has. The first is never smaller than another.
-        num_micro_batches: of one optimizer step.
-        wire_dtype: in which gradients are sent; None as they are.
-        on_gloo: ranks send each other their parts.
-        steps_in_backward: gradients are used and freed as they come.
-        num_backwards: of each micro-batch; a first one may take the norm.
-        holds_all_batches: of a step, on the device: where that is the host. Else they come one by one.
+    Attributes:
+        strategy: ``"single"``, ``"ddp"``, ``"zero1"``, ``"zero2"``, ``"zero3"`` or ``"hsdp"``.
+        num_shards: number of ranks across which one replica is sharded; 1 does not shard.
+        shard: index of this rank's shard. Shard 0 is at least as large as any other.
+        num_micro_batches: number of micro-batches per optimizer step.
+        wire_dtype: dtype in which gradients are sent; None uses their dtype.
+        on_gloo: True if the ranks exchange their shards point to point.
+        steps_in_backward: True if gradients are used and freed during backward.
+        num_backwards: number of backwards per micro-batch; with 2, the first one computes the norm.
+        holds_all_batches: True if all batches of a step are on the device, which is the case on the CPU. Otherwise they
+            are moved one by one.
     """
 
     strategy: str
@@ -70,35 +73,38 @@ class Layout:
 
     @property
     def is_cut(self) -> bool:
+        """True if parameters are sharded."""
         return self.strategy not in ("single", "ddp")
 
     @property
     def frees_parameters(self) -> bool:
+        """True if units are resharded after their forward."""
         return self.strategy in ("zero3", "hsdp")
 
     @property
     def accumulates_whole(self) -> bool:
-        """Gradients of whole parameters are added up over the micro-batches before they are cut."""
+        """True if unsharded gradients are accumulated over the micro-batches before the reduction."""
         return self.strategy == "zero1" and self.num_micro_batches > 1
 
 
 @dataclass(frozen=True, slots=True)
 class UnitBytes:
-    """Of one unit, under one layout.
+    """Bytes of one unit under one layout.
 
     Attributes:
-        stored: of this rank's part between steps, padded.
-        gathered: of the whole of it, padded, in the dtype it computes in.
-        cast: of this rank's part in that dtype, where it is another.
-        gradient: of gathered weights, as they come from a backward.
-        kept_gradient: of weights that are not cut, from a backward to the update.
-        summed: the same in the dtype in which they are added up.
-        last_share: the share of the last weight in them: ``fully_shard`` holds its gradient until they are reduced.
-        sent: the buffer from which they are sent.
-        received: on gloo, what the parts of others come into.
-        part: the gradient of this rank's part.
-        output: what the sum comes into, where that is another tensor than the gradient.
-        comes_late: the reduction may be waited for when the next begins.
+        stored: this rank's shard between steps, padded.
+        gathered: the unsharded unit, padded, in the dtype of the computation.
+        cast: this rank's shard in the dtype of the computation, if it differs.
+        gradient: gradients of the unsharded weights, as backward computes them.
+        kept_gradient: gradients of unsharded scalars, from a backward to the update.
+        summed: gradients of the unsharded weights in the dtype of the reduction.
+        last_share: fraction of the last weight in the gradients. ``fully_shard`` holds its gradient until the reduction
+            ends.
+        sent: buffer from which gradients are sent.
+        received: on gloo, buffers that receive the shards of the other ranks.
+        part: gradient of this rank's shard.
+        output: output of the reduction, if it is another tensor than the gradient.
+        comes_late: True if the reduction may be pending until the next one starts.
     """
 
     stored: int
@@ -116,7 +122,7 @@ class UnitBytes:
 
 
 def unit_bytes(unit: Unit, layout: Layout) -> UnitBytes:
-    """Of ``unit`` under ``layout``; equal blocks are computed once."""
+    """Return the bytes of ``unit`` under ``layout``. Results are cached for equal blocks."""
     return _unit_bytes(unit.shapes, unit.gathered_dtype, unit.sum_dtype, layout)
 
 
@@ -134,13 +140,13 @@ def _unit_bytes(
     is_cast = any(each.dtype != gathered_dtype for each in shapes)
     wire_dtype = layout.wire_dtype
     if wire_dtype is None:
-        # Only between ranks that add up for themselves can gradients go out in 16 bits and be added up in 32.
+        # Only the reduction between gloo ranks can send gradients in 16 bits and sum them in 32 bits.
         is_low = weight_dtype != gathered_dtype and layout.on_gloo and not layout.accumulates_whole
         wire_dtype = gathered_dtype if is_low else sum_dtype
     sent = num_sent * wire_dtype.itemsize
     own = num_sent // layout.num_shards
     result_dtype = sum_dtype if layout.on_gloo else wire_dtype
-    # What is added to those of other copies is waited for, and so is what an update in the backward waits for.
+    # A reduction must complete if its result is reduced over replicas, or if an update in backward uses it.
     may_come_late = layout.on_gloo and layout.strategy != "hsdp" and not layout.steps_in_backward
     return UnitBytes(
         stored=sum(num // layout.num_shards * each.dtype.itemsize for each, num in zip(shapes, padded, strict=True))
@@ -160,8 +166,10 @@ def _unit_bytes(
 
 
 def own_shape(shape: tuple[int, ...], layout: Layout) -> tuple[int, ...]:
-    """The part of a tensor that this rank owns: its chunk of dimension 0, smaller or empty at the end; all of one
-    without a dimension."""
+    """Return the shape of this rank's chunk of dimension 0, which may be smaller or empty on the last ranks.
+
+    Scalars are not sharded.
+    """
     if not layout.is_cut or not shape:
         return shape
     rows = math.ceil(shape[0] / layout.num_shards)
@@ -169,20 +177,21 @@ def own_shape(shape: tuple[int, ...], layout: Layout) -> tuple[int, ...]:
 
 
 def padded_elements(shape: tuple[int, ...], layout: Layout) -> int:
+    """Return the number of elements of a tensor after padding dimension 0 to full chunks."""
     if not layout.is_cut or not shape:
         return math.prod(shape)
     return math.ceil(shape[0] / layout.num_shards) * layout.num_shards * math.prod(shape[1:])
 
 
 class Note(NamedTuple):
-    """What is there at one moment.
+    """Bytes at one moment.
 
     Attributes:
         phase: ``"forward"`` or ``"backward"``.
-        unit: its place in the list of units.
-        event: ``"sent"`` (its buffer is being filled), ``"gathered"``, ``"computes"``, ``"packed"``, ``"reduced"``,
-            ``"cast"`` (into another dtype than that of the sum).
-        num_bytes: by kind.
+        unit: index of the unit.
+        event: ``"sent"`` (its buffer is being filled), ``"gathered"``, ``"computes"``, ``"packed"``, ``"reduced"``, or
+            ``"cast"`` (to a dtype other than the dtype of the reduction).
+        num_bytes: bytes by kind.
     """
 
     phase: str
@@ -192,14 +201,19 @@ class Note(NamedTuple):
 
 
 class Walk:
-    """Takes units through a step that is cut among ranks, and notes what is there.
+    """Simulates the units of a sharded step and records the bytes at each moment.
 
-    Who calls it says when a unit is needed, when its gradients come, and when its backward is over.
+    The caller determines when a unit is needed, when its gradients are computed, and when its backward ends.
+
+    Args:
+        units: units in the order of the forward.
+        layout: the settings of the Plan that determine the bytes.
+        sizes: bytes of each unit; None computes them.
 
     Attributes:
-        now: bytes by kind, at this moment.
-        notes: of all moments since they were last taken.
-        sizes: of each unit.
+        now: current bytes by kind.
+        notes: recorded moments since the last :meth:`take_notes`.
+        sizes: bytes of each unit.
     """
 
     def __init__(self, units: Sequence[Unit], layout: Layout, sizes: Sequence[UnitBytes] | None = None) -> None:
@@ -210,22 +224,25 @@ class Walk:
         self.notes: list[Note] = []
         self._gathered: set[int] = set()
         self._sent_ahead: set[int] = set()
-        self._kept_buffer = 0  # of the last gather in a forward
-        self._sent_bytes = 0  # of the last reduction
+        self._kept_buffer = 0  # buffer of the last all-gather in a forward
+        self._sent_bytes = 0  # buffers of the last reduction
         self._summed_bytes = 0
 
     def add(self, kind: Kind, num_bytes: int) -> None:
+        """Add ``num_bytes`` to the current bytes of ``kind``."""
         self.now[KINDS.index(kind)] += num_bytes
 
     def note(self, phase: str, unit: int, event: str) -> None:
+        """Record the current bytes."""
         self.notes.append(Note(phase, unit, event, tuple(self.now)))
 
     def take_notes(self) -> list[Note]:
+        """Return and clear the recorded moments."""
         notes, self.notes = self.notes, []
         return notes
 
     def enter(self, unit: int, following: Sequence[int], phase: str) -> None:
-        """``unit`` is needed from here on; ``following`` are gathered beside what it computes."""
+        """Unshard ``unit``. The units in ``following`` are prefetched during its computation."""
         if unit not in self._gathered:
             is_forward = phase == "forward"
             size = self.sizes[unit]
@@ -244,37 +261,37 @@ class Walk:
                 self._send(each, phase)
 
     def gathered_ahead(self, unit: int) -> Sequence[int]:
-        """What is gathered in a forward beside what ``unit`` computes: the next."""
+        """Return the units that are prefetched during the forward of ``unit``."""
         return [unit + 1] if self.layout.on_gloo and unit + 1 < len(self.units) else []
 
     def end_forward(self, unit: int) -> None:
-        """Its forward is over."""
+        """End the forward of ``unit``."""
         if self.layout.frees_parameters and not self.units[unit].is_root:
             self._free(unit)
 
     def end_forward_of_all(self) -> None:
-        """The forward of the whole model is over."""
+        """End the forward of the model."""
         self._let_go_of_buffer()
 
     def compute_gradients(self, unit: int, *, is_first: bool) -> None:
-        """Its gradients come, in the first micro-batch of a step or a later one."""
+        """Compute the gradients of ``unit``, in the first or a later micro-batch of a step."""
         self.take_over_gradients(unit, is_first=is_first)
         self.note("backward", unit, "computes")
 
     def take_over_gradients(self, unit: int, *, is_first: bool) -> None:
-        """Count its gradients, which have come already."""
-        # Where those of whole parameters are added up in the dtype they have, the new ones go into the old.
+        """Count the gradients of ``unit`` after they were computed."""
+        # If unsharded gradients are accumulated in their dtype, new gradients are added in place.
         if is_first or not self.adds_in_place(unit):
             self.now[_GRADIENT] += self.sizes[unit].gradient
         self.now[_GRADIENT] += self.sizes[unit].kept_gradient if is_first else 0
 
     def adds_in_place(self, unit: int) -> bool:
-        """Whether later micro-batches of a step add its whole gradients to what is there as they come."""
+        """Return True if later micro-batches of a step accumulate the unsharded gradients in place."""
         each = self.units[unit]
         return self.layout.accumulates_whole and each.sum_dtype == each.gathered_dtype
 
     def end_backward(self, unit: int, *, is_first: bool, is_last: bool) -> None:
-        """Its backward is over, of the first or the last micro-batch of a step."""
+        """End the backward of ``unit``, in the first or last micro-batch of a step."""
         size, layout = self.sizes[unit], self.layout
         is_summed = self.units[unit].sum_dtype == self.units[unit].gathered_dtype
         if layout.accumulates_whole and not is_last:
@@ -288,11 +305,11 @@ class Walk:
             self.now[_GRADIENT] -= size.gradient
             whole_bytes = size.summed
         self._free(unit)
-        if size.gradient:  # not all of it is frozen
+        if size.gradient:  # at least one weight is trained
             self._reduce(unit, whole_bytes, is_new=is_first or layout.accumulates_whole)
 
     def end_backward_of_all(self) -> None:
-        """The backward of the whole model is over."""
+        """End the backward of the model."""
         self._let_go_of_sent()
         if self.layout.steps_in_backward:
             self.now[_GRADIENT] -= sum(each.kept_gradient for each in self.sizes)
@@ -316,7 +333,7 @@ class Walk:
 
     def _reduce(self, unit: int, whole_bytes: int, *, is_new: bool) -> None:
         layout, size = self.layout, self.sizes[unit]
-        # What is added to gradients of an earlier micro-batch is waited for.
+        # If the result is added to gradients of an earlier micro-batch, the reduction must complete first.
         comes_late = size.comes_late and is_new
         if not comes_late:
             self._let_go_of_sent()
@@ -339,7 +356,7 @@ class Walk:
             self.note("backward", unit, "cast")
         if layout.steps_in_backward:
             self.now[_GRADIENT] -= size.part
-        # What went over the copies is held until the backward is over.
+        # Tensors of the reduction over replicas are held until the backward ends.
         if layout.strategy == "hsdp" and size.output:
             self._summed_bytes += size.output
         else:
@@ -361,8 +378,10 @@ class Walk:
 
 
 def in_order_of_gathering(units: Sequence[Unit]) -> list[int]:
-    """The places of ``units`` as a backward gathers them: the last first, but a block before its norms, which it ends
-    before."""
+    """Return the indices of ``units`` in the order in which a backward all-gathers them.
+
+    This is the reverse order of the forward, except that a block comes before its norms.
+    """
     blocks: list[list[int]] = []
     for number, unit in enumerate(units):
         if unit.is_inner:
@@ -373,5 +392,5 @@ def in_order_of_gathering(units: Sequence[Unit]) -> list[int]:
 
 
 def gradient_bytes(weights: Sequence[Weight]) -> int:
-    """Of those that are trained, in the dtype of each."""
+    """Return the bytes of the gradients of trained weights, in the dtype of each weight."""
     return sum(math.prod(each.shape) * each.dtype.itemsize for each in weights if each.is_trained)

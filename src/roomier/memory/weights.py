@@ -1,4 +1,4 @@
-"""The weights of a network as shapes, in the units that travel together."""
+"""Shapes of a network's weights, grouped into the units that are communicated together."""
 
 from __future__ import annotations
 
@@ -14,13 +14,19 @@ from torch.distributed.fsdp import FSDPModule
 
 from roomier.adapters.layers import is_adapter
 from roomier.adapters.lora import apply_lora, quantise_base
-from roomier.parallel.shard import parts_of, units_of
+from roomier.parallel.shard import parts_of, root_parameters_of, units_of
 from roomier.plan.parts import AdapterPlan
 
 
 @dataclass(frozen=True, slots=True)
 class WeightShape:
-    """A parameter without its name: those of equal blocks are equal."""
+    """Shape of a parameter without its name, so that equal blocks have equal weights.
+
+    Attributes:
+        shape: unsharded shape.
+        dtype: dtype in which the optimizer updates the parameter.
+        is_trained: True if the parameter requires gradients.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -29,11 +35,13 @@ class WeightShape:
 
 @dataclass(frozen=True)
 class Weight:
-    """A parameter, without its values.
+    """Parameter without its values.
 
     Attributes:
-        shape: of the whole of it.
-        dtype: in which the optimizer updates it.
+        name: qualified name.
+        shape: unsharded shape.
+        dtype: dtype in which the optimizer updates the parameter.
+        is_trained: True if the parameter requires gradients.
     """
 
     name: str
@@ -44,15 +52,17 @@ class Weight:
 
 @dataclass(frozen=True)
 class Unit:
-    """Weights that are gathered, reduced and freed together.
+    """Weights that are all-gathered, reduced and resharded together.
 
     Attributes:
-        name: of the first module; empty for the root.
-        gathered_dtype: in which they compute, and their gradients come.
-        sum_dtype: in which gradients are added up.
-        ends_late: its inputs have no gradient, so that its backward counts as over when all of it is.
-        is_looked_up: an embedding, which is not gathered again for its backward.
-        is_inner: the norms and embeddings of a block, which is the unit before.
+        name: name of the first module; empty for the root.
+        weights: weights of the unit.
+        gathered_dtype: dtype of the computation and of the gradients.
+        sum_dtype: dtype in which gradients are reduced.
+        is_root: True for the unit of all remaining weights.
+        ends_late: True if the inputs have no gradient, so that its backward ends with the whole backward.
+        is_looked_up: True for an embedding, which is not all-gathered for backward.
+        is_inner: True for the norms and embeddings of a block, which is the previous unit.
     """
 
     name: str
@@ -66,7 +76,7 @@ class Unit:
 
     @cached_property
     def shapes(self) -> tuple[WeightShape, ...]:
-        """Of its weights."""
+        """Shapes of the weights."""
         return tuple(WeightShape(each.shape, each.dtype, each.is_trained) for each in self.weights)
 
 
@@ -76,11 +86,11 @@ def units_with_weights(
     compute_dtype: torch.dtype | None = None,
     weight_dtype: torch.dtype | None = None,
 ) -> list[Unit]:
-    """The units of ``network``, cut already or not, in the order of its modules, the root first.
+    """Return the units of ``network``, sharded or not, in the order of its modules, the root first.
 
     Args:
-        compute_dtype: of autocast; None for none.
-        weight_dtype: to which floating-point weights will be converted; None leaves them.
+        compute_dtype: dtype of autocast; None without autocast.
+        weight_dtype: dtype to which floating-point weights will be converted; None keeps their dtype.
     """
     names = {module: name for name, module in network.named_modules()}
     of_parameters: dict[nn.Parameter, str] = {}
@@ -88,11 +98,14 @@ def units_with_weights(
         of_parameters.setdefault(parameter, name)
     rest = dict(of_parameters)
     units: list[Unit] = []
-    for unit in units_of(network, blocks):
+    all_units = units_of(network, blocks)
+    in_root = root_parameters_of(all_units, compute_dtype)
+    for unit in all_units:
         parts: list[Unit] = []
         for modules, dtype in parts_of(unit, compute_dtype):
-            parameters = dict.fromkeys(each for module in modules for each in module.parameters() if each in rest)
-            if not parameters:  # all of the block is norms
+            of_modules = dict.fromkeys(each for module in modules for each in module.parameters())
+            parameters = [each for each in of_modules if each in rest and each not in in_root]
+            if not parameters:  # the block contains only norms
                 continue
             weights = tuple(_weight(each, rest.pop(each), weight_dtype) for each in parameters)
             parts.append(
@@ -108,7 +121,7 @@ def units_with_weights(
             )
         if len(parts) == 1:
             parts = [replace(parts[0], is_inner=False)]
-        units += reversed(parts)  # the block is entered first, then the norms in it
+        units += reversed(parts)  # the block is entered before its norms
     if rest:
         weights = tuple(_weight(parameter, name, weight_dtype) for parameter, name in rest.items())
         units.insert(0, Unit("", weights, weights[0].dtype, _sum_dtype(weights), is_root=True))
@@ -116,10 +129,10 @@ def units_with_weights(
 
 
 def buffer_bytes(network: nn.Module, weight_dtype: torch.dtype | None = None) -> int:
-    """Of its buffers, the codes of frozen weights among them: every rank has all of them.
+    """Return the bytes of the buffers, including quantized frozen weights. Every rank holds all buffers.
 
     Args:
-        weight_dtype: to which floating-point ones will be converted; None leaves them.
+        weight_dtype: dtype to which floating-point buffers will be converted; None keeps their dtype.
     """
     return sum(
         each.numel() * (weight_dtype if weight_dtype is not None and each.is_floating_point() else each.dtype).itemsize
@@ -159,5 +172,5 @@ def _sum_dtype(weights: tuple[Weight, ...]) -> torch.dtype:
 
 
 def _is_embedding_itself(module: nn.Module) -> bool:
-    # fully_shard puts a class of its own in front.
+    # fully_shard adds a class in front of the original class.
     return type(module) is nn.Embedding or (isinstance(module, FSDPModule) and nn.Embedding in type(module).__bases__)

@@ -1,1 +1,1 @@
-"""Reference models in plain ``torch.nn``: what the examples and benchmarks train."""
+"""Reference models in plain ``torch.nn`` for the examples and benchmarks."""

@@ -1,6 +1,6 @@
-"""GPT-2 as minGPT draws it: learned positions, LayerNorm first, GELU, causal attention.
+"""GPT-2 as in minGPT: learned positions, pre-LayerNorm, GELU, causal attention.
 
-A tensor's name ends in its shape:
+The suffix of a tensor's name is its shape:
 
     B  sequences in the batch      H  attention heads
     T  tokens of a sequence        K  width of one head, D / H
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from roomier.core.errors import RoomierError, did_you_mean
 
-# name -> (num_layers, num_heads, width): the sizes minGPT names
+# name -> (num_layers, num_heads, width), as in minGPT
 SIZES = {
     "openai-gpt": (12, 12, 768),
     "gpt2": (12, 12, 768),
@@ -35,17 +35,20 @@ SIZES = {
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """The shape of a :class:`GPT`; the defaults are those of ``gpt2``.
+    """Configuration of a :class:`GPT`. The defaults describe ``gpt2``.
 
-    Args:
+    Attributes:
         vocab_size: number of different tokens.
-        context: the longest sequence, in tokens; there is one learned position for each.
-        dropout: probability, on embeddings, attention weights and both residual branches.
-        tied_head: the output layer is the token embedding. minGPT's has weights of its own.
+        context: maximum length of a sequence, in tokens, and number of learned positions.
+        num_layers: number of blocks.
+        num_heads: number of attention heads per block.
+        width: size of the hidden states.
+        dropout: probability of dropout on embeddings, attention weights and both residual branches.
+        tied_head: use the token embedding as output layer. The output layer of minGPT has separate weights.
 
     Raises:
-        RoomierError: a size is not positive, ``width`` does not split into ``num_heads``, or ``dropout`` is
-            outside ``[0, 1)``.
+        RoomierError: a size is not positive, ``width`` is not a multiple of ``num_heads``, or ``dropout`` is outside
+            ``[0, 1)``.
     """
 
     vocab_size: int = 50257
@@ -59,19 +62,22 @@ class GPTConfig:
     def __post_init__(self) -> None:
         for field in ("vocab_size", "context", "num_layers", "num_heads", "width"):
             if getattr(self, field) < 1:
-                raise RoomierError(field, getattr(self, field), "is not positive", "Pass 1 or more")
+                raise RoomierError(field, getattr(self, field), "must be at least 1", "Use a positive integer")
         if self.width % self.num_heads:
-            problem = f"does not split into {self.num_heads} heads of equal width"
+            problem = f"must be divisible by the {self.num_heads} heads"
             raise RoomierError("width", self.width, problem, "Make it a multiple of num_heads")
         if not 0.0 <= self.dropout < 1.0:
-            raise RoomierError("dropout", self.dropout, "is not in [0, 1)", "Pass a probability below 1")
+            raise RoomierError("dropout", self.dropout, "must be in [0, 1)", "Use a probability below 1")
 
     @classmethod
     def named(cls, name: str, **changes: Any) -> GPTConfig:
-        """The size called ``name`` (a key of ``SIZES``), with ``changes`` to other fields.
+        """Return the configuration ``name`` (a key of ``SIZES``), with ``changes`` to other fields.
 
         Raises:
-            RoomierError: there is no size of that name.
+            RoomierError: the name is unknown.
+
+        Example:
+            >>> GPT(GPTConfig.named("gpt-mini", vocab_size=256))
         """
         if name not in SIZES:
             raise RoomierError("name", name, "is not the name of a size", did_you_mean(name, SIZES))
@@ -80,7 +86,7 @@ class GPTConfig:
 
 
 class Attention(nn.Module):
-    """Each token looks at itself and the tokens before it."""
+    """Causal multi-head self-attention."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -90,6 +96,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(config.width, config.width)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
+        """Return the attention output, ``[B, T, D]``."""
         B, T, D = x_BTD.shape
         qkv_3BHTK = self.query_key_value(x_BTD).view(B, T, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
         q_BHTK, k_BHTK, v_BHTK = qkv_3BHTK.unbind(0)
@@ -100,7 +107,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Each token thinks for itself, four times as wide. GELU is GPT-2's: the tanh form."""
+    """Feed-forward network with four times the width. It uses the tanh form of GELU, like GPT-2."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -108,12 +115,13 @@ class MLP(nn.Module):
         self.out = nn.Linear(4 * config.width, config.width)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
+        """Return the output of each token, ``[B, T, D]``."""
         y_BTD: Tensor = self.out(F.gelu(self.up(x_BTD), approximate="tanh"))
         return y_BTD
 
 
 class Block(nn.Module):
-    """Attention, then MLP, each on normalised input and added to what came in."""
+    """Attention and MLP, each with normalized input and a residual connection."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -124,13 +132,22 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
+        """Return the hidden states after the block, ``[B, T, D]``."""
         x_BTD = x_BTD + self.dropout(self.attention(self.norm_attention(x_BTD)))
         y_BTD: Tensor = x_BTD + self.dropout(self.mlp(self.norm_mlp(x_BTD)))
         return y_BTD
 
 
 class GPT(nn.Module):
-    """Predicts the next token of each position. ``blocks`` holds the equal layers."""
+    """GPT-2 language model. ``blocks`` contains the identical layers.
+
+    Args:
+        config: sizes of the model.
+
+    Example:
+        >>> model = GPT(GPTConfig.named("gpt-nano"))
+        >>> logits, loss = model(input_ids, targets)
+    """
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -147,8 +164,11 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """GPT-2's start: normal(0, 0.02), biases 0. The last layer of each residual branch is drawn
-        narrower by ``sqrt(2 * num_layers)``, so that the sum of the branches keeps its scale with depth."""
+        """Initialize the weights like GPT-2: normal(0, 0.02), biases 0.
+
+        The standard deviation of the last layer of each residual branch is divided by ``sqrt(2 * num_layers)``, so that
+        the scale of the residual stream does not depend on the depth.
+        """
         for name, module in self.named_modules():
             if isinstance(module, nn.LayerNorm):
                 module.reset_parameters()
@@ -160,20 +180,20 @@ class GPT(nn.Module):
                     nn.init.zeros_(module.bias)
 
     def forward(self, input_ids: Tensor, targets: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        """Logits ``[B, T, V]``; with targets, also the mean cross-entropy in nats per target token.
+        """Return the logits ``[B, T, V]``; with targets, also the mean cross-entropy in nats per target token.
 
-        The arguments have the names that the items of :class:`roomier.data.tokens.TokenDataset` have.
+        The names of the arguments equal the keys of the items of :class:`roomier.data.tokens.TokenDataset`.
 
         Args:
-            input_ids: tokens ``[B, T]``, of which ``T`` is at most ``config.context``.
-            targets: the token that follows each of them, ``[B, T]``; -100 does not count.
+            input_ids: tokens ``[B, T]``, with ``T`` at most ``config.context``.
+            targets: next token of each position, ``[B, T]``; -100 is ignored.
 
         Raises:
             RoomierError: the sequences are longer than the context.
         """
         T = input_ids.shape[1]
         if self.config.context < T:
-            problem = f"is longer than the {self.config.context} positions of the model"
+            problem = f"must have at most {self.config.context} positions, the context of the model"
             raise RoomierError("input_ids", tuple(input_ids.shape), problem, "Shorten the sequences or raise context")
         positions_T = torch.arange(T, device=input_ids.device)
         x_BTD = self.dropout(self.tokens(input_ids) + self.positions(positions_T))
@@ -193,12 +213,17 @@ class GPT(nn.Module):
         top_k: int | None = None,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """``input_ids`` continued by ``max_new_tokens`` tokens, each drawn given those before it (dropout off).
+        """Return ``input_ids`` with ``max_new_tokens`` sampled tokens appended. Dropout is disabled.
 
         Args:
-            temperature: below 1 sharpens the choice; 0 always takes the likeliest token.
-            top_k: draw from the ``top_k`` likeliest tokens only.
-            generator: where the draws come from, on the device of ``input_ids``.
+            input_ids: tokens ``[B, T]``.
+            max_new_tokens: number of tokens to sample.
+            temperature: values below 1 sharpen the distribution; 0 always selects the most likely token.
+            top_k: sample only from the ``top_k`` most likely tokens.
+            generator: random number generator, on the device of ``input_ids``; None uses the default generator.
+
+        Returns:
+            Tokens ``[B, T + max_new_tokens]``.
         """
         tokens_BT = input_ids
         was_training = self.training
@@ -214,7 +239,7 @@ class GPT(nn.Module):
 
 
 def draw(logits_BV: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:
-    """One token for each row, ``[B, 1]``."""
+    """Sample one token per row from logits ``[B, V]`` and return the tokens, ``[B, 1]``."""
     if temperature == 0.0:
         return logits_BV.argmax(dim=-1, keepdim=True)
     if top_k is not None:

@@ -1,8 +1,8 @@
-"""A Hugging Face model in a module, and how the names of its weights in files become those in the model.
+"""Finds a Hugging Face model in a module and converts the names of its weights between files and memory.
 
-transformers 5 holds some weights otherwise than files do: the experts of a layer are one tensor, a layer has a newer
-name. It converts on the way in and out; here the same rules are asked for, tensor by tensor, so that a model is never
-whole in memory. transformers is not imported for that: who has such a model has imported it.
+transformers 5 stores some weights differently in memory than in files: for example, the experts of a layer are one
+tensor, or a layer was renamed. It converts weights when it loads and saves. This file applies the same rules tensor by
+tensor, so that the full model is never in memory. transformers is imported only if the user has already imported it.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Conversion:
-    """Some tensors that are made of others, and of no others.
+    """Conversion of a group of tensors that depends on no other tensors.
 
     Attributes:
-        sources: the names of what it is made of.
-        targets: name -> shape of what is made.
-        run: ``sources`` by name -> ``targets`` by name. None where one is the other, under another name.
+        sources: names of the input tensors.
+        targets: shapes of the output tensors, with their names as keys.
+        run: function from a dict of sources to a dict of targets; None if the tensor is only renamed.
     """
 
     sources: tuple[str, ...]
@@ -36,8 +36,10 @@ class Conversion:
 
 
 def data_of_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a stored configuration without the entries that name code: transformers imports what they name, from the
-    hub if it is not installed."""
+    """Return a stored configuration without the entries that refer to code.
+
+    transformers imports the code that such entries refer to, from the hub if it is not installed.
+    """
     return {
         key: data_of_config(value) if isinstance(value, Mapping) else value
         for key, value in config.items()
@@ -46,8 +48,10 @@ def data_of_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def find_pretrained(module: nn.Module) -> tuple[str, Any] | None:
-    """The first Hugging Face model that ``module`` is or holds, and the prefix of its weights' names: ``"model."``,
-    say, or ``""``. None where there is none."""
+    """Return the first Hugging Face model in ``module`` and the prefix of its weights, such as ``"model."`` or ``""``.
+
+    Returns None if there is none.
+    """
     modeling = sys.modules.get("transformers.modeling_utils")
     if modeling is None:
         return None
@@ -58,14 +62,15 @@ def find_pretrained(module: nn.Module) -> tuple[str, Any] | None:
 
 
 def conversions_from_files(model: Any, stored: Shapes, wanted: Shapes) -> list[Conversion]:
-    """How the tensors of files become those of ``model``, by the rules of its ``from_pretrained``.
+    """Return the conversions from the tensors of files to the tensors of ``model``, as in ``from_pretrained``.
 
     Args:
-        stored: name -> shape in the files. wanted: name -> shape in the model.
+        stored: name -> shape in the files.
+        wanted: name -> shape in the model.
 
     Returns:
-        For each name in ``stored`` that the rules leave as it is, or do not know, a renaming to itself; names that
-        ``from_pretrained`` is to ignore are left out. Empty where transformers has no such rules (before version 5).
+        Names without a rule are converted to themselves. Names that ``from_pretrained`` ignores are omitted. The list
+        is empty if transformers has no rules (before version 5).
     """
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
@@ -100,7 +105,7 @@ def _converter(
     model: Any, rule: Any, target: str, sources: list[tuple[str, str]]
 ) -> Callable[[Mapping[str, Tensor]], dict[str, Tensor]]:
     def run(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        own = copy.deepcopy(rule)  # it collects what it is given
+        own = copy.deepcopy(rule)  # the rule stores its inputs
         for name, pattern in sources:
             own.add_tensor(target, name, pattern, tensors[name])
         return _whole(own.convert(target, model=model, config=model.config))
@@ -109,20 +114,21 @@ def _converter(
 
 
 def conversions_to_files(model: Any, held: Shapes) -> list[Conversion]:
-    """How the tensors of ``model`` become those of files, as its ``save_pretrained`` writes them.
+    """Return the conversions from the tensors of ``model`` to the tensors of files, as in ``save_pretrained``.
 
     Args:
-        model: one made from its configuration, also on ``meta``. held: name -> shape of what is to be written.
+        model: a model created from its configuration, possibly on ``meta``.
+        held: name -> shape of the tensors to write.
 
     Returns:
-        Renamings to themselves where transformers has no rules (before version 5).
+        Without rules in transformers (before version 5), each name is converted to itself.
     """
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import PrefixChange, revert_weight_conversion
     except ImportError:
         return [Conversion((name,), {name: shape}, None) for name, shape in held.items()]
-    # As save_pretrained has it for a model from its configuration; asked for once, and not for each tensor.
+    # The rules that save_pretrained uses for a model created from its configuration, computed one time for all tensors.
     rules = [
         each for each in get_model_conversion_mapping(model, add_legacy=False) if not isinstance(each, PrefixChange)
     ]
@@ -136,11 +142,11 @@ def conversions_to_files(model: Any, held: Shapes) -> list[Conversion]:
     without_memory = {name: torch.empty(shape, device="meta") for name, shape in held.items()}
     all_shapes = {name: tuple(each.shape) for name, each in run(without_memory).items()}
     found: list[Conversion] = []
-    several: list[tuple[set[str], set[str]]] = []  # (sources, targets) of what is not made of one alone
+    several: list[tuple[set[str], set[str]]] = []  # (sources, targets) of conversions with several sources
     for name, tensor in without_memory.items():
         try:
             made = run({name: tensor})
-        except Exception:  # a rule that asks for all of its tensors
+        except Exception:  # the rule requires all of its tensors
             made = {}
         shapes = {each: tuple(other.shape) for each, other in made.items()}
         if not shapes or any(all_shapes.get(each) != shape for each, shape in shapes.items()):
@@ -159,7 +165,7 @@ def conversions_to_files(model: Any, held: Shapes) -> list[Conversion]:
 def _joined(
     groups: list[tuple[set[str], set[str]]], sources: set[str], targets: set[str]
 ) -> list[tuple[set[str], set[str]]]:
-    """``groups`` and one more, those that have a target in common, or none at all, as one."""
+    """Return ``groups`` with one more group, merging groups that share a target or have no targets."""
     apart = []
     for group in groups:
         if group[1] & targets or not (group[1] or targets):

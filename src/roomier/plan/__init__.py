@@ -1,4 +1,4 @@
-"""The Plan: every way of asking becomes one frozen, checked value; after it nothing reads a flag."""
+"""The Plan: arguments, YAML and mappings become one frozen, validated value, which the rest of roomier reads."""
 
 from roomier.plan.choices import Kind
 from roomier.plan.diff import Difference

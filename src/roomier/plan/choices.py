@@ -1,7 +1,6 @@
-"""The words a Plan may hold: which are built, how true each is to plain PyTorch, and what stands in for the rest.
+"""The values that fields of a Plan accept, their labels, and the values that are known but rejected.
 
-The vocabulary is that of the whole product. To build a choice later, move its entry from ``REFUSED`` to
-``CHOICES``; nothing else in this folder changes.
+To implement a rejected choice, move its entry from ``REFUSED`` to ``CHOICES``. Nothing else in this folder changes.
 """
 
 from dataclasses import dataclass
@@ -27,10 +26,11 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True)
 class Choice:
-    """A built choice: its label, and one remark for the table printed at the start of a run.
+    """A supported choice: its label, and a remark for the table that is printed at the start of a run.
 
     Attributes:
-        kind: None if the choice selects where a plan runs, which labels do not compare.
+        kind: the label. None if the choice selects a device, which labels do not compare.
+        note: the remark.
     """
 
     kind: Kind | None
@@ -39,10 +39,15 @@ class Choice:
 
 @dataclass(frozen=True)
 class Refusal:
-    """A known choice that does not run: why, and what to use instead (an imperative sentence)."""
+    """A known choice that is rejected.
+
+    Attributes:
+        instead: what to use instead, as an imperative sentence.
+        problem: why the choice is rejected.
+    """
 
     instead: str
-    problem: str = "is not built yet"
+    problem: str = "is not implemented"
 
 
 def _exact(note: str = "") -> Choice:
@@ -72,17 +77,17 @@ CHOICES: dict[str, dict[str, Choice]] = {
         "auto": _near("the fastest plan that fits, chosen when the run starts"),
     },
     "parallel.reduce_dtype": {
-        "32": _exact("gradients are added up in float32"),
-        "bf16": _near("gradients are rounded to bfloat16 on their way between ranks"),
+        "32": _exact("gradients are reduced in float32"),
+        "bf16": _near("gradients are rounded to bfloat16 before they are sent"),
     },
     "parallel.gradient_compression": {
         "none": _exact(),
-        "powersgd": _approximate("gradients of low rank, with error feedback, after a warm-up"),
+        "powersgd": _approximate("low-rank gradients with error feedback, after a warm-up"),
     },
     "parallel.accelerator": {
-        "auto": Choice(None, "cuda, else mps, else cpu"),
+        "auto": Choice(None, "cuda if available, otherwise mps, otherwise cpu"),
         "cpu": Choice(None, ""),
-        "gpu": Choice(None, "cuda, else mps"),
+        "gpu": Choice(None, "cuda if available, otherwise mps"),
         "cuda": Choice(None, ""),
         "mps": Choice(None, ""),
     },
@@ -100,7 +105,7 @@ CHOICES: dict[str, dict[str, Choice]] = {
     },
     "batch.gradient_clip_algorithm": {
         "norm": _exact("by the norm over all parameters"),
-        "value": _exact("each gradient element by itself"),
+        "value": _exact("each element of a gradient"),
     },
     "optimizer.name": {
         "adamw": _torch_optimizer("AdamW"),
@@ -111,76 +116,74 @@ CHOICES: dict[str, dict[str, Choice]] = {
         "adagrad": _torch_optimizer("Adagrad"),
         "nadam": _torch_optimizer("NAdam"),
         "radam": _torch_optimizer("RAdam"),
-        "adamw8bit": _approximate("AdamW; states of large matrices in 8 bits, block by block"),
-        "adamw4bit": _approximate("AdamW; states of large matrices in 4 bits, block by block"),
+        "adamw8bit": _approximate("AdamW; states of large matrices in 8 bits, quantized in blocks"),
+        "adamw4bit": _approximate("AdamW; states of large matrices in 4 bits, quantized in blocks"),
         "lion": _exact("Lion (Chen et al. 2023): the sign of the momentum"),
         "muon": _exact("torch.optim.Muon for hidden matrices, AdamW for the rest"),
-        "onebit_adam": _approximate(
-            "Adam; once the variance is frozen, momentum travels as signs, with error feedback"
-        ),
+        "onebit_adam": _approximate("Adam; sends signs of the momentum once the variance is frozen"),
     },
     "optimizer.schedule": {
-        "constant": _exact("the learning rate stays after warm-up"),
-        "linear": _exact("the learning rate falls on a line to the last step"),
-        "cosine": _exact("the learning rate falls on half a cosine to the last step"),
+        "constant": _exact("constant learning rate after warm-up"),
+        "linear": _exact("the learning rate decreases linearly to the last step"),
+        "cosine": _exact("the learning rate decreases along half a cosine to the last step"),
     },
     "optimizer.weight_rounding": {
-        "split": _exact("bfloat16 weights with 16 more bits beside: updates as of float32 weights"),
-        "stochastic": _approximate("updates are rounded to bfloat16 up or down at random, right on average"),
+        "split": _exact("bfloat16 weights with 16 additional bits: updates as of float32 weights"),
+        "stochastic": _approximate("updates are rounded to bfloat16 up or down at random, unbiased"),
         "nearest": _approximate("bfloat16 weights lose updates below 2^-9 of a weight"),
     },
     "optimizer.step_in_backward": {
         "none": _exact("after backward"),
-        "exact": _exact("each parameter when its gradient is complete; clipping by norm takes a second backward"),
-        "stale_norm": _approximate("each parameter at once, clipped by the norm of the step before"),
+        "exact": _exact("each parameter when its gradient is complete; clipping by norm runs two backwards"),
+        "stale_norm": _approximate("each parameter in backward, clipped by the norm of the previous step"),
     },
     "activation.policy": {
-        "none": _exact("every activation is kept until backward"),
-        "full": _exact("each block keeps its input and is computed again in backward"),
-        "every_n": _exact("one block of every n keeps its input alone"),
-        "selective": _exact("blocks keep matrix products and attention; the rest is computed again"),
-        "budget": _exact("as much is computed again, or moved, as the budget asks for"),
+        "none": _exact("all activations are saved for backward"),
+        "full": _exact("each block saves its input and is recomputed in backward"),
+        "every_n": _exact("one block in every n saves only its input"),
+        "selective": _exact("blocks save results of matmuls and attention; the rest is recomputed"),
+        "budget": _exact("activations are recomputed or moved as the budget requires"),
     },
-    "offload.optimizer_states": {"none": _exact("all stays on the device")},
+    "offload.optimizer_states": {"none": _exact("everything stays on the device")},
     "offload.parameters": {"none": _exact()},
-    "offload.activations": {"none": _exact(), "cpu": _exact("what blocks keep waits in host memory")},
+    "offload.activations": {"none": _exact(), "cpu": _exact("saved activations wait in host memory")},
     "attention.kernel": {
-        "auto": _exact("torch chooses"),
+        "auto": _exact("torch selects"),
         "flash": _near("FlashAttention"),
         "efficient": _near("memory-efficient attention"),
-        "cudnn": _near("cuDNN's kernel"),
-        "math": _near("scores in memory, as written"),
+        "cudnn": _near("cuDNN attention"),
+        "math": _near("attention scores in memory"),
     },
     "adapter.frozen_base": {
-        "as_is": _exact("frozen weights as they are"),
-        "int8": _approximate("frozen weights in 8 bits, a scale for each block"),
+        "as_is": _exact("frozen weights are unchanged"),
+        "int8": _approximate("frozen weights in 8 bits, with one scale per block"),
         "nf4": _approximate("frozen weights in 4-bit NormalFloat (Dettmers et al. 2023)"),
     },
 }
 
 SWITCHES: dict[str, Choice] = {
-    "parallel.find_unused_parameters": _near("a step may leave out parameters; gradients are summed in other buckets"),
+    "parallel.find_unused_parameters": _near("steps may skip parameters; gradients are summed in other buckets"),
     "batch.accumulate_grad_batches": _near("the gradient of the full batch, summed over micro-batches"),
     "loss.chunked": _near("cross_entropy never holds all logits; the loss is summed over chunks"),
     "adapter.lora_rank": _exact(),
-    "compile.enabled": _near("fused kernels round differently; dropout draws other random numbers"),
-    "choice.memory_budget_bytes": _exact("of a device, in a step"),
+    "compile.enabled": _near("fused kernels round differently; dropout uses other random numbers"),
+    "choice.memory_budget_bytes": _exact("per device, at the peak of a step"),
 }
-"""Options without a word: the label and the remark of each if it is set. An option that is not set is exact."""
+"""Flags and numbers: the label and the remark of each if it is set. An option that is not set is exact."""
 
-_OWN_OPTIMIZER = "Use optimizer='adamw', or return your own optimizer from configure_optimizers"
-_SMALL_STATES = "Use optimizer='adamw8bit', whose states take a quarter, or 'adafactor'"
-_NOT_STATES = "Use optimizer='adamw8bit', whose states take a quarter, or offload={'activations': 'cpu'}"
-_OWN_SCHEDULE = "Use lr_schedule='cosine', or return your own scheduler from configure_optimizers"
+_OWN_OPTIMIZER = "Use optimizer='adamw', or return another optimizer from configure_optimizers"
+_SMALL_STATES = "Use optimizer='adamw8bit', whose states take a quarter of the memory, or 'adafactor'"
+_NOT_STATES = "Use optimizer='adamw8bit', whose states take a quarter of the memory, or offload={'activations': 'cpu'}"
+_OWN_SCHEDULE = "Use lr_schedule='cosine', or return another scheduler from configure_optimizers"
 _KNOWN_DEVICES = "Use accelerator='cuda', 'mps' or 'cpu'"
 _BF16_MIXED = "Use precision='bf16-mixed'"
 
 
 REFUSED: dict[str, dict[str, Refusal]] = {
     "parallel.strategy": {
-        "ddp_notebook": Refusal("Use strategy='ddp' in a script; a notebook has one process"),
-        "dp": Refusal("Use strategy='ddp'", problem="is left out: PyTorch itself advises against DataParallel"),
-        "deepspeed": Refusal("Use strategy='zero2' or 'zero3', which need no DeepSpeed"),
+        "ddp_notebook": Refusal("Use strategy='ddp' in a script, because a notebook has one process"),
+        "dp": Refusal("Use strategy='ddp'", problem="is not supported, because PyTorch advises against DataParallel"),
+        "deepspeed": Refusal("Use strategy='zero2' or 'zero3', which do not require DeepSpeed"),
         "model_parallel": Refusal("Use strategy='zero3'"),
         "tensor_parallel": Refusal("Use strategy='zero3'"),
         "pipeline_parallel": Refusal("Use strategy='zero3'"),
@@ -194,7 +197,7 @@ REFUSED: dict[str, dict[str, Refusal]] = {
     "precision.mode": {
         "16-true": Refusal(
             "Use precision='16-mixed', which keeps float32 weights, or 'bf16-true'",
-            problem="cannot train: float16 weights cannot hold small updates, and their gradients underflow",
+            problem="cannot train, because float16 weights lose small updates and float16 gradients underflow",
         ),
         "transformer-engine": Refusal(_BF16_MIXED),
         "transformer-engine-float16": Refusal(_BF16_MIXED),
@@ -212,8 +215,8 @@ REFUSED: dict[str, dict[str, Refusal]] = {
         "rprop": Refusal(_OWN_OPTIMIZER),
         "sparseadam": Refusal(_OWN_OPTIMIZER),
         "lbfgs": Refusal(
-            "Use optimizer='adamw', or optimize by hand (automatic_optimization=False)",
-            problem="evaluates the loss several times in one step, which a planned step does not",
+            "Use optimizer='adamw', or manual optimization (automatic_optimization=False)",
+            problem="computes the loss several times per step, which automatic optimization does not support",
         ),
     },
     "optimizer.schedule": {
@@ -227,13 +230,13 @@ REFUSED: dict[str, dict[str, Refusal]] = {
     },
     "offload.optimizer_states": {"cpu": Refusal(_NOT_STATES), "disk": Refusal(_NOT_STATES)},
     "offload.parameters": {
-        "cpu": Refusal("Use precision='bf16-true', which halves the bytes of the weights"),
-        "disk": Refusal("Use precision='bf16-true', which halves the bytes of the weights"),
+        "cpu": Refusal("Use precision='bf16-true', which halves the memory of the weights"),
+        "disk": Refusal("Use precision='bf16-true', which halves the memory of the weights"),
     },
     "offload.activations": {"disk": Refusal("Use offload={'activations': 'cpu'}, or activation_checkpointing='full'")},
     "attention.kernel": {"flex": Refusal("Use 'auto', or call torch.nn.attention.flex_attention in the model")},
     "adapter.frozen_base": {
-        "fp4": Refusal("Use 'nf4', which is closer at the same size"),
+        "fp4": Refusal("Use 'nf4', which has a smaller error at the same size"),
         "int4": Refusal("Use 'nf4'"),
     },
 }
@@ -284,8 +287,10 @@ ALIASES: dict[str, dict[str, str]] = {
 
 
 def canonical(field: str, value: object) -> object:
-    """The one spelling of a choice: aliases resolved, capitals folded (``"AdamW"`` is ``"adamw"``, ``16`` is
-    ``"16-mixed"``). What ``field`` does not know comes back untouched, for the rules to refuse."""
+    """Return the canonical spelling of a choice: ``"AdamW"`` is ``"adamw"``, and ``16`` is ``"16-mixed"``.
+
+    A value that ``field`` does not know is returned unchanged, and the rules reject it.
+    """
     if field not in CHOICES or isinstance(value, bool) or not isinstance(value, (str, Integral)):
         return value
     word = str.lower(value) if isinstance(value, str) else str(int(value))
@@ -294,15 +299,15 @@ def canonical(field: str, value: object) -> object:
 
 
 def aliases_of(field: str, value: str) -> list[str]:
-    """The other names of ``value``, in the order of the table."""
+    """Return the aliases of ``value``, in the order of the table."""
     return [alias for alias, word in ALIASES.get(field, {}).items() if word == value]
 
 
 def kind_of(field: str, value: str) -> Kind | None:
-    """The label of a choice of a checked Plan; None if it has none."""
+    """Return the label of a choice of a valid Plan; None if it has none."""
     return CHOICES[field][value].kind
 
 
 def note_of(field: str, value: str) -> str:
-    """The remark on a choice of a checked Plan."""
+    """Return the remark on a choice of a valid Plan."""
     return CHOICES[field][value].note

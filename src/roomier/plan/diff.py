@@ -1,4 +1,4 @@
-"""Where two Plans differ."""
+"""Differences between two Plans."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,12 +8,12 @@ UNSET = "(unset)"
 
 @dataclass(frozen=True)
 class Difference:
-    """One field that differs; an option that only one Plan sets reads ``"(unset)"`` in the other.
+    """A field that differs.
 
-    Args:
+    Attributes:
         field: section and name, such as ``"precision.mode"`` or ``"optimizer.options.betas"``.
-        before: the value in the first Plan.
-        after: the value in the second.
+        before: value in the first Plan, ``"(unset)"`` for an option that only the second Plan has.
+        after: value in the second Plan, ``"(unset)"`` for an option that only the first Plan has.
     """
 
     field: str
@@ -25,7 +25,7 @@ class Difference:
 
 
 def differences(before: Mapping[str, object], after: Mapping[str, object], path: str = "") -> list[Difference]:
-    """Compare two nested mappings field by field, in the order in which the first lists them."""
+    """Compare two nested mappings field by field, in the order of ``before``."""
     found: list[Difference] = []
     for name in [*before, *(name for name in after if name not in before)]:
         field = f"{path}{name}"

@@ -1,4 +1,4 @@
-"""Trainer keywords -> Plan. The one place that knows how people spell what they want."""
+"""Conversion of the Trainer's arguments to a Plan."""
 
 import math
 import re
@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from numbers import Real
 
 from roomier.core.errors import PlanError, RoomierError, did_you_mean
-from roomier.core.units import parse_bytes
+from roomier.core.units import format_bytes, parse_bytes
+from roomier.plan.levers import LEVERS, Lever
 from roomier.plan.parts import FIELDS, MIN_BUDGET_BYTES
 from roomier.plan.plan import Plan
 from roomier.plan.rules import each_error, refuse
@@ -35,40 +36,19 @@ def plan_from_flags(
     compile: bool = False,
     memory_budget: int | str | None = None,
 ) -> Plan:
-    """The Plan that Trainer keywords ask for.
+    """Return the Plan for arguments of the Trainer, which :class:`roomier.Trainer` documents.
 
-    Args:
-        strategy: a strategy's name; ``"zero2+offload"`` and ``"zero3+disk"`` add where the states live. Or
-            ``{"name": "hsdp", "shard_size": 4, "reduce_dtype": "bf16"}``: further fields of ``ParallelPlan``.
-            ``"auto"`` chooses; ``{"name": "auto", "allow": ["bf16-mixed", "adamw8bit", "chunked_loss"]}`` may choose
-            these as well.
-        accelerator: ``"auto"``, ``"cpu"``, ``"gpu"``, ``"cuda"``, ``"mps"``.
-        devices: devices per node; ``"auto"`` is as many as the strategy uses: 1 for ``"single"``.
-        num_nodes: number of machines.
-        precision: as in Lightning: ``"32-true"``, ``"bf16-mixed"``, ``16``, ``"bf16"``, ...; None is ``"32-true"``.
-        matmul_precision: ``"highest"``, ``"high"``, ``"medium"``.
-        accumulate_grad_batches: micro-batches per optimizer step.
-        gradient_clip_val: the bound; None and 0 clip nothing, as in Lightning.
-        gradient_clip_algorithm: ``"norm"`` (also None) or ``"value"``.
-        optimizer: a name, or ``{"name": "adamw", "lr": 3e-4, "betas": [0.9, 0.95]}``: what is no field of
-            ``OptimizerPlan`` becomes one of its options.
-        learning_rate: the learning rate, where ``optimizer`` is a name.
-        lr_schedule: a name, or ``{"name": "cosine", "warmup_steps": 100, "min_lr_ratio": 0.1}``.
-        step_in_backward: update each parameter as its gradient is complete; True is ``"exact"``, or ``"stale_norm"``.
-        activation_checkpointing: a policy; True is ``"full"``, None and False are ``"none"``. Bytes (``"6GiB"``) and
-            fractions (0.5) are a budget. Or ``{"policy": "every_n", "every_n": 3}``, ``{"budget": "6GiB"}``.
-        offload: where optimizer states live; or ``{"optimizer_states": "cpu", "activations": "cpu"}``. True is
-            ``"cpu"``, None and False are ``"none"``.
-        chunked_loss: True, or the number of tokens of a chunk.
-        attention: the kernel: ``"auto"``, ``"flash"``, ``"efficient"``, ``"cudnn"``, ``"math"``.
-        lora: the rank of adapters, or ``{"rank": 8, "alpha": 16, "dropout": 0.05, "targets": ["query", "value"],
-            "trained": ["classifier"], "base": "nf4"}``.
-        compile: whether blocks are compiled.
-        memory_budget: what a device may hold at the peak of a step: ``"22GiB"``, or bytes.
+    Example::
+
+        plan_from_flags(strategy="zero2", devices=4, optimizer={"name": "adamw", "lr": 3e-4})
+
+    Unlike the Trainer, it looks for no launcher: ``devices="auto"`` is 1.
 
     Raises:
-        PlanError: a value is wrong or not built yet; errors carry the keyword's name and the value as given.
+        PlanError: a value is invalid, or a feature is not implemented. The error has the name and the value of the
+            argument.
     """
+    given = locals()
     draft = _Draft()
     _ask_strategy(draft, strategy)
     draft.ask("parallel.accelerator", accelerator, "accelerator")
@@ -86,12 +66,10 @@ def plan_from_flags(
     if learning_rate is not None:
         draft.ask("optimizer.lr", learning_rate, "learning_rate")
     _ask_schedule(draft, lr_schedule)
-    if step_in_backward is not False:
-        meaning = _word(step_in_backward, "exact")
-        draft.ask("optimizer.step_in_backward", step_in_backward, "step_in_backward", meaning=meaning)
     _ask_recompute(draft, activation_checkpointing)
     _ask_offload(draft, offload)
-    _ask_loss(draft, chunked_loss)
+    for lever in LEVERS:
+        _ask_lever(draft, lever, given[lever.keyword])
     draft.ask("attention.kernel", attention, "attention")
     _ask_adapter(draft, lora)
     draft.ask("compile.enabled", compile, "compile")
@@ -104,7 +82,7 @@ _AS_GIVEN = object()
 
 
 class _Draft:
-    """What was asked of each field so far, and by which keyword, to name it in an error."""
+    """Values of fields of a Plan, and the argument that set each field, which error messages name."""
 
     def __init__(self) -> None:
         self._sections: dict[str, dict[str, object]] = {}
@@ -112,21 +90,21 @@ class _Draft:
         self.errors: list[PlanError] = []
 
     def ask(self, field: str, value: object, keyword: str, *, meaning: object = _AS_GIVEN) -> None:
-        """Set ``field`` to ``value``, or to its ``meaning`` where the keyword spells it differently."""
+        """Set ``field`` to ``value``, or to ``meaning`` if the argument spells the value differently."""
         if field in self._asked:
             earlier, _ = self._asked[field]
-            problem = f"is given by {earlier} as well"
-            self.errors.append(PlanError(keyword, value, problem, f"Keep {keyword} or {earlier}, not both"))
+            problem = f"is already set by {earlier}"
+            self.errors.append(PlanError(keyword, value, problem, f"Remove {keyword} or {earlier}"))
             return
         self._asked[field] = keyword, value
         section, _, name = field.partition(".")
         self._sections.setdefault(section, {})[name] = value if meaning is _AS_GIVEN else meaning
 
     def plan(self) -> Plan:
-        """The checked Plan.
+        """Return the validated Plan.
 
         Raises:
-            PlanError: what was found while asking and by the Plan itself, under the names of the keywords.
+            PlanError: an argument or the Plan is invalid. The error names the argument.
         """
         try:
             plan = Plan.from_dict(self._sections)
@@ -141,13 +119,14 @@ class _Draft:
 
 
 def _ask_strategy(draft: _Draft, strategy: object) -> None:
-    """``"zero2+offload"`` is ``"zero2"`` with the optimizer states in host memory; ``"+disk"`` on disk."""
+    """Set the strategy. The suffixes ``+offload`` and ``+disk`` place the optimizer states in host memory or on
+    disk."""
     if isinstance(strategy, Mapping):
         own = {"name", "allow", *FIELDS["parallel"]} - {"strategy", "accelerator", "devices", "num_nodes"}
         for name, value in strategy.items():
             if name not in own:
                 action = did_you_mean(str(name), own)
-                draft.errors.append(PlanError("strategy", name, "is not a setting of a strategy", action))
+                draft.errors.append(PlanError("strategy", name, "is an unknown setting of a strategy", action))
             elif name == "allow":
                 words = ",".join(map(str, value)) if isinstance(value, (list, tuple)) else value
                 draft.ask("choice.allowed", value, "strategy.allow", meaning=words)
@@ -167,12 +146,12 @@ def _ask_strategy(draft: _Draft, strategy: object) -> None:
         draft.ask("offload.optimizer_states", strategy, "strategy", meaning=place)
     elif plus:
         action = did_you_mean(suffix, ["offload", "disk"])
-        draft.errors.append(PlanError("strategy", strategy, f"'+{suffix}' is not known", action))
+        draft.errors.append(PlanError("strategy", strategy, f"'+{suffix}' is an unknown suffix", action))
     draft.ask("parallel.strategy", strategy, "strategy", meaning=base)
 
 
 def _with_unused(name: str) -> tuple[str, bool | None]:
-    """Lightning's names for DDP that does or does not look for unused parameters."""
+    """Split Lightning's names for DDP with and without support of unused parameters."""
     for suffix, finds in (("_find_unused_parameters_true", True), ("_find_unused_parameters_false", False)):
         if name.lower().endswith(suffix):
             return name[: -len(suffix)], finds
@@ -198,7 +177,7 @@ def _is_zero(value: object) -> bool:
 
 
 def _word(value: object, yes: str) -> object:
-    """The word for a keyword that also takes True, False and None."""
+    """Return the word for the value of an argument that accepts True, False and None too."""
     if value is None or value is False:
         return "none"
     return yes if value is True else value
@@ -232,7 +211,7 @@ def _ask_schedule(draft: _Draft, schedule: object) -> None:
             draft.ask(f"optimizer.{fields[name]}", value, f"lr_schedule.{name}")
         else:
             action = did_you_mean(str(name), fields)
-            draft.errors.append(PlanError("lr_schedule", name, "is not a setting of a schedule", action))
+            draft.errors.append(PlanError("lr_schedule", name, "is an unknown setting of a schedule", action))
 
 
 def _ask_offload(draft: _Draft, offload: object) -> None:
@@ -255,13 +234,13 @@ def _ask_recompute(draft: _Draft, given: object) -> None:
         draft.ask("activation.policy", given, keyword, meaning=_word(given, "full"))
         return
     if not given:
-        action = "Give a policy or a budget such as '6GiB', or None"
-        draft.errors.append(PlanError(keyword, given, "names no policy", action))
+        action = "Set a policy, a budget such as '6GiB', or None"
+        draft.errors.append(PlanError(keyword, given, "must contain a policy or a budget", action))
     for name, value in given.items():
         is_asked = name != "budget" or _ask_budget(draft, value, budget_keyword)
         if name not in ("budget", *FIELDS["activation"]):
             action = did_you_mean(str(name), ["policy", "every_n", "budget"])
-            draft.errors.append(PlanError(keyword, name, "is not a setting of recomputation", action))
+            draft.errors.append(PlanError(keyword, name, "is an unknown setting of recomputation", action))
         elif name != "budget":
             draft.ask(f"activation.{name}", value, f"{keyword}.{name}")
         if name in ("budget", "every_n") and is_asked and "policy" not in given:
@@ -269,7 +248,7 @@ def _ask_recompute(draft: _Draft, given: object) -> None:
 
 
 def _ask_budget(draft: _Draft, given: object, keyword: str) -> bool:
-    """Text is bytes, or a share in percent; a number of at most 1 is a fraction. Whether it could be read."""
+    """Set the budget: text is bytes or percent, a number up to 1 is a fraction. Return False if it is invalid."""
     value = given
     if isinstance(given, str):
         try:
@@ -280,15 +259,15 @@ def _ask_budget(draft: _Draft, given: object, keyword: str) -> bool:
     number = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
     is_fraction = number <= 1
     if 1 < number < MIN_BUDGET_BYTES:
-        problem = "is no fraction, and too few bytes for a device"
-        draft.errors.append(PlanError(keyword, given, problem, "Write '6GiB', or a fraction such as 0.5"))
+        problem = f"must be a fraction up to 1, or at least {format_bytes(MIN_BUDGET_BYTES)}"
+        draft.errors.append(PlanError(keyword, given, problem, "Use '6GiB', or a fraction such as 0.5"))
         return False
     draft.ask(f"activation.budget_{'fraction' if is_fraction else 'bytes'}", given, keyword, meaning=value)
     return True
 
 
 def _share(text: str) -> float | None:
-    """``"50%"`` and ``"0.5"`` as 0.5."""
+    """Return the fraction in ``"50%"`` or ``"0.5"``; None if the text has another form."""
     number, percent, rest = text.strip().partition("%")
     if rest or not re.fullmatch(r"[0-9]*\.?[0-9]+", number.strip()):
         return None
@@ -296,12 +275,12 @@ def _share(text: str) -> float | None:
     return share if percent or share <= 1 else None
 
 
-def _ask_loss(draft: _Draft, given: object) -> None:
-    if isinstance(given, bool) or not isinstance(given, Real):
-        draft.ask("loss.chunked", given, "chunked_loss")
-    else:
-        draft.ask("loss.chunked", given, "chunked_loss", meaning=True)
-        draft.ask("loss.chunk_tokens", given, "chunked_loss")
+def _ask_lever(draft: _Draft, lever: Lever, given: object) -> None:
+    if lever.number and isinstance(given, Real) and not isinstance(given, bool):
+        draft.ask(lever.field, given, lever.keyword, meaning=lever.on)
+        draft.ask(lever.number, given, lever.keyword)
+    elif given is not None and given is not False:
+        draft.ask(lever.field, given, lever.keyword, meaning=lever.on if given is True else given)
 
 
 def _ask_memory(draft: _Draft, given: object) -> None:
@@ -324,13 +303,12 @@ def _ask_adapter(draft: _Draft, given: object) -> None:
         "base": "frozen_base"
     }
     if given.keys() <= fields.keys() and given.get("rank") is None:
-        draft.errors.append(PlanError("lora", given, "names no rank", "Give one, {'rank': 8}, or None"))
+        draft.errors.append(PlanError("lora", given, "must contain a rank", "Set it, as in {'rank': 8}, or use None"))
         return
     for name, value in given.items():
         if name not in fields:
-            draft.errors.append(
-                PlanError("lora", name, "is not a setting of adapters", did_you_mean(str(name), fields))
-            )
+            action = did_you_mean(str(name), fields)
+            draft.errors.append(PlanError("lora", name, "is an unknown setting of adapters", action))
             continue
         is_list = name in ("targets", "trained") and isinstance(value, (list, tuple))
         meaning = ",".join(map(str, value)) if is_list else value

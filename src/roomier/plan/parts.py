@@ -1,7 +1,7 @@
-"""The parts of a Plan: what is asked of each lever, as frozen values.
+"""The parts of a Plan, as frozen values.
 
-A part folds what it receives into one form (aliases, NumPy numbers, lists) but judges nothing: a wrong value
-stays as it came, and the Plan that receives the part reports all wrong values of all parts together.
+A part normalizes its values (aliases, NumPy numbers, lists) but does not validate them. An invalid value stays
+unchanged, and the Plan reports the invalid values of all parts together.
 """
 
 import dataclasses
@@ -13,13 +13,21 @@ from typing import ClassVar, get_args, get_type_hints
 from roomier.plan.choices import canonical
 
 MIN_BUDGET_BYTES = 2**20
-"""What is less is no budget for a device but a slip."""
+"""Smallest memory budget that is accepted for a device. A smaller number is probably a mistake, such as GiB without
+unit."""
 
 
 class Options(Mapping[str, object]):
-    """Keyword arguments as an immutable, hashable mapping; lists inside become tuples.
+    """Keyword arguments of an optimizer as an immutable, hashable mapping. Lists inside become tuples.
 
-    Equal to any mapping with the same items: ``Options({"betas": [0.9, 0.95]}) == {"betas": (0.9, 0.95)}``.
+    Options are equal to any mapping with equal items.
+
+    Example::
+
+        Options({"betas": [0.9, 0.95]}) == {"betas": (0.9, 0.95)}  # True
+
+    Args:
+        items: the keyword arguments.
     """
 
     __slots__ = ("_items",)
@@ -53,10 +61,10 @@ class Options(Mapping[str, object]):
 
 @dataclass(frozen=True)
 class Part:
-    """What the parts share: a section name, and the folding of what was received."""
+    """Base class of the parts. Its constructor normalizes the values of all fields."""
 
     SECTION: ClassVar[str]
-    """The part's name in a Plan, in YAML, and before the dot in an error."""
+    """Name of the part in a Plan and in YAML, and before the dot in error messages."""
 
     def __post_init__(self) -> None:
         for name, hint in FIELDS[self.SECTION].items():
@@ -66,23 +74,27 @@ class Part:
 
 @dataclass(frozen=True)
 class ParallelPlan(Part):
-    """How the work is spread over devices. A rank is one process with one device.
+    """How the work is distributed over devices. A rank is one process with one device.
 
-    Args:
-        strategy: ``"single"`` (one rank), ``"ddp"``, ``"zero1"``, ``"zero2"``, ``"zero3"``, ``"hsdp"``; or
-            ``"auto"``, the fastest plan that fits. The names of the strategies to come are known and refused.
-        accelerator: ``"auto"`` (cuda, else mps, else cpu), ``"cpu"``, ``"gpu"`` (cuda, else mps), ``"cuda"``,
-            ``"mps"``.
-        devices: ranks on each node.
+    Attributes:
+        strategy: ``"single"`` (one rank), ``"ddp"`` (each rank holds a full replica), ``"zero1"`` (optimizer states are
+            sharded), ``"zero2"`` (gradients too), ``"zero3"`` (parameters too), ``"hsdp"`` (zero3 within groups of
+            ranks), or ``"auto"`` (the fastest plan that fits). ``"zero2+offload"`` and ``"zero2+disk"`` as a keyword of
+            the Trainer also set ``offload.optimizer_states``.
+        accelerator: ``"auto"`` (cuda if available, otherwise mps, otherwise cpu), ``"cpu"``, ``"gpu"`` (cuda if
+            available, otherwise mps), ``"cuda"`` or ``"mps"``.
+        devices: ranks on each machine.
         num_nodes: number of machines.
-        shard_size: of ``"hsdp"``, how many ranks share one copy of the model; None is the ranks of a node.
-        reduce_dtype: in which numbers gradients are added up over the ranks: ``"32"``, or ``"bf16"`` for half the
-            bytes on the way.
-        gradient_compression: of ``"ddp"``: ``"none"`` or ``"powersgd"`` (Vogels et al. 2019, with error feedback).
-        compression_rank: of ``"powersgd"``: a gradient of n x m numbers travels as this many times n + m; None is 4.
-        compression_warmup_steps: steps of each run in which gradients travel whole, at least 3; None is 100.
-        find_unused_parameters: a step may leave out parameters that another step, or another rank, uses. What the first
-            step leaves out on every rank needs no setting.
+        shard_size: with ``"hsdp"``, ranks that share one replica of the model. None is the ranks of a machine.
+        reduce_dtype: dtype in which gradients are reduced across ranks: ``"32"``, or ``"bf16"``, which halves the bytes
+            to send.
+        gradient_compression: with ``"ddp"``, ``"none"`` or ``"powersgd"`` (Vogels et al. 2019, with error feedback).
+        compression_rank: with ``"powersgd"``, rank of the approximation: a gradient of shape ``(n, m)`` is sent as
+            ``compression_rank * (n + m)`` numbers. None is 4.
+        compression_warmup_steps: with ``"powersgd"``, steps at the start of each run that send full gradients, at least
+            3. None is 100.
+        find_unused_parameters: support steps that use different parameters than other steps or other ranks. Parameters
+            that no rank uses in the first step do not need it.
     """
 
     SECTION: ClassVar[str] = "parallel"
@@ -99,11 +111,12 @@ class ParallelPlan(Part):
 
     @property
     def num_ranks(self) -> int:
+        """Number of ranks on all machines."""
         return self.devices * self.num_nodes
 
     @property
     def num_shards(self) -> int:
-        """Among how many ranks one copy of the optimizer states is cut."""
+        """Number of ranks across which one replica of the optimizer states is sharded."""
         if self.strategy in ("single", "ddp", "auto"):
             return 1
         return (self.shard_size or self.devices) if self.strategy == "hsdp" else self.num_ranks
@@ -111,12 +124,13 @@ class ParallelPlan(Part):
 
 @dataclass(frozen=True)
 class PrecisionPlan(Part):
-    """In which numbers the model is kept and computed. The default rounds nothing below float32.
+    """Number formats of weights and computation. The default computes everything in float32.
 
-    Args:
-        mode: ``"32-true"``, ``"bf16-mixed"``, ``"16-mixed"`` (with a gradient scaler), ``"bf16-true"``,
-            ``"64-true"``. ``16``, ``"bf16"``, ``32``, ``64`` mean what they mean in Lightning.
-        matmul: ``"highest"``, ``"high"``, ``"medium"``, as in ``torch.set_float32_matmul_precision``.
+    Attributes:
+        mode: ``"32-true"``, ``"bf16-mixed"``, ``"16-mixed"`` (with a loss scale), ``"bf16-true"`` or ``"64-true"``, as
+            in Lightning. The aliases ``16``, ``"bf16"``, ``32`` and ``64`` are accepted.
+        matmul: precision of float32 matmuls: ``"highest"`` (float32), ``"high"`` (TF32) or ``"medium"`` (bfloat16), as
+            in ``torch.set_float32_matmul_precision``.
     """
 
     SECTION: ClassVar[str] = "precision"
@@ -126,12 +140,12 @@ class PrecisionPlan(Part):
 
 @dataclass(frozen=True)
 class BatchPlan(Part):
-    """How one optimizer step is made of micro-batches, and how its gradient is clipped.
+    """Micro-batches of an optimizer step, and clipping of its gradient.
 
-    Args:
-        accumulate_grad_batches: micro-batches per optimizer step.
-        gradient_clip_val: the bound, above 0; None clips nothing.
-        gradient_clip_algorithm: ``"norm"`` (the norm over all parameters) or ``"value"`` (each element).
+    Attributes:
+        accumulate_grad_batches: micro-batches per optimizer step. The step uses the gradient of the full batch.
+        gradient_clip_val: upper limit, above 0. None clips nothing.
+        gradient_clip_algorithm: ``"norm"`` (limits the norm over all parameters) or ``"value"`` (limits each element).
     """
 
     SECTION: ClassVar[str] = "batch"
@@ -141,31 +155,32 @@ class BatchPlan(Part):
 
     @property
     def clips_norm(self) -> bool:
-        """Whether the norm over all gradients is bounded."""
+        """Whether the norm over all gradients is clipped."""
         return self.gradient_clip_val is not None and self.gradient_clip_algorithm == "norm"
 
 
 @dataclass(frozen=True)
 class OptimizerPlan(Part):
-    """The optimizer and its schedule by name, for models without a ``configure_optimizers`` of their own.
+    """Optimizer and schedule, selected by name. Used for models that do not define ``configure_optimizers``.
 
-    Args:
+    Attributes:
         name: ``"adamw"``, ``"adam"``, ``"sgd"``, ``"adafactor"``, ``"rmsprop"``, ``"adagrad"``, ``"nadam"``,
-            ``"radam"``, ``"adamw8bit"``, ``"adamw4bit"`` (states in 8 or 4 bits), ``"lion"``, ``"muon"`` (with AdamW
-            for what is no hidden matrix), ``"onebit_adam"`` (option ``freeze_step``); None leaves the choice to the
-            module's ``configure_optimizers``.
-        lr: the (highest) learning rate; None takes that of the ``torch.optim`` class.
-        weight_decay: None takes that of the ``torch.optim`` class.
-        options: further keyword arguments of that class (``{"betas": (0.9, 0.95)}``); immutable, lists become
-            tuples. Whether the class knows them is checked when the optimizer is made.
-        schedule: ``"constant"``, ``"linear"``, ``"cosine"``, set anew each optimizer step; None keeps ``lr``.
-        warmup_steps: optimizer steps in which the learning rate rises linearly to ``lr``; needs a schedule.
-        min_lr_ratio: where ``"linear"`` and ``"cosine"`` end, as a share of ``lr``, in [0, 1].
-        weight_rounding: how ``"bf16-true"`` keeps weights: ``"split"`` (16 more bits beside each: updates as of fp32
-            weights), ``"stochastic"``, ``"nearest"`` (small updates are lost); None is ``"split"``.
-        step_in_backward: each parameter is updated when its gradient is complete, which is then freed: ``"none"``;
-            ``"exact"`` (where the norm of all gradients is clipped, a first backward finds it); ``"stale_norm"``
-            (clips by the norm of the step before).
+            ``"radam"``, ``"adamw8bit"`` and ``"adamw4bit"`` (states in 8 or 4 bits), ``"lion"``, ``"muon"`` (with AdamW
+            for parameters other than hidden matrices) or ``"onebit_adam"`` (with the option ``freeze_step``). None uses
+            ``configure_optimizers`` of the module.
+        lr: learning rate; with a schedule, the highest one. None is the default of the optimizer class.
+        weight_decay: None is the default of the optimizer class.
+        options: further keyword arguments of the optimizer class, such as ``{"betas": (0.9, 0.95)}``. They are checked
+            when the optimizer is created.
+        schedule: ``"constant"``, ``"linear"`` or ``"cosine"``, applied in each optimizer step. None keeps ``lr``.
+        warmup_steps: optimizer steps in which the learning rate rises linearly to ``lr``. Requires a schedule.
+        min_lr_ratio: learning rate at the end of ``"linear"`` and ``"cosine"``, as a fraction of ``lr`` in [0, 1].
+        weight_rounding: how ``"bf16-true"`` stores updated weights: ``"split"`` (keeps the 16 bits that bfloat16 lacks
+            in a second tensor, so updates equal those of float32 weights), ``"stochastic"`` or ``"nearest"`` (loses
+            small updates). None is ``"split"``.
+        step_in_backward: ``"exact"`` and ``"stale_norm"`` update each parameter in backward as soon as its gradient is
+            complete, and free the gradient. If the norm is clipped, ``"exact"`` computes it in an additional backward,
+            and ``"stale_norm"`` uses the norm of the previous step. ``"none"`` updates after backward.
     """
 
     SECTION: ClassVar[str] = "optimizer"
@@ -182,19 +197,18 @@ class OptimizerPlan(Part):
 
 @dataclass(frozen=True)
 class ActivationPlan(Part):
-    """What is kept of the forward pass for backward; the rest is computed again. By block, the layer that repeats.
+    """Activations that are saved for backward; the others are recomputed. Policies apply to blocks (repeated layers).
 
-    Args:
-        policy: ``"none"``: every activation is kept. ``"full"``: of each block its input alone. ``"every_n"``: the same
-            for one block of every ``every_n``. ``"selective"``: of each block its input and the results of matrix
-            products and attention. ``"budget"``: each block keeps all, these results, or its input alone, so that the
-            peak stays within the budget at the least computation; with ``offload.activations`` also all in host memory,
-            where copies cost less time.
-        every_n: of ``"every_n"``; None is 2.
-        budget_bytes: of ``"budget"``: how many bytes all tensors on the device may take together, at the peak of a
-            step.
-        budget_fraction: of ``"budget"``, instead: in [0, 1], where between the peak with all blocks computed again (0)
-            and that with none (1) the budget lies.
+    Attributes:
+        policy: ``"none"`` saves all activations. ``"full"`` saves the input of each block. ``"every_n"`` saves the
+            input of one block in every ``every_n``, and all activations of the others. ``"selective"`` saves the input
+            of each block and the results of matmuls and attention. ``"budget"`` selects one of these for each block, so
+            that the peak stays within the budget with the least recomputation; with ``offload.activations``, it also
+            moves activations to host memory if that takes less time.
+        every_n: with ``"every_n"``, the period. None is 2.
+        budget_bytes: with ``"budget"``, upper limit in bytes for all tensors on the device at the peak of a step.
+        budget_fraction: with ``"budget"``, instead of ``budget_bytes``: a number in [0, 1], where 0 is the peak with
+            all blocks recomputed, and 1 is the peak without recomputation.
     """
 
     SECTION: ClassVar[str] = "activation"
@@ -206,13 +220,13 @@ class ActivationPlan(Part):
 
 @dataclass(frozen=True)
 class OffloadPlan(Part):
-    """What leaves the device between its uses: ``"none"`` for each.
+    """Tensors that are moved off the device between their uses. ``"none"`` keeps them on the device.
 
-    Args:
-        optimizer_states: where the optimizer's states live.
-        parameters: where the parameters live.
-        activations: ``"cpu"``: what blocks keep for backward waits in host memory (pinned where the device is a GPU).
-            With a budget, that of the blocks it chooses; there the device must be a GPU.
+    Attributes:
+        optimizer_states: place of the optimizer states.
+        parameters: place of the parameters.
+        activations: ``"cpu"`` moves activations that blocks save for backward to host memory (pinned if the device is a
+            GPU). With the policy ``"budget"``, it moves those of selected blocks, and the device must be a GPU.
     """
 
     SECTION: ClassVar[str] = "offload"
@@ -225,9 +239,10 @@ class OffloadPlan(Part):
 class LossPlan(Part):
     """How the loss of a language model is computed.
 
-    Args:
-        chunked: logits and their cross-entropy are computed for some tokens at a time and never whole in memory.
-        chunk_tokens: how many; None takes as many as make logits of 64 MiB.
+    Attributes:
+        chunked: compute logits and cross-entropy for one chunk of tokens at a time, so that the logits of all tokens
+            are never in memory together.
+        chunk_tokens: tokens per chunk. None selects a number whose logits take 64 MiB.
     """
 
     SECTION: ClassVar[str] = "loss"
@@ -237,10 +252,10 @@ class LossPlan(Part):
 
 @dataclass(frozen=True)
 class AttentionPlan(Part):
-    """Which kernel ``scaled_dot_product_attention`` takes.
+    """Kernel of ``scaled_dot_product_attention``.
 
-    Args:
-        kernel: ``"auto"`` (torch chooses), ``"flash"``, ``"efficient"``, ``"cudnn"``, ``"math"``.
+    Attributes:
+        kernel: ``"auto"`` (torch selects), ``"flash"``, ``"efficient"``, ``"cudnn"`` or ``"math"``.
     """
 
     SECTION: ClassVar[str] = "attention"
@@ -249,16 +264,16 @@ class AttentionPlan(Part):
 
 @dataclass(frozen=True)
 class AdapterPlan(Part):
-    """Low-rank adapters on linear layers (LoRA, Hu et al. 2021): all else of the model is frozen.
+    """Low-rank adapters on linear layers (LoRA, Hu et al. 2021). All other parameters are frozen.
 
-    Args:
-        lora_rank: inner width ``r`` of the adapters; None adds none.
-        lora_alpha: their output is scaled by ``alpha / r``; None is ``r``.
-        lora_dropout: probability on their input.
-        lora_targets: ``"blocks"`` (all linear layers of the blocks), or names separated by commas: a layer is adapted
-            if its qualified name ends in one of them, wildcards as in :mod:`fnmatch`.
-        lora_trained: modules, named likewise, that are trained whole beside the adapters: a new output layer, say.
-        frozen_base: in which numbers the adapted layers keep their frozen weights: ``"as_is"``, ``"int8"``, ``"nf4"``.
+    Attributes:
+        lora_rank: inner width ``r`` of the adapters. None adds no adapters.
+        lora_alpha: the output of an adapter is scaled by ``lora_alpha / r``. None is ``r``.
+        lora_dropout: dropout probability on the input of an adapter.
+        lora_targets: ``"blocks"`` (all linear layers of the blocks), or names separated by commas. A layer gets an
+            adapter if its qualified name ends with one of the names. Wildcards of :mod:`fnmatch` are accepted.
+        lora_trained: names of modules that are trained in full, such as a new output layer, in the same form.
+        frozen_base: number format of the frozen weights of adapted layers: ``"as_is"``, ``"int8"`` or ``"nf4"``.
     """
 
     SECTION: ClassVar[str] = "adapter"
@@ -272,30 +287,26 @@ class AdapterPlan(Part):
 
 @dataclass(frozen=True)
 class CompilePlan(Part):
-    """Whether the model's blocks are compiled.
+    """Compilation of the model's blocks.
 
-    Args:
-        enabled: compile each block with ``torch.compile``; equal blocks are compiled once.
+    Attributes:
+        enabled: compile each block with ``torch.compile``. Equal blocks are compiled one time.
     """
 
     SECTION: ClassVar[str] = "compile"
     enabled: bool = False
 
 
-CHUNKED_LOSS = "chunked_loss"
-"""The word of ``ChoicePlan.allowed`` with which ``"auto"`` may use a chunked loss."""
-
-
 @dataclass(frozen=True)
 class ChoicePlan(Part):
-    """What the planner may choose, and within what. Settled before the run is built.
+    """Limits of the planner. They take effect before the run is built.
 
-    Args:
-        memory_budget_bytes: what a device may hold at the peak of a step; None is all of the device. With a strategy by
-            name, a run that is forecast to need more is refused before it begins.
-        allowed: of ``"auto"``: choices that it may take in addition, separated by commas: precisions
-            (``"bf16-mixed"``), optimizers (``"adamw8bit"``) and ``"chunked_loss"``. Without, ``"auto"`` takes exact
-            choices, and splits the sum over the batch by strategy and micro-batch.
+    Attributes:
+        memory_budget_bytes: upper limit for the memory of a device at the peak of a step. None is all memory of the
+            device. With a named strategy, a run whose forecast exceeds the limit is rejected before it starts.
+        allowed: with ``"auto"``, additional choices that the planner may use, separated by commas: precisions
+            (``"bf16-mixed"``), optimizers (``"adamw8bit"``) and levers that are not exact (``"chunked_loss"``). By
+            default, ``"auto"`` uses exact choices, and changes only the strategy and the micro-batch.
     """
 
     SECTION: ClassVar[str] = "choice"
@@ -304,7 +315,7 @@ class ChoicePlan(Part):
 
     @property
     def words(self) -> tuple[str, ...]:
-        """``allowed`` in single words."""
+        """The elements of ``allowed``."""
         return tuple(word.strip() for word in self.allowed.split(",") if word.strip())
 
 
@@ -335,7 +346,7 @@ FIELDS: dict[str, dict[str, object]] = {
 
 
 def _fold(value: object, hint: object) -> object:
-    """``value`` as the plain Python value that ``hint`` names, or untouched where it is something else."""
+    """Return ``value`` as the plain Python type in ``hint``, or unchanged if it has another type."""
     wanted = get_args(hint) or (hint,)
     if isinstance(value, Mapping) and Mapping[str, object] == hint:
         return Options(value)
@@ -367,5 +378,5 @@ def _fold_option(value: object) -> object:
 def _as_float(value: Real) -> object:
     try:
         return float(value)
-    except OverflowError:  # an integer beyond float's range: left as it is, so that the Plan refuses it
+    except OverflowError:  # an integer outside the range of float, which the Plan rejects
         return value

@@ -1,4 +1,4 @@
-"""The Plan: one frozen value that says everything about how a run computes."""
+"""The Plan: one frozen value with all settings that affect the computation of a run."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -31,27 +31,33 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Plan:
-    """How a run computes; checked when it is made, compared and hashed by value.
+    """All settings that affect the computation of a run, as one frozen value.
 
-    Every way of asking ends here, and nothing after it reads a flag. ``Plan()`` is the plain float32 step on one
-    device. ``dataclasses.replace`` makes a changed plan, which is checked again.
+    A Plan is validated when it is created, and compared and hashed by value. ``Plan()`` is the plain float32 step on
+    one device. ``dataclasses.replace`` creates a changed Plan and validates it.
 
-    Args:
-        parallel: devices, and how the work is spread over them.
-        precision: number formats of weights and matrix products.
+    Example::
+
+        plan = Plan(parallel=ParallelPlan("zero2", devices=4), precision=PrecisionPlan("bf16-mixed"))
+        print(plan)  # the table that fit prints
+        assert Plan.from_yaml(plan.to_yaml()) == plan
+
+    Attributes:
+        parallel: devices, and the distribution of the work over them.
+        precision: number formats of weights and matmuls.
         batch: accumulation and gradient clipping.
-        optimizer: optimizer and schedule by name.
-        activation: what is kept of the forward pass.
-        offload: what leaves the device between its uses.
-        loss: how the loss of a language model is computed.
-        attention: which kernel computes it.
+        optimizer: optimizer and schedule, selected by name.
+        activation: activations that are saved for backward.
+        offload: tensors that are moved off the device between their uses.
+        loss: computation of the loss of a language model.
+        attention: attention kernel.
         adapter: low-rank adapters on a frozen model.
-        compile: whether blocks are compiled.
-        choice: what the planner may choose, and within what memory.
+        compile: compilation of blocks.
+        choice: limits of the planner.
 
     Raises:
-        PlanError: a field has a wrong type or value, asks for what is not built yet, or does not go with
-            another. Several findings come as one ``CombinedPlanError`` that names them all.
+        PlanError: a field has a wrong type or value, a feature is not implemented, or fields are incompatible. Several
+            errors are raised together as a ``CombinedPlanError``.
     """
 
     parallel: ParallelPlan = field(default_factory=ParallelPlan)
@@ -71,10 +77,10 @@ class Plan:
 
     @classmethod
     def of(cls, value: "Plan | Mapping[str, object] | str | PathLike[str]") -> "Plan":
-        """A Plan from a Plan (itself), from nested values, or from the path of a YAML or JSON file.
+        """Return a Plan from a Plan (unchanged), from nested values, or from the path of a YAML or JSON file.
 
         Raises:
-            PlanError: the value is none of these, the file cannot be read, or the plan cannot work.
+            PlanError: the value has another type, the file cannot be read, or the Plan is invalid.
         """
         if isinstance(value, Plan):
             return value
@@ -94,59 +100,61 @@ class Plan:
 
     @classmethod
     def from_dict(cls, values: object) -> "Plan":
-        """A Plan from nested values, ``{"precision": {"mode": "bf16-mixed"}}``; missing keys take the defaults.
+        """Return a Plan from nested values such as ``{"precision": {"mode": "bf16-mixed"}}``.
+
+        Missing keys have their defaults.
 
         Raises:
-            PlanError: a key is unknown, or the plan cannot work.
+            PlanError: a key is unknown, or the Plan is invalid.
         """
         parts = text.parts_from_dict(values)
-        return cls(**parts)  # type: ignore[arg-type]  # each section holds its own part: PARTS says so
+        return cls(**parts)  # type: ignore[arg-type]  # each section has the part that PARTS maps it to
 
     @classmethod
     def from_yaml(cls, source: str) -> "Plan":
-        """A Plan from YAML text (``Plan.of`` reads a file).
+        """Return a Plan from YAML text. :meth:`of` reads a file.
 
         Raises:
-            PlanError: the text is not YAML, a key is unknown, or the plan cannot work.
+            PlanError: the text is not YAML, a key is unknown, or the Plan is invalid.
         """
         return cls.from_dict(text.load_yaml(source))
 
     @classmethod
     def from_json(cls, source: str) -> "Plan":
-        """A Plan from JSON text (``Plan.of`` reads a file).
+        """Return a Plan from JSON text. :meth:`of` reads a file.
 
         Raises:
-            PlanError: the text is not JSON, a key is unknown, or the plan cannot work.
+            PlanError: the text is not JSON, a key is unknown, or the Plan is invalid.
         """
         return cls.from_dict(text.load_json(source))
 
     def to_dict(self) -> dict[str, dict[str, object]]:
-        """Nested plain values, every field named: what YAML, JSON and checkpoints hold."""
+        """Return all fields as nested plain values, as YAML, JSON and checkpoints contain them."""
         return {section: text.part_to_dict(getattr(self, section)) for section in PARTS}
 
     def to_yaml(self) -> str:
-        """YAML text that ``from_yaml`` reads back as an equal Plan."""
+        """Return YAML text, which :meth:`from_yaml` converts to an equal Plan."""
         return text.dump_yaml(self.to_dict())
 
     def to_json(self) -> str:
-        """JSON text that ``from_json`` reads back as an equal Plan."""
+        """Return JSON text, which :meth:`from_json` converts to an equal Plan."""
         return text.dump_json(self.to_dict())
 
     def diff(self, other: "Plan") -> list[Difference]:
-        """The fields in which ``other`` differs from this Plan, in the order of the Plan.
+        """Return the fields in which ``other`` differs from this Plan, in the order of the Plan.
 
         Raises:
             PlanError: ``other`` is not a Plan.
         """
         if not isinstance(other, Plan):
-            raise PlanError("other", other, "is not a Plan", "Make one of it with Plan.of")
+            raise PlanError("other", other, "must be a Plan", "Convert it with Plan.of")
         return differences(self.to_dict(), other.to_dict())
 
     def table(self, facts: Mapping[str, str] | None = None) -> str:
-        """The short table printed at the start of ``fit``, at most 100 columns wide.
+        """Return the table that ``fit`` prints at its start, at most 100 columns wide.
 
         Args:
-            facts: further lines, such as ``{"model": "10.8 M parameters"}``; they carry no label.
+            facts: additional lines without a label, such as ``{"model": "10.8 M parameters"}``.
         """
         return table(self, facts)
 

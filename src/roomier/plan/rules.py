@@ -1,7 +1,7 @@
-"""What makes a Plan impossible, as a list of small functions; each finding says what to do instead.
+"""Validation of a Plan.
 
-Every field is looked at by itself first: type, vocabulary, range. Where every type is right, ``RULES`` look at
-the Plan as a whole. All findings are reported at once.
+Each field is checked first: its type, its vocabulary and its range. If all types are correct, the functions in
+``RULES`` check combinations of fields. All errors are reported together, and each error contains an alternative.
 """
 
 import difflib
@@ -14,7 +14,8 @@ from roomier.core.errors import PlanError, did_you_mean
 from roomier.core.units import format_bytes
 from roomier.plan.choices import ALIASES, CHOICES, REFUSED, aliases_of
 from roomier.plan.lever_rules import LEVER_RULES
-from roomier.plan.parts import CHUNKED_LOSS, FIELDS, MIN_BUDGET_BYTES, PARTS, Options
+from roomier.plan.levers import BY_PERMISSION
+from roomier.plan.parts import FIELDS, MIN_BUDGET_BYTES, PARTS, Options
 
 if TYPE_CHECKING:
     from roomier.plan.plan import Plan
@@ -23,44 +24,46 @@ Rule = Callable[["Plan"], Iterator[PlanError]]
 
 
 class CombinedPlanError(PlanError):
-    """Several things wrong with one Plan, told together.
+    """Several errors in one Plan.
 
-    Args:
-        errors: two or more; the first lends its ``field``, ``received``, ``problem`` and ``action``.
+    ``field``, ``received``, ``problem`` and ``action`` are those of the first error.
+
+    Attributes:
+        errors: the errors, at least two.
     """
 
     def __init__(self, errors: list[PlanError]) -> None:
         first = errors[0]
         super().__init__(first.field, first.received, first.problem, first.action)
         self.errors = tuple(errors)
-        self.args = ("\n".join([f"{len(errors)} things are wrong with the plan", *map(str, errors)]),)
+        self.args = ("\n".join([f"The plan has {len(errors)} errors", *map(str, errors)]),)
 
 
 def refuse(errors: list[PlanError]) -> None:
-    """Raise what ``errors`` holds: nothing, the one error itself, or all in one.
+    """Raise ``errors``, if there are any.
 
     Raises:
-        PlanError: ``errors`` is not empty.
+        PlanError: the only error, or all errors as a ``CombinedPlanError``.
     """
     if errors:
         raise one_of(errors)
 
 
 def one_of(errors: list[PlanError]) -> PlanError:
-    """One error that tells all of ``errors``, at least one."""
+    """Combine ``errors``, at least one, into one error."""
     return errors[0] if len(errors) == 1 else CombinedPlanError(errors)
 
 
 def each_error(error: PlanError) -> tuple[PlanError, ...]:
-    """The single findings in ``error``."""
+    """Return the single errors in ``error``."""
     return error.errors if isinstance(error, CombinedPlanError) else (error,)
 
 
 def check(plan: "Plan") -> None:
-    """Refuse a Plan that cannot run.
+    """Validate ``plan``.
 
     Raises:
-        PlanError: the one thing that is wrong, or (as ``CombinedPlanError``) all of them.
+        PlanError: the only error, or all errors as a ``CombinedPlanError``.
     """
     errors = [error for section in PARTS for error in _check_part(section, getattr(plan, section))]
     if not any(isinstance(error, _WrongTypeError) for error in errors):
@@ -73,12 +76,12 @@ def check(plan: "Plan") -> None:
 
 
 class _WrongTypeError(PlanError):
-    """A value of another type; rules that would compare it are not asked."""
+    """A value of a wrong type. The rules are not applied to a Plan that has one."""
 
 
 @dataclass(frozen=True)
 class _Range:
-    """What a number must be: ``low`` and ``high`` as an interval, ``low`` itself inside it or not."""
+    """An interval of numbers from ``low``, which is included if ``low_is_allowed``, to ``high``."""
 
     low: float
     action: str
@@ -100,49 +103,47 @@ class _Range:
 RANGES: dict[str, _Range] = {
     "parallel.devices": _Range(1, "Use 1"),
     "parallel.num_nodes": _Range(1, "Use 1"),
-    "parallel.shard_size": _Range(1, "Give the number of ranks that share one copy of the model"),
+    "parallel.shard_size": _Range(1, "Set it to the number of ranks that share one replica of the model"),
     "parallel.compression_rank": _Range(1, "Use 4, or 1 for the fewest bytes"),
-    "parallel.compression_warmup_steps": _Range(3, "Use 3 or more, about a tenth of the run"),
+    "parallel.compression_warmup_steps": _Range(3, "Use at least 3, for example a tenth of the run"),
     "batch.accumulate_grad_batches": _Range(1, "Use 1 for one micro-batch per optimizer step"),
-    "batch.gradient_clip_val": _Range(0, "Use None to clip nothing, or 1.0", low_is_allowed=False),
+    "batch.gradient_clip_val": _Range(0, "Use None to disable clipping, or a value such as 1.0", low_is_allowed=False),
     "optimizer.lr": _Range(0, "Use a learning rate such as 3e-4", low_is_allowed=False),
     "optimizer.weight_decay": _Range(0, "Use 0.0 for no weight decay"),
     "optimizer.warmup_steps": _Range(0, "Use 0 for no warm-up"),
-    "optimizer.min_lr_ratio": _Range(0, "Give the last learning rate as a share of the highest", high=1),
+    "optimizer.min_lr_ratio": _Range(0, "Set it to the final learning rate divided by the peak learning rate", high=1),
     "activation.every_n": _Range(1, "Use 2 for every second block"),
     "activation.budget_bytes": _Range(
-        MIN_BUDGET_BYTES, "Give the bytes of the device, such as '6GiB', or a fraction up to 1", is_in_bytes=True
+        MIN_BUDGET_BYTES, "Use a size such as '6GiB', or a fraction up to 1", is_in_bytes=True
     ),
-    "activation.budget_fraction": _Range(0, "Use 0 for the least memory, 1 for the least computation", high=1),
+    "activation.budget_fraction": _Range(0, "Use 0 for the least memory, or 1 for the least computation", high=1),
     "loss.chunk_tokens": _Range(1, "Use None, or 1024"),
-    "choice.memory_budget_bytes": _Range(
-        MIN_BUDGET_BYTES, "Give the bytes of the device, such as '22GiB', or None", is_in_bytes=True
-    ),
-    "adapter.lora_rank": _Range(1, "Use 8, or None for no adapters"),
+    "choice.memory_budget_bytes": _Range(MIN_BUDGET_BYTES, "Use a size such as '22GiB', or None", is_in_bytes=True),
+    "adapter.lora_rank": _Range(1, "Use a rank such as 8, or None for no adapters"),
     "adapter.lora_alpha": _Range(0, "Use twice lora_rank, or None", low_is_allowed=False),
     "adapter.lora_dropout": _Range(0, "Use a probability such as 0.05", high=1),
 }
 
 _TYPE_WORDS: dict[object, tuple[str, str]] = {
-    str: ("a string", "Write its name in quotes"),
-    int: ("an integer", "Give a whole number such as 1"),
-    float: ("a number", "Give a number such as 1.0, without quotes"),
-    bool: ("True or False", "Give True or False"),
-    Mapping[str, object]: ("a mapping", "Give keyword arguments such as {'betas': (0.9, 0.95)}"),
+    str: ("a string", "Pass a name in quotes"),
+    int: ("an integer", "Pass an integer such as 1"),
+    float: ("a number", "Pass a number such as 1.0, without quotes"),
+    bool: ("True or False", "Pass True or False"),
+    Mapping[str, object]: ("a mapping", "Pass keyword arguments such as {'betas': (0.9, 0.95)}"),
 }
 
 _TYPE_ACTIONS = {
-    "optimizer.name": "Write its name such as 'adamw', a dict with name and options, or return an optimizer of your own"
-    " from configure_optimizers",
-    "adapter.lora_rank": "Give a whole number such as 8, or a dict with rank, alpha, dropout, targets, trained, base",
+    "optimizer.name": "Pass a name such as 'adamw' or a dict with name and options, or return an optimizer from"
+    " configure_optimizers",
+    "adapter.lora_rank": "Pass an integer such as 8, or a dict with rank, alpha, dropout, targets, trained and base",
 }
 
 
 def _check_part(section: str, part: object) -> Iterator[PlanError]:
     expected = PARTS[section]
     if not isinstance(part, expected):
-        action = f"Write {section}={expected.__name__}(...), or make the plan with Plan.from_dict"
-        yield _WrongTypeError(section, part, f"is not a {expected.__name__}", action)
+        action = f"Pass {section}={expected.__name__}(...), or create the plan with Plan.from_dict"
+        yield _WrongTypeError(section, part, f"must be a {expected.__name__}", action)
         return
     for name, hint in FIELDS[section].items():
         yield from _check_field(f"{section}.{name}", getattr(part, name), hint)
@@ -158,11 +159,11 @@ def _check_field(field: str, value: object, hint: object) -> Iterator[PlanError]
     if wanted == Mapping[str, object] or type(value) is not wanted:
         what, action = _TYPE_WORDS[wanted]
         nothing = "" if wanted == hint else " or None"
-        yield _WrongTypeError(field, value, f"is not {what}{nothing}", _TYPE_ACTIONS.get(field, action))
+        yield _WrongTypeError(field, value, f"must be {what}{nothing}", _TYPE_ACTIONS.get(field, action))
     elif field in CHOICES:
         yield from _check_word(field, str(value))
     elif field in RANGES and isinstance(value, (int, float)) and not RANGES[field].holds(value):
-        yield PlanError(field, value, f"is not {RANGES[field]}", RANGES[field].action)
+        yield PlanError(field, value, f"must be {RANGES[field]}", RANGES[field].action)
 
 
 def _check_word(field: str, value: str) -> Iterator[PlanError]:
@@ -171,7 +172,7 @@ def _check_word(field: str, value: str) -> Iterator[PlanError]:
     refused = REFUSED.get(field, {})
     if value in refused:
         also = aliases_of(field, value)
-        meaning = f" ({', '.join(also)} mean{'s' * (len(also) == 1)} {value!r})" if also else ""
+        meaning = f" (aliases: {', '.join(also)})" if also else ""
         yield PlanError(field, value, refused[value].problem + meaning, refused[value].instead)
         return
     aliases = ALIASES.get(field, {})
@@ -181,7 +182,7 @@ def _check_word(field: str, value: str) -> Iterator[PlanError]:
         action = did_you_mean(value.lower(), [*CHOICES[field], *(near if near else ())])
     else:
         action = f"Did you mean {near[0]!r}? It {meant.problem}. {meant.instead}"
-    yield PlanError(field, value, "is not known", action)
+    yield PlanError(field, value, "is unknown", action)
 
 
 def _check_options(field: str, options: Options) -> Iterator[PlanError]:
@@ -189,14 +190,14 @@ def _check_options(field: str, options: Options) -> Iterator[PlanError]:
     for name, value in options.items():
         path = f"{field}.{name}"
         if not isinstance(name, str):
-            yield _WrongTypeError(field, name, "is not the name of a keyword argument", "Use strings as keys")
+            yield _WrongTypeError(field, name, "is not a string", "Use names of keyword arguments as keys")
         elif name in own_fields:
-            yield PlanError(path, value, "has a field of its own", f"Write it as optimizer.{name}")
+            yield PlanError(path, value, "cannot be set in optimizer.options", f"Set optimizer.{name} instead")
         elif name in ("params", "options"):
-            yield PlanError(path, value, "is not a keyword argument of an optimizer", "Leave it out")
+            yield PlanError(path, value, "is not a keyword argument of an optimizer", "Remove it")
         elif not _is_plain(value):
-            action = "Give numbers, strings, True, False, None, or lists of these"
-            yield _WrongTypeError(path, value, "cannot be written to a file and read back", action)
+            action = "Use numbers, strings, True, False, None, or lists of these"
+            yield _WrongTypeError(path, value, "cannot be serialized", action)
 
 
 def _is_plain(value: object) -> bool:
@@ -211,122 +212,126 @@ def _is_plain(value: object) -> bool:
 
 
 def single_has_one_rank(plan: "Plan") -> Iterator[PlanError]:
-    """One process cannot use several devices."""
+    """Reject several devices or machines without a strategy for several ranks."""
     parallel = plan.parallel
     for name, value in (("devices", parallel.devices), ("num_nodes", parallel.num_nodes)):
         if parallel.strategy == "single" and value > 1:
-            action = "Name one: strategy='ddp', 'zero2' (half the memory on 2 ranks) or 'zero3' (the least memory)"
-            yield PlanError(f"parallel.{name}", value, "needs a strategy that uses several", action)
+            action = "Use strategy='ddp', 'zero2' (half the memory on 2 ranks) or 'zero3' (the least memory)"
+            yield PlanError(f"parallel.{name}", value, "must be 1 with strategy 'single'", action)
 
 
 def shards_fill_the_ranks(plan: "Plan") -> Iterator[PlanError]:
-    """The groups of hsdp are of one size, and no other strategy has groups."""
+    """Reject a group size that does not divide the ranks, and a group size without hsdp."""
     parallel = plan.parallel
     if parallel.strategy != "hsdp":
         if parallel.shard_size is not None:
-            action = "Use strategy='hsdp', or leave it out"
-            problem = f"has no meaning for strategy {parallel.strategy!r}"
+            action = "Use strategy='hsdp', or remove shard_size"
+            problem = f"is supported only with strategy 'hsdp', not {parallel.strategy!r}"
             yield PlanError("parallel.shard_size", parallel.shard_size, problem, action)
         return
-    if parallel.num_shards > 0 and parallel.num_ranks % parallel.num_shards:  # devices=0 has an error of its own
+    if parallel.num_shards > 0 and parallel.num_ranks % parallel.num_shards:  # devices=0 has its own error
         fitting = [size for size in range(1, parallel.num_ranks + 1) if parallel.num_ranks % size == 0]
-        problem = f"does not divide the {parallel.num_ranks} ranks"
+        problem = f"must divide the number of ranks ({parallel.num_ranks})"
         yield PlanError("parallel.shard_size", parallel.shard_size, problem, f"Use one of {fitting}")
 
 
 def mps_is_one_device(plan: "Plan") -> Iterator[PlanError]:
-    """Apple's GPU is one, and torch has no collectives for it."""
+    """Reject several ranks on mps, for which torch has no collectives."""
     if plan.parallel.accelerator == "mps" and plan.parallel.strategy != "single":
-        problem = "runs on several ranks, which mps does not have"
-        action = "Use strategy='single', or accelerator='cpu'"
+        problem = "requires several ranks, but mps supports only one"
+        action = "Use strategy='single' or accelerator='cpu'"
         yield PlanError("parallel.strategy", plan.parallel.strategy, problem, action)
 
 
 def compression_is_of_ddp(plan: "Plan") -> Iterator[PlanError]:
-    """What is cut among ranks is reduced by other collectives."""
+    """Reject gradient compression with a strategy other than ddp, which uses other collectives."""
     parallel = plan.parallel
     if parallel.gradient_compression != "none" and parallel.strategy != "ddp":
-        problem = f"does not work with strategy {parallel.strategy!r}"
-        action = "Use strategy='ddp', or reduce_dtype='bf16' for half the bytes"
+        problem = f"is supported only with strategy 'ddp', not {parallel.strategy!r}"
+        action = "Use strategy='ddp', or use reduce_dtype='bf16' to halve the gradient traffic"
         yield PlanError("parallel.gradient_compression", parallel.gradient_compression, problem, action)
 
 
 def compression_has_what_it_needs(plan: "Plan") -> Iterator[PlanError]:
-    """Its settings belong to it, and it keeps what it left out from step to step: one infinity would stay for good."""
+    """Reject settings without gradient compression, and infinite gradients, which error feedback would keep forever."""
     parallel = plan.parallel
     if parallel.gradient_compression == "none":
         for name in ("compression_rank", "compression_warmup_steps"):
             if getattr(parallel, name) is not None:
-                problem = "has no effect while gradient_compression is 'none'"
-                action = "Leave it out, or set gradient_compression='powersgd'"
+                problem = "has no effect with gradient_compression 'none'"
+                action = "Remove it, or set gradient_compression='powersgd'"
                 yield PlanError(f"parallel.{name}", getattr(parallel, name), problem, action)
         return
     if plan.precision.mode == "16-mixed":
-        problem = "does not go with 16-mixed, where gradients may be infinite for a step"
-        action = "Use precision='bf16-mixed', or leave it 'none'"
+        problem = "is not supported with precision '16-mixed', in which gradients can be infinite"
+        action = "Use precision='bf16-mixed', or set gradient_compression='none'"
         yield PlanError("parallel.gradient_compression", parallel.gradient_compression, problem, action)
     if parallel.reduce_dtype != "32":
-        problem = "has no effect with gradient_compression: its factors travel in the dtype of the weights"
-        yield PlanError("parallel.reduce_dtype", parallel.reduce_dtype, problem, "Keep one of the two")
+        problem = "has no effect with gradient_compression, which sends its factors in the dtype of the weights"
+        yield PlanError("parallel.reduce_dtype", parallel.reduce_dtype, problem, "Remove one of the two settings")
 
 
 def onebit_adam_sends_for_itself(plan: "Plan") -> Iterator[PlanError]:
-    """It needs the gradients of each rank as they are, and leaves none of all ranks to clip, round or compress."""
+    """Reject settings that change the gradients of a rank, or that require the reduced gradients."""
     if plan.optimizer.name != "onebit_adam":
         return
     parallel, batch = plan.parallel, plan.batch
     if parallel.strategy not in ("ddp", "zero1", "auto"):
-        action = "Use strategy='ddp' or 'zero1', or optimizer='adamw'"
-        problem = "does not go with optimizer 'onebit_adam': each rank needs all weights and gradients of its own"
+        action = "Use strategy='ddp' or 'zero1', or use optimizer='adamw'"
+        problem = "is not supported with optimizer 'onebit_adam', which requires unsharded weights and gradients"
         yield PlanError("parallel.strategy", parallel.strategy, problem, action)
     if parallel.gradient_compression != "none":
-        problem = "does not go with optimizer 'onebit_adam', which sends signs of the momentum and no gradients"
-        action = "Leave it 'none', or use optimizer='adamw'"
+        problem = (
+            "is not supported with optimizer 'onebit_adam', which sends signs of the momentum instead of gradients"
+        )
+        action = "Set gradient_compression='none', or use optimizer='adamw'"
         yield PlanError("parallel.gradient_compression", parallel.gradient_compression, problem, action)
     if parallel.reduce_dtype != "32":
-        problem = "does not go with optimizer 'onebit_adam': full precision until the variance is frozen, then signs"
-        yield PlanError("parallel.reduce_dtype", parallel.reduce_dtype, problem, "Leave it '32'")
+        problem = "is not supported with optimizer 'onebit_adam', which sends float32 until the variance is frozen"
+        yield PlanError("parallel.reduce_dtype", parallel.reduce_dtype, problem, "Set reduce_dtype='32'")
     if batch.gradient_clip_val is not None:
-        problem = "does not go with optimizer 'onebit_adam': no rank has the gradient of the whole batch to clip"
-        action = "Leave it None, or use optimizer='adamw'"
+        problem = "is not supported with optimizer 'onebit_adam', because no rank has the gradient of the full batch"
+        action = "Set gradient_clip_val=None, or use optimizer='adamw'"
         yield PlanError("batch.gradient_clip_val", batch.gradient_clip_val, problem, action)
     if plan.precision.mode == "16-mixed":
-        problem = "does not go with optimizer 'onebit_adam', which cannot leave out a step: ranks would part"
+        problem = (
+            "is not supported with optimizer 'onebit_adam', because the ranks would diverge if one rank skipped a step"
+        )
         yield PlanError("precision.mode", "16-mixed", problem, "Use precision='bf16-mixed'")
 
 
 def adafactor_is_not_cut(plan: "Plan") -> Iterator[PlanError]:
-    """torch's Adafactor takes norms of rows and columns, which it cannot of parameters that are cut."""
+    """Reject Adafactor with sharded parameters, because torch computes norms of complete rows and columns."""
     parallel = plan.parallel
     if plan.optimizer.name == "adafactor" and parallel.strategy not in ("single", "ddp", "auto"):
-        problem = f"does not work on parameters that are cut (strategy {parallel.strategy!r})"
-        action = "Use optimizer='adamw', whose states are cut among the ranks, or strategy='ddp'"
+        problem = f"does not support sharded parameters (strategy {parallel.strategy!r})"
+        action = "Use optimizer='adamw', which shards its states, or use strategy='ddp'"
         yield PlanError("optimizer.name", "adafactor", problem, action)
 
 
 def float64_needs_hardware(plan: "Plan") -> Iterator[PlanError]:
-    """Apple's GPUs have no float64."""
+    """Reject float64 on mps, which does not support it."""
     if plan.precision.mode == "64-true" and plan.parallel.accelerator == "mps":
         yield PlanError(
-            "precision.mode", "64-true", "mps has no float64", "Use precision='32-true', or accelerator='cpu'"
+            "precision.mode", "64-true", "is not supported on mps", "Use precision='32-true' or accelerator='cpu'"
         )
 
 
 def clipping_has_a_bound(plan: "Plan") -> Iterator[PlanError]:
-    """An algorithm that was chosen, with nothing to clip at, would silently do nothing."""
+    """Reject a clipping algorithm without a limit."""
     batch = plan.batch
     if batch.gradient_clip_val is None and batch.gradient_clip_algorithm != "norm":
-        action = "Give gradient_clip_val as well, such as 1.0"
-        problem = "clips nothing while gradient_clip_val is None"
+        action = "Set gradient_clip_val, for example to 1.0"
+        problem = "has no effect if gradient_clip_val is None"
         yield PlanError("batch.gradient_clip_algorithm", batch.gradient_clip_algorithm, problem, action)
 
 
 def optimizer_settings_have_an_optimizer(plan: "Plan") -> Iterator[PlanError]:
-    """Settings without a name would be ignored, as the module makes its own optimizer."""
+    """Reject settings of an optimizer that is not named, because the module creates its own optimizer."""
     optimizer = plan.optimizer
     if optimizer.name is not None:
         return
-    action = "Name the optimizer as well, such as 'adamw', or set this in configure_optimizers"
+    action = "Set optimizer.name, for example to 'adamw', or set this value in configure_optimizers"
     for name in ("lr", "weight_decay", "options", "schedule"):
         value = getattr(optimizer, name)
         if value is not None and value != Options():
@@ -334,13 +339,13 @@ def optimizer_settings_have_an_optimizer(plan: "Plan") -> Iterator[PlanError]:
 
 
 def schedule_settings_have_a_schedule(plan: "Plan") -> Iterator[PlanError]:
-    """Warm-up and a last learning rate belong to a schedule; without one they would be ignored."""
+    """Reject settings of a schedule that is not named or that does not use them."""
     optimizer = plan.optimizer
     if optimizer.warmup_steps > 0 and optimizer.schedule is None:
-        action = "Choose a schedule as well: 'constant', 'linear' or 'cosine'"
+        action = "Set a schedule: 'constant', 'linear' or 'cosine'"
         yield PlanError("optimizer.warmup_steps", optimizer.warmup_steps, "has no effect without a schedule", action)
     if optimizer.min_lr_ratio > 0 and optimizer.schedule in (None, "constant"):
-        action = "Choose a schedule that falls as well: 'linear' or 'cosine'"
+        action = "Use the schedule 'linear' or 'cosine'"
         problem = f"has no effect with schedule {optimizer.schedule!r}"
         yield PlanError("optimizer.min_lr_ratio", optimizer.min_lr_ratio, problem, action)
 
@@ -351,13 +356,13 @@ def allowances_are_of_auto(plan: "Plan") -> Iterator[PlanError]:
     if not choice.words:
         return
     if plan.parallel.strategy != "auto":
-        problem = f"has no effect with strategy {plan.parallel.strategy!r}: nothing is chosen"
-        yield PlanError("choice.allowed", choice.allowed, problem, "Use strategy='auto', or leave it out")
+        problem = f"has no effect with strategy {plan.parallel.strategy!r}"
+        yield PlanError("choice.allowed", choice.allowed, problem, "Use strategy='auto', or remove it")
         return
-    known = [*CHOICES["precision.mode"], *CHOICES["optimizer.name"], CHUNKED_LOSS]
+    known = [*CHOICES["precision.mode"], *CHOICES["optimizer.name"], *BY_PERMISSION]
     for word in choice.words:
         if word not in known:
-            problem = f"is not a precision, an optimizer or {CHUNKED_LOSS!r}"
+            problem = f"must be a precision, an optimizer or one of {', '.join(map(repr, BY_PERMISSION))}"
             yield PlanError("choice.allowed", word, problem, did_you_mean(word, known))
 
 

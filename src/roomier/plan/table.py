@@ -1,4 +1,4 @@
-"""A Plan as a short table: each part, its choice, and the label of the choice (exact, near or approximate)."""
+"""The table of a Plan: each part, its choice, and the label of the choice (exact, near or approximate)."""
 
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from roomier.core.units import format_bytes
 from roomier.plan.choices import SWITCHES, Kind, kind_of, note_of
 from roomier.plan.lever_rules import rounding_in_force
+from roomier.plan.levers import used_levers
 from roomier.plan.parts import FIELDS
 
 if TYPE_CHECKING:
@@ -21,7 +22,14 @@ _CHOICE_COLUMNS = 32
 
 
 class Row(NamedTuple):
-    """One line: the part, the choice in words, its label (None for a fact), a remark."""
+    """One line of the table.
+
+    Attributes:
+        part: first column.
+        choice: the choice in words.
+        kind: label of the choice; None for a fact.
+        note: a remark.
+    """
 
     part: str
     choice: str
@@ -33,7 +41,7 @@ HEADER = ("part", "choice", "kind", "note")
 
 
 def rows(plan: "Plan", facts: Mapping[str, str] | None = None) -> list[Row]:
-    """The lines of the table, in the order of the Plan; ``facts`` follow without a label."""
+    """Return the lines of the table in the order of the Plan, followed by ``facts`` without a label."""
     parallel, precision = plan.parallel, plan.precision
     return [
         *_strategy_rows(parallel),
@@ -52,15 +60,15 @@ def rows(plan: "Plan", facts: Mapping[str, str] | None = None) -> list[Row]:
 
 
 def verdict(plan: "Plan") -> str:
-    """Return the table in one sentence: every choice is exact, or the rows that are not."""
+    """Return a sentence that lists the rows that are not exact, or states that every choice is exact."""
     inexact = [f"{row.part} {row.choice} ({row.kind})" for row in rows(plan) if row.kind not in (Kind.EXACT, None)]
     if inexact:
-        return f"Not exact: {', '.join(inexact)}; everything else is."
+        return f"Not exact: {', '.join(inexact)}. All other choices are exact."
     return "Every choice is exact: the same bits as a plain PyTorch loop."
 
 
 def table(plan: "Plan", facts: Mapping[str, str] | None = None) -> str:
-    """The plain-text table, at most 100 columns wide, with the verdict as last line."""
+    """Return the table as plain text, at most 100 columns wide. The last line is the verdict."""
     lines = rows(plan, facts)
     part_columns = min(_PART_COLUMNS, max(len(row.part) for row in lines))
     kind_columns = len(Kind.APPROXIMATE)
@@ -76,7 +84,7 @@ def table(plan: "Plan", facts: Mapping[str, str] | None = None) -> str:
 
 
 def rich_table(plan: "Plan", facts: Mapping[str, str] | None = None) -> "Table":
-    """The same table for a rich console, the verdict as its caption."""
+    """Return the table for a rich console, with the verdict as its caption."""
     from rich.table import Table
     from rich.text import Text
 
@@ -110,7 +118,7 @@ def _strategy_rows(parallel: "ParallelPlan") -> Iterator[Row]:
     if parallel.strategy != "single":
         yield Row("reduce", parallel.reduce_dtype, *_label("parallel.reduce_dtype", parallel.reduce_dtype))
     if parallel.find_unused_parameters:
-        yield Row("unused", "looked for", *_switch_label("parallel.find_unused_parameters"))
+        yield Row("unused", "supported", *_switch_label("parallel.find_unused_parameters"))
     if parallel.gradient_compression != "none":
         compression = parallel.gradient_compression
         settings = {"rank": parallel.compression_rank, "warm-up": parallel.compression_warmup_steps}
@@ -124,8 +132,10 @@ def _precision_rows(plan: "Plan") -> Iterator[Row]:
         yield Row("precision", mode, *_label("precision.mode", mode))
         return
     kind, note = _label("optimizer.weight_rounding", rounding)
-    computed = "all is computed in bfloat16"
-    yield Row("precision", mode, Kind.NEAR, computed + ("; what weights lose is kept" if kind is Kind.EXACT else ""))
+    computed = "everything is computed in bfloat16"
+    yield Row(
+        "precision", mode, Kind.NEAR, computed + ("; lost bits of weights are kept" if kind is Kind.EXACT else "")
+    )
     yield Row("weights", rounding, kind, note)
 
 
@@ -168,21 +178,22 @@ def _choice_rows(plan: "Plan") -> Iterator[Row]:
             "memory budget", format_bytes(choice.memory_budget_bytes), *_switch_label("choice.memory_budget_bytes")
         )
     if choice.words:
-        yield Row("auto may take", ", ".join(choice.words), None, "in addition to exact choices and strategies")
+        yield Row("auto may use", ", ".join(choice.words), None, "in addition to exact choices and strategies")
 
 
 def _lever_rows(plan: "Plan") -> Iterator[Row]:
-    """What most plans leave as it is has a line only where it was asked for."""
-    if plan.loss.chunked:
-        size = "64 MiB of logits" if plan.loss.chunk_tokens is None else f"{plan.loss.chunk_tokens} tokens"
-        yield Row("loss", f"chunks of {size}", *_switch_label("loss.chunked"))
+    """Yield lines for options that most plans do not use."""
+    for lever in used_levers(plan):
+        choice = lever.choice(lever.value(plan))
+        yield Row(lever.row, lever.text(plan), choice.kind, choice.note)
     if plan.attention.kernel != "auto":
         yield Row("attention", plan.attention.kernel, *_label("attention.kernel", plan.attention.kernel))
     adapter = plan.adapter
     if adapter.lora_rank is not None:
         words = f"LoRA, rank {adapter.lora_rank}, on {adapter.lora_targets}"
-        trained = f"but {adapter.lora_trained} " if adapter.lora_trained else ""
-        yield Row("adapter", words, _switch_label("adapter.lora_rank")[0], f"all else {trained}is frozen")
+        trained = f" except {adapter.lora_trained}" if adapter.lora_trained else ""
+        note = f"all other parameters{trained} are frozen"
+        yield Row("adapter", words, _switch_label("adapter.lora_rank")[0], note)
         yield Row("frozen base", adapter.frozen_base, *_label("adapter.frozen_base", adapter.frozen_base))
 
 
@@ -197,11 +208,8 @@ def _offload_rows(offload: "OffloadPlan") -> Iterator[Row]:
 
 def _optimizer_rows(plan: "Plan") -> Iterator[Row]:
     optimizer = plan.optimizer
-    if optimizer.step_in_backward != "none":
-        way = optimizer.step_in_backward
-        yield Row("update", f"in backward, {way}", *_label("optimizer.step_in_backward", way))
     if optimizer.name is None:
-        yield Row("optimizer", "the module's own", Kind.EXACT, "from configure_optimizers")
+        yield Row("optimizer", "of the module", Kind.EXACT, "from configure_optimizers")
         return
     settings = {"lr": optimizer.lr, "weight_decay": optimizer.weight_decay}
     given = {name: value for name, value in settings.items() if value is not None} | dict(optimizer.options)
@@ -210,7 +218,7 @@ def _optimizer_rows(plan: "Plan") -> Iterator[Row]:
     if optimizer.name == "adamw" and rounding_in_force(plan) in ("split", "stochastic"):
         note = "AdamW, states in float32"
     left_out = [name for name, value in settings.items() if value is None]
-    yield Row("optimizer", words, kind, f"{note}; its own {', '.join(left_out)}" if left_out else note)
+    yield Row("optimizer", words, kind, f"{note}; default {', '.join(left_out)}" if left_out else note)
     if optimizer.schedule is not None:
         warmup = f", warm-up {optimizer.warmup_steps} steps" if optimizer.warmup_steps else ""
         end = f", to {optimizer.min_lr_ratio!r} of lr" if optimizer.schedule != "constant" else ""

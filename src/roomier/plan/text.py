@@ -1,4 +1,4 @@
-"""A Plan as nested plain values, as YAML and as JSON, and back, without losing a bit of a float."""
+"""Conversion of a Plan to nested plain values, YAML and JSON, and back. Floats are converted without loss."""
 
 import dataclasses
 import json
@@ -11,29 +11,30 @@ from roomier.plan.rules import refuse
 
 
 def part_to_dict(part: Part) -> dict[str, object]:
-    """The fields of one part; options as a dict, tuples as lists."""
+    """Return the fields of a part as plain values: options as a dict, tuples as lists."""
     return {field.name: _to_plain(getattr(part, field.name)) for field in dataclasses.fields(part)}
 
 
 def parts_from_dict(values: object) -> dict[str, Part]:
-    """The parts that ``values`` names, section by section; missing keys take the defaults.
+    """Return the parts in ``values`` by section. Missing keys have their defaults.
+
+    The Plan validates the values of the fields.
 
     Raises:
-        PlanError: ``values`` or a section is no mapping, or a key is unknown. The values themselves are checked
-            by the Plan.
+        PlanError: ``values`` or a section is not a mapping, or a key is unknown.
     """
     if not isinstance(values, Mapping):
-        action = "Give sections, such as {'precision': {'mode': 'bf16-mixed'}}"
-        raise PlanError("plan", values, "is not a mapping", action)
+        action = "Pass sections, such as {'precision': {'mode': 'bf16-mixed'}}"
+        raise PlanError("plan", values, "must be a mapping", action)
     errors: list[PlanError] = []
     parts: dict[str, Part] = {}
     for section, fields in values.items():
         if section not in PARTS:
-            errors.append(PlanError("plan", section, "is not a section", did_you_mean(section, PARTS)))
+            errors.append(PlanError("plan", section, "is an unknown section", did_you_mean(section, PARTS)))
         elif not isinstance(fields, Mapping):
             first = next(iter(FIELDS[section]))
-            action = f"Write its fields beneath it, such as {{'{section}': {{'{first}': ...}}}}"
-            errors.append(PlanError(section, fields, "is not a mapping", action))
+            action = f"Pass its fields as a mapping, such as {{'{section}': {{'{first}': ...}}}}"
+            errors.append(PlanError(section, fields, "must be a mapping", action))
         else:
             unknown = [name for name in fields if name not in FIELDS[section]]
             errors += [_unknown_field(section, name) for name in unknown]
@@ -44,20 +45,22 @@ def parts_from_dict(values: object) -> dict[str, Part]:
 
 
 def dump_yaml(values: Mapping[str, object]) -> str:
-    """Sections in the order of the Plan, one field a line."""
-    import yaml  # slow to import, and not needed to make a Plan
+    """Return ``values`` as YAML: sections in the order of the Plan, one field per line."""
+    import yaml
 
-    from roomier.plan.yaml_dialect import Dumper
+    from roomier.plan.yaml_dialect import Dumper  # late: loads PyYAML
 
     return yaml.dump(values, Dumper=Dumper, sort_keys=False, allow_unicode=True)
 
 
 def load_yaml(text: str, source: str | None = None) -> object:
-    """Plain values only: no tag of YAML runs code. ``3e-4`` is a number, a key given twice an error.
+    """Return the plain values in YAML text.
+
+    Tags cannot execute code. ``3e-4`` is a number. A duplicate key is an error.
 
     Args:
         text: one YAML document.
-        source: what to name in an error instead of the text.
+        source: name to show in an error instead of the text.
 
     Raises:
         PlanError: the text is not YAML.
@@ -70,21 +73,21 @@ def load_yaml(text: str, source: str | None = None) -> object:
         return yaml.load(text, Loader=Loader)
     except PlanError:
         raise
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date or a number Python has no room for
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date or a number outside the range of Python
         raise _unreadable(source or text, "YAML", error) from error
 
 
 def dump_json(values: Mapping[str, object]) -> str:
-    """Indented JSON; numbers are written so that they read back as the same number."""
+    """Return ``values`` as indented JSON. Numbers are written without loss."""
     return json.dumps(values, indent=2, allow_nan=False)
 
 
 def load_json(text: str, source: str | None = None) -> object:
-    """Plain values; a key given twice is an error.
+    """Return the plain values in JSON text. A duplicate key is an error.
 
     Args:
         text: one JSON value.
-        source: what to name in an error instead of the text.
+        source: name to show in an error instead of the text.
 
     Raises:
         PlanError: the text is not JSON.
@@ -98,15 +101,15 @@ def load_json(text: str, source: str | None = None) -> object:
 
 
 def read_file(path: Path) -> object:
-    """The values in a ``.json`` file, or in a YAML file of any other name.
+    """Return the values in a ``.json`` file, or in a YAML file with any other suffix.
 
     Raises:
-        PlanError: the file cannot be read, or does not hold that format.
+        PlanError: the file cannot be read, or has another format.
     """
     try:
         text = path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a path no system accepts
-        action = "Give the path of a YAML or JSON file that holds a plan"
+    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or an invalid path
+        action = "Pass the path of a YAML or JSON file with a plan"
         raise PlanError("plan", str(path), f"cannot be read: {error}", action) from error
     load = load_json if path.suffix == ".json" else load_yaml
     return load(text, source=str(path))
@@ -114,7 +117,7 @@ def read_file(path: Path) -> object:
 
 def _unreadable(source: str, format_name: str, error: Exception) -> PlanError:
     problem = f"is not valid {format_name}: {' '.join(str(error).split())}"
-    return PlanError("plan", source, problem, "Correct the text at that place")
+    return PlanError("plan", source, problem, "Correct the text")
 
 
 def _to_plain(value: object) -> object:
@@ -126,14 +129,14 @@ def _to_plain(value: object) -> object:
 def _unknown_field(section: str, name: object) -> PlanError:
     action = did_you_mean(str(name), FIELDS[section])
     if section == OptimizerPlan.SECTION:
-        action += ". Further keyword arguments of the optimizer go under options"
-    return PlanError(section, name, "is not a field of this section", action)
+        action += ". Pass other keyword arguments of the optimizer in options"
+    return PlanError(section, name, "is an unknown field of this section", action)
 
 
 def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
     values: dict[str, object] = {}
     for name, value in pairs:
         if name in values:
-            raise PlanError("plan", name, "is given twice in one mapping", "Keep one of the two")
+            raise PlanError("plan", name, "is a duplicate key", "Remove one of the two")
         values[name] = value
     return values

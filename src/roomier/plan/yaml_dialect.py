@@ -1,4 +1,4 @@
-"""YAML as a Plan is written in it: every value reads back as it was."""
+"""The YAML loader and dumper of Plans. Every value that is written is read back unchanged."""
 
 import re
 from collections.abc import Hashable
@@ -11,10 +11,10 @@ from roomier.core.yaml_text import BoundedLoader
 
 
 class Dumper(yaml.SafeDumper):
-    """SafeDumper that quotes a string which the loader below would read as a number or fold at a line break."""
+    """SafeDumper that quotes strings that :class:`Loader` would read as a number or fold at a line break."""
 
     def represent_str(self, data: str) -> yaml.ScalarNode:
-        # PyYAML writes these line breaks unquoted, and reads them back as a space or a plain line break
+        # PyYAML writes these line breaks without quotes, and reads them as a space or as another line break
         style = '"' if _UNICODE_BREAK.search(data) else None
         return self.represent_scalar("tag:yaml.org,2002:str", data, style=style)
 
@@ -26,7 +26,7 @@ class Loader(BoundedLoader):
         keys = [self.construct_object(key) for key, _ in node.value]
         for key in keys:
             if keys.count(key) > 1:
-                raise PlanError("plan", key, "is given twice in one mapping", "Keep one of the two")
+                raise PlanError("plan", key, "is a duplicate key", "Remove one of the two")
         return super().construct_mapping(node, deep)
 
 

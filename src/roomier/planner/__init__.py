@@ -1,1 +1,1 @@
-"""What a run will cost before it runs: bytes and seconds of each plan, and the plan to choose."""
+"""Forecasts before a run: bytes and seconds of each plan, and the choice of a plan."""

@@ -1,4 +1,4 @@
-"""What the planner found: the plan it chose, those it considered, those it refused and why."""
+"""Result of the planner: the chosen plan, the plans that were compared, and the rejected plans with their reasons."""
 
 from __future__ import annotations
 
@@ -8,20 +8,22 @@ from typing import Any
 from roomier.core.units import format_bytes, format_seconds
 from roomier.hardware.machine import Machine
 from roomier.plan import Plan
+from roomier.plan.levers import used_levers
 from roomier.planner.forecast import Forecast
 
 
 @dataclass(frozen=True)
 class Considered:
-    """One plan that was looked at.
+    """One plan that the planner considered.
 
     Attributes:
-        plan: with one strategy; where a rule refuses it, a value to be shown, which no build takes.
-        micro_batch: samples on each rank.
-        forecast: None where the plan is refused, or was not looked at.
-        fits: in the budget.
-        reason: why it was not chosen; empty for the chosen one.
-        is_left_out: it was not looked at, since it cannot be better than the chosen one, or time ran out.
+        plan: plan with a concrete strategy. If a rule rejects the plan, it is only for display and cannot be built.
+        micro_batch: samples of a micro-batch on each rank.
+        forecast: None if the plan was rejected or not evaluated.
+        fits: whether the forecast is within the budget.
+        reason: why the plan was not chosen; empty for the chosen plan.
+        is_left_out: whether the plan was not evaluated, because it cannot be better than the chosen plan or because
+            time ran out.
     """
 
     plan: Plan
@@ -32,8 +34,11 @@ class Considered:
     is_left_out: bool = False
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data; the keys are those of :meth:`Forecast.as_dict`, ``fits`` (None of what was not looked at) and
-        ``reason``."""
+        """Return plain data.
+
+        The keys are ``strategy``, ``micro_batch``, the keys of :meth:`Forecast.as_dict`, ``fits`` (None if the plan was
+        not evaluated) and ``reason``.
+        """
         known = {} if self.forecast is None else self.forecast.as_dict()
         missing = dict.fromkeys(("peak_bytes", "bytes_by_kind", "step_s"))
         return {
@@ -48,16 +53,18 @@ class Considered:
 
 @dataclass(frozen=True)
 class Choice:
-    """What was planned for a workload on a machine.
+    """Result of planning a workload on a machine.
 
     Attributes:
-        chosen: the fastest plan that fits, confirmed by a dry run; None where none does.
-        considered: the chosen one first, then those that fit from the fastest on, then those that do not, the nearest
-            first, then those that rules refuse.
-        budget_bytes: what a device may hold.
-        planning_s: how long it took.
-        num_plans: that were compared, those not in ``considered`` included; refused ones are not counted.
-        is_complete: the search came to its end; else time ran out, and the considered say what it did not look at.
+        machine: machine that the plans are for.
+        budget_bytes: memory that a device may use.
+        chosen: the fastest plan that fits, confirmed by a dry run; None if no plan fits.
+        considered: the chosen plan, then the plans that fit (fastest first), then the plans that do not fit (smallest
+            excess first), then the plans that rules reject.
+        planning_s: duration of the search in seconds.
+        num_plans: number of compared plans, including plans that ``considered`` omits, without rejected plans.
+        is_complete: whether the search was completed. If time ran out, ``considered`` contains the plans that were not
+            evaluated, with this reason.
     """
 
     machine: Machine
@@ -70,37 +77,41 @@ class Choice:
 
     @property
     def why(self) -> str:
-        """What was chosen and why, in one sentence.
+        """The choice and its reason, in one sentence.
 
         Raises:
-            AssertionError: nothing fits.
+            AssertionError: no plan fits.
         """
         chosen = self.chosen
         assert chosen is not None
         bytes_of = f"{format_bytes(chosen.peak_bytes)} of {format_bytes(self.budget_bytes)}"
-        takes = "" if chosen.time is None else f", {format_seconds(chosen.time.total_s)} a step"
+        takes = "" if chosen.time is None else f", {format_seconds(chosen.time.total_s)} per step"
         how = words_of(chosen.plan, chosen.micro_batch)
         if not self.is_complete:
-            rank = f"the fastest that fits of those of {self.num_plans} plans that there was time for"
+            rank = f"the fastest plan that fits, of the {self.num_plans} plans compared before the time limit"
         elif self.num_plans > 1:
-            rank = f"the fastest that fits of {self.num_plans} plans"
+            rank = f"the fastest plan that fits, of {self.num_plans} plans"
             others = self.considered[1:]
             if any(each.fits and _is_faster(each.forecast, chosen) for each in others):
-                rank = f"of {self.num_plans} plans the simplest of the fastest that fit"
+                rank = f"the simplest of the fastest plans that fit, of {self.num_plans} plans"
             elif not any(each.fits or each.is_left_out for each in others):
-                rank = f"the only one of {self.num_plans} plans that fits"
+                rank = f"the only plan that fits, of {self.num_plans} plans"
         else:
-            rank = "the one plan that was asked for"
-        return f"{how}: {rank}; forecast: {bytes_of} on each rank at the peak{takes}"
+            rank = "the only plan for these settings"
+        return f"{how}: {rank}; forecast peak: {bytes_of} on each rank{takes}"
 
     def _repr_html_(self) -> str:
-        """What was planned, for a notebook."""
-        from roomier.planner.report.page import fragment_of
+        """Return the result as HTML, for a notebook."""
+        from roomier.planner.report.page import fragment_of  # late: only notebooks show pages
 
         return fragment_of(self)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data with the keys ``chosen``, ``planning_s``, ``is_complete``, ``budget_bytes``, ``plans``."""
+        """Return plain data.
+
+        The keys are ``chosen``, ``planning_s``, ``is_complete``, ``budget_bytes``, ``machine``, ``num_ranks`` and
+        ``plans``.
+        """
         return {
             "chosen": None if self.chosen is None else self.chosen.as_dict(),
             "planning_s": self.planning_s,
@@ -117,11 +128,12 @@ def _is_faster(one: Forecast | None, other: Forecast) -> bool:
 
 
 def words_of(plan: Plan, micro_batch: int) -> str:
-    """What the planner may change, as it stands in ``plan``: ``"zero2, full recompute, 2 x 4 samples"``."""
+    """Return the settings of ``plan`` that the planner can choose, such as ``"zero2, full recompute, 2 x 4
+    samples"``."""
     parallel = plan.parallel
     words = [parallel.strategy]
     if parallel.strategy == "hsdp" and parallel.shard_size is not None:
-        words[0] += f" ({parallel.shard_size} ranks to a copy)"
+        words[0] += f" ({parallel.shard_size} ranks per replica)"
     words += levers_of(plan)
     if plan.optimizer.name is not None:
         words.append(plan.optimizer.name)
@@ -129,17 +141,14 @@ def words_of(plan: Plan, micro_batch: int) -> str:
 
 
 def levers_of(plan: Plan) -> list[str]:
-    """What ``plan`` does besides its strategy and its optimizer, in a word or two each."""
+    """Return a short description of each memory technique and the precision of ``plan``."""
     activation = plan.activation
     words: list[str] = []
     if activation.policy != "none":
         words.append(f"{activation.policy} recompute" if activation.policy != "budget" else "recompute by budget")
     if plan.offload.activations != "none":
         words.append("activations in host memory")
-    if plan.loss.chunked:
-        words.append("chunked loss")
-    if plan.optimizer.step_in_backward != "none":
-        words.append("step in backward")
+    words += (lever.words for lever in used_levers(plan))
     if plan.precision.mode != "32-true":
         words.append(plan.precision.mode)
     return words

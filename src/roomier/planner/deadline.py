@@ -1,4 +1,4 @@
-"""Until when plans are looked for: whoever waits for a run waits for its planning too."""
+"""Time limits of the planner's searches, because a run starts only after planning is complete."""
 
 from __future__ import annotations
 
@@ -10,23 +10,25 @@ from dataclasses import dataclass
 from roomier.core.errors import RoomierError
 
 PLANNING = "ROOMIER_PLANNING_S"
-"""Environment variable: the seconds of each search, in the place of those below."""
+"""Environment variable: duration of each search in seconds, which overrides the limits below."""
 
 SEARCH_S = 120.0
-"""For the fastest plan that fits."""
+"""Time limit of the search for the fastest plan that fits, in seconds."""
 ADVICE_S = 60.0
-"""For what would fit where nothing does."""
+"""Time limit of the search for alternatives if no plan fits, in seconds."""
 AFTER_OUT_OF_MEMORY_S = 20.0
-"""For a smaller plan when a device ran out of memory, while other ranks wait in an exchange."""
+"""Time limit of the search for a smaller plan after a device ran out of memory, in seconds. Other ranks wait
+meanwhile."""
 
 
 @dataclass(frozen=True)
 class Deadline:
-    """A moment after which nothing new is looked at.
+    """Point in time after which a search evaluates no further plans.
 
     Args:
-        limit_s: from ``begun_s`` on.
-        clock: tells the seconds that ``begun_s`` is one of.
+        limit_s: duration of the search in seconds.
+        begun_s: time of ``clock`` at which the search started.
+        clock: function that returns the current time in seconds.
     """
 
     limit_s: float
@@ -35,10 +37,10 @@ class Deadline:
 
     @classmethod
     def after(cls, limit_s: float) -> Deadline:
-        """``limit_s`` from now on, or as many seconds as the user gives it in ``ROOMIER_PLANNING_S``.
+        """Return the deadline in ``limit_s`` seconds. The variable ``ROOMIER_PLANNING_S`` overrides ``limit_s``.
 
         Raises:
-            RoomierError: that is not a positive number.
+            RoomierError: the value of ``ROOMIER_PLANNING_S`` is not a positive number.
         """
         given = os.environ.get(PLANNING)
         if given is not None:
@@ -47,18 +49,19 @@ class Deadline:
             except ValueError:
                 limit_s = 0.0
             if not limit_s > 0:
-                raise RoomierError(PLANNING, given, "is not a positive number of seconds", "Use 600, say")
+                raise RoomierError(PLANNING, given, "must be a positive number of seconds", "Use a value such as 600")
         return cls(limit_s, time.perf_counter())
 
     @property
     def is_over(self) -> bool:
+        """Whether the time limit has passed."""
         return self.clock() - self.begun_s > self.limit_s
 
     def first_half(self) -> Deadline:
-        """The same begin, and half of the time: for the first of two searches."""
+        """Return a deadline with the same start and half of the time, for the first of two searches."""
         return Deadline(self.limit_s / 2, self.begun_s, self.clock)
 
     @property
     def longer(self) -> str:
-        """How to look longer, as an action."""
-        return f"Set {PLANNING}={max(600, round(5 * self.limit_s))} to look longer than {self.limit_s:g} s"
+        """Action for an error message: how to extend the time limit."""
+        return f"Set {PLANNING}={max(600, round(5 * self.limit_s))} to search longer than {self.limit_s:g} s"

@@ -1,4 +1,4 @@
-"""What one plan costs: bytes at each moment of a step, and seconds."""
+"""The cost of one plan: bytes at each point in time of a step, and seconds."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class StepTime:
     """Seconds of one optimizer step on one rank.
 
     Attributes:
-        compute_s: forward and backward of all micro-batches, recomputation included.
-        recompute_s: of these, what is computed a second time.
-        communication_s: of all collectives, hidden behind computation or not.
-        exposed_s: of these, what nothing hides.
-        offload_s: what copies to the host and back add.
+        compute_s: forward and backward of all micro-batches, including recomputation.
+        recompute_s: part of ``compute_s`` that is recomputation.
+        communication_s: duration of all collectives, including collectives that overlap with computation.
+        exposed_s: part of ``communication_s`` that does not overlap with computation.
+        offload_s: time that transfers of activations to the host and back add to the step.
         update_s: clipping and the optimizer.
     """
 
@@ -37,22 +37,23 @@ class StepTime:
 
     @property
     def total_s(self) -> float:
+        """Seconds of the step."""
         return self.compute_s + self.exposed_s + self.offload_s + self.update_s
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """One plan on one machine, of the rank that needs the most.
+    """Cost of one plan on one machine, for the rank that needs the most memory.
 
     Attributes:
-        plan: with one strategy, never ``"auto"``.
-        machine: on which.
+        plan: plan with a concrete strategy, never ``"auto"``.
+        machine: machine that the forecast is for.
         micro_batch: samples of one micro-batch on each rank.
         method: ``"dry run"`` or ``"closed form"``.
-        timeline: one optimizer step, from the second on, as stretches in their order.
-        fixed_bytes: of the device beside all tensors, by what they are for (``"context"``, ``"allocator"``, ...).
-        host_bytes: in the host's memory, of one rank; 0 where the device is the host.
-        time: of one step; None where it was not asked for.
+        timeline: one optimizer step after the first, as stretches in their order.
+        fixed_bytes: device memory in addition to tensors, by purpose (``"context"``, ``"allocator"``, ...).
+        host_bytes: bytes of one rank in host memory; 0 if the device is the host.
+        time: duration of one step; None if it was not requested.
     """
 
     plan: Plan
@@ -66,22 +67,22 @@ class Forecast:
 
     @cached_property
     def peak(self) -> Stretch:
-        """The part of the step in which all tensors together are largest."""
+        """Stretch of the step with the highest total of tensor bytes."""
         return max(self.timeline, key=lambda each: each.peak_bytes)
 
     @property
     def bytes_by_kind(self) -> dict[Kind, int]:
-        """At the peak."""
+        """Tensor bytes at the peak, by kind."""
         return dict(self.peak.peak)
 
     @property
     def tensor_bytes(self) -> int:
-        """Of all tensors at the peak."""
+        """Bytes of all tensors at the peak."""
         return self.peak.peak_bytes
 
     @property
     def peak_bytes(self) -> int:
-        """Of the device at the peak."""
+        """Bytes of the device at the peak, including ``fixed_bytes``."""
         return self.tensor_bytes + sum(self.fixed_bytes.values())
 
     @property
@@ -90,18 +91,19 @@ class Forecast:
         return self.micro_batch * self.plan.batch.accumulate_grad_batches * self.plan.parallel.num_ranks
 
     def fits(self, budget_bytes: int) -> bool:
-        """Whether the device holds it within ``budget_bytes``, and the host what the devices of a node put there."""
+        """Return whether the device needs at most ``budget_bytes`` and the offloaded data of a node fits in its host
+        memory."""
         on_host = self.host_bytes * self.machine.devices_per_node
         return self.peak_bytes <= budget_bytes and on_host <= _SHARE_OF_HOST * self.machine.host_memory_bytes
 
     def _repr_html_(self) -> str:
-        """One step of the plan, for a notebook."""
-        from roomier.planner.report.page import fragment_of_forecast
+        """Return one step of the plan as HTML, for a notebook."""
+        from roomier.planner.report.page import fragment_of_forecast  # late: only notebooks show pages
 
         return fragment_of_forecast(self)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data, without the timeline."""
+        """Return plain data, without the timeline."""
         return {
             "strategy": self.plan.parallel.strategy,
             "plan": self.plan.to_dict(),

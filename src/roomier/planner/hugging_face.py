@@ -1,4 +1,4 @@
-"""A Hugging Face configuration as a workload: the model as shapes, and a batch as its kind of model reads it."""
+"""Workloads of Hugging Face configurations: the model as shapes, and a batch with the inputs of its class."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 DEFAULT_TOKENS = 2048
-"""Of a sequence, where the model can take them and nobody says how many."""
-_DEFAULT_LABEL_TOKENS = 128  # of what was said in a stretch of speech
+"""Default sequence length, reduced to the model's maximum."""
+_DEFAULT_LABEL_TOKENS = 128  # length of a transcript
 _DEFAULT_IMAGE_SIZE = 224
 
-# Where a configuration names no class: what its kind is trained for first. That for text comes before that of a part
-# of it (a decoder as a language model, say).
+# Used if a configuration names no class, in this order. Classes for text come before classes for a part of the model,
+# such as a decoder that is also a language model.
 _AUTO_CLASSES = (
     "AutoModelForPreTraining",
     "AutoModelForMaskedLM",
@@ -35,10 +35,10 @@ _AUTO_CLASSES = (
 
 
 def read_config(path: str | Path) -> PreTrainedConfig:
-    """The configuration in a ``config.json``, or in the folder of a model. Code beside it is not run.
+    """Read the configuration in a ``config.json`` or in a model folder. Custom code in the folder is not executed.
 
     Raises:
-        RoomierError: it cannot be read, or transformers does not know its ``model_type``.
+        RoomierError: the file cannot be read, or transformers does not support its ``model_type``.
     """
     from transformers import CONFIG_MAPPING
 
@@ -47,36 +47,38 @@ def read_config(path: str | Path) -> PreTrainedConfig:
     try:
         values = json.loads(file.read_text())
     except OSError as error:
-        action = "Give the path of a config.json, or the folder of a model with one"
+        action = "Pass the path of a config.json, or a model folder that contains one"
         raise RoomierError("hf", str(path), f"cannot be read: {error.strerror}", action) from None
     except ValueError as error:
-        raise RoomierError("hf", str(path), f"is not JSON: {error}", "Give a model's config.json") from None
+        raise RoomierError("hf", str(path), f"is not JSON: {error}", "Pass the config.json of a model") from None
     kind = values.pop("model_type", None) if isinstance(values, dict) else None
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
-        problem = "has no model_type" if kind is None else f"has the model_type {kind!r}, unknown to transformers"
+        problem = "has no model_type" if kind is None else f"has model_type {kind!r}, unknown to transformers"
         action = 'Add "model_type", such as "llama"' if kind is None else did_you_mean(str(kind), CONFIG_MAPPING)
         raise RoomierError("hf", str(path), problem, action)
     try:
         return CONFIG_MAPPING[kind](**values)
     except Exception as error:
-        problem = f"is no configuration of a {kind}: {' '.join(str(error).split())}"
+        problem = f"is not a valid configuration of {kind}: {' '.join(str(error).split())}"
         raise RoomierError("hf", str(path), problem, "Correct config.json") from error
 
 
 def workload_of_config(config: PreTrainedConfig, batch_size: int, num_tokens: int | None = None) -> Workload:
-    """A model of ``config`` as it is trained, and a batch for it, both without memory.
+    """Return the workload of a model of ``config`` and a batch for it, both without memory.
 
     Args:
-        num_tokens: of a sequence, or of what was said in a stretch of speech. None is what the model takes, at most
-            ``DEFAULT_TOKENS``. Images have the size that the configuration gives.
+        config: configuration of transformers.
+        batch_size: samples of the batch.
+        num_tokens: length of a sequence, or of the transcript of a speech model. None uses the maximum of the model, at
+            most ``DEFAULT_TOKENS``. Images have the size in the configuration.
 
     Raises:
-        RoomierError: no model with a loss is known for ``config``, or none of the batches known here is for it.
+        RoomierError: no model class with a loss is known for ``config``, or its batch format is not supported.
     """
     kind = model_class(config)
     make_batch = _batch_of(kind)
     if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
-        config.decoder_start_token_id = getattr(config, "pad_token_id", None) or 0  # older files leave it out
+        config.decoder_start_token_id = getattr(config, "pad_token_id", None) or 0  # missing in older files
     with torch.device("meta"):
         network = kind(config)
         batch = make_batch(config, batch_size, num_tokens)
@@ -84,22 +86,27 @@ def workload_of_config(config: PreTrainedConfig, batch_size: int, num_tokens: in
 
 
 def model_class(config: PreTrainedConfig) -> type[nn.Module]:
-    """The class that ``config`` names under ``architectures``, where it computes a loss; else one for its kind."""
+    """Return the class that ``config`` lists in ``architectures`` if it computes a loss, otherwise a class for its
+    type.
+
+    Raises:
+        RoomierError: no class that computes a loss is known.
+    """
     import transformers
 
     named = [getattr(transformers, name, None) for name in config.architectures or ()]
     of_kind = [getattr(transformers, auto)._model_mapping.get(type(config), None) for auto in _AUTO_CLASSES]
     for found in (*named, *of_kind):
         kind = found[0] if isinstance(found, (list, tuple)) else found
-        # Bare models compute no loss; those for pretraining are known by the names of others too.
+        # Base models compute no loss. Classes for pretraining are also registered under other names.
         name = "" if kind is None else kind.__name__
         if ("For" in name or "LMHead" in name) and not name.endswith("ForPreTraining"):
             return kind  # type: ignore[no-any-return]
-    action = 'Name a class that computes a loss under "architectures" in config.json, or pass --model and --input'
-    raise RoomierError("hf", config.model_type, "no model that computes a loss is known for it", action)
+    action = 'Set "architectures" in config.json to a class that computes a loss, or pass --model and --input'
+    raise RoomierError("hf", config.model_type, "transformers has no known class that computes a loss for it", action)
 
 
-# Batches: (configuration, samples, length) -> keyword arguments of a forward. On the device in force.
+# Functions (configuration, samples, length) -> keyword arguments of forward. Tensors are on the current default device.
 
 _MakeBatch = Callable[[Any, int, int | None], dict[str, Any]]
 
@@ -125,7 +132,7 @@ def _batch_of(kind: type[nn.Module]) -> _MakeBatch:
         if name.endswith(ending) and not (make is _transcribed_speech and inputs != "input_features"):
             return make
     action = "Pass --model transformers." + name + " and --input 'name=float32[8,3,224,224]' for each of its inputs"
-    raise RoomierError("hf", name, f"what a batch of it looks like is not known here (it reads {inputs})", action)
+    raise RoomierError("hf", name, f"is not supported, because its batch format is unknown (it reads {inputs})", action)
 
 
 def _text(config: Any, batch_size: int, num_tokens: int | None) -> dict[str, Tensor]:
@@ -151,7 +158,7 @@ def _classified_images(config: Any, batch_size: int, num_tokens: int | None) -> 
 
 def _transcribed_speech(config: Any, batch_size: int, num_tokens: int | None) -> dict[str, Tensor]:
     num_bins = getattr(config, "num_mel_bins", None) or config.input_feat_per_channel
-    # Whisper's encoder halves the frames of its 30 seconds; others take any number.
+    # Whisper's encoder halves the frames of its 30 seconds. Other models accept any number.
     num_frames = 2 * getattr(config, "max_source_positions", 1500)
     num_labels = num_tokens or min(config.max_target_positions, _DEFAULT_LABEL_TOKENS)
     features = torch.empty(batch_size, num_bins, num_frames)
@@ -170,6 +177,6 @@ def _length(config: Any, num_tokens: int | None) -> int:
     if num_tokens is None:
         return min(longest or DEFAULT_TOKENS, DEFAULT_TOKENS)
     if longest is not None and num_tokens > longest:
-        problem = f"is longer than the {longest} positions of the model"
-        raise RoomierError("seq_len", num_tokens, problem, "Shorten the sequences, or raise it in config.json")
+        problem = f"must be at most {longest}, the number of positions of the model"
+        raise RoomierError("seq_len", num_tokens, problem, "Shorten the sequences, or increase it in config.json")
     return num_tokens

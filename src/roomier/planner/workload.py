@@ -1,4 +1,4 @@
-"""What a plan is made for: a module and one micro-batch."""
+"""The input of the planner: a module and one micro-batch."""
 
 from __future__ import annotations
 
@@ -25,19 +25,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Workload:
-    """A module, and a micro-batch it is trained on. Shapes count, not values: both may be on ``meta``. Of small tensors
-    of whole numbers the values count where they are there: lengths of sequences and masks decide on shapes.
+    """A module and one of its micro-batches.
+
+    Only shapes matter, so both may be on ``meta``. Small integer tensors keep their values if these exist, because
+    shapes can depend on sequence lengths and masks.
 
     Args:
-        module: never changed, and never run: copies of its shapes are.
-        batch: as the loader gives it.
+        module: module to plan for. It is neither run nor changed. Dry runs use copies of its shapes.
+        batch: micro-batch as the loader yields it.
         batch_size: samples of ``batch``, along dimension 0 of its tensors.
-        activation_factor: how many times what is forecast of its activations and temporaries they are, as a run of it
-            taught: see :mod:`roomier.planner.measured.calibrated`.
-        copies: of the weights, which callbacks of the run keep.
+        activation_factor: ratio of measured to forecast activations and temporaries, from a run of the same model; see
+            :mod:`roomier.planner.measured.calibrated`.
+        copies: copies of the weights that callbacks of the run keep, such as averages.
 
     Raises:
-        RoomierError: the module optimizes by hand: what its step does is not known before it runs.
+        RoomierError: the module uses manual optimization, so the content of a step is unknown before it runs.
+
+    Example:
+        >>> workload = Workload.of(nn.Linear(8, 2), (torch.empty(4, 8), torch.empty(4, dtype=torch.long)))
+        >>> workload.batch_size
+        4
     """
 
     module: Module
@@ -48,17 +55,19 @@ class Workload:
 
     def __post_init__(self) -> None:
         if not self.module.automatic_optimization:
-            problem = "optimizes by hand (automatic_optimization=False): what a step does is known when it runs"
-            raise RoomierError("model", type(self.module).__name__, problem, "Name a strategy, and measure a step")
+            problem = "uses manual optimization, so the content of a step is unknown before it runs"
+            raise RoomierError("model", type(self.module).__name__, problem, "Set a strategy, and measure a step")
 
     @classmethod
     def of(cls, model: nn.Module, batch: Any) -> Workload:
-        """``model``, as ``Trainer.fit`` takes it, and ``batch`` as shapes, with as many samples as its first tensor has
-        rows."""
+        """Return the workload of ``model``, as accepted by ``Trainer.fit``, and ``batch``, converted to shapes.
+
+        The number of samples is the size of dimension 0 of the first tensor in ``batch``.
+        """
         return cls(as_module(model), map_tensors(_shape_of, batch), batch_size_of(batch))
 
     def with_batch_size(self, batch_size: int) -> Workload:
-        """The same with micro-batches of ``batch_size`` samples."""
+        """Return this workload with micro-batches of ``batch_size`` samples."""
 
         def resized(tensor: Tensor) -> Tensor:
             if not (tensor.dim() > 0 and tensor.shape[0] == self.batch_size):
@@ -70,8 +79,10 @@ class Workload:
         return replace(self, batch=map_tensors(resized, self.batch, makes_anew=True), batch_size=batch_size)
 
     def calibrated(self, stretches: tuple[Stretch, ...], plan: Plan) -> tuple[Stretch, ...]:
-        """A step of it, as forecast under ``plan``, with the activations that a run taught. A budget of activations is
-        kept by measuring, so nothing is to be learned there."""
+        """Return ``stretches``, a step forecast under ``plan``, with its activations scaled by ``activation_factor``.
+
+        A plan with an activation budget is returned unchanged, because blocks enforce the budget by measurement.
+        """
         if self.activation_factor == 1 or plan.activation.policy == "budget":
             return stretches
         return tuple(each.with_activations(self.activation_factor) for each in stretches)
@@ -83,6 +94,7 @@ class Workload:
 
     @property
     def num_parameters(self) -> int:
+        """Number of elements of all parameters."""
         return sum(each.numel() for each in network_of(self.module).parameters())
 
 

@@ -1,1 +1,1 @@
-"""The state and the settings of one call of fit, validate, test or predict, as values."""
+"""State and settings of one call of fit, validate, test or predict."""

@@ -1,4 +1,4 @@
-"""Micro-batches per optimizer step: the number of the Plan times the factor of a callback for the epoch."""
+"""Micro-batches per optimizer step: the number in the Plan times the factor of a callback for the epoch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from roomier.plan import Plan
 
 @runtime_checkable
 class SchedulesAccumulation(Protocol):
-    """A callback that accumulates gradients by epoch."""
+    """A callback that sets the gradient accumulation by epoch."""
 
     epochs: list[int]
     """The epochs in which the number changes, in ascending order, starting with 0."""
@@ -42,11 +42,14 @@ class Accumulation:
         return Accumulation(plan.batch.accumulate_grad_batches, schedule)
 
     def at(self, epoch: int) -> int:
-        """Return the micro-batches per optimizer step in ``epoch``."""
+        """Return the number of micro-batches per optimizer step in ``epoch``."""
         return self.size if self.schedule is None else self.size * self.schedule.get_accumulate_grad_batches(epoch)
 
     def num_steps(self, first: float, end: float, num_batches: float) -> float:
-        """Return the optimizer steps of the epochs from ``first`` up to ``end`` with ``num_batches`` each."""
+        """Return the number of optimizer steps in the epochs from ``first`` to ``end``, with ``num_batches`` each.
+
+        The epoch ``end`` is not included.
+        """
         if end <= first or not num_batches:
             return 0
         if math.isinf(num_batches) or math.isinf(end):

@@ -13,21 +13,21 @@ from roomier.core.tree import batch_size_of
 from roomier.run.run import Run
 
 MAX_BATCHES_BEFORE_FIRST_STEP = 1000
-"""Batches without an optimizer step after which a run ends, if the epoch has no known end."""
+"""Number of batches without an optimizer step after which a run ends, if the length of the epoch is unknown."""
 
 
 def check_finite(run: Run, where: str, losses: Sequence[float | None] | None = None) -> None:
-    """Stop before a loss that is not finite reaches a log row or a checkpoint. Every rank must call this function.
+    """Raise an error before a loss that is not finite is logged or saved. Every rank must call this function.
 
-    A loss scale skips the steps of such losses and halves the scale each time. A scale below 1 has been halved many
-    times in a row, and no scale will help.
+    A loss scaler skips the steps of such losses and halves its scale each time. A scale below 1 has been halved many
+    times in a row, so no scale would help.
 
     Args:
         where: part of the message.
-        losses: the losses of the last step on each rank, if they are known.
+        losses: losses of the last step on each rank, if they are known.
 
     Raises:
-        TrainingError: the last loss is not finite on a rank, and no loss scale skips its step.
+        TrainingError: the last loss is not finite on a rank, and no loss scaler skips its step.
     """
     for look in run.looks:
         look()
@@ -42,7 +42,7 @@ def check_finite(run: Run, where: str, losses: Sequence[float | None] | None = N
     found = [rank for rank, loss in enumerate(losses) if loss is not None and not math.isfinite(loss)]
     if found:
         problem = (
-            f"is not finite{_on(run, found)} at step {run.progress.global_step} ({where}; it is looked at every "
+            f"is not finite{_on(run, found)} at step {run.progress.global_step} ({where}; it is checked every "
             f"log_every_n_steps={run.options.log_every_n_steps} steps, before each checkpoint and after each "
             "epoch)"
         )
@@ -50,7 +50,9 @@ def check_finite(run: Run, where: str, losses: Sequence[float | None] | None = N
 
 
 def check_finite_weights(run: Run) -> None:
-    """Stop before weights that are not finite are saved: a finite loss can produce them. Every rank must call it.
+    """Raise an error before weights that are not finite are saved. Every rank must call this function.
+
+    A step with a finite loss can produce such weights.
 
     Raises:
         TrainingError: a trained parameter contains NaN or infinity.
@@ -64,7 +66,7 @@ def check_finite_weights(run: Run) -> None:
 
 
 def check_trains(run: Run, *, is_epoch_over: bool = False) -> None:
-    """Stop a run that trains nothing.
+    """Raise an error if a run does not train.
 
     Raises:
         TrainingError: no batch of the first epoch led to an optimizer step.
@@ -80,15 +82,15 @@ def check_trains(run: Run, *, is_epoch_over: bool = False) -> None:
         raise TrainingError(
             "training_step",
             None,
-            f"returned no loss for any of the first {num_batches} batches, so nothing was trained",
-            "Return the loss at its end; None leaves a batch out",
+            f"returned no loss for any of the first {num_batches} batches, so no parameter was trained",
+            "Return the loss at the end of training_step. None skips a batch",
         )
     if math.isinf(run.settled.epoch_limit) and run.options.max_time is None:
         raise TrainingError(
             "training_step",
             type(run.module).__name__,
-            f"stepped no optimizer in the first {num_batches} batches, and max_steps counts such steps alone",
-            "Call self.optimizers().step() in it (not an optimizer kept elsewhere), or set max_epochs",
+            f"stepped no optimizer in the first {num_batches} batches, but max_steps counts only optimizer steps",
+            "Call self.optimizers().step() in training_step, not an optimizer from elsewhere, or set max_epochs",
         )
 
 
@@ -98,7 +100,7 @@ def _not_finite(run: Run) -> tuple[str, float] | None:
         if not (parameter.requires_grad and parameter.is_floating_point()):
             continue
         own = parameter.detach()
-        to_local = getattr(own, "to_local", None)  # of a sharded parameter
+        to_local = getattr(own, "to_local", None)  # exists if the parameter is sharded
         own = own if to_local is None else to_local()
         if own.numel():
             extremes = torch.stack(own.aminmax())  # isfinite() would allocate a second tensor
@@ -108,7 +110,7 @@ def _not_finite(run: Run) -> tuple[str, float] | None:
 
 
 def _on(run: Run, ranks: Sequence[int]) -> str:
-    """Return the ranks of a finding, as part of an error message."""
+    """Return text that names ``ranks``, as part of an error message."""
     if run.ranks.is_alone:
         return ""
     if len(ranks) == run.ranks.world.size:
@@ -117,36 +119,38 @@ def _on(run: Run, ranks: Sequence[int]) -> str:
 
 
 def _explained(run: Run, problem: str, found: Sequence[int]) -> tuple[str, str]:
-    """Return ``problem`` on the ranks ``found`` with its cause, if the last batch shows it, and the next action."""
+    """Return the problem, with its cause if the last batch shows it, and the action of an error."""
     empty = _batch_without_terms(run)
     if empty is None:
         return problem, _way_back(run, found)
-    action = "Leave such samples out, in the data set or in collate_fn"
+    action = "Remove such samples in the dataset or in collate_fn"
     return f"{problem}: {empty}, so the mean over its labels is 0/0", f"{_saved(run)} {action}"
 
 
 def _batch_without_terms(run: Run) -> str | None:
-    """Describe the batch of the last step if its loss is a mean over no terms. Losses that are weighted by their terms
-    (several ranks, accumulated gradients) skip such batches."""
+    """Describe the batch of the last step if its loss is a mean over no terms; None otherwise.
+
+    Losses that are weighted by their terms (several ranks, accumulated gradients) skip such batches.
+    """
     window = run.now.window
     if window is None or len(window.batches) > 1 or not run.ranks.is_alone or run.module.loss_reduction != "mean":
         return None
-    with suppress(Exception):  # the count is user code, and its error must not replace the error of the loss
+    with suppress(Exception):  # num_loss_terms is user code, and its error must not replace the error of the loss
         if int(run.module.num_loss_terms(window.batches[0])) == 0:
             is_empty = batch_size_of(window.batches[0]) == 0
-            problem = "holds no samples" if is_empty else "has ignored labels only (-100)"
+            problem = "contains no samples" if is_empty else "contains only ignored labels (-100)"
             return f"batch {window.first_batch} of epoch {window.epoch} {problem}"
     return None
 
 
 def _way_back(run: Run, found: Sequence[int]) -> str:
-    advice = "Lower the learning rate, set gradient_clip_val, or find the operation: Trainer(detect_anomaly=True)"
+    advice = "Lower the learning rate, set gradient_clip_val, or find the operation with Trainer(detect_anomaly=True)"
     if len(found) > 1:  # the summed gradients made the weights NaN on all ranks
-        advice += ". To find the rank where it begins, set log_every_n_steps=1 as well"
+        advice += ". To find the rank in which it starts, also set log_every_n_steps=1"
     return f"{_saved(run)} {advice}"
 
 
 def _saved(run: Run) -> str:
     if run.saves.step is None:
-        return "No checkpoint was written yet."
-    return f"The checkpoint of step {run.saves.step} is untouched: fit(ckpt_path='last') goes on from it."
+        return "No checkpoint has been saved yet."
+    return f"The checkpoint of step {run.saves.step} is unchanged. Resume from it with fit(ckpt_path='last')."

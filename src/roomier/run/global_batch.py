@@ -1,4 +1,4 @@
-"""The global batch under another number of ranks: the same samples make a step, cut in another way."""
+"""The global batch, and its division for a different number of ranks."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from roomier.core.errors import RoomierError
 
 @dataclass(frozen=True)
 class GlobalBatch:
-    """What one optimizer step is made of.
+    """The batch of one optimizer step over all ranks.
 
     Args:
-        batch_size: samples of a micro-batch; None where the loader alone knows, and it cannot be changed.
-        accumulate: micro-batches of a step on each rank.
-        num_ranks: ranks that take one each at a time.
+        batch_size: samples per micro-batch; None if only the loader determines it, so that it cannot be changed.
+        accumulate: micro-batches per step on each rank.
+        num_ranks: number of ranks, each of which processes separate micro-batches.
     """
 
     batch_size: int | None
@@ -23,20 +23,21 @@ class GlobalBatch:
 
     @property
     def size(self) -> int:
-        """Samples of a step; micro-batches of a step where their size is not known."""
+        """Number of samples per step, or number of micro-batches if the size of a micro-batch is unknown."""
         return (self.batch_size or 1) * self.accumulate * self.num_ranks
 
     def on(self, num_ranks: int, batch_size: int | None) -> GlobalBatch:
-        """The same batch on ``num_ranks``.
+        """Return the same batch for ``num_ranks``.
 
-        Micro-batches stay as they are where their number can make up for the ranks; else they become smaller, by as
-        little as possible: what fits into memory now does so then.
+        Micro-batches keep their size if a different accumulation compensates for the number of ranks. Otherwise they
+        become smaller, by as little as possible, so they still fit into memory.
 
         Args:
-            batch_size: that of the loader as it is now.
+            num_ranks: new number of ranks.
+            batch_size: current batch size of the loader.
 
         Raises:
-            RoomierError: it cannot be divided among so many; says among how many it can.
+            RoomierError: the batch cannot be divided among ``num_ranks``. The error names numbers that are possible.
         """
         if self.batch_size is None or batch_size is None:
             whole = GlobalBatch(None, self.accumulate, self.num_ranks).size
@@ -59,6 +60,6 @@ def _indivisible(num_ranks: int, size: int, unit: str) -> RoomierError:
     return RoomierError(
         "devices",
         num_ranks,
-        f"the {size} {unit} of a step cannot be divided evenly among {num_ranks} ranks",
-        f"Restart on one of these numbers of ranks: {', '.join(map(str, working))}",
+        f"must divide the {size} {unit} of a step",
+        f"Restart with one of these numbers of ranks: {', '.join(map(str, working))}",
     )

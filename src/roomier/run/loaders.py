@@ -1,4 +1,4 @@
-"""The data of a run: what the user passed, or the DataModule or the module gives, as sources."""
+"""The data of a run as sources: from the arguments of the user, the DataModule or the module."""
 
 from __future__ import annotations
 
@@ -23,11 +23,15 @@ from roomier.run.options import LoopOptions
 
 
 class RunLoaders:
-    """The loaders of a run. Each is made when it is first needed.
+    """The loaders of a run. Each is created when it is first used.
 
     Args:
+        module: its ``*_dataloader`` methods are used without arguments and without a DataModule.
         loaders: the loaders that were passed, by ``"train"``, ``"val"``, ``"test"``, ``"predict"``.
-        pins: whether batches are copied to pinned memory.
+        datamodule: the DataModule of the call, or None.
+        options: contain the limits of batches.
+        ranks: the ranks that share the data.
+        pins: copy batches to pinned memory.
 
     Attributes:
         found: the loaders that were used, as they were passed or defined.
@@ -57,38 +61,42 @@ class RunLoaders:
 
     @property
     def train_loader(self) -> Any:
+        """The loader of the training data.
+
+        Raises:
+            DataError: there is no training data.
+        """
         if self._train_loader is None:
             name = "train_dataloaders"
             loader = self._find("train")
             if loader is None:
-                raise DataError(
-                    name, None, "there is no data to train on", "Pass it to fit, or define train_dataloader"
-                )
+                raise DataError(name, None, "training requires data", "Pass it to fit, or define train_dataloader")
             self._train_loader = training_loader(loader, name)
         return self._train_loader
 
     @property
     def batch_size(self) -> int | None:
-        """Samples of a micro-batch on each rank; None where they cannot be told, nor changed."""
+        """Number of samples per micro-batch on each rank; None if it is unknown and cannot be changed."""
         return batch_size_of(self.train_loader)
 
     def first_batch(self) -> Any:
-        """A batch of the training data, of which the run reads no less for that. Before anything asked for the source.
+        """Return a batch of the training data without consuming it. Call this before ``train_source`` is used.
 
         Raises:
-            DataError: there is none, or looking at it would change what the run reads.
+            DataError: there is no batch, or reading one would change the data that the run reads.
         """
         assert self._train is None
         batch, self._train_loader = first_batch(self.train_loader, "train_dataloaders")
         return batch
 
     def set_batch_size(self, batch_size: int) -> None:
-        """Train on micro-batches of ``batch_size`` samples. Before anything asked for the source."""
+        """Train on micro-batches of ``batch_size`` samples. Call this before ``train_source`` is used."""
         assert self._train is None
         self._train_loader = with_batch_size(self.train_loader, batch_size)
 
     @property
     def train_source(self) -> Source:
+        """The training data as a source. It is created once."""
         if self._train is None:
             self._train = Source(
                 self.train_loader,
@@ -103,14 +111,15 @@ class RunLoaders:
         return self._train
 
     def count_training_batches(self) -> float:
+        """Return :attr:`num_training_batches`."""
         return self.num_training_batches
 
     @property
     def num_training_batches(self) -> float:
-        """Batches of an epoch on each rank: those of the rank that has the fewest."""
+        """Number of batches per epoch on each rank: the minimum over all ranks."""
         if self._num_training_batches is None:
             source, limit = self.train_source, partial(self._options.limit_batches, "train")
-            if source.follow_each_other:  # the limit is that of each
+            if source.follow_each_other:  # the limit applies to each part
                 source.limit_parts([limit(length) for length in source.part_lengths])
                 num_batches = source.num_batches
             else:
@@ -119,10 +128,10 @@ class RunLoaders:
         return self._num_training_batches
 
     def evaluation(self, name: str) -> tuple[list[Source], list[float]]:
-        """The sources of ``"val"``, ``"test"`` or ``"predict"``; how many batches of each are taken, by all ranks.
+        """Return the sources of ``"val"``, ``"test"`` or ``"predict"``, and their limits of batches over all ranks.
 
         Raises:
-            DataError: there is no data, or predictions are asked for of several loaders' batches at a time.
+            DataError: there is no data, or a loader of ``"predict"`` combines batches of several loaders.
         """
         options, field = self._options, f"{name}_dataloaders"
         if not options.num_dev_batches and getattr(options, f"limit_{name}_batches") == 0:
@@ -141,7 +150,7 @@ class RunLoaders:
         return sources, [options.limit_batches(name, source.num_batches) for source in sources]
 
     def end(self) -> None:
-        """End the worker processes of all loaders that were read."""
+        """Stop the worker processes of all loaders that were read."""
         for source in self._sources:
             source.end()
 
@@ -151,7 +160,7 @@ class RunLoaders:
             data = self._datamodule
             if data is None:
                 found = getattr(self._module, f"{name}_dataloader")()
-            elif overrides(data, f"{name}_dataloader", DataModule):  # Lightning's own raises
+            elif overrides(data, f"{name}_dataloader", DataModule):  # Lightning's default raises an error
                 found = getattr(data, f"{name}_dataloader")()
         self.found[name] = found
         return found
@@ -159,5 +168,5 @@ class RunLoaders:
 
 def _check_is_predicted(loader: Any, name: str) -> None:
     if isinstance(loader, CombinedLoader):
-        problem = f"joins batches of several loaders ({loader.mode!r}), and predictions are those of one"
-        raise DataError(name, loader, problem, "Use CombinedLoader(loaders, 'sequential'), or pass the loaders alone")
+        problem = f"combines batches of several loaders ({loader.mode!r}), but predict supports one loader per batch"
+        raise DataError(name, loader, problem, "Use CombinedLoader(loaders, 'sequential'), or pass a list of loaders")

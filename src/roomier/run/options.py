@@ -1,4 +1,4 @@
-"""How long a run is and what it does along the way: the Trainer keywords that are not part of the Plan."""
+"""Length and settings of a run: the arguments of the Trainer that are not part of the Plan."""
 
 from __future__ import annotations
 
@@ -18,12 +18,34 @@ from roomier.core.units import parse_duration_s
 
 DEFAULT_MAX_EPOCHS = 1000
 DEFAULT_HANG_TIMEOUT = "00:00:10:00"
-MAX_HANG_TIMEOUT_S = 1800.0  # then operations of the process group end by themselves
+MAX_HANG_TIMEOUT_S = 1800.0  # the timeout of operations of the process group
 
 
 @dataclass(frozen=True)
 class LoopOptions:
-    """Checked when made; the names are the Trainer's and mean what Lightning documents."""
+    """Settings of the loops, with the names of the Trainer's arguments. They are checked at construction.
+
+    Attributes:
+        max_epochs, min_epochs, max_steps, min_steps, max_time: length of a fit. -1 means unlimited.
+        limit_train_batches, limit_val_batches, limit_test_batches, limit_predict_batches: number or fraction of batches
+            per epoch. None means all.
+        overfit_batches: number or fraction of training batches that are used for training and validation.
+        fast_dev_run: number of batches of a development run. True means 1.
+        val_check_interval: number or fraction of training batches between two validations.
+        check_val_every_n_epoch: number of epochs between two validations. None counts batches across epochs.
+        num_sanity_val_steps: number of validation batches before training. -1 means all.
+        log_every_n_steps: number of optimizer steps between two rows.
+        inference_mode: evaluate with ``torch.inference_mode`` instead of ``torch.no_grad``.
+        deterministic: use deterministic algorithms. ``"warn"`` warns if there is none.
+        benchmark: value of ``torch.backends.cudnn.benchmark``; None keeps the current value.
+        detect_anomaly: find the operation in forward that causes NaN in backward.
+        profiler: ``"torch"`` or a ``torch.profiler.profile``.
+        hang_timeout: time without progress after which ranks end with a report; None disables it.
+        default_root_dir: folder of the run folders.
+
+    Raises:
+        RoomierError: a value is invalid, or contradicts another value.
+    """
 
     max_epochs: int | None = None
     min_epochs: int | None = None
@@ -59,7 +81,7 @@ class LoopOptions:
             _check_order(least, getattr(self, least), most, getattr(self, most))
         if self.check_val_every_n_epoch == 0:
             raise RoomierError(
-                "check_val_every_n_epoch", 0, "is not positive", "Use 1 or more, or None to count batches"
+                "check_val_every_n_epoch", 0, "must be at least 1", "Use 1 or more, or None to count batches"
             )
         for stage in ("train", "val", "test", "predict"):
             _check_limit(f"limit_{stage}_batches", getattr(self, f"limit_{stage}_batches"))
@@ -67,23 +89,23 @@ class LoopOptions:
         _check_limit("val_check_interval", self.val_check_interval)
         if self.val_check_interval == 0:
             raise RoomierError(
-                "val_check_interval", 0, "is not positive", "Use limit_val_batches=0 to turn validation off"
+                "val_check_interval", 0, "must be positive", "Use limit_val_batches=0 to disable validation"
             )
         if self.check_val_every_n_epoch is None and not _is_count(self.val_check_interval):
             raise RoomierError(
                 "val_check_interval",
                 self.val_check_interval,
-                "counts batches across epochs when check_val_every_n_epoch=None",
-                "Give it as an integer",
+                "must be an integer if check_val_every_n_epoch=None, because it counts batches across epochs",
+                "Set it to a number of batches",
             )
         if not isinstance(self.fast_dev_run, (bool, int)) or self.fast_dev_run < 0:
             raise RoomierError(
-                "fast_dev_run", self.fast_dev_run, "is neither a flag nor a count", "Use True or a number"
+                "fast_dev_run", self.fast_dev_run, "must be a bool or a number of batches", "Use True or a number"
             )
         if self.max_time is not None:
             parse_duration_s("max_time", self.max_time)
         if self.hang_timeout_s is not None and self.hang_timeout_s > MAX_HANG_TIMEOUT_S:
-            problem = "is longer than 30 minutes, after which every collective operation fails"
+            problem = "must be at most 30 minutes, after which every collective operation fails"
             raise RoomierError("hang_timeout", self.hang_timeout, problem, "Use '00:00:30:00' or less, or None")
         if self.default_root_dir is not None:
             check_path("default_root_dir", self.default_root_dir)
@@ -93,28 +115,32 @@ class LoopOptions:
             check_flag(name, getattr(self, name))
         check_flag("benchmark", self.benchmark, optional=True)
         if self.deterministic != "warn" and not isinstance(self.deterministic, (bool, NoneType)):
-            raise RoomierError("deterministic", self.deterministic, "is unknown", "Use True, False or 'warn'")
+            raise RoomierError(
+                "deterministic", self.deterministic, "must be a bool or 'warn'", "Use True, False or 'warn'"
+            )
         is_profiler = self.profiler is None or isinstance(self.profiler, torch.profiler.profile)
         if not is_profiler and self.profiler != "torch":
             raise RoomierError(
-                "profiler", self.profiler, "is not a profiler", "Use 'torch' or a torch.profiler.profile object"
+                "profiler", self.profiler, "is not a known profiler", "Use 'torch' or a torch.profiler.profile object"
             )
 
     @property
     def num_dev_batches(self) -> int:
-        """Batches of a fast development run; 0 where it is none."""
+        """Number of batches of a fast development run; 0 if it is disabled."""
         return int(self.fast_dev_run)
 
     @cached_property
-    def max_time_s(self) -> float | None:  # asked at each step
+    def max_time_s(self) -> float | None:  # cached, because each step reads it
+        """Maximum time of a fit in seconds; None if unlimited."""
         return None if self.max_time is None else parse_duration_s("max_time", self.max_time)
 
     @cached_property
     def hang_timeout_s(self) -> float | None:
+        """Timeout without progress in seconds; None if disabled."""
         return None if self.hang_timeout is None else parse_duration_s("hang_timeout", self.hang_timeout)
 
     def epoch_limit(self) -> float:
-        """The number of epochs after which training ends; infinite where steps or time decide."""
+        """Return the number of epochs after which training ends. Infinite if only steps or time limit it."""
         if self.num_dev_batches:
             return 1
         if self.max_epochs is not None:
@@ -123,16 +149,17 @@ class LoopOptions:
 
     @property
     def is_bounded(self) -> bool:
-        """Whether the user said how long to train."""
+        """True if the user set a limit of epochs, steps or time."""
         return self.max_epochs is not None or self.max_steps != -1 or self.max_time is not None
 
     def step_limit(self) -> float:
+        """Return the number of optimizer steps after which training ends. Infinite if only epochs or time limit it."""
         if self.num_dev_batches:
             return self.num_dev_batches
         return math.inf if self.max_steps == -1 else self.max_steps
 
     def limit_of(self, stage: str) -> int | float:
-        """What bounds the batches of ``stage``, as a number or a fraction."""
+        """Return the limit of the batches of ``stage``, as a number or a fraction."""
         if self.num_dev_batches:
             return self.num_dev_batches
         if stage in ("train", "val") and self.overfit_batches:
@@ -141,10 +168,10 @@ class LoopOptions:
         return 1.0 if limit is None else limit
 
     def limit_batches(self, stage: str, num_batches: float) -> float:
-        """How many of ``num_batches`` (infinite where unknown) one epoch of ``stage`` takes.
+        """Return the number of batches in one epoch of ``stage``, at most ``num_batches`` (infinite if unknown).
 
         Raises:
-            RoomierError: a fraction of an unknown number was asked for, or of so few that none is left.
+            RoomierError: the limit is a fraction, and the number of batches is unknown or too small for it.
         """
         if self.num_dev_batches:
             return min(self.num_dev_batches, num_batches)
@@ -159,7 +186,11 @@ class LoopOptions:
         return self._fraction(field, limit, num_batches)
 
     def val_interval(self, num_train_batches: float) -> float:
-        """Validation is due after every so many training batches of an epoch; infinite: at its end."""
+        """Return the number of training batches between two validations. Infinite means the end of the epoch.
+
+        Raises:
+            RoomierError: the interval is longer than an epoch, or a fraction of an unknown number of batches.
+        """
         interval = self.val_check_interval
         if interval is None or (interval == 1.0 and isinstance(interval, float)):
             return num_train_batches
@@ -168,8 +199,8 @@ class LoopOptions:
                 raise RoomierError(
                     "val_check_interval",
                     interval,
-                    f"an epoch has only {num_train_batches:.0f} training batches",
-                    "Use fewer, or check_val_every_n_epoch=None to count across epochs",
+                    f"must be at most the number of training batches per epoch ({num_train_batches:.0f})",
+                    "Use a smaller number, or check_val_every_n_epoch=None to count across epochs",
                 )
             return interval
         return self._fraction("val_check_interval", interval, num_train_batches)
@@ -180,32 +211,32 @@ class LoopOptions:
             return num_batches * fraction if math.isfinite(num_batches) else (num_batches if fraction else 0)
         if not math.isfinite(num_batches):
             raise RoomierError(
-                field, fraction, "is a fraction of a loader without a length", "Give a number of batches"
+                field, fraction, "is a fraction, but the loader has no length", "Set it to a number of batches"
             )
         count = int(num_batches * fraction)
         if count == 0:
             raise RoomierError(
                 field,
                 fraction,
-                f"leaves no batch of {num_batches:.0f}",
+                f"is less than one of {num_batches:.0f} batches",
                 f"Use at least {1 / num_batches:.3g}, or a number of batches",
             )
         return count
 
 
 def check_flag(field: str, value: object, *, optional: bool = False) -> None:
-    """Refuse what is neither True nor False: ``"no"`` would count as True.
+    """Check that ``value`` is True or False. Other values are rejected, because ``"no"`` would count as True.
 
     Raises:
-        RoomierError: says so.
+        RoomierError: the value is not a bool.
     """
     if not isinstance(value, bool) and not (optional and value is None):
-        raise RoomierError(field, value, "is not a flag", f"Use True or False{', or None' if optional else ''}")
+        raise RoomierError(field, value, "must be a bool", f"Use True or False{', or None' if optional else ''}")
 
 
 def _check_order(least: str, minimum: int | None, most: str, maximum: int | None) -> None:
     if minimum is not None and maximum is not None and maximum != -1 and minimum > maximum:
-        raise RoomierError(least, minimum, f"is more than {most}={maximum}", f"Lower it, or raise {most}")
+        raise RoomierError(least, minimum, f"must be at most {most}={maximum}", f"Lower it, or raise {most}")
 
 
 def _is_count(value: object) -> bool:
@@ -217,7 +248,8 @@ def _check_count(field: str, value: object, *, minimum: int, optional: bool = Fa
         return
     if not _is_count(value) or value < minimum:  # type: ignore[operator]
         none = ", or None" if optional else ""
-        raise RoomierError(field, value, "is not a number it can be", f"Use an integer of {minimum} or more{none}")
+        problem = f"must be an integer of at least {minimum}{none}"
+        raise RoomierError(field, value, problem, f"Use an integer of {minimum} or more{none}")
 
 
 def _check_limit(field: str, value: object) -> None:
@@ -226,5 +258,5 @@ def _check_limit(field: str, value: object) -> None:
     is_fraction = isinstance(value, float) and 0.0 <= value <= 1.0
     if not is_fraction and not (_is_count(value) and value >= 0):  # type: ignore[operator]
         raise RoomierError(
-            field, value, "is neither a count nor a fraction", "Use an integer of 0 or more, or a float in [0.0, 1.0]"
+            field, value, "must be a count or a fraction", "Use an integer of 0 or more, or a float in [0.0, 1.0]"
         )

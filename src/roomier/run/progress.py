@@ -32,13 +32,15 @@ class Progress:
 
     @property
     def is_step_complete(self) -> bool:
-        """Whether no work of this step is left for a resumed run."""
+        """True if a resumed run has no remaining work of this step."""
         return not (self.is_validation_due or self.is_epoch_end_due)
 
     def state(self) -> dict[str, Any]:
+        """Return the counters as plain data."""
         return asdict(self)
 
     def load(self, state: dict[str, Any]) -> None:
+        """Restore the counters from :meth:`state`."""
         for each in fields(self):
             setattr(self, each.name, state[each.name])
 
@@ -64,16 +66,16 @@ class Now:
 
     Attributes:
         batch_idx: index of the current training micro-batch in its epoch.
-        batch_number: index of the current batch of an evaluation among the batches of all ranks. Steps and hooks get
-            the index among the batches of their own rank as ``batch_idx``.
+        batch_number: index of the current batch of an evaluation among the batches of all ranks. Steps and hooks
+            receive the index among the batches of their rank as ``batch_idx``.
         num_batches_before: ``progress.num_batches`` when this fit began.
-        last_loss: loss of the last optimizer step (0-dim, on the device). On several ranks, the share of this rank.
+        last_loss: loss of the last optimizer step (0-dim, on the device). With several ranks, the share of this rank.
         window: micro-batches of the current step, or of the last one; None before the first step.
-        leaves_out_step: a hook before the update asked to skip it. The step does not count.
-        is_in_step: whether the run is between two save points. Its state cannot be resumed exactly there.
-        is_finishing: whether the current save point is the last one.
-        is_interrupted: a signal ended training at a save point. A resumed run does the rest.
-        is_stop_agreed: on several ranks, whether all ranks know that one of them asked to end training.
+        leaves_out_step: a hook before the update requested to skip it. The step does not count.
+        is_in_step: the run is between two save points, where its state cannot be resumed exactly.
+        is_finishing: the current save point is the last one.
+        is_interrupted: a signal ended training at a save point. A resumed run completes the rest.
+        is_stop_agreed: with several ranks, all ranks know that one of them requested to end training.
         random_state: random state of the checkpoint, restored when the loop begins.
         renamed: columns of the loop that moved to ``trainer/NAME``, because the module logs their names.
         started_s: time of the start on the monotonic clock.

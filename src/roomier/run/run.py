@@ -70,7 +70,7 @@ class Run:
         progress: the counters that checkpoints store.
         now: the state of the current step. It is not stored.
         saves: checkpoints, written and pending.
-        looks: called on every rank before a loss that is not finite would end the run.
+        looks: functions that are called on every rank before a loss that is not finite would end the run.
         profiler: stepped after each optimizer step; None without a profiler.
     """
 
@@ -91,22 +91,26 @@ class Run:
     def __post_init__(self) -> None:
         self._vote = Vote(self.ranks)
 
-    # Settled facts that are read often.
+    # Facts that are read often.
 
     @property
     def module(self) -> Module:
+        """The module that is trained or evaluated."""
         return self.settled.request.module
 
     @property
     def plan(self) -> Plan:
+        """The plan of the run."""
         return self.settled.plan
 
     @property
     def options(self) -> LoopOptions:
+        """Settings of the loops."""
         return self.settled.request.options
 
     @property
     def ranks(self) -> Ranks:
+        """The ranks of the run."""
         return self.settled.ranks
 
     @property
@@ -116,10 +120,12 @@ class Run:
 
     @property
     def callbacks(self) -> Sequence[Any]:
+        """All callbacks of the run, in the order of their calls."""
         return self.settled.callbacks
 
     @property
     def folder(self) -> Path | None:
+        """The run folder; None if the run writes no files."""
         return self.settled.start.folder
 
     @property
@@ -130,17 +136,17 @@ class Run:
 
     @property
     def counts_empty_steps(self) -> bool:
-        """Whether a step counts if ``training_step`` returned no loss. It does for a LightningModule."""
+        """True if a step without a loss counts, as it does for a LightningModule."""
         return self.module.automatic_optimization and isinstance(self.module, LightningAdapter)
 
     def is_at_its_end(self) -> bool:
-        """Return whether a fit that starts or resumes here has no work to do."""
+        """Return True if a fit that starts or resumes here has no work to do."""
         if self.stop.received is not None or self.batches.num_training == 0:
             return True
         return self.progress.is_step_complete and self.is_over()
 
     def is_over(self) -> bool:
-        """Return whether training ends at this save point. Signals are handled elsewhere."""
+        """Return True if training ends at this save point. Signals are handled elsewhere."""
         progress, settled = self.progress, self.settled
         if progress.global_step >= settled.step_limit or progress.epoch >= settled.epoch_limit:
             return True
@@ -156,15 +162,15 @@ class Run:
         return request.trainer.should_stop or is_late
 
     def vote(self, *, waits: bool = False) -> None:
-        """Let all ranks obey a signal, or end training, at the same place. Every rank must call this method there.
+        """Let all ranks stop at the same place after a signal or a request. Every rank must call this method there.
 
         See [Note: ranks end together] in ``docs/design/train.md``.
 
         Args:
-            waits: wait for the other ranks, so that the outcome holds now. Otherwise it holds at the next vote.
+            waits: wait for the other ranks, so that the outcome applies now. Otherwise it applies at the next vote.
 
         Raises:
-            TrainingError: the ranks did not run the same parts of a sharded model.
+            TrainingError: the ranks did not run the same units of a sharded model.
         """
         if self.settled.ranks.is_alone:
             return
@@ -186,14 +192,14 @@ class Run:
         return TrainingError(
             "strategy",
             self.plan.parallel.strategy,
-            f"the ranks ran different parts of the model in step {step} or the one before, or in another order: "
-            "what was gathered for one part was taken for another",
-            "Let all ranks run the same parts, or use strategy={'name': 'ddp', 'find_unused_parameters': True}; "
-            "go on from a checkpoint of an earlier step",
+            f"the ranks ran different parts of the model, or ran them in a different order, in step {step} or the "
+            "previous step, so collectives combined shards of different parameters",
+            "Run the same parts on all ranks, or use strategy={'name': 'ddp', 'find_unused_parameters': True}. "
+            "Resume from a checkpoint of an earlier step",
         )
 
     def is_background_save_over(self) -> bool:
-        """Return whether all ranks know that the current background checkpoint has ended."""
+        """Return True if all ranks know that the current background checkpoint has ended."""
         background = self.saves.background
         if background is None or not background.is_busy:
             return False
@@ -202,7 +208,7 @@ class Run:
 
     @property
     def num_steps_in_all(self) -> float:
-        """Optimizer steps of the full run, done and remaining. Infinite if unknown."""
+        """Number of optimizer steps of the full run, completed and remaining. Infinite if unknown."""
         if not self.module.automatic_optimization:
             return math.inf
         progress, settled, num_batches, num_left = self.progress, self.settled, self.batches.num_training, 0.0
@@ -232,16 +238,20 @@ class Run:
         column = f"trainer/{name}"
         if name not in self.now.renamed:
             self.now.renamed.add(name)
-            notice(f"log({name!r}): the column {name!r} holds the logged value; the value of the Trainer is {column!r}")
+            of_trainer = f"The value of the Trainer is in {column!r}"
+            notice(f"log({name!r}): the column {name!r} contains the logged value. {of_trainer}")
         return column
 
     def loss_number(self) -> float | None:
-        """The loss of the last step as a number; waits for the device."""
+        """Return the loss of the last step as a number; None if there is none. This waits for the device."""
         return None if self.now.last_loss is None else float(self.now.last_loss)
 
     def loss_of_all(self, losses: Sequence[float | None]) -> float | None:
-        """The loss of the last step over all ranks, from that of each: shares of a batch are added up, losses of steps
-        that the module takes by itself are averaged."""
+        """Return the loss of the last step over all ranks, given the loss of each rank.
+
+        Losses are shares of the loss of the global batch, which are summed. With manual optimization, they are
+        averaged.
+        """
         there = [loss for loss in losses if loss is not None]
         if not there:
             return None
@@ -257,17 +267,18 @@ def _number(name: str, value: Any) -> float:
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise RoomierError("log_metrics", (name, value), "is not a number", "Pass numbers and 0-dim tensors") from error
+        raise RoomierError("log_metrics", (name, value), "must be a number", "Pass numbers or 0-dim tensors") from error
 
 
 def run_of(trainer: TrainerView, name: str) -> Run:
-    """Return the last run of ``trainer``, for library code that is called in its hooks.
+    """Return the last run of ``trainer``, for library code that hooks call.
 
     Args:
-        name: the field of the error.
+        trainer: the Trainer.
+        name: the field that the error names.
 
     Raises:
-        RoomierError: ``trainer`` has not run anything yet.
+        RoomierError: ``trainer`` has not run yet.
     """
     run: Run | None = trainer.run
     if run is None:
@@ -276,6 +287,6 @@ def run_of(trainer: TrainerView, name: str) -> Run:
 
 
 def call(hooks: Sequence[Callable[..., Any]], *arguments: Any) -> None:
-    """Each of ``hooks``, in order."""
+    """Call each of ``hooks`` in order."""
     for hook in hooks:
         hook(*arguments)

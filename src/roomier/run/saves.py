@@ -1,4 +1,4 @@
-"""Checkpoints of a run: the newest one, and the ones that are pending."""
+"""Checkpoints of a run: the newest checkpoint and pending checkpoints."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ from roomier.checkpoint import BackgroundSaver
 
 @dataclass(frozen=True)
 class WantedSave:
-    """A requested checkpoint. :func:`roomier.train.saving.save.save_checkpoint` has the same arguments."""
+    """A requested checkpoint.
+
+    Attributes:
+        path, weights_only, asynchronous, when_committed: as in :func:`roomier.train.saving.save.save_checkpoint`.
+    """
 
     path: Path
     weights_only: bool = False
@@ -29,9 +33,9 @@ class Saves:
         deferred: checkpoints requested by hooks. They are written at the next save point.
         background: writes checkpoints in a thread while training continues; None until the first one is requested.
         when_settled: called after the checkpoint that ``background`` writes is committed.
-        num_ended: number of background checkpoints that have ended on all ranks, as far as all ranks know.
-        state_at_end: the checkpoint without the engine's part, as of the last save point of training.
-        not_stored: entries of a LightningModule's checkpoint that were reported as not stored.
+        num_ended: number of background checkpoints that have ended on all ranks, according to the last vote.
+        state_at_end: the checkpoint without the state of the engine, as of the last save point of training.
+        not_stored: entries of a LightningModule's checkpoint that were reported as not saved.
     """
 
     step: int | None = None

@@ -1,4 +1,4 @@
-"""When learning-rate schedulers step."""
+"""Steps of learning rate schedulers."""
 
 from __future__ import annotations
 
@@ -16,28 +16,43 @@ from roomier.optim.schedule import go_on
 from roomier.optim.scheduler_form import check_scheduler
 from roomier.run.logged.results import Results
 
-LENGTHS = ("T_max", "total_steps", "total_iters", "lr_lambdas")  # where torch keeps how long one goes on
+LENGTHS = ("T_max", "total_steps", "total_iters", "lr_lambdas")  # attributes in which torch stores the length
 
 
 class Schedulers:
-    """The schedulers of a run, stepped as their configuration says."""
+    """The schedulers of a run, which step according to their configuration.
+
+    Args:
+        module: its ``lr_scheduler_step`` is called if it is overridden.
+        configs: the schedulers and their intervals.
+
+    Attributes:
+        configs: the schedulers and their intervals.
+        are_there: the loop steps schedulers. False without schedulers and with manual optimization.
+        watch_each_step: a scheduler of interval "step" watches a metric.
+    """
 
     def __init__(self, module: Module, configs: Sequence[LRSchedulerConfig]) -> None:
         self.configs = list(configs)
         self._module = module
         self._calls_module = overrides(module, "lr_scheduler_step", Module)
-        self.are_there = bool(self.configs) and module.automatic_optimization  # else training_step steps them
+        self.are_there = bool(self.configs) and module.automatic_optimization  # otherwise training_step steps them
         self.watch_each_step = self.are_there and any(
             config.interval == "step" and config.reduce_on_plateau for config in self.configs
         )
 
     def step(self, interval: Literal["step", "epoch"], count: int, results: Results, *, watching: bool = False) -> None:
-        """Step those whose turn it is.
+        """Step the schedulers that are due.
 
         Args:
-            count: for ``"epoch"`` epochs done; for ``"step"`` micro-batches of the epoch done, as in Lightning.
-            results: hold what a scheduler may watch.
-            watching: those that watch a metric, which has to be there; else the others.
+            interval: the interval of the schedulers.
+            count: number of completed epochs for ``"epoch"``; number of completed micro-batches of the epoch for
+                ``"step"``, as in Lightning.
+            results: contain the metrics that schedulers watch.
+            watching: step only schedulers that watch a metric; otherwise only the other schedulers.
+
+        Raises:
+            TrainingError: a watched metric was not logged, or a scheduler has reached its end.
         """
         if not self.are_there:
             return
@@ -61,26 +76,28 @@ class Schedulers:
 
     @staticmethod
     def _miss(config: LRSchedulerConfig, metrics: Mapping[str, Any]) -> None:
-        problem = f"{type(config.scheduler).__name__} watches it, but nothing of that name was logged"
-        action = did_you_mean(str(config.monitor), metrics) if metrics else "Log it with self.log before it is needed"
+        problem = f"{type(config.scheduler).__name__} watches this metric, but it was not logged"
+        action = did_you_mean(str(config.monitor), metrics) if metrics else "Log it with self.log before it is used"
         if config.strict:
             raise TrainingError("monitor", config.monitor, problem, action)
-        notice(f"monitor={config.monitor!r}: {problem}; the scheduler does not step")
+        notice(f"monitor={config.monitor!r}: {problem}. The scheduler does not step")
 
     def state(self) -> list[dict[str, Any]]:
+        """Return the types and states of the schedulers as plain data."""
         return [
             {"type": type(config.scheduler).__name__, "state": _plain(config.scheduler.state_dict())}
             for config in self.configs
         ]
 
     def check(self, states: Sequence[Mapping[str, Any]], optimizers: Sequence[Mapping[str, Any]]) -> None:
-        """Check that ``states`` are states of these schedulers.
+        """Check that ``states`` belong to these schedulers.
 
         Args:
-            optimizers: the stored states of the optimizers, whose tensors need not be read yet.
+            states: values of :meth:`state`.
+            optimizers: stored states of the optimizers. Their tensors need not be loaded.
 
         Raises:
-            CheckpointError: they are of other schedulers.
+            CheckpointError: the states belong to other schedulers.
             FormError: a value is malformed.
         """
         now, then = [type(config.scheduler).__name__ for config in self.configs], [each["type"] for each in states]
@@ -88,28 +105,29 @@ class Schedulers:
             raise CheckpointError(
                 "lr_scheduler",
                 now,
-                f"the checkpoint holds the states of {then}",
-                "Configure the schedulers as in the run that was saved, or load the weights alone",
+                f"the checkpoint contains the states of {then}",
+                "Configure the schedulers as in the saved run, or load only the weights",
             )
         groups = [group for each in optimizers for group in each["param_groups"]]
         for index, (config, saved) in enumerate(zip(self.configs, states, strict=True)):
             check_scheduler(config.scheduler, saved["state"], groups, f"schedulers[{index}].state")
 
     def load(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Go on from ``states``, as they were saved: with the lengths they had."""
+        """Restore ``states``, including the lengths of the schedules."""
         for config, saved in zip(self.configs, states, strict=True):
             _tell_other_length(config.scheduler, saved["state"])
             config.scheduler.load_state_dict(saved["state"])
 
     def load_planned(self, states: Sequence[Mapping[str, Any]], num_steps: float, *, is_cut_anew: bool) -> None:
-        """Go on from ``states`` with the schedule the Plan names, to the end of this run.
+        """Restore ``states`` with the schedule that the Plan specifies, until the end of this run.
 
         Args:
-            num_steps: optimizer steps of the whole run, those done in its earlier parts included.
-            is_cut_anew: the batches of an epoch make another number of steps than before.
+            states: values of :meth:`state`.
+            num_steps: number of optimizer steps of the full run, including completed steps.
+            is_cut_anew: the number of optimizer steps per epoch differs from the saved run.
         """
         for config, saved in zip(self.configs, states, strict=True):
-            # Steps that a None for a loss left out are not to make the schedule of the same run a shorter one.
+            # Steps that were skipped because of a loss of None do not shorten the schedule of the same run.
             made_for, was_made_for = (
                 each["lr_lambdas"][0]["num_steps"] for each in (config.scheduler.state_dict(), saved["state"])
             )
@@ -126,23 +144,23 @@ def _step(scheduler: Any) -> None:
         raise TrainingError(
             "lr_scheduler",
             "OneCycleLR",
-            f"was made for total_steps={scheduler.total_steps} and is at its end, but training goes on",
-            "Make it with total_steps=self.trainer.estimated_stepping_batches and interval='step'. A resumed run has "
-            "the length in its checkpoint: to train for longer, start a new fit from the weights",
+            f"has reached total_steps={scheduler.total_steps}, but training continues",
+            "Create it with total_steps=self.trainer.estimated_stepping_batches and interval='step'. A resumed run "
+            "uses the length in its checkpoint. To train longer, start a new fit from the weights",
         ) from error
 
 
 def _tell_other_length(scheduler: Any, saved: Mapping[str, Any]) -> None:
-    # torch puts these back with the rest: a cosine that was at its end stays at zero for all of a longer run.
+    # torch restores the length with the rest. A cosine schedule at its end would stay at zero in a longer run.
     now = scheduler.state_dict()
     for name in LENGTHS:
         if name in saved and repr(saved[name]) != repr(now.get(name)):
             notice(
-                f"{type(scheduler).__name__} goes on as the checkpoint has it, {name}={saved[name]}, and not as it was "
-                f"made now, {name}={now.get(name)}; for another schedule start a new fit from the weights"
+                f"{type(scheduler).__name__} resumes with {name}={saved[name]} of the checkpoint, instead of "
+                f"{name}={now.get(name)}. For a different schedule, start a new fit from the weights"
             )
 
 
 def _plain(state: dict[str, Any]) -> dict[str, Any]:
-    # Bound methods in a scheduler's __dict__ are made anew when it is built; a checkpoint holds data only.
+    # Bound methods in a scheduler's __dict__ are recreated with it. A checkpoint contains only data.
     return {key: value for key, value in state.items() if not callable(value)}

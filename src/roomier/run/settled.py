@@ -1,4 +1,4 @@
-"""A call as the user requested it, and the facts that are settled before the model is built: frozen values."""
+"""Frozen values of a call: the request of the user, and the facts that are settled before the model is built."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ class Request:
         options: settings of the loop.
         world: the place of this process among all processes.
         root: the folder that contains the run folders.
-        keeps_files: whether a fit writes a run folder.
-        keeps_checkpoints: whether an interrupted fit writes a checkpoint.
+        keeps_files: a fit writes a run folder.
+        keeps_checkpoints: an interrupted fit writes a checkpoint.
         trainer: the object that hooks receive. Code below the Trainer reads only its ``should_stop``.
         state: the loop that is running. The loops update it.
         fitted: the last fit of the same Trainer, or None.
@@ -88,11 +88,12 @@ class Request:
 
     @property
     def is_fit(self) -> bool:
+        """True if the call is ``fit``."""
         return self.stage == "fit"
 
     @property
     def is_planned(self) -> bool:
-        """Whether the planner chooses or confirms the plan when a fit begins."""
+        """True if the planner chooses or confirms the plan when a fit begins."""
         return self.plan.parallel.strategy == "auto" or self.plan.choice.memory_budget_bytes is not None
 
 
@@ -118,8 +119,8 @@ class Start:
         folder: the run folder; None if the run writes no files.
         weights: the weights that the model begins with.
         batch: the global batch before the restart of the job; None if the job was not restarted.
-        is_last: whether the checkpoint was found by a search for the newest one. If it is damaged, the run resumes from
-            the next older one.
+        is_last: the checkpoint was found by a search for the newest one. If it is damaged, the run resumes from the
+            next older one.
     """
 
     checkpoint: Path | None = None
@@ -136,7 +137,7 @@ class Settled:
     Args:
         request: the call.
         start: the checkpoint and the folder of the run.
-        plan: the only plan of the run. Its strategy has a name.
+        plan: the plan of the run. Its strategy is not ``"auto"``.
         data: the loaders. Their micro-batches match ``plan``.
         ranks: the ranks that share the model and each batch.
         callbacks: all callbacks of the run, in the order of their calls.

@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C end a run at the next save point, not in the middle of a step."""
+"""Graceful stop: SIGTERM and Ctrl-C end a run at the next save point instead of within a step."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ from typing import Any, ClassVar, Self
 from roomier.core.log import notice
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-TO_OBEY_S = 10.0  # in which a process that is not stuck obeys a second signal
+TO_OBEY_S = 10.0  # time in which a process must react to a second signal
 
 
 class GracefulStop:
-    """Inside, the first SIGINT or SIGTERM is noted; a second one ends the process at once.
+    """Context in which the first SIGINT or SIGTERM is recorded. A second signal ends the process immediately.
 
-    Signals can only be caught in the main thread: elsewhere this does nothing.
+    Python can handle signals only in the main thread. In other threads this context has no effect.
 
     Args:
-        is_alone: there are no other ranks that must obey it at the same step.
+        is_alone: there are no other ranks that must stop at the same step.
 
     Attributes:
-        noted: what this process got.
-        received: what the run obeys: what was noted, where there are several ranks once all know of it.
+        noted: the signal that this process received.
+        received: the signal that stops the run. With several ranks, it is set on all ranks at the same step, after one
+            of them received a signal.
     """
 
     def __init__(self, is_alone: bool = True) -> None:
@@ -61,21 +62,22 @@ class GracefulStop:
         self.noted = signal.Signals(number)
         if self._is_alone:
             self.received = self.noted
-        with suppress(RuntimeError):  # Python refuses to print from within a print that the signal interrupted
-            notice(f"{self.noted.name}: finishing this step, then saving (send it again to end at once)")
+        with suppress(RuntimeError):  # Python cannot print if the signal interrupted another print
+            notice(f"{self.noted.name}: finishing this step, then saving (send it again to exit immediately)")
 
 
 class _Watch:
-    """Ends a process that cannot obey a second signal.
+    """Thread that ends a process that cannot react to a second signal.
 
     [Note: signals in a collective]
-    Python calls handlers of signals between two lines of the main thread. One that waits in a collective for a rank
-    that will not come is between no lines until the collective gives up, minutes later. What the interpreter does at
-    once, in any thread, is to write the number of the signal into the file of ``signal.set_wakeup_fd``. A process that
-    is forked meanwhile, a worker of a loader, lets go of that file: its signals are its own.
+    Python calls signal handlers between two bytecode instructions of the main thread. A main thread that waits in a
+    collective for a rank that does not respond runs no instructions until the collective times out after minutes. But
+    the interpreter writes the number of a signal immediately to the file of ``signal.set_wakeup_fd``, and this thread
+    reads it. A process that is forked meanwhile, such as a worker of a loader, stops using that file, because it
+    receives signals of its own.
 
     Attributes:
-        is_obeyed: the handler was called for the second one.
+        is_obeyed: the handler was called for the second signal.
     """
 
     open: ClassVar[_Watch | None] = None
@@ -91,10 +93,11 @@ class _Watch:
         self._thread.start()
 
     def close(self) -> None:
+        """Stop the thread and restore the previous wakeup file."""
         signal.set_wakeup_fd(self._before)
         _Watch.open = self._outer
         self._is_closed.set()
-        # The thread finds that nothing more will come: closed alone, it would wait for workers that have a copy.
+        # Shut down the socket, so that the thread reads its end. Closing is not enough if a forked worker has a copy.
         self._written.shutdown(socket.SHUT_WR)
         self._written.close()
         self._thread.join()
@@ -103,12 +106,12 @@ class _Watch:
     def _run(self) -> None:
         numbers: list[int] = []
         while len(numbers) < 2:
-            told = self._read.recv(16)
-            if not told:
+            received = self._read.recv(16)
+            if not received:
                 return
-            numbers += [number for number in told if number in _SIGNALS]
+            numbers += [number for number in received if number in _SIGNALS]
         if not (self._is_closed.wait(TO_OBEY_S) or self.is_obeyed):
-            print("roomier: ended by a second signal, within a call that did not return", file=sys.stderr, flush=True)
+            print("roomier: exiting after a second signal during a blocked call", file=sys.stderr, flush=True)
             os._exit(128 + numbers[-1])
 
 

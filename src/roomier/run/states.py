@@ -28,6 +28,7 @@ class RunningStage(StrEnum):
 
     @property
     def evaluating(self) -> bool:
+        """True in validation, test and the sanity check."""
         return self in (RunningStage.VALIDATING, RunningStage.TESTING, RunningStage.SANITY_CHECKING)
 
     @property
@@ -46,6 +47,7 @@ class TrainerStatus(StrEnum):
 
     @property
     def stopped(self) -> bool:
+        """True if the last call finished or was interrupted."""
         return self in (TrainerStatus.FINISHED, TrainerStatus.INTERRUPTED)
 
 
@@ -65,10 +67,12 @@ class TrainerState:
 
     @property
     def finished(self) -> bool:
+        """True if the last call finished."""
         return self.status is TrainerStatus.FINISHED
 
     @property
     def stopped(self) -> bool:
+        """True if the last call finished or was interrupted."""
         return self.status.stopped
 
     @contextmanager

@@ -1,1 +1,1 @@
-"""The loops of training and evaluation, and what comes before and after them."""
+"""The training and evaluation loops, and the code that runs before and after them."""

@@ -1,4 +1,4 @@
-"""Notes on an error that came up in a step: which batches it was, and what they hold that no model can compute with."""
+"""Notes that are added to an error in a step: the rank, the batches, and invalid content of the batches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from roomier.run.progress import Window
 
 
 def note_batches(error: Exception, window: Window, world: World) -> None:
-    """Note on ``error`` of a training step which rank and batches it was, where that matters, and what they show."""
+    """Add a note to an ``error`` of a training step that names its batches, and its rank if there are several.
+
+    Text in the first batch is reported as in :func:`note_text`.
+    """
     if world.size > 1 or (isinstance(error, TrainingError) and error.field == "num_loss_terms"):
         first, last = window.first_batch, window.first_batch + len(window.batches) - 1
         batches = f"batch {first}" if first == last else f"batches {first} to {last}"
@@ -22,15 +25,15 @@ def note_batches(error: Exception, window: Window, world: World) -> None:
 
 
 def note_text(error: Exception, batch: Any, name: str) -> None:
-    """Note on ``error`` that ``batch`` holds text and no tensor.
+    """Add a note to ``error`` if ``batch`` contains text and no tensor.
 
     Args:
-        name: what the user calls the loader.
+        name: name of the loader's argument in the message.
     """
     is_text = any(isinstance(leaf, (str, bytes)) for leaf in _leaves(batch)) and next(tensors(batch), None) is None
     if is_text and not isinstance(error, RoomierError):
-        action = "Turn the text into tensors in the data set or in collate_fn, with a tokenizer"
-        error.add_note(f"{name}={shorten(batch)}: the batch holds text and no tensor. {action}")
+        action = "Convert the text to tensors in the dataset or in collate_fn, with a tokenizer"
+        error.add_note(f"{name}={shorten(batch)}: the batch contains text and no tensor. {action}")
 
 
 def _leaves(batch: Any) -> Iterator[Any]:

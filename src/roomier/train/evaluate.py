@@ -1,4 +1,4 @@
-"""The evaluation loop: one for validate, test and predict."""
+"""The evaluation loop of validate, test and predict."""
 
 from __future__ import annotations
 
@@ -28,25 +28,25 @@ STEP_NAMES = {"validation": "validation_step", "test": "test_step", "predict": "
 
 
 class EvaluationCutError(Exception):
-    """A signal came during an evaluation; what it measured so far is dropped."""
+    """A signal interrupted an evaluation. Its results are discarded."""
 
 
 def evaluate(
     run: Run, stage: str, sources: Sequence[Source], limits: Sequence[float], *, keeps_predictions: bool = True
 ) -> list[list[Any]]:
-    """One pass over ``sources`` in evaluation mode, without gradients.
+    """Run one pass over ``sources`` in evaluation mode, without gradients.
 
     Args:
         stage: ``"validation"``, ``"test"`` or ``"predict"``.
-        limits: how many batches of each source at the most, over all ranks.
-        keeps_predictions: whether the outputs of ``"predict"`` are returned.
+        limits: maximum number of batches of each source, over all ranks.
+        keeps_predictions: return the outputs of ``"predict"``.
 
     Returns:
-        What the step returned for each batch, a list a source; kept for ``"predict"`` only. On several ranks it is that
-        of all of them, in the order of the batches, on the host of each.
+        For ``"predict"``, a list per source with the output of the step for each batch; otherwise empty lists. With
+        several ranks, each rank receives the outputs of all ranks on its host, in the order of the batches.
 
     Raises:
-        EvaluationCutError: a signal asked the run to stop.
+        EvaluationCutError: a signal interrupted the evaluation.
     """
     module, hooks, results = run.module, run.hooks, run.results
     outer_stage, results.stage, results.is_in_batch = results.stage, stage, False
@@ -66,7 +66,7 @@ def evaluate(
             if run.settled.request.state.stage is not RunningStage.SANITY_CHECKING:
                 run.log_metrics(metrics)
             call(getattr(hooks, f"on_{stage}_end"))
-        run.vote(waits=True)  # callbacks have judged what was measured
+        run.vote(waits=True)  # callbacks have processed the metrics and may have requested to stop
     except EvaluationCutError:
         results.abandon(stage)
         raise
@@ -78,8 +78,11 @@ def evaluate(
 
 @torch.no_grad()
 def take_statistics_of_rank_zero(run: Run) -> None:
-    """Running statistics (of BatchNorm, say) are those of each rank's own batches; a figure is that of one model. Those
-    of rank 0 are the ones that a checkpoint holds."""
+    """Copy the floating-point buffers of rank 0 to all ranks, such as the running statistics of BatchNorm.
+
+    Each rank updates the statistics with its own batches. With the buffers of rank 0, which a checkpoint stores, all
+    ranks evaluate the same model.
+    """
     if run.ranks.is_alone:
         return
     buffers = [each for each in run.engine.module.buffers() if each.is_floating_point()]
@@ -109,10 +112,10 @@ def _evaluate_source(
 
 
 def turns(run: Run, source: Source, limit: float) -> Iterator[tuple[Any, int, bool]]:
-    """As :meth:`roomier.data.source.Source.turns`, until a signal is obeyed.
+    """Yield the turns of :meth:`roomier.data.source.Source.turns` until a signal stops the run.
 
     Raises:
-        EvaluationCutError: it is.
+        EvaluationCutError: a signal stops the run.
     """
     try:
         for turn in source.turns(limit):
@@ -121,15 +124,17 @@ def turns(run: Run, source: Source, limit: float) -> Iterator[tuple[Any, int, bo
                 raise EvaluationCutError
             yield turn
     finally:
-        source.close()  # of a loader that was not read to its end, workers would live on through the training
+        source.close()  # otherwise workers of a partly read loader would keep running during training
 
 
 def batch_runner(run: Run, stage: str, dataloader_idx: int | None) -> Callable[[Any, int, bool], Any]:
-    """What runs one batch of a loader, its hooks and the step, and returns the output: a function of the batch, its
-    index on this rank, and whether it counts; one that does not is run for the other ranks' sake, and gives None.
+    """Return a function that runs the hooks and the step of one batch and returns the output of the step.
+
+    Its arguments are the batch, the index of the batch on this rank, and whether the batch counts. A batch that does
+    not count is run only because other ranks need the forward of this rank. Its result is None.
 
     Args:
-        dataloader_idx: None where there is one loader.
+        dataloader_idx: index of the loader; None if there is only one.
     """
     module, results, engine = run.module, run.results, run.engine
     starts = getattr(run.hooks, f"on_{stage}_batch_start")
@@ -151,7 +156,7 @@ def batch_runner(run: Run, stage: str, dataloader_idx: int | None) -> Callable[[
                 hook(batch, batch_idx, *last)
             output = engine.forward(step, batch)
             if stage == "predict":
-                output = computed(output)  # it outlives the weights
+                output = computed(output)  # the output is used after the weights have changed or are freed
             for hook in ends:
                 hook(output, batch, batch_idx, *last)
             return output
@@ -166,7 +171,8 @@ def batch_runner(run: Run, stage: str, dataloader_idx: int | None) -> Callable[[
 
 def _of_all_ranks(run: Run, kept: dict[int, Any]) -> list[Any]:
     on_host = {number: map_tensors(lambda tensor: tensor.cpu(), output) for number, output in kept.items()}
-    outputs = {number: output for of_rank in run.ranks.gather(on_host) for number, output in of_rank.items()}
+    by_rank = run.ranks.gather(on_host, allows_pickle=True)
+    outputs = {number: output for of_rank in by_rank for number, output in of_rank.items()}
     return [outputs[number] for number in sorted(outputs)]
 
 
@@ -175,9 +181,9 @@ def _with_index(step: Callable[..., Any], rest: tuple[int, ...], batch: Any) -> 
 
 
 def validate_within_fit(run: Run) -> None:
-    """The validation that is due in a fit; cut off by a signal, it is put off to the run that goes on.
+    """Run the validation that is due in a fit. If a signal interrupts it, the resumed run repeats it.
 
-    See [Note: what a validation draws].
+    See [Note: random states in validation].
     """
     progress = run.progress
     progress.is_validation_due = True
@@ -197,7 +203,7 @@ def validate_within_fit(run: Run) -> None:
 
 
 def sanity_check(run: Run, num_batches: float) -> None:
-    """A few validation batches before training, so that a mistake there shows now and not after an epoch."""
+    """Run a few validation batches before training, so that an error in validation appears early."""
     with run.settled.request.state.within(RunningStage.SANITY_CHECKING), preserved_rng():
         call(run.hooks.on_sanity_check_start)
         limits = [min(limit, num_batches) for limit in run.batches.limits]
@@ -208,7 +214,7 @@ def sanity_check(run: Run, num_batches: float) -> None:
 
 @contextmanager
 def evaluation_mode(module: Module, stage: str) -> Iterator[None]:
-    """``eval()``; each submodule gets back the mode it had, unless the module's hooks differ."""
+    """Set evaluation mode inside the context, and restore the mode of each submodule unless the module overrides it."""
     training = [each for each in module.modules() if each.training]
     getattr(module, f"on_{stage}_model_eval")()
     try:
@@ -223,6 +229,7 @@ def evaluation_mode(module: Module, stage: str) -> Iterator[None]:
 
 @contextmanager
 def without_gradients(run: Run) -> Iterator[None]:
+    """Disable gradients inside the context, with inference mode if the options and the engine allow it."""
     inference = run.options.inference_mode and run.engine.allows_inference_mode
     with torch.inference_mode() if inference else torch.no_grad():
         yield
@@ -230,6 +237,7 @@ def without_gradients(run: Run) -> Iterator[None]:
 
 @contextmanager
 def preserved_rng() -> Iterator[None]:
+    """Restore the random states at the end of the context."""
     state = rng_state()
     try:
         yield

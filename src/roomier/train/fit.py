@@ -23,10 +23,11 @@ from roomier.train.step import TrainingStep, forward_backward_of, install_step_h
 
 
 def fit(run: Run) -> None:
-    """Train until a limit, a callback or a signal says so.
+    """Train until a limit is reached, or until a callback or a signal stops the run.
 
-    For each epoch, for each optimizer step: gradients of its micro-batches, clip, update, schedule, log,
-    validate if due; then the save point, the one place where a checkpoint is taken and where training ends.
+    Each epoch runs its optimizer steps. A step computes the gradients of its micro-batches, clips them, updates the
+    parameters, steps the schedulers, logs, and validates if validation is due. The step ends with the save point, the
+    only place at which a checkpoint is saved and training ends.
     """
     step, update = TrainingStep(run), update_of(run)
     install_step_hooks(run, step)
@@ -45,7 +46,7 @@ def fit(run: Run) -> None:
                     except Exception as error:
                         note_batches(error, run.now.window, run.ranks.world)
                         raise
-                    if step.skips_epoch:  # gradients of a step that is not to be are left
+                    if step.skips_epoch:  # discard the gradients of the skipped step
                         step.end()
                         break
                     if is_over := end_step(run, step, len(window), has_stepped=take_step(run, loss, update)):
@@ -63,17 +64,17 @@ def fit(run: Run) -> None:
 
 
 def start_epoch(run: Run) -> Iterator[Any]:
-    """The batches of the epoch at hand, from where it stands."""
+    """Return the remaining batches of the current epoch."""
     progress = run.progress
     batches = run.source.start(progress.epoch)
     if progress.batch_idx == 0:
         call(run.hooks.on_train_epoch_start)
-    progress.batch_idx = run.source.num_batches_done  # a resumed epoch goes on behind them
+    progress.batch_idx = run.source.num_batches_done  # a resumed epoch skips these batches
     return batches
 
 
 def end_step(run: Run, step: TrainingStep, num_batches: int, *, has_stepped: bool) -> bool:
-    """Everything that comes after the update of a step; whether training ends with it."""
+    """Run everything that follows the update of a step. Return True if training ends with this step."""
     progress, schedulers, log_interval = run.progress, run.schedulers, run.settled.request.options.log_every_n_steps
     first_batch = progress.batch_idx
     progress.global_step += has_stepped
@@ -97,7 +98,7 @@ def end_step(run: Run, step: TrainingStep, num_batches: int, *, has_stepped: boo
 
 
 def take_step(run: Run, loss: Tensor | None, update: Callable[[Tensor | None], None]) -> bool:
-    """The update; whether it counts as a step. Where a hook leaves it out, its loss has not been either."""
+    """Run the update and return True if it counts as a step. If a hook skips the update, its loss is discarded."""
     if loss is None:
         check_trains(run)
         if not run.counts_empty_steps:
@@ -111,16 +112,16 @@ def take_step(run: Run, loss: Tensor | None, update: Callable[[Tensor | None], N
 
 
 def go_back(run: Run, error: GoBackError) -> bool:
-    """Put back the newest checkpoint of the run, as a resume does; whether training ends there.
+    """Restore the newest checkpoint of the run, as a resume does. Return True if training ends at this checkpoint.
 
     Raises:
-        TrainingError: there is none.
+        TrainingError: the run has no checkpoint.
     """
     settle_background_save(run)
     path, step = run.saves.path, run.saves.step
     if path is None:
-        problem = f"{error.reason}; there is no checkpoint to go back to"
-        action = "Give a ModelCheckpoint(every_n_train_steps=...), or leave out bad steps before the update"
+        problem = f"{error.reason}, but the run has no checkpoint to return to"
+        action = "Add ModelCheckpoint(every_n_train_steps=...), or skip bad steps before the update"
         raise TrainingError("loss", None, problem, action) from error
     run.results.is_in_batch, run.results.batch = False, None
     run.source.close()
@@ -131,19 +132,19 @@ def go_back(run: Run, error: GoBackError) -> bool:
     if run.now.random_state is not None:
         set_rng_state(run.now.random_state)
     if run.ranks.is_zero:
-        notice(f"the run goes back to step {step}: {path}")
+        notice(f"the run returns to step {step}: {path}")
     return catch_up(run)
 
 
 def begin(run: Run) -> bool:
-    """What comes before the first step; whether there is one to do."""
+    """Run everything that precedes the first step. Return False if there is no step to run."""
     run.vote(waits=True)
     run.now.num_batches_before = run.progress.num_batches
     has_work = not run.is_at_its_end()
     run.now.is_in_step = has_work
     if has_work:
         call(run.hooks.on_train_start)
-    if run.now.random_state is not None:  # here: nothing that is done once in a run may draw after it
+    if run.now.random_state is not None:  # last, so that the code above does not change the restored random state
         set_rng_state(run.now.random_state)
     if not has_work:
         tell_nothing_to_do(run)
@@ -151,7 +152,7 @@ def begin(run: Run) -> bool:
 
 
 def catch_up(run: Run) -> bool:
-    """Run the validation that a signal cut off in the run before; whether training ends with it."""
+    """Run the validation that a signal interrupted in the previous run. Return True if training ends with it."""
     if not run.progress.is_validation_due or validates_at_unknown_end(run):  # the latter is done by end_epoch
         return False
     validate_within_fit(run)
@@ -160,8 +161,10 @@ def catch_up(run: Run) -> bool:
 
 
 def step_schedulers(run: Run, *, has_stepped: bool) -> None:
-    """The schedulers that look at no metric, after the last micro-batch of a window: before its ``on_train_batch_end``,
-    as in Lightning, so that a validation behind it finds them stepped."""
+    """Step the schedulers that watch no metric, after the last micro-batch of a window.
+
+    As in Lightning, they step before its ``on_train_batch_end``, so a validation that follows uses the new values.
+    """
     progress = run.progress
     if has_stepped:
         run.schedulers.step("step", progress.batch_idx, run.results)
@@ -170,24 +173,25 @@ def step_schedulers(run: Run, *, has_stepped: bool) -> None:
 
 
 def step_watching(run: Run) -> None:
-    """The schedulers of interval "step" that watch a metric: after the validation that was due, unless it was cut."""
+    """Step the schedulers of interval "step" that watch a metric, unless a signal interrupted the validation."""
     if not run.progress.is_validation_due:
         run.schedulers.step("step", run.progress.batch_idx, run.results, watching=True)
 
 
 def finish(run: Run) -> None:
-    """What comes after the last step."""
+    """Run everything that follows the last step."""
     check_finite(run, "at the end")
-    if run.progress.batch_idx:  # ended within an epoch: what was measured in it is still told
+    if run.progress.batch_idx:  # training ended within an epoch: log the metrics of its completed part
         run.results.call(run.hooks.on_train_epoch_end)
         run.log_metrics(run.results.end_epoch("train"))
     call(run.hooks.on_train_end)
 
 
 def windows(run: Run, batches: Iterator[Any], step: TrainingStep) -> Iterator[list[Any]]:
-    """The micro-batches of one optimizer step after another, until the epoch is over; the last may be fewer.
+    """Yield the micro-batches of each optimizer step of the epoch. The last list may be shorter.
 
-    All ranks get as many: where a loader may end on one before the others, its epoch ends with the first.
+    All ranks yield the same number of lists. If loaders may end at different batches on different ranks, the epoch ends
+    on all ranks when the first loader ends.
     """
     progress = run.progress
     size = run.settled.accumulation.at(progress.epoch)
@@ -209,11 +213,11 @@ def windows(run: Run, batches: Iterator[Any], step: TrainingStep) -> Iterator[li
     if agrees:
         run.source.end_epoch()
     if progress.batch_idx == run.source.num_batches:
-        next(batches, None)  # lets the loader come to its end, as a for loop does
+        next(batches, None)  # exhaust the iterator of the loader, as a for loop does
 
 
 def log_step(run: Run) -> None:
-    """Write the row of a log step; the one place where the host waits for the device."""
+    """Write the row of a log step. This is the only part of a step in which the host waits for the device."""
     losses = None if run.ranks.is_alone else run.results.settle(run.loss_number())
     check_finite(run, "at a log step", losses)
     row, own = run.results.step_values(), dict[str, Any]()
@@ -226,7 +230,7 @@ def log_step(run: Run) -> None:
 
 
 def is_validation_due(run: Run, first_batch: int) -> bool:
-    """Whether the batches since ``first_batch`` crossed the point where validation is due."""
+    """Return True if the batches since ``first_batch`` crossed a multiple of the validation interval."""
     if not run.batches.evaluated:
         return False
     progress, every_n_epoch = run.progress, run.options.check_val_every_n_epoch
@@ -239,19 +243,19 @@ def is_validation_due(run: Run, first_batch: int) -> bool:
 
 
 def end_epoch(run: Run, *, is_left: bool) -> None:
-    """Everything that comes after the last step of an epoch.
+    """Run everything that follows the last step of an epoch.
 
     Args:
-        is_left: a hook left out the rest of it; such an epoch is not validated, as in Lightning.
+        is_left: a hook skipped the rest of the epoch. Such an epoch is not validated, as in Lightning.
     """
     progress, results = run.progress, run.results
     check_trains(run, is_epoch_over=True)
     check_finite(run, "at the end of an epoch")
-    if progress.batch_idx < run.batches.num_training and not progress.is_validation_due:  # the end came unforeseen
+    if progress.batch_idx < run.batches.num_training and not progress.is_validation_due:  # ended earlier than expected
         run.schedulers.step("epoch", progress.epoch + 1, results)
     if validates_at_unknown_end(run) and not is_left:
         validate_within_fit(run)
-        if progress.is_validation_due:  # cut off by a signal: the run that goes on ends this epoch
+        if progress.is_validation_due:  # interrupted by a signal: the resumed run ends this epoch
             return
     results.call(run.hooks.on_train_epoch_end)
     run.log_metrics(results.end_epoch("train"))
@@ -261,7 +265,10 @@ def end_epoch(run: Run, *, is_left: bool) -> None:
 
 
 def validates_at_unknown_end(run: Run) -> bool:
-    """Whether this epoch is validated at its end, and that came unforeseen: the loader has no length, or gave less."""
+    """Return True if validation is due at the end of this epoch, and the epoch ended at an unknown number of batches.
+
+    The loader has no length, or it yielded fewer batches than its length.
+    """
     every_n_epoch = run.options.check_val_every_n_epoch
     return bool(
         run.batches.evaluated

@@ -1,4 +1,4 @@
-"""The optimizers a manual ``training_step`` sees: stepping one counts, scales and calls the hooks."""
+"""Optimizers as a manual ``training_step`` receives them: ``step`` counts, unscales gradients and calls the hooks."""
 
 from __future__ import annotations
 
@@ -17,10 +17,14 @@ _STATE = ("param_groups", "state", "defaults")
 
 
 class ManualOptimizer:
-    """Stands in for ``optimizer``; everything but ``step`` is the optimizer's own.
+    """Proxy of ``optimizer`` that replaces ``step``. All other attributes are attributes of the optimizer.
 
-    It passes for one of the optimizer's class, so that a scheduler can be made over it, and a copy or a pickle of it is
-    one of the optimizer.
+    ``isinstance`` reports the class of the optimizer, so schedulers accept the proxy. A copy or a pickle of the proxy
+    is a copy or a pickle of the optimizer.
+
+    Args:
+        optimizer: the optimizer.
+        run: the run in which steps are counted.
     """
 
     def __init__(self, optimizer: Optimizer, run: Run) -> None:
@@ -32,18 +36,22 @@ class ManualOptimizer:
         return type(self.optimizer)
 
     def step(self, closure: Any = None) -> Any:
-        """One optimizer step: ``closure``, which computes the gradients where it is given (and may be called several
-        times, as LBFGS does), ``on_before_optimizer_step``, then the update; counts in ``global_step``.
+        """Run one optimizer step: ``closure``, then ``on_before_optimizer_step``, then the update.
+
+        The step counts in ``global_step``.
+
+        Args:
+            closure: computes the loss and the gradients. An optimizer such as LBFGS calls it several times.
 
         Returns:
-            The loss it began with: what ``closure`` returned first.
+            The first value that ``closure`` returned; None without a closure.
         """
         loss = self._update(closure, self._run.hooks.on_before_optimizer_step)
         self._run.progress.global_step += 1
         return loss
 
     def _update(self, closure: Any, before: Sequence[Callable[[Optimizer], Any]]) -> Any:
-        """``closure``, then ``before`` with the optimizer, then the update; returns what ``closure`` returned first."""
+        """Run ``closure``, ``before`` and the update. Return the first value that ``closure`` returned."""
         engine, optimizer = self._run.engine, self.optimizer
         losses: list[Any] = []
 
@@ -56,7 +64,7 @@ class ManualOptimizer:
             return losses[-1]
 
         def leaves_out() -> bool:
-            # A closure that gives no loss ran no backward, and the scaler looks at gradients before the optimizer does.
+            # A closure that returns no loss ran no backward, so the scaler would find no gradients to unscale.
             return engine.scaler.is_on and closure is not None and losses[-1] is None
 
         if closure is not None and not engine.scaler.is_on:
@@ -69,11 +77,10 @@ class ManualOptimizer:
 
     @contextmanager
     def toggle_model(self, sync_grad: bool = True) -> Iterator[None]:
-        """Only the parameters of this optimizer require gradients inside.
+        """Set ``requires_grad`` to False inside the context for all parameters that only other optimizers own.
 
         Args:
-            sync_grad: taken, and of no effect: ranks add up the gradients of each backward, so what a step sees is the
-                same.
+            sync_grad: has no effect. Ranks sum gradients in each backward, so a step sees the same gradients.
         """
         module = seen_by_user(self._run.module)
         module.toggle_optimizer(self)
@@ -92,7 +99,7 @@ class ManualOptimizer:
         return getattr(self.optimizer, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in _STATE:  # what is read here is the optimizer's, and so is what is written
+        if name in _STATE:  # attributes of the optimizer
             setattr(self.optimizer, name, value)
         else:
             super().__setattr__(name, value)

@@ -1,6 +1,6 @@
 """Position of the training thread, as the heartbeat of a rank reads it from another thread.
 
-It comes from the stack and from the counters that a run has anyway, so a step does no work for it.
+The position is derived from the stack and from existing counters of the run, so it adds no work to a step.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from roomier.run.settled import Request
 
 _HOOKS = frozenset((*SHARED_HOOKS, *CALLBACK_HOOKS))
 _DEBUGGERS = ("bdb", "pdb", "code", "IPython.core.debugger", "IPython.terminal.embed")
-_DEBUG_SERVERS = ("pydevd", "debugpy")  # they may stop all threads, that of the heartbeat included
+_DEBUG_SERVERS = ("pydevd", "debugpy")  # they may stop all threads, including the heartbeat
 _LONG = {
     "torch._dynamo.convert_frame": "compiling",
     "torch._inductor.compile_fx": "compiling",
@@ -38,7 +38,11 @@ _FIT = "roomier.train.fit"
 
 
 class TrainingThread:
-    """The calling thread, which runs ``trainer``, as other threads see it."""
+    """The calling thread, which runs ``trainer``, with methods that other threads call.
+
+    Args:
+        trainer: the Trainer that runs in this thread.
+    """
 
     def __init__(self, trainer: TrainerView) -> None:
         self._trainer = trainer
@@ -54,7 +58,7 @@ class TrainingThread:
         return Position(*self._activity(run), run.progress.global_step, max(0, batch))
 
     def stack(self) -> str:
-        """Return the Python stack of the thread, and of threads of autograd."""
+        """Return the Python stack of the thread, and the stacks of autograd threads."""
         return "in another thread:\n".join("".join(traceback.format_stack(frame)) for frame in self._frames())
 
     def _activity(self, run: Run) -> tuple[Activity, str]:
@@ -90,7 +94,7 @@ class TrainingThread:
                 frame = frame.f_back
 
     def _frames(self) -> list[FrameType]:
-        """Return the innermost frame of the thread, and of threads that Python did not start: backwards run there."""
+        """Return the innermost frame of the thread, and of threads that Python did not start, such as autograd."""
         started = {each.ident for each in threading.enumerate() if not isinstance(each, threading._DummyThread)}
         frames = sys._current_frames()
         others = [frame for ident, frame in frames.items() if ident not in started and ident != self._ident]
@@ -98,7 +102,7 @@ class TrainingThread:
 
 
 def watch_for_hangs(request: Request, ranks: Ranks) -> AbstractContextManager[None]:
-    """Watch the ranks of a call inside, as ``hang_timeout`` says."""
+    """Return a context that watches the ranks of a call with the limit ``hang_timeout``."""
     limit_s = request.options.hang_timeout_s
     if ranks.is_alone or limit_s is None:
         return nullcontext()
@@ -110,5 +114,5 @@ def watch_for_hangs(request: Request, ranks: Ranks) -> AbstractContextManager[No
 
 
 def _contains(names: Iterable[str], module: str) -> str | None:
-    """Return the one of ``names`` that ``module`` is, or is in."""
+    """Return the name in ``names`` that equals ``module`` or is a parent package of it; None if there is none."""
     return next((name for name in names if module == name or module.startswith(f"{name}.")), None)

@@ -1,4 +1,4 @@
-"""One optimizer step as the loop sees it: the user's training_step, and the update with what was overridden."""
+"""One optimizer step in the loop: ``training_step`` and the update, with the hooks that the module overrides."""
 
 from __future__ import annotations
 
@@ -23,17 +23,20 @@ from roomier.train.settling.checks import needs_closure
 TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 # They run after on_train_batch_end and before the next window. Lightning frees gradients only in that window.
 _HOOKS_AFTER_A_STEP = ("on_save_point", "on_train_epoch_start", "on_train_epoch_end", "on_train_end", "on_fit_end")
-SKIP_EPOCH = -1  # what on_train_batch_start returns to leave out the rest of the epoch, as in Lightning
+SKIP_EPOCH = -1  # on_train_batch_start returns this value to skip the rest of the epoch, as in Lightning
 
 
 class TrainingStep:
-    """``training_step`` of one micro-batch; its batch hooks are called by the engine around it.
+    """``training_step`` of one micro-batch. The engine calls :meth:`start` before it and :meth:`end` after it.
+
+    Args:
+        run: the run.
 
     Attributes:
-        batch_idx: of the micro-batch that runs, from 0 in each epoch.
-        first_step: ``global_step`` before this window; one optimized by hand may add several.
-        skips_epoch: a hook asked to leave out the rest of this epoch, this micro-batch and its step included.
-        frees_gradients: whether the loop frees the gradients after ``on_train_batch_end``.
+        batch_idx: index of the current micro-batch in the epoch, from 0.
+        first_step: ``global_step`` before this window. Manual optimization may add several steps in a window.
+        skips_epoch: True if a hook requested to skip the rest of this epoch, including this micro-batch and its step.
+        frees_gradients: True if the loop frees the gradients after ``on_train_batch_end``.
     """
 
     def __init__(self, run: Run) -> None:
@@ -60,6 +63,7 @@ class TrainingStep:
         return output
 
     def start_window(self) -> None:
+        """Call before the first micro-batch of a window."""
         progress = self._run.progress
         self._first_batch, self.first_step = progress.batch_idx, progress.global_step
         self.batch_idx = self._first_batch - 1
@@ -80,11 +84,11 @@ class TrainingStep:
                 self.skips_epoch = True
 
     def take_loss(self, loss: Tensor, index: int) -> None:
-        """Keep the loss that the backward of the micro-batch ran on, for the hooks after it."""
+        """Store the loss whose backward the micro-batch ran, for the hooks that follow."""
         self._loss = loss
 
     def end(self, index: int = -1) -> None:
-        """Call the hooks after a micro-batch. For the last one of a window, they run after the optimizer."""
+        """Call the hooks after a micro-batch. For the last micro-batch of a window, they run after the optimizer."""
         if self._ends and not self.skips_epoch:
             outputs = self._outputs()
             for hook in self._ends:
@@ -93,7 +97,7 @@ class TrainingStep:
         self._batch = self._output = self._loss = self._results.batch = None
 
     def _outputs(self) -> dict[str, Any]:
-        """What the hooks get, as in Lightning: a dict, whose loss is the one that was run backward."""
+        """Return the outputs for the hooks, as in Lightning: a dict with the loss whose backward was run."""
         output = self._output
         if output is None:
             return {}
@@ -105,7 +109,7 @@ class TrainingStep:
 
 
 def install_step_hooks(run: Run, step: TrainingStep) -> None:
-    """Give the engine what must happen inside ``forward_backward``."""
+    """Set the hooks that the engine calls inside ``forward_backward``."""
     module, hooks, engine = run.module, run.hooks, run.engine
     engine.hooks = StepHooks(
         batch_loss=step.take_loss,
@@ -136,7 +140,7 @@ def _zero_grad(run: Run) -> Callable[[Optimizer], None] | None:
 
 
 def _frees_gradients(run: Run) -> bool:
-    """Whether no code of the user can read gradients after ``on_train_batch_end``."""
+    """Return True if no user code can read gradients after ``on_train_batch_end``."""
     if not run.module.automatic_optimization or run.engine.hooks.zero_grad is not None:
         return False
     if overrides(run.module, "on_validation_model_zero_grad", Module):
@@ -150,14 +154,21 @@ def _is_of_library(hook: Callable[..., Any]) -> bool:
 
 
 def transfer_of(run: Run, dataloader_idx: int = 0) -> Callable[[Any], Any] | None:
-    """The three transfer hooks of the module and the DataModule as one function; None where none is overridden."""
+    """Return the three transfer hooks of the module and the DataModule as one function; None if none is overridden."""
     return transfer_to(run.engine.device, run.module, run.settled.request.datamodule, dataloader_idx)
 
 
 def transfer_to(
     device: torch.device, module: Module, datamodule: DataModule | None, dataloader_idx: int = 0
 ) -> Callable[[Any], Any] | None:
-    """As :func:`transfer_of`, where there is no run yet."""
+    """Return the same function as :func:`transfer_of`, without a run.
+
+    Args:
+        device: target device of ``transfer_batch_to_device``.
+        module: its hooks are used unless ``datamodule`` overrides them.
+        datamodule: the DataModule of the call, or None.
+        dataloader_idx: index of the loader, which the hooks receive.
+    """
     in_data = [] if datamodule is None else [name for name in TRANSFER_HOOKS if overrides(datamodule, name, DataModule)]
     in_module = [name for name in TRANSFER_HOOKS if overrides(module, name, Module)]
     if not (in_data or in_module):
@@ -173,7 +184,10 @@ def transfer_to(
 
 
 def forward_backward_of(run: Run) -> Callable[[TrainingStep, list[Any]], Tensor | None]:
-    """What makes the gradients of one window: the engine, the module's own hand, or the update that asks for them."""
+    """Return the function that computes the gradients of one window.
+
+    It is the engine's ``forward_backward``, ``training_step`` with manual optimization, or an update with a closure.
+    """
     if not run.module.automatic_optimization:
         return _manual_step(run)
     if not takes_closure(run):
@@ -194,8 +208,8 @@ def forward_backward_of(run: Run) -> Callable[[TrainingStep, list[Any]], Tensor 
                 raise TrainingError(
                     "optimizer_step",
                     type(module).__name__,
-                    "did not call its optimizer_closure, which runs training_step",
-                    "Pass it on: optimizer.step(closure=optimizer_closure); or call it, to leave out the update alone",
+                    "must call its optimizer_closure, which runs training_step",
+                    "Call optimizer.step(closure=optimizer_closure). To skip only the update, call optimizer_closure()",
                 )
 
         return run.engine.step_with_closure(step, window, update)
@@ -204,14 +218,14 @@ def forward_backward_of(run: Run) -> Callable[[TrainingStep, list[Any]], Tensor 
 
 
 def takes_closure(run: Run) -> bool:
-    """Whether the gradients are computed when the update asks for them: see [Note: closures] in the design note."""
+    """Return True if the update computes the gradients in a closure. See [Note: closures] in the design note."""
     if not (run.module.automatic_optimization and run.engine.optimizers):
         return False
     return overrides(run.module, "optimizer_step", Module) or needs_closure(run.engine.optimizers[0])
 
 
 def _manual_step(run: Run) -> Callable[[TrainingStep, list[Any]], Tensor | None]:
-    # training_step does all of it.
+    # training_step runs backward and the update itself.
     def forward(step: TrainingStep, window: list[Any]) -> None:
         batch = run.engine.move(window[0])
         step.start(batch, 0)
@@ -224,8 +238,10 @@ def _manual_step(run: Run) -> Callable[[TrainingStep, list[Any]], Tensor | None]
 
 
 def update_of(run: Run) -> Callable[[Tensor | None], None]:
-    """What follows the gradients of a step, whose loss it gets: hooks, clipping, the optimizer; as short as what was
-    overridden allows."""
+    """Return the function that runs after the gradients of a step: hooks, clipping and the optimizer.
+
+    Its argument is the loss of the step. It omits everything that is not overridden or enabled.
+    """
     engine = run.engine
     if not engine.optimizers or takes_closure(run):
         return lambda _: None
@@ -235,7 +251,7 @@ def update_of(run: Run) -> Callable[[Tensor | None], None]:
     optimizer, has_scaler = engine.optimizers[0], engine.scaler.is_on
 
     def update(loss: Tensor | None) -> None:
-        is_scaled = has_scaler and loss is not None  # without gradients there is nothing to look at
+        is_scaled = has_scaler and loss is not None  # without a loss there are no gradients to unscale
         if is_scaled:
             engine.unscale()
         for each in before:
@@ -249,7 +265,7 @@ def update_of(run: Run) -> Callable[[Tensor | None], None]:
 
 
 def before_update_of(run: Run) -> Sequence[Callable[[Optimizer], Any]]:
-    """What an optimizer waits for when its gradients are there: the hooks, then the clipping."""
+    """Return the functions that run between the gradients and the update: the hooks, then clipping."""
     module, batch_plan = run.module, run.plan.batch
     limit, algorithm = batch_plan.gradient_clip_val, batch_plan.gradient_clip_algorithm
     before = run.hooks.on_before_optimizer_step
@@ -262,7 +278,7 @@ def before_update_of(run: Run) -> Sequence[Callable[[Optimizer], Any]]:
 
 
 class _StepWithClosure(ManualOptimizer):
-    """What ``optimizer_step`` receives: its ``step`` takes the closure, as the optimizer's own does."""
+    """The optimizer that ``optimizer_step`` receives. Its ``step`` accepts the closure, as the optimizer's does."""
 
     def __init__(self, optimizer: Optimizer, run: Run) -> None:
         super().__init__(optimizer, run)

@@ -1,4 +1,4 @@
-"""Trainer: keywords -> Plan -> Engine -> fit. No logic of its own."""
+"""The Trainer: its arguments, and the methods that a user calls."""
 
 from __future__ import annotations
 
@@ -17,17 +17,14 @@ from roomier.api.callback import Callback
 from roomier.api.datamodule import DataModule
 from roomier.api.lightning_types import LightningCallback, LightningLogger
 from roomier.api.logger import Logger
-from roomier.api.module import Module
 from roomier.api.overrides import is_one
-from roomier.core.device import resolve_device
 from roomier.core.errors import RoomierError
 from roomier.core.keywords import explain_unknown_keywords, refuse_keywords
 from roomier.core.log import notice
-from roomier.launch import join, place, present_launch
+from roomier.launch import place, present_launch
 from roomier.loggers.by_name import loggers_from_flag
 from roomier.plan import Plan
 from roomier.run.options import DEFAULT_HANG_TIMEOUT, LoopOptions, check_flag
-from roomier.run.progress import Progress
 from roomier.run.run import Run, run_of
 from roomier.run.settled import CutBatches
 from roomier.train.evaluate import evaluate
@@ -42,15 +39,12 @@ from roomier.trainer.keywords.arguments import (
     HARMLESS_KEYWORDS,
     callbacks_of,
     check_weights_only,
-    kind_of,
     ordered,
     plan_of,
     with_defaults,
 )
 from roomier.trainer.keywords.former_flags import refuse_former_flags
 from roomier.trainer.last_call import LastCall
-from roomier.trainer.lightning.callbacks import adopted
-from roomier.trainer.lightning.predicted import KeepsPredicted, writes_at_end, writes_predictions
 from roomier.trainer.measured import by_loader, metrics_table
 from roomier.trainer.session import request_of, session
 from roomier.trainer.trial_copy import copied_for_trial
@@ -59,70 +53,94 @@ from roomier.tuner.trial import Subject
 
 
 class Trainer(LastCall):
-    """Trains a module under a Plan. Keywords that Lightning's Trainer has mean the same here.
+    """Trains, validates, tests and runs a model, on one device or on many ranks.
+
+    The Trainer combines its arguments into a :class:`roomier.Plan`, which it validates immediately, prints when a run
+    starts, and stores in each checkpoint. Arguments of Lightning's Trainer have the same meaning.
+
+    Example::
+
+        trainer = roomier.Trainer(max_epochs=3, devices=4, strategy="zero2", precision="bf16-mixed")
+        trainer.fit(module, train_loader, val_loader)
+        trainer.test(module, test_loader, ckpt_path="best")
+
+    A class name in parentheses, such as ``OptimizerPlan``, is the class in ``roomier.plan`` that documents the values.
 
     Args:
-        plan: a Plan, a mapping, or the path of a YAML file; instead of the keywords that make one.
-        strategy: how the model is spread over ranks: ``"single"``, ``"ddp"``, ``"zero1"``, ``"zero2"``, ``"zero3"``,
-            ``"hsdp"``; ``"auto"``, the fastest plan that fits; or a dict with ``name`` and fields of ``ParallelPlan``.
-        accelerator: ``"auto"``, ``"cpu"``, ``"gpu"``, ``"cuda"``, ``"mps"``.
-        devices: processes on each node, each with a device of its own; ``"auto"``: what torchrun, SLURM or MPI started,
-            else all CUDA devices, or one process without any.
-        num_nodes: machines; ``"auto"``: as many as the launcher started.
-        precision: ``"32-true"`` (the default: nothing is rounded below fp32), ``"bf16-mixed"``, ``"16-mixed"``,
-            ``"bf16-true"``, ``"64-true"``.
-        matmul_precision: fp32 matrix products in ``"highest"`` (fp32), ``"high"`` (tf32) or ``"medium"``.
-        optimizer: its name, or a dict with ``name`` and its options, for models without ``configure_optimizers``.
-        learning_rate: of that optimizer.
-        lr_schedule: a name, or a dict with ``name``, ``warmup_steps``, ``min_lr_ratio``.
-        step_in_backward: update each parameter as its gradient is complete, and free the gradient.
-        activation_checkpointing: what blocks compute again in backward: ``"full"``, ``"selective"``, ``"every_n"``, or
-            a budget for the peak, such as ``"6GiB"``.
-        offload: what waits in host memory: ``{"activations": "cpu"}``.
-        chunked_loss: never hold the logits of a language model whole; True, or the tokens of a chunk.
-        attention: the kernel of scaled_dot_product_attention: ``"auto"``, ``"flash"``, ``"efficient"``, ``"math"``.
-        lora: the rank of low-rank adapters on a frozen model, or a dict with ``rank``, ``alpha``, ``dropout``,
-            ``targets``, ``trained`` (modules that are trained whole), ``base`` (``"int8"``, ``"nf4"``).
-        compile: compile each block.
-        memory_budget: what a device may hold at the peak of a step, such as ``"22GiB"``; None is all it has.
-        accumulate_grad_batches: micro-batches of one optimizer step; their gradient is that of the whole batch.
-        gradient_clip_val: the largest norm, or value, of gradients; None clips nothing.
-        gradient_clip_algorithm: clip by ``"norm"`` (the default) or ``"value"``.
-        auto_lr_find: before a fit, try rising learning rates on a copy of the model, and take the suggested one; or the
-            name of the attribute of the module that holds it.
-        auto_scale_batch_size: before a fit, try how large micro-batches may be; a step keeps its samples. True is
-            ``"power"``; or ``"binsearch"``.
-        max_epochs: train at most so many; -1 has no end.
-        min_epochs: train at least so many.
-        max_steps: at most so many optimizer steps; -1 is no limit.
-        min_steps: at least so many optimizer steps.
-        max_time: at most so long: ``"DD:HH:MM:SS"``, a ``timedelta``, or a dict of its keywords.
-        limit_train_batches: a number of batches (int) or a fraction (float) of an epoch, of each rank.
-        limit_val_batches: the same, of all ranks together.
-        limit_test_batches: as ``limit_val_batches``.
-        limit_predict_batches: as ``limit_val_batches``.
-        overfit_batches: train and validate on that many batches, in fixed order.
-        fast_dev_run: run that many batches of everything (True: 1), without logs and checkpoints.
-        val_check_interval: validate after so many training batches (int) or a fraction of an epoch (float).
-        check_val_every_n_epoch: validate in every n-th epoch; None counts ``val_check_interval`` across epochs.
-        num_sanity_val_steps: validation batches before training begins; -1 for all.
-        log_every_n_steps: a row in the log every so many optimizer steps.
-        callbacks: objects.
-        logger: objects or names; True writes ``metrics.jsonl``, ``metrics.csv``.
-        enable_checkpointing: a ModelCheckpoint is there by default.
-        enable_progress_bar: a ProgressBar is there by default.
-        enable_model_summary: a ModelSummary is there by default.
-        deterministic: True, False or ``"warn"``, as ``torch.use_deterministic_algorithms``.
-        benchmark: let cuDNN try kernels.
-        detect_anomaly: find the operation that gives NaN (slow).
-        inference_mode: evaluate under ``torch.inference_mode`` (else ``no_grad``).
-        profiler: ``"torch"`` or a ``torch.profiler.profile``.
-        hang_timeout: on several ranks, end the run if the others wait this long for a rank that hangs in a step; all
-            ranks print their positions after a minute. In the forms of ``max_time``; None sets no limit.
-        default_root_dir: where run folders ``version_N`` go (``"runs"``).
+        plan: a Plan, a mapping with its sections, or the path of a YAML file. It replaces all arguments that refer to a
+            class in ``roomier.plan``.
+        strategy: how to distribute the model across ranks: a name such as ``"single"``, ``"ddp"``, ``"zero2"`` or
+            ``"auto"``, or a dict with ``name`` and further settings: ``{"name": "hsdp", "shard_size": 4}``. The dict
+            ``{"name": "auto", "allow": ["bf16-mixed"]}`` allows choices that are not exact (``ParallelPlan``,
+            ``ChoicePlan``).
+        accelerator: type of device (``ParallelPlan``).
+        devices: ranks on each machine. ``"auto"`` uses the ranks that torchrun, SLURM or MPI started. Without a
+            launcher, a strategy for several ranks uses all CUDA devices (``ParallelPlan``).
+        num_nodes: number of machines. ``"auto"`` uses the machines of the launcher (``ParallelPlan``).
+        precision: number format of weights and matmuls, such as ``"bf16-mixed"`` (``PrecisionPlan``).
+        matmul_precision: precision of float32 matmuls (``PrecisionPlan``).
+        optimizer: name of the optimizer, or a dict with ``name`` and its options: ``{"name": "adamw", "betas": [0.9,
+            0.95]}``. None uses ``configure_optimizers`` of the module (``OptimizerPlan``).
+        learning_rate: learning rate of the named optimizer (``OptimizerPlan``).
+        lr_schedule: name of a schedule, or a dict with ``name``, ``warmup_steps`` and ``min_lr_ratio``
+            (``OptimizerPlan``).
+        step_in_backward: update each parameter in backward and free its gradient. True is ``"exact"``
+            (``OptimizerPlan``).
+        activation_checkpointing: activations to recompute in backward: a policy such as ``"full"``; a budget for the
+            peak of a step, in bytes (``"6GiB"``) or as a fraction (0.5); or a dict such as ``{"every_n": 3}``. True is
+            ``"full"`` (``ActivationPlan``).
+        offload: tensors to keep in host memory, such as ``{"activations": "cpu"}`` (``OffloadPlan``).
+        chunked_loss: compute the loss of a language model in chunks of tokens. An integer is the number of tokens in a
+            chunk (``LossPlan``).
+        attention: kernel of ``scaled_dot_product_attention`` (``AttentionPlan``).
+        lora: rank of low-rank adapters on a frozen model, or a dict with ``rank``, ``alpha``, ``dropout``, ``targets``,
+            ``trained`` and ``base`` (``AdapterPlan``).
+        compile: compile each block with ``torch.compile`` (``CompilePlan``).
+        memory_budget: upper limit for the peak memory of a device, such as ``"22GiB"``. None uses all memory of the
+            device (``ChoicePlan``).
+        accumulate_grad_batches: micro-batches per optimizer step (``BatchPlan``).
+        gradient_clip_val: upper limit for the norm, or for the values, of gradients. None and 0 clip nothing
+            (``BatchPlan``).
+        gradient_clip_algorithm: clip by ``"norm"`` (the default) or by ``"value"`` (``BatchPlan``).
+        auto_lr_find: before a fit, search for a learning rate on a copy of the model. A string is the name of the
+            module's attribute that holds the learning rate.
+        auto_scale_batch_size: before a fit, search for the largest micro-batch that fits. The number of samples per
+            step stays the same. True is ``"power"``, which doubles the size; ``"binsearch"`` then refines it.
+        max_epochs: maximum number of epochs. -1 is no limit. The default is 1000 if neither steps nor time are limited.
+        min_epochs: minimum number of epochs.
+        max_steps: maximum number of optimizer steps. -1 is no limit.
+        min_steps: minimum number of optimizer steps.
+        max_time: maximum training time: ``"DD:HH:MM:SS"``, a ``timedelta``, or a dict with its keywords.
+        limit_train_batches: batches per epoch on each rank, as a number (int) or as a fraction (float).
+        limit_val_batches: batches of a validation, of all ranks together, as a number or as a fraction. 0 disables
+            validation.
+        limit_test_batches: batches of a test, as in ``limit_val_batches``.
+        limit_predict_batches: batches of a prediction, as in ``limit_val_batches``.
+        overfit_batches: train and validate on this number (int) or fraction (float) of the training batches, in a fixed
+            order. 0.0 disables it.
+        fast_dev_run: run this number of batches of each loop, without logs and checkpoints. True is 1.
+        val_check_interval: training batches between two validations, as a number (int) or as a fraction of an epoch
+            (float). The default is one epoch.
+        check_val_every_n_epoch: epochs between two validations. With None, ``val_check_interval`` counts batches across
+            epochs.
+        num_sanity_val_steps: validation batches to run before training. -1 runs all.
+        log_every_n_steps: optimizer steps between two rows of the log.
+        callbacks: one callback or a list of callbacks.
+        logger: loggers, or names of loggers. True writes ``metrics.jsonl`` and ``metrics.csv``; False writes no logs.
+        enable_checkpointing: add a ModelCheckpoint if the callbacks contain none.
+        enable_progress_bar: add a ProgressBar if the callbacks contain none.
+        enable_model_summary: add a ModelSummary if the callbacks contain none.
+        deterministic: use deterministic algorithms. ``"warn"`` warns about operations without one.
+        benchmark: value of ``torch.backends.cudnn.benchmark``. None leaves it unchanged.
+        detect_anomaly: raise an error in the operation that produces NaN in backward. This is slow.
+        inference_mode: evaluate under ``torch.inference_mode``; otherwise under ``torch.no_grad``.
+        profiler: ``"torch"``, or a ``torch.profiler.profile``.
+        hang_timeout: time after which the run ends if the ranks wait for a rank that hangs in a step, in the formats of
+            ``max_time``. None disables the check.
+        default_root_dir: folder of the run folders ``version_N``. The default is ``"runs"``.
 
     Raises:
-        RoomierError: a keyword is unknown or wrong, or asks for what is not built.
+        RoomierError: an argument is unknown or invalid, or arguments are incompatible.
     """
 
     @explain_unknown_keywords("Trainer", FORMER_KEYWORDS, harmless=HARMLESS_KEYWORDS, check=refuse_former_flags)
@@ -202,20 +220,7 @@ class Trainer(LastCall):
         )
         check_callbacks(self.callbacks)
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the state of a copy: the settings, the step and the epoch, but no run.
-
-        A copy made within a run has no callbacks and loggers, because they hold open files.
-        """
-        copied = object.__new__(type(self))
-        vars(copied).update(vars(self))
-        copied.state = replace(self.state)
-        if self.is_running:
-            copied.callbacks, copied.loggers = [], []
-        copied.forget_runs(Progress(**self.run.progress.state()) if self.run else self.copied_progress)
-        return vars(copied)
-
-    # What a user calls --------------------------------------------------------------------------------------------
+    # Methods for users ---------------------------------------------------------------------------------------------
 
     def fit(
         self,
@@ -233,17 +238,18 @@ class Trainer(LastCall):
 
         Args:
             model: a :class:`roomier.Module`, or any ``nn.Module`` whose forward returns a loss.
-            train_dataloaders: a list of batches, an iterable of batches, a DataLoader, or a DataModule.
-            val_dataloaders: the same, or several of them.
-            ckpt_path: a checkpoint to go on from, bit for bit; ``"last"``: the newest under ``default_root_dir``. A
-                ``.ckpt`` of Lightning is gone on with as Lightning would.
-            weights_only: None or True: loading a checkpoint never executes code.
-            weights: what ``model`` begins with: a ``.safetensors`` file, a folder with ``model.safetensors`` or its
-                index, or a checkpoint. Each rank reads its part. Not read where ``ckpt_path`` is found.
+            train_dataloaders: a DataLoader, a list of batches, an iterable of batches, or a DataModule.
+            val_dataloaders: one loader or a list of loaders, in the same forms.
+            datamodule: the data in one object, instead of loaders.
+            ckpt_path: checkpoint to resume, bit-identically. ``"last"`` is the newest checkpoint below
+                ``default_root_dir``. A ``.ckpt`` file of Lightning is resumed as Lightning would resume it.
+            weights_only: None or True, because loading a checkpoint never executes code.
+            weights: initial weights: a ``.safetensors`` file, a folder with ``model.safetensors`` or its index, or a
+                checkpoint. Each rank reads only its shard. Ignored if ``ckpt_path`` is found.
 
         Raises:
-            RoomierError: what was given cannot be trained; it says what to do.
-            SystemExit: SIGTERM or Ctrl-C; the run was saved first.
+            RoomierError: the model or the data cannot be used.
+            SystemExit: a signal (SIGTERM or Ctrl-C) ended the run, after a checkpoint was saved.
         """
         refuse_keywords(Trainer.fit, unknown, FORMER_ARGUMENTS)
         check_weights_only(weights_only)
@@ -271,16 +277,26 @@ class Trainer(LastCall):
         weights_only: bool | None = None,
         **unknown: Never,
     ) -> list[dict[str, float]]:
-        """One pass over the validation data; the logged metrics, a dict for each loader.
+        """Run ``validation_step`` over the validation data.
 
         Args:
-            model: by default the one that was fitted.
-            ckpt_path: weights to load first: a path, ``"best"`` or ``"last"``. None takes those of ``model``; where no
-                model is passed either, the best checkpoint of the fit before, as Lightning does.
+            model: the model. None uses the model of the last fit.
+            dataloaders: one loader or a list of loaders. None uses the loaders of the DataModule or of the model.
+            ckpt_path: weights to load first: a path, ``"best"`` or ``"last"``. With None, a given ``model`` keeps its
+                weights, and the model of the last fit gets the weights of its best checkpoint, as in Lightning.
+            verbose: print the metrics to standard error on rank 0.
+            datamodule: the data in one object, instead of loaders.
+            weights_only: None or True, because loading a checkpoint never executes code.
+
+        Returns:
+            The logged metrics, one dict for each loader.
+
+        Raises:
+            RoomierError: the model, the data or the checkpoint cannot be used.
         """
-        refuse_keywords(Trainer.validate, unknown, FORMER_ARGUMENTS)
-        check_weights_only(weights_only)
-        return self._evaluate("validate", "validation", model, dataloaders, ckpt_path, datamodule, verbose)
+        return self._evaluate(
+            "validate", "validation", model, dataloaders, ckpt_path, datamodule, verbose, weights_only, unknown
+        )
 
     def test(
         self,
@@ -292,10 +308,8 @@ class Trainer(LastCall):
         weights_only: bool | None = None,
         **unknown: Never,
     ) -> list[dict[str, float]]:
-        """As :meth:`validate`, with ``test_step`` over the test data."""
-        refuse_keywords(Trainer.test, unknown, FORMER_ARGUMENTS)
-        check_weights_only(weights_only)
-        return self._evaluate("test", "test", model, dataloaders, ckpt_path, datamodule, verbose)
+        """Run ``test_step`` over the test data. Arguments and result are those of :meth:`validate`."""
+        return self._evaluate("test", "test", model, dataloaders, ckpt_path, datamodule, verbose, weights_only, unknown)
 
     def predict(
         self,
@@ -307,14 +321,22 @@ class Trainer(LastCall):
         weights_only: bool | None = None,
         **unknown: Never,
     ) -> list[Any] | None:
-        """What ``predict_step`` returned for each batch; a list of such lists with several loaders. On several ranks
-        each gets the predictions of all, in the order of the batches, in host memory.
+        """Run ``predict_step`` over the prediction data, and collect what it returns.
 
-        :meth:`predict_stream` gives one after another and keeps none.
+        :meth:`predict_stream` yields the predictions one by one instead of collecting them.
 
         Args:
-            return_predictions: False keeps none of them (a callback takes them in ``on_predict_batch_end``); None is
-                True.
+            model: as in :meth:`validate`.
+            dataloaders: as in :meth:`validate`.
+            datamodule: as in :meth:`validate`.
+            return_predictions: False discards the predictions. A callback can write them in ``on_predict_batch_end``.
+                None is True.
+            ckpt_path: as in :meth:`validate`.
+            weights_only: as in :meth:`validate`.
+
+        Returns:
+            One item per batch; with several loaders, one list per loader. Every rank gets the predictions of all ranks,
+            in the order of the batches, in host memory. None if ``return_predictions`` is False.
         """
         refuse_keywords(Trainer.predict, unknown, FORMER_ARGUMENTS)
         check_weights_only(weights_only)
@@ -333,17 +355,23 @@ class Trainer(LastCall):
         datamodule: DataModule | None = None,
         ckpt_path: str | Path | None = None,
     ) -> Generator[Any, None, None]:
-        """What ``predict_step`` returns, batch for batch and loader after loader, computed when it is asked for: one
-        batch (of each rank) is held at a time.
+        """Return an iterator over the predictions, which computes each prediction when it is requested.
 
-        The run ends when the iterator is exhausted, closed (``stream.close()``), or let go; until then this Trainer
-        does nothing else. On several ranks each gets the predictions of all, on the host, in the order of the batches;
-        every rank must take as many: where one leaves early, the others get an error that names it.
+        The iterator yields one item per batch, loader after loader, and holds one batch of each rank at a time. The run
+        ends when the iterator is exhausted, closed with ``stream.close()`` or deleted. Until then, this Trainer cannot
+        start another run. Every rank gets the predictions of all ranks, in the order of the batches, in host memory.
+        Every rank must request the same number of predictions.
+
+        Args:
+            model: as in :meth:`validate`.
+            dataloaders: as in :meth:`validate`.
+            datamodule: as in :meth:`validate`.
+            ckpt_path: as in :meth:`validate`.
 
         Raises:
-            RoomierError: what was given cannot be predicted; it says what to do. Raised by the call itself. Where the
-                next batch is asked for: another rank has left, or does not ask.
-            SystemExit: a signal came; raised where the next batch is asked for.
+            RoomierError: the model, the data or the checkpoint cannot be used; this method raises it. The iterator
+                raises it if another rank has stopped requesting predictions.
+            SystemExit: a signal ended the run; the iterator raises it.
         """
         self.predict_loop.return_predictions = False
         stream = opened_stream(self._evaluation("predict", model, dataloaders, ckpt_path, datamodule))
@@ -359,86 +387,40 @@ class Trainer(LastCall):
         asynchronous: bool = False,
         when_committed: Callable[[], None] | None = None,
     ) -> None:
-        """Save the run as the folder ``filepath``. From a hook of a running fit it is written at the end of the step,
-        where a resume is exact. On several ranks every rank calls it.
+        """Save the last fit as the folder ``filepath``. On several ranks, every rank must call this method.
+
+        If a hook of a running fit calls this method, the checkpoint is written at the end of the step. A fit that
+        resumes from it is then bit-identical.
 
         Args:
-            weights_only: leave out what only a resumed run needs.
-            storage_options: None: a checkpoint is a folder of the file system.
-            asynchronous: within a fit, go on as soon as the state is copied to host memory; it is written and committed
-                beside the training. One at a time: the next save waits for it, and so do a signal and the end of the
-                fit. If it fails, the fit ends with that error at its next save point.
-            when_committed: called, in this thread, once the checkpoint is complete.
+            filepath: the folder to create.
+            weights_only: omit the state that only a resumed run needs.
+            storage_options: None, because a checkpoint is a folder of the file system.
+            asynchronous: during a fit, copy the state to host memory, and write it while training continues. The next
+                save, a signal and the end of the fit wait for it. If it fails, the fit raises the error at its next
+                save point.
+            when_committed: called without arguments in this thread when the checkpoint is complete.
 
         Raises:
-            CheckpointError: it could not be written, or the one before it.
-            RoomierError: nothing was fitted yet.
+            CheckpointError: this checkpoint, or the previous asynchronous one, could not be written.
+            RoomierError: this Trainer has not fitted a model, or ``storage_options`` is given.
         """
         if self.fitted is None:
             raise RoomierError(
-                "save_checkpoint", str(filepath), "this Trainer has not fitted anything yet", "Call fit first"
+                "save_checkpoint", str(filepath), "this Trainer has not fitted a model", "Call fit first"
             )
         if storage_options is not None:
-            action = "Leave it out, and copy the folder in when_committed"
-            raise RoomierError(
-                "storage_options", storage_options, "a checkpoint is a folder of the file system", action
-            )
+            action = "Omit storage_options, and copy the folder in when_committed"
+            problem = "is not supported, because a checkpoint is a folder of the file system"
+            raise RoomierError("storage_options", storage_options, problem, action)
         save_checkpoint(
             self.fitted, filepath, bool(weights_only), asynchronous=asynchronous, when_committed=when_committed
         )
 
     def log_metrics(self, metrics: Mapping[str, float]) -> None:
-        """Write a row to the loggers at the current step."""
+        """Write ``metrics`` to the loggers as a row of the current step."""
         run_of(self, "log_metrics").log_metrics(dict(metrics))
         self.logged_metrics.update({name: torch.as_tensor(value) for name, value in metrics.items()})
-
-    # What the session calls ---------------------------------------------------------------------------------------
-
-    def add_callbacks_of(self, module: Module) -> None:
-        """Add what ``configure_callbacks`` returns; a callback of the same type here gives way."""
-        own = module.configure_callbacks()
-        if own is not None and not (isinstance(own, (list, tuple)) or is_one(own, Callback)):
-            action = "Return a list of objects of subclasses of roomier.Callback"
-            raise RoomierError("configure_callbacks", own, "is not a list of callbacks", action)
-        own = adopted([own] if is_one(own, Callback) else list(own or ()))
-        types = {kind_of(each) for each in own}
-        others = [each for each in adopted(self.callbacks) if kind_of(each) not in types]  # some may be new in the list
-        self.callbacks = ordered(others + own)
-        check_callbacks(self.callbacks)
-
-    def hooked_callbacks(self, stage: str) -> list[Any]:
-        """Those whose hooks ``stage`` calls: before prediction writers comes what they ask."""
-        writers = [each for each in self.callbacks if writes_predictions(each)] if stage == "predict" else []
-        if not writers:
-            return self.callbacks
-        return [KeepsPredicted(until_end=any(map(writes_at_end, writers))), *self.callbacks]
-
-    # What the tuner calls -----------------------------------------------------------------------------------------
-
-    def use_next(
-        self, *, plan: Plan | None = None, micro_batch: int | None = None, num_micro_batches: int | None = None
-    ) -> None:
-        """Use values that the tuner found in the next fits.
-
-        Args:
-            plan: replaces the requested plan.
-            micro_batch: samples of a micro-batch on each rank.
-            num_micro_batches: micro-batches per step.
-        """
-        if plan is not None:
-            self.plan = self.asked_plan = plan
-        if micro_batch is not None or num_micro_batches is not None:
-            self.micro_batch, self.num_micro_batches = micro_batch, num_micro_batches
-
-    def use_learning_rate(self, learning_rate: float | None) -> None:
-        """Use ``learning_rate`` for the optimizer that the Trainer names."""
-        self.asked_plan, self.plan = (
-            replace(plan, optimizer=replace(plan.optimizer, lr=learning_rate)) for plan in (self.asked_plan, self.plan)
-        )
-
-    def join_ranks(self) -> None:
-        """Join the other ranks."""
-        self.ranks = join(self.world, resolve_device(self.plan.parallel.accelerator).type)
 
     def copy_for_trial(self, plan: Plan, options: LoopOptions, callback: Callback) -> Trainer:
         """Return a Trainer with the same settings that writes nothing and has ``callback`` only."""
@@ -456,11 +438,20 @@ class Trainer(LastCall):
         request = replace(request_of(self, "fit", model, loaders, datamodule, None, weights), cut=cut)
         return session(self, request, adds_callbacks=False)
 
-    # ----------------------------------------------------------------------------------------------------------------
-
     def _evaluate(
-        self, stage: str, step: str, model: Any, dataloaders: Any, ckpt_path: Any, datamodule: Any, verbose: bool
+        self,
+        stage: str,
+        step: str,
+        model: Any,
+        dataloaders: Any,
+        ckpt_path: Any,
+        datamodule: Any,
+        verbose: bool,
+        weights_only: bool | None,
+        unknown: Mapping[str, object],
     ) -> list[dict[str, float]]:
+        refuse_keywords(getattr(Trainer, stage), unknown, FORMER_ARGUMENTS)
+        check_weights_only(weights_only)
         with self._evaluation(stage, model, dataloaders, ckpt_path, datamodule) as run:
             evaluate(run, step, run.batches.evaluated, run.batches.limits)
             metrics = {name: float(value) for name, value in run.results.callback_metrics.items()}
@@ -473,11 +464,11 @@ class Trainer(LastCall):
         if model is None:
             model = self._module
             if model is None:
-                raise RoomierError("model", None, f"there is nothing to {stage}", "Pass a model, or call fit first")
+                raise RoomierError("model", None, f"there is no model to {stage}", "Pass a model, or call fit first")
             best = self.checkpoint_callback
             if ckpt_path is None and best is not None and best.best_model_path:
                 ckpt_path = "best"
-                notice(f"{stage}: no model was passed, so it takes the weights of {best.best_model_path}")
+                notice(f"{stage}: no model was passed, so the weights of {best.best_model_path} are used")
         if is_one(dataloaders, DataModule):
             dataloaders, datamodule = None, dataloaders
         if datamodule is None and dataloaders is None:

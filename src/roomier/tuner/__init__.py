@@ -1,4 +1,4 @@
-"""What is tried on a copy before a fit: the learning rate, and how many samples a micro-batch may have."""
+"""Searches on a copy before a fit: the learning rate, and the size of micro-batches."""
 
 from typing import TYPE_CHECKING
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from roomier.tuner.curve import LearningRateCurve
     from roomier.tuner.range_test import lr_find
     from roomier.tuner.tuner import Tuner
-else:  # no one waits for what is not asked for
+else:  # imported when first used
     _HOMES = {
         "LearningRateCurve": "curve",
         "Tuner": "tuner",

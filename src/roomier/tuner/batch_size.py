@@ -1,4 +1,4 @@
-"""The largest micro-batch that fits, by trial; a step goes on to be made of the same samples."""
+"""Search for the largest micro-batch that fits into memory. The samples of an optimizer step do not change."""
 
 from __future__ import annotations
 
@@ -44,34 +44,39 @@ def scale_batch_size(
     max_val: int = 8192,
     memory_budget: int | str | None = None,
 ) -> int | None:
-    """Find the largest micro-batch that fits, and let the next fits of ``trainer`` use it.
+    """Find the largest micro-batch that fits into memory, and use it in the next fits of ``trainer``.
 
-    The samples of an optimizer step stay what the loader's batch and ``accumulate_grad_batches`` say: micro-batches are
-    tried whose size divides them, and more of them are accumulated. Steps of a copy are tried, as long as the first
-    samples of the loader make them: where lengths differ, leave a ``margin``.
+    The number of samples per optimizer step stays as the batch size of the loader and ``accumulate_grad_batches``
+    specify. Only sizes that divide it are tried, and more micro-batches are accumulated. Each trial runs steps of a
+    copy on the first samples of the loader. If samples have different lengths, set a ``margin``.
 
-    Nothing that a run depends on is changed but the cut of its batches: a fit after it is the fit with this micro-batch
-    in the loader, bit for bit.
+    Only the size of the micro-batches changes. A fit after the search equals, bit for bit, a fit with this size in the
+    loader.
 
     Args:
-        model, train_dataloaders, datamodule: as for ``Trainer.fit``; or all of them, as a Subject.
-        mode: ``"power"`` doubles the size as long as it fits; ``"binsearch"`` then halves the gap to what does not.
-        steps_per_trial: optimizer steps of a trial. init_val: the size it begins with.
-        max_trials: at most. max_val: the largest size that is tried.
-        margin: of a size that fits, take this share less.
-        memory_budget: what a step may hold, as measured; None is that of the Trainer, else all a device has. A CPU
-            needs one. One of the Trainer is kept by this trial from here on, and no longer by forecast.
+        trainer: the Trainer.
+        model, train_dataloaders, datamodule: as in ``Trainer.fit``; or all of them as a Subject.
+        mode: ``"power"`` doubles the size while it fits. ``"binsearch"`` then searches between the last size that fits
+            and the first size that does not fit.
+        steps_per_trial: number of optimizer steps per trial.
+        init_val: size of the first trial.
+        max_trials: maximum number of trials.
+        margin: fraction by which the result is reduced.
+        max_val: maximum size of a trial.
+        memory_budget: limit of the measured memory of a step, in bytes or as a string such as ``"8GiB"``. Default: the
+            budget of the Trainer, or the memory of the device. Required on a CPU. A budget of the Trainer is from then
+            on satisfied by this search and not by a forecast.
 
     Returns:
         The size; None in a fast development run.
 
     Raises:
-        RoomierError: there are several ranks, nothing says when memory is full, batches cannot be cut, or the smallest
-            does not fit.
+        RoomierError: an argument is invalid, there are several ranks, the limit of the memory is unknown, batches
+            cannot be split, or the smallest size does not fit.
     """
     _check(mode, steps_per_trial, init_val, max_trials, margin, max_val)
     if trainer.options.num_dev_batches:
-        notice("no batch size is looked for in a fast development run")
+        notice("fast_dev_run: the search for a batch size is skipped")
         return None
     limit_bytes = _limit_bytes(trainer, memory_budget)
     plan = dataclasses.replace(
@@ -83,8 +88,8 @@ def scale_batch_size(
     sizes = [size for size in range(1, of_step + 1) if of_step % size == 0 and size <= min(max_val, num_samples)]
     found = largest_that_fits(sizes, trials.fits, first=init_val, refines=mode == "binsearch", max_trials=max_trials)
     if found is None:
-        limit = "the device's memory" if limit_bytes is None else format_bytes(limit_bytes)
-        action = "Use strategy='auto', which looks for a plan that fits, or activation_checkpointing='full'"
+        limit = "the memory of the device" if limit_bytes is None else format_bytes(limit_bytes)
+        action = "Use strategy='auto', which searches for a plan that fits, or activation_checkpointing='full'"
         raise RoomierError(_FIELD, sizes[0], f"a micro-batch of {sizes[0]} samples does not fit into {limit}", action)
     if margin:
         found = max(size for size in sizes if size <= max(1, int(found * (1 - margin))))
@@ -100,12 +105,14 @@ def largest_that_fits(
     refines: bool = True,
     max_trials: int = 25,
 ) -> int | None:
-    """The largest of ``sizes`` that ``fits``, which holds for all below one for which it holds; None where none does.
+    """Return the largest of ``sizes`` that fits; None if none fits. If a size fits, all smaller sizes must fit too.
 
     Args:
-        sizes: rising. first: where to begin.
-        refines: look between the last that fits and the first that does not; else the last that fits in doubling.
-        max_trials: how often ``fits`` is asked at most.
+        sizes: sizes in ascending order.
+        fits: returns True if a size fits.
+        first: the first size to try.
+        refines: search between the last size that fits and the first that does not; otherwise only double the size.
+        max_trials: maximum number of calls of ``fits``.
     """
     best, too_large = -1, len(sizes)  # indices
     index = max((each for each, size in enumerate(sizes) if size <= first), default=0)
@@ -130,36 +137,36 @@ def largest_that_fits(
 
 def _check(mode: str, steps_per_trial: int, init_val: int, max_trials: int, margin: float, max_val: int) -> None:
     if mode not in MODES:
-        raise RoomierError("mode", mode, "is unknown", "Use 'power' or 'binsearch'")
+        raise RoomierError("mode", mode, "is not a known mode", "Use 'power' or 'binsearch'")
     counts = {"steps_per_trial": steps_per_trial, "init_val": init_val, "max_trials": max_trials, "max_val": max_val}
     for name, value in counts.items():
         if not isinstance(value, int) or value < 1:
-            raise RoomierError(name, value, "is not a count", "Use 1 or more")
+            raise RoomierError(name, value, "must be an integer of at least 1", "Use 1 or more")
     if not 0.0 <= margin < 1.0:
-        raise RoomierError("margin", margin, "is not a share", "Use a number from 0 up to 1, such as 0.05")
+        raise RoomierError("margin", margin, "must be at least 0 and less than 1", "Use a number such as 0.05")
 
 
 def _limit_bytes(trainer: Tunable, memory_budget: int | str | None) -> int | None:
-    """What a step may hold; None: what the device has.
+    """Return the limit of the memory of a step; None for the memory of the device.
 
     Raises:
-        RoomierError: nothing says so, or an error of memory on one rank would leave others waiting.
+        RoomierError: the limit is unknown, or there are several ranks, of which one could run out of memory alone.
     """
     plan = trainer.asked_plan
     if plan.parallel.strategy == "auto":
-        problem = "strategy='auto' chooses the micro-batch by forecast"
-        raise RoomierError(_FIELD, True, problem, "Leave one of the two out")
+        problem = "cannot be combined with strategy='auto', which chooses the micro-batch by forecast"
+        raise RoomierError(_FIELD, True, problem, "Remove one of the two")
     if trainer.world.size > 1:
-        problem = f"a rank that runs out of memory would leave the other {trainer.world.size - 1} waiting for ever"
-        action = "Use strategy='auto' or memory_budget: they choose the micro-batch by forecast, for all ranks alike"
+        problem = f"a rank that runs out of memory would let the other {trainer.world.size - 1} ranks wait forever"
+        action = "Use strategy='auto' or memory_budget, which choose the micro-batch for all ranks by forecast"
         raise RoomierError(_FIELD, f"{trainer.world.size} ranks", problem, action)
     if memory_budget is not None:
         return memory_budget if isinstance(memory_budget, int) else parse_bytes("memory_budget", memory_budget)
     limit_bytes = plan.choice.memory_budget_bytes
     device = resolve_device(plan.parallel.accelerator)
     if limit_bytes is None and device.type == "cpu":
-        problem = "a CPU gives no error when its memory is full: the process is killed"
-        raise RoomierError(_FIELD, str(device), problem, "Say how much there is: memory_budget='8GiB'")
+        problem = "a CPU process is killed without an error if memory is full"
+        raise RoomierError(_FIELD, str(device), problem, "Set the available memory: memory_budget='8GiB'")
     return limit_bytes
 
 
@@ -172,7 +179,7 @@ class _Trials:
     limit_bytes: int | None
 
     def sizes(self) -> tuple[int, int]:
-        """Samples of an optimizer step, and of the data set."""
+        """Return the number of samples per optimizer step, and the number of samples in the dataset."""
         found: list[tuple[int, int]] = []
 
         def look(plan: Plan, data: RunLoaders, request: Request) -> Plan:
@@ -184,7 +191,7 @@ class _Trials:
         return of_step, num_samples
 
     def fits(self, size: int) -> bool:
-        """Whether steps of micro-batches of ``size`` samples stay within the limit."""
+        """Return True if steps with micro-batches of ``size`` samples stay within the limit."""
 
         def cut(plan: Plan, data: RunLoaders, request: Request) -> Plan:
             whole = samples_of_step(request, data) // size
@@ -213,13 +220,13 @@ class _Trials:
             notice(f"micro-batches of {size} samples {'do not fit' if is_full else 'fit'}")
             return not is_full
         fits = peak.num_bytes <= self.limit_bytes
-        told = f"hold {format_bytes(peak.num_bytes)} at the peak of a step"
-        notice(f"micro-batches of {size} samples {told}, which {'fits' if fits else 'does not fit'}")
+        measured = f"use {format_bytes(peak.num_bytes)} at the peak of a step"
+        notice(f"micro-batches of {size} samples {measured}, which {'fits' if fits else 'does not fit'}")
         return fits
 
 
 class _PeakOfAStep(Callback):
-    """Tracks what one step holds, from the second on: then the optimizer has its states."""
+    """Measures the peak memory of one step, from the second step on, because the first one creates optimizer states."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
@@ -229,7 +236,7 @@ class _PeakOfAStep(Callback):
     def on_train_start(self, trainer: Tunable, pl_module: Module) -> None:
         of_epoch = math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches)
         self._step = first_step_of(trainer)
-        if of_epoch > 1 and self._step % of_epoch == 0:  # the last one of an epoch may have fewer samples
+        if of_epoch > 1 and self._step % of_epoch == 0:  # the last step of an epoch may have fewer samples
             self._step += 1
         self._tracked = tracked_step(trainer, self._step)
 

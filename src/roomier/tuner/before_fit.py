@@ -1,4 +1,4 @@
-"""``Trainer(auto_lr_find=True, auto_scale_batch_size=True)``: what comes before a fit."""
+"""``Trainer(auto_lr_find=True, auto_scale_batch_size=True)``: searches before a fit."""
 
 from __future__ import annotations
 
@@ -28,31 +28,35 @@ PICTURE = "lr_find.png"
 
 
 def check_flags(auto_lr_find: bool | str, auto_scale_batch_size: bool | str) -> None:
-    """Refuse what neither flag can be.
+    """Check the values of both flags.
 
     Raises:
-        RoomierError: says what it can be.
+        RoomierError: a value is invalid.
     """
     if not isinstance(auto_lr_find, bool) and not (isinstance(auto_lr_find, str) and auto_lr_find.isidentifier()):
-        action = "Use True or False, or the name of the attribute that holds the learning rate"
-        raise RoomierError("auto_lr_find", auto_lr_find, "is neither a flag nor a name", action)
+        action = "Use True or False, or the name of the attribute that contains the learning rate"
+        raise RoomierError("auto_lr_find", auto_lr_find, "must be a bool or the name of an attribute", action)
     if isinstance(auto_scale_batch_size, bool):
         return
     from roomier.tuner.batch_size import MODES  # late: most runs search for no micro-batch
 
     if auto_scale_batch_size not in MODES:
         action = "Use True or False, 'power' or 'binsearch'"
-        raise RoomierError("auto_scale_batch_size", auto_scale_batch_size, "is not known", action)
+        raise RoomierError("auto_scale_batch_size", auto_scale_batch_size, "is not a known mode", action)
 
 
 def tune(trainer: Tunable, subject: Subject, ckpt_path: str | Path | None) -> LearningRateCurve | None:
-    """Find what the flags of ``trainer`` ask for, and let the fit that follows have it.
+    """Run the searches that the flags of ``trainer`` request, and use their results in the fit that follows.
 
-    A fit that goes on from a checkpoint has what was found before; so has a model that was fitted before.
+    Nothing is searched if the fit resumes from a checkpoint, or if the model was fitted before. Both already have the
+    results of the first search.
+
+    Returns:
+        The curve of the learning rate search; None if there was none.
     """
     rate, size = trainer.auto_lr_find, trainer.auto_scale_batch_size
     if _was_fitted(trainer, subject.model):
-        notice("auto_lr_find, auto_scale_batch_size: the model was fitted already, so all stays as it was found")
+        notice("auto_lr_find, auto_scale_batch_size: skipped, because the model was fitted before")
         return None
     best = trainer.checkpoint_callback
     best_path, root = None if best is None else best.best_model_path, Path(trainer.default_root_dir)
@@ -80,13 +84,13 @@ def tune(trainer: Tunable, subject: Subject, ckpt_path: str | Path | None) -> Le
 
 
 def write_picture(curve: LearningRateCurve, run: Run) -> None:
-    """Write the curve into the run folder, where there is one; a picture that fails is no reason to end a fit."""
+    """Write the curve to the run folder, if there is one. An error only prints a notice."""
     if run.folder is None or not run.ranks.is_zero:
         return
     try:
         curve.save_png(run.folder / PICTURE)
     except (RoomierError, OSError) as error:
-        notice(f"auto_lr_find: no picture of the curve: {error}")
+        notice(f"auto_lr_find: cannot write the plot of the curve: {error}")
 
 
 def _was_fitted(trainer: Tunable, model: nn.Module) -> bool:
@@ -98,7 +102,7 @@ def _take_from(trainer: Tunable, model: nn.Module, path: Path) -> None:
     try:
         record = peek_run(path)
         stored = Plan.from_dict(record["plan"])
-    except (RoomierError, KeyError):  # the fit says what is wrong with it
+    except (RoomierError, KeyError):  # the fit reports the error
         return
     if trainer.auto_lr_find and None not in (stored.optimizer.name, trainer.asked_plan.optimizer.name):
         trainer.use_learning_rate(stored.optimizer.lr)
@@ -106,12 +110,12 @@ def _take_from(trainer: Tunable, model: nn.Module, path: Path) -> None:
         _put_kept_rate(trainer, model, record.get("hyperparameters", {}))
     if trainer.auto_scale_batch_size:
         trainer.use_next(num_micro_batches=stored.batch.accumulate_grad_batches)
-    notice("auto_lr_find, auto_scale_batch_size: nothing is looked for, the fit goes on as its checkpoint says")
+    notice("auto_lr_find, auto_scale_batch_size: skipped, because the fit resumes with the values of its checkpoint")
 
 
 def _put_kept_rate(trainer: Tunable, model: nn.Module, hyperparameters: Mapping[str, Any]) -> None:
-    # The optimizer goes on with the rate that was found in any case; this is for who reads it on the module.
-    with suppress(RoomierError):  # it has none any more
+    # The optimizer resumes with this rate in any case. This sets the attribute for code that reads it.
+    with suppress(RoomierError):  # the attribute does not exist any more
         name = attribute_of(model, trainer.auto_lr_find if isinstance(trainer.auto_lr_find, str) else "")
         if isinstance(hyperparameters.get(name), float):
             set_attribute(model, name, hyperparameters[name])

@@ -1,4 +1,4 @@
-"""What a learning-rate range test measured, the rate it suggests, and its picture."""
+"""Result of a learning rate range test: the measured losses, the suggested rate, and a plot."""
 
 from __future__ import annotations
 
@@ -11,18 +11,23 @@ from typing import Any
 from roomier.core.errors import RoomierError
 
 _SMOOTHING = 0.98
-_REACH = 1 / 8  # of a line's neighbourhood to each side, as a share of all steps
+_REACH = 1 / 8  # extent of the fitted line to each side, as a fraction of all steps
 
 
 @dataclass(frozen=True)
 class LearningRateCurve:
-    """The loss over the learning rate.
+    """The loss as a function of the learning rate.
 
     Attributes:
-        learning_rates: of each optimizer step, rising.
-        raw_losses: of the same steps, before their update.
-        losses: the same, smoothed (an exponential average with 0.98, freed of its bias towards zero).
-        mode: how the rates rise: ``"exponential"`` or ``"linear"``.
+        learning_rates: learning rate of each optimizer step, in ascending order.
+        raw_losses: loss of each step, before its update.
+        losses: smoothed losses (exponential average with factor 0.98, bias-corrected).
+        mode: spacing of the rates: ``"exponential"`` or ``"linear"``.
+
+    Example:
+        >>> curve = Tuner(trainer).lr_find(model, loader)
+        >>> curve.suggestion()
+        >>> curve.save_png("lr_find.png")
     """
 
     learning_rates: tuple[float, ...]
@@ -31,33 +36,36 @@ class LearningRateCurve:
 
     @property
     def losses(self) -> tuple[float, ...]:
+        """Smoothed losses."""
         return smoothed(self.raw_losses)
 
     @property
     def results(self) -> dict[str, list[float]]:
-        """``{"lr": [...], "loss": [...]}``, as Lightning's finder has it; the losses are smoothed."""
+        """``{"lr": [...], "loss": [...]}`` with smoothed losses, as in Lightning's finder."""
         return {"lr": list(self.learning_rates), "loss": list(self.losses)}
 
     def suggestion(self, skip_begin: int = 10, skip_end: int = 1) -> float | None:
-        """The rate at which the loss falls the most steeply; None where it never falls, or too few steps were taken.
+        """Return the rate at which the loss falls most steeply; None if it never falls, or there are too few steps.
 
-        The slope is that of the line through the losses around it, an eighth of them to each side, over the logarithm
-        of the rate (over the rate itself where it rose linearly): losses of single batches are too noisy for less.
-        Smith (arXiv:1506.01186, section 3.3) reads the rate off the curve where the loss begins to fall and where it
-        stops; the steepest descent lies between.
+        The slope at a step is the slope of a line fitted to the losses around it, an eighth of all steps to each side,
+        as a function of the logarithm of the rate (or of the rate, if it rises linearly). A shorter line would be too
+        sensitive to the noise of single batches. Smith (arXiv:1506.01186, section 3.3) reads two rates off the curve:
+        where the loss begins to fall, and where it stops falling. The steepest descent is between them.
 
         Args:
-            skip_begin: steps at the beginning that are not looked at.
-            skip_end: steps at the end that are not.
+            skip_begin: number of steps at the beginning that are ignored.
+            skip_end: number of steps at the end that are ignored.
         """
         index = self._steepest(skip_begin, skip_end)
         return None if index is None else self.learning_rates[index]
 
     def plot(self, suggest: bool = False, show: bool = False, ax: Any = None) -> Any:
-        """A figure of matplotlib with the curve.
+        """Return a matplotlib figure with the curve.
 
         Args:
-            suggest: mark the suggested rate. show: open a window. ax: draw there.
+            suggest: mark the suggested rate.
+            show: open a window.
+            ax: axes to draw in; None creates a figure.
 
         Raises:
             RoomierError: matplotlib is not installed.
@@ -65,14 +73,14 @@ class LearningRateCurve:
         try:
             from matplotlib.figure import Figure
         except ImportError as error:
-            action = "Run: pip install matplotlib; the numbers are in .results"
+            action = "Run: pip install matplotlib. The values are in .results"
             raise RoomierError("plot", "matplotlib", f"is not installed ({error})", action) from error
         if ax is None and show:
             from matplotlib import pyplot
 
             _, ax = pyplot.subplots()
         elif ax is None:
-            ax = Figure(figsize=(6.4, 4.0), layout="constrained").subplots()  # of no window, and kept by nobody
+            ax = Figure(figsize=(6.4, 4.0), layout="constrained").subplots()  # without a window or a global reference
         losses = self.losses
         ax.plot(self.learning_rates, self.raw_losses, color="0.8", linewidth=0.8)
         ax.plot(self.learning_rates, losses, color="C0")
@@ -92,7 +100,7 @@ class LearningRateCurve:
         return figure
 
     def save_png(self, path: str | Path, *, suggest: bool = True) -> None:
-        """Write :meth:`plot` to ``path``.
+        """Save :meth:`plot` as a PNG file at ``path``.
 
         Raises:
             RoomierError: matplotlib is not installed.
@@ -115,13 +123,13 @@ class LearningRateCurve:
 
 
 def _slope(xs: Sequence[float], ys: Sequence[float]) -> float:
-    """Of the line of least squares."""
+    """Return the slope of the least-squares line."""
     middle = sum(xs) / len(xs)
     return sum((x - middle) * y for x, y in zip(xs, ys, strict=True)) / sum((x - middle) ** 2 for x in xs)
 
 
 def smoothed(losses: tuple[float, ...]) -> tuple[float, ...]:
-    """An exponential average of ``losses`` up to each of them, divided by the weights that are in it."""
+    """Return the bias-corrected exponential average of ``losses`` up to each loss."""
     average, found = 0.0, []
     for number, loss in enumerate(losses, start=1):
         average = _SMOOTHING * average + (1 - _SMOOTHING) * loss

@@ -1,4 +1,4 @@
-"""Where a module keeps its learning rate, and how another is put there."""
+"""The attribute of a module that contains its learning rate."""
 
 from __future__ import annotations
 
@@ -13,29 +13,31 @@ NAMES = ("lr", "learning_rate")
 
 
 def attribute_of(model: nn.Module, name: str = "") -> str:
-    """The attribute of ``model``, or of its ``hparams``, that holds its learning rate.
+    """Return the name of the attribute of ``model``, or of its ``hparams``, that contains its learning rate.
 
     Args:
-        name: what the user calls it; empty: the first of ``lr`` and ``learning_rate`` that is there.
+        model: the model.
+        name: name of the attribute. Empty for the first of ``lr`` and ``learning_rate`` that exists.
 
     Raises:
-        RoomierError: there is none.
+        RoomierError: the attribute does not exist.
     """
     for each in [name] if name else NAMES:
         if hasattr(model, each) or each in _hparams(model):
             return each
     kind = type(model).__name__
     if name:
-        raise RoomierError("attr_name", name, f"is no attribute of {kind} or its hparams", "Name the one there is")
+        problem = f"must be an attribute of {kind} or of its hparams"
+        raise RoomierError("attr_name", name, problem, "Use the name of an existing attribute")
     action = (
         "Use self.lr or self.hparams.lr in configure_optimizers, name another attribute (auto_lr_find='my_lr'), or let "
-        "the Trainer make the optimizer: Trainer(optimizer='adamw', auto_lr_find=True)"
+        "the Trainer create the optimizer: Trainer(optimizer='adamw', auto_lr_find=True)"
     )
-    raise RoomierError("auto_lr_find", kind, "has no attribute lr or learning_rate to set", action)
+    raise RoomierError("auto_lr_find", kind, "requires an attribute lr or learning_rate", action)
 
 
 def set_attribute(model: nn.Module, name: str, learning_rate: float) -> None:
-    """Put ``learning_rate`` wherever ``name`` is there: on ``model``, in its ``hparams``."""
+    """Set ``name`` to ``learning_rate`` on ``model`` and in its ``hparams``, wherever it exists."""
     hparams = _hparams(model)
     if name in hparams:
         hparams[name] = learning_rate

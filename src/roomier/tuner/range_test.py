@@ -1,4 +1,4 @@
-"""The learning-rate range test: Smith, Cyclical Learning Rates for Training Neural Networks, arXiv:1506.01186."""
+"""Learning rate range test: Smith, Cyclical Learning Rates for Training Neural Networks, arXiv:1506.01186."""
 
 from __future__ import annotations
 
@@ -38,32 +38,35 @@ def lr_find(
     update_attr: bool = False,
     attr_name: str = "",
 ) -> LearningRateCurve | None:
-    """Train a copy of ``model`` with a learning rate that rises from step to step, and note the loss.
+    """Train a copy of ``model`` with a learning rate that rises at each step, and record the loss.
 
-    Nothing that a run depends on is changed: a fit after it is the fit without it, bit for bit. It runs on the ranks,
-    and under the strategy, of the Trainer. Schedulers stand still; of several parameter groups each keeps its share.
+    The search does not change the model, the data or random states, so a fit after it equals, bit for bit, a fit
+    without it. It runs on the ranks and with the strategy of the Trainer. Schedulers do not step. If there are several
+    parameter groups, the ratios of their rates stay the same.
 
     Args:
-        model, train_dataloaders, datamodule: as for ``Trainer.fit``; or all of them, as a Subject.
-        min_lr, max_lr: of the first and the last step.
-        num_training: optimizer steps.
-        mode: how the rate rises between them.
-        early_stop_threshold: end where the smoothed loss is so many times its least; None: never. A loss that is not
-            finite ends it always.
-        update_attr: put the suggested rate where the optimizer gets it from: the optimizer that the Trainer names, or
+        trainer: the Trainer.
+        model, train_dataloaders, datamodule: as in ``Trainer.fit``; or all of them as a Subject.
+        min_lr: learning rate of the first step.
+        max_lr: learning rate of the last step.
+        num_training: number of optimizer steps.
+        mode: spacing of the rates between ``min_lr`` and ``max_lr``.
+        early_stop_threshold: stop if the smoothed loss exceeds its minimum by this factor; None disables this. A loss
+            that is not finite always stops the test.
+        update_attr: use the suggested rate in the next fits. It is set on the optimizer that the Trainer names, or in
             the attribute ``lr`` or ``learning_rate`` of ``model`` or its ``hparams``.
-        attr_name: another attribute.
+        attr_name: name of a different attribute.
 
     Returns:
-        The curve; its ``suggestion()``, ``plot()``, ``save_png(path)``. None in a fast development run.
+        The curve, with ``suggestion()``, ``plot()`` and ``save_png(path)``. None in a fast development run.
 
     Raises:
-        RoomierError: a value is wrong, there is not one optimizer, its rate cannot be set from outside, or, with
-            ``update_attr``, no rate can be suggested.
+        RoomierError: an argument is invalid, the number of optimizers is not 1, the attribute does not affect the rate,
+            or, with ``update_attr``, no rate can be suggested.
     """
     _check(min_lr, max_lr, num_training, mode, early_stop_threshold)
     if trainer.options.num_dev_batches:
-        notice("no learning rate is looked for in a fast development run")
+        notice("fast_dev_run: the search for a learning rate is skipped")
         return None
     is_named = trainer.asked_plan.optimizer.name is not None
     subject = model if isinstance(model, Subject) else Subject.of(model, train_dataloaders, datamodule)
@@ -106,24 +109,24 @@ def _suggested(curve: LearningRateCurve) -> float:
     found = curve.suggestion()
     if found is None:
         received = f"{len(curve.losses)} steps"
-        problem = "the loss did not fall anywhere between the first ten steps and the end, so no rate is suggested"
-        action = "Lower min_lr, raise num_training, or choose the learning rate yourself"
+        problem = "did not decrease the loss between the first ten steps and the end, so no rate can be suggested"
+        action = "Lower min_lr, raise num_training, or set the learning rate manually"
         raise RoomierError("auto_lr_find", received, problem, action)
     return found
 
 
 def _check(min_lr: float, max_lr: float, num_training: int, mode: str, early_stop_threshold: float | None) -> None:
     if mode not in ("exponential", "linear"):
-        raise RoomierError("mode", mode, "is unknown", "Use 'exponential' or 'linear'")
+        raise RoomierError("mode", mode, "is not a known mode", "Use 'exponential' or 'linear'")
     if not 0 < min_lr < math.inf:
-        raise RoomierError("min_lr", min_lr, "is not a positive number", "Use 1e-8, say")
+        raise RoomierError("min_lr", min_lr, "must be positive and finite", "Use a value such as 1e-8")
     if not min_lr < max_lr < math.inf:
-        raise RoomierError("max_lr", max_lr, f"is not above min_lr={min_lr}", "Use 1.0, say")
+        raise RoomierError("max_lr", max_lr, f"must be greater than min_lr={min_lr}", "Use a value such as 1.0")
     if not isinstance(num_training, int) or num_training < 2:
-        raise RoomierError("num_training", num_training, "is not a number of steps", "Use 100, say")
+        raise RoomierError("num_training", num_training, "must be an integer of at least 2", "Use a value such as 100")
     if early_stop_threshold is not None and not early_stop_threshold > 1:
-        action = "Use 4.0, say, or None to go through to the end"
-        raise RoomierError("early_stop_threshold", early_stop_threshold, "would end the test at once", action)
+        action = "Use a value such as 4.0, or None to run all steps"
+        raise RoomierError("early_stop_threshold", early_stop_threshold, "must be greater than 1", action)
 
 
 def _rates(min_lr: float, max_lr: float, num_training: int, mode: str) -> list[float]:
@@ -134,7 +137,7 @@ def _rates(min_lr: float, max_lr: float, num_training: int, mode: str) -> list[f
 
 
 class _RangeTest(Callback):
-    """Sets the rate before each step and notes the loss after it."""
+    """Sets the learning rate before each step and records the loss after it."""
 
     def __init__(self, rates: list[float], early_stop_threshold: float | None) -> None:
         self._rates = rates
@@ -143,15 +146,21 @@ class _RangeTest(Callback):
         self.losses: list[float] = []
 
     def take_groups(self, run: Run, name: str, probe: float) -> None:
-        """Take over the parameter groups of the one optimizer from its schedulers.
+        """Take control of the parameter groups of the optimizer, instead of its schedulers.
 
         Args:
-            name: the attribute of the model that holds ``probe`` as its learning rate; empty for none.
+            run: the run of the trial.
+            name: the attribute of the model whose value is ``probe``; empty for none.
+            probe: learning rate that the copy of the model was given.
+
+        Raises:
+            RoomierError: the number of optimizers is not 1, or the attribute does not affect the rate.
         """
         kind = type(run.module).__name__
         if len(run.engine.optimizers) != 1:
             received = f"{len(run.engine.optimizers)} optimizers"
-            raise RoomierError("lr_find", received, f"a range test moves one, and {kind} has others", "Choose yourself")
+            problem = f"a range test requires exactly one optimizer, but {kind} has a different number"
+            raise RoomierError("lr_find", received, problem, "Set the learning rates manually")
         groups = run.engine.optimizers[0].param_groups
         highest = [_highest_rate(group) for group in groups]
         if name:
@@ -172,12 +181,12 @@ class _RangeTest(Callback):
             return
         loss = run.loss_of_all(run.ranks.gather(run.loss_number()))
         if loss is None:
-            problem = "training_step gives no loss to look at"
-            raise RoomierError("lr_find", type(pl_module).__name__, problem, "Return the loss at its end")
+            problem = "training_step returned no loss"
+            raise RoomierError("lr_find", type(pl_module).__name__, problem, "Return the loss in training_step")
         if math.isfinite(loss):
             self.losses.append(loss)
         if not math.isfinite(loss) or self._diverges():
-            run.now.last_loss = None  # a loss that is not finite ends this test, and nothing else
+            run.now.last_loss = None  # a loss that is not finite ends the test without an error
             trainer.should_stop = True
 
     def _diverges(self) -> bool:
@@ -186,17 +195,21 @@ class _RangeTest(Callback):
 
 
 def _highest_rate(group: dict[str, Any]) -> float:
-    """What a group's rate comes to, whatever its schedule makes of it in the first step."""
+    """Return the highest learning rate of ``group``, regardless of the effect of a schedule on the first step."""
     return float(group.get("max_lr", group.get("initial_lr", group["lr"])))
 
 
 def _check_is_used(module: Module, name: str, probe: float, highest: list[float]) -> None:
-    """Refuse an attribute on which no rate of the optimizer depends."""
+    """Check that the learning rates of the optimizer depend on the attribute.
+
+    Raises:
+        RoomierError: they do not.
+    """
     network = getattr(module, "network", module)
     set_attribute(network, name, 2 * probe)
     optimizers = read_configured(module.configure_optimizers()).optimizers
     set_attribute(network, name, probe)
     again = [_highest_rate(group) for optimizer in optimizers for group in optimizer.param_groups]
     if again == highest:
-        problem = f"configure_optimizers of {type(network).__name__} makes the same learning rates whatever it is"
-        raise RoomierError("attr_name", name, problem, f"Use self.{name} there")
+        problem = f"has no effect on the learning rates in configure_optimizers of {type(network).__name__}"
+        raise RoomierError("attr_name", name, problem, f"Use self.{name} in configure_optimizers")

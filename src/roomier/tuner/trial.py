@@ -1,10 +1,10 @@
-"""A few steps of a fit on a copy of everything it would change.
+"""A few steps of a fit on a copy of all objects that a fit changes.
 
-[Note: nothing is left of a trial]
-The model and the DataModule are copied before their ``setup``; the data they and the caller hold are not, and the
-attributes, positions and generators of loaders, samplers and data sets are put back, as are the generators of the
-process. The Trainer of a trial is a copy too, without callbacks, and with a logger that keeps nothing. What user code
-does elsewhere (files, networks, lists inside a data set) is its own affair.
+[Note: trials have no side effects]
+The model and the DataModule are copied before their ``setup``. Datasets are not copied. The attributes, positions and
+generators of loaders, samplers and datasets are restored, and so are the generators of the process. The Trainer of a
+trial is also a copy, without callbacks and without files. Other effects of user code (files, network access, changes of
+lists in a dataset) are not undone.
 """
 
 from __future__ import annotations
@@ -38,7 +38,14 @@ from roomier.tuner.tunable import Tunable
 
 @dataclass(frozen=True)
 class Subject:
-    """What a trial is made on: the arguments of ``Trainer.fit``."""
+    """The arguments of ``Trainer.fit`` for a trial.
+
+    Attributes:
+        model: the model.
+        train_dataloaders: the training data.
+        datamodule: the DataModule, or None.
+        weights: the first weights: a path or None.
+    """
 
     model: nn.Module
     train_dataloaders: Any = None
@@ -47,14 +54,14 @@ class Subject:
 
     @staticmethod
     def of(model: nn.Module, train_dataloaders: Any, datamodule: Any, weights: str | Path | None = None) -> Subject:
-        """Of the arguments as they came: a DataModule may stand in the place of the loaders."""
+        """Return the Subject of the arguments. A DataModule may be passed as ``train_dataloaders``."""
         if is_one(train_dataloaders, DataModule):
             return Subject(model, None, train_dataloaders, weights)
         return Subject(model, train_dataloaders, datamodule, weights)
 
 
 class TrialOverError(Exception):
-    """What was wanted of a trial is known."""
+    """Ends a trial after its result is known."""
 
 
 def run_trial(
@@ -68,16 +75,20 @@ def run_trial(
     cut: CutBatches | None = None,
     prepare: Callable[[Run], None] | None = None,
 ) -> None:
-    """Train a copy of ``subject`` for ``max_steps`` optimizer steps; see [Note: nothing is left of a trial].
+    """Train a copy of ``subject`` for ``max_steps`` optimizer steps. See [Note: trials have no side effects].
 
     Args:
-        plan: of the trial.
+        trainer: the Trainer; the trial runs on a copy of it.
+        subject: the model and the data.
+        plan: plan of the trial.
+        max_steps: number of optimizer steps.
+        callback: the only callback of the trial.
         change_model: called with the copy of the model.
-        cut: changes the micro-batches, before the model is built.
-        prepare: called with the run, before its first step.
+        cut: changes the micro-batches before the model is built.
+        prepare: called with the run before its first step.
 
     Raises:
-        RoomierError: the model cannot be copied, or its data be read twice.
+        RoomierError: the model cannot be copied, or its data cannot be read twice.
     """
     _refuse_fitted(trainer, subject.model)
     with ExitStack() as stack:
@@ -104,7 +115,7 @@ def run_trial(
 
 def _refuse_fitted(trainer: Tunable, model: nn.Module) -> None:
     if any("_roomier_shards" in vars(each) for each in model.modules()):
-        problem = "was divided among the ranks by an earlier fit, so it cannot be copied for a trial"
+        problem = "was sharded by an earlier fit, so it cannot be copied for a trial"
         raise RoomierError("model", type(model).__name__, problem, "Tune before the first fit")
 
 
@@ -126,7 +137,7 @@ def _options_of_trial(options: LoopOptions, max_steps: int) -> LoopOptions:
 
 
 def _copied(subject: Subject, trainer: Tunable, trial: Tunable) -> tuple[nn.Module, DataModule | None]:
-    """The model and the DataModule anew, with the same data."""
+    """Return copies of the model and the DataModule, with the same data."""
     memo: dict[int, Any] = {id(trainer): trial}
     for part in subject.model.modules():
         former = vars(part).get("_trainer")
@@ -135,9 +146,9 @@ def _copied(subject: Subject, trainer: Tunable, trial: Tunable) -> tuple[nn.Modu
     memo |= {id(each): each for each in _held_data(subject)}
     try:
         return copy.deepcopy((subject.model, subject.datamodule), memo)
-    except Exception as error:  # whatever a model holds
+    except Exception as error:  # a model may contain any object
         problem = f"cannot be copied for a trial: {type(error).__name__}: {error}"
-        action = "Hold what cannot be copied outside the module, or choose the value yourself"
+        action = "Move objects that cannot be copied out of the module, or set the value manually"
         raise RoomierError("model", type(subject.model).__name__, problem, action) from error
 
 
@@ -148,22 +159,22 @@ def _owners(subject: Subject) -> Iterator[Any]:
 
 
 def _read_by(subject: Subject) -> list[Any]:
-    """Everything that gives samples, each once.
+    """Return all objects that yield samples, without duplicates.
 
     Raises:
-        DataError: one of them can be read once only.
+        DataError: an object can be iterated only once.
     """
     found = [*_leaves(subject.train_dataloaders), *_held_data(subject)]
     for each in found:
         if isinstance(each, Iterator):
-            problem = "can be read once only, so nothing can be tried on it"
-            action = "Pass a DataLoader, or an object whose __iter__ starts anew"
+            problem = "can be iterated only once, but a trial iterates it in addition to the fit"
+            action = "Pass a DataLoader, or an object whose __iter__ returns a new iterator"
             raise DataError("train_dataloaders", each, problem, action)
     return list({id(each): each for each in found}.values())
 
 
 def _held_data(subject: Subject) -> Iterator[Any]:
-    """The data sets and loaders that are attributes of the model or the DataModule."""
+    """Yield the datasets and loaders that are attributes of the model or the DataModule."""
     for owner in _owners(subject):
         for value in vars(owner).values():
             if isinstance(value, (Dataset, DataLoader)):
@@ -173,7 +184,7 @@ def _held_data(subject: Subject) -> Iterator[Any]:
 
 
 def _leaves(loaders: Any) -> Iterator[Any]:
-    """The loaders in ``loaders``, but for lists of batches: they have no state."""
+    """Yield the loaders in ``loaders``, except lists of batches, which have no state."""
     if is_combined(loaders):
         yield from _leaves(loaders.iterables)
     elif is_loader_collection(loaders):

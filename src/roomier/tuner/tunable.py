@@ -1,4 +1,4 @@
-"""Protocol of the Trainer as the tuner uses it."""
+"""Protocol of the Trainer as used by the tuner."""
 
 from __future__ import annotations
 
@@ -23,34 +23,32 @@ class Tunable(TrainerView, Protocol):
     @property
     def options(self) -> LoopOptions:
         """Settings of the loop."""
-        ...
 
     @property
-    def auto_lr_find(self) -> bool | str: ...
+    def auto_lr_find(self) -> bool | str:
+        """True, or the name of an attribute, to search a learning rate before a fit."""
+
     @property
-    def auto_scale_batch_size(self) -> bool | str: ...
+    def auto_scale_batch_size(self) -> bool | str:
+        """True, or a mode of :func:`scale_batch_size`, to search the size of micro-batches before a fit."""
+
     @property
     def set_path(self) -> Path | str | None:
         """The value that the user assigned to ``ckpt_path``."""
-        ...
 
     def join_ranks(self) -> None:
         """Join the other ranks. A trial needs them before the fit joins them."""
-        ...
 
     def use_next(
         self, *, plan: Plan | None = None, micro_batch: int | None = None, num_micro_batches: int | None = None
     ) -> None:
         """Use these values in the next fits. A value of None changes nothing."""
-        ...
 
     def use_learning_rate(self, learning_rate: float | None) -> None:
-        """Use ``learning_rate`` for the optimizer that the Trainer names."""
-        ...
+        """Use ``learning_rate`` for the optimizer that the Trainer creates."""
 
     def copy_for_trial(self, plan: Plan, options: LoopOptions, callback: Callback) -> Self:
-        """Return a Trainer with the same settings that writes nothing and has ``callback`` only."""
-        ...
+        """Return a Trainer with the same settings that writes no files and has only ``callback``."""
 
     def session_of_trial(
         self,
@@ -61,4 +59,3 @@ class Tunable(TrainerView, Protocol):
         cut: CutBatches | None,
     ) -> AbstractContextManager[Run]:
         """Open a fit without additional callbacks, forecasts or files."""
-        ...

@@ -1,4 +1,4 @@
-"""Tuner: the two searches under Lightning's names."""
+"""Tuner: the two searches with Lightning's names."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ from roomier.tuner.tunable import Tunable
 
 
 class Tuner:
-    """Looks for a learning rate, or a batch size, for ``trainer``.
+    """Searches a learning rate or a batch size for ``trainer``.
 
-    ::
+    Args:
+        trainer: the Trainer whose next fits use the results.
 
-        tuner = Tuner(trainer)
-        tuner.lr_find(model, loader)
-        trainer.fit(model, loader)
+    Example:
+        >>> tuner = Tuner(trainer)
+        >>> tuner.lr_find(model, loader)
+        >>> trainer.fit(model, loader)
     """
 
     def __init__(self, trainer: Tunable) -> None:
@@ -43,7 +45,7 @@ class Tuner:
         update_attr: bool = True,
         attr_name: str = "",
     ) -> LearningRateCurve | None:
-        """See :func:`roomier.tuner.lr_find`. ``val_dataloaders`` are not used."""
+        """Search a learning rate. See :func:`roomier.tuner.lr_find`. ``val_dataloaders`` are not used."""
         _check_method(method, dataloaders)
         return lr_find(
             self._trainer,
@@ -76,7 +78,10 @@ class Tuner:
         max_val: int = 8192,
         memory_budget: int | str | None = None,
     ) -> int | None:
-        """See :func:`roomier.tuner.scale_batch_size`. No attribute is changed, so ``batch_arg_name`` is not used."""
+        """Search a batch size. See :func:`roomier.tuner.scale_batch_size`.
+
+        No attribute is changed, so ``batch_arg_name`` is not used.
+        """
         _check_method(method, dataloaders)
         return scale_batch_size(
             self._trainer,
@@ -95,5 +100,5 @@ class Tuner:
 
 def _check_method(method: str, dataloaders: Any) -> None:
     if method != "fit" or dataloaders is not None:
-        action = "Pass train_dataloaders or a datamodule, and choose the batch size of an evaluation in its loader"
-        raise RoomierError("method", method, "tuning tries steps of training alone", action)
+        action = "Pass train_dataloaders or a datamodule. For an evaluation, set the batch size in its loader"
+        raise RoomierError("method", method, "must be 'fit', because only training steps are tried", action)

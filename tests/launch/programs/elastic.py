@@ -1,4 +1,4 @@
-"""A run that can be killed at a step: ``ROOT KILL_RANK KILL_STEP``. Each rank writes which samples made a step."""
+"""A run that kills one of its ranks: ``ROOT KILL_RANK KILL_STEP``. Each rank records the samples of each step."""
 
 import json
 import os
@@ -17,7 +17,7 @@ NUM_SAMPLES = 48
 
 
 class Numbered(Dataset):
-    """The sample of each index tells it."""
+    """Samples that contain their index."""
 
     def __len__(self) -> int:
         return NUM_SAMPLES

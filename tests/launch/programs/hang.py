@@ -1,6 +1,6 @@
 """A small run in which a rank hangs: ``HOW RANK [Trainer keywords as JSON]``.
 
-In the folder that ``NOTES`` names it leaves a file with the id of each process, and one when the rank hangs.
+It writes to the folder ``NOTES`` an empty file named after the id of each process, and a file when the rank hangs.
 """
 
 import json
@@ -23,7 +23,7 @@ AT_BATCH = 3
 
 
 def wait_for_heartbeat(step: int) -> None:
-    """Wait until this rank has published that it is at ``step``."""
+    """Wait until this rank has published that it reached ``step``."""
     thread = heartbeat._heartbeat
     wait_until(lambda: thread._record.position.step >= step)
     beat = thread._record.beat
@@ -45,7 +45,7 @@ def hang_here() -> None:
         lock.acquire()
     thread = heartbeat._heartbeat
     if HOW == "slow step":
-        wait_until(lambda: thread._last_number > 0)  # it was reported
+        wait_until(lambda: thread._last_number > 0)  # after the report
     if HOW == "slow hook":  # on rank 0, which prints the note
         wait_until(lambda: any(phase == "on_train_batch_end" for _, phase in thread._noted))
 
@@ -60,7 +60,7 @@ class Model(roomier.Module):
             wait_for_heartbeat(batch_idx)
             if os.environ["RANK"] == str(RANK) and HOW != "slow hook":
                 hang_here()
-        if batch_idx == AT_BATCH + 1 and HOW == "slow step":  # the judge has time to see that the rank moves
+        if batch_idx == AT_BATCH + 1 and HOW == "slow step":  # until the judge finds that the rank makes progress
             wait_until(lambda: heartbeat._heartbeat._verdict is None)
         return self.net(batch).pow(2).mean()
 

@@ -1,6 +1,7 @@
-"""A small run that goes wrong in the way named by its arguments: ``WHAT RANK [Trainer keywords as JSON]``.
+"""A small run that fails as its arguments specify: ``WHAT RANK [Trainer keywords as JSON]``.
 
-In the folder that ``NOTES`` names it leaves a file with the id of each process, and one when it goes wrong.
+It writes to the folder ``NOTES`` an empty file named after the id of each process, a file with the sockets of each rank
+in the second step (address, port, status), and a file when the rank fails.
 """
 
 import json
@@ -10,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import torch
 
 import roomier
@@ -24,7 +26,7 @@ def go_wrong(what: str) -> None:
         return
     (NOTES / "gone-wrong").touch()
     if what.endswith("raises"):
-        raise ValueError(f"rank {RANK} cannot go on")
+        raise ValueError(f"rank {RANK} cannot continue")
     if what.endswith("killed"):
         os.kill(os.getpid(), signal.SIGKILL)
     if what.endswith("leaves"):
@@ -33,8 +35,17 @@ def go_wrong(what: str) -> None:
         sys.exit(7)
     if what.endswith("vanishes"):
         os._exit(0)
+    if what.endswith("out of memory"):  # of a control group
+        Path(os.environ["CONTROL_GROUP"], "cgroup.procs").write_text(str(os.getpid()))
+        kept = [b"x" * 2**24 for _ in range(200)]
+        raise AssertionError(f"{sum(map(len, kept))} bytes were allocated beyond the limit")
     if what.endswith("sleeps"):
         time.sleep(600)
+
+
+def note_sockets() -> None:
+    sockets = [(each.laddr.ip, each.laddr.port, each.status) for each in psutil.Process().net_connections("inet")]
+    (NOTES / f"sockets-{os.environ.get('RANK', 0)}.json").write_text(json.dumps(sockets))
 
 
 class Model(roomier.Module):
@@ -44,15 +55,17 @@ class Model(roomier.Module):
 
     def training_step(self, batch, batch_idx):
         if batch_idx == 1:
+            note_sockets()
             go_wrong("step raises")
             go_wrong("step killed")
             go_wrong("step leaves")
             go_wrong("step leaves badly")
             go_wrong("step vanishes")
+            go_wrong("step out of memory")
             go_wrong("step sleeps")
         if WHAT == "all raise" and batch_idx == 1:
             (NOTES / "gone-wrong").touch()
-            raise ValueError("no rank can go on")
+            raise ValueError("no rank can continue")
         return self.net(batch).pow(2).mean()
 
     def configure_optimizers(self):
@@ -78,8 +91,8 @@ def main() -> None:
     trainer.fit(model, torch.utils.data.DataLoader(torch.ones(32, 8), batch_size=2))
     go_wrong("end raises")
     world = trainer.world
-    told = [world.rank, world.size, world.local_rank, world.local_size, world.node_rank, trainer.global_step]
-    sys.stdout.write(f"ranks {json.dumps(told)}\n")
+    values = [world.rank, world.size, world.local_rank, world.local_size, world.node_rank, trainer.global_step]
+    sys.stdout.write(f"ranks {json.dumps(values)}\n")
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""Which plans there are, which is the fastest that fits, and what to do where none does."""
+"""Candidate plans, the choice of the fastest plan that fits, and alternatives if no plan fits."""

@@ -19,25 +19,26 @@ from roomier.hardware.machine import Machine
 from roomier.loss.output_layer import find_output_layer
 from roomier.plan import Plan
 from roomier.plan.choices import CHOICES, canonical
-from roomier.plan.parts import CHUNKED_LOSS, PARTS, ChoicePlan, Part
+from roomier.plan.levers import LEVERS, Lever
+from roomier.plan.parts import PARTS, ChoicePlan, Part
 from roomier.plan.rules import each_error
 from roomier.planner.workload import Workload
 
 Changes = Mapping[str, object]
-"""Field of a Plan -> value."""
+"""Field of a Plan -> new value."""
 
 STAGES = ("single", "ddp", "zero1", "zero2", "zero3", "hsdp")
-"""From the simplest on."""
+"""Strategies, from the simplest to the most complex."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan to look at.
+    """A plan that the planner can evaluate.
 
     Attributes:
-        plan: with one strategy. Where a rule refuses it, it is there to be shown, never to be run.
+        plan: plan with a concrete strategy. If a rule rejects the plan, it is only for display and cannot be built.
         micro_batch: samples on each rank.
-        refusal: why it cannot run; empty where it can.
+        refusal: why the plan cannot run; empty if it can.
     """
 
     plan: Plan
@@ -48,22 +49,23 @@ class Candidate:
 def candidates(
     workload: Workload, plan: Plan, machine: Machine, *, keeps_micro_batch: str = ""
 ) -> tuple[Candidate, ...]:
-    """The plans for what ``plan`` asks; of those that a rule refuses, one for each strategy and rule.
+    """Return the plans for the settings that ``plan`` leaves open, and one rejected plan for each strategy and rule.
 
-    What ``plan`` says in other than its defaults stays as it is: with a strategy by name, the plan itself is the only
-    one. The global batch stays as it is, always.
+    Settings of ``plan`` that differ from their defaults do not change. If ``plan`` has a concrete strategy, it is the
+    only candidate. The global batch size never changes.
 
     Args:
-        workload: its ``batch_size`` is the micro-batch that was given.
-        keeps_micro_batch: why micro-batches cannot be made smaller; empty where they can.
+        workload: its ``batch_size`` is the given micro-batch.
+        plan: requested plan.
+        machine: machine to plan for.
+        keeps_micro_batch: why micro-batches cannot be split; empty if they can.
     """
     if plan.parallel.strategy != "auto":
         return (Candidate(plan, workload.batch_size),)
     axes = [
         _strategies(plan),
         _kept_activations(plan, workload, machine),
-        _losses(plan, workload),
-        _updates(plan),
+        *(_lever_positions(lever, plan, workload) for lever in LEVERS),
         _precisions(plan),
         _optimizers(plan),
         _cuts(plan, workload, keeps_micro_batch),
@@ -81,16 +83,16 @@ def candidates(
 
 
 def changed(plan: Plan, changes: Changes) -> Plan:
-    """``plan`` with other values in some fields.
+    """Return ``plan`` with other values in some fields.
 
     Raises:
-        PlanError: a rule refuses it.
+        PlanError: a rule rejects the new plan.
     """
     return Plan(**_parts(plan, changes))  # type: ignore[arg-type]  # each section holds its own part
 
 
 def refused_plan(plan: Plan, changes: Changes) -> Plan:
-    """What a rule refuses, as a value to be shown: made past the check, and never run."""
+    """Return a plan that a rule rejects, for display. It is constructed without checks and must not be run."""
     made = object.__new__(Plan)
     for section, part in _parts(plan, changes).items():
         object.__setattr__(made, section, part)
@@ -98,10 +100,10 @@ def refused_plan(plan: Plan, changes: Changes) -> Plan:
 
 
 def keeps_batches_whole(module: Module) -> str:
-    """Why smaller micro-batches would change what is learned; empty where they do not."""
+    """Return why smaller micro-batches would change training; empty if they would not."""
     network = network_of(module)
     if any(isinstance(each, BATCH_NORMS) and each.training for each in network.modules()):
-        return "BatchNorm takes the statistics of each micro-batch, so that smaller ones would train another model"
+        return "BatchNorm computes statistics of each micro-batch, so smaller micro-batches would change training"
     return ""
 
 
@@ -121,13 +123,13 @@ def _parts(plan: Plan, changes: Changes) -> dict[str, Part]:
         section, _, name = field.partition(".")
         by_section.setdefault(section, {})[name] = value
     parts = {section: replace(getattr(plan, section), **by_section.get(section, {})) for section in PARTS}
-    # What was allowed is settled now; the budget stays as a record.
+    # Allowed options are resolved now. The budget is kept as a record.
     if changes.get("parallel.strategy", plan.parallel.strategy) != "auto":
         parts["choice"] = ChoicePlan(plan.choice.memory_budget_bytes)
     return parts
 
 
-# ---- one lever each: its positions, that of the wanted plan first ----------------------------------------------------
+# ---- values of each option, the value of the requested plan first ----------------------------------------------------
 
 
 def _strategies(plan: Plan) -> list[Changes]:
@@ -135,7 +137,7 @@ def _strategies(plan: Plan) -> list[Changes]:
     if parallel.num_ranks == 1:
         return [{"parallel.strategy": "single"}]
     found: list[Changes] = [{"parallel.strategy": name} for name in ("ddp", "zero1", "zero2", "zero3")]
-    # A copy within whole nodes: one node, or several, but not all of them, which is zero3.
+    # A replica spans full nodes: one node or several, but not all of them, which is zero3.
     sizes = [parallel.devices * num for num in range(1, parallel.num_nodes) if parallel.num_nodes % num == 0]
     return found + [{"parallel.strategy": "hsdp", "parallel.shard_size": size} for size in sizes if size > 1]
 
@@ -149,14 +151,9 @@ def _kept_activations(plan: Plan, workload: Workload, machine: Machine) -> list[
     return found
 
 
-def _losses(plan: Plan, workload: Workload) -> list[Changes]:
-    is_open = CHUNKED_LOSS in plan.choice.words and can_chunk_loss(plan, workload)
-    return [{}, {"loss.chunked": True}] if is_open else [{}]
-
-
-def _updates(plan: Plan) -> list[Changes]:
-    is_open = plan.optimizer.step_in_backward == "none" and plan.precision.mode != "16-mixed"
-    return [{}, {"optimizer.step_in_backward": "exact"}] if is_open else [{}]
+def _lever_positions(lever: Lever, plan: Plan, workload: Workload) -> list[Changes]:
+    is_allowed = not lever.must_be_allowed or lever.keyword in plan.choice.words
+    return [{}, {lever.field: lever.on}] if is_allowed and can_add(lever, plan, workload) else [{}]
 
 
 def _precisions(plan: Plan) -> list[Changes]:
@@ -185,7 +182,7 @@ def _cuts(plan: Plan, workload: Workload, keeps_micro_batch: str) -> list[Change
 
 
 def _never_open(plan: Plan, workload: Workload, keeps_micro_batch: str) -> Iterator[Candidate]:
-    """Levers that this model or its data rule out whatever the strategy, each told once."""
+    """Return options that the model or its data rule out for every strategy, one candidate each."""
     strategy = "single" if plan.parallel.num_ranks == 1 else "ddp"
 
     def refused(changes: dict[str, object], micro_batch: int, reason: str) -> Candidate:
@@ -193,25 +190,27 @@ def _never_open(plan: Plan, workload: Workload, keeps_micro_batch: str) -> Itera
 
     given = workload.batch_size
     if plan.activation.policy == "none" and not workload.blocks:
-        reason = "the model has no blocks, by which activations are computed again: nothing in it repeats"
+        reason = "the model has no blocks (repeated modules), which recomputation requires"
         yield refused({"activation.policy": "full"}, given, reason)
     why = keeps_micro_batch or keeps_batches_whole(workload.module)
     if why and given > 1:
         yield refused({"batch.accumulate_grad_batches": plan.batch.accumulate_grad_batches * given}, 1, why)
     names = _allowed(plan, "optimizer.name")
     if names and plan.optimizer.name is None:
-        reason = "the model makes its own optimizer in configure_optimizers"
+        reason = "the model creates its optimizer in configure_optimizers"
         yield refused({"optimizer.name": names[0]}, given, reason)
-    if CHUNKED_LOSS in plan.choice.words and not plan.loss.chunked and not can_chunk_loss(plan, workload):
-        reason = "the model has no output layer whose logits a chunked loss could compute"
-        if plan.compile.enabled:
-            reason = "'auto' does not add a chunked loss to compile=True: set chunked_loss=True to use both"
-        yield refused({"loss.chunked": True}, given, reason)
+    for lever in LEVERS:
+        is_asked = lever.keyword in plan.choice.words and not lever.is_used(plan)
+        if is_asked and not can_add(lever, plan, workload):
+            reason = lever.conflict(plan) or f"the model has no output layer, which a {lever.words} requires"
+            yield refused({lever.field: lever.on}, given, reason)
 
 
-def can_chunk_loss(plan: Plan, workload: Workload) -> bool:
-    """Return whether a chunked loss is a change of ``plan`` that the model supports."""
-    return not (plan.loss.chunked or plan.compile.enabled) and _has_output_layer(workload)
+def can_add(lever: Lever, plan: Plan, workload: Workload) -> bool:
+    """Return whether ``lever`` is a change of ``plan`` that the model supports."""
+    if lever.is_used(plan) or lever.conflict(plan):
+        return False
+    return not lever.changes_output_layer or _has_output_layer(workload)
 
 
 def _has_output_layer(workload: Workload) -> bool:

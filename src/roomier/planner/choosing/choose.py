@@ -1,4 +1,4 @@
-"""Which plan to take: the fastest of those that fit, confirmed by a dry run of the code that will run."""
+"""Choice of a plan: the fastest plan that fits, confirmed by a dry run of the code that will run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from roomier.core.errors import PlanError, RoomierError
 from roomier.core.units import format_bytes
 from roomier.hardware.machine import Machine
 from roomier.plan import Plan
-from roomier.plan.choices import SWITCHES, Kind, kind_of
+from roomier.plan.choices import Kind, kind_of
+from roomier.plan.levers import used_levers
 from roomier.planner.choice import Choice, Considered
 from roomier.planner.choosing.candidates import STAGES, candidates
 from roomier.planner.choosing.pricing import TIE, Check, DryRuns, Priced, Prices, Pricing, prices_of, time_s
@@ -20,13 +21,16 @@ from roomier.planner.forecast import Forecast
 from roomier.planner.workload import Workload
 
 ESTIMATE_ERROR = 0.05
-"""A closed form may say so much too much: what it puts barely above the budget is looked at by a dry run."""
+"""Assumed error of the closed form: plans that exceed the budget by less are verified by a dry run."""
 
 FREE_SHARE = {"cuda": 0.05, "mps": 0.15, "cpu": 0.15}
-"""Of a device without a budget, what is left free. 5 % is the worst error that the forecast is held to. Memory that is
-the host's too has other tenants: the system, the data set and its workers, file caches."""
+"""Fraction of a device that remains free without a budget, by kind of device.
 
-_NUM_KEPT = 12  # of the plans that fit, and of those that do not, besides the best of each strategy
+On a GPU, this is the largest accepted error of a forecast. Memory shared with the host is also used by the system, the
+dataset and its workers, and file caches.
+"""
+
+_NUM_KEPT = 12  # number of plans in the result that fit, and that do not, in addition to the best of each strategy
 
 
 def choose(
@@ -40,21 +44,25 @@ def choose(
     prices: Prices | None = None,
     deadline: Deadline | None = None,
 ) -> Choice:
-    """The fastest plan that fits, of all that ``plan`` leaves open.
+    """Return the fastest plan that fits, among all plans for the settings that ``plan`` leaves open.
 
-    Where several are as fast (within :data:`TIE`), the simplest: exact before near before approximate, fewer levers, a
-    strategy that cuts less. See :mod:`roomier.planner.choosing.candidates` for the options that are tried.
+    If several plans are equally fast (within :data:`TIE`), the simplest is chosen: exact before near before
+    approximate, then fewer memory techniques, then a strategy that shards less. For the evaluated options, see
+    :mod:`roomier.planner.choosing.candidates`.
 
     Args:
-        workload: its ``batch_size`` is the micro-batch that was given; batches may be cut, the global one stays.
-        budget_bytes: what a device may hold; None takes that of ``plan``, else what ``machine`` has.
-        keeps_micro_batch: why micro-batches stay as they are; empty where they may be cut.
-        check: a rule of the run, beside those of the Plan.
-        prices: what each plan costs; None takes the closed form.
-        deadline: what is not priced until then is left out, and said to be; None is after :data:`SEARCH_S`.
+        workload: its ``batch_size`` is the given micro-batch. Batches may be split; the global batch size is constant.
+        plan: requested plan.
+        machine: machine to plan for.
+        budget_bytes: memory that a device may use; None uses :func:`budget_of`.
+        keeps_micro_batch: why micro-batches cannot be split; empty if they can.
+        check: additional rule of the run, which raises a RoomierError to reject a plan.
+        prices: source of forecasts; None uses the closed form.
+        deadline: plans that are not evaluated before it are skipped and reported; None is after :data:`SEARCH_S`.
 
     Returns:
-        ``chosen`` is None where nothing fits: :mod:`roomier.planner.choosing.nearest` says what would.
+        Choice whose ``chosen`` is None if no plan fits. :mod:`roomier.planner.choosing.nearest` then returns
+        alternatives.
 
     Raises:
         RoomierError: no step of the model can be forecast.
@@ -79,7 +87,7 @@ def choose(
 
 
 def budget_of(plan: Plan, machine: Machine) -> int:
-    """What a device may hold: what ``plan`` says, else what it has, less :data:`FREE_SHARE`."""
+    """Return the budget in ``plan``, or the memory of the device minus :data:`FREE_SHARE`, in bytes."""
     given = plan.choice.memory_budget_bytes
     if given is not None:
         return given
@@ -91,23 +99,25 @@ def _nothing_priced(plan: Plan, priced: Priced) -> RoomierError:
         error = priced.failures[0]
         if isinstance(error, RoomierError):
             return error
-        problem = f"its step cannot be forecast: without values it fails ({type(error).__name__}: {error})"
-        return RoomierError("strategy", plan.parallel.strategy, problem, "Name a strategy, and leave out memory_budget")
-    if len({(each.field, each.problem) for each in priced.errors}) == 1:  # all fail alike: the rules do not matter
+        problem = f"cannot be forecast, because the step fails in a dry run ({type(error).__name__}: {error})"
+        return RoomierError("strategy", plan.parallel.strategy, problem, "Set a strategy, and remove memory_budget")
+    if len({(each.field, each.problem) for each in priced.errors}) == 1:  # one common error, so the rules do not matter
         return priced.errors[0]
     reasons = "; ".join(dict.fromkeys(each.reason for each in priced.refused))
-    action = "Change what these say, or name a strategy"
-    return PlanError("strategy", plan.parallel.strategy, f"every plan is refused: {reasons}", action)
+    action = "Change these settings, or set a strategy"
+    return PlanError("strategy", plan.parallel.strategy, f"every plan is rejected: {reasons}", action)
 
 
 # ---- the search ------------------------------------------------------------------------------------------------------
 
 
 class _Search:
-    """Takes the fastest forecast that fits, and holds it against a dry run, until one does.
+    """Verifies the fastest plan that fits by a dry run, and continues with the next one if it does not fit.
 
     Attributes:
-        fitting, too_large: forecasts that are not chosen.
+        budget_bytes: memory that a device may use.
+        fitting: forecasts that fit and are not chosen.
+        too_large: forecasts that do not fit.
     """
 
     def __init__(self, budget_bytes: int, pricing: Pricing, dry_runs: DryRuns) -> None:
@@ -119,7 +129,7 @@ class _Search:
         self._confirmed: dict[int, Forecast | None] = {}
 
     def run(self) -> Forecast | None:
-        """The chosen one; None where nothing fits."""
+        """Return the chosen forecast; None if no plan fits."""
         for find in (self._pricing.find_fastest, self._pricing.price_all):
             find()
             while fitting := [each for each in self._pricing.priced.priced if self._pricing.fits(each)]:
@@ -127,7 +137,7 @@ class _Search:
                 confirmed = self._confirm(picked)
                 if confirmed is not None and confirmed.fits(self.budget_bytes):
                     self._divide(picked)
-                    return replace(confirmed, time=picked.time)  # all times by one method: they are compared
+                    return replace(confirmed, time=picked.time)  # times are compared, so they come from one method
                 self._pricing.reject(picked)
                 find()
         self._divide(None)
@@ -164,57 +174,49 @@ def _stage(forecast: Forecast) -> str:
 
 
 def simplest_of_the_fastest(forecasts: Sequence[Forecast]) -> Forecast:
-    """Of ``forecasts``, at least one, the simplest of those that are as fast as the fastest."""
+    """Return the simplest of the forecasts that are as fast as the fastest. ``forecasts`` must not be empty."""
     fastest_s = min(map(time_s, forecasts))
     tied = [each for each in forecasts if time_s(each) <= fastest_s * (1 + TIE)]
     return min(tied, key=lambda each: (*simplicity(each.plan), time_s(each), each.peak_bytes))
 
 
 def simplicity(plan: Plan) -> tuple[int, ...]:
-    """Return a sort key of the distance from a plain step: the least exact label within a rank, the number of levers,
-    how much the strategy shards, the number of micro-batches.
+    """Return a sort key of the distance from a plain step.
 
-    Labels of strategy and micro-batch do not count, because every plan on several ranks is near.
+    The key contains the least exact label within a rank, the number of memory techniques, how much the strategy shards,
+    and the number of micro-batches. Labels of strategy and micro-batch do not count, because every plan on several
+    ranks is near.
     """
-    kinds = [
-        kind_of("precision.mode", plan.precision.mode),
-        kind_of("optimizer.step_in_backward", plan.optimizer.step_in_backward),
-    ]
+    used = used_levers(plan)
+    kinds = [kind_of("precision.mode", plan.precision.mode), *(each.choice(each.value(plan)).kind for each in used)]
     if plan.optimizer.name is not None:
         kinds.append(kind_of("optimizer.name", plan.optimizer.name))
-    if plan.loss.chunked:
-        kinds.append(SWITCHES["loss.chunked"].kind)
-    levers = (
-        plan.activation.policy != "none",
-        plan.offload.activations != "none",
-        plan.loss.chunked,
-        plan.optimizer.step_in_backward != "none",
-    )
+    num_levers = len(used) + (plan.activation.policy != "none") + (plan.offload.activations != "none")
     order = list(Kind)
     worst = max(order.index(kind) for kind in kinds if kind is not None)
-    return worst, sum(levers), STAGES.index(plan.parallel.strategy), plan.batch.accumulate_grad_batches
+    return worst, num_levers, STAGES.index(plan.parallel.strategy), plan.batch.accumulate_grad_batches
 
 
-# ---- what is told ----------------------------------------------------------------------------------------------------
+# ---- the considered plans of a Choice --------------------------------------------------------------------------------
 
 
 def _considered(chosen: Forecast | None, search: _Search, priced: Priced) -> tuple[Considered, ...]:
     fitting = sorted(search.fitting, key=time_s)
     too_large = sorted(search.too_large, key=lambda each: each.peak_bytes)
-    told: list[Considered] = []
+    found: list[Considered] = []
     if chosen is not None:
-        told.append(Considered(chosen.plan, chosen.micro_batch, chosen, fits=True))
-        told += (_told(each, fits=True, reason=_slower(each, chosen)) for each in _few(fitting))
-    told += (_told(each, fits=False, reason=_too_large(each, search)) for each in _few(too_large))
-    return (*told, *priced.refused, *_unpriced(priced.unpriced))
+        found.append(Considered(chosen.plan, chosen.micro_batch, chosen, fits=True))
+        found += (_not_chosen(each, fits=True, reason=_slower(each, chosen)) for each in _few(fitting))
+    found += (_not_chosen(each, fits=False, reason=_too_large(each, search)) for each in _few(too_large))
+    return (*found, *priced.refused, *_unpriced(priced.unpriced))
 
 
-def _told(forecast: Forecast, *, fits: bool, reason: str) -> Considered:
+def _not_chosen(forecast: Forecast, *, fits: bool, reason: str) -> Considered:
     return Considered(forecast.plan, forecast.micro_batch, forecast, fits, reason)
 
 
 def _few(forecasts: Sequence[Forecast]) -> Iterator[Forecast]:
-    """The first ones, and the first of each strategy."""
+    """Return the first forecasts, and the first of each strategy."""
     seen: set[str] = set()
     for index, each in enumerate(forecasts):
         if index < _NUM_KEPT or _stage(each) not in seen:
@@ -223,7 +225,7 @@ def _few(forecasts: Sequence[Forecast]) -> Iterator[Forecast]:
 
 
 def _unpriced(found: Sequence[Considered]) -> Iterator[Considered]:
-    """One for each strategy, with how many there are."""
+    """Return one plan for each strategy. Its reason contains the number of the others."""
     by_strategy: dict[str, list[Considered]] = {}
     for each in found:
         by_strategy.setdefault(each.plan.parallel.strategy, []).append(each)
@@ -234,10 +236,10 @@ def _unpriced(found: Sequence[Considered]) -> Iterator[Considered]:
 def _slower(forecast: Forecast, chosen: Forecast) -> str:
     ratio = time_s(forecast) / time_s(chosen) if time_s(chosen) else 1.0
     if ratio > 1 + TIE:
-        return f"{ratio:.2f} times as slow"
-    return "as fast, and less simple"
+        return f"takes {ratio:.2f} times as long"
+    return "equally fast, but less simple"
 
 
 def _too_large(forecast: Forecast, search: _Search) -> str:
     over = forecast.peak_bytes - search.budget_bytes
-    return f"needs {format_bytes(forecast.peak_bytes)}, {format_bytes(over)} too much"
+    return f"needs {format_bytes(forecast.peak_bytes)}, {format_bytes(over)} over the budget"

@@ -1,4 +1,4 @@
-"""A Plan as what a user would write: the keywords of a Trainer, as text to paste."""
+"""Conversion of a Plan to Trainer keywords, as text to copy."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from typing import Any
 from roomier.adapters.found import as_keyword
 from roomier.core.units import parse_bytes
 from roomier.plan import Plan
+from roomier.plan.levers import used_levers
 from roomier.plan.parts import ParallelPlan, Part
 
 
 def trainer_keywords(plan: Plan) -> dict[str, Any]:
-    """The keywords that make ``plan``; those that are at their defaults are left out."""
+    """Return the keywords that give ``plan``, without keywords that have their default."""
     strategy = _strategy(plan)
     found: dict[str, Any] = {} if strategy == "single" else {"strategy": strategy}
     parallel, batch, optimizer, activation = plan.parallel, plan.batch, plan.optimizer, plan.activation
@@ -24,14 +25,11 @@ def trainer_keywords(plan: Plan) -> dict[str, Any]:
     if optimizer.schedule is not None:
         settings = _given(optimizer, {"warmup_steps": "warmup_steps", "min_lr_ratio": "min_lr_ratio"})
         found["lr_schedule"] = {"name": optimizer.schedule, **settings} if settings else optimizer.schedule
-    if optimizer.step_in_backward != "none":
-        found["step_in_backward"] = True if optimizer.step_in_backward == "exact" else optimizer.step_in_backward
     if activation.policy != "none":
         found["activation_checkpointing"] = _recompute(plan)
     if (offload := _given(plan.offload, {name: name for name in vars(plan.offload)})) != {}:
         found["offload"] = offload
-    if plan.loss.chunked:
-        found["chunked_loss"] = plan.loss.chunk_tokens or True
+    found |= {lever.keyword: lever.as_keyword(plan) for lever in used_levers(plan)}
     found |= _given(plan.attention, {"kernel": "attention"}) | _given(plan.compile, {"enabled": "compile"})
     if plan.adapter.lora_rank is not None:
         found["lora"] = as_keyword(plan.adapter)
@@ -41,12 +39,12 @@ def trainer_keywords(plan: Plan) -> dict[str, Any]:
 
 
 def as_call(keywords: Mapping[str, Any]) -> str:
-    """``Trainer(strategy='zero2', devices=2)``."""
+    """Return a call of Trainer as text, such as ``Trainer(strategy='zero2', devices=2)``."""
     return f"Trainer({', '.join(f'{name}={value!r}' for name, value in keywords.items())})"
 
 
 def _given(part: Part, names: Mapping[str, str]) -> dict[str, Any]:
-    """The fields of ``part`` that are not at their defaults, by what a keyword calls them."""
+    """Return the fields of ``part`` that differ from their defaults, with the names of their keywords."""
     defaults = {each.name: each.default for each in dataclasses.fields(part)}
     values = {field: getattr(part, field) for field in names}
     return {names[field]: value for field, value in values.items() if value != defaults[field]}
@@ -87,7 +85,7 @@ def _recompute(plan: Plan) -> Any:
 
 
 def _bytes(num_bytes: int) -> int | str:
-    """``"6GiB"`` where that is exact."""
+    """Return a text such as ``"6GiB"`` if it is exact, otherwise the number."""
     for unit in ("GiB", "MiB"):
         text = f"{num_bytes / parse_bytes('', f'1{unit}'):g}{unit}"
         if parse_bytes("", text) == num_bytes:

@@ -1,4 +1,4 @@
-"""What to do where nothing fits: what to allow, how much smaller a batch, how many ranks, which device."""
+"""Alternatives if no plan fits: options to allow, a smaller batch, more ranks, or a larger device."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from roomier.core.units import format_bytes
 from roomier.hardware.devices import SHEETS
 from roomier.hardware.machine import Machine
 from roomier.plan import Plan
-from roomier.plan.parts import CHUNKED_LOSS, ChoicePlan
+from roomier.plan.levers import LEVERS
+from roomier.plan.parts import ChoicePlan
 from roomier.planner.choice import Choice, words_of
-from roomier.planner.choosing.candidates import Changes, can_chunk_loss, changed
+from roomier.planner.choosing.candidates import Changes, can_add, changed
 from roomier.planner.choosing.choose import ESTIMATE_ERROR, budget_of, choose
 from roomier.planner.choosing.keywords import as_call, trainer_keywords
 from roomier.planner.choosing.pricing import Check, Prices, prices_of
@@ -26,7 +27,7 @@ from roomier.planner.workload import Workload
 
 _PRECISIONS = ("bf16-mixed", "bf16-true")
 _SMALL_STATES = ("adamw8bit", "adamw4bit")
-_MAX_TIMES = 256  # as many ranks as there are
+_MAX_TIMES = 256  # largest multiple of the current number of ranks
 
 
 def nothing_fits(
@@ -39,32 +40,37 @@ def nothing_fits(
     prices: Prices | None = None,
     deadline: Deadline | None = None,
 ) -> PlanError:
-    """The error that says which is the smallest plan, what it needs, and what would let one fit.
+    """Return an error with the smallest plan, its memory, and alternatives that fit.
 
     Args:
-        plan: what was asked.
-        choice: of :func:`choose`, in which nothing fits.
-        deadline: what is not tried until then is not advised, and the error says so; None is after :data:`ADVICE_S`.
+        workload: workload of the choice.
+        plan: requested plan.
+        choice: result of :func:`choose` in which no plan fits.
+        keeps_micro_batch: why micro-batches cannot be split; empty if they can.
+        check: additional rule of the run, as in :func:`choose`.
+        prices: source of forecasts; None uses the closed form.
+        deadline: alternatives that are not evaluated before it are omitted, which the error reports; None is after
+            :data:`ADVICE_S`.
     """
     deadline = deadline or Deadline.after(ADVICE_S)
     smallest = min((each.forecast for each in choice.considered if each.forecast), key=lambda each: each.peak_bytes)
     needs, budget = format_bytes(smallest.peak_bytes), format_bytes(choice.budget_bytes)
     how = words_of(smallest.plan, smallest.micro_batch)
     is_auto = plan.parallel.strategy == "auto"
-    of_which = "the smallest plan" if choice.is_complete else "the smallest plan that there was time for"
-    what = f"{of_which}, {how}," if is_auto else how
-    problem = f"{what} needs {needs} on each rank, where {budget} are to be had"
+    smallest_text = "the smallest plan" if choice.is_complete else "the smallest plan evaluated before the time limit"
+    what = f"{smallest_text}, {how}," if is_auto else how
+    problem = f"{what} needs {needs} on each rank, but the budget is {budget}"
     peaks = _Peaks(workload, choice.machine, prices or prices_of(workload, choice.machine), deadline)
     ways = list(_ways(workload, plan, choice, smallest, keeps_micro_batch, check, peaks))
     action = "; or ".join([*ways[:1], *(way[0].lower() + way[1:] for way in ways[1:])])
     action = action or "Use a smaller model or a larger device"
     if peaks.ran_out or not choice.is_complete:
-        action += f". There was no time to try all that may fit. {deadline.longer}"
+        action += f". The search for alternatives reached its time limit. {deadline.longer}"
     given = plan.choice.memory_budget_bytes
     field, value = ("strategy", plan.parallel.strategy) if given is None else ("memory_budget", format_bytes(given))
     error = PlanError(field, value, problem, action)
     for failure in dict.fromkeys(peaks.failures):
-        error.add_note(f"roomier could not try all that may fit: {failure}")
+        error.add_note(f"roomier could not evaluate all alternatives: {failure}")
     return error
 
 
@@ -116,12 +122,14 @@ def _with_batch(chosen: Forecast, workload: Workload) -> str:
 
 
 class _Peaks:
-    """What is not asked for, tried: by the closed form, and where that says that it fits, by a dry run.
+    """Peaks of plans that were not requested: by the closed form, and by a dry run if they fit.
 
     Attributes:
-        prices: on ``machine``.
-        ran_out: the deadline left something out.
-        failures: what failed while it was tried, and is no refusal, in a line each.
+        machine: machine to plan for.
+        prices: forecasts on ``machine``.
+        deadline: time limit.
+        ran_out: whether a plan was skipped because of the deadline.
+        failures: one line for each failure other than a rejected plan.
     """
 
     def __init__(self, workload: Workload, machine: Machine, prices: Prices, deadline: Deadline) -> None:
@@ -134,10 +142,13 @@ class _Peaks:
         self._prices = {machine.device.name: prices}
 
     def peak_bytes(self, plan: Plan, micro_batch: int, budget_bytes: int, machine: Machine | None = None) -> int | None:
-        """Of a step; None where it cannot be forecast, or where there is no time left for it.
+        """Return the peak of a step; None if it cannot be forecast or the deadline has passed.
 
         Args:
-            machine: in the place of the one that was asked for.
+            plan: plan with a concrete strategy.
+            micro_batch: samples of a micro-batch on each rank.
+            budget_bytes: memory that a device may use.
+            machine: another machine instead of the requested one.
         """
         if self.deadline.is_over:
             self.ran_out = True
@@ -154,20 +165,21 @@ class _Peaks:
         except DryRunError as error:
             self.failures.append(reason_of(error))
         except RoomierError:
-            pass  # it is refused, so it is no advice
-        except Exception as error:  # the error that is being told comes first
+            pass  # a rejected plan is no alternative
+        except Exception as error:  # the error that is being created has priority
             self.failures.append(reason_of(error))
         return None
 
 
 def _allowing(peaks: _Peaks, plan: Plan, smallest: Forecast, budget: int, workload: Workload) -> str | None:
     """Return the advice to allow the fewest choices with which a plan fits, exact labels first; None if none does."""
-    can_chunk = CHUNKED_LOSS not in _words(plan) and can_chunk_loss(smallest.plan, workload)
+    levers = [lever for lever in LEVERS if lever.must_be_allowed and lever.keyword not in _words(plan)]
     modes = [mode for mode in _PRECISIONS if smallest.plan.precision.mode == "32-true" and mode not in _words(plan)]
     has_adam = smallest.plan.optimizer.name in ("adamw", "adam")
     names = [name for name in _SMALL_STATES if has_adam and name not in _words(plan)]
-    axes: list[list[tuple[str, Changes]]] = [
-        [(CHUNKED_LOSS, {"loss.chunked": True})] if can_chunk else [],
+    possible = [lever for lever in levers if can_add(lever, smallest.plan, workload)]
+    axes: list[list[tuple[str, Changes]]] = [[(lever.keyword, {lever.field: lever.on})] for lever in possible]
+    axes += [
         [(mode, {"precision.mode": mode}) for mode in modes],
         [(name, {"optimizer.name": name}) for name in names],
     ]
@@ -182,7 +194,7 @@ def _allowing(peaks: _Peaks, plan: Plan, smallest: Forecast, budget: int, worklo
             words = [*_words(plan), *(word for word, _ in combination)]
             settings = {name: value for name, value in _settings_of_auto(plan).items() if name != "allow"}
             strategy = {"name": "auto", **settings, "allow": words}
-            return f"Allow it: strategy={strategy!r} needs {format_bytes(peak)}"
+            return f"Allow more options with strategy={strategy!r}, which needs {format_bytes(peak)}"
     return None
 
 
@@ -192,7 +204,7 @@ def _words(plan: Plan) -> tuple[str, ...]:
 
 def _settings_of_auto(plan: Plan) -> dict[str, Any]:
     auto = replace(plan, parallel=replace(plan.parallel, strategy="auto", shard_size=None), choice=ChoicePlan())
-    found = trainer_keywords(auto)["strategy"]  # "auto" is no default
+    found = trainer_keywords(auto)["strategy"]  # exists, because "auto" is not the default
     return {} if isinstance(found, str) else {name: value for name, value in found.items() if name != "name"}
 
 
@@ -203,13 +215,13 @@ def _smaller_batch(peaks: _Peaks, given: int, smallest: Forecast, budget: int) -
         if peak is None:
             return None
         if peak <= budget:
-            return f"Give batches of {batch_size} samples in place of {given}: {format_bytes(peak)}"
+            return f"Use batches of {batch_size} samples instead of {given}, which need {format_bytes(peak)}"
         batch_size //= 2
     return None
 
 
 def _more_ranks(peaks: _Peaks, smallest: Forecast, budget: int) -> str | None:
-    """The same devices, twice as many, and so on: they share what is cut."""
+    """Return the advice to use 2, 4, ... times as many devices, which share the sharded tensors."""
     parallel, times = smallest.plan.parallel, 2
     last = smallest.peak_bytes
     while times <= _MAX_TIMES:
@@ -223,21 +235,22 @@ def _more_ranks(peaks: _Peaks, smallest: Forecast, budget: int) -> str | None:
             return None
         machine = replace(peaks.machine, devices_per_node=wider)
         peak = peaks.peak_bytes(wide, smallest.micro_batch, budget, machine)
-        if peak is None or (times > 2 and peak > 0.98 * last):  # more ranks cut no more
+        if peak is None or (times > 2 and peak > 0.98 * last):  # more ranks save no more memory
             return None
         if peak <= budget:
             total = wide.parallel.num_ranks
             return (
-                f"Use devices={wider}: on {total} of these devices {wide.parallel.strategy} needs {format_bytes(peak)}"
+                f"Use devices={wider}: on {total} of these devices, {wide.parallel.strategy} needs {format_bytes(peak)}"
             )
         last, times = peak, times * 2
     return None
 
 
 def _larger_device(peaks: _Peaks, plan: Plan, smallest: Forecast, choice_bytes: int) -> str | None:
-    """The smallest device of the table on which the same number of ranks will do."""
+    """Return the advice to use the smallest device of the table on which the plan fits with the same number of
+    ranks."""
     if plan.choice.memory_budget_bytes is not None:
-        return None  # the device is larger than what was asked for
+        return None  # the budget is a setting, not the size of the device
     machine = peaks.machine
     for sheet in sorted(SHEETS, key=lambda each: each.device.memory_bytes):
         other = sheet.machine(machine.devices_per_node, machine.num_nodes)

@@ -1,10 +1,10 @@
-"""What is nearest to a request that cannot work: a few keywords changed, and the rest as it was asked.
+"""The nearest valid plan to an invalid request: a few keywords changed, and all others as requested.
 
 [Note: near]
-A request says what is to be learned and how it is to be computed. What is nearest keeps the first and changes the
-second: another strategy computes the same; a lever less computes the same with more memory; another precision or
-optimizer does not compute the same, and comes last. Of changes that are as near, those that the error itself names come
-first.
+Some keywords determine the result of training, others how it is computed. The nearest plan changes the latter. Another
+strategy computes the same result. Without a memory technique, the result is the same with more memory. Another
+precision or optimizer changes the result and has the highest cost. Among equal changes, changes that the error itself
+suggests come first.
 """
 
 from __future__ import annotations
@@ -22,23 +22,29 @@ from roomier.api.module import Module
 from roomier.core.device import resolve_device
 from roomier.core.errors import PlanError, RoomierError
 from roomier.core.world import World
+from roomier.engine.build import build
+from roomier.engine.eager import EagerEngine
+from roomier.engine.optimizers import configure
 from roomier.plan import Plan, plan_from_flags
 from roomier.plan.choices import CHOICES
+from roomier.plan.levers import LEVERS
 from roomier.plan.rules import CombinedPlanError, each_error
 from roomier.planner.choosing.keywords import as_call
+from roomier.planner.fake.fake_world import fake_world
+from roomier.planner.fake.shapes import shapes_of
 
 Keywords = Mapping[str, Any]
 Works = Callable[[Plan], bool]
 
 _MAX_EDITS = 3
-_MAX_BUILDS = 12  # that are tried for one error
+_MAX_BUILDS = 12  # builds that are tried for one error
 _STRATEGIES = ("zero2", "ddp", "zero3", "zero1", "single", "hsdp")
 _DEFAULT = object()
 
 
 @dataclass(frozen=True)
 class _Edit:
-    """One change of a request: keywords with their new values, ``_DEFAULT`` to leave one out; and how far it leads."""
+    """One change of a request: keywords with new values, where ``_DEFAULT`` removes a keyword, and its cost."""
 
     changes: Mapping[str, Any]
     cost: float
@@ -47,16 +53,16 @@ class _Edit:
 def with_nearest(
     error: RoomierError, asked: Keywords, works: Works | None = None, *, fixed: Collection[str] = ()
 ) -> RoomierError:
-    """``error``, which says as well what the nearest plan is that works, as keywords to paste; as it is where none is
-    near.
+    """Return ``error`` with the nearest plan that works, as keywords to copy, or unchanged if no such plan is found.
 
     Args:
-        asked: the keywords of the Trainer that were given and are not at their defaults.
-        works: whether a legal plan can be built; None asks for its device alone.
-        fixed: keywords that cannot change any more.
+        error: error of the request.
+        asked: given keywords of the Trainer that differ from their defaults.
+        works: function that returns whether a valid plan can be built; None only checks its device.
+        fixed: keywords that cannot change anymore.
     """
     found = nearest_legal(error, asked, works or has_its_device, fixed=fixed)
-    if not found:  # nothing, or a Trainer without keywords, which is no advice
+    if not found:  # None, or a Trainer without keywords, which is no useful advice
         return error
     advice = f"The nearest plan that works: {as_call(found)}"
     if isinstance(error, CombinedPlanError):
@@ -68,7 +74,7 @@ def with_nearest(
 def nearest_legal(
     error: RoomierError, asked: Keywords, works: Works, *, fixed: Collection[str] = ()
 ) -> dict[str, Any] | None:
-    """``asked`` with the least changes with which it makes a plan that works; None where a few do not suffice."""
+    """Return ``asked`` with the smallest changes that give a plan that works; None if a few changes do not suffice."""
     edits = sorted(_edits(asked, error), key=lambda each: each.cost)
     edits = [each for each in edits if not each.changes.keys() & set(fixed)]
     num_builds = 0
@@ -90,7 +96,7 @@ def nearest_legal(
 
 
 def has_its_device(plan: Plan) -> bool:
-    """Whether this machine has what the plan computes on."""
+    """Return whether this machine has the device of the plan."""
     try:
         resolve_device(plan.parallel.accelerator)
     except RoomierError:
@@ -99,13 +105,7 @@ def has_its_device(plan: Plan) -> bool:
 
 
 def can_build(plan: Plan, module: Module) -> bool:
-    """Whether ``build`` takes the plan for ``module``: it is asked, without memory."""
-    from roomier.engine.build import build
-    from roomier.engine.eager import EagerEngine
-    from roomier.engine.optimizers import configure
-    from roomier.planner.fake.fake_world import fake_world
-    from roomier.planner.fake.shapes import shapes_of
-
+    """Return whether ``build`` accepts the plan for ``module``, without memory."""
     if not has_its_device(plan):
         return False
     world = World(0, plan.parallel.num_ranks, 0, 0, plan.parallel.devices)
@@ -116,7 +116,7 @@ def can_build(plan: Plan, module: Module) -> bool:
                 plan, copied, lambda blocks: configure(plan, copied, lambda: 1000.0, blocks), EagerEngine, ranks
             )
             engine.close()
-    except Exception:  # this is advice: what fails here is not what was asked for
+    except Exception:  # advice only, so a failure here must not hide the original error
         return False
     return True
 
@@ -148,7 +148,7 @@ def _changed(asked: Keywords, edits: tuple[_Edit, ...]) -> dict[str, Any]:
     return values
 
 
-# ---- which changes there are -----------------------------------------------------------------------------------------
+# ---- possible changes ------------------------------------------------------------------------------------------------
 
 
 def _edits(asked: Keywords, error: RoomierError) -> Iterator[_Edit]:
@@ -163,7 +163,7 @@ def _edits(asked: Keywords, error: RoomierError) -> Iterator[_Edit]:
         if fields & edit.changes.keys():
             near += 0.05
         elif is_alone and "strategy" in edit.changes:
-            near -= 3  # on one rank, all strategies do the same
+            near -= 3  # on one rank, all strategies are equal
         yield _Edit(edit.changes, edit.cost - near)
 
 
@@ -172,7 +172,7 @@ def _singles(error: RoomierError) -> tuple[RoomierError, ...]:
 
 
 def _of_misspelled(asked: Keywords, error: RoomierError) -> Iterator[_Edit]:
-    """What the error itself takes for a slip of the pen."""
+    """Return the corrections of misspelled values that the error suggests."""
     for each in _singles(error):
         meant = re.search(r"Did you mean '([^']+)'", each.action)
         if meant is not None and isinstance(each.received, str) and asked.get(each.field) == each.received:
@@ -206,14 +206,16 @@ def _named(name: str, settings: Keywords) -> Any:
 
 
 def _of_levers(asked: Keywords) -> Iterator[_Edit]:
-    for name in ("step_in_backward", "chunked_loss", "compile", "attention", "gradient_clip_algorithm"):
+    for name in (*(lever.keyword for lever in LEVERS), "compile", "attention", "gradient_clip_algorithm"):
         if name in asked:
             yield _Edit({name: _DEFAULT}, 2)
     if "activation_checkpointing" in asked:
         for index, policy in enumerate(("full", "selective", _DEFAULT)):
             yield _Edit({"activation_checkpointing": policy}, 1.5 + 0.3 * index)
-    if asked.get("step_in_backward") == "stale_norm":
-        yield _Edit({"step_in_backward": True}, 1)
+    for lever in LEVERS:
+        others = [value for value in CHOICES.get(lever.field, {}) if value not in (lever.on, lever.off)]
+        if asked.get(lever.keyword) in others:
+            yield _Edit({lever.keyword: True}, 1)
     schedule = asked.get("lr_schedule")
     if schedule is not None:
         settings = schedule if isinstance(schedule, Mapping) else {}

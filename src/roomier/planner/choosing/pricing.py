@@ -1,14 +1,14 @@
-"""What the candidates cost, as far as it must be known to find the fastest that fits.
+"""Forecasts of candidates, as many as are needed to find the fastest plan that fits.
 
-[Note: what need not be priced]
-Traces take the time of planning, one for each way in which a forward may keep less. Such a lever never makes a step
-faster, nor does a batch in smaller pieces. So the *plain* plan of a strategy, which pulls no lever and cuts no batch,
-is as fast as any plan of that strategy, and is priced first. A strategy whose plain plan is no faster than a plan that
-fits has nothing to offer; of one set of levers, pieces smaller than those that fit have nothing to offer either; and
-where the smallest pieces do not fit, those between the largest and them do not. If nothing fits, everything is priced,
-since then the question is what is nearest.
+[Note: plans that are not evaluated]
+Traces take most of the time of planning, one for each combination of techniques that save activations. A memory
+technique never makes a step faster, and neither does a smaller micro-batch. So the *plain* plan of a strategy, without
+memory techniques and with full micro-batches, is as fast as any plan of that strategy, and is evaluated first. A
+strategy is skipped if its plain plan is not faster than a plan that fits. For one set of techniques, micro-batches
+smaller than those that fit are skipped. If the smallest micro-batch does not fit, the sizes between it and the largest
+do not fit either. If no plan fits, all plans are evaluated to find the nearest.
 
-One lever may in truth be faster than none: the loss in chunks, which moves fewer bytes. It is taken for one of memory.
+A chunked loss can be faster than a plain loss, because it moves fewer bytes. It still counts as a memory technique.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from roomier.core.errors import RoomierError
 from roomier.core.log import notice
 from roomier.hardware.machine import Machine
 from roomier.plan import Plan
+from roomier.plan.levers import LEVERS
 from roomier.planner.choice import Considered
 from roomier.planner.choosing.candidates import Candidate
 from roomier.planner.deadline import Deadline
@@ -33,79 +34,84 @@ from roomier.planner.formula.estimate import Estimator
 from roomier.planner.workload import Workload
 
 TIE = 0.02
-"""Plans whose steps differ by less are equally fast: the clock of a real run does not tell them apart."""
+"""Relative difference of step times below which plans count as equally fast, because a measurement cannot rank them."""
 
 Check = Callable[[Plan], None]
-"""Raises a RoomierError where the run cannot take this plan."""
+"""Function that raises a RoomierError if the run does not support a plan."""
 
 
 class Prices(Protocol):
-    """What says what a plan costs."""
+    """Source of forecasts."""
 
     def estimate(self, plan: Plan, micro_batch: int) -> Forecast:
-        """The forecast of ``plan`` with micro-batches of so many samples.
+        """Return the forecast of ``plan`` with ``micro_batch`` samples on each rank.
 
         Raises:
-            RoomierError: it cannot be built.
+            RoomierError: the plan cannot be built.
         """
 
 
 class DryRuns:
-    """Prices by a dry run of each plan: slow, and as close as can be."""
+    """Forecasts by dry runs, which are slow and as accurate as possible."""
 
     def __init__(self, workload: Workload, machine: Machine) -> None:
         self._workload = workload
         self._machine = machine
 
     def estimate(self, plan: Plan, micro_batch: int) -> Forecast:
+        """Return the forecast of ``plan`` with ``micro_batch`` samples on each rank, by a dry run."""
         return confirm(self._workload.with_batch_size(micro_batch), plan, self._machine)
 
 
 class ClosedForms:
-    """Prices by the closed form; by a dry run where the closed form finds no way through a model, which is told."""
+    """Forecasts by the closed form. If it fails for a model, dry runs are used, and a notice reports this."""
 
     def __init__(self, workload: Workload, machine: Machine) -> None:
         self._estimator = Estimator(workload, machine)
         self._dry_runs = DryRuns(workload, machine)
         self._name = type(network_of(workload.module)).__name__
-        self._has_told = False
-        self._hopeless: set[str] = set()  # what fails in a dry run as well
+        self._has_reported = False
+        self._hopeless: set[str] = set()  # problems that also occur in a dry run
 
     def estimate(self, plan: Plan, micro_batch: int) -> Forecast:
+        """Return the forecast of ``plan`` with ``micro_batch`` samples on each rank."""
         try:
             return self._estimator.estimate(plan, micro_batch)
         except RoomierError as error:
             if not isinstance(error, DryRunError) or error.problem in self._hopeless:
                 raise
             found: Exception = error
-        except Exception as error:  # it reads more into a model than a dry run does
+        except Exception as error:  # the closed form assumes more about a model than a dry run
             found = error
         return self._without_closed_form(plan, micro_batch, found)
 
     def _without_closed_form(self, plan: Plan, micro_batch: int, error: Exception) -> Forecast:
         try:
             forecast = self._dry_runs.estimate(plan, micro_batch)
-        except DryRunError:  # the model is wrong, or no step of it can be forecast
+        except DryRunError:  # the model is invalid, or its step cannot be forecast
             if isinstance(error, DryRunError):
                 self._hopeless.add(error.problem)
             raise
-        if not self._has_told:
-            self._has_told = True
+        if not self._has_reported:
+            self._has_reported = True
             why = reason_of(error)
-            notice(f"plans of {self._name} are compared by dry runs, which takes longer; by formula its step {why}")
+            notice(
+                f"plans of {self._name} are compared by dry runs, which takes longer. The closed form failed: its step "
+                f"{why}"
+            )
         return forecast
 
 
 @dataclass
 class Priced:
-    """Plans with what they cost.
+    """Plans with their forecasts.
 
     Attributes:
         priced: forecasts, in the order of the candidates.
-        refused: what rules, or the build, refuse.
-        unpriced: what was not looked at, and why.
-        errors: what refused those of ``refused`` that no rule of a Plan did, in their order.
-        failures: what a dry run raised that is no refusal.
+        refused: plans that rules or the build reject.
+        unpriced: plans that were not evaluated, with the reason.
+        errors: errors of rejected plans that no rule of a Plan rejects, in their order.
+        failures: exceptions of dry runs other than a rejected plan.
     """
 
     priced: list[Forecast] = field(default_factory=list)
@@ -116,20 +122,23 @@ class Priced:
 
 
 def prices_of(workload: Workload, machine: Machine) -> Prices:
+    """Return the forecasts for ``workload`` on ``machine`` by the closed form."""
     return ClosedForms(workload, machine)
 
 
 class Pricing:
-    """Prices candidates one after the other; see [Note: what need not be priced].
+    """Evaluates candidates in sequence; see [Note: plans that are not evaluated].
 
     Args:
-        found: all of them, in the order of their levers, those that cut no batch first.
-        budget_bytes: what a device may hold.
-        deadline: what is not priced by then is left out; one plan always is.
+        found: all candidates, in the order of their techniques, starting with full micro-batches.
+        prices: source of forecasts.
+        check: additional rule of the run; None without one.
+        budget_bytes: memory that a device may use.
+        deadline: candidates that are not evaluated before it are skipped. One candidate is always evaluated.
 
     Attributes:
-        priced: what was found out so far.
-        ran_out: the deadline left something out.
+        priced: results so far.
+        ran_out: whether a candidate was skipped because of the deadline.
     """
 
     def __init__(
@@ -159,11 +168,11 @@ class Pricing:
 
     @property
     def candidates(self) -> list[Candidate]:
-        """Those that no rule refuses."""
+        """Candidates that no rule rejects."""
         return [each for rows in self._rows.values() for row in rows.values() for each in row]
 
     def find_fastest(self) -> None:
-        """Price what may be the fastest that fits."""
+        """Evaluate the candidates that could be the fastest plan that fits."""
         self.priced.unpriced.clear()
         plain_s = {stage: self._time_s(next(iter(rows.values()))[0]) for stage, rows in self._rows.items()}
         for stage, rows in sorted(self._rows.items(), key=lambda item: plain_s[item[0]]):
@@ -171,18 +180,18 @@ class Pricing:
                 if self._best_s() <= plain_s[stage] * (1 + TIE):
                     break
                 self._price_row(row)
-        self._tell_unpriced("no faster than the chosen one: it saves memory that is there")
+        self._add_unpriced("not faster than the chosen plan, and saves memory that is available")
 
     def fits(self, forecast: Forecast) -> bool:
-        """As far as it is known."""
+        """Return whether ``forecast`` fits according to the results so far."""
         return id(forecast) not in self._too_large and forecast.fits(int(self._budget_bytes))
 
     def reject(self, forecast: Forecast) -> None:
-        """Note that one of those that were priced does not fit after all."""
+        """Mark ``forecast`` as not fitting, after a dry run."""
         self._too_large.add(id(forecast))
 
     def price_all(self) -> None:
-        """Price the rest."""
+        """Evaluate all other candidates."""
         self.priced.unpriced.clear()
         for each in self.candidates:
             self._price(each)
@@ -203,7 +212,7 @@ class Pricing:
 
     def _time_s(self, candidate: Candidate) -> float:
         forecast = self._price(candidate)
-        return 0.0 if forecast is None else time_s(forecast)  # where it is refused, its levers may not be
+        return 0.0 if forecast is None else time_s(forecast)  # a rejected plan may be valid with other techniques
 
     def _price(self, candidate: Candidate) -> Forecast | None:
         key = id(candidate)
@@ -222,7 +231,7 @@ class Pricing:
         except RoomierError as error:
             self.priced.errors.append(error)
             reason = f"{error.field}: {error.problem}"
-        except Exception as error:  # the user's step, in a world without values: anything may come of it
+        except Exception as error:  # code of the user in a dry run can raise anything
             self.priced.failures.append(error)
             reason = f"the step fails in a dry run ({type(error).__name__}: {error})"
         else:
@@ -233,9 +242,9 @@ class Pricing:
             self.priced.refused.append(Considered(each.plan, each.micro_batch, None, False, reason))
         return None
 
-    def _tell_unpriced(self, reason: str) -> None:
+    def _add_unpriced(self, reason: str) -> None:
         if self.ran_out:
-            reason = f"not looked at in time. {self._deadline.longer}"
+            reason = f"not evaluated before the time limit. {self._deadline.longer}"
         self.priced.unpriced += [
             Considered(each.plan, each.micro_batch, None, False, reason, is_left_out=True)
             for each in self.candidates
@@ -244,13 +253,14 @@ class Pricing:
 
 
 def time_s(forecast: Forecast) -> float:
+    """Return the seconds of a step; infinity if the forecast has no time."""
     return math.inf if forecast.time is None else forecast.time.total_s
 
 
 def _stage(plan: Plan) -> Hashable:
-    """What a lever for memory leaves as it is."""
+    """Return the settings that memory techniques do not change."""
     return plan.parallel, plan.precision, plan.optimizer.name
 
 
 def _levers(plan: Plan) -> Hashable:
-    return plan.activation, plan.offload, plan.loss, plan.optimizer.step_in_backward
+    return plan.activation, plan.offload, *(lever.value(plan) for lever in LEVERS)

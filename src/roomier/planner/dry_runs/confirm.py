@@ -1,7 +1,8 @@
-"""What a plan costs, by a dry run: slower than the closed form, and as close as the code that will run.
+"""Forecasts by dry run, which are slower than the closed form but execute the code of the real run.
 
-[Note: what a dry run cannot see]
-To it, host and device are one memory. So what leaves a GPU for the memory of its host is forecast by the closed form.
+[Note: limits of a dry run]
+Host and device are one memory in a dry run. Plans that move data from a GPU to host memory are therefore forecast with
+the closed form.
 """
 
 from __future__ import annotations
@@ -17,19 +18,22 @@ from roomier.planner.workload import Workload
 
 
 def is_seen_by_dry_run(plan: Plan, machine: Machine) -> bool:
-    """See [Note: what a dry run cannot see]."""
+    """Return whether a dry run can forecast ``plan``; see [Note: limits of a dry run]."""
     return plan.offload.activations == "none" or machine.device.kind == "cpu"
 
 
 def confirm(workload: Workload, plan: Plan, machine: Machine) -> Forecast:
-    """The forecast of ``plan`` for ``workload`` on ``machine``; its ``method`` says how it was made, see
-    [Note: what a dry run cannot see].
+    """Return the forecast of ``plan`` for ``workload`` on ``machine``.
+
+    The ``method`` of the forecast is ``"dry run"``, or ``"closed form"`` as described in [Note: limits of a dry run].
 
     Args:
         workload: its ``batch_size`` is the micro-batch.
+        plan: plan with a concrete strategy.
+        machine: machine that the forecast is for.
 
     Raises:
-        RoomierError: what ``build`` refuses.
+        RoomierError: ``build`` rejects the plan.
     """
     if not is_seen_by_dry_run(plan, machine):
         return Estimator(workload, machine).estimate(plan, workload.batch_size)

@@ -1,4 +1,4 @@
-"""A step without memory: the very ``build`` of a run, and two steps of its engine, in a fake world."""
+"""Dry runs: the ``build`` of a run and two steps of its engine, in a fake environment without memory."""
 
 from __future__ import annotations
 
@@ -32,18 +32,20 @@ from roomier.precision.policy import precision_of
 
 NumBytes = dict[Kind, int]
 OF_THE_BATCH = (Kind.ACTIVATION, Kind.TEMPORARY)
-"""What may differ from a forecast where shapes depend on values, or kernels keep more than their operations tell."""
-_NUM_STEPS = 1000  # of the run, for schedules: none of them changes a byte
+"""Kinds that can differ from a forecast, if shapes depend on values or kernels allocate more than their results."""
+_NUM_STEPS = 1000  # length of the run, for schedules. It does not affect memory.
 
 
 @dataclass(frozen=True)
 class Stretch:
-    """A part of a step in which one part of the model runs.
+    """Part of a step during which one part of the model runs.
 
     Attributes:
         phase: ``"forward"``, ``"backward"`` or ``"update"``.
-        place: the part of the model; empty for what lies between parts.
-        begin, peak, end: bytes by kind when it begins, when all kinds together are largest, and when it ends.
+        place: name of the part of the model; empty between parts.
+        begin: bytes by kind at the start.
+        peak: bytes by kind when their total is highest.
+        end: bytes by kind at the end.
     """
 
     phase: str
@@ -54,10 +56,11 @@ class Stretch:
 
     @cached_property
     def peak_bytes(self) -> int:
+        """Total bytes at the peak."""
         return total_bytes(self.peak)
 
     def with_activations(self, factor: float) -> Stretch:
-        """The same with ``factor`` times as much of what depends on the batch: activations and temporaries."""
+        """Return this stretch with activations and temporaries, which depend on the batch, multiplied by ``factor``."""
         moments = (
             {kind: round(count * factor) if kind in OF_THE_BATCH else count for kind, count in moment.items()}
             for moment in (self.begin, self.peak, self.end)
@@ -67,11 +70,11 @@ class Stretch:
 
 @dataclass(frozen=True)
 class DryRun:
-    """One optimizer step of one rank, from the second on.
+    """One optimizer step of one rank, after the first step.
 
     Attributes:
-        stretches: in their order.
-        work: what is computed, by phase and part of the model.
+        stretches: parts of the step in their order.
+        work: amount of computation, by phase and part of the model.
     """
 
     stretches: tuple[Stretch, ...]
@@ -79,29 +82,30 @@ class DryRun:
 
     @property
     def peak(self) -> Stretch:
-        """Where all tensors together are largest."""
+        """Stretch with the highest total of tensor bytes."""
         return max(self.stretches, key=lambda each: each.peak_bytes)
 
     @property
     def peak_bytes(self) -> int:
+        """Highest total of tensor bytes."""
         return self.peak.peak_bytes
 
 
 def dry_run(workload: Workload, plan: Plan, *, rank: int = 0, is_pairwise: bool = True, like: str = "cpu") -> DryRun:
-    """Take a step of ``workload`` under ``plan`` without memory or a device.
+    """Run a step of ``workload`` under ``plan`` without memory or a device.
 
-    Of a budget of activations see :func:`within_budget`.
-
-    The module is copied as shapes. Nothing of it is computed: where its code asks for values of tensors, see
-    [Note: what the fake world cannot tell].
+    The module is copied as shapes, and no values are computed. For code that reads values of tensors, see
+    [Note: values in a dry run]. For plans with an activation budget, see :func:`within_budget`.
 
     Args:
-        rank: whose step; the first never holds less than another.
-        is_pairwise: ranks exchange parts of the model as on gloo; else as on NCCL.
-        like: ``"cpu"`` or ``"cuda"``: whose kernels keep what they keep, see [Note: like CUDA].
+        workload: module and micro-batch.
+        plan: plan with a concrete strategy.
+        rank: rank to simulate. Rank 0 never needs less memory than another rank.
+        is_pairwise: use the point-to-point collectives of gloo. False uses the collectives of NCCL.
+        like: ``"cpu"`` or ``"cuda"``, the device whose kernels determine the saved memory; see [Note: like CUDA].
 
     Raises:
-        RoomierError: what ``build`` refuses; a step whose shapes depend on values that are not known.
+        RoomierError: ``build`` rejects the plan, or shapes in the step depend on unknown values.
     """
     if plan.activation.policy == "budget":
         return within_budget(
@@ -122,20 +126,22 @@ def dry_run(workload: Workload, plan: Plan, *, rank: int = 0, is_pairwise: bool 
             _copies(engine, [each for each in workload.copies if each.is_on(like)]),
             lambda: _micro_batches(workload, plan, like),
             clips=plan.batch.gradient_clip_val,
-            num_steps_before=2 if plan.parallel.strategy == "ddp" else 1,  # DDP is there from the second on
+            num_steps_before=2 if plan.parallel.strategy == "ddp" else 1,  # DDP is constructed in the second step
         )
 
 
 def within_budget(plan: Plan, run: Callable[[Plan], DryRun]) -> DryRun:
-    """The step of a ``plan`` with a budget of activations: which blocks compute again is chosen from times that are
-    measured, so it is between the step in which all do and that in which none does.
+    """Return the step of a ``plan`` with an activation budget, interpolated between full and no recomputation.
 
-    The peak is the budget, or that of one of the two where the budget lies outside of them. Blocks keep what they keep
-    when none computes again up to a height, the highest that leaves the peak within the budget; computation lies
-    between as bytes do.
+    Blocks select recomputation by measured times, so the actual step is between these two.
+
+    The peak is the budget, or the nearer of the two peaks if the budget is outside of their range. Activations are the
+    activations without recomputation, limited to the highest level at which the peak is within the budget. Work is
+    interpolated with the ratio of the bytes.
 
     Args:
-        run: gives the step of a plan without a budget.
+        plan: plan with the activation policy ``"budget"``.
+        run: function that returns the step of a plan without a budget.
     """
     wanted = plan.activation
     least = run(replace(plan, activation=ActivationPlan("full")))
@@ -168,13 +174,13 @@ def within_budget(plan: Plan, run: Callable[[Plan], DryRun]) -> DryRun:
 
 
 def _micro_batches(workload: Workload, plan: Plan, like: str) -> Sequence[Any]:
-    """Of a step. A device with memory of its own has them one by one: engines move each when its turn comes."""
+    """Return the micro-batches of a step. A device with separate memory has one at a time, as the engine moves them."""
     one_by_one = _OneByOne(lambda: shapes_of_batch(workload.batch), plan.batch.accumulate_grad_batches)
     return list(one_by_one) if like == "cpu" else one_by_one
 
 
 class _OneByOne(Sequence[Any]):
-    """As many as ``num``, each made when it is asked for, and held by nobody."""
+    """Sequence of ``num`` items. Each access creates a new item, and the sequence keeps no reference to it."""
 
     def __init__(self, make: Callable[[], Any], num: int) -> None:
         self._make = make
@@ -190,7 +196,7 @@ class _OneByOne(Sequence[Any]):
 
 
 def _copies(engine: EagerEngine, copies: Sequence[KeptWeights]) -> list[Tensor]:
-    """What callbacks keep from the start of a run on."""
+    """Return the tensors that callbacks keep from the start of a run, such as averages."""
     saved = engine.weights() if any(each.with_buffers for each in copies) else {}
     buffers = [(name, each) for name, each in engine.module.named_buffers() if name in saved]
     averages = [
@@ -212,7 +218,7 @@ def _tracked_step(
     takes_index = num_step_arguments(module, "training_step", 2) > 1
     places = named_places(engine.module, engine.blocks)
     counter = WorkCounter()
-    at_hand: list[Any] = []  # loops hold a micro-batch until the next one begins, the last until the update is over
+    at_hand: list[Any] = []  # a loop holds each micro-batch until the next one begins, the last until the update ends
     engine.hooks.batch_start = lambda batch, _: at_hand.append(batch)
     engine.hooks.batch_end = lambda _: at_hand.clear()
 
@@ -229,7 +235,7 @@ def _tracked_step(
             engine.clip()
         engine.step()
         at_hand.clear()
-        del batches  # only now: loops hold them while the optimizer steps
+        del batches  # loops hold them during the update
         tracker.enter("rest")
 
     with tracking(engine, copies) as tracker, ExitStack() as stack:
@@ -238,7 +244,7 @@ def _tracked_step(
             tracker.place = place
 
         stack.enter_context(telling_places(places, tell))
-        for _ in range(num_steps_before):  # they make the optimizer's states, and tell what each storage is for
+        for _ in range(num_steps_before):  # creates optimizer states, and lets the tracker learn the kind of storages
             step(tracker)
         tracker.restart()
         stack.enter_context(counter.counting(lambda: (tracker.phase, tracker.place)))
@@ -249,8 +255,11 @@ def _tracked_step(
 
 
 def stretches_of(moments: Iterator[Snapshot]) -> Iterator[Stretch]:
-    """``moments`` of a tracked step, the first that before it; those of one part of it in a row together."""
-    begin = dict(next(moments).num_bytes)  # the first is that before the step
+    """Merge consecutive snapshots of a tracked step that have the same phase and place.
+
+    The first snapshot of ``moments`` is the state before the step.
+    """
+    begin = dict(next(moments).num_bytes)
     for (phase, place), group in itertools.groupby(moments, lambda each: (each.phase, each.place)):
         peak, end = begin, begin
         for moment in group:

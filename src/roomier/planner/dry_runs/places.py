@@ -1,4 +1,4 @@
-"""Which part of a model runs, told to who wants to know: while it computes, and in its backward."""
+"""Notifications of which part of a model runs, in forward and in backward."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from roomier.core.tree import tensors
 from roomier.loss.lazy_logits import LazyLogits
 
-_PLACE = "_roomier_place"  # on a tensor: which part made it
+_PLACE = "_roomier_place"  # attribute of a tensor: the part of the model that returned it
 
 
 def named_places(network: nn.Module, blocks: Sequence[nn.Module]) -> dict[nn.Module, str]:
-    """The parts of ``network`` that are told apart: its blocks, and the leaves outside them; with their names."""
+    """Return the parts of ``network`` to distinguish with their names: its blocks, and the leaf modules outside
+    them."""
     in_blocks = {part for block in blocks for part in block.modules()}
     return {
         module: name
@@ -26,14 +27,19 @@ def named_places(network: nn.Module, blocks: Sequence[nn.Module]) -> dict[nn.Mod
 
 
 @contextmanager
-def telling_places(places: dict[nn.Module, str], tell: Callable[[str], None]) -> Iterator[None]:
-    """Inside, ``tell`` is called with the name of the part that runs from then on; empty outside of all.
+def telling_places(places: dict[nn.Module, str], set_place: Callable[[str], None]) -> Iterator[None]:
+    """Context manager that calls ``set_place`` with the name of each part when it starts, and with "" when it ends.
 
-    In a backward a part begins when the gradient of its output is there, and ends when that of its input is.
+    In backward, a part starts when the gradient of its output is complete, and ends when the gradient of its input is
+    complete.
+
+    Args:
+        places: names of the parts, from :func:`named_places`.
+        set_place: called with each name.
     """
     handles = []
     for module, name in places.items():
-        enter, leave = _hooks(name, tell)
+        enter, leave = _hooks(name, set_place)
         handles.append(module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True))
         handles.append(module.register_forward_hook(leave))
     try:
@@ -43,18 +49,18 @@ def telling_places(places: dict[nn.Module, str], tell: Callable[[str], None]) ->
             handle.remove()
 
 
-def _hooks(name: str, tell: Callable[[str], None]) -> tuple[Callable[..., None], Callable[..., None]]:
+def _hooks(name: str, set_place: Callable[[str], None]) -> tuple[Callable[..., None], Callable[..., None]]:
     def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
         others = (each for each in tensors([args, kwargs]) if not hasattr(each, _PLACE))
-        _at_gradient_of(others, lambda: tell(""))  # what another part made tells its own
-        tell(name)
+        _at_gradient_of(others, lambda: set_place(""))  # the output of another part reports the name of that part
+        set_place(name)
 
     def leave(module: nn.Module, args: Any, output: Any) -> None:
         made = list(tensors(output))
         for each in made:
             setattr(each, _PLACE, name)
-        _at_gradient_of(made, lambda: tell(name))
-        tell("")
+        _at_gradient_of(made, lambda: set_place(name))
+        set_place("")
 
     return enter, leave
 
@@ -62,5 +68,5 @@ def _hooks(name: str, tell: Callable[[str], None]) -> tuple[Callable[..., None],
 def _at_gradient_of(found: Iterable[Tensor], call: Callable[[], None]) -> None:
     if torch.is_grad_enabled():
         for tensor in found:
-            if tensor.requires_grad and not isinstance(tensor, LazyLogits):  # no gradient comes to these
+            if tensor.requires_grad and not isinstance(tensor, LazyLogits):  # these receive no gradient
                 tensor.register_hook(lambda gradient: call())  # type: ignore[no-untyped-call]

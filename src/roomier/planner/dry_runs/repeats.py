@@ -1,9 +1,9 @@
-"""What repeats along the depth of a model, and copies of the model in which it repeats less often.
+"""Repeating blocks of a deep model, and copies of the model with fewer of them.
 
 [Note: equal blocks]
-Blocks in a row are equal where class, parts, shapes and dtypes of parameters and buffers, and all plain attributes are;
-a whole number may also count the blocks. Some models take turns (an attention over all tokens after five over a
-window): then a period, as many blocks as a turn has, is what repeats.
+Blocks in a row are equal if class, parts, plain attributes, and shapes and dtypes of parameters and buffers are equal.
+An integer attribute may also count the blocks. Some models alternate between kinds of blocks, such as one block with
+full attention after five with a window. The repeating unit is then a period of several blocks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from roomier.planner.fake.user_code import reason_of
 from roomier.planner.workload import Workload
 
 _LONGEST_TURN = 8
-_told: WeakSet[nn.Module] = WeakSet()
+_reported: WeakSet[nn.Module] = WeakSet()
 _PLAIN = (bool, str, float, complex, type(None), bytes)
 
 
@@ -36,10 +36,10 @@ class Repeat:
     """Equal blocks in a row, in one ``ModuleList`` or ``Sequential``.
 
     Attributes:
-        container: its name in the network; empty for the network itself.
-        first: the position of the first block in it.
+        container: name of the container in the network; empty for the network itself.
+        first: position of the first block in the container.
         length: blocks of a period.
-        count: periods.
+        count: number of periods.
     """
 
     container: str
@@ -48,14 +48,14 @@ class Repeat:
     count: int
 
     def places(self, period: int) -> list[str]:
-        """The names of the blocks of a period."""
+        """Return the names of the blocks of a period."""
         begin = self.first + period * self.length
         prefix = f"{self.container}." if self.container else ""
         return [f"{prefix}{position}" for position in range(begin, begin + self.length)]
 
 
 def find_repeats(workload: Workload, plan: Plan, *, least: int) -> list[Repeat]:
-    """Blocks of the model that ``plan`` treats alike, where ``least`` periods or more are in a row."""
+    """Return rows of at least ``least`` periods of blocks that ``plan`` treats identically."""
     if plan.activation.policy == "budget" or _names_a_block(plan):
         return []
     step = (plan.activation.every_n or 2) if plan.activation.policy == "every_n" else 1
@@ -65,20 +65,20 @@ def find_repeats(workload: Workload, plan: Plan, *, least: int) -> list[Repeat]:
     for name, container in network.named_modules():
         if isinstance(container, (nn.ModuleList, nn.Sequential)) and type(container) in (nn.ModuleList, nn.Sequential):
             faces = [_face_of(each) if each in blocks else None for each in container.children()]
-            if len(faces) >= least and len(faces) == len(container):  # else one block stands in it twice
+            if len(faces) >= least and len(faces) == len(container):  # unequal if the container has a block twice
                 found += _runs(name, faces, least, step)
     return found
 
 
-def tell_traced_whole(module: Module, repeats: Sequence[Repeat], error: Exception) -> None:
-    """Say, once of each model, that planning takes longer, since copies with fewer blocks do not tell of it."""
-    if module in _told:
+def report_full_trace(module: Module, repeats: Sequence[Repeat], error: Exception) -> None:
+    """Print one time per model that all of its blocks are traced, because copies with fewer blocks cannot be used."""
+    if module in _reported:
         return
-    _told.add(module)
+    _reported.add(module)
     num_blocks = sum(each.count * each.length for each in repeats)
     name = type(network_of(module)).__name__
     why = reason_of(error)
-    notice(f"planning traces all {num_blocks} blocks of {name}, which takes longer; with fewer of them its step {why}")
+    notice(f"planning traces all {num_blocks} blocks of {name}, which takes longer: with fewer blocks, its step {why}")
 
 
 @dataclass(frozen=True)
@@ -86,15 +86,15 @@ class Shallow:
     """A model with fewer blocks.
 
     Attributes:
-        module: it shares all it has with the model it was made from.
-        positions: container -> the position that each of its parts has in the whole model.
+        module: copy that shares everything with the original except the containers of the blocks.
+        positions: container -> position in the original model of each of its children.
     """
 
     module: Module
     positions: Mapping[str, Sequence[int]]
 
     def place_in_model(self, place: str) -> str:
-        """The name in the whole model of what is called ``place`` here."""
+        """Return the name in the original model of the part with the name ``place`` in this copy."""
         for container, positions in self.positions.items():
             prefix = f"{container}." if container else ""
             number, *rest = place.removeprefix(prefix).split(".", 1)
@@ -104,7 +104,14 @@ class Shallow:
 
 
 def shallow_copy(module: Module, repeats: Sequence[Repeat], counts: Sequence[int], *, num_last: int = 1) -> Shallow:
-    """``module`` with ``counts`` periods of each of ``repeats``: the first of them, and the ``num_last`` last."""
+    """Return a copy of ``module`` with fewer periods of blocks.
+
+    Args:
+        module: model to copy.
+        repeats: rows of equal blocks.
+        counts: number of periods to keep of each of ``repeats``.
+        num_last: how many of the kept periods are taken from the end of the row. The others are taken from its start.
+    """
     network = network_of(module)
     positions = {
         repeat.container: list(range(len(list(network.get_submodule(repeat.container).children()))))
@@ -133,7 +140,8 @@ def _names_a_block(plan: Plan) -> bool:
 
 @dataclass(frozen=True)
 class _Face:
-    """What of a block decides what it costs: ``kept`` is equal in equal blocks, ``counted`` may count them."""
+    """Properties that determine the cost of a block. Equal blocks have equal ``kept``; ``counted`` may count the
+    blocks."""
 
     kept: tuple[Any, ...]
     counted: tuple[int, ...]
@@ -194,7 +202,7 @@ def _are_alike(one: _Face | None, other: _Face | None, distance: int) -> bool:
 
 
 def _copied_around(module: Any, cut: Mapping[nn.Module, nn.Module]) -> Any:
-    """``module`` with other modules in it, copied as far as they are reached."""
+    """Return ``module`` with the modules in ``cut`` replaced. Modules that contain one of them are copied."""
     known: dict[nn.Module, nn.Module] = dict(cut)
 
     def copied(part: nn.Module) -> nn.Module:

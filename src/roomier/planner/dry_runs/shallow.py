@@ -1,16 +1,16 @@
-"""A step of a deep model, from dry runs of copies in which its blocks repeat less often.
+"""The step of a deep model, computed from dry runs of copies with fewer blocks.
 
 [Note: depth]
-Where equal blocks stand in a row (see :mod:`roomier.planner.dry_runs.repeats`) a copy with four periods of each is
-traced, the first two and the last two, and for each row one with a period more in the middle. The two timelines are the
-same but for the visits to that period, one in each forward and backward. What it adds to all other moments is the
-difference of the two; what its visit adds to what comes behind is the difference of its end and its begin. So the
-timeline of the whole depth is written down: the visit as often as periods were left out, each higher by the visits
-before it.
+If equal blocks are in a row (see :mod:`roomier.planner.dry_runs.repeats`), a copy with four periods of each row is
+traced: the first two and the last two. For each row, another copy has one additional period in the middle. The two
+timelines are equal except for the visits to the additional period, one in each forward and backward. The difference of
+the timelines is the effect of a period on all other points in time. The difference of end and begin of a visit is its
+effect on the following stretches. The timeline of the full model repeats the visit for each omitted period, each raised
+by the previous visits.
 
-Two on each side, for the ends reach one block into a row: buffers of the last block travel while the one before it
-computes, and the first has none to gather before it. Nothing is taken for granted: where the timelines are not the same
-but for the visits, or a visit does not add what the difference of the depths says, the whole model is traced.
+Two periods on each side are required, because the ends affect one block inside the row: buffers of the last block are
+sent while the previous block computes, and no all-gather precedes the first block. The result is verified: if the
+timelines differ outside the visits, or a visit does not add the difference of the depths, the full model is traced.
 """
 
 from __future__ import annotations
@@ -23,31 +23,31 @@ from roomier.core.errors import PlanError
 from roomier.memory.kinds import Kind
 from roomier.plan import Plan
 from roomier.planner.dry_runs.dry_run import DryRun, NumBytes, Stretch, dry_run, within_budget
-from roomier.planner.dry_runs.repeats import Repeat, Shallow, find_repeats, shallow_copy, tell_traced_whole
+from roomier.planner.dry_runs.repeats import Repeat, Shallow, find_repeats, report_full_trace, shallow_copy
 from roomier.planner.dry_runs.work import Part, Work
 from roomier.planner.workload import Workload
 
 _NUM_FIRST = _NUM_LAST = 2  # periods that are always traced
 _NUM_TRACED = _NUM_FIRST + _NUM_LAST
-_LEAST = _NUM_TRACED + 2  # periods of a row that is worth it
+_LEAST = _NUM_TRACED + 2  # shorter rows are traced in full
 
 
-class _IsNotLinear(Exception):  # noqa: N818 - says what was found; it is never raised to a caller
-    """The timelines of two depths do not tell that of another."""
+class _IsNotLinear(Exception):  # noqa: N818 - a finding; it is never raised to a caller
+    """The timelines of two depths do not determine the timelines of other depths."""
 
     def __str__(self) -> str:
-        return "one more changes more than its own part of the step"
+        return "changes in more than the added blocks"
 
 
 def dry_run_by_depth(
     workload: Workload, plan: Plan, *, rank: int = 0, is_pairwise: bool = True, like: str = "cpu"
 ) -> DryRun:
-    """As :func:`roomier.planner.dry_runs.dry_run.dry_run`, in the time of a few blocks where the model has many.
+    """Return the same as :func:`roomier.planner.dry_runs.dry_run.dry_run`, but trace only a few blocks of a deep model.
 
     See [Note: depth].
 
     Raises:
-        RoomierError: what ``build`` refuses.
+        RoomierError: ``build`` rejects the plan.
     """
 
     if plan.activation.policy == "budget":
@@ -64,13 +64,13 @@ def dry_run_by_depth(
             return _from_shallow_copies(workload, repeats, trace)
         except PlanError:
             raise
-        except Exception as error:  # whatever a model does with fewer blocks than it was made with
-            tell_traced_whole(workload.module, repeats, error)
+        except Exception as error:  # a model may fail in any way with fewer blocks than it was constructed with
+            report_full_trace(workload.module, repeats, error)
     return trace(workload)
 
 
 def _saves(repeats: Sequence[Repeat]) -> bool:
-    """Whether the copies have fewer blocks than the model."""
+    """Return whether all copies together have fewer blocks than the model."""
     num_own = sum(_NUM_TRACED * each.length for each in repeats)
     num_traced = num_own * (1 + len(repeats)) + sum(each.length for each in repeats)
     return num_traced < sum(each.count * each.length for each in repeats)
@@ -91,10 +91,13 @@ def _from_shallow_copies(workload: Workload, repeats: list[Repeat], trace: Calla
 
 
 class _Timeline:
-    """The step of a shallow copy, under the names of the whole model.
+    """The step of a shallow copy, with the names of the full model.
 
     Attributes:
-        visits: the stretches; those of the middle period of a row together and with the row's number, others with None.
+        work: amount of computation by part.
+        visits: consecutive stretches in groups, each with the number of the row if it is the row's middle period,
+            otherwise with None.
+        stretches: all stretches in their order.
     """
 
     def __init__(self, run: DryRun, shallow: Shallow, repeats: Sequence[Repeat]) -> None:
@@ -104,7 +107,7 @@ class _Timeline:
         row = None
         for each in run.stretches:
             stretch = replace(each, place=shallow.place_in_model(each.place))
-            if stretch.place or each.phase == "update":  # what has no name belongs to the block before
+            if stretch.place or each.phase == "update":  # a stretch without a name belongs to the previous block
                 row = middle.get(stretch.place)
             found.append((row, stretch))
         self.visits = [(row, [each for _, each in group]) for row, group in groupby(found, lambda each: each[0])]
@@ -113,7 +116,7 @@ class _Timeline:
 
 @dataclass(frozen=True)
 class _Change:
-    """Bytes by kind that are added to a stretch: at its begin, its peak, its end."""
+    """Bytes by kind that are added at the begin, the peak and the end of a stretch."""
 
     begin: NumBytes
     peak: NumBytes
@@ -122,20 +125,22 @@ class _Change:
 
 @dataclass(frozen=True)
 class _Visit:
-    """The stretches of a middle period, and the bytes that are more at its end than at its begin."""
+    """The stretches of a middle period, and the bytes by which its end exceeds its begin."""
 
     stretches: list[Stretch]
     growth: NumBytes
 
 
 class _Row:
-    """What another period of a row of blocks adds.
+    """The effect of another period of a row of blocks.
 
     Attributes:
+        repeat: the row.
         num_more: periods of the model that were not traced.
-        by_depth: for each stretch of the base: what another period adds there.
-        visits: index into the stretches of the base -> the visit of another period that comes before it.
-        work: of another period, but for what belongs to itself; and ``own_work``, which does.
+        by_depth: for each stretch of the base, the bytes that another period adds.
+        visits: index into the stretches of the base -> visit of another period before this stretch.
+        work: additional work of another period outside of its own blocks.
+        own_work: work of the blocks of the period.
     """
 
     def __init__(self, number: int, repeat: Repeat, base: _Timeline, deeper: _Timeline) -> None:
@@ -152,7 +157,7 @@ class _Row:
         if len(self.by_depth) != len(base.stretches):
             raise _IsNotLinear
         for index, visit in self.visits.items():
-            # With any number of periods the last visit ends where what follows begins.
+            # With any number of periods, the last visit ends where the following stretch begins.
             if _sum(self.by_depth[index - 1].end, visit.growth, 1) != self.by_depth[index].begin:
                 raise _IsNotLinear
         own = set(repeat.places(_NUM_FIRST))
@@ -172,7 +177,8 @@ class _Row:
             self.by_depth.append(_Change(*changes))
 
     def goes_up(self, base: _Timeline, index: int) -> bool:
-        """Whether the visit before a stretch of the base comes from the period before; else from that behind."""
+        """Return True if the visit before a stretch of the base follows the previous period, False if the next
+        period."""
         for stretch in reversed(base.stretches[:index]):
             if stretch.place in self.repeat.places(_NUM_FIRST - 1):
                 return True
@@ -199,7 +205,7 @@ def _stretches(base: _Timeline, rows: Sequence[_Row]) -> Iterator[Stretch]:
 
 def _visits(base: _Timeline, rows: Sequence[_Row], row: _Row, index: int) -> Iterator[Stretch]:
     visit, goes_up = row.visits[index], row.goes_up(base, index)
-    # Other rows, and those of its own periods that deeper copies have beside the one it is taken from, add all along.
+    # Other rows, and the other added periods of this row, add the same bytes during all visits.
     depth = [(each.by_depth[index - 1].end, each.num_more - (each is row)) for each in rows]
     names = row.repeat.places(_NUM_FIRST)
     for number in range(row.num_more):
@@ -210,7 +216,7 @@ def _visits(base: _Timeline, rows: Sequence[_Row], row: _Row, index: int) -> Ite
 
 
 def _raised(stretch: Stretch, place: str, added: Sequence[Sequence[tuple[NumBytes, int]]]) -> Stretch:
-    """``stretch`` at another place, with so many bytes more, so many times, at each of the three moments."""
+    """Return ``stretch`` at another place, with bytes added a number of times at each of the three moments."""
     found = []
     for moment, changes in zip(_MOMENTS, added, strict=True):
         num_bytes: NumBytes = dict(getattr(stretch, moment))

@@ -1,4 +1,4 @@
-"""What is computed: operations, their floating-point work, and the bytes they read and write."""
+"""Amounts of computation: operations, their floating-point operations, and the bytes that they read and write."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from torch.utils.flop_counter import flop_registry
 from roomier.core import torch_fake, torch_private
 
 Part = tuple[str, str]
-"""Phase of a step, and part of the model."""
+"""Phase of a step and part of the model."""
 
-# Questions about tensors, marks of a profiler; and what ranks exchange, with its packing, which step_time.py prices.
+# Queries of tensors, profiler marks, and communication with its packing, whose time step_time.py computes.
 _NOT_COMPUTED_IN = ("prim", "profiler", "c10d", "fsdp")
-# Memory is asked for, or looked at in another shape: nothing is read or written.
+# Allocations and views, which neither read nor write.
 _NOT_COMPUTED = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view")
-# Rows of a table are read, not all of it.
+# These read rows of a table, not the full table.
 _READS_ROWS = ("embedding", "index_select", "gather", "index", "_embedding_bag")
 
 
@@ -32,11 +32,11 @@ class Work:
     """An amount of computation.
 
     Attributes:
-        flops: floating-point operations of matrix products, convolutions and attention, by the dtype of what they
-            multiply; a multiplication and an addition are two.
-        product_bytes: what these operations read and write.
-        other_bytes: what all others read and write: they are limited by memory, not by arithmetic.
-        num_operations: kernels that are started.
+        flops: floating-point operations of matrix products, convolutions and attention, by the dtype of their inputs. A
+            multiply-add counts as two.
+        product_bytes: bytes that these operations read and write.
+        other_bytes: bytes that all other operations read and write. Memory bandwidth limits them, not arithmetic.
+        num_operations: number of launched kernels.
     """
 
     flops: Mapping[torch.dtype, float] = field(default_factory=lambda: MappingProxyType({}))
@@ -63,10 +63,10 @@ class Work:
 
 
 class WorkCounter:
-    """Counts the operations that torch dispatches.
+    """Counter of the operations that torch dispatches.
 
     Attributes:
-        by_part: what was counted of each part of a step.
+        by_part: work of each part of a step.
     """
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ class WorkCounter:
         self._part: Callable[[], Part] = lambda: ("", "")
 
     def counting(self, part: Callable[[], Part]) -> AbstractContextManager[Any]:
-        """Inside, operations are counted for what ``part`` says at the time."""
+        """Return a context manager that counts operations for the part that ``part`` returns at the time."""
         self._part = part
         return torch_private.intercept(self._on_operation)
 
@@ -95,15 +95,15 @@ def _is_computed(func: Any) -> bool:
 
 @cache
 def _name_of(func: Any) -> str:
-    """``"addmm"`` of ``aten.addmm.default``."""
+    """Return the name of an operation, such as ``"addmm"`` for ``aten.addmm.default``."""
     _, _, name = str(func).partition(".")
     return name.partition(".")[0]
 
 
 def work_of(func: Any, args: Any, kwargs: Any, result: Any) -> Work:
-    """Of one operation, as dispatched below autograd."""
+    """Return the work of one operation, as dispatched below autograd."""
     moved_bytes = sum(_bytes_of(each) for each in _tensors([args, kwargs, result]))
-    if _name_of(func) in _READS_ROWS:  # as much as it writes, beside the indices
+    if _name_of(func) in _READS_ROWS:  # reads the indices, and as many bytes of the table as it writes
         table, *_ = _tensors(args)
         moved_bytes += sum(_bytes_of(each) for each in _tensors(result)) - _bytes_of(table)
     count = flop_registry.get(func.overloadpacket if hasattr(func, "overloadpacket") else func)
@@ -117,7 +117,7 @@ def work_of(func: Any, args: Any, kwargs: Any, result: Any) -> Work:
 def _bytes_of(tensor: Tensor) -> int:
     num_bytes = tensor.itemsize
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        if stride:  # one that was expanded is read from what is there
+        if stride:  # expanded dimensions add no memory
             num_bytes *= size
     return num_bytes
 

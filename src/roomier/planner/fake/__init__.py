@@ -1,1 +1,1 @@
-"""A world in which tensors have no memory, and what it answers."""
+"""The environment of a dry run: tensors without memory, and ranks that do not exist."""

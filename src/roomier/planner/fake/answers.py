@@ -1,4 +1,4 @@
-"""What a fake world answers where code asks fake tensors for values; see [Note: made-up values]."""
+"""Results for operations that read values of fake tensors; see [Note: assumed values]."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from roomier.planner.fake.rnn import rnn_answers
 
 aten = torch.ops.aten
 Answer = Callable[[Any, Any, Any], Any]
-"""What is in the place of an operation: its function, positional and keyword arguments -> its result."""
+"""Substitute for an operation: its function, positional and keyword arguments -> its result."""
 
 
 class Answers:
-    """Called in the place of each operation (:func:`roomier.core.torch_private.intercept`).
+    """Handler for each operation (:func:`roomier.core.torch_private.intercept`), which substitutes some of them.
 
     Args:
-        is_cuda: kernels keep what those of a GPU do, see [Note: like CUDA].
+        is_cuda: allocate memory like the kernels of a GPU; see [Note: like CUDA].
     """
 
     def __init__(self, *, is_cuda: bool = False) -> None:
@@ -129,7 +129,7 @@ def _bincount(func: Any, args: Any, kwargs: Any) -> Tensor:
 
 
 def _loss_in_whole_memory(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """A mean that lies in the memory of all it is the mean of: torch makes that first, and resizes it."""
+    """Return a mean with the memory of its elements, because torch allocates all elements and resizes the result."""
     result: Tensor = func(*args, **kwargs)
     reduction = args[2] if len(args) > 2 else kwargs.get("reduction", 1)
     if reduction == 0:
@@ -139,7 +139,7 @@ def _loss_in_whole_memory(func: Any, args: Any, kwargs: Any) -> Tensor:
 
 
 def _norm(func: Any, args: Any, kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Statistics are kept in the dtype of the weights where these are wider than what is normed."""
+    """Return statistics in the dtype of the weights if these are wider than the input."""
     output, *statistics = func(*args, **kwargs)
     weight = args[2 if func is aten.native_layer_norm.default else 1]
     if weight is not None and weight.dtype is not args[0].dtype:
@@ -155,7 +155,7 @@ def _norm_on_cuda(func: Any, args: Any, kwargs: Any) -> tuple[Tensor, Tensor, Te
 
 
 def _norm_backward(func: Any, args: Any, kwargs: Any) -> Any:
-    """The gradient of what was normed has its dtype."""
+    """Return the gradient of the input in the dtype of the input."""
     gradient, *others = func(*args, **kwargs)
     if gradient is not None and gradient.dtype is not args[1].dtype:
         gradient = torch.empty_like(gradient, dtype=args[1].dtype)
@@ -163,7 +163,7 @@ def _norm_backward(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _ctc_loss(func: Any, args: Any, kwargs: Any) -> tuple[Tensor, Tensor]:
-    """Where the lengths of targets are not known, all are as long as can be."""
+    """Compute the shapes of a CTC loss. Unknown target lengths are assumed to be the maximum."""
     scores, targets, _, lengths = args[:4]
     num_steps, num_sequences = scores.shape[:2] if scores.dim() == 3 else (scores.shape[0], 1)
     longest = targets.shape[-1]
@@ -175,7 +175,7 @@ def _ctc_loss(func: Any, args: Any, kwargs: Any) -> tuple[Tensor, Tensor]:
 
 
 def _grouped_mm(func: Any, args: Any, kwargs: Any) -> Any:
-    """Products of groups of rows with a matrix each; torch's own shapes are told for bfloat16 on a GPU alone."""
+    """Compute the shape of products of groups of rows with one matrix each. torch supports only bfloat16 on a GPU."""
     one, other = args[0], args[1]
     out_dtype = kwargs.get("out_dtype") or one.dtype
     if one.dim() == 2 and other.dim() == 2:

@@ -1,8 +1,8 @@
-"""A world in which tensors have no memory and other ranks do not exist, for the code of a run to be run in.
+"""A fake environment, without tensor memory and other ranks, in which the code of a run is executed.
 
-[Note: what the fake world cannot tell]
-Tensors are torch's fake ones, on the CPU: shapes, dtypes and lifetimes are those of the run, values are not there.
-Where code asks for a value, the answer is what an ordinary step has: see [Note: made-up values].
+[Note: values in a dry run]
+Tensors are torch's fake tensors on the CPU. Shapes, dtypes and lifetimes are the same as in the run, but values do not
+exist. Code that reads a value receives the value of a typical step; see [Note: assumed values].
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from roomier.core.world import World
 from roomier.planner.fake.answers import Answers
 from roomier.planner.fake.like_cuda import attention_like_cuda, functions_like_cuda
 from roomier.planner.fake.rnn import rnn_kernels
-from roomier.planner.fake.user_code import told_where
+from roomier.planner.fake.user_code import locating_errors
 
 T = TypeVar("T")
-_FEW_PARTS = 16  # of a tensor that is cut: each of them is made
+_FEW_PARTS = 16  # largest number of chunks of a tensor that are created separately
 
 
 class FakeRanks(Ranks):
-    """Ranks that say and do what this one does.
+    """Ranks that all have the values of this rank.
 
     Args:
-        world: its place among them.
-        is_pairwise: they are on gloo; else on NCCL.
+        world: number of ranks, and which of them this process represents.
+        is_pairwise: use the point-to-point collectives of gloo. False uses the collectives of NCCL.
     """
 
     def __init__(self, world: World, *, is_pairwise: bool) -> None:
@@ -42,35 +42,40 @@ class FakeRanks(Ranks):
         self._is_pairwise = is_pairwise
 
     def exchange_pairwise(self, device: torch.device) -> bool:
+        """Return whether ranks use point-to-point collectives."""
         return self._is_pairwise
 
     def sum(self, values: Tensor) -> Tensor:
+        """Return ``values`` times the number of ranks."""
         return values * self.world.size
 
-    def gather(self, value: T) -> list[T]:
+    def gather(self, value: T, *, allows_pickle: bool = False) -> list[T]:
+        """Return ``value`` for each rank."""
         return [value] * self.world.size
 
-    def from_zero(self, value: T) -> T:
+    def from_zero(self, value: T, *, allows_pickle: bool = False) -> T:
+        """Return ``value``."""
         return value
 
     def on_zero(self, function: Callable[[], T]) -> T:
+        """Return the result of ``function``."""
         return function()
 
     def barrier(self) -> None:
-        """They are all here."""
+        """Return immediately."""
 
 
 @contextmanager
 def fake_world(world: World, *, is_pairwise: bool, like: str = "cpu") -> Iterator[FakeRanks]:
-    """Inside, tensors are fake, process groups too, and notices are not printed.
+    """Context manager in which tensors and process groups are fake and notices are not printed.
 
     Args:
-        world: how many ranks there are, and which of them this is.
-        is_pairwise: they exchange the parts of a model as on gloo; else as on NCCL.
-        like: ``"cpu"``, or ``"cuda"`` for what is known to differ there: see [Note: like CUDA].
+        world: number of ranks, and which of them this process represents.
+        is_pairwise: use the point-to-point collectives of gloo. False uses the collectives of NCCL.
+        like: ``"cpu"``, or ``"cuda"`` for the known differences of a GPU; see [Note: like CUDA].
 
     Raises:
-        RoomierError: of those inside as they are; any other error as a DryRunError.
+        RoomierError: raised inside, unchanged. Any other error becomes a DryRunError.
     """
     is_cuda = like == "cuda"
     functions: dict[Any, Any] = functions_like_cuda() if is_cuda else {}
@@ -78,9 +83,9 @@ def fake_world(world: World, *, is_pairwise: bool, like: str = "cpu") -> Iterato
         functions[torch.chunk] = _chunk
     with ExitStack() as stack:
         stack.enter_context(quiet())
-        stack.enter_context(told_where())
+        stack.enter_context(locating_errors())
         stack.enter_context(_generators_as_before())
-        stack.enter_context(_values_asked_for())
+        stack.enter_context(_masks_of_hugging_face())
         if world.size > 1:
             stack.enter_context(torch_fake.fake_process_group(world.rank, world.size))
         stack.enter_context(torch_fake.fake_tensors())
@@ -89,15 +94,17 @@ def fake_world(world: World, *, is_pairwise: bool, like: str = "cpu") -> Iterato
         stack.enter_context(torch_fake.replaced_kernels(rnn_kernels()))
         if is_cuda:
             stack.enter_context(attention_like_cuda())
-        if functions:  # it is asked of every function
+        if functions:  # replacement adds a check to each function call
             stack.enter_context(torch_private.replace_functions(functions))
         yield FakeRanks(world, is_pairwise=is_pairwise)
 
 
 def _chunk(tensor: Tensor, chunks: int, dim: int = 0) -> tuple[Tensor, ...]:
-    """``torch.chunk``. ``fully_shard`` cuts each parameter into as many parts as there are ranks: equal ones are made
-    once."""
-    has_gradient = torch.is_grad_enabled() and not tensor.is_leaf  # where each part has its own
+    """Replace ``torch.chunk``, in which all chunks of equal size are one tensor.
+
+    ``fully_shard`` splits each parameter into as many chunks as there are ranks.
+    """
+    has_gradient = torch.is_grad_enabled() and not tensor.is_leaf  # each chunk then has its own autograd node
     if chunks <= _FEW_PARTS or has_gradient or not tensor.shape[dim]:
         return tensor.chunk(chunks, dim)
     length = tensor.shape[dim]
@@ -108,7 +115,7 @@ def _chunk(tensor: Tensor, chunks: int, dim: int = 0) -> tuple[Tensor, ...]:
 
 @contextmanager
 def _generators_as_before() -> Iterator[None]:
-    """What is drawn inside changes nothing outside."""
+    """Restore the state of random number generators at the end."""
     state = rng_state()
     try:
         yield
@@ -117,9 +124,8 @@ def _generators_as_before() -> Iterator[None]:
 
 
 @contextmanager
-def _values_asked_for() -> Iterator[None]:
-    """Inside, code of Hugging Face asks tensors for values as in a run: to fake ones it gives masks that it would leave
-    out."""
+def _masks_of_hugging_face() -> Iterator[None]:
+    """Let transformers treat fake tensors as real. For fake tensors, it creates masks that it would otherwise omit."""
     found: Any = sys.modules.get("transformers.utils.import_utils")
     name = "is_fake_tensor"
     before = getattr(found, name, None)

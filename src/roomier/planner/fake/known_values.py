@@ -1,17 +1,17 @@
-"""Values of whole numbers and flags in a world in which tensors have none.
+"""Values of integer and boolean tensors in a dry run.
 
-[Note: made-up values]
-Shapes may depend on values: how many tokens a mask keeps, how long sequences are. Fake tensors have no values, so small
-tensors of whole numbers and flags carry real ones beside them, worked out operation by operation from others that are
-known. What nothing is known of is made up as an ordinary step would have it:
+[Note: assumed values]
+Shapes can depend on values, such as the number of tokens that a mask keeps, or lengths of sequences. Fake tensors have
+no values. Small integer and boolean tensors therefore carry a real tensor, which is computed operation by operation
+from known values. Unknown values are assumed as follows, as in a typical step:
 
-- a number is 1 and a flag is true: so nothing is infinite, nothing is left out, and a mask keeps all. Where a mask
-  comes from numbers that a batch has, its own are taken;
-- the largest of several (``topk``, ``argmax``) is each of them in turn: experts are equally busy, as their loss of
-  balance wants them to be;
-- among values that are not known no two are the same (``unique``): the most that there can be.
+- A number is 1 and a flag is true, so no value is infinite, no element is dropped, and a mask keeps all elements. If a
+  mask is computed from numbers in the batch, their actual values are used.
+- The position of the largest of several values (``topk``, ``argmax``) cycles through all positions, so experts have
+  equal load, which is the goal of their balancing loss.
+- Unknown values are all different (``unique``), which gives the largest possible result.
 
-Values of one number for all elements have the memory of one.
+If all elements have the same value, the real tensor has the memory of one element.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from torch import Tensor
 
 from roomier.core import torch_fake, torch_private
 
-_VALUE = "_roomier_value"  # on a fake tensor: a real one of its shape
-_MAX_ELEMENTS = 2**20  # more are not worked out
+_VALUE = "_roomier_value"  # attribute of a fake tensor: a real tensor of its shape
+_MAX_ELEMENTS = 2**20  # values of larger tensors are not computed
 _WHOLE = frozenset((torch.bool, torch.int64, torch.int32, torch.uint8, torch.int16, torch.int8))
 _FACTORIES = (
     "arange",
@@ -75,26 +75,27 @@ _LARGEST = ("topk", "argmax", "argmin", "max", "min", "sort", "argsort")
 
 
 def set_value(tensor: Tensor, value: Tensor) -> None:
-    """Let ``value`` (real, of the same shape) be what ``tensor`` (fake) holds."""
+    """Set the value of ``tensor`` (fake) to ``value`` (real, of the same shape)."""
     setattr(tensor, _VALUE, value)
 
 
 def is_known(tensor: Tensor) -> bool:
+    """Return whether ``tensor`` carries a value."""
     return hasattr(tensor, _VALUE)
 
 
 def is_kept(tensor: Tensor) -> bool:
-    """Whether the values of ``tensor``, a real one, are to go along where shapes of it are made."""
+    """Return whether a fake copy of ``tensor``, which is real, must carry its value."""
     is_real = type(tensor) in (Tensor, torch.nn.Parameter, torch.nn.Buffer) and not tensor.is_meta
     return is_real and tensor.dtype in _WHOLE and tensor.numel() <= _MAX_ELEMENTS
 
 
 def value_of(tensor: Tensor) -> Tensor:
-    """What ``tensor`` holds, or is taken to hold; real, not to be written to."""
+    """Return the known or assumed value of ``tensor`` as a real tensor, which must not be modified."""
     found: Tensor | None = getattr(tensor, _VALUE, None)
     if found is not None:
         return found
-    if is_kept(tensor):  # a real one, such as the ranks of a mesh
+    if is_kept(tensor):  # a real tensor, such as the ranks of a mesh
         return tensor
     constant = torch_fake.fake_constant(tensor)
     with torch_private.without_interception():
@@ -102,14 +103,14 @@ def value_of(tensor: Tensor) -> Tensor:
 
 
 def number_of(tensor: Tensor) -> bool | int | float:
-    """What ``tensor.item()`` returns."""
+    """Return the result of ``tensor.item()``."""
     value = value_of(tensor)
     with torch_private.without_interception():
         return value.reshape(()).item()
 
 
 def follow(func: Any, args: Any, kwargs: Any, result: Any) -> None:
-    """Work out the whole numbers of ``result``, where ``func`` is an operation that is followed."""
+    """Compute the integer values of ``result`` if ``func`` is supported."""
     if type(result) is tuple or type(result) is list:
         if not any(isinstance(each, Tensor) and each.dtype in _WHOLE for each in result):
             return
@@ -147,13 +148,13 @@ def _run(func: Any, args: Any, kwargs: Any, result: Any) -> None:
     if _is_small(args, result):
         with torch_private.without_interception():
             values = _real(args)
-            if func is torch.ops.aten.as_strided.default:  # it asks for memory
+            if func is torch.ops.aten.as_strided.default:  # requires contiguous memory
                 values = torch_private.map_leaves(_in_memory, values)
             _note(result, func(*values, **_real(kwargs)))
 
 
 def _each(func: Any, args: Any, kwargs: Any, result: Any) -> None:
-    """Element by element: of one number for all comes one number for all."""
+    """Compute an elementwise operation. If all inputs have one value for all elements, so has the result."""
     values = _real(args)
     if isinstance(result, Tensor) and all(_is_uniform(each) for each in _tensors(values)):
         with torch_private.without_interception():
@@ -177,7 +178,7 @@ def _write(func: Any, args: Any, kwargs: Any, result: Any) -> None:
 
 
 def _take_turns(func: Any, args: Any, kwargs: Any, result: Any) -> None:
-    """The positions of the largest numbers: each in turn; of whole numbers that are known, as they are."""
+    """Set the positions of the largest values: known integers are computed, otherwise positions cycle."""
     if is_known(args[0]) and args[0].dtype in _WHOLE:
         _run(func, args, kwargs, result)
         return
@@ -190,7 +191,7 @@ def _take_turns(func: Any, args: Any, kwargs: Any, result: Any) -> None:
     num_choices = args[0].numel() if is_whole else given[dim]
     with torch_private.without_interception():
         turns = torch.arange(positions.numel())
-        if positions.dim() == len(given) and given and not is_whole:  # the chosen lie along the dimension
+        if positions.dim() == len(given) and given and not is_whole:  # several positions along the dimension
             moved = positions.shape[:dim] + positions.shape[dim + 1 :]
             turns = turns.view(*moved, positions.shape[dim]).movedim(-1, dim)
         set_value(positions, (turns % max(num_choices, 1)).reshape(positions.shape).clone())

@@ -1,20 +1,20 @@
-"""What a GPU computes in another way than a CPU, on fake tensors of a CPU: from torch's documents; not measured.
+"""Differences of kernels on a GPU, modeled on fake CPU tensors according to torch's documentation. Not measured.
 
 [Note: like CUDA]
-Fake tensors are on the CPU, where a build of torch without CUDA has kernels. Of what differs on a GPU these change how
-many bytes a step keeps:
+Fake tensors are on the CPU, because a build of torch without CUDA has kernels only there. The following differences of
+a GPU, which change the memory of a step, are modeled:
 
-- **Attention.** ``scaled_dot_product_attention`` has kernels with dropout there, which draw their mask again in the
-  backward. That of a CPU takes none (``check_for_dropout`` in ``sdp_utils_cpp.cpp``), and scores are kept whole. So
-  dropout is left out here, and of attention its inputs, its output and one number a row stay.
-- **Autocast.** What CUDA runs in float32 (documents of ``torch.amp``, "CUDA Ops that can autocast to ``float32``") is
-  given copies in float32; a CPU runs ``layer_norm``, ``softmax`` and others in 16 bits.
-- **Norms** in 16 bits keep their statistics in float32 (``layer_norm_kernel.cu``: ``acc_type``).
-- **Optimizers** of ``torch.optim`` and clipping take all parameters at once (``foreach``), as they do by default for
+- **Attention.** On a GPU, ``scaled_dot_product_attention`` has kernels with dropout, which regenerate their mask in
+  backward. The fused CPU kernel supports no dropout (``check_for_dropout`` in ``sdp_utils_cpp.cpp``), so the full
+  scores are saved. Dropout is therefore disabled here, and attention saves its inputs, its output and one number per
+  row.
+- **Autocast.** Operations that CUDA runs in float32 (documentation of ``torch.amp``, "CUDA Ops that can autocast to
+  ``float32``") receive copies in float32. A CPU runs ``layer_norm``, ``softmax`` and others in 16 bits.
+- **Norms** in 16 bits save their statistics in float32 (``layer_norm_kernel.cu``: ``acc_type``).
+- **Optimizers** of ``torch.optim`` and clipping process all parameters together (``foreach``), the default for
   parameters on a GPU, with temporary tensors for all of them.
 
-Not told apart: kernels of cuDNN (what an LSTM keeps is what oneDNN keeps), and workspaces, which no tensor accounts
-for.
+Kernels of cuDNN (an LSTM saves the memory of oneDNN's kernel) and workspaces, which are no tensors, are not modeled.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
 
 def functions_like_cuda() -> dict[Any, Callable[..., Any]]:
-    """What stands for functions of torch, by function; see [Note: like CUDA]."""
+    """Return substitutes for functions of torch; see [Note: like CUDA]."""
     found: dict[Any, Callable[..., Any]] = {}
     for name in (*_IN_FLOAT32.split(), *_LOSSES.split()):
         for place in (torch, F, Tensor):
@@ -55,7 +55,7 @@ def functions_like_cuda() -> dict[Any, Callable[..., Any]]:
 
 @contextmanager
 def attention_like_cuda() -> Iterator[None]:
-    """Functions of torch that call attention call what stands for it, too."""
+    """Context manager in which functions of torch that call attention also use the substitute."""
     F.scaled_dot_product_attention = _attention
     try:
         yield

@@ -1,4 +1,4 @@
-"""Recurrent layers in a fake world: what their kernels keep, and sequences of different lengths."""
+"""Recurrent layers in a dry run: workspaces of their kernels, and packed sequences."""
 
 from __future__ import annotations
 
@@ -14,22 +14,23 @@ from roomier.planner.fake import known_values
 
 aten = torch.ops.aten
 _PAGE_BYTES = 4096
-_NUM_GATES = 4  # of an LSTM, the one layer that goes to this kernel
+_NUM_GATES = 4  # of an LSTM, the only layer that uses this kernel
 
 
 def rnn_answers() -> dict[Any, Callable[[Any, Any, Any], Any]]:
+    """Return the substitutes for operations of recurrent layers."""
     return {aten.mkldnn_rnn_layer.default: _mkldnn_layer, aten._pack_padded_sequence.default: _pack}
 
 
 def rnn_kernels() -> dict[str, Callable[..., Any]]:
-    """What stands for functions that read sizes of packed sequences in C++, by name."""
+    """Return substitutes, by name, for functions that read the sizes of packed sequences in C++."""
     return {"lstm": _lstm, "_pack_padded_sequence": _packed, "_pad_packed_sequence": _pad}
 
 
 def _mkldnn_layer(func: Any, args: Any, kwargs: Any) -> Any:
     output, *states, _ = func(*args, **kwargs)
     given, is_training = args[0], args[15]
-    length, num_sequences = given.shape[:2]  # as the kernel is called, even where the layer's batch comes first
+    length, num_sequences = given.shape[:2]  # the order in which the kernel is called, also with batch_first
     num_bytes = 0
     if is_training:
         num_bytes = workspace_bytes(length, num_sequences, given.shape[2], args[10], given.itemsize)
@@ -37,10 +38,17 @@ def _mkldnn_layer(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def workspace_bytes(length: int, num_sequences: int, width_in: int, width: int, itemsize: int) -> int:
-    """What oneDNN keeps of one layer of an LSTM, in one direction, from forward to backward.
+    """Return the bytes that oneDNN saves for backward, for one LSTM layer in one direction.
 
-    Its regions are those of ``rnn_utils.cpp`` (``set_conf``, ``set_offsets``, ``get_good_ld`` of
-    github.com/oneapi-src/oneDNN): gates, products, states, cells, and gradients of the latter three in float32.
+    The regions follow ``rnn_utils.cpp`` (``set_conf``, ``set_offsets``, ``get_good_ld`` of
+    github.com/oneapi-src/oneDNN): gates, products, states, cells, and gradients of the last three in float32.
+
+    Args:
+        length: steps of a sequence.
+        num_sequences: sequences of the batch.
+        width_in: input features.
+        width: hidden features.
+        itemsize: bytes of an element.
     """
     widest = max(width_in, width)
     steps, states = length * num_sequences, 2 * (length + 1) * num_sequences
@@ -57,7 +65,7 @@ def workspace_bytes(length: int, num_sequences: int, width_in: int, width: int, 
 
 
 def _padded(width: int, itemsize: int) -> int:
-    """Rows begin at whole cache lines, and are no multiple of 256 apart, so that they do not push each other out."""
+    """Return a padded row length: full cache lines, and not a multiple of 256, which would cause cache conflicts."""
     line = 64 // itemsize
     width = _rounded_up(width, line)
     return width + line if width % 256 == 0 else width
@@ -68,7 +76,7 @@ def _rounded_up(number: int, step: int) -> int:
 
 
 def _pack(func: Any, args: Any, kwargs: Any) -> tuple[Tensor, Tensor]:
-    """Sequences one after the other, step by step; where their lengths are not known all are as long as can be."""
+    """Pack sequences step by step. Unknown lengths are assumed to be the maximum."""
     given, lengths, batch_first = args
     num_sequences, length = given.shape[:2] if batch_first else (given.shape[1], given.shape[0])
     known = known_values.is_known(lengths) or torch_fake.fake_constant(lengths) is not None
@@ -89,7 +97,7 @@ def _packed(kernel: Callable[..., Any], given: Tensor, lengths: Tensor, batch_fi
 
 
 class _Packing(torch.autograd.Function):
-    """Its backward, as torch's, needs a whole gradient of what was packed."""
+    """Packing whose backward allocates a full gradient of the input, as torch's does."""
 
     @staticmethod
     def forward(ctx: Any, given: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
@@ -115,7 +123,7 @@ def _pad(
     length = max(len(sizes), total_length)
     padded = data.new_full((length, sizes[0], *data.shape[1:]), padding_value)
     begin = 0
-    for step, size in enumerate(sizes):  # where sizes change, else at the end: as C++ copies
+    for step, size in enumerate(sizes):  # copies at each change of size and at the end, as the C++ code does
         if step + 1 == len(sizes) or sizes[step + 1] != size:
             first = next(i for i, each in enumerate(sizes) if each == size)
             num_rows = (step + 1 - first) * size
@@ -133,12 +141,13 @@ State = tuple[Tensor, Tensor]
 
 
 def _lstm(kernel: Callable[..., Any], *args: Any) -> Any:
-    """An LSTM over packed sequences, with the operations of torch's C++ (``RNN.cpp``: PackedLayer, LSTMCell)."""
-    if not isinstance(args[1], Tensor):  # over padded sequences
+    """Run an LSTM over packed sequences with the operations of torch's C++ code (``RNN.cpp``: PackedLayer,
+    LSTMCell)."""
+    if not isinstance(args[1], Tensor):  # padded sequences
         return kernel(*args)
     data, batch_sizes, (hidden, cell), weights, has_biases, num_layers, dropout, is_training, is_bidirectional = args
     sizes = _numbers(batch_sizes)
-    if min(sizes) == max(sizes):  # these need no packing
+    if min(sizes) == max(sizes):  # sequences of equal length need no packing
         options = (weights, has_biases, num_layers, dropout, is_training, is_bidirectional, False)
         output, *state = kernel(data.view(len(sizes), sizes[0], -1), (hidden, cell), *options)
         return (output.reshape(len(data), -1), *state)

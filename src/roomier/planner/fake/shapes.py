@@ -1,11 +1,11 @@
-"""Copies of modules and batches that have shapes and no values.
+"""Copies of modules and batches that have shapes but no values.
 
-[Note: what is copied]
-Every tensor a module holds (parameters, buffers, and those in plain attributes) is made anew as a fake one, and the
-rest is copied as ``copy.deepcopy`` does. Tensors that share memory share it in the copy. Small whole numbers keep their
-values (see [Note: made-up values]). Data sets, loaders and large arrays in attributes are not copied: the copy has the
-same. Parameters on ``meta``, or of which this rank holds a page, count with their whole shape. A module without
-parameters that builds itself in ``configure_model`` does so in its copy.
+[Note: copies for a dry run]
+Every tensor of a module (parameters, buffers, and tensors in plain attributes) is recreated as a fake tensor, and the
+rest is copied with ``copy.deepcopy``. Tensors that share memory share it in the copy. Small integer tensors keep their
+values (see [Note: assumed values]). Datasets, loaders and large arrays in attributes are shared with the copy.
+Parameters on ``meta``, or of which this rank holds a page, count with their full shape. If a module has no parameters
+and constructs itself in ``configure_model``, the copy calls this method.
 """
 
 from __future__ import annotations
@@ -31,19 +31,21 @@ from roomier.planner.fake import known_values
 
 
 def shapes_of(module: Module, weight_dtype: torch.dtype | None = None) -> Module:
-    """A copy of ``module`` without values, inside :func:`fake_world`; see [Note: what is copied].
+    """Return a copy of ``module`` without values; see [Note: copies for a dry run]. Call this inside
+    :func:`fake_world`.
 
     Args:
-        weight_dtype: of its floating-point weights; None leaves them.
+        module: module to copy.
+        weight_dtype: dtype of its floating-point weights; None keeps their dtype.
 
     Raises:
-        RoomierError: a layer is lazy, an earlier run divided the module among ranks, or it cannot be copied.
+        RoomierError: a layer is lazy, an earlier run sharded the module, or the module cannot be copied.
     """
     _refuse(module)
     makers = _Makers(module, weight_dtype)
     memo: dict[int, Any] = {id(each): makers.make(each) for each in _tensors_of(module)}
     memo |= {id(each): each for part in module.modules() for each in part.__dict__.values() if _is_data(each)}
-    trainer = module.trainer if module.is_attached else None  # the step may ask it for the epoch, say
+    trainer = module.trainer if module.is_attached else None  # the step may read it, for example the epoch
     if trainer is not None:
         memo[id(trainer)] = trainer
     try:
@@ -51,14 +53,14 @@ def shapes_of(module: Module, weight_dtype: torch.dtype | None = None) -> Module
     except RoomierError:
         raise
     except Exception as error:
-        problem = f"cannot be copied, so its step cannot be tried without memory: {type(error).__name__}: {error}"
-        action = "Hold what cannot be copied outside the module, or name a strategy and measure a step"
+        problem = f"cannot be copied, so a dry run of its step is not possible: {type(error).__name__}: {error}"
+        action = "Store objects that cannot be copied outside the module, or set a strategy and measure a step"
         raise RoomierError("model", type(module).__name__, problem, action) from error
     of_lightning = lend_to_lightning(copied, trainer)
     for part in (*of_lightning, *(each for each in copied.modules() if isinstance(each, Module))):
         for name in ("log", "log_dict", "print"):
-            part.__dict__[name] = _say_nothing
-    unwrap(copied)  # what an earlier run put around its forward
+            part.__dict__[name] = _ignore
+    unwrap(copied)  # removes wrappers of its forward from an earlier run
     if next(copied.parameters(), None) is None and overrides(copied, "configure_model", Module):
         copied.configure_model()
         return shapes_of(copied, weight_dtype) if weight_dtype is not None else copied
@@ -66,7 +68,8 @@ def shapes_of(module: Module, weight_dtype: torch.dtype | None = None) -> Module
 
 
 def shapes_of_batch(batch: Any) -> Any:
-    """A copy of ``batch`` without values, inside :func:`fake_world`, but for small whole numbers that are known."""
+    """Return a copy of ``batch`` that keeps only values of small integer tensors. Call this inside
+    :func:`fake_world`."""
 
     def fake(tensor: Tensor) -> Tensor:
         made = torch.empty(tensor.shape, dtype=tensor.dtype)
@@ -77,7 +80,7 @@ def shapes_of_batch(batch: Any) -> Any:
 
 
 class _Makers:
-    """Makes fake tensors; those that share memory share it again."""
+    """Creates fake tensors. Fake tensors share memory if the originals share memory."""
 
     def __init__(self, module: nn.Module, weight_dtype: torch.dtype | None) -> None:
         self._weight_dtype = weight_dtype
@@ -85,6 +88,7 @@ class _Makers:
         self._bases: dict[tuple[int, torch.dtype], Tensor] = {}
 
     def make(self, tensor: Tensor) -> Tensor:
+        """Return a fake tensor or parameter like ``tensor``."""
         dtype = self._weight_dtype
         if dtype is None or dtype is tensor.dtype or not tensor.is_floating_point() or id(tensor) not in self._weights:
             made = self._alike(tensor)
@@ -109,18 +113,18 @@ class _Makers:
         return self._bases[key].as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
-_LARGE_BYTES = 2**20  # of an array
-_OF_PAGES = ("page", "pages", "_paged_as")  # of parameters of which each rank makes a part
+_LARGE_BYTES = 2**20  # size from which an array is shared with the copy
+_OF_PAGES = ("page", "pages", "_paged_as")  # attributes of parameters of which each rank creates a shard
 
 
 def _refuse(module: Module) -> None:
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if is_lazy(tensor):
-            action = "Call the model on one batch before: that gives its lazy layers their shapes"
+            action = "Call the model on one batch first, so that its lazy layers have shapes"
             raise RoomierError("model", name, "is lazy and has no shape yet", action)
     if any("_roomier_shards" in each.__dict__ for each in module.modules()):
-        problem = "was divided among the ranks by an earlier run, so another way cannot be tried on it"
-        action = "Name the strategy of that run, or load its checkpoint into a new model"
+        problem = "was sharded by an earlier run, so no other plan can be evaluated on it"
+        action = "Set the strategy of that run, or load its checkpoint into a new model"
         raise RoomierError("model", type(module).__name__, problem, action)
 
 
@@ -153,9 +157,9 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def _is_data(value: Any) -> bool:
-    """Whether it is not to be there twice."""
+    """Return whether ``value`` is too large to copy."""
     return isinstance(value, (Dataset, DataLoader)) or (isinstance(value, np.ndarray) and value.nbytes >= _LARGE_BYTES)
 
 
-def _say_nothing(*args: Any, **kwargs: Any) -> None:
-    """In the place of what writes values down."""
+def _ignore(*args: Any, **kwargs: Any) -> None:
+    """Substitute for methods that log or print values."""

@@ -1,4 +1,4 @@
-"""Errors of code that runs on fake tensors, told as the user wrote it: where, and what to do."""
+"""Errors of user code in a dry run, with the line of the user's file and the next action."""
 
 from __future__ import annotations
 
@@ -20,13 +20,15 @@ _READS_MEMORY = ("data is not allocated", "not supported for tensor subclasses",
 
 
 class DryRunError(RoomierError):
-    """A step failed because of what a dry run is: as a run it may well work."""
+    """A step failed in a dry run. The same step may succeed in a run."""
 
 
 @contextmanager
-def told_where() -> Iterator[None]:
-    """What is raised inside becomes a DryRunError that names the last line outside torch and roomier; a RoomierError
-    stays as it is."""
+def locating_errors() -> Iterator[None]:
+    """Context manager that converts errors to a DryRunError with the last line outside of torch and roomier.
+
+    A RoomierError is raised unchanged.
+    """
     try:
         yield
     except RoomierError:
@@ -34,19 +36,19 @@ def told_where() -> Iterator[None]:
     except Exception as error:
         operation = getattr(error, "func", None)
         if isinstance(operation, torch_private.OpOverload):
-            problem = f"asks for values of tensors ({operation})"
+            problem = f"reads values of tensors ({operation})"
         elif any(each in str(error) for each in _READS_MEMORY):
-            problem = "reads the memory of a tensor (as .numpy() and .data_ptr() do)"
+            problem = "reads the memory of a tensor, as .numpy() and .data_ptr() do"
         else:
             problem = f"raises {type(error).__name__}: {shorten(str(error).splitlines()[0] if str(error) else '')}"
         place = _place_of(error)
-        problem += f"{place and ' at '}{place}, in a dry run, whose tensors have shapes and no values"
-        action = "Name a strategy and measure a step of it, or let what the step does depend on shapes alone"
+        problem += f"{place and ' at '}{place}, in a dry run, in which tensors have shapes but no values"
+        action = "Set a strategy and measure a step, or let the step depend only on shapes"
         raise DryRunError("model", type(error).__name__, problem, action) from error
 
 
 def reason_of(error: Exception) -> str:
-    """What something that failed does, in a line: ``"raises KeyError: ..."``."""
+    """Return a one-line description of an error, such as ``"raises KeyError: ..."``."""
     if isinstance(error, RoomierError):
         return error.problem
     first, *_ = str(error).splitlines() or [""]
@@ -54,7 +56,7 @@ def reason_of(error: Exception) -> str:
 
 
 def _place_of(error: BaseException) -> str:
-    """``file:line (code)`` of the innermost line that is neither torch's nor roomier's; empty where there is none."""
+    """Return ``file:line (code)`` of the innermost line outside of torch and roomier; empty if it does not exist."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         path = Path(frame.filename)
         is_python = path.is_relative_to(_PYTHON) and "site-packages" not in path.parts

@@ -1,1 +1,1 @@
-"""A plan priced by formula, from one trace of its model."""
+"""Forecasts by formula, from one trace of the model."""

@@ -1,15 +1,15 @@
-"""The bytes of a step of any strategy, from one trace of the model: no step is run.
+"""Closed form: the bytes of a step with any strategy, computed from one trace of the model without running a step.
 
-[Note: how the closed form adds]
-A :class:`~roomier.planner.formula.trace.Trace` says how high activations and temporaries rise while each part of the
-model runs, :class:`~roomier.memory.walk.Walk` what is gathered, sent and reduced when a part is entered and left.
-What the walk needs to know is in which order parts run, and that is the order of the trace. So the parts are taken
-through a micro-batch one by one: what the walk notes on entering one stands beside what the trace has at its begin,
-what it notes on leaving beside what the trace has at its end, and between the two the trace's highest moment stands
-on what the walk has. Gradients of whole weights come as in the trace, at the time of the trace, until the walk takes
-them over.
+[Note: closed form]
+A :class:`~roomier.planner.formula.trace.Trace` contains the growth of activations and temporaries while each part of
+the model runs. :class:`~roomier.memory.walk.Walk` contains the memory that is gathered, sent and reduced when a part is
+entered and left. The trace determines the order of the parts. For each part, memory that the walk records at its entry
+is added to the trace at the beginning of the part, and memory recorded at its exit to the trace at the end of the part.
+In between, the highest moment of the trace is added to the current state of the walk. Unsharded gradients appear at
+their time in the trace, until the walk takes them over.
 
-Of micro-batches that are accumulated the first, one like those between, and the last are taken: the others are equal.
+Of accumulated micro-batches, the first, one in the middle, and the last are computed. All micro-batches in the middle
+are equal.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _GRADIENT, _ACTIVATION, _TEMPORARY, _SENT = (
 
 @dataclass(frozen=True)
 class States:
-    """What the model is made of, under one layout.
+    """Model states with one layout.
 
     Attributes:
-        units: in the order of the modules, the root first.
-        sizes: of each unit.
+        units: units in the order of the modules, the root first.
+        sizes: bytes of each unit.
         kept: bytes between two steps, without gradients.
-        gradient_bytes: of the whole model, in the dtype of its weights.
-        update: what the optimizer needs beside.
+        gradient_bytes: gradients of the full model, in the dtype of its weights.
+        update: temporary bytes of the optimizer.
     """
 
     units: Sequence[Unit]
@@ -48,11 +48,13 @@ class States:
 
 
 def timeline(trace: Trace, states: States, layout: Layout, order: Order | None = None) -> tuple[Stretch, ...]:
-    """One optimizer step as stretches; see [Note: how the closed form adds].
+    """Return one optimizer step as stretches; see [Note: closed form].
 
     Args:
-        trace: of one micro-batch, taken for a model that is cut if ``layout`` cuts it.
-        order: that of ``trace`` and the units, where it is known.
+        trace: trace of one micro-batch, recorded for a sharded model if ``layout`` shards it.
+        states: model states with ``layout``.
+        layout: strategy and its settings.
+        order: order of the units in ``trace``; None computes it.
     """
     step: _WholeStep | _CutStep
     if layout.is_cut:
@@ -65,7 +67,7 @@ def timeline(trace: Trace, states: States, layout: Layout, order: Order | None =
 
 def _micro_batches(layout: Layout) -> Sequence[int]:
     last = layout.num_micro_batches - 1
-    if layout.strategy in ("zero2", "zero3", "hsdp"):  # the last is as those between
+    if layout.strategy in ("zero2", "zero3", "hsdp"):  # the last micro-batch equals those in the middle
         return (0, last) if last else (0,)
     return (0, 1, last) if last > 1 else range(last + 1)
 
@@ -75,19 +77,19 @@ class _Step:
         self.trace = trace
         self.states = states
         self.layout = layout
-        self._num_batches = layout.num_micro_batches if layout.holds_all_batches else 1  # there at a time
+        self._num_batches = layout.num_micro_batches if layout.holds_all_batches else 1  # that exist together
         self.other_batches_bytes = trace.batch_bytes * (self._num_batches - 1)
         self.owned = [states.kept.get(kind, 0) for kind in KINDS]
 
     def update(self) -> Stretch:
-        """The optimizer's, while the loop still holds the batches, or the last one."""
+        """Return the stretch of the optimizer, during which the loop still holds the batches or the last batch."""
         self.owned[_ACTIVATION] += self.trace.batch_bytes * self._num_batches
         begin = _by_kind(self.owned)
         peak = {kind: num_bytes + self.states.update.get(kind, 0) for kind, num_bytes in begin.items()}
         return Stretch("update", "", begin, peak, begin)
 
-    def beside(self, base: Sequence[int], level: Rise, gradient_bytes: int) -> list[int]:
-        """``base`` with what the trace has."""
+    def with_level(self, base: Sequence[int], level: Rise, gradient_bytes: int) -> list[int]:
+        """Return ``base`` plus the memory of the trace."""
         now = list(base)
         now[_ACTIVATION] += level[0] + self.other_batches_bytes
         now[_TEMPORARY] += level[1]
@@ -96,19 +98,19 @@ class _Step:
 
 
 class _WholeStep(_Step):
-    """One device, or DDP: the model is whole."""
+    """One device, or DDP: the model is not sharded."""
 
     def __init__(self, trace: Trace, states: States, layout: Layout) -> None:
         super().__init__(trace, states, layout)
         self._is_ddp = layout.strategy == "ddp"
-        if self._is_ddp:  # its buckets
+        if self._is_ddp:  # buckets
             self.owned[_GRADIENT] += states.gradient_bytes
 
     def micro_batch(self, index: int) -> Iterator[Stretch]:
         is_last = index == self.layout.num_micro_batches - 1
         for visit in self.trace.visits:
             moments = [
-                self.beside(self.owned, each, self._gradient_bytes(each, index, is_last))
+                self.with_level(self.owned, each, self._gradient_bytes(each, index, is_last))
                 for each in (visit.begin, self._highest(visit, index, is_last), visit.end)
             ]
             yield _stretch(visit.passage, moments)
@@ -121,7 +123,7 @@ class _WholeStep(_Step):
         return visit.highest_reduced if index else visit.highest
 
     def _gradient_bytes(self, level: Rise, index: int, is_last: bool) -> int:
-        """Beside the buckets of DDP. What is used as it comes is there until it is complete."""
+        """Return gradients outside of the buckets of DDP. With step in backward, only pending gradients exist."""
         if self.layout.steps_in_backward:
             return level.pending
         before = self.states.gradient_bytes if index else 0
@@ -137,7 +139,7 @@ class _WholeStep(_Step):
 
 
 class _CutStep(_Step):
-    """The model is cut among ranks."""
+    """The model is sharded across ranks."""
 
     def __init__(self, trace: Trace, states: States, layout: Layout, order: Order) -> None:
         super().__init__(trace, states, layout)
@@ -166,13 +168,13 @@ class _CutStep(_Step):
             visit = self.trace.visits[number]
             for unit in order.units_at[number]:
                 walk.enter(unit, walk.gathered_ahead(unit), "forward")
-            moments = self._beside_notes(visit.begin, 0)
-            moments.append(self.beside(walk.now, visit.highest, 0))
+            moments = self._with_notes(visit.begin, 0)
+            moments.append(self.with_level(walk.now, visit.highest, 0))
             for unit in order.units_at[number]:
                 walk.end_forward(unit)
             if number == order.num_forward - 1:
                 walk.end_forward_of_all()
-            moments.append(self.beside(walk.now, visit.end, 0))
+            moments.append(self.with_level(walk.now, visit.end, 0))
             yield _stretch(visit.passage, moments)
 
     def _backward(self, *, is_first: bool, is_last: bool, is_again: bool, kept_bytes: int | None) -> Iterator[Stretch]:
@@ -191,13 +193,13 @@ class _CutStep(_Step):
                 (level.pending if adds_in_place else level.gradient) - taken_over for level in (begin, highest)
             ]
             if number == order.num_forward and order.root is not None and not is_again:
-                walk.enter(order.root, waiting[:1], "backward")  # it comes first, and knows what came before it
+                walk.enter(order.root, waiting[:1], "backward")  # the root is first, with the next unit as prefetch
             for unit in order.units_at[number]:
                 while unit in waiting:
                     next_one = waiting.pop(0)
                     walk.enter(next_one, waiting[:1] if not is_again else (), "backward")
-            moments = self._beside_notes(begin, whole_bytes[0])
-            moments.append(self.beside(walk.now, highest, whole_bytes[1]))
+            moments = self._with_notes(begin, whole_bytes[0])
+            moments.append(self.with_level(walk.now, highest, whole_bytes[1]))
             for unit in order.ending_at[number]:
                 walk.take_over_gradients(unit, is_first=is_first)
                 if not (adds_in_place and walk.adds_in_place(unit)):
@@ -206,12 +208,12 @@ class _CutStep(_Step):
             if number == last:
                 self._end_late(is_first=is_first, is_last=is_last)
             left = 0 if number == last else (end.pending if adds_in_place else end.gradient) - taken_over
-            moments += self._beside_notes(end, left)
-            moments.append(self.beside(walk.now, end, left))
+            moments += self._with_notes(end, left)
+            moments.append(self.with_level(walk.now, end, left))
             yield _stretch(visit.passage, moments)
 
     def _end_late(self, *, is_first: bool, is_last: bool) -> None:
-        """What ends with the whole backward."""
+        """Complete the units whose backward ends with the backward of the model."""
         walk = self._walk
         for unit in self._order.late:
             walk.take_over_gradients(unit, is_first=is_first)
@@ -219,20 +221,20 @@ class _CutStep(_Step):
             walk.end_backward(unit, is_first=is_first, is_last=is_last)
         walk.end_backward_of_all()
 
-    def _beside_notes(self, level: Rise, gradient_bytes: int) -> list[list[int]]:
-        return [self.beside(note.num_bytes, level, gradient_bytes) for note in self._walk.take_notes()]
+    def _with_notes(self, level: Rise, gradient_bytes: int) -> list[list[int]]:
+        return [self.with_level(note.num_bytes, level, gradient_bytes) for note in self._walk.take_notes()]
 
 
 class Order:
-    """Where in a trace the units of a model run.
+    """Positions in a trace at which the units of a model run.
 
     Attributes:
-        root: the unit that is gathered for all of the step; None where there is none.
-        num_forward: of the passages, how many are the forward.
-        units_at: of each passage, the units that are needed from there on, a block before its norms.
-        ending_at: of each passage, the units whose backward ends with it, norms before their block.
-        late: the units whose backward ends with that of all.
-        gathering: the units in the order in which a backward gathers them.
+        root: the unit that is gathered during the full step; None if it does not exist.
+        num_forward: number of passages that belong to the forward.
+        units_at: for each passage, the units that are needed from its start, a block before its norms.
+        ending_at: for each passage, the units whose backward ends with it, norms before their block.
+        late: units whose backward ends with the backward of the model.
+        gathering: units in the order in which a backward gathers them.
     """
 
     def __init__(self, trace: Trace, units: Sequence[Unit]) -> None:
@@ -264,7 +266,8 @@ class Order:
 
 
 def _units_of(place: str, units: Sequence[Unit]) -> list[int]:
-    """The units of a part of the model: itself and the norms in it, or those in it, or the one that it is in."""
+    """Return the units of a part of the model: the part and the norms in it, or units inside it, or the unit around
+    it."""
     if not place:
         return []
     return [
@@ -276,7 +279,7 @@ def _units_of(place: str, units: Sequence[Unit]) -> list[int]:
 
 
 def _grouped(order: Sequence[int], units: Sequence[Unit]) -> list[list[int]]:
-    """A block and its norms together; without what is not gathered again."""
+    """Group each block with its norms, without units that are not gathered in backward."""
     groups: list[list[int]] = []
     for unit in order:
         if units[unit].is_inner:
@@ -287,7 +290,7 @@ def _grouped(order: Sequence[int], units: Sequence[Unit]) -> list[list[int]]:
 
 
 def _stretch(passage: Passage, moments: Sequence[Sequence[int]]) -> Stretch:
-    """Of the first, the largest and the last of ``moments``."""
+    """Return the stretch with the first, the largest and the last of ``moments``."""
     return Stretch(
         passage.phase, passage.place, _by_kind(moments[0]), _by_kind(max(moments, key=sum)), _by_kind(moments[-1])
     )

@@ -1,4 +1,4 @@
-"""A trace of a deep model in the time of a few blocks: those in the middle of a row of equal ones are seen once."""
+"""Traces of deep models, in which only a few of the blocks in a row of equal blocks are traced."""
 
 from __future__ import annotations
 
@@ -8,23 +8,29 @@ from itertools import groupby
 
 from roomier.core.errors import PlanError
 from roomier.plan import Plan
-from roomier.planner.dry_runs.repeats import Repeat, find_repeats, shallow_copy, tell_traced_whole
+from roomier.planner.dry_runs.repeats import Repeat, find_repeats, report_full_trace, shallow_copy
 from roomier.planner.dry_runs.work import Part, Work
 from roomier.planner.formula.trace import Passage, Trace, take_trace
 from roomier.planner.workload import Workload
 
-_NUM_TRACED = 3  # periods: the first and the last differ from those between
+_NUM_TRACED = 3  # periods. The first and the last differ from the others
 _LEAST = _NUM_TRACED + 2
 
 
 def take_deep_trace(workload: Workload, plan: Plan, *, is_cut: bool, like: str = "cpu") -> Trace:
-    """As :func:`roomier.planner.formula.trace.take_trace`.
+    """Return the same as :func:`roomier.planner.formula.trace.take_trace`, but trace only a few blocks of a deep model.
 
-    Where equal blocks stand in a row, a model with three periods of them is traced, and the passages of the middle one
-    are written down as often as the row is long (see [Note: equal blocks] in :mod:`roomier.planner.dry_runs.repeats`).
+    If equal blocks are in a row, a model with three periods of them is traced. The passages of the middle period are
+    repeated for the full length of the row (see [Note: equal blocks] in :mod:`roomier.planner.dry_runs.repeats`).
+
+    Args:
+        workload: module and micro-batch.
+        plan: plan whose techniques inside the forward are applied.
+        is_cut: trace the model as sharded across ranks.
+        like: ``"cpu"`` or ``"cuda"``; see :func:`roomier.planner.fake.fake_world.fake_world`.
 
     Raises:
-        RoomierError: what ``build`` refuses.
+        RoomierError: ``build`` rejects the plan.
     """
     repeats = find_repeats(workload, plan, least=_LEAST)
     if repeats:
@@ -34,8 +40,8 @@ def take_deep_trace(workload: Workload, plan: Plan, *, is_cut: bool, like: str =
             )
         except PlanError:
             raise
-        except Exception as error:  # whatever a model does with fewer blocks than it was made with
-            tell_traced_whole(workload.module, repeats, error)
+        except Exception as error:  # a model may fail in any way with fewer blocks than it was constructed with
+            report_full_trace(workload.module, repeats, error)
     return take_trace(workload, plan, is_cut=is_cut, like=like)
 
 
@@ -48,7 +54,7 @@ def _from_shallow_copies(workload: Workload, repeats: Sequence[Repeat], take: Ca
     base = at(counts)
     others = [list(each.passages) for each in base.visits if each.row is None]
     for row, repeat in enumerate(repeats):
-        if base.leaves_something(row):  # autocast's copies of weights, say: what is behind the row frees them
+        if base.keeps_memory(row):  # such as autocast's copies of weights, which are freed after the row
             deeper = at([count + (number == row) for number, count in enumerate(counts)])
             more = [each.passages for each in deeper.visits if each.row is None]
             for mine, theirs in zip(others, more, strict=True):
@@ -60,7 +66,7 @@ def _from_shallow_copies(workload: Workload, repeats: Sequence[Repeat], take: Ca
 
 
 def _written_out(base: _Shallow, others: Sequence[list[Passage]]) -> Trace:
-    """The whole model: the visits to middle blocks as often as they are made, between ``others``."""
+    """Return the trace of the full model: the visits to middle blocks, repeated, between ``others``."""
     passages: list[Passage] = []
     waiting = iter(others)
     for visit in base.visits:
@@ -81,12 +87,12 @@ def _written_out(base: _Shallow, others: Sequence[list[Passage]]) -> Trace:
 
 @dataclass(frozen=True)
 class _Block:
-    """What a block of a shallow model stands for.
+    """The blocks that a block of a shallow model represents.
 
     Attributes:
-        row: the number of its row.
-        is_middle: neither in the first nor in the last period.
-        names: in the whole model, one for each that it stands for.
+        row: number of its row.
+        is_middle: whether it is neither in the first nor in the last period.
+        names: names of the represented blocks in the full model.
     """
 
     row: int
@@ -96,14 +102,14 @@ class _Block:
 
 @dataclass(frozen=True)
 class _Visit:
-    """Passages in a row: those of a middle block of a ``row``, with what lies behind it; or what is between these."""
+    """Consecutive passages: of a middle block of ``row`` and the part after it, or of all parts between these."""
 
     row: int | None
     passages: tuple[Passage, ...]
 
 
 class _Shallow:
-    """The trace of a shallow model, and what its blocks stand for."""
+    """The trace of a shallow model, and the blocks that its blocks represent."""
 
     def __init__(self, trace: Trace, blocks: Mapping[str, _Block]) -> None:
         self.trace = trace
@@ -114,10 +120,11 @@ class _Shallow:
         self.visits = [_Visit(row[1], tuple(passages)) for row, passages in groups]
 
     def names(self, place: str) -> tuple[str, ...]:
+        """Return the names in the full model of the part ``place``."""
         return self._blocks[place].names if place in self._blocks else (place,)
 
-    def leaves_something(self, row: int) -> bool:
-        """Whether a visit in the forward and one in the backward leave other than gradients."""
+    def keeps_memory(self, row: int) -> bool:
+        """Return whether a forward and a backward of a middle block keep memory other than gradients."""
         ends = [each.end for visit in self.visits if visit.row == row for each in visit.passages]
         return any((sum(each.activation for each in ends), sum(each.temporary for each in ends)))
 
@@ -132,9 +139,9 @@ class _Shallow:
 
 
 def _blocks(repeats: Sequence[Repeat], counts: Sequence[int]) -> dict[str, _Block]:
-    """By their names in a model with ``counts`` periods of each of ``repeats``."""
+    """Return the blocks by their names in a model with ``counts`` periods of each of ``repeats``."""
     found: dict[str, _Block] = {}
-    left_out: dict[str, int] = {}  # blocks of the container, before this row
+    left_out: dict[str, int] = {}  # omitted blocks of the container before this row
     for row, (repeat, count) in enumerate(zip(repeats, counts, strict=True)):
         prefix = f"{repeat.container}." if repeat.container else ""
         shift = left_out.get(repeat.container, 0)

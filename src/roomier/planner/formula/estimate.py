@@ -1,4 +1,4 @@
-"""What a plan costs, in milliseconds: for pruning thousands of them."""
+"""Forecasts within milliseconds by the closed form, for comparing thousands of plans."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from roomier.memory.walk import Layout, gradient_bytes, unit_bytes
 from roomier.memory.weights import Unit, buffer_bytes, units_with_weights
 from roomier.optim.averaging import tensors_to_average
 from roomier.plan import ActivationPlan, BatchPlan, OffloadPlan, ParallelPlan, Plan
+from roomier.plan.levers import LEVERS, without
 from roomier.planner.dry_runs.dry_run import Stretch
 from roomier.planner.fake.fake_world import fake_world
 from roomier.planner.fake.shapes import shapes_of
@@ -36,29 +37,30 @@ from roomier.planner.timing.step_time import step_time
 from roomier.planner.workload import Workload
 from roomier.precision.policy import precision_of
 
-_NUM_STEPS = 1000  # of the run, for schedules: none of them changes a byte
+_NUM_STEPS = 1000  # length of the run, for schedules. It does not affect memory.
 _CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
 class _Built:
-    """The model as it is in training, on one device."""
+    """The model in its training form, on one device."""
 
     units: list[Unit]
     buffer_bytes: int
-    saved_buffer_bytes: int  # of floating-point ones that are saved, in float32 at least
+    saved_buffer_bytes: int  # saved floating-point buffers, in float32 or wider
     optimizers: list[Optimizer]
     names: dict[str, Any]
 
 
 class Estimator:
-    """Prices plans for one workload on one machine by the closed form; see :mod:`roomier.planner.formula.closed_form`.
+    """Computes forecasts for one workload on one machine by :mod:`roomier.planner.formula.closed_form`.
 
-    What takes time is traces: one for each combination of levers that work inside a forward, and two for other
-    micro-batches than the first asked for. They are taken when they are needed, and kept.
+    Most of the time is spent in traces. One trace is taken for each combination of memory techniques that act inside a
+    forward, and a second one for other micro-batches than the first. Traces are taken on demand and cached.
 
     Args:
-        workload: of any batch size.
+        workload: workload with any batch size.
+        machine: machine that the forecasts are for.
     """
 
     def __init__(self, workload: Workload, machine: Machine) -> None:
@@ -76,13 +78,13 @@ class Estimator:
         self._workloads: dict[int, Workload] = {workload.batch_size: workload}
 
     def estimate(self, plan: Plan, micro_batch: int) -> Forecast:
-        """The forecast of ``plan`` with ``micro_batch`` samples on each rank.
+        """Return the forecast of ``plan`` with ``micro_batch`` samples on each rank.
 
-        Of a budget of activations the peak is the budget, or what it is with nothing or all of the blocks computed
-        again where that is less or more; computation lies between as bytes do.
+        With an activation budget, the peak is the budget, limited to the range between the peaks with full and with no
+        recomputation. Work is interpolated with the ratio of the bytes.
 
         Raises:
-            RoomierError: what ``build`` refuses.
+            RoomierError: ``build`` rejects the plan.
         """
         layout = self._layout(plan)
         trace, host_bytes = self._trace_within_budget(plan, layout, micro_batch)
@@ -110,7 +112,7 @@ class Estimator:
         )
 
     def memory(self, plan: Plan, micro_batch: int) -> tuple[Stretch, ...]:
-        """The timeline of :meth:`estimate` alone, where nobody asks for seconds yet."""
+        """Return only the timeline of :meth:`estimate`, without computing its seconds."""
         layout = self._layout(plan)
         trace, _ = self._trace_within_budget(plan, layout, micro_batch)
         return self._workload.calibrated(self._timeline(trace, self._states_of(plan, layout), layout), plan)
@@ -153,7 +155,7 @@ class Estimator:
     def _timeline(self, trace: Trace, states: States, layout: Layout) -> tuple[Stretch, ...]:
         if not layout.is_cut:
             return timeline(trace, states, layout)
-        key = (id(trace), id(states.units))  # both are kept for as long as this is
+        key = (id(trace), id(states.units))  # both objects live as long as this cache
         if key not in self._orders:
             self._orders[key] = Order(trace, states.units)
         return timeline(trace, states, layout, self._orders[key])
@@ -174,7 +176,7 @@ class Estimator:
 
     @staticmethod
     def _on_a_line(known: dict[int, Trace], micro_batch: int) -> Trace | None:
-        # With one sample some operations need no copy that they need with more.
+        # With one sample, some operations avoid a copy that they need with more samples.
         taken = [each for size, each in known.items() if size > 1]
         if micro_batch == 1 or len(taken) < 2 or not taken[0].is_like(taken[1]):
             return None
@@ -188,7 +190,7 @@ class Estimator:
 
     @staticmethod
     def _is_onebit(plan: Plan) -> Hashable:
-        # Its states are cut though the model is not.
+        # Its optimizer states are sharded although the model is not.
         return plan.parallel if plan.optimizer.name == "onebit_adam" else None
 
     def _make_states(self, plan: Plan, layout: Layout) -> States:
@@ -219,12 +221,11 @@ class Estimator:
 
 def _build_on_one(workload: Workload, plan: Plan) -> _Built:
     alone = replace(
-        plan,
+        without(plan, [lever for lever in LEVERS if lever.frees_gradients]),
         parallel=ParallelPlan(accelerator="cpu"),
         batch=BatchPlan(),
         activation=ActivationPlan(),
         offload=OffloadPlan(),
-        optimizer=replace(plan.optimizer, step_in_backward="none"),
     )
     precision = precision_of(plan.precision.mode, _CPU)
     with fake_world(World(0, 1, 0, 0, 1), is_pairwise=True) as ranks:

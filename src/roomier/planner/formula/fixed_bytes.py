@@ -1,32 +1,34 @@
-"""Bytes of a device that no tensor of a step accounts for: what a dry run cannot see.
+"""Device memory in addition to the tensors of a step, which a dry run does not include.
 
-Nothing here was measured by roomier: figures and formulas are those of the sources named beside them, and what
-:func:`calibrate` learned from a run takes their place.
+roomier measured none of these values. They come from the sources below, and values that :func:`calibrate` obtained from
+a run replace them.
 
-[Note: beside the tensors of a GPU]
-*context*: what CUDA keeps for a process and the kernels it has loaded. 426 MiB for PyTorch 2.10 with CUDA 13 on an RTX
-6000 Ada before the first kernel (unslothai/unsloth-zoo#1053); about 400 MB with kernels loaded when first used, as
-PyTorch has them (pytorch/pytorch#109888, #86509). The kernels of a training step: 100 MiB, assumed.
+[Note: fixed bytes of a GPU]
+*context*: memory of CUDA for a process and its loaded kernels. 426 MiB for PyTorch 2.10 with CUDA 13 on an RTX 6000 Ada
+before the first kernel (unslothai/unsloth-zoo#1053); about 400 MB if kernels are loaded at their first use, PyTorch's
+default (pytorch/pytorch#109888, #86509). The kernels of a training step are assumed to need 100 MiB.
 
-*communication*: NCCL's buffers. A connection of a channel takes 4 MiB (protocol Simple, ``NCCL_BUFFSIZE``), 4.7 MiB
-(LL128) and 0.5 MiB (LL): in pieces of 2 MiB 10 MiB, beside 2 MiB for its sender (NVIDIA/nccl#1685 counts buffers of
-10,485,760 and 2,097,152 bytes). Channels: 2 for each NVLink, which saturates it (NVIDIA/nccl#1703), 32 at most (32 on
-H100, #1685); 4 over PCIe, assumed. With 24 channels, on A100, 544 MiB were measured among 2 devices and 688 MiB among 3
-or 4 (#964): 256 MiB once, and 12 MiB for each channel among two, 18 MiB among more. A second node adds a buffer of each
-channel for the network (#1450); a third adds none (#986, of #864). Memory is linear in communicators: hsdp has one for
-the copies, one inside each, and the one of all ranks. PyTorch's allocator knows nothing of it.
+*communication*: buffers of NCCL. A connection of a channel has buffers of 4 MiB (protocol Simple, ``NCCL_BUFFSIZE``),
+4.7 MiB (LL128) and 0.5 MiB (LL), which take 10 MiB in pieces of 2 MiB, and 2 MiB for its sender (NVIDIA/nccl#1685
+counts buffers of 10,485,760 and 2,097,152 bytes). The number of channels is 2 for each NVLink, which saturates it
+(NVIDIA/nccl#1703), at most 32 (32 on H100, #1685), and is assumed to be 4 over PCIe. With 24 channels on A100, 544 MiB
+were measured with 2 devices and 688 MiB with 3 or 4 (#964). This is a constant of 256 MiB, plus 12 MiB for each channel
+with two devices, or 18 MiB with more. A second node adds a buffer of each channel for the network (#1450). A third adds
+none (#986, on #864). Memory is proportional to the number of communicators: hsdp has one across replicas, one inside
+each replica, and one of all ranks. PyTorch's allocator does not count this memory.
 
-*workspace*: of cuBLAS, one for each thread that multiplies, which are the forward's and the backward's. Of each, by
-``CUBLAS_WORKSPACE_CONFIG``, 2 x 4096 + 8 x 16 KiB (8,519,680 bytes in discuss.pytorch.org/t/178671); 32 MiB on Hopper
-(pytorch/pytorch#89027) and on Blackwell (#175344); 64 MiB on AMD (ROCm/hipBLASLt#1212). Unlike the others it comes from
-PyTorch's allocator: ``memory_allocated`` holds it.
+*workspace*: workspaces of cuBLAS, one for each thread that runs matrix products: the threads of forward and backward.
+The default of ``CUBLAS_WORKSPACE_CONFIG`` is 2 x 4096 + 8 x 16 KiB (8,519,680 bytes in discuss.pytorch.org/t/178671),
+32 MiB on Hopper (pytorch/pytorch#89027) and Blackwell (#175344), and 64 MiB on AMD (ROCm/hipBLASLt#1212). Unlike the
+other kinds, this memory comes from PyTorch's allocator, so ``memory_allocated`` includes it.
 
-*allocator*: what the caching allocator reserves and cannot use. Blocks are rounded to 512 bytes; below 1 MiB they come
-from segments of 2 MiB, below 10 MiB from segments of 20 MiB, else rounded to 2 MiB (``CUDACachingAllocator.cpp``, from
-memory); the rest is fragmentation, in proportion to the tensors. Steps that allocate the same each time lose little;
-of those that compute again, shard or offload, an allocator without fragmentation saved 15 % on average over eight
-models (GMLake, Guo et al. 2024, arXiv 2401.08156, abstract), before ``fully_shard`` freed without ``record_stream``
-(pytorch/pytorch#114299). Taken here: 4 and 10 %, and 2 % with ``expandable_segments``, which grow instead: assumed.
+*allocator*: memory that the caching allocator reserves and cannot use. Blocks are rounded to 512 bytes. Blocks below 1
+MiB come from segments of 2 MiB, blocks below 10 MiB from segments of 20 MiB, and larger blocks are rounded to 2 MiB
+(``CUDACachingAllocator.cpp``, from memory). The rest is fragmentation, which is proportional to the tensors. It is
+small if all steps allocate the same memory. For steps with recomputation, sharding or offloading, an allocator without
+fragmentation saved 15 % on average over eight models (GMLake, Guo et al. 2024, arXiv 2401.08156, abstract), before
+``fully_shard`` freed memory without ``record_stream`` (pytorch/pytorch#114299). The values used here are assumptions: 4
+% and 10 %, and 2 % with ``expandable_segments``, which grow instead.
 """
 
 from __future__ import annotations
@@ -49,21 +51,21 @@ CONTEXT_BYTES = (426 + 100) * MIB
 NCCL_BYTES = 256 * MIB
 _NCCL_RECEIVER_BYTES, _NCCL_SENDER_BYTES = 10 * MIB, 2 * MIB
 _MOST_CHANNELS, _CHANNELS_PCIE = 32, 4
-_SEGMENT_BYTES = (2 + 20) * MIB  # of which the last one is partly empty
+_SEGMENT_BYTES = (2 + 20) * MIB  # segments of both sizes, the last of which is partly empty
 FRAGMENTED_STEADY, FRAGMENTED, FRAGMENTED_EXPANDABLE = 0.04, 0.10, 0.02
 _SECTION = "fixed_bytes"
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """What a run on one kind of device taught; None where it taught nothing.
+    """Values obtained from runs on one kind of device; None if a value is not known.
 
     Attributes:
-        context_bytes: beside the allocator, in a run of one rank.
-        communication_bytes: beside the allocator and the context, in a run of several.
-        fragmented: what was reserved beyond what was allocated, as a share of that, at their peaks, in steps that
-            compute again, shard or offload.
-        fragmented_steady: the same in steps that do none of these.
+        context_bytes: device memory outside of the allocator, in a run with one rank.
+        communication_bytes: device memory outside of the allocator and the context, in a run with several ranks.
+        fragmented: peak of reserved memory in excess of allocated memory, as a fraction of allocated memory, in steps
+            with recomputation, sharding or offloading.
+        fragmented_steady: the same fraction in steps without these.
     """
 
     context_bytes: int | None = None
@@ -73,13 +75,15 @@ class Calibration:
 
 
 def fixed_bytes(plan: Plan, machine: Machine, tensor_bytes: int = 0) -> dict[str, int]:
-    """By what they are for, see [Note: beside the tensors of a GPU].
+    """Return device memory in addition to tensors, by purpose; see [Note: fixed bytes of a GPU].
 
-    On a CPU there are none: what a forecast is held against there are the bytes of tensors. Apple's GPUs share the
-    host's memory, and nothing is known of theirs: none either.
+    The result is empty for a CPU, where forecasts are compared with the bytes of tensors. It is also empty for Apple's
+    GPUs, which share the memory of the host and for which no values are known.
 
     Args:
-        tensor_bytes: of all tensors at the peak, of which fragmentation is a share.
+        plan: strategy and techniques, which determine communication and fragmentation.
+        machine: machine whose device is meant.
+        tensor_bytes: bytes of all tensors at the peak, to which fragmentation is proportional.
     """
     if machine.device.kind != "cuda":
         return {}
@@ -101,27 +105,31 @@ def fixed_bytes(plan: Plan, machine: Machine, tensor_bytes: int = 0) -> dict[str
 def calibrate(
     plan: Plan, machine: Machine, *, allocated_bytes: int, reserved_bytes: int, used_bytes: int | None = None
 ) -> Calibration:
-    """Learn from one run of ``plan``, and keep it for all plans on devices of this kind: ``roomier plan
-    --calibrated_by RUN`` does. What it tells of fragmentation is for plans that are steady as it is, or as it is not.
+    """Derive fixed bytes from one run of ``plan``, and store them for all plans on devices of this kind.
+
+    ``roomier plan --calibrated_by RUN`` calls this function. The fragmentation applies to plans that allocate in the
+    same way as ``plan``: with or without recomputation, sharding and offloading.
 
     Args:
+        plan: plan of the run.
+        machine: machine of the run.
         allocated_bytes: ``torch.cuda.max_memory_allocated()`` after some steps.
-        reserved_bytes: ``torch.cuda.max_memory_reserved()`` then.
-        used_bytes: of the whole device then, if no other process uses it: total less free, as
-            ``torch.cuda.mem_get_info()`` tells them.
+        reserved_bytes: ``torch.cuda.max_memory_reserved()`` at the same time.
+        used_bytes: memory in use on the device at the same time (total minus free, from
+            ``torch.cuda.mem_get_info()``); None if other processes use the device.
 
     Raises:
-        RoomierError: the figures cannot be of one run on a GPU.
+        RoomierError: the values cannot belong to one run on a GPU.
     """
     _check(machine, allocated_bytes, reserved_bytes, used_bytes)
     before = _learned(machine.device.name)
     context, communication = before.context_bytes, before.communication_bytes
     if used_bytes is not None:
-        beside = used_bytes - reserved_bytes
+        outside = used_bytes - reserved_bytes
         if plan.parallel.num_ranks == 1:
-            context = beside
+            context = outside
         else:
-            communication = max(0, beside - (CONTEXT_BYTES if context is None else context))
+            communication = max(0, outside - (CONTEXT_BYTES if context is None else context))
     share = max(0.0, (reserved_bytes - _SEGMENT_BYTES) / allocated_bytes - 1)
     known = replace(before, context_bytes=context, communication_bytes=communication)
     learned = replace(known, fragmented_steady=share) if _is_steady(plan) else replace(known, fragmented=share)
@@ -133,16 +141,16 @@ def calibrate(
 
 def _check(machine: Machine, allocated_bytes: int, reserved_bytes: int, used_bytes: int | None) -> None:
     if machine.device.kind != "cuda":
-        problem = "has no bytes beside those of tensors to learn"
+        problem = "has no fixed bytes to calibrate"
         raise RoomierError("machine", machine.device.name, problem, "Calibrate with a run on a GPU")
     order = [0, allocated_bytes, reserved_bytes, *([] if used_bytes is None else [used_bytes])]
     if allocated_bytes <= 0 or order != sorted(order):
-        problem = "are not the bytes allocated, reserved and used of one run: each holds the one before"
-        raise RoomierError("calibrate", tuple(order[1:]), problem, "Give all three of the same run, in bytes")
+        problem = "must be increasing: the allocated, reserved and used bytes of one run"
+        raise RoomierError("calibrate", tuple(order[1:]), problem, "Pass all three values of the same run, in bytes")
 
 
 def _workspace_bytes(sheet: Sheet | None) -> int:
-    """Of the two threads that multiply. A device that is not in the table is taken for a new one."""
+    """Return the workspaces of the threads of forward and backward. Unknown devices count as recent ones."""
     if sheet is not None and sheet.capability == 0:
         return 2 * 64 * MIB
     is_large = sheet is None or sheet.capability >= 9
@@ -163,7 +171,8 @@ def _communication_bytes(plan: Plan, machine: Machine, sheet: Sheet | None) -> i
 
 
 def _connected_bytes(num_ranks: int) -> float:
-    """Of one channel of a communicator. Among more than two, the tree's neighbours are not all the ring's."""
+    """Return the bytes of one channel of a communicator. With more than two ranks, the tree has additional
+    neighbors."""
     return (1.0 if num_ranks == 2 else 1.5) * (_NCCL_RECEIVER_BYTES + _NCCL_SENDER_BYTES)
 
 
@@ -181,7 +190,7 @@ def _fragmented(plan: Plan) -> float:
 
 
 def _is_steady(plan: Plan) -> bool:
-    """Whether its steps allocate the same each time, and free nothing in between to allocate it again."""
+    """Return whether all steps allocate the same memory, without freeing and reallocating it in between."""
     is_kept = plan.activation.policy == "none" and plan.offload.activations == "none"
     return is_kept and plan.parallel.strategy in ("single", "ddp")
 
@@ -193,7 +202,7 @@ def _learned(device: str) -> Calibration:
 
 @lru_cache(maxsize=64)
 def _kept(device: str, path: str, changed_at: int) -> Calibration:
-    """What is kept for ``device`` in the file at ``path`` since ``changed_at``."""
+    """Return the stored calibration of ``device`` in the file at ``path``, which was modified at ``changed_at``."""
     sections: Any = cache.read(_SECTION) if changed_at else None
     entry = sections.get(device) if isinstance(sections, Mapping) else None
     if entry is None:
@@ -202,8 +211,8 @@ def _kept(device: str, path: str, changed_at: int) -> Calibration:
         learned = Calibration(**entry)
         figures = [value for value in asdict(learned).values() if value is not None]
         if any(not float(value) >= 0 for value in figures):
-            raise ValueError("a negative figure")
+            raise ValueError("a negative value")
     except (TypeError, ValueError):
-        notice(f"{path} holds no calibration of {device} that can be read: it is ignored")
+        notice(f"{path} contains an unreadable calibration of {device}, which is ignored")
         return Calibration()
     return learned

@@ -1,8 +1,8 @@
-"""A trace of a model whose blocks keep in host memory what they keep for their backward.
+"""Traces of models whose blocks store their activations in host memory.
 
-A dry run happens on one memory, so this is a formula: that of [Note: two blocks at a time] in
-:mod:`roomier.activation.offload`. While a block runs, forward or backward, the device holds what it and the one before
-it keep; the host holds what all of them do.
+A dry run has one memory only, so this is a formula; see [Note: two blocks at a time] in
+:mod:`roomier.activation.offload`. While a block runs in forward or backward, the device holds the activations of this
+block and the previous block. The host holds the activations of all blocks.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from roomier.planner.formula.trace import Passage, Rise, Trace
 
 
 def moved_to_host(trace: Trace, blocks: Collection[str]) -> tuple[Trace, int]:
-    """``trace`` as the device sees it, and the bytes in host memory at the end of a forward.
+    """Return ``trace`` with the memory of the device, and the bytes in host memory at the end of a forward.
 
     Args:
-        trace: with everything on the device.
-        blocks: the names of those that move what they keep.
+        trace: trace with all activations on the device.
+        blocks: names of the blocks that move their activations.
     """
     kept = {place: num_bytes for place, num_bytes in trace.kept_bytes(blocks).items() if num_bytes >= MIN_BYTES}
     order = list(kept)

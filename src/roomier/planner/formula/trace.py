@@ -1,16 +1,17 @@
-"""What a forward keeps and a backward needs beside the model states: seen once, it serves every strategy.
+"""Traces: the memory of a forward and backward in addition to model states, recorded one time for all strategies.
 
-[Note: what a trace leaves to the strategies]
-One process takes one micro-batch through the model in a fake world, with the levers of the plan that work inside the
-forward, and without an optimizer. Each :class:`Passage` says how far tensors rise above where they were when it began.
-What the strategies divide is then added by formula. Two things inside a forward do depend on them: where matrices are
-gathered in 16 bits, autocast makes no copies of them and their gradients come in 16 bits; and what is a view becomes a
-tensor of its own behind a unit. So there is one trace for models that are whole, and one for models that are cut.
+[Note: traces and strategies]
+One process runs one micro-batch in a fake environment, with the techniques of the plan that act inside the forward and
+without an optimizer. Each :class:`Passage` contains the growth of tensors since its start. The states that strategies
+shard are added by formula. Two effects inside a forward depend on sharding. If matrices are gathered in 16 bits,
+autocast creates no copies of them, and their gradients are in 16 bits. And a view that a unit returns becomes a
+separate tensor. So there is one trace for unsharded models and one for sharded models.
 
-[Note: gradients that wait]
-A gradient is *complete* when it is added to that of the parameter. Until then it is pending: DDP copies it into a
-bucket and frees it, and further micro-batches add it to what is there. In models that are cut, gradients of 16 bits
-stay pending: further micro-batches add them to what is there in 32 bits only when the backward of their unit is over.
+[Note: pending gradients]
+A gradient is *complete* when it has been added to the gradient of its parameter. Before that, it is pending. DDP copies
+a complete gradient into a bucket and frees it, and further micro-batches add theirs to the existing gradients. In
+sharded models, 16-bit gradients remain pending, because further micro-batches add them to the 32-bit gradients only at
+the end of the backward of their unit.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from roomier.engine.eager import EagerEngine
 from roomier.memory.kinds import Kind
 from roomier.memory.tracker import MemoryTracker, Snapshot, tracking
 from roomier.optim.configured import Configured
-from roomier.parallel.shard import parts_of, units_of, without_views
+from roomier.parallel.shard import parts_of, root_parameters_of, units_of, without_views
 from roomier.plan import BatchPlan, OptimizerPlan, ParallelPlan, Plan
 from roomier.planner.dry_runs.places import named_places, telling_places
 from roomier.planner.dry_runs.work import Part, Work, WorkCounter
@@ -45,13 +46,13 @@ from roomier.precision.policy import precision_of
 
 
 class Rise(NamedTuple):
-    """Bytes above where they were.
+    """Growth in bytes.
 
     Attributes:
-        activation: what the forward keeps, batches among it.
-        temporary: all else that is no model state.
-        gradient: of whole parameters.
-        pending: of these, what is not complete; see [Note: gradients that wait].
+        activation: tensors that the forward saves for backward, including batches.
+        temporary: all other tensors that are not model states.
+        gradient: gradients of unsharded parameters.
+        pending: part of ``gradient`` that is not complete; see [Note: pending gradients].
     """
 
     activation: int = 0
@@ -60,21 +61,23 @@ class Rise(NamedTuple):
     pending: int = 0
 
     def plus(self, other: Rise) -> Rise:
+        """Return the sum of this growth and ``other``."""
         return Rise(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
 
     def minus(self, other: Rise) -> Rise:
+        """Return this growth minus ``other``."""
         return Rise(*(mine - theirs for mine, theirs in zip(self, other, strict=True)))
 
 
 @dataclass(frozen=True)
 class Passage:
-    """A part of the model that runs, once.
+    """One execution of a part of the model.
 
     Attributes:
         phase: ``"forward"`` or ``"backward"``.
-        place: the part; empty for what lies between parts.
-        moments: above where it began, of each change; the last is its end.
-        needs_inner: in a backward, the norms and embeddings in the part are needed from here on; see
+        place: name of the part; empty between parts.
+        moments: growth since the start, after each change. The last is the end.
+        needs_inner: in a backward, whether the norms and embeddings in the part are needed from here; see
             :attr:`roomier.memory.weights.Unit.is_inner`.
     """
 
@@ -85,20 +88,21 @@ class Passage:
 
     @cached_property
     def highest(self) -> Rise:
-        """Where all of it is largest."""
+        """Highest growth in total."""
         return self.highest_by(1, 0)
 
     @cached_property
     def highest_reduced(self) -> Rise:
-        """Where it is largest, if what is complete is gone."""
+        """Highest growth in total if complete gradients are freed."""
         return self.highest_by(0, 1)
 
     @cached_property
     def highest_moved(self) -> Rise:
-        """Where it is largest, if each gradient that is complete makes an earlier one go."""
+        """Highest growth in total if each complete gradient also frees an earlier gradient."""
         return self.highest_by(-1, 2)
 
     def highest_by(self, gradient_weight: float, pending_weight: float) -> Rise:
+        """Return the moment with the highest sum, in which gradients and pending gradients have the given weights."""
         return max(
             (Rise(), *self.moments),
             key=lambda each: (
@@ -108,13 +112,14 @@ class Passage:
 
     @property
     def end(self) -> Rise:
+        """Growth at the end."""
         return self.moments[-1]
 
     def between(self, other: Passage, share: float) -> Passage:
-        """On the line from this (0) to ``other`` (1), or beyond.
+        """Interpolate linearly between this passage (``share`` 0) and ``other`` (1), or extrapolate.
 
-        Where both went through the same moments the line is drawn for each of them, so that the largest may be another
-        one; else for the largest and the last alone.
+        If both have the same number of moments, each moment is interpolated, so the highest moment can change.
+        Otherwise only the highest moments and the end are interpolated.
         """
 
         def number_between(mine: int, theirs: int) -> int:
@@ -127,10 +132,15 @@ class Passage:
 
 
 class Visit(NamedTuple):
-    """A passage with its levels above that between two steps: where it begins, where it is highest, where it ends.
+    """A passage with its levels above the level between two steps.
 
     Attributes:
-        highest, highest_reduced, highest_moved: see :class:`Passage`.
+        passage: the passage.
+        begin: level at the start.
+        highest: highest level; see :class:`Passage`.
+        highest_reduced: highest level if complete gradients are freed.
+        highest_moved: highest level if each complete gradient also frees an earlier gradient.
+        end: level at the end.
     """
 
     passage: Passage
@@ -142,19 +152,20 @@ class Visit(NamedTuple):
 
     @classmethod
     def of(cls, passage: Passage, begin: Rise) -> Visit:
+        """Return the visit of ``passage`` that starts at the level ``begin``."""
         rises = (passage.highest, passage.highest_reduced, passage.highest_moved, passage.end)
         return cls(passage, begin, *map(begin.plus, rises))
 
 
 @dataclass(frozen=True)
 class Trace:
-    """One micro-batch; see [Note: what a trace leaves to the strategies].
+    """The trace of one micro-batch; see [Note: traces and strategies].
 
     Attributes:
-        batch_size: samples of it.
-        batch_bytes: of the batch itself.
-        passages: in their order.
-        work: of the micro-batch, by phase and part of the model.
+        batch_size: samples of the micro-batch.
+        batch_bytes: bytes of the batch.
+        passages: executions of parts, in their order.
+        work: amount of computation, by phase and part of the model.
     """
 
     batch_size: int
@@ -164,25 +175,25 @@ class Trace:
 
     @cached_property
     def visits(self) -> tuple[Visit, ...]:
-        """The passages with their levels above that between two steps."""
+        """The passages with their levels above the level between two steps."""
         return tuple(map(Visit.of, self.passages, self.levels))
 
     @cached_property
     def levels(self) -> list[Rise]:
-        """Where each passage begins, above the level between two steps; and where the last ends."""
+        """Levels at the start of each passage, above the level between two steps, and at the end of the last one."""
         begin = Rise(activation=self.batch_bytes)
         return list(accumulate((each.end for each in self.passages), Rise.plus, initial=begin))
 
     def at(self, batch_size: int, other: Trace) -> Trace:
-        """For another number of samples: on the line through this and ``other``, which is of another number.
+        """Return the trace for ``batch_size`` samples, on the line through this trace and ``other``.
 
-        Bytes and work are affine in it.
+        ``other`` must have another number of samples. Bytes and work are affine functions of this number.
         """
         share = (batch_size - self.batch_size) / (other.batch_size - self.batch_size)
         return replace(self.between(other, share), batch_size=batch_size)
 
     def between(self, other: Trace, share: float) -> Trace:
-        """On the line from this (0) to ``other`` (1), which went through the same passages."""
+        """Interpolate linearly between this trace (``share`` 0) and ``other`` (1), which has the same passages."""
         passages = [mine.between(theirs, share) for mine, theirs in zip(self.passages, other.passages, strict=True)]
         batch_bytes = round(self.batch_bytes + (other.batch_bytes - self.batch_bytes) * share)
         work = {
@@ -192,12 +203,12 @@ class Trace:
         return Trace(self.batch_size, batch_bytes, tuple(passages), work)
 
     def is_like(self, other: Trace) -> bool:
-        """Whether both went through the same passages."""
+        """Return whether both traces have the same passages."""
         mine, theirs = ([(each.phase, each.place) for each in trace.passages] for trace in (self, other))
         return mine == theirs
 
     def kept_bytes(self, places: Collection[str]) -> dict[str, int]:
-        """What the forward of each of ``places`` leaves for its backward, in the order in which they run."""
+        """Return the bytes that the forward of each of ``places`` saves for backward, in execution order."""
         kept: dict[str, int] = {}
         for each in self.passages:
             if each.phase == "forward" and each.place in places:
@@ -212,14 +223,16 @@ def _alike(mine: Passage, theirs: Passage) -> tuple[Sequence[Rise], Sequence[Ris
 
 
 def take_trace(workload: Workload, plan: Plan, *, is_cut: bool, like: str = "cpu") -> Trace:
-    """Take a micro-batch of ``workload`` through its model, with what of ``plan`` works inside a forward.
+    """Run a micro-batch of ``workload`` with the techniques of ``plan`` that act inside a forward.
 
     Args:
-        is_cut: the model will be cut among ranks.
-        like: ``"cpu"`` or ``"cuda"``, see :func:`roomier.planner.fake.fake_world.fake_world`.
+        workload: module and micro-batch.
+        plan: plan whose techniques inside the forward are applied.
+        is_cut: trace the model as sharded across ranks.
+        like: ``"cpu"`` or ``"cuda"``; see :func:`roomier.planner.fake.fake_world.fake_world`.
 
     Raises:
-        RoomierError: what ``build`` refuses.
+        RoomierError: ``build`` rejects the plan.
     """
     plan = replace(
         plan,
@@ -240,15 +253,16 @@ def take_trace(workload: Workload, plan: Plan, *, is_cut: bool, like: str = "cpu
 
 
 def _as_if_cut(engine: EagerEngine, compute_dtype: torch.dtype | None) -> list[nn.Module]:
-    """Weights in the dtype in which they would be gathered, and no views behind units.
+    """Convert weights to the dtype in which they would be gathered, and remove views from the outputs of units.
 
     Returns:
-        Of each unit in two parts, the modules of the part that is not multiplied with.
+        For each unit with two groups of parameters, the modules of the group whose weights are not in matrix products.
     """
-    made: dict[nn.Parameter, nn.Parameter] = {}
-    inner: list[nn.Module] = []
     network = engine.module
-    for unit in units_of(network, engine.blocks):
+    units = units_of(network, engine.blocks)
+    made = {each: each for each in root_parameters_of(units, compute_dtype)}
+    inner: list[nn.Module] = []
+    for unit in units:
         unit.register_forward_pre_hook(_pass_inputs, with_kwargs=True)
         for modules, dtype in parts_of(unit, compute_dtype):
             if modules != [unit]:
@@ -272,8 +286,11 @@ def _as_if_cut(engine: EagerEngine, compute_dtype: torch.dtype | None) -> list[n
 
 
 class _Passed(torch.autograd.Function):
-    """What ``fully_shard`` passes the inputs of a unit through, to learn when their gradients are there: an input that
-    a unit returns as it is becomes a view by it."""
+    """The operation through which ``fully_shard`` passes the inputs of a unit to detect when their gradients are
+    complete.
+
+    An input that a unit returns unchanged becomes a view by this operation.
+    """
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
@@ -294,10 +311,10 @@ def _pass_inputs(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
 
 
 class _Place(str):
-    """A place, with what is known at the time when it is told.
+    """A place with the state at the time when it was reported.
 
     Attributes:
-        complete_bytes: of gradients.
+        complete_bytes: bytes of complete gradients.
         needs_inner: see :class:`Passage`.
     """
 
@@ -369,8 +386,8 @@ def _telling_with_complete(
 def _passages(moments: Iterator[Snapshot]) -> Iterator[Passage]:
     begin = _rise(next(moments))
     phase = "forward"
-    for (told, place, needs_inner), group in groupby(moments, _whereabouts):
-        phase = told if phase == "forward" else phase  # what ends behind the backward belongs to it
+    for (phase_now, place, needs_inner), group in groupby(moments, _whereabouts):
+        phase = phase_now if phase == "forward" else phase  # phases after the backward count as backward
         levels = [_rise(each) for each in group]
         yield Passage(phase, place, tuple(each.minus(begin) for each in levels), needs_inner)
         begin = levels[-1]

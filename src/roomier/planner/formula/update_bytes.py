@@ -1,4 +1,4 @@
-"""What an optimizer needs beside its states while it updates."""
+"""Temporary memory of an optimizer during its update."""
 
 from __future__ import annotations
 
@@ -22,19 +22,20 @@ _SET_ELSEWHERE = ("params", "foreach", "capturable", "holds")
 
 
 Key = tuple[tuple[int, ...], torch.dtype]
-"""Shape and dtype of what a rank has of a weight."""
+"""Shape and dtype of this rank's shard of a weight."""
 
 
 def update_bytes(optimizers: Sequence[Optimizer], layout: Layout, *, at_once: bool) -> dict[Kind, int]:
-    """Temporary bytes at the peak of an update, inside :func:`~roomier.planner.fake.fake_world.fake_world`.
+    """Return the temporary bytes at the peak of an update.
 
-    Each optimizer takes a step on a few weights of the shapes that a rank has, see :func:`few_alike`; torch's lists of
-    all weights (``foreach``) need what each shape needs, for all together.
+    Call this inside :func:`~roomier.planner.fake.fake_world.fake_world`. Each optimizer runs a step on a few weights
+    with the shapes of a rank's shards; see :func:`few_alike`. For updates of all weights together (``foreach``), the
+    bytes of all shapes are summed.
 
     Args:
-        optimizers: over the weights of the whole model, as they are in training.
-        layout: how these are cut.
-        at_once: torch would take lists of weights where it may: on a GPU, for weights that are not cut.
+        optimizers: optimizers of the full model in its training form.
+        layout: how the weights are sharded.
+        at_once: torch updates lists of weights together if possible: on a GPU, for unsharded weights.
     """
     peak_bytes = 0
     for optimizer in optimizers:
@@ -51,9 +52,9 @@ def update_bytes(optimizers: Sequence[Optimizer], layout: Layout, *, at_once: bo
 
 
 def few_alike(keys: Sequence[Key]) -> list[Key]:
-    """Some of ``keys`` in their order, in which each that comes behind another does so, too.
+    """Return a short sequence with the same consecutive pairs as ``keys``.
 
-    While a weight is updated, what the one before it needed may be there still.
+    While a weight is updated, temporaries of the previous weight can still exist, so the order of shapes matters.
     """
     known: set[tuple[Key, Key]] = set()
     found = list(keys[:1])

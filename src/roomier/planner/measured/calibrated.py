@@ -1,15 +1,16 @@
-"""What one measured run teaches the forecasts of others.
+"""Calibration of forecasts with one measured run.
 
-[Note: what is learned]
-Model states follow from shapes, so they are right or the code is wrong. What may differ is what depends on the batch:
-shapes that follow from values (a forecast takes a mask to keep all), and on a GPU what kernels allocate within one
-operation. So there is one number for a model: how many times what was forecast its activations and temporaries were.
-It is the number with which the forecast of that run has the peak that was measured; other micro-batches, strategies and
-levers are forecast with the same one. It holds for the model and the data of that run, and is kept nowhere.
+[Note: calibration]
+Model states follow from shapes, so their forecast is exact. Tensors that depend on the batch can differ from their
+forecast, because shapes can follow from values (a forecast assumes that a mask keeps all elements), and because kernels
+on a GPU allocate memory within an operation. Calibration is one factor for a model: the ratio of its actual activations
+and temporaries to the forecast. With this factor, the forecast of the run has the measured peak. The same factor
+applies to other micro-batches, strategies and memory techniques. It is valid for the model and the data of that run,
+and is not stored.
 
-What a GPU holds beside tensors does not depend on the model: :func:`roomier.planner.formula.fixed_bytes.calibrate`
-learns it from the same step, and keeps it for all plans on devices of that kind, those of ``strategy="auto"`` among
-them.
+The device memory in addition to tensors does not depend on the model.
+:func:`roomier.planner.formula.fixed_bytes.calibrate` derives it from the same step, and stores it for all plans on
+devices of this kind, including plans of ``strategy="auto"``.
 """
 
 from __future__ import annotations
@@ -25,40 +26,45 @@ from roomier.planner.formula.fixed_bytes import Calibration, calibrate
 from roomier.planner.measured.record import Record
 from roomier.planner.workload import Workload
 
-_MOST = 20.0  # times; and so many times less
+_MOST = 20.0  # largest factor; the smallest is its inverse
 _FIELD = "calibrated_by"
 
 
 def learned_of(workload: Workload, record: Record, machine: Machine, run: str) -> Workload:
-    """``workload`` with the activations that a run of it had; see [Note: what is learned].
+    """Return ``workload`` with the activation factor of a run of the same model; see [Note: calibration].
 
     Args:
-        record: of that run.
-        machine: that is planned for.
-        run: what the user calls it, for errors.
+        workload: workload to plan for.
+        record: record of that run.
+        machine: machine to plan for.
+        run: name of the run in error messages.
 
     Raises:
-        RoomierError: the run was of another model or on another kind of device, or activations do not explain how far
-            its forecast was off.
+        RoomierError: the run had another model or another kind of device, or no activation factor explains the error of
+            its forecast.
     """
     own, kind = record.num_parameters, record.forecast.machine.device.kind
     if own is not None and own != workload.num_parameters:
-        problem = f"is a run of a model with {own:,} parameters, and this one has {workload.num_parameters:,}"
-        raise RoomierError(_FIELD, run, problem, "Name a run of the same model")
+        problem = f"is a run of a model with {own:,} parameters, but this model has {workload.num_parameters:,}"
+        raise RoomierError(_FIELD, run, problem, "Pass a run of the same model")
     if kind != machine.device.kind:
-        problem = f"ran on {kind}, and the plan is for {machine.device.kind}, whose kernels keep other tensors"
-        raise RoomierError(_FIELD, run, problem, f"Name a run on {machine.device.kind}, or leave it out")
+        problem = f"ran on {kind}, but the plan is for {machine.device.kind}, whose kernels save other tensors"
+        raise RoomierError(_FIELD, run, problem, f"Pass a run on {machine.device.kind}, or omit the option")
     return replace(workload, activation_factor=activation_factor(record, run))
 
 
 def activation_factor(record: Record, run: str = "") -> float:
-    """How many times what was forecast activations and temporaries were; 1 where the forecast came true.
+    """Return the factor of forecast activations and temporaries that gives the measured peak; 1 for an exact forecast.
+
+    Args:
+        record: record of a run.
+        run: name of the run in error messages.
 
     Raises:
-        RoomierError: no such number gives the peak that was measured.
+        RoomierError: no factor gives the measured peak.
     """
     measured_bytes = record.measured_bytes
-    if record.worst.allocator_bytes is not None:  # cuBLAS's workspace is the allocator's as well
+    if record.worst.allocator_bytes is not None:  # includes cuBLAS's workspace
         measured_bytes -= record.forecast.fixed_bytes.get("workspace", 0)
     found: list[float] = []
     for each in record.forecast.timeline:
@@ -69,15 +75,15 @@ def activation_factor(record: Record, run: str = "") -> float:
                 found.append((measured_bytes - others) / of_batch)
     factor = min(found, default=0.0)
     if not 1 / _MOST <= factor <= _MOST:
-        said = format_bytes(record.forecast_bytes)
-        took = format_bytes(record.measured_bytes)
-        problem = f"measured {took} where the forecast was {said}, which activations do not explain"
-        raise RoomierError(_FIELD, run, problem, "Look at `roomier report` of it, or name another run")
+        forecast = format_bytes(record.forecast_bytes)
+        measured = format_bytes(record.measured_bytes)
+        problem = f"measured {measured}, but no activation factor explains this for a forecast of {forecast}"
+        raise RoomierError(_FIELD, run, problem, "Check its `roomier report`, or pass another run")
     return factor
 
 
 def learn_device(record: Record) -> Calibration | None:
-    """Keep what the run tells of its device beside tensors; None where it tells nothing, as on a CPU."""
+    """Store the run's device memory in addition to tensors. Return None if it was not measured, as on a CPU."""
     worst, forecast = record.worst, record.forecast
     if forecast.machine.device.kind != "cuda" or worst.allocator_bytes is None or worst.reserved_bytes is None:
         return None

@@ -1,4 +1,4 @@
-"""Forecast and truth of a run as one value, kept in its folder as ``forecast.json``."""
+"""The forecast of a run and its measured memory, stored as ``forecast.json`` in the run folder."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _FORMAT = 1
 
 
 def moment_text(phase: str, place: str) -> str:
-    """Where in a step, in words: ``"backward of blocks.3"``."""
+    """Return a point in time of a step as text, such as ``"backward of blocks.3"``."""
     if phase == "rest":
         return "the start of the step"
     return f"{phase} of {place}" if place else phase
@@ -31,13 +31,14 @@ def moment_text(phase: str, place: str) -> str:
 
 @dataclass(frozen=True)
 class Measured:
-    """A step of one rank that was tracked.
+    """The tracked step of one rank.
 
     Attributes:
-        timeline: of the step; of ranks that hold less than the fullest, its peak alone.
-        allocator_bytes: the most that CUDA's allocator had given out in it; None on other devices.
-        reserved_bytes: the most that it had from the device.
-        beside_bytes: what else of the device was in use, other programs' among it.
+        rank: the rank.
+        timeline: stretches of the step. Only the peak is stored for ranks that use less memory than the fullest rank.
+        allocator_bytes: peak of the bytes that CUDA's allocator had allocated; None on other devices.
+        reserved_bytes: peak of the bytes that CUDA's allocator had reserved.
+        beside_bytes: other memory in use on the device, including other programs.
     """
 
     rank: int
@@ -48,33 +49,35 @@ class Measured:
 
     @classmethod
     def of(cls, rank: int, tracker: MemoryTracker) -> Measured:
-        """What ``tracker`` saw of a step."""
+        """Return the step that ``tracker`` recorded."""
         timeline = tuple(stretches_of(tracker.moments()))
         allocator = (tracker.allocator_peak_bytes, tracker.reserved_peak_bytes, tracker.beside_bytes)
         return cls(rank, timeline, *allocator)
 
     @property
     def peak(self) -> Stretch:
+        """Stretch with the highest total of tensor bytes."""
         return max(self.timeline, key=lambda each: each.peak_bytes)
 
     @property
     def peak_bytes(self) -> int:
-        """What the step took: by the allocator where there is one, else all tensors together."""
+        """Peak of the step according to the allocator if it exists, otherwise of all tensors."""
         return self.peak.peak_bytes if self.allocator_bytes is None else self.allocator_bytes
 
 
 @dataclass(frozen=True)
 class Record:
-    """What was forecast for a run, and what a step of it took.
+    """The forecast of a run, and the memory of one of its steps.
 
     Attributes:
-        forecast: of the rank that needs the most.
-        step: which one was tracked, from 1.
-        ranks: by rank.
-        budget_bytes: what a device was to hold; None where nobody said.
-        source: ``"planned"``: forecast when the run chose its plan; ``"dry run"``: for the plan it had.
-        notes: what to know of the figures.
-        num_parameters: of the model as it was given; None where it was not kept.
+        forecast: forecast for the rank that needs the most memory.
+        step: number of the tracked step, from 1.
+        ranks: measurement of each rank.
+        budget_bytes: memory that a device may use; None without a budget.
+        source: ``"planned"`` if the forecast was created when the run chose its plan, ``"dry run"`` if it was created
+            for a given plan.
+        notes: remarks on the measurements.
+        num_parameters: number of parameters of the original model; None if it was not stored.
     """
 
     forecast: Forecast
@@ -87,31 +90,32 @@ class Record:
 
     @property
     def worst(self) -> Measured:
-        """The rank that held the most."""
+        """The rank that used the most memory."""
         return max(self.ranks, key=lambda each: each.peak_bytes)
 
     @property
     def forecast_bytes(self) -> int:
-        """What is held against :attr:`measured_bytes`: tensors. A device's context, say, is in no allocator's count."""
+        """Forecast tensor bytes, which are compared with :attr:`measured_bytes`. No allocator counts fixed bytes."""
         return self.forecast.tensor_bytes
 
     @property
     def measured_bytes(self) -> int:
+        """Measured peak of the rank that used the most memory."""
         return self.worst.peak_bytes
 
     @property
     def error(self) -> float:
-        """How much the forecast was too high, as a share of what was measured."""
+        """Excess of the forecast over the measurement, as a fraction of the measurement."""
         return self.forecast_bytes / self.measured_bytes - 1 if self.measured_bytes else 0.0
 
     @property
     def error_text(self) -> str:
-        """``"+0.6 %"``; what is below half a tenth of a percent has no sign."""
+        """The error as text, such as ``"+0.6 %"``. A value that rounds to 0 has no sign."""
         rounded = round(self.error, 3)
         return f"{rounded:+.1%}".replace("%", " %") if rounded else "0.0 %"
 
     def line(self) -> str:
-        """Forecast and truth in one line."""
+        """Return forecast and measurement in one line."""
         peak = self.worst.peak
         where = moment_text(peak.phase, peak.place)
         return (
@@ -120,7 +124,7 @@ class Record:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data, from which :func:`record_from` makes this value again."""
+        """Return plain data, from which :func:`record_from` restores this value."""
         worst = self.worst
         return {
             "format": _FORMAT,
@@ -152,10 +156,10 @@ class Record:
         }
 
     def write(self, folder: Path) -> Path:
-        """Into ``forecast.json`` in ``folder``, in one move.
+        """Write ``forecast.json`` in ``folder`` atomically, and return its path.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the file cannot be written.
         """
         path = folder / FILE_NAME
         with replacing(path) as file:
@@ -165,41 +169,43 @@ class Record:
 
 
 def read_record(folder: Path) -> Record:
-    """What :meth:`Record.write` wrote into ``folder``.
+    """Read the record that :meth:`Record.write` wrote to ``folder``.
 
     Raises:
-        RoomierError: there is nothing, or it cannot be read.
+        RoomierError: the file is missing or cannot be read.
     """
     path = folder / FILE_NAME
-    action = "Run it again with Trainer(callbacks=[roomier.callbacks.MemoryForecast()])"
+    action = "Repeat the run with Trainer(callbacks=[roomier.callbacks.MemoryForecast()])"
     if not path.is_file():
-        problem = f"has no {FILE_NAME}: no forecast was held against a measured step in this run"
+        problem = f"has no {FILE_NAME}, because the run compared no forecast with a measured step"
         raise RoomierError("run", str(folder), problem, action)
     try:
         return record_from(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         problem = f"cannot be read ({type(error).__name__}: {error})"
-        raise RoomierError("run", str(path), problem, f"{action}: it is damaged, or another version's") from error
+        raise RoomierError("run", str(path), f"{problem}, so it is damaged or from another version", action) from error
 
 
 def record_from(data: Mapping[str, Any]) -> Record:
-    """The record of which ``data`` is :meth:`Record.as_dict`.
+    """Restore the record from ``data``, the result of :meth:`Record.as_dict`.
 
     Raises:
-        ValueError, KeyError, TypeError: it is something else.
+        ValueError: the format differs, or a value is invalid.
+        KeyError: a key is missing.
+        TypeError: a value has another type.
     """
     if data["format"] != _FORMAT:
         raise ValueError(f"format {data['format']}, not {_FORMAT}")
-    told, machine = data["forecast"], data["machine"]
+    stored, machine = data["forecast"], data["machine"]
     forecast = Forecast(
-        plan=Plan.of(told["plan"]),
+        plan=Plan.of(stored["plan"]),
         machine=_machine_from(machine),
-        micro_batch=told["micro_batch"],
-        method=told["method"],
-        timeline=_timeline_from(told["timeline"]),
-        fixed_bytes=told["fixed_bytes"],
-        host_bytes=told["host_bytes"],
-        time=_time_from(told["time"]),
+        micro_batch=stored["micro_batch"],
+        method=stored["method"],
+        timeline=_timeline_from(stored["timeline"]),
+        fixed_bytes=stored["fixed_bytes"],
+        host_bytes=stored["host_bytes"],
+        time=_time_from(stored["time"]),
     )
     ranks = tuple(
         Measured(
@@ -212,7 +218,7 @@ def record_from(data: Mapping[str, Any]) -> Record:
         for each in data["measured"]
     )
     if not (ranks and forecast.timeline and all(each.timeline for each in ranks)):
-        raise ValueError("no step was measured")
+        raise ValueError("contains no measured step")
     return Record(
         forecast=forecast,
         step=data["step"],
@@ -224,16 +230,16 @@ def record_from(data: Mapping[str, Any]) -> Record:
     )
 
 
-def _machine_from(told: Mapping[str, Any]) -> Machine:
+def _machine_from(stored: Mapping[str, Any]) -> Machine:
     kinds: dict[str, Any] = {"Device": Device, "Link": Link}
     types = {field.name: str(field.type) for field in fields(Machine)}
     return Machine(
-        **{name: kinds[types[name]](**value) if types[name] in kinds else value for name, value in told.items()}
+        **{name: kinds[types[name]](**value) if types[name] in kinds else value for name, value in stored.items()}
     )
 
 
-def _time_from(told: Mapping[str, Any] | None) -> StepTime | None:
-    return None if told is None else StepTime(**told)
+def _time_from(stored: Mapping[str, Any] | None) -> StepTime | None:
+    return None if stored is None else StepTime(**stored)
 
 
 def _kinds_dict(num_bytes: Mapping[Kind, int]) -> dict[str, int]:
@@ -241,24 +247,25 @@ def _kinds_dict(num_bytes: Mapping[Kind, int]) -> dict[str, int]:
 
 
 def _timeline_dict(timeline: Sequence[Stretch]) -> list[dict[str, Any]]:
-    """A stretch begins as the one before ended, so its beginning is written where it does not only."""
+    """Return ``timeline`` as plain data. ``begin`` is stored only if it differs from the end of the previous
+    stretch."""
     found, before = [], None
     for each in timeline:
-        told = {"phase": each.phase, "place": each.place, "peak": _kinds_dict(each.peak), "end": _kinds_dict(each.end)}
+        entry = {"phase": each.phase, "place": each.place, "peak": _kinds_dict(each.peak), "end": _kinds_dict(each.end)}
         begin = _kinds_dict(each.begin)
-        found.append(told if begin == before else {"begin": begin, **told})
-        before = told["end"]
+        found.append(entry if begin == before else {"begin": begin, **entry})
+        before = entry["end"]
     return found
 
 
-def _kinds_from(told: Mapping[str, int]) -> dict[Kind, int]:
-    return {**dict.fromkeys(Kind, 0), **{Kind(name): int(count) for name, count in told.items()}}
+def _kinds_from(stored: Mapping[str, int]) -> dict[Kind, int]:
+    return {**dict.fromkeys(Kind, 0), **{Kind(name): int(count) for name, count in stored.items()}}
 
 
-def _timeline_from(told: Sequence[Mapping[str, Any]]) -> tuple[Stretch, ...]:
+def _timeline_from(stored: Sequence[Mapping[str, Any]]) -> tuple[Stretch, ...]:
     found: list[Stretch] = []
     end: dict[Kind, int] = {}
-    for each in told:
+    for each in stored:
         begin, peak, end_now = (_kinds_from(each[key]) if key in each else end for key in ("begin", "peak", "end"))
         found.append(Stretch(str(each["phase"]), str(each["place"]), begin, peak, end_now))
         end = end_now

@@ -1,4 +1,4 @@
-"""The tables of the planner's page."""
+"""Tables of the planner's HTML page."""
 
 from __future__ import annotations
 
@@ -12,17 +12,21 @@ from roomier.planner.measured.record import Record
 from roomier.planner.report.style import COLOURS, NAMES
 from roomier.planner.report.svg import swatch
 
-_NUM_PLANS = 14  # rows of plans that were priced
+_NUM_PLANS = 14  # rows of plans with a forecast
 _NUM_REFUSED = 8
 
 
 @dataclass(frozen=True)
 class Grid:
-    """The peak for other batches: rows of one length, columns of one size.
+    """Peaks for other batches.
 
     Attributes:
-        rows: tokens of a sequence, say. columns: samples of a micro-batch.
-        peak_bytes: by row and column; None where nothing is known.
+        row_name: quantity of the rows, such as tokens of a sequence.
+        rows: value of each row.
+        column_name: quantity of the columns, such as samples of a micro-batch.
+        columns: value of each column.
+        peak_bytes: peak by row and column; None if it is not known.
+        budget_bytes: memory that a device may use.
     """
 
     row_name: str
@@ -34,7 +38,8 @@ class Grid:
 
 
 def heat_table(grid: Grid) -> str:
-    """A cell for each pair: the fuller the darker, and what does not fit marked in colour and in words."""
+    """Return a table with a cell for each pair. Darker cells use more of the budget; cells over the budget are
+    marked."""
     head = "".join(f'<th scope="col">{number}</th>' for number in grid.columns)
     rows = "".join(
         f'<tr><th scope="row">{number}</th>{"".join(_heat_cell(count, grid.budget_bytes) for count in cells)}</tr>'
@@ -44,7 +49,7 @@ def heat_table(grid: Grid) -> str:
     return (
         f'<div class="scroll" tabindex="0" role="group" aria-label="what if"><table class="heat"><thead><tr>'
         f'<th scope="col">{corner}</th>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
-        f'<p class="soft"><small>✕: more than the budget of {_size(grid.budget_bytes)}.</small></p>'
+        f'<p class="soft"><small>✕: exceeds the budget of {_size(grid.budget_bytes)}.</small></p>'
     )
 
 
@@ -58,7 +63,7 @@ def _heat_cell(num_bytes: int | None, budget_bytes: int) -> str:
 
 
 def plans_table(considered: Sequence[Considered], chosen: Considered | None) -> str:
-    """The best of those that fit, the nearest of those that do not, and what rules refuse."""
+    """Return a table of the fastest plans that fit, the nearest plans that do not fit, and the rejected plans."""
     priced = [each for each in considered if each.forecast is not None]
     refused = [each for each in considered if each.forecast is None]
     shown = _some_of_each(priced)
@@ -86,7 +91,7 @@ def _some_of_each(priced: Sequence[Considered]) -> list[Considered]:
 
 
 def _by_reason(refused: Sequence[Considered]) -> dict[str, list[str]]:
-    """The strategies that are refused for each reason; the plan in words where it is one."""
+    """Group rejected plans by reason: the strategies of each reason, or the plan if it is the only one."""
     found: dict[str, list[Considered]] = {}
     for each in refused:
         found.setdefault(each.reason, []).append(each)
@@ -121,7 +126,7 @@ def _plan_row(each: Considered, *, is_chosen: bool) -> str:
 
 
 def kinds_table(record: Record) -> str:
-    """Bytes by kind at the peak: forecast, measured, and what lies between."""
+    """Return a table of bytes by kind at the peak: forecast, measurement and difference."""
     forecast, measured = record.forecast.bytes_by_kind, record.worst.peak.peak
     rows = "".join(
         f'<tr><th scope="row"><span class="kind">{swatch(colour)}{escape(NAMES[kind])}</span></th>'
@@ -151,7 +156,7 @@ def _pair(forecast_bytes: int, measured_bytes: int) -> str:
 
 
 def seconds_text(duration_s: float) -> str:
-    """``0.0123`` -> ``"12.3 ms"``, with a space that does not break."""
+    """Format a duration with a non-breaking space: ``0.0123`` -> ``"12.3 ms"``."""
     for unit, factor in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
         if duration_s * factor >= 1 or unit == "µs":
             return f"{duration_s * factor:.3g}\u00a0{unit}" if duration_s < 1000 else f"{duration_s:.0f}\u00a0s"

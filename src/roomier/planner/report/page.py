@@ -1,4 +1,4 @@
-"""What was planned, as one page of HTML that needs nothing else: no network, no script, readable on a phone."""
+"""HTML page of a choice: one self-contained file without network access or scripts, which is readable on a phone."""
 
 from __future__ import annotations
 
@@ -27,23 +27,25 @@ from roomier.planner.report.svg import (
     swatch,
 )
 
-_MOST_OF_BUDGET = 2.5  # a bar longer than so many budgets is cut
+_MOST_OF_BUDGET = 2.5  # longer bars are truncated, relative to the budget
 _NARROW_PHASE = 0.09  # share of the width below which a phase has no room for its name
 
 
 def page_of(
     choice: Choice, what_if: Grid | None = None, record: Record | None = None, *, title: str = "", subject: str = ""
 ) -> str:
-    """The page of ``choice``.
+    """Return the HTML page of ``choice``.
 
     Args:
-        what_if: its heat table; None leaves it out.
-        record: of a run of the chosen plan, drawn beside the forecast.
-        title: by default what was chosen. subject: what was planned for, such as the model.
+        choice: result of the planner.
+        what_if: peaks for other batches; None omits this table.
+        record: measured run of the chosen plan, which is overlaid on the forecast.
+        title: title of the page; by default the chosen plan.
+        subject: subtitle, such as the model; by default the machine.
     """
     chosen = choice.chosen
     winner = choice.considered[0] if chosen is not None and choice.considered else None
-    name = "Nothing fits" if chosen is None else words_of(chosen.plan, chosen.micro_batch)
+    name = "No plan fits" if chosen is None else words_of(chosen.plan, chosen.micro_batch)
     num_plans = choice.num_plans or len(choice.considered)
     parts = [
         f"<h1>{escape(title or name)}</h1>",
@@ -57,22 +59,24 @@ def page_of(
     elif chosen is not None:
         parts += [_heading("One step", _peak_sentence(chosen)), timeline(chosen, budget_bytes=choice.budget_bytes)]
     parts += [
-        _heading("Strategies", "The most one device holds at the peak of a step, by what it is for."),
+        _heading("Strategies", "Highest memory of a device in a step, by kind."),
         ladder(choice),
-        _heading("Plans", f"{num_plans} were compared. Samples are those of a micro-batch on each rank."),
+        _heading("Plans", f"{num_plans} plans were compared. Samples are counted per micro-batch and rank."),
         plans_table(choice.considered, winner),
     ]
     if what_if is not None:
-        parts += [_heading("What if", "The peak of the chosen plan with other batches."), heat_table(what_if)]
+        parts += [_heading("What if", "Peak of the chosen plan with other batches."), heat_table(what_if)]
     parts += [_heading("Machine and method"), _facts(choice.machine, _method(choice))]
     return document(title or f"roomier plan: {name}", parts)
 
 
 def page_of_record(record: Record, facts: Mapping[str, str] | None = None, *, subject: str = "") -> str:
-    """The page of a run that is held against its forecast.
+    """Return the HTML page that compares a run with its forecast.
 
     Args:
-        facts: what else is known of the run, by name.
+        record: forecast and measurement of the run.
+        facts: additional facts about the run, by name.
+        subject: subtitle, such as the model; by default the machine.
     """
     forecast = record.forecast
     name = words_of(forecast.plan, forecast.micro_batch)
@@ -87,7 +91,7 @@ def page_of_record(record: Record, facts: Mapping[str, str] | None = None, *, su
 
 
 def fragment_of(choice: Choice) -> str:
-    """The short form of a notebook."""
+    """Return the short form for a notebook."""
     parts = [_figures(choice.chosen, choice.budget_bytes, choice)]
     if choice.chosen is None:
         parts.append(_nothing_fits(choice))
@@ -95,13 +99,13 @@ def fragment_of(choice: Choice) -> str:
 
 
 def fragment_of_forecast(forecast: Forecast) -> str:
-    """The short form of one plan in a notebook."""
+    """Return the short form of one plan for a notebook."""
     name = words_of(forecast.plan, forecast.micro_batch)
     return _fragment([f"<h2>{escape(name)}</h2>", f"<p>{_peak_sentence(forecast)}</p>", timeline(forecast)])
 
 
 def document(title: str, parts: Iterable[str]) -> str:
-    """A whole page."""
+    """Return a complete HTML page."""
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
@@ -119,7 +123,7 @@ def _fragment(parts: Iterable[str]) -> str:
 
 
 def timeline(forecast: Forecast, record: Record | None = None, *, budget_bytes: int | None = None) -> str:
-    """The stacked areas of one step, with scale, phases and the peak by name."""
+    """Return the stacked areas of one step with scale, phases and the label of the peak."""
     fixed_bytes = 0 if record is not None else sum(forecast.fixed_bytes.values())
     drawn = joined(forecast.timeline)
     measured = [] if record is None else joined(record.worst.timeline)
@@ -154,7 +158,7 @@ def timeline(forecast: Forecast, record: Record | None = None, *, budget_bytes: 
 
 
 def _limit(budget_bytes: int, top_bytes: float) -> str:
-    """The line of the budget across the chart, with its name below."""
+    """Return the line of the budget across the chart, with its label below."""
     height = f"bottom:{budget_bytes / top_bytes:.2%}"
     return (
         f'<svg class="limit" style="{height}" viewBox="0 0 10 2" preserveAspectRatio="none" aria-hidden="true">'
@@ -165,7 +169,7 @@ def _limit(budget_bytes: int, top_bytes: float) -> str:
 
 
 def ladder(choice: Choice) -> str:
-    """The plan that came furthest of each strategy, as bars against the budget."""
+    """Return the best plan of each strategy as a bar, compared with the budget."""
     shown = list(_first_of_each_strategy(choice.considered))
     if not shown:
         return "<p>No plan has a forecast.</p>"
@@ -182,25 +186,25 @@ def ladder(choice: Choice) -> str:
     kinds = [kind for kind in COLOURS if kind in found and any(_bytes_of(each, kind) for each in shown)]
     lines = f'<li><span class="bad" aria-hidden="true">▏</span>budget {_size(budget_bytes)}</li>'
     if len(marks) > 1:
-        lines += f'<li><span aria-hidden="true">▏</span>all of a device, {_size(device_bytes)}</li>'
+        lines += f'<li><span aria-hidden="true">▏</span>device memory {_size(device_bytes)}</li>'
     return f'<ul class="ladder">{rows}</ul>{_key(kinds, has_fixed, more=lines)}'
 
 
 def forecast_and_truth(record: Record) -> list[str]:
-    """The figures of both, the step of both, and bytes by kind beside each other."""
+    """Return the parts of a page that compare forecast and measurement: values, one step, and bytes by kind."""
     forecast, worst = record.forecast, record.worst
-    whose = "" if len(record.ranks) == 1 else f" of rank {worst.rank}, the fullest of {len(record.ranks)}"
+    whose = "" if len(record.ranks) == 1 else f" of rank {worst.rank}, the fullest of {len(record.ranks)} ranks"
     return [
         _list_of_figures(
             [
                 ("Forecast", _size(record.forecast_bytes, 2), moment_text(forecast.peak.phase, forecast.peak.place)),
                 ("Measured", _size(record.measured_bytes, 2), moment_text(worst.peak.phase, worst.peak.place)),
-                ("Difference", record.error_text, "of what was measured"),
+                ("Difference", record.error_text, "of the measured value"),
             ]
         ),
-        _heading("One step", f"Areas: the forecast. Line: step {record.step}{whose}, as it was measured."),
+        _heading("One step", f"Areas: forecast. Line: measurement of step {record.step}{whose}."),
         timeline(forecast, record, budget_bytes=record.budget_bytes),
-        _heading("By kind", "At the peak of each."),
+        _heading("By kind", "At the peak of the forecast and of the measurement."),
         kinds_table(record),
     ]
 
@@ -209,7 +213,7 @@ def _rung(each: Considered, top_bytes: float, marks: Sequence[tuple[float, str]]
     forecast = each.forecast
     assert forecast is not None
     fixed_bytes = sum(forecast.fixed_bytes.values())
-    segments = [("beside tensors", fixed_bytes, FIXED)] if fixed_bytes else []
+    segments = [("fixed memory", fixed_bytes, FIXED)] if fixed_bytes else []
     segments += [(NAMES[kind], forecast.bytes_by_kind.get(kind, 0), colour) for kind, colour in COLOURS.items()]
     strategy = each.plan.parallel.strategy
     verdict = '<small class="good">fits</small>' if each.fits else '<small class="bad">does not fit</small>'
@@ -244,17 +248,17 @@ def _kinds_in(drawn: Sequence[Stretch]) -> list[Kind]:
 def _key(kinds: Sequence[Kind], has_fixed: bool, *, has_line: bool = False, more: str = "") -> str:
     items = [f"<li>{swatch(COLOURS[kind])}{escape(NAMES[kind])}</li>" for kind in kinds]
     if has_fixed:
-        items.append(f"<li>{swatch(FIXED)}beside tensors</li>")
+        items.append(f"<li>{swatch(FIXED)}fixed memory</li>")
     if has_line:
         items.append(f"<li>{line_swatch()}measured</li>")
-    return f'<ul class="key" aria-label="colours">{"".join(items)}{more}</ul>'
+    return f'<ul class="key" aria-label="colors">{"".join(items)}{more}</ul>'
 
 
 def _figures(chosen: Forecast | None, budget_bytes: int, choice: Choice) -> str:
     if chosen is None:
         return _list_of_figures(
             [
-                ("Budget", _size(budget_bytes), "of each device"),
+                ("Budget", _size(budget_bytes), "per device"),
                 ("Plans", str(choice.num_plans or len(choice.considered)), "none fits"),
                 ("Planned in", seconds_text(choice.planning_s), ""),
             ]
@@ -262,12 +266,12 @@ def _figures(chosen: Forecast | None, budget_bytes: int, choice: Choice) -> str:
     used = chosen.peak_bytes / budget_bytes if budget_bytes else 0.0
     rows = [
         ("Peak of a device", _size(chosen.peak_bytes), f"{used:.0%} of {_size(budget_bytes)}".replace("%", " %")),
-        ("Global batch", f"{chosen.global_batch}", f"{chosen.micro_batch} samples on each rank at a time"),
+        ("Global batch", f"{chosen.global_batch}", f"{chosen.micro_batch} samples per rank and micro-batch"),
         ("Planned in", seconds_text(choice.planning_s), f"{choice.num_plans or len(choice.considered)} plans"),
     ]
     if chosen.time is not None:
         share = chosen.time.exposed_s / chosen.time.total_s if chosen.time.total_s else 0.0
-        note = f"{share:.0%} of it waits for other ranks".replace("%", " %") if share >= 0.005 else "estimated"
+        note = f"{share:.0%} of it is exposed communication".replace("%", " %") if share >= 0.005 else "estimated"
         rows.insert(1, ("One step", seconds_text(chosen.time.total_s), note))
     return _list_of_figures(rows)
 
@@ -283,10 +287,10 @@ def _list_of_figures(rows: Iterable[tuple[str, str, str]]) -> str:
 def _nothing_fits(choice: Choice) -> str:
     nearest = next((each for each in choice.considered if each.forecast is not None), None)
     if nearest is None or nearest.forecast is None:
-        return '<p class="bad">Rules refuse every plan; the table says why.</p>'
+        return '<p class="bad">Every plan was rejected. The table lists the reasons.</p>'
     missing = format_bytes(nearest.forecast.peak_bytes - choice.budget_bytes)
     name = words_of(nearest.plan, nearest.micro_batch)
-    return f'<p class="bad">The nearest, {escape(name)}, needs {escape(missing)} more than there is.</p>'
+    return f'<p class="bad">The nearest plan, {escape(name)}, exceeds the budget by {escape(missing)}.</p>'
 
 
 def _peak_sentence(forecast: Forecast) -> str:
@@ -294,7 +298,7 @@ def _peak_sentence(forecast: Forecast) -> str:
     kinds = sorted(forecast.bytes_by_kind.items(), key=lambda each: -each[1])[:2]
     largest = " and ".join(f"{NAMES[kind]} ({format_bytes(count)})" for kind, count in kinds if count)
     moment = escape(moment_text(peak.phase, peak.place))
-    return f"The peak is at {moment}; the most of it are {escape(largest)}."
+    return f"The peak is at {moment}. Its largest kinds are {escape(largest)}."
 
 
 def _heading(text: str, note: str = "") -> str:
@@ -310,7 +314,7 @@ def _facts(machine: Machine, more: Mapping[str, str]) -> str:
         "Ranks": f"{machine.num_ranks}, {machine.devices_per_node} on each of {machine.num_nodes} nodes"
         if machine.num_nodes > 1
         else f"{machine.num_ranks} on one node",
-        "Figures from": machine.source,
+        "Source of values": machine.source,
         **more,
     }
     cells = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in rows.items())
@@ -319,21 +323,21 @@ def _facts(machine: Machine, more: Mapping[str, str]) -> str:
 
 def _method(choice: Choice) -> dict[str, str]:
     method = (
-        "Plans are priced by closed form, the chosen one by a dry run: the code of the run itself, with tensors that "
-        "have no memory."
+        "Plans are compared by a closed form. The chosen plan is verified by a dry run, which executes the code of the "
+        "run on tensors without memory."
     )
     found = {"Method": method}
     if choice.chosen is not None and choice.chosen.fixed_bytes:
-        beside = choice.chosen.fixed_bytes.items()
-        found["Beside tensors"] = ", ".join(f"{name} {format_bytes(count)}" for name, count in beside)
+        fixed = choice.chosen.fixed_bytes.items()
+        found["Fixed memory"] = ", ".join(f"{name} {format_bytes(count)}" for name, count in fixed)
     if choice.chosen is not None and choice.chosen.host_bytes:
-        found["Host memory"] = f"{format_bytes(choice.chosen.host_bytes)} for each rank"
+        found["Host memory"] = f"{format_bytes(choice.chosen.host_bytes)} per rank"
     return found
 
 
 def _how_measured(record: Record) -> str:
     by = (
-        "CUDA's allocator, kinds by a tracker"
+        "CUDA's allocator, and kinds by a tracker"
         if record.worst.allocator_bytes is not None
         else "a tracker of all tensors"
     )

@@ -1,11 +1,11 @@
-"""What the planner's page looks like: one style sheet, for the page and for a notebook, light and dark."""
+"""Style sheet of the planner's page, for the page and for a notebook, light and dark."""
 
 from __future__ import annotations
 
 from roomier.memory.kinds import Kind
 
-# Paul Tol's "bright" scheme, told apart with any kind of colour vision: https://personal.sron.nl/~pault/ (issue 3.2,
-# figure 1), grey darkened for a light ground. Fixed bytes are hatched in the colour of the text.
+# Paul Tol's "bright" scheme, which is distinguishable with any kind of color vision: https://personal.sron.nl/~pault/
+# (issue 3.2, figure 1), with gray darkened for a light background. Fixed bytes are hatched in the color of the text.
 COLOURS = {
     Kind.PARAMETER: "#4477aa",
     Kind.OPTIMIZER_STATE: "#228833",
@@ -15,7 +15,7 @@ COLOURS = {
     Kind.COMMUNICATION: "#aa3377",
     Kind.TEMPORARY: "#a8a8a8",
 }
-"""By kind, in the order in which they are stacked: what is there all the time lies below."""
+"""Colors by kind, in stacking order. Kinds that exist during the full step are at the bottom."""
 
 NAMES = {
     Kind.PARAMETER: "weights",
@@ -26,7 +26,7 @@ NAMES = {
     Kind.COMMUNICATION: "communication",
     Kind.TEMPORARY: "temporaries",
 }
-"""What people call them."""
+"""Names of the kinds for users."""
 
 STYLE = """
 .roomier{--ground:#fff;--panel:#f7f8fa;--text:#1c2127;--soft:#5a6572;--line:#dfe3e8;--accent:#224f7d;--good:#1d6b2f;
@@ -110,4 +110,4 @@ text-align:right;white-space:normal;background:none!important}
 .roomier .facts{grid-template-columns:1fr;gap:0}.roomier .facts dd{margin-bottom:.5rem}}
 @media print{.roomier{--ground:#fff;--text:#000}}
 """
-"""Everything is below the class ``roomier``: in a notebook it touches nothing else."""
+"""CSS. All selectors are below the class ``roomier``, so a notebook is not affected."""

@@ -1,5 +1,5 @@
-"""The drawings of the planner's page, as SVG without text: what is written stands beside them in HTML, and so keeps its
-size on a narrow screen."""
+"""Drawings of the planner's page, as SVG without text. Labels are HTML, so their size is readable on a narrow
+screen."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from roomier.planner.dry_runs.dry_run import Stretch
 from roomier.planner.measured.record import moment_text
 from roomier.planner.report.style import COLOURS, NAMES
 
-_WIDTH, _HEIGHT = 1000, 1000  # of the drawing's own coordinates, stretched to the room there is
-MAX_STRETCHES = 300  # drawn one by one; of more, neighbours are drawn together
-FIXED = "url(#roomier-fixed)"  # the fill of what no tensor accounts for
+_WIDTH, _HEIGHT = 1000, 1000  # coordinates of a drawing, which is stretched to the available space
+MAX_STRETCHES = 300  # largest number of stretches that are drawn separately
+FIXED = "url(#roomier-fixed)"  # fill of fixed bytes
 _HATCH = (
     '<pattern id="roomier-fixed" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
     '<rect width="6" height="6" fill="currentColor" fill-opacity=".14"/>'
@@ -22,12 +22,14 @@ _HATCH = (
 )
 
 Segments = Sequence[tuple[str, int, str]]
-"""Parts of a bar: what it is, its bytes, its colour."""
+"""Parts of a bar: name, bytes and color."""
 
 
 def joined(timeline: Sequence[Stretch], limit: int = MAX_STRETCHES) -> list[Stretch]:
-    """``timeline`` in at most about ``limit`` stretches: of neighbours in one phase the one with the peak stands for
-    all, so no peak is lost."""
+    """Return ``timeline`` reduced to about ``limit`` stretches.
+
+    Neighbors in one phase are represented by the stretch with the highest peak, so no peak is lost.
+    """
     size = -(-len(timeline) // limit)
     if size <= 1:
         return list(timeline)
@@ -47,7 +49,7 @@ def _as_one(group: Sequence[Stretch]) -> Stretch:
 
 
 def phases_of(timeline: Sequence[Stretch]) -> list[tuple[str, float, float]]:
-    """The phases in their order, each with where it begins and ends, as shares of the width."""
+    """Return the phases in their order, each with begin and end as fractions of the width."""
     found: list[tuple[str, float, float]] = []
     for index, each in enumerate(timeline):
         begin, end = index / len(timeline), (index + 1) / len(timeline)
@@ -61,12 +63,14 @@ def phases_of(timeline: Sequence[Stretch]) -> list[tuple[str, float, float]]:
 def areas(
     timeline: Sequence[Stretch], fixed_bytes: int, top_bytes: float, title: str, *, measured: Sequence[Stretch] = ()
 ) -> str:
-    """The stacked areas of ``timeline``.
+    """Return the stacked areas of ``timeline``.
 
     Args:
-        fixed_bytes: at the bottom, all the time.
-        top_bytes: what the full height is.
-        measured: another timeline of the same step, drawn as a line of its sum.
+        timeline: stretches to draw.
+        fixed_bytes: constant bytes at the bottom.
+        top_bytes: bytes of the full height.
+        title: title of the drawing.
+        measured: another timeline of the same step, of which the total is drawn as a line.
     """
     moments = _moments(timeline)
     paths = []
@@ -88,10 +92,13 @@ def areas(
 
 
 def bar(segments: Segments, top_bytes: float, marks: Sequence[tuple[float, str]], title: str) -> str:
-    """One bar of the ladder; what is longer than ``top_bytes`` is cut, with a gap before its end that shows it.
+    """Return one bar of the ladder. A bar longer than ``top_bytes`` is truncated, with a gap that indicates this.
 
     Args:
-        marks: bytes at which a line stands, and its colour.
+        segments: parts of the bar.
+        top_bytes: bytes of the full width.
+        marks: bytes and color of each vertical line.
+        title: title of the drawing.
     """
     parts: list[str] = []
     begin = 0.0
@@ -123,7 +130,7 @@ def bar(segments: Segments, top_bytes: float, marks: Sequence[tuple[float, str]]
 
 
 def definitions() -> str:
-    """What the drawings of a page share; it stands once before them and shows nothing."""
+    """Return the invisible SVG definitions that all drawings of a page use. Place it before the drawings."""
     return (
         '<svg width="0" height="0" style="position:absolute" aria-hidden="true" focusable="false">'
         f"<defs>{_HATCH}</defs></svg>"
@@ -131,18 +138,18 @@ def definitions() -> str:
 
 
 def swatch(colour: str) -> str:
-    """The square of a legend."""
+    """Return the square of a legend."""
     return f'<svg viewBox="0 0 12 12" aria-hidden="true"><rect width="12" height="12" fill="{colour}"/></svg>'
 
 
 def line_swatch() -> str:
-    """The mark of the measured line in a legend."""
+    """Return the mark of the measured line in a legend."""
     path = '<path d="M0 6H12" stroke="currentColor" stroke-width="2" stroke-dasharray="4 2"/>'
     return f'<svg viewBox="0 0 12 12" aria-hidden="true">{path}</svg>'
 
 
 def round_ticks(top_bytes: float, num_most: int = 5) -> list[tuple[int, str]]:
-    """Round numbers of bytes from 0 to ``top_bytes``, at most ``num_most`` and the 0, as they are written."""
+    """Return at most ``num_most`` round numbers of bytes up to ``top_bytes``, and 0, with their texts."""
     unit_bytes, unit = 1, "B"
     for name in ("KiB", "MiB", "GiB", "TiB"):
         if unit_bytes * 1024 <= top_bytes:
@@ -154,7 +161,7 @@ def round_ticks(top_bytes: float, num_most: int = 5) -> list[tuple[int, str]]:
 
 
 def _moments(timeline: Sequence[Stretch]) -> list[tuple[float, Mapping[Kind, int]]]:
-    """Where each moment is, as a share of the width, and what is held then: three of each stretch."""
+    """Return three moments of each stretch: position as a fraction of the width, and bytes by kind."""
     width = 1 / max(len(timeline), 1)
     found: list[tuple[float, Mapping[Kind, int]]] = []
     for index, each in enumerate(timeline):
@@ -203,12 +210,12 @@ def _phase_lines(timeline: Sequence[Stretch]) -> str:
 
 
 def _hints(timeline: Sequence[Stretch], fixed_bytes: int) -> str:
-    """What a pointer over each stretch is told."""
+    """Return the tooltip of each stretch."""
     width = _WIDTH / max(len(timeline), 1)
     found = []
     for index, each in enumerate(timeline):
         kinds = [f"{NAMES[kind]}: {format_bytes(each.peak[kind])}" for kind in COLOURS if each.peak.get(kind)]
-        fixed = [f"beside tensors: {format_bytes(fixed_bytes)}"] if fixed_bytes else []
+        fixed = [f"fixed memory: {format_bytes(fixed_bytes)}"] if fixed_bytes else []
         text = "\n".join(
             [f"{moment_text(each.phase, each.place)}: {format_bytes(each.peak_bytes + fixed_bytes)}", *kinds, *fixed]
         )
@@ -220,7 +227,7 @@ def _hints(timeline: Sequence[Stretch], fixed_bytes: int) -> str:
 
 
 def _described(timeline: Sequence[Stretch], fixed_bytes: int) -> str:
-    """The drawing in a sentence for each phase, for who cannot see it."""
+    """Return a text alternative of the drawing, with one clause for each phase."""
     found = []
     for phase in dict.fromkeys(each.phase for each in timeline):
         top = max((each for each in timeline if each.phase == phase), key=lambda each: each.peak_bytes)

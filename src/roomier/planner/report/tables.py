@@ -1,4 +1,4 @@
-"""What was planned, as tables for a terminal or a notebook (rich)."""
+"""Tables of a choice for a terminal or a notebook (rich)."""
 
 from __future__ import annotations
 
@@ -17,24 +17,25 @@ from roomier.planner.choice import Choice, Considered, levers_of, words_of
 from roomier.planner.forecast import Forecast
 from roomier.planner.report.what_if import Grid
 
-_MAX_PLANS = 8  # priced ones; at least one of each strategy is shown whatever this says
+_MAX_PLANS = 8  # plans with a forecast; the best plan of each strategy is always shown
 _MAX_REFUSED = 6
 _LABELS = (Label.APPROXIMATE, Label.NEAR, Label.EXACT)
 
 STATES = (Kind.PARAMETER, Kind.GRADIENT, Kind.OPTIMIZER_STATE)
-"""What is there whatever is computed: the model states."""
+"""Model states, which exist during the full step."""
 ACTIVATIONS = (Kind.ACTIVATION,)
-"""What is kept for a backward."""
+"""Tensors saved for backward."""
 
 
 def choice_table(
     choice: Choice, *, tokens_per_sample: int | None = None, max_plans: int = _MAX_PLANS
 ) -> RenderableType:
-    """The chosen plan, the best few beside it, and what was refused with the reasons.
+    """Return a table of the chosen plan and the best alternatives, followed by rejected plans with their reasons.
 
     Args:
-        tokens_per_sample: tells the speed in tokens; None in samples.
-        max_plans: how many plans with a forecast are shown; of each strategy the best one always is.
+        choice: result of the planner.
+        tokens_per_sample: number of tokens for throughput in tokens/s; None gives samples/s.
+        max_plans: number of plans with a forecast to show. The best plan of each strategy is always shown.
     """
     shown = _best_of_all(choice.considered, max_plans)
     unit, unit_bytes = _common_unit([each.forecast.peak_bytes for each in shown if each.forecast is not None])
@@ -55,7 +56,7 @@ def choice_table(
 
 
 def forecast_table(forecast: Forecast, budget_bytes: int | None = None) -> Table:
-    """What one device holds at the peak of a step, by what it is for."""
+    """Return a table of the memory of one device at the peak of a step, by kind."""
     peak = forecast.peak
     where = " ".join(word for word in (peak.phase, peak.place) if word)
     table = Table(
@@ -72,8 +73,8 @@ def forecast_table(forecast: Forecast, budget_bytes: int | None = None) -> Table
 
 
 def what_if_table(grid: Grid) -> Table:
-    """The peak for other batches; what does not fit is in brackets."""
-    title = f"Peak on each device; in brackets what is more than {format_bytes(grid.budget_bytes)}"
+    """Return a table of the peak for other batches. Peaks over the budget are in brackets."""
+    title = f"Peak on each device; values in brackets exceed {format_bytes(grid.budget_bytes)}"
     table = _table(Text(title))
     table.add_column(f"{grid.row_name} \\ {grid.column_name}".lstrip(" \\"))
     for column in grid.columns:
@@ -91,7 +92,7 @@ def label_of(plan: Plan) -> Label:
 
 
 def bytes_in_three(forecast: Forecast) -> tuple[int, int, int]:
-    """Model states, activations, and all the rest at the peak."""
+    """Return bytes at the peak: model states, activations, and all other bytes."""
     found = forecast.bytes_by_kind
     states = sum(found.get(kind, 0) for kind in STATES)
     activations = sum(found.get(kind, 0) for kind in ACTIVATIONS)
@@ -104,7 +105,7 @@ def _levers_shown(plan: Plan) -> list[str]:
 
 
 def _best_of_all(considered: Sequence[Considered], max_plans: int) -> list[Considered]:
-    """The first ``max_plans`` of those with a forecast, and the first of each strategy that is not among them."""
+    """Return the first ``max_plans`` plans with a forecast, which include the first plan of each strategy."""
     priced = [each for each in considered if each.forecast is not None]
     first = {each.plan.parallel.strategy: each for each in reversed(priced)}
     kept = {id(each) for each in first.values()}
@@ -122,7 +123,7 @@ def _table(title: Text) -> Table:
 def _cells(each: Considered, unit_bytes: int, tokens_per_sample: int | None) -> list[Text]:
     forecast, plan = each.forecast, each.plan
     assert forecast is not None
-    copies = f" ({plan.parallel.shard_size} a copy)" if plan.parallel.strategy == "hsdp" else ""
+    copies = f" ({plan.parallel.shard_size} per replica)" if plan.parallel.strategy == "hsdp" else ""
     step_s = None if forecast.time is None else forecast.time.total_s
     num_items = forecast.global_batch * (tokens_per_sample or 1)
     cells = [
@@ -138,7 +139,7 @@ def _cells(each: Considered, unit_bytes: int, tokens_per_sample: int | None) -> 
 
 
 def _common_unit(counts: Sequence[int]) -> tuple[str, int]:
-    """In which all of ``counts`` are short to read."""
+    """Return the unit in which all of ``counts`` are short."""
     largest = max(counts, default=0)
     return ("GiB", 2**30) if largest >= 2**30 else ("MiB", 2**20)
 
@@ -147,7 +148,7 @@ def _title(choice: Choice) -> Text:
     machine = choice.machine
     nodes = "" if machine.num_nodes == 1 else f" on each of {machine.num_nodes} nodes"
     device = f"{machine.devices_per_node} x {machine.device.name}{nodes}"
-    return Text(f"{device}, {format_bytes(choice.budget_bytes)} to be used of each")
+    return Text(f"{device}, budget {format_bytes(choice.budget_bytes)} per device")
 
 
 def _verdict(choice: Choice) -> str:
@@ -156,9 +157,9 @@ def _verdict(choice: Choice) -> str:
         return f"{choice.why}. {took}"
     found = next((each for each in choice.considered if each.forecast is not None), None)
     if found is None or found.forecast is None:
-        return f"Nothing fits. {took}"
+        return f"No plan fits. {took}"
     how, needs = words_of(found.plan, found.micro_batch), format_bytes(found.forecast.peak_bytes)
-    return f"Nothing fits. The nearest, {how}, needs {needs} of {format_bytes(choice.budget_bytes)}. {took}"
+    return f"No plan fits. The nearest, {how}, needs {needs} of {format_bytes(choice.budget_bytes)}. {took}"
 
 
 def _refused_lines(refused: Sequence[Considered]) -> Iterable[Text]:
@@ -166,13 +167,13 @@ def _refused_lines(refused: Sequence[Considered]) -> Iterable[Text]:
     words: dict[str, str] = {}
     for each in refused:
         strategies = reasons.setdefault(each.reason, [])
-        words[each.reason] = "left out" if each.is_left_out else "refused"
+        words[each.reason] = "skipped" if each.is_left_out else "rejected"
         if each.plan.parallel.strategy not in strategies:
             strategies.append(each.plan.parallel.strategy)
     for reason, strategies in list(reasons.items())[:_MAX_REFUSED]:
         yield Text(f"{words[reason]}: {', '.join(strategies)}: {reason}")
     if len(reasons) > _MAX_REFUSED:
-        yield Text(f"refused: {len(reasons) - _MAX_REFUSED} more, which --json lists")
+        yield Text(f"{len(reasons) - _MAX_REFUSED} more reasons, which --json lists")
 
 
 def _peak_cell(num_bytes: int | None, budget_bytes: int) -> Text:

@@ -1,4 +1,4 @@
-"""The peak of one plan for other batches: smaller and larger ones, shorter and longer sequences."""
+"""The peak of one plan for other batches: smaller and larger batches, shorter and longer sequences."""
 
 from __future__ import annotations
 
@@ -23,11 +23,15 @@ def what_if(
     *,
     row_name: str = "tokens",
 ) -> Grid:
-    """The peak of ``plan`` on ``machine`` by closed form.
+    """Return the peak of ``plan`` on ``machine`` for each workload and micro-batch, by the closed form.
 
     Args:
-        workloads: a row each: what it is called, and how the workload is made, with any micro-batch.
-        micro_batches: a column each, in samples.
+        workloads: for each row, its value, and a function that returns the workload with any micro-batch.
+        micro_batches: micro-batch of each column, in samples.
+        plan: plan with a concrete strategy.
+        machine: machine to plan for.
+        budget_bytes: memory that a device may use.
+        row_name: quantity of the rows.
     """
     peaks = []
     for _, make in workloads:
@@ -38,7 +42,7 @@ def what_if(
             try:
                 return prices.estimate(plan, micro_batch).peak_bytes
             except RoomierError:
-                return None  # this plan cannot be for that batch
+                return None  # the plan is not possible with this batch
 
         peaks.append([peak(each) for each in micro_batches])
     names = [name for name, _ in workloads]
@@ -46,10 +50,11 @@ def what_if(
 
 
 def around(given: int, most: int | None = None) -> list[int]:
-    """``given`` with what is half, twice and four times as much.
+    """Return ``given``, half, twice and four times its value, sorted.
 
     Args:
-        most: what is more is left out.
+        given: positive number.
+        most: larger numbers are omitted.
     """
     found = {max(given // 2, 1), given, 2 * given, 4 * given}
     return sorted(each for each in found if most is None or each <= most)

@@ -1,1 +1,1 @@
-"""The seconds of a step."""
+"""Forecast of the seconds of a step."""

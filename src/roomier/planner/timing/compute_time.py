@@ -1,24 +1,25 @@
-"""How long a device computes: the roofline of what a dry run or a trace counted.
+"""Duration of computation: a roofline model of the work that a dry run or a trace counted.
 
 [Note: roofline]
-Products take the longer of their arithmetic and their bytes (Williams, Waterman and Patterson 2009, "Roofline: an
-insightful visual performance model"); all other operations take their bytes, since even on a CPU their arithmetic waits
-for memory. The host takes a while to start each operation. On a GPU it runs ahead, so that the longer of the two
-counts; on a CPU both are one thread, and add up.
+Matrix products take the longer of their arithmetic and their bytes (Williams, Waterman and Patterson 2009, "Roofline:
+an insightful visual performance model"). All other operations take their bytes, because memory limits them even on a
+CPU. The host takes time to launch each operation. On a GPU, the host runs ahead, so the longer of both times counts. On
+a CPU, both run in one thread and are added.
 
-[Note: what Python costs]
-What :attr:`~roomier.hardware.machine.Device.operation_s` says of a CPU is the lightest operation that autograd records.
-One of a model takes four times as long to start: its module, its arguments, its kernel. Models of a few thousand
-parameters, where nothing else counts, took 3.7 to 4.3 of them for each operation that was counted (a GPT, an encoder as
-BERT; 2.9 and 6.3 an MLP and a network of convolutions), in process time on one core of an Intel Xeon, torch 2.13.
+[Note: cost of Python]
+:attr:`~roomier.hardware.machine.Device.operation_s` of a CPU is the duration of the lightest operation that autograd
+records. Launching an operation of a model takes four times as long: its module, its arguments, its kernel. Models of a
+few thousand parameters, in which other costs are negligible, took 3.7 to 4.3 lightest operations for each counted
+operation (a GPT and a BERT-like encoder; an MLP took 2.9 and a convolutional network 6.3). Measured in process time on
+one core of an Intel Xeon, torch 2.13.
 
-A block that computes again costs as much as 60 operations for that alone: hooks, random states, a second way through
-its modules. Each of its operations is seen by Python then, under ``"selective"`` in both forwards. Of the four models
-above, with four blocks: 188, 360, 510 and 338 lightest operations a block under ``"full"``, with 5, 10, 30 and 7
-operations in its forward; 290, 648, 1035 and 449 under ``"selective"``.
+Recomputation of a block costs 60 operations in addition to its computation, for hooks, random states and a second pass
+through its modules. Python also handles each operation of the block, with ``"selective"`` in both forwards. The four
+models above with four blocks took 188, 360, 510 and 338 lightest operations per block with ``"full"``, for forwards of
+5, 10, 30 and 7 operations, and 290, 648, 1035 and 449 with ``"selective"``.
 
-Not modelled: that compiled blocks (``compile=True``) fuse operations and move fewer bytes. No factor was measured, so
-a compiled plan is forecast as slow as the same plan without.
+Fusion in compiled blocks (``compile=True``), which moves fewer bytes, is not modeled, because no factor was measured. A
+compiled plan has the same forecast as the plan without compilation.
 """
 
 from __future__ import annotations
@@ -45,32 +46,34 @@ _RATES = {
 }
 
 _LIGHTEST_OPERATIONS = 4.0
-_OPERATIONS_OF_REPEATING = 60.0  # of a block, in each micro-batch
-_SEEN_BY_PYTHON = {Keep.INPUT: 1.5, Keep.PRODUCTS: 6.0}  # in operations, for each of the block's forward
+_OPERATIONS_OF_REPEATING = 60.0  # cost of recomputing a block in each micro-batch
+_SEEN_BY_PYTHON = {Keep.INPUT: 1.5, Keep.PRODUCTS: 6.0}  # cost per operation of the block's forward, in operations
 
 
 @dataclass(frozen=True)
 class Duration:
-    """Of some work.
+    """Duration of some work.
 
     Attributes:
-        device_s: the device computes.
-        host_s: the host starts operations.
+        device_s: time in which the device computes.
+        host_s: time in which the host launches operations.
     """
 
     device_s: float
     host_s: float
 
     def on(self, device: Device) -> float:
-        """Seconds, if nothing runs before it or after it."""
+        """Return the seconds on ``device`` if no other work overlaps."""
         return self.device_s + self.host_s if device.kind == "cpu" else max(self.device_s, self.host_s)
 
 
 def duration(work: Work, device: Device, matmul: str = "highest") -> Duration:
-    """How long ``work`` takes.
+    """Return the duration of ``work`` on ``device``.
 
     Args:
-        matmul: how products of float32 are computed: ``plan.precision.matmul``.
+        work: amount of computation.
+        device: device that computes.
+        matmul: precision of float32 matrix products: ``plan.precision.matmul``.
 
     Raises:
         RoomierError: the rate of a dtype is not known.
@@ -78,39 +81,42 @@ def duration(work: Work, device: Device, matmul: str = "highest") -> Duration:
     arithmetic_s = sum(flops / rate_of(dtype, device, matmul) for dtype, flops in work.flops.items())
     products_s = max(arithmetic_s, work.product_bytes / device.memory_bytes_per_s)
     device_s = products_s + work.other_bytes / device.memory_bytes_per_s
-    lightest = _LIGHTEST_OPERATIONS if device.kind == "cpu" else 1.0  # those of GPUs are what their kernels take
+    lightest = _LIGHTEST_OPERATIONS if device.kind == "cpu" else 1.0  # a GPU's operation_s is already a kernel launch
     return Duration(device_s, lightest * work.num_operations * device.operation_s)
 
 
 def rate_of(dtype: torch.dtype, device: Device, matmul: str = "highest") -> float:
-    """Floating-point operations a second that products of ``dtype`` reach.
+    """Return the floating-point operations per second that matrix products of ``dtype`` reach.
 
-    A device without 16-bit arithmetic converts to float32 and computes in that.
+    A device without 16-bit arithmetic converts to float32.
 
     Raises:
-        RoomierError: it is not known.
+        RoomierError: the rate is not known.
     """
     rates = device.flops_per_s
     name = _RATES.get(dtype, str(dtype))
     if name == "fp32" and matmul != "highest":
-        # CUDA has tf32 for both other levels; a CPU bfloat16 for "medium" where it has units for that.
+        # CUDA uses tf32 for both other levels. A CPU uses bfloat16 for "medium" if it supports bfloat16.
         faster = "tf32" if device.kind == "cuda" else "bf16" if matmul == "medium" else "fp32"
         name = faster if rates.get(faster, 0) > rates["fp32"] else name
     if name in ("bf16", "fp16") and name not in rates:
         name = "fp32"
     if name not in rates:
         action = f"Add flops_per_s[{name!r}] to the description of the device"
-        raise RoomierError("hardware", device.name, f"how fast it multiplies {dtype} is not known", action)
+        raise RoomierError("hardware", device.name, f"has no known rate of matrix products in {dtype}", action)
     return rates[name] * device.product_efficiency
 
 
 def second_forward(work: Mapping[Part, Work], plan: Plan, blocks: Sequence[str]) -> dict[Part, Work]:
-    """What the backward of each block computes again, from a step's work in forward.
+    """Return the work that the backward of each block recomputes, from the work of a step in forward.
 
-    ``"full"`` is the whole forward of each block, ``"every_n"`` that of one in ``n``, ``"selective"`` all of it but
-    products. What a budget makes of blocks is known when it runs: here it is all of them, as in its first steps.
+    This is the full forward of each block with ``"full"``, of one block in ``n`` with ``"every_n"``, and all operations
+    except matrix products with ``"selective"``. The choice of an activation budget is unknown before the run, so all
+    blocks are assumed to be recomputed in full, as in its first steps.
 
     Args:
+        work: work of a step, by phase and part.
+        plan: plan with the activation policy.
         blocks: names of the blocks, in the order of the model.
     """
     found = {}
@@ -122,11 +128,12 @@ def second_forward(work: Mapping[Part, Work], plan: Plan, blocks: Sequence[str])
 
 
 def repeating(work: Mapping[Part, Work], plan: Plan, blocks: Sequence[str]) -> dict[Part, Work]:
-    """What it takes to have blocks compute again, beside what they compute: nothing that a dry run sees. See [Note:
-    what Python costs].
+    """Return the overhead of recomputation, which a dry run does not count; see [Note: cost of Python].
 
     Args:
-        work: of all micro-batches.
+        work: work of all micro-batches, by phase and part.
+        plan: plan with the activation policy.
+        blocks: names of the blocks, in the order of the model.
     """
     hooks = _OPERATIONS_OF_REPEATING * plan.batch.accumulate_grad_batches
     return {
@@ -136,7 +143,7 @@ def repeating(work: Mapping[Part, Work], plan: Plan, blocks: Sequence[str]) -> d
 
 
 def _repeated(work: Mapping[Part, Work], plan: Plan, blocks: Sequence[str]) -> dict[str, Keep]:
-    """The blocks that compute again, with what they keep."""
+    """Return the recomputed blocks with what each saves."""
     activation = plan.activation
     if activation.policy == "none":
         return {}

@@ -1,11 +1,11 @@
-"""The seconds of a step, from what is computed and what travels.
+"""Forecast of the seconds of a step, from computation and communication.
 
-[Note: what a forecast of time is]
-The parts of the model are played through in their order (``timeline.py``), each as long as its roofline says
-(``compute_time.py``), with the exchanges of its unit (``traffic.py``) beside it. Played again without the exchanges,
-the difference is what they expose. Then the optimizer steps (``update_time.py``). It is good for ranking plans by:
-what all of them share (the loader, callbacks, kernels slower than their roofline) is left out. Compiled blocks are
-forecast as slow as others.
+[Note: forecast of time]
+The parts of the model are simulated in their order (``timeline.py``), each with its duration from the roofline model
+(``compute_time.py``) and the collectives of its unit (``traffic.py``). A second simulation without collectives gives
+the exposed time as the difference. The update is added (``update_time.py``). The forecast is suitable for ranking
+plans. Costs that all plans share (loader, callbacks, kernels slower than their roofline) are not included. Compiled
+blocks have the same forecast as eager blocks.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from roomier.planner.timing.update_time import update_time
 from roomier.planner.workload import Workload
 from roomier.precision.policy import precision_of
 
-# What the host does around a unit that is cut, in operations: measured with a process group that does nothing, on a
-# model of eight tiny units, where an operation took 3.2 us, a gather 0.25 ms, a reduction 0.19 ms, and the hooks of a
-# unit in a forward and backward 0.27 ms (torch 2.13).
+# Cost on the host of a sharded unit, in operations. Measured with a process group without communication on a model of
+# eight tiny units, in which an operation took 3.2 us, an all-gather 0.25 ms, a reduce-scatter 0.19 ms, and the hooks of
+# a unit in forward and backward 0.27 ms (torch 2.13).
 _OPERATIONS_OF_GATHER = 75
 _OPERATIONS_OF_REDUCTION = 60
 _OPERATIONS_OF_HOOKS = 85
-# And for each weight of a unit: what two gloo ranks took beyond that, in process time, for an encoder of 54 small
-# weights and an MLP of 16: 13 to 30 operations a weight, of which this is the middle.
+# Additional cost of each weight of a unit. Two gloo ranks took 13 to 30 operations more per weight in process time, for
+# an encoder of 54 small weights and an MLP of 16. These values are the middle of that range.
 _OPERATIONS_OF_WEIGHT_GATHERED = 8
 _OPERATIONS_OF_WEIGHT_REDUCED = 12
-_COUNT_BYTES = 8  # ranks add up how many terms their losses have
+_COUNT_BYTES = 8  # ranks sum the number of terms of their losses
 
 
 def step_time(
@@ -54,19 +54,22 @@ def step_time(
     units: Sequence[Unit] | None = None,
     kept_bytes: Mapping[str, float] | None = None,
 ) -> StepTime:
-    """What one optimizer step takes.
+    """Return the duration of one optimizer step.
 
     Args:
-        workload: with the micro-batch of ``plan``.
-        work: of one optimizer step on one rank, all micro-batches together, by phase and part of the model in their
-            order; with what is computed again, without what ranks exchange. Of phase ``"update"`` it is looked at
-            where the plan names no optimizer.
-        units: those of the network, where they are known already.
-        kept_bytes: what each block keeps for its backward in one micro-batch, for activations that are offloaded. None
-            takes half of what its forward moves outside of products: each result is written once and read once.
+        workload: workload with the micro-batch of ``plan``.
+        plan: plan with a concrete strategy.
+        machine: machine that the forecast is for.
+        work: work of one optimizer step on one rank, for all micro-batches together, by phase and part of the model in
+            their order. It includes recomputation and excludes communication. Phase ``"update"`` is used if the plan
+            names no optimizer.
+        units: units of the network; None computes them.
+        kept_bytes: bytes that each block saves for backward in one micro-batch, for activation offloading. None uses
+            half of the bytes that its forward moves outside of matrix products, because each result is written one time
+            and read one time.
 
     Raises:
-        RoomierError: the device is not known to compute in these numbers.
+        RoomierError: the rate of the device for a dtype is not known.
     """
     network = network_of(workload.module)
     device = torch.device(machine.device.kind)
@@ -87,12 +90,12 @@ def step_time(
     exchanging_s = step.seconds(exchanges=True) if traffic else alone_s
     copying_s = step.seconds(exchanges=bool(traffic), copies_s=copies_s) if copies_s else exchanging_s
     update = update_time(units, plan, machine, layout, blocks=blocks, work=work)
-    told_s = _told_s(workload, plan, machine)
+    start_s = _start_exchange_s(workload, plan, machine)
     return StepTime(
         compute_s=alone_s,
         recompute_s=sum(_duration(each, machine.device, plan).on(machine.device) for each in again.values()),
-        communication_s=step.communication_s() + told_s + update.exchange_s,
-        exposed_s=exchanging_s - alone_s + told_s + update.exchange_s,
+        communication_s=step.communication_s() + start_s + update.exchange_s,
+        exposed_s=exchanging_s - alone_s + start_s + update.exchange_s,
         offload_s=copying_s - exchanging_s,
         update_s=update.compute_s,
     )
@@ -111,9 +114,11 @@ def _duration(work: Work, device: Device, plan: Plan) -> Duration:
     return duration(work, device, plan.precision.matmul)
 
 
-def _told_s(workload: Workload, plan: Plan, machine: Machine) -> float:
-    """What ranks tell each other before the first forward: how many terms their losses are the mean of; under DDP
-    buffers too, those of the first rank."""
+def _start_exchange_s(workload: Workload, plan: Plan, machine: Machine) -> float:
+    """Return the seconds of communication before the first forward.
+
+    Ranks sum the number of terms of mean losses. With DDP, rank 0 also broadcasts buffers.
+    """
     parallel = plan.parallel
     if parallel.num_ranks == 1:
         return 0.0
@@ -138,9 +143,12 @@ class _Step:
     """Forward and backward of one optimizer step.
 
     Attributes:
-        traffic: of each unit, the root first.
-        num_buckets: in which DDP reduces gradients.
-        work: of all micro-batches.
+        plan: plan with a concrete strategy.
+        machine: machine that the forecast is for.
+        layout: how the model is sharded.
+        traffic: collectives of each unit, the root first.
+        num_buckets: number of buckets in which DDP reduces gradients.
+        work: work of all micro-batches.
     """
 
     plan: Plan
@@ -169,12 +177,12 @@ class _Step:
         )
 
     def communication_s(self) -> float:
-        """Of all exchanges, one after the other, with their packing."""
+        """Return the seconds of all collectives in sequence, with their packing."""
         counted = exchanges(self.traffic, self.num_micro_batches, self.layout.num_backwards)
         return sum(count * (each.link_s + self._copied_s(each)) for each, count in counted)
 
     def copies_s(self, blocks: Sequence[str], kept_bytes: Mapping[str, float] | None) -> dict[str, float]:
-        """Of each block, to the host in one micro-batch; as long back again."""
+        """Return the seconds of copying the activations of each block to the host, in one micro-batch and direction."""
         if self.plan.offload.activations == "none":
             return {}
         if kept_bytes is None:
@@ -215,7 +223,7 @@ class _Step:
         found, last = [], len(segments) - 1
         for index, (place, segment) in enumerate(segments):
             own_reduces = reduces.pop(place, []) if segment.is_backward else []
-            if index == last:  # of the root, and of what has no part of its own
+            if index == last:  # the root, and units without a part
                 own_reduces = own_reduces + [each for rest in reduces.values() for each in rest]
             own_gathers = gathers.pop((place, segment.is_backward), [])
             found.append((place, replace(segment, gathers=tuple(own_gathers), reduces=tuple(own_reduces))))
@@ -250,7 +258,7 @@ class _Step:
 
 
 def _place_of(unit: str, places: Sequence[str]) -> str | None:
-    """The part of the model that ``unit`` is, is in, or has in it; None of the root."""
+    """Return the part of the model that equals, contains or is contained in ``unit``; None for the root."""
     if not unit:
         return None
     around = [each for each in places if each and (unit == each or unit.startswith(f"{each}."))]

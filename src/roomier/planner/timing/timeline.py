@@ -1,16 +1,16 @@
-"""A step played through in time: the host starts work, the device does it, bytes travel beside it.
+"""Simulation of a step: the host launches work, the device computes, and links transfer bytes.
 
-[Note: what is hidden]
-On a GPU every exchange runs on a stream of its own. As ``fully_shard`` orders them: a unit is gathered while the unit
-before it computes, not earlier; its reduction begins when its backward is over, and the computation waits for the one
-before it; at the end of a backward all reductions are waited for. So of each exchange that part is exposed which its
-neighbour's computation is too short for; the first gather and the last reduction are exposed whole. DDP reduces a
-bucket when its gradients are complete, and waits for all at the end of the last backward. The streams share one link:
-one exchange at a time.
+[Note: overlap]
+On a GPU, each collective runs on a separate stream, in the order of ``fully_shard``. A unit is gathered while the
+previous unit computes, not earlier. Its reduction starts after its backward, and the computation waits for the previous
+reduction. The end of a backward waits for all reductions. A collective is therefore exposed as far as it takes longer
+than the computation of its neighbor. The first all-gather and the last reduction are fully exposed. DDP reduces a
+bucket when its gradients are complete, and waits for all buckets at the end of the last backward. The streams share one
+link, which transfers one collective at a time.
 
-Between ranks on a CPU nothing is beside the computation: the threads that send and receive, and the copies to and from
-sockets, take the cores that compute. An exchange is begun early (``parallel/collectives.py``) and this hides that the
-other rank is late, not the work of sending.
+Between ranks on a CPU, communication does not overlap with computation, because the threads that send and receive, and
+the copies to and from sockets, use the cores that compute. Collectives are started early (``parallel/collectives.py``)
+to hide delays of other ranks, not the cost of sending.
 """
 
 from __future__ import annotations
@@ -20,19 +20,21 @@ from dataclasses import dataclass, field
 
 from roomier.planner.timing.compute_time import Duration
 
-_MOST_PLAYED = 3  # micro-batches: the first, one as all others, and the last
+_MOST_PLAYED = 3  # simulated micro-batches: the first, one in the middle, and the last
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """An exchange, or a copy to the host, as the timeline sees it.
+    """A collective or a copy to the host in the simulation.
 
     Attributes:
-        link_s: on the link, or on a stream of its own.
-        device_s: of the device that computes, where it takes part: packing and unpacking.
-        host_s: to start all that.
-        in_first, in_others, in_last: in which micro-batches it takes place.
-        is_late: waits for the end of the backward.
+        link_s: time on the link, or on a separate stream.
+        device_s: time of the device that computes, for packing and unpacking.
+        host_s: time of the host for launching.
+        in_first: whether it runs in the first micro-batch.
+        in_others: whether it runs in the micro-batches in the middle.
+        in_last: whether it runs in the last micro-batch.
+        is_late: whether it waits for the end of the backward.
     """
 
     link_s: float
@@ -49,9 +51,11 @@ class Segment:
     """A part of the model in the forward or the backward of one micro-batch.
 
     Attributes:
-        gathers: before it computes.
-        reduces: after it.
-        copy_s: of what it keeps for its backward, to the host in the forward and back in the backward.
+        duration: duration of the computation.
+        is_backward: whether the segment belongs to the backward.
+        gathers: all-gathers before the computation.
+        reduces: reductions after the computation.
+        copy_s: time of copying saved activations to the host in forward, or back in backward.
     """
 
     duration: Duration
@@ -63,25 +67,27 @@ class Segment:
 
 @dataclass
 class _Clocks:
-    """When the host, the device and the links are free."""
+    """Times at which the host, the device and the links become free."""
 
     host_s: float = 0.0
     device_s: float = 0.0
     link_s: float = 0.0
     copies_s: float = 0.0
-    gathered_s: float | None = None  # the next gather is over; None where it has not begun
+    gathered_s: float | None = None  # end of the next all-gather; None if it has not started
     late: list[Transfer] = field(default_factory=list)
 
 
 def play(
     segments: Sequence[Segment], num_micro_batches: int, *, is_cpu: bool, waits_each: bool, bucket_s: float = 0.0
 ) -> float:
-    """Seconds of forward and backward of all micro-batches.
+    """Return the seconds of forward and backward of all micro-batches.
 
     Args:
-        segments: of one micro-batch, in their order.
+        segments: segments of one micro-batch, in their order.
+        num_micro_batches: micro-batches of a step.
+        is_cpu: simulate ranks on a CPU, without overlap.
         waits_each: the end of each backward waits for its reductions (``fully_shard``).
-        bucket_s: what travels together, in seconds on the link (DDP); 0 sends each reduction by itself.
+        bucket_s: time of a bucket on the link (DDP); 0 sends each reduction separately.
     """
     num_played = min(num_micro_batches, _MOST_PLAYED)
     clocks, ends = _Clocks(), [0.0]
@@ -129,7 +135,7 @@ def _play_micro_batch(
             _begin_copy(clocks, segment.copy_s)
         if gathers[index]:
             _gather(clocks, gathers[index], following_gather[index])
-        if segment.copy_s:  # out: of the part before the one before; back: its own
+        if segment.copy_s:  # in forward, the copy of the block before the previous one; in backward, its own copy
             clocks.device_s = max(clocks.device_s, clocks.copies_s)
         begin_s = clocks.device_s
         if not segment.is_backward:
@@ -164,7 +170,7 @@ def _compute(clocks: _Clocks, duration: Duration) -> None:
 
 
 def _next_in_phase(segments: Sequence[Segment], gathers: Sequence[list[Transfer]]) -> list[float]:
-    """How long the link takes for the segment after each that gathers something in the same phase; 0 for none."""
+    """Return, for each segment, the link time of the next segment in the same phase with an all-gather, or 0."""
     found = [0.0] * len(segments)
     next_s = 0.0
     for index in reversed(range(len(segments))):
@@ -177,7 +183,7 @@ def _next_in_phase(segments: Sequence[Segment], gathers: Sequence[list[Transfer]
 
 
 def _gather(clocks: _Clocks, gathers: Sequence[Transfer], following_s: float) -> None:
-    """Wait for a gather, and begin the one after it, which takes ``following_s``."""
+    """Wait for an all-gather, and start the next one, which takes ``following_s``."""
     clocks.host_s += sum(each.host_s for each in gathers)
     link_s = sum(each.link_s for each in gathers)
     if link_s and clocks.gathered_s is None:
@@ -194,13 +200,14 @@ def _gather(clocks: _Clocks, gathers: Sequence[Transfer], following_s: float) ->
 
 def _reduce(clocks: _Clocks, transfer: Transfer) -> None:
     clocks.host_s += transfer.host_s
-    # The buffer of the one before is freed when it is done, which the computation waits for.
+    # The buffer of the previous reduction is freed at its end, for which the computation waits.
     clocks.device_s = max(clocks.device_s, clocks.link_s) + transfer.device_s
     clocks.link_s = max(clocks.link_s, clocks.device_s, clocks.host_s) + transfer.link_s
 
 
 def _reduce_in_buckets(clocks: _Clocks, transfer: Transfer, pending_s: float, bucket_s: float, begin_s: float) -> float:
-    """Send the buckets that the gradients of a segment fill, evenly while it computes; returns what is left over."""
+    """Send the buckets that the gradients of a segment fill at a constant rate, and return the time of the
+    remainder."""
     clocks.host_s += transfer.host_s
     clocks.device_s += transfer.device_s
     left_s = transfer.link_s

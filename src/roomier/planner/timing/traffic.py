@@ -1,18 +1,18 @@
-"""What a rank exchanges in a step: the volumes of each unit under each strategy.
+"""Data that a rank exchanges in a step: the volumes of each unit with each strategy.
 
 [Note: volumes of a step]
-Of a model of ``B`` bytes of gradients, gathered as ``G`` bytes, in ``M`` micro-batches on ``N`` ranks, each rank sends
-``(N-1)/N`` times (Rajbhandari et al. 2020, "ZeRO", section 7: with ``M`` = 1 and ``G`` = ``B``, ZeRO-2 sends what DDP
-does, and ZeRO-3 half as much again)::
+For a model with ``B`` bytes of gradients and ``G`` gathered bytes, in ``M`` micro-batches on ``N`` ranks, each rank
+sends ``(N-1)/N`` times the following (Rajbhandari et al. 2020, "ZeRO", section 7: with ``M`` = 1 and ``G`` = ``B``,
+ZeRO-2 sends as much as DDP, and ZeRO-3 1.5 times as much)::
 
-    ddp      2 B                  a sum after the last micro-batch
-    zero1    G + B                one gather, one reduction after the last micro-batch
+    ddp      2 B                  all-reduce after the last micro-batch
+    zero1    G + B                one all-gather, one reduction after the last micro-batch
     zero2    M (G + B)
-    zero3    M (2 G + B)          gathered again in each backward, but for the root and embeddings
-    hsdp     M (2 G + B)          within a group; and the sum of each part, 2 (C-1)/C B/N, over ``C`` copies
+    zero3    M (2 G + B)          gathered again in each backward, except the root and embeddings
+    hsdp     M (2 G + B)          within a group, and the all-reduce of shards, 2 (C-1)/C B/N, over ``C`` replicas
 
-Beside the volumes stands what a rank copies for itself: parts are packed into one buffer and unpacked from it, each
-byte read once and written once; ranks that send each other their parts also add them up.
+In addition, each rank copies data locally: shards are packed into one buffer and unpacked from it, so each byte is read
+and written one time. Ranks that send their shards pairwise also sum them.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from roomier.parallel.powersgd import DEFAULT_RANK
 from roomier.plan import Plan
 from roomier.planner.timing.collective_time import Group, all_reduce_s, gather_s, reduce_scatter_s
 
-BUCKET_BYTES = 25 * 2**20  # of torch's DDP
-_LEAST_SAVING = 2  # of PowerSGD in torch: a matrix that factors do not halve travels whole
-_POWERSGD_PASSES = 6  # over the gradient: the error is added, two products, the sum of both, the new error
+BUCKET_BYTES = 25 * 2**20  # default of torch's DDP
+_LEAST_SAVING = 2  # of torch's PowerSGD: a matrix is sent uncompressed unless its factors have less than half its size
+_POWERSGD_PASSES = 6  # over the gradient: add the error, two products, the sum of both, the new error
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,9 @@ class Exchange:
     """One collective.
 
     Attributes:
-        sent_bytes: by this rank.
-        link_s: on the way.
-        copied_bytes: what this rank reads and writes beside it: packing, unpacking, adding up.
+        sent_bytes: bytes that this rank sends.
+        link_s: seconds on the link.
+        copied_bytes: bytes that this rank reads and writes locally for packing, unpacking and sums.
     """
 
     sent_bytes: float = 0.0
@@ -63,16 +63,17 @@ NOTHING = Exchange()
 
 @dataclass(frozen=True)
 class UnitTraffic:
-    """What is exchanged of one unit.
+    """Collectives of one unit.
 
     Attributes:
-        gather: of its weights; of ``ddp`` nothing.
-        reduce: of its gradients; of ``ddp`` its share of the buckets.
-        gathers_each: in the forward of each micro-batch, not of the first alone.
-        gathers_again: in each backward.
-        reduces_each: after each micro-batch, not after the last alone.
+        name: name of the unit; empty for the root.
+        gather: all-gather of its weights; empty for ``ddp``.
+        reduce: reduction of its gradients; for ``ddp``, its share of the buckets.
+        gathers_each: gathered in the forward of each micro-batch, not only the first.
+        gathers_again: gathered in each backward.
+        reduces_each: reduced after each micro-batch, not only the last.
         is_last: its reduction waits for the end of the backward.
-        num_weights: in the unit; the host handles each of them.
+        num_weights: number of weights, each of which the host handles.
     """
 
     name: str
@@ -86,20 +87,22 @@ class UnitTraffic:
 
 
 def traffic_of(units: Sequence[Unit], plan: Plan, layout: Layout, machine: Machine) -> list[UnitTraffic]:
-    """Of each unit, in the order of the forward, the root first.
+    """Return the collectives of each unit, in the order of the forward, the root first.
 
     Args:
-        layout: from :func:`roomier.memory.predict.layout_of`.
-        machine: its links; how many ranks there are, and on which nodes, is said by ``plan``.
+        units: units of the network.
+        plan: plan with a concrete strategy. It determines the number of ranks and their nodes.
+        layout: result of :func:`roomier.memory.predict.layout_of`.
+        machine: machine whose links are used.
     """
-    if layout.strategy == "single":  # 1-bit Adam as well, which exchanges in its update
+    if layout.strategy == "single":  # also 1-bit Adam, which communicates in its update
         return []
     if layout.strategy == "ddp":
         return _of_replicas(units, plan, machine)
-    # An exact update in the backward has two of them.
+    # With step_in_backward="exact" and clipping by norm, each micro-batch has two backwards.
     frees = layout.frees_parameters or layout.num_backwards > 1
     found = []
-    known: dict[Any, tuple[Exchange, Exchange]] = {}  # of equal blocks once
+    known: dict[Any, tuple[Exchange, Exchange]] = {}  # cache for equal blocks
     for unit in units:
         alike = (unit.shapes, unit.gathered_dtype, unit.sum_dtype)
         if alike not in known:
@@ -121,14 +124,14 @@ def traffic_of(units: Sequence[Unit], plan: Plan, layout: Layout, machine: Machi
 
 
 def sent_bytes(traffic: Sequence[UnitTraffic], num_micro_batches: int, num_backwards: int = 1) -> float:
-    """By a rank in one optimizer step."""
+    """Return the bytes that a rank sends in one optimizer step."""
     return sum(each.sent_bytes * count for each, count in exchanges(traffic, num_micro_batches, num_backwards))
 
 
 def exchanges(
     traffic: Sequence[UnitTraffic], num_micro_batches: int, num_backwards: int = 1
 ) -> list[tuple[Exchange, int]]:
-    """All of one optimizer step, each with how often it is done."""
+    """Return all collectives of one optimizer step, each with its number of executions."""
     found = []
     for unit in traffic:
         num_gathers = num_micro_batches if unit.gathers_each else 1
@@ -139,24 +142,24 @@ def exchanges(
 
 
 def shard_group(plan: Plan) -> Group:
-    """The ranks among which one copy is cut; of ``ddp`` all."""
+    """Return the ranks across which one replica is sharded; all ranks for ``ddp``."""
     parallel = plan.parallel
     num_ranks = parallel.num_shards if parallel.strategy == "hsdp" else parallel.num_ranks
     return Group.of_neighbours(num_ranks, parallel.devices)
 
 
 def num_buckets_of(units: Sequence[Unit]) -> int:
-    """Of torch's DDP."""
+    """Return the number of buckets of torch's DDP."""
     num_bytes = sum(gradient_bytes(unit.weights) for unit in units)
     return max(math.ceil(num_bytes / BUCKET_BYTES), 1)
 
 
 def wire_dtype_of(unit: Unit, layout: Layout) -> torch.dtype:
-    """In which gradients of ``unit`` travel where the model is cut."""
+    """Return the dtype in which the gradients of ``unit`` are sent if the model is sharded."""
     if layout.wire_dtype is not None:
         return layout.wire_dtype
     is_cast = unit.weights[0].dtype != unit.gathered_dtype
-    # Only between ranks that add up for themselves can gradients go out in 16 bits and be added up in 32.
+    # Only the pairwise collectives can send gradients in 16 bits and sum them in 32 bits.
     is_low = is_cast and layout.on_gloo and not layout.accumulates_whole
     return unit.gathered_dtype if is_low else unit.sum_dtype
 
@@ -181,7 +184,7 @@ def _reduce(unit: Unit, plan: Plan, layout: Layout, machine: Machine) -> Exchang
     num_elements = own_elements * layout.num_shards
     whole_bytes = num_elements * wire_dtype_of(unit, layout).itemsize
     copied_bytes = num_elements * unit.gathered_dtype.itemsize + whole_bytes
-    if layout.on_gloo and machine.in_node_reduce is None:  # the own part is copied, those of others are added to it
+    if layout.on_gloo and machine.in_node_reduce is None:  # this rank copies its shard and adds the others' to it
         sum_bytes = own_elements * unit.sum_dtype.itemsize
         copied_bytes += whole_bytes + sum_bytes * (2 * layout.num_shards - 1)
     found = Exchange(group.share_sent * whole_bytes, reduce_scatter_s(whole_bytes, group, machine), copied_bytes)
@@ -194,7 +197,7 @@ def _reduce(unit: Unit, plan: Plan, layout: Layout, machine: Machine) -> Exchang
 
 
 def _own_elements(weight: Weight, layout: Layout) -> int:
-    # What has no dimension is not cut; of a few numbers, added up once a step, no time is worth telling.
+    # Tensors without a dimension are not sharded. They are reduced one time per step, in negligible time.
     return math.prod(own_shape(weight.shape, layout)) if weight.shape else 0
 
 
@@ -203,7 +206,7 @@ def _all_reduce(num_bytes: float, group: Group, machine: Machine) -> Exchange:
 
 
 def _of_replicas(units: Sequence[Unit], plan: Plan, machine: Machine) -> list[UnitTraffic]:
-    # Latency counts by bucket, not by unit: each unit bears its share.
+    # Latency is proportional to the number of buckets, not units. Each unit has a share of it.
     wire = torch.bfloat16 if plan.parallel.reduce_dtype == "bf16" else None
     group = shard_group(plan)
     trained = [[each for each in unit.weights if each.is_trained] for unit in units]
@@ -214,10 +217,10 @@ def _of_replicas(units: Sequence[Unit], plan: Plan, machine: Machine) -> list[Un
     num_buckets = num_buckets_of(units)
     link_s = num_buckets * all_reduce_s(sum(num_bytes) / num_buckets, group, machine)
     adds_up = machine.device.kind == "cpu" and machine.in_node_reduce is None
-    copied = 2 + (3 * group.share_sent if adds_up else 0)  # into the bucket; and added up
+    copied = 2 + (3 * group.share_sent if adds_up else 0)  # into the bucket, and the sum
     if plan.parallel.gradient_compression == "powersgd":
         copied += _POWERSGD_PASSES
-        link_s += 2 * num_buckets * all_reduce_s(1, group, machine)  # what is not compressed, and two factors
+        link_s += 2 * num_buckets * all_reduce_s(1, group, machine)  # uncompressed tensors, and two factors
     found = []
     for unit, whole, wired in zip(units, whole_bytes, num_bytes, strict=True):
         share = wired / max(sum(num_bytes), 1)

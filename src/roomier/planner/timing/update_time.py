@@ -1,11 +1,11 @@
-"""How long clipping and the optimizer take: both are limited by memory, so by the bytes they move.
+"""Duration of clipping and the optimizer, from the bytes that they move, because memory limits both.
 
 [Note: bytes of an update]
-Fused AdamW reads a weight, its gradient and two moments, and writes all but the gradient: seven times the size of a
-weight, 28 bytes in float32. Optimizers that are made of several operations read and write once for each; their bytes
-are those operations', counted with :class:`~roomier.planner.dry_runs.work.WorkCounter` on torch 2.13. Those that work
-on a CPU's cache, piece by piece, move few bytes and compute much; there the figure is the time they take on one core,
-in the bytes that fused AdamW moves in that time (GPT of 14 M parameters; ``bench/step_time.py`` measures it).
+Fused AdamW reads a weight, its gradient and two moments, and writes all of them except the gradient. This is seven
+times the size of a weight, or 28 bytes in float32. Optimizers of several operations read and write in each of them.
+Their bytes were counted with :class:`~roomier.planner.dry_runs.work.WorkCounter` on torch 2.13. Optimizers that work on
+blocks in a CPU's cache move few bytes and compute much. Their value is the time on one core, expressed as the bytes
+that fused AdamW moves in that time (GPT of 14 M parameters; measured by ``bench/step_time.py``).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from roomier.memory.walk import Layout, own_shape
 from roomier.memory.weights import Unit, Weight
 from roomier.plan import Plan
 from roomier.plan.lever_rules import rounding_in_force
+from roomier.plan.levers import lever_that_frees_gradients
 from roomier.planner.dry_runs.work import Part, Work
 from roomier.planner.timing.collective_time import all_reduce_s, gather_s
 from roomier.planner.timing.compute_time import Duration, duration, rate_of
@@ -29,12 +30,13 @@ from roomier.planner.timing.traffic import shard_group
 
 @dataclass(frozen=True)
 class Moved:
-    """What an optimizer moves of a weight.
+    """Bytes that an optimizer moves for a weight.
 
     Attributes:
-        cuda_bytes, cpu_bytes: read and written.
-        num_operations: that are started for each tensor; one of a fused optimizer is for all.
-        itemsize: of the weight; of other sizes the bytes are in proportion.
+        cuda_bytes: bytes read and written per element on a GPU.
+        cpu_bytes: bytes read and written per element on a CPU.
+        num_operations: operations for each tensor; 0 for a fused optimizer, which has one for all tensors.
+        itemsize: size of an element for which the bytes are given. They are proportional to the actual size.
     """
 
     cuda_bytes: float
@@ -54,35 +56,36 @@ _MOVED = {
     "radam": Moved(116, 116, 14),
     "adafactor": Moved(68, 164, 16),
     "lion": Moved(44, 49, 20),
-    "adamw8bit": Moved(16, 60, 11),  # weight, gradient and weight again; two codes read and written
+    "adamw8bit": Moved(16, 60, 11),  # reads weight and gradient, writes the weight; reads and writes two codes
     "adamw4bit": Moved(14, 60, 11),
-    "muon": Moved(48, 48, 7),  # of hidden matrices, beside their products
+    "muon": Moved(48, 48, 7),  # of hidden matrices, in addition to their products
     "onebit_adam": Moved(140, 140, 20),
 }
-_MOMENTUM_BYTES = 8  # of SGD with momentum: read and written
-# AdamW and Lion of bfloat16 weights, which are not fused: rounding takes most of it.
+_MOMENTUM_BYTES = 8  # of SGD with momentum, read and written
+# AdamW and Lion with bfloat16 weights are not fused. Rounding takes most of their time.
 _ROUNDED = {
     ("adamw", "split"): Moved(146, 121, 80, 2),
     ("adamw", "stochastic"): Moved(194, 169, 138, 2),
     ("lion", "split"): Moved(106, 84, 59, 2),
     ("lion", "stochastic"): Moved(154, 132, 117, 2),
 }
-_SIGN_BYTES = 0.15625  # of 1-bit Adam on its way: a bit, and a float32 for each 128 (docs/design/communication.md)
+_SIGN_BYTES = 0.15625  # per element of 1-bit Adam: a bit, and a float32 for each 128 (docs/design/communication.md)
 _MUON_STEPS = 5
-# In lightest operations: a step of fused AdamW took 22 and 2 to 3 for each of 16 to 54 weights; done in the backward, a
-# weight at a time, 7 for each (6.1 to 8; convolutions 10), in process time on one core of an Intel Xeon, torch 2.13.
+# In lightest operations: a step of fused AdamW took 22, plus 2 to 3 for each of 16 to 54 weights. In backward, one
+# weight at a time, it took 7 for each (6.1 to 8; convolutions 10). Process time on one core of an Intel Xeon, torch
+# 2.13.
 _OPERATIONS_OF_STEP = 22
 _OPERATIONS_OF_WEIGHT = {"none": 2, "exact": 7}
 
 
 @dataclass(frozen=True)
 class Update:
-    """The end of a step.
+    """Duration of the update at the end of a step.
 
     Attributes:
         compute_s: clipping and the optimizer.
-        exchange_s: what ranks tell each other meanwhile; nothing hides it.
-        sent_bytes: by this rank.
+        exchange_s: communication during the update, which does not overlap with computation.
+        sent_bytes: bytes that this rank sends.
     """
 
     compute_s: float
@@ -99,12 +102,16 @@ def update_time(
     blocks: Sequence[str] = (),
     work: Mapping[Part, Work] | None = None,
 ) -> Update:
-    """Of one optimizer step, on this rank's part of the weights.
+    """Return the duration of the update of one optimizer step, for this rank's shard of the weights.
 
     Args:
-        blocks: names of the blocks; Muon's matrices are in them.
-        work: where the module configures its optimizer itself, what was counted in phase ``"update"``; without such a
-            count fused AdamW is assumed.
+        units: units of the network.
+        plan: plan with the optimizer and clipping.
+        machine: machine that the forecast is for.
+        layout: how the weights are sharded.
+        blocks: names of the blocks, which contain Muon's matrices.
+        work: counted work. Its phase ``"update"`` is used if the module configures its own optimizer. Fused AdamW is
+            assumed if it is missing.
     """
     device = machine.device
     counted = Work()
@@ -124,7 +131,7 @@ def update_time(
         seconds += sum(_muon_flops(each.shape) for each in hidden) / rate_of(torch.bfloat16, device)
     exchange_s, sent_bytes = _clipping_exchange(plan, machine, layout)
     group = shard_group(plan)
-    if hidden and layout.is_cut:  # whole matrices are gathered before their update
+    if hidden and layout.is_cut:  # full matrices are gathered before their update
         num_bytes = [math.prod(each.shape) * each.dtype.itemsize for each in hidden]
         exchange_s += sum(gather_s(each, group, machine) for each in num_bytes)
         sent_bytes += group.share_sent * sum(num_bytes)
@@ -136,13 +143,13 @@ def update_time(
 
 
 def _seconds(work: Work, device: Device) -> float:
-    # Updates touch memory in a way of their own; where that was measured, it counts.
+    # Updates have a different memory access pattern, so their rate is used if it was measured.
     rate = device.update_bytes_per_s or device.memory_bytes_per_s
     return Duration(work.other_bytes / rate, work.num_operations * device.operation_s).on(device)
 
 
 def _started(num_weights: int, plan: Plan) -> Work:
-    of_weight = _OPERATIONS_OF_WEIGHT["none" if plan.optimizer.step_in_backward == "none" else "exact"]
+    of_weight = _OPERATIONS_OF_WEIGHT["none" if lever_that_frees_gradients(plan) is None else "exact"]
     return Work(num_operations=_OPERATIONS_OF_STEP + of_weight * num_weights)
 
 
@@ -169,9 +176,9 @@ def _clipping(weights: Sequence[Weight], plan: Plan, layout: Layout) -> Work:
     own_bytes = sum(_own_elements(each, layout) * each.dtype.itemsize for each in weights)
     num_passes = 0
     if plan.batch.gradient_clip_val is not None:
-        num_passes += 3 if plan.batch.clips_norm else 2  # the norm reads; the factor reads and writes
+        num_passes += 3 if plan.batch.clips_norm else 2  # the norm reads; scaling reads and writes
     if plan.precision.mode == "16-mixed" and num_passes:
-        num_passes += 2  # the loss scale is taken out before
+        num_passes += 2  # unscaling
     num_operations = 2 * len(weights) if num_passes else 0
     return Work(other_bytes=num_passes * own_bytes, num_operations=num_operations)
 
@@ -188,7 +195,7 @@ def _is_hidden(weight: Weight, blocks: Sequence[str]) -> bool:
 
 
 def _muon_flops(shape: tuple[int, ...]) -> float:
-    """Of Newton and Schulz's iterations: ``X X^T``, its square, and their product with ``X`` (``optim/muon.py``)."""
+    """Count the operations of Newton-Schulz iterations: ``X X^T``, its square, and their product with ``X``."""
     short, long = sorted(shape)
     return _MUON_STEPS * (4 * short * short * long + 2 * short**3)
 

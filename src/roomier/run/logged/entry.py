@@ -1,4 +1,4 @@
-"""One name that is logged: its value of a step, and its reduction over an epoch, both left on their device."""
+"""A logged name: its value in the current step and its reduction over the epoch, both on their device."""
 
 from __future__ import annotations
 
@@ -8,24 +8,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from roomier.run.logged.over_ranks import Told
+from roomier.run.logged.over_ranks import RankEntry
 
 OF_LOADER = "/dataloader_idx_"
 
 
 @dataclass(slots=True)
 class Entry:
-    """One name that was logged, with how it is reduced and who sees it.
+    """A logged name, its reduction and its outputs.
 
     Attributes:
-        asked: the arguments of the call that made it; None while it comes from a checkpoint, or from another rank.
-        syncs: at a log step, the value is that of all ranks.
-        step_weight: of ``value`` among those of other ranks.
-        agreed, agreed_step: what all ranks have together, where that was asked; None where something came since.
-        updates: of ``metric`` on each rank, when ``agreed`` was computed from it.
-        is_double: what was logged has the digits of float64, and so are its figures shown.
-        dataloader_idx: of the one loader of an evaluation that it was logged of; None for all of them.
-        is_unseen: ``value`` came after everything that :class:`roomier.run.logged.results.Results` shows already.
+        name: the name, with the suffix of the loader if there is one.
+        on_step, on_epoch, prog_bar, logger, reduce_fx: as in :meth:`roomier.Module.log`.
+        value: last value of a step; None if there is none.
+        total, weight: reduction of the epoch so far; a mean is ``total / weight``.
+        metric: the torchmetrics object that was logged, or None.
+        asked: arguments of the call that created it; None if it comes from a checkpoint or from another rank.
+        syncs: at a log step, the value is reduced over all ranks.
+        step_weight: weight of ``value`` in the reduction over ranks.
+        agreed, agreed_step: reduced values over all ranks; None if they are outdated or not reduced.
+        updates: number of updates of ``metric`` on each rank when ``agreed`` was computed.
+        is_double: the logged values are float64, so reduced values are shown as float64.
+        is_unseen: ``value`` is newer than the values that :class:`roomier.run.logged.results.Results` shows.
+        dataloader_idx: index of the only loader of an evaluation that logged it; None for all loaders.
     """
 
     name: str
@@ -50,35 +55,38 @@ class Entry:
 
     @property
     def options(self) -> tuple[bool, bool, bool, bool, str]:
+        """The arguments that must be equal on all ranks."""
         return self.on_step, self.on_epoch, self.prog_bar, self.logger, self.reduce_fx
 
     def names_for_step(self) -> tuple[str, ...]:
+        """Return the names of the value of a step."""
         return (self.name, self._forked("step")) if self.on_step and self.on_epoch else (self.name,)
 
     def names_for_epoch(self) -> tuple[str, ...]:
+        """Return the names of the value of an epoch."""
         return (self.name, self._forked("epoch")) if self.on_step and self.on_epoch else (self.name,)
 
-    def _forked(self, what: str) -> str:
+    def _forked(self, suffix: str) -> str:
         name, mark, number = self.name.partition(OF_LOADER)
-        return f"{name}_{what}{mark}{number}"
+        return f"{name}_{suffix}{mark}{number}"
 
     @property
     def columns(self) -> set[str]:
-        """The names under which loggers see it."""
+        """Names of the columns of loggers."""
         of_step = {self.names_for_step()[-1]} if self.on_step else set()
         return of_step | ({self.names_for_epoch()[-1]} if self.on_epoch else set())
 
     def add(self, value: Any, weight: Any) -> None:
-        """Take one value into the epoch's reduction; a value of weight 0 counts for nothing."""
+        """Add one value to the reduction of the epoch. A value of weight 0 does not count."""
         is_usual = self.reduce_fx == "mean" and isinstance(value, Tensor) and not isinstance(weight, Tensor)
-        if is_usual and _is_double(self.total):  # one operation in place of four
+        if is_usual and _is_double(self.total):  # one operation instead of four
             if weight:
                 self.total, self.weight = torch.add(self.total, value, alpha=weight), self.weight + weight
             return
-        if isinstance(value, Tensor):  # thousands of steps are added up: fp32 would drift, bf16 lose digits at once
+        if isinstance(value, Tensor):  # sums over thousands of steps lose precision in float32 and bfloat16
             value = value.float() if value.device.type == "mps" else value.double()
         if self.reduce_fx == "mean":
-            if isinstance(weight, Tensor):  # asking whether it is 0 would wait for it
+            if isinstance(weight, Tensor):  # a comparison with 0 in Python would wait for the device
                 value = torch.where(weight == 0, 0.0, value * weight)
             elif weight == 0:
                 return
@@ -94,7 +102,7 @@ class Entry:
             self.total = extreme(as_tensor(self.total), as_tensor(value))
 
     def reduced(self) -> Any:
-        """The value of the epoch so far; None where nothing was added."""
+        """Return the value of the epoch so far; None if no value was added."""
         if self.metric is not None:
             return self.metric.compute() if self.metric.update_called else None
         if self.total is None or self.reduce_fx != "mean":
@@ -102,26 +110,27 @@ class Entry:
         return self.total / self.weight
 
     def reset(self) -> None:
+        """Start a new epoch: clear the reduction and reset the metric."""
         self.total, self.weight, self.agreed, self.updates = None, 0.0, None, None
         if self.metric is not None:
             self.metric.reset()
 
     def shown(self, value: Any) -> Tensor:
-        """``value``, of this entry, as users find it: float32, as what is logged mostly is, or float64."""
+        """Return ``value`` as users receive it: in float64 if the logged values are float64, in float32 otherwise."""
         tensor = as_tensor(value)
         if self.metric is not None:
-            return tensor  # it is what the metric computed
+            return tensor  # the dtype that the metric computed
         return tensor.to(torch.float64 if self.is_double else torch.float32)
 
     @property
     def step_figure(self) -> Any:
-        """The value of the step; that of all ranks where they told it."""
+        """Value of the step, reduced over all ranks if they exchanged it."""
         return self.value if self.agreed_step is None else self.agreed_step
 
-    def told(self) -> Told:
-        """What the other ranks need to know of it, as plain numbers: this waits for the device."""
+    def for_other_ranks(self) -> RankEntry:
+        """Return the data that other ranks need for the reduction, as Python numbers. This waits for the device."""
         is_updated = self.metric is not None and self.metric.update_called
-        return Told(
+        return RankEntry(
             self.options,
             total=None if self.total is None else float(self.total),
             weight=float(self.weight),
@@ -133,12 +142,12 @@ class Entry:
 
 
 def as_tensor(value: Any) -> Tensor:
-    """``value``; a number as float64, for the default dtype may be one of 16 bits in the step of a bf16-true run."""
+    """Convert ``value`` to a tensor; a number to float64, because the default dtype may be 16 bits with bf16-true."""
     return value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
 
 
 def is_double(value: Any) -> bool:
-    """Whether figures of ``value`` are to be shown as float64."""
+    """Return True if values reduced from ``value`` should be shown as float64."""
     if isinstance(value, Tensor):
         return value.dtype == torch.float64
     return torch.get_default_dtype() == torch.float64

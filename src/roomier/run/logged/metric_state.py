@@ -1,9 +1,9 @@
-"""torchmetrics objects in a checkpoint: what they gathered so far, which no ``state_dict`` of a module holds.
+"""States of torchmetrics objects in a checkpoint. ``state_dict`` of a module does not contain them.
 
-Each rank gathers for itself, and so it is stored: ``{"0": {...}, "1": {...}}``. Fewer ranks merge what more of them
-had gathered; what fewer had gathered stays with them.
+The state of each rank is stored separately: ``{"0": {...}, "1": {...}}``. If the run resumes on fewer ranks, states are
+merged. If it resumes on more ranks, the additional ranks start without a state.
 
-torchmetrics is never imported here: who has such an object has imported it.
+This module does not import torchmetrics, because a program that uses such objects has imported it.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from roomier.core.world import World
 
 
 def metrics_of(module: nn.Module) -> dict[str, Any]:
-    """The torchmetrics metrics among the submodules of ``module``, by qualified name."""
+    """Return the torchmetrics metrics among the submodules of ``module``, by qualified name."""
     torchmetrics = sys.modules.get("torchmetrics")
     if torchmetrics is None:
         return {}
     for each in module.modules():
         if isinstance(each, torchmetrics.MetricCollection):
-            each.values(copy_state=False)  # metrics that share an update get the state of the one that did it
+            each.values(copy_state=False)  # metrics that share an update get the state of the updated metric
     return {name: each for name, each in module.named_modules() if isinstance(each, torchmetrics.Metric)}
 
 
 def metric_states(module: nn.Module) -> dict[str, Any]:
-    """``{name: {"state": {...}, "num_updates": n}}`` of the metrics that were updated since their last reset."""
+    """Return ``{name: {"state": {...}, "num_updates": n}}`` of the metrics that were updated since their last reset."""
     return {
         name: {"state": _mapped(metric.metric_state, _copied), "num_updates": metric.update_count}
         for name, metric in metrics_of(module).items()
@@ -45,7 +45,8 @@ def metric_states(module: nn.Module) -> dict[str, Any]:
 def check_metric_states(module: nn.Module, by_rank: Mapping[str, Mapping[str, Any]]) -> None:
     """Check that stored states have the names and kinds of the states of the metrics of ``module``.
 
-    A state with another name could replace a method. Shapes are the metric's own: they may change with its first batch.
+    A state with another name could replace a method. Shapes are not checked, because they may change with the first
+    batch.
 
     Raises:
         FormError: a state has another name or kind.
@@ -60,13 +61,15 @@ def check_metric_states(module: nn.Module, by_rank: Mapping[str, Mapping[str, An
 
 
 def load_metric_states(module: nn.Module, by_rank: Mapping[str, Mapping[str, Any]], world: World) -> None:
-    """Put back what :func:`metric_states` gave on each rank; says so where a metric is no longer there, or cannot be
-    merged."""
+    """Restore the values that :func:`metric_states` returned on each rank.
+
+    A notice reports stored states of metrics that no longer exist, and states that cannot be merged.
+    """
     metrics = metrics_of(module)
     for rank in sorted(map(int, by_rank)):
         for name, saved in by_rank[str(rank)].items():
             if name not in metrics:
-                action = "which this module does not have; it is left out"
+                action = "which this module does not have. It is ignored"
                 notice(f"the checkpoint has a state of metric {name!r}, {action}")
             elif rank % world.size == world.rank:
                 _load(metrics[name], name, saved, merges=rank >= world.size)
@@ -80,7 +83,7 @@ def _load(metric: Any, name: str, saved: Mapping[str, Any], *, merges: bool) -> 
         try:
             metric.merge_state(state)
         except RuntimeError as error:
-            notice(f"metric {name!r} cannot be merged for fewer ranks, so a part of its epoch is left out ({error})")
+            notice(f"metric {name!r} cannot be merged for fewer ranks, so its epoch is incomplete ({error})")
             state, num_updates = own, 0
         else:
             state = dict(metric.metric_state)

@@ -1,4 +1,4 @@
-"""A forward that runs for the sake of other ranks, and of which nothing is left."""
+"""A forward that runs only because other ranks need it, and has no lasting effect."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ _PLAIN = (int, float, complex, str, bytes, type(None), tuple, frozenset)
 
 @contextmanager
 def muted(module: nn.Module, results: Results) -> Iterator[None]:
-    """What a step does inside to the attributes and buffers of ``module`` and its parts (a list that outputs are added
-    to, a counter, the states of a metric) is undone, and what it logs does not count."""
+    """Undo all changes of a step to attributes and buffers of ``module`` and its submodules, and ignore logged values.
+
+    The changes include items added to lists, counters, and states of metrics.
+    """
     undo: list[Undo] = []
     for part in module.modules():
         _keep(part, undo)

@@ -1,4 +1,4 @@
-"""What was logged on each rank as one figure."""
+"""Reduction of the values that several ranks logged."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _OPTIONS = ("on_step", "on_epoch", "prog_bar", "logger", "reduce_fx")
 _EXTREMES: dict[str, Callable[[Sequence[float]], float]] = {"min": min, "max": max}
 
 
-class Told(NamedTuple):
+class RankEntry(NamedTuple):
     """One logged name on one rank.
 
     Attributes:
-        options: how it is logged.
-        total, weight: the reduction of the epoch so far; a mean is ``total / weight``. ``total`` is None where nothing
-            was added.
-        step_value, step_weight: the last value of a step; None where there is none.
-        num_updates: of a torchmetrics object since its last reset.
-        has_metric: it is a torchmetrics object.
+        options: arguments with which it is logged.
+        total, weight: reduction of the epoch so far; a mean is ``total / weight``. ``total`` is None if no value was
+            added.
+        step_value, step_weight: last value of a step; None if there is none.
+        num_updates: number of updates of a torchmetrics object since its last reset.
+        has_metric: True if the value is a torchmetrics object.
     """
 
     options: Options
@@ -40,10 +40,13 @@ class Told(NamedTuple):
 
 @dataclass(frozen=True)
 class OfAll:
-    """The same over all ranks.
+    """One logged name, reduced over all ranks.
 
     Attributes:
-        updates: of the torchmetrics object, by rank.
+        options: arguments with which it is logged.
+        total, weight: reduction of the epoch so far.
+        step_value: reduced value of the last step; None if there is none.
+        updates: number of updates of the torchmetrics object, by rank.
     """
 
     options: Options
@@ -54,50 +57,52 @@ class OfAll:
 
     @property
     def epoch_value(self) -> float | None:
+        """Reduced value of the epoch; None if no rank added a value."""
         if self.total is None or self.options[-1] != "mean":
             return self.total
         return self.total / self.weight if self.weight else math.nan
 
 
-def reduce_over_ranks(by_rank: Sequence[Mapping[Key, Told]]) -> dict[Key, OfAll]:
-    """The figures of all names that any rank logged; the same dict, in the same order, on all of them.
+def reduce_over_ranks(by_rank: Sequence[Mapping[Key, RankEntry]]) -> dict[Key, OfAll]:
+    """Return the reduced values of all names that any rank logged. The result and its order are the same on all ranks.
 
     Args:
-        by_rank: what each rank logged; the last but one part of a key is the name.
+        by_rank: logged entries of each rank. The second to last item of a key is the name.
 
     Raises:
-        RoomierError: ranks log a name differently, or a torchmetrics object, which they compute together, on some only.
+        RoomierError: ranks log a name with different arguments, or only some ranks log a torchmetrics object.
     """
     keys = dict.fromkeys(key for of_rank in by_rank for key in of_rank)
     return {key: _reduced(str(key[-2]), [of_rank.get(key) for of_rank in by_rank]) for key in keys}
 
 
-def _reduced(name: str, by_rank: Sequence[Told | None]) -> OfAll:
-    there = [told for told in by_rank if told is not None]
+def _reduced(name: str, by_rank: Sequence[RankEntry | None]) -> OfAll:
+    there = [each for each in by_rank if each is not None]
     options = there[0].options
-    for rank, told in enumerate(by_rank):
-        if told is not None and told.options != options:
-            changes = zip(_OPTIONS, options, told.options, strict=True)
+    for rank, each in enumerate(by_rank):
+        if each is not None and each.options != options:
+            changes = zip(_OPTIONS, options, each.options, strict=True)
             problem = ", ".join(
-                f"{what}={old!r} and, on rank {rank}, {new!r}" for what, old, new in changes if old != new
+                f"{option}={old!r} and, on rank {rank}, {new!r}" for option, old, new in changes if old != new
             )
             raise RoomierError("log", name, f"is logged with {problem}", "Use the same arguments on all ranks")
-    updates = [0 if told is None else told.num_updates for told in by_rank]
-    if any(updates) and not all(told is not None and told.has_metric for told in by_rank):
-        missing = [rank for rank, told in enumerate(by_rank) if told is None or not told.has_metric]
+    updates = [0 if each is None else each.num_updates for each in by_rank]
+    if any(updates) and not all(each is not None and each.has_metric for each in by_rank):
+        missing = [rank for rank, each in enumerate(by_rank) if each is None or not each.has_metric]
         raise RoomierError(
             "log",
             name,
-            f"is a torchmetrics object that ranks {missing} did not log; its ranks compute it together",
+            f"must be logged on every rank, because torchmetrics objects compute over all ranks. Ranks {missing} did "
+            "not log it",
             "Log it on every rank, or log metric.compute() of one rank as a number",
         )
     fx = options[-1]
-    totals = [told.total for told in there if told.total is not None]
-    steps = [(told.step_value, told.step_weight) for told in there if told.step_value is not None]
+    totals = [each.total for each in there if each.total is not None]
+    steps = [(each.step_value, each.step_weight) for each in there if each.step_value is not None]
     return OfAll(
         options,
         total=_combined(fx, totals),
-        weight=math.fsum(told.weight for told in there),
+        weight=math.fsum(each.weight for each in there),
         step_value=_step_value(fx, steps),
         updates=updates,
     )
@@ -107,7 +112,7 @@ def _combined(fx: str, values: Sequence[float]) -> float | None:
     if not values:
         return None
     if fx in _EXTREMES:
-        # Unlike min() and max(), NaN anywhere is NaN, as on one rank.
+        # Unlike min() and max(), return NaN if any value is NaN, as on one rank.
         return math.nan if any(map(math.isnan, values)) else _EXTREMES[fx](values)
     return math.fsum(values) if all(map(math.isfinite, values)) else sum(values)
 

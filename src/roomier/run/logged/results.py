@@ -1,9 +1,9 @@
-"""What a module logged: the value of this step, and the reduction over the epoch, both left on their device.
+"""Values that a module logs: the value of the current step and the reduction over the epoch, both on their device.
 
-[Note: one figure for all ranks]
-A step brings no collective for what it logs. Values come together where a row is written and where an epoch or an
-evaluation ends: before its hooks, and after each of them, for a hook may log. From there on all ranks read the same, so
-callbacks that watch a metric decide alike. There is no way to get the figure of one rank under the name of all.
+[Note: logged values of all ranks]
+Logging adds no collective to a step. Values are reduced over ranks when a row is written, and at the end of an epoch or
+an evaluation: before its hooks and after each hook, because a hook may log. After that, all ranks read the same values,
+so callbacks that watch a metric make the same decision. No name shows the value of one rank only at these points.
 """
 
 from __future__ import annotations
@@ -30,19 +30,23 @@ from roomier.run.logged.over_ranks import REDUCTIONS, reduce_over_ranks
 
 
 def _weight(batch_size: Any) -> Any:
-    """What was passed as ``batch_size``, a number; a tensor is taken as it is, to look at it would wait for it."""
+    """Return ``batch_size``, a number or a tensor. The value of a tensor is not checked, to avoid waiting for it.
+
+    Raises:
+        RoomierError: it is neither a number of at least 0 nor a tensor.
+    """
     is_number = isinstance(batch_size, Real) and float(batch_size) >= 0
     if not is_number and not isinstance(batch_size, Tensor):
-        action = "Pass how many samples (or tokens) the value is the mean of"
-        raise RoomierError("log: batch_size", batch_size, "is not a weight", action)
+        action = "Pass the number of samples (or tokens) over which the value is averaged"
+        raise RoomierError("log: batch_size", batch_size, "must be a number of at least 0", action)
     return batch_size
 
 
 def _reduction(reduce_fx: Any) -> str:
-    """The name of one of the reductions that ``reduce_fx`` means.
+    """Return the name of the reduction ``reduce_fx``.
 
     Raises:
-        RoomierError: another one.
+        RoomierError: the reduction is not supported.
     """
     if isinstance(reduce_fx, str):
         name = {"avg": "mean"}.get(reduce_fx.lower(), reduce_fx.lower())
@@ -52,8 +56,8 @@ def _reduction(reduce_fx: Any) -> str:
             name = f"{getattr(reduce_fx, '__module__', '?')}.{name}"
     if name not in REDUCTIONS:
         advice = did_you_mean(name, REDUCTIONS)
-        advice += f"{'' if advice.endswith('?') else '.'} For another reduction log a torchmetrics object"
-        raise RoomierError("log: reduce_fx", reduce_fx, "is unknown", advice)
+        advice += f"{'' if advice.endswith('?') else '.'} For another reduction, log a torchmetrics object"
+        raise RoomierError("log: reduce_fx", reduce_fx, "is not a known reduction", advice)
     return name
 
 
@@ -86,18 +90,20 @@ def _show_epoch(
 
 
 class Results:
-    """The tables behind ``Module.log``: one for training, one for the evaluation that is running.
+    """The tables of logged values: one for training, and one for the running evaluation.
+
+    Args:
+        ranks: the ranks over which values are reduced; None for a single rank.
+        allows_overlaps: allow two names that are written to one column, such as ``x_epoch`` and the epoch value of
+            ``x``. The last value is written, and a notice is printed. Otherwise an error is raised.
 
     Attributes:
         stage: ``"train"`` or the stage that is evaluated; None outside a loop.
-        is_in_batch: a batch is running, so that ``on_step`` is the default in training.
-        batch: the batch that is running, for its size.
-        dataloader_idx: set where a stage has several loaders.
-        is_muted: what runs, runs for the sake of other ranks: nothing it logs counts.
-
-    Args:
-        allows_overlaps: two names may be written to one column (``x_epoch``, beside ``x`` of steps and epochs): the
-            last one stays, and that is told. Else it is refused.
+        is_in_batch: a batch is running, so ``on_step`` is the default in training.
+        batch: the current batch, from which the batch size is inferred.
+        dataloader_idx: index of the current loader if a stage has several loaders.
+        is_muted: the current forward runs only for other ranks, so its logged values are ignored.
+        loader_of: index of the loader of each name in the last evaluation; None if several loaders logged the name.
     """
 
     def __init__(self, ranks: Ranks | None = None, *, allows_overlaps: bool = False) -> None:
@@ -108,15 +114,15 @@ class Results:
         self.is_in_batch = False
         self.batch: Any = None
         self.dataloader_idx: int | None = None
-        # By stage, then by name and whether a batch was running: a value that an epoch's hook logs under the name of
-        # one that the steps log is another value.
+        # By stage, then by the name and whether a batch was running. A value that a hook at the end of an epoch logs is
+        # separate from a value that steps log under the same name.
         self._entries: dict[str, dict[tuple[str, bool], Entry]] = {"train": {}}
-        # What is shown by name, beside the values of steps that came since. See callback_metrics.
+        # Values that are shown, except newer values of steps. See callback_metrics.
         self._callback_values: dict[str, Tensor] = {}
         self._logged_values: dict[str, Tensor] = {}
         self._bar_values: dict[str, Tensor] = {}
         self._unsaved: set[str] = set()
-        self.loader_of: dict[str, int | None] = {}  # by name, in the last evaluation; None: of all of them
+        self.loader_of: dict[str, int | None] = {}
 
     def log(
         self,
@@ -134,13 +140,13 @@ class Results:
         sync_dist_group: Any = None,
         rank_zero_only: bool = False,
     ) -> None:
-        """Behind :meth:`roomier.Module.log`, which tells the arguments."""
+        """Log a value. See :meth:`roomier.Module.log` for the arguments."""
         if not self._ranks.is_alone and hasattr(value, "full_tensor"):
-            value = value.full_tensor()  # made of parameters that are cut: all ranks, also those that do not count
+            value = value.full_tensor()  # computed from sharded parameters, so every rank must all-gather it
         if rank_zero_only and not self._ranks.is_zero:
             return
         if self.stage is None:
-            raise RoomierError("log", name, "no step or epoch is running", "Log from a step or a hook of the loop")
+            raise RoomierError("log", name, "no step or epoch is running", "Log in a step or in a hook of the loop")
         if sync_dist_group is not None:
             self._check_group(name, sync_dist_group)
         given = name
@@ -151,12 +157,12 @@ class Results:
         entry, asked = table.get(key), (on_step, on_epoch, prog_bar, logger, reduce_fx)
         if entry is None or entry.asked != asked:
             if add_dataloader_idx and isinstance(given, str) and OF_LOADER in given:
-                action = "Leave it out, it is put behind the name; or pass add_dataloader_idx=False"
-                raise RoomierError("log", given, "names the loader", action)
+                action = "Remove it, because it is appended to the name, or pass add_dataloader_idx=False"
+                raise RoomierError("log", given, "must not contain the index of the loader", action)
             entry = table[key] = self._asked_anew(entry, table, name, asked)
             if isinstance(value, Tensor) and value.is_complex():
-                action = "Log value.abs(), or value.real and value.imag under two names"
-                raise RoomierError("log", (name, value.dtype), "the value is complex", action)
+                action = "Log value.abs(), or log value.real and value.imag separately"
+                raise RoomierError("log", (name, value.dtype), "the value must be real", action)
             entry.is_double = is_double(value)
             entry.dataloader_idx = self.dataloader_idx
         elif entry.dataloader_idx != self.dataloader_idx:
@@ -165,7 +171,7 @@ class Results:
             return
         if isinstance(value, Tensor):
             if value.numel() != 1:
-                raise RoomierError("log", (name, tuple(value.shape)), "the value is not a scalar", "Reduce it first")
+                raise RoomierError("log", (name, tuple(value.shape)), "the value must be a scalar", "Reduce it first")
             value = value.detach()
             if value.dim():
                 value = value.reshape(())
@@ -173,7 +179,7 @@ class Results:
             if not isinstance(value, Real):
                 self._log_metric(entry, value)
                 return
-            value = float(value)  # NumPy's
+            value = float(value)  # a NumPy scalar
         entry.value, entry.is_unseen = value, True
         if entry.agreed_step is not None:
             entry.agreed = entry.agreed_step = None
@@ -189,27 +195,28 @@ class Results:
     def _asked_anew(
         self, entry: Entry | None, table: Mapping[tuple[str, bool], Entry], name: str, asked: tuple[Any, ...]
     ) -> Entry:
-        """The entry for the first call of ``name``, or the first since ``entry`` came from a checkpoint."""
+        """Return the entry for the first call with ``name``, or for the first call after ``entry`` was restored."""
         if not isinstance(name, str):
-            raise RoomierError("log", name, "is not the name of a metric", "Write self.log(name, value)")
+            raise RoomierError("log", name, "must be the name of a metric", "Call self.log(name, value)")
         check_metric_name("log", name)
         if entry is not None and entry.asked is not None:
             names = ("on_step", "on_epoch", "prog_bar", "logger", "reduce_fx")
             changes = zip(names, entry.asked, asked, strict=True)
-            problem = ", ".join(f"{what}={old!r} before and {new!r} now" for what, old, new in changes if old != new)
+            differing = [(option, old, new) for option, old, new in changes if old != new]
+            problem = ", ".join(f"{option}={old!r} before and {new!r} now" for option, old, new in differing)
             raise RoomierError(
                 "log", name, f"is logged with {problem}", "Use the same arguments each time, or another name"
             )
-        for what, value in zip(("on_step", "on_epoch", "prog_bar", "logger"), asked, strict=False):
+        for option, value in zip(("on_step", "on_epoch", "prog_bar", "logger"), asked, strict=False):
             if value not in (True, False, None):  # "no" would count as True
-                raise RoomierError(f"log: {what}", value, f"is not a flag, for {name!r}", "Use True or False")
+                raise RoomierError(f"log: {option}", value, f"must be a bool, for {name!r}", "Use True or False")
         new = self._new_entry(name, *asked)
         taken = {each: other.name for other in table.values() if other.name != name for each in other.columns}
         for column in sorted(new.columns & taken.keys()):
-            problem = f"would be written to the column {column!r}, which belongs to {taken[column]!r}"
+            problem = f"would be written to the column {column!r}, which is used by {taken[column]!r}"
             if not self._allows_overlaps:
-                raise RoomierError("log", name, problem, "Use another name for one of the two")
-            notice(f"log({name!r}): is written to the column {column!r}, as {taken[column]!r} is; use another name")
+                raise RoomierError("log", name, problem, "Use a different name for one of them")
+            notice(f"log({name!r}): is written to the column {column!r}, like {taken[column]!r}. Use a different name")
         if entry is not None and entry.reduce_fx == new.reduce_fx:
             new.value, new.total, new.weight, new.metric = entry.value, entry.total, entry.weight, entry.metric
             new.is_unseen = entry.is_unseen
@@ -232,13 +239,13 @@ class Results:
         return Entry(name, on_step, on_epoch, prog_bar, logger, reduction)
 
     def _log_metric(self, entry: Entry, value: Any) -> None:
-        torchmetrics = sys.modules.get("torchmetrics")  # who logs one of its objects has imported it
+        torchmetrics = sys.modules.get("torchmetrics")  # imported if the value is one of its objects
         if torchmetrics is None or not isinstance(value, torchmetrics.Metric):
             raise RoomierError(
                 "log",
                 (entry.name, type(value).__name__),
-                "the value is neither a number nor a torchmetrics metric",
-                "Log a float or a 0-dim tensor; several numbers by name with self.log_dict",
+                "the value must be a number or a torchmetrics metric",
+                "Log a float or a 0-dim tensor. Log several numbers with self.log_dict",
             )
         entry.metric = value
         if entry.on_step and not self.is_muted:
@@ -247,17 +254,17 @@ class Results:
 
     def _check_group(self, name: str, group: Any) -> None:
         if not self._ranks.is_alone and dist.get_world_size(group) != self._ranks.world.size:
-            action = "Leave sync_dist_group out; for a figure of some ranks, log what self.all_gather(..., group) gave"
-            raise RoomierError("log: sync_dist_group", name, "is a group of some ranks, and figures are of all", action)
+            action = "Remove sync_dist_group. For a value of some ranks, log a result of self.all_gather(..., group)"
+            raise RoomierError("log: sync_dist_group", name, "must contain all ranks", action)
 
     @property
     def columns(self) -> set[str]:
-        """The names under which loggers see what was logged, in this epoch or one before."""
+        """Names of the columns of all logged values, in this epoch or an earlier one."""
         running = {each for table in self._entries.values() for entry in table.values() for each in entry.columns}
         return running | self._logged_values.keys()
 
     def mark(self) -> Callable[[], None]:
-        """What it returns takes back what was logged in training since; torchmetrics objects stay as they are."""
+        """Return a function that undoes the logging of training since this call, except updates of torchmetrics."""
         kept = {key: copy(entry) for key, entry in self._entries["train"].items()}
 
         def take_back() -> None:
@@ -266,31 +273,36 @@ class Results:
         return take_back
 
     def forget_epochs(self) -> None:
-        """Forget the values of finished epochs (a sanity check is none)."""
+        """Clear the values of completed epochs, after a sanity check."""
         for shown in (self._callback_values, self._logged_values, self._bar_values):
             shown.clear()
 
     # Reading ----------------------------------------------------------------------------------------------------
 
-    def settle(self, beside: Any = None) -> list[Any]:
-        """Bring together what the ranks logged: see [Note: one figure for all ranks]. Every rank must call it at the
-        same time; with one rank there is nothing to do.
+    def settle(self, extra: Any = None) -> list[Any]:
+        """Reduce logged values over ranks. Every rank must call this method at the same time.
+
+        See [Note: logged values of all ranks]. With one rank it does nothing.
 
         Args:
-            beside: something else to tell the other ranks.
+            extra: an additional value that is sent to the other ranks.
 
         Returns:
-            ``beside`` of each rank.
+            ``extra`` of each rank.
 
         Raises:
-            RoomierError: ranks logged a name with different arguments, or a torchmetrics object on some of them only.
+            RoomierError: ranks logged a name with different arguments, or only some ranks logged a torchmetrics object.
         """
         if self._ranks.is_alone:
-            return [beside]
+            return [extra]
         stages = dict.fromkeys(("train", self.stage or "train"))
-        own = {(stage, *key): entry.told() for stage in stages for key, entry in self._entries.get(stage, {}).items()}
-        gathered = self._ranks.gather((beside, own))
-        for (stage, name, is_in_batch), of_all in reduce_over_ranks([told for _, told in gathered]).items():
+        own = {
+            (stage, *key): entry.for_other_ranks()
+            for stage in stages
+            for key, entry in self._entries.get(stage, {}).items()
+        }
+        gathered = self._ranks.gather((extra, own))
+        for (stage, name, is_in_batch), of_all in reduce_over_ranks([entries for _, entries in gathered]).items():
             table = self._entries.setdefault(stage, {})
             entry = table.get((name, is_in_batch))
             if entry is None:
@@ -303,14 +315,14 @@ class Results:
         return [each for each, _ in gathered]
 
     def call(self, hooks: Sequence[Callable[[], Any]]) -> None:
-        """Call ``hooks`` of the end of an epoch: each reads what was logged before it, by all ranks."""
+        """Call ``hooks`` at the end of an epoch. Each hook reads all values logged before it, reduced over ranks."""
         self.settle()
         for hook in hooks:
             hook()
             self.settle()
 
     def _reduced(self, entry: Entry) -> Any:
-        """The value of the epoch so far, over all ranks as far as they told it; None where nothing was added."""
+        """Return the value of the epoch so far, reduced over ranks if they exchanged it; None if there is none."""
         if not entry.on_epoch:
             return None
         if self._ranks.is_alone:
@@ -320,7 +332,7 @@ class Results:
         return entry.agreed
 
     def step_values(self) -> dict[str, Any]:
-        """What the loggers get at a log step: the ``on_step`` values of training."""
+        """Return the ``on_step`` values of training, which loggers receive at a log step."""
         return {
             entry.names_for_step()[-1]: entry.agreed_step if entry.syncs and entry.agreed_step is not None else value
             for entry in self._entries["train"].values()
@@ -328,10 +340,10 @@ class Results:
         }
 
     def end_epoch(self, stage: str) -> dict[str, Tensor]:
-        """Reduce the epoch of ``stage`` over all ranks and forget it; returns what the loggers get."""
+        """Reduce the epoch of ``stage`` over all ranks, clear it, and return the values for the loggers."""
         self.settle()
         ending = self._entries.get(stage, {}).values()
-        # Of an evaluation none but the names it logs: what a checkpoint holds of the others does not depend on it.
+        # An evaluation updates only the names that it logs, so it does not change other names in a checkpoint.
         names = None if stage == "train" else {name for entry in ending for name in (entry.name, *entry.columns)}
         self._show_steps(names)
         logged: dict[str, Tensor] = {}
@@ -355,7 +367,7 @@ class Results:
             name: entry.dataloader_idx
             for entry in self._entries.get(stage, {}).values()
             for name in (*entry.names_for_step(), *entry.names_for_epoch())
-            if entry.asked is not None  # else it comes from another rank
+            if entry.asked is not None  # otherwise the entry comes from another rank
         }
         self.loader_of = {}
         for of_rank in self._ranks.gather(own):
@@ -363,12 +375,12 @@ class Results:
                 self.loader_of[name] = index if self.loader_of.get(name, index) == index else None
 
     def abandon(self, stage: str) -> None:
-        """Forget an evaluation that was cut off."""
+        """Discard an evaluation that was interrupted."""
         for entry in self._entries.pop(stage, {}).values():
             entry.reset()
 
     def _show_steps(self, names: set[str] | None) -> None:
-        """What the steps of training logged, under ``names`` or all, before values that are newer are shown there."""
+        """Show the values that training steps logged, for ``names`` or all names, before newer values replace them."""
         shown = self._callback_values, self._logged_values, self._bar_values
         for entry in self._unseen_steps():
             if names is None or not names.isdisjoint(entry.names_for_step()):
@@ -380,16 +392,16 @@ class Results:
         return [entry for entry in entries if entry.is_unseen and entry.on_step and entry.value is not None]
 
     def _shown(self) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
-        """What callbacks, loggers and the progress bar are shown now."""
+        """Return the current values for callbacks, loggers and the progress bar."""
         shown = dict(self._callback_values), dict(self._logged_values), dict(self._bar_values)
         for entry in self._unseen_steps():
             _show_step(entry, *shown)
         running = self._entries.get(self.stage or "", {}).values()
-        if self.stage != "train":  # what a step of an evaluation logged, callbacks do not watch
+        if self.stage != "train":  # callbacks do not receive values of evaluation steps
             for entry in running:
                 if entry.on_step and entry.value is not None:
                     _show_step(entry, {}, *shown[1:])
-        if self.stage is not None and not self.is_in_batch:  # a hook at the end of an epoch sees what it gave so far
+        if self.stage is not None and not self.is_in_batch:  # hooks at the end of an epoch read its reductions
             for entry in running:
                 reduced = self._reduced(entry)
                 if reduced is not None:
@@ -398,33 +410,34 @@ class Results:
 
     @property
     def callback_metrics(self) -> dict[str, Tensor]:
-        """Everything logged so far by name. Under ``x`` stands what came last: the value of a step, or of an epoch."""
+        """All logged values. ``x`` has the latest value, of a step or of an epoch."""
         return self._shown()[0]
 
     @property
     def logged_metrics(self) -> dict[str, Tensor]:
-        """What was logged for the loggers, under the names of their columns."""
+        """Values for the loggers, by column."""
         return self._shown()[1]
 
     @property
     def progress_bar_metrics(self) -> dict[str, float]:
-        """What was logged for the progress bar, as numbers: this waits for the device."""
+        """Values for the progress bar, as Python numbers. Reading them waits for the device."""
         return {name: float(value) for name, value in self._shown()[2].items()}
 
     # Resume -----------------------------------------------------------------------------------------------------
 
     def state(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
-        """The running reductions of the training epoch and the last values of finished ones, over all ranks, which must
-        ask for it at the same time.
+        """Return the reductions of the training epoch and the last values of completed epochs, over all ranks.
+
+        Every rank must call this method at the same time.
 
         Args:
             metrics: the metric objects whose states are saved, by name.
         """
         name_of = {id(metric): name for name, metric in metrics.items()}
         running = []
-        own = {key: entry.told() for key, entry in self._entries["train"].items()}
+        own = {key: entry.for_other_ranks() for key, entry in self._entries["train"].items()}
         over_ranks = {} if self._ranks.is_alone else reduce_over_ranks(self._ranks.gather(own))
-        for key, of_all in over_ranks.items():  # what other ranks alone logged
+        for key, of_all in over_ranks.items():  # includes names that only other ranks logged
             self._entries["train"].setdefault(key, Entry(key[0], *of_all.options))
         for (name, is_in_batch), entry in self._entries["train"].items():
             if entry.metric is not None and id(entry.metric) not in name_of:
@@ -458,17 +471,21 @@ class Results:
         if name not in self._unsaved:
             self._unsaved.add(name)
             notice(
-                f"log({name!r}): the metric is no submodule of the module, so a checkpoint does not hold what it "
-                "gathered in the running epoch. Make it an attribute (or an item of an nn.ModuleList or ModuleDict)"
+                f"log({name!r}): the metric is not a submodule of the module, so checkpoints do not contain its state "
+                "in the current epoch. Make it an attribute (or an item of an nn.ModuleList or ModuleDict)"
             )
 
     def check(self, state: Mapping[str, Any]) -> None:
-        """Check that reductions in ``state`` exist. Raises FormError."""
+        """Check that the reductions in ``state`` are known.
+
+        Raises:
+            FormError: a reduction is unknown.
+        """
         for index, saved in enumerate(state["running"]):
             one_of(*REDUCTIONS)(saved["options"][-1], f"results.running[{index}].options[4]")
 
     def load(self, state: dict[str, Any], metrics: Mapping[str, Any], move: Callable[[Any], Any]) -> None:
-        """Put back what :meth:`state` gave; ``move`` brings a tensor to the device of the run."""
+        """Restore the values that :meth:`state` returned. ``move`` copies a tensor to the device of the run."""
         self._callback_values, self._bar_values = dict(state["epoch"]), dict(state["bar"])
         self._logged_values = dict(state.get("logged", {}))
         self._entries["train"] = restored = {}
@@ -480,6 +497,6 @@ class Results:
                     continue
             entry.value = move(saved["value"])
             entry.is_double, entry.is_unseen = saved.get("is_double", False), saved.get("is_unseen", True)
-            if self._ranks.is_zero:  # it is of all ranks: one of them carries it on
+            if self._ranks.is_zero:  # reduced over all ranks, so only one rank continues the reduction
                 entry.total, entry.weight = move(saved["total"]), move(saved["weight"])
             restored[saved["name"], saved["is_in_batch"]] = entry

@@ -1,1 +1,1 @@
-"""From settled facts to a run that is ready for its loop, and the end of a run."""
+"""Open a run from settled facts, and close it."""

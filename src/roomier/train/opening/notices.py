@@ -15,18 +15,19 @@ from roomier.train.step import TRANSFER_HOOKS
 
 
 def tell_evaluation_mode(module: Module) -> None:
-    """Report modules in evaluation mode. Some models are loaded in this mode, and users freeze parts with it."""
+    """Print a notice about modules in evaluation mode. Some models are loaded in it, and users freeze modules with
+    it."""
     network = network_of(module)
     names = [name or type(network).__name__ for name, each in network.named_modules() if not each.training]
     if names:
         notice(
             f"{len(names)} modules are in evaluation mode and stay in it, without dropout (the first: {names[0]}); "
-            "call model.train() before fit if that is not meant"
+            "call model.train() before fit to train them in training mode"
         )
 
 
 def tell_batch_statistics(module: Module, gradients: str) -> None:
-    """Report BatchNorm modules if a batch is split. Weights of the losses correct the gradients, but not statistics."""
+    """Print a notice about BatchNorm modules if a batch is split, because only gradients are corrected for it."""
     found = [
         name or type(each).__name__
         for name, each in network_of(module).named_modules()
@@ -34,30 +35,32 @@ def tell_batch_statistics(module: Module, gradients: str) -> None:
     ]
     if found:
         notice(
-            f"{gradients} are not those of the whole batch: {len(found)} BatchNorm modules (the first: "
-            f"{found[0]}) use the statistics of each micro-batch; GroupNorm, LayerNorm, or BatchNorm in evaluation "
+            f"{gradients} differ from the gradients of the full batch: {len(found)} BatchNorm modules (the first: "
+            f"{found[0]}) use the statistics of each micro-batch. GroupNorm, LayerNorm, and BatchNorm in evaluation "
             "mode do not"
         )
 
 
 def tell_transfer_hooks(module: Module, datamodule: DataModule | None) -> None:
-    """Report hooks of a transfer that both the module and the DataModule define."""
+    """Print a notice about transfer hooks that both the module and the DataModule define."""
     if datamodule is None:
         return
     for name in TRANSFER_HOOKS:
         if overrides(module, name, Module) and overrides(datamodule, name, DataModule):
             notice(
-                f"{type(module).__name__} and {type(datamodule).__name__} both define {name}: that of the DataModule "
-                "is used, as in Lightning"
+                f"{type(module).__name__} and {type(datamodule).__name__} both define {name}. The hook of the "
+                "DataModule is used, as in Lightning"
             )
 
 
 def tell_validation_at_unknown_end(options: LoopOptions, interval: float, num_training: float) -> None:
-    """Report that validation runs only at the end of the loader, which ``max_steps`` or ``max_time`` may prevent."""
+    """Print a notice if validation runs only at the end of the loader, which ``max_steps`` or ``max_time`` may
+    prevent."""
     limits = {"max_steps": options.max_steps} if options.max_steps != -1 else {"max_time": options.max_time}
     [(limit, value)] = limits.items()
     if math.isinf(interval) and math.isinf(num_training) and value is not None:
         notice(
-            "the training loader has no length, so validation runs when it comes to an end, and not at all if "
-            f"{limit}={value} comes before; set val_check_interval to a number of batches to validate within an epoch"
+            "the training loader has no length, so validation runs only when the loader ends. If "
+            f"{limit}={value} ends training earlier, validation does not run. To validate within an epoch, set "
+            "val_check_interval to a number of batches"
         )

@@ -1,4 +1,4 @@
-"""From settled facts to a run that is ready for its loop, and the end of a run."""
+"""Open a run from settled facts, and close it."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def build_eager(
 
 
 def make_model(settled: Settled, module: Module) -> None:
-    """Call ``configure_model``. If the plan shards the model, each rank allocates its shard only."""
+    """Call ``configure_model``. If the plan shards the model, each rank allocates only its shard."""
     with built_in_parts(settled.plan, settled.ranks, has_weights=settled.start.weights.file is not None):
         module.configure_model()
 
@@ -133,7 +133,7 @@ def _batches_of_evaluation(settled: Settled) -> Batches:
     name = LOADER_NAMES[stage]
     sources, limits = settled.data.evaluation(name)
     if not sources:
-        raise DataError(f"{name}_dataloaders", None, f"there is no data to {stage} on", f"Pass {name}_dataloaders")
+        raise DataError(f"{name}_dataloaders", None, f"{stage} requires data", f"Pass {name}_dataloaders")
     return Batches(evaluated=sources, limits=limits)
 
 
@@ -144,9 +144,9 @@ def _batches_of_fit(settled: Settled, module: Module) -> Batches:
     defines_validation = overrides(module, "validation_step", Module)
     is_wanted = defines_validation and not isinstance(module, ForwardModule) and options.limit_val_batches != 0
     if is_wanted and not sources:
-        notice(f"{type(module).__name__} has a validation_step, but there is no data to validate on")
+        notice(f"{type(module).__name__} defines validation_step, but no validation data was passed")
     if sources and not defines_validation:
-        notice(f"{type(module).__name__} has no validation_step: val_dataloaders are not used")
+        notice(f"{type(module).__name__} does not define validation_step, so val_dataloaders are not used")
         sources, limits = [], []
     interval = options.val_interval(num_training) if sources else math.inf
     if sources:
@@ -161,7 +161,7 @@ def restore_run(run: Run) -> Path | None:
         The checkpoint that was loaded; None without a checkpoint.
 
     Raises:
-        CheckpointError: the checkpoint is damaged, or belongs to another model or optimizer.
+        CheckpointError: the checkpoint is damaged, or does not match the model or the optimizer.
     """
     restore_first_weights(run)
     request, start = run.settled.request, run.settled.start
@@ -172,7 +172,7 @@ def restore_run(run: Run) -> Path | None:
         return path
     hyperparameters = _hyperparameters_to_log(run.module, request.datamodule)
     if not (request.options.is_bounded or request.options.num_dev_batches):
-        notice(f"neither max_epochs, max_steps nor max_time is set: training for {DEFAULT_MAX_EPOCHS} epochs")
+        notice(f"max_epochs, max_steps and max_time are not set: training for {DEFAULT_MAX_EPOCHS} epochs")
     path = _restored(run, restore)
     if start.folder is not None:
         folder, text = start.folder, run.plan.to_yaml()
@@ -201,14 +201,14 @@ def start_fit(run: Run) -> None:
     if run.plan.batch.accumulate_grad_batches > 1:
         tell_batch_statistics(run.module, "accumulated gradients")
     elif not run.ranks.is_alone:
-        tell_batch_statistics(run.module, "gradients added up over ranks")
+        tell_batch_statistics(run.module, "gradients summed over ranks")
     tell_transfer_hooks(run.module, run.settled.request.datamodule)
     call(run.hooks.on_fit_start)
     num_batches = run.options.num_sanity_val_steps
     is_fresh = run.progress.global_step == 0 and not run.options.num_dev_batches
     if run.batches.evaluated and num_batches and is_fresh:
         sanity_check(run, math.inf if num_batches == -1 else num_batches)
-    if run.now.random_state is None:  # until here, all ranks draw the same numbers: they made one model
+    if run.now.random_state is None:  # until here, all ranks have the same random state, to build identical models
         separate_rng(run.ranks.world.rank)
 
 
@@ -217,7 +217,7 @@ def end_fit(run: Run) -> None:
     if run.now.is_interrupted:
         return
     if run.stop.received is not None:
-        notice(f"{run.stop.received.name} came when training had ended: the run is complete")
+        notice(f"{run.stop.received.name} was received after training had ended: the run is complete")
     call(run.hooks.on_fit_end)
 
 
@@ -225,7 +225,7 @@ def close_run(run: Run, status: str) -> None:
     """Close the engine and the loggers of ``run``. The model keeps its trained weights.
 
     Args:
-        status: ``"success"``, ``"interrupted"`` or ``"failed"``, for the loggers.
+        status: ``"success"``, ``"interrupted"`` or ``"failed"``, which the loggers receive.
     """
     run.results.stage = run.now.window = None
     end_background_save(run)
@@ -235,26 +235,27 @@ def close_run(run: Run, status: str) -> None:
 
 
 def num_batches_of_loaders(batches: Batches, limit: float) -> list[float]:
-    """Return the batches of each loader as Lightning counts them: a CombinedLoader counts each of its loaders."""
-    told = list[float]()
+    """Return the number of batches of each loader as Lightning counts them: each loader of a CombinedLoader counts."""
+    counts = list[float]()
     for source, num_batches in zip(batches.evaluated, batches.limits, strict=True):
         if not isinstance(source.loader, CombinedLoader):
-            told.append(num_batches)
+            counts.append(num_batches)
             continue
         for length in map(length_of, source.loader.flattened):
             is_share = isinstance(limit, float) and limit < 1.0 and math.isfinite(length)
-            told.append(int(length * limit) if is_share else length if isinstance(limit, float) else min(limit, length))
-    return told
+            limited = int(length * limit) if is_share else length if isinstance(limit, float) else min(limit, length)
+            counts.append(limited)
+    return counts
 
 
 def _hyperparameters_to_log(module: Module, datamodule: DataModule | None) -> dict[str, Any]:
     of_module, of_data = module.logged_hparams, {} if datamodule is None else logged_hparams_of(datamodule)
     for name in of_module.keys() & of_data.keys():
-        if repr(of_module[name]) != repr(of_data[name]):  # values of any type: not all of them can be compared
+        if repr(of_module[name]) != repr(of_data[name]):  # compare repr, because some types do not support ==
             raise RoomierError(
                 "hparams",
                 {name: (of_module[name], of_data[name])},
-                "the module and the DataModule have this hyperparameter with different values",
-                f"Rename one, or leave one out: save_hyperparameters(ignore={name!r})",
+                "the module and the DataModule set this hyperparameter to different values",
+                f"Rename one of them, or exclude one: save_hyperparameters(ignore={name!r})",
             )
     return {**of_data, **of_module}

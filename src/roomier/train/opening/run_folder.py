@@ -1,4 +1,4 @@
-"""Where a run keeps what it writes: ``version_N`` under ``default_root_dir``."""
+"""The folder to which a run writes its files: ``version_N`` under ``default_root_dir``."""
 
 from pathlib import Path
 
@@ -9,15 +9,17 @@ PREFIX = "version_"
 
 
 def is_run_folder(folder: Path) -> bool:
+    """Return True if the name of ``folder`` is ``version_`` and a number."""
     return folder.name.startswith(PREFIX) and folder.name[len(PREFIX) :].isdecimal()
 
 
 def run_folder(root: Path, resumed: Path | None) -> Path:
-    """The folder of a run: that of the checkpoint it goes on from, else a new ``version_N`` under ``root``.
+    """Return the folder of a run: the folder of the checkpoint ``resumed``, or a new ``version_N`` under ``root``.
 
     Raises:
-        CheckpointError: it cannot be made.
+        CheckpointError: the folder cannot be created.
     """
+    # A Lightning checkpoint is a file in a folder of Lightning, so the run gets a new folder.
     # Checkpoints of Lightning are files, and their folder is Lightning's.
     is_own = resumed is not None and not resumed.is_file()
     if resumed is not None and is_own and resumed.parent.parent.parent.resolve() == root.resolve():
@@ -30,22 +32,22 @@ def run_folder(root: Path, resumed: Path | None) -> Path:
             try:
                 folder.mkdir()
                 return folder
-            except FileExistsError:  # another process was quicker
+            except FileExistsError:  # another process created it first
                 continue
     except OSError as error:
         raise CheckpointError(
             "default_root_dir",
             str(root),
-            f"no run folder can be made there ({error.strerror})",
-            "Pass a folder you can write to",
+            f"no run folder can be created there ({error.strerror})",
+            "Pass a folder with write permission",
         ) from error
 
 
 def write_plan(folder: Path, text: str) -> None:
-    """Write ``plan.yaml``, the old one or the new one being there at every moment.
+    """Write ``plan.yaml`` atomically.
 
     Raises:
-        CheckpointError: it cannot be written.
+        CheckpointError: the file cannot be written.
     """
     try:
         with replacing(folder / "plan.yaml") as file:
@@ -55,5 +57,5 @@ def write_plan(folder: Path, text: str) -> None:
             "default_root_dir",
             str(folder.parent),
             f"plan.yaml cannot be written to {folder.name} there ({error.strerror})",
-            "Free space, or pass another folder",
+            "Free some space, or pass another folder",
         ) from error

@@ -1,4 +1,4 @@
-"""Settings of the whole process that a run changes, put back as they were."""
+"""Process-wide settings that a run changes and restores."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from roomier.run.options import LoopOptions
 
 @contextmanager
 def process_settings(plan: Plan, options: LoopOptions) -> Iterator[None]:
-    """Matmul precision, determinism, cuDNN's choice of kernels, anomaly detection."""
+    """Apply matmul precision, determinism, cuDNN benchmarking and anomaly detection inside the context."""
     with ExitStack() as stack:
         stack.enter_context(matmul_precision(plan.precision.matmul))
         if options.deterministic is not None:
@@ -51,10 +51,14 @@ def _benchmark(wanted: bool) -> Iterator[None]:
 
 @contextmanager
 def profiled(profiler: object, folder: Path | None) -> Iterator[torch.profiler.profile | None]:
-    """``"torch"``: a trace of a few early steps, in ``<run>/profile``; or a ``torch.profiler.profile`` of yours.
+    """Run the profiler inside the context.
+
+    Args:
+        profiler: ``"torch"`` writes a trace of a few early steps to ``<run>/profile``. A ``torch.profiler.profile`` is
+            used as passed. None disables profiling.
 
     Yields:
-        The profiler, to be stepped after each optimizer step; None without one.
+        The profiler, whose ``step`` must be called after each optimizer step; None without a profiler.
     """
     if profiler is None:
         yield None
@@ -67,7 +71,7 @@ def profiled(profiler: object, folder: Path | None) -> Iterator[torch.profiler.p
             on_trace_ready=_write_trace(folder),
             profile_memory=True,
         )
-    assert isinstance(profiler, torch.profiler.profile), "LoopOptions let something else through"
+    assert isinstance(profiler, torch.profiler.profile), "LoopOptions accepted an invalid profiler"
     with profiler:
         yield profiler
 

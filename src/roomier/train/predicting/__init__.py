@@ -1,1 +1,1 @@
-"""Predictions that are returned one by one."""
+"""Streams of predictions."""

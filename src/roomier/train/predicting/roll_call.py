@@ -1,13 +1,13 @@
-"""Whether all ranks go on with a stream of predictions: asked before each round of batches.
+"""Agreement of all ranks before each round of a stream of predictions.
 
 [Note: roll call]
-Ranks predict together: weights that are cut are gathered in the forward, outputs behind it. But the code between two
-predictions is the user's, and may leave the stream (``break``, ``close``, an error) on one rank alone. The others would
-wait for it in a collective that it never enters.
+Ranks predict together, because they all-gather sharded weights in the forward and outputs after it. But user code runs
+between two predictions, and may leave the stream on one rank only, with ``break``, ``close`` or an error. The other
+ranks would wait for that rank in a collective that it never enters.
 
-So each rank says that it is there before each round, or that it is not coming any more, and none begins a round without
-the word of all. It is left in the store of the process group and not sent in a collective: who leaves waits for nobody,
-and may do so at any time, a garbage collection or the end of the process included.
+Therefore each rank announces before each round that it is present, or that it has left, and starts the round only after
+the announcements of all ranks. The announcements are written to the store of the process group instead of being sent in
+a collective. So a rank can leave without waiting, at any time, including garbage collection and the end of the process.
 """
 
 from __future__ import annotations
@@ -28,18 +28,17 @@ from roomier.core.log import notice
 from roomier.core.ranks import Ranks
 
 TELL_AFTER_S = 30.0
-GIVE_UP_AFTER_S = 1800.0  # as long as a collective waits; what the user does with a prediction may take its time
+GIVE_UP_AFTER_S = 1800.0  # the timeout of collectives, because user code may process a prediction for a long time
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.05
-_ERROR_COMES_WITHIN_S = 1.0  # an error ends the stream on its way to where it is told
+_ERROR_COMES_WITHIN_S = 1.0  # the time in which a failed rank reports its error after it left the stream
 _HERE, _LEFT = "here", "left"
 
 
 class RollCall:
-    """Inside, this rank takes part in a stream; behind it the others are told that it has left, unless it came to the
-    end.
+    """Context in which this rank takes part in a stream. Leaving it early announces to other ranks that it has left.
 
     Args:
-        ranks: of the stream. All of them make one at the same place.
+        ranks: the ranks of the stream. All of them create a RollCall at the same place.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -62,48 +61,46 @@ class RollCall:
             self._leave()
 
     def wait(self) -> None:
-        """Until all ranks are here for the next round.
+        """Wait until all ranks are present for the next round.
 
         Raises:
-            RoomierError: one has left the stream, or asks for nothing and has not left it either.
+            RoomierError: a rank has left the stream, or a rank requested no prediction within the timeout.
         """
         if self._store is None:
             return
         self._store.set(self._key(self._world.rank), _HERE)
         left = [rank for rank, word in enumerate(self._heard(self._store)) if word == _LEFT]
-        self._num_rounds += 1  # before the error: this rank was here
+        self._num_rounds += 1  # before the error, because this rank was present
         if left:
             raise _left(left) from (DistError(f"ranks {left} have failed") if _have_failed() else None)
-        if self._num_rounds > 1:  # all are here, so nobody looks at the round before any more
+        if self._num_rounds > 1:  # all ranks are present, so no rank reads the previous round any more
             self._store.delete_key(f"{self._num_rounds - 2}/{self._world.rank}")
 
     def _heard(self, store: Store) -> list[str]:
-        """The word of each rank, by rank."""
-        began_s, pause_s, is_told = time.monotonic(), _FIRST_PAUSE_S, False
+        """Return the announcement of each rank, by rank."""
+        began_s, pause_s, is_reported = time.monotonic(), _FIRST_PAUSE_S, False
         keys = [self._key(rank) for rank in range(self._world.size)]
         while not store.check(keys):
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
             waited_s = time.monotonic() - began_s
-            if waited_s < (GIVE_UP_AFTER_S if is_told else TELL_AFTER_S):
+            if waited_s < (GIVE_UP_AFTER_S if is_reported else TELL_AFTER_S):
                 continue
             absent = [rank for rank, key in enumerate(keys) if not store.check([key])]
             if not absent:
                 break
-            if is_told:
-                problem = f"have asked for no prediction in {waited_s:.0f} s, and this rank waits for them"
-                action = (
-                    "Take the predictions of the stream on every rank; what one of them does for itself comes after"
-                )
+            if is_reported:
+                problem = f"have requested no prediction for {waited_s:.0f} s, but this rank waits for them"
+                action = "Iterate over the stream on every rank. Run code that concerns only one rank after the stream"
                 raise RoomierError("predict_stream", f"ranks {absent}", problem, action)
-            waits = f"rank {self._world.rank} waits for ranks {absent} to ask for the next one"
-            notice(f"predict_stream: {waits}; every rank must take as many", every_rank=True)
-            is_told = True
+            waits = f"rank {self._world.rank} waits for ranks {absent} to request the next prediction"
+            notice(f"predict_stream: {waits}; every rank must request the same number", every_rank=True)
+            is_reported = True
         return [store.get(key).decode() for key in keys]
 
     def _leave(self) -> None:
         if self._store is not None:
-            with suppress(DistError, RuntimeError):  # rank 0 is gone, and the store with it
+            with suppress(DistError, RuntimeError):  # rank 0 has exited, which closed the store
                 self._store.set(self._key(self._world.rank), _LEFT)
 
     def _key(self, rank: int) -> str:
@@ -111,8 +108,8 @@ class RollCall:
 
 
 def _left(ranks: list[int]) -> RoomierError:
-    problem = "left the stream before its end, and this rank asks for another prediction"
-    action = "Let all ranks come to the end of the stream, or leave it at the same prediction"
+    problem = "left the stream before its end, but this rank requests another prediction"
+    action = "Iterate to the end of the stream on all ranks, or leave it at the same prediction"
     return RoomierError("predict_stream", f"ranks {ranks}", problem, action)
 
 

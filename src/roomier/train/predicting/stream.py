@@ -1,4 +1,4 @@
-"""Predictions one after another, as they are asked for."""
+"""Predictions that are computed one by one, on request."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ T = TypeVar("T")
 
 
 def opened_stream(session: AbstractContextManager[Run]) -> Generator[Any, None, None]:
-    """A generator that opens ``session`` when it is asked for its first value, None, and then gives what
-    ``predict_step`` returns for each batch of ``run.batches.evaluated``. Hooks are those of ``predict``.
+    """Return a generator of the outputs of ``predict_step`` for each batch of ``run.batches.evaluated``.
 
-    What runs between two values is the user's own: no gradient mode and no stage of the log is left set there.
+    Its first value is None. The first request opens ``session``. The hooks are the hooks of ``predict``. Between two
+    values, user code runs, so the generator leaves no gradient mode and no logging stage set there.
     """
     with session as run:
         run.engine.settle()
         take_statistics_of_rank_zero(run)
-        # Closed early, it has come to a good end, without the hooks of the end.
+        # Closing the generator early is not an error. The hooks at the end are not called then.
         with suppress(GeneratorExit), evaluation_mode(run.module, "predict"), RollCall(run.ranks) as roll_call:
             yield from _all(run, roll_call)
         run.engine.settle()
@@ -51,13 +51,13 @@ def _all(run: Run, roll_call: RollCall) -> Iterator[Any]:
         results.call(hooks.on_predict_epoch_end)
         run.log_metrics(results.end_epoch("predict"))
         call(hooks.on_predict_end)
-    run.vote(waits=True)  # a signal that came to one rank is obeyed by all
+    run.vote(waits=True)  # a signal that one rank received stops all ranks
 
 
 def _of_source(
     run: Run, source: Source, limit: float, dataloader_idx: int | None, roll_call: RollCall
 ) -> Iterator[Any]:
-    """What each batch gives; of several ranks, after each round of batches what all gave, in order."""
+    """Yield the output of each batch. With several ranks, yield the outputs of all ranks after each round, in order."""
     results, run_batch = run.results, batch_runner(run, "predict", dataloader_idx)
     run.engine.hooks.transfer = transfer_of(run, dataloader_idx or 0)
     for batch_idx, turn in enumerate(_called(turns(run, source, limit), roll_call)):
@@ -70,14 +70,14 @@ def _of_source(
             yield output
         else:
             on_host = map_tensors(lambda tensor: tensor.cpu(), output)
-            of_round = run.ranks.gather((run.now.batch_number, on_host) if counts else None)
+            of_round = run.ranks.gather((run.now.batch_number, on_host) if counts else None, allows_pickle=True)
             for _, each in sorted((one for one in of_round if one is not None), key=lambda one: one[0]):
                 yield each
         output = None
 
 
 def _called(rounds: Iterator[T], roll_call: RollCall) -> Iterator[T]:
-    """``rounds``, each begun once all ranks are there: they do it together, or find together that there is none."""
+    """Yield the items of ``rounds``, each after all ranks are present. All ranks reach the end together."""
     while True:
         roll_call.wait()
         try:

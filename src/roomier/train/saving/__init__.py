@@ -1,1 +1,1 @@
-"""Checkpoints of a run: written, restored, and weights that a model begins with."""
+"""Save and restore checkpoints of a run, and load the first weights of a model."""

@@ -1,4 +1,4 @@
-"""``fit(weights=...)``: what a model begins with, from safetensors files or from a checkpoint."""
+"""``fit(weights=...)``: the first weights of a model, from safetensors files or from a checkpoint."""
 
 from __future__ import annotations
 
@@ -29,41 +29,53 @@ _RECORD_OF_CHECKPOINT = "run.json"
 
 @dataclass(frozen=True)
 class PlainCheckpoint:
-    """The weights of a checkpoint of the plain model, for one with adapters: read before its weights become codes."""
+    """Weights of a checkpoint without adapters, for a model with adapters. They are read before they are quantized.
+
+    Args:
+        path: the checkpoint.
+        ranks: the ranks that read it together.
+    """
 
     path: Path
     ranks: Ranks
 
     def check(self, network: nn.Module) -> set[str]:
+        """Return the names of the tensors of ``network`` that the checkpoint provides: all except adapters."""
         tensors = {**network.state_dict(), **dict(network.named_parameters(remove_duplicate=False))}
         return {name for name in tensors if not is_adapter(name)}
 
     def read_into(self, network: nn.Module) -> None:
+        """Read the weights into the tensors of ``network``.
+
+        Raises:
+            CheckpointError: the checkpoint is damaged, or does not match the model.
+        """
         plain = {name: each for name, each in network.state_dict().items() if not is_adapter(name)}
         try:
             read = checkpoint.load(self.path, into={"module": plain}, only=("module",), ranks=self.ranks)["module"]
         except CheckpointError as error:
             raise CheckpointError("weights", str(self.path), error.problem, error.action) from error
-        network.load_state_dict(read, strict=False)  # tensors are there already; what a module keeps beside them is not
+        network.load_state_dict(read, strict=False)  # the tensors are filled already, but extra states are not
 
 
 def first_weights(weights: object, ckpt_path: Path | None, plan: Plan, ranks: Ranks) -> FirstWeights:
-    """What ``weights`` means.
+    """Return the source of the first weights that ``weights`` names.
 
     Args:
-        weights: path of a safetensors file, of a folder of them, of a checkpoint, or of a Lightning ``.ckpt``; or None.
-        ckpt_path: the run goes on from it, so ``weights`` is not read.
+        weights: path of a safetensors file, a folder of safetensors files, a checkpoint, or a Lightning ``.ckpt``; or
+            None.
+        ckpt_path: the checkpoint that the run resumes from. If it is set, ``weights`` is not read.
 
     Raises:
-        RoomierError: it is no path, or there is nothing of the kind.
+        RoomierError: ``weights`` is not a path, or no such file exists.
     """
     if weights is None:
         return FirstWeights()
     if not isinstance(weights, (str, Path)):
-        action = "Pass a .safetensors file, a folder with model.safetensors, or a checkpoint (Lightning's .ckpt too)"
+        action = "Pass a .safetensors file, a folder with model.safetensors, or a roomier or Lightning checkpoint"
         raise RoomierError("weights", weights, "is not a path", action)
     if ckpt_path is not None:
-        notice(f"weights={str(weights)!r} is not read: the run goes on from {ckpt_path}")
+        notice(f"weights={str(weights)!r} is not read, because the run resumes from {ckpt_path}")
         return FirstWeights()
     path = at_home(weights)
     if (path / _RECORD_OF_CHECKPOINT).is_file():
@@ -77,10 +89,10 @@ def first_weights(weights: object, ckpt_path: Path | None, plan: Plan, ranks: Ra
 
 
 def restore_first_weights(run: Run) -> None:
-    """Load the weights that the model of ``run`` begins with, if they are in a checkpoint.
+    """Load the first weights of the model of ``run``, if they are in a checkpoint.
 
     Raises:
-        CheckpointError: the checkpoint is damaged, or belongs to another model.
+        CheckpointError: the checkpoint is damaged, or does not match the model.
     """
     path = run.settled.start.weights.checkpoint
     if path is None:
@@ -96,10 +108,10 @@ def _check_is_no_folder_of_checkpoints(path: Path) -> None:
         return
     newest = checkpoint.find_last(path)
     if newest is not None:
-        problem = "is no checkpoint, but a folder that holds some"
-        raise RoomierError("weights", str(path), problem, f"Pass one of them; the newest is {newest}")
+        problem = "is not a checkpoint, but a folder that contains checkpoints"
+        raise RoomierError("weights", str(path), problem, f"Pass one of them. The newest is {newest}")
     if (path / RECORD_OF_DCP).is_file():
-        _peek(path)  # which says what it is, and what to do
+        _peek(path)  # raises an error that describes the sharded checkpoint
 
 
 def _has_adapters(path: Path) -> bool:

@@ -1,13 +1,14 @@
-"""Going on from a checkpoint of Lightning: weights, optimizers, schedulers, position and callbacks, as Lightning would.
+"""Resume from a Lightning checkpoint: weights, optimizers, schedulers, position and callbacks.
 
 [Note: a checkpoint of Lightning]
-Lightning saves from within hooks, so its checkpoint may lie where roomier has no save point. Behind the last batch of
-an epoch its loops are to end the epoch, and have stepped the schedulers of that epoch already: the run goes on with the
-next one. In the middle of an epoch the file counts batches, and says nothing of the data: the batches that are done
-are left out, as in the run that was not interrupted (Lightning's own resume reads the loader from its beginning, unless
-that has a state of its own). Random states and figures of the running epoch are not in the file.
+Lightning saves from within hooks, so its checkpoint may be at a place where roomier has no save point. After the last
+batch of an epoch, Lightning has stepped the schedulers of the epoch already, but has not ended the epoch. The run
+continues with the next epoch. Within an epoch, the file contains the number of batches, but no position of the data.
+The run skips these batches, so it reads the same data as an uninterrupted run. (Lightning's own resume reads the loader
+from its beginning, unless the loader has a state.) The file contains neither random states nor metrics of the current
+epoch.
 
-Every rank reads the file, which is mapped and not loaded: it takes its parts of the tensors alone.
+Every rank maps the file and reads only its shards of the tensors.
 """
 
 from __future__ import annotations
@@ -39,12 +40,17 @@ _NUM_NAMES_SHOWN = 5
 
 
 class LightningWeights:
-    """The weights of a Lightning checkpoint, for a model to begin with: see :class:`WeightsToRead`.
+    """Weights of a Lightning checkpoint, with which a model begins. See :class:`WeightsToRead`.
 
-    Where its names are those of a part of the model, or the model is a part of what it has, that part is meant.
+    The names may differ by a prefix, if the checkpoint contains a submodule of the model, or the model is a submodule
+    of the saved model.
+
+    Args:
+        path: the ``.ckpt`` file.
+        ranks: the ranks that read it together.
 
     Raises:
-        CheckpointError: damaged, or with objects whose making would run code.
+        CheckpointError: the file is damaged, or contains objects whose construction would run code.
     """
 
     def __init__(self, path: Path, ranks: Ranks) -> None:
@@ -52,6 +58,11 @@ class LightningWeights:
         self._tensors: dict[str, torch.Tensor] = {}
 
     def check(self, network: nn.Module) -> set[str]:
+        """Return the names of the tensors of ``network`` that the file provides.
+
+        Raises:
+            RoomierError: names or shapes of the file do not match the model.
+        """
         wanted = _tensors_of(network)
         found = {name: each for name, each in self._file.state_dict.items() if isinstance(each, torch.Tensor)}
         self._tensors = _under_names_of(wanted, found)
@@ -59,13 +70,14 @@ class LightningWeights:
         lacking = [name for name, each in wanted.items() if name not in self._tensors and id(each) not in present]
         problems = _differences(wanted, self._tensors, [name for name in lacking if not is_adapter(name)])
         if problems:
-            action = "Give the weights of this model, or build the model they were saved from"
+            action = "Pass the weights of this model, or build the model that was saved"
             path = str(self._file.path)
-            raise RoomierError("weights", path, f"does not fit the model: {'; '.join(problems)}", action)
+            raise RoomierError("weights", path, f"does not match the model: {'; '.join(problems)}", action)
         return wanted.keys() - set(lacking)
 
     @torch.no_grad()
     def read_into(self, network: nn.Module) -> None:
+        """Copy this rank's shards of the weights into the tensors of ``network``."""
         for name, target in _tensors_of(network).items():
             if name not in self._tensors:
                 continue
@@ -74,7 +86,11 @@ class LightningWeights:
 
 
 def opened(path: Path, ranks: Ranks, *, field: str = "ckpt_path") -> LightningFile:
-    """The file, which every rank opens; what fails on one fails on all."""
+    """Open the file on every rank. If this fails on one rank, it raises on all ranks.
+
+    Raises:
+        CheckpointError: the file is damaged or not a Lightning checkpoint. The error names ``field``.
+    """
     found: list[LightningFile] = []
 
     def read() -> None:
@@ -88,33 +104,35 @@ def opened(path: Path, ranks: Ranks, *, field: str = "ckpt_path") -> LightningFi
 
 
 def restore_lightning_weights(run: Run, path: Path) -> None:
-    """Fill the weights of the module from ``path``; nothing else of it is read.
+    """Load the weights of the module from ``path``. Other content of the file is not restored.
 
     Raises:
-        CheckpointError: damaged, or of another model; nothing was changed.
+        CheckpointError: the file is damaged, or does not match the model. The model is unchanged then.
     """
     file = opened(path, run.ranks)
-    show_checkpoint(run, file.content)  # as in Lightning: it may change the names
+    show_checkpoint(run, file.content)  # as in Lightning: the hook may change the names
     run.engine.module.load_state_dict(_weights(run, file))
 
 
 def restore_lightning(run: Run, path: Path) -> None:
-    """Bring ``run`` to the point where Lightning saved ``path``. Every rank calls this; see [Note: a checkpoint of
-    Lightning].
+    """Restore ``run`` to the point where Lightning saved ``path``. Every rank must call this function.
+
+    See [Note: a checkpoint of Lightning]. If an error is raised, only ``on_load_checkpoint`` of the module can have
+    changed anything.
 
     Raises:
-        CheckpointError: damaged, of another model, optimizer or scheduler, or saved with weights only.
-        DataError: the data cannot go on where it lies.
-        In both cases nothing was changed, unless by the module's own ``on_load_checkpoint``.
+        CheckpointError: the file is damaged, does not match the model, optimizers or schedulers, or contains only
+            weights.
+        DataError: the data cannot be resumed at the saved position.
     """
     file = opened(path, run.ranks)
-    show_checkpoint(run, file.content)  # first, as in Lightning: it may change any of it
+    show_checkpoint(run, file.content)  # first, as in Lightning: the hook may change all content
     try:
         position, names = file.position(), parameter_names(run.engine.module)
         if run.plan.optimizer.name is not None:
             named = run.plan.optimizer.name
-            problem = f"holds the states of the module's own optimizer, and the Trainer names {named!r}"
-            action = "Leave optimizer out of the Trainer's keywords, or begin with the weights alone: fit(weights=...)"
+            problem = f"contains states of the optimizer of the module, but the Trainer specifies {named!r}"
+            action = "Remove optimizer from the arguments of the Trainer, or load only the weights: fit(weights=...)"
             raise file.error(problem, action)
         optimizers = file.optimizers(run.engine.optimizers, names)
         file.check_schedulers([config.scheduler for config in run.schedulers.configs])
@@ -131,7 +149,7 @@ def restore_lightning(run: Run, path: Path) -> None:
     restore_position()
     _restore_datamodule(run, file.content)
     _restore_callbacks(run, file.content)
-    notice(f"{path}: goes on from a checkpoint of Lightning {file.version} at step {run.progress.global_step}")
+    notice(f"resumed from {path}, a checkpoint of Lightning {file.version}, at step {run.progress.global_step}")
 
 
 def _check_values(run: Run, file: LightningFile, state: Mapping[str, Any]) -> None:
@@ -151,15 +169,15 @@ def _check_values(run: Run, file: LightningFile, state: Mapping[str, Any]) -> No
             if isinstance(callback, ChecksState):
                 callback.check_stored_state(stored, item_of("callbacks", key))
     except FormError as error:
-        action = "Use another checkpoint, or begin with the weights alone: fit(weights=...)"
+        action = "Use another checkpoint, or load only the weights: fit(weights=...)"
         raise CheckpointError("ckpt_path", str(file.path), f"is malformed: {error}", action) from error
 
 
 def show_checkpoint(run: Run, content: dict[str, Any]) -> None:
-    """Let ``on_load_checkpoint`` of the module look at ``content``, and change it, before anything of it is loaded.
+    """Call ``on_load_checkpoint`` of the module with ``content``, which the hook may change before it is loaded.
 
     Raises:
-        CheckpointError: it makes layers that no optimizer of a fit has, and that would stay as they are.
+        CheckpointError: the hook creates parameters that no optimizer would train.
     """
     module = run.engine.module
     before = {id(each) for each in module.parameters()}
@@ -169,17 +187,18 @@ def show_checkpoint(run: Run, content: dict[str, Any]) -> None:
     made = [name for name, each in module.named_parameters() if each.requires_grad and id(each) not in before | owned]
     if made and owned:
         problem = (
-            f"makes {_some('parameters anew', made)}; the optimizers, which are made before it, would not train them"
+            f"creates {_some('new parameters', made)}, but the optimizers were created before it and would not train "
+            "them"
         )
-        action = "Make them in __init__ or configure_model; save_hyperparameters keeps their sizes for another process"
+        action = "Create them in __init__ or configure_model, with sizes from save_hyperparameters"
         raise CheckpointError("on_load_checkpoint", type(run.module).__name__, problem, action)
 
 
 def _weights(run: Run, file: LightningFile) -> dict[str, Any]:
-    """The stored weights, cut like those of the engine.
+    """Return the stored weights, sharded like the weights of the engine.
 
     Raises:
-        CheckpointError: they are of another model.
+        CheckpointError: the weights do not match the model.
     """
     own, found = run.engine.weights(), file.state_dict
     missing = [name for name in own if name not in found]
@@ -189,17 +208,17 @@ def _weights(run: Run, file: LightningFile) -> dict[str, Any]:
         missing = []
     problems = _differences(own, found, missing)
     if problems:
-        action = "Give the checkpoint of this model, or build the model it was saved from"
-        problem = f"belongs to another model: {'; '.join(problems)}"
+        action = "Pass a checkpoint of this model, or build the model that was saved"
+        problem = f"does not match the model: {'; '.join(problems)}"
         raise CheckpointError("ckpt_path", str(file.path), problem, action)
     return {name: cut_like(own[name], each) for name, each in found.items()}
 
 
 def _where(run: Run, position: Position) -> Callable[[], None]:
-    """What brings the counters and the data of ``run`` to ``position``.
+    """Return a function that sets the counters and the data of ``run`` to ``position``.
 
     Raises:
-        DataError: the data cannot go on there.
+        DataError: the data cannot be resumed there.
     """
     num_done = position.batch_idx
     is_epoch_over = position.is_last_batch or num_done >= run.batches.num_training
@@ -222,13 +241,13 @@ def _tell_within_epoch(run: Run, batch_idx: int) -> None:
     num_ranks, size = run.ranks.world.size, run.plan.batch.accumulate_grad_batches
     if batch_idx and num_ranks > 1:
         notice(
-            f"the checkpoint lies behind batch {batch_idx} of an epoch and does not say on how many ranks; it is taken "
-            f"for {num_ranks}, as now, each of which has done {batch_idx}"
+            f"the checkpoint was saved after batch {batch_idx} of an epoch and does not contain the number of ranks. "
+            f"Assuming {num_ranks} ranks, as in this run, with {batch_idx} batches each"
         )
     if batch_idx % size:
         notice(
-            f"the checkpoint lies behind batch {batch_idx}, within a step of {size}: the gradients of "
-            f"{batch_idx % size} batches are not in it"
+            f"the checkpoint was saved after batch {batch_idx}, within a step of {size} batches. It does not contain "
+            f"the gradients of {batch_idx % size} batches"
         )
 
 
@@ -246,12 +265,11 @@ def _restore_callbacks(run: Run, content: dict[str, Any]) -> None:
         callback.load_state_dict(state)
         left.pop(key)
     for key in (key for key, state in left.items() if state):
-        notice(f"the checkpoint has a state of callback {key!r}, which this Trainer does not have; it is left out")
+        notice(f"the checkpoint has a state of callback {key!r}, which this Trainer does not have. It is ignored")
 
 
 def _states_of_callbacks(run: Run, stored: Mapping[str, Any]) -> list[tuple[Callback, str, Any]]:
-    """Return each callback of the run that has a stored state, the key of the state, and the state as the callback
-    loads it.
+    """Return each callback of the run that has a stored state, the key of the state, and the state to load.
 
     Raises:
         FormError: the state of a ModelCheckpoint is malformed.
@@ -273,7 +291,7 @@ def _states_of_callbacks(run: Run, stored: Mapping[str, Any]) -> list[tuple[Call
 
 
 def _is_key_of(own: str, stored: str) -> bool:
-    """Whether both name one callback; roomier counts the seconds of an interval that Lightning shows as a timedelta."""
+    """Return True if both keys name the same callback. roomier stores intervals in seconds, Lightning as timedeltas."""
     mark = "'train_time_interval': "
     return own.partition(mark)[0] == stored.partition(mark)[0] and (own == stored or mark in own)
 
@@ -285,7 +303,7 @@ def _tensors_of(network: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _under_names_of(wanted: Mapping[str, Any], found: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """``found`` with a prefix added or taken away, where that makes its names those of ``wanted``."""
+    """Return ``found`` with a prefix added or removed if its names match ``wanted`` then, and unchanged otherwise."""
     if not found or not wanted.keys().isdisjoint(found):
         return dict(found)
     first, *_ = found
@@ -309,7 +327,7 @@ def _differences(wanted: Mapping[str, Any], found: Mapping[str, Any], missing: l
         for name, each in wanted.items()
         if isinstance(each, torch.Tensor) and name in found and found[name].shape != each.shape
     ]
-    titles = (("it lacks", missing), ("it has what the model has not", unexpected), ("other shapes", different))
+    titles = (("missing", missing), ("unexpected", unexpected), ("different shapes", different))
     return [_some(title, names) for title, names in titles if names]
 
 

@@ -1,4 +1,4 @@
-"""What a checkpoint says of the Hugging Face model in it."""
+"""Description of a Hugging Face model for its checkpoints."""
 
 from __future__ import annotations
 
@@ -11,15 +11,18 @@ from roomier.models.hugging_face import find_pretrained
 
 
 def pretrained_config(module: nn.Module) -> dict[str, Any] | None:
-    """``{"prefix": ..., "config": {...}, "generation_config": {...}}`` of the Hugging Face model that ``module`` is or
-    holds; None where there is none. The prefix is that of its weights' names: ``"model."``, say, or ``""``. The last is
-    None where it does not generate."""
+    """Return a description of the Hugging Face model that ``module`` is or contains; None if there is none.
+
+    Returns:
+        ``{"prefix": ..., "config": {...}, "generation_config": {...}}``. The prefix is the prefix of the names of its
+        weights, such as ``"model."`` or ``""``. The generation config is None if the model does not generate.
+    """
     found = find_pretrained(module)
     if found is None:
         return None
     prefix, model = found
     config = json.loads(model.config.to_json_string(use_diff=False))
-    # fully_shard makes a class of its own for each module.
+    # fully_shard creates a class for each module.
     own = next(cls for cls in type(model).__mro__ if not cls.__module__.startswith("torch."))
     config["architectures"] = [own.__name__]
     generation = getattr(model, "generation_config", None) if model.can_generate() else None

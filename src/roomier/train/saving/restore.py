@@ -1,4 +1,4 @@
-"""Going on from a checkpoint: which one, and how its state comes back."""
+"""Resume from a checkpoint: find it, and restore its state."""
 
 from __future__ import annotations
 
@@ -42,20 +42,23 @@ from roomier.train.saving.lightning_resume import restore_lightning, restore_lig
 
 
 def resolve_checkpoint(ckpt_path: str | Path | None, root: Path, best_path: str | None) -> Path | None:
-    """The checkpoint that ``ckpt_path`` means.
+    """Return the checkpoint that ``ckpt_path`` names.
 
     Args:
-        ckpt_path: a checkpoint folder; ``"last"``, the newest complete one under ``root``, or none with a notice;
-            ``"best"``, that of the ModelCheckpoint; None for none. With ``"last"``, what killed saves left is cleared.
+        ckpt_path: a checkpoint folder; ``"last"``, the newest complete checkpoint under ``root``, or None and a notice
+            if there is none; ``"best"``, the best checkpoint of the ModelCheckpoint; or None. With ``"last"``,
+            temporary files of killed saves are removed.
+        root: the folder that contains the run folders.
+        best_path: path of the best checkpoint; None or empty if there is none.
 
     Raises:
-        CheckpointError: it is not there.
+        CheckpointError: the checkpoint does not exist.
     """
     if ckpt_path is None:
         return None
     if ckpt_path == "last":
         for folder in root.glob(f"{PREFIX}*/checkpoints"):
-            with suppress(OSError):  # nothing depends on it, and the folder may be somebody else's
+            with suppress(OSError):  # the removal is optional, and another user may own the folder
                 checkpoint.clear_stale(folder)
         found = checkpoint.find_last(root, check_run_state) if root.exists() else None
         if found is None:
@@ -64,26 +67,26 @@ def resolve_checkpoint(ckpt_path: str | Path | None, root: Path, best_path: str 
     if ckpt_path == "best":
         if not best_path:
             raise CheckpointError(
-                "ckpt_path", "best", "no ModelCheckpoint of this Trainer has kept one", "Pass the path of a checkpoint"
+                "ckpt_path", "best", "no ModelCheckpoint of this Trainer has a best checkpoint", "Pass the path of one"
             )
         return Path(best_path)
     if not isinstance(ckpt_path, (str, Path)):
-        raise CheckpointError("ckpt_path", ckpt_path, "is not a path", "Pass a checkpoint, 'last' or 'best'")
+        raise CheckpointError("ckpt_path", ckpt_path, "must be a path", "Pass a checkpoint, 'last' or 'best'")
     check_path("ckpt_path", ckpt_path, CheckpointError)
     return at_home(ckpt_path)
 
 
 def restore_last(run: Run, path: Path, restore_one: Callable[[Run, Path], None]) -> Path:
-    """Call ``restore_one`` with the newest checkpoint ``path``. If it is damaged, use the next older one in the same
-    folder that is valid, with a warning.
+    """Call ``restore_one`` with the newest checkpoint ``path``.
 
-    This completes the search for ``"last"``, which does not read tensors or compare values with the present run.
+    If the checkpoint is damaged, the next older valid checkpoint in the same folder is used, with a notice. This
+    completes the search for ``"last"``, which does not read tensors or compare values with the current run.
 
     Returns:
         The checkpoint that was restored.
 
     Raises:
-        CheckpointError: no checkpoint in the folder can be used; about ``path``.
+        CheckpointError: no checkpoint in the folder can be used. The error describes ``path``.
     """
     try:
         restore_one(run, path)
@@ -98,13 +101,17 @@ def restore_last(run: Run, path: Path, restore_one: Callable[[Run, Path], None])
 
 
 def _older_than(path: Path) -> list[Path]:
-    """The complete checkpoints in the folder of ``path`` that are older, the newest first."""
+    """Return the complete older checkpoints in the folder of ``path``, newest first."""
     found = checkpoint.list_complete(path.parent)
     return found[: found.index(path)][::-1] if path in found else []
 
 
 def restore_weights(run: Run, path: Path) -> None:
-    """Fill the weights of the module from ``path``; nothing else of the checkpoint is read."""
+    """Load the weights of the module from ``path``. Other content of the checkpoint is not restored.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, or does not match the model.
+    """
     if is_lightning_file(path):
         restore_lightning_weights(run, path)
         return
@@ -118,20 +125,19 @@ def restore_weights(run: Run, path: Path) -> None:
         places = _places(run, weights, stored["module"])
         state = checkpoint.load(path, into={"module": places}, only=only, ranks=run.ranks)
         found = loaded_weights(run, path, state, weights)
-    run.engine.module.load_state_dict(found)  # they are there already; what a module keeps beside them is not
+    run.engine.module.load_state_dict(found)  # the tensors are filled already, but extra states are not
 
 
 def restore(run: Run, path: Path) -> None:
-    """Bring ``run`` to the point where ``path`` was taken.
+    """Restore ``run`` to the point where ``path`` was saved. Every rank must call this function.
 
-    The weights are filled in place and optimizer states are read onto their device, of both only what this rank trains
-    with: a resume needs no more memory than the training it goes on with, nor a copy of the states on the host. Every
-    rank calls this; neither their number nor the strategy has to be that of the saved run.
+    Weights are loaded in place, and optimizer states are read to their device. Each rank reads only its shards, so a
+    resume requires no more memory than training, and no copy of the states on the host. The number of ranks and the
+    strategy may differ from the saved run. If an error is raised, nothing has changed.
 
     Raises:
-        CheckpointError: damaged, of another model or optimizer, or saved with weights only.
-        DataError: the data is not that of the saved run.
-        In both cases neither the model nor anything else was changed.
+        CheckpointError: the checkpoint is damaged, does not match the model or optimizer, or contains only weights.
+        DataError: the data differs from the data of the saved run.
     """
     if is_lightning_file(path):
         restore_lightning(run, path)
@@ -148,7 +154,7 @@ def restore(run: Run, path: Path) -> None:
         check_same_optimizer(stored_plan, run.plan)
         into: dict[str, Any] = {"module": _places(run, weights, stored["module"])}
         with malformed(path):
-            for callback in run.callbacks:  # first: one may give optimizers the groups they had
+            for callback in run.callbacks:  # first, because a callback may restore the parameter groups
                 if isinstance(callback, PlacesTensors):
                     into.update(callback.places(weights, stored))
             run.engine.check(stored)
@@ -188,36 +194,38 @@ def restore(run: Run, path: Path) -> None:
     num_stored, num_ranks = len(state["random"]), run.ranks.world.size
     if num_stored < num_ranks:
         notice(
-            f"the checkpoint has random states of {num_stored} ranks, this run has {num_ranks}: the others begin with "
-            "states derived from that of rank 0"
+            f"the checkpoint has random states of {num_stored} ranks, but this run has {num_ranks}. The other ranks "
+            "start with states derived from the state of rank 0"
         )
 
 
 def _check_names(run: Run, path: Path, own: Mapping[str, Any], stored: Mapping[str, Any]) -> None:
-    """Check that the model has the stored weights, unless its module decides about that itself.
+    """Check that the model has the stored weights, unless its module accepts differences.
 
     Raises:
-        CheckpointError: the checkpoint is of another model.
+        CheckpointError: the checkpoint does not match the model.
     """
     is_strict = run.module.strict_loading and not overrides(run.module, "on_load_checkpoint", Module)
     if is_strict and own.keys() != stored.keys():
-        found = [("not in it", own.keys() - stored.keys()), ("only in it", stored.keys() - own.keys())]
+        found = [("missing", own.keys() - stored.keys()), ("unexpected", stored.keys() - own.keys())]
         shown = "; ".join(f"{title}: {', '.join(sorted(names)[:5])}" for title, names in found if names)
         raise _of_another_model(path, shown)
     for name in own.keys() & stored.keys() if is_strict else ():
         here, there = (getattr(each[name], "shape", None) for each in (own, stored))
         if here is not None and there is not None and tuple(here) != tuple(there):
-            raise _of_another_model(path, f"{name} has the shape {tuple(there)}, but {tuple(here)} in this model")
+            raise _of_another_model(path, f"{name} has shape {tuple(there)}, but {tuple(here)} in this model")
 
 
 def _of_another_model(path: Path, difference: str) -> CheckpointError:
-    action = "Give the checkpoint of this model, or build the model it was saved from"
-    return CheckpointError("ckpt_path", str(path), f"belongs to another model: {difference}", action)
+    action = "Pass a checkpoint of this model, or build the model that was saved"
+    return CheckpointError("ckpt_path", str(path), f"does not match the model: {difference}", action)
 
 
 def _places(run: Run, own: Mapping[str, Any], stored: Mapping[str, Any]) -> dict[str, Any]:
-    """Where the stored weights are read to: into those of the model, or, where its module says what it takes, beside
-    them."""
+    """Return the tensors into which the stored weights are read.
+
+    They are the weights of the model, or new tensors if the module may change or reject the loaded weights.
+    """
     if run.module.strict_loading and not overrides(run.module, "on_load_checkpoint", Module):
         return dict(own)
     return {name: _place(own.get(name), spec) for name, spec in stored.items()}
@@ -232,11 +240,13 @@ def _place(own: Any, stored: Any) -> Any:
 
 
 def loaded_weights(run: Run, path: Path, state: dict[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """The weights of ``state`` as the module wants them: its ``on_load_checkpoint`` may change them, and with
-    ``strict_loading=False`` those that only one of the two has are left as they are.
+    """Return the weights to load from ``state``, after ``on_load_checkpoint`` of the module has changed them.
+
+    With ``strict_loading=False``, weights that exist only in the model keep their values, and weights that exist only
+    in the checkpoint are ignored.
 
     Raises:
-        CheckpointError: they are of another model.
+        CheckpointError: the weights do not match the model.
     """
     if not overrides(run.module, "on_load_checkpoint", Module) and run.module.strict_loading:
         found: dict[str, Any] = state["module"]
@@ -247,16 +257,16 @@ def loaded_weights(run: Run, path: Path, state: dict[str, Any], own: Mapping[str
     found = shown["module"]
     differing = sorted(own.keys() ^ found.keys())
     if differing and run.module.strict_loading:
-        problem = f"belongs to another model: one of the two alone has {', '.join(differing[:5])}"
-        action = "Give the checkpoint of this model, or set strict_loading = False on the module"
+        problem = f"does not match the model. Only one of the two has {', '.join(differing[:5])}"
+        action = "Pass a checkpoint of this model, or set strict_loading = False on the module"
         raise CheckpointError("ckpt_path", str(path), problem, action)
     if differing:
-        notice(f"strict_loading=False: {len(differing)} weights are not in both, and left as they are: {differing[:5]}")
+        notice(f"strict_loading=False: ignoring {len(differing)} weights that are not in both: {differing[:5]}")
     return {name: found.get(name, value) for name, value in own.items()}
 
 
 def optimizer_places(engine: Engine, stored: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """``stored``, the optimizers' part of a checkpoint, with an empty tensor for each that is to be read."""
+    """Return ``stored``, the optimizer states of a checkpoint, with an empty tensor in place of each tensor to read."""
     names = parameter_names(engine.module)
     return [
         state_places(
@@ -271,7 +281,7 @@ def optimizer_places(engine: Engine, stored: Sequence[Mapping[str, Any]]) -> lis
 
 
 def random_state_of(rank: int, stored: Mapping[str, Any]) -> dict[str, Any]:
-    """The stored random state of ``rank``; where it has none, one of its own, the same in each resume."""
+    """Return the stored random state of ``rank``. If there is none, derive one that is the same in each resume."""
     own: dict[str, Any] | None = stored.get(str(rank))
     if own is not None:
         return own
@@ -285,7 +295,7 @@ def random_state_of(rank: int, stored: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def _named_ckpt_path() -> Iterator[None]:
-    """Errors about a checkpoint name the argument that the user gave it by."""
+    """Name ``ckpt_path``, the argument of the user, in errors about a checkpoint."""
     try:
         yield
     except CheckpointError as error:
@@ -308,7 +318,7 @@ def _restore_callbacks(run: Run, states: Mapping[str, Any]) -> None:
         if callback.state_key in left:
             callback.load_state_dict(left.pop(callback.state_key))
     for key in (key for key, state in left.items() if state):
-        notice(f"the checkpoint has a state of callback {key!r}, which this Trainer does not have; it is left out")
+        notice(f"the checkpoint has a state of callback {key!r}, which this Trainer does not have. It is ignored")
 
 
 def _check_own_callbacks(run: Run, states: Mapping[str, Any]) -> None:
@@ -333,7 +343,7 @@ def _check_complete(path: Path, stored: Mapping[str, Any]) -> None:
         raise CheckpointError(
             "ckpt_path",
             str(path),
-            f"holds no {', '.join(missing)}: it was saved with weights only",
+            f"does not contain {', '.join(missing)}, because it was saved with weights only",
             "Load it with Module.load_from_checkpoint and start a new fit",
         )
 
@@ -346,8 +356,8 @@ def _check_adapters(path: Path, stored: Mapping[str, Any], weights: Mapping[str,
         return
     lora = "lora" if adapter.lora_rank is None else f"lora={as_keyword(adapter)}"
     action = (
-        f"Pass {lora} to the Trainer, as in the run that saved it; or load the model with its adapters, by "
-        "load_from_checkpoint; or make files of the plain model, by `roomier export`"
+        f"Pass {lora} to the Trainer, as in the saved run. Or load the model and its adapters with "
+        "load_from_checkpoint, or write files of the merged model with `roomier export`"
     )
     raise CheckpointError("ckpt_path", str(path), "was saved with adapters that this model does not have", action)
 
@@ -355,4 +365,4 @@ def _check_adapters(path: Path, stored: Mapping[str, Any], weights: Mapping[str,
 def _tell_differences(stored: Plan, plan: Plan) -> None:
     differences = stored.diff(plan)
     if differences:
-        notice("the plan is not that of the checkpoint: " + "; ".join(map(str, differences)))
+        notice("the plan differs from the plan of the checkpoint: " + "; ".join(map(str, differences)))

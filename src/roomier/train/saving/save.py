@@ -1,4 +1,4 @@
-"""The save point, and what a checkpoint holds."""
+"""The save point, and the contents of a checkpoint."""
 
 from __future__ import annotations
 
@@ -31,13 +31,14 @@ _GRACE_S = 30.0
 
 
 def save_point(run: Run) -> bool:
-    """The one place of a step where a checkpoint resumes bit for bit: everything due at this step is done.
+    """Save the checkpoints that are due, and decide if training ends. Everything else that is due at this step is done.
 
-    After the last batch of an epoch that place is behind the end of the epoch. Only a signal is obeyed before it, or
-    where it cut off a validation: what is left of this step is then done by the run that goes on.
+    This is the only place of a step at which a checkpoint resumes bit for bit. After the last batch of an epoch, it
+    follows the end of the epoch. A signal may stop the run before the end of the epoch, or during a validation. The
+    resumed run then completes the step.
 
     Returns:
-        Whether training ends here.
+        True if training ends here.
     """
     progress, is_over = run.progress, False
     progress.is_epoch_end_due = progress.batch_idx >= run.batches.num_training
@@ -68,11 +69,13 @@ def save_checkpoint(
     asynchronous: bool = False,
     when_committed: Callable[[], None] | None = None,
 ) -> None:
-    """Write a checkpoint at ``path``: now, or from within a step at its save point. Every rank must call it.
+    """Write a checkpoint to ``path``: immediately, or within a step at its save point. Every rank must call it.
 
     Args:
-        asynchronous: go on as soon as the state is copied to host memory, and write it beside the training.
-        when_committed: called in this thread, on every rank, once it is.
+        path: folder of the checkpoint.
+        weights_only: save only the weights and the hyperparameters.
+        asynchronous: return after the state is copied to host memory, and write it during training.
+        when_committed: called on every rank in this thread after the checkpoint is committed.
     """
     check_path("filepath", path, CheckpointError)
     wanted = WantedSave(at_home(path), weights_only, asynchronous, when_committed)
@@ -83,14 +86,14 @@ def save_checkpoint(
 
 
 def write_checkpoint(run: Run, wanted: WantedSave) -> None:
-    """Write what a resume needs, or the weights with the hyperparameters alone. Every rank must call it.
+    """Write the full state of a run, or only its weights and hyperparameters. Every rank must call it.
 
     Raises:
-        TrainingError: the loss or a weight is not finite: it must not take the place of a good checkpoint.
-        CheckpointError: it could not be written, or the one before it, which was written beside the training.
+        TrainingError: the loss or a weight is not finite, so the checkpoint must not replace a valid one.
+        CheckpointError: this checkpoint, or the previous one that was written in the background, cannot be written.
     """
     settle_background_save(run)
-    run.engine.settle()  # each rank saves its part, also where a hook gathered the whole
+    run.engine.settle()  # each rank saves its shard, even if a hook unsharded the parameters
     check_finite(run, "before a checkpoint")
     check_finite_weights(run)
     shown = ShownCheckpoint(weights(run) if wanted.weights_only else full_state(run))
@@ -115,16 +118,15 @@ def _data_of_lightning(run: Run, shown: ShownCheckpoint) -> dict[str, Any]:
     if new := [place for place in left_out if place not in run.saves.not_stored]:
         run.saves.not_stored.update(new)
         name, places = type(seen_by_user(run.module)).__name__, ", ".join(new)
-        notice(f"{name} puts objects into its checkpoints, which hold data only; left out: {places}")
+        notice(f"{name} adds objects to its checkpoints, which can contain only data. Not saved: {places}")
     return state
 
 
 def settle_background_save(run: Run) -> None:
-    """Wait for a checkpoint that is being written beside the training, and do what is due once it is there. Every rank
-    must call it.
+    """Wait for a checkpoint that is written in the background, and run its callback. Every rank must call it.
 
     Raises:
-        CheckpointError: it could not be written.
+        CheckpointError: the checkpoint cannot be written.
     """
     if run.saves.background is None or not run.saves.background.is_busy:
         return
@@ -135,13 +137,13 @@ def settle_background_save(run: Run) -> None:
 
 
 def end_background_save(run: Run) -> None:
-    """What is left when a run ends with an error: a checkpoint that is nearly there is worth a moment."""
+    """Wait for up to 30 s for a background save when a run ends, so that an almost complete checkpoint is not lost."""
     if run.saves.background is None:
         return
     try:
         is_over = run.saves.background.wait(_GRACE_S)
     except Exception as error:
-        notice(f"a checkpoint that was being written failed as well: {error}")
+        notice(f"writing a checkpoint in the background also failed: {error}")
         is_over = True
     if is_over:
         run.saves.background.close()
@@ -157,15 +159,15 @@ def _committed(run: Run, wanted: WantedSave, step: int) -> None:
 
 
 def weights(run: Run) -> dict[str, Any]:
-    """What evaluation needs."""
+    """Return the state that evaluation requires."""
     return {**_description(run), "module": run.engine.weights()}
 
 
 def full_state(run: Run) -> dict[str, Any]:
-    """What a run needs to go on as if it had not stopped.
+    """Return the state from which a run resumes as if it had not stopped.
 
-    Training that ended within an epoch has told what was measured so far, and callbacks have acted on it; to a run that
-    goes on this never happened. So what is saved after the end is the state of the last save point.
+    If training ended within an epoch, the metrics of its completed part were logged, and callbacks have processed them.
+    A resumed run must not contain these effects. So a save after the end uses the state of the last save point.
     """
     return {**_description(run), **run.engine.state(), **(run.saves.state_at_end or _state_beside_engine(run))}
 
@@ -198,7 +200,7 @@ def _by_rank(run: Run, value: Any) -> dict[str, Any]:
 
 
 def _kept_on_host(tensor: Tensor) -> Tensor:
-    # It outlives training: what a callback holds on the device (averaged weights, say) must not be there twice.
+    # The copy outlives training. Tensors of callbacks on the device, such as averaged weights, are not copied there.
     return tensor.detach().to("cpu", copy=True)
 
 
@@ -209,7 +211,7 @@ def _write_deferred(run: Run) -> None:
 
 
 def _save_interrupted(run: Run) -> None:
-    """Save what no callback saved at this step, and say how to go on."""
+    """Save a checkpoint unless a callback saved one at this step, and print how to resume."""
     step, signal = run.progress.global_step, run.stop.received
     assert signal is not None
     run.now.is_interrupted = True
@@ -220,19 +222,19 @@ def _save_interrupted(run: Run) -> None:
     if run.saves.step != step and folder is not None and run.settled.request.keeps_checkpoints:
         write_checkpoint(run, WantedSave(folder / f"{INTERRUPTED}{step}"))
     if run.saves.step != step:
-        notice(f"stopped by {signal.name} at step {step}; nothing was saved: checkpoints are turned off")
+        notice(f"stopped by {signal.name} at step {step}. No checkpoint was saved, because checkpoints are disabled")
         return
     assert run.saves.path is not None
     is_found_as_last = folder is not None and run.saves.path.absolute().parent == folder.absolute()
     ckpt_path = "last" if is_found_as_last else str(run.saves.path)
     notice(
-        f"stopped by {signal.name} at step {step}, saved at {run.saves.path}; go on with "
-        f"trainer.fit(..., ckpt_path={ckpt_path!r}), or `roomier fit ... --ckpt_path {ckpt_path}`"
+        f"stopped by {signal.name} at step {step}, saved at {run.saves.path}. Resume with "
+        f"trainer.fit(..., ckpt_path={ckpt_path!r}) or `roomier fit ... --ckpt_path {ckpt_path}`"
     )
 
 
 def _remove_interrupted(run: Run) -> None:
-    """A newer checkpoint is found as the last one: those of earlier interruptions, which no callback counts, can go."""
+    """Remove checkpoints of earlier interruptions, which no callback manages, if the new checkpoint replaces them."""
     if run.folder is None or run.saves.path is None or run.saves.step is None:
         return
     folder = run.folder.absolute() / "checkpoints"
@@ -245,14 +247,14 @@ def _remove_interrupted(run: Run) -> None:
 
 
 def tell_nothing_to_do(run: Run) -> None:
-    """Say why a fit ends before its first step."""
+    """Print why a fit ends before its first step."""
     progress, options = run.progress, run.options
     at = f"step {progress.global_step}, epoch {progress.epoch}"
     if run.stop.received is not None:
         run.now.is_interrupted = True
-        notice(f"stopped by {run.stop.received.name} at {at}, before the first step: there is nothing to save")
+        notice(f"stopped by {run.stop.received.name} at {at}, before the first step. There is no state to save")
     elif run.batches.num_training == 0:
-        notice("nothing to train: limit_train_batches leaves no batch")
+        notice("nothing to train: limit_train_batches=0 skips all batches")
     else:
         limits = f"max_steps={options.max_steps}, max_epochs={options.max_epochs}, max_time={options.max_time}"
-        notice(f"nothing to train: the run is at {at}, its limits are {limits}. Raise them to go on")
+        notice(f"nothing to train: the run is at {at}, and its limits are {limits}. Raise them to continue")

@@ -1,1 +1,1 @@
-"""From the request of a user to the settled facts of a run."""
+"""Resolve a request of the user to the settled facts of a run."""

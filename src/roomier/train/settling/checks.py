@@ -1,4 +1,4 @@
-"""What is refused before a run does anything: calls, optimizers and callbacks that cannot work."""
+"""Checks before a run starts: calls, optimizers, hooks and callbacks that are not supported are rejected."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from roomier.api.overrides import is_one, overrides
 from roomier.core.errors import RoomierError
 from roomier.optim.configured import Configured
 from roomier.plan import Plan
+from roomier.plan.levers import lever_that_frees_gradients
 from roomier.run.settled import Request
 
 SEES_GRADIENTS = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping", "optimizer_step")
@@ -26,17 +27,21 @@ def check_call(request: Request) -> None:
     """Check a call before anything changes.
 
     Raises:
-        RoomierError: the Trainer or the model is busy, the module lacks the step, or the data is ambiguous.
+        RoomierError: the Trainer or the model is in use, the module does not define the step, or the data is ambiguous.
     """
     stage, module, datamodule, trainer = request.stage, request.module, request.datamodule, request.trainer
     if request.state.stage is not None:
-        action = "Call it when that is over; to validate within a fit, use val_check_interval"
-        raise RoomierError(stage, type(module).__name__, "is called while this Trainer is running", action)
+        action = "Wait for the current call to return. To validate during fit, set val_check_interval"
+        problem = "cannot be called while this Trainer is running"
+        raise RoomierError(stage, type(module).__name__, problem, action)
     for part in module.modules():
         other = vars(part).get("_trainer")
-        if other is not trainer and getattr(other, "is_running", False):  # else it is Lightning's, or is done with it
-            problem = f"another Trainer is running it, and this {stage} would take away what that put in place"
-            action = "Give this one a copy, copy.deepcopy(model), or call it when that run is over"
+        if other is not trainer and getattr(other, "is_running", False):  # otherwise: of Lightning, or not running
+            problem = (
+                f"another Trainer is running this module, and {stage} would remove the changes that the other Trainer "
+                "made to it"
+            )
+            action = "Pass copy.deepcopy(model), or wait for the other run to finish"
             raise RoomierError("model", type(part).__name__, problem, action)
     step = {"fit": "training_step", "validate": "validation_step", "test": "test_step"}.get(stage)
     if step is not None and not overrides(module, step, Module):
@@ -46,12 +51,12 @@ def check_call(request: Request) -> None:
     if datamodule is None:
         return
     if not is_one(datamodule, DataModule):
-        action = "Pass an object of a subclass of roomier.DataModule; loaders go to the other arguments"
-        raise RoomierError("datamodule", datamodule, "is not a DataModule", action)
+        action = "Pass an instance of a roomier.DataModule subclass, or pass loaders to the other arguments"
+        raise RoomierError("datamodule", datamodule, "must be a DataModule", action)
     passed = [f"{name}_dataloaders" for name, loader in request.loaders.items() if loader is not None]
     if passed:
-        problem = f"{' and '.join(passed)} were passed as well"
-        raise RoomierError("datamodule", type(datamodule).__name__, problem, "Pass one of the two")
+        problem, action = f"cannot be combined with {' and '.join(passed)}", "Pass either a DataModule or loaders"
+        raise RoomierError("datamodule", type(datamodule).__name__, problem, action)
     check_hook_names(datamodule, DataModule)
 
 
@@ -59,7 +64,7 @@ def check_modes(plan: Plan, callbacks: Sequence[Any], module: Module, configured
     """Check that the optimizers and hooks of a fit are compatible with its plan.
 
     Raises:
-        RoomierError: they are not.
+        RoomierError: an optimizer or a hook is not supported with the plan.
     """
     batch = plan.batch
     check_hooks_need_no_gradients(plan, callbacks, module)
@@ -68,9 +73,9 @@ def check_modes(plan: Plan, callbacks: Sequence[Any], module: Module, configured
             raise RoomierError(
                 "configure_optimizers",
                 f"{len(configured.optimizers)} optimizers",
-                "automatic optimization steps one",
-                "Set self.automatic_optimization = False and step them in training_step, "
-                "or put the parameters into groups of one optimizer",
+                "automatic optimization supports only one optimizer",
+                "Set self.automatic_optimization = False and step the optimizers in training_step, "
+                "or use one optimizer with several parameter groups",
             )
         for optimizer in configured.optimizers:
             if needs_closure(optimizer):
@@ -84,24 +89,26 @@ def check_modes(plan: Plan, callbacks: Sequence[Any], module: Module, configured
             raise RoomierError(
                 field,
                 value,
-                "the module optimizes by hand (automatic_optimization=False)",
-                "Do it in training_step: self.clip_gradients(optimizer, ...), step every n batches",
+                "is not supported with manual optimization (automatic_optimization=False)",
+                "In training_step, clip with self.clip_gradients(optimizer, ...), and accumulate by stepping every n "
+                "batches",
             )
 
 
 def check_hooks_need_no_gradients(plan: Plan, callbacks: Sequence[Any], module: Module) -> None:
-    """Refuse hooks that look at gradients where ``plan`` frees each within the backward.
+    """Check that no hook reads gradients if ``plan`` frees each gradient during backward.
 
     Raises:
-        RoomierError: there is one.
+        RoomierError: a hook reads gradients.
     """
-    way = plan.optimizer.step_in_backward
-    if way == "none":
+    lever = lever_that_frees_gradients(plan)
+    if lever is None:
         return
+    keyword, way = lever.keyword, lever.value(plan)
     if plan.batch.clips_norm and overrides(module, "backward", Module):
-        problem = f"{type(module).__name__} overrides backward, which clipping by norm would run twice in a step"
-        action = "Do without it, clip by value, or leave out step_in_backward"
-        raise RoomierError("step_in_backward", way, problem, action)
+        problem = f"{type(module).__name__} overrides backward, but clipping by norm runs backward twice per step"
+        action = f"Remove the override, set gradient_clip_algorithm='value', or remove {keyword}"
+        raise RoomierError(keyword, way, problem, action)
     in_module = [(module, name) for name in SEES_GRADIENTS if overrides(module, name, Module)]
     in_callbacks = [
         (callback, name)
@@ -110,49 +117,57 @@ def check_hooks_need_no_gradients(plan: Plan, callbacks: Sequence[Any], module: 
         if hasattr(Callback, name) and overrides(callback, name, Callback)
     ]
     for owner, name in (*in_module, *in_callbacks):
-        problem = f"{type(owner).__name__}.{name} would find no gradients: each is used and freed within the backward"
-        raise RoomierError("step_in_backward", way, problem, "Do without it, or leave out step_in_backward")
+        problem = (
+            f"{type(owner).__name__}.{name} cannot access gradients, because each gradient is freed during backward"
+        )
+        raise RoomierError(keyword, way, problem, f"Remove the hook, or remove {keyword}")
 
 
 def needs_closure(optimizer: Optimizer) -> bool:
-    """Whether ``optimizer`` computes the loss by itself, maybe several times a step, as LBFGS does."""
+    """Return True if ``optimizer`` requires a closure, which it may call several times per step, as LBFGS does."""
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def _check_allows_closures(plan: Plan, optimizer: Optimizer, num_ranks: int) -> None:
-    # It looks at the loss of one micro-batch on one rank, and would take it for that of the whole batch.
+    # The optimizer evaluates the loss of one micro-batch on one rank, and would use it as the loss of the full batch.
     by_hand = "or set self.automatic_optimization = False and call optimizer.step(closure=...)"
     size, mode = plan.batch.accumulate_grad_batches, plan.precision.mode
     for field, value, is_possible, action in (
-        ("accumulate_grad_batches", size, size == 1, "Give the whole batch at once"),
-        ("devices", num_ranks, num_ranks == 1, "Train on one device, or with another optimizer"),
+        ("accumulate_grad_batches", size, size == 1, "Use accumulate_grad_batches=1 with a larger batch"),
+        ("devices", num_ranks, num_ranks == 1, "Use one device or another optimizer"),
         ("precision", mode, mode != "16-mixed", "Use precision='bf16-mixed' or '32-true'"),
     ):
         if not is_possible:
-            problem = f"{type(optimizer).__name__} computes the loss of a step several times by itself"
+            name = type(optimizer).__name__
+            problem = f"is not supported with {name}, which evaluates the loss several times per step"
             raise RoomierError(field, value, problem, f"{action}, {by_hand}")
 
 
 def check_callbacks(callbacks: Sequence[Any]) -> None:
-    """Refuse what is no callback, and two whose states would be stored under one name."""
+    """Check that all ``callbacks`` are distinct instances of Callback, with distinct keys for their states.
+
+    Raises:
+        RoomierError: an entry is not a Callback, is in the list twice, or has the ``state_key`` of another callback.
+    """
     seen: dict[str, Any] = {}
     for callback in callbacks:
         if not is_one(callback, Callback):
             if isinstance(callback, type):
                 raise RoomierError(
-                    "callbacks", callback, "is a class", f"Make an object of it: {callback.__name__}(...)"
+                    "callbacks", callback, "must be an instance, not a class", f"Pass {callback.__name__}(...)"
                 )
             raise RoomierError(
-                "callbacks", callback, "is not a Callback", "Pass objects of subclasses of roomier.Callback"
+                "callbacks", callback, "must be a Callback", "Pass instances of subclasses of roomier.Callback"
             )
         if any(callback is other for other in seen.values()):
-            raise RoomierError("callbacks", callback, "is given twice, so it would be called twice", "Name it once")
+            problem = "is in the list twice, so its hooks would run twice"
+            raise RoomierError("callbacks", callback, problem, "Remove one of the two entries")
         if callback.state_key in seen and callback.state_dict():
             raise RoomierError(
                 "callbacks",
                 callback.state_key,
-                "two callbacks have this state_key, so one state would overwrite the other",
+                "is the state_key of two callbacks, so one state would overwrite the other",
                 "Remove one, or override state_key",
             )
         seen[callback.state_key] = callback

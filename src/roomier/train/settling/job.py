@@ -1,9 +1,10 @@
-"""A job that its launcher restarts goes on by itself, from the last complete checkpoint that it wrote.
+"""Resume of a job that its launcher restarts, from the last complete checkpoint of the job.
 
 [Note: whose checkpoint]
-Many runs write under one root, and ``"last"`` is the newest of all of them. A restarted job must take its own. So each
-run folder says in ``job.json`` which job wrote it (``launch/job.py``), and which fit of its script: a script may call
-fit several times. Restarted, the same script comes to the same fits in the same order.
+Many runs write under one root, and ``"last"`` is the newest checkpoint of all runs. A restarted job must use its own
+checkpoint. So ``job.json`` in each run folder records which job wrote it (``launch/job.py``), and the number of the fit
+in the script, because a script may call fit several times. After a restart, the script calls the same fits in the same
+order.
 """
 
 from __future__ import annotations
@@ -29,12 +30,17 @@ from roomier.train.settling.micro_batch import with_accumulation
 
 FILE_NAME = "job.json"
 
-_num_fits: Counter[Path] = Counter()  # of this process, by root
+_num_fits: Counter[Path] = Counter()  # number of fits of this process, by root
 
 
 @dataclass(frozen=True)
 class Earlier:
-    """What the same fit of the same job left before it was restarted."""
+    """The latest state of the same fit before its job was restarted.
+
+    Attributes:
+        checkpoint: the newest complete checkpoint.
+        batch: the global batch of the fit.
+    """
 
     checkpoint: Path
     batch: GlobalBatch
@@ -45,15 +51,15 @@ class Job:
     """The job of a fit.
 
     Args:
-        names: by which it is known again; any one of them will do, since nodes come and go.
-        fit: which fit of the script, from 0.
+        names: identifiers of the job. One common identifier is sufficient, because nodes of a job may change.
+        fit: number of the fit in the script, from 0.
     """
 
     names: frozenset[str]
     fit: int
 
     def find_earlier(self, root: Path) -> Earlier | None:
-        """The newest complete checkpoint of this fit under ``root``."""
+        """Return the newest complete checkpoint of this fit under ``root``; None if there is none."""
         folders = [each for each in root.glob("*") if is_run_folder(each)]
         for folder in sorted(folders, key=lambda each: int(each.name.rpartition("_")[2]), reverse=True):
             try:
@@ -64,32 +70,35 @@ class Job:
                 continue
             found = checkpoint.find_last(folder)
             if found is not None:
-                notice(f"this job was restarted: it goes on from {found}")
+                notice(f"this job was restarted and resumes from {found}")
                 return Earlier(found, GlobalBatch(**record["batch"]))
         if num_restarts(os.environ):
-            notice(f"this job was restarted and has no complete checkpoint under {root}: it begins anew")
+            notice(f"this job was restarted, but found no complete checkpoint under {root}. Training starts at step 0")
         return None
 
     def write(self, folder: Path, batch: GlobalBatch) -> None:
-        """Say in the run folder ``folder`` that it is of this job."""
+        """Record in the run folder ``folder`` that it belongs to this job."""
         record = {"names": sorted(self.names), "fit": self.fit, "batch": dataclasses.asdict(batch)}
         with replacing(folder / FILE_NAME) as file:
             json.dump(record, file, indent=2)
 
 
 def job_of_fit(root: Path, ranks: Ranks) -> Job | None:
-    """The job of the fit that begins; None where nobody would restart it. All ranks ask together, once in each fit."""
+    """Return the job of the fit that begins; None if no launcher restarts it. All ranks must call this once per fit."""
     job = _next_job(root, ranks)
     _num_fits[root.absolute()] += 1
     return job
 
 
 def checkpoint_after_restart(root: Path, ranks: Ranks) -> Path | None:
-    """What the next fit goes on from because its job was restarted; asked before that fit begins, by all ranks."""
+    """Return the checkpoint from which the next fit resumes because its job was restarted; None if there is none.
+
+    All ranks must call this function before the fit begins.
+    """
     job = _next_job(root, ranks)
     if job is None:
         return None
-    with quiet():  # the fit tells
+    with quiet():  # the fit prints the notice
         earlier = ranks.on_zero(lambda: job.find_earlier(root))
     return None if earlier is None else earlier.checkpoint
 
@@ -111,7 +120,8 @@ def with_global_batch(plan: Plan, module: Module, data: RunLoaders, num_ranks: i
     if now.size == earlier.size and (now.batch_size is None) == (earlier.batch_size is None):
         return plan
     if not module.automatic_optimization:
-        notice(f"the global batch was {earlier} and is now {now}: a module that optimizes by hand cuts its own steps")
+        reason = "because manual optimization accumulates gradients itself"
+        notice(f"the global batch was {earlier} and is now {now}, {reason}")
         return plan
     kept = earlier.on(now.num_ranks, now.batch_size)
     if kept.batch_size is not None and kept.batch_size != now.batch_size:

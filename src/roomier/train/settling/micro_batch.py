@@ -1,4 +1,4 @@
-"""A micro-batch of another size than the loader's, and as many of them as make the same step."""
+"""Micro-batches of a different size than the batches of the loader, in a number that keeps the samples of a step."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class CutTo:
         most = self.size or max(1, of_step // (self.number or 1))
         size = next(each for each in range(min(most, of_step), 0, -1) if of_step % each == 0)
         num = of_step // size
-        notice(f"a step takes {num} micro-batches of {size} samples on each rank: as many samples as before")
+        notice(f"a step uses {num} micro-batches of {size} samples on each rank, with the same total number of samples")
         return with_micro_batch(plan, data, size, num)
 
 
@@ -54,30 +54,30 @@ def with_accumulation(plan: Plan, accumulate: int) -> Plan:
 
 
 def samples_of_step(request: Request, data: RunLoaders) -> int:
-    """Samples that each rank adds to an optimizer step, as the user asked for it.
+    """Return the number of samples that each rank contributes to an optimizer step in the requested plan.
 
     Raises:
-        RoomierError: they cannot be counted, or cut in another way.
+        RoomierError: the number is unknown, or the micro-batches cannot be changed.
     """
     batch_size = data.batch_size
     reason = keeps_micro_batch(request, data, batch_size)
     if batch_size is None or reason:
-        action = "Choose the batch size of the loader yourself, with accumulate_grad_batches"
-        raise RoomierError("auto_scale_batch_size", batch_size, f"micro-batches stay as they are: {reason}", action)
+        action = "Set the batch size of the loader and accumulate_grad_batches manually"
+        raise RoomierError("auto_scale_batch_size", batch_size, f"cannot change micro-batches: {reason}", action)
     return batch_size * request.plan.batch.accumulate_grad_batches
 
 
 def keeps_micro_batch(request: Request, data: RunLoaders, num_samples: int | None) -> str:
-    """Why micro-batches stay as the loader gives them; empty where they may be made smaller.
+    """Return the reason why micro-batches must keep the size of the loader's batches; empty if they may be smaller.
 
     Args:
-        num_samples: of a batch that was looked at.
+        num_samples: number of samples in a batch that was read.
     """
     options, batch_size = request.options, data.batch_size
     if batch_size is None:
-        return "the loader makes its batches itself"
+        return "the loader creates its batches itself"
     if batch_size != num_samples:
-        return f"a batch has {num_samples} samples, where the loader speaks of {batch_size}"
+        return f"a batch has {num_samples} samples, but the loader has batch_size={batch_size}"
     counts = {
         "limit_train_batches": options.limit_train_batches not in (None, 1.0),
         "overfit_batches": bool(options.overfit_batches),
@@ -92,5 +92,5 @@ def keeps_micro_batch(request: Request, data: RunLoaders, num_samples: int | Non
     whole = batch_size * request.world.size
     sized: Any = loader.dataset
     if getattr(loader.batch_sampler, "drop_last", False) and len(sized) % whole:
-        return "drop_last=True drops other samples where batches are smaller"
+        return "with drop_last=True, smaller batches drop other samples"
     return ""

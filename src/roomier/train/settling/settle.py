@@ -1,9 +1,9 @@
-"""Settle a call: its plan and its micro-batches, before the model is built.
+"""Settle a call: determine its plan and its micro-batches before the model is built.
 
 [Note: who plans]
 Rank 0 reads a batch, plans, and sends the plan to the other ranks, which wait. All ranks build the same plan. Planning
-does not change the run: it consumes no batch, draws no random number and changes no weight. A run with the chosen plan
-given by name has the same bits.
+does not change the run: it consumes no batch, no random number, and changes no weight. A run in which the user
+specifies the chosen plan produces the same bits.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from roomier.train.settling.job import with_global_batch
 from roomier.train.settling.micro_batch import keeps_micro_batch
 from roomier.train.step import transfer_to
 
-if TYPE_CHECKING:  # they load torch's sharding, which a run with a strategy by name on one rank does not need
+if TYPE_CHECKING:  # it loads torch's sharding, which a run on one rank with an explicit strategy does not need
     from roomier.planner.choice import Choice
 
-_ANY_NUM_STEPS = 1000.0  # of the run, for schedules: none of them changes a byte
+_ANY_NUM_STEPS = 1000.0  # number of steps for schedules during planning; it does not affect memory
 
 
 def settle(
@@ -83,7 +83,7 @@ def _planned(settled: Settled) -> Settled:
     if start.batch is not None:
         plan = with_global_batch(asked, module, data, request.world.size, start.batch)
         settled = dataclasses.replace(settled, plan=plan)
-    _ = data.train_loader  # made by all ranks, which may meet in it, and with random numbers of the run
+    _ = data.train_loader  # created on all ranks, because its creation may use collectives and random numbers
     choice = settled.ranks.on_zero(lambda: _choose(settled))
     chosen = choice.chosen
     assert chosen is not None
@@ -97,7 +97,7 @@ def _planned(settled: Settled) -> Settled:
 def _plan_of_evaluation(asked: Plan) -> Plan:
     if asked.parallel.strategy != "auto":
         return asked
-    # Whole on each rank: a fit that comes after may cut the model in any way.
+    # Unsharded on each rank: a later fit may shard the model in any way.
     strategy = "single" if asked.parallel.num_ranks == 1 else "ddp"
     parallel = dataclasses.replace(asked.parallel, strategy=strategy)
     return dataclasses.replace(asked, parallel=parallel, choice=ChoicePlan(asked.choice.memory_budget_bytes))
@@ -110,14 +110,14 @@ def _check_optimizes_itself(asked: Plan, module: Module) -> None:
     if value != "auto":
         field, value = "memory_budget", str(asked.choice.memory_budget_bytes)
     problem = (
-        f"{type(module).__name__} optimizes by hand (automatic_optimization=False): what a step holds is known when it "
-        "runs"
+        f"{type(module).__name__} uses manual optimization (automatic_optimization=False), so the memory of a step is "
+        "unknown before it runs"
     )
-    raise RoomierError(field, value, problem, "Name a strategy such as 'zero3', and leave out memory_budget")
+    raise RoomierError(field, value, problem, "Use a strategy such as 'zero3', and remove memory_budget")
 
 
 def _kept(choice: Choice, asked: Plan, data: RunLoaders) -> Plan:
-    """A model that was fitted already stays as it was cut; the micro-batch stays within what was planned."""
+    """Return the plan of the earlier fit, whose model stays sharded. The micro-batch is at most the planned one."""
     chosen = choice.chosen
     assert chosen is not None
     given, accumulate = data.batch_size, asked.batch.accumulate_grad_batches
@@ -131,7 +131,7 @@ def _kept(choice: Choice, asked: Plan, data: RunLoaders) -> Plan:
 
 
 def _choose(settled: Settled) -> Choice:
-    """On rank 0, while the others wait."""
+    """Choose a plan. Only rank 0 calls this function, while the other ranks wait."""
     from roomier.planner.choosing.choose import choose  # late: loads the sharding of torch
     from roomier.planner.choosing.nearest import nothing_fits  # late: loads the sharding of torch
 
@@ -152,7 +152,7 @@ def _choose(settled: Settled) -> Choice:
 
 
 class _PlanningTrainer:
-    """The Trainer as a module sees it while the planner runs: one rank, and a fixed number of steps."""
+    """The Trainer that a module uses while the planner runs: one rank, and a fixed number of steps."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -189,7 +189,7 @@ def _workload(settled: Settled) -> Workload:
 
 
 def _built(module: Module) -> Module:
-    """``module``, or a copy as its ``configure_model`` will leave it, as shapes."""
+    """Return ``module``, or a copy on the meta device after ``configure_model`` if the module overrides it."""
     if not overrides(module, "configure_model", Module):
         return module
 
@@ -201,14 +201,14 @@ def _built(module: Module) -> Module:
 
 @contextmanager
 def naming_nearest(plan: Plan, module: Module) -> Iterator[None]:
-    """What a build inside refuses of ``plan`` is told with the nearest plan that can be built for ``module``."""
+    """Add the nearest plan that can be built for ``module`` to errors about ``plan`` that are raised in the context."""
     try:
         yield
     except RoomierError as error:
         asked = trainer_keywords(plan)
         if error.field.partition(".")[0] not in asked:
             raise
-        fixed = ("devices", "num_nodes")  # these ranks are there
+        fixed = ("devices", "num_nodes")  # these ranks are running already
         raise with_nearest(error, asked, lambda each: can_build(each, module), fixed=fixed) from error.__cause__
 
 
@@ -226,6 +226,6 @@ def _tell(choice: Choice, asked: Plan) -> None:
         notice(f"memory_budget: {choice.why}")
     if chosen.plan.batch.accumulate_grad_batches != asked.batch.accumulate_grad_batches:
         notice(
-            f"a step takes {chosen.plan.batch.accumulate_grad_batches} micro-batches of {chosen.micro_batch} samples "
-            "on each rank: as many as before, with the same gradient where the loss is a mean or a sum over samples"
+            f"a step uses {chosen.plan.batch.accumulate_grad_batches} micro-batches of {chosen.micro_batch} samples "
+            "on each rank, with the same total. The gradient is the same if the loss is a mean or a sum over samples"
         )

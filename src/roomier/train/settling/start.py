@@ -1,4 +1,4 @@
-"""Start of a call: its checkpoint, run folder and job, and the weights that its model begins with."""
+"""Start of a call: its checkpoint, run folder, job and first weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from roomier.train.settling.job import Job, job_of_fit
 
 @dataclass(frozen=True)
 class Found:
-    """A start, and the job of the fit.
+    """The start of a call and the job of the fit.
 
     Args:
         start: the checkpoint and the folder of the run.
@@ -29,7 +29,7 @@ class Found:
 
 
 def find_start(request: Request, ranks: Ranks, loggers: Sequence[Logger], best_path: str | None) -> Found:
-    """Find the checkpoint that ``request`` resumes from, and make its run folder. Every rank must call this function.
+    """Find the checkpoint that ``request`` resumes from, and create its run folder. Every rank must call this function.
 
     Args:
         loggers: receive the run folder.

@@ -1,4 +1,4 @@
-"""The logger that docs/design/callbacks.md writes out, run as it stands there."""
+"""Runs the example of a custom logger in docs/design/callbacks.md."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 DOCUMENT = Path(__file__).parents[2] / "docs" / "design" / "callbacks.md"
 
 
-def test_the_logger_of_the_design_note_keeps_the_best_also_over_a_resume(make_trainer, line, loader, tmp_path) -> None:
+def test_logger_of_the_design_note_keeps_the_best_after_a_resume(make_trainer, line, loader, tmp_path) -> None:
     [code] = [block for block in DOCUMENT.read_text().split("```python\n")[1:] if "class Best" in block]
     code = code.partition("```")[0]
     assert len(code.splitlines()) <= 20
@@ -17,7 +17,7 @@ def test_the_logger_of_the_design_note_keeps_the_best_also_over_a_resume(make_tr
     keywords = {"log_every_n_steps": 1, "enable_checkpointing": True}
     make_trainer(logger=first, max_steps=3, **keywords).fit(line, loader)
     best = json.loads((tmp_path / "version_0" / "best.json").read_text())
-    line.net.weight.data.fill_(100.0)  # what comes is worse, and what was stays
+    line.net.weight.data.fill_(100.0)  # later values are worse
     make_trainer(logger=second, max_steps=4, **keywords).fit(line, loader, ckpt_path="last")
     after = json.loads((tmp_path / "version_0" / "best.json").read_text())
     assert after["epoch"] == 0.0

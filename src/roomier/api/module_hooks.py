@@ -1,0 +1,170 @@
+"""Hooks of a Module: methods that are called at defined points of a run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from roomier.core.tree import to_device
+
+
+class ModuleHooks(nn.Module):
+    """Hooks of :class:`roomier.Module`. By default they do nothing, except where their docstring says otherwise.
+
+    Callbacks have the same hooks, with the Trainer and the module as additional first arguments. Hooks of callbacks are
+    called first.
+    """
+
+    def prepare_data(self) -> None:
+        """Called in one process per node, or in one process of all nodes (see ``prepare_data_per_node``), before
+        ``setup``."""
+
+    def setup(self, stage: str) -> None:
+        """Called in every process at the start of a call.
+
+        Args:
+            stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
+        """
+
+    def teardown(self, stage: str) -> None:
+        """Called in every process at the end of a call, even after an error. See :meth:`setup` for ``stage``."""
+
+    def on_fit_start(self) -> None:
+        """Called at the start of a fit, after checkpoints are restored and before the sanity check."""
+
+    def on_fit_end(self) -> None:
+        """Called at the end of a fit that was not interrupted."""
+
+    def on_train_start(self) -> None:
+        """Called before the first training step."""
+
+    def on_train_end(self) -> None:
+        """Called after the last training step."""
+
+    def on_train_epoch_start(self) -> None:
+        """Called before the first batch of an epoch, but not if an epoch is resumed."""
+
+    def on_train_epoch_end(self) -> None:
+        """Called at the end of an epoch, before metrics of the epoch are reduced and logged."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Called before the forward of a micro-batch. Return -1 to skip the rest of the epoch."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Called after a micro-batch. For the last micro-batch of a step, it is called after the update.
+
+        Args:
+            outputs: dict with the output of ``training_step``, whose ``"loss"`` is the loss of the backward.
+        """
+
+    def on_before_zero_grad(self, optimizer: Optimizer) -> None:
+        """Called before gradients are zeroed, after the first forward of a step."""
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        """Called before each backward with its loss (0-dim tensor)."""
+
+    def on_after_backward(self) -> None:
+        """Called after each backward."""
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        """Called after the gradients of a step are computed, before clipping and the update."""
+
+    def on_validation_model_zero_grad(self) -> None:
+        """Called before a validation within a fit. By default, free the gradients."""
+        self.zero_grad()
+
+    def on_validation_model_eval(self) -> None:
+        """Called before a validation. By default, set evaluation mode."""
+        self.eval()
+
+    def on_validation_model_train(self) -> None:
+        """Called after a validation if it is overridden, as :meth:`on_test_model_train`."""
+
+    def on_test_model_eval(self) -> None:
+        """Called before a test. By default, set evaluation mode."""
+        self.eval()
+
+    def on_test_model_train(self) -> None:
+        """Called after a test if it is overridden. By default, each submodule returns to its previous mode."""
+
+    def on_predict_model_eval(self) -> None:
+        """Called before a prediction run. By default, set evaluation mode."""
+        self.eval()
+
+    def on_predict_model_train(self) -> None:
+        """Called after a prediction run if it is overridden, as :meth:`on_test_model_train`."""
+
+    def on_validation_start(self) -> None:
+        """Called at the start of a validation run."""
+
+    def on_validation_end(self) -> None:
+        """Called at the end of a validation run, after its metrics are reduced and logged."""
+
+    def on_validation_epoch_start(self) -> None:
+        """Called before the first validation batch."""
+
+    def on_validation_epoch_end(self) -> None:
+        """Called after the last validation batch, before metrics are reduced and logged."""
+
+    def on_validation_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Called before a validation batch."""
+
+    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Called after a validation batch with the output of ``validation_step``."""
+
+    def on_test_start(self) -> None:
+        """Called at the start of a test run."""
+
+    def on_test_end(self) -> None:
+        """Called at the end of a test run, after its metrics are reduced and logged."""
+
+    def on_test_epoch_start(self) -> None:
+        """Called before the first test batch."""
+
+    def on_test_epoch_end(self) -> None:
+        """Called after the last test batch, before metrics are reduced and logged."""
+
+    def on_test_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Called before a test batch."""
+
+    def on_test_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Called after a test batch with the output of ``test_step``."""
+
+    def on_predict_start(self) -> None:
+        """Called at the start of a prediction run."""
+
+    def on_predict_end(self) -> None:
+        """Called at the end of a prediction run, after its metrics are reduced and logged."""
+
+    def on_predict_epoch_start(self) -> None:
+        """Called before the first prediction batch."""
+
+    def on_predict_epoch_end(self) -> None:
+        """Called after the last prediction batch, before metrics are reduced and logged."""
+
+    def on_predict_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Called before a prediction batch."""
+
+    def on_predict_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Called after a prediction batch with the output of ``predict_step``."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Called before a checkpoint is saved. Add tensors or plain data to ``checkpoint``."""
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Called before a checkpoint is loaded. Changes of ``checkpoint`` take effect."""
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Return ``batch`` after changes on the host."""
+        return batch
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """Return ``batch`` on ``device``."""
+        return to_device(batch, device)
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Return ``batch`` after changes on the device."""
+        return batch

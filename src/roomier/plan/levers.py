@@ -1,0 +1,142 @@
+"""Levers as data: the memory techniques that one keyword of the Trainer turns on.
+
+The planner, the printed plan and the messages read the rows of :data:`LEVERS` instead of naming a lever.
+``CONTRIBUTING.md`` has the recipe to add one.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from roomier.plan.choices import CHOICES, SWITCHES, Choice, Kind
+from roomier.plan.parts import PARTS
+
+if TYPE_CHECKING:
+    from roomier.plan.plan import Plan
+
+
+@dataclass(frozen=True)
+class Lever:
+    """A memory technique with one keyword.
+
+    Attributes:
+        keyword: argument of the Trainer. ``{"name": "auto", "allow": [keyword]}`` allows a lever that is not exact.
+        field: field of the Plan, ``"section.name"``. The default of the field turns the lever off.
+        on: value of the field if the keyword is True.
+        words: name of the lever in lists of what a plan uses.
+        row: first column of the printed plan.
+        text: returns the second column of the printed plan.
+        number: field that a number given for the keyword sets; empty if the keyword takes no number.
+        conflict: returns why ``strategy="auto"`` does not add the lever to a plan; empty if it may.
+        changes_output_layer: the lever replaces the output layer of a language model, so the model must have one.
+        frees_gradients: the backward uses and frees the gradients, so none exists after it.
+    """
+
+    keyword: str
+    field: str
+    on: Any
+    words: str
+    row: str
+    text: "Callable[[Plan], str]"
+    number: str = ""
+    conflict: "Callable[[Plan], str]" = lambda plan: ""
+    changes_output_layer: bool = False
+    frees_gradients: bool = False
+
+    @property
+    def off(self) -> Any:
+        """Value of the field that turns the lever off."""
+        return _default(self.field)
+
+    @property
+    def must_be_allowed(self) -> bool:
+        """Whether ``strategy="auto"`` may use the lever only if the request names it, because it is not exact."""
+        return self.choice(self.on).kind is not Kind.EXACT
+
+    def choice(self, value: Any) -> Choice:
+        """Return the label and the remark of ``value``."""
+        return CHOICES[self.field][value] if self.field in CHOICES else SWITCHES[self.field]
+
+    def value(self, plan: "Plan") -> Any:
+        """Return the value of the field in ``plan``."""
+        return _read(plan, self.field)
+
+    def is_used(self, plan: "Plan") -> bool:
+        """Return whether ``plan`` uses the lever."""
+        return bool(self.value(plan) != self.off)
+
+    def as_keyword(self, plan: "Plan") -> Any:
+        """Return the value of the keyword that gives the values in ``plan``, which uses the lever."""
+        number = _read(plan, self.number) if self.number else None
+        if number is not None:
+            return number
+        value = self.value(plan)
+        return True if value == self.on else value
+
+
+def _chunks(plan: "Plan") -> str:
+    size = plan.loss.chunk_tokens
+    return "chunks of 64 MiB of logits" if size is None else f"chunks of {size} tokens"
+
+
+LEVERS = (
+    Lever(
+        keyword="chunked_loss",
+        field="loss.chunked",
+        on=True,
+        words="chunked loss",
+        row="loss",
+        text=_chunks,
+        number="loss.chunk_tokens",
+        conflict=lambda plan: (
+            "'auto' does not add a chunked loss to compile=True: set chunked_loss=True to use both"
+            if plan.compile.enabled
+            else ""
+        ),
+        changes_output_layer=True,
+    ),
+    Lever(
+        keyword="step_in_backward",
+        field="optimizer.step_in_backward",
+        on="exact",
+        words="step in backward",
+        row="update",
+        text=lambda plan: f"in backward, {plan.optimizer.step_in_backward}",
+        conflict=lambda plan: "16-mixed scales the loss" if plan.precision.mode == "16-mixed" else "",
+        frees_gradients=True,
+    ),
+)
+"""Levers in the order in which a plan lists them."""
+
+BY_PERMISSION = tuple(lever.keyword for lever in LEVERS if lever.must_be_allowed)
+"""Keywords of the levers that ``strategy="auto"`` uses only if the request allows them."""
+
+
+def used_levers(plan: "Plan") -> list[Lever]:
+    """Return the levers that ``plan`` uses."""
+    return [lever for lever in LEVERS if lever.is_used(plan)]
+
+
+def lever_that_frees_gradients(plan: "Plan") -> Lever | None:
+    """Return the lever of ``plan`` that leaves no gradients after the backward; None if gradients are kept."""
+    return next((lever for lever in used_levers(plan) if lever.frees_gradients), None)
+
+
+def without(plan: "Plan", levers: Sequence[Lever] = LEVERS) -> "Plan":
+    """Return ``plan`` with ``levers`` turned off."""
+    for lever in levers:
+        fields = [lever.field, lever.number] if lever.number else [lever.field]
+        section = lever.field.partition(".")[0]
+        defaults = {field.partition(".")[2]: _default(field) for field in fields}
+        plan = replace(plan, **{section: replace(getattr(plan, section), **defaults)})
+    return plan
+
+
+def _read(plan: "Plan", field: str) -> Any:
+    section, _, name = field.partition(".")
+    return getattr(getattr(plan, section), name)
+
+
+def _default(field: str) -> Any:
+    section, _, name = field.partition(".")
+    return PARTS[section].__dataclass_fields__[name].default

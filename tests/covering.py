@@ -1,0 +1,28 @@
+"""Selections of large tables: ``make test`` runs a covering part, ``make test-full`` every combination."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+
+def covering(rows: Sequence[Any], columns: Sequence[Any], per_row: int = 1) -> list[Any]:
+    """Return all pairs of ``rows`` and ``columns`` as parameters, most of them marked slow.
+
+    Each row is combined with ``per_row`` columns that are not slow. Consecutive rows start at consecutive columns, so
+    every column is covered as well if there are at least as many rows as columns.
+    """
+    stride = max(1, len(columns) // per_row)
+    params = []
+    for i, row in enumerate(rows):
+        chosen = {(i + turn * stride) % len(columns) for turn in range(per_row)}
+        for j, column in enumerate(columns):
+            marks = () if j in chosen else pytest.mark.slow
+            params.append(pytest.param(row, column, marks=marks, id=f"{_name(row)}-{_name(column)}"))
+    return params
+
+
+def _name(value: Any) -> str:
+    if isinstance(value, (tuple, list)):
+        return " on ".join(str(each) for each in value[:2])
+    return str(getattr(value, "__name__", value))
