@@ -269,7 +269,7 @@ def error_of_hidden_network() -> str:
 def test_parameters_outside_the_model_are_rejected(on_ranks: RankPool) -> None:
     first, second = on_ranks(2, error_of_hidden_network)
     assert first == second
-    assert first.startswith("configure_model=[(4, 2)]: made 1 parameters")
+    assert first.startswith("configure_model=[(4, 2)]: created 1 parameters")
 
 
 class Learner(Module):
