@@ -40,6 +40,10 @@ def seed_everything(seed: int, workers: bool = False) -> int:
 
     Raises:
         RoomierError: ``seed`` is not an integer in this range.
+
+    Example:
+        >>> roomier.seed_everything(42)
+        42
     """
     if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < _LIMIT:
         from roomier.core.errors import RoomierError
