@@ -125,21 +125,21 @@ WRONG = {
         CheckpointError,
         "ckpt_path",
         "epoch=0-step=4",
-        "Give the checkpoint of this model",
+        "Pass a checkpoint of this model",
     ),
     "weights of a model with other names": (
         lambda d: d.trainer().test(type("Other", (Renamed,), {"test_step": print})(), d.batches, ckpt_path=d.good),
         CheckpointError,
         "ckpt_path",
         "epoch=0-step=4",
-        "Give the checkpoint of this model",
+        "Pass a checkpoint of this model",
     ),
     "of a model with other shapes": (
         lambda d: resume(d, d.Net(width=6)),
         CheckpointError,
         "ckpt_path",
         "epoch=0-step=4",
-        "Give the checkpoint of this model",
+        "Pass a checkpoint of this model",
     ),
     "of another optimizer": (
         lambda d: resume(d, configured(d, lambda self: SGD(self.parameters(), lr=0.1))),
@@ -179,7 +179,7 @@ WRONG = {
         CheckpointError,
         "lr_scheduler",
         "['StepLR']",
-        "Configure the schedulers as in the run that was saved",
+        "Configure the schedulers as in the saved run",
     ),
     "cut off": (
         lambda d: damage(d, lambda data: data[: len(data) // 2]),
@@ -258,7 +258,7 @@ WRONG = {
         CheckpointError,
         "ckpt_path",
         "'best'",
-        "Pass the path of a checkpoint",
+        "Pass the path of one",
     ),
     "in the middle of other data": (
         from_other_data,

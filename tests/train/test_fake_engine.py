@@ -1,4 +1,4 @@
-"""The loop uses the Engine protocol only: an engine that is written in this test trains, validates and saves."""
+"""The loop uses only the Engine protocol: an engine that is defined in this test trains, validates and saves."""
 
 from __future__ import annotations
 
@@ -154,6 +154,6 @@ def test_a_fake_engine_drives_the_loop(tmp_path: Path) -> None:
     assert (run.progress.global_step, run.progress.epoch) == (6, 3)
     assert run.now.last_loss is not None
     assert float(run.now.last_loss) < 0.5
-    assert module.settled_before == [1, 3, 5]  # before each validation, and after it
+    assert module.settled_before == [1, 3, 5]  # before and after each validation
     save_checkpoint(run, tmp_path / "saved", weights_only=False)
     assert checkpoint.load(tmp_path / "saved")["progress"]["global_step"] == 6
