@@ -1,5 +1,5 @@
-# make demo | make test: both work on a fresh clone with python3 (3.11+), make and a C compiler.
-# They build .venv on first use; later calls reuse it until pyproject.toml or constraints.txt change.
+# `make demo` and `make test` work on a fresh clone with python3 (3.11+), make and a C compiler.
+# The first call creates .venv. Later calls reuse it until pyproject.toml or constraints.txt change.
 
 PYTHON ?= python3
 VENV := .venv
@@ -7,26 +7,26 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 BROWSERS := chromium chromium-browser google-chrome google-chrome-stable
 
-# Two processes, each with a pool of ranks of its own: files of tests are theirs by turns. make test PARALLEL= uses one.
+# Two processes share the test files, and each has its own pool of ranks. `make test PARALLEL=` uses one process.
 PARALLEL ?= -n 2 --dist loadfile --no-loadscope-reorder
 
-# Tests start hundreds of processes. Where no bytecode may be kept, each would compile all that it imports.
+# Tests start hundreds of processes. Without cached bytecode, each process would compile all modules that it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help install browser demo test test-full test-kernels lint format clean
 
 help:
-	@echo 'make install       .venv with roomier, its command and all tools'
+	@echo 'make install       create .venv with roomier, its command and all tools'
 	@echo 'make demo          train a small GPT on the standard library, resume it, sample from it'
 	@echo 'make test          lint, types, layers and tests'
 	@echo 'make test-full     the same with the tests marked slow'
 	@echo 'make test-kernels  the numerical tests with the CPU kernels of other processors'
-	@echo 'make lint          ruff, mypy and import-linter alone'
+	@echo 'make lint          ruff, mypy and import-linter'
 	@echo 'make format        let ruff rewrite the files'
 	@echo 'make clean         remove .venv, caches and runs'
 
-# Python compiles what is imported, once: pip would first compile all of it, most of which nobody imports.
+# Python compiles modules when they are imported. Without --no-compile, pip compiles all modules of all packages.
 install: $(INSTALLED)
 
 $(INSTALLED): pyproject.toml constraints.txt
@@ -36,17 +36,17 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@$(MAKE) --no-print-directory browser
 	@touch $@
 
-# Tests look at the planner's page in a real browser. Where there is none and Debian's can be had, it is fetched; where
-# that fails, those tests are skipped and say so.
+# Some tests open the planner's page in a browser. If none is installed, install Debian's chromium. If that fails, these
+# tests are skipped with a reason.
 browser:
 	@for each in $(BROWSERS); do command -v $$each >/dev/null 2>&1 && exit 0; done; \
 	[ "$$(id -u)" = 0 ] && grep -qs '^ID=debian' /etc/os-release && command -v apt-get >/dev/null 2>&1 || exit 0; \
-	echo 'no browser here: installing chromium for the tests of the page'; \
+	echo 'no browser found: installing chromium for the tests of the page'; \
 	{ apt-get update -qq && DEBIAN_FRONTEND=noninteractive \
 	  apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core; } >/dev/null 2>&1 \
-	|| echo 'it could not be had: those tests will be skipped'
+	|| echo 'chromium could not be installed: the tests of the page are skipped'
 
-# passive: threads that wait sleep. Where other programs share the cores, spinning ones take four times as long.
+# With PASSIVE, waiting threads sleep. If other programs share the cores, spinning threads take four times as long.
 demo: install
 	OMP_WAIT_POLICY=passive $(BIN)/python examples/demo.py
 

@@ -1,6 +1,6 @@
-"""Train a GPT with 10 million parameters on the Python standard library, stop half-way, and resume.
+"""Train a GPT with 10 million parameters on Python's standard library, stop it half-way, and resume it.
 
-Run it with ``make demo``. The text, the tokenizer and the model are created locally, without downloads.
+Run it with ``make demo``. Text, tokenizer and model are created locally, without downloads.
 """
 
 import argparse
@@ -34,7 +34,7 @@ BULK = {"test", "tests", "idlelib", "encodings", "pydoc_data", "site-packages", 
 
 
 class LanguageModel(roomier.Module):
-    """A GPT with next-token loss, trained with AdamW, warm-up and a cosine schedule over ``num_steps``."""
+    """GPT with next-token loss, AdamW, and a cosine schedule with warm-up over ``num_steps``."""
 
     def __init__(self, num_steps: int, learning_rate: float = 6e-4) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class LanguageModel(roomier.Module):
 
 
 def read_standard_library() -> tuple[list[str], list[str]]:
-    """Return source files for training, and about 5% of all files for validation, selected by a hash of the path."""
+    """Return the texts for training and about 5 % for validation, selected by a hash of their path."""
     root = Path(sysconfig.get_path("stdlib"))
     train_texts, val_texts = [], []
     for path in sorted(root.rglob("*.py")):
@@ -87,7 +87,7 @@ def train_tokenizer(texts: list[str]) -> Tokenizer:
 
 
 def write_data(folder: Path) -> Tokenizer:
-    """Write ``train.tokens`` and ``val.tokens``, and return the tokenizer."""
+    """Write ``train.tokens`` and ``val.tokens`` and return their tokenizer."""
     train_texts, val_texts = read_standard_library()
     tokenizer = train_tokenizer(train_texts)
     end = tokenizer.token_to_id(END_OF_FILE)
@@ -99,12 +99,12 @@ def write_data(folder: Path) -> Tokenizer:
 
 
 def faster_precision() -> str:
-    """Return ``bf16-mixed`` if the device multiplies bfloat16 matrices faster than float32, otherwise ``32-true``."""
+    """Return ``bf16-mixed`` if the machine multiplies matrices faster in bf16 than in fp32, otherwise ``32-true``."""
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
     elapsed_s = {}
     for dtype in (torch.float32, torch.bfloat16):
         matrix = torch.rand(1024, 1024, device=device).to(dtype)
-        float((matrix @ matrix).sum())  # the first matmul includes initialization
+        float((matrix @ matrix).sum())  # warm-up
         begin_s = time.perf_counter()
         for _ in range(5):
             float((matrix @ matrix).sum())
@@ -113,7 +113,7 @@ def faster_precision() -> str:
 
 
 def draw_losses(metrics: Path, first_loss: float, stopped_at: int, image: Path) -> None:
-    """Plot the log of the run. ``first_loss`` is the validation loss before the first step."""
+    """Plot the logged losses. ``first_loss`` is the validation loss before the first step."""
     rows = [{"step": 0, "val_loss": first_loss}] + [json.loads(line) for line in metrics.read_text().splitlines()]
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
@@ -127,7 +127,7 @@ def draw_losses(metrics: Path, first_loss: float, stopped_at: int, image: Path) 
 
 
 def main(num_steps: int) -> int:
-    """Train half-way, resume with a new Trainer, and generate a sample. Return 0 if the loss decreases enough."""
+    """Train half-way, resume in a new Trainer, and print a sample. Return 0 if the loss decreased enough, else 1."""
     shutil.rmtree(OUT, ignore_errors=True)
     begin_s = time.perf_counter()
     tokenizer = write_data(OUT)
@@ -153,7 +153,7 @@ def main(num_steps: int) -> int:
     first_loss = trainer.validate(module, loaders[1])[0]["val_loss"]
     trainer.fit(module, *loaders)
 
-    print(f"stopped after {num_steps // 2} steps; a new model and a new Trainer resume from its checkpoint")
+    print(f"stopped after {num_steps // 2} steps; a new model and a new Trainer resume from the checkpoint")
     module, trainer = LanguageModel(num_steps), new_trainer(num_steps)
     trainer.fit(module, *loaders, ckpt_path="last")
     last_loss = float(trainer.callback_metrics["val_loss"])

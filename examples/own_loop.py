@@ -1,4 +1,4 @@
-"""A custom training loop with the engine of the Trainer: python examples/own_loop.py"""
+"""Custom training loop with the engine of the Trainer: python examples/own_loop.py"""
 
 import torch
 from torch import nn
@@ -20,7 +20,7 @@ def training_step(batch):
 inputs = torch.randn(240, 8)
 micro_batches = list(zip(inputs.split(8), inputs.sum(dim=1, keepdim=True).split(8), strict=True))
 for epoch in range(5):
-    for start in range(0, len(micro_batches), 2):  # each step accumulates the gradients of two micro-batches
+    for start in range(0, len(micro_batches), 2):  # each step accumulates two micro-batches
         loss = engine.forward_backward(training_step, micro_batches[start : start + 2])
         engine.clip()
         engine.step()

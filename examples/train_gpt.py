@@ -1,16 +1,16 @@
-"""Train a byte-level GPT on the Python standard library with any number of devices.
+"""Train a byte-level GPT on Python's standard library, on all available devices.
 
-On one machine, the script starts the ranks::
+On one machine, roomier starts the ranks::
 
     python examples/train_gpt.py --strategy zero2 --devices 2
 
-On two nodes with torchrun, run the same command on each node. The endpoint is an open port of the first node::
+On two nodes with torchrun, run the same command on each node. The endpoint is an open port on the first node::
 
     torchrun --nnodes=2 --nproc-per-node=4 --max-restarts=3 --rdzv-backend=c10d --rdzv-id=gpt \\
         --rdzv-endpoint=node1:29400 examples/train_gpt.py --strategy zero3
 
 With SLURM, run ``sbatch examples/slurm_train.sh``. The script is the same in all cases. A job that torchrun or SLURM
-restarts resumes from its last checkpoint.
+restarts resumes from its last checkpoint automatically.
 """
 
 import argparse
@@ -28,7 +28,7 @@ NUM_BYTES = 2_000_000
 
 
 class Text(Dataset):
-    """Windows of ``context`` bytes, each with its next bytes as targets."""
+    """Dataset of windows of ``context`` bytes, with the next byte of each position as target."""
 
     def __init__(self, text: bytes, context: int) -> None:
         self.bytes = torch.frombuffer(bytearray(text), dtype=torch.uint8)
@@ -74,7 +74,7 @@ def main() -> None:
     roomier.seed_everything(1)
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     text = b"".join(file.read_bytes() for file in files)[:NUM_BYTES]
-    cut = len(text) * 9 // 10
+    split = len(text) * 9 // 10
     trainer = roomier.Trainer(
         strategy=given.strategy,
         devices=given.devices,
@@ -90,10 +90,10 @@ def main() -> None:
     )
     trainer.fit(
         LanguageModel(given.size, given.context),
-        DataLoader(Text(text[:cut], given.context), given.batch_size, shuffle=True),
-        DataLoader(Text(text[cut:], given.context), given.batch_size),
+        DataLoader(Text(text[:split], given.context), given.batch_size, shuffle=True),
+        DataLoader(Text(text[split:], given.context), given.batch_size),
     )
-    [metrics] = trainer.validate(dataloaders=DataLoader(Text(text[cut:], given.context), given.batch_size))
+    [metrics] = trainer.validate(dataloaders=DataLoader(Text(text[split:], given.context), given.batch_size))
     if trainer.is_global_zero:
         print(f"{trainer.world_size} ranks, step {trainer.global_step}: val_loss {metrics['val_loss']:.3f}")
 

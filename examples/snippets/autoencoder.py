@@ -1,4 +1,4 @@
-"""Module and data of the other snippets: an autoencoder of 64 synthetic features."""
+"""Module and data of the other snippets: an autoencoder of 64 numbers with synthetic data."""
 
 import torch
 from torch import nn

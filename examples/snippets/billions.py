@@ -1,4 +1,4 @@
-"""Forecast whether 12.8 billion parameters fit on eight GPUs with 40 GB each, on a laptop, before anything runs."""
+"""Forecast which strategies fit 12.8 billion parameters on eight GPUs with 40 GB. Runs on a laptop, without GPUs."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Batches that worker processes load, and that are copied from pinned memory if a GPU is available."""
+"""Load batches in worker processes, and copy them from pinned memory if there is a GPU."""
 
 import torch
 from autoencoder import LitAutoEncoder, loader

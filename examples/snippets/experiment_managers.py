@@ -1,4 +1,4 @@
-"""Several loggers together."""
+"""Use several loggers together."""
 
 from pathlib import Path
 

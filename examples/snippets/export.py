@@ -1,4 +1,4 @@
-"""TorchScript and ONNX files with the same outputs as the module."""
+"""Export a module to TorchScript and ONNX, and compare the outputs."""
 
 import numpy as np
 import onnxruntime

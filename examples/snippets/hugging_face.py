@@ -1,4 +1,4 @@
-"""A Hugging Face model with memory techniques. Each technique is one argument, and the model is unchanged."""
+"""Train a Hugging Face model with the memory options of its guide. Each option is a keyword of the Trainer."""
 
 import torch
 from transformers import BertConfig, BertForSequenceClassification
@@ -15,7 +15,7 @@ samples = [{"input_ids": ids, "labels": label} for ids, label in zip(tokens, lab
 
 trainer = Trainer(
     precision="bf16-mixed",
-    accumulate_grad_batches=4,  # 4 micro-batches of 4 samples, so the batch size is 16
+    accumulate_grad_batches=4,  # 4 micro-batches of 4 samples give a batch of 16
     activation_checkpointing="full",
     optimizer="adafactor",  # or "adamw8bit" with a tenth of the learning rate
     learning_rate=1e-1,

@@ -1,4 +1,4 @@
-"""A LightningModule runs unchanged."""
+"""Train a module written for Lightning without changes."""
 
 import lightning.pytorch as pl
 import torch

@@ -1,4 +1,4 @@
-"""A mixture of experts that uses two of four experts per token, with SDPA and a load-balancing loss."""
+"""Train a mixture of four experts, of which each token uses two, with SDPA and a load-balancing loss."""
 
 import torch
 from transformers import MixtralConfig, MixtralForCausalLM
@@ -18,7 +18,7 @@ config = MixtralConfig(
     output_router_logits=True,
     attn_implementation="sdpa",
 )
-tokens = torch.arange(64 * 16).reshape(64, 16) % 64  # each token determines the next one
+tokens = torch.arange(64 * 16).reshape(64, 16) % 64  # each token is followed by the next token id
 samples = [{"input_ids": ids, "labels": ids} for ids in tokens]
 trainer = Trainer(optimizer="adamw", learning_rate=1e-2, max_epochs=5)
 loader = torch.utils.data.DataLoader(samples, batch_size=8, shuffle=True)

@@ -1,10 +1,10 @@
-"""Custom code in a callback: it defines the hooks that it needs, and other hooks cost no time."""
+"""Add custom behavior with a callback, which defines only the hooks that it needs."""
 
 from autoencoder import LitAutoEncoder, loader
 
 from roomier import Callback, Trainer
 
-messages = []  # stands in for the API of a chat service
+messages = []  # represents the API of a chat
 
 
 class MyNotifier(Callback):

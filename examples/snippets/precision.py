@@ -1,4 +1,4 @@
-"""float32, TF32, bfloat16 and float16 are values of one or two arguments. The plan reports their effects."""
+"""Select fp32, tf32, bf16 or fp16 with the keywords ``precision`` and ``matmul_precision``."""
 
 from autoencoder import LitAutoEncoder, loader
 

@@ -1,6 +1,6 @@
-"""Sharding with one argument: states (zero1), gradients (zero2) and weights (zero3) are sharded across ranks.
+"""Shard optimizer states (zero1), gradients (zero2) and weights (zero3) across ranks with one flag.
 
-Start the script once. It starts the other ranks itself: python sharded.py
+Start the script one time with ``python sharded.py``. It starts the other ranks.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""Trains a model within a budget and measures what it took."""
+"""Train a model within a budget and measure its memory and work."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from roomier.models.gpt import GPT, GPTConfig
 from roomier.plan import plan_from_flags
 
 Budget = float | int | str | None
-NUM_STEPS = 5  # of which the budget is kept from the third on
+NUM_STEPS = 5  # the budget applies from the third step
 
 
 class Net(Module):
-    """``network``, which returns its loss."""
+    """Module around ``network``, which returns its loss."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Net(Module):
 
 
 class Language(nn.Module):
-    """A GPT whose activations are most of what a step takes."""
+    """GPT whose memory in a step consists mainly of activations."""
 
     def __init__(self, **changes: Any) -> None:
         super().__init__()
@@ -58,11 +58,11 @@ def tokens(num_samples: int = 16, vocab_size: int = 31, seed: int = 0) -> tuple[
 
 @dataclass
 class Taken:
-    """What training took and gave.
+    """Measurements and results of a training.
 
     Attributes:
-        peak_bytes: of the last step, measured, all kinds.
-        flops: of the last step.
+        peak_bytes: measured peak of all tensors in the last step.
+        flops: operations of the last step.
     """
 
     peak_bytes: int
@@ -88,8 +88,7 @@ def engine_for(module: Module, budget: Budget, ranks: Ranks | None = None, **key
 
 
 def train(network: nn.Module, budget: Budget, windows: Sequence[Sequence[Any]], **keywords: Any) -> Taken:
-    """One step for each of ``windows``, then one that is measured and one whose operations are counted, both on the
-    last."""
+    """Train one step for each of ``windows``, then measure two more steps with the last window."""
     module = Net(network)
     engine = engine_for(module, budget, **keywords)
     torch.manual_seed(1)
@@ -115,7 +114,7 @@ def take_step(engine: EagerEngine, module: Module, window: Sequence[Any]) -> flo
 
 
 def measured_peak(engine: EagerEngine, module: Module, window: Sequence[Any]) -> int:
-    """Of a second step, for which the first tells what is there."""
+    """Return the peak of a second step. The first step determines the memory before the step."""
     with tracking(engine) as tracker:
         for _ in range(2):
             tracker.restart()
@@ -137,7 +136,7 @@ def assert_same_training(first: Taken, second: Taken) -> None:
 
 
 def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:
-    """Spearman's: Pearson's of the ranks, where equal values have the mean of theirs."""
+    """Return Spearman's correlation: Pearson's correlation of the ranks, with mean ranks for equal values."""
 
     def ranks(values: Sequence[float]) -> Tensor:
         given = torch.tensor(values, dtype=torch.float64)

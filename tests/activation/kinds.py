@@ -1,4 +1,4 @@
-"""Six kinds of model with dropout: what a block is, what it is given and what it returns differ in each."""
+"""Six kinds of model with dropout, with different blocks, arguments of blocks, and outputs of blocks."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def make_vit() -> tuple[nn.Module, Loss]:
 
 
 def make_t5() -> tuple[nn.Module, Loss]:
-    """Positions are a bias of attention that the first block makes and the others are given."""
+    """T5, whose first block computes the position bias of attention and passes it to the other blocks."""
     config = transformers.T5Config(
         vocab_size=VOCABULARY,
         d_model=16,
@@ -78,7 +78,7 @@ def make_t5() -> tuple[nn.Module, Loss]:
 
 
 def make_mixtral() -> tuple[nn.Module, Loss]:
-    """A mixture of experts: which of them compute follows from the tokens."""
+    """Mixture of experts, whose active experts depend on the tokens."""
     config = transformers.MixtralConfig(
         vocab_size=VOCABULARY,
         hidden_size=16,
@@ -124,7 +124,7 @@ class Up(nn.Module):
 
 
 class UNet(nn.Module):
-    """What goes down is saved for what goes up; ReLU writes into the results of the convolutions."""
+    """U-Net with skip connections. ReLU modifies the results of the convolutions in place."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""One step with and without a policy, and what it left."""
+"""One step with and without a policy, and its results."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ CPU = torch.device("cpu")
 ALONE = Ranks(World(0, 1, 0, 0, 1))
 WAYS = [("full", "none"), ("every_n", "none"), ("selective", "none"), ("none", "cpu"), ("full", "cpu")]
 WAYS += [("every_n", "cpu"), ("selective", "cpu")]
-"""Policies, and where what is kept waits."""
+"""Policies, and the place of the saved activations."""
 
 
 @dataclass
 class Step:
-    """What one step left: its loss, the gradients, the buffers, and where the generator stands."""
+    """Results of one step: its loss, the gradients, the buffers, and the state of the generator."""
 
     loss: Tensor
     gradients: dict[str, Tensor]
@@ -45,11 +45,11 @@ def step_of(network: nn.Module, loss: Loss, seed: int = 3) -> Step:
 
 
 def use_no_cache(network: nn.Module) -> None:
-    """Let a Hugging Face ``network`` fill no cache of keys and values, as recomputed blocks do.
+    """Disable the cache of keys and values of a Hugging Face ``network``, as recomputed blocks do.
 
     Keys from a cache have another memory layout, for which a matrix product can run another kernel.
     """
-    for module in network.modules():  # T5's decoder has a copy of the config
+    for module in network.modules():  # the decoder of T5 has a copy of the config
         if hasattr(config := getattr(module, "config", None), "use_cache"):
             config.use_cache = False
 

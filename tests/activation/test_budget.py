@@ -1,4 +1,4 @@
-"""A budget of activation memory: kept, used, and without a trace in what is trained."""
+"""A budget for activation memory: it is met and used, and does not change the training."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def trained(budget: float | int | str) -> Taken:
 
 @pytest.fixture(scope="module", autouse=True)
 def equal_blocks_take_equal_time() -> Iterator[None]:
-    """So that the same is chosen whatever else this machine does."""
+    """Replace measured times, so that the choice does not depend on the load of the machine."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stages, "lost_ns", count_operations)
         yield
@@ -63,7 +63,7 @@ def bounds() -> tuple[int, int]:
     return trained(0.0).peak_bytes, trained(1.0).peak_bytes
 
 
-def test_ten_budgets_are_kept_and_each_is_used(plain: Taken, bounds: tuple[int, int]) -> None:
+def test_ten_budgets_are_met_and_used(plain: Taken, bounds: tuple[int, int]) -> None:
     least, most = bounds
     budgets = [least + round((most - least) * part / 9) for part in range(10)]
     sweep = [trained(0.0), *(trained(budget) for budget in budgets[1:-1]), trained(1.0)]
@@ -78,12 +78,12 @@ def test_ten_budgets_are_kept_and_each_is_used(plain: Taken, bounds: tuple[int, 
     assert sweep[-1].flops == plain.flops
     block_bytes = (most - least) / 8
     for budget, taken in zip(budgets, sweep, strict=True):
-        assert budget - taken.peak_bytes < 1.1 * block_bytes  # another block would not have fitted
+        assert budget - taken.peak_bytes < 1.1 * block_bytes  # another block would not fit
 
 
-def test_a_fraction_lies_between_what_is_least_and_most(plain: Taken, bounds: tuple[int, int]) -> None:
+def test_a_fraction_is_between_the_minimum_and_the_maximum(plain: Taken, bounds: tuple[int, int]) -> None:
     least, most = bounds
-    assert trained(0.0).keeps[:-1] == [Keep.INPUT] * 7  # the last one's backward begins at once
+    assert trained(0.0).keeps[:-1] == [Keep.INPUT] * 7  # the backward of the last block begins immediately
     assert trained(1.0).keeps == [Keep.ALL] * 8
     assert most == pytest.approx(plain.peak_bytes, rel=0.01)
     assert least < 0.4 * most
@@ -99,7 +99,7 @@ def test_accumulated_micro_batches_are_all_measured() -> None:
     assert_same_training(taken, plain)
 
 
-def test_a_budget_that_cannot_be_kept_is_an_error_before_the_third_step() -> None:
+def test_a_budget_that_is_too_small_raises_before_the_third_step() -> None:
     module = Net(Language())
     engine = engine_for(module, "2MiB")
     for window in WINDOWS[:2]:
@@ -110,7 +110,7 @@ def test_a_budget_that_cannot_be_kept_is_an_error_before_the_third_step() -> Non
     assert [version_of(each) for each in module.parameters()] == weights
 
 
-def test_the_least_that_an_error_tells_is_enough() -> None:
+def test_the_minimum_in_the_error_is_sufficient() -> None:
     module = Net(Language())
     engine = engine_for(module, "2MiB")
     for window in WINDOWS[:2]:
@@ -122,7 +122,7 @@ def test_the_least_that_an_error_tells_is_enough() -> None:
     assert taken.peak_bytes <= (least_mib + 0.05) * 2**20
 
 
-def test_what_was_chosen_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_choice_is_reported_one_time(capsys: pytest.CaptureFixture[str]) -> None:
     train(Language(num_layers=2), 0.5, WINDOWS)
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "budget" in line]
     assert "of 2 blocks" in line
@@ -130,7 +130,7 @@ def test_what_was_chosen_is_told_once(capsys: pytest.CaptureFixture[str]) -> Non
     assert "ms of a step" in line
 
 
-def test_a_larger_batch_is_measured_before_more_is_kept() -> None:
+def test_a_larger_batch_is_measured_before_the_next_choice() -> None:
     module = Net(Language())
     small, large = [tokens(4)], [tokens(16)]
     budget = trained(0.3).peak_bytes
@@ -142,10 +142,10 @@ def test_a_larger_batch_is_measured_before_more_is_kept() -> None:
     keeps = [block.keep for block in recompute_of(engine).blocks]
     assert Keep.INPUT in keeps
     take_step(engine, module, small)
-    assert [block.keep for block in recompute_of(engine).blocks] == keeps  # nothing is larger: nothing is measured
+    assert [block.keep for block in recompute_of(engine).blocks] == keeps  # no larger batch, so no measurement
 
 
-def test_a_step_that_fails_leaves_no_trace(plain: Taken) -> None:
+def test_a_failed_step_has_no_effect(plain: Taken) -> None:
     module = Net(Language())
     engine = engine_for(module, 0.5)
     torch.manual_seed(1)
@@ -168,7 +168,7 @@ class Counted(Net):
         return self.num_terms
 
 
-def test_a_step_that_is_refused_before_its_forward_is_not_measured() -> None:
+def test_a_step_that_is_rejected_before_its_forward_is_not_measured() -> None:
     module = Counted(Language())
     engine = engine_for(module, 0.5)
     take_step(engine, module, WINDOWS[0])
@@ -187,7 +187,7 @@ def fail_after(module: Net) -> Callable[[Any], Tensor]:
     return step
 
 
-def test_a_step_without_a_loss_is_not_the_one_that_is_measured() -> None:
+def test_a_step_without_a_loss_is_not_measured() -> None:
     module = Net(Language())
     engine = engine_for(module, 0.5)
     take_step(engine, module, WINDOWS[0])
@@ -198,7 +198,7 @@ def test_a_step_without_a_loss_is_not_the_one_that_is_measured() -> None:
 
 
 class Trained(Net):
-    """What a Trainer fits."""
+    """Module for a Trainer."""
 
     def __init__(self) -> None:
         super().__init__(Language(num_layers=4))
@@ -210,7 +210,7 @@ class Trained(Net):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
-def test_under_the_trainer_and_resumed(make_trainer: Callable[..., Trainer], tmp_path: Path) -> None:
+def test_with_the_trainer_and_after_a_resume(make_trainer: Callable[..., Trainer], tmp_path: Path) -> None:
     def fit(budget: str | float, max_epochs: int, **keywords: Any) -> dict[str, Tensor]:
         module = Trained()
         torch.manual_seed(1)

@@ -1,4 +1,4 @@
-"""The choice within a budget against all choices there are, on small problems."""
+"""The choice for a budget compared with all possible choices, for small problems."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def lost_ns(stages: list[Stage], choice: list[int]) -> int:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_no_other_choice_loses_less(seed: int) -> None:
+def test_no_other_choice_loses_less_time(seed: int) -> None:
     draw = random.Random(seed)
     stages = random_stages(draw, draw.randrange(1, 7), draw.randrange(1, 5))
     every = [list(each) for each in itertools.product(*(range(len(stage.options)) for stage in stages))]
@@ -45,7 +45,7 @@ def test_no_other_choice_loses_less(seed: int) -> None:
         )
 
 
-def test_of_equal_blocks_the_later_ones_are_kept() -> None:
+def test_later_blocks_are_preferred_among_equal_blocks() -> None:
     options = (Option(0, 100, 10), Option(10, 100, 0))
     stages = [Stage(options, 100)] * 6
     assert choose(stages, 100) == [0, 0, 0, 0, 0, 0]
@@ -53,20 +53,20 @@ def test_of_equal_blocks_the_later_ones_are_kept() -> None:
     assert choose(stages, 160) == [1, 1, 1, 1, 1, 1]
 
 
-def test_a_peak_inside_a_block_counts_only_what_is_kept_before_it() -> None:
+def test_a_peak_inside_a_block_includes_only_previous_blocks() -> None:
     options = (Option(0, 100, 10), Option(10, 100, 0))
     stages = [Stage(options, 50)] * 6
-    # The last block keeps what it likes: while it runs its backward all of it is there anyway.
+    # The last block can save all activations, because all of them exist during its backward in any case.
     assert choose(stages, 100) == [0, 0, 0, 0, 0, 1]
     assert choose(stages, 120) == [0, 0, 0, 1, 1, 1]
 
 
-def test_without_blocks_there_is_nothing_to_choose() -> None:
+def test_a_problem_without_blocks() -> None:
     assert choose([], 0) == []
 
 
 @pytest.mark.parametrize("are_equal", [True, False])
-def test_a_hundred_blocks_are_chosen_at_once(are_equal: bool) -> None:
+def test_the_choice_for_a_hundred_blocks_is_fast(are_equal: bool) -> None:
     draw = random.Random(0)
     gib = 2**30
     stages = []
@@ -81,4 +81,4 @@ def test_a_hundred_blocks_are_chosen_at_once(are_equal: bool) -> None:
     elapsed_s = time.process_time() - start_s
     assert choice is not None
     assert peak_bytes(stages, choice) <= 150 * gib
-    assert elapsed_s < 0.5  # some 0.05 on a free core
+    assert elapsed_s < 0.5  # about 0.05 on an idle core

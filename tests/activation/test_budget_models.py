@@ -1,4 +1,4 @@
-"""Budgets with models of other shapes: unequal blocks, peaks elsewhere, blocks that run more than once."""
+"""Budgets for other models: unequal blocks, peaks outside of blocks, and blocks that run several times."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TOLERANCE = 1.03
 
 
 class Convolutions(nn.Module):
-    """Its output is kept by its last layer, and often by what comes after it as well."""
+    """Block whose output is saved by its last layer, and often also by the next operation."""
 
     def __init__(self, num_in: int, num_out: int) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Convolutions(nn.Module):
 
 
 class UNet(nn.Module):
-    """Blocks of unequal size, whose results wait on the way down until the way up."""
+    """Blocks of unequal size with skip connections from the down path to the up path."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class UNet(nn.Module):
 
 
 class Repeated(nn.Module):
-    """Two layers that run three times each, in turn."""
+    """Two layers that run alternately, three times each."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class Repeated(nn.Module):
 
 
 class HalfFrozen(Language):
-    """The embeddings and the first blocks need no gradient, and so keep nothing for a backward."""
+    """Model whose embeddings and first blocks need no gradient, so they save no activations."""
 
     def __init__(self) -> None:
         super().__init__(num_layers=6)
@@ -100,7 +100,7 @@ def sequences() -> tuple[Tensor]:
 
 
 def sweep(make: Callable[[], nn.Module], batch: tuple[Tensor], fractions: Sequence[float]) -> list[Taken]:
-    """At ``fractions``, of which the first is 0 and the last 1, what training took; always the same as without."""
+    """Train with each of ``fractions``, from 0 to 1, and check that the results are the same as without a budget."""
     windows: list[list[Any]] = [[batch]] * 4
     plain = train(make(), "none", windows)
     found = [train(make(), fraction, windows) for fraction in fractions]
@@ -116,7 +116,9 @@ def sweep(make: Callable[[], nn.Module], batch: tuple[Tensor], fractions: Sequen
 def test_unequal_blocks() -> None:
     least, half, most = sweep(UNet, pictures(), (0.0, 0.5, 1.0))
     assert least.peak_bytes < half.peak_bytes < most.peak_bytes
-    assert most.predicted_bytes == pytest.approx(most.peak_bytes, rel=0.08)  # an output that is kept twice counts twice
+    assert most.predicted_bytes == pytest.approx(
+        most.peak_bytes, rel=0.08
+    )  # an output that is saved two times counts two times
     assert len(set(half.keeps)) > 1
 
 
@@ -125,7 +127,7 @@ def test_a_peak_at_the_loss() -> None:
     least, half, most = sweep(lambda: Language(vocab_size=1500, num_layers=4), batch, (0.0, 0.5, 1.0))
     for taken in (least, half, most):
         assert taken.predicted_bytes == pytest.approx(taken.peak_bytes, rel=0.01)
-    assert least.keeps == [Keep.INPUT] * 4  # even the last block would add to that peak
+    assert least.keeps == [Keep.INPUT] * 4  # even the last block would increase this peak
     assert least.peak_bytes > 0.6 * most.peak_bytes
     assert half.keeps[-1] is Keep.ALL
 
@@ -136,7 +138,7 @@ def test_blocks_that_run_several_times() -> None:
     assert half.flops < least.flops
 
 
-def test_blocks_that_need_no_gradient_keep_nothing() -> None:
+def test_blocks_that_need_no_gradient_save_no_activations() -> None:
     least, most = sweep(HalfFrozen, tokens(), (0.0, 1.0))
     assert most.keeps == [Keep.INPUT] * 3 + [Keep.ALL] * 3
     assert most.flops < least.flops

@@ -1,4 +1,4 @@
-"""Budgets that may also move what blocks keep to host memory: with copies that really leave torch's memory."""
+"""Budgets with offloading to host memory, with copies that are outside of torch's memory."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ from tests.ranks.pool import RankPool
 
 TOLERANCE = 1.03
 OFFLOAD = {"activations": "cpu"}
-HIDDEN = CopyTimes(1e-4, 1e-4)  # 10 TB/s: any computation hides it
+HIDDEN = CopyTimes(1e-4, 1e-4)  # 10 TB/s, which any computation hides
 SLOW = CopyTimes(1e3, 1e3)
-NUM_CHOICES = 3  # for each shape; 40 were tried
+NUM_CHOICES = 3  # for each shape
 WINDOWS = [[tokens(seed=seed)] for seed in range(4)]
 
 
 class NumpyCopies(Copies):
-    """Host memory is NumPy's, which no one takes for a tensor's."""
+    """Copies to NumPy arrays, which do not count as tensors."""
 
     def __init__(self, times: CopyTimes) -> None:
         super().__init__(torch.device("cpu"))
@@ -71,14 +71,14 @@ class NumpyCopies(Copies):
 
 
 def move_by(patch: pytest.MonkeyPatch, times: CopyTimes, min_bytes: int = 4096) -> None:
-    """Let engines offload as to a host that takes ``times``."""
+    """Replace the copies of engines by copies with the given ``times``."""
     patch.setattr(recompute, "Offload", partial(Offload, min_bytes=min_bytes, copies=NumpyCopies(times)))
 
 
 def train_moving(
     make: Callable[[], nn.Module], within: float | int, windows: Sequence[Any]
 ) -> tuple[Taken, list[bool]]:
-    """What training took, and which blocks wait in host memory."""
+    """Measurements of a training, and the blocks that are offloaded."""
     network = make()
     moved: list[bool] = []
     with pytest.MonkeyPatch.context() as patch:
@@ -100,7 +100,7 @@ def bounds() -> tuple[int, int]:
     return tuple(train(Language(), fraction, WINDOWS).peak_bytes for fraction in (0.0, 1.0))  # type: ignore[return-value]
 
 
-def test_budgets_are_kept_and_used_where_copies_hide(monkeypatch: pytest.MonkeyPatch, bounds: tuple[int, int]) -> None:
+def test_budgets_are_met_and_used_if_copies_overlap(monkeypatch: pytest.MonkeyPatch, bounds: tuple[int, int]) -> None:
     move_by(monkeypatch, HIDDEN)
     plain = train(Language(), "none", WINDOWS)
     least, most = bounds
@@ -114,16 +114,16 @@ def test_budgets_are_kept_and_used_where_copies_hide(monkeypatch: pytest.MonkeyP
         assert taken.peak_bytes <= 1.005 * taken.predicted_bytes
         assert_same_training(taken, plain)
         found[part] = sum(moved), taken
-    assert found[1.0][0] == 0  # all fits: nothing is moved
+    assert found[1.0][0] == 0  # everything fits, so no block is offloaded
     for part in (0.4, 0.8):
         num_moved, taken = found[part]
         assert num_moved >= 3
         assert taken.keeps == [Keep.ALL] * 8
-        assert taken.flops == plain.flops  # nothing is computed again
-    assert found[0.4][0] > found[0.8][0]  # no more are moved than must be
+        assert taken.flops == plain.flops  # no recomputation
+    assert found[0.4][0] > found[0.8][0]  # no more blocks are offloaded than necessary
 
 
-def test_slow_copies_are_left_out(monkeypatch: pytest.MonkeyPatch, bounds: tuple[int, int]) -> None:
+def test_slow_copies_are_not_chosen(monkeypatch: pytest.MonkeyPatch, bounds: tuple[int, int]) -> None:
     move_by(monkeypatch, SLOW)
     taken, moved = train_moving(Language, (bounds[0] + bounds[1]) // 2, WINDOWS)
     assert not any(moved)
@@ -131,7 +131,7 @@ def test_slow_copies_are_left_out(monkeypatch: pytest.MonkeyPatch, bounds: tuple
     assert set(taken.keeps) != {Keep.ALL}
 
 
-def test_a_fraction_means_what_it_means_without(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fraction_has_the_same_meaning_as_without_offloading(monkeypatch: pytest.MonkeyPatch) -> None:
     alone = train(Language(), 0.5, WINDOWS)
     move_by(monkeypatch, HIDDEN)
     taken, moved = train_moving(Language, 0.5, WINDOWS)
@@ -152,8 +152,8 @@ SHAPES: dict[str, tuple[Callable[[], nn.Module], list[Any]]] = {
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_no_choice_takes_more_than_predicted(monkeypatch: pytest.MonkeyPatch, shape: str) -> None:
-    """Whatever is chosen, also what never would be; and the gradients are those of a run that keeps all."""
+def test_no_choice_needs_more_memory_than_predicted(monkeypatch: pytest.MonkeyPatch, shape: str) -> None:
+    """Test random choices, including bad ones. The gradients are equal to a run that saves all activations."""
     make, window = SHAPES[shape]
     draw = random.Random(shape)
     seen: list[Sequence[Stage]] = []
@@ -190,7 +190,7 @@ def test_no_choice_takes_more_than_predicted(monkeypatch: pytest.MonkeyPatch, sh
 
 
 def train_on_rank(strategy: str) -> dict[str, Any]:
-    """Rank 1 gets batches of twice as many samples."""
+    """Train with batches that are two times larger on rank 1."""
     ranks = make_ranks()
     own = 1 + ranks.world.rank
     windows = [[tokens(8 * own, seed=10 * step + own)] for step in range(4)]
@@ -212,7 +212,7 @@ def train_on_rank(strategy: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
-def test_ranks_move_the_same_blocks(on_ranks: RankPool, strategy: str) -> None:
+def test_ranks_offload_the_same_blocks(on_ranks: RankPool, strategy: str) -> None:
     first, second = on_ranks(NUM_RANKS, train_on_rank, strategy)
     assert first["ways"] == second["ways"]
     assert any(offloads for _, offloads in first["ways"])
@@ -237,12 +237,12 @@ def test_under_the_trainer(
     plain = fit()
     for name, each in fit(activation_checkpointing=0.6, offload=OFFLOAD).items():
         assert torch.equal(each, plain[name]), name
-    assert "4 keep all in host memory; predicted peak" in capsys.readouterr().err
+    assert "4 save all activations in host memory; predicted peak" in capsys.readouterr().err
 
 
-def test_a_device_whose_memory_is_the_hosts_is_refused(make_trainer: Callable[..., Trainer]) -> None:
+def test_a_device_that_uses_host_memory_is_rejected(make_trainer: Callable[..., Trainer]) -> None:
     trainer = make_trainer(activation_checkpointing="6GiB", offload=OFFLOAD, accelerator="cpu")
-    with pytest.raises(RoomierError, match=r"offload.activations='cpu'.*device 'cpu'.*Leave out offload") as caught:
+    with pytest.raises(RoomierError, match=r"offload.activations='cpu'.*device 'cpu'.*Remove offload") as caught:
         trainer.fit(Net(Language(num_layers=2)), [tokens()])
     assert "budget" in caught.value.problem
 
@@ -264,7 +264,7 @@ def moved_stages(draw: random.Random, sizes: Sequence[int]) -> list[Stage]:
 
 @pytest.mark.parametrize("are_equal", [True, False])
 @pytest.mark.parametrize("seed", range(30))
-def test_the_choice_against_all_there_are(seed: int, are_equal: bool) -> None:
+def test_the_choice_compared_with_all_choices(seed: int, are_equal: bool) -> None:
     draw = random.Random(seed)
     stages = moved_stages(draw, [30] if are_equal else range(5, 60))
     every = [list(each) for each in itertools.product(*(range(len(stage.options)) for stage in stages))]
@@ -284,8 +284,8 @@ def test_the_choice_against_all_there_are(seed: int, are_equal: bool) -> None:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_two_calls_at_a_time_are_never_more_than_counted(seed: int) -> None:
-    """A step acted out: calls run forward in any order of blocks and backward in the reverse, two are there."""
+def test_two_calls_on_the_device_never_exceed_the_bound(seed: int) -> None:
+    """Simulate a step: calls run forward in any order and backward in reverse, with two calls on the device."""
     draw = random.Random(seed)
     num_blocks = draw.randrange(1, 6)
     order = [*range(num_blocks), *(draw.randrange(num_blocks) for _ in range(draw.choice([0, 0, 3])))]
@@ -301,11 +301,11 @@ def test_two_calls_at_a_time_are_never_more_than_counted(seed: int) -> None:
         moved += [place] if sizes[block] else []
         assert sum(sizes[order[each]] for each in moved[-2:]) <= counted(max(order[: place + 1]))
     for place in reversed(range(len(order))):
-        there = [each for each in moved if each <= place][-2:]
-        assert sum(sizes[order[each]] for each in there) <= counted(max(order[: place + 1]))
+        present = [each for each in moved if each <= place][-2:]
+        assert sum(sizes[order[each]] for each in present) <= counted(max(order[: place + 1]))
 
 
-def test_a_hundred_unequal_blocks_are_chosen_in_seconds() -> None:
+def test_the_choice_for_a_hundred_unequal_blocks_takes_seconds() -> None:
     draw, mib = random.Random(0), 2**20
     stages = []
     for _ in range(100):
@@ -323,12 +323,12 @@ def test_a_hundred_unequal_blocks_are_chosen_in_seconds() -> None:
     assert choice is not None
     assert peak_bytes(stages, choice) <= 100 * 10**9
     assert choice.count(3) > 10
-    assert elapsed_s < 5  # some 0.7 on a free core
+    assert elapsed_s < 5  # about 0.7 on an idle core
 
 
-def test_what_a_computation_does_not_hide_is_lost() -> None:
+def test_copies_that_do_not_overlap_count_as_lost_time() -> None:
     call, after = Call(0, moved_bytes=1000), Call(1, spans=[(0, 300)], backward_spans=[(0, 700)])
-    assert moved_ns(call, after, CopyTimes(0.3, 0.7)) == 20  # hidden, and not free
+    assert moved_ns(call, after, CopyTimes(0.3, 0.7)) == 20  # overlaps, but has a small cost
     assert moved_ns(call, after, CopyTimes(0.4, 0.7)) == 100 + 22
     assert moved_ns(call, after, CopyTimes(1.0, 1.0)) == 700 + 300 + 40
 
@@ -339,7 +339,7 @@ def test_the_times_of_copies_are_measured() -> None:
     assert 0.001 < times.back_ns < 100
 
 
-def test_what_is_saved_is_seen_and_still_goes_where_it_went() -> None:
+def test_observing_saved_tensors_does_not_change_other_hooks() -> None:
     x, seen, packed = torch.ones(3, requires_grad=True), [], []
 
     def pack(tensor: Tensor) -> Tensor:
@@ -371,7 +371,7 @@ def test_on_a_gpu() -> None:
     assert found[0.5] == found["none"]
     chosen = recompute_of(engine)
     for block in chosen.blocks:
-        block.keep, block.offloads = MOVED  # whatever was chosen here
+        block.keep, block.offloads = MOVED  # replaces the choice
     take_step(engine, module, windows[0])
     torch.cuda.reset_peak_memory_stats()
     take_step(engine, module, windows[0])

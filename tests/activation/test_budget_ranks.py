@@ -1,4 +1,4 @@
-"""Budgets on two ranks: one choice for all, whatever each of them is given."""
+"""Budgets on two ranks: all ranks make the same choice, even for different batches."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def make_ranks() -> Ranks:
 
 
 def train_on_rank(strategy: str, budget: float | str, dropout: float = 0.1) -> dict[str, Any]:
-    """Rank 1 gets batches of twice as many samples."""
+    """Train with batches that are two times larger on rank 1."""
     ranks = make_ranks()
     module = Net(Language(num_layers=4, dropout=dropout))
     engine = engine_for(module, budget, ranks, strategy=strategy, devices=NUM_RANKS)
@@ -40,7 +40,7 @@ def train_on_rank(strategy: str, budget: float | str, dropout: float = 0.1) -> d
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_ranks_with_unequal_batches_choose_alike_and_keep_the_budget(on_ranks: RankPool, strategy: str) -> None:
+def test_ranks_with_unequal_batches_make_the_same_choice_and_meet_the_budget(on_ranks: RankPool, strategy: str) -> None:
     plain = on_ranks(NUM_RANKS, train_on_rank, strategy, "none")
     half = on_ranks(NUM_RANKS, train_on_rank, strategy, 0.5)
     assert half[0]["keeps"] == half[1]["keeps"]
@@ -62,7 +62,7 @@ def fail_on_rank(strategy: str) -> str:
     return ""
 
 
-def test_a_budget_that_cannot_be_kept_is_an_error_on_every_rank(on_ranks: RankPool) -> None:
+def test_a_budget_that_is_too_small_raises_on_every_rank(on_ranks: RankPool) -> None:
     first, second = on_ranks(NUM_RANKS, fail_on_rank, "zero2")
     assert first == second
     assert "activation.budget='1.0 MiB'" in first
@@ -80,12 +80,12 @@ def grow_on_rank() -> tuple[list[str], list[str]]:
     return before, [str(block.keep) for block in recompute_of(engine).blocks]
 
 
-def test_a_larger_batch_on_one_rank_changes_nothing_and_is_told(
+def test_a_larger_batch_on_one_rank_is_reported_and_keeps_the_choice(
     on_ranks: RankPool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for before, after in on_ranks(NUM_RANKS, grow_on_rank):
         assert before == after
-    told = [line for line in capsys.readouterr().out.splitlines() if "larger than" in line]
-    assert len(told) == 1
-    assert "(132,)" in told[0]
-    assert "(264,)" in told[0]
+    printed = [line for line in capsys.readouterr().out.splitlines() if "larger than" in line]
+    assert len(printed) == 1
+    assert "(132,)" in printed[0]
+    assert "(264,)" in printed[0]

@@ -10,7 +10,7 @@ from tests.activation.budgets import Language, Net, engine_for, measured_peak, r
 
 
 @pytest.mark.slow
-def test_the_time_of_a_step_falls_as_the_budget_grows(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_time_of_a_step_decreases_with_larger_budgets(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = {"num_layers": 8, "width": 192, "num_heads": 4, "dropout": 0.1}
     window = [tokens(24)]
     budgets = [part / 9 for part in range(10)]

@@ -1,4 +1,4 @@
-"""What is saved leaves the device, comes back in time, and is awaited: with copies that are made only when awaited."""
+"""Saved tensors are offloaded and copied back in time, tested with copies that run only when they are awaited."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ KIB = 1024
 
 
 class LateCopies(Copies):
-    """A copy is made when something waits for it, and no sooner; until then its target holds something else.
+    """Copies that run only when something waits for them. Until then, the target has other values.
 
     Attributes:
-        num_bytes: moved to the host and to the device.
-        log: each of these, as ``"out"``, ``"back"``, and what a test adds.
+        num_bytes: bytes that were copied to the host and to the device.
+        log: entries ``"out"`` and ``"back"`` for each copy, and entries of the test.
     """
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class LateCopies(Copies):
         def copy() -> None:
             source, target = weak_source(), weak_target()
             if target is not None:
-                assert source is not None, "freed before its copy was made"
+                assert source is not None, "freed before it was copied"
                 target.copy_(source)
 
         self._queue.append(copy)
@@ -75,7 +75,7 @@ class LateCopies(Copies):
             self._queue[index] = lambda: None
 
     def bytes_here(self) -> int:
-        """Of what was moved, how much is on the device now."""
+        """Return the bytes of offloaded tensors that are on the device now."""
         return sum(tensor.numel() for each in self.here if (tensor := each()) is not None)
 
 
@@ -119,7 +119,7 @@ def moved(blocks: list[nn.Module], keep: Keep, min_bytes: int = 1) -> Iterator[t
 
 
 @pytest.mark.parametrize("keep", Keep)
-def test_everything_that_is_read_was_awaited(keep: Keep) -> None:
+def test_every_read_waits_for_its_copy(keep: Keep) -> None:
     plain, ours = Net(), Net()
     with moved(list(ours.blocks), keep) as (copies, _):
         for _ in range(3):
@@ -130,7 +130,7 @@ def test_everything_that_is_read_was_awaited(keep: Keep) -> None:
 @pytest.mark.parametrize("keep", Keep)
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_model_with_late_copies(kind: str, keep: Keep) -> None:
-    """Positions that all blocks share, skips past blocks, and caches of products."""
+    """Test positions that all blocks share, skip connections, and caches of products."""
 
     def step(keeps: Keep | None) -> Any:
         torch.manual_seed(0)
@@ -151,7 +151,7 @@ def _is_block(module: nn.Module) -> bool:
     return type(module).__name__ in names
 
 
-def test_the_device_holds_two_blocks() -> None:
+def test_at_most_two_blocks_are_on_the_device() -> None:
     peaks = {}
     for num_blocks in (3, NUM_BLOCKS):
         net = Net()
@@ -162,13 +162,13 @@ def test_the_device_holds_two_blocks() -> None:
                 block.register_full_backward_hook(lambda *_, copies=copies, held=held: held.append(copies.bytes_here()))
             net.loss().backward()
             peaks[num_blocks] = max(held)
-            assert copies.bytes_here() <= 2 * ROWS * WIDTH * 4  # x and the mask, which the network has itself
+            assert copies.bytes_here() <= 2 * ROWS * WIDTH * 4  # x and the mask, which belong to the network
     one = ROWS * WIDTH * 4
     per_block = (1 + 2 + 2 + 2) * one  # of each block: x, before GELU, after it, dropout's scale (mask is shared)
     assert peaks[NUM_BLOCKS] == peaks[3] <= 2 * (per_block + 3 * one)
 
 
-def test_a_block_is_asked_for_while_the_one_after_it_computes() -> None:
+def test_a_block_is_copied_back_while_the_next_block_computes() -> None:
     net = Net()
     with moved(list(net.blocks), Keep.INPUT) as (copies, _):
         for number, block in enumerate(net.blocks):
@@ -176,14 +176,14 @@ def test_a_block_is_asked_for_while_the_one_after_it_computes() -> None:
             block.register_full_backward_hook(lambda *_, n=number: copies.log.append(f"end {n}"))
         net.loss().backward()
     backward = copies.log[copies.log.index(f"begin {NUM_BLOCKS - 1}") :]
-    # The last two are there still; each of the others comes while the one after it is computed again.
+    # The last two blocks are still on the device. Each other block is copied while the next block is recomputed.
     assert backward == [
         *("begin 5", "end 5", "begin 4", "back", "end 4", "begin 3", "back", "end 3"),
         *("begin 2", "back", "end 2", "begin 1", "back", "end 1", "begin 0", "end 0"),
     ]
 
 
-def test_a_storage_is_moved_once() -> None:
+def test_a_storage_is_moved_one_time() -> None:
     class Views(nn.Module):
         def forward(self, x: Tensor, mask: Tensor) -> Tensor:
             left, right = x.chunk(2, dim=1)
@@ -195,10 +195,12 @@ def test_a_storage_is_moved_once() -> None:
     with moved(blocks, Keep.ALL) as (copies, _):
         last = blocks[1](blocks[0](x + 0, mask), mask)
     assert last.requires_grad
-    assert copies.num_bytes["out"] == (x.numel() + mask.numel() + last.numel()) * 4  # what each is given, and the mask
+    assert (
+        copies.num_bytes["out"] == (x.numel() + mask.numel() + last.numel()) * 4
+    )  # the inputs of the blocks, and the mask
 
 
-def test_parameters_and_what_is_small_stay() -> None:
+def test_parameters_and_small_tensors_stay_on_the_device() -> None:
     class Wide(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -212,12 +214,12 @@ def test_parameters_and_what_is_small_stay() -> None:
         block = Wide()
         with moved([block], Keep.ALL, min_bytes=100 * KIB) as (copies, _), torch.autocast("cpu", enabled=autocast):
             block(torch.rand(2, 256, requires_grad=True)).sum().backward()
-        # What autocast makes of a frozen weight is made anew each time, and lives for the backward alone.
+        # Autocast converts a frozen weight each time, so the result exists only for the backward.
         assert copies.num_bytes["out"] == (256 * 256 * 2 if autocast else 0)
     assert MIN_BYTES == 2**20
 
 
-def test_writing_into_what_was_saved_is_an_error_as_without() -> None:
+def test_modifying_a_saved_tensor_raises_as_without_offloading() -> None:
     class Writing(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             y = x * 2
@@ -233,7 +235,7 @@ def test_writing_into_what_was_saved_is_an_error_as_without() -> None:
                 loss.backward()
 
 
-def test_an_error_in_a_block_leaves_nothing_behind() -> None:
+def test_an_error_in_a_block_has_no_effect_on_later_steps() -> None:
     plain, ours = Net(), Net()
 
     def stumble(*_: Any) -> None:
@@ -249,7 +251,7 @@ def test_an_error_in_a_block_leaves_nothing_behind() -> None:
         assert len(offload._present) <= 2
 
 
-def test_keep_may_change_between_steps() -> None:
+def test_keep_can_change_between_steps() -> None:
     plain, ours = Net(), Net()
     with moved(list(ours.blocks), Keep.ALL) as (copies, _):
         for step in range(6):
@@ -263,8 +265,8 @@ def test_keep_may_change_between_steps() -> None:
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
 @pytest.mark.parametrize("keep", Keep)
-def test_what_compiled_blocks_save_moves_too(keep: Keep, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))  # traced, but no code is made
+def test_saved_tensors_of_compiled_blocks_are_offloaded(keep: Keep, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))  # traces without generating code
     plain, ours = Net(), Net()
     for block in plain.blocks:
         install(block, BlockForward(block, keep))

@@ -1,4 +1,4 @@
-"""What is computed again is what was computed: the same gradients to the last bit, for every kind of model."""
+"""Recomputation gives bit-identical gradients for every kind of model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def moves_all(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_gradients_are_those_without(kind: str, autocast: bool) -> None:
+def test_gradients_are_bit_identical(kind: str, autocast: bool) -> None:
     plain = two_steps(kind, autocast, None)
     assert not torch.equal(plain[0].loss, two_steps(kind, autocast, None, seed=4)[0].loss), "dropout"
     for way in WAYS:

@@ -1,4 +1,4 @@
-"""Blocks that are no plain functions of one tensor, and calls that are no training steps."""
+"""Blocks with state or several arguments, and calls outside of training steps."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ every_way = pytest.mark.parametrize("way", WAYS, ids="-".join)
 
 
 class Block(nn.Module):
-    """Counts its calls."""
+    """Layer that counts its calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Blocks one after the other."""
+    """Sequence of blocks."""
 
     def __init__(self, make_block: Callable[[], nn.Module] = Block, num_blocks: int = 4) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class Net(nn.Module):
 
 
 def assert_same(make_net: Callable[[], Any], way: tuple[str, str], num_steps: int = 2) -> None:
-    """With ``way`` the steps of a net are those without."""
+    """Check that the steps of a net with ``way`` are equal to the steps without it."""
     plain, ours = make_net(), make_net()
     with recomputed(ours, *way):
         for _ in range(num_steps):
@@ -78,14 +78,14 @@ def moves_all(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("policy", "calls"), [("full", [2, 2, 2, 2]), ("every_n", [1, 2, 1, 2]), ("none", [1] * 4)])
-def test_blocks_are_called_again_as_the_policy_says(policy: str, calls: list[int]) -> None:
+def test_the_policy_determines_the_recomputed_blocks(policy: str, calls: list[int]) -> None:
     net = Net()
     with recomputed(net, policy, "cpu"):
         step_of(net, net.loss)
     assert [block.num_calls for block in net.blocks] == calls
 
 
-def test_selective_computes_everything_again_but_products() -> None:
+def test_selective_recomputes_everything_except_products() -> None:
     def count(policy: str) -> tuple[int, int]:
         operators: list[Any] = []
 
@@ -103,7 +103,7 @@ def test_selective_computes_everything_again_but_products() -> None:
     assert count("full") == (32, 8)
 
 
-def test_evaluation_calls_the_block_alone() -> None:
+def test_evaluation_calls_the_block_directly() -> None:
     net = Net()
     with recomputed(net, "full", "cpu"):
         for context in (torch.no_grad, torch.inference_mode):
@@ -153,7 +153,7 @@ def test_tied_weights(way: tuple[str, str]) -> None:
 
 
 @every_way
-def test_autocast_that_a_block_turns_off_for_a_part(way: tuple[str, str]) -> None:
+def test_a_block_that_disables_autocast_for_some_operations(way: tuple[str, str]) -> None:
     class Mixed(Block):
         def forward(self, x: Tensor) -> Tensor:
             with torch.autocast("cpu", enabled=False):
@@ -169,7 +169,7 @@ def test_autocast_that_a_block_turns_off_for_a_part(way: tuple[str, str]) -> Non
 
 
 @every_way
-def test_a_graph_that_is_kept_for_a_second_backward(way: tuple[str, str]) -> None:
+def test_a_graph_that_is_retained_for_a_second_backward(way: tuple[str, str]) -> None:
     def gradients(net: Net) -> list[Tensor]:
         torch.manual_seed(3)
         loss = net.loss()
@@ -183,7 +183,7 @@ def test_a_graph_that_is_kept_for_a_second_backward(way: tuple[str, str]) -> Non
 
 
 @every_way
-def test_draws_of_python_and_numpy(way: tuple[str, str]) -> None:
+def test_random_numbers_of_python_and_numpy_are_repeated(way: tuple[str, str]) -> None:
     class Drawing(Block):
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x) * (random.random() + float(np.random.rand()))
@@ -206,7 +206,7 @@ def test_draws_of_python_and_numpy(way: tuple[str, str]) -> None:
 
 @every_way
 def test_buffers_that_a_forward_reads_and_changes(way: tuple[str, str]) -> None:
-    """Spectral norm goes on with its power iteration at each forward; batch norm counts."""
+    """Spectral norm continues its power iteration in each forward, and batch norm counts batches."""
 
     class Normed(Block):
         def __init__(self) -> None:
@@ -220,7 +220,7 @@ def test_buffers_that_a_forward_reads_and_changes(way: tuple[str, str]) -> None:
     assert_same(lambda: Net(Normed), way)
 
 
-def test_a_buffer_that_changes_later_is_refused() -> None:
+def test_a_buffer_that_changes_later_is_rejected() -> None:
     class Late(Block):
         def __init__(self) -> None:
             super().__init__()
@@ -234,7 +234,9 @@ def test_a_buffer_that_changes_later_is_refused() -> None:
     net = Net(Late)
     with recomputed(net, "full"):
         step_of(net, net.loss)
-        with pytest.raises(RoomierError, match="activation_checkpointing='total': a Late changes this buffer"):
+        with pytest.raises(
+            RoomierError, match="activation_checkpointing='total': is a buffer that the forward of Late changes"
+        ):
             step_of(net, net.loss)
 
 
@@ -248,8 +250,8 @@ def test_batch_norm_that_is_frozen_at_first() -> None:
     assert [int(block[1].num_batches_tracked) for block in net.blocks] == [1] * 4
 
 
-def test_draws_of_a_product_that_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels of attention draw their dropout themselves: what is drawn after them must not be theirs."""
+def test_random_numbers_after_saved_attention_are_identical(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention kernels draw their own dropout, which later random numbers must not repeat."""
 
     class Noisy(Block):
         def forward(self, x: Tensor) -> Tensor:
@@ -273,14 +275,14 @@ def test_copies_of_a_network_run_their_own_blocks() -> None:
     assert net.state_dict().keys() == Net().state_dict().keys()
 
 
-def test_a_network_without_blocks_is_told_what_to_do() -> None:
+def test_a_network_without_blocks_is_rejected() -> None:
     for policy, offload, field in (("full", "none", "activation_checkpointing='full'"), ("none", "cpu", "offload")):
         with pytest.raises(RoomierError, match=field + r".*no blocks.*model_blocks\(\)"):
             recomputed(nn.Linear(2, 2), policy, offload).__enter__()
 
 
-def test_more_blocks_between_than_there_are() -> None:
-    with pytest.raises(RoomierError, match="every_n=2: is more than the 1 blocks"):
+def test_every_n_larger_than_the_number_of_blocks() -> None:
+    with pytest.raises(RoomierError, match=r"every_n=2: must be at most the number of blocks of the model \(1\)"):
         recomputed(Net(num_blocks=1), "every_n").__enter__()
 
 
@@ -294,8 +296,8 @@ def make_gpt2() -> tuple[nn.Module, Callable[..., Any]]:
 
 
 @every_way
-def test_a_cache_is_left_out_in_training(way: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
-    repeat._TOLD.clear()
+def test_an_empty_cache_is_replaced_in_training(way: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    repeat._PRINTED.clear()
     (plain, plain_call), (ours, our_call) = make_gpt2(), make_gpt2()
     with recomputed(ours, *way):
         ours_step = step_of(ours, lambda: our_call(use_cache=True).loss)
@@ -305,7 +307,7 @@ def test_a_cache_is_left_out_in_training(way: tuple[str, str], capsys: pytest.Ca
     assert_equal(ours_step, step_of(plain, lambda: plain_call(use_cache=False).loss))
 
 
-def test_a_cache_with_something_in_it_is_refused() -> None:
+def test_a_filled_cache_is_rejected() -> None:
     network, call = make_gpt2()
     with recomputed(network, "full"):
         with torch.no_grad():

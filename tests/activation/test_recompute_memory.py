@@ -1,4 +1,4 @@
-"""How many bytes each policy keeps for the backward, for each block and at the peak of a step."""
+"""Bytes that each policy saves for backward, per block and at the peak of a step."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Language(Module):
 
 @cache
 def kept_and_peak(policy: str, num_layers: int) -> tuple[int, int]:
-    """Bytes that the forward leaves for the backward, and the peak of these and of temporary ones."""
+    """Return the bytes that the forward saves for backward, and the peak including temporary tensors."""
     module = Language(num_layers)
     plan = plan_from_flags(accelerator="cpu", optimizer="sgd", learning_rate=0.1, activation_checkpointing=policy)
     ranks = Ranks(World(0, 1, 0, 0, 1))
@@ -56,25 +56,25 @@ def kept_and_peak(policy: str, num_layers: int) -> tuple[int, int]:
 
 
 def kept_per_block(policy: str) -> float:
-    """In units of a block's input."""
+    """Return the saved bytes per block, in units of the input of a block."""
     return (kept_and_peak(policy, 8)[0] - kept_and_peak(policy, 4)[0]) / 4 / INPUT
 
 
-def test_what_is_kept_for_each_block() -> None:
-    statistics = 1 / 16  # of two norms, mean and deviation of each row; of attention, one number for a row of scores
+def test_saved_bytes_per_block() -> None:
+    statistics = 1 / 16  # two norms: mean and deviation of each row; attention: one number per row of scores
     assert WIDTH == 16 * HEADS == 64
     assert kept_per_block("full") == 1
-    # Its input; query, key and value; of attention its result and statistics; the result of each branch; of the MLP 4.
+    # The input; query, key and value; result and statistics of attention; the result of each branch; 4 of the MLP.
     assert kept_per_block("selective") == 1 + 3 + 1 + statistics + 2 * 1 + 4
-    # Norms: 2 inputs, 2 results and statistics; query, key and value; attention twice; before GELU and after it.
+    # Norms: 2 inputs, 2 results and statistics; query, key and value; attention two times; before and after GELU.
     assert kept_per_block("none") == 2 + 2 + statistics + 3 + 1 + statistics + 4 + 4
     assert kept_per_block("every_n") == (kept_per_block("none") + 1) / 2
 
 
-def test_peaks_are_in_the_order_of_what_is_kept() -> None:
+def test_peaks_have_the_order_of_the_saved_bytes() -> None:
     peaks = {policy: kept_and_peak(policy, 8)[1] / INPUT for policy in ("full", "every_n", "selective", "none")}
     assert peaks["full"] < peaks["every_n"] < peaks["none"]
     assert peaks["full"] < peaks["selective"] < peaks["none"]
-    # The inputs of all blocks, what one block keeps, and gradients within it, of which the widest is that of GELU.
+    # The inputs of all blocks, the activations of one block, and the gradients in it, the widest of which is of GELU.
     assert peaks["full"] <= 8 + kept_per_block("none") + 2 * 4
-    assert peaks["full"] - kept_and_peak("full", 4)[1] / INPUT == 4, "of each further block its input alone"
+    assert peaks["full"] - kept_and_peak("full", 4)[1] / INPUT == 4, "each additional block saves only its input"

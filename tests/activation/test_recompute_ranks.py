@@ -1,6 +1,6 @@
-"""Blocks that are computed again on several ranks: to the last bit what these ranks train without, dropout included.
+"""Recomputation on several ranks is bit-identical to training without it, including dropout.
 
-That ranks without recompute train as a bare loop does is shown in ``tests/parallel``.
+``tests/parallel`` compares ranks without recomputation with a plain loop.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.parallel.tasks import Language
 from tests.ranks.pool import RankPool
 
 CALLS: list[nn.Module] = []
-"""Of the last block."""
+"""Calls of the last block."""
 
 
 class Dropping(Language):
@@ -44,7 +44,7 @@ BF16 = {"precision": "bf16-mixed"}
 
 
 def apart(setup: Setup, task: type[Language] = Dropping) -> list[str]:
-    """What differs, after some steps, with each way of keeping less."""
+    """Return the differences after some steps, for each setting that saves fewer activations."""
     plain = train_on_ranks(task, setup)
     num_calls = len(CALLS)
     found = []
@@ -52,9 +52,9 @@ def apart(setup: Setup, task: type[Language] = Dropping) -> list[str]:
         CALLS.clear()
         ours = train_on_ranks(task, dataclasses.replace(setup, levers=levers))
         if len(CALLS) != 2 * num_calls:
-            found.append(f"{levers}: called {len(CALLS)} times in the place of twice {num_calls}")
+            found.append(f"{levers}: called {len(CALLS)} times instead of two times {num_calls}")
         if ours.losses != plain.losses or ours.norms != plain.norms:
-            found.append(f"{levers}: losses {ours.losses} in the place of {plain.losses}")
+            found.append(f"{levers}: losses {ours.losses} instead of {plain.losses}")
         differ = [name for name, weight in plain.weights.items() if not torch.equal(ours.weights[name], weight)]
         found += [f"{levers}: {name}" for name in differ]
     return found
@@ -68,7 +68,7 @@ def test_two_ranks(on_ranks: RankPool, strategy: str, precision: str) -> None:
 
 
 def gathers_of_a_step(setup: Setup) -> list[float]:
-    """Collectives without and with each way."""
+    """Return the numbers of collectives without and with each setting."""
     counts = []
     gather = PairwiseAllGather.__call__
     for levers in ({}, FULL, SELECTIVE):
@@ -79,8 +79,8 @@ def gathers_of_a_step(setup: Setup) -> list[float]:
 
 
 @pytest.mark.parametrize("strategy", ["zero2", "zero3"])
-def test_a_second_forward_gathers_nothing_more(on_ranks: RankPool, strategy: str) -> None:
-    """Its block was gathered for the backward it runs in, norms and products both."""
+def test_a_second_forward_runs_no_additional_all_gather(on_ranks: RankPool, strategy: str) -> None:
+    """The block is already unsharded for its backward, including norms and products."""
     setup = Setup(strategy, precision="bf16-mixed", num_steps=2)
     for none, full, selective in on_ranks(2, gathers_of_a_step, setup):
         assert none == full == selective > 0

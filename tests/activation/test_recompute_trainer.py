@@ -1,4 +1,4 @@
-"""Recompute as a user asks for it: by a keyword of the Trainer, in fits, evaluations and resumed runs."""
+"""Recomputation with a keyword of the Trainer, in fits, evaluations and resumed runs."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def assert_equal(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
 
 @each_lever
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed", "64-true"])
-def test_a_fit_is_the_same(make_trainer: Make, levers: dict[str, Any], precision: str) -> None:
+def test_a_fit_has_the_same_results(make_trainer: Make, levers: dict[str, Any], precision: str) -> None:
     keywords = {"max_epochs": 1, "precision": precision, "gradient_clip_val": 0.5, "accumulate_grad_batches": 2}
     plain, ours = Language(), Language()
     assert_equal(fitted(make_trainer(**keywords, **levers), ours), fitted(make_trainer(**keywords), plain))
@@ -120,7 +120,7 @@ def test_fits_and_evaluations_in_a_row(make_trainer: Make) -> None:
     assert torch.equal(torch.stack(ours.val_losses), torch.stack(plain.val_losses))
 
 
-def test_a_run_goes_on_with_another_policy(make_trainer: Make, tmp_path: Path) -> None:
+def test_a_run_resumes_with_another_policy(make_trainer: Make, tmp_path: Path) -> None:
     whole = fitted(make_trainer(max_epochs=2), Language())
     first = make_trainer(max_epochs=1, activation_checkpointing="full", offload={"activations": "cpu"})
     fitted(first, Language())

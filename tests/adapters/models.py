@@ -1,4 +1,4 @@
-"""Small models that are adapted in the tests, with dropout off."""
+"""Small models for the tests of adapters, without dropout."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def make_gpt(width: int = 32, num_layers: int = 2) -> nn.Module:
 
 
 def make_transformer(kind: str) -> Any:
-    """A tiny ``"gpt2"``, ``"llama"`` or ``"bert"`` of Hugging Face."""
+    """Return a tiny ``"gpt2"``, ``"llama"`` or ``"bert"`` model of Hugging Face."""
     import transformers
 
     torch.manual_seed(0)
@@ -65,7 +65,7 @@ def loss_of(network: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 class Adaptable(Module):
-    """Any of :data:`MODELS` as a Module."""
+    """Module around any of :data:`MODELS`."""
 
     def __init__(self, kind: str = "gpt") -> None:
         super().__init__()

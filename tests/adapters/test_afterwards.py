@@ -1,4 +1,4 @@
-"""A model with adapters after its run: pickled, trained on without being named, saved by Hugging Face."""
+"""A model with adapters after its run: pickling, further runs without the keyword, and save_pretrained."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def trained(make_trainer: MakeTrainer, module: Any, **lora: Any) -> Any:
 
 @pytest.mark.parametrize("base", BASES)
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
-def test_a_model_with_adapters_is_pickled_and_copied(
+def test_a_model_with_adapters_can_be_pickled_and_copied(
     make_trainer: MakeTrainer, tmp_path: Path, kind: str, base: str
 ) -> None:
     network: nn.Module = trained(make_trainer, Adaptable(kind), base=base, dropout=0.1).net.eval()
@@ -52,14 +52,14 @@ def test_a_model_with_adapters_is_pickled_and_copied(
     before = loss_of(network, batch)
     merge_lora(read)
     assert not any(isinstance(each, Adapted) for each in read.modules())
-    assert torch.equal(loss_of(network, batch), before)  # the copy was another model
+    assert torch.equal(loss_of(network, batch), before)  # the copy is independent
 
 
-def test_a_layer_that_is_pickled_in_its_own_way_says_so(make_trainer: MakeTrainer) -> None:
+def test_a_layer_with_custom_pickling_is_rejected(make_trainer: MakeTrainer) -> None:
     module = Adaptable()
     module.net.blocks[0].attention.out.__class__ = OwnWay
     trained(make_trainer, module)
-    with pytest.raises(RoomierError, match="is pickled by OwnWay in its own way"):
+    with pytest.raises(RoomierError, match="has custom pickling in OwnWay"):
         pickle.dumps(module.net)
 
 
@@ -68,33 +68,33 @@ class OwnWay(nn.Linear):
         return OwnWay, (self.in_features, self.out_features)
 
 
-def test_a_second_run_on_other_layers_is_stored_with_those_of_the_first(
+def test_adapters_of_a_second_run_are_stored_with_those_of_the_first(
     make_trainer: MakeTrainer, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     module = trained(make_trainer, Adaptable(), targets=["mlp.up"])
     trainer = make_trainer(lora={"rank": 4, "targets": ["mlp.out"]}, optimizer=OPTIMIZER, max_steps=1)
     trainer.fit(module, token_batches(1))
-    assert "2 layers that lora targets does not name have adapters from an earlier run" in capfd.readouterr().err
+    assert "2 layers that lora targets does not include have adapters from an earlier run" in capfd.readouterr().err
     trainer.save_checkpoint(tmp_path / "saved")
     again = load_module(Adaptable, tmp_path / "saved")
     assert torch.equal(loss_of(again.net, token_batches(1)[0]), loss_of(module.net, token_batches(1)[0]))
 
 
 @pytest.mark.parametrize("base", BASES)
-def test_a_second_run_that_does_not_name_them_keeps_and_tells_them(
+def test_a_second_run_without_the_keyword_keeps_and_reports_the_adapters(
     make_trainer: MakeTrainer, tmp_path: Path, capfd: pytest.CaptureFixture[str], base: str
 ) -> None:
     module, batches = trained(make_trainer, Adaptable(), base=base, alpha=8), token_batches(2)
-    assert "does not name" not in capfd.readouterr().err
+    assert "does not contain" not in capfd.readouterr().err
     before = copy.deepcopy(module.state_dict())
     trainer = make_trainer(optimizer=OPTIMIZER, max_steps=2)
     trainer.fit(module, batches)
     shown = capfd.readouterr().err
-    found = f"rank 4 on 8 layers{'' if base == 'as_is' else f', frozen weights in {base}'}. They stay, and nothing else"
-    assert shown.count("the model has adapters, which this Plan does not name") == 1
+    found = f"rank 4 on 8 layers{'' if base == 'as_is' else f', frozen weights in {base}'}. They stay, and no other"
+    assert shown.count("the model has adapters that this Plan does not contain") == 1
     assert found in shown
     assert "from roomier.adapters import merge_lora" in shown
-    assert "LoRA, rank 4, on blocks" in shown  # a row of the table, though no keyword asked for it
+    assert "LoRA, rank 4, on blocks" in shown  # a row of the table, without a keyword
     assert ("Every choice is exact" in shown) == (base == "as_is")
     moved = {name for name, each in module.state_dict().items() if not torch.equal(each, before[name])}
     assert moved
@@ -107,17 +107,17 @@ def test_a_second_run_that_does_not_name_them_keeps_and_tells_them(
     assert found in capfd.readouterr().err
 
 
-def test_few_bits_that_are_not_named_are_told_and_do_not_go_with_cut_weights(
+def test_quantized_weights_of_an_earlier_run_are_reported_and_not_supported_with_sharding(
     make_trainer: MakeTrainer, capfd: pytest.CaptureFixture[str]
 ) -> None:
     module = trained(make_trainer, Adaptable(), base="nf4")
     make_trainer(lora=4, optimizer=OPTIMIZER, max_steps=1).fit(module, token_batches(1))
-    assert "frozen weights in nf4 from an earlier run, and keeps them so" in capfd.readouterr().err
-    with pytest.raises(PlanError, match=r"from an earlier run, and it does not go with strategy 'zero2'.*merge_lora"):
+    assert "frozen weights in nf4 from an earlier run, which stay quantized" in capfd.readouterr().err
+    with pytest.raises(PlanError, match=r"from an earlier run, but it does not go with strategy 'zero2'.*merge_lora"):
         make_trainer(strategy="zero2", devices=1, optimizer=OPTIMIZER, max_steps=1).fit(module, token_batches(1))
 
 
-def test_what_is_found_is_what_was_asked_for(make_trainer: MakeTrainer) -> None:
+def test_adapters_of_returns_the_settings(make_trainer: MakeTrainer) -> None:
     settings = {"alpha": 8.0, "dropout": 0.25, "targets": ["attention.out"], "trained": ["head"], "base": "int8"}
     module = trained(make_trainer, Adaptable(), **settings)
     found = adapters_of(module, find_blocks(module))
@@ -130,14 +130,14 @@ def test_what_is_found_is_what_was_asked_for(make_trainer: MakeTrainer) -> None:
 
 
 @pytest.mark.parametrize("base", ["as_is", "nf4"])
-def test_save_pretrained_waits_for_a_plain_model(make_trainer: MakeTrainer, tmp_path: Path, base: str) -> None:
+def test_save_pretrained_requires_a_plain_model(make_trainer: MakeTrainer, tmp_path: Path, base: str) -> None:
     network = make_transformer("gpt2")
     trained(make_trainer, network, base=base).eval()
     for part in (network, network.transformer):
         with pytest.raises(RoomierError, match=r"merge_lora\(model\).*export_adapter.*roomier export"):
             part.save_pretrained(tmp_path / "refused")
     assert not (tmp_path / "refused").exists()
-    network.save_pretrained(tmp_path / "given", state_dict=adapter_state(network))  # who gives it means it
+    network.save_pretrained(tmp_path / "given", state_dict=adapter_state(network))  # an explicit state_dict is allowed
     batch = token_batches(1)[0]
     expected = loss_of(network, batch)
     merge_lora(network)
@@ -148,7 +148,7 @@ def test_save_pretrained_waits_for_a_plain_model(make_trainer: MakeTrainer, tmp_
 
 
 @pytest.mark.parametrize("base", ["as_is", "nf4"])
-def test_a_checkpoint_with_adapters_tells_a_plain_model_what_to_pass(
+def test_the_error_for_a_plain_model_contains_the_lora_keyword(
     make_trainer: MakeTrainer, tmp_path: Path, base: str
 ) -> None:
     settings = {"rank": 4, "base": base} if base != "as_is" else {"rank": 4}
@@ -172,7 +172,9 @@ def test_a_checkpoint_with_adapters_tells_a_plain_model_what_to_pass(
     make_trainer(lora=settings).validate(Adaptable(), token_batches(1), ckpt_path=path)
 
 
-def test_a_tied_weight_that_trains_along_is_named(make_trainer: MakeTrainer, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_tied_weight_that_also_trains_is_reported(
+    make_trainer: MakeTrainer, capfd: pytest.CaptureFixture[str]
+) -> None:
     network = trained(make_trainer, make_transformer("gpt2"), trained=["lm_head"])
     assert network.transformer.wte.weight.requires_grad
     shown = capfd.readouterr().err

@@ -1,4 +1,4 @@
-"""Frozen weights in 8 or 4 bits: what they become, what they take, and that adapters train on them."""
+"""Frozen weights in 8 or 4 bits: their values, their size, and training of adapters on them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def coded(kind: str, code_format: str, targets: str = "blocks") -> nn.Module:
 
 
 def rounded_by_hand(values: Tensor, code_format: str) -> Tensor:
-    """Each block by itself, each number to the nearest level, in float64."""
+    """Round each number to the nearest level of its block, in float64."""
     levels = torch.tensor(PUBLISHED_LEVELS if code_format == "nf4" else [k / 127 for k in range(-127, 128)]).double()
     found = []
     for block in values.flatten().double().split(BLOCK_SIZE):
@@ -58,13 +58,13 @@ def rounded_by_hand(values: Tensor, code_format: str) -> Tensor:
     return torch.cat(found).view(values.shape)
 
 
-def test_the_levels_of_nf4_are_the_published_ones() -> None:
+def test_nf4_levels_are_equal_to_the_published_levels() -> None:
     assert nf4_levels() == pytest.approx(PUBLISHED_LEVELS, abs=5e-7)
 
 
 @pytest.mark.parametrize("code_format", FORMATS)
 @pytest.mark.parametrize("shape", [(64, 128), (33, 7), (1, 1)])
-def test_numbers_become_the_nearest_levels_of_their_block(code_format: str, shape: tuple[int, int]) -> None:
+def test_numbers_are_rounded_to_the_nearest_level(code_format: str, shape: tuple[int, int]) -> None:
     torch.manual_seed(0)
     values = torch.randn(shape) * torch.rand(shape[0], 1)
     codes, scales = encode(values, code_format)
@@ -78,9 +78,12 @@ def test_bytes_per_number(code_format: str) -> None:
     assert (codes.nbytes + scales.nbytes) / 256**2 == BYTES_PER_NUMBER[code_format]
 
 
-def test_the_error_on_normal_weights_is_that_of_the_formats() -> None:
-    """A step of int8 is 1/127 of the largest of 64, about 2.5 sigma: sqrt(1/12) of a step is 0.6 % of sigma. Levels of
-    equal frequency, 16 of them, leave about 9 to 10 %; 16 even steps (int4) leave more."""
+def test_the_error_on_normal_weights_matches_the_formats() -> None:
+    """Compare the error with the expected values.
+
+    A step of int8 is 1/127 of the largest of 64 numbers, about 2.5 sigma, and sqrt(1/12) of a step is 0.6 % of sigma.
+    16 levels of equal frequency have an error of 9 to 10 %. 16 even steps (int4) have a larger error.
+    """
     torch.manual_seed(0)
     values = torch.randn(2**18)
 
@@ -96,7 +99,7 @@ def test_the_error_on_normal_weights_is_that_of_the_formats() -> None:
 
 
 @pytest.mark.parametrize("code_format", FORMATS)
-def test_zero_blocks_stay_zero_and_the_largest_number_exact(code_format: str) -> None:
+def test_zero_blocks_and_the_largest_number_are_exact(code_format: str) -> None:
     values = torch.cat([torch.zeros(64), torch.randn(64)])
     back = decode(*encode(values, code_format), code_format, values.shape, torch.float32)
     assert torch.equal(back[:64], values[:64])
@@ -106,7 +109,7 @@ def test_zero_blocks_stay_zero_and_the_largest_number_exact(code_format: str) ->
 
 @pytest.mark.parametrize("code_format", FORMATS)
 @pytest.mark.parametrize("kind", MODELS)
-def test_gradients_are_those_through_the_rounded_weights(kind: str, code_format: str) -> None:
+def test_gradients_are_equal_to_gradients_of_the_rounded_weights(kind: str, code_format: str) -> None:
     network = coded(kind, code_format)
     plain = MODELS[kind]()
     with torch.no_grad():
@@ -129,7 +132,7 @@ def test_gradients_are_those_through_the_rounded_weights(kind: str, code_format:
 
 
 @pytest.mark.parametrize("code_format", FORMATS)
-def test_a_conversion_of_the_model_leaves_codes_as_they_are(code_format: str) -> None:
+def test_a_dtype_conversion_of_the_model_does_not_change_codes(code_format: str) -> None:
     network = coded("gpt", code_format)
     before = {name: each.clone() for name, each in network.named_buffers() if "weight_" in name}
     network.bfloat16().half().float()
@@ -138,7 +141,7 @@ def test_a_conversion_of_the_model_leaves_codes_as_they_are(code_format: str) ->
     assert all(torch.equal(now[name], each) and now[name].dtype == each.dtype for name, each in before.items())
 
 
-def test_what_is_kept_for_the_backward_has_no_weight_in_it() -> None:
+def test_no_weight_is_saved_for_backward() -> None:
     layer = nn.Sequential(nn.Linear(512, 512, bias=False))
     apply_lora(layer, [], AdapterPlan(lora_rank=2, lora_targets="0"))
     kept: list[int] = []
@@ -158,7 +161,7 @@ def test_what_is_kept_for_the_backward_has_no_weight_in_it() -> None:
     assert most() < 512 * 4
 
 
-def test_under_autocast_and_in_16_bits_the_product_is_of_16_bits() -> None:
+def test_the_product_is_16_bit_under_autocast_and_in_16_bits() -> None:
     layer = coded("gpt", "nf4").blocks[0].attention.query_key_value  # type: ignore[union-attr, index]
     assert isinstance(layer, Adapted)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -169,7 +172,7 @@ def test_under_autocast_and_in_16_bits_the_product_is_of_16_bits() -> None:
     assert layer.bfloat16()(torch.randn(2, 32, dtype=torch.bfloat16)).dtype == torch.bfloat16
 
 
-def test_a_tied_weight_stays_as_it_is() -> None:
+def test_a_tied_weight_is_not_quantized() -> None:
     network = make_transformer("gpt2")
     plan = AdapterPlan(lora_rank=4, lora_targets="lm_head,c_fc", frozen_base="nf4")
     apply_lora(network, find_blocks(network), plan)
@@ -178,7 +181,7 @@ def test_a_tied_weight_stays_as_it_is() -> None:
     assert isinstance(network.transformer.h[0].mlp.c_fc, InFewBits)
 
 
-def test_a_second_time_changes_nothing_and_other_bits_are_refused() -> None:
+def test_quantizing_again_has_no_effect_and_another_format_is_rejected() -> None:
     network = coded("gpt", "int8")
     before = copy.deepcopy(network.state_dict())
     quantise_base(network, AdapterPlan(lora_rank=4, frozen_base="int8"))
@@ -192,11 +195,11 @@ class Shifted(nn.Linear):
         return F.linear(x, self.weight + 1, self.bias)
 
 
-def test_layers_that_compute_otherwise_and_weights_that_are_not_finite_are_refused() -> None:
+def test_custom_forwards_and_weights_that_are_not_finite_are_rejected() -> None:
     plan = AdapterPlan(lora_rank=2, lora_targets="0", frozen_base="nf4")
     odd = nn.Sequential(Shifted(4, 4))
     apply_lora(odd, [], plan)
-    with pytest.raises(RoomierError, match="whose forward is not that of"):
+    with pytest.raises(RoomierError, match="does not use the forward of"):
         quantise_base(odd, plan)
     broken = nn.Sequential(nn.Linear(4, 4))
     apply_lora(broken, [], plan)
@@ -206,7 +209,7 @@ def test_layers_that_compute_otherwise_and_weights_that_are_not_finite_are_refus
         quantise_base(broken, plan)
 
 
-def test_merging_takes_the_codes_away() -> None:
+def test_merging_removes_the_codes() -> None:
     network = coded("gpt", "int8")
     merge_lora(network)
     assert not list(network.buffers())

@@ -1,4 +1,4 @@
-"""Adapters: which layers get them, and that they train as a loop written by hand does."""
+"""Adapters: the layers that get them, and training compared with a plain PyTorch loop."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def names_of(network: nn.Module) -> list[str]:
 
 
 class ByHand(nn.Module):
-    """LoRA as its paper writes it, around a layer, in plain PyTorch."""
+    """LoRA of the paper around a layer, in plain PyTorch."""
 
     def __init__(self, layer: nn.Module, a: Tensor, b: Tensor, scale: float) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class ByHand(nn.Module):
 
 
 def train_by_hand(network: nn.Module, like: nn.Module, scale: float, num_steps: int) -> tuple[list[float], nn.Module]:
-    """Train ``network`` with adapters where ``like`` has them, from the same values."""
+    """Train ``network`` with the adapters of ``like``, from the same initial values."""
     network.requires_grad_(False)
     for name, layer in [(name, each) for name, each in like.named_modules() if isinstance(each, Adapted)]:
         a, b = (layer.lora_A, layer.lora_B) if not is_transposed(layer) else (layer.lora_A.T, layer.lora_B.T)
@@ -75,7 +75,7 @@ OPTIMIZER = {"name": "adamw", "lr": 1e-2, "weight_decay": 0.0}
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_a_fit_is_the_loop_written_by_hand(make_trainer: Callable[..., Trainer], kind: str) -> None:
+def test_a_fit_is_equal_to_a_plain_loop(make_trainer: Callable[..., Trainer], kind: str) -> None:
     module = Losses(kind)
     plain = copy.deepcopy(module.net)
     like = copy.deepcopy(plain)
@@ -98,7 +98,7 @@ def test_a_fit_is_the_loop_written_by_hand(make_trainer: Callable[..., Trainer],
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_the_model_begins_as_it_was_and_keeps_its_names(kind: str) -> None:
+def test_adapters_do_not_change_the_output_and_the_names(kind: str) -> None:
     network = MODELS[kind]()
     plain, batch = copy.deepcopy(network), token_batches(1)[0]
     adapted(network)
@@ -123,28 +123,28 @@ def test_targets_are_suffixes_patterns_or_the_linear_layers_of_blocks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("targets", "told"),
+    ("targets", "problem"),
     [
         ("q_prj", "Did you mean 'q_proj'"),
-        ("embed_tokens", "embed_tokens is a Embedding, not a linear layer"),
+        ("embed_tokens", "embed_tokens of type Embedding, which is not a linear layer"),
         ("q_proj,proj", "lora.targets='proj'"),
-        (" ,", "names no layer. Name layers; there are"),
+        (" ,", "contains no layer name. Pass names of layers; available are"),
     ],
 )
-def test_targets_that_are_not_there_are_told_with_near_names(targets: str, told: str) -> None:
-    with pytest.raises(RoomierError, match=told):
+def test_unknown_targets_are_rejected_with_similar_names(targets: str, problem: str) -> None:
+    with pytest.raises(RoomierError, match=problem):
         adapted(make_transformer("llama"), lora_targets=targets)
 
 
-def test_a_model_without_blocks_is_told_what_to_name() -> None:
-    with pytest.raises(RoomierError, match=r"has no blocks with linear layers.*there are 0, 2"):
+def test_a_model_without_blocks_is_rejected_with_the_available_layers() -> None:
+    with pytest.raises(RoomierError, match=r"has no blocks with linear layers.*available are 0, 2"):
         adapted(nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 2)))
 
 
-def test_layers_that_others_read_are_left_or_refused() -> None:
+def test_layers_whose_weights_other_modules_read_are_not_adapted() -> None:
     encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True), 2)
     assert names_of(adapted(encoder)) == [f"layers.{n}.linear{m}" for n in (0, 1) for m in (1, 2)]
-    with pytest.raises(RoomierError, match="the attention around it reads its weight"):
+    with pytest.raises(RoomierError, match="its attention module reads its weight"):
         adapted(encoder, lora_targets="out_proj")
     x = torch.randn(2, 3, 16)
     with torch.no_grad():
@@ -152,10 +152,12 @@ def test_layers_that_others_read_are_left_or_refused() -> None:
             if name.endswith("lora_B"):
                 each.normal_()
         trained = encoder(x)
-        assert torch.allclose(encoder.eval()(x), trained, atol=1e-5)  # not by a kernel that reads the weights alone
+        assert torch.allclose(
+            encoder.eval()(x), trained, atol=1e-5
+        )  # not computed by a kernel that reads only the weights
 
 
-def test_dropout_is_on_the_input_of_adapters_in_training_alone() -> None:
+def test_dropout_applies_to_the_input_of_adapters_in_training_only() -> None:
     layer = adapted(nn.Sequential(nn.Linear(64, 64)), lora_dropout=0.5, lora_targets="0")[0]  # type: ignore[index]
     nn.init.normal_(layer.lora_B)
     x = torch.randn(2, 64)
@@ -164,7 +166,7 @@ def test_dropout_is_on_the_input_of_adapters_in_training_alone() -> None:
     assert torch.allclose(layer.eval()(x), expected, atol=1e-5)
 
 
-def test_adapters_compute_in_the_dtype_of_autocast_and_beside_16_bit_weights_in_float32() -> None:
+def test_adapters_compute_in_the_autocast_dtype_and_are_float32_for_16_bit_weights() -> None:
     layer = adapted(nn.Sequential(nn.Linear(8, 8)), lora_targets="0")[0]  # type: ignore[index]
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert layer(torch.randn(2, 8)).dtype == torch.bfloat16
@@ -176,31 +178,31 @@ def test_adapters_compute_in_the_dtype_of_autocast_and_beside_16_bit_weights_in_
     assert layer.lora_B.grad.abs().sum() > 0
 
 
-def test_adapters_stay_and_others_are_refused() -> None:
+def test_existing_adapters_stay_and_other_ranks_are_rejected() -> None:
     network = adapted(make_gpt())
     first = adapter_state(network)
     adapted(network, lora_dropout=0.1)
     assert all(torch.equal(each, first[name]) for name, each in adapter_state(network).items())
     for other in ({"lora_rank": 8}, {"lora_alpha": 32}):
-        with pytest.raises(RoomierError, match="has an adapter of rank 4, scaled by 1, already"):
+        with pytest.raises(RoomierError, match="has an adapter of rank 4 and scale 1"):
             adapted(network, **other)
 
 
-def test_adapters_of_one_model_are_of_one_rank_whatever_layers_they_are_on() -> None:
+def test_all_adapters_of_a_model_have_the_same_rank() -> None:
     network = adapted(make_gpt(), lora_targets="mlp.up")
-    with pytest.raises(RoomierError, match="has an adapter of rank 4, scaled by 1, already"):
+    with pytest.raises(RoomierError, match="has an adapter of rank 4 and scale 1"):
         adapted(network, lora_targets="mlp.out", lora_rank=2)
 
 
-def test_a_weight_that_is_computed_of_others_gets_no_adapter() -> None:
+def test_a_parametrized_weight_is_rejected() -> None:
     network = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)))
-    with pytest.raises(RoomierError, match=r"lora\.targets='0': the weight of 0 is no parameter"):
+    with pytest.raises(RoomierError, match=r"lora\.targets='0': has a weight that is not a parameter"):
         adapted(network, lora_targets="0")
 
 
 @pytest.mark.parametrize("base", ["as_is", "int8", "nf4"])
 @pytest.mark.parametrize("kind", MODELS)
-def test_merged_weights_compute_the_same_without_adapters(kind: str, base: str) -> None:
+def test_merged_weights_give_the_same_output(kind: str, base: str) -> None:
     network = MODELS[kind]()
     names, classes = set(network.state_dict()), [type(each) for each in network.modules()]
     adapted(network, lora_alpha=8, frozen_base=base)
@@ -216,7 +218,7 @@ def test_merged_weights_compute_the_same_without_adapters(kind: str, base: str) 
         merge_lora(network)
 
 
-def test_the_state_of_adapters_is_small_and_goes_back() -> None:
+def test_the_state_of_adapters_is_small_and_can_be_loaded() -> None:
     network = adapted(make_gpt())
     for each in adapter_state(network).values():
         each.normal_()
@@ -228,13 +230,13 @@ def test_the_state_of_adapters_is_small_and_goes_back() -> None:
     assert sum(each.numel() for each in state.values()) < 0.2 * sum(each.numel() for each in network.parameters())
 
 
-def test_a_weight_that_two_layers_have_is_not_merged() -> None:
+def test_a_weight_of_two_layers_is_not_merged() -> None:
     network = adapted(make_transformer("gpt2"), lora_targets="lm_head")
     with pytest.raises(RoomierError, match="another layer has the same weight"):
         merge_lora(network)
 
 
-def test_gradients_of_an_earlier_fit_are_let_go_with_what_is_frozen() -> None:
+def test_gradients_of_an_earlier_fit_are_freed_for_frozen_parameters() -> None:
     network = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
     network(torch.ones(2, 4)).sum().backward()
     apply_lora(network, [], AdapterPlan(lora_rank=2, lora_targets="0"))

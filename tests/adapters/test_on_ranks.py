@@ -1,4 +1,4 @@
-"""Adapters under each strategy: what two ranks train is what one process trains."""
+"""Adapters with each strategy on two ranks, compared with one process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.ranks.pool import RankPool
 
 SLOW = pytest.mark.slow
 SETTINGS = {"rank": 4, "alpha": 8}
-# In bf16 the halves of a batch are rounded by themselves.
+# In bf16, each half of a batch is rounded separately.
 TOLERANCE = {"32-true": {"rtol": 1e-4, "atol": 1e-6}, "bf16-mixed": {"rtol": 0.1, "atol": 4e-3}}
 
 
@@ -51,7 +51,7 @@ def trained(
     accumulate: int = 1,
     half: bool = False,
 ) -> dict[str, Tensor]:
-    """What the model holds after three steps, whole, on the host."""
+    """Return the full state of the model after three steps, on the host."""
     ranks = ranks_here() if strategy != "single" else Ranks()
     name = {"name": "hsdp", "shard_size": 1} if strategy == "hsdp" else strategy
     plan = plan_from_flags(
@@ -89,7 +89,7 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 def single(**settings: Any) -> dict[str, Tensor]:
-    """One process takes the same parts, one after the other."""
+    """Train in one process with the batches of the ranks as micro-batches."""
     return trained("single", **settings)
 
 
@@ -110,7 +110,7 @@ def check(on_ranks: RankPool, strategy: str, **settings: Any) -> None:
     ("strategy", "precision"),
     [*((each, "32-true") for each in ("ddp", "zero1", "zero2", "zero3", "hsdp")), ("zero2", "bf16-mixed")],
 )
-def test_two_ranks_train_the_adapters_of_one_process(on_ranks: RankPool, strategy: str, precision: str) -> None:
+def test_two_ranks_train_the_same_adapters_as_one_process(on_ranks: RankPool, strategy: str, precision: str) -> None:
     check(on_ranks, strategy, precision=precision)
 
 
@@ -125,11 +125,11 @@ def test_with_accumulated_gradients(on_ranks: RankPool, strategy: str) -> None:
 
 
 @pytest.mark.parametrize("base", [pytest.param("int8", marks=SLOW), "nf4"])
-def test_frozen_weights_in_few_bits_under_ddp(on_ranks: RankPool, base: str) -> None:
+def test_quantized_frozen_weights_with_ddp(on_ranks: RankPool, base: str) -> None:
     check(on_ranks, "ddp", base=base)
 
 
-def test_float32_adapters_beside_16_bit_weights_that_are_cut(on_ranks: RankPool) -> None:
+def test_float32_adapters_with_sharded_16_bit_weights(on_ranks: RankPool) -> None:
     check(on_ranks, "zero3", half=True, precision="bf16-mixed")
 
 
@@ -141,7 +141,7 @@ def test_a_model_on_meta_with_the_weights_of_a_file(on_ranks: RankPool, strategy
 
 
 def trained_compressed(optimizer: str, compression: str) -> tuple[bool, bool]:
-    """Whether the ranks hold the same adapters afterwards, and whether they moved."""
+    """Return if the ranks have the same adapters after training, and if the adapters changed."""
     ranks = ranks_here()
     plan = plan_from_flags(
         strategy={"name": "ddp", "gradient_compression": compression},

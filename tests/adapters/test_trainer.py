@@ -1,4 +1,4 @@
-"""Adapters and frozen weights in few bits through the whole of a run: weights, resume, evaluation, loading, saving."""
+"""Adapters and quantized frozen weights in complete runs: weights, resume, evaluation, loading and saving."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def states_equal(one: nn.Module, other: nn.Module) -> bool:
 
 @pytest.mark.parametrize("base", BASES)
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
-def test_the_loss_falls_and_only_adapters_move(make_trainer: MakeTrainer, base: str, precision: str) -> None:
+def test_the_loss_decreases_and_only_adapters_change(make_trainer: MakeTrainer, base: str, precision: str) -> None:
     module = Adaptable()
     batches = token_batches(8, batch_size=8)
 
@@ -87,11 +87,11 @@ def test_evaluation_after_a_fit_and_from_a_checkpoint(make_trainer: MakeTrainer,
     expected = torch.stack([loss_of(module.net, each).detach() for each in batches])
     assert trainer.validate(module, batches)[0]["val_loss"] == pytest.approx(float(expected.mean()))
     assert torch.allclose(torch.stack(trainer.predict(module, batches)), expected)
-    trainer.fit(module, batches)  # a second fit goes on with the same adapters
+    trainer.fit(module, batches)  # a second fit continues with the same adapters
     other = Adaptable()
     trained = make_trainer(lora=lora(base)).validate(other, batches, ckpt_path=tmp_path / "saved")
     assert trained[0]["val_loss"] == pytest.approx(float(expected.mean()))
-    plain = make_trainer().validate(other, batches)  # without the keyword: they are a part of the model
+    plain = make_trainer().validate(other, batches)  # without the keyword, because they are part of the model
     assert plain[0]["val_loss"] == pytest.approx(float(expected.mean()))
 
 
@@ -155,21 +155,21 @@ def test_weights_of_the_plain_model(
     assert losses[0] == pytest.approx(losses[1], abs=rounding)
 
 
-def test_a_file_may_lack_adapters_and_nothing_else(make_trainer: MakeTrainer, tmp_path: Path) -> None:
+def test_only_adapters_may_be_missing_in_a_file(make_trainer: MakeTrainer, tmp_path: Path) -> None:
     path, plain = plain_file(tmp_path)
     module = Adaptable()
     trainer = make_trainer(lora=lora(), optimizer=OPTIMIZER, max_steps=1)
     trainer.fit(module, token_batches(1))
-    trainer.fit(module, token_batches(1), weights=path)  # the adapters are there before the file is read
+    trainer.fit(module, token_batches(1), weights=path)  # the adapters are added before the file is read
     state = plain.state_dict()
     del state["blocks.0.attention.out.bias"]
     save_file(state, tmp_path / "partial.safetensors")
-    with pytest.raises(RoomierError, match=r"it lacks: net\.blocks\.0\.attention\.out\.bias"):
+    with pytest.raises(RoomierError, match=r"missing: net\.blocks\.0\.attention\.out\.bias"):
         trainer.fit(module, token_batches(1), weights=tmp_path / "partial.safetensors")
 
 
 @pytest.mark.parametrize("base", BASES)
-def test_a_meta_model_without_a_file_gets_its_own_first_values(make_trainer: MakeTrainer, base: str) -> None:
+def test_a_meta_model_without_a_file_gets_its_initial_values(make_trainer: MakeTrainer, base: str) -> None:
     module = OnMeta()
     make_trainer(lora=lora(base), optimizer=OPTIMIZER, max_steps=2).fit(module, token_batches(2))
     assert all(torch.isfinite(each).all() for each in module.parameters())
@@ -178,7 +178,7 @@ def test_a_meta_model_without_a_file_gets_its_own_first_values(make_trainer: Mak
     assert 0 < float(layer.weight.detach().std()) < 0.5  # type: ignore[operator]
 
 
-def test_configure_optimizers_may_take_all_parameters(make_trainer: MakeTrainer) -> None:
+def test_configure_optimizers_can_pass_all_parameters(make_trainer: MakeTrainer) -> None:
     class Own(Adaptable):
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.AdamW(self.parameters(), lr=1e-2)
@@ -208,7 +208,7 @@ def test_the_summary_counts_trained_and_frozen(make_trainer: MakeTrainer, base: 
     assert summary.total.num_bytes == 4 * (num_plain - num_coded + num_adapters) + frozen_bytes * num_coded
 
 
-def test_levers_go_with_adapters(make_trainer: MakeTrainer) -> None:
+def test_memory_techniques_are_supported_with_adapters(make_trainer: MakeTrainer) -> None:
     def trained(**levers: Any) -> Module:
         module = Adaptable()
         torch.manual_seed(3)
@@ -220,7 +220,7 @@ def test_levers_go_with_adapters(make_trainer: MakeTrainer) -> None:
     assert states_equal(trained(activation_checkpointing="full"), plain)
 
 
-def test_a_checkpoint_without_adapters_is_told_apart(make_trainer: MakeTrainer, tmp_path: Path) -> None:
+def test_a_checkpoint_without_adapters_is_rejected(make_trainer: MakeTrainer, tmp_path: Path) -> None:
     trainer = make_trainer(optimizer=OPTIMIZER, max_steps=1, enable_checkpointing=True)
     trainer.fit(Adaptable(), token_batches(1))
     trainer.save_checkpoint(tmp_path / "plain")
@@ -246,14 +246,14 @@ def test_weights_of_a_checkpoint_of_the_plain_model(
     losses = [loss_of(each, batches[0]).item() for each in (module.net, plain.net)]
     assert losses[0] == pytest.approx(losses[1], abs=rounding)
     trainer.save_checkpoint(tmp_path / "adapted")
-    again = Adaptable()  # and of one with adapters, all of it
+    again = Adaptable()  # from a checkpoint with adapters, all weights
     make_trainer(lora=lora(base), optimizer={**OPTIMIZER, "lr": 1e-12}, max_steps=1).fit(
         again, batches, weights=tmp_path / "adapted"
     )
     assert all(torch.allclose(each, again.state_dict()[name], atol=1e-6) for name, each in module.state_dict().items())
 
 
-def test_a_damaged_or_other_checkpoint_is_told_by_the_name_of_the_argument(
+def test_a_damaged_or_other_checkpoint_is_reported_with_the_name_of_the_argument(
     make_trainer: MakeTrainer, tmp_path: Path
 ) -> None:
     trainer = make_trainer(optimizer=OPTIMIZER, max_steps=1, enable_checkpointing=True)
@@ -265,8 +265,10 @@ def test_a_damaged_or_other_checkpoint_is_told_by_the_name_of_the_argument(
         )
 
 
-def test_modules_by_name_are_trained_whole_beside_the_adapters(make_trainer: MakeTrainer, tmp_path: Path) -> None:
-    """A new output layer has nothing that could be kept frozen."""
+def test_named_modules_are_trained_in_full_in_addition_to_the_adapters(
+    make_trainer: MakeTrainer, tmp_path: Path
+) -> None:
+    """A new output layer has no pretrained weights to freeze."""
     batches = token_batches(6)
     module = Adaptable()
     network = module.net
@@ -285,11 +287,11 @@ def test_modules_by_name_are_trained_whole_beside_the_adapters(make_trainer: Mak
 @pytest.mark.parametrize(
     ("trained", "problem"),
     [
-        ("hed", "no module with parameters has a name that ends in it. Did you mean 'head'"),
-        ("mlp.up", "whose weights are"),
+        ("hed", "must be the end of the name of a module with parameters. Did you mean 'head'"),
+        ("mlp.up", "so its weights are"),
     ],
 )
-def test_a_wrong_name_of_a_trained_module_is_refused(make_trainer: MakeTrainer, trained: str, problem: str) -> None:
+def test_an_unknown_name_of_a_trained_module_is_rejected(make_trainer: MakeTrainer, trained: str, problem: str) -> None:
     trainer = make_trainer(lora=lora(trained=[trained]), optimizer=OPTIMIZER, max_steps=1)
     with pytest.raises(RoomierError, match=problem) as caught:
         trainer.fit(Adaptable(), token_batches(2))

@@ -7,7 +7,7 @@ from torch import nn
 from roomier.api.blocks import find_blocks
 from roomier.core.errors import RoomierError
 from roomier.models.gpt import GPT, GPTConfig
-from roomier.parallel.shard import parts_of, units_of
+from roomier.parallel.shard import parts_of, root_parameters_of, units_of
 
 
 class Layer(nn.Module):
@@ -136,3 +136,13 @@ def test_only_matmul_weights_are_gathered_in_low_precision() -> None:
     assert parts_of(embedding, torch.bfloat16) == [([embedding], None)]
     linear = nn.Linear(3, 4)
     assert parts_of(linear, torch.bfloat16) == [([linear], torch.bfloat16)]
+
+
+def test_few_norms_of_a_block_belong_to_the_root() -> None:
+    norm, small = nn.LayerNorm(64), nn.LayerNorm(4)
+    wide, narrow = nn.Sequential(norm, nn.Linear(64, 256)), nn.Sequential(small, nn.Linear(4, 4))
+    assert root_parameters_of([wide, narrow], torch.bfloat16) == {*norm.parameters()}
+    assert root_parameters_of([wide, narrow], None) == set()
+    assert parts_of(wide, torch.bfloat16) == [([wide], torch.bfloat16)]
+    assert parts_of(narrow, torch.bfloat16) == [([small], None), ([narrow], torch.bfloat16)]
+    assert root_parameters_of([norm], torch.bfloat16) == set()

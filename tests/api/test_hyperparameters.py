@@ -187,7 +187,7 @@ def test_load_from_checkpoint_moves_to_the_device(tmp_path):
 @pytest.mark.parametrize("device", ["gpu", {"cuda:0": "cpu"}, "cuda:99"], ids=repr)
 def test_unavailable_device_is_rejected(tmp_path, device):
     path = saved(Net(3), tmp_path)
-    with pytest.raises(roomier.RoomierError, match=r"map_location=.*is no device of this machine"):
+    with pytest.raises(roomier.RoomierError, match=r"map_location=.*is not a device of this machine"):
         Net.load_from_checkpoint(path, map_location=device)
 
 

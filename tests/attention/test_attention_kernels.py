@@ -1,4 +1,4 @@
-"""The kernel of attention by name: it is the one that runs, in evaluation and where blocks are computed again."""
+"""Selection of the attention kernel, which also runs in evaluation and in recomputed blocks."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def watched(run: Callable[[], Any]) -> Counter[Call]:
     return reports[0].calls
 
 
-def test_the_watch_tells_each_kernel_of_the_cpu() -> None:
+def test_the_report_contains_each_kernel_of_the_cpu() -> None:
     q = torch.randn(2, 2, 16, 8)
     assert watched(lambda: scaled_dot_product_attention(q, q, q)) == {Call("flash", SHAPE, torch.float32): 1}
     with sdpa_kernel(SDPBackend.MATH):
@@ -58,20 +58,20 @@ def test_the_watch_tells_each_kernel_of_the_cpu() -> None:
     assert seen == {Call("math", SCORES, torch.float32): 2}
 
 
-def test_the_watch_tells_what_a_model_computes_by_hand() -> None:
+def test_the_report_contains_attention_that_a_model_computes_itself() -> None:
     q = torch.randn(2, 2, 16, 8)
     seen = watched(lambda: (q @ q.mT).softmax(-1) @ q)
     assert seen == {Call("by hand", SCORES, torch.float32): 1}
     assert "attn_implementation='sdpa'" in AttentionReport(seen).lines()[0]
-    assert watched(lambda: torch.randn(4, 10).softmax(-1)) == {}, "a classifier's probabilities are no attention"
+    assert watched(lambda: torch.randn(4, 10).softmax(-1)) == {}, "the probabilities of a classifier are not attention"
 
 
-def test_the_watch_lets_flex_attention_be() -> None:
+def test_the_report_contains_flex_attention() -> None:
     from torch.nn.attention.flex_attention import flex_attention
 
     q = torch.randn(1, 2, 16, 8)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it is slow uncompiled, and says so
+        warnings.simplefilter("ignore")  # it warns that it is slow without compilation
         plain = flex_attention(q, q, q)
         outputs: list[Any] = []
         seen = watched(lambda: outputs.append(flex_attention(q, q, q)))
@@ -80,7 +80,7 @@ def test_the_watch_lets_flex_attention_be() -> None:
 
 
 @pytest.mark.parametrize("kernel", ["flash", "math"])
-def test_the_named_kernel_runs_in_training_and_evaluation(make_trainer: Callable[..., Trainer], kernel: str) -> None:
+def test_the_selected_kernel_runs_in_training_and_evaluation(make_trainer: Callable[..., Trainer], kernel: str) -> None:
     module, seen = Language(), []
 
     class Watching(Language):
@@ -100,8 +100,8 @@ def test_the_named_kernel_runs_in_training_and_evaluation(make_trainer: Callable
         assert {call.kernel: count for call, count in report.calls.items()} == {kernel: 3}
 
 
-def test_what_is_computed_again_takes_the_named_kernel_too(make_trainer: Callable[..., Trainer]) -> None:
-    """Had the backward the fastest kernel, its numbers would be those of other arithmetic."""
+def test_recomputation_uses_the_selected_kernel(make_trainer: Callable[..., Trainer]) -> None:
+    """With another kernel in the recomputation, gradients would have other rounding."""
     seen: list[AttentionReport] = []
 
     class Watching(Language):
@@ -124,16 +124,16 @@ def test_kernels_agree_and_auto_is_the_fastest(make_trainer: Callable[..., Train
     torch.testing.assert_close(weights["math"], weights["flash"], rtol=1e-5, atol=1e-6)
 
 
-def test_a_kernel_that_cannot_is_refused_with_the_reason(make_trainer: Callable[..., Trainer]) -> None:
+def test_an_unsupported_kernel_is_rejected_with_the_reason(make_trainer: Callable[..., Trainer]) -> None:
     trainer = make_trainer(attention="flash", max_steps=1, num_sanity_val_steps=1)
     with pytest.raises(RoomierError, match="dropout") as error:
-        trainer.fit(Language(dropout=0.1), [BATCH], [BATCH])  # the evaluation before, without dropout, can
+        trainer.fit(Language(dropout=0.1), [BATCH], [BATCH])  # the sanity evaluation without dropout is supported
     assert error.value.field == "attention"
     assert "attention='auto'" in error.value.action
     assert "'math'" in error.value.action
 
 
-def test_other_errors_and_warnings_of_a_step_are_the_users() -> None:
+def test_other_errors_and_warnings_of_a_step_are_not_changed() -> None:
     make = attention_context(AttentionPlan("flash"), CPU, None)
     with pytest.raises(RuntimeError, match="mine"), make():
         raise RuntimeError("mine")
@@ -151,7 +151,7 @@ def test_other_errors_and_warnings_of_a_step_are_the_users() -> None:
         ("cudnn", CUDA, torch.float64, "bf16-mixed"),
     ],
 )
-def test_what_a_device_lacks_is_refused_before_the_first_step(
+def test_an_unavailable_kernel_is_rejected_before_the_first_step(
     kernel: str, device: torch.device, dtype: torch.dtype | None, action: str
 ) -> None:
     with pytest.raises(RoomierError, match=f"attention='{kernel}'") as error:
@@ -159,22 +159,24 @@ def test_what_a_device_lacks_is_refused_before_the_first_step(
     assert action in error.value.action
 
 
-def test_what_a_device_has_is_taken() -> None:
+def test_available_kernels_are_accepted() -> None:
     assert attention_context(AttentionPlan("auto"), CPU, None) is nullcontext
     for kernel, dtype in (("efficient", None), ("flash", torch.bfloat16), ("cudnn", torch.float16)):
         attention_context(AttentionPlan(kernel), CUDA, dtype)
 
 
-def test_the_summary_tells_once_which_kernel_ran(
+def test_the_kernel_is_reported_one_time(
     make_trainer: Callable[..., Trainer], capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_trainer(enable_model_summary=True, max_steps=3).fit(Language(), [BATCH] * 3)
-    told = [line for line in capsys.readouterr().err.splitlines() if "attention:" in line]
-    assert told == ["roomier: attention: flash, 3 calls a forward, [2, 2, 16, 8], float32"]
+    printed = [line for line in capsys.readouterr().err.splitlines() if "attention:" in line]
+    assert printed == ["roomier: attention: flash, 3 calls a forward, [2, 2, 16, 8], float32"]
     make_trainer(max_steps=3).fit(Language(), [BATCH] * 3)
     assert "attention: " not in capsys.readouterr().err
 
 
-def test_dtype_is_that_of_the_kernel(make_trainer: Callable[..., Trainer], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_report_contains_the_dtype_of_the_kernel(
+    make_trainer: Callable[..., Trainer], capsys: pytest.CaptureFixture[str]
+) -> None:
     make_trainer(enable_model_summary=True, max_steps=1, precision="bf16-mixed").fit(Language(), [BATCH])
     assert "flash, 3 calls a forward, [2, 2, 16, 8], bfloat16" in capsys.readouterr().err

@@ -75,13 +75,13 @@ FOLDERS = {
         lambda d: d.fit(callbacks=ModelCheckpoint(dirpath=below_a_file(d))),
         "path",
         "notes.txt/runs",
-        "Choose a folder this process may write to",
+        "Choose a folder that this process can write to",
     ),
     "a checkpoint below a file": (
         lambda d: d.fit().save_checkpoint(below_a_file(d)),
         "path",
         "notes.txt/runs",
-        "Choose a folder this process may write to",
+        "Choose a folder that this process can write to",
     ),
     "a checkpoint with a name too long": (
         lambda d: d.fit().save_checkpoint(d.root.parent / ("x" * 300)),
@@ -103,7 +103,7 @@ def test_a_folder_that_is_not_writable_is_rejected(act, field, received, action,
 def test_a_full_disk_keeps_earlier_checkpoints_and_the_run_resumes_with_space(desk, small_disk):
     keywords = {"default_root_dir": small_disk, "max_epochs": 3}
     with pytest.raises(
-        CheckpointError, match=r"(?s)No space left.*Free some space.*the earlier ones are untouched"
+        CheckpointError, match=r"(?s)No space left.*Free some space.*Existing checkpoints are unchanged"
     ) as caught:
         desk.fit(desk.Net(WIDE), callbacks=ModelCheckpoint(save_top_k=-1, every_n_train_steps=1), **keywords)
     assert caught.value.field == "path"
@@ -135,7 +135,10 @@ def test_a_disk_that_is_full_from_the_start(desk, small_disk):
 
 
 def test_an_exceeded_quota_is_reported(desk):
-    with files_limited_to(2**16), pytest.raises(CheckpointError, match=r"path=.*File too large.*Free space") as caught:
+    with (
+        files_limited_to(2**16),
+        pytest.raises(CheckpointError, match=r"path=.*File too large.*Free some space") as caught,
+    ):
         desk.fit(desk.Net(WIDE), max_epochs=1)
     assert "version_1/checkpoints/epoch=0-step=4" in caught.value.received
     assert list((desk.root / "version_1" / "checkpoints").iterdir()) == []

@@ -279,7 +279,7 @@ def test_unsupported_modules_are_rejected(make_trainer: Make) -> None:
     for model, named in ((ByHand(), "manual optimization"), (Steps(), "within the update")):
         with pytest.raises(RoomierError, match=named):
             make_trainer(SpikeGuard(), max_epochs=1, **OFF).fit(model, batches())
-    with pytest.raises(RoomierError, match="would find no gradients"):
+    with pytest.raises(RoomierError, match="cannot access gradients"):
         make_trainer(SpikeGuard(), max_epochs=1, step_in_backward=True, **OFF).fit(Net(), batches())
 
 

@@ -247,7 +247,7 @@ def test_ranks_average_their_shards(on_ranks: Any, tmp_path: Path, strategy: str
     assert val_losses == pytest.approx([val_loss] * 2, rel=1e-5)
     one, straight, resumed = (
         roomier.checkpoint.load(tmp_path / name, only=("module", "current_model_state"))
-        for name in ("one/whole", "two/whole", "two/resumed")
+        for name in ("one/straight", "two/straight", "two/resumed")
     )
     torch.testing.assert_close(straight, one, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(resumed, straight, rtol=0, atol=0)

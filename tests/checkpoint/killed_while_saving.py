@@ -1,4 +1,4 @@
-"""Saves in forked children, kills each with SIGKILL, and checks what is left. Run by test_commit.py.
+"""Save in forked children, kill each child with SIGKILL, and check the remaining files. Run by test_commit.py.
 
 ``python killed_while_saving.py ROOT``. One process imports torch; the children are its forks, so a round takes
 milliseconds. Prints one JSON object and exits with an error when an invariant does not hold.
@@ -28,7 +28,7 @@ def state_of(step: int) -> dict:
 
 
 def step_in(path: Path) -> int:
-    """The step of the checkpoint at ``path``; all its parts must be of one step."""
+    """Return the step of the checkpoint at ``path``. All its tensors must have this step."""
     state = checkpoint.load(path)
     step = state["progress"]["global_step"]
     assert (state["module"]["w"] == step).all()
@@ -37,7 +37,7 @@ def step_in(path: Path) -> int:
 
 
 def save_and_die_at(num_events: int, path: Path, step: int) -> bool:
-    """Save in a child that is killed at its ``num_events``-th call to the file system; False if it finished."""
+    """Save in a child that is killed at its ``num_events``-th file system call. Return False if it finished."""
     pid = os.fork()
     if pid == 0:
         counter = itertools.count()
@@ -55,7 +55,7 @@ def save_and_die_at(num_events: int, path: Path, step: int) -> bool:
 
 
 def save_until_killed(root: Path, first_step: int, after_s: float) -> int:
-    """Save new folders and replace ``last`` in a child for ``after_s``; the last step it reported as saved."""
+    """Save in a child for ``after_s`` seconds, into new folders and ``last``. Return the last step that it reported."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -73,7 +73,7 @@ def save_until_killed(root: Path, first_step: int, after_s: float) -> int:
 
 
 def kill_at_every_call(root: Path) -> int:
-    """Replace one checkpoint again and again, killed one call later each time, until a save finishes."""
+    """Replace a checkpoint repeatedly. Each save is killed one call later, until a save finishes."""
     path = root / "last"
     checkpoint.save(path, state_of(0))
     standing, num_events, killed = 0, 0, True
@@ -83,11 +83,11 @@ def kill_at_every_call(root: Path) -> int:
         assert found is not None
         now = step_in(found)
         assert now in (standing, standing + 1)
-        assert step_in(path) == now, "load by name and find_last must agree"
+        assert step_in(path) == now, "loading by path and find_last must agree"
         assert [step_in(p) for p in checkpoint.list_complete(root)] == [now]
         standing, num_events = now, num_events + 1
-    assert standing > 1, "some were killed after they had committed, the last one not at all"
-    assert os.listdir(root) == ["last"], "a finished save clears what dead ones left"
+    assert standing > 1, "some saves were killed after the commit, and the last one was not killed"
+    assert os.listdir(root) == ["last"], "a finished save clears the leftovers of dead processes"
     return num_events
 
 
@@ -108,7 +108,7 @@ def kill_at_random_moments(root: Path, num_rounds: int) -> int:
 
 def main() -> None:
     root = Path(sys.argv[1])
-    checkpoint.save(root / "warm", state_of(0))  # import all of it before the forks
+    checkpoint.save(root / "warm", state_of(0))  # import all modules before the forks
     checkpoint.load(root / "warm")
     num_calls = kill_at_every_call(root / "calls")
     num_steps = kill_at_random_moments(root / "moments", num_rounds=12)

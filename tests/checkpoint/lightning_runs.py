@@ -25,7 +25,7 @@ def loader(batch_size: int = BATCH_SIZE) -> DataLoader[Any]:
 
 
 class Steps:
-    """The training that both have; ``kind`` is that of the scheduler."""
+    """Training code of both modules. ``kind`` selects the optimizer and the scheduler."""
 
     net: nn.Sequential
     losses: list[float]
@@ -59,7 +59,7 @@ class Steps:
 
 
 class OwnModule(Steps, Module):
-    """Also what ranks train: it needs no Lightning."""
+    """Module for roomier, which ranks can train without Lightning."""
 
     def __init__(self, width: int = 8, kind: str = "each epoch", lr: float = 0.05) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class OwnModule(Steps, Module):
 
 
 def lightning_module(**arguments: Any) -> Any:
-    """As :class:`OwnModule`, of Lightning."""
+    """Return an :class:`OwnModule` that is a LightningModule."""
     import lightning.pytorch as pl
 
     class Theirs(Steps, pl.LightningModule):
@@ -83,12 +83,12 @@ def lightning_module(**arguments: Any) -> Any:
 def fit_in_lightning(
     module: Any, max_epochs: int, ckpt_path: Path | None = None, save_at: Path | None = None, **keywords: Any
 ) -> list[float]:
-    """Its losses; with ``save_at`` what it is at the end is saved there."""
+    """Train with Lightning and return the losses. Save the final state to ``save_at``, if given."""
     import lightning.pytorch as pl
 
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of few workers, deprecated parts of torch, and the like
+        warnings.simplefilter("ignore")  # for example about few workers and deprecated parts of torch
         trainer = pl.Trainer(**{"max_epochs": max_epochs, "accelerator": "cpu", **quiet, **keywords})
         trainer.fit(module, loader(), loader(), ckpt_path=None if ckpt_path is None else str(ckpt_path))
         if save_at is not None:

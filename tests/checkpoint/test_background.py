@@ -1,4 +1,4 @@
-"""Saving beside the training: what it waits for, what it leaves, and how it fails."""
+"""Saving in the background: its waits, its results, and its errors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def state_of(step: int) -> dict[str, Any]:
 
 
 class Gate:
-    """Holds a writer until it is opened."""
+    """Block a writer until the gate is opened."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.opened = threading.Event()
@@ -42,7 +42,7 @@ class Gate:
         monkeypatch.setattr(store, "_write_file", write_later)
 
 
-def test_it_returns_while_the_files_are_written_and_keeps_what_was_there(tmp_path: Path, monkeypatch: Any) -> None:
+def test_start_returns_before_the_files_are_written_and_copies_the_state(tmp_path: Path, monkeypatch: Any) -> None:
     gate, saver, state = Gate(monkeypatch), BackgroundSaver(), state_of(1)
     saver.start(tmp_path / "c", state)
     state["module"]["w"].zero_()
@@ -60,7 +60,7 @@ def test_it_returns_while_the_files_are_written_and_keeps_what_was_there(tmp_pat
     saver.close()
 
 
-def test_one_at_a_time_and_copies_are_used_again(tmp_path: Path, monkeypatch: Any) -> None:
+def test_saves_run_one_at_a_time_and_reuse_buffers(tmp_path: Path, monkeypatch: Any) -> None:
     saver = BackgroundSaver()
     for step in range(3):
         saver.start(tmp_path / str(step), state_of(step))
@@ -73,14 +73,14 @@ def test_one_at_a_time_and_copies_are_used_again(tmp_path: Path, monkeypatch: An
     starting = threading.Thread(target=saver.start, args=(tmp_path / "4", state_of(4)))
     starting.start()
     time.sleep(0.1)
-    assert starting.is_alive(), "the fourth is still being written"
+    assert starting.is_alive(), "the previous save is still running"
     gate.opened.set()
     starting.join(30)
     saver.wait()
     assert [checkpoint.load(tmp_path / str(step))["progress"]["global_step"] for step in range(5)] == [*range(5)]
 
 
-def test_a_failure_comes_with_the_next_call_and_leaves_the_old_one(tmp_path: Path, monkeypatch: Any) -> None:
+def test_an_error_is_raised_by_the_next_call_and_the_old_checkpoint_remains(tmp_path: Path, monkeypatch: Any) -> None:
     checkpoint.save(tmp_path / "c", state_of(1))
     saver = BackgroundSaver()
     with monkeypatch.context() as context:
@@ -97,7 +97,7 @@ def test_a_failure_comes_with_the_next_call_and_leaves_the_old_one(tmp_path: Pat
     assert checkpoint.load(tmp_path / "c")["progress"]["global_step"] == 4
 
 
-def test_what_cannot_be_stored_is_told_at_once(tmp_path: Path) -> None:
+def test_a_state_that_cannot_be_saved_raises_immediately(tmp_path: Path) -> None:
     saver = BackgroundSaver()
     with pytest.raises(CheckpointError, match=r"state\['x'\]"):
         saver.start(tmp_path / "c", {"x": object()})
@@ -111,7 +111,7 @@ def no_space(*_: Any) -> None:
 # On several ranks ---------------------------------------------------------------------------------------------------
 
 
-def cut_state(step: int) -> dict[str, Any]:
+def sharded_state(step: int) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     weight = distribute_tensor(torch.full((7, 100), float(step)), mesh, [Shard(0)])
     return {"module": {"w": weight}, "progress": {"global_step": step}}
@@ -121,15 +121,15 @@ def train_while_saving(folder: Path) -> None:
     opened, write = threading.Event(), store._write_file
     store._write_file = lambda *each: (opened.wait(30), write(*each))[1]  # type: ignore[assignment]
     saver = BackgroundSaver(all_ranks())
-    saver.start(folder / "a", cut_state(1))
+    saver.start(folder / "a", sharded_state(1))
     total = torch.zeros(1)
-    for step in range(50):  # the default group is free for training
+    for step in range(50):  # training uses the default process group
         dist.all_reduce(total.fill_(step))
         assert float(total) == step * dist.get_world_size()
     assert checkpoint.find_last(folder) is None
     opened.set()
     saver.wait()
-    saver.start(folder / "b", cut_state(2))
+    saver.start(folder / "b", sharded_state(2))
     saver.wait()
     saver.close()
 
@@ -142,7 +142,7 @@ def test_ranks_train_while_they_save(tmp_path: Path, on_ranks: RankPool) -> None
 
 def fail_in_background(folder: Path, failing: int) -> str:
     saver = BackgroundSaver(all_ranks())
-    state = cut_state(2)
+    state = sharded_state(2)
     if dist.get_rank() == failing:
         store.TensorFile.append = no_space  # type: ignore[method-assign,assignment]
     saver.start(folder / "c", state)
@@ -152,7 +152,7 @@ def fail_in_background(folder: Path, failing: int) -> str:
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_a_failure_in_the_background_is_told_on_all_ranks(tmp_path: Path, on_ranks: RankPool, failing: int) -> None:
+def test_a_failure_in_the_background_is_raised_on_all_ranks(tmp_path: Path, on_ranks: RankPool, failing: int) -> None:
     checkpoint.save(tmp_path / "c", state_of(1))
     messages = on_ranks(2, fail_in_background, tmp_path, failing)
     assert messages[0] == messages[1]
@@ -167,14 +167,14 @@ def save_in_background_until_killed(folder: Path, victim: int, after_s: float) -
         threading.Timer(after_s, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
     saver = BackgroundSaver(all_ranks())
     for step in range(1, 10_000):
-        saver.start(folder / "last", cut_state(step))
+        saver.start(folder / "last", sharded_state(step))
         saver.wait()
         if dist.get_rank() == 0:
             (folder / "reported").write_text(str(step))
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_rank_killed_while_it_saves_in_the_background_leaves_the_last_one(
+def test_a_rank_killed_during_a_background_save_leaves_the_last_checkpoint(
     tmp_path: Path, on_ranks: RankPool, victim: int
 ) -> None:
     for attempt in range(3):

@@ -1,4 +1,4 @@
-"""State to names and JSON and back, without a disk."""
+"""Conversion of a state to named tensors and JSON, and back, without a disk."""
 
 import json
 import math
@@ -20,7 +20,7 @@ def through_json(state):
 
 
 def same(left, right) -> bool:
-    """Equal in value and in every type, with nan equal to nan and 0.0 unlike -0.0."""
+    """Return True if values and types are equal. nan is equal to nan, and 0.0 differs from -0.0."""
     if type(left) is not type(right):
         return False
     if isinstance(left, dict):
@@ -56,16 +56,16 @@ states = st.dictionaries(
 
 @settings(deadline=None)
 @given(states)
-def test_plain_values_survive_with_their_types(state):
+def test_plain_values_keep_their_types(state):
     assert same(through_json(state), state)
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, -0.0, 5e-324, 2**5000, -(2**63) - 1])
-def test_numbers_json_has_no_word_for(value):
+def test_numbers_that_json_cannot_represent(value):
     assert same(through_json({"x": value}), {"x": value})
 
 
-def test_each_tensor_has_its_own_name_even_where_joined_paths_are_equal():
+def test_each_tensor_has_a_unique_name_even_if_joined_paths_are_equal():
     state = {
         "a.b": torch.tensor(1),
         "a": {"b": torch.tensor(2), "b#2": torch.tensor(3)},
@@ -85,7 +85,7 @@ def test_each_tensor_has_its_own_name_even_where_joined_paths_are_equal():
     assert list(back) == list(state)
 
 
-def test_names_read_like_paths():
+def test_names_are_paths_joined_by_dots():
     tensors, _ = tree.split({"module": {"blocks.0.weight": torch.ones(1)}, "opt": [{7: torch.ones(1)}]})
     assert list(tensors) == ["module.blocks.0.weight", "opt.0.7"]
 
@@ -124,18 +124,18 @@ def _contains_itself():
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_anything_else_is_refused_with_place_and_type(value, type_name):
+def test_other_values_are_rejected_with_path_and_type(value, type_name):
     with pytest.raises(CheckpointError) as caught:
         tree.split({"ok": 1, "deep": {"er": [0, value]}})
     assert str(caught.value).startswith("state['deep']['er'][1]")
     assert type_name in str(caught.value)
 
 
-def test_a_state_that_contains_itself_is_refused():
+def test_a_state_that_contains_itself_is_rejected():
     with pytest.raises(CheckpointError, match="contains itself"):
         tree.split({"loop": _contains_itself()})
 
 
-def test_a_state_that_is_no_mapping_is_refused():
+def test_a_state_that_is_not_a_mapping_is_rejected():
     with pytest.raises(CheckpointError, match=r"state=<class 'list'>: is not a mapping"):
         tree.split([1])

@@ -1,4 +1,4 @@
-"""A folder appears whole or not at all: kills, full disks, folders nobody may write to."""
+"""Atomic commit of a checkpoint folder, with kills, full disks, and folders that cannot be written."""
 
 import errno
 import json
@@ -56,7 +56,7 @@ def test_kill_9_always_leaves_the_last_complete_checkpoint_loadable(tmp_path):
     assert seen["num_steps"] > 0
 
 
-def test_save_makes_parents_and_leaves_nothing_beside_it(tmp_path):
+def test_save_creates_parents_and_leaves_no_other_files(tmp_path):
     path = tmp_path / "runs" / "version_0" / "checkpoints" / "step=1.ckpt"
     checkpoint.save(path, state_of(1))
     checkpoint.save(str(path), state_of(2))
@@ -73,7 +73,7 @@ def test_a_relative_path(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == []
 
 
-def test_the_home_folder_is_meant_by_a_tilde(tmp_path, monkeypatch):
+def test_a_tilde_is_expanded_to_the_home_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     checkpoint.save("~/runs/c", state_of(1))
@@ -90,9 +90,7 @@ def test_the_home_folder_is_meant_by_a_tilde(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.EIO])
-def test_a_file_system_that_cannot_flush_folders_keeps_checkpoints_and_one_that_fails_does_not(
-    tmp_path, monkeypatch, number
-):
+def test_unsupported_fsync_of_folders_is_ignored_and_a_failed_fsync_raises(tmp_path, monkeypatch, number):
     fsync = os.fsync
 
     def of_files_alone(descriptor):
@@ -109,7 +107,7 @@ def test_a_file_system_that_cannot_flush_folders_keeps_checkpoints_and_one_that_
             checkpoint.save(tmp_path / "c", state_of(1))
 
 
-def test_an_empty_folder_is_taken_and_a_damaged_checkpoint_is_replaced(tmp_path):
+def test_an_empty_folder_and_a_damaged_checkpoint_are_replaced(tmp_path):
     path = tmp_path / "c"
     path.mkdir()
     checkpoint.save(path, state_of(1))
@@ -119,7 +117,7 @@ def test_an_empty_folder_is_taken_and_a_damaged_checkpoint_is_replaced(tmp_path)
     assert os.listdir(tmp_path) == ["c"]
 
 
-def test_what_is_no_checkpoint_is_never_overwritten_or_removed(tmp_path):
+def test_other_files_are_never_overwritten_or_removed(tmp_path):
     folder, file = tmp_path / "thesis", tmp_path / "notes.txt"
     folder.mkdir()
     (folder / "chapter1.tex").write_text("years of work")
@@ -143,7 +141,7 @@ def test_remove(tmp_path):
         checkpoint.remove(tmp_path / "b")
 
 
-def test_a_removal_cut_short_leaves_no_checkpoint_of_that_name(tmp_path, monkeypatch):
+def test_an_interrupted_removal_leaves_no_checkpoint_at_the_path(tmp_path, monkeypatch):
     checkpoint.save(tmp_path / "a", state_of(1))
 
     class KilledError(BaseException):
@@ -161,7 +159,7 @@ def test_a_removal_cut_short_leaves_no_checkpoint_of_that_name(tmp_path, monkeyp
     assert checkpoint.find_last(tmp_path) is None
 
 
-def test_what_dead_processes_left_is_cleared_and_the_living_are_left_alone(tmp_path):
+def test_leftovers_of_dead_processes_are_cleared_and_folders_of_live_processes_remain(tmp_path):
     living = subprocess.Popen(["sleep", "60"])
     try:
         here = tmp_path / "c"
@@ -185,7 +183,7 @@ def test_what_dead_processes_left_is_cleared_and_the_living_are_left_alone(tmp_p
         living.wait()
 
 
-def test_a_reused_process_number_does_not_keep_what_is_stale(tmp_path):
+def test_a_reused_process_id_does_not_keep_a_stale_folder(tmp_path):
     folder_older_than_the_process = Path(os.__file__).parent
     with subprocess.Popen(["sleep", "60"]) as process:
         stale, live = (
@@ -196,7 +194,7 @@ def test_a_reused_process_number_does_not_keep_what_is_stale(tmp_path):
     assert (stale, live) == (True, False)
 
 
-def test_a_process_that_ended_but_is_not_waited_for_is_dead(tmp_path):
+def test_a_zombie_process_counts_as_dead(tmp_path):
     with subprocess.Popen(["true"]) as process:
         while psutil.Process(process.pid).status() != psutil.STATUS_ZOMBIE:
             time.sleep(0.01)
@@ -206,7 +204,7 @@ def test_a_process_that_ended_but_is_not_waited_for_is_dead(tmp_path):
         assert os.listdir(tmp_path) == ["c"]
 
 
-def test_between_the_two_renames_the_old_checkpoint_is_found_and_later_put_back(tmp_path):
+def test_between_the_two_renames_the_old_checkpoint_is_found_and_later_renamed_back(tmp_path):
     path = tmp_path / "last"
     checkpoint.save(path, state_of(1))
     replaced = aside_of("old", path)
@@ -222,7 +220,7 @@ def test_between_the_two_renames_the_old_checkpoint_is_found_and_later_put_back(
     assert step_in(path) == 1
 
 
-def test_a_superseded_checkpoint_is_not_listed_and_later_deleted(tmp_path):
+def test_a_superseded_checkpoint_is_not_listed_and_is_deleted_later(tmp_path):
     path = tmp_path / "last"
     checkpoint.save(path, state_of(1))
     path.rename(aside_of("old", path))
@@ -238,7 +236,7 @@ def _written_elsewhere(tmp_path: Path, state: dict) -> Path:
     return tmp_path / "elsewhere" / "c"
 
 
-def test_deleting_begins_with_the_record(tmp_path, monkeypatch):
+def test_deletion_starts_with_the_record(tmp_path, monkeypatch):
     path = tmp_path / "last"
     checkpoint.save(path, state_of(1))
     monkeypatch.setattr(commit.shutil, "rmtree", lambda *args, **kwargs: None)
@@ -249,7 +247,7 @@ def test_deleting_begins_with_the_record(tmp_path, monkeypatch):
     assert checkpoint.find_last(tmp_path) is None
 
 
-def test_a_link_is_replaced_and_what_it_points_to_is_kept(tmp_path):
+def test_a_link_is_replaced_and_its_target_is_kept(tmp_path):
     target, link = tmp_path / "step=1", tmp_path / "last"
     checkpoint.save(target, state_of(1))
     link.symlink_to(target)
@@ -259,7 +257,7 @@ def test_a_link_is_replaced_and_what_it_points_to_is_kept(tmp_path):
     assert not link.is_symlink()
 
 
-def test_ctrl_c_between_the_two_renames_puts_the_old_one_back(tmp_path, monkeypatch):
+def test_ctrl_c_between_the_two_renames_restores_the_old_checkpoint(tmp_path, monkeypatch):
     path = tmp_path / "last"
     checkpoint.save(path, state_of(1))
     rename = os.rename
@@ -277,7 +275,7 @@ def test_ctrl_c_between_the_two_renames_puts_the_old_one_back(tmp_path, monkeypa
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), MemoryError()], ids=repr)
-def test_an_interrupt_while_tensors_are_written_arrives_as_itself(tmp_path, monkeypatch, error):
+def test_an_interrupt_while_tensors_are_written_is_not_converted(tmp_path, monkeypatch, error):
     def interrupted(*args, **kwargs):
         raise error
 
@@ -293,12 +291,12 @@ def test_an_interrupt_while_tensors_are_written_arrives_as_itself(tmp_path, monk
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A disk of 1 MiB."""
+    """Mount a disk of 1 MiB."""
     mount = tmp_path / "disk"
     mount.mkdir()
     done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(mount)], capture_output=True)
     if done.returncode != 0:
-        pytest.skip("only root can mount a small disk; the limit on a file's size is tested in its place")
+        pytest.skip("only root can mount a small disk; another test uses a limit on the size of a file instead")
     yield mount
     subprocess.run(["umount", str(mount)], check=True)
 
@@ -310,14 +308,15 @@ def test_a_full_disk(small_disk):
             checkpoint.save(small_disk / target, state_of(2, NUM_BYTES))
         assert caught.value.field == "path"
         assert caught.value.received == str(small_disk / target)
-        assert "No space left on device; it needs 1.0 MiB and 1016.0 KiB are free" in caught.value.problem
-        assert "Free space" in caught.value.action
+        reason = f"No space left on device. It requires 1.0 MiB, but {small_disk} has only 1016.0 KiB free"
+        assert reason in caught.value.problem
+        assert "Free some space" in caught.value.action
         assert os.listdir(small_disk) == ["good"]
     assert step_in(small_disk / "good") == 1
 
 
 @pytest.mark.parametrize("limit_bytes", [NUM_BYTES // 2, 100])
-def test_a_file_that_may_not_grow(tmp_path, limit_bytes):
+def test_a_limit_on_the_size_of_a_file(tmp_path, limit_bytes):
     checkpoint.save(tmp_path / "good", state_of(1))
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, hard))
@@ -331,17 +330,19 @@ def test_a_file_that_may_not_grow(tmp_path, limit_bytes):
     assert step_in(tmp_path / "good") == 1
 
 
-def test_a_folder_nobody_can_write_to(tmp_path):
+def test_a_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("a regular file")
     for path in (tmp_path / "file" / "c", tmp_path / "file" / "deep" / "c", Path("/proc/not/here")):
-        with pytest.raises(CheckpointError, match=r"cannot be written: .*Choose a folder this process may write to"):
+        with pytest.raises(
+            CheckpointError, match=r"cannot be written: .*Choose a folder that this process can write to"
+        ):
             checkpoint.save(path, state_of(1))
     with pytest.raises(CheckpointError, match=r"cannot be written: File name too long .*Choose a shorter name"):
         checkpoint.save(tmp_path / ("x" * 250), state_of(1))
     assert os.listdir(tmp_path) == ["file"]
 
 
-def test_threads_may_save_beside_each_other(tmp_path):
+def test_threads_can_save_at_the_same_time(tmp_path):
     checkpoint.save(tmp_path / "warm", state_of(0))
     errors: list[BaseException] = []
 

@@ -1,4 +1,4 @@
-"""The newest checkpoint is the one that was committed last, whatever the clock of the machine says."""
+"""The newest checkpoint is the one that was committed last, independent of the clock of the machine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HOUR_NS = 3600 * 10**9
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The time in nanoseconds that new checkpoints record."""
+    """Time in nanoseconds that new checkpoints record."""
     now = [1_000 * HOUR_NS]
     monkeypatch.setattr("roomier.checkpoint.saving.time.time_ns", lambda: now[0])
     return now
@@ -47,7 +47,7 @@ def rewrite(path: Path, **values: Any) -> None:
 
 
 def make_old(path: Path, hour: int) -> Path:
-    """Turn a checkpoint into one of format 2, which has no commit number."""
+    """Convert a checkpoint to format 2, which has no commit number."""
     rewrite(path, format_version=2, commit_number=None, saved_at_ns=hour * HOUR_NS)
     return path
 
@@ -73,7 +73,7 @@ class Line(roomier.Module):
 
 
 def fit_to(root: Path, max_steps: int) -> int:
-    """Resume the last run under ``root``. Returns the step at which it resumed."""
+    """Resume the last run under ``root`` and return the step at which it resumed."""
     started: list[int] = []
 
     class Started(roomier.Callback):
@@ -89,9 +89,7 @@ def fit_to(root: Path, max_steps: int) -> int:
     return started[0]
 
 
-def test_a_run_resumes_each_time_where_it_stopped_though_the_clock_was_set_back(
-    tmp_path: Path, clock: list[int]
-) -> None:
+def test_a_run_resumes_at_its_last_step_after_the_clock_was_set_back(tmp_path: Path, clock: list[int]) -> None:
     fit_to(tmp_path, 2)
     clock[0] -= 24 * HOUR_NS
     assert [fit_to(tmp_path, max_steps) for max_steps in (4, 6, 8)] == [2, 4, 6]

@@ -1,4 +1,4 @@
-"""Hyperparameters that OmegaConf holds, in a checkpoint of Lightning."""
+"""Hyperparameters in OmegaConf containers, in a Lightning checkpoint."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NAMES: dict[str, list[str]] = {
 
 @contextmanager
 def classes_of_omegaconf() -> Iterator[dict[str, type]]:
-    """Classes under the names of OmegaConf's, which need not be installed; gone when a file is read."""
+    """Provide classes with the names of OmegaConf's classes, which need not be installed, while a file is written."""
     made: dict[str, type] = {}
     with pytest.MonkeyPatch.context() as patch:
         for module_name, names in NAMES.items():
@@ -42,7 +42,7 @@ def classes_of_omegaconf() -> Iterator[dict[str, type]]:
 
 
 def config_of(value: Any, classes: Mapping[str, type], parent: Any = None) -> Any:
-    """``value`` as OmegaConf 2.x keeps it: a tree of nodes, each with its notes and its parent."""
+    """Convert ``value`` to the form of OmegaConf 2.x: a tree of nodes, each with its metadata and its parent."""
     is_container = isinstance(value, (dict, list))
     kind = "DictConfig" if isinstance(value, dict) else "ListConfig" if is_container else "AnyNode"
     node, notes = classes[kind](), classes["ContainerMetadata" if is_container else "Metadata"]()
@@ -72,7 +72,7 @@ class Configured(Module):
         self.layer = nn.Linear(config.net.sizes[0], config["net"].sizes[1])
 
 
-def test_a_module_is_made_of_what_omegaconf_held(tmp_path: Path) -> None:
+def test_a_module_is_created_from_omegaconf_hyperparameters(tmp_path: Path) -> None:
     settings = {"net": {"sizes": [3, 2], "act": None}, "lr": 0.1, "name": "a", "deep": [{"x": [True]}]}
     path = saved(tmp_path / "x.ckpt", settings, nn.ModuleDict({"layer": nn.Linear(3, 2)}))
 
@@ -83,27 +83,29 @@ def test_a_module_is_made_of_what_omegaconf_held(tmp_path: Path) -> None:
     assert torch.equal(module.layer.weight, file.state_dict["layer.weight"])
 
 
-def test_what_omegaconf_works_out_is_never_taken_for_its_text(tmp_path: Path) -> None:
+def test_interpolations_are_never_used_as_text(tmp_path: Path) -> None:
     settings = {"net": {"sizes": [3, 2]}, "rate": "${base.rate}", "list": ["a", "b-${name}"], "must": "???"}
     path = saved(tmp_path / "x.ckpt", settings, nn.Linear(1, 1))
 
     file = LightningFile(path)
 
     assert set(file.state_dict) == {"weight", "bias"}, "the weights of such a file are read"
-    told = r"\['config'\]\['rate'\] = '\$\{base.rate\}', .*\['list'\]\[1\] = 'b-\$\{name\}', .*\['must'\] = '\?\?\?'"
-    with pytest.raises(CheckpointError, match=told + r".*OmegaConf\.resolve\(cfg\).*fit\(ckpt_path"):
+    expected = (
+        r"\['config'\]\['rate'\] = '\$\{base.rate\}', .*\['list'\]\[1\] = 'b-\$\{name\}', .*\['must'\] = '\?\?\?'"
+    )
+    with pytest.raises(CheckpointError, match=expected + r".*OmegaConf\.resolve\(cfg\).*fit\(ckpt_path"):
         Configured.load_from_checkpoint(path)
 
 
 @pytest.mark.parametrize("value", [int, [float], {"kind": dict}])
-def test_a_type_among_the_hyperparameters_is_refused_as_before(tmp_path: Path, value: Any) -> None:
+def test_a_type_among_the_hyperparameters_is_rejected(tmp_path: Path, value: Any) -> None:
     torch.save({"state_dict": {}, "hyper_parameters": {"kind": value}}, tmp_path / "x.ckpt")
 
-    with pytest.raises(CheckpointError, match=r"it holds a type, such as int, as a value"):
+    with pytest.raises(CheckpointError, match=r"it contains a type, such as int, as a value"):
         LightningFile(tmp_path / "x.ckpt")
 
 
-def test_a_container_that_holds_itself_or_has_no_content_is_refused(tmp_path: Path) -> None:
+def test_a_container_that_contains_itself_or_has_no_content_is_rejected(tmp_path: Path) -> None:
     with classes_of_omegaconf() as classes:
         looped, empty = classes["DictConfig"](), classes["ListConfig"]()
         vars(looped)["_content"] = {"itself": looped}
@@ -111,5 +113,5 @@ def test_a_container_that_holds_itself_or_has_no_content_is_refused(tmp_path: Pa
             torch.save({"state_dict": {}, "hyper_parameters": {"config": config}}, tmp_path / name)
 
     for name in ("looped", "empty"):
-        with pytest.raises(CheckpointError, match="cannot be read without running code"):
+        with pytest.raises(CheckpointError, match="cannot be loaded without executing code"):
             LightningFile(tmp_path / name)

@@ -1,4 +1,4 @@
-"""Which checkpoint is the last good one, and what is said about the others."""
+"""Finding the newest valid checkpoint, and notices about the other checkpoints."""
 
 import json
 import os
@@ -80,7 +80,7 @@ ONLY_BY_SUM = [flip_tensor_bit, flip_header_bit]
 
 
 @pytest.mark.parametrize("harm", [*VISIBLE, *ONLY_BY_SUM, flip_record_bit])
-def test_damage_is_refused_by_name_and_the_previous_good_one_is_offered(tmp_path, harm):
+def test_damage_is_reported_with_its_file_and_an_alternative_checkpoint(tmp_path, harm):
     for step in (1, 2, 3):
         checkpoint.save(tmp_path / f"step={step}", state_of(step))
     flip_tensor_bit(tmp_path / "step=2")
@@ -91,24 +91,24 @@ def test_damage_is_refused_by_name_and_the_previous_good_one_is_offered(tmp_path
             attempt(tmp_path / "step=3")
         assert caught.value.received == str(tmp_path / "step=3")
         assert culprit in caught.value.problem
-        assert caught.value.action == f"Use {str(tmp_path / 'step=1')!r}, the newest good one beside it"
+        assert caught.value.action == f"Use {str(tmp_path / 'step=1')!r}, the newest valid checkpoint next to it"
     assert not into["module"]["w"].any()
     checkpoint.verify(tmp_path / "step=1")
 
 
 @pytest.mark.parametrize("harm", [*VISIBLE, flip_record_bit])
-def test_find_last_passes_over_a_damaged_newest_one_and_says_so(tmp_path, capsys, harm):
+def test_find_last_skips_a_damaged_newest_checkpoint_with_a_notice(tmp_path, capsys, harm):
     checkpoint.save(tmp_path / "a", state_of(1))
     checkpoint.save(tmp_path / "b", state_of(2))
     harm(tmp_path / "b")
     assert checkpoint.find_last(tmp_path) == tmp_path / "a"
-    said = capsys.readouterr().err
-    assert f"skipped the checkpoint {tmp_path / 'b'}" in said
-    assert f"using {tmp_path / 'a'}" in said
+    printed = capsys.readouterr().err
+    assert f"skipped the checkpoint {tmp_path / 'b'}" in printed
+    assert f"using {tmp_path / 'a'}" in printed
     assert checkpoint.list_complete(tmp_path) == [tmp_path / "a"]
 
 
-def test_an_older_damaged_one_is_not_worth_a_word(tmp_path, capsys):
+def test_an_older_damaged_checkpoint_is_skipped_without_a_notice(tmp_path, capsys):
     checkpoint.save(tmp_path / "a", state_of(1))
     checkpoint.save(tmp_path / "b", state_of(2))
     truncate_tensors(tmp_path / "a")
@@ -116,7 +116,7 @@ def test_an_older_damaged_one_is_not_worth_a_word(tmp_path, capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_the_last_is_the_one_committed_last_whatever_its_name_or_mtime(tmp_path):
+def test_find_last_ignores_names_and_modification_times(tmp_path):
     for name in ("z", "step=10", "step=9", "a"):
         checkpoint.save(tmp_path / name, state_of(1))
     os.utime(tmp_path / "z")
@@ -136,7 +136,7 @@ def test_find_last_from_any_level(tmp_path):
     assert checkpoint.find_last(first) == first
 
 
-def test_nothing_to_find(tmp_path, capsys):
+def test_find_last_without_checkpoints(tmp_path, capsys):
     (tmp_path / "file").write_text("")
     (tmp_path / "checkpoints").mkdir()
     for root in (tmp_path, tmp_path / "missing", tmp_path / "file", tmp_path / "checkpoints"):
@@ -145,7 +145,7 @@ def test_nothing_to_find(tmp_path, capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_foreign_and_unfinished_folders_are_passed_over_in_silence(tmp_path, capsys):
+def test_foreign_and_incomplete_folders_are_skipped_without_a_notice(tmp_path, capsys):
     checkpoint.save(tmp_path / "good", state_of(1))
     shutil.copytree(tmp_path / "good", tmp_path / ".tmp-next@00000000-1-00000000")
     (tmp_path / "wandb").mkdir()
@@ -158,7 +158,7 @@ def test_foreign_and_unfinished_folders_are_passed_over_in_silence(tmp_path, cap
 
 
 @pytest.mark.parametrize("name", ["missing", "wandb", "empty", "file"])
-def test_what_is_no_checkpoint_is_named_as_such(tmp_path, name):
+def test_a_folder_that_is_not_a_checkpoint_is_rejected(tmp_path, name):
     (tmp_path / "empty").mkdir()
     (tmp_path / "wandb").mkdir()
     (tmp_path / "wandb" / "run.json").write_text(json.dumps({"id": 1}))
@@ -167,10 +167,10 @@ def test_what_is_no_checkpoint_is_named_as_such(tmp_path, name):
         with pytest.raises(CheckpointError) as caught:
             verb(tmp_path / name)
         assert caught.value.received == str(tmp_path / name)
-        assert caught.value.action == "Give the path of a checkpoint folder"
+        assert caught.value.action == "Pass the path of a checkpoint folder"
 
 
-def test_a_newer_format_is_refused_with_the_version_that_wrote_it(tmp_path, monkeypatch, capsys):
+def test_a_newer_format_is_rejected_with_the_version_that_wrote_it(tmp_path, monkeypatch, capsys):
     checkpoint.save(tmp_path / "old", state_of(1))
     monkeypatch.setattr("roomier.checkpoint.saving.FORMAT_VERSION", record.FORMAT_VERSION + 1)
     checkpoint.save(tmp_path / "new", state_of(2))
@@ -180,7 +180,7 @@ def test_a_newer_format_is_refused_with_the_version_that_wrote_it(tmp_path, monk
     assert "format version 4" in capsys.readouterr().err
 
 
-def test_a_record_that_points_out_of_its_folder_is_refused(tmp_path):
+def test_a_record_with_a_path_outside_its_folder_is_rejected(tmp_path):
     checkpoint.save(tmp_path / "c", state_of(1))
     good = record.read_record(tmp_path / "c")
     outside = record.StoredFile("../secret.safetensors", 1, 1, ())
@@ -189,7 +189,7 @@ def test_a_record_that_points_out_of_its_folder_is_refused(tmp_path):
         checkpoint.load(tmp_path / "c")
 
 
-def test_a_damaged_checkpoint_alone_is_refused_without_an_offer(tmp_path):
+def test_a_single_damaged_checkpoint_is_rejected_without_an_alternative(tmp_path):
     checkpoint.save(tmp_path / "c", state_of(1))
     flip_tensor_bit(tmp_path / "c")
     with pytest.raises(CheckpointError) as caught:
@@ -199,7 +199,7 @@ def test_a_damaged_checkpoint_alone_is_refused_without_an_offer(tmp_path):
     assert checkpoint.find_last(tmp_path) is None
 
 
-def test_a_link_to_a_checkpoint_is_not_a_second_one(tmp_path: Path) -> None:
+def test_a_link_to_a_checkpoint_is_not_listed(tmp_path: Path) -> None:
     checkpoint.save(tmp_path / "step=1", state_of(1))
     (tmp_path / "last").symlink_to("step=1")
     assert checkpoint.list_complete(tmp_path) == [tmp_path / "step=1"]

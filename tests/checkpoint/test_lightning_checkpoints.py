@@ -1,4 +1,4 @@
-"""A run that Lightning began goes on here as it would have there; what is read runs no code."""
+"""Resume of runs that Lightning saved, with the same losses as in Lightning. Reading a file executes no code."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def saved_by_lightning(folder: Path, num_epochs: int = 2, **arguments: Any) -> P
 
 
 @pytest.mark.parametrize("kind", ["each epoch", "each step", "sgd"])
-def test_a_run_goes_on_with_the_losses_it_would_have_had_in_lightning(
+def test_a_resumed_run_has_the_losses_of_lightning(
     tmp_path: Path, make_trainer: Callable[..., Trainer], kind: str
 ) -> None:
     path = saved_by_lightning(tmp_path, kind=kind)
@@ -48,7 +48,7 @@ def test_a_run_goes_on_with_the_losses_it_would_have_had_in_lightning(
         assert (trainer.global_step, trainer.current_epoch) == (24, 4)
 
 
-def test_a_file_made_of_a_sharded_checkpoint_is_gone_on_with_and_the_folder_says_so(
+def test_a_consolidated_file_can_be_resumed_and_a_sharded_folder_is_rejected(
     tmp_path: Path, make_trainer: Callable[..., Trainer]
 ) -> None:
     path = saved_by_lightning(tmp_path)
@@ -69,13 +69,15 @@ def test_a_file_made_of_a_sharded_checkpoint_is_gone_on_with_and_the_folder_says
     assert losses[0] == losses[1] != []
 
     for name in ("ckpt_path", "weights"):
-        with pytest.raises(RoomierError, match=rf"{name}=.*sharded checkpoint.*consolidate_checkpoint {tmp_path}"):
+        with pytest.raises(
+            RoomierError, match=rf"{name}=.*sharded torch.distributed.checkpoint.*consolidate_checkpoint {tmp_path}"
+        ):
             make_trainer(max_epochs=3).fit(OwnModule(), loader(), loader(), **{name: tmp_path / "sharded"})
     assert Recorded.made == []
 
 
 @pytest.mark.parametrize("at_step", [2, 6, 8])
-def test_a_run_saved_within_an_epoch_goes_on_as_if_it_had_not_stopped(
+def test_a_run_saved_within_an_epoch_resumes_exactly(
     tmp_path: Path, make_trainer: Callable[..., Trainer], at_step: int
 ) -> None:
     from lightning.pytorch.callbacks import ModelCheckpoint as TheirCheckpoint
@@ -90,7 +92,7 @@ def test_a_run_saved_within_an_epoch_goes_on_as_if_it_had_not_stopped(
     assert module.losses == pytest.approx(undisturbed[at_step:], abs=TOLERANCE)
 
 
-def test_what_the_module_changes_of_the_checkpoint_is_gone_on_with_as_in_lightning(
+def test_on_load_checkpoint_can_change_the_checkpoint_as_in_lightning(
     tmp_path: Path, make_trainer: Callable[..., Trainer]
 ) -> None:
     def without_momentum(checkpoint: dict[str, Any]) -> None:
@@ -111,7 +113,7 @@ def test_what_the_module_changes_of_the_checkpoint_is_gone_on_with_as_in_lightni
 
 
 @pytest.mark.parametrize("argument", ["ckpt_path", "weights"])
-def test_layers_that_on_load_checkpoint_makes_for_no_optimizer_are_refused(
+def test_layers_that_on_load_checkpoint_creates_without_an_optimizer_are_rejected(
     tmp_path: Path, make_trainer: Callable[..., Trainer], argument: str
 ) -> None:
     first = make_trainer(max_epochs=1)
@@ -127,7 +129,7 @@ def test_layers_that_on_load_checkpoint_makes_for_no_optimizer_are_refused(
         make_trainer(max_epochs=2).fit(module, loader(), **{argument: tmp_path / "saved"})
 
 
-def test_early_stopping_and_model_checkpoint_know_what_those_of_lightning_knew(
+def test_early_stopping_and_model_checkpoint_restore_the_state_of_lightning(
     tmp_path: Path, make_trainer: Callable[..., Trainer]
 ) -> None:
     import lightning.pytorch.callbacks as theirs
@@ -146,7 +148,7 @@ def test_early_stopping_and_model_checkpoint_know_what_those_of_lightning_knew(
     assert sorted(books.best_k_models) == [str(tmp_path / f"epoch={epoch}.ckpt") for epoch in (0, 1)]
 
 
-def test_a_better_checkpoint_takes_the_place_of_one_of_lightning_which_stays_on_the_disk(
+def test_a_better_checkpoint_replaces_a_lightning_file_without_deleting_it(
     tmp_path: Path, make_trainer: Callable[..., Trainer]
 ) -> None:
     import lightning.pytorch.callbacks as theirs
@@ -176,7 +178,7 @@ def test_evaluation_reads_the_weights(tmp_path: Path, make_trainer: Callable[...
         assert torch.equal(module.state_dict()[name], expected), name
 
 
-def test_weights_are_those_to_begin_with(tmp_path: Path, make_trainer: Callable[..., Trainer]) -> None:
+def test_a_fit_can_start_with_the_weights(tmp_path: Path, make_trainer: Callable[..., Trainer]) -> None:
     path = saved_by_lightning(tmp_path, 1)
     expected = fit_in_lightning(_loaded(path), 1)
     module = OwnModule()
@@ -195,7 +197,7 @@ def _loaded(path: Path) -> Any:
 
 
 class Plain(nn.Module):
-    """The network inside, with a name of its own around its layers or none."""
+    """Network whose layers are in an attribute or at the top level."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -207,7 +209,9 @@ class Plain(nn.Module):
         return loss
 
 
-def test_weights_of_a_part_find_it_in_a_plain_model(tmp_path: Path, make_trainer: Callable[..., Trainer]) -> None:
+def test_weights_of_a_submodule_are_matched_in_a_plain_model(
+    tmp_path: Path, make_trainer: Callable[..., Trainer]
+) -> None:
     path = saved_by_lightning(tmp_path, 1)
     model = Plain()
 
@@ -217,7 +221,7 @@ def test_weights_of_a_part_find_it_in_a_plain_model(tmp_path: Path, make_trainer
         assert torch.equal(model.inner.state_dict()[name], expected), name
 
 
-def test_load_from_checkpoint_makes_the_module_of_its_hyperparameters(tmp_path: Path) -> None:
+def test_load_from_checkpoint_creates_the_module_from_its_hyperparameters(tmp_path: Path) -> None:
     path = saved_by_lightning(tmp_path, 1, width=5, lr=0.25)
 
     module = OwnModule.load_from_checkpoint(path)
@@ -228,7 +232,7 @@ def test_load_from_checkpoint_makes_the_module_of_its_hyperparameters(tmp_path: 
         OwnModule.load_from_checkpoint(path, width=6)
 
 
-def test_the_loss_scale_goes_on(tmp_path: Path, make_trainer: Callable[..., Trainer]) -> None:
+def test_the_loss_scale_is_restored(tmp_path: Path, make_trainer: Callable[..., Trainer]) -> None:
     path = saved_by_lightning(tmp_path, 1)
     content = torch.load(path, weights_only=True)
     scale = {
@@ -238,7 +242,7 @@ def test_the_loss_scale_goes_on(tmp_path: Path, make_trainer: Callable[..., Trai
         "growth_interval": 2000,
         "_growth_tracker": 7,
     }
-    torch.save({**content, "MixedPrecision": scale}, path)  # Lightning has one on a GPU alone
+    torch.save({**content, "MixedPrecision": scale}, path)  # Lightning has a loss scale on GPUs only
     trainer = make_trainer(max_epochs=1, precision="16-mixed")
 
     trainer.fit(OwnModule(), loader(), ckpt_path=path)
@@ -250,7 +254,9 @@ def test_the_loss_scale_goes_on(tmp_path: Path, make_trainer: Callable[..., Trai
     assert LightningFile(export_lightning(tmp_path / "own", tmp_path / "out.ckpt")).scaler == scale
 
 
-def test_several_optimizers_stepped_by_hand_go_on(tmp_path: Path, make_trainer: Callable[..., Trainer]) -> None:
+def test_manual_optimization_with_several_optimizers_resumes(
+    tmp_path: Path, make_trainer: Callable[..., Trainer]
+) -> None:
     torch.manual_seed(3)
     fit_in_lightning(by_hand(), 2, save_at=tmp_path / "x.ckpt")
     expected = fit_in_lightning(by_hand(), 4, ckpt_path=tmp_path / "x.ckpt")
@@ -296,7 +302,7 @@ class OneArgument(OwnModule):
         super().__init__(width=hparams.width)
 
 
-def test_hyperparameters_that_came_in_one_argument_go_back_into_it(tmp_path: Path) -> None:
+def test_hyperparameters_in_one_argument_are_passed_in_this_argument(tmp_path: Path) -> None:
     state_dict = OwnModule(width=5).state_dict()
     given = {"hyper_parameters": {"width": 5}, "hparams_name": "hparams", "state_dict": state_dict}
     torch.save(given, tmp_path / "x.ckpt")
@@ -315,7 +321,7 @@ def continued(path: Path, strategy: str, batch_size: int) -> list[float]:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3"])
-def test_two_ranks_go_on_with_the_run_of_one(
+def test_two_ranks_resume_the_run_of_one(
     tmp_path: Path, on_ranks: RankPool, make_trainer: Callable[..., Trainer], strategy: str
 ) -> None:
     path = saved_by_lightning(tmp_path)
@@ -328,9 +334,9 @@ def test_two_ranks_go_on_with_the_run_of_one(
 
 
 class Recorded:
-    """Making one is seen."""
+    """Class that records the creation of objects."""
 
-    made: list[int] = []  # noqa: RUF012 - what the test looks at
+    made: list[int] = []  # noqa: RUF012 - read by the test
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (Recorded.made.append, (1,))
@@ -358,20 +364,20 @@ def test_harmless_hyperparameters_become_plain_values(tmp_path: Path) -> None:
     assert type(read["lr"]) is float
 
 
-def test_what_would_run_code_is_refused_by_its_name_and_not_made(tmp_path: Path) -> None:
+def test_objects_that_would_execute_code_are_rejected_and_not_created(tmp_path: Path) -> None:
     path = write(tmp_path / "x.ckpt", hyper_parameters={"thing": random.Random(1)})
 
     with pytest.raises(CheckpointError, match=r"random\.Random.*weights_only=False"):
         LightningFile(path)
 
     path = write(tmp_path / "y.ckpt", hyper_parameters={"thing": Recorded()})
-    with pytest.raises(CheckpointError, match=r"holds objects of|running code"):
+    with pytest.raises(CheckpointError, match=r"contains objects of|executing code"):
         OwnModule.load_from_checkpoint(path)
     assert Recorded.made == []
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1, 400, -30])
-def test_a_damaged_file_is_named(tmp_path: Path, make_trainer: Callable[..., Trainer], num_bytes: int) -> None:
+def test_a_damaged_file_is_rejected(tmp_path: Path, make_trainer: Callable[..., Trainer], num_bytes: int) -> None:
     path = write(tmp_path / "x.ckpt")
     path.write_bytes(path.read_bytes()[:num_bytes])
 
@@ -379,7 +385,7 @@ def test_a_damaged_file_is_named(tmp_path: Path, make_trainer: Callable[..., Tra
         make_trainer(max_epochs=1).fit(OwnModule(), loader(), ckpt_path=path)
 
 
-def test_another_file_is_no_checkpoint(tmp_path: Path, make_trainer: Callable[..., Trainer]) -> None:
+def test_other_files_are_rejected(tmp_path: Path, make_trainer: Callable[..., Trainer]) -> None:
     torch.save({"weights": torch.ones(2)}, tmp_path / "x.ckpt")
     with pytest.raises(CheckpointError, match="no 'state_dict'"):
         make_trainer(max_epochs=1).fit(OwnModule(), loader(), ckpt_path=tmp_path / "x.ckpt")
@@ -389,10 +395,10 @@ def test_another_file_is_no_checkpoint(tmp_path: Path, make_trainer: Callable[..
     assert not is_lightning_file(tmp_path)
 
 
-def test_weights_alone_cannot_be_gone_on_with(tmp_path: Path, make_trainer: Callable[..., Trainer]) -> None:
+def test_a_file_with_only_weights_cannot_be_resumed(tmp_path: Path, make_trainer: Callable[..., Trainer]) -> None:
     path = write(tmp_path / "x.ckpt")
 
-    with pytest.raises(CheckpointError, match=r"optimizer_states.*weights only.*fit\(\.\.\., weights="):
+    with pytest.raises(CheckpointError, match=r"optimizer_states.*only the weights.*fit\(\.\.\., weights="):
         make_trainer(max_epochs=1).fit(OwnModule(), loader(), ckpt_path=path)
 
 
@@ -404,7 +410,7 @@ def test_weights_alone_cannot_be_gone_on_with(tmp_path: Path, make_trainer: Call
         ({"kind": "each step"}, "schedulers"),
     ],
 )
-def test_another_run_is_refused_and_nothing_is_changed(
+def test_the_checkpoint_of_another_run_is_rejected_without_changes(
     tmp_path: Path, make_trainer: Callable[..., Trainer], own: dict[str, Any], problem: str
 ) -> None:
     path = saved_by_lightning(tmp_path, 1)
@@ -417,7 +423,7 @@ def test_another_run_is_refused_and_nothing_is_changed(
     assert all(torch.equal(before[name], each) for name, each in module.state_dict().items())
 
 
-def test_an_optimizer_of_the_trainer_cannot_take_the_states_of_the_modules_own(
+def test_an_optimizer_of_the_trainer_rejects_the_states_of_the_modules_optimizer(
     tmp_path: Path, make_trainer: Callable[..., Trainer]
 ) -> None:
     path = saved_by_lightning(tmp_path, 1)

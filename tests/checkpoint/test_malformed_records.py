@@ -65,7 +65,7 @@ class Net(roomier.Module):
 
 
 class Desk:
-    """A run of 6 steps in ``root``, within its second epoch, with the checkpoints of steps 5 (``good``) and 6."""
+    """Run of 6 steps in ``root``, within its second epoch, with the checkpoints of steps 5 (``good``) and 6."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -122,7 +122,7 @@ def write_content(path: Path, content: Json) -> None:
 
 
 def places(node: Json, place: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
-    """The paths of all values, of long lists the first three."""
+    """Yield the paths of all values. Of long lists, only the first three values are included."""
     if place:
         yield place
     keys = list(node) if isinstance(node, dict) else range(min(3, len(node))) if isinstance(node, list) else ()
@@ -131,7 +131,7 @@ def places(node: Json, place: tuple[str | int, ...] = ()) -> Iterator[tuple[str 
 
 
 def mutations(content: Json) -> list[Mutation]:
-    """Every value deleted, replaced by each of ``VALUES``, or with another item inserted; in random order."""
+    """Return mutations that delete a value, replace it by each of ``VALUES``, or insert an item, in random order."""
     kinds = [(DELETE, None), (INSERT, None), *(("replace", value) for value in VALUES)]
     found = [(place, how, value) for place in places(content) for how, value in kinds]
     random.Random(0).shuffle(found)
@@ -158,12 +158,12 @@ def mutated(content: Json, mutation: Mutation) -> Json:
 
 
 def is_value_of_metric(mutation: Mutation) -> bool:
-    """Whether the shape of a state of torchmetrics changed, which is valid for some metrics."""
+    """Return True if the shape of a torchmetrics state changed, which is valid for some metrics."""
     return mutation[0][1:2] == ("metrics",) and mutation[2] == TENSOR
 
 
 def resume_from(desk: Desk, path: Path) -> RoomierError | None:
-    """Resume and take a step. Returns the error, after which nothing may have changed."""
+    """Resume and run a step. Return the error, after which the model must be unchanged."""
     torch.manual_seed(1)
     net = Net()
     weights, drawn = {name: value.clone() for name, value in net.state_dict().items()}, torch.get_rng_state()
@@ -182,7 +182,7 @@ def resume_from(desk: Desk, path: Path) -> RoomierError | None:
 
 
 def check_outcome(desk: Desk, mutation: Mutation, content: Json) -> bool:
-    """Resume from the newest checkpoint after ``mutation``. Returns whether that was rejected."""
+    """Resume from the newest checkpoint after ``mutation``. Return True if it was rejected."""
     write_content(desk.newest, mutated(content, mutation))
     error = resume_from(desk, desk.newest)
     if error is not None:
@@ -238,7 +238,7 @@ def test_a_scheduler_state_cannot_replace_a_method(desk: Desk) -> None:
     assert "a key of schedulers[0].state._schedulers[1] is 'get_lr'" in str(error)
 
 
-# Files that are not what they should be ------------------------------------------------------------------------------
+# Invalid files -------------------------------------------------------------------------------------------------------
 
 
 def save_two(folder: Path) -> tuple[Path, Path]:
@@ -252,7 +252,7 @@ def save_two(folder: Path) -> tuple[Path, Path]:
 
 
 def replaced(name: str, make: Callable[[Path], object]) -> Callable[[Path], str]:
-    """Put something else in the place of the file that matches ``name``."""
+    """Replace the file that matches ``name``."""
 
     def change(path: Path) -> str:
         file = next(path.glob(name))
@@ -264,7 +264,7 @@ def replaced(name: str, make: Callable[[Path], object]) -> Callable[[Path], str]
 
 
 def with_content(data: bytes) -> Callable[[Path], str]:
-    """Put ``data`` in the place of the content of the record, with a valid checksum."""
+    """Replace the content of the record by ``data``, with a valid checksum."""
 
     def change(path: Path) -> str:
         (path / "run.json").write_bytes(b'{"crc32": "%08x", "content": ' % zlib.crc32(data) + data + b"}\n")
@@ -283,7 +283,7 @@ FILES: dict[str, Callable[[Path], str]] = {
     "a device": replaced("run.json", lambda path: path.symlink_to("/dev/zero")),
     "a folder": replaced("run.json", lambda path: path.mkdir()),
     "a link to itself": replaced("run.json", lambda path: path.symlink_to(path)),
-    "a TiB of nothing": replaced("run.json", sparse),
+    "an empty TiB": replaced("run.json", sparse),
     "tensors in a pipe": replaced("*.safetensors", os.mkfifo),
     "tensors on a device": replaced("*.safetensors", lambda path: path.symlink_to("/dev/zero")),
     "deep lists": with_content(b"[" * 10**6 + b"]" * 10**6),
@@ -298,7 +298,7 @@ FILES: dict[str, Callable[[Path], str]] = {
 
 @pytest.mark.timeout(30)
 @pytest.mark.parametrize("change", [pytest.param(change, id=name) for name, change in FILES.items()])
-def test_a_file_that_is_something_else(
+def test_a_file_of_another_type_is_rejected(
     change: Callable[[Path], str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     older, newer = save_two(tmp_path)
@@ -312,7 +312,7 @@ def test_a_file_that_is_something_else(
     for attempt in attempts:
         with pytest.raises(CheckpointError, match=name) as caught:
             attempt()
-        assert caught.value.action == f"Use {str(older)!r}, the newest good one beside it"
+        assert caught.value.action == f"Use {str(older)!r}, the newest valid checkpoint next to it"
     assert not any(each.any() for each in into["module"].values())
     assert checkpoint.find_last(tmp_path) == older
     assert f"skipped the checkpoint {newer}" in capsys.readouterr().err

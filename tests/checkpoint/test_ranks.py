@@ -1,4 +1,4 @@
-"""Several ranks save one checkpoint, and any number of them reads it."""
+"""Saving one checkpoint on several ranks, and loading it on any number of ranks."""
 
 import errno
 import os
@@ -34,7 +34,7 @@ def plain_part() -> dict[str, Any]:
 
 
 def layout(name: str) -> tuple[Any, list[Any]]:
-    """Mesh and placements of all ranks."""
+    """Return the mesh and the placements."""
     num_ranks = dist.get_world_size()
     if name == "hsdp":
         return init_device_mesh("cpu", (2, num_ranks // 2)), [Replicate(), Shard(0)]
@@ -59,14 +59,14 @@ def places_like(tensors: dict[str, torch.Tensor], name: str) -> dict[str, torch.
     }
 
 
-def save_cut(path: Path, name: str) -> None:
+def save_sharded(path: Path, name: str) -> None:
     rank = dist.get_rank()
     module = cut(full_tensors(), name)
-    # What is not cut, and what is no tensor, is that of rank 0.
+    # Unsharded tensors and other values are saved by rank 0.
     checkpoint.save(path, {"module": module, "rest": {**plain_part(), "of_rank": rank, "own": torch.tensor(rank)}})
 
 
-def load_cut(path: Path, name: str) -> None:
+def load_sharded(path: Path, name: str) -> None:
     tensor_file.CHUNK_BYTES = 24  # several reads for one tensor
     stored = checkpoint.load(path, ranks=all_ranks())
     expected = {key: each for key, each in full_tensors().items() if key in stored["module"]}
@@ -87,13 +87,11 @@ def load_cut(path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("saved_by", "saved_as"), [(2, "sharded"), (4, "sharded"), (4, "hsdp"), (2, "replicated"), (2, "columns")]
 )
-def test_saved_by_some_ranks_and_loaded_by_others(
-    tmp_path: Path, on_ranks: RankPool, saved_by: int, saved_as: str
-) -> None:
+def test_load_on_another_number_of_ranks(tmp_path: Path, on_ranks: RankPool, saved_by: int, saved_as: str) -> None:
     path = tmp_path / "c"
-    on_ranks(saved_by, save_cut, path, saved_as)
+    on_ranks(saved_by, save_sharded, path, saved_as)
     for num_ranks, name in ((1, "whole"), (2, "sharded"), (4, "hsdp"), (4, "sharded"), (2, "whole")):
-        on_ranks(num_ranks, load_cut, path, name)
+        on_ranks(num_ranks, load_sharded, path, name)
     assert_each_element_is_stored_once(path)
     checkpoint.verify(path)
 
@@ -112,23 +110,23 @@ def assert_each_element_is_stored_once(path: Path) -> None:
             assert size == tensors[key].numel(), name
 
 
-def test_each_rank_writes_its_own_files_in_turns(tmp_path: Path, on_ranks: RankPool) -> None:
-    on_ranks(4, save_cut, tmp_path / "c", "hsdp")
+def test_replicated_shards_are_written_in_turns(tmp_path: Path, on_ranks: RankPool) -> None:
+    on_ranks(4, save_sharded, tmp_path / "c", "hsdp")
     writers = {path.name.split("-")[1] for path in (tmp_path / "c").glob("*.safetensors")}
-    assert writers == {"00001", "00002", "00003", "00004"}, "both copies of an HSDP model take a share of the writing"
+    assert writers == {"00001", "00002", "00003", "00004"}, "both replicas of an HSDP model write some shards"
 
 
-def save_beside_what_rank_0_alone_has(path: Path) -> None:
+def save_with_a_tensor_of_rank_0_only(path: Path) -> None:
     mesh, placements = layout("replicated")
     weights = {name: distribute_tensor(torch.ones(2), mesh, placements) for name in "ab"}
     own = {"scores": torch.zeros(3)} if dist.get_rank() == 0 else {}
     checkpoint.save(path, {"callbacks": {"mine": own, "averaged": weights}})
 
 
-def test_a_tensor_that_rank_0_alone_has_does_not_change_who_writes_the_others(
+def test_a_tensor_of_rank_0_only_does_not_change_the_writers_of_other_tensors(
     tmp_path: Path, on_ranks: RankPool
 ) -> None:
-    on_ranks(2, save_beside_what_rank_0_alone_has, tmp_path / "c")
+    on_ranks(2, save_with_a_tensor_of_rank_0_only, tmp_path / "c")
     stored = checkpoint.load(tmp_path / "c")["callbacks"]
     assert stored["mine"]["scores"].tolist() == [0, 0, 0]
     assert stored["averaged"]["a"].tolist() == stored["averaged"]["b"].tolist() == [1, 1]
@@ -152,13 +150,13 @@ def load_damaged(folder: Path) -> None:
     messages = all_ranks().gather(str(caught.value))
     assert len(set(messages)) == 1
     assert "00002" in messages[0]
-    assert f"Use {str(folder / 'a')!r}, the newest good one beside it" in messages[0]
+    assert f"Use {str(folder / 'a')!r}, the newest valid checkpoint next to it" in messages[0]
 
 
 @pytest.mark.parametrize("harm", ["flip", "cut", "delete"])
-def test_a_damaged_file_of_any_rank_is_named_on_all(tmp_path: Path, on_ranks: RankPool, harm: str) -> None:
+def test_a_damaged_file_is_reported_on_all_ranks(tmp_path: Path, on_ranks: RankPool, harm: str) -> None:
     for name in "ab":
-        on_ranks(2, save_cut, tmp_path / name, "sharded")
+        on_ranks(2, save_sharded, tmp_path / name, "sharded")
     (file,) = (tmp_path / "b").glob("shard-00002-*")
     data = bytearray(file.read_bytes())
     data[-3] ^= 1
@@ -189,8 +187,8 @@ def count_verified(path: Path) -> list[int]:
     return [file.name for file in seen]
 
 
-def test_the_work_of_verifying_is_shared(tmp_path: Path, on_ranks: RankPool) -> None:
-    on_ranks(4, save_cut, tmp_path / "c", "sharded")
+def test_verification_is_shared_among_ranks(tmp_path: Path, on_ranks: RankPool) -> None:
+    on_ranks(4, save_sharded, tmp_path / "c", "sharded")
     seen = [name for names in on_ranks(2, count_verified, tmp_path / "c") for name in names]
     assert sorted(seen) == sorted(path.name for path in (tmp_path / "c").glob("*.safetensors"))
 
@@ -222,15 +220,15 @@ def full_disk(*_: Any) -> None:
 
 @pytest.mark.parametrize("failing", [0, 1])
 @pytest.mark.parametrize("how", ["unstorable", "full disk", "bug", "other tensors"])
-def test_a_failure_on_one_rank_is_told_on_all_and_leaves_the_old_one(
+def test_a_failure_on_one_rank_is_raised_on_all_and_keeps_the_old_checkpoint(
     tmp_path: Path, on_ranks: RankPool, failing: int, how: str
 ) -> None:
-    on_ranks(2, save_cut, tmp_path / "c", "sharded")
+    on_ranks(2, save_sharded, tmp_path / "c", "sharded")
     for target in ("c", "new"):
         message = on_ranks(2, save_and_fail, tmp_path / target, failing, how)[0]
         assert ("rank 1" if how == "other tensors" else f"on rank {failing}") in message
     assert os.listdir(tmp_path) == ["c"]
-    on_ranks(2, load_cut, tmp_path / "c", "sharded")
+    on_ranks(2, load_sharded, tmp_path / "c", "sharded")
 
 
 def save_on_one_rank_only(path: Path) -> None:
@@ -238,12 +236,12 @@ def save_on_one_rank_only(path: Path) -> None:
 
     state = {"module": cut(full_tensors(), "sharded")}
     if dist.get_rank() == 0:
-        with pytest.raises(CheckpointError, match="hold only a part of the tensors"):
+        with pytest.raises(CheckpointError, match="have only some shards of the sharded tensors"):
             checkpoint.save(path, state, ranks=Ranks())
     dist.barrier()
 
 
-def test_a_part_of_a_model_is_not_a_checkpoint(tmp_path: Path, on_ranks: RankPool) -> None:
+def test_a_save_on_one_rank_of_a_group_is_rejected(tmp_path: Path, on_ranks: RankPool) -> None:
     on_ranks(2, save_on_one_rank_only, tmp_path / "c")
     assert os.listdir(tmp_path) == []
 
@@ -251,19 +249,19 @@ def test_a_part_of_a_model_is_not_a_checkpoint(tmp_path: Path, on_ranks: RankPoo
 def save_one_twice(path: Path) -> None:
     mesh, placements = layout("replicated")
     state = {name: distribute_tensor(torch.ones(2), mesh, placements) for name in "ab"}
-    parts._is_mine = lambda tensor, turn: turn == 2  # what both ranks then take for theirs is "b"
+    parts._is_mine = lambda tensor, turn: turn == 2  # both ranks then write "b"
     with pytest.raises(CheckpointError, match=r"0 of 2 elements of m\.a'?: the ranks that save"):
         checkpoint.save(path, {"m": state})
 
 
-def test_one_tensor_written_twice_does_not_stand_for_another(tmp_path: Path, on_ranks: RankPool) -> None:
+def test_a_tensor_written_twice_does_not_replace_a_missing_tensor(tmp_path: Path, on_ranks: RankPool) -> None:
     on_ranks(2, save_one_twice, tmp_path / "c")
     assert os.listdir(tmp_path) == []
 
 
 def save_until_killed(folder: Path, victim: int, after_s: float) -> None:
     if dist.get_rank() == victim:
-        # From a thread of the kernel's, so to say: nothing in Python has to get a turn.
+        # The kernel sends the signal, so no Python thread has to run.
         signal.setitimer(signal.ITIMER_REAL, after_s)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
     mesh, placements = layout("sharded")
@@ -277,7 +275,7 @@ def save_until_killed(folder: Path, victim: int, after_s: float) -> None:
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_rank_killed_while_it_saves_leaves_the_last_checkpoint(
+def test_a_rank_killed_during_a_save_leaves_the_last_checkpoint(
     tmp_path: Path, on_ranks: RankPool, victim: int
 ) -> None:
     for attempt in range(4):

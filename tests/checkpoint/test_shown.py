@@ -1,4 +1,4 @@
-"""What a LightningModule's hooks put into a checkpoint: data is kept, objects are left out and named."""
+"""Checkpoint entries of a LightningModule's hooks: data is kept, and objects are skipped and reported."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ import torch
 from roomier.checkpoint.shown import without_objects
 
 
-def test_objects_are_left_out_and_named() -> None:
+def test_objects_are_skipped_and_reported() -> None:
     weight = torch.ones(2)
     state = {
         "module": {"weight": weight},

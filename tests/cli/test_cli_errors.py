@@ -1,4 +1,4 @@
-"""What a user types wrong is told in one message; what the user's code raises stays as it is."""
+"""Invalid options give one message. Exceptions of the user's code keep their traceback."""
 
 from pathlib import Path
 
@@ -16,32 +16,32 @@ def in_the_project(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "expected"),
     [
         ([], ["--model=None: is required"]),
         (["--model"], ["--model=None: expected one argument"]),
-        (["--model", "no_such.Thing"], ["model='no_such.Thing'", "there is no module 'no_such' here"]),
+        (["--model", "no_such.Thing"], ["model='no_such.Thing'", "the module 'no_such' does not exist"]),
         (["--model", "cli_toy.ToyModul"], ["cli_toy has no 'ToyModul'", "Did you mean 'ToyModule'?"]),
-        (["--model", "ToyModul"], ["model='ToyModul': is not the path of a class"]),
-        (["--model", "cli_toy.ToyData"], ["model='cli_toy.ToyData': is not a subclass of Module"]),
-        ([*TOY[:2], "--data", "cli_toy.ToyModule"], ["data='cli_toy.ToyModule': is not a subclass of DataModule"]),
-        ([*TOY, "--model.lrr", "3"], ["cli_toy.ToyModule has no such argument", "Did you mean 'lr'?"]),
-        ([*TOY, "--model.lr", "x"], ["model.lr='x': is of the wrong type. Give float"]),
+        (["--model", "ToyModul"], ["model='ToyModul': must be the path of a class"]),
+        (["--model", "cli_toy.ToyData"], ["model='cli_toy.ToyData': must be a subclass of Module"]),
+        ([*TOY[:2], "--data", "cli_toy.ToyModule"], ["data='cli_toy.ToyModule': must be a subclass of DataModule"]),
+        ([*TOY, "--model.lrr", "3"], ["is not an argument of cli_toy.ToyModule", "Did you mean 'lr'?"]),
+        ([*TOY, "--model.lr", "x"], ["model.lr='x': has the wrong type. Pass float"]),
         ([*TOY, "--trainer.max_step", "3"], ["--trainer.max_step='3'", "Did you mean '--trainer.max_steps'?"]),
-        ([*TOY, "--trainer.gpus", "1"], ["--trainer.gpus='1'", "Write --trainer.accelerator gpu --trainer.devices 1"]),
-        ([*TOY, "--trainer.distributed_backend=ddp"], ["Write --trainer.strategy ddp"]),
+        ([*TOY, "--trainer.gpus", "1"], ["--trainer.gpus='1'", "Use --trainer.accelerator gpu --trainer.devices 1"]),
+        ([*TOY, "--trainer.distributed_backend=ddp"], ["Use --trainer.strategy ddp"]),
         ([*TOY, "--trainer.zebra", "1"], ["--trainer.zebra='1'", "See help(roomier.Trainer)"]),
-        ([*TOY, "--trainer.max_steps", "x"], ["trainer.max_steps='x': is of the wrong type. Give int"]),
+        ([*TOY, "--trainer.max_steps", "x"], ["trainer.max_steps='x': has the wrong type. Pass int"]),
         (
             [*TOY, "--trainer.max_epochs", "three"],
-            ["trainer.max_epochs='three': is of the wrong type. Give int or null."],
+            ["trainer.max_epochs='three': has the wrong type. Pass int or null."],
         ),
         (
             [*TOY, "--trainer.limit_val_batches", "all"],
-            ["trainer.limit_val_batches='all': is of the wrong type. Give int, float or null."],
+            ["trainer.limit_val_batches='all': has the wrong type. Pass int, float or null."],
         ),
-        ([*TOY, "--seed_everything", "x"], ["seed_everything='x': is of the wrong type. Give int or null."]),
-        ([*TOY, "--trainer", "fast"], ["trainer='fast': is neither a mapping nor the path of a YAML file. Write"]),
+        ([*TOY, "--seed_everything", "x"], ["seed_everything='x': has the wrong type. Pass int or null."]),
+        ([*TOY, "--trainer", "fast"], ["trainer='fast': must be a mapping or the path of a YAML file. Write"]),
         ([*TOY, "--trainer.default_root_dir", "a\0b"], ["default_root_dir='a\\x00b': contains a NUL byte"]),
         ([*TOY, "--ckpt_path", "a\0b"], ["ckpt_path='a\\x00b': contains a NUL byte"]),
         ([*TOY, "--config", "a\0b"], ["config='a\\x00b': contains a NUL byte"]),
@@ -52,8 +52,8 @@ def in_the_project(monkeypatch: pytest.MonkeyPatch) -> None:
         ([*TOY, "--trainer.max_steps", "2", "--ckpt_path", "no/such"], ["no/such"]),
     ],
 )
-def test_a_wrong_option_is_one_message_and_exit_code_2(
-    words: list[str], told: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_invalid_option_gives_one_message_and_exit_code_2(
+    words: list[str], expected: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["fit", "--trainer.default_root_dir", str(tmp_path), *words, *QUIET]) == 2
     output = capsys.readouterr()
@@ -61,37 +61,37 @@ def test_a_wrong_option_is_one_message_and_exit_code_2(
     assert "Traceback" not in output.err
     message = [line for line in output.err.splitlines() if line.startswith("roomier: error: ")]
     assert len(message) == 1
-    for text in told:
+    for text in expected:
         assert text in message[0]
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "expected"),
     [
-        ("trainer: {max_epochs: three}", ["trainer.max_epochs='three'", "wrong type, in {file}. Give int or null."]),
+        ("trainer: {max_epochs: three}", ["trainer.max_epochs='three'", "wrong type, in {file}. Pass int or null."]),
         ("seed_everything: x", ["seed_everything='x'", "in {file}"]),
-        ("model: {class_path: cli_toy.ToyModule, init_args: {lr: x}}", ["model.lr='x'", "in {file}. Give float."]),
+        ("model: {class_path: cli_toy.ToyModule, init_args: {lr: x}}", ["model.lr='x'", "in {file}. Pass float."]),
         (
             "trainer: {callbacks: [{class_path: EarlyStopping, init_args: {monitor: v, patience: y}}]}",
-            ["trainer.callbacks.patience='y'", "in {file}. Give int."],
+            ["trainer.callbacks.patience='y'", "in {file}. Pass int."],
         ),
         ("trainer: {callbacks: {class_path: roomier.callbacks.EarlyStopping}}", ["EarlyStopping", "required: monitor"]),
-        ("trainers: {max_steps: 3}", ["trainers.max_steps=3", "no such option, in {file}", "'--trainer.max_steps'?"]),
-        ("trainer: 3", ["trainer=3: is not a mapping, in {file}"]),
+        ("trainers: {max_steps: 3}", ["trainers.max_steps=3", "is not an option, in {file}", "'--trainer.max_steps'?"]),
+        ("trainer: 3", ["trainer=3: must be a mapping, in {file}"]),
         (
             "trainer:\n  max_steps: 3\n  max_steps: 4",
-            ["config='{file}'", "'max_steps' is given twice (line 3, column 3)"],
+            ["config='{file}'", "duplicate key 'max_steps' (line 3, column 3)"],
         ),
-        ("", ["config='{file}': holds nothing, not a mapping"]),
-        ("[1, 2]", ["config='{file}': holds a list, not a mapping"]),
+        ("", ["config='{file}': must contain a mapping of options, but is empty"]),
+        ("[1, 2]", ["config='{file}': must contain a mapping of options, but contains a list"]),
         ("trainer:\n\tmax_steps: 3", ["config='{file}': is not YAML", "(line 2, column 1)"]),
         ("day: 2021-99-99", ["config='{file}': is not YAML: month must be in 1..12"]),
         ("trainer: &a {max_steps: *a}", ["config='{file}': is not YAML: an alias contains itself"]),
         ("[" * 5000, ["config='{file}': is not YAML: the nesting is too deep"]),
         ("trainer: {max_step: 3}", ["trainer.max_step", "Did you mean 'max_steps'?"]),
-        ("trainer: {gpus: 1}", ["trainer.gpus", "Write accelerator: gpu, devices: N, strategy: ddp"]),
+        ("trainer: {gpus: 1}", ["trainer.gpus", "Use accelerator: gpu, devices: N, strategy: ddp"]),
         ("trainer: [", ["is not YAML"]),
-        ("model: cli_toy.Nothing", ["cli_toy has no 'Nothing'"]),
+        ("model: cli_toy.Missing", ["cli_toy has no 'Missing'"]),
         ("model: {class_path: cli_toy.ToyModule, init_args: {lrr: 1}}", ["Did you mean 'lr'?"]),
         ("trainer: {callbacks: [{class_path: cli_toy.CountsPrediction}]}", ["Did you mean 'CountsPredictions'?"]),
         (
@@ -100,8 +100,8 @@ def test_a_wrong_option_is_one_message_and_exit_code_2(
         ),
     ],
 )
-def test_a_wrong_word_in_yaml_is_told_too(
-    text: str, told: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_invalid_yaml_gives_one_message(
+    text: str, expected: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "run.yaml").write_text(text)
     file = tmp_path / "run.yaml"
@@ -110,7 +110,7 @@ def test_a_wrong_word_in_yaml_is_told_too(
     error = capsys.readouterr().err
     assert error.startswith("roomier: error: ")
     assert "Parser key" not in error
-    for part in told:
+    for part in expected:
         assert part.replace("{file}", str(file)) in error
 
 
@@ -145,10 +145,10 @@ def num_values(level: int) -> int:
     return 1 + 8 * (num_values(level - 1) if level else 1)
 
 
-NUM_VALUES = 1 + sum(1 + num_values(level) for level in range(40))  # the mapping, and a key and a list for each level
+NUM_VALUES = 1 + sum(1 + num_values(level) for level in range(40))  # the mapping, and one key and one list per level
 
 
-def test_an_error_within_a_step_says_where_the_users_code_stood(
+def test_error_in_a_step_contains_the_place_in_the_users_code(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["--model", "cli_toy.LogsAVector", *TOY[2:], *QUIET, "--trainer.default_root_dir", str(tmp_path)]
@@ -160,12 +160,12 @@ def test_an_error_within_a_step_says_where_the_users_code_stood(
     assert "cli_toy.py" in place
 
 
-def test_a_bug_of_the_user_keeps_its_traceback(tmp_path: Path) -> None:
+def test_exception_of_the_users_code_keeps_its_traceback(tmp_path: Path) -> None:
     words = ["--model", "cli_toy.HasABug", *TOY[2:], *QUIET, "--trainer.default_root_dir", str(tmp_path)]
     with pytest.raises(KeyError, match="a bug of the user"):
         main(["fit", *words, "--trainer.max_steps", "2"])
 
 
-def test_a_module_that_fails_at_import_keeps_its_traceback() -> None:
+def test_exception_at_import_keeps_its_traceback() -> None:
     with pytest.raises(ZeroDivisionError, match="a bug at import"):
         main(["fit", "--model", "cli_broken.Module"])

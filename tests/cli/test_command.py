@@ -1,4 +1,4 @@
-"""``roomier`` itself: its verbs, its exit codes, its one message."""
+"""The ``roomier`` command: verbs, exit codes and error message."""
 
 import subprocess
 import sys
@@ -11,7 +11,7 @@ from roomier.cli.main import VERBS, main
 ROOMIER = str(Path(sys.executable).with_name("roomier"))
 
 
-def test_help_shows_the_verbs_and_nothing_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_shows_exactly_the_existing_verbs(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     listed = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
     assert listed[: len(VERBS)] == [
@@ -28,14 +28,14 @@ def test_help_shows_the_verbs_and_nothing_that_is_not_there(capsys: pytest.Captu
 
 
 @pytest.mark.parametrize("command", [[ROOMIER], [sys.executable, "-m", "roomier"]], ids=["installed", "module"])
-def test_the_command_tells_its_version(command: list[str]) -> None:
+def test_command_prints_its_version(command: list[str]) -> None:
     done = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True)
     assert done.stdout.split()[0] == "roomier"
     assert done.stderr == ""
 
 
-def test_help_needs_neither_the_trainer_nor_the_option_parser() -> None:
-    # roomier's own __init__ may import torch; the command adds nothing heavy to it.
+def test_help_imports_neither_torch_nor_the_option_parser() -> None:
+    # roomier/__init__.py may import torch, but the command must not import other large packages.
     code = (
         "import roomier, sys; before = set(sys.modules); from roomier.cli.main import main; main(['--help']); "
         "print(sorted({name.split('.')[0] for name in set(sys.modules) - before}))"
@@ -45,7 +45,7 @@ def test_help_needs_neither_the_trainer_nor_the_option_parser() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "expected"),
     [
         (["fti"], ["verb='fti'", "Did you mean 'fit'?"]),
         (["sail"], ["verb='sail'", "Use one of: bench, export, fit, hardware, plan, predict, report, test, validate"]),
@@ -55,15 +55,15 @@ def test_help_needs_neither_the_trainer_nor_the_option_parser() -> None:
         (["bench", "overhead", "--repeats", "0"], ["'0' must be an integer of at least 1"]),
     ],
 )
-def test_a_wrong_word_is_one_message_and_exit_code_2(
-    words: list[str], told: list[str], capsys: pytest.CaptureFixture[str]
+def test_invalid_word_gives_one_message_and_exit_code_2(
+    words: list[str], expected: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(words) == 2
     output = capsys.readouterr()
     assert output.out == ""
     assert output.err.startswith("roomier: error: ")
     assert output.err.count("\n") == 1
-    for text in told:
+    for text in expected:
         assert text in output.err
 
 

@@ -1,4 +1,4 @@
-"""``roomier export`` to each form, from a run of ``roomier fit``."""
+"""``roomier export`` to each format, from a run of ``roomier fit``."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return read
 
 
-def test_the_model_is_the_one_that_fit_wrote_into_the_run_folder(
+def test_model_is_read_from_the_run_folder(
     run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     to = ["export", str(run_folder), "--to", "torchscript", str(tmp_path / "x.pt")]
@@ -54,7 +54,7 @@ class Net(nn.Module): ...
 """
 
 
-def test_a_class_that_a_run_folder_names_is_not_imported_unless_the_folder_is_trusted(
+def test_class_of_an_untrusted_run_folder_is_not_imported(
     run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "code").mkdir()
@@ -65,7 +65,7 @@ def test_a_class_that_a_run_folder_names_is_not_imported_unless_the_folder_is_tr
     words = ["export", str(run_folder), "--to", "torchscript", str(tmp_path / "x.pt")]
 
     assert main(words) == 2
-    assert "names 'planted_by_someone.Net', whose code would run" in capsys.readouterr().err
+    assert "names 'planted_by_someone.Net', whose import would execute code" in capsys.readouterr().err
     assert main([*words, *MODEL, "--model.hidden", "3"]) == 0
     assert not (tmp_path / "executed").exists()
     assert main([*words[:-1], str(tmp_path / "y.pt"), "--trust-run-folder"]) == 2
@@ -76,7 +76,7 @@ def test_a_class_that_a_run_folder_names_is_not_imported_unless_the_folder_is_tr
 @pytest.mark.parametrize(
     "text", [None, "model: [", "model: !!python/object/apply:os.abort []", "model: {a: 1}", "x: 1"]
 )
-def test_a_configuration_that_is_malformed_is_rejected(
+def test_malformed_configuration_is_rejected(
     run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str | None
 ) -> None:
     config = run_folder / "version_0" / "config.yaml"
@@ -102,7 +102,7 @@ def test_to_lightning_writes_one_file(run_folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("to", "suffix"), [("onnx", ".onnx"), ("torch-export", ".pt2")])
-def test_inputs_are_named_as_for_plan(
+def test_inputs_have_the_format_of_plan(
     run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], to: str, suffix: str
 ) -> None:
     output = tmp_path / f"x{suffix}"
@@ -110,45 +110,45 @@ def test_inputs_are_named_as_for_plan(
     words = ["export", str(run_folder), "--to", to, *MODEL, "--model.hidden", "3", "--output", str(output)]
 
     assert main([*words, "--input", "2x4"]) == 2
-    assert "is not a name, a dtype and sizes" in capsys.readouterr().err
+    assert "must be a name, a dtype and sizes" in capsys.readouterr().err
     assert main([*words, "--input", "float32[2,4]"]) == 0
     assert "differs from the model by" in capsys.readouterr().err
     assert output.is_file()
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "expected"),
     [
-        (["--to", "lightning", *MODEL], "does not go with --to lightning"),
-        (["--to", "lightning", "--model.hidden", "3"], "does not go with --to lightning"),
+        (["--to", "lightning", *MODEL], "is not supported with --to lightning"),
+        (["--to", "lightning", "--model.hidden", "3"], "is not supported with --to lightning"),
         (["--to", "torchscript", "--model", "cli_toy.HasForwar"], "Did you mean 'HasForward'"),
-        (["--to", "torchscript", "--model", "cli_toy.ToyData"], "is no class of models"),
+        (["--to", "torchscript", "--model", "cli_toy.ToyData"], "must be a class of models"),
         (["--to", "torchscript", *MODEL, "--model.hidden", "2"], "does not match the weights of HasForward"),
-        (["--to", "torchscript", *MODEL, "--modle.hidden", "2"], "is not known"),
+        (["--to", "torchscript", *MODEL, "--modle.hidden", "2"], "is unknown or has no value"),
         (["--to", "torchscript"], "--model=None: is required"),
-        (["--to", "safetensors", "--trust-run-folder"], "does not go with --to safetensors"),
-        (["--to", "onnx", "--trust-run-folder"], "--input=None: is needed"),
+        (["--to", "safetensors", "--trust-run-folder"], "is not supported with --to safetensors"),
+        (["--to", "onnx", "--trust-run-folder"], "--input=None: is required to call forward"),
         (
             ["--to", "onnx", "--trust-run-folder", "--input", "float32[2,5]"],
-            "--input='float32[2,5]': forward fails",
+            "--input='float32[2,5]': cannot be passed to forward",
         ),
-        (["--to", "torchscript", "--dtype", "bf16"], "does not go with --to torchscript"),
+        (["--to", "torchscript", "--dtype", "bf16"], "is not supported with --to torchscript"),
         (["--to", "pickle"], "invalid choice"),
-        (["--to", "lightning", "a", "--output", "b"], "named twice"),
+        (["--to", "lightning", "a", "--output", "b"], "cannot be combined with out"),
     ],
 )
-def test_what_is_wrong_is_told(
-    run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], told: str
+def test_invalid_options_are_rejected(
+    run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], expected: str
 ) -> None:
     before = sorted(tmp_path.rglob("*"))
 
     assert main(["export", str(run_folder), *words]) == 2
 
-    assert told in capsys.readouterr().err
+    assert expected in capsys.readouterr().err
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_the_output_is_beside_the_checkpoint_that_a_dot_names_and_a_tilde_is_the_home_folder(
+def test_output_next_to_the_current_folder_and_tilde_as_home_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint.save(tmp_path / "saved", {"module": {"weight": torch.ones(2)}})

@@ -1,4 +1,4 @@
-"""``roomier hardware``: measured, printed, kept."""
+"""``roomier hardware``: measurement, output and storage."""
 
 import json
 
@@ -17,13 +17,13 @@ def _own_cache(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_two_ranks_are_measured_and_kept_for_planning(capsys, tmp_path):
+def test_two_ranks_are_measured_and_stored_for_planning(capsys, tmp_path):
     (tmp_path / "disk").mkdir()
     words = ["hardware", "--accelerator", "cpu", "--devices", "2", "--folder", str(tmp_path / "disk"), "--json"]
     assert main(words) == 0
-    told = json.loads(capsys.readouterr().out)
-    (machine,) = told["machines"]
-    assert told["is_kept"]
+    expected = json.loads(capsys.readouterr().out)
+    (machine,) = expected["machines"]
+    assert expected["is_kept"]
     assert machine["devices_per_node"] == 2
     assert {"fp64", "fp32", "bf16", "fp16"} == machine["device"]["flops_per_s"].keys()
     for link in ("in_node", "in_node_reduce", "disk_read", "disk_write"):
@@ -35,12 +35,12 @@ def test_two_ranks_are_measured_and_kept_for_planning(capsys, tmp_path):
     assert kept.source == machine["source"]
 
 
-def test_a_quick_look_as_a_table_and_its_end(capsys):
+def test_quick_measurement_prints_a_table_and_can_be_removed(capsys):
     assert main(["hardware", "--quick", "--devices", "1", "--accelerator", "cpu"]) == 0
     out = capsys.readouterr().out
     assert "products in fp32" in out
     assert "1 rank" in out
-    assert f"kept in {cache.cache_file()}" in out.replace("\n", "")
+    assert f"stored in {cache.cache_file()}" in out.replace("\n", "")
     assert cache.cache_file().exists()
     assert main(["hardware", "--forget"]) == 0
     assert not cache.cache_file().exists()
@@ -49,18 +49,18 @@ def test_a_quick_look_as_a_table_and_its_end(capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "expected"),
     [
         (["--devices", "0"], "devices=0"),
-        (["--devices", "1000000"], "devices=1000000: is not a number of ranks to measure here. Give how many"),
+        (["--devices", "1000000"], "devices=1000000: must be from 1 to"),
         (["--devices", "two"], "two"),
         (["--accelerator", "tpu"], "accelerator='tpu'"),
         (["--device", "2"], "unrecognized arguments"),
     ],
 )
-def test_wrong_options_are_told_and_measure_nothing(words, told, capsys):
+def test_invalid_options_are_rejected_without_a_measurement(words, expected, capsys):
     assert main(["hardware", *words]) == 2
     printed = capsys.readouterr()
-    assert told in printed.err
+    assert expected in printed.err
     assert printed.out == ""
     assert not cache.cache_file().exists()

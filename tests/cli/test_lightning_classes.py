@@ -1,4 +1,4 @@
-"""``roomier fit`` with classes written for Lightning: the module, its data, its callbacks, its loggers."""
+"""``roomier fit`` with a module, data, callbacks and loggers written for Lightning."""
 
 import json
 from pathlib import Path
@@ -43,7 +43,7 @@ class Points(pl.LightningDataModule):
 """
 
 
-def test_a_project_of_lightning_runs_from_yaml(
+def test_lightning_project_runs_from_yaml(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

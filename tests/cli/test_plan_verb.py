@@ -1,4 +1,4 @@
-"""``roomier plan`` as a user types it: tables, one JSON object, a page, exit codes, and wrong options."""
+"""``roomier plan``: tables, JSON, the page, exit codes, and invalid options."""
 
 import json
 from importlib import import_module
@@ -34,17 +34,17 @@ def in_the_project(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def planned(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> dict[str, Any]:
-    """What ``--json`` printed, which is one object and nothing else."""
+    """Return the JSON object that ``--json`` printed, after checking that there is no other output."""
     assert main(["plan", *words, "--json"]) == code
     found = json.loads(capsys.readouterr().out)
     assert isinstance(found, dict)
     return found
 
 
-# What is planned for ------------------------------------------------------------------------------------------------
+# Workload -----------------------------------------------------------------------------------------------------------
 
 
-def test_json_is_one_object_with_the_chosen_plan_and_all_others(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_contains_the_chosen_plan_and_all_others(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--model", "cli_toy.PlainNetwork", "--input", "float32[1,4]", "--hardware", "a100-40gb:2"]
     found = planned(capsys, *words)
     assert 0 < found["chosen"]["peak_bytes"] <= found["budget_bytes"]
@@ -54,22 +54,22 @@ def test_json_is_one_object_with_the_chosen_plan_and_all_others(capsys: pytest.C
     assert found["plans"][0]["strategy"] == found["chosen"]["strategy"]
 
 
-def test_a_class_is_built_without_memory_and_its_batch_is_that_of_its_data(capsys: pytest.CaptureFixture[str]) -> None:
+def test_class_is_built_on_meta_with_a_batch_of_its_data(capsys: pytest.CaptureFixture[str]) -> None:
     found = planned(capsys, "--model", "cli_toy.PlainNetwork", "--model.width", "4", *TOY[2:], *TWO)
     [plan] = found["plans"]
     assert plan["strategy"] == "zero2"
     assert plan["micro_batch"] == 2
-    assert plan["plan"]["optimizer"]["name"] == "adamw"  # none was named, and the network makes none
+    assert plan["plan"]["optimizer"]["name"] == "adamw"  # the default
 
 
-def test_shapes_in_the_place_of_data(capsys: pytest.CaptureFixture[str]) -> None:
+def test_shapes_instead_of_data(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--model", "cli_toy.ToyModule", "--model.width", "3", "--input", "float32[6,3]", *TWO]
     [plan] = planned(capsys, *words)["plans"]
     assert plan["micro_batch"] == 6
-    assert plan["plan"]["optimizer"]["name"] is None  # configure_optimizers makes one
+    assert plan["plan"]["optimizer"]["name"] is None  # configure_optimizers creates one
 
 
-def test_a_hugging_face_configuration_by_file_and_by_folder(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_hugging_face_configuration_as_file_and_folder(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     words = ["--batch_size", "2", "--seq_len", "8", *TWO]
     by_folder = planned(capsys, "--hf", str(tmp_path), *words)["plans"][0]
@@ -78,19 +78,19 @@ def test_a_hugging_face_configuration_by_file_and_by_folder(capsys: pytest.Captu
     assert by_folder["peak_bytes"] == by_file["peak_bytes"] < longer["peak_bytes"]
 
 
-def test_a_configuration_of_fit_is_read(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_configuration_of_fit_is_accepted(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     run = tmp_path / "run.yaml"
     with pytest.raises(SystemExit):
         main(["fit", *TOY, "--trainer.precision", "bf16-mixed", "--trainer.strategy", "zero3", "--print_config"])
     run.write_text(capsys.readouterr().out)
     [plan] = planned(capsys, "--config", str(run), *TWO)["plans"]
     assert plan["plan"]["precision"]["mode"] == "bf16-mixed"
-    assert plan["strategy"] == "zero2"  # the option says so, whatever the run's own is
+    assert plan["strategy"] == "zero2"  # the option replaces the strategy of the run
     assert main(["plan", "--config", str(run), "--hardware", "a100-40gb:2"]) == 0
-    assert "asks for zero3, which fits" in capsys.readouterr().out
+    assert "uses zero3, which fits" in capsys.readouterr().out
 
 
-def test_a_strategy_typed_for_the_trainer_is_planned_alone(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_strategy_of_the_trainer_is_planned_alone(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     run = tmp_path / "run.yaml"
     with pytest.raises(SystemExit):
         main(["fit", *TOY, "--trainer.strategy", "zero3", "--print_config"])
@@ -101,7 +101,7 @@ def test_a_strategy_typed_for_the_trainer_is_planned_alone(capsys: pytest.Captur
     assert {each["strategy"] for each in planned(capsys, *words, "--trainer.strategy=auto")["plans"]} > {"ddp"}
 
 
-def test_without_hardware_it_is_this_machine_as_the_trainer_is_told_to_use_it(
+def test_default_hardware_is_this_machine_with_the_devices_of_the_trainer(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     words = [*TOY, "--trainer.devices", "2", "--trainer.strategy", "ddp", "--trainer.accelerator", "cpu"]
@@ -110,22 +110,22 @@ def test_without_hardware_it_is_this_machine_as_the_trainer_is_told_to_use_it(
     assert planned(capsys, *words, "--trainer.num_nodes", "2")["num_ranks"] == 4
 
 
-# What is printed ----------------------------------------------------------------------------------------------------
+# Output -------------------------------------------------------------------------------------------------------------
 
 
-def test_the_table_tells_the_plan_and_exit_code_1_that_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
+def test_table_shows_the_plan_and_exit_code_1_if_none_fits(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *GPT, *TWO]) == 0
-    told = capsys.readouterr().out
-    assert "zero2" in told
-    assert "near" in told
-    assert "2 x a100-40gb" in told
+    expected = capsys.readouterr().out
+    assert "zero2" in expected
+    assert "near" in expected
+    assert "2 x a100-40gb" in expected
     assert main(["plan", *GPT, *TWO, "--memory_budget", "2MiB"]) == 1
-    told = " ".join(capsys.readouterr().out.split())
-    assert "No plan fits." in told
-    assert "of 2.0 MiB" in told
+    expected = " ".join(capsys.readouterr().out.split())
+    assert "No plan fits." in expected
+    assert "of 2.0 MiB" in expected
 
 
-def test_what_if_tells_the_peak_of_other_batches(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_if_shows_the_peak_of_other_batches(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--model", "cli_toy.PlainNetwork", "--input", "float32[512,4]", *TWO, "--what_if"]
     grid = planned(capsys, *words)["what_if"]
     assert grid["columns"]["values"] == [256, 512, 1024, 2048]
@@ -136,7 +136,7 @@ def test_what_if_tells_the_peak_of_other_batches(capsys: pytest.CaptureFixture[s
     assert "micro-batch" in capsys.readouterr().out
 
 
-def test_the_page_is_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_page_is_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     page = tmp_path / "report.html"
     words = ["--model", "cli_toy.PlainNetwork", "--input", "float32[2,4]", *TWO]
     assert main(["plan", *words, "--html", str(page)]) == 0
@@ -144,77 +144,83 @@ def test_the_page_is_written(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     assert str(page) in capsys.readouterr().err
 
 
-def test_what_user_code_prints_is_not_in_the_json(
+def test_output_of_user_code_is_not_mixed_with_json(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cli_toy: Any = import_module("cli_toy")
 
     made = cli_toy.ToyData.__init__
 
-    def tell(self: Any, num_batches: int = 6) -> None:
+    def printing(self: Any, num_batches: int = 6) -> None:
         print("made by the user")
         made(self, num_batches)
 
-    monkeypatch.setattr(cli_toy.ToyData, "__init__", tell)
+    monkeypatch.setattr(cli_toy.ToyData, "__init__", printing)
     planned(capsys, *TOY, *TWO)
 
 
-# What is wrong ------------------------------------------------------------------------------------------------------
+# Invalid options ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "expected"),
     [
-        ([], ["--model=None: there is no model to plan for"]),
+        ([], ["--model=None: is required, or --hf"]),
         (["--hf", "none.json"], ["hf='none.json': cannot be read"]),
         (["--hf", "cli_toy.py"], ["is not JSON"]),
-        ([*GPT, "--hf", "config.json"], ["--hf and --model are given"]),
+        ([*GPT, "--hf", "config.json"], ["cannot be combined: --hf and --model"]),
         ([*GPT, "--hardware", "a1000:8"], ["a1000"]),
         ([*GPT, "--hardware", "a100-40gb:x"], ["x"]),
-        ([*GPT, "--nodes", "0"], ["--nodes=0: is not positive"]),
+        ([*GPT, "--nodes", "0"], ["--nodes=0: must be at least 1"]),
         ([*GPT, *TWO[:2], "--strategy", "zero9"], ["strategy='zero9'", "Did you mean"]),
         ([*GPT, *TWO, "--memory_budget", "much"], ["memory_budget='much': is not a number of bytes"]),
-        ([*GPT[:4], "--seq_len", "4096", *TWO], ["seq_len=4096: is longer than the 1024 positions"]),
-        ([*GPT, "--data", "cli_toy.ToyData"], ["the batch of this model follows from its configuration"]),
-        (["--model", "cli_toy.PlainNetwork", *TWO], ["data=None: there is no batch to plan for"]),
+        ([*GPT[:4], "--seq_len", "4096", *TWO], ["seq_len=4096: must be at most 1024"]),
+        ([*GPT, "--data", "cli_toy.ToyData"], ["whose batch follows from its configuration"]),
+        (["--model", "cli_toy.PlainNetwork", *TWO], ["data=None: is required, because the model has no training data"]),
         ([*TOY, "--seq_len", "8"], ["--seq_len=8", "--input 'x=int64[8,2048]'"]),
-        (["--model", "cli_toy.PlainNetwork", "--input", "x=float[", *TWO], ["is not a name, a dtype and sizes"]),
+        (["--model", "cli_toy.PlainNetwork", "--input", "x=float[", *TWO], ["must be a name, a dtype and sizes"]),
         ([*TOY, "--trainer.max_step", "3"], ["Did you mean '--trainer.max_steps'?"]),
-        ([*TOY, *TWO, "--trainer.strategy", "ddp"], ["--trainer.strategy='ddp': --strategy zero2 was given as well"]),
-        ([*TOY, *TWO, "--trainer.accelerator=cpu"], ["--trainer.accelerator='cpu': --hardware a100-40gb:2 is cuda"]),
-        ([*TOY, *TWO, "--trainer.devices", "4"], ["--trainer.devices=4: --hardware a100-40gb:2 has 2 of them"]),
-        ([*TOY, "--nodes", "2", "--trainer.num_nodes", "3"], ["--trainer.num_nodes=3: --nodes 2 was given as well"]),
+        ([*TOY, *TWO, "--trainer.strategy", "ddp"], ["--trainer.strategy='ddp': differs from --strategy zero2"]),
+        (
+            [*TOY, *TWO, "--trainer.accelerator=cpu"],
+            ["--trainer.accelerator='cpu': contradicts --hardware a100-40gb:2, which is cuda"],
+        ),
+        (
+            [*TOY, *TWO, "--trainer.devices", "4"],
+            ["--trainer.devices=4: contradicts --hardware a100-40gb:2, which has 2 devices"],
+        ),
+        ([*TOY, "--nodes", "2", "--trainer.num_nodes", "3"], ["--trainer.num_nodes=3: differs from --nodes 2"]),
     ],
 )
-def test_a_wrong_option_is_one_message_and_exit_code_2(
-    words: list[str], told: list[str], capsys: pytest.CaptureFixture[str]
+def test_invalid_option_gives_one_message_and_exit_code_2(
+    words: list[str], expected: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["plan", *words]) == 2
     output = capsys.readouterr()
     assert output.out == ""
     [message] = [line for line in output.err.splitlines() if line.startswith("roomier: error: ")]
-    for text in told:
+    for text in expected:
         assert text in message
 
 
-def test_a_configuration_of_an_unknown_kind_is_told(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    for values, told in (({}, "has no model_type"), ({"model_type": "lama"}, "Did you mean 'llama'?")):
+def test_configuration_of_an_unknown_model_is_rejected(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for values, expected in (({}, "has no model_type"), ({"model_type": "lama"}, "Did you mean 'llama'?")):
         (tmp_path / "config.json").write_text(json.dumps(values))
         assert main(["plan", "--hf", str(tmp_path), *TWO]) == 2
-        assert told in capsys.readouterr().err
+        assert expected in capsys.readouterr().err
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device, which this run would be planned for")
-def test_a_run_for_a_device_that_this_machine_has_not_asks_for_hardware(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the run would be planned for the CUDA device of this machine")
+def test_missing_device_requires_hardware(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *TOY, "--trainer.accelerator", "cuda"]) == 2
-    told = capsys.readouterr().err
+    expected = capsys.readouterr().err
     assert (
-        "--trainer.accelerator='cuda': is not available on this machine. Name the hardware to plan for: --hardware"
-        in told
+        "--trainer.accelerator='cuda': is not available on this machine. Pass the hardware to plan for: --hardware"
+        in expected
     )
 
 
-def test_a_file_of_a_machine_says_how_many_nodes_there_are(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_file_of_a_machine_contains_the_number_of_nodes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     cluster = tmp_path / "cluster.yaml"
     cluster.write_text("device: a100-40gb\ndevices_per_node: 2\nnum_nodes: 3\n")
     words = [*TOY, "--hardware", str(cluster), "--strategy", "zero2"]
@@ -222,7 +228,7 @@ def test_a_file_of_a_machine_says_how_many_nodes_there_are(capsys: pytest.Captur
     assert planned(capsys, *words, "--nodes", "2")["num_ranks"] == 4
 
 
-def test_a_run_calibrates_plans_of_its_model_and_no_others(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_run_calibrates_only_plans_of_its_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     trainer = ["--trainer.max_steps", "2", "--trainer.default_root_dir", str(tmp_path), "--trainer.accelerator", "cpu"]
     callback = ["--trainer.callbacks", "roomier.callbacks.MemoryForecast", "--trainer.enable_checkpointing", "false"]
     words = ["--model", "cli_toy.ToyModule", "--data", "cli_toy.ToyData"]
@@ -230,20 +236,18 @@ def test_a_run_calibrates_plans_of_its_model_and_no_others(capsys: pytest.Captur
     capsys.readouterr()
     asked = [*words, "--strategy", "single", "--trainer.accelerator", "cpu", "--calibrated_by", str(tmp_path)]
     assert main(["report", str(tmp_path), "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert abs(told["error"]) > 0.1, "all batches are there all the time, which no forecast of a step knows"
+    expected = json.loads(capsys.readouterr().out)
+    assert abs(expected["error"]) > 0.1, "the data is in memory, which the forecast of a step does not include"
     assert main(["plan", *asked, "--json"]) == 0
     output = capsys.readouterr()
-    assert json.loads(output.out)["chosen"]["peak_bytes"] == pytest.approx(told["measured_bytes"], abs=2)
-    assert "activations and temporaries are" in output.err
+    assert json.loads(output.out)["chosen"]["peak_bytes"] == pytest.approx(expected["measured_bytes"], abs=2)
+    assert "activations and temporaries are scaled by" in output.err
     assert main(["plan", *asked, "--model.width", "5"]) == 2
     assert "is a run of a model with 5 parameters, but this model has 6" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("callback", ["roomier.callbacks.EMAWeightAveraging", "roomier.callbacks.WeightAveraging"])
-def test_a_copy_of_the_weights_that_a_callback_keeps_is_counted(
-    callback: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_copy_of_the_weights_of_a_callback_is_counted(callback: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--model", "cli_toy.ToyModule", "--data", "cli_toy.ToyData", "--trainer.accelerator", "cpu"]
     words += ["--strategy", "single", "--trainer.enable_checkpointing", "false"]
     plain = planned(capsys, *words)["chosen"]["bytes_by_kind"]["parameter"]

@@ -1,4 +1,4 @@
-"""``roomier report``: forecast and truth of a run, as a table, as JSON and as a page."""
+"""``roomier report``: forecast and measurement of a run as a table, JSON and a page."""
 
 from __future__ import annotations
 
@@ -26,28 +26,28 @@ def runs(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_run_is_told_in_a_table(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_is_printed_as_a_table(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(runs / "version_10")]) == 0
     out = capsys.readouterr().out
     found = record(num_ranks=4)
     assert found.line() in out
-    assert "rank 3, the fullest of 4" in out
+    assert "rank 3, the fullest of 4 ranks" in out
     assert "optimizer state" in out
     assert "speed: 32 samples/s, 33.3 K tokens/s" in out
     assert "A note." in out
 
 
-def test_of_a_folder_of_runs_it_is_the_newest_with_a_forecast(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_folder_of_runs_means_the_newest_run_with_a_forecast(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(runs), "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["run"] == str(runs / "version_10")
-    assert told["rates"] == RATES
-    assert told["forecast_bytes"] == record().forecast_bytes
-    assert told["measured_bytes"] == record().measured_bytes
-    assert len(told["measured"]) == 4
+    expected = json.loads(capsys.readouterr().out)
+    assert expected["run"] == str(runs / "version_10")
+    assert expected["rates"] == RATES
+    assert expected["forecast_bytes"] == record().forecast_bytes
+    assert expected["measured_bytes"] == record().measured_bytes
+    assert len(expected["measured"]) == 4
 
 
-def test_the_page_is_written(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_page_is_written(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = runs / "report.html"
     assert main(["report", str(runs), "--html", str(page), "--json"]) == 0
     json.loads(capsys.readouterr().out)
@@ -58,30 +58,30 @@ def test_the_page_is_written(runs: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "expected"),
     [
         ([], "the following arguments are required: run"),
-        (["none"], "run='none': is not a folder. Name a run folder such as runs/version_0"),
-        (["."], "holds no run"),
+        (["none"], "run='none': must be a folder. Pass a run folder such as runs/version_0"),
+        (["."], "contains no run"),
         (["version_11"], "run='version_11': has no forecast.json"),
         (["version_2", "--html", "no/such/page.html"], "--html='no/such/page.html': cannot be written"),
         (["version_2", "--hmtl", "x"], "unrecognized arguments"),
     ],
 )
-def test_what_is_wrong_is_one_message(
-    runs: Path, words: list[str], told: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_invalid_options_give_one_message(
+    runs: Path, words: list[str], expected: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(runs / "version_2" if words == ["."] else runs)
     if words == ["."]:
         (runs / "version_2" / "forecast.json").unlink()
     assert main(["report", *words]) == 2
-    assert told in capsys.readouterr().err
+    assert expected in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     "text", ["", "{", "[]", "{}", '{"format": 99}', '{"format": 1, "forecast": {}, "machine": {}}']
 )
-def test_a_file_that_cannot_be_read_says_so(runs: Path, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unreadable_file_is_rejected(runs: Path, text: str, capsys: pytest.CaptureFixture[str]) -> None:
     (runs / "version_2" / "forecast.json").write_text(text)
     assert main(["report", str(runs / "version_2")]) == 2
     err = capsys.readouterr().err

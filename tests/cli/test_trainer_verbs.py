@@ -42,7 +42,7 @@ def weights(path: Path) -> dict[str, torch.Tensor]:
 # Options ------------------------------------------------------------------------------------------------------------
 
 
-def test_every_keyword_of_the_trainer_is_an_option() -> None:
+def test_each_keyword_of_the_trainer_is_an_option() -> None:
     options = {text for action in trainer_parser("fit")._actions for text in action.option_strings}
     keywords = set(inspect.signature(Trainer).parameters)
     assert len(keywords) > 30
@@ -71,16 +71,14 @@ def test_every_keyword_of_the_trainer_is_an_option() -> None:
         (["--trainer.deterministic", "warn"], "deterministic", "warn"),
     ],
 )
-def test_a_keyword_arrives_as_it_was_meant(
-    words: list[str], name: str, value: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(Path.cwd())  # as the command does, in whose place this calls the parser
+def test_keyword_is_parsed(words: list[str], name: str, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(Path.cwd())  # as in the command, because this test calls the parser directly
     config = parse(trainer_parser("fit"), [*TOY, *words])
     assert config.trainer[name] == value
     assert type(config.trainer[name]) is type(value)
 
 
-def test_print_config_is_a_configuration_to_begin_with(capsys: pytest.CaptureFixture[str]) -> None:
+def test_print_config_prints_a_valid_configuration(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["fit", *TOY, "--print_config"])
     assert ended.value.code == 0
@@ -92,7 +90,7 @@ def test_print_config_is_a_configuration_to_begin_with(capsys: pytest.CaptureFix
 # Runs ---------------------------------------------------------------------------------------------------------------
 
 
-def test_fit_trains_saves_and_keeps_its_configuration(tmp_path: Path) -> None:
+def test_fit_trains_and_saves_its_configuration(tmp_path: Path) -> None:
     words = ["--model.lr", "0.05", "--trainer.max_steps", "4", "--seed_everything", "7"]
     assert main(["fit", *TOY, *words, *QUIET, *root(tmp_path)]) == 0
     assert saved_steps(tmp_path) == [4]
@@ -102,7 +100,7 @@ def test_fit_trains_saves_and_keeps_its_configuration(tmp_path: Path) -> None:
     assert kept["trainer"]["max_steps"] == 4
 
 
-def test_the_kept_configuration_does_the_same_run_again(tmp_path: Path) -> None:
+def test_saved_configuration_repeats_the_run(tmp_path: Path) -> None:
     words = ["--trainer.max_steps", "4", "--seed_everything", "7"]
     assert main(["fit", *TOY, *words, *QUIET, *root(tmp_path)]) == 0
     assert main(["fit", "--config", str(tmp_path / "version_0" / "config.yaml")]) == 0
@@ -111,14 +109,14 @@ def test_the_kept_configuration_does_the_same_run_again(tmp_path: Path) -> None:
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_the_command_line_wins_over_yaml_before_it(tmp_path: Path) -> None:
+def test_command_line_takes_precedence_over_earlier_yaml(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("trainer: {max_steps: 50}\nmodel: cli_toy.ToyModule\ndata: cli_toy.ToyData\n")
     words = ["--config", str(tmp_path / "run.yaml"), "--trainer.max_steps", "2", *QUIET, *root(tmp_path)]
     assert main(["fit", *words]) == 0
     assert saved_steps(tmp_path) == [2]
 
 
-def test_callbacks_and_loggers_come_by_class_path(tmp_path: Path) -> None:
+def test_callbacks_and_loggers_by_class_path(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(
         """
 trainer:
@@ -138,23 +136,23 @@ data: {class_path: cli_toy.ToyData, init_args: {num_batches: 4}}
     assert not (tmp_path / "version_0" / "metrics.jsonl").exists()
 
 
-def test_a_plain_network_trains_with_an_optimizer_and_a_schedule_by_keyword(tmp_path: Path) -> None:
+def test_plain_network_with_optimizer_and_schedule_keywords(tmp_path: Path) -> None:
     words = ["--trainer.optimizer", "adamw", "--trainer.learning_rate", "1e-3", "--trainer.lr_schedule", "cosine"]
     model = ["--model", "cli_toy.PlainNetwork", "--model.width", "4", "--data", "cli_toy.ToyData"]
     assert main(["fit", *model, *words, "--trainer.max_steps", "3", *QUIET, *root(tmp_path)]) == 0
     assert saved_steps(tmp_path) == [3]
 
 
-def test_ckpt_path_last_goes_on(tmp_path: Path) -> None:
+def test_ckpt_path_last_resumes(tmp_path: Path) -> None:
     start = [*TOY, "--seed_everything", "1", *QUIET, *root(tmp_path)]
     assert main(["fit", *start, "--trainer.max_steps", "3"]) == 0
     assert main(["fit", *start, "--trainer.max_steps", "5", "--ckpt_path", "last"]) == 0
     assert max(saved_steps(tmp_path)) == 5
     configs = sorted(path.name for path in tmp_path.rglob("config*.yaml"))
-    assert configs == ["config-step=3.yaml", "config.yaml"]  # the second run was set differently
+    assert configs == ["config-step=3.yaml", "config.yaml"]  # the second run has other settings
 
 
-def test_a_resume_with_the_same_settings_writes_no_second_configuration(tmp_path: Path) -> None:
+def test_resume_with_the_same_settings_writes_no_second_configuration(tmp_path: Path) -> None:
     words = [*TOY, "--trainer.max_steps", "3", *QUIET, *root(tmp_path)]
     assert main(["fit", *words]) == 0
     assert main(["fit", *words, "--ckpt_path", "last"]) == 0
@@ -170,25 +168,25 @@ def test_evaluation_prints_its_metrics_as_json(
     assert [set(each) for each in printed] == [{metric}]
 
 
-def test_predict_hands_every_batch_to_the_callbacks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_predict_passes_each_batch_to_the_callbacks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--model", "cli_toy.PlainNetwork", "--data", "cli_toy.ToyData"]
     callback = ["--trainer.callbacks", "cli_toy.CountsPredictions"]
     assert main(["predict", *words, *callback, *QUIET, *root(tmp_path)]) == 0
     assert sys.modules["cli_toy"].CountsPredictions.num_seen == 2
-    assert "predictions are not kept" not in capsys.readouterr().err
+    assert "predictions are not stored" not in capsys.readouterr().err
 
 
-def test_predict_says_once_that_nobody_takes_the_predictions(
+def test_predict_prints_one_notice_if_predictions_are_not_used(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["--model", "cli_toy.PlainNetwork", "--data", "cli_toy.ToyData"]
     assert main(["predict", *words, *QUIET, *root(tmp_path)]) == 0
-    told = capsys.readouterr().err
-    assert told.count("predictions are not kept") == 1
-    assert "on_predict_batch_end" in told
+    output = capsys.readouterr().err
+    assert output.count("predictions are not stored") == 1
+    assert "on_predict_batch_end" in output
 
 
-def test_sigterm_keeps_its_exit_code_and_the_run(tmp_path: Path) -> None:
+def test_sigterm_saves_the_run_and_keeps_its_exit_code(tmp_path: Path) -> None:
     words = ["--model", "cli_toy.IsTerminated", "--data", "cli_toy.ToyData", *QUIET, *root(tmp_path)]
     with pytest.raises(SystemExit) as ended:
         main(["fit", *words, "--trainer.max_steps", "6"])
@@ -197,7 +195,7 @@ def test_sigterm_keeps_its_exit_code_and_the_run(tmp_path: Path) -> None:
     assert max(saved_steps(tmp_path)) == 6
 
 
-def test_the_installed_command_finds_classes_in_the_current_folder(tmp_path: Path) -> None:
+def test_installed_command_imports_classes_of_the_current_folder(tmp_path: Path) -> None:
     command = [str(Path(sys.executable).with_name("roomier")), "fit", *TOY, "--trainer.max_steps", "2", *QUIET]
     done = subprocess.run([*command, *root(tmp_path)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -205,16 +203,16 @@ def test_the_installed_command_finds_classes_in_the_current_folder(tmp_path: Pat
     assert saved_steps(tmp_path) == [2]
 
 
-def test_help_has_words_of_its_own_for_each_option_of_the_trainer() -> None:
-    told = trainer_parser("fit").format_help()
-    assert not re.findall(r"--trainer\.(\w+)\+? \S+\s+\(type", told)  # the type comes first where there are none
-    assert "num_nodes:" not in told  # words of one that stand with another
-    assert "lr_schedule:" not in told
+def test_help_describes_each_option_of_the_trainer() -> None:
+    output = trainer_parser("fit").format_help()
+    assert not re.findall(r"--trainer\.(\w+)\+? \S+\s+\(type", output)  # without a description, the type comes first
+    assert "num_nodes:" not in output  # the description of another option
+    assert "lr_schedule:" not in output
 
 
 def test_help_does_not_list_the_classes_of_torch() -> None:
     for parser in (trainer_parser("fit"), plan_parser(None)):
-        told = parser.format_help()
-        assert "import path of a" in told
-        assert "LazyConv1d" not in told
-        assert "known subclasses" not in told
+        output = parser.format_help()
+        assert "import path of a" in output
+        assert "LazyConv1d" not in output
+        assert "known subclasses" not in output

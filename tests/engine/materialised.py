@@ -1,4 +1,4 @@
-"""What the tests of materialised models build, and how they look at it."""
+"""Models for the tests of materialization, and comparisons of their tensors."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def plan_for(strategy: str, num_ranks: int, precision: str = "32-true") -> Plan:
 
 
 def built(network: nn.Module, plan: Plan, ranks: Ranks, weights: Path | None = None) -> nn.Module:
-    """``network`` as the engine has it."""
+    """Build an engine for ``network``, and return the network."""
     file = None if weights is None else WeightsFile(weights)
     build(plan, as_module(network), lambda _: Configured(), EagerEngine, ranks, file)
     return network
 
 
 def whole_tensors(network: nn.Module) -> dict[str, Tensor]:
-    """A copy of every parameter and buffer, those that are not stored included, tied ones under each of their names."""
+    """Return a full copy of every parameter and buffer by name. Tied tensors appear under each of their names."""
     named = dict(network.named_parameters(remove_duplicate=False)) | dict(network.named_buffers(remove_duplicate=False))
     return {name: whole(tensor.detach()).clone() for name, tensor in named.items()}
 
@@ -56,7 +56,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def differences(found: nn.Module, expected: nn.Module) -> list[str]:
-    """Names of tensors that are not the same, bit for bit; of tied ones as well that are not tied."""
+    """Return the names of tensors that differ in any bit, or that should be tied but are not."""
     ours, theirs = whole_tensors(found), whole_tensors(expected)
     names = [name for name in theirs if name not in ours or not torch.equal(ours[name], theirs[name])]
     untied = {name for name, _ in found.named_parameters()} ^ {name for name, _ in expected.named_parameters()}
@@ -72,7 +72,7 @@ def make_tied_gpt() -> nn.Module:
 
 
 class Temperature(nn.Module):
-    """A number."""
+    """Module with one parameter without dimensions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class Temperature(nn.Module):
 
 
 class Layers(nn.Module):
-    """Layers of torch as they are, at sizes that no number of ranks divides, and a number that none could."""
+    """Layers of torch with sizes that the number of ranks does not divide, and a parameter without dimensions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class Layers(nn.Module):
 
 
 class CustomStart(nn.Module):
-    """Every way to give weights their first values that constructors are known to use."""
+    """Constructors that initialize weights in all ways that are in use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ class CustomStart(nn.Module):
         with torch.no_grad():
             self.truncated.weight[2:4] *= 3
             self.orthogonal.weight.copy_(self.orthogonal.weight @ self.copied.weight[:6, :1])
-            for parameter in self.parameters():  # each of them is opened again
+            for parameter in self.parameters():  # reads each page again
                 parameter.mul_(1.5)
         self.register_buffer("angles", torch.arange(5) ** 0.5, persistent=False)
         self.apply(self._restart)

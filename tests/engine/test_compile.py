@@ -1,6 +1,6 @@
-"""Compiled blocks: as many graphs as there are kinds of block, the numbers of an uncompiled run, nothing left behind.
+"""Compiled blocks: one graph per kind of block, the results of an uncompiled run, and restored forwards.
 
-What happens around the compiler is tested with a back end that only traces, in a second; the real one runs once.
+Most tests use a backend that only traces, which takes a second. One test uses the real compiler.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ BATCH = {"input_ids": TOKENS, "targets": TOKENS}
 
 Make = Callable[..., Trainer]
 
-# The compiler's own; it would stop where they are errors.
+# Warnings of the compiler, which would stop if they were errors.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning"),
@@ -57,12 +57,14 @@ class Language(Module):
 
 
 class Tiny(Module):
-    """Two blocks that take a compiler little time."""
+    """Two blocks that compile quickly."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.scale = nn.Parameter(torch.ones(8))  # so that the input of each block has a gradient: one kind of input
+        self.scale = nn.Parameter(
+            torch.ones(8)
+        )  # gives the input of each block a gradient, so that all blocks have one kind of input
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(2))
 
     def training_step(self, batch: torch.Tensor) -> torch.Tensor:
@@ -77,7 +79,7 @@ class Tiny(Module):
 
 @pytest.fixture
 def only_traced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks go through tracing and autograd's graphs, but no code is made."""
+    """Trace blocks and create their autograd graphs, but generate no code."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
 
 
@@ -91,7 +93,7 @@ def fitted(make_trainer: Make, num_layers: int = 2, **keywords: Any) -> Language
     return module
 
 
-def test_code_is_made_and_computes_the_same(make_trainer: Make, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compiled_code_computes_the_same(make_trainer: Make, capsys: pytest.CaptureFixture[str]) -> None:
     weights = {}
     for compiles in (False, True):
         module = Tiny()
@@ -106,7 +108,7 @@ def test_code_is_made_and_computes_the_same(make_trainer: Make, capsys: pytest.C
 
 
 @pytest.mark.usefixtures("only_traced")
-def test_training_and_evaluation_are_those_of_an_uncompiled_run(make_trainer: Make) -> None:
+def test_training_and_evaluation_are_equal_to_an_uncompiled_run(make_trainer: Make) -> None:
     plain, compiled = fitted(make_trainer), fitted(make_trainer, compile=True)
     torch.testing.assert_close(weights_of(compiled), weights_of(plain), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(torch.stack(compiled.val_losses), torch.stack(plain.val_losses), rtol=1e-5, atol=1e-6)
@@ -114,11 +116,11 @@ def test_training_and_evaluation_are_those_of_an_uncompiled_run(make_trainer: Ma
 
 @pytest.mark.usefixtures("only_traced")
 @pytest.mark.parametrize("recompute", ["none", "full", "selective"])
-def test_equal_blocks_are_compiled_once(make_trainer: Make, recompute: str) -> None:
+def test_equal_blocks_share_compiled_code(make_trainer: Make, recompute: str) -> None:
     for num_layers in (2, 6):
         before = torch_private.num_compiled_graphs()
         fitted(make_trainer, num_layers, compile=True, activation_checkpointing=recompute)
-        assert torch_private.num_compiled_graphs() - before == 2  # in training, and in evaluation
+        assert torch_private.num_compiled_graphs() - before == 2  # training and evaluation
 
 
 @pytest.mark.usefixtures("only_traced")
@@ -132,14 +134,14 @@ def test_equal_blocks_are_compiled_once(make_trainer: Make, recompute: str) -> N
     ],
     ids=str,
 )
-def test_what_is_computed_again_is_compiled_with_it(make_trainer: Make, levers: dict[str, Any]) -> None:
+def test_recomputation_is_compiled_with_the_block(make_trainer: Make, levers: dict[str, Any]) -> None:
     plain = fitted(make_trainer)
     compiled = fitted(make_trainer, compile=True, **levers)
     torch.testing.assert_close(weights_of(compiled), weights_of(plain), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.usefixtures("only_traced")
-def test_dropout_is_the_same_in_both_forwards_of_a_block(make_trainer: Make) -> None:
+def test_dropout_is_identical_in_both_forwards_of_a_block(make_trainer: Make) -> None:
     weights = {}
     for recompute in ("none", "full"):
         module = Language(dropout=0.3)
@@ -150,7 +152,7 @@ def test_dropout_is_the_same_in_both_forwards_of_a_block(make_trainer: Make) -> 
 
 
 @pytest.mark.usefixtures("only_traced")
-def test_the_attention_kernel_is_that_of_this_run_not_of_one_before(make_trainer: Make) -> None:
+def test_the_attention_kernel_of_an_earlier_run_is_not_reused(make_trainer: Make) -> None:
     seen = []
 
     class Watching(Language):
@@ -165,7 +167,7 @@ def test_the_attention_kernel_is_that_of_this_run_not_of_one_before(make_trainer
 
 
 @pytest.mark.usefixtures("only_traced")
-def test_blocks_run_uncompiled_again_when_the_run_is_over(make_trainer: Make) -> None:
+def test_blocks_run_uncompiled_after_the_run(make_trainer: Make) -> None:
     module = fitted(make_trainer, compile=True)
     assert all("forward" not in vars(block) for block in module.gpt.blocks)
     assert [name for name in module.state_dict() if "_orig_mod" in name] == []
@@ -173,7 +175,7 @@ def test_blocks_run_uncompiled_again_when_the_run_is_over(make_trainer: Make) ->
 
 @pytest.mark.usefixtures("only_traced")
 def test_a_copy_computes_with_its_own_weights() -> None:
-    """As a callback takes it that averages weights."""
+    """Callbacks that average weights create such a copy."""
     network = make_gpt(1)
     compile_blocks(network.blocks, CPU)
     hidden = torch.randn(2, 4, 16)
@@ -182,13 +184,13 @@ def test_a_copy_computes_with_its_own_weights() -> None:
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.zero_()
-    assert torch.equal(other.blocks[0](hidden), hidden)  # branches of zero weights add nothing
+    assert torch.equal(other.blocks[0](hidden), hidden)  # the residual branches have zero weights
     assert torch.equal(network.blocks[0](hidden), before)
     assert isinstance(vars(other.blocks[0])["forward"], CompiledForward)
 
 
 @pytest.mark.usefixtures("only_traced")
-def test_a_loop_of_ones_own_has_compiled_blocks_too() -> None:
+def test_a_custom_loop_has_compiled_blocks() -> None:
     network = make_gpt(3)
     plan = roomier.Plan.of({"compile": {"enabled": True}, "optimizer": {"name": "sgd", "lr": 0.1}})
     engine = roomier.prepare(network, plan=plan)
@@ -200,18 +202,18 @@ def test_a_loop_of_ones_own_has_compiled_blocks_too() -> None:
     engine.close()
 
 
-def test_without_blocks_it_is_refused(make_trainer: Make) -> None:
+def test_a_model_without_blocks_is_rejected(make_trainer: Make) -> None:
     trainer = make_trainer(compile=True, optimizer="sgd", learning_rate=0.1, max_steps=1)
-    with pytest.raises(RoomierError, match="compile=True: the model has no blocks") as error:
+    with pytest.raises(RoomierError, match="compile=True: requires blocks") as error:
         trainer.fit(nn.Linear(2, 2), [torch.ones(2)])
     assert "model_blocks()" in error.value.action
 
 
-def test_without_a_compiler_it_is_refused_before_the_first_step(make_trainer: Make) -> None:
+def test_a_machine_without_a_compiler_is_rejected_before_the_first_step(make_trainer: Make) -> None:
     from torch._inductor import config
 
     module = Language()
-    expected = pytest.raises(RoomierError, match="needs a C\\+\\+ compiler for cpu and finds none")
+    expected = pytest.raises(RoomierError, match="requires a C\\+\\+ compiler for cpu")
     with config.patch({"cpp.cxx": ("no-such-compiler",)}), expected as error:
         make_trainer(compile=True, max_steps=1).fit(module, [BATCH])
     assert "compile=False" in error.value.action
@@ -219,7 +221,9 @@ def test_without_a_compiler_it_is_refused_before_the_first_step(make_trainer: Ma
 
 
 @pytest.mark.usefixtures("only_traced")
-def test_attention_of_compiled_blocks_is_told_too(make_trainer: Make, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_attention_kernel_of_compiled_blocks_is_reported(
+    make_trainer: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
     module = Language()
     make_trainer(compile=True, max_steps=1, enable_model_summary=True).fit(module, [BATCH])
     err = capsys.readouterr().err
@@ -227,7 +231,7 @@ def test_attention_of_compiled_blocks_is_told_too(make_trainer: Make, capsys: py
 
 
 @pytest.mark.usefixtures("only_traced")
-def test_layers_of_hugging_face_share_a_graph_though_each_has_its_place_in_a_cache(make_trainer: Make) -> None:
+def test_layers_of_hugging_face_with_a_cache_share_a_graph(make_trainer: Make) -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     weights, val_losses = {}, {}
@@ -242,6 +246,6 @@ def test_layers_of_hugging_face_share_a_graph_though_each_has_its_place_in_a_cac
         trainer.fit(model, [batch] * 2, [batch])
         weights[compiles] = weights_of(model)
         val_losses[compiles] = trainer.callback_metrics["val_loss"]
-    assert torch_private.num_compiled_graphs() - before == 1  # in evaluation they are not compiled
+    assert torch_private.num_compiled_graphs() - before == 1  # blocks with a cache are not compiled in evaluation
     torch.testing.assert_close(weights[True], weights[False], rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(val_losses[True], val_losses[False], rtol=1e-5, atol=1e-6)

@@ -1,4 +1,4 @@
-"""Compiled blocks on several ranks train what these ranks train without; gathering stays outside of them."""
+"""Compiled blocks on several ranks train like uncompiled ones. Unsharding runs outside of the compiled code."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ SETUP = Setup(accumulate=2, clip=0.5, num_steps=2, terms="none on one")
 
 
 def apart(setup: Setup, levers: list[dict[str, Any]], backend: str) -> list[tuple[float, float, int]]:
-    """Of losses and weights, compiled and not; and how many graphs that took. For each of ``levers``."""
+    """Return for each ``levers`` the differences of losses and weights to an uncompiled run, and the graphs."""
     from roomier.core import torch_private
 
-    warnings.simplefilter("ignore")  # the compiler's own
-    torch.compile = functools.partial(torch.compile, backend=backend)  # this process ends with the test
+    warnings.simplefilter("ignore")  # warnings of the compiler
+    torch.compile = functools.partial(torch.compile, backend=backend)  # the process exits after the test
     plain = train_on_ranks(Language, setup)
     found = []
     for each in levers:

@@ -1,4 +1,4 @@
-"""The accumulated gradient is that of the whole batch, whatever the sizes of the micro-batches."""
+"""The accumulated gradient is equal to the gradient of the full batch, for all sizes of micro-batches."""
 
 import weakref
 
@@ -17,7 +17,7 @@ NUM_CLASSES = 7
 
 
 class TokenMean(roomier.Module):
-    """A dict batch with -100 for the tokens that do not count."""
+    """Dict batches with the label -100 for ignored tokens."""
 
     def __init__(self):
         super().__init__()
@@ -38,7 +38,7 @@ class TokenMean(roomier.Module):
 
 
 class Classifier(TokenMean):
-    """A tuple batch, a label a sample."""
+    """Tuple batches with one label per sample."""
 
     def training_step(self, batch):
         x, label = batch
@@ -54,7 +54,7 @@ class Classifier(TokenMean):
 
 
 class Regression(Classifier):
-    """A tuple batch with floats to predict."""
+    """Tuple batches with floating-point targets."""
 
     def training_step(self, batch):
         x, target = batch
@@ -66,7 +66,7 @@ class Regression(Classifier):
 
 
 class Summed(Regression):
-    """The loss is a sum, and says so."""
+    """Module with loss_reduction 'sum'."""
 
     loss_reduction = "sum"
 
@@ -76,7 +76,7 @@ class Summed(Regression):
 
 
 class OwnCount(TokenMean):
-    """A mean over what only the module knows: the terms of a mask."""
+    """Mean over the entries of a mask, which num_loss_terms counts."""
 
     def training_step(self, batch):
         wrong = F.mse_loss(self.net(batch["x"]), batch["goal"], reduction="none").mean(-1)
@@ -101,7 +101,7 @@ CLASS_WEIGHTS = torch.arange(1.0, NUM_CLASSES + 1, dtype=torch.float64)
 
 
 class ClassWeighted(Classifier):
-    """A mean over the weights of the targets' classes, as torch defines ``cross_entropy(weight=...)``."""
+    """Mean over the class weights of the targets, as torch defines ``cross_entropy(weight=...)``."""
 
     def training_step(self, batch):
         x, label = batch
@@ -117,7 +117,7 @@ KINDS = (TokenMean, Classifier, Regression, Summed, OwnCount, ClassWeighted)
 def gradient_of(kind, batches):
     torch.manual_seed(0)
     module = kind()
-    plan = plan_from_flags(accelerator="cpu", precision="64-true")  # the property itself, not fp32's rounding
+    plan = plan_from_flags(accelerator="cpu", precision="64-true")  # to test the property without the rounding of fp32
     engine = roomier.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1), plan=plan)
     loss = engine.forward_backward(module.training_step, batches)
     return loss, [parameter.grad.clone() for parameter in module.parameters()]
@@ -129,11 +129,11 @@ def gradient_of(kind, batches):
     sizes=st.lists(st.integers(1, 9), min_size=1, max_size=5),
     seed=st.integers(0, 2**16),
 )
-def test_the_gradient_of_the_parts_is_that_of_the_whole(kind, sizes, seed):
+def test_the_gradient_of_micro_batches_is_the_gradient_of_the_batch(kind, sizes, seed):
     generator = torch.Generator().manual_seed(seed)
     batches = [kind.make(size, generator) for size in sizes]
     if kind is TokenMean:
-        batches[0]["labels"][0] = 1  # a step without a single term is refused
+        batches[0]["labels"][0] = 1  # a step without loss terms would raise
         if len(batches) == 1 or not (batches[0]["labels"] != -100).any():
             return
     loss, parts = gradient_of(kind, batches)
@@ -143,8 +143,8 @@ def test_the_gradient_of_the_parts_is_that_of_the_whole(kind, sizes, seed):
 
 
 @pytest.mark.parametrize("kind", [TokenMean, Classifier, Regression, OwnCount, ClassWeighted])
-def test_a_mean_of_means_is_another_gradient(kind):
-    """What the property rules out: the same weight for every micro-batch."""
+def test_a_mean_of_means_has_a_different_gradient(kind):
+    """Equal weights for all micro-batches compute a different gradient."""
     generator = torch.Generator().manual_seed(3)
     batches = [kind.make(size, generator) for size in (1, 9)]
     if kind is TokenMean:
@@ -154,8 +154,8 @@ def test_a_mean_of_means_is_another_gradient(kind):
     assert (naive[0] - whole[0]).norm() > 0.1 * whole[0].norm()
 
 
-def test_a_micro_batch_without_terms_adds_nothing():
-    """Its own loss is 0/0; the step is that of the others."""
+def test_a_micro_batch_without_terms_does_not_contribute():
+    """Its loss is 0/0, and the step is computed from the other micro-batches."""
     generator = torch.Generator().manual_seed(0)
     full, empty = TokenMean.make(6, generator), TokenMean.make(6, generator)
     full["labels"][0] = 1
@@ -167,8 +167,8 @@ def test_a_micro_batch_without_terms_adds_nothing():
         assert all(torch.equal(a, b) for a, b in zip(gradient, alone, strict=True))
 
 
-def test_a_count_may_be_a_tensor():
-    """Also that of a micro-batch without terms."""
+def test_the_number_of_terms_can_be_a_tensor():
+    """A micro-batch without terms can have a tensor as its count."""
 
     class Counts(TokenMean):
         def num_loss_terms(self, batch):
@@ -185,14 +185,14 @@ def test_a_count_may_be_a_tensor():
         assert all(torch.equal(a, b) for a, b in zip(gradient, expected, strict=True))
 
 
-def test_a_step_without_terms_is_refused():
+def test_a_step_without_terms_raises():
     batch = TokenMean.make(3, torch.Generator().manual_seed(0))
     batch["labels"][:] = -100
-    with pytest.raises(roomier.TrainingError, match=r"num_loss_terms.*single term.*ignored"):
+    with pytest.raises(roomier.TrainingError, match=r"num_loss_terms.*no micro-batch.*ignored"):
         gradient_of(TokenMean, [batch, batch])
 
 
-def test_what_a_step_returned_makes_room_for_the_next():
+def test_the_output_of_a_micro_batch_is_freed_before_the_next():
     module = Classifier()
     engine = roomier.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))
     outputs, num_alive = [], []
@@ -208,7 +208,7 @@ def test_what_a_step_returned_makes_room_for_the_next():
     assert num_alive == [0, 0, 0]
 
 
-def test_a_step_that_returns_none_is_left_out():
+def test_a_step_that_returns_none_is_skipped():
     module = Classifier()
     engine = roomier.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))
     assert engine.forward_backward(lambda batch: None, [1, 2]) is None
@@ -217,8 +217,8 @@ def test_a_step_that_returns_none_is_left_out():
 
 @pytest.mark.parametrize("kind", [TokenMean, Regression, Summed])
 @pytest.mark.parametrize("left_out", [(0,), (1,), (0, 2), (1, 2)])
-def test_the_others_make_up_the_whole_where_a_micro_batch_is_left_out(kind, left_out):
-    """The gradient is that of the batch without it, not one that counts its terms as zeros."""
+def test_the_loss_averages_over_the_other_micro_batches_if_one_is_skipped(kind, left_out):
+    """The gradient is equal to the gradient of a batch without the skipped micro-batch."""
     generator = torch.Generator().manual_seed(0)
     batches = [kind.make(size, generator) for size in (3, 8, 5)]
     kept = [batch for index, batch in enumerate(batches) if index not in left_out]

@@ -1,4 +1,4 @@
-"""A model that is materialised part by part has, bit for bit, the weights one process would give it."""
+"""A model that is materialized in shards has the weights of a single process, bit for bit."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def seed(number: int) -> None:
 
 
 def as_one_process(make: Make) -> tuple[nn.Module, Tensor]:
-    """The model, and what is drawn next."""
+    """Return the model and the next random numbers."""
     seed(7)
     return make(), torch.rand(3)
 
@@ -48,7 +48,7 @@ def built_in_configure_model(strategy: str, num_ranks: int) -> dict[str, list[st
     wrong: dict[str, list[str]] = {}
     for make in (make_gpt, make_tied_gpt, CustomStart):
         expected, next_draw = as_one_process(make)
-        seed(7 + ranks.world.rank)  # that of rank 0 counts
+        seed(7 + ranks.world.rank)  # the seed of rank 0 is used
         own_draw = torch.rand(3, generator=torch.Generator().manual_seed(7 + ranks.world.rank))
         with built_in_parts(plan, ranks):
             network = make()
@@ -63,9 +63,7 @@ def built_in_configure_model(strategy: str, num_ranks: int) -> dict[str, list[st
 
 
 @pytest.mark.parametrize(("strategy", "num_ranks"), LAYOUTS)
-def test_what_configure_model_builds_is_what_one_process_builds(
-    on_ranks: RankPool, strategy: str, num_ranks: int
-) -> None:
+def test_configure_model_creates_the_weights_of_one_process(on_ranks: RankPool, strategy: str, num_ranks: int) -> None:
     nothing: dict[str, list[str]] = {"make_gpt": [], "make_tied_gpt": [], "CustomStart": []}
     assert on_ranks(num_ranks, built_in_configure_model, strategy, num_ranks) == [nothing] * num_ranks
 
@@ -91,7 +89,7 @@ def test_a_model_on_meta_gets_the_weights_of_one_process(on_ranks: RankPool, str
 
 
 @pytest.mark.parametrize("make", [make_gpt, make_tied_gpt, Layers])
-def test_a_model_on_meta_is_materialised_in_one_process_too(make: Make) -> None:
+def test_a_model_on_meta_is_materialized_in_one_process(make: Make) -> None:
     expected, _ = as_one_process(make)
     with torch.device("meta"):
         network = make()
@@ -108,7 +106,7 @@ def built_in_bf16() -> list[str]:
     return differences(built(network, plan, ranks), expected.bfloat16())
 
 
-def test_weights_are_drawn_before_they_are_rounded(on_ranks: RankPool) -> None:
+def test_weights_are_sampled_before_they_are_rounded(on_ranks: RankPool) -> None:
     assert on_ranks(2, built_in_bf16) == [[], []]
 
 
@@ -149,7 +147,7 @@ def hugging_face_models() -> dict[str, Any]:
     return found
 
 
-def test_models_of_hugging_face_initialise_themselves(on_ranks: RankPool) -> None:
+def test_models_of_hugging_face_initialize_their_weights(on_ranks: RankPool) -> None:
     first, second = on_ranks(2, hugging_face_models)
     for name in ("gpt2", "llama", "bert"):
         for found in (first, second):
@@ -159,13 +157,13 @@ def test_models_of_hugging_face_initialise_themselves(on_ranks: RankPool) -> Non
         assert ours.keys() == theirs.keys()
         for key, tensor in ours.items():
             assert torch.equal(tensor, second[name][key])
-            # GPT-2's own Conv1D draws in its constructor, so numbers may be others; what they are drawn from is not.
+            # GPT-2's Conv1D samples in its constructor, so the values may differ, but not their distribution.
             assert float(tensor.float().std()) == pytest.approx(float(theirs[key].float().std()), rel=0.3)
             assert float(tensor.float().mean()) == pytest.approx(float(theirs[key].float().mean()), abs=0.01)
 
 
 class Scale(nn.Module):
-    """Its weight is meant to be ones, which nobody says again."""
+    """Its constructor sets the weight to ones, which no reset_parameters() repeats."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -187,7 +185,7 @@ class Steps(nn.Module):
         (lambda: Steps(torch.float32), "numbers", "Steps"),
     ],
 )
-def test_what_nothing_gives_values_to_is_refused_by_name(make: Make, name: str, owner: str) -> None:
+def test_a_tensor_without_values_is_rejected(make: Make, name: str, owner: str) -> None:
     with torch.device("meta"):
         network = make()
     with pytest.raises(RoomierError, match=rf"model='{name}'.*Define reset_parameters\(\) in {owner}"):
@@ -195,7 +193,7 @@ def test_what_nothing_gives_values_to_is_refused_by_name(make: Make, name: str, 
 
 
 class HalfWritten(nn.Module):
-    """Initialises its first rows only: the ranks that have these see nothing wrong."""
+    """Initializes its first rows only, so the ranks with these rows detect no error."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -217,25 +215,25 @@ def error_of_half_written() -> str:
     return "no error"
 
 
-def test_what_one_rank_misses_is_refused_on_all(on_ranks: RankPool) -> None:
+def test_a_tensor_without_values_on_one_rank_is_rejected_on_all(on_ranks: RankPool) -> None:
     first, second = on_ranks(2, error_of_half_written)
     assert first == second
     assert "model='weight': was built on the meta device" in first
 
 
-def test_what_a_constructor_does_beyond_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_lost_initialization_of_a_constructor_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     with torch.device("meta"):
         networks = [nn.Sequential(nn.Linear(2, 2)), make_gpt(), Layers()]
     told = []
     for network in networks:
         built(network, plan_for("single", 1), Ranks())
         told.append(capsys.readouterr().err)
-    assert told[:2] == ["", ""]  # torch's constructors do nothing beyond, and GPT has a reset_parameters
+    assert told[:2] == ["", ""]  # torch's constructors do not initialize more, and GPT has a reset_parameters
     assert "Layers was built on the meta device" in told[2]
     assert "build it in configure_model" in told[2]
 
 
-def test_a_real_part_beside_one_on_meta_keeps_its_weights() -> None:
+def test_a_submodule_that_is_not_on_meta_keeps_its_weights() -> None:
     body = nn.Linear(3, 3)
     kept = body.weight.detach().clone()
     with torch.device("meta"):
@@ -247,12 +245,12 @@ def test_a_real_part_beside_one_on_meta_keeps_its_weights() -> None:
 
 
 class Hiding(nn.Module):
-    """Keeps a network where no strategy finds it."""
+    """Stores a network outside of its submodules."""
 
     def __init__(self) -> None:
         super().__init__()
         dropped = nn.Linear(5, 5)
-        dropped.itself = [dropped]  # a cycle: it is there until the next collection
+        dropped.itself = [dropped]  # a reference cycle, which exists until the next collection
         self.seen = nn.Linear(3, 3)
         self.hidden = [nn.Linear(2, 4, bias=False)]
 
@@ -268,14 +266,14 @@ def error_of_hidden_network() -> str:
     return "no error"
 
 
-def test_what_is_built_outside_the_model_is_refused(on_ranks: RankPool) -> None:
+def test_parameters_outside_the_model_are_rejected(on_ranks: RankPool) -> None:
     first, second = on_ranks(2, error_of_hidden_network)
     assert first == second
     assert first.startswith("configure_model=[(4, 2)]: made 1 parameters")
 
 
 class Learner(Module):
-    """Two classes of four features; the network is made in ``configure_model``, as ``Trainer.fit`` calls it."""
+    """Classifier whose network is created in ``configure_model``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -315,7 +313,7 @@ def weights_at_the_start(folder: Path, num_ranks: int) -> dict[str, Tensor]:
     return module.first
 
 
-def test_fit_begins_with_the_weights_of_one_process(on_ranks: RankPool, tmp_path: Path) -> None:
+def test_fit_starts_with_the_weights_of_one_process(on_ranks: RankPool, tmp_path: Path) -> None:
     expected = weights_at_the_start(tmp_path, 1)
     for found in on_ranks(2, weights_at_the_start, tmp_path, 2):
         assert found.keys() == expected.keys()
@@ -330,7 +328,7 @@ class OnMeta(Learner):
 
 
 def resumed(folder: Path, num_ranks: int) -> bool:
-    """Whether two steps, saved, and two more from the checkpoint are as four."""
+    """Return whether two steps, a checkpoint and two more steps are equal to four steps."""
     seed(3)
     straight = OnMeta()
     fit(straight, folder, num_ranks, max_steps=4)
@@ -343,6 +341,6 @@ def resumed(folder: Path, num_ranks: int) -> bool:
     return all(torch.equal(ours[name], each) for name, each in theirs.items())
 
 
-def test_a_model_on_meta_is_resumed(on_ranks: RankPool, tmp_path: Path) -> None:
+def test_a_model_on_meta_resumes(on_ranks: RankPool, tmp_path: Path) -> None:
     assert resumed(tmp_path / "one", 1)
     assert on_ranks(2, resumed, tmp_path / "two", 2) == [True, True]

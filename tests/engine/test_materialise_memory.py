@@ -1,4 +1,4 @@
-"""No rank ever holds the whole of a sharded model: resident memory while one is built, in MiB."""
+"""No rank holds a full sharded model: resident memory while the model is built, in MiB."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from tests.ranks.pool import RankPool
 WIDTH, DEPTH = 1536, 24
 TENSOR_MIB = WIDTH * WIDTH * 4 / 2**20
 MODEL_MIB = TENSOR_MIB * DEPTH
-MARGIN_MIB = 24  # code that is loaded, process groups, the allocator's holes
+MARGIN_MIB = 24  # loaded code, process groups, fragmentation of the allocator
 
 
 class Deep(nn.Module):
-    """Initialises itself a second time, as many models do."""
+    """Initializes its weights a second time, as many models do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,14 +42,14 @@ def resident_mib(field: str) -> float:
 def peak_growth_mib(how: str, weights: Path | None) -> float:
     ranks = ranks_here()
     plan = plan_for("zero3", ranks.world.size)
-    built(nn.Linear(8, 8), plan, ranks)  # what the first use of code takes is not counted
+    built(nn.Linear(8, 8), plan, ranks)  # excludes memory that the first use of code allocates
     small = small_weights(weights)
     with built_in_parts(plan, ranks, has_weights=small is not None):
         warm = nn.Linear(8, 8)
     built(warm, plan, ranks, small)
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # what earlier tests freed is given back, or it would be used without being seen
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
+    ctypes.CDLL(None).malloc_trim(0)  # returns freed memory of earlier tests, which would hide allocations
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = resident_mib("VmRSS")
     network = make(how, weights is not None)
     built(network, plan, ranks, weights)
@@ -88,7 +88,7 @@ def stored(folder: Path) -> Path:
     ("how", "num_ranks", "from_file"),
     [("configure_model", 2, False), ("configure_model", 2, True), ("meta", 4, False), ("meta", 2, True)],
 )
-def test_a_rank_holds_its_part_and_a_few_tensors(
+def test_a_rank_holds_its_shards_and_a_few_tensors(
     on_ranks: RankPool, tmp_path: Path, how: str, num_ranks: int, from_file: bool
 ) -> None:
     weights = stored(tmp_path) if from_file else None
@@ -98,5 +98,5 @@ def test_a_rank_holds_its_part_and_a_few_tensors(
     assert max(peaks) < bound
 
 
-def test_the_measure_sees_a_whole_model(on_ranks: RankPool) -> None:
+def test_the_measurement_includes_a_full_model(on_ranks: RankPool) -> None:
     assert min(on_ranks(2, peak_growth_mib, "real", None)) > MODEL_MIB

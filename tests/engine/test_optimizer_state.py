@@ -1,4 +1,4 @@
-"""Optimizer states on the way back from a checkpoint."""
+"""Loading of optimizer states."""
 
 import torch
 from torch import nn
@@ -6,8 +6,8 @@ from torch import nn
 from roomier.engine.optimizer_state import load_optimizer, optimizer_state, parameter_names
 
 
-def test_a_nested_state_goes_to_the_device_of_its_parameter():
-    """LBFGS keeps lists of tensors; `meta` stands in for a device that is not the checkpoint's."""
+def test_a_nested_state_is_on_the_device_of_its_parameter():
+    """LBFGS stores lists of tensors. The meta device represents a device other than the checkpoint's."""
     net = nn.Linear(2, 1)
     optimizer = torch.optim.LBFGS(net.parameters(), max_iter=3)
 

@@ -1,4 +1,4 @@
-"""``roomier.prepare``: the Trainer's own engine, for a loop of one's own."""
+"""``roomier.prepare``: the engine of the Trainer for custom loops."""
 
 import copy
 
@@ -15,7 +15,7 @@ ON_CPU = {"accelerator": "cpu"}
 
 
 class Net(nn.Module):
-    """A plain module whose forward returns a loss."""
+    """Plain module whose forward returns a loss."""
 
     def __init__(self):
         super().__init__()
@@ -81,14 +81,14 @@ def test_parity_with_the_trainer(tmp_path, flags):
     assert float(loss) == float(trainer.run.now.last_loss)
 
 
-def test_clip_returns_the_norm_before():
+def test_clip_returns_the_norm_before_clipping():
     model = nn.Linear(3, 1)
     engine = roomier.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), plan=plan_from_flags(**ON_CPU))
     engine.forward_backward(lambda x: model(x).sum(), [torch.tensor([[3.0, 4.0, 0.0]])])
     assert float(engine.clip(1.0)) == pytest.approx(26**0.5)  # 3, 4, 0 and 1 for the bias
     squares = sum(float(p.grad.pow(2).sum()) for p in model.parameters())
     assert squares == pytest.approx(1.0, rel=1e-4)
-    assert engine.clip() is None  # the plan names no bound
+    assert engine.clip() is None  # the plan has no limit
     assert engine.clip(0.01, "value") is None
     assert max(float(p.grad.abs().max()) for p in model.parameters()) == pytest.approx(0.01)
 
@@ -98,7 +98,7 @@ CLIPS = plan_from_flags(gradient_clip_val=LIMIT, **ON_CPU)
 
 
 def prepared_sgd(model, plan):
-    """The gradient of each step is what the parameters moved by."""
+    """SGD with a learning rate of one, so that parameters change by their gradients."""
     return roomier.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0), plan=plan)
 
 
@@ -118,7 +118,7 @@ def test_a_step_clips_as_the_plan_says(precision):
         assert moved_by(model, before) == pytest.approx(LIMIT, rel=1e-3)
 
 
-def test_a_clip_before_the_step_is_the_one_that_counts():
+def test_a_clip_before_the_step_replaces_the_plan():
     model = nn.Linear(3, 1)
     engine = prepared_sgd(model, CLIPS)
     for bound, expected in ((0.5, 0.5), (None, LIMIT)):
@@ -129,7 +129,7 @@ def test_a_clip_before_the_step_is_the_one_that_counts():
         assert moved_by(model, before) == pytest.approx(expected, rel=1e-3)
 
 
-def test_a_clip_counts_for_one_step_only():
+def test_a_clip_affects_one_step_only():
     model = nn.Linear(3, 1)
     engine = prepared_sgd(model, CLIPS)
     for clips_itself, expected in ((True, 0.5), (False, LIMIT)):
@@ -153,17 +153,17 @@ def test_each_of_several_optimizers_is_clipped():
     assert moved_by(second, before[1]) == pytest.approx(LIMIT, rel=1e-3)
 
 
-def test_a_step_needs_a_backward_before_it():
+def test_a_step_without_a_backward_raises():
     model = nn.Linear(2, 1)
     engine = prepared_sgd(model, plan_from_flags(**ON_CPU))
     with pytest.raises(roomier.TrainingError, match=r"there are no gradients.*engine\.forward_backward"):
         engine.step()
-    model(torch.ones(1, 2)).sum().backward()  # a backward of one's own will do
+    model(torch.ones(1, 2)).sum().backward()  # a custom backward is sufficient
     engine.step()
 
 
 @pytest.mark.parametrize("form", ["mapping", "path", "plan"])
-def test_the_plan_in_any_of_its_forms(tmp_path, form):
+def test_all_forms_of_a_plan(tmp_path, form):
     path = tmp_path / "plan.yaml"
     path.write_text(CLIPS.to_yaml())
     model = nn.Linear(3, 1)
@@ -175,12 +175,12 @@ def test_the_plan_in_any_of_its_forms(tmp_path, form):
 
 
 @pytest.mark.parametrize("plan", ["bf16-mixed", 3, {"precison": {}}], ids=repr)
-def test_what_is_no_plan_is_refused(plan):
+def test_an_invalid_plan_is_rejected(plan):
     with pytest.raises(roomier.PlanError):
         prepared_sgd(nn.Linear(3, 1), plan)
 
 
-def test_it_is_the_engine_of_the_trainer(tmp_path):
+def test_prepare_returns_the_engine_of_the_trainer(tmp_path):
     model = Net()
     engine = roomier.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), plan=plan_from_flags(**ON_CPU))
     trainer = roomier.Trainer(max_steps=1, default_root_dir=tmp_path, logger=False, optimizer="sgd", **ON_CPU)
@@ -188,7 +188,7 @@ def test_it_is_the_engine_of_the_trainer(tmp_path):
     assert isinstance(engine, type(trainer.engine))
 
 
-def test_gradients_of_one_step_are_not_added_to_those_of_the_next():
+def test_gradients_are_not_accumulated_over_steps():
     model = nn.Linear(2, 1)
     engine = roomier.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0), plan=plan_from_flags(**ON_CPU))
     for _ in range(3):
@@ -211,8 +211,8 @@ def test_several_optimizers():
     assert not same_bits(second, before[1])
 
 
-def test_state_goes_into_another_engine():
-    """Weights and optimizer states, by name: the next step is the same one."""
+def test_another_engine_loads_the_state():
+    """The next step of both engines is equal."""
     model, data = Net().eval(), batches(4)
     plan = plan_from_flags(**ON_CPU)
     engine = roomier.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1), plan=plan)
@@ -242,14 +242,14 @@ def test_state_goes_into_another_engine():
     ],
     ids=str,
 )
-def test_what_is_no_loss_is_refused(output, problem):
+def test_an_invalid_loss_is_rejected(output, problem):
     model = nn.Linear(2, 1)
     engine = roomier.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), plan=plan_from_flags(**ON_CPU))
     with pytest.raises(roomier.TrainingError, match=f"(?s)training_step=.*{problem}"):
         engine.forward_backward(lambda batch: output, [1])
 
 
-def test_an_optimizer_is_needed_and_one_is_enough():
+def test_exactly_one_source_of_optimizers_is_required():
     model = nn.Linear(2, 1)
     with pytest.raises(roomier.PlanError, match="none was passed and the plan names none"):
         roomier.prepare(model)
@@ -261,7 +261,7 @@ def test_an_optimizer_is_needed_and_one_is_enough():
         roomier.prepare("model")
 
 
-def test_a_schedule_needs_the_length_of_the_run():
+def test_a_schedule_requires_the_number_of_steps():
     plan = plan_from_flags(optimizer="adamw", lr_schedule="cosine", **ON_CPU)
     with pytest.raises(roomier.PlanError, match="requires the number of steps"):
         roomier.prepare(nn.Linear(2, 1), plan=plan)

@@ -1,4 +1,4 @@
-"""Optimizers that step in the backward leave the weights of the plain path, to the bit."""
+"""Optimizers that step during backward compute the same weights as after backward, bit for bit."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def make_network(tied: bool = False, dropout: float = 0.1) -> GPT:
     network = GPT(GPTConfig(61, context=8, num_layers=3, num_heads=2, width=16, dropout=dropout, tied_head=tied))
     with torch.no_grad():
         for each in network.parameters():
-            each.mul_(4)  # so that norms are clipped
+            each.mul_(4)  # large enough to be clipped
     return network
 
 
@@ -58,7 +58,7 @@ def make_engine(network: nn.Module, way: bool | str, optimizer: Any = None, **fl
 
 def train(network: nn.Module, engine: PreparedEngine, num_steps: int = NUM_STEPS) -> Trained:
     generator = torch.Generator().manual_seed(1)
-    torch.manual_seed(2)  # of dropout
+    torch.manual_seed(2)  # for dropout
     trained = Trained()
     for _ in range(num_steps):
         tokens = torch.randint(61, (2, 9), generator=generator)
@@ -84,7 +84,7 @@ def check_same(one: Trained, other: Trained) -> None:
 @pytest.mark.parametrize("clip", CLIPS)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_weights_are_those_of_the_plain_path(clip: str, tied: bool, dropout: float) -> None:
+def test_weights_are_equal_to_steps_after_backward(clip: str, tied: bool, dropout: float) -> None:
     plain, network = make_network(tied, dropout), make_network(tied, dropout)
     expected = train(plain, make_engine(plain, False, ADAMW, **CLIPS[clip]))
     found = train(network, make_engine(network, True, ADAMW, **CLIPS[clip]))
@@ -104,7 +104,7 @@ def test_every_optimizer_by_name(name: str) -> None:
 @pytest.mark.parametrize("rounding", ["split", "stochastic", "nearest"])
 @pytest.mark.parametrize("name", ["adamw", "lion"])
 def test_bf16_weights(name: str, rounding: str) -> None:
-    """Random rounding does not depend on which parameters are updated together."""
+    """Stochastic rounding does not depend on which parameters are updated together."""
     optimizer = {"name": name, "lr": 1e-3, "weight_rounding": rounding}
     plain, network = make_network(), make_network()
     expected = train(plain, make_engine(plain, False, optimizer, precision="bf16-true", **CLIPS["norm"]), 6)
@@ -127,7 +127,7 @@ def test_optimizers_of_the_user_and_several_of_them(fused: bool) -> None:
 
 @pytest.mark.parametrize("clip", CLIPS)
 @pytest.mark.parametrize("levers", ["full", "selective", "of the model", "bf16-mixed"])
-def test_blocks_that_are_computed_again(levers: str, clip: str) -> None:
+def test_recomputed_blocks(levers: str, clip: str) -> None:
     flags: dict[str, Any] = {"activation_checkpointing": levers} if levers in ("full", "selective") else {}
     flags |= {"precision": levers} if levers == "bf16-mixed" else {}
     networks = [make_network(tied=True), make_network(tied=True)]
@@ -145,8 +145,8 @@ def recompute_in(network: GPT, *, use_reentrant: bool = False) -> None:
         block.forward = lambda x, forward=forward: checkpoint(forward, x, use_reentrant=use_reentrant)
 
 
-def test_a_gradient_that_comes_in_parts_is_an_error() -> None:
-    """Reentrant recompute runs a backward of its own for each use of a weight."""
+def test_a_gradient_in_several_parts_raises() -> None:
+    """Reentrant recomputation runs a separate backward for each use of a weight."""
     network = make_network()
     network.blocks[1] = network.blocks[0]
     recompute_in(network, use_reentrant=True)
@@ -155,7 +155,7 @@ def test_a_gradient_that_comes_in_parts_is_an_error() -> None:
             train(network, make_engine(network, True, ADAMW, **clip), 1)
 
 
-def test_a_stale_norm_is_that_of_the_step_before() -> None:
+def test_a_stale_norm_is_the_norm_of_the_previous_step() -> None:
     plain, network = make_network(dropout=0.0), make_network(dropout=0.0)
     found = train(network, make_engine(network, "stale_norm", ADAMW, **CLIPS["norm"]), 5)
     optimizer = OPTIMIZERS["adamw"](make_engine(plain, False, ADAMW).optimizers[0].param_groups, lr=3e-3)
@@ -199,7 +199,7 @@ def test_one_step_counts_as_one() -> None:
         num_calls += 1
 
     optimizer.register_step_post_hook(count)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)  # warns where no step came before its own
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)  # warns if it steps before the optimizer
     train(network, engine, 3)
     scheduler.step()
     assert num_calls == 3
@@ -207,7 +207,7 @@ def test_one_step_counts_as_one() -> None:
     assert sum(len(group["params"]) for group in optimizer.param_groups) == len(list(network.parameters()))
 
 
-def test_what_cannot_work_is_an_error() -> None:
+def test_unsupported_calls_raise() -> None:
     network = make_network()
     tokens = torch.randint(61, (2, 9))
 
@@ -216,7 +216,7 @@ def test_what_cannot_work_is_an_error() -> None:
         return loss
 
     engine = make_engine(network, True, ADAMW)
-    with pytest.raises(roomier.TrainingError, match=r"2 micro-batches.*leave out step_in_backward"):
+    with pytest.raises(roomier.TrainingError, match=r"2 micro-batches.*set step_in_backward=False"):
         engine.forward_backward(step, [tokens, tokens])
     engine.forward_backward(step, [tokens])
     with pytest.raises(roomier.TrainingError, match=r"clip=1.0.*used up and freed.*gradient_clip_val"):
@@ -238,14 +238,14 @@ def test_what_cannot_work_is_an_error() -> None:
         engine.forward_backward(step, [tokens])
 
 
-def test_lbfgs_is_refused() -> None:
+def test_lbfgs_is_rejected() -> None:
     network = make_network()
     with pytest.raises(roomier.PlanError, match=r"step_in_backward.*LBFGS"):
         make_engine(network, True, torch.optim.LBFGS(network.parameters()))
 
 
 class CountsInItsGroup(torch.optim.Optimizer):
-    """As optimizers of other packages do."""
+    """Optimizer that counts its calls, as in some other packages."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 1e-3, "step": 0})
@@ -259,7 +259,7 @@ class CountsInItsGroup(torch.optim.Optimizer):
                     parameter.sub_(parameter.grad * group["lr"] / (1 - 0.9 ** group["step"]))
 
 
-def test_an_optimizer_that_counts_its_calls_is_an_error() -> None:
+def test_an_optimizer_that_counts_its_calls_raises() -> None:
     network = make_network()
     engine = make_engine(network, True, CountsInItsGroup(network.parameters()))
     with pytest.raises(roomier.TrainingError, match=r"CountsInItsGroup.*'step' of a parameter group"):
@@ -275,7 +275,7 @@ def test_a_step_without_loss_changes_nothing() -> None:
     torch.testing.assert_close(network.state_dict(), before, rtol=0, atol=0)
 
 
-def test_hooks_go_with_the_engine() -> None:
+def test_hooks_are_removed_with_the_engine() -> None:
     network = make_network()
     engine = make_engine(network, True, ADAMW)
     assert all(torch_private.has_gradient_hooks(each) for each in network.parameters())
@@ -287,14 +287,14 @@ def test_hooks_go_with_the_engine() -> None:
     check_same(train(network, make_engine(network, False, ADAMW), 2), train(plain, make_engine(plain, False, ADAMW), 2))
 
 
-def test_a_weight_that_is_used_detached_raises_rather_than_being_read_too_late() -> None:
+def test_a_detached_use_of_a_weight_raises() -> None:
     class Gate(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.first, self.last = nn.Linear(4, 4), nn.Parameter(torch.ones(4))
 
         def forward(self, x: Tensor) -> Tensor:
-            return (self.first(x) * self.last.detach() + self.last).sum()  # complete before the product's backward
+            return (self.first(x) * self.last.detach() + self.last).sum()  # complete before the backward of the matmul
 
     network = Gate()
     engine = make_engine(network, True, torch.optim.SGD(network.parameters(), lr=0.1))
@@ -322,13 +322,13 @@ ON_RANKS = {
 
 
 @pytest.mark.parametrize("case", ON_RANKS)
-def test_weights_that_are_cut_among_ranks(on_ranks: RankPool, case: str) -> None:
+def test_sharded_weights(on_ranks: RankPool, case: str) -> None:
     setup = Setup(**{**vars(ON_RANKS[case]), "levers": {"step_in_backward": True}, "num_steps": 6})
     for make_task in (Language, TiedLanguage) if setup.num_ranks == 2 else (Language,):
         assert all(on_ranks(setup.num_ranks, both_ways, make_task, setup))
 
 
-def test_a_parameter_that_is_taken_from_its_optimizer_is_left_alone() -> None:
+def test_a_parameter_that_was_removed_from_its_optimizer_is_not_updated() -> None:
     network = make_network()
     optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
     engine = make_engine(network, True, optimizer)

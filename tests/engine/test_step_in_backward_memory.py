@@ -1,4 +1,4 @@
-"""The bytes of gradients where optimizers step in the backward: measured, by formula, and against their bound."""
+"""Bytes of gradients if optimizers step during backward: measured, by formula, and their limit."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def tracked(plan: Plan, module: Model, ranks: Ranks) -> MemoryTracker:
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("vocab_size", [101, 3000])
 @pytest.mark.parametrize(("way", "batch"), [("exact", {}), ("exact", CLIP), ("stale_norm", CLIP)])
-def test_gradients_are_those_of_a_block_or_the_largest_parameter(
+def test_gradients_of_one_block_or_of_the_largest_parameter_exist(
     way: str, batch: dict[str, Any], vocab_size: int, tied: bool
 ) -> None:
     module = make_model(vocab_size, tied)
@@ -56,7 +56,7 @@ def test_gradients_are_those_of_a_block_or_the_largest_parameter(
     assert tracker.now().num_bytes[Kind.GRADIENT] == 0
 
 
-def test_the_plain_path_holds_all_gradients() -> None:
+def test_all_gradients_exist_with_steps_after_backward() -> None:
     module = make_model()
     tracker = tracked(make_plan("none", {}), module, Ranks())
     num_bytes = sum(each.nbytes for each in module.parameters())
@@ -93,7 +93,7 @@ def on_rank(strategy: str, precision: str, batch: dict[str, Any]) -> dict[str, A
         ("zero3", CLIP, "bf16-mixed"),
     ],
 )
-def test_the_formula_of_parts(on_ranks: RankPool, strategy: str, batch: dict[str, Any], precision: str) -> None:
+def test_the_formula_of_shards(on_ranks: RankPool, strategy: str, batch: dict[str, Any], precision: str) -> None:
     for case in on_ranks(2, on_rank, strategy, precision, batch):
         check_case(case)
 

@@ -1,4 +1,4 @@
-"""A model that begins with weights from safetensors files; each rank reads its part."""
+"""Initial weights from safetensors files, of which each rank reads its shards."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def with_weights(make: Make) -> nn.Module:
 
 
 def write(network: nn.Module, path: Path) -> Path:
-    """As Hugging Face does: tied weights once."""
+    """Write a file like Hugging Face, with one name for tied weights."""
     seen: set[int] = set()
     tensors: dict[str, Tensor] = {}
     for name, tensor in network.state_dict(keep_vars=True).items():
@@ -50,7 +50,7 @@ def write(network: nn.Module, path: Path) -> Path:
 
 
 def write_in_two(network: nn.Module, folder: Path) -> Path:
-    """As a folder of two files with an index."""
+    """Write a folder of two files with an index."""
     state = network.state_dict()
     names = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
     weight_map = {name: names[index % 2] for index, name in enumerate(state)}
@@ -80,7 +80,7 @@ def read_on_ranks(strategy: str, num_ranks: int, gpt: Path, tied: Path, custom: 
 
 
 @pytest.mark.parametrize(("strategy", "num_ranks"), [("zero3", 2), ("zero2", 4), ("hsdp", 4), ("ddp", 2)])
-def test_each_rank_reads_its_part(on_ranks: RankPool, tmp_path: Path, strategy: str, num_ranks: int) -> None:
+def test_each_rank_reads_its_shards(on_ranks: RankPool, tmp_path: Path, strategy: str, num_ranks: int) -> None:
     gpt = write_in_two(with_weights(make_gpt), tmp_path)
     tied = write(with_weights(make_tied_gpt), tmp_path / "tied.safetensors")
     custom = write(with_weights(CustomStart), tmp_path / "custom.safetensors")
@@ -90,7 +90,7 @@ def test_each_rank_reads_its_part(on_ranks: RankPool, tmp_path: Path, strategy: 
 
 @pytest.mark.parametrize("how", ["file", "folder", "index"])
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_one_process_reads_all_of_it(tmp_path: Path, how: str, device: str) -> None:
+def test_one_process_reads_the_full_file(tmp_path: Path, how: str, device: str) -> None:
     expected = with_weights(make_gpt)
     path = write(expected, tmp_path / "model.safetensors")
     if how == "folder":
@@ -124,13 +124,13 @@ class Wrapped(nn.Module):
         self.model = make_gpt()
 
 
-def test_a_file_of_one_part_of_the_model_is_found_to_be_that(tmp_path: Path) -> None:
+def test_a_file_of_one_child_of_the_model_is_detected(tmp_path: Path) -> None:
     path = write(with_weights(make_gpt), tmp_path / "gpt.safetensors")
     network = built(Wrapped(), ALONE, Ranks(), path)
     assert differences(network, with_weights(Wrapped)) == []
 
 
-def test_another_dtype_is_converted_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_dtype_is_converted_and_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rounded = with_weights(make_gpt).bfloat16()
     path = write(rounded, tmp_path / "model.safetensors")
     network = built(make_gpt(), ALONE, Ranks(), path)
@@ -146,36 +146,36 @@ def linear(path: Path, **tensors: Tensor) -> Path:
 @pytest.mark.parametrize(
     ("tensors", "problem"),
     [
-        ({"weight": torch.ones(2, 3)}, "it lacks: bias"),
+        ({"weight": torch.ones(2, 3)}, "missing: bias"),
         (
             {"weight": torch.ones(2, 3), "bias": torch.ones(2), "scale": torch.ones(2)},
-            "it has what the model has not: scale",
+            "unexpected: scale",
         ),
-        ({"weight": torch.ones(3, 2), "bias": torch.ones(2)}, r"other shapes: weight \[3, 2\] for \[2, 3\]"),
-        ({"w": torch.ones(2, 3)}, "it lacks: weight, bias; it has what the model has not: w"),
+        ({"weight": torch.ones(3, 2), "bias": torch.ones(2)}, r"different shapes: weight \[3, 2\] for \[2, 3\]"),
+        ({"w": torch.ones(2, 3)}, "missing: weight, bias; unexpected: w"),
     ],
 )
-def test_what_does_not_fit_is_refused_by_name(tmp_path: Path, tensors: dict[str, Tensor], problem: str) -> None:
+def test_tensors_that_do_not_match_are_rejected(tmp_path: Path, tensors: dict[str, Tensor], problem: str) -> None:
     network = nn.Linear(3, 2)
     before = {name: each.clone() for name, each in whole_tensors(network).items()}
-    with pytest.raises(RoomierError, match=f"weights=.*does not fit the model: {problem}. Give the weights"):
+    with pytest.raises(RoomierError, match=f"weights=.*does not match the model: {problem}. Pass the weights"):
         built(network, ALONE, Ranks(), linear(tmp_path, **tensors))
     assert all(torch.equal(before[name], each) for name, each in whole_tensors(network).items())
 
 
-def test_what_is_no_file_of_weights_is_refused(tmp_path: Path) -> None:
+def test_an_invalid_weights_file_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "cut.safetensors").write_bytes(linear(tmp_path, weight=torch.ones(999)).read_bytes()[:200])
     (tmp_path / "a.index.json").write_text('{"weight_map": {"weight": "gone.safetensors"}}')
     (tmp_path / "b.index.json").write_text("[]")
     (tmp_path / "weights.bin").write_text("")
     problems = {
-        "empty": "holds neither model.safetensors nor",
+        "empty": "contains neither model.safetensors nor",
         "cut.safetensors": "cannot be read",
-        "a.index.json": "names files that are not there: gone.safetensors",
-        "b.index.json": "is no index of files",
-        "weights.bin": "is no .safetensors file",
-        "nowhere": "there is no such file or folder",
+        "a.index.json": "lists files that do not exist: gone.safetensors",
+        "b.index.json": "is not a valid index of files",
+        "weights.bin": "is not a .safetensors file",
+        "nowhere": "does not exist",
     }
     for name, problem in problems.items():
         with pytest.raises(RoomierError, match=problem):
@@ -211,7 +211,7 @@ def fit_from(folder: Path, num_ranks: int, path: Path, **arguments: Any) -> dict
     return module.first
 
 
-def test_fit_takes_files_and_checkpoints(tmp_path: Path, on_ranks: RankPool) -> None:
+def test_fit_accepts_files_and_checkpoints(tmp_path: Path, on_ranks: RankPool) -> None:
     torch.manual_seed(5)
     module = Classifier()
     module.configure_model()
@@ -224,14 +224,14 @@ def test_fit_takes_files_and_checkpoints(tmp_path: Path, on_ranks: RankPool) -> 
         assert torch.equal(found["network.weight"], stored["network.weight"])
 
 
-def test_a_run_that_goes_on_does_not_read_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_resumed_run_does_not_read_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = linear(tmp_path, **{"network.weight": torch.ones(2, 4), "network.bias": torch.ones(2)})
     fit_from(tmp_path, 1, path)
     fit_from(tmp_path, 1, path, ckpt_path=tmp_path / "saved")
     assert f"is not read, because the run resumes from {tmp_path / 'saved'}" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("weights", "problem"), [(3, "is not a path"), ("nowhere", "there is no such file or folder")])
-def test_fit_refuses_what_is_no_path_of_weights(tmp_path: Path, weights: Any, problem: str) -> None:
+@pytest.mark.parametrize(("weights", "problem"), [(3, "is not a path"), ("nowhere", "does not exist")])
+def test_fit_rejects_an_invalid_path_of_weights(tmp_path: Path, weights: Any, problem: str) -> None:
     with pytest.raises(RoomierError, match=f"weights=.*{problem}"):
         fit_from(tmp_path, 1, weights)

@@ -26,7 +26,7 @@ from roomier.export.plain import plain_model
 from roomier.export.torch_export import export_torch
 from roomier.export.torchscript import export_torchscript
 from tests.checkpoint.lightning_runs import OwnModule, lightning_module, loader
-from tests.export.test_lightning_export import trained_cut
+from tests.export.test_lightning_export import trained_on_ranks
 from tests.ranks.pool import RankPool
 
 
@@ -243,7 +243,7 @@ def test_compiled_module_is_exported_uncompiled() -> None:
 
 
 def test_plain_model_of_a_checkpoint_of_two_ranks(tmp_path: Path, on_ranks: RankPool) -> None:
-    on_ranks(2, trained_cut, tmp_path / "own")
+    on_ranks(2, trained_on_ranks, tmp_path / "own")
 
     model = plain_model(tmp_path / "own", OwnModule)
 

@@ -156,7 +156,7 @@ def test_export_command(make_trainer: MakeTrainer, tmp_path: Path, capsys: pytes
     assert names == {"config.json", "generation_config.json", "model.safetensors", "merges.txt"}
     for wrong, words in (
         (["--to", "hugging-face", "--prefix", "transformer."], "--prefix"),
-        (["--to", "safetensors", "--adapters", "alone"], "does not go with --to safetensors"),
+        (["--to", "safetensors", "--adapters", "alone"], "is not supported with --to safetensors"),
         (["--to", "hugging-face", "--adapters", "alone"], "has no adapters"),
     ):
         assert main(["export", path, *wrong, "--output", str(tmp_path / "other")]) == 2

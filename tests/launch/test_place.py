@@ -51,7 +51,7 @@ def test_auto_uses_the_ranks_of_the_launcher(make_trainer: MakeTrainer, monkeypa
             {"num_nodes": 3, "strategy": "ddp"},
             "num_nodes=3: does not match the 2 nodes that torchrun started.*--nnodes=3",
         ),
-        ({}, "strategy='single': torchrun started 4 processes, and this strategy uses one.*'ddp'.*start one process"),
+        ({}, "strategy='single': supports one rank, but torchrun started 4 processes.*'ddp'.*start one process"),
         ({"plan": Plan(), "accelerator": "auto"}, "devices=1: does not match the 2 processes on each node"),
         (
             {"plan": {"parallel": {"strategy": "ddp", "devices": 2}}, "accelerator": "auto"},
@@ -73,7 +73,7 @@ def test_without_a_launcher_auto_is_one_process_on_a_cpu(
     assert make_trainer().world == World()
     assert capsys.readouterr().err == ""
     assert make_trainer(strategy="zero3").world == World()
-    assert "devices=N starts N of them" in capsys.readouterr().err
+    assert "devices=N starts N processes" in capsys.readouterr().err
 
 
 def test_without_a_launcher_auto_uses_all_cuda_devices(

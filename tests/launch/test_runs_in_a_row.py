@@ -126,7 +126,7 @@ def fit_different_models(root: Path) -> None:
 
 
 def test_different_models_on_the_ranks_are_reported(on_ranks: RankPool, tmp_path: Path) -> None:
-    with pytest.raises(RankFailed, match=r"rank 1 built another model than rank 0: 6 of their tensors differ"):
+    with pytest.raises(RankFailed, match=r"rank 1 built a different model than rank 0\. 6 tensors differ"):
         on_ranks(2, fit_different_models, tmp_path)
 
 

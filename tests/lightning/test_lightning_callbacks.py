@@ -280,7 +280,7 @@ def test_checkpoint_names_are_kept_with_a_notice_about_folders(tmp_path: Path, c
         callback = pl.callbacks.ModelCheckpoint(monitor="val_los")
     with pytest.raises(roomier.RoomierError, match=r"^ModelCheckpoint\(monitor\)='val_los'"):
         fit(roomier.Trainer, tmp_path, callback, max_epochs=1)
-    assert "folders, read by ckpt_path= and roomier.checkpoint.load_module(cls, path)" in capsys.readouterr().err
+    assert "folders, for ckpt_path= and roomier.checkpoint.load_module(cls, path)" in capsys.readouterr().err
 
 
 def test_class_instead_of_a_callback_is_rejected() -> None:
@@ -360,7 +360,7 @@ def test_prediction_writer_receives_the_arguments_of_lightning(interval: str, tm
     ],
 )
 def test_unsupported_callbacks_are_rejected_with_a_replacement(make: Any, said: str) -> None:
-    with pytest.raises(RoomierError, match="works inside Lightning's loops") as caught:
+    with pytest.raises(RoomierError, match="uses the internals of Lightning's loops") as caught:
         roomier.Trainer(accelerator="cpu", callbacks=[make()])
     assert said in caught.value.action
 
@@ -373,7 +373,7 @@ def test_overridden_method_that_would_not_be_called_is_reported() -> None:
         def mine(self) -> str:
             return "nobody's business"
 
-    with pytest.raises(RoomierError, match="its own format_checkpoint_name would not be called") as caught:
+    with pytest.raises(RoomierError, match="would not call its methods format_checkpoint_name") as caught:
         roomier.Trainer(accelerator="cpu", callbacks=Names())
     assert "mine" not in caught.value.problem.replace("format_checkpoint_name", "")
 
@@ -384,7 +384,7 @@ def test_custom_progress_bar_is_ignored_with_a_notice(capsys: Any) -> None:
             return {}
 
     roomier.Trainer(accelerator="cpu", callbacks=Bar())
-    assert "its own get_metrics are not called" in capsys.readouterr().err
+    assert "its methods get_metrics are not called" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -306,7 +306,7 @@ def test_log_and_optimizers_after_a_run(tmp_path, capsys):
     trainer = fit(module, tmp_path, enable_progress_bar=True)
     module.print("printed")
     assert capsys.readouterr().out == "printed\n"
-    with pytest.raises(roomier.RoomierError, match=r"^log=.Line.: no step or epoch is running"):
+    with pytest.raises(roomier.RoomierError, match=r"^log=.Line.: cannot log outside of a step or epoch"):
         module.log("loss", 0.0)
     assert module.optimizers() is trainer.manual_optimizers[0]
     assert module.optimizers(use_pl_optimizer=False) is trainer.optimizers[0]

@@ -240,7 +240,7 @@ def test_loop_settings_can_be_set_between_fits_but_not_within(make_trainer: Any)
     with pytest.raises(RoomierError, match="limit_val_batches"):
         trainer.limit_val_batches = 1.5
     trainer.callbacks.append(Sets())
-    with pytest.raises(RoomierError, match="cannot change while a run goes on"):
+    with pytest.raises(RoomierError, match="cannot be changed during a run"):
         trainer.fit(Net(), loader(4))
 
 

@@ -1,4 +1,4 @@
-"""With a fixed chunk, what a step needs beside weights, gradients and states does not depend on the vocabulary."""
+"""With a fixed chunk, the temporary memory of a step does not depend on the vocabulary."""
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ def take_step(engine: PreparedEngine, vocabulary: int) -> None:
 
 
 def peak_beside_model(vocabulary: int, *, chunked: bool, precision: str = "32-true") -> int:
-    """The most bytes that tensors took at a time which are neither weights nor gradients nor states."""
+    """Return the peak bytes of tensors that are not weights, gradients or optimizer states."""
     engine = engine_of(vocabulary, chunked=chunked, precision=precision)
     with tracking(engine) as tracker:
         take_step(engine, vocabulary)
@@ -46,7 +46,7 @@ def peak_beside_model(vocabulary: int, *, chunked: bool, precision: str = "32-tr
     return tracker.peak(BESIDE_MODEL).total(BESIDE_MODEL)
 
 
-def test_in_float32_the_peak_is_a_chunk_whatever_the_vocabulary() -> None:
+def test_in_float32_the_peak_is_one_chunk_for_each_vocabulary() -> None:
     peaks = [peak_beside_model(each, chunked=True) for each in VOCABULARIES]
     assert max(peaks) < 1.05 * min(peaks)
     assert max(peaks) < 1.5 * CHUNK_BYTES
@@ -54,8 +54,8 @@ def test_in_float32_the_peak_is_a_chunk_whatever_the_vocabulary() -> None:
     assert plain > 2 * 4 * VOCABULARIES[0] * TOKENS
 
 
-def test_in_bf16_it_is_a_chunk_in_two_dtypes_and_the_weight_in_bf16() -> None:
-    """And what one chunk adds to the gradient of the weight, in bf16 as well."""
+def test_in_bf16_the_peak_is_one_chunk_in_two_dtypes_and_the_weight_in_bf16() -> None:
+    """In addition, one chunk's contribution to the gradient of the weight exists in bf16."""
     peaks = [peak_beside_model(each, chunked=True, precision="bf16-mixed") for each in VOCABULARIES]
     fixed = [peak - 2 * 2 * WIDTH * vocabulary for peak, vocabulary in zip(peaks, VOCABULARIES, strict=True)]
     assert max(fixed) < 2 * CHUNK_BYTES

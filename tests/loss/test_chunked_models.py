@@ -1,4 +1,4 @@
-"""Models of many makers with a chunked loss, as they are: equal to themselves without."""
+"""Unchanged models of several libraries compute equal results with and without a chunked loss."""
 
 import copy
 from collections.abc import Callable
@@ -85,7 +85,7 @@ def make(name: str) -> nn.Module:
 
 
 def a_batch(seed: int = 0) -> dict[str, Tensor]:
-    """A run of labels, longer than a chunk, does not count."""
+    """Language batches in which more consecutive labels than a chunk are ignored."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(VOCABULARY, (3, LENGTH), generator=generator)
     labels = torch.randint(VOCABULARY, (3, LENGTH), generator=generator)
@@ -110,7 +110,7 @@ def test_loss_and_gradients_are_equal(name: str, capsys: pytest.CaptureFixture[s
     plain, batch = make(name), a_batch()
     chunked = copy.deepcopy(plain)
     apply_chunked_loss(chunked, CHUNK)
-    # The number of terms of the whole window, which Hugging Face's training loop passes.
+    # The number of terms in the window, which Hugging Face's training loop passes.
     for options in ({}, {"num_items_in_batch": 40}) if name in CAUSAL else ({},):
         expected, _ = loss_and_logits(plain, batch, **options)
         loss, logits = loss_and_logits(chunked, batch, **options)
@@ -121,13 +121,13 @@ def test_loss_and_gradients_are_equal(name: str, capsys: pytest.CaptureFixture[s
     theirs = gradients(plain)
     assert gradients(chunked).keys() == theirs.keys()
     for key, ours in gradients(chunked).items():
-        # What is zero but for rounding (the bias of attention's keys) counts as 1e-3.
+        # Gradients that are zero except for rounding (the bias of attention's keys) are compared with 1e-3.
         assert (ours - theirs[key]).norm() <= 2e-6 * theirs[key].norm().clamp(min=1e-3), key
-    assert capsys.readouterr().err == ""  # nothing was computed whole
+    assert capsys.readouterr().err == ""  # no full logits were computed
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_in_bf16_it_is_as_near_to_the_truth(name: str) -> None:
+def test_in_bf16_the_error_is_as_small_as_without_chunks(name: str) -> None:
     exact, batch = make(name), a_batch()
     plain, chunked = copy.deepcopy(exact), copy.deepcopy(exact)
     apply_chunked_loss(chunked, CHUNK)
@@ -149,7 +149,7 @@ def distance(some: dict[str, Tensor], truth: dict[str, Tensor]) -> float:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_without_gradients_all_is_equal(name: str) -> None:
+def test_outputs_without_gradients_are_equal(name: str) -> None:
     network, batch = make(name).eval(), a_batch()
     with torch.no_grad():
         expected, real = loss_and_logits(network, batch)
@@ -161,7 +161,7 @@ def test_without_gradients_all_is_equal(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["GPT", "GPT-2", "Llama", "T5"])
-def test_text_is_generated_as_before(name: str) -> None:
+def test_generated_text_is_equal(name: str) -> None:
     network, tokens = make(name).eval(), a_batch()["input_ids"][:, :3]
     options = {"temperature": 0.0} if name == "GPT" else {"do_sample": False}
     expected = network.generate(tokens, max_new_tokens=4, **options)
@@ -170,7 +170,7 @@ def test_text_is_generated_as_before(name: str) -> None:
 
 
 class Language(Module):
-    """Looks at its logits in evaluations, and sometimes in training."""
+    """Module that reads its logits in evaluations, and sometimes in training."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -193,7 +193,7 @@ class Language(Module):
 
 @pytest.mark.parametrize("name", ["GPT, tied", "Llama"])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
-def test_a_trainer_trains_the_same(make_trainer: MakeTrainer, name: str, precision: str) -> None:
+def test_a_trainer_computes_the_same_weights(make_trainer: MakeTrainer, name: str, precision: str) -> None:
     batches = [a_batch(seed) for seed in range(6)]
     trained = []
     for chunked_loss in (False, CHUNK):
@@ -228,16 +228,16 @@ class Late(Language):
         outputs["logits"].argmax(-1)
 
 
-def test_logits_that_are_read_after_the_update_are_an_error(make_trainer: MakeTrainer) -> None:
+def test_reading_logits_after_the_update_raises(make_trainer: MakeTrainer) -> None:
     trainer = make_trainer(chunked_loss=True, max_steps=2, optimizer="sgd")
-    with pytest.raises(ValueError, match="after the weights they come from were updated"):
+    with pytest.raises(ValueError, match="after the weights that compute them were updated"):
         trainer.fit(Late("GPT"), [a_batch()])
 
 
 LEVERS = [
     {"activation_checkpointing": "full"},
     {"step_in_backward": True},
-    {"step_in_backward": True, "gradient_clip_val": 1000.0},  # a backward over the same graph for the norm
+    {"step_in_backward": True, "gradient_clip_val": 1000.0},  # a second backward of the same graph, for the norm
     pytest.param({"compile": True}, marks=pytest.mark.slow),
 ]
 
@@ -245,7 +245,7 @@ LEVERS = [
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
 @pytest.mark.parametrize("options", LEVERS, ids=" ".join)
-def test_beside_other_levers(make_trainer: MakeTrainer, options: dict[str, Any]) -> None:
+def test_combinations_with_other_techniques(make_trainer: MakeTrainer, options: dict[str, Any]) -> None:
     losses = []
     for given in ({}, {"chunked_loss": CHUNK, **options}):
         module = Language("GPT")

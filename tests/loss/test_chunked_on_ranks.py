@@ -1,4 +1,4 @@
-"""A model that is divided among ranks trains with a chunked loss as a bare loop does without."""
+"""A sharded model with a chunked loss trains like a bare loop without it."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from tests.ranks.pool import RankPool
 
 @dataclass(frozen=True)
 class Chunked(Setup):
-    """Five tokens at a time, which divide no batch."""
+    """Chunks of five tokens, which do not divide a batch."""
 
     chunk_tokens: int | None = 5
 
@@ -46,7 +46,7 @@ def test_each_strategy(
 
 @pytest.mark.parametrize(("task", "strategy"), [(Language, "ddp"), (Language, "zero3"), (TiedLanguage, "zero2")])
 def test_each_strategy_in_bf16(on_ranks: RankPool, task: type[Language], strategy: str) -> None:
-    """One step has no past in which roundings grow."""
+    """In one step, rounding errors do not grow."""
     setup = Chunked(strategy, 2, precision="bf16-mixed", num_steps=1)
     [trained, *_] = on_ranks(2, train_on_ranks, task, setup)
     apart = distance(trained, train_bare(task, setup, in_parts=True))
@@ -70,7 +70,7 @@ class Evaluated(Language):
 
 
 def run_trainer(num_ranks: int, strategy: str, chunked_loss: int | bool) -> tuple[dict[str, float], Tensor, Any]:
-    """A fit that validates, a prediction, a fit without chunks; what was measured, predicted and learned."""
+    """Return metrics, predictions and weights of a fit with validation, a prediction, and a fit without chunks."""
     options: dict[str, Any] = {
         "strategy": strategy,
         "devices": num_ranks,

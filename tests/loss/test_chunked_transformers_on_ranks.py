@@ -1,4 +1,4 @@
-"""Models of Hugging Face that are cut among ranks, with a chunked loss."""
+"""Sharded models of Hugging Face with a chunked loss."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Logits without memory act as logits do, whatever a model or a user does to them."""
+"""Lazy logits give the same results as computed logits in all operations."""
 
 from collections.abc import Callable
 from typing import Any
@@ -81,14 +81,14 @@ def trained(head: nn.Linear, hidden: Tensor, loss: Callable[[Any], Tensor]) -> l
 
 
 @pytest.mark.parametrize("name", [*LOSSES, *OTHERS])
-def test_a_loss_is_what_it_is_of_real_logits(
+def test_a_loss_is_equal_to_the_loss_of_computed_logits(
     head: nn.Linear, hidden: Tensor, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     loss = (LOSSES | OTHERS)[name]
     expected = trained(head, hidden, loss)
     for ours, theirs in zip(trained(lazily(head), hidden, loss), expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
-    assert ("in memory together" in capsys.readouterr().err) == (name in OTHERS)
+    assert ("requires memory for all of them" in capsys.readouterr().err) == (name in OTHERS)
 
 
 def mask_classes(logits: Any) -> Any:
@@ -120,7 +120,9 @@ def write_out(logits: Any) -> Any:
 
 
 @pytest.mark.parametrize("write", [mask_classes, cap_in_place, write_to_a_view, write_to_a_row, write_out])
-def test_what_is_written_to_them_is_read_later(head: nn.Linear, hidden: Tensor, write: Callable[[Any], Any]) -> None:
+def test_values_written_to_lazy_logits_are_read_later(
+    head: nn.Linear, hidden: Tensor, write: Callable[[Any], Any]
+) -> None:
     def loss(logits: Any) -> Tensor:
         return F.cross_entropy(write(logits).view(-1, CLASSES), TARGETS.view(-1))
 
@@ -129,7 +131,7 @@ def test_what_is_written_to_them_is_read_later(head: nn.Linear, hidden: Tensor, 
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
 
 
-def test_they_look_like_logits(head: nn.Linear, hidden: Tensor) -> None:
+def test_lazy_logits_have_the_attributes_of_logits(head: nn.Linear, hidden: Tensor) -> None:
     real, lazy = head(hidden), lazily(head)(hidden)
     assert isinstance(lazy, LazyLogits)
     assert (lazy.shape, lazy.dtype, lazy.device, lazy.dim()) == (real.shape, real.dtype, real.device, 3)
@@ -144,7 +146,7 @@ def test_they_look_like_logits(head: nn.Linear, hidden: Tensor) -> None:
     assert not isinstance(lazy + 1, LazyLogits)
 
 
-def test_reading_them_without_gradients_first_changes_no_gradient(head: nn.Linear, hidden: Tensor) -> None:
+def test_reading_without_gradients_first_does_not_change_gradients(head: nn.Linear, hidden: Tensor) -> None:
     def loss(logits: Any) -> Tensor:
         with torch.no_grad():
             accuracy = (logits.argmax(-1) == TARGETS).float().mean()
@@ -158,7 +160,7 @@ def test_reading_them_without_gradients_first_changes_no_gradient(head: nn.Linea
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
 
 
-def test_each_operation_is_told_of_once_and_few_rows_never(
+def test_each_operation_is_reported_one_time_and_few_rows_never(
     head: nn.Linear, hidden: Tensor, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lazily(head)
@@ -169,14 +171,14 @@ def test_each_operation_is_told_of_once_and_few_rows_never(
             head(hidden).argmax(-1)
     lines = capsys.readouterr().err.splitlines()
     assert lines == [
-        "roomier: chunked loss: softmax reads the logits of 10 tokens, which are in memory together for it"
+        "roomier: chunked loss: softmax reads the logits of 10 tokens, which requires memory for all of them"
     ]
 
 
-def test_after_an_update_they_are_not_read(head: nn.Linear, hidden: Tensor) -> None:
+def test_reading_lazy_logits_after_an_update_raises(head: nn.Linear, hidden: Tensor) -> None:
     lazy = lazily(head)(hidden)
     F.cross_entropy(lazy.flatten(0, 1), TARGETS.flatten()).backward()
-    assert lazy.argmax(-1).shape == (2, 5)  # computed before the update, it stays
+    assert lazy.argmax(-1).shape == (2, 5)  # computed before the update, so it remains available
     late = head(hidden)
     torch.optim.SGD(head.parameters(), lr=0.1).step()
     assert lazy.argmax(-1).shape == (2, 5)
@@ -194,8 +196,8 @@ class Doubled(torch.autograd.Function):
         return gradient * 2
 
 
-def test_a_gradient_that_would_be_lost_is_an_error(head: nn.Linear, hidden: Tensor) -> None:
-    """An ``autograd.Function`` is given them past all that a tensor can see."""
+def test_a_gradient_that_would_be_lost_raises(head: nn.Linear, hidden: Tensor) -> None:
+    """An ``autograd.Function`` receives the logits without ``__torch_function__``."""
     loss = Doubled.apply(lazily(head)(hidden)).sum()
     with pytest.raises(TrainingError, match="does not reach the model"):
         loss.backward()
@@ -204,7 +206,7 @@ def test_a_gradient_that_would_be_lost_is_an_error(head: nn.Linear, hidden: Tens
 
 
 class Halved(torch.autograd.Function):
-    """The gradient, of what is a view of its input."""
+    """Function that returns a view of its input."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -215,7 +217,7 @@ class Halved(torch.autograd.Function):
         return gradient / 2
 
 
-def test_a_function_that_returns_a_view_of_them_is_an_error(head: nn.Linear, hidden: Tensor) -> None:
+def test_a_function_that_returns_a_view_raises(head: nn.Linear, hidden: Tensor) -> None:
     logits = Halved.apply(lazily(head)(hidden))
     with pytest.raises(TrainingError, match=r"autograd\.Function.*clone"):
         F.cross_entropy(logits.view(-1, CLASSES), TARGETS.view(-1))
@@ -223,13 +225,13 @@ def test_a_function_that_returns_a_view_of_them_is_an_error(head: nn.Linear, hid
         logits.exp()
 
 
-def test_a_hook_on_the_backward_of_the_layer_is_an_error(head: nn.Linear, hidden: Tensor) -> None:
+def test_a_backward_hook_of_the_layer_raises(head: nn.Linear, hidden: Tensor) -> None:
     lazily(head).register_full_backward_hook(lambda *gradients: None)
     with pytest.raises(TrainingError, match=r"autograd\.Function.*clone"):
         F.cross_entropy(head(hidden).view(-1, CLASSES), TARGETS.view(-1))
 
 
-def test_a_hook_that_would_not_be_called_is_an_error(head: nn.Linear, hidden: Tensor) -> None:
+def test_a_hook_that_would_not_be_called_raises(head: nn.Linear, hidden: Tensor) -> None:
     logits = lazily(head)(hidden)
     with pytest.raises(TrainingError, match=r"chunked_loss.*hook.*clone"):
         logits.register_hook(lambda gradient: 2 * gradient)
@@ -242,7 +244,7 @@ def test_a_hook_that_would_not_be_called_is_an_error(head: nn.Linear, hidden: Te
     assert len(seen) == 1
 
 
-def test_under_autocast_they_have_its_dtype(head: nn.Linear, hidden: Tensor) -> None:
+def test_under_autocast_lazy_logits_have_its_dtype(head: nn.Linear, hidden: Tensor) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         real = head(hidden)
         expected = F.cross_entropy(real.float().flatten(0, 1), TARGETS.flatten())
@@ -252,21 +254,21 @@ def test_under_autocast_they_have_its_dtype(head: nn.Linear, hidden: Tensor) -> 
         loss = F.cross_entropy(lazy.flatten(0, 1), TARGETS.flatten())
     assert loss.dtype is torch.float32
     torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
-    assert lazy.equal(real)  # outside of it, too
+    assert lazy.equal(real)  # also outside of autocast
 
 
-def test_a_wrong_dtype_is_the_error_it_was(head: nn.Linear, hidden: Tensor) -> None:
+def test_a_wrong_dtype_raises_the_error_of_torch(head: nn.Linear, hidden: Tensor) -> None:
     with pytest.raises(RuntimeError, match="dtype"):
         lazily(head)(hidden.bfloat16())
 
 
-def test_a_compiled_model_computes_them(head: nn.Linear, hidden: Tensor) -> None:
+def test_a_compiled_model_computes_logits(head: nn.Linear, hidden: Tensor) -> None:
     expected = head(hidden)
     compiled = torch.compile(lazily(head), backend="eager")
     torch.testing.assert_close(compiled(hidden), expected)
 
 
-def test_the_layer_gets_its_forward_back(head: nn.Linear, hidden: Tensor) -> None:
+def test_the_forward_of_the_layer_is_restored(head: nn.Linear, hidden: Tensor) -> None:
     unwrap(lazily(head))
     assert type(head(hidden)) is Tensor
     assert "forward" not in head.__dict__

@@ -1,4 +1,4 @@
-"""The loss in chunks is that of ``F.cross_entropy(F.linear(...))``, and so are its gradients."""
+"""The loss in chunks and its gradients are equal to ``F.cross_entropy(F.linear(...))``."""
 
 import itertools
 
@@ -14,7 +14,7 @@ TOKENS, WIDTH, CLASSES = 23, 6, 11
 
 
 def inputs(dtype: torch.dtype = torch.float32, *, bias: bool = True) -> list[Tensor | None]:
-    """Hidden states, weight, bias."""
+    """Return hidden states, weight and bias."""
     generator = torch.Generator().manual_seed(0)
     shapes = ((TOKENS, WIDTH), (CLASSES, WIDTH), (CLASSES,))
     made = [torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in shapes]
@@ -22,7 +22,7 @@ def inputs(dtype: torch.dtype = torch.float32, *, bias: bool = True) -> list[Ten
 
 
 def targets() -> Tensor:
-    """Of 5 tokens at a time, one chunk has no target at all."""
+    """Return targets of which one chunk of 5 tokens has none."""
     made = torch.randint(CLASSES, (TOKENS,), generator=torch.Generator().manual_seed(1))
     made[5:10] = -100
     made[20] = -100
@@ -47,7 +47,7 @@ def furthest(ours: list[Tensor | None], theirs: list[Tensor | None]) -> float:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_loss_and_gradients_are_those_of_torch(dtype: torch.dtype) -> None:
+def test_loss_and_gradients_are_equal_to_torch(dtype: torch.dtype) -> None:
     tolerance = 1e-6 if dtype is torch.float32 else 1e-14
     for reduction, smoothing, bias, chunk in itertools.product(
         ("mean", "sum", "none"), (0.0, 0.3), (True, False), (1, 5, TOKENS, 100, None)
@@ -60,7 +60,7 @@ def test_loss_and_gradients_are_those_of_torch(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("frozen", [(0,), (1,), (0, 1), (1, 2)])
-def test_what_is_frozen_gets_no_gradient(frozen: tuple[int, ...]) -> None:
+def test_frozen_tensors_receive_no_gradient(frozen: tuple[int, ...]) -> None:
     how = LossOfLinear((torch.float32,), 5)
     ours, theirs = inputs(), inputs()
     for index in frozen:
@@ -71,7 +71,7 @@ def test_what_is_frozen_gets_no_gradient(frozen: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_a_second_backward_gives_the_same_again(reduction: str) -> None:
+def test_a_second_backward_gives_the_same_gradients(reduction: str) -> None:
     given = inputs()
     loss = linear_cross_entropy(*given, targets(), LossOfLinear((torch.float32,), 5, reduction)).sum()
     (3 * loss).backward(retain_graph=True)
@@ -83,14 +83,14 @@ def test_a_second_backward_gives_the_same_again(reduction: str) -> None:
         loss.backward()
 
 
-def test_a_gradient_is_not_differentiated_again() -> None:
+def test_create_graph_raises() -> None:
     given = inputs()
     loss = linear_cross_entropy(*given, targets(), LossOfLinear((torch.float32,), 5))
     with pytest.raises(TrainingError, match="differentiated"):
         torch.autograd.grad(loss, given[:1], create_graph=True)
 
 
-def test_without_any_target_the_mean_is_none_and_gradients_are_zeros() -> None:
+def test_without_targets_the_mean_is_nan_and_gradients_are_zeros() -> None:
     given = inputs()
     loss = linear_cross_entropy(*given, torch.full((TOKENS,), -100), LossOfLinear((torch.float32,), 5))
     assert loss.isnan()
@@ -98,7 +98,7 @@ def test_without_any_target_the_mean_is_none_and_gradients_are_zeros() -> None:
     assert all(not each.grad.any() for each in given)
 
 
-def test_a_target_that_is_no_class_is_refused() -> None:
+def test_a_target_that_is_not_a_class_raises() -> None:
     for wrong in (-1, CLASSES):
         target = targets()
         target[0] = wrong
@@ -107,8 +107,8 @@ def test_a_target_that_is_no_class_is_refused() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_in_16_bits_it_is_as_near_to_the_truth_as_torch(dtype: torch.dtype) -> None:
-    """As under autocast: matrix products in 16 bits, the loss in float32."""
+def test_in_16_bits_the_error_is_as_small_as_in_torch(dtype: torch.dtype) -> None:
+    """As under autocast: matmuls in 16 bits, the loss in float32."""
     how = LossOfLinear((dtype, torch.float32), 5)
     exact, ours, theirs = inputs(torch.float64), inputs(), inputs()
     truth = gradients(plain(exact, targets(), how), exact)
@@ -121,8 +121,8 @@ def test_in_16_bits_it_is_as_near_to_the_truth_as_torch(dtype: torch.dtype) -> N
     assert apart < 1.5 * allowed < 0.05
 
 
-def test_small_gradients_live_in_float16() -> None:
-    """Without a loss scale, of which the forward knows nothing, probabilities over many tokens would vanish."""
+def test_small_gradients_do_not_underflow_in_float16() -> None:
+    """The forward does not have the loss scale, so small probabilities could underflow."""
     hidden = torch.full((2048, 1), 0.5, requires_grad=True)
     weight = torch.zeros(20_000, 1, requires_grad=True)
     target = torch.zeros(2048, dtype=torch.long)
@@ -131,8 +131,8 @@ def test_small_gradients_live_in_float16() -> None:
     torch.testing.assert_close(weight.grad[0], torch.full((1,), -0.5), rtol=2e-3, atol=0)
 
 
-def test_large_hidden_states_stay_in_float16() -> None:
-    """All tokens push one class: no loss scale could bring a sum back that left the range within a chunk."""
+def test_large_hidden_states_do_not_overflow_in_float16() -> None:
+    """All tokens have one class. A sum that overflows within a chunk cannot be restored by a loss scale."""
     hidden = torch.full((512, 1), 200.0, requires_grad=True)
     weight = torch.zeros(3, 1, requires_grad=True)
     target = torch.zeros(512, dtype=torch.long)
@@ -141,7 +141,7 @@ def test_large_hidden_states_stay_in_float16() -> None:
     assert torch.isfinite(hidden.grad).all()
 
 
-def test_without_gradients_nothing_of_them_is_computed() -> None:
+def test_gradients_are_not_computed_if_they_are_not_required() -> None:
     given = inputs()
     with torch.no_grad():
         loss = linear_cross_entropy(*given, targets(), LossOfLinear((torch.float32,), 5))
@@ -149,7 +149,7 @@ def test_without_gradients_nothing_of_them_is_computed() -> None:
     torch.testing.assert_close(loss, plain(given, targets(), LossOfLinear((torch.float32,))).detach())
 
 
-def test_a_chunk_is_64_mib_unless_it_is_given() -> None:
+def test_a_chunk_has_64_mib_by_default() -> None:
     how = LossOfLinear((torch.bfloat16,))
     assert how.chunk_size(65536) * 65536 * 4 == CHUNK_BYTES == 64 * 2**20
     assert how.chunk_size(2**40) == 1

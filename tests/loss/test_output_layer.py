@@ -1,4 +1,4 @@
-"""Which layer makes the logits: named, found, or asked for."""
+"""Search for the output layer of a model."""
 
 from collections.abc import Callable
 
@@ -20,7 +20,7 @@ def output_layer(network: nn.Module) -> nn.Linear:
 
 
 class Model(nn.Module):
-    """Parts by name; an embedding of 11 tokens is among them."""
+    """Model with an embedding of 11 tokens and submodules by name."""
 
     def __init__(self, **parts: nn.Module) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ def two(first: int, second: int) -> dict[str, nn.Module]:
     return {"first": nn.Linear(4, first), "second": nn.Linear(4, second)}
 
 
-def test_it_is_found() -> None:
+def test_the_output_layer_is_found() -> None:
     gpt = GPT(GPTConfig.named("gpt-nano", vocab_size=11, context=4))
     assert output_layer(gpt) is gpt.head
     assert output_layer(as_module(gpt)) is gpt.head
@@ -54,7 +54,7 @@ def test_it_is_found() -> None:
     assert output_layer(last) is last.second
 
 
-def test_in_blocks_there_is_none() -> None:
+def test_layers_in_blocks_are_not_output_layers() -> None:
     blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 11), nn.Linear(11, 4)) for _ in range(2))
     model = Model(blocks=blocks, head=nn.Linear(4, 11))
     assert output_layer(model) is model.head
@@ -71,24 +71,24 @@ class Own(nn.Linear):
         (Model(**two(11, 11)), "first, second.*any of these"),
         (Model(**two(300, 7)), "first, second.*any of these"),
         (Model(), "no linear layer"),
-        (Model(head=Own(4, 11)), "head, which makes the logits, is a Own"),
-        (Naming(second=nn.Conv1d(4, 11, 1)), "second, which makes the logits, is a Conv1d"),
+        (Model(head=Own(4, 11)), "head, which computes the logits, is a Own"),
+        (Naming(second=nn.Conv1d(4, 11, 1)), "second, which computes the logits, is a Conv1d"),
     ],
 )
-def test_what_is_not_found_is_asked_for(model: nn.Module, problem: str) -> None:
+def test_a_missing_or_ambiguous_output_layer_is_rejected(model: nn.Module, problem: str) -> None:
     with pytest.raises(RoomierError, match=problem):
         output_layer(model)
 
 
-def test_an_adapted_output_layer_is_refused(make_trainer: Callable[..., Trainer]) -> None:
+def test_an_output_layer_with_an_adapter_is_rejected(make_trainer: Callable[..., Trainer]) -> None:
     gpt = GPT(GPTConfig.named("gpt-nano", vocab_size=11, context=4))
     trainer = make_trainer(chunked_loss=True, lora={"rank": 2, "targets": "head"}, max_steps=1, optimizer="sgd")
-    with pytest.raises(RoomierError, match="computes in a way of its own"):
+    with pytest.raises(RoomierError, match="with a different forward"):
         trainer.fit(gpt, [])
 
 
 class Squared(nn.Module):
-    """Its one linear layer is no output layer of a language model."""
+    """Model whose only linear layer is not the output layer of a language model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class Classes(Squared):
 @pytest.mark.parametrize(
     ("network", "target", "is_told"), [(Squared(), torch.zeros(5, 7), True), (Classes(), torch.zeros(5).long(), False)]
 )
-def test_a_loss_that_is_not_chunked_is_told_after_the_first_step(
+def test_a_loss_that_is_not_chunked_is_reported_after_the_first_step(
     make_trainer: Callable[..., Trainer],
     capfd: pytest.CaptureFixture[str],
     network: nn.Module,
@@ -115,4 +115,4 @@ def test_a_loss_that_is_not_chunked_is_told_after_the_first_step(
 ) -> None:
     trainer = make_trainer(chunked_loss=True, optimizer="sgd", learning_rate=0.1, max_steps=3)
     trainer.fit(network, [(torch.ones(5, 4), target)] * 3)
-    assert capfd.readouterr().err.count("chunked loss: nothing is saved") == is_told
+    assert capfd.readouterr().err.count("chunked loss: no memory is saved") == is_told

@@ -1,4 +1,4 @@
-"""Trains one model in two ways, on several ranks and in a bare loop, and tells how far apart they end."""
+"""Trains a model on several ranks and in a plain PyTorch loop, and measures the distance between the results."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Batch = dict[str, Tensor]
 
 
 class Task(Module):
-    """A network, and the batches it learns from: tensors whose first dimension is the samples."""
+    """A network and its training batches, whose first dimension is the samples."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,11 +39,11 @@ class Task(Module):
         raise NotImplementedError
 
     def loss(self, batch: Batch) -> Tensor:
-        """The mean over the terms of ``batch``, or their sum."""
+        """Return the mean over the loss terms of ``batch``, or their sum."""
         raise NotImplementedError
 
     def count_terms(self, batch: Batch) -> int:
-        """What the loss is the mean of, by another way than roomier's."""
+        """Return the number of loss terms of ``batch``, computed independently of roomier."""
         return int((batch["labels"] != -100).sum())
 
     def training_step(self, batch: Batch) -> Tensor:
@@ -52,11 +52,11 @@ class Task(Module):
 
 @dataclass(frozen=True)
 class Setup:
-    """How a model is trained, on ranks and off.
+    """Training settings, for several ranks and for the plain loop.
 
     Args:
-        terms: ``"all"``; ``"some"``, where targets are left out at random; ``"none on one"``, where besides the last
-            micro-batch of the last rank has none.
+        terms: ``"all"``; ``"some"``, which ignores random targets; or ``"none on one"``, which additionally ignores all
+            targets of the last micro-batch of the last rank.
         options: further fields of the strategy.
         levers: further keywords of ``plan_from_flags``.
     """
@@ -90,8 +90,8 @@ class Setup:
         )
 
 
-# Adam divides by the size of a gradient, and so makes noise of a gradient that is zero up to rounding (attention's key
-# bias). Its eps is far above that noise here, that equal runs can be told from unequal ones.
+# Adam divides by the magnitude of a gradient, which amplifies rounding errors of gradients that are exactly zero
+# otherwise (the key bias of attention). An eps far above these errors keeps equal runs comparable.
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adamw": {"name": "adamw", "lr": 3e-3, "eps": 1e-3},
     "sgd": {"name": "sgd", "lr": 0.003, "momentum": 0.9},
@@ -100,7 +100,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 
 @dataclass
 class Trained:
-    """What came out: the loss of each step, the norm of its gradient, the weights by name."""
+    """Result of a training: the loss and gradient norm of each step, and the final weights."""
 
     losses: list[float]
     norms: list[float]
@@ -108,7 +108,7 @@ class Trained:
 
 
 def batches_of(task: Task, setup: Setup) -> list[list[list[Batch]]]:
-    """``[step][rank][micro-batch]``."""
+    """Return the batches as ``[step][rank][micro-batch]``."""
     generator = torch.Generator().manual_seed(1)
     num_parts = setup.num_ranks * setup.accumulate
     steps = []
@@ -116,7 +116,7 @@ def batches_of(task: Task, setup: Setup) -> list[list[list[Batch]]]:
         whole = task.make_batch(num_parts * setup.micro_batch, generator)
         if setup.terms != "all":
             ignored = torch.rand(whole["labels"].shape, generator=generator) < 0.4
-            ignored.view(-1)[0] = False  # a step without a single term is an error
+            ignored.view(-1)[0] = False  # a step without any loss term is an error
             if setup.terms == "none on one" and num_parts > 1:
                 ignored[-setup.micro_batch :] = True
             whole["labels"] = whole["labels"].masked_fill(ignored, -100)
@@ -133,10 +133,10 @@ def joined(parts: Sequence[Batch]) -> Batch:
 
 
 def train_bare(make_task: Callable[[], Task], setup: Setup, *, in_parts: bool = False) -> Trained:
-    """A loop that knows nothing of roomier's: one process, one batch a step.
+    """Train in a plain PyTorch loop, in one process and with one batch per step.
 
     Args:
-        in_parts: gradients are added up over the micro-batches of all ranks instead.
+        in_parts: accumulate gradients over the micro-batches of all ranks instead.
     """
     task = make_task()
     bare = copy.deepcopy(task)
@@ -169,7 +169,8 @@ def train_bare(make_task: Callable[[], Task], setup: Setup, *, in_parts: bool = 
 
 
 def bare_optimizer(name: str, module: nn.Module) -> torch.optim.Optimizer:
-    # As the optimizers that a Plan names: what has two dimensions or more decays, unless it is a table of biases (T5).
+    # As in the optimizers of a Plan, weight decay applies to parameters with two or more dimensions, except the bias
+    # table of T5.
     options = {key: value for key, value in OPTIMIZERS[name].items() if key != "name"}
     trained = {key: each for key, each in module.named_parameters() if each.requires_grad}
     if name == "sgd":
@@ -181,7 +182,7 @@ def bare_optimizer(name: str, module: nn.Module) -> torch.optim.Optimizer:
 
 
 def train_on_ranks(make_task: Callable[[], Task], setup: Setup) -> Trained:
-    """The same on each rank of a group. Losses are those of the global batch, weights are whole."""
+    """Train on each rank of a group. Return the losses of the global batch and the full weights."""
     task = make_task()
     engine, ranks = engine_of(task, setup.plan())
     trained = Trained([], [], {})
@@ -214,9 +215,10 @@ def whole_weights(module: nn.Module) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Distance:
-    """How far two trainings are apart, relative: of the losses the largest, of weights that of the worst tensor.
+    """Relative distances between two trainings: the maximum over losses, over norms, and over weight tensors.
 
-    Weights below 0.1 count as 0.1: a bias that began at zero holds little but the noise of its gradient.
+    The root mean square of a weight tensor counts as at least 0.1, because a bias that starts at zero contains mostly
+    rounding errors of its gradient.
     """
 
     losses: float

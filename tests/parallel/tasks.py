@@ -1,4 +1,4 @@
-"""What is trained in the tests of strategies: small networks of many shapes."""
+"""Small language models for the tests of strategies."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ CONTEXT = 6
 
 
 class Language(Task):
-    """A GPT whose sizes no number of ranks divides; labels may be -100."""
+    """A GPT with sizes that are not divisible by the number of ranks. Labels may be -100."""
 
+    width = 10
     tied_head = False
     dropout = 0.0
 
@@ -25,19 +26,21 @@ class Language(Task):
             context=CONTEXT,
             num_layers=2,
             num_heads=2,
-            width=10,
+            width=self.width,
             dropout=self.dropout,
             tied_head=self.tied_head,
         )
         network = GPT(config)
         with torch.no_grad():
             for each in network.parameters():
-                each.mul_(4)  # GPT-2's start is so small that gradients of attention are lost in rounding
+                each.mul_(
+                    4
+                )  # with the small initial values of GPT-2, gradients of attention are mostly rounding errors
         return network
 
     def make_batch(self, num_samples: int, generator: torch.Generator) -> Batch:
         first = torch.randint(VOCABULARY, (num_samples, 1), generator=generator)
-        tokens = (first + 3 * torch.arange(CONTEXT + 1)) % VOCABULARY  # what follows can be learned
+        tokens = (first + 3 * torch.arange(CONTEXT + 1)) % VOCABULARY  # the next token is predictable
         return {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:].clone()}
 
     def loss(self, batch: Batch) -> Tensor:
@@ -49,8 +52,14 @@ class TiedLanguage(Language):
     tied_head = True
 
 
+class WideLanguage(Language):
+    """A GPT whose norms are a small enough fraction of each block to belong to the root unit."""
+
+    width = 32
+
+
 class SummedLanguage(Language):
-    """Its loss is a sum over tokens."""
+    """A language model whose loss is a sum over tokens."""
 
     loss_reduction = "sum"
 

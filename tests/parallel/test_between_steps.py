@@ -1,4 +1,4 @@
-"""What happens between a backward and the next forward, and where ranks begin: no rank trains on other values."""
+"""Tests of reads and hooks between backward and the next forward, and of identical initial values on all ranks."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ from roomier.optim.configured import Configured
 from roomier.plan import Plan
 from tests.ranks.pool import RankPool
 
-CUT = ["zero1", "zero2", "zero3"]
+SHARDED = ["zero1", "zero2", "zero3"]
 
 
 class Layers(roomier.Module):
@@ -37,7 +37,7 @@ class FillsWithZeros(torch.optim.SGD):
 
 
 def losses(
-    strategy: str, optimizer: type[torch.optim.Optimizer], looks_at_block: bool, num_ranks: int, rank: int
+    strategy: str, optimizer: type[torch.optim.Optimizer], runs_block: bool, num_ranks: int, rank: int
 ) -> list[float]:
     torch.manual_seed(0)
     module = Layers()
@@ -48,7 +48,7 @@ def losses(
     generator = torch.Generator().manual_seed(rank)
 
     @torch.no_grad()
-    def look() -> None:
+    def run_block() -> None:
         module.blocks[0](torch.ones(2, 64))
 
     found = []
@@ -56,8 +56,8 @@ def losses(
         loss = engine.forward_backward(
             lambda batch, _: module.training_step(batch), [torch.randn(8, 64, generator=generator)]
         )
-        if looks_at_block:
-            look()
+        if runs_block:
+            run_block()
         engine.step()
         assert loss is not None
         found.append(ranks.sum(loss).item())
@@ -65,7 +65,7 @@ def losses(
 
 
 class StepsInBackward(torch.optim.SGD):
-    """Updates each weight as soon as its gradient is there."""
+    """Updates each weight in a hook, as soon as its gradient is accumulated."""
 
     def __init__(self, parameters: Any, lr: float) -> None:
         super().__init__(list(parameters), lr=lr)
@@ -86,30 +86,28 @@ def losses_on_rank(*args: Any) -> list[float]:
     return losses(*args, rank=torch.distributed.get_rank())
 
 
-@pytest.mark.parametrize("strategy", CUT)
-def test_gradients_that_zero_grad_leaves_there_are_added_to_once_they_are_reduced(
-    on_ranks: RankPool, strategy: str
-) -> None:
+@pytest.mark.parametrize("strategy", SHARDED)
+def test_reduced_gradients_are_added_to_zero_filled_gradients(on_ranks: RankPool, strategy: str) -> None:
     plain = on_ranks(2, losses_on_rank, strategy, torch.optim.SGD, False, 2)
     filled = on_ranks(2, losses_on_rank, strategy, FillsWithZeros, False, 2)
     assert filled == plain
 
 
-@pytest.mark.parametrize("strategy", CUT)
-def test_hooks_of_gradients_see_them_reduced(on_ranks: RankPool, strategy: str) -> None:
+@pytest.mark.parametrize("strategy", SHARDED)
+def test_gradient_hooks_receive_reduced_gradients(on_ranks: RankPool, strategy: str) -> None:
     plain = on_ranks(2, losses_on_rank, strategy, torch.optim.SGD, False, 2)
     in_backward = on_ranks(2, losses_on_rank, strategy, StepsInBackward, False, 2)
     assert in_backward == [pytest.approx(each, rel=1e-4) for each in plain]
 
 
-@pytest.mark.parametrize("strategy", CUT)
-def test_what_is_gathered_between_backward_and_update_is_gathered_again(on_ranks: RankPool, strategy: str) -> None:
+@pytest.mark.parametrize("strategy", SHARDED)
+def test_parameters_unsharded_between_backward_and_update_are_gathered_again(on_ranks: RankPool, strategy: str) -> None:
     plain = on_ranks(2, losses_on_rank, strategy, torch.optim.SGD, False, 2)
-    looked = on_ranks(2, losses_on_rank, strategy, torch.optim.SGD, True, 2)
-    assert looked == plain
+    with_reads = on_ranks(2, losses_on_rank, strategy, torch.optim.SGD, True, 2)
+    assert with_reads == plain
 
 
-class ByHand(Layers):
+class Manual(Layers):
     automatic_optimization = False
 
     def training_step(self, batch: Any, batch_idx: int = 0) -> None:  # type: ignore[override]
@@ -124,7 +122,7 @@ class ByHand(Layers):
 
 def weights_after_unseeded_fit(num_ranks: int) -> list[Tensor]:
     torch.manual_seed(torch.distributed.get_rank())
-    module = ByHand()
+    module = Manual()
     data = torch.utils.data.TensorDataset(torch.ones(16, 64))
     trainer = roomier.Trainer(
         max_steps=2,
@@ -140,12 +138,12 @@ def weights_after_unseeded_fit(num_ranks: int) -> list[Tensor]:
     return [each.detach().clone() for each in module.parameters()]
 
 
-def test_ranks_that_drew_other_weights_train_one_model_by_hand(on_ranks: RankPool) -> None:
+def test_differently_seeded_ranks_train_one_model_with_manual_optimization(on_ranks: RankPool) -> None:
     first, second = on_ranks(2, weights_after_unseeded_fit, 2)
     assert all(map(torch.equal, first, second))
 
 
-class LogsPartOfWeight(Layers):
+class LogsWeightNorm(Layers):
     def training_step(self, batch: Any, batch_idx: int = 0) -> Tensor:  # type: ignore[override]
         return super().training_step(batch[0])
 
@@ -158,7 +156,7 @@ class LogsPartOfWeight(Layers):
 
 def logged_norm(num_ranks: int) -> float:
     torch.manual_seed(0)
-    module = LogsPartOfWeight()
+    module = LogsWeightNorm()
     expected = float(module.head.weight.detach().norm())
     data = torch.utils.data.TensorDataset(torch.ones(16, 64))
     trainer = roomier.Trainer(
@@ -176,5 +174,5 @@ def logged_norm(num_ranks: int) -> float:
     return float(trainer.callback_metrics.get("norm", expected)) - expected
 
 
-def test_rank_zero_may_log_what_is_made_of_parameters_that_are_cut(on_ranks: RankPool) -> None:
+def test_rank_zero_logs_a_value_computed_from_sharded_parameters(on_ranks: RankPool) -> None:
     assert on_ranks(2, logged_norm, 2) == pytest.approx([0.0, 0.0], abs=1e-5)

@@ -1,4 +1,4 @@
-"""Gradients that are cut among ranks are clipped by the norm of the whole."""
+"""Tests that sharded gradients are clipped by the norm of the full gradient."""
 
 import copy
 
@@ -14,12 +14,12 @@ from tests.ranks.pool import RankPool
 
 
 class Uneven(nn.Module):
-    """Sizes that leave some ranks without a part of some parameters."""
+    """Sizes for which some ranks have empty shards."""
 
     def __init__(self) -> None:
         super().__init__()
         self.inner = nn.ModuleList([nn.Linear(4, 3), nn.Linear(3, 5), nn.Linear(5, 1)])
-        self.whole = nn.Linear(1, 2)  # not cut
+        self.whole = nn.Linear(1, 2)  # not sharded
         self.unused = nn.Linear(2, 2)
 
 
@@ -78,11 +78,11 @@ def distributed_like(whole: torch.Tensor, parameter: DTensor) -> DTensor:
 
 @pytest.mark.parametrize(("num_ranks", "num_shards"), [(2, 2), (4, 4), (4, 2)])
 @pytest.mark.parametrize("limit", [0.1, 100.0])
-def test_the_norm_is_that_of_the_whole(on_ranks: RankPool, num_ranks: int, num_shards: int, limit: float) -> None:
+def test_norm_of_the_full_gradient(on_ranks: RankPool, num_ranks: int, num_shards: int, limit: float) -> None:
     on_ranks(num_ranks, clip_both, num_ranks, num_shards, limit, False)
 
 
-def test_values(on_ranks: RankPool) -> None:
+def test_clipping_by_value_matches_torch(on_ranks: RankPool) -> None:
     on_ranks(4, clip_both, 4, 2, 0.1, True)
 
 
@@ -96,6 +96,6 @@ def clip_infinite() -> list[float]:
     return [clip_grad_norm(layer.parameters(), 1.0).item(), *layer.weight.grad.full_tensor().flatten().tolist()]
 
 
-def test_a_gradient_that_is_not_finite_on_one_rank_is_seen_by_all(on_ranks: RankPool) -> None:
+def test_nonfinite_gradient_on_one_rank_affects_all_ranks(on_ranks: RankPool) -> None:
     for found in on_ranks(2, clip_infinite):
         assert all(each != each for each in found)

@@ -1,4 +1,4 @@
-"""The exchange of parts over gloo gives what torch's own collectives give."""
+"""Tests that the collectives of roomier on gloo match the collectives of torch."""
 
 import itertools
 from typing import Any
@@ -33,12 +33,12 @@ def gather_both() -> None:
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
-def test_gathered(on_ranks: RankPool, num_ranks: int) -> None:
+def test_all_gather_matches_torch(on_ranks: RankPool, num_ranks: int) -> None:
     on_ranks(num_ranks, gather_both)
 
 
 def gather_in_place() -> None:
-    """The part of a rank may be a view of the result, as ``fully_shard`` does it."""
+    """The input of a rank may be a view of the output, as in ``fully_shard``."""
     group = dist.group.WORLD
     assert group is not None
     whole = torch.full((3 * group.size(),), -1.0)
@@ -48,7 +48,7 @@ def gather_in_place() -> None:
     assert whole.tolist() == [float(rank) for rank in range(group.size()) for _ in range(3)]
 
 
-def test_gathered_in_place(on_ranks: RankPool) -> None:
+def test_all_gather_in_place(on_ranks: RankPool) -> None:
     on_ranks(3, gather_in_place)
 
 
@@ -67,12 +67,12 @@ def reduce_both(dtype: torch.dtype, may_wait: bool) -> None:
             done.append((ours, total.chunk(group.size())[group.rank()]))
         reductions.finish()
     for ours, theirs in done:
-        # Sums of 4 numbers of size 1, each rounded once.
+        # Sums of four numbers of magnitude 1, each rounded one time.
         torch.testing.assert_close(ours.double(), theirs, rtol=0, atol=8 * torch.finfo(ours.dtype).eps)
 
 
 def run(unit: PairwiseReduceScatter, whole: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """As ``fully_shard`` calls it: what is sent is allocated first, then the result."""
+    """Call ``unit`` as ``fully_shard`` does: allocate the input first, then the result."""
     result_dtype = torch.float64 if whole.dtype == torch.float64 else torch.float32
     sent = unit.allocate([whole.numel()], dtype=result_dtype, device=whole.device)
     sent.copy_(whole)
@@ -84,7 +84,7 @@ def run(unit: PairwiseReduceScatter, whole: torch.Tensor, group: dist.ProcessGro
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("may_wait", [False, True])
-def test_reduced(on_ranks: RankPool, num_ranks: int, dtype: torch.dtype, may_wait: bool) -> None:
+def test_reduce_scatter_matches_torch(on_ranks: RankPool, num_ranks: int, dtype: torch.dtype, may_wait: bool) -> None:
     on_ranks(num_ranks, reduce_both, dtype, may_wait)
 
 
@@ -100,17 +100,17 @@ def reduce_in_bf16() -> None:
     rounded = [torch.empty_like(whole) for _ in range(group.size())]
     dist.all_gather(rounded, whole.bfloat16().float())
     expected = torch.zeros(8)
-    for each in rounded:  # in the order of the ranks: to the bit
+    for each in rounded:  # sum in the order of the ranks, for bit-identical results
         expected += each.chunk(group.size())[group.rank()]
     assert torch.equal(result, expected)
 
 
-def test_what_travels_in_bf16_is_added_up_in_full(on_ranks: RankPool) -> None:
+def test_gradients_sent_in_bf16_are_summed_in_float32(on_ranks: RankPool) -> None:
     on_ranks(4, reduce_in_bf16)
 
 
 def reduce_twice_in_a_window() -> None:
-    """``fully_shard`` adds a later micro-batch to the result of the first at once: that must be there."""
+    """``fully_shard`` adds a later micro-batch to the first result immediately, so the result must be complete."""
     group, reductions = dist.group.WORLD, Reductions()
     assert group is not None
     unit = PairwiseReduceScatter(reductions, may_wait=True)
@@ -122,12 +122,12 @@ def reduce_twice_in_a_window() -> None:
         assert second.tolist() == [group.size()] * 4, window
 
 
-def test_a_second_reduction_in_a_step_is_there_at_once(on_ranks: RankPool) -> None:
+def test_second_reduction_in_a_step_completes_immediately(on_ranks: RankPool) -> None:
     on_ranks(2, reduce_twice_in_a_window)
 
 
-def within_copies() -> tuple[list[float], float]:
-    """Two copies on four ranks: what is gathered and reduced stays within a copy."""
+def within_replicas() -> tuple[list[float], float]:
+    """Gather and reduce within each of two replicas on four ranks."""
     mesh = make_mesh("cpu", 4, 2)
     group, rank = mesh.get_group(SHARD), dist.get_rank()
     gathered = torch.empty(2)
@@ -137,39 +137,39 @@ def within_copies() -> tuple[list[float], float]:
     return gathered.tolist(), reduced.item()
 
 
-def test_a_group_of_some_ranks(on_ranks: RankPool) -> None:
-    results = on_ranks(4, within_copies)
+def test_collectives_within_a_group_of_ranks(on_ranks: RankPool) -> None:
+    results = on_ranks(4, within_replicas)
     assert [gathered for gathered, _ in results] == [[0.0, 1.0], [0.0, 1.0], [2.0, 3.0], [2.0, 3.0]]
     assert [reduced for _, reduced in results] == [21.0, 41.0, 25.0, 45.0]
 
 
 @pytest.mark.parametrize(("num_ranks", "num_shards"), [(2, 2), (3, 3), (4, 4), (4, 1), (4, 2)])
-def test_neighbouring_ranks_share_a_copy(on_ranks: RankPool, num_ranks: int, num_shards: int) -> None:
-    copies = on_ranks(num_ranks, ranks_of_copy, num_ranks, num_shards)
+def test_consecutive_ranks_share_a_replica(on_ranks: RankPool, num_ranks: int, num_shards: int) -> None:
+    replicas = on_ranks(num_ranks, ranks_of_replica, num_ranks, num_shards)
     expected = [list(range(start, start + num_shards)) for start in range(0, num_ranks, num_shards)]
-    assert copies == list(itertools.chain.from_iterable([copy] * num_shards for copy in expected))
+    assert replicas == list(itertools.chain.from_iterable([ranks] * num_shards for ranks in expected))
 
 
-def ranks_of_copy(num_ranks: int, num_shards: int) -> list[int]:
+def ranks_of_replica(num_ranks: int, num_shards: int) -> list[int]:
     ranks: list[int] = dist.get_process_group_ranks(make_mesh("cpu", num_ranks, num_shards).get_group(SHARD))
     return ranks
 
 
 @pytest.mark.parametrize(
-    "said", ["Timed out waiting 600000ms for recv operation to complete", "Application timeout caused pair closure"]
+    "message", ["Timed out waiting 600000ms for recv operation to complete", "Application timeout caused pair closure"]
 )
-def test_a_part_that_never_comes_is_told_however_gloo_says_it(monkeypatch: pytest.MonkeyPatch, said: str) -> None:
+def test_missing_shard_raises_training_error(monkeypatch: pytest.MonkeyPatch, message: str) -> None:
     class Late:
         def wait(self, timeout: Any) -> bool:
-            raise RuntimeError(said)
+            raise RuntimeError(message)
 
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
     late: Any = Late()
-    with pytest.raises(TrainingError, match=r"rank 1.*another rank did not send.*find_unused_parameters"):
+    with pytest.raises(TrainingError, match=r"rank 1.*for a shard from another rank.*find_unused_parameters"):
         wait_for([late])
 
 
-def test_another_failure_of_an_exchange_is_told_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_gloo_errors_are_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     class Lost:
         def wait(self, timeout: Any) -> bool:
             raise RuntimeError("Connection closed by peer")

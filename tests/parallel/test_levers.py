@@ -1,4 +1,4 @@
-"""Every lever of one device under every strategy: as the bare loop, or refused by the Plan; and two at once."""
+"""Tests that each memory technique matches the plain loop under each strategy, or is rejected by the Plan."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ LEVERS: dict[str, dict[str, Any]] = {
     "step in backward": {"step_in_backward": True},
     "attention": {"attention": "math"},
 }
-REFUSED = {("step in backward", "ddp"), ("step in backward", "zero1")}
-# On a CPU a budget has nothing to gain by moving; and here gradients are clipped.
-REFUSED_PAIRS = {("budget", "offload"), ("budget", "step in backward")}
+REJECTED = {("step in backward", "ddp"), ("step in backward", "zero1")}
+# On a CPU, offloading cannot help a budget. step_in_backward with a budget is rejected because gradients are clipped.
+REJECTED_PAIRS = {("budget", "offload"), ("budget", "step in backward")}
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "hsdp")
 PAIRS = [
     (one, other)
     for one, other in combinations(LEVERS, 2)
-    if not LEVERS[one].keys() & LEVERS[other].keys()  # one policy for blocks
-    and (one, other) not in REFUSED_PAIRS
+    if not LEVERS[one].keys() & LEVERS[other].keys()  # both set the policy of the blocks
+    and (one, other) not in REJECTED_PAIRS
 ]
 
 
@@ -43,10 +43,10 @@ def compared(setup: Setup, tied: bool = False) -> tuple[float, float, str]:
 
 
 @pytest.mark.parametrize(("lever", "strategy"), covering(list(LEVERS), STRATEGIES, per_row=2))
-def test_a_lever_under_a_strategy_is_exact_or_refused(on_ranks: RankPool, lever: str, strategy: str) -> None:
+def test_technique_under_a_strategy_is_exact_or_rejected(on_ranks: RankPool, lever: str, strategy: str) -> None:
     num_ranks, shard_size = (4, 2) if strategy == "hsdp" else (2, None)
     setup = Setup(strategy, num_ranks, shard_size, levers=LEVERS[lever], num_steps=6)
-    if (lever, strategy) in REFUSED:
+    if (lever, strategy) in REJECTED:
         with pytest.raises(PlanError, match="Use strategy="):
             setup.plan()
         return
@@ -63,8 +63,8 @@ def bound_without_levers(on_ranks: RankPool) -> float:
 
 
 @pytest.mark.parametrize("lever", LEVERS)
-def test_a_lever_in_mixed_precision_is_as_far_from_the_bare_loop_as_none(on_ranks: RankPool, lever: str) -> None:
-    """Norms and products are gathered in two dtypes there, also where a block is computed again."""
+def test_technique_in_mixed_precision_is_as_accurate_as_none(on_ranks: RankPool, lever: str) -> None:
+    """Norms and weights of matrix products are all-gathered in two dtypes, also if a block is recomputed."""
     setup = Setup("zero3", precision="bf16-mixed", num_steps=6, levers=LEVERS[lever])
     bound = bound_without_levers(on_ranks)
     for losses, _, _ in on_ranks(2, compared, setup):
@@ -72,7 +72,7 @@ def test_a_lever_in_mixed_precision_is_as_far_from_the_bare_loop_as_none(on_rank
 
 
 @pytest.mark.parametrize(("pair", "tied"), covering([" + ".join(pair) for pair in PAIRS], [False, True]))
-def test_two_levers_at_once_are_exact(on_ranks: RankPool, pair: str, tied: bool) -> None:
+def test_two_techniques_together_are_exact(on_ranks: RankPool, pair: str, tied: bool) -> None:
     one, other = pair.split(" + ")
     setup = Setup(num_ranks=1, micro_batch=4, clip=0.5, levers=LEVERS[one] | LEVERS[other], num_steps=6)
     [(losses, weights, worst)] = on_ranks(1, compared, setup, tied)
@@ -80,7 +80,7 @@ def test_two_levers_at_once_are_exact(on_ranks: RankPool, pair: str, tied: bool)
     assert weights < 1e-5, worst
 
 
-def test_all_that_go_together_at_once(on_ranks: RankPool) -> None:
+def test_all_compatible_techniques_together_are_exact(on_ranks: RankPool) -> None:
     together = {**LEVERS["full"], **LEVERS["offload"], **LEVERS["chunked loss"], **LEVERS["step in backward"]}
     for strategy in ("zero2", "zero3"):
         for losses, weights, worst in on_ranks(2, compared, Setup(strategy, levers=together, num_steps=6)):

@@ -1,4 +1,4 @@
-"""16-mixed on several ranks: a gradient that is not finite on one of them leaves out the step on all."""
+"""Tests that all ranks skip a 16-mixed step if the gradient of one rank is not finite."""
 
 from typing import Any
 
@@ -56,7 +56,7 @@ def local_part(tensor: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("strategy", "num_ranks"), [("zero1", 2), ("zero3", 2), ("zero2", 4), ("hsdp", 2)])
-def test_all_ranks_leave_out_a_step_that_overflowed_on_one(on_ranks: RankPool, strategy: str, num_ranks: int) -> None:
+def test_all_ranks_skip_a_step_that_overflows_on_one_rank(on_ranks: RankPool, strategy: str, num_ranks: int) -> None:
     rows = on_ranks(num_ranks, train_three_steps, num_ranks, strategy, num_ranks - 1)
     assert all(each == rows[0] for each in rows)
     assert [row["is_same"] for row in rows[0]] == [False, True, False]

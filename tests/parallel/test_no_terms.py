@@ -1,4 +1,4 @@
-"""A rank whose micro-batch has no term to average over, with a mean written by hand: 0/0, and 0 times 1/0 behind it."""
+"""Tests of micro-batches without loss terms whose loss is 0/0 and whose gradient is 0 times 1/0."""
 
 from typing import Any
 
@@ -30,7 +30,7 @@ class Masked(Module):
 
 
 def train(strategy: str, num_ranks: int, num_parts: int, num_accumulated: int) -> list[list[float]]:
-    """``num_parts`` parts of each global batch; this rank takes its share of them."""
+    """Train on this rank's share of the ``num_parts`` micro-batches of each global batch."""
     torch.manual_seed(0)
     rank = torch.distributed.get_rank()
     module = Masked()
@@ -51,7 +51,7 @@ def train(strategy: str, num_ranks: int, num_parts: int, num_accumulated: int) -
         generator = torch.Generator().manual_seed(step)
         x = torch.randn(8, 4, generator=generator)
         mask = torch.ones(8)
-        mask[:2] = float(step % 2)  # the first part has no terms in every second step
+        mask[:2] = float(step % 2)  # the first micro-batch has no terms in every second step
         parts = list(zip(x.chunk(num_parts), mask.chunk(num_parts), strict=True))
         engine.forward_backward(lambda batch, _: module.loss(batch), parts[rank::num_ranks])
         engine.step()
@@ -65,7 +65,9 @@ def whole(tensor: Any) -> Tensor:
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3"])
 @pytest.mark.parametrize(("num_ranks", "num_accumulated"), [(4, 1), (2, 2)])
-def test_it_adds_zeros(on_ranks: RankPool, strategy: str, num_ranks: int, num_accumulated: int) -> None:
+def test_micro_batch_without_terms_contributes_zeros(
+    on_ranks: RankPool, strategy: str, num_ranks: int, num_accumulated: int
+) -> None:
     (alone,) = on_ranks(1, train, "single", 1, 4, 4)
     for found in on_ranks(num_ranks, train, strategy, num_ranks, 4, num_accumulated):
         for one, other in zip(alone, found, strict=True):

@@ -1,4 +1,4 @@
-"""A model cut among ranks that do not run the same parts of it: told, where plain collectives would train on noise."""
+"""Tests that a sharded model whose ranks run different blocks raises an error instead of mixing parameters."""
 
 from datetime import timedelta
 from typing import Any
@@ -21,7 +21,7 @@ class Block(nn.Module):
 
 
 class LayerDrop(roomier.Module):
-    """Leaves out one of its blocks; which one depends on the step, and on the rank if so wished."""
+    """Skips one block, depending on the step and optionally on the rank."""
 
     def __init__(self, by_rank: bool) -> None:
         super().__init__()
@@ -30,9 +30,9 @@ class LayerDrop(roomier.Module):
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         (x,) = batch
-        left_out = 1 + (batch_idx + self.by_rank * self.trainer.global_rank) % 2
+        skipped = 1 + (batch_idx + self.by_rank * self.trainer.global_rank) % 2
         for index, block in enumerate(self.blocks):
-            if index != left_out:
+            if index != skipped:
                 x = block(x)
         return x.square().mean()
 
@@ -58,23 +58,23 @@ def fit(strategy: Any, by_rank: bool, num_ranks: int) -> int:
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
-def test_ranks_that_run_other_blocks_are_stopped(on_ranks: RankPool, strategy: str) -> None:
+def test_ranks_that_run_different_blocks_raise(on_ranks: RankPool, strategy: str) -> None:
     with pytest.raises(RankFailed, match=r"ran different parts of the model, .*, in step [12] or"):
         on_ranks(2, fit, strategy, True, 2)
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
-def test_blocks_that_all_ranks_leave_out_are_no_matter(on_ranks: RankPool, strategy: str) -> None:
+def test_blocks_skipped_on_all_ranks_are_supported(on_ranks: RankPool, strategy: str) -> None:
     assert on_ranks(2, fit, strategy, False, 2) == [8, 8]
 
 
-def test_ddp_takes_any_block_on_any_rank(on_ranks: RankPool) -> None:
+def test_ddp_supports_any_block_on_any_rank(on_ranks: RankPool) -> None:
     strategy = {"name": "ddp", "find_unused_parameters": True}
     assert on_ranks(2, fit, strategy, True, 2) == [8, 8]
 
 
 class ExtraLayer(LayerDrop):
-    """Uses one more layer on rank 1."""
+    """Uses an additional layer on rank 1."""
 
     def __init__(self) -> None:
         super().__init__(by_rank=False)
@@ -111,7 +111,7 @@ def fit_with_extra_layer(strategy: Any, patience_s: float) -> list[float]:
     return (weights.full_tensor() if hasattr(weights, "full_tensor") else weights).flatten().tolist()
 
 
-def test_a_layer_of_one_rank_trains_where_it_is_looked_for(on_ranks: RankPool) -> None:
+def test_layer_used_on_one_rank_trains_with_find_unused_parameters(on_ranks: RankPool) -> None:
     found = [
         on_ranks(2, fit_with_extra_layer, {"name": name, "find_unused_parameters": True}, 60.0)[0]
         for name in ("ddp", "zero2", "zero3")
@@ -120,6 +120,6 @@ def test_a_layer_of_one_rank_trains_where_it_is_looked_for(on_ranks: RankPool) -
         assert other == pytest.approx(found[0], rel=1e-5, abs=1e-7)
 
 
-def test_a_layer_of_one_rank_does_not_wait_for_ever(on_ranks: RankPool) -> None:
-    with pytest.raises(RankFailed, match=r"waited 0:00:03 for a part|Connection closed|collective mismatch|ended"):
+def test_layer_used_on_one_rank_does_not_hang(on_ranks: RankPool) -> None:
+    with pytest.raises(RankFailed, match=r"waited 0:00:03 for a shard|Connection closed|collective mismatch|ended"):
         on_ranks(2, fit_with_extra_layer, "zero2", 3.0)

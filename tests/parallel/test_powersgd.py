@@ -1,4 +1,4 @@
-"""Gradients that travel in fewer bytes under ddp: PowerSGD, and bfloat16."""
+"""Tests of compressed gradients under ddp: PowerSGD and bfloat16."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.ranks.pool import RankPool
 
 
 class Regression(roomier.Module):
-    """Learns what a network of the same shape computes."""
+    """Learns the function of a random network of the same shape."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ def network(seed: int) -> nn.Sequential:
 
 
 def learn(num_steps: int, accumulate: int = 1, **strategy: Any) -> tuple[list[float], dict[str, Tensor]]:
-    """The loss of each step over all ranks, and the weights."""
+    """Return the loss of each step over all ranks, and the weights."""
     module, num_ranks = Regression(), int(os.environ["WORLD_SIZE"])
     plan = plan_from_flags(
         strategy={"name": "ddp", **strategy},
@@ -63,12 +63,12 @@ def last(losses: list[float]) -> float:
 
 
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_powersgd_learns_nearly_as_fast(on_ranks: RankPool, num_ranks: int) -> None:
+def test_powersgd_learns_almost_as_fast(on_ranks: RankPool, num_ranks: int) -> None:
     plain, _ = on_ranks(num_ranks, learn, 150)[0]
     settings = {"gradient_compression": "powersgd", "compression_warmup_steps": 20}
     results = on_ranks(num_ranks, learn, 150, **settings)
     losses, weights = results[0]
-    assert losses[:20] == pytest.approx(plain[:20], rel=1e-4)  # gradients travel whole
+    assert losses[:20] == pytest.approx(plain[:20], rel=1e-4)  # uncompressed gradients
     assert losses[22:] != pytest.approx(plain[22:], rel=1e-3)
     assert last(plain) < 0.2 * plain[0]
     assert last(losses) == pytest.approx(last(plain), rel=0.1)
@@ -76,7 +76,7 @@ def test_powersgd_learns_nearly_as_fast(on_ranks: RankPool, num_ranks: int) -> N
         assert all(torch.equal(other[name], weight) for name, weight in weights.items())
 
 
-def test_factors_of_higher_rank_lose_less(on_ranks: RankPool) -> None:
+def test_higher_rank_reduces_the_error(on_ranks: RankPool) -> None:
     plain = on_ranks(2, learn, 60)[0][1]
 
     def distance(rank: int) -> float:
@@ -91,7 +91,7 @@ def test_powersgd_with_accumulation(on_ranks: RankPool) -> None:
     settings = {"gradient_compression": "powersgd", "compression_warmup_steps": 5}
     once = on_ranks(2, learn, 30, 1, **settings)[0][0]
     twice = on_ranks(2, learn, 30, 2, **settings)[0][0]
-    # The gradient of each rank is that of other samples, so the factors are not the same, and their losses nearly.
+    # With accumulation, a rank has different samples. The factors differ, and the losses are only approximately equal.
     assert twice[:5] == pytest.approx(once[:5], rel=1e-4)
     assert twice == pytest.approx(once, rel=0.05)
 
@@ -110,7 +110,7 @@ def learn_in_several_buckets(num_steps: int) -> list[Tensor]:
 
 
 class Wide(roomier.Module):
-    """6.6 MB in layers of many sizes: DDP makes several buckets, the first of 1 MB."""
+    """6.6 MB in layers of many sizes, for which DDP creates several buckets, the first of 1 MB."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,15 +127,15 @@ def test_several_buckets_do_not_mix(on_ranks: RankPool) -> None:
         assert torch.equal(one, other)
 
 
-def test_what_travels_is_told(on_ranks: RankPool, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compression_is_reported(on_ranks: RankPool, capsys: pytest.CaptureFixture[str]) -> None:
     on_ranks(2, learn, 6, gradient_compression="powersgd", compression_warmup_steps=4)
-    told = [line for line in capsys.readouterr().out.splitlines() if "powersgd" in line]
-    assert len(told) == 2
-    assert "whole for the first 4 steps of this run, then as factors of rank 4" in told[0]
-    assert "a resumed run begins in this way again" in told[0]
+    notices = [line for line in capsys.readouterr().out.splitlines() if "powersgd" in line]
+    assert len(notices) == 2
+    assert "uncompressed gradients for the first 4 steps of this run, then factors of rank 4" in notices[0]
+    assert "a resumed run repeats the warm-up" in notices[0]
     whole = 64 * 96 + 96 + 96 * 48 + 48 + 48 * 4 + 4
     factors = 4 * (64 + 96) + 96 + 4 * (96 + 48) + 48 + 48 * 4 + 4
-    assert f"{factors} numbers travel a step in the place of {whole}, {whole / factors:.1f} times less" in told[1]
+    assert f"each step sends {factors} numbers instead of {whole}, {whole / factors:.1f} times fewer" in notices[1]
 
 
 def first_compressed_step() -> list[int]:
@@ -159,24 +159,24 @@ def first_compressed_step() -> list[int]:
     return seen
 
 
-def test_the_warm_up_is_as_long_as_it_says(on_ranks: RankPool) -> None:
+def test_length_of_the_warm_up(on_ranks: RankPool) -> None:
     assert on_ranks(2, first_compressed_step) == [[8], [8]]
 
 
-class ByHand(Regression):
+class Manual(Regression):
     automatic_optimization = False
 
 
-def refused_by_hand() -> None:
+def build_with_manual_optimization() -> None:
     plan = plan_from_flags(
         strategy={"name": "ddp", "gradient_compression": "powersgd"}, accelerator="cpu", devices=2, optimizer="adamw"
     )
-    with pytest.raises(RoomierError, match=r"gradient_compression.*needs automatic optimization"):
-        engine_of(ByHand(), plan)
+    with pytest.raises(RoomierError, match=r"gradient_compression.*is not supported with manual optimization"):
+        engine_of(Manual(), plan)
 
 
-def test_manual_optimization_is_refused(on_ranks: RankPool) -> None:
-    on_ranks(2, refused_by_hand)
+def test_manual_optimization_is_rejected(on_ranks: RankPool) -> None:
+    on_ranks(2, build_with_manual_optimization)
 
 
 # ---- bfloat16 ----------------------------------------------------------------------------------------------------
@@ -187,10 +187,10 @@ ROUNDED += [pytest.param(*each, marks=pytest.mark.slow) for each in (("ddp", 1),
 
 
 @pytest.mark.parametrize(("name", "accumulate"), ROUNDED)
-def test_gradients_in_bfloat16_give_nearly_the_same(on_ranks: RankPool, name: str, accumulate: int) -> None:
+def test_gradients_in_bfloat16_change_the_result_little(on_ranks: RankPool, name: str, accumulate: int) -> None:
     exact, weights = on_ranks(2, learn, 40, accumulate, name=name)[0]
     rounded, near = on_ranks(2, learn, 40, accumulate, name=name, reduce_dtype="bf16")[0]
-    # One rounding is at most 2^-9 of a gradient, and Adam's steps are of its sign for the most part.
+    # Rounding changes a gradient by at most 2^-9, and the steps of Adam depend mostly on its sign.
     assert rounded == pytest.approx(exact, rel=0.01)
     apart = [(near[each] - weight).norm() / weight.norm() for each, weight in weights.items()]
     assert 0 < max(apart) < 0.02

@@ -1,4 +1,4 @@
-"""What cannot be divided is refused with a word on what to do, on every rank and without a hang."""
+"""Tests that unsupported models are rejected on every rank with an action, without a hang."""
 
 import time
 
@@ -12,7 +12,7 @@ from tests.parallel.parity import Batch, Setup, batches_of, engine_of
 from tests.parallel.test_shapes import WIDTH, Regression
 from tests.ranks.pool import RankFailed, RankPool
 
-CUT = ["zero1", "zero2", "zero3"]
+SHARDED = ["zero1", "zero2", "zero3"]
 
 
 class Mixed(Regression):
@@ -26,7 +26,7 @@ class Linear(Regression):
 
 
 class Complex(Regression):
-    """All of it is, so that the imaginary parts alone would be lost."""
+    """A model whose parameters are all complex."""
 
     def make_network(self) -> nn.Module:
         return nn.Linear(WIDTH, 1, dtype=torch.complex64)
@@ -40,15 +40,15 @@ def message_of_build(task: type[Regression], strategy: str) -> str:
     return "built"
 
 
-@pytest.mark.parametrize("strategy", CUT)
-def test_trained_parameters_of_two_dtypes(on_ranks: RankPool, strategy: str) -> None:
+@pytest.mark.parametrize("strategy", SHARDED)
+def test_trained_parameters_of_two_dtypes_are_rejected(on_ranks: RankPool, strategy: str) -> None:
     for message in on_ranks(2, message_of_build, Mixed, strategy):
         assert "float32" in message
         assert "bfloat16" in message
         assert "strategy='ddp'" in message
 
 
-def test_complex_parameters(on_ranks: RankPool) -> None:
+def test_complex_parameters_are_rejected(on_ranks: RankPool) -> None:
     for message in on_ranks(2, message_of_build, Complex, "zero2"):
         assert "weight" in message
         assert "complex64" in message
@@ -66,14 +66,14 @@ def messages_of_second_builds() -> list[str]:
     return messages
 
 
-def test_a_model_that_is_cut_already_in_another_way(on_ranks: RankPool) -> None:
+def test_model_sharded_differently_by_an_earlier_run_is_rejected(on_ranks: RankPool) -> None:
     for messages in on_ranks(2, messages_of_second_builds):
         for message in messages:
-            assert "an earlier run divided it among the ranks in another way" in message
+            assert "was sharded in a different way by an earlier run" in message
 
 
 class NoLoss(Regression):
-    """The step of one rank leaves its batch out."""
+    """Returns no loss on rank 1."""
 
     def make_network(self) -> nn.Module:
         return nn.Sequential(nn.Flatten(), nn.Linear(18, 1))
@@ -90,8 +90,8 @@ def run_one_step(task: type[Regression], strategy: str) -> None:
     )
 
 
-@pytest.mark.parametrize("strategy", ["ddp", *CUT])
-def test_a_step_without_a_loss_on_one_rank_ends_the_call(on_ranks: RankPool, strategy: str) -> None:
+@pytest.mark.parametrize("strategy", ["ddp", *SHARDED])
+def test_missing_loss_on_one_rank_raises(on_ranks: RankPool, strategy: str) -> None:
     begin = time.perf_counter()
     with pytest.raises(RankFailed, match=r"(?s)rank 1 failed first.*returned no loss on rank 1.*0\.0 \* loss"):
         on_ranks(2, run_one_step, NoLoss, strategy)
@@ -99,7 +99,7 @@ def test_a_step_without_a_loss_on_one_rank_ends_the_call(on_ranks: RankPool, str
 
 
 class ReadsWeight(Regression):
-    """Multiplies by the weight of a layer that it does not call."""
+    """Multiplies by the weight of a layer without calling the layer."""
 
     def make_network(self) -> nn.Module:
         return nn.ModuleDict({"read": nn.Linear(6, 6), "head": nn.Linear(6, 1)})
@@ -118,8 +118,8 @@ def message_of_step(task: type[Regression], strategy: str) -> str:
     return "ran"
 
 
-@pytest.mark.parametrize("strategy", CUT)
-def test_a_weight_that_is_read_without_a_call_of_its_layer(on_ranks: RankPool, strategy: str) -> None:
+@pytest.mark.parametrize("strategy", SHARDED)
+def test_reading_a_weight_without_calling_its_layer_raises(on_ranks: RankPool, strategy: str) -> None:
     for message in on_ranks(2, message_of_step, ReadsWeight, strategy):
         assert "training_step" in message
         assert "model_blocks" in message

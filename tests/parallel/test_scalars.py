@@ -1,4 +1,4 @@
-"""Parameters without a dimension, which nothing could cut, train under every strategy as in one process."""
+"""Tests that parameters without a dimension train under every strategy as in one process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.ranks.pool import RankPool
 
 
 class ReZero(nn.Module):
-    """Bachlechner et al. 2020: a block whose part in the sum is learned."""
+    """A residual block with a learned weight (Bachlechner et al. 2020)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Scale(nn.Module):
 
 
 class Scalars(Regression):
-    """One in each block, one that is a layer of its own, one of no layer, and one that is frozen."""
+    """Scalars in each block, in a separate layer, in the root module, and a frozen scalar."""
 
     def make_network(self) -> nn.Module:
         network = nn.Sequential(ReZero(), ReZero(), Mean(), Scale(), nn.Linear(WIDTH, 1))
@@ -56,7 +56,7 @@ class Scalars(Regression):
         return prediction
 
 
-class OnlyOneIsTrained(Scalars):
+class OneTrained(Scalars):
     def make_network(self) -> nn.Module:
         network = super().make_network()
         for name, each in network.named_parameters():
@@ -64,8 +64,8 @@ class OnlyOneIsTrained(Scalars):
         return network
 
 
-class NothingElse(Regression):
-    """The model is one number."""
+class OnlyScalar(Regression):
+    """A model whose only parameter is a scalar."""
 
     def make_network(self) -> nn.Module:
         return Scale()
@@ -82,8 +82,8 @@ class SharedByBlocks(Scalars):
         return network
 
 
-class InTurns(Scalars):
-    """Samples decide which of the two numbers is used: others on other ranks, and some steps leave out one."""
+class Alternating(Scalars):
+    """Uses one of two scalars, depending on the samples, so ranks differ and some steps leave one unused."""
 
     def predict(self, x: Tensor) -> Tensor:
         numbers = (self.network.temperature, self.network[0].alpha)
@@ -98,7 +98,7 @@ class InTurns(Scalars):
         return network
 
 
-TASKS = [Scalars, OnlyOneIsTrained, NothingElse, SharedByBlocks]
+TASKS = [Scalars, OneTrained, OnlyScalar, SharedByBlocks]
 
 
 def train_each(cases: list[tuple[type[Task], Setup]]) -> list[Trained]:
@@ -111,7 +111,7 @@ def check(on_ranks: RankPool, cases: list[tuple[type[Task], Setup]]) -> None:
     for (task, setup), trained in zip(cases, first, strict=True):
         apart = distance(trained, train_bare(task, setup))
         assert max(apart.losses, apart.norms, apart.weights) < 1e-5, (task, setup, apart)
-    for other in others:  # no rank goes its own way
+    for other in others:  # all ranks have the same weights
         for ours, theirs in zip(first, other, strict=True):
             assert all(torch.equal(theirs.weights[name], each) for name, each in ours.weights.items())
 
@@ -119,7 +119,7 @@ def check(on_ranks: RankPool, cases: list[tuple[type[Task], Setup]]) -> None:
 @pytest.mark.parametrize(
     ("strategy", "num_ranks", "shard_size"), [("zero1", 2, None), ("zero3", 2, None), ("hsdp", 4, 2)]
 )
-def test_a_parameter_without_a_dimension_is_trained_as_in_one_process(
+def test_scalar_parameters_match_one_process(
     on_ranks: RankPool, strategy: str, num_ranks: int, shard_size: int | None
 ) -> None:
     setup = Setup(strategy, num_ranks, shard_size, accumulate=2, clip=0.05, num_steps=4)
@@ -128,30 +128,30 @@ def test_a_parameter_without_a_dimension_is_trained_as_in_one_process(
     check(on_ranks, [*((task, setup) for task in TASKS), (Scalars, by_value), (Scalars, unused)])
 
 
-def test_one_that_some_ranks_or_all_leave_out_of_a_step(on_ranks: RankPool) -> None:
-    """Where no rank uses it, it has no gradient, and the optimizer passes it over as in one process."""
+def test_scalar_unused_on_some_or_all_ranks(on_ranks: RankPool) -> None:
+    """If no rank uses the scalar, it has no gradient and the optimizer skips it, as in one process."""
     setup = Setup("zero3", 2, num_steps=8, micro_batch=1)
-    expected = train_bare(InTurns, setup, in_parts=True)
-    for trained in on_ranks(2, train_on_ranks, InTurns, setup):
+    expected = train_bare(Alternating, setup, in_parts=True)
+    for trained in on_ranks(2, train_on_ranks, Alternating, setup):
         apart = distance(trained, expected)
         assert max(apart.losses, apart.weights) < 1e-5, apart
 
 
 @pytest.mark.parametrize("algorithm", ["norm", "value"])
-def test_its_update_in_the_backward_waits_for_the_gradients_of_all_ranks(on_ranks: RankPool, algorithm: str) -> None:
+def test_scalar_update_in_backward_uses_the_gradients_of_all_ranks(on_ranks: RankPool, algorithm: str) -> None:
     clip = 0.05 if algorithm == "norm" else 0.01
     setup = Setup("zero3", 2, clip=clip, clip_algorithm=algorithm, num_steps=4, levers={"step_in_backward": True})
-    check(on_ranks, [(Scalars, setup), (OnlyOneIsTrained, setup)])
+    check(on_ranks, [(Scalars, setup), (OneTrained, setup)])
 
 
-def test_a_loss_scale_finds_what_is_infinite_in_either_kind(on_ranks: RankPool) -> None:
-    """The first parameter of the optimizer has no dimension, and is the same on all ranks; the others are cut."""
+def test_loss_scale_detects_infinite_gradients_of_scalars_and_shards(on_ranks: RankPool) -> None:
+    """The first parameter of the optimizer has no dimension and is identical on all ranks. The others are sharded."""
     setup = Setup("zero2", 2, precision="16-mixed", num_steps=4)
     [[trained], [other]] = on_ranks(2, train_each, [(SharedByBlocks, setup)])
     assert all(torch.equal(other.weights[name], each) for name, each in trained.weights.items())
     expected = train_bare(SharedByBlocks, replace(setup, precision="32-true"))
     assert distance(trained, expected).losses < 0.2
-    assert trained.weights["network.0.alpha"] != 0.3  # not all steps were left out
+    assert trained.weights["network.0.alpha"] != 0.3  # not all steps were skipped
 
 
 class Fitted(Scalars):
@@ -163,7 +163,7 @@ class Fitted(Scalars):
 
 
 def fit(folder: Path, num_ranks: int, num_steps: int, *, is_resumed: bool = False) -> dict[str, Tensor]:
-    """Weights, and what the optimizer keeps, by name; the run is saved in ``folder``."""
+    """Train, save in ``folder``, and return the weights and optimizer states."""
     module = Fitted()
     trainer = Trainer(
         default_root_dir=folder,
@@ -193,13 +193,13 @@ def saved_and_resumed(folder: Path) -> list[dict[str, Tensor]]:
     return [fit(folder / "whole", 2, 4), fit(folder, 2, 2), fit(folder, 2, 4, is_resumed=True)]
 
 
-def test_a_checkpoint_holds_it_as_any_strategy_does(on_ranks: RankPool, tmp_path: Path) -> None:
+def test_checkpoint_with_scalars_resumes_under_any_strategy(on_ranks: RankPool, tmp_path: Path) -> None:
     [(whole, saved, resumed), _] = on_ranks(2, saved_and_resumed, tmp_path)
     assert {"network.temperature: exp_avg", "network.0.alpha: step", "network.offset"} <= whole.keys()
     assert whole["network.temperature: exp_avg"].shape == ()
     for name, each in whole.items():
         assert torch.equal(resumed[name], each), name
-    on_one = fit(tmp_path, 1, 2, is_resumed=True)  # nothing is left to train
+    on_one = fit(tmp_path, 1, 2, is_resumed=True)  # the run is complete
     assert on_one.keys() == saved.keys()
     for name, each in saved.items():
         assert torch.equal(on_one[name], each), name

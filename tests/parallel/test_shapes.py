@@ -1,4 +1,4 @@
-"""Models of many shapes train under every strategy as they do in one process, without a word from their authors."""
+"""Tests that models of many structures train under every strategy as in one process, without changes."""
 
 from dataclasses import replace
 
@@ -17,7 +17,7 @@ WIDTH = 6
 
 
 class Regression(Task):
-    """``x [B, T, WIDTH]`` to a number for each sample."""
+    """Predicts a number for each sample of ``x [B, T, WIDTH]``."""
 
     num_tokens = 3
 
@@ -54,7 +54,7 @@ class Mean(nn.Module):
 
 
 class FrozenSome(Language):
-    """The token embedding, and all biases."""
+    """A GPT whose token embedding and biases are frozen."""
 
     def make_network(self) -> nn.Module:
         network = super().make_network()
@@ -64,7 +64,7 @@ class FrozenSome(Language):
 
 
 class FrozenBlock(Language):
-    """The first block and what comes before it, as where a pretrained model is fine-tuned."""
+    """A GPT whose embeddings and first block are frozen, as in fine-tuning."""
 
     def make_network(self) -> nn.Module:
         network = super().make_network()
@@ -74,7 +74,7 @@ class FrozenBlock(Language):
 
 
 class Uneven(Regression):
-    """First dimensions of 1, 3 and 5."""
+    """Parameters with first dimensions of 1, 3 and 5."""
 
     def make_network(self) -> nn.Module:
         mlp = [nn.Linear(WIDTH, 5), nn.Tanh(), nn.Linear(5, 3), nn.Tanh(), nn.Linear(3, 1)]
@@ -82,7 +82,7 @@ class Uneven(Regression):
 
 
 class UsedTwice(Regression):
-    """Each block runs twice in a step."""
+    """Runs each block twice per step."""
 
     def make_network(self) -> nn.Module:
         return nn.ModuleDict(
@@ -99,7 +99,7 @@ class UsedTwice(Regression):
 
 
 class RegisteredTwice(Regression):
-    """One block at two places of a Sequential, as ALBERT shares its layers."""
+    """Registers one block twice in a Sequential, as ALBERT shares its layers."""
 
     def make_network(self) -> nn.Module:
         shared, other = Residual(), Residual()
@@ -107,7 +107,7 @@ class RegisteredTwice(Regression):
 
 
 class Unused(Regression):
-    """A block, and a layer outside of all blocks, that no step uses."""
+    """Contains a block, and a layer outside the blocks, that no step uses."""
 
     def make_network(self) -> nn.Module:
         network = nn.Sequential(Residual(), Residual(), Mean(), nn.Linear(WIDTH, 1))
@@ -123,7 +123,7 @@ class Unused(Regression):
 
 
 class Bare(Regression):
-    """Parameters that belong to no layer, one of them of one element, and a buffer that is trained with."""
+    """Parameters of the root module, one with a single element, and a buffer that the forward uses."""
 
     def make_network(self) -> nn.Module:
         network = nn.Sequential(Residual(), Residual(), Mean(), nn.Linear(WIDTH, 1))
@@ -138,7 +138,7 @@ class Bare(Regression):
 
 
 class Attention(Regression):
-    """torch's own attention, which reads weights of its parts without calling them."""
+    """The attention of torch, which reads weights of submodules without calling them."""
 
     def make_network(self) -> nn.Module:
         layers = [
@@ -162,7 +162,7 @@ class Attention(Regression):
 
 
 class Recurrent(Regression):
-    """An LSTM and a GRU, which keep lists of their weights, and a cell."""
+    """An LSTM and a GRU, which store lists of their weights, and a GRU cell."""
 
     def make_network(self) -> nn.Module:
         return nn.ModuleDict(
@@ -182,7 +182,7 @@ class Recurrent(Regression):
 
 
 class Convolutions(Regression):
-    """One, two and three dimensions, transposed too; norms of groups."""
+    """Convolutions of one to three dimensions, a transposed convolution and a group norm."""
 
     def make_network(self) -> nn.Module:
         return nn.Sequential(
@@ -201,7 +201,7 @@ class Convolutions(Regression):
 
 
 class Normed(Regression):
-    """Weights that are computed from others before each forward."""
+    """A layer whose weight is computed from other parameters before each forward."""
 
     def make_network(self) -> nn.Module:
         normed = nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH))
@@ -209,7 +209,7 @@ class Normed(Regression):
 
 
 class InPlace(Regression):
-    """Adds in place to what a linear layer returned, a view where its input has more than two dimensions."""
+    """Adds in place to the output of a linear layer, which is a view if its input has more than two dimensions."""
 
     def make_network(self) -> nn.Module:
         return nn.ModuleDict(
@@ -228,7 +228,7 @@ class InPlace(Regression):
 
 
 class AloneInRoot(Regression):
-    """The whole network is one layer."""
+    """A network of one layer."""
 
     def make_network(self) -> nn.Module:
         return nn.Linear(WIDTH, 1)
@@ -239,7 +239,7 @@ class AloneInRoot(Regression):
 
 
 class ChannelsLast(Regression):
-    """Weights that lie in memory in another order: of convolutions, and a transpose."""
+    """Weights in channels_last and transposed memory formats."""
 
     def make_network(self) -> nn.Module:
         layers = [nn.Unflatten(2, (WIDTH, 1)), nn.Conv2d(self.num_tokens, 5, kernel_size=(3, 1)), nn.Flatten(1)]
@@ -273,7 +273,7 @@ LAYOUTS = [("ddp", 2), ("zero1", 2), ("zero2", 2), ("zero3", 4)]
 
 
 @pytest.mark.parametrize(("task", "layout"), covering(TASKS, LAYOUTS, per_row=2))
-def test_a_shape(on_ranks: RankPool, task: type[Task], layout: tuple[str, int]) -> None:
+def test_structure_matches_one_process(on_ranks: RankPool, task: type[Task], layout: tuple[str, int]) -> None:
     strategy, num_ranks = layout
     setup = Setup(strategy, num_ranks, accumulate=2, clip=0.5, num_steps=6)
     [trained, *_] = on_ranks(num_ranks, train_on_ranks, task, setup)
@@ -281,13 +281,15 @@ def test_a_shape(on_ranks: RankPool, task: type[Task], layout: tuple[str, int]) 
     assert max(apart.losses, apart.norms, apart.weights) < 1e-5, apart
 
 
-# Attention that is a unit gets its one input as three: what was one product in bf16 are three, each rounded.
+# Attention as a unit receives three separate inputs, so one matrix product in bf16 becomes three, each rounded.
 BF16_TOLERANCES = {Attention: 2**-8, Recurrent: 1e-5, Convolutions: 1e-5, UsedTwice: 1e-5}
 
 
 @pytest.mark.parametrize("task", BF16_TOLERANCES, ids=lambda task: task.__name__)
-def test_a_shape_in_bf16(on_ranks: RankPool, monkeypatch: pytest.MonkeyPatch, task: type[Task]) -> None:
-    """One step has no past in which roundings grow, see ``test_equivalence.py``."""
+def test_structure_in_bf16_matches_one_process(
+    on_ranks: RankPool, monkeypatch: pytest.MonkeyPatch, task: type[Task]
+) -> None:
+    """Uses a single step, because later steps amplify rounding errors. See ``test_equivalence.py``."""
     setup = Setup("zero3", 2, accumulate=2, precision="bf16-mixed", num_steps=1)
     [trained, *_] = on_ranks(2, train_on_ranks, task, setup)
     if task is Recurrent and not onednn_has_lstm(torch.bfloat16):
@@ -301,7 +303,7 @@ class Dropped(Language):
     dropout = 0.3
 
 
-def test_dropout_draws_the_same_under_every_strategy(on_ranks: RankPool) -> None:
+def test_dropout_is_identical_under_every_strategy(on_ranks: RankPool) -> None:
     setup = Setup("ddp", 2, accumulate=2, num_steps=6)
     [expected, *_] = on_ranks(2, train_on_ranks, Dropped, setup)
     for strategy in ("zero1", "zero2", "zero3"):
@@ -311,7 +313,7 @@ def test_dropout_draws_the_same_under_every_strategy(on_ranks: RankPool) -> None
 
 
 class BatchNormed(Regression):
-    """Linear layers before a norm have no bias: its exact gradient is 0, so Adam would amplify the rounding error."""
+    """Linear layers before a norm have no bias, because its exact gradient is 0 and Adam amplifies rounding errors."""
 
     def make_network(self) -> nn.Module:
         return nn.Sequential(
@@ -337,8 +339,8 @@ def train_and_show_buffers(task: type[Task], setup: Setup) -> tuple[Trained, dic
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3"])
-def test_batch_norm_normalises_over_the_micro_batch_of_each_rank(on_ranks: RankPool, strategy: str) -> None:
-    """As in a bare loop over the same micro-batches; running statistics are those of the rank's own samples."""
+def test_batch_norm_uses_the_micro_batch_of_each_rank(on_ranks: RankPool, strategy: str) -> None:
+    """Matches a plain loop over the same micro-batches. Running statistics differ between ranks."""
     setup = Setup(strategy, 2, micro_batch=4, num_steps=6)
     results = on_ranks(2, train_and_show_buffers, BatchNormed, setup)
     apart = distance(results[0][0], train_bare(BatchNormed, setup, in_parts=True))

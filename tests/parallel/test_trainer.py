@@ -1,4 +1,4 @@
-"""``Trainer.fit`` on several ranks: the same samples give the losses and weights of a bare loop in one process."""
+"""Tests that ``Trainer.fit`` on several ranks gives the losses and weights of a plain loop in one process."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,11 +13,11 @@ from tests.parallel.parity import Setup, Trained, distance, train_bare, whole_we
 from tests.parallel.tasks import Language
 from tests.ranks.pool import RankPool
 
-STEP_SAMPLES = 8  # of the global batch
+STEP_SAMPLES = 8  # samples of the global batch
 
 
 class Samples(Dataset[dict[str, Tensor]]):
-    """What ``batches_of`` gives, sample by sample."""
+    """The samples of ``batches_of``, as a dataset."""
 
     def __init__(self, setup: Setup) -> None:
         task, generator = Language(), torch.Generator().manual_seed(1)
@@ -82,13 +82,13 @@ def fit(setup: Setup) -> Trained:
         ("hsdp", 4, 2, 2),
     ],
 )
-def test_a_fit_is_a_bare_loop(
+def test_fit_matches_a_plain_loop(
     on_ranks: RankPool, strategy: str, num_ranks: int, shard_size: int | None, accumulate: int
 ) -> None:
     setup = Setup(strategy, num_ranks, shard_size, accumulate, STEP_SAMPLES // num_ranks // accumulate, clip=0.5)
     results = on_ranks(num_ranks, fit, setup)
     bare = train_bare(Language, setup)
-    bare.norms = []  # a fit logs none
+    bare.norms = []  # fit logs no norms
     apart = distance(results[0], bare)
     assert max(apart.losses, apart.weights) < 1e-5, apart
     for other in results[1:]:

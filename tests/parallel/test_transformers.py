@@ -1,4 +1,4 @@
-"""Hugging Face's models train under every strategy as they are: made from a config, no wrapper, blocks found."""
+"""Tests that Hugging Face models, created from a config, train under every strategy without changes."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,14 +19,14 @@ LENGTH = 8
 
 
 class FromConfig(Task):
-    """A language model: inputs and labels are tokens, some of them left out."""
+    """A language model whose inputs and labels are tokens. Some labels are ignored."""
 
     is_causal = True
 
     def make_batch(self, num_samples: int, generator: torch.Generator) -> Batch:
         tokens = torch.randint(VOCABULARY, (num_samples, LENGTH), generator=generator)
         labels = tokens.masked_fill(torch.rand(tokens.shape, generator=generator) < 0.3, -100)
-        labels[:, -1] = tokens[:, -1]  # each sample has a term
+        labels[:, -1] = tokens[:, -1]  # each sample has a loss term
         return {"input_ids": tokens, "labels": labels}
 
     def loss(self, batch: Batch) -> Tensor:
@@ -42,7 +42,7 @@ class FromConfig(Task):
 
 
 class GPT2(FromConfig):
-    """Its head is its token embedding."""
+    """GPT-2, whose head and token embedding are tied."""
 
     def make_network(self) -> nn.Module:
         config = transformers.GPT2Config(
@@ -85,7 +85,7 @@ class Bert(FromConfig):
 
 
 class T5(FromConfig):
-    """Encoder and decoder share an embedding."""
+    """T5, whose encoder and decoder share an embedding."""
 
     is_causal = False
 
@@ -132,17 +132,17 @@ TASKS = [GPT2, Llama, Bert, T5, ViT]
 
 
 @pytest.mark.parametrize(("task", "strategy"), covering(TASKS, ["zero2", "zero3"]))
-def test_a_model_trains_as_in_one_process(on_ranks: RankPool, task: type[FromConfig], strategy: str) -> None:
+def test_model_matches_one_process(on_ranks: RankPool, task: type[FromConfig], strategy: str) -> None:
     setup = Setup(strategy, 2, accumulate=2, clip=1.0, num_steps=5)
     [trained, *_] = on_ranks(2, train_on_ranks, task, setup)
     apart = distance(trained, train_bare(task, setup))
     assert max(apart.losses, apart.norms, apart.weights) < 1e-5, apart
 
 
-# ViT's embeddings are a unit that holds parameters of its own; these are gathered in bf16, as no layer says otherwise.
+# The embeddings of ViT are a unit with direct parameters, which are all-gathered in bf16.
 @pytest.mark.parametrize(("task", "tolerance"), [(GPT2, 1e-5), (Llama, 1e-5), (ViT, 1e-3)])
-def test_a_model_in_bf16(on_ranks: RankPool, task: type[FromConfig], tolerance: float) -> None:
-    """One step has no past in which roundings grow: see ``test_equivalence.py``."""
+def test_model_in_bf16_matches_one_process(on_ranks: RankPool, task: type[FromConfig], tolerance: float) -> None:
+    """Uses a single step, because later steps amplify rounding errors. See ``test_equivalence.py``."""
     setup = Setup("zero3", 2, precision="bf16-mixed", num_steps=1)
     [trained, *_] = on_ranks(2, train_on_ranks, task, setup)
     apart = distance(trained, train_bare(task, setup, in_parts=True))
@@ -151,9 +151,9 @@ def test_a_model_in_bf16(on_ranks: RankPool, task: type[FromConfig], tolerance: 
 
 
 @pytest.mark.parametrize(("task", "num_blocks"), [(GPT2, 2), (Llama, 2), (Bert, 2), (T5, 4), (ViT, 2)])
-def test_its_blocks_are_its_layers(task: Callable[[], FromConfig], num_blocks: int) -> None:
+def test_blocks_are_the_layers(task: Callable[[], FromConfig], num_blocks: int) -> None:
     blocks = find_blocks(task().network)
-    # Bert names its embeddings, too, among what must not be split.
+    # Bert also lists its embeddings in _no_split_modules.
     layers = [block for block in blocks if "Embeddings" not in type(block).__name__]
     assert len(layers) == num_blocks, [type(block).__name__ for block in blocks]
     assert len({type(block) for block in layers}) == 1

@@ -1,4 +1,4 @@
-"""Trainer keywords become a Plan; errors carry the keyword's name and the value as it was given."""
+"""Arguments of the Trainer are converted to a Plan. Errors contain the name and the value of the argument."""
 
 import inspect
 from typing import Any
@@ -10,7 +10,7 @@ from roomier.plan import BatchPlan, OptimizerPlan, Plan, plan_from_flags
 from roomier.plan.rules import each_error
 
 
-def test_the_defaults_of_the_keywords_are_the_defaults_of_the_plan() -> None:
+def test_default_arguments_give_the_default_plan() -> None:
     assert plan_from_flags() == Plan()
     kinds = {parameter.kind for parameter in inspect.signature(plan_from_flags).parameters.values()}
     assert kinds == {inspect.Parameter.KEYWORD_ONLY}
@@ -103,65 +103,69 @@ def test_the_defaults_of_the_keywords_are_the_defaults_of_the_plan() -> None:
         ({"compile": True}, {"compile": {"enabled": True}}),
     ],
 )
-def test_keywords_mean(keywords: dict[str, Any], values: dict[str, Any]) -> None:
+def test_arguments_are_converted(keywords: dict[str, Any], values: dict[str, Any]) -> None:
     assert plan_from_flags(**keywords) == Plan.from_dict(values)
 
 
 @pytest.mark.parametrize(
     ("keywords", "start", "advice"),
     [
-        ({"strategy": "pipeline_parallel"}, "strategy='pipeline_parallel': is not built yet", "Use strategy='zero3'"),
+        ({"strategy": "pipeline_parallel"}, "strategy='pipeline_parallel': is not implemented", "Use strategy='zero3'"),
         ({"memory_budget": "lots"}, "memory_budget='lots'", "'6GiB'"),
         ({"memory_budget": 12}, "memory_budget=12", "'22GiB'"),
         ({"strategy": {"name": "ddp", "allow": ["bf16-mixed"]}}, "strategy.allow=['bf16-mixed']", "strategy='auto'"),
-        ({"strategy": {"name": "auto", "allow": ["bf17"]}}, "strategy.allow=['bf17']: is not a precision", "bf16"),
-        ({"strategy": "DP"}, "strategy='DP': is left out", "Use strategy='ddp'"),
-        ({"strategy": {"name": "zero2", "shrd_size": 2}}, "strategy='shrd_size': is not a setting", "'shard_size'?"),
-        ({"strategy": {"name": "zero2", "shard_size": 2}}, "strategy.shard_size=2: has no meaning", "'hsdp'"),
-        ({"strategy": "single+offload"}, "strategy='single+offload': is not built yet", "optimizer='adamw8bit'"),
-        ({"strategy": "single+offlod"}, "strategy='single+offlod': '+offlod' is not known", "'offload'?"),
-        ({"strategy": 3}, "strategy=3: is not a string", "name"),
-        ({"devices": 8}, "devices=8: needs a strategy", "strategy='ddp'"),
-        ({"devices": "8"}, "devices='8': needs a strategy", "strategy='ddp'"),
-        ({"devices": "all"}, "devices='all': is not an integer", "whole number"),
-        ({"devices": [0]}, "devices=[0]: is not an integer", "whole number"),
-        ({"num_nodes": 2}, "num_nodes=2: needs a strategy", "strategy='ddp'"),
-        ({"accelerator": "tpu"}, "accelerator='tpu': is not built yet", "Use accelerator='cuda'"),
+        ({"strategy": {"name": "auto", "allow": ["bf17"]}}, "strategy.allow=['bf17']: must be a precision", "bf16"),
+        ({"strategy": "DP"}, "strategy='DP': is not supported", "Use strategy='ddp'"),
+        (
+            {"strategy": {"name": "zero2", "shrd_size": 2}},
+            "strategy='shrd_size': is an unknown setting",
+            "'shard_size'?",
+        ),
+        ({"strategy": {"name": "zero2", "shard_size": 2}}, "strategy.shard_size=2: is supported only with", "'hsdp'"),
+        ({"strategy": "single+offload"}, "strategy='single+offload': is not implemented", "optimizer='adamw8bit'"),
+        ({"strategy": "single+offlod"}, "strategy='single+offlod': '+offlod' is an unknown suffix", "'offload'?"),
+        ({"strategy": 3}, "strategy=3: must be a string", "name"),
+        ({"devices": 8}, "devices=8: must be 1 with strategy", "strategy='ddp'"),
+        ({"devices": "8"}, "devices='8': must be 1 with strategy", "strategy='ddp'"),
+        ({"devices": "all"}, "devices='all': must be an integer", "an integer"),
+        ({"devices": [0]}, "devices=[0]: must be an integer", "an integer"),
+        ({"num_nodes": 2}, "num_nodes=2: must be 1 with strategy", "strategy='ddp'"),
+        ({"accelerator": "tpu"}, "accelerator='tpu': is not implemented", "Use accelerator='cuda'"),
         ({"precision": "16-true"}, "precision='16-true': cannot train", "Use precision='16-mixed'"),
         ({"precision": "fp16-true"}, "precision='fp16-true': cannot train", "Use precision='16-mixed'"),
-        ({"precision": "bf17"}, "precision='bf17': is not known", "Did you mean 'bf16'?"),
-        ({"precision": 16.0}, "precision=16.0: is not a string", "name"),
-        ({"matmul_precision": "lowest"}, "matmul_precision='lowest': is not known", "highest"),
-        ({"gradient_clip_val": -1}, "gradient_clip_val=-1: is not above 0", "Use None"),
-        ({"gradient_clip_val": False}, "gradient_clip_val=False: is not a number", "number"),
-        ({"accumulate_grad_batches": 0}, "accumulate_grad_batches=0: is not at least 1", "Use 1"),
-        ({"memory_budget": "10KiB"}, "memory_budget='10KiB': is not at least 1.0 MiB", "22GiB"),
-        ({"accumulate_grad_batches": {4: 2}}, "accumulate_grad_batches={4: 2}: is not an integer", "number"),
-        ({"optimizer": "adamwfp8"}, "optimizer='adamwfp8': is not built yet", "adamw8bit"),
-        ({"optimizer": {"name": "soap"}}, "optimizer.name='soap': is not built yet", "adamw"),
-        ({"optimizer": {"lr": 0.1}}, "optimizer.lr=0.1: has no effect without optimizer.name", "Name the optimizer"),
-        ({"optimizer": 5}, "optimizer=5: is not a string or None", "name"),
-        ({"learning_rate": 0.1}, "learning_rate=0.1: has no effect without optimizer.name", "Name the optimizer"),
-        ({"optimizer": "sgd", "learning_rate": "0.1"}, "learning_rate='0.1': is not a number", "without quotes"),
+        ({"precision": "bf17"}, "precision='bf17': is unknown", "Did you mean 'bf16'?"),
+        ({"precision": 16.0}, "precision=16.0: must be a string", "name"),
+        ({"matmul_precision": "lowest"}, "matmul_precision='lowest': is unknown", "highest"),
+        ({"gradient_clip_val": -1}, "gradient_clip_val=-1: must be above 0", "Use None"),
+        ({"gradient_clip_val": False}, "gradient_clip_val=False: must be a number", "number"),
+        ({"accumulate_grad_batches": 0}, "accumulate_grad_batches=0: must be at least 1", "Use 1"),
+        ({"memory_budget": "10KiB"}, "memory_budget='10KiB': must be at least 1.0 MiB", "22GiB"),
+        ({"accumulate_grad_batches": {4: 2}}, "accumulate_grad_batches={4: 2}: must be an integer", "Pass an integer"),
+        ({"optimizer": "adamwfp8"}, "optimizer='adamwfp8': is not implemented", "adamw8bit"),
+        ({"optimizer": {"name": "soap"}}, "optimizer.name='soap': is not implemented", "adamw"),
+        ({"optimizer": {"lr": 0.1}}, "optimizer.lr=0.1: has no effect without optimizer.name", "Set optimizer.name"),
+        ({"optimizer": 5}, "optimizer=5: must be a string or None", "name"),
+        ({"learning_rate": 0.1}, "learning_rate=0.1: has no effect without optimizer.name", "Set optimizer.name"),
+        ({"optimizer": "sgd", "learning_rate": "0.1"}, "learning_rate='0.1': must be a number", "without quotes"),
         (
             {"optimizer": {"name": "sgd", "lr": 0.1}, "learning_rate": 0.2},
-            "learning_rate=0.2: is given by optimizer.lr as well",
-            "Keep learning_rate or optimizer.lr, not both",
+            "learning_rate=0.2: is already set by optimizer.lr",
+            "Remove learning_rate or optimizer.lr",
         ),
         (
             {"optimizer": {"name": "sgd", "schedule": "linear"}, "lr_schedule": "cosine"},
-            "lr_schedule='cosine': is given by optimizer.schedule as well",
-            "not both",
+            "lr_schedule='cosine': is already set by optimizer.schedule",
+            "Remove ",
         ),
-        ({"optimizer": "sgd", "lr_schedule": "cosin"}, "lr_schedule='cosin': is not known", "Did you mean 'cosine'?"),
+        ({"optimizer": "sgd", "lr_schedule": "cosin"}, "lr_schedule='cosin': is unknown", "Did you mean 'cosine'?"),
         (
             {"optimizer": "sgd", "lr_schedule": {"name": "cosine", "warmup": 5}},
-            "lr_schedule='warmup': is not a setting of a schedule",
+            "lr_schedule='warmup': is an unknown setting of a schedule",
             "Did you mean 'warmup_steps'?",
         ),
         (
             {"optimizer": "sgd", "lr_schedule": {"name": "cosine", "warmup_steps": -5}},
-            "lr_schedule.warmup_steps=-5: is not at least 0",
+            "lr_schedule.warmup_steps=-5: must be at least 0",
             "Use 0",
         ),
         (
@@ -169,28 +173,36 @@ def test_keywords_mean(keywords: dict[str, Any], values: dict[str, Any]) -> None
             "lr_schedule.warmup_steps=5: has no effect without a schedule",
             "'constant'",
         ),
-        ({"activation_checkpointing": "ful"}, "activation_checkpointing='ful': is not known", "'full'"),
+        ({"activation_checkpointing": "ful"}, "activation_checkpointing='ful': is unknown", "'full'"),
         ({"activation_checkpointing": "6 parsecs"}, "activation_checkpointing='6 parsecs': is not a num", "'6GiB'"),
-        ({"activation_checkpointing": 2}, "activation_checkpointing=2: is no fraction, and too few", "'6GiB'"),
-        ({"activation_checkpointing": {"every": 2}}, "activation_checkpointing='every': is not a setting", "every_n"),
-        ({"activation_checkpointing": {}}, "activation_checkpointing={}: names no policy", "'6GiB'"),
-        ({"activation_checkpointing": "50"}, "activation_checkpointing='50': is no fraction", "'6GiB'"),
-        ({"lora": {}}, "lora={}: names no rank", "{'rank': 8}"),
-        ({"lora": {"alpha": 16}}, "lora={'alpha': 16}: names no rank", "{'rank': 8}"),
-        ({"step_in_backward": 1}, "step_in_backward=1: is not a string", "quotes"),
-        ({"chunked_loss": "yes"}, "chunked_loss='yes': is not True or False", "True"),
-        ({"attention": "flash3"}, "attention='flash3': is not known", "'flash'"),
-        ({"lora": "8"}, "lora='8': is not an integer", "whole number"),
-        ({"lora": {"r": 8}}, "lora='r': is not a setting", "'rank'"),
-        ({"lora": {"rank": 8, "base": "fp4"}}, "lora.base='fp4': is not built yet", "'nf4'"),
-        ({"offload": True}, "offload=True: is not built yet", "adamw8bit"),
-        ({"offload": {"activations": "disk"}}, "offload.activations='disk': is not built yet", "'cpu'"),
-        ({"offload": {"optimizr": "cpu"}}, "offload='optimizr': is not a field", "'optimizer_states'?"),
-        ({"offload": {"a.b": "cpu"}}, "offload='a.b': is not a field", "Use one of"),
-        ({"compile": "max-autotune"}, "compile='max-autotune': is not True or False", "True or False"),
+        (
+            {"activation_checkpointing": 2},
+            "activation_checkpointing=2: must be a fraction up to 1, or at least 1.0 MiB",
+            "'6GiB'",
+        ),
+        (
+            {"activation_checkpointing": {"every": 2}},
+            "activation_checkpointing='every': is an unknown setting",
+            "every_n",
+        ),
+        ({"activation_checkpointing": {}}, "activation_checkpointing={}: must contain a policy", "'6GiB'"),
+        ({"activation_checkpointing": "50"}, "activation_checkpointing='50': must be a fraction", "'6GiB'"),
+        ({"lora": {}}, "lora={}: must contain a rank", "{'rank': 8}"),
+        ({"lora": {"alpha": 16}}, "lora={'alpha': 16}: must contain a rank", "{'rank': 8}"),
+        ({"step_in_backward": 1}, "step_in_backward=1: must be a string", "quotes"),
+        ({"chunked_loss": "yes"}, "chunked_loss='yes': must be True or False", "True"),
+        ({"attention": "flash3"}, "attention='flash3': is unknown", "'flash'"),
+        ({"lora": "8"}, "lora='8': must be an integer", "an integer"),
+        ({"lora": {"r": 8}}, "lora='r': is an unknown setting", "'rank'"),
+        ({"lora": {"rank": 8, "base": "fp4"}}, "lora.base='fp4': is not implemented", "'nf4'"),
+        ({"offload": True}, "offload=True: is not implemented", "adamw8bit"),
+        ({"offload": {"activations": "disk"}}, "offload.activations='disk': is not implemented", "'cpu'"),
+        ({"offload": {"optimizr": "cpu"}}, "offload='optimizr': is an unknown field", "'optimizer_states'?"),
+        ({"offload": {"a.b": "cpu"}}, "offload='a.b': is an unknown field", "Use one of"),
+        ({"compile": "max-autotune"}, "compile='max-autotune': must be True or False", "True or False"),
     ],
 )
-def test_a_wrong_keyword_is_refused_under_its_own_name(keywords: dict[str, Any], start: str, advice: str) -> None:
+def test_an_invalid_argument_is_rejected_with_its_name(keywords: dict[str, Any], start: str, advice: str) -> None:
     with pytest.raises(PlanError) as caught:
         plan_from_flags(**keywords)
     assert str(caught.value).startswith(start)
@@ -198,7 +210,7 @@ def test_a_wrong_keyword_is_refused_under_its_own_name(keywords: dict[str, Any],
     assert len(each_error(caught.value)) == 1
 
 
-def test_an_offloaded_strategy_is_refused_for_its_offload() -> None:
+def test_a_strategy_with_offload_is_rejected_for_its_offload() -> None:
     for spelled in ("zero3+offload", "deepspeed_stage_3_offload", "fsdp+disk"):
         with pytest.raises(PlanError) as caught:
             plan_from_flags(strategy=spelled)
@@ -207,7 +219,7 @@ def test_an_offloaded_strategy_is_refused_for_its_offload() -> None:
         assert "'adamw8bit'" in finding.action
 
 
-def test_what_keywords_and_plan_refuse_is_told_together() -> None:
+def test_errors_of_arguments_and_plan_are_reported_together() -> None:
     with pytest.raises(PlanError) as caught:
         plan_from_flags(
             strategy="dp", devices=0, optimizer={"name": "adamw", "lr": 1.0}, learning_rate=2.0, precision="fp8"
@@ -216,7 +228,7 @@ def test_what_keywords_and_plan_refuse_is_told_together() -> None:
     assert fields == ["learning_rate", "strategy", "devices", "precision"]
 
 
-def test_the_plan_keeps_nothing_of_the_keywords_but_their_meaning() -> None:
+def test_the_plan_contains_normalized_values() -> None:
     plan = plan_from_flags(optimizer={"name": "Adam", "betas": [0.9, 0.99]}, gradient_clip_val=1)
     assert plan.optimizer == OptimizerPlan("adam", options={"betas": (0.9, 0.99)})
     assert plan.batch == BatchPlan(gradient_clip_val=1.0)

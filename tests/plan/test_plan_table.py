@@ -1,4 +1,4 @@
-"""The table printed at the start of a run: short, and honest about what is exact."""
+"""The table that is printed at the start of a run."""
 
 import io
 
@@ -17,7 +17,7 @@ def line_of(plan: Plan, part: str) -> str:
     return " ".join(line.split())
 
 
-def test_the_default_says_that_everything_is_exact() -> None:
+def test_every_choice_of_the_default_plan_is_exact() -> None:
     plan = Plan()
     assert {row.part for row in rows(plan) if row.kind is None} == {"accelerator"}
     assert {row.kind for row in rows(plan) if row.kind is not None} == {Kind.EXACT}
@@ -25,17 +25,17 @@ def test_the_default_says_that_everything_is_exact() -> None:
     assert line_of(plan, "matmul").startswith("matmul highest exact")
     assert line_of(plan, "strategy").startswith("strategy single exact")
     assert line_of(plan, "clip") == "clip none exact"
-    assert line_of(plan, "optimizer") == "optimizer the module's own exact from configure_optimizers"
+    assert line_of(plan, "optimizer") == "optimizer of the module exact from configure_optimizers"
     assert str(plan).splitlines()[-1].startswith("Every choice is exact")
     assert len(str(plan).splitlines()) <= 16
 
 
-def test_what_is_not_exact_is_said_in_its_line_and_at_the_end() -> None:
+def test_inexact_choices_are_labelled_and_listed_at_the_end() -> None:
     plan = Plan(precision=PrecisionPlan("bf16-true", "high"))
     assert line_of(plan, "precision").startswith("precision bf16-true approximate")
     assert line_of(plan, "matmul").startswith("matmul high near")
     last = str(plan).splitlines()[-1]
-    assert last == "Not exact: precision bf16-true (approximate), matmul high (near); everything else is."
+    assert last == "Not exact: precision bf16-true (approximate), matmul high (near). All other choices are exact."
 
 
 @pytest.mark.parametrize(
@@ -48,26 +48,26 @@ def test_what_is_not_exact_is_said_in_its_line_and_at_the_end() -> None:
         ("bf16-true", Kind.APPROXIMATE),
     ],
 )
-def test_each_precision_carries_its_label(mode: str, kind: Kind) -> None:
+def test_each_precision_has_its_label(mode: str, kind: Kind) -> None:
     assert CHOICES["precision.mode"][mode].kind is kind
     assert [row.kind for row in rows(Plan(precision=PrecisionPlan(mode))) if row.part == "precision"] == [kind]
 
 
-def test_batch_and_optimizer_are_told_in_words() -> None:
+def test_lines_of_batch_and_optimizer() -> None:
     plan = Plan(
         batch=BatchPlan(4, 1.0),
         optimizer=OptimizerPlan("adamw", 3e-4, 0.1, {"betas": (0.9, 0.95)}, "cosine", 100, 0.1),
     )
-    told = {row.part: row.choice for row in rows(plan)}
-    assert told["accumulate"] == "4 micro-batches"
-    assert told["clip"] == "norm at most 1.0"
-    assert told["optimizer"] == "adamw lr=0.0003 weight_decay=0.1 betas=(0.9, 0.95)"
-    assert told["schedule"] == "cosine, warm-up 100 steps, to 0.1 of lr"
+    choices = {row.part: row.choice for row in rows(plan)}
+    assert choices["accumulate"] == "4 micro-batches"
+    assert choices["clip"] == "norm at most 1.0"
+    assert choices["optimizer"] == "adamw lr=0.0003 weight_decay=0.1 betas=(0.9, 0.95)"
+    assert choices["schedule"] == "cosine, warm-up 100 steps, to 0.1 of lr"
 
 
-def test_what_the_optimizer_class_decides_is_said() -> None:
+def test_defaults_of_the_optimizer_class_are_listed() -> None:
     notes = {row.part: row.note for row in rows(Plan(optimizer=OptimizerPlan("sgd", lr=0.1)))}
-    assert notes["optimizer"] == "torch.optim.SGD; its own weight_decay"
+    assert notes["optimizer"] == "torch.optim.SGD; default weight_decay"
     assert "schedule" not in notes
 
 
@@ -85,7 +85,7 @@ def test_no_line_is_wider_than_100_columns(name: str, value: str) -> None:
     assert max(map(len, plan.table({name: value}).split("\n"))) <= 100
 
 
-def test_rich_shows_the_same_cells_and_takes_no_markup_from_them() -> None:
+def test_rich_shows_the_same_cells_without_markup() -> None:
     plan = Plan(optimizer=OptimizerPlan("adamw", options={"mode": "[red]"}))
     output = io.StringIO()
     Console(file=output, width=160).print(plan)

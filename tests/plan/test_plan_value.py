@@ -1,4 +1,4 @@
-"""A Plan is a value: immutable, hashable, compared by content, folded to one spelling."""
+"""A Plan is immutable, hashable, compared by value and normalized."""
 
 import dataclasses
 import pickle
@@ -32,7 +32,7 @@ def test_equal_plans_have_equal_hashes_and_different_plans_differ() -> None:
     assert len({first, second, Plan()}) == 2
 
 
-def test_nothing_in_a_plan_can_be_changed() -> None:
+def test_a_plan_is_immutable() -> None:
     given = {"betas": [0.9, 0.95]}
     plan = Plan(optimizer=OptimizerPlan("adamw", options=given))
     given["betas"][0] = 0.5
@@ -47,7 +47,7 @@ def test_nothing_in_a_plan_can_be_changed() -> None:
         plan.optimizer.options._items = {}  # type: ignore[attr-defined]
 
 
-def test_options_spread_into_keyword_arguments_and_survive_pickle() -> None:
+def test_options_unpack_to_keyword_arguments_and_are_pickled() -> None:
     options = Options({"betas": [0.9, 0.95], "eps": 1e-8})
     assert dict(**options) == {"betas": (0.9, 0.95), "eps": 1e-8}
     assert pickle.loads(pickle.dumps(options)) == options
@@ -56,7 +56,7 @@ def test_options_spread_into_keyword_arguments_and_survive_pickle() -> None:
     assert pickle.loads(pickle.dumps(plan)) == plan
 
 
-def test_numbers_of_other_libraries_become_plain_ones() -> None:
+def test_numpy_numbers_are_converted() -> None:
     plan = Plan(
         batch=BatchPlan(accumulate_grad_batches=np.int64(4), gradient_clip_val=np.float32(0.5)),
         optimizer=OptimizerPlan(np.str_("adamw"), lr=np.float64(3e-4), options={"eps": np.float32(0.5)}),
@@ -69,7 +69,7 @@ def test_numbers_of_other_libraries_become_plain_ones() -> None:
     assert Plan.from_yaml(plan.to_yaml()) == plan
 
 
-def test_an_integer_where_a_float_is_wanted_is_converted() -> None:
+def test_an_integer_is_converted_to_float() -> None:
     clip = Plan(batch=BatchPlan(gradient_clip_val=1)).batch.gradient_clip_val
     assert (clip, type(clip)) == (1.0, float)
 
@@ -96,23 +96,23 @@ def test_an_integer_where_a_float_is_wanted_is_converted() -> None:
         ("batch.accumulate_grad_batches", 16, 16),
     ],
 )
-def test_other_spellings_fold_to_one(field: str, spelled: object, meant: object) -> None:
+def test_aliases_are_resolved(field: str, spelled: object, meant: object) -> None:
     assert canonical(field, spelled) == meant
 
 
-def test_a_part_holds_the_folded_spelling() -> None:
+def test_a_part_contains_the_canonical_spelling() -> None:
     assert PrecisionPlan(16) == PrecisionPlan("16-mixed")  # type: ignore[arg-type]
     assert ParallelPlan("fsdp").strategy == "zero3"
 
 
-def test_replace_makes_a_checked_plan() -> None:
+def test_replace_validates_the_plan() -> None:
     plan = dataclasses.replace(Plan(), precision=PrecisionPlan("bf16-mixed"))
     assert plan.precision.mode == "bf16-mixed"
     with pytest.raises(PlanError, match=r"precision\.mode='16-true'"):
         dataclasses.replace(plan, precision=PrecisionPlan("16-true"))
 
 
-def test_the_tables_of_words_agree_with_each_other_and_with_the_parts() -> None:
+def test_the_vocabulary_is_consistent_with_the_parts() -> None:
     fields = {f"{section}.{name}" for section, names in FIELDS.items() for name in names}
     assert set(CHOICES) <= fields
     assert set(REFUSED) <= set(CHOICES)
@@ -125,6 +125,6 @@ def test_the_tables_of_words_agree_with_each_other_and_with_the_parts() -> None:
         assert all(word == word.lower() for word in [*words, *refused, *aliases]), field
 
 
-def test_a_plan_is_made_without_loading_torch() -> None:
+def test_a_plan_does_not_load_torch() -> None:
     code = "import sys, roomier.plan as p; p.Plan(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

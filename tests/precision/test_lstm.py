@@ -1,4 +1,4 @@
-"""An LSTM trains in 16 bits on every CPU, with oneDNN's kernels or with torch's own."""
+"""An LSTM trains in 16 bits on every CPU, with the kernels of oneDNN or torch."""
 
 from __future__ import annotations
 

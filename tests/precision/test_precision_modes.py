@@ -1,4 +1,4 @@
-"""Each precision mode computes what the bare loop with torch's own tools computes."""
+"""Each precision mode computes the same as a bare loop with torch's tools."""
 
 import copy
 import json
@@ -108,7 +108,7 @@ def test_16_mixed_is_a_bare_scaler_loop(make_trainer, module, data, is_fused, cl
 
 
 @pytest.mark.parametrize("clip", [None, 1.0])
-def test_steps_with_infinite_gradients_are_left_out_counted_and_logged(make_trainer, module, data, tmp_path, clip):
+def test_steps_with_infinite_gradients_are_skipped_counted_and_logged(make_trainer, module, data, tmp_path, clip):
     """The loss of two steps is so large that its scaled gradient overflows."""
 
     class Overflows(Classifier):
@@ -134,8 +134,8 @@ def test_steps_with_infinite_gradients_are_left_out_counted_and_logged(make_trai
     assert [(row["step"], row["num_skipped_steps"]) for row in rows] == [(4, 1.0), (8, 2.0)]
 
 
-def test_a_first_step_that_is_left_out_gives_no_false_alarm_about_the_schedule(make_trainer, module, data):
-    """torch warns where a scheduler is stepped before the optimizer ever was; here the scaler is the reason."""
+def test_a_skipped_first_step_causes_no_warning_about_the_schedule(make_trainer, module, data):
+    """torch warns if a scheduler steps before the optimizer, which happens here because of the loss scale."""
 
     class Scheduled(Classifier):
         def configure_optimizers(self):
@@ -170,7 +170,7 @@ def test_true_modes_convert_weights_and_inputs(make_trainer, module, data, mode,
     assert module.dtype == dtype
 
 
-def test_tensors_made_in_a_true_mode_have_its_dtype(make_trainer, module, data):
+def test_new_tensors_in_a_true_mode_have_its_dtype(make_trainer, module, data):
     made = []
 
     class Makes(Classifier):
@@ -193,7 +193,7 @@ def test_the_default_rounds_nothing(make_trainer, module, data):
     assert not trainer.engine.scaler.is_on
 
 
-def test_the_matmul_mode_holds_inside_the_fit_and_is_put_back(make_trainer, module, data):
+def test_the_matmul_mode_is_set_during_the_fit_and_restored(make_trainer, module, data):
     modes = []
 
     class Looks(Classifier):
@@ -216,12 +216,12 @@ def test_the_matmul_mode_holds_inside_the_fit_and_is_put_back(make_trainer, modu
     assert torch.get_float32_matmul_precision() == before
 
 
-def test_a_mode_the_device_has_not():
+def test_a_mode_that_the_device_does_not_support_is_rejected():
     with pytest.raises(roomier.PlanError, match="precision='64-true': the device is mps"):
         precision_of("64-true", torch.device("mps"))
 
 
-def test_convert_batch_leaves_integers():
+def test_convert_batch_does_not_convert_integers():
     precision = precision_of("bf16-true", CPU)
     batch = precision.convert_batch({"x": torch.zeros(2), "label": torch.zeros(2, dtype=torch.long), "name": "a"})
     assert (batch["x"].dtype, batch["label"].dtype, batch["name"]) == (torch.bfloat16, torch.long, "a")
@@ -229,14 +229,14 @@ def test_convert_batch_leaves_integers():
     assert precision_of("bf16-mixed", CPU).convert_batch(same) is same
 
 
-def test_the_notice_about_an_optimizer_that_waits(make_trainer, module, data, capsys):
+def test_an_optimizer_that_waits_for_the_device_is_reported(make_trainer, module, data, capsys):
     class Unfused(Classifier):
         def configure_optimizers(self):
             return torch.optim.RMSprop(self.parameters())
 
     module.__class__ = Unfused
     make_trainer(max_steps=1, precision="16-mixed").fit(module, data)
-    assert "is not fused" not in capsys.readouterr().err, "a CPU has nothing to wait for"
+    assert "is not fused" not in capsys.readouterr().err, "a CPU does not wait"
     cuda = torch.device("cuda")
     facts = Facts(module, (), cuda, precision_of("16-mixed", cuda), Ranks())
     report_waiting_steps(facts, [torch.optim.AdamW(module.parameters(), fused=True)])
@@ -246,7 +246,7 @@ def test_the_notice_about_an_optimizer_that_waits(make_trainer, module, data, ca
 
 
 def test_accumulation_under_a_loss_scale(make_trainer, module, data):
-    """The gradients of all micro-batches carry the same scale and are brought back once."""
+    """The gradients of all micro-batches have the same scale and are unscaled one time."""
     bare = copy.deepcopy(module)
     optimizer = bare.configure_optimizers()
     scaler = torch.amp.GradScaler("cpu")
@@ -281,7 +281,7 @@ def test_convolutions_follow_the_matmul_mode(make_trainer, module, data, level, 
 
 
 def test_two_optimizers_clipped_before_either_steps(make_trainer):
-    """Each is unscaled once, and the scale moves once for both."""
+    """Each optimizer is unscaled one time, and the scale is updated one time for both."""
 
     class Pair(roomier.Module):
         automatic_optimization = False
@@ -318,14 +318,14 @@ def test_two_optimizers_clipped_before_either_steps(make_trainer):
         assert torch.allclose(ours, theirs - 0.1 * theirs.grad, rtol=1e-2, atol=1e-4)
 
 
-def test_a_loss_that_stays_nan_ends_a_scaled_run_too(make_trainer, module, data):
+def test_a_loss_that_stays_nan_ends_a_run_with_a_loss_scale(make_trainer, module, data):
     module.loss_scale = float("nan")
     with pytest.raises(roomier.TrainingError, match="loss=nan: is not finite at step 20"):
         make_trainer(max_steps=100, precision="16-mixed", log_every_n_steps=20).fit(module, data)
 
 
 class Counter(nn.Module):
-    """Keeps a tensor that is no buffer, and converts it itself, as metrics do."""
+    """Module that converts a tensor that is not a buffer, as metrics do."""
 
     def __init__(self):
         super().__init__()
@@ -337,7 +337,7 @@ class Counter(nn.Module):
         return self
 
 
-def test_a_module_that_converts_more_than_its_weights_is_asked_even_where_these_are_there():
+def test_a_module_converts_its_other_tensors_even_if_its_weights_have_the_dtype():
     module = nn.Sequential(nn.Linear(2, 2).bfloat16(), Counter())
     precision_of("bf16-true", CPU).convert_module(module)
     assert module[1].total.dtype is torch.bfloat16

@@ -1,4 +1,4 @@
-"""Which sizes are worth a line, by hand."""
+"""Reports of inefficient sizes, compared with manual calculations."""
 
 from __future__ import annotations
 
@@ -19,34 +19,35 @@ BF16 = Liked("bfloat16", aligned=8, tile=64)
 
 @pytest.fixture
 def gpt2() -> GPT:
-    """As OpenAI left it: 50257 tokens."""
+    """GPT-2 with the original vocabulary of 50257 tokens."""
     with torch.device("meta"):
         return GPT(GPTConfig.named("gpt2"))
 
 
-def test_the_vocabulary_of_gpt2_is_named_with_the_next_size(gpt2: GPT) -> None:
+def test_the_vocabulary_of_gpt2_is_reported_with_the_next_size(gpt2: GPT) -> None:
     (line,) = unliked_sizes(gpt2, BF16)
-    # 50257 x 768 of 85 M + 38.6 M weights that multiply
+    # 50257 x 768 of 85 M + 38.6 M weights of matmuls
     assert line == (
-        "size 50257 (output of head; 31 % of the multiplications) is no multiple of 8, which bfloat16 likes: "
-        "0.093 % of each tile of 64 is computed for nothing; 50304 would be a multiple of 64"
+        "size 50257 (output of head; 31 % of the multiplications) is not a multiple of 8, "
+        "which is inefficient in bfloat16: "
+        "0.093 % of the computation in tiles of 64 is wasted. 50304 is a multiple of 64"
     )
 
 
-def test_good_sizes_have_no_line() -> None:
+def test_efficient_sizes_are_not_reported() -> None:
     with torch.device("meta"):
         assert unliked_sizes(GPT(GPTConfig.named("gpt2", vocab_size=50304)), BF16) == []
 
 
-def test_a_size_of_many_layers_is_one_line() -> None:
+def test_a_size_of_several_layers_is_reported_in_one_line() -> None:
     with torch.device("meta"):
         layers = nn.Sequential(*(nn.Linear(1000, 1000) for _ in range(3)))
     (line,) = unliked_sizes(layers, BF16)
-    assert line.startswith("size 1000 (input of 0 and 5 more; 100 % of the multiplications) is no multiple of 64")
-    assert "2.3 % of each tile of 64 is computed for nothing; 1024 would be" in line  # 24 of 1024
+    assert line.startswith("size 1000 (input of 0 and 5 more; 100 % of the multiplications) is not a multiple of 64")
+    assert "2.3 % of the computation in tiles of 64 is wasted. 1024 is" in line  # 24 of 1024
 
 
-def test_what_hardly_counts_has_no_line() -> None:
+def test_sizes_of_small_layers_are_not_reported() -> None:
     with torch.device("meta"):
         large, small = nn.Linear(8192, 8192), nn.Linear(8192, 9)
         thin, odd = nn.Linear(64, 63), nn.Linear(4096, 4090)
@@ -56,7 +57,7 @@ def test_what_hardly_counts_has_no_line() -> None:
     assert unliked_sizes(nn.Linear(4096, 4088, device="meta"), BF16) == [], "aligned, and 0.2 % of the tiles are empty"
 
 
-def test_a_frozen_layer_counts_for_two_products_of_three() -> None:
+def test_a_frozen_layer_counts_two_of_three_matmuls() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(1024, 1001), nn.Linear(1024, 1001))
     model[0].requires_grad_(False)
@@ -85,7 +86,7 @@ def test_linear_layers_of_hugging_face_gpt2() -> None:
         (torch.device("mps"), torch.float16, "highest", None),
     ],
 )
-def test_what_devices_like(
+def test_efficient_sizes_of_devices(
     device: torch.device,
     dtype: torch.dtype,
     matmul: str,
@@ -98,18 +99,18 @@ def test_what_devices_like(
     assert (None if found is None else (found.aligned, found.tile)) == liked
 
 
-def test_a_cpu_without_matrix_units_likes_all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_sizes_are_efficient_on_a_cpu_without_matrix_units(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("roomier.core.torch_private.has_amx", lambda: False)
     assert liked_by(CPU, torch.bfloat16) is None
 
 
-def test_the_dtype_is_that_of_the_products(gpt2: GPT) -> None:
+def test_the_dtype_is_the_dtype_of_the_matmuls(gpt2: GPT) -> None:
     assert size_warnings(gpt2, precision_of("32-true", CUDA), CUDA) == []
     for mode in ("bf16-mixed", "16-mixed", "bf16-true"):
         assert len(size_warnings(gpt2, precision_of(mode, CUDA), CUDA)) == 1
 
 
-def test_a_run_tells_once(
+def test_a_run_reports_sizes_one_time(
     make_trainer: Callable[..., Trainer], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("roomier.core.torch_private.has_amx", lambda: True)

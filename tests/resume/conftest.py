@@ -1,4 +1,4 @@
-"""A small module that draws from every generator, and what tells two runs apart: the bits of their checkpoints."""
+"""A small module that draws from every generator, and a bitwise comparison of the checkpoints of two runs."""
 
 import json
 import random
@@ -15,15 +15,15 @@ from torch.utils.data import DataLoader, Dataset
 from roomier import Module, Trainer, checkpoint
 from roomier.core.rng import seed_everything
 
-NUM_SAMPLES = 22  # 11 batches of 2: windows of 4 leave a smaller last one
+NUM_SAMPLES = 22  # 11 batches of 2, so that the last window of 4 is smaller
 
 
 class Net(Module):
-    """Batch norm, dropout and noise; logs a mean, a maximum and a value of the step.
+    """Module with batch norm, dropout and noise, which logs a mean, a maximum and a value per step.
 
     Args:
-        configure: the module -> what ``configure_optimizers`` returns.
-        loss_scale: ``(batch_idx) -> float``, to make the loss explode where a test wants it.
+        configure: function of the module that returns the result of ``configure_optimizers``.
+        loss_scale: function of the batch index that returns a factor of the loss, to create infinite losses.
     """
 
     def __init__(self, configure: Callable[[nn.Module], Any] | None = None, loss_scale: Any = None) -> None:
@@ -52,7 +52,7 @@ class Net(Module):
 
 
 class Noisy(Dataset[Tensor]):
-    """Samples with random augmentation, from the three generators a data set may use."""
+    """Samples with random augmentation from the three generators that a dataset can use."""
 
     def __init__(self, num_samples: int = NUM_SAMPLES) -> None:
         self.samples = torch.randn(num_samples, 3, generator=torch.Generator().manual_seed(7))
@@ -65,7 +65,7 @@ class Noisy(Dataset[Tensor]):
 
 
 def differing(a: Any, b: Any, where: str = "") -> Iterator[str]:
-    """Where two nested states differ in a single bit."""
+    """Yield the places where two nested states are not bit-identical."""
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         same_kind = a.dtype == b.dtype and a.shape == b.shape
         bits_a, bits_b = (each.detach().contiguous().reshape(-1).view(torch.uint8) for each in (a, b))
@@ -76,7 +76,7 @@ def differing(a: Any, b: Any, where: str = "") -> Iterator[str]:
             if key in a and key in b:
                 yield from differing(a[key], b[key], f"{where}/{key}")
             else:
-                yield f"{where}/{key}: in one of the two only"
+                yield f"{where}/{key}: only in one of the two"
     elif isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
         if len(a) != len(b):
             yield f"{where}: {len(a)} items != {len(b)}"
@@ -87,7 +87,7 @@ def differing(a: Any, b: Any, where: str = "") -> Iterator[str]:
 
 
 class Runs:
-    """Fits under one folder each; every fit has a Trainer, a module and a loader of its own, and another seed."""
+    """Runs in separate folders. Every fit has a new Trainer, module and loader, and a different seed."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -102,8 +102,8 @@ class Runs:
         ckpt_path: str | Path | None = None,
         **options: Any,
     ) -> Trainer:
-        """A new run under ``folder``, or the next part of the one that is there (``ckpt_path="last"``)."""
-        # In a resumed part, what does not come from the checkpoint comes out different.
+        """Start a new run under ``folder``, or resume the existing run (``ckpt_path="last"``)."""
+        # After a resume, random numbers that do not come from the checkpoint differ.
         seed_everything(self.next_seed() if (self.root / folder).exists() else 1)
         quiet: dict[str, Any] = {"enable_progress_bar": False, "enable_model_summary": False, "log_every_n_steps": 1}
         trainer = Trainer(default_root_dir=self.root / folder, accelerator="cpu", **{**quiet, **options})
@@ -115,29 +115,29 @@ class Runs:
         return self.seed
 
     def last_state(self, folder: str) -> dict[str, Any]:
-        """The newest checkpoint under ``folder``."""
+        """Return the state in the newest checkpoint under ``folder``."""
         path = checkpoint.find_last(self.root / folder)
         assert path is not None
         return checkpoint.load(path)
 
     def rows(self, folder: str) -> list[dict[str, Any]]:
-        """The rows of ``metrics.jsonl`` without their wall clock."""
+        """Return the rows of ``metrics.jsonl`` without wall-clock times."""
         (path,) = (self.root / folder).glob("version_*/metrics.jsonl")
         rows = [json.loads(line) for line in path.read_text().splitlines()]
         return [{name: value for name, value in row.items() if name != "time"} for row in rows]
 
-    def differences(self, a: str, b: str, *, with_books: bool = True) -> list[str]:
-        """Where the newest checkpoints of two runs differ in a single bit.
+    def differences(self, a: str, b: str, *, with_ledger: bool = True) -> list[str]:
+        """Return the places where the newest checkpoints of two runs are not bit-identical.
 
         Args:
-            with_books: compare what ModelCheckpoint kept, too. A run that was stopped has saved at its stop.
+            with_ledger: also compare the ledger of ModelCheckpoint. A stopped run has an additional checkpoint.
         """
         states = [self.last_state(folder) for folder in (a, b)]
         for callbacks in (state["callbacks"] for state in states):
             for key in [key for key in callbacks if key.startswith("ModelCheckpoint")]:
-                # Each run has a folder of its own; what is removed already is no longer listed after a resume.
+                # Runs have different folders. Removed checkpoints are no longer listed after a resume.
                 del callbacks[key]["dirpath"], callbacks[key]["superseded"]
-                if not with_books:
+                if not with_ledger:
                     del callbacks[key]
         return list(differing(*states))
 

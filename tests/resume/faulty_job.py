@@ -1,7 +1,7 @@
-"""A job for torchrun of which one rank is killed: ``faulty_job.py FOLDER STRATEGY STEPS RANK AFTER_S ASYNC``.
+"""A job for torchrun in which one rank is killed: ``faulty_job.py FOLDER STRATEGY STEPS RANK AFTER_S ASYNC``.
 
-In its first attempt another process sends SIGKILL to rank RANK, AFTER_S seconds after the fit began, whatever it is
-doing then. Rank 0 notes the loss and the samples of each step in ``steps.jsonl``.
+In its first attempt, another process sends SIGKILL to rank RANK, AFTER_S seconds after the start of the fit.
+Rank 0 writes the loss and the samples of each step to ``steps.jsonl``.
 """
 
 import json
@@ -19,7 +19,7 @@ STEP_S = 0.03
 
 
 class Noted(Curve):
-    """Writes down each step, and is slow enough to be hit."""
+    """Callback that records each step, and slows the steps down so that a kill can hit them."""
 
     def __init__(self, path: Path, killed_rank: int, after_s: float) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Noted(Curve):
 
 
 def run(folder: Path, strategy: str, num_steps: int, killed_rank: int, after_s: float, kind: str) -> None:
-    """One attempt of the job, on each rank."""
+    """Run one attempt of the job on each rank."""
     train(
         folder / "runs",
         strategy,

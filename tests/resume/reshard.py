@@ -1,4 +1,4 @@
-"""One run, cut in two: the first part on some ranks under some strategy, the second on others under another."""
+"""A run in two parts: each part can have another strategy and another number of ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from roomier.callbacks import ModelCheckpoint
 from roomier.core.rng import seed_everything
 
 GLOBAL_BATCH = 8
-NUM_SAMPLES = 5 * GLOBAL_BATCH + 3  # the last of an epoch fill no batch
+NUM_SAMPLES = 5 * GLOBAL_BATCH + 3  # the last samples of an epoch do not fill a batch
 STOPS_AT, NUM_STEPS = 3, 7  # the second part passes the end of an epoch
 
 LAYOUTS: list[tuple[str, int]] = [
@@ -48,7 +48,7 @@ class Block(nn.Module):
 
 
 class Classifier(Module):
-    """Sizes that no number of ranks divides, a tied weight, a frozen one, a buffer."""
+    """Module with sizes that are not divisible by the number of ranks, a tied weight, a frozen weight and a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class Classifier(Module):
 
 
 class Curve(Callback):
-    """The loss of each step over all ranks, and the ids of the samples in it."""
+    """Callback that records the loss of each step over all ranks, and the ids of its samples."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
@@ -114,7 +114,7 @@ def train(
     every_n_train_steps: int = STOPS_AT,
     accumulate: int = 1,
 ) -> dict[str, Any]:
-    """Called on each rank: what rank 0 saw, and the paths of the checkpoints that were kept."""
+    """Train on each rank. Return the records of rank 0 and the paths of the checkpoints."""
     seed_everything(0)
     module = Classifier()
     curve = curve or Curve()

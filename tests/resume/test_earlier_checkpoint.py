@@ -1,4 +1,4 @@
-"""A checkpoint that an earlier version wrote within an epoch loads, and training continues as it did then."""
+"""Resume from a checkpoint that an earlier version wrote within an epoch, with the same result as in that version."""
 
 from pathlib import Path
 
@@ -56,5 +56,5 @@ def test_a_checkpoint_of_an_earlier_version_resumes(tmp_path: Path) -> None:
     saved = load_file(HERE / "earlier_end.safetensors")
     expected = {name.removeprefix("module."): value for name, value in saved.items()}
     torch.testing.assert_close(dict(resumed.state_dict()), expected, rtol=1e-5, atol=1e-7)
-    restored = fit(tmp_path, STEP, HERE / "earlier_checkpoint")  # nothing is left to train
+    restored = fit(tmp_path, STEP, HERE / "earlier_checkpoint")  # no steps remain
     assert not torch.equal(restored.state_dict()["net.0.weight"], expected["net.0.weight"])

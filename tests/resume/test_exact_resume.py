@@ -1,4 +1,4 @@
-"""A run that was stopped and resumed ends in the same bits as one that was not, whatever it trains with."""
+"""A run that was stopped and resumed ends bit-identical to an uninterrupted run, for many configurations."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -26,11 +26,11 @@ from roomier import Module
 Make = Callable[..., Any]
 
 
-# What the runs train with -------------------------------------------------------------------------------------------
+# Modules and schedulers ----------------------------------------------------------------------------------------------
 
 
 def scheduled(make_scheduler: Make, **config: Any) -> Make:
-    """``configure_optimizers`` with the scheduler that ``make_scheduler(optimizer)`` gives."""
+    """Return a ``configure_optimizers`` that uses the scheduler from ``make_scheduler(optimizer)``."""
 
     def configure(module: nn.Module) -> dict[str, Any]:
         optimizer = AdamW(module.parameters(), lr=0.02)
@@ -49,7 +49,7 @@ def explode_at_times(batch_idx: int) -> float:
 
 
 class Measured(Module):
-    """Logs torchmetrics objects over the epoch: a mean, a collection that shares its updates, a list of values."""
+    """Module that logs torchmetrics objects per epoch: a mean, a collection with shared updates, a list of values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class Measured(Module):
 
 
 class Adversaries(Module):
-    """Two optimizers stepped by hand, one of them every other batch."""
+    """Module with manual optimization of two optimizers, one of which steps for every other batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,11 +105,11 @@ class Adversaries(Module):
         return [AdamW(self.maker.parameters(), lr=0.01), SGD(self.judge.parameters(), lr=0.01, momentum=0.9)]
 
 
-# What they train on -------------------------------------------------------------------------------------------------
+# Data ---------------------------------------------------------------------------------------------------------------
 
 
 class Stream(IterableDataset[Tensor]):
-    """22 samples from the three global generators; it has no length and keeps no position."""
+    """Stream of 22 samples from the three global generators, without a length and without a position."""
 
     def __iter__(self) -> Iterator[Tensor]:
         for _ in range(22):
@@ -117,7 +117,7 @@ class Stream(IterableDataset[Tensor]):
 
 
 class Counting:
-    """A loader that keeps its own position."""
+    """Loader that saves its own position."""
 
     def __init__(self) -> None:
         self.next_batch = 0
@@ -144,7 +144,7 @@ def weighted(noisy: Make, **options: Any) -> DataLoader[Tensor]:
     return DataLoader(data, batch_size=2, sampler=sampler, **options)
 
 
-def batched_by_hand(noisy: Make) -> DataLoader[Tensor]:
+def with_batch_sampler(noisy: Make) -> DataLoader[Tensor]:
     class InReverse(BatchSampler):
         def __iter__(self) -> Iterator[list[int]]:
             return iter(list(super().__iter__())[::-1])
@@ -158,12 +158,13 @@ def batched_by_hand(noisy: Make) -> DataLoader[Tensor]:
 
 @dataclass
 class Situation:
-    """One row of the table: an epoch is 11 batches, and a step is a batch where nothing else is said.
+    """Row of the table. By default, an epoch has 11 batches, and a step has one batch.
 
     Attributes:
         stops: optimizer steps after which the run is stopped and resumed.
-        module: the class Net -> a module. loader: the class Noisy -> the training data.
-        validates: whether there is validation data.
+        module: function of the class Net that returns a module.
+        loader: function of the class Noisy that returns a loader.
+        validates: True if the run has validation data.
     """
 
     stops: tuple[int, ...] = (5,)
@@ -222,7 +223,7 @@ SITUATIONS = {
     "bf16-mixed": Situation(stops=(5, 11), options={"precision": "bf16-mixed"}),
     "bf16-true": Situation(stops=(5, 11), options={"precision": "bf16-true"}),
     "torchmetrics over an epoch": Situation(stops=(1, 5, 11), module=lambda net: Measured()),
-    "two optimizers by hand": Situation(stops=(6, 8), num_steps=30, module=lambda net: Adversaries()),
+    "manual optimization of two optimizers": Situation(stops=(6, 8), num_steps=30, module=lambda net: Adversaries()),
     "a list": Situation(loader=lambda noisy: list(noisy().samples.split(2)), stops=(5, 11)),
     "an iterable that is replayed": Situation(
         loader=lambda noisy: DataLoader(Stream(), batch_size=2), stops=(5, 11, 12)
@@ -230,19 +231,21 @@ SITUATIONS = {
     "an iterable with validation at its end": Situation(
         loader=lambda noisy: DataLoader(Stream(), batch_size=2), stops=(5, 11, 12), validates=True
     ),
-    "a loader that keeps its position": Situation(loader=lambda noisy: Counting(), stops=(5, 11)),
-    "a sampler of one's own": Situation(loader=weighted, stops=(5, 11)),
-    "a batch sampler of one's own": Situation(loader=batched_by_hand, stops=(5, 11)),
+    "a loader that saves its position": Situation(loader=lambda noisy: Counting(), stops=(5, 11)),
+    "a custom sampler": Situation(loader=weighted, stops=(5, 11)),
+    "a custom batch sampler": Situation(loader=with_batch_sampler, stops=(5, 11)),
     "an iterable in workers": Situation(
         loader=lambda noisy: DataLoader(Stream(), batch_size=2, num_workers=2), stops=(5, 22), num_steps=30
     ),
     "workers": Situation(loader=two_workers, stops=(5,)),
-    "workers and a sampler of one's own": Situation(loader=lambda noisy: weighted(noisy, num_workers=2), stops=(5,)),
+    "workers and a custom sampler": Situation(loader=lambda noisy: weighted(noisy, num_workers=2), stops=(5,)),
 }
 
 
 @pytest.mark.parametrize("name", SITUATIONS)
-def test_stopped_and_resumed_is_as_never_stopped(name: str, runs: Any, net: Any, noisy: Any, val_batches: Make) -> None:
+def test_stopped_and_resumed_run_is_equal_to_an_uninterrupted_run(
+    name: str, runs: Any, net: Any, noisy: Any, val_batches: Make
+) -> None:
     case = SITUATIONS[name]
     parts = {
         "make_module": lambda: case.module(net),
@@ -254,11 +257,11 @@ def test_stopped_and_resumed_is_as_never_stopped(name: str, runs: Any, net: Any,
     for stop in case.stops:
         trainer = runs.fit("resumed", **parts, max_steps=stop, ckpt_path="last", **case.options)
         assert trainer.global_step == stop
-        if trainer.run.progress.batch_idx:  # a fit that ends within an epoch tells what it measured so far
+        if trainer.run.progress.batch_idx:  # a fit that ends within an epoch logs the values so far
             told_at_stops.append(runs.rows("resumed")[-1])
     runs.fit("resumed", **parts, max_steps=case.num_steps, ckpt_path="last", **case.options)
 
-    assert runs.differences("straight", "resumed", with_books=False) == []
+    assert runs.differences("straight", "resumed", with_ledger=False) == []
     rows = runs.rows("resumed")
     for row in told_at_stops:
         rows.remove(row)

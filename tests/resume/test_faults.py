@@ -1,4 +1,4 @@
-"""A rank is killed at a random moment and torchrun restarts the job: it ends with the curve of the undisturbed run."""
+"""A rank is killed at a random moment, and torchrun restarts the job, which has the losses of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STRATEGIES = ("zero3", "zero2", "ddp", "zero1")
 
 
 def run_job(folder: Path, strategy: str, num_ranks: int, killed_rank: int, after_s: float, kind: str) -> str:
-    """Under torchrun, which restarts it; what it printed."""
+    """Run the job under torchrun, which restarts it, and return its output."""
     folder.mkdir()
     job = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}", "--max-restarts=3"]
     arguments = [str(folder), strategy, str(NUM_STEPS), str(killed_rank), str(after_s), kind]
@@ -35,7 +35,7 @@ def run_job(folder: Path, strategy: str, num_ranks: int, killed_rank: int, after
 
 def check(folder: Path, undisturbed: dict[str, Any]) -> None:
     steps = [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
-    # What was done again after the restart is what was done before it.
+    # Steps that were repeated after the restart are equal to the first ones.
     for step, loss, ids in steps:
         assert ids == undisturbed["ids"][step - 1]
         assert loss == pytest.approx(undisturbed["losses"][step - 1], rel=1e-5)
@@ -50,7 +50,7 @@ def undisturbed(on_ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 def random_fault(seed: int, num_ranks: int) -> tuple[int, float]:
-    """Which rank, and how long after the fit began; sometimes before the first checkpoint, sometimes near the end."""
+    """Return a rank and a time in seconds, between the start of the fit and shortly before its end."""
     draw = random.Random(seed)
     return draw.randrange(num_ranks), draw.uniform(0.0, 0.9 * NUM_STEPS * STEP_S)
 
@@ -58,7 +58,7 @@ def random_fault(seed: int, num_ranks: int) -> tuple[int, float]:
 @pytest.mark.parametrize(
     ("seed", "kind"), [(2, "waiting"), (3, "async"), pytest.param(4, "async", marks=pytest.mark.slow)]
 )
-def test_two_ranks_killed_and_started_again(
+def test_two_ranks_are_killed_and_restarted(
     seed: int,
     kind: str,
     undisturbed: dict[str, Any],
@@ -77,8 +77,8 @@ def test_two_ranks_killed_and_started_again(
 
 
 def test_a_job_on_two_ranks(undisturbed: dict[str, Any], tmp_path: Path) -> None:
-    told = run_job(tmp_path / "job", "zero3", 2, *random_fault(1, 2), "async")
-    assert "this job was restarted" in told
+    output = run_job(tmp_path / "job", "zero3", 2, *random_fault(1, 2), "async")
+    assert "this job was restarted" in output
     check(tmp_path / "job", undisturbed)
 
 
@@ -86,6 +86,6 @@ def test_a_job_on_two_ranks(undisturbed: dict[str, Any], tmp_path: Path) -> None
 @pytest.mark.parametrize("seed", range(20))
 def test_a_job_on_four_ranks(seed: int, undisturbed: dict[str, Any], tmp_path: Path) -> None:
     kind = "async" if seed % 3 == 0 else "waiting"
-    told = run_job(tmp_path / "job", STRATEGIES[seed % 4], 4, *random_fault(seed, 4), kind)
-    assert "this job was restarted" in told
+    output = run_job(tmp_path / "job", STRATEGIES[seed % 4], 4, *random_fault(seed, 4), kind)
+    assert "this job was restarted" in output
     check(tmp_path / "job", undisturbed)

@@ -1,4 +1,4 @@
-"""Where a run goes on, what it takes with it, and when there is nothing to go on with."""
+"""Resume of a run: its position, the restored state, and runs without steps or checkpoints to resume."""
 
 import os
 import subprocess
@@ -22,14 +22,16 @@ Make = Callable[..., Any]
 # Ends of a run ------------------------------------------------------------------------------------------------------
 
 
-def test_the_last_step_is_saved_where_it_falls_within_an_epoch(runs: Any, net: Any, shuffled: Make) -> None:
+def test_the_last_step_is_saved_within_an_epoch(runs: Any, net: Any, shuffled: Make) -> None:
     trainer = runs.fit("run", net, shuffled, max_steps=7)
     folder = Path(trainer.log_dir) / "checkpoints"
     assert [path.name for path in checkpoint.list_complete(folder)] == ["epoch=0-step=7"]
     assert checkpoint.peek(folder / "epoch=0-step=7")["progress"]["batch_idx"] == 7
 
 
-def test_the_newest_is_saved_at_the_end_beside_the_best(runs: Any, net: Any, shuffled: Make, val_batches: Make) -> None:
+def test_the_newest_checkpoint_is_saved_in_addition_to_the_best(
+    runs: Any, net: Any, shuffled: Make, val_batches: Make
+) -> None:
     saver = ModelCheckpoint(monitor="val_loss", save_last=True)
     runs.fit("run", net, shuffled, val_batches, max_steps=15, callbacks=[saver])
     assert os.path.basename(saver.last_model_path) == "epoch=1-step=15"
@@ -37,7 +39,7 @@ def test_the_newest_is_saved_at_the_end_beside_the_best(runs: Any, net: Any, shu
     assert Path(saver.dirpath, "last").resolve().name == "epoch=1-step=15"
 
 
-def test_resuming_a_finished_run_does_nothing_and_says_so(
+def test_resuming_a_finished_run_prints_a_notice(
     runs: Any, net: Any, shuffled: Make, capfd: pytest.CaptureFixture[str]
 ) -> None:
     for limits in ({"max_steps": 7}, {"max_epochs": 2}):
@@ -76,7 +78,7 @@ class Recorder(Callback):
         self.hooks.append("on_fit_end")
 
 
-def test_last_without_a_checkpoint_starts_anew_and_says_so(
+def test_last_without_a_checkpoint_starts_a_new_run_with_a_notice(
     runs: Any, net: Any, shuffled: Make, capfd: pytest.CaptureFixture[str]
 ) -> None:
     trainer = runs.fit("run", net, shuffled, max_steps=2, ckpt_path="last")
@@ -84,32 +86,28 @@ def test_last_without_a_checkpoint_starts_anew_and_says_so(
     assert "no complete checkpoint" in capfd.readouterr().err
 
 
-def test_weights_alone_cannot_be_resumed(runs: Any, net: Any, shuffled: Make) -> None:
+def test_a_checkpoint_with_only_weights_cannot_be_resumed(runs: Any, net: Any, shuffled: Make) -> None:
     saver = ModelCheckpoint(save_weights_only=True)
     runs.fit("run", net, shuffled, max_steps=2, callbacks=[saver])
     with pytest.raises(CheckpointError, match="weights only"):
         runs.fit("run", net, shuffled, max_steps=4, ckpt_path="last")
 
 
-# Saved by hand ------------------------------------------------------------------------------------------------------
+# Explicit saves -----------------------------------------------------------------------------------------------------
 
 
-def test_a_save_after_a_fit_that_ended_within_an_epoch_is_one_to_go_on_from(
-    runs: Any, net: Any, shuffled: Make
-) -> None:
-    """The end of the fit told the epoch so far; the epoch of the run that goes on still has one mean."""
+def test_a_save_after_a_fit_that_ended_within_an_epoch_can_be_resumed(runs: Any, net: Any, shuffled: Make) -> None:
+    """The end of the fit logs the incomplete epoch. The resumed run still logs one mean for the full epoch."""
     runs.fit("straight", net, shuffled, max_steps=18)
     trainer = runs.fit("saved", net, shuffled, max_steps=7, enable_checkpointing=False)
-    trainer.save_checkpoint(runs.root / "by hand")
-    runs.fit("resumed", net, shuffled, max_steps=18, ckpt_path=runs.root / "by hand")
-    assert runs.differences("straight", "resumed", with_books=False) == []
+    trainer.save_checkpoint(runs.root / "explicit")
+    runs.fit("resumed", net, shuffled, max_steps=18, ckpt_path=runs.root / "explicit")
+    assert runs.differences("straight", "resumed", with_ledger=False) == []
     assert runs.rows("resumed") == [row for row in runs.rows("straight") if row["step"] > 7]
 
 
 @pytest.mark.parametrize("hook", ["on_train_batch_end", "on_validation_end", "on_train_epoch_end"])
-def test_a_save_from_a_hook_is_one_to_go_on_from(
-    hook: str, runs: Any, net: Any, shuffled: Make, val_batches: Make
-) -> None:
+def test_a_save_from_a_hook_can_be_resumed(hook: str, runs: Any, net: Any, shuffled: Make, val_batches: Make) -> None:
     class SaveOnce(Callback):
         def __init__(self, was_saved: bool = False) -> None:
             self.was_saved = was_saved
@@ -117,21 +115,21 @@ def test_a_save_from_a_hook_is_one_to_go_on_from(
     def save(self: Any, trainer: Trainer, *_: Any) -> None:
         if trainer.global_step >= 4 and not trainer.sanity_checking and not self.was_saved:
             self.was_saved = True
-            trainer.save_checkpoint(runs.root / "by hook")
+            trainer.save_checkpoint(runs.root / "from_hook")
 
     setattr(SaveOnce, hook, save)
     validated = {"make_val": val_batches, "val_check_interval": 4}
     runs.fit("straight", net, shuffled, max_steps=18, callbacks=[SaveOnce()], **validated)
-    first = checkpoint.peek(runs.root / "by hook")["progress"]["global_step"]
+    first = checkpoint.peek(runs.root / "from_hook")["progress"]["global_step"]
     assert first == (11 if hook == "on_train_epoch_end" else 4)
     done = [SaveOnce(was_saved=True)]
-    runs.fit("resumed", net, shuffled, max_steps=18, ckpt_path=runs.root / "by hook", callbacks=done, **validated)
-    assert runs.differences("straight", "resumed", with_books=False) == []
+    runs.fit("resumed", net, shuffled, max_steps=18, ckpt_path=runs.root / "from_hook", callbacks=done, **validated)
+    assert runs.differences("straight", "resumed", with_ledger=False) == []
     assert runs.rows("resumed") == [row for row in runs.rows("straight") if row["step"] > first]
 
 
-def test_a_link_that_a_kill_left_behind_is_put_right(runs: Any, net: Any, shuffled: Make) -> None:
-    """Even where nothing is left to train: the kill may have come after the last save of all."""
+def test_an_outdated_link_after_a_kill_is_corrected(runs: Any, net: Any, shuffled: Make) -> None:
+    """The link is corrected even if no steps remain, because the kill can happen after the last save."""
 
     def saving() -> dict[str, Any]:
         return {"callbacks": [ModelCheckpoint(every_n_train_steps=5, save_last=True)], "max_steps": 10}
@@ -145,7 +143,7 @@ def test_a_link_that_a_kill_left_behind_is_put_right(runs: Any, net: Any, shuffl
     assert os.readlink(link) == "epoch=0-step=10"
 
 
-def test_last_clears_what_a_killed_save_left(runs: Any, net: Any, shuffled: Make) -> None:
+def test_last_clears_leftovers_of_a_killed_save(runs: Any, net: Any, shuffled: Make) -> None:
     trainer = runs.fit("run", net, shuffled, max_steps=2)
     folder = Path(trainer.log_dir) / "checkpoints"
     killed = subprocess.Popen([sys.executable, "-c", ""])
@@ -154,16 +152,14 @@ def test_last_clears_what_a_killed_save_left(runs: Any, net: Any, shuffled: Make
         ours = aside.with_name(aside.name.replace("alive", "step=1").replace(str(os.getpid()), str(killed.pid)))
         ours.mkdir()
         runs.fit("run", net, shuffled, max_steps=2, ckpt_path="last")
-        assert not ours.exists(), "the process that made it is dead"
-        assert aside.exists(), "a save that is running is left alone"
+        assert not ours.exists(), "the process that created it is dead"
+        assert aside.exists(), "the folder of a running save is kept"
 
 
-# What callbacks know ------------------------------------------------------------------------------------------------
+# State of callbacks -------------------------------------------------------------------------------------------------
 
 
-def test_a_run_stopped_early_goes_on_as_if_nobody_had_stopped_it(
-    runs: Any, net: Any, shuffled: Make, val_batches: Make
-) -> None:
+def test_a_run_stopped_early_resumes_exactly(runs: Any, net: Any, shuffled: Make, val_batches: Make) -> None:
     runs.fit("straight", net, shuffled, val_batches, max_epochs=4)
     stopper = EarlyStopping("val_loss", stopping_threshold=1e9)  # after the first validation
     stopped = runs.fit("resumed", net, shuffled, val_batches, max_epochs=4, callbacks=[stopper])
@@ -175,7 +171,7 @@ def test_a_run_stopped_early_goes_on_as_if_nobody_had_stopped_it(
 
 def test_patience_is_counted_across_a_resume(runs: Any, net: Any, shuffled: Make, val_batches: Make) -> None:
     def waits() -> dict[str, Any]:
-        # Nothing is ever 10 better than the first: it stops at the fourth validation.
+        # No validation is better than the first by 10, so the run stops at the fourth validation.
         return {"callbacks": [EarlyStopping("val_loss", min_delta=10.0, patience=3)], "val_check_interval": 3}
 
     assert runs.fit("straight", net, shuffled, val_batches, max_steps=50, **waits()).global_step == 14
@@ -183,10 +179,10 @@ def test_patience_is_counted_across_a_resume(runs: Any, net: Any, shuffled: Make
     trainer = runs.fit("resumed", net, shuffled, val_batches, max_steps=50, ckpt_path="last", **waits())
     assert trainer.global_step == 14
     assert trainer.early_stopping_callback.wait_count == 3
-    assert runs.differences("straight", "resumed", with_books=False) == []
+    assert runs.differences("straight", "resumed", with_ledger=False) == []
 
 
-def test_the_books_of_the_best_are_those_of_an_undisturbed_run(
+def test_the_ledger_is_equal_to_the_ledger_of_an_undisturbed_run(
     runs: Any, net: Any, shuffled: Make, val_batches: Make
 ) -> None:
     def saving() -> dict[str, Any]:
@@ -195,7 +191,7 @@ def test_the_books_of_the_best_are_those_of_an_undisturbed_run(
         return {"callbacks": [best, every], "val_check_interval": 3}
 
     straight = runs.fit("straight", net, shuffled, val_batches, max_steps=36, **saving())
-    for stop in (12, 24, 36):  # each is a save in the undisturbed run, too
+    for stop in (12, 24, 36):  # the undisturbed run also saves at these steps
         resumed = runs.fit("resumed", net, shuffled, val_batches, max_steps=stop, ckpt_path="last", **saving())
     for one, other in zip(straight.checkpoint_callbacks, resumed.checkpoint_callbacks, strict=True):
         assert one.best_k_models.keys() != {}
@@ -211,7 +207,7 @@ def test_the_books_of_the_best_are_those_of_an_undisturbed_run(
 
 
 class Numbers(Dataset[Tensor]):
-    """Sample i is i; remembers what was read."""
+    """Dataset in which sample i is i, and which records the samples that were read."""
 
     def __init__(self, num_samples: int) -> None:
         self.num_samples = num_samples
@@ -225,7 +221,7 @@ class Numbers(Dataset[Tensor]):
         return torch.full((3,), float(index))
 
 
-def test_another_batch_size_sees_each_sample_once(runs: Any, net: Any) -> None:
+def test_resume_with_another_batch_size_reads_each_sample_one_time(runs: Any, net: Any) -> None:
     before, after = Numbers(48), Numbers(48)
     runs.fit("run", net, lambda: DataLoader(before, batch_size=4, shuffle=True), max_steps=5)
     trainer = runs.fit(
@@ -248,17 +244,17 @@ def test_another_batch_size_sees_each_sample_once(runs: Any, net: Any) -> None:
 def test_validation_does_not_change_training(
     options: dict[str, Any], runs: Any, net: Any, shuffled: Make, noisy: Any
 ) -> None:
-    """Though it draws from every generator, shuffles, and logs."""
+    """The validation draws from every generator, shuffles, and logs."""
     runs.fit("without", net, shuffled, max_steps=18)
     runs.fit("with", net, shuffled, lambda: DataLoader(noisy(6), batch_size=2, shuffle=True), max_steps=18, **options)
-    told = [each for each in runs.differences("without", "with", with_books=False) if "val_loss" not in each]
-    assert told == []
+    differing = [each for each in runs.differences("without", "with", with_ledger=False) if "val_loss" not in each]
+    assert differing == []
 
 
 # Hooks ----------------------------------------------------------------------------------------------------------
 
 
-def test_what_hooks_draw_when_a_run_begins_does_not_matter(runs: Any, net: Any, shuffled: Make) -> None:
+def test_random_numbers_drawn_by_hooks_at_the_start_have_no_effect(runs: Any, net: Any, shuffled: Make) -> None:
     class Draws(Callback):
         def on_fit_start(self, trainer: Trainer, pl_module: Module) -> None:
             torch.rand(5)
@@ -269,4 +265,4 @@ def test_what_hooks_draw_when_a_run_begins_does_not_matter(runs: Any, net: Any, 
     for name, stops in (("straight", (18,)), ("resumed", (5, 11, 18))):
         for stop in stops:
             runs.fit(name, net, shuffled, max_steps=stop, ckpt_path="last", callbacks=[Draws()])
-    assert runs.differences("straight", "resumed", with_books=False) == []
+    assert runs.differences("straight", "resumed", with_ledger=False) == []

@@ -21,7 +21,7 @@ class Line(Module):
         return self.layer(batch).square().mean()
 
 
-def test_a_tilde_is_the_home_folder_wherever_a_run_takes_a_path(
+def test_a_tilde_is_expanded_in_every_path_of_a_run(
     tmp_path: Path, make_trainer: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

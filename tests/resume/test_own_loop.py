@@ -1,4 +1,4 @@
-"""A training loop of one's own on several ranks saves and goes on, as the Trainer does."""
+"""A custom training loop on several ranks saves and resumes like the Trainer."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def train(folder: Path, strategy: str, num_steps: int, path: Path | None = None)
 @pytest.mark.parametrize(
     ("before", "after"), [(("zero3", 2), ("zero2", 4)), (("ddp", 2), ("zero3", 2)), (("zero1", 4), ("ddp", 2))], ids=str
 )
-def test_it_goes_on_under_another_strategy(
+def test_resume_with_another_strategy(
     before: tuple[str, int], after: tuple[str, int], on_ranks: RankPool, tmp_path: Path
 ) -> None:
     whole = on_ranks(2, train, tmp_path / "whole", "ddp", 6)[0]

@@ -1,4 +1,4 @@
-"""A run goes on under any strategy, on any number of ranks, as if it had never stopped."""
+"""Resume with any strategy on any number of ranks, with the results of an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.ranks.pool import RankPool
 from tests.resume.conftest import differing
 from tests.resume.reshard import GLOBAL_BATCH, LAYOUTS, NUM_STEPS, STOPS_AT, Classifier, Samples, train
 
-# From one process to many and back, between strategies, between numbers of ranks, and to a layout of its own.
+# From one process to several and back, between strategies, between numbers of ranks, and to the same layout.
 COVERING = [
     (("single", 1), ("zero3", 2)),
     (("zero3", 4), ("single", 1)),
@@ -29,7 +29,7 @@ ALL = [(first, second) for first in LAYOUTS for second in LAYOUTS]
 
 @pytest.fixture(scope="module")
 def undisturbed(on_ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The run in one process that never stops."""
+    """Run in one process that is never stopped."""
     folder = tmp_path_factory.mktemp("undisturbed")
     result: dict[str, Any] = on_ranks(1, train, folder, "single", 1, NUM_STEPS)[0]
     return result
@@ -37,7 +37,7 @@ def undisturbed(on_ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.fixture(scope="module")
 def saved(on_ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """``saved(layout)``: the first part of the run under it, trained once."""
+    """Return ``saved(layout)``, which trains the first part of the run with this layout one time."""
     parts: dict[tuple[str, int], dict[str, Any]] = {}
 
     def first_part(layout: tuple[str, int]) -> dict[str, Any]:
@@ -58,13 +58,13 @@ def check(first: Any, second: Any, saved: Any, undisturbed: Any, on_ranks: RankP
     assert ended["step"] == NUM_STEPS
     assert begun["ids"] + ended["ids"] == undisturbed["ids"], "each sample once, in the same steps"
     assert len(begun["losses"] + ended["losses"]) == NUM_STEPS
-    for ours, theirs in zip(begun["losses"] + ended["losses"], undisturbed["losses"], strict=True):
-        assert ours == pytest.approx(theirs, rel=1e-5)
+    for actual, expected in zip(begun["losses"] + ended["losses"], undisturbed["losses"], strict=True):
+        assert actual == pytest.approx(expected, rel=1e-5)
     assert ended["train_loss"][0] == pytest.approx(undisturbed["train_loss"][0], rel=1e-5), "sums over a resume"
 
 
 @pytest.mark.parametrize(("first", "second"), COVERING, ids=str)
-def test_saved_under_one_layout_and_continued_under_another(
+def test_resume_with_another_layout(
     first: Any, second: Any, saved: Any, undisturbed: Any, on_ranks: RankPool, tmp_path: Path
 ) -> None:
     check(first, second, saved, undisturbed, on_ranks, tmp_path)
@@ -72,14 +72,14 @@ def test_saved_under_one_layout_and_continued_under_another(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("first", "second"), [pair for pair in ALL if pair not in COVERING], ids=str)
-def test_saved_under_any_layout_and_continued_under_any_other(
+def test_resume_with_every_pair_of_layouts(
     first: Any, second: Any, saved: Any, undisturbed: Any, on_ranks: RankPool, tmp_path: Path
 ) -> None:
     check(first, second, saved, undisturbed, on_ranks, tmp_path)
 
 
 @pytest.mark.parametrize("layout", [("zero3", 2), ("zero1", 2), ("ddp", 2)], ids=str)
-def test_under_the_same_layout_not_one_bit_differs(
+def test_resume_with_the_same_layout_is_bit_identical(
     layout: tuple[str, int], saved: Any, on_ranks: RankPool, tmp_path: Path
 ) -> None:
     strategy, num_ranks = layout
@@ -92,7 +92,7 @@ def test_under_the_same_layout_not_one_bit_differs(
         assert list(differing(ours[section], theirs[section], section)) == []
 
 
-def test_what_is_stored_does_not_depend_on_the_layout(saved: Any) -> None:
+def test_checkpoint_does_not_depend_on_the_layout(saved: Any) -> None:
     single, cut = (checkpoint.load(saved(layout)["best"]) for layout in (("single", 1), ("zero3", 2)))
     assert single["module"].keys() == cut["module"].keys()
     for name, tensor in single["module"].items():
@@ -105,7 +105,7 @@ def test_what_is_stored_does_not_depend_on_the_layout(saved: Any) -> None:
     assert list(cut["random"]) == ["0", "1"]
 
 
-def test_one_process_reads_the_weights_of_many(saved: Any) -> None:
+def test_one_process_reads_the_weights_of_several_ranks(saved: Any) -> None:
     path = saved(("zero3", 2))["best"]
     module = Classifier.load_from_checkpoint(path)
     assert module.head.weight is module.embedding.weight
@@ -127,7 +127,7 @@ def validate(folder: Path, strategy: str, num_ranks: int, path: str) -> float:
     return float(metrics["val_loss"])
 
 
-def test_any_layout_validates_what_another_saved(saved: Any, on_ranks: RankPool, tmp_path: Path) -> None:
+def test_validation_with_another_layout(saved: Any, on_ranks: RankPool, tmp_path: Path) -> None:
     path = saved(("zero3", 2))["best"]
     losses = [
         loss

@@ -1,4 +1,4 @@
-"""A resume holds no more than the training it goes on with: no rank ever has a whole model or all optimizer states."""
+"""A resume needs no more memory than the training. No rank ever has the full model or all optimizer states."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.ranks.pool import RankPool
 MIB = 2**20
 WIDTH, NUM_LAYERS = 1024, 8
 WEIGHT_BYTES = NUM_LAYERS * WIDTH * WIDTH * 4
-STATE_BYTES = 2 * WEIGHT_BYTES  # of AdamW
+STATE_BYTES = 2 * WEIGHT_BYTES  # two states of AdamW
 
 
 class Layer(nn.Module):
@@ -45,32 +45,32 @@ class Deep(Module):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
-def memory_bytes(what: str) -> int:
+def memory_bytes(field: str) -> int:
     with open("/proc/self/status") as status:
-        return next(int(line.split()[1]) for line in status if line.startswith(what)) * 1024
+        return next(int(line.split()[1]) for line in status if line.startswith(field)) * 1024
 
 
-def forget_peak() -> None:
+def reset_peak() -> None:
     gc.collect()
-    give_back_freed()  # or what was freed before would be filled, and nothing would grow
+    give_back_freed()  # otherwise freed memory would be reused, and the process would not grow
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")
 
 
 def train(folder: Path, strategy: str, num_ranks: int, max_steps: int, path: Path | None = None) -> dict[str, int]:
-    """What this rank's memory grew by while it was restored, and how large it was then and in training."""
+    """Return the memory growth of this rank during the restore, and the peaks during the restore and in training."""
     from roomier.train.opening import open_run
 
     seed_everything(0)
     restore, measured = open_run.restore, {"grown": 0, "restoring": 0}
 
     def measuring(run: Any, path: Path) -> None:
-        forget_peak()
+        reset_peak()
         before = memory_bytes("VmRSS")
         restore(run, path)
         measured["restoring"] = memory_bytes("VmHWM")
         measured["grown"] = measured["restoring"] - before
-        forget_peak()
+        reset_peak()
 
     open_run.restore = measuring
     trainer = Trainer(
@@ -94,7 +94,7 @@ def train(folder: Path, strategy: str, num_ranks: int, max_steps: int, path: Pat
 
 @pytest.fixture(scope="module")
 def saved(on_ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A checkpoint of one process, and one of four ranks."""
+    """Return a checkpoint of one process and a checkpoint of four ranks."""
     folders = {name: tmp_path_factory.mktemp(name) for name in ("single", "zero3")}
     on_ranks(1, train, folders["single"], "single", 1, 1)
     on_ranks(4, train, folders["zero3"], "zero3", 4, 1)
@@ -102,14 +102,14 @@ def saved(on_ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[
 
 
 @pytest.mark.parametrize("of", ["single", "zero3"])
-def test_four_ranks_take_their_parts_alone(of: str, saved: dict[str, Path], on_ranks: RankPool, tmp_path: Path) -> None:
+def test_four_ranks_read_only_their_shards(of: str, saved: dict[str, Path], on_ranks: RankPool, tmp_path: Path) -> None:
     for measured in on_ranks(4, train, tmp_path, "zero3", 4, 4, saved[of]):
-        # The weights are there already. Beside the states, a little for reading.
+        # The weights are already allocated. In addition to the states, reading needs a small buffer.
         assert STATE_BYTES / 4 < measured["grown"] < STATE_BYTES / 4 + 12 * MIB < STATE_BYTES / 2
         assert measured["restoring"] <= measured["training"]
 
 
-def test_one_process_reads_what_four_ranks_wrote_without_a_second_copy(
+def test_one_process_reads_a_checkpoint_of_four_ranks_without_a_second_copy(
     saved: dict[str, Path], on_ranks: RankPool, tmp_path: Path
 ) -> None:
     [measured] = on_ranks(1, train, tmp_path, "single", 1, 4, saved["zero3"])

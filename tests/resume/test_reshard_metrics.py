@@ -1,4 +1,4 @@
-"""What ranks had gathered in an epoch goes on with other ranks: torchmetrics objects, random states."""
+"""Resume within an epoch on another number of ranks: states of torchmetrics objects, and random states."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.resume.reshard import GLOBAL_BATCH, NUM_SAMPLES, Classifier, Samples
 
 
 class Measured(Classifier):
-    """Gathers the ids of the samples it saw: a mean, a maximum and all of them."""
+    """Module with metrics of the sample ids: a mean, a maximum and a list."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +72,9 @@ def train(folder: Path, num_ranks: int, max_steps: int, path: Path | None = None
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 2), (4, 1), (1, 2), (4, 2)])
-def test_an_epoch_is_measured_across_a_resume(before: int, after: int, on_ranks: RankPool, tmp_path: Path) -> None:
+def test_metrics_of_an_epoch_include_the_steps_before_a_resume(
+    before: int, after: int, on_ranks: RankPool, tmp_path: Path
+) -> None:
     steps_of_epoch = NUM_SAMPLES // GLOBAL_BATCH
     [(mean, most, seen)] = on_ranks(1, train, tmp_path / "whole", 1, steps_of_epoch)[0]
     on_ranks(before, train, tmp_path / "first", before, 3)
@@ -83,7 +85,7 @@ def test_an_epoch_is_measured_across_a_resume(before: int, after: int, on_ranks:
         assert our_seen == seen
 
 
-def test_ranks_without_a_stored_random_state_get_one_of_their_own_each_time_the_same(tmp_path: Path) -> None:
+def test_additional_ranks_get_a_different_and_reproducible_random_state(tmp_path: Path) -> None:
     seed_everything(3)
     stored = {"0": rng_state(), "1": rng_state()}
     checkpoint.save(tmp_path / "c", {"random": stored})
@@ -91,7 +93,7 @@ def test_ranks_without_a_stored_random_state_get_one_of_their_own_each_time_the_
     assert list(differing(random_state_of(1, loaded), stored["1"])) == []
     before = rng_state()
     second, third = (random_state_of(rank, loaded) for rank in (2, 3))
-    assert list(differing(rng_state(), before)) == [], "asking draws nothing"
+    assert list(differing(rng_state(), before)) == [], "computing the state draws no random numbers"
     assert list(differing(random_state_of(2, loaded), second)) == []
     for state in (second, third):
         assert list(differing(state, stored["0"]))

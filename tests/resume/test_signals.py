@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C finish the step, save, and leave; the run that goes on is the undisturbed one."""
+"""SIGTERM and Ctrl-C finish the step, save and exit. The resumed run is equal to an undisturbed run."""
 
 import os
 import signal
@@ -22,10 +22,10 @@ Make = Callable[..., Any]
 
 
 class Sender(Callback):
-    """Sends this process a signal from the hook ``where``, once ``step`` optimizer steps are done.
+    """Callback that sends a signal to this process from the hook ``where``, after ``step`` optimizer steps.
 
     Args:
-        nth: at which such call of the hook; None never sends.
+        nth: number of the call of the hook that sends the signal, counted from 1. None never sends.
     """
 
     def __init__(self, where: str, step: int, nth: int | None, number: signal.Signals) -> None:
@@ -47,11 +47,11 @@ class Stream(IterableDataset[Tensor]):
 
 @dataclass
 class Moment:
-    """When the signal comes.
+    """Time of the signal.
 
     Attributes:
-        where, step, nth: the hook, see Sender.
-        saved_step: optimizer steps done when the run leaves.
+        where, step, nth: arguments of Sender.
+        saved_step: optimizer steps that are done when the process exits.
     """
 
     where: str
@@ -70,7 +70,7 @@ def unknown_length() -> DataLoader[Tensor]:
 ACCUMULATING = {"accumulate_grad_batches": 4}
 OFTEN = {"val_check_interval": 3}
 
-# 11 batches an epoch, 3 of validation; validated at the epoch's end where nothing else is said.
+# 11 training batches and 3 validation batches per epoch. By default, validation runs at the end of the epoch.
 MOMENTS = {
     "within a step": Moment("on_before_backward", 4, 5),
     "Ctrl-C within a step": Moment("on_before_backward", 4, 5, number=signal.SIGINT),
@@ -95,7 +95,7 @@ MOMENTS = {
 
 
 @pytest.mark.parametrize("name", MOMENTS)
-def test_the_run_that_goes_on_is_the_undisturbed_one(
+def test_the_resumed_run_is_equal_to_the_undisturbed_run(
     name: str, runs: Any, net: Any, shuffled: Make, val_batches: Make, capfd: pytest.CaptureFixture[str]
 ) -> None:
     moment = MOMENTS[name]
@@ -129,13 +129,13 @@ def test_the_run_that_goes_on_is_the_undisturbed_one(
 
 
 def saved_names(root: Path) -> list[str]:
-    """What callbacks keep. The checkpoint of an interruption is nobody's, and there where no later one was saved."""
+    """Return the names of the checkpoints that callbacks saved, without checkpoints of interruptions."""
     names = [path.name for path in root.glob("version_*/checkpoints/*")]
     return sorted(name for name in names if not name.startswith("interrupted-"))
 
 
 class SenderToAll(Sender):
-    """Sends the signal to the worker processes too, from outside, as a terminal or a job scheduler does."""
+    """Callback that sends the signal to this process and its workers, as a terminal or a job scheduler does."""
 
     def send(self, trainer: Trainer, *_: Any) -> None:
         if self.nth is None or trainer.global_step < self.step:
@@ -145,12 +145,12 @@ class SenderToAll(Sender):
         assert workers
         pids = [str(pid) for pid in (os.getpid(), *workers)]
         subprocess.run(["kill", f"-{self.number.name.removeprefix('SIG')}", *pids], check=True)
-        time.sleep(0.2)  # in which a worker that ends is noticed
+        time.sleep(0.2)  # enough time to detect a worker that exits
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize(("where", "saved_step"), [("on_before_backward", 2), ("on_validation_batch_start", 3)])
-def test_workers_outlive_a_signal_to_the_whole_job(
+def test_workers_ignore_a_signal_to_all_processes_of_the_job(
     where: str, saved_step: int, number: signal.Signals, runs: Any, net: Any, noisy: Any
 ) -> None:
     def loader() -> DataLoader[Tensor]:
@@ -169,7 +169,9 @@ def test_workers_outlive_a_signal_to_the_whole_job(
     assert runs.differences("straight", "stopped") == []
 
 
-def test_an_interruption_is_kept_until_the_next_checkpoint(runs: Any, net: Any, shuffled: Make) -> None:
+def test_the_checkpoint_of_an_interruption_is_kept_until_the_next_checkpoint(
+    runs: Any, net: Any, shuffled: Make
+) -> None:
     def kept() -> list[str]:
         (folder,) = (runs.root / "run").glob("version_*/checkpoints")
         return sorted(path.name for path in folder.iterdir())
@@ -183,7 +185,7 @@ def test_an_interruption_is_kept_until_the_next_checkpoint(runs: Any, net: Any, 
     assert kept() == ["epoch=1-step=12"]
 
 
-def test_a_checkpoint_outside_the_run_folder_is_named_in_the_message(
+def test_a_checkpoint_outside_the_run_folder_is_reported(
     runs: Any, net: Any, shuffled: Make, capfd: pytest.CaptureFixture[str]
 ) -> None:
     saver = ModelCheckpoint(dirpath=runs.root / "elsewhere", every_n_train_steps=4)
@@ -196,7 +198,7 @@ def test_a_checkpoint_outside_the_run_folder_is_named_in_the_message(
     assert trainer.global_step == 18
 
 
-def test_weights_alone_are_not_taken_for_a_saved_run(runs: Any, net: Any, shuffled: Make) -> None:
+def test_a_checkpoint_with_only_weights_does_not_count_as_a_saved_run(runs: Any, net: Any, shuffled: Make) -> None:
     saver = ModelCheckpoint(save_weights_only=True, every_n_train_steps=4)
     with pytest.raises(SystemExit):
         runs.fit(
@@ -209,7 +211,7 @@ def test_weights_alone_are_not_taken_for_a_saved_run(runs: Any, net: Any, shuffl
     assert "optimizers" in runs.last_state("run")
 
 
-def test_without_checkpointing_it_says_that_nothing_was_saved(
+def test_without_checkpointing_a_notice_reports_that_no_checkpoint_was_saved(
     runs: Any, net: Any, shuffled: Make, capfd: pytest.CaptureFixture[str]
 ) -> None:
     sender = Sender("on_train_batch_end", 4, 1, signal.SIGTERM)
@@ -243,7 +245,7 @@ def test_before_and_after_training(
     assert message in capfd.readouterr().err
 
 
-def test_in_the_last_step_the_run_is_finished_first(
+def test_a_signal_in_the_last_step_finishes_the_run_first(
     runs: Any, net: Any, shuffled: Make, capfd: pytest.CaptureFixture[str]
 ) -> None:
     for folder, nth in (("straight", None), ("stopped", 1)):
@@ -259,7 +261,7 @@ def test_in_the_last_step_the_run_is_finished_first(
     assert runs.rows("stopped") == runs.rows("straight")
 
 
-def test_a_signal_ends_a_validation_alone(
+def test_a_signal_ends_a_separate_validation(
     runs: Any, net: Any, val_batches: Make, capfd: pytest.CaptureFixture[str]
 ) -> None:
     sender = Sender("on_validation_batch_end", 0, 1, signal.SIGINT)
@@ -273,7 +275,7 @@ def test_a_signal_ends_a_validation_alone(
 @pytest.mark.parametrize(
     ("second", "kind"), [(signal.SIGTERM, SystemExit), (signal.SIGINT, KeyboardInterrupt)], ids=["TERM", "INT"]
 )
-def test_a_second_signal_ends_at_once(
+def test_a_second_signal_exits_immediately(
     second: signal.Signals, kind: type[BaseException], runs: Any, net: Any, shuffled: Make
 ) -> None:
     class Impatient(Callback):
@@ -285,11 +287,11 @@ def test_a_second_signal_ends_at_once(
                 os.kill(os.getpid(), second)
 
         def on_after_backward(self, trainer: Trainer, *_: Any) -> None:
-            assert trainer.global_step < 4, "the step went on"
+            assert trainer.global_step < 4, "the step continued"
 
     handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     every = ModelCheckpoint(every_n_train_steps=3)
     with pytest.raises(kind):
         runs.fit("run", net, shuffled, max_steps=18, callbacks=[Impatient(), every])
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == handlers
-    assert runs.last_state("run")["progress"]["global_step"] == 3, "what was saved before is still there"
+    assert runs.last_state("run")["progress"]["global_step"] == 3, "the earlier checkpoint still exists"

@@ -1,8 +1,8 @@
-"""Trains in forked children, kills each with SIGKILL, resumes it, and checks what is left. Run by test_kill.py.
+"""Train in forked children, kill each with SIGKILL, resume, and check the checkpoints. Run by test_kill.py.
 
-``python trained_and_killed.py ROOT SEED NUM_KILLS``. One process imports torch; the children are its forks, so a round
-takes a fraction of a second. While a child trains, its checkpoints are read from here. Prints one JSON object and exits
-with an error when anything is lost, half-written, or different from the undisturbed run.
+``python trained_and_killed.py ROOT SEED NUM_KILLS``. One process imports torch and forks the children, so a round
+takes a fraction of a second. The parent process reads the checkpoints while a child trains. The program prints one
+JSON object, and exits with an error if data is lost, incomplete, or different from the undisturbed run.
 """
 
 import itertools
@@ -25,7 +25,7 @@ from roomier.callbacks import ModelCheckpoint
 
 NUM_STEPS = 125  # five epochs
 SAVE_EVERY = 5
-WIDTH = 256  # some megabytes with the states of AdamW: long enough a save to be killed in
+WIDTH = 256  # some megabytes with the states of AdamW, so that a kill can hit a save
 
 
 # The training -------------------------------------------------------------------------------------------------------
@@ -53,7 +53,7 @@ class Net(Module):
 
 
 class Reporting(ModelCheckpoint):
-    """Tells the pipe which step a child begins at, and what is committed."""
+    """ModelCheckpoint that reports the first step of a child and the committed checkpoints to a pipe."""
 
     def __init__(self, pipe: int, **options: object) -> None:
         super().__init__(**options)
@@ -75,14 +75,14 @@ def report(pipe: int, line: str) -> None:
 
 
 def train(root: Path, pipe: int, seed: int) -> None:
-    """One fit to the end, going on with what stands under ``root``."""
+    """Train to the end, after resuming the run under ``root``."""
 
-    def tell_saving(event: str, arguments: tuple) -> None:
+    def report_saving(event: str, arguments: tuple) -> None:
         if event == "os.mkdir" and ".tmp-" in str(arguments[0]):
             report(pipe, "saving")
 
-    sys.addaudithook(tell_saving)
-    # Another seed for every part: what a resumed run draws must come from its checkpoint.
+    sys.addaudithook(report_saving)
+    # Every part has another seed, so the random numbers of a resumed run must come from its checkpoint.
     seed_everything(seed)
     samples = torch.randn(100, 8, generator=torch.Generator().manual_seed(0))
     trainer = Trainer(
@@ -102,7 +102,7 @@ def train(root: Path, pipe: int, seed: int) -> None:
 
 
 class Child:
-    """A fork that trains. Reads what it reports."""
+    """Forked process that trains, with the pipe from which its reports are read."""
 
     def __init__(self, root: Path, seed: int) -> None:
         self.root = root
@@ -128,7 +128,7 @@ class Child:
             os._exit(status)
 
     def read(self, timeout_s: float) -> bool:
-        """Take in what it reported, waiting at most so long for more; False when it is gone."""
+        """Read reports, with a maximum wait of ``timeout_s``. Return False if the process has exited."""
         if not select.select([self.reader], [], [], timeout_s)[0]:
             return True
         received = os.read(self.reader, 65536)
@@ -137,7 +137,7 @@ class Child:
         return bool(received)
 
     def wait(self) -> int:
-        """Its wait status, everything it reported read."""
+        """Read all reports and return the wait status."""
         while self.read(60.0):
             pass
         os.close(self.reader)
@@ -148,11 +148,11 @@ class Child:
         return numbers[-1] if numbers else None
 
 
-# What must hold -----------------------------------------------------------------------------------------------------
+# Checks --------------------------------------------------------------------------------------------------------------
 
 
 def rows_of(run_folder: Path) -> list[dict]:
-    """The whole rows of the log, without their wall clock; a kill may have torn the last."""
+    """Return the complete rows of the log without wall-clock times. A kill can truncate the last row."""
     text = (run_folder / "metrics.jsonl").read_text()
     rows = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
     return [{name: value for name, value in row.items() if name != "time"} for row in rows]
@@ -162,8 +162,8 @@ def step_of(path: Path | None) -> int:
     return 0 if path is None else checkpoint.peek(path)["progress"]["global_step"]
 
 
-def read_beside(root: Path) -> int:
-    """Verify all checkpoints under ``root`` while a child may replace or remove them; how many were read whole."""
+def read_meanwhile(root: Path) -> int:
+    """Verify all checkpoints under ``root``, which a child can replace meanwhile. Return how many were verified."""
     num_read = 0
     for folder in root.glob("version_*/checkpoints"):
         for path in checkpoint.list_complete(folder):
@@ -172,33 +172,33 @@ def read_beside(root: Path) -> int:
                 checkpoint.verify(path)
                 num_read += 1
             except (CheckpointError, FileNotFoundError):
-                is_still_there = (
+                still_exists = (
                     path.exists() and path.stat().st_ino == identity and path in checkpoint.list_complete(folder)
                 )
-                assert not is_still_there, f"{path} was listed as complete and is not"
+                assert not still_exists, f"{path} was listed as complete and is not"
     return num_read
 
 
 def check_nothing_lost(root: Path, committed: int, reference: list[dict]) -> None:
-    """After a kill: what was committed is there and whole, and so is all that it counts on."""
+    """Check after a kill that the committed checkpoint and all checkpoints in its ledger are complete."""
     last = checkpoint.find_last(root)
-    assert step_of(last) >= committed, f"committed was step {committed}, left is {last}"
+    assert step_of(last) >= committed, f"step {committed} was committed, but {last} was found"
     if last is None:
         return
     checkpoint.verify(last)
-    (books,) = (state for key, state in checkpoint.peek(last)["callbacks"].items() if key.startswith("Reporting"))
-    for name, _score in books["kept"]:
+    (ledger,) = (state for key, state in checkpoint.peek(last)["callbacks"].items() if key.startswith("Reporting"))
+    for name, _score in ledger["kept"]:
         checkpoint.verify(last.parent / name)
     link = last.parent / "last"
     if link.is_symlink():
         checkpoint.verify(link)
     rows = rows_of(last.parent.parent)
-    assert rows == reference[: len(rows)], "the rows are not those of the undisturbed run"
+    assert rows == reference[: len(rows)], "the rows differ from the undisturbed run"
     assert rows[-1]["step"] >= step_of(last)
 
 
 def check_same(root: Path, reference_root: Path) -> None:
-    """After the end: the log, the last checkpoint and the folders are those of the undisturbed run."""
+    """Check at the end that the log, the last checkpoint and the folders are equal to the undisturbed run."""
     ends = [checkpoint.find_last(each) for each in (reference_root, root)]
     folders = [end.parent.parent for end in ends]
     assert rows_of(folders[0]) == rows_of(folders[1])
@@ -206,7 +206,7 @@ def check_same(root: Path, reference_root: Path) -> None:
     for part in ("module", "optimizers", "schedulers", "progress", "random", "data", "results"):
         assert_same(states[0][part], states[1][part], part)
     names = [sorted(path.name for path in (folder / "checkpoints").iterdir()) for folder in folders]
-    assert names[0] == names[1], f"not the folders of the undisturbed run: {names}"
+    assert names[0] == names[1], f"the folders differ from the undisturbed run: {names}"
     stale = [path for folder in root.glob("version_*/checkpoints") for path in folder.glob(".*")]
     assert not stale, f"left behind by kills: {stale}"
     assert os.readlink(folders[1] / "checkpoints" / "last") == ends[1].name
@@ -231,17 +231,17 @@ def assert_same(a: object, b: object, where: str) -> None:
 
 
 def watch(child: Child, kind: str, chance: random.Random) -> int:
-    """Wait for the moment to strike, reading the child's checkpoints meanwhile; how many were read whole."""
+    """Wait for the time of the kill and verify the child's checkpoints meanwhile. Return how many were verified."""
     num_read = 0
     if kind == "in a save":
         nth = chance.randint(1, 4)
         while child.lines.count("saving") < nth and child.read(0.001):
-            num_read += read_beside(child.root)
+            num_read += read_meanwhile(child.root)
         time.sleep(chance.uniform(0.0, 0.02))
         return num_read
     deadline_s = time.monotonic() + chance.uniform(0.0, 0.7)
     while time.monotonic() < deadline_s and child.read(0.02):
-        num_read += read_beside(child.root)
+        num_read += read_meanwhile(child.root)
     return num_read
 
 
@@ -249,51 +249,51 @@ def is_killed_in_save(child: Child) -> bool:
     return bool(child.lines) and child.lines[-1] == "saving"
 
 
-def import_what_is_imported_on_first_use(root: Path) -> None:
-    """Some seconds, which no child has to spend again. Nothing here starts a thread that a fork would lack."""
+def import_late_modules(root: Path) -> None:
+    """Import late modules one time before the forks. No thread is started, because forks have no threads."""
     torch.optim.AdamW(nn.Linear(1, 1).parameters())
     checkpoint.save(root / "warm", {"module": {"weight": torch.zeros(1)}})
     checkpoint.load(root / "warm")
 
 
 def main(root: Path, seed: int, num_kills: int) -> None:
-    import_what_is_imported_on_first_use(root)
+    import_late_modules(root)
     chance = random.Random(seed)
     reference_root = root / "undisturbed"
     assert Child(reference_root, seed=1).wait() == 0, "see undisturbed.log"
     reference = rows_of(checkpoint.find_last(reference_root).parent.parent)
 
-    told = {"kills": 0, "kills_in_save": 0, "terminations": 0, "runs": 0, "resumed_at": [], "num_read_beside": 0}
+    found = {"kills": 0, "kills_in_save": 0, "terminations": 0, "runs": 0, "resumed_at": [], "num_read_meanwhile": 0}
     seeds = itertools.count(2)
-    while told["kills"] < num_kills:
-        run_root = root / f"run-{told['runs']}"
-        told["runs"] += 1
+    while found["kills"] < num_kills:
+        run_root = root / f"run-{found['runs']}"
+        found["runs"] += 1
         committed, is_done = 0, False
         while not is_done:
             expected_step = step_of(checkpoint.find_last(run_root)) if run_root.exists() else 0
             child = Child(run_root, seed=1 if expected_step == 0 else next(seeds))
-            if told["kills"] < num_kills:
+            if found["kills"] < num_kills:
                 kind = chance.choice(("any time", "any time", "in a save", "in a save", "SIGTERM"))
-                told["num_read_beside"] += watch(child, kind, chance)
+                found["num_read_meanwhile"] += watch(child, kind, chance)
                 os.kill(child.pid, signal.SIGTERM if kind == "SIGTERM" else signal.SIGKILL)
             status = child.wait()
             began = child.last_number("began")
-            assert began is None or began == expected_step, f"began at {began}, not at {expected_step}"
+            assert began is None or began == expected_step, f"began at {began} instead of {expected_step}"
             if began:
-                told["resumed_at"].append(began)
+                found["resumed_at"].append(began)
             committed = max(committed, child.last_number("saved") or 0)
             if os.WIFSIGNALED(status):
                 assert os.WTERMSIG(status) in (signal.SIGKILL, signal.SIGTERM)
-                told["kills"] += os.WTERMSIG(status) == signal.SIGKILL
-                told["kills_in_save"] += is_killed_in_save(child)
+                found["kills"] += os.WTERMSIG(status) == signal.SIGKILL
+                found["kills_in_save"] += is_killed_in_save(child)
             elif os.WEXITSTATUS(status) == 128 + signal.SIGTERM:
-                told["terminations"] += 1
+                found["terminations"] += 1
             else:
                 assert status == 0, f"a child failed: see {run_root.name}.log"
                 is_done = True
             check_nothing_lost(run_root, committed, reference)
         check_same(run_root, reference_root)
-    print(json.dumps(told))
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -107,7 +107,7 @@ def test_overridden_backward_runs_once(make_trainer: MakeTrainer) -> None:
 def test_manual_optimization_is_rejected(make_trainer: MakeTrainer) -> None:
     module = Net()
     module.automatic_optimization = False
-    with pytest.raises(PlanError, match=r"step_in_backward='exact': is not supported with manual optimization"):
+    with pytest.raises(PlanError, match=r"step_in_backward='exact': is not supported with manual"):
         make_trainer(step_in_backward=True, max_steps=1).fit(module, loader())
 
 

@@ -1,7 +1,6 @@
 """Training on several ranks with modules, data and callbacks that cannot be pickled, because none of them is sent."""
 
 import pickle
-import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,7 +24,7 @@ def make_unpicklable() -> dict[str, Any]:
         "lock": threading.Lock(),
         "function": lambda x: x,
         "generator": numbers(),
-        "file": tempfile.TemporaryFile(),
+        "memory view": memoryview(b""),
         "local class": type("Local", (), {})(),
     }
 
@@ -75,7 +74,6 @@ def fit_and_predict(root: Path, strategy: str) -> tuple[float, int, list[str]]:
     module, data = Module(), DataLoader(Samples(), batch_size=2)
     trainer = roomier.Trainer(
         strategy=strategy,
-        memory_budget="1GiB" if strategy == "auto" else None,
         devices=2,
         accelerator="cpu",
         max_epochs=2,
@@ -91,7 +89,7 @@ def fit_and_predict(root: Path, strategy: str) -> tuple[float, int, list[str]]:
     return float(trainer.callback_metrics["val_loss"]), len(predicted), sorted(each.name for each in best.iterdir())
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero3", "auto"])
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
 def test_unpicklable_objects_on_several_ranks(on_ranks: RankPool, tmp_path: Path, strategy: str) -> None:
     for each in make_unpicklable().values():
         with pytest.raises((TypeError, AttributeError, pickle.PicklingError)):

@@ -1,4 +1,4 @@
-"""What a copy of a Trainer is, and what goes to another process where a DataModule is sent there."""
+"""Copies of a Trainer, and of a Trainer that is sent to another process with its DataModule."""
 
 import copy
 import pickle
@@ -28,8 +28,8 @@ class Data(roomier.DataModule):
         return [torch.ones(2, 3)] * 3
 
 
-class SentAway(roomier.Callback):
-    """Sends the DataModule to another process in the second epoch, as worker processes that are spawned do."""
+class SendDataModule(roomier.Callback):
+    """Sends the DataModule to another process in the second epoch, like spawned worker processes."""
 
     received: Any = None
 
@@ -43,7 +43,7 @@ def anew(trainer: Any) -> Any:
 
 
 @pytest.mark.parametrize("made", [copy.deepcopy, anew])
-def test_a_copy_has_the_settings_and_has_not_run(make_trainer, made):
+def test_a_copy_has_the_settings_and_no_run(make_trainer, made):
     trainer = make_trainer(max_epochs=2, accumulate_grad_batches=2, callbacks=[roomier.callbacks.EarlyStopping("loss")])
     assert made(trainer).max_epochs == 2
     trainer.callbacks = []
@@ -57,9 +57,9 @@ def test_a_copy_has_the_settings_and_has_not_run(make_trainer, made):
     assert copied.run is not trainer.run
 
 
-def test_a_datamodule_can_be_sent_to_a_worker_process_in_a_run(make_trainer):
-    """A loader of its own, with a method of it as collate_fn, is sent there with the Trainer it knows."""
-    callback = SentAway()
+def test_a_datamodule_is_sent_to_a_worker_process_during_a_run(make_trainer):
+    """The collate_fn is a method of the DataModule, so the DataModule and its Trainer are sent with the loader."""
+    callback = SendDataModule()
     trainer = make_trainer(max_epochs=2, logger=True, enable_progress_bar=True, callbacks=[callback])
     trainer.fit(Line(), datamodule=Data())
     there = callback.received.trainer

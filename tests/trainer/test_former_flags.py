@@ -1,4 +1,4 @@
-"""Flags of 2020 and 2021 are told in today's spelling, with the values that were given; that spelling runs."""
+"""Errors about arguments of 2020 and 2021 show the current call with the given values, and this call works."""
 
 from typing import Any
 
@@ -9,14 +9,14 @@ from roomier.core.errors import RoomierError
 
 
 class DeepSpeedPlugin:
-    """Stands for the one of then."""
+    """Represents the former plugin."""
 
     def __init__(self, **settings: Any) -> None:
         vars(self).update(settings)
 
 
 class DDPStrategy:
-    """Stands for Lightning's."""
+    """Represents the class of Lightning."""
 
     _ddp_kwargs = {"find_unused_parameters": True}  # noqa: RUF012
 
@@ -57,7 +57,7 @@ SPELLED = [
 
 
 @pytest.mark.parametrize(("flags", "today"), SPELLED, ids=[str(flags)[:60] for flags, _ in SPELLED])
-def test_a_former_flag_is_told_in_todays_spelling(flags: dict[str, Any], today: str) -> None:
+def test_the_error_shows_the_current_call(flags: dict[str, Any], today: str) -> None:
     with pytest.raises(RoomierError) as caught:
         roomier.Trainer(**flags)
     assert f"Write Trainer({today})." in str(caught.value)
@@ -65,40 +65,46 @@ def test_a_former_flag_is_told_in_todays_spelling(flags: dict[str, Any], today: 
 
 
 @pytest.mark.parametrize("today", [today for _, today in SPELLED if "gpu" not in today])
-def test_todays_spelling_is_taken(today: str) -> None:
+def test_the_current_call_is_accepted(today: str) -> None:
     trainer = eval(f"roomier.Trainer({today})", {"roomier": roomier})
     assert isinstance(trainer, roomier.Trainer)
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "remark"),
     [
         ({"gpus": [0, 2]}, "CUDA_VISIBLE_DEVICES=0,2"),
         ({"gpus": "0, 2"}, "CUDA_VISIBLE_DEVICES=0,2"),
-        ({"tpu_cores": 8}, "it runs on 'cuda', 'mps' and 'cpu'"),
+        ({"tpu_cores": 8}, "roomier supports 'cuda', 'mps' and 'cpu'"),
         ({"plugins": DeepSpeedPlugin(stage=2, cpu_offload=True)}, "optimizer='adamw8bit'"),
-        ({"plugins": [object()]}, "Write what it stands for"),
-        ({"devices": [1, 3], "strategy": "ddp"}, "Write devices=2; the environment variable CUDA_VISIBLE_DEVICES"),
-        ({"devices": "1,3", "strategy": "ddp"}, "Write devices=2; the environment variable CUDA_VISIBLE_DEVICES"),
+        ({"plugins": [object()]}, "Use the argument that replaces it"),
+        (
+            {"devices": [1, 3], "strategy": "ddp"},
+            "Write devices=2, and select the devices with the environment variable CUDA_VISIBLE_DEVICES",
+        ),
+        (
+            {"devices": "1,3", "strategy": "ddp"},
+            "Write devices=2, and select the devices with the environment variable CUDA_VISIBLE_DEVICES",
+        ),
     ],
 )
-def test_what_cannot_be_spelled_is_said_beside(flags: dict[str, Any], said: str) -> None:
+def test_the_error_has_remarks(flags: dict[str, Any], remark: str) -> None:
     with pytest.raises(RoomierError) as caught:
         roomier.Trainer(**flags)
-    assert said in str(caught.value)
+    assert remark in str(caught.value)
 
 
 @pytest.mark.parametrize("devices", [[0, 1], (0, 1), "0,1", "2", 2])
-def test_the_first_devices_are_their_number(devices: Any) -> None:
+def test_a_list_of_the_first_devices_is_their_number(devices: Any) -> None:
     assert roomier.Trainer(accelerator="cpu", strategy="ddp", devices=devices).num_devices == 2
 
 
-def test_all_devices_are_minus_one(capsys: pytest.CaptureFixture[str]) -> None:
+def test_minus_one_is_all_devices(capsys: pytest.CaptureFixture[str]) -> None:
     assert roomier.Trainer(accelerator="cpu", strategy="ddp", devices=-1).num_devices == 1
-    assert "one process on this machine" in capsys.readouterr().err
+    assert "starts one process on this machine" in capsys.readouterr().err
 
 
-def test_values_that_ask_for_what_is_done_anyway_are_taken() -> None:
+def test_values_that_equal_the_behavior_are_accepted() -> None:
     roomier.Trainer(sync_batchnorm=False, use_distributed_sampler=True, plugins=None, barebones=False)
     with pytest.raises(RoomierError, match="convert_sync_batchnorm"):
         roomier.Trainer(sync_batchnorm=True)

@@ -1,4 +1,4 @@
-"""``trainer.strategy``: what callbacks ask of the ranks."""
+"""``trainer.strategy``: the ranks and the device under Lightning's names."""
 
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,10 @@ def asked_of_the_strategy() -> list[Any]:
         enable_progress_bar=False,
         enable_model_summary=False,
         num_sanity_val_steps=0,
-        callbacks=[Asks()],
+        callbacks=[CallsStrategy()],
     )
     trainer.fit(Plain(), [torch.ones(2, 1)] * 2)
-    return Asks.answers
+    return CallsStrategy.answers
 
 
 class Plain(roomier.Module):
@@ -40,14 +40,14 @@ class Plain(roomier.Module):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-class Asks(roomier.Callback):
+class CallsStrategy(roomier.Callback):
     answers: list[Any]
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         strategy, rank = trainer.strategy, trainer.global_rank
         strategy.barrier("here")
         own = torch.tensor([rank, 10.0 * rank])
-        Asks.answers = [
+        CallsStrategy.answers = [
             (strategy.world_size, strategy.global_rank == rank, strategy.is_global_zero == (rank == 0)),
             (strategy.broadcast(f"of {rank}"), strategy.broadcast(f"of {rank}", src=1)),
             [strategy.reduce(own, reduce_op=how).tolist() for how in ("mean", "sum", "max", "min")],
@@ -57,7 +57,7 @@ class Asks(roomier.Callback):
         ]
 
 
-def test_the_strategy_answers_for_all_ranks(on_ranks: Any) -> None:
+def test_the_strategy_communicates_between_ranks(on_ranks: Any) -> None:
     answers = on_ranks(2, asked_of_the_strategy)
     assert answers[0] == answers[1]
     assert answers[0] == [
@@ -70,7 +70,7 @@ def test_the_strategy_answers_for_all_ranks(on_ranks: Any) -> None:
     ]
 
 
-def test_remove_checkpoint_removes_checkpoints_alone(make_trainer: Any, tmp_path: Path) -> None:
+def test_remove_checkpoint_removes_only_checkpoints(make_trainer: Any, tmp_path: Path) -> None:
     trainer = make_trainer(max_steps=1)
     trainer.fit(Plain(), [torch.ones(2, 1)] * 2)
     trainer.save_checkpoint(tmp_path / "saved")

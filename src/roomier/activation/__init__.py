@@ -1,1 +1,1 @@
-"""What is kept of the forward for the backward: computing again, offloading, and a budget for both."""
+"""Activations that are saved for backward: recomputation, offloading, and a memory budget for both."""

@@ -1,10 +1,11 @@
-"""The forward of a block, which keeps for its backward what it is told to, and computes the rest again.
+"""The forward of a block, which saves selected activations for backward and recomputes the others.
 
-[Note: computing again]
-``torch.utils.checkpoint`` without reentrance: a block's graph is the usual one, but what it saves are places, filled by
-a second forward once the backward asks for the first of them. Inputs need no gradient, hooks on gradients and
-``backward(inputs=...)`` work, and the generators of random numbers and autocast are as they were in the first forward.
-The reentrant kind would run a backward of its own inside the backward, past the hooks that reduce gradients.
+[Note: recomputation]
+Blocks use ``torch.utils.checkpoint`` with ``use_reentrant=False``. The graph of a block is the usual graph, but its
+saved tensors are placeholders. A second forward fills them when the backward first reads one of them. Inputs need not
+require a gradient, hooks on gradients and ``backward(inputs=...)`` work, and the random states and autocast are the
+same as in the first forward. The reentrant variant would run a separate backward inside the backward, and bypass the
+hooks that reduce gradients.
 """
 
 from __future__ import annotations
@@ -28,24 +29,29 @@ from roomier.core.wrapped_forward import WrappedForward, install
 
 
 class Keep(StrEnum):
-    """What a block keeps for its backward."""
+    """Activations that a block saves for backward."""
 
     ALL = "all"
-    """Everything: nothing is computed again."""
+    """All activations. Nothing is recomputed."""
     PRODUCTS = "products"
-    """Its input, and the results of matrix products and attention."""
+    """The input of the block, and the results of matrix products, convolutions and attention."""
     INPUT = "input"
-    """Its input alone."""
+    """Only the input of the block."""
 
 
 class BlockForward(WrappedForward):
-    """A block's forward. Without gradients (evaluation) it is the block's own.
+    """Forward of a block. Without gradients, in evaluation, it runs the original forward.
+
+    Args:
+        module: the block.
+        keep: activations that are saved for backward.
+        offload: object that moves saved tensors to host memory; None to keep them on the device.
 
     Attributes:
         module: the block.
-        keep: what is kept; may be changed between steps.
-        offloads: whether that waits in host memory; may be changed between steps, where there is an ``offload``.
-        offload: what moves it.
+        keep: activations that are saved for backward. It can be changed between steps.
+        offloads: True if saved tensors are moved to host memory. It can be changed between steps if ``offload`` is set.
+        offload: the argument ``offload``.
     """
 
     def __init__(self, module: nn.Module, keep: Keep = Keep.ALL, offload: Offload | None = None) -> None:
@@ -67,7 +73,7 @@ class BlockForward(WrappedForward):
             kwargs = without_caches(kwargs, is_repeated=is_repeated)
         if not self.offloads:
             return self._keeping(OnDevice, args, kwargs)
-        assert self.offload is not None, "this Plan offloads no activations"
+        assert self.offload is not None, "the Plan does not offload activations"
         with self.offload.visit() as move:
             return self._keeping(lambda tensor: move(tensor) or OnDevice(tensor), args, kwargs)
 
@@ -78,11 +84,11 @@ class BlockForward(WrappedForward):
         form = torch_private.map_leaves(lambda leaf: _taken_out(leaf, found), (args, kwargs))
         products = Products(save) if self.keep is Keep.PRODUCTS else None
         call = _Call(self.forward, form, Surroundings(self._buffers), products)
-        # As arguments, tensors are saved for backward, and tell which device's generator is put back.
+        # Tensors are passed as arguments, so that checkpoint saves them and restores the generators of their devices.
         return checkpoint(call, *found, use_reentrant=False)
 
     def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the compiler sees: it knows ``checkpoint``. What it saves moves by :class:`MovingForward`."""
+        """Run the forward for the compiler. :class:`MovingForward` offloads the tensors that it saves."""
         if self.keep is Keep.ALL:
             return self.forward(*args, **kwargs)
         how: dict[str, Any] = {"context_fn": products_kept} if self.keep is Keep.PRODUCTS else {}
@@ -90,7 +96,7 @@ class BlockForward(WrappedForward):
 
 
 class MovingForward(WrappedForward):
-    """Around the compiled forward of a block, where no one sees what moves: it moves what the compiler saves."""
+    """Wrapper of the compiled forward of a block, which moves the tensors that the compiled forward saves."""
 
     def __init__(self, block: BlockForward, offload: Offload) -> None:
         super().__init__(block.module)
@@ -105,10 +111,13 @@ class MovingForward(WrappedForward):
 
 
 class _Call:
-    """One call of a block, which may be made again.
+    """One call of a block, which can be repeated.
 
     Args:
+        forward: forward of the block.
         form: arguments and keyword arguments, with a :class:`_Place` for each tensor.
+        surroundings: state outside the tensors that the second forward restores.
+        products: saved results of matrix products and attention; None to recompute all results.
     """
 
     def __init__(
@@ -136,7 +145,7 @@ class _Call:
 
 @dataclass(frozen=True)
 class _Place:
-    """Stands for a tensor among arguments."""
+    """Placeholder of a tensor among arguments."""
 
     index: int
 
@@ -149,26 +158,31 @@ def _taken_out(leaf: Any, found: list[Tensor]) -> Any:
 
 
 class Recompute:
-    """What the engine tells the blocks at each step.
+    """Blocks that recompute or offload activations, with the methods that the engine calls in each step.
 
     Attributes:
-        blocks: in the order of the network.
+        blocks: forwards of the blocks, in the order of the network.
     """
 
     def __init__(self, blocks: Sequence[BlockForward]) -> None:
         self.blocks = list(blocks)
 
     def move_compiled(self) -> None:
-        """Call it when the blocks were compiled: what they save moves too."""
+        """Offload the saved tensors of compiled blocks. Call this after the blocks are compiled."""
         for block in self.blocks:
             if block.offload is not None:
                 install(block.module, MovingForward(block, block.offload))
 
     def begin_step(self, optimizers: Sequence[Optimizer], batches: Sequence[Any]) -> None:
-        """Before the first of the micro-batches ``batches`` of a training step."""
+        """Call before the first micro-batch of a training step.
+
+        Args:
+            optimizers: optimizers of the run.
+            batches: micro-batches of the step.
+        """
 
     def end_step(self) -> None:
-        """After the last backward of a training step, before the update."""
+        """Call after the last backward of a training step, before the update."""
 
     def abandon_step(self) -> None:
-        """In the place of :meth:`end_step`, where an error ended the step."""
+        """Call instead of :meth:`end_step` if an error ended the step."""

@@ -1,14 +1,14 @@
-"""Blocks that keep as much as a budget of memory allows, on the device or in host memory, chosen from one step that is
-measured.
+"""Blocks that save as many activations as a memory budget allows, on the device or in host memory.
 
 [Note: when the choice is made]
-In the first step each block keeps its input alone, the least there is, and the optimizers make their states. The second
-does the same and is measured (:mod:`roomier.activation.profile`). Before the third the choice is made
-(:mod:`roomier.activation.choose`), on several ranks for the worst of each number on all of them, so that all make the
-same one. Whatever is kept, the gradients are the same bits, so nothing else depends on when this happens.
+In the first step, each block saves only its input, which is the minimum, and the optimizers create their states. The
+second step does the same and is measured (:mod:`roomier.activation.profile`). Before the third step, the choice is made
+(:mod:`roomier.activation.choose`). On several ranks, the choice uses the worst value of each number over all ranks, so
+all ranks make the same choice. Gradients are bit-identical for every choice, so nothing else depends on its time.
 
-A step with larger tensors in its batch than any that was measured is measured again, on one rank; its choice is for the
-largest of both. On several ranks, where others do not know of it, the choice stays, and a line says so.
+If the batch of a later step has larger tensors than any measured batch, the step is measured again on a single rank,
+and the new choice fits the largest sizes of both. On several ranks, the other ranks do not have this information, so
+the choice stays, and a notice reports it.
 """
 
 from __future__ import annotations
@@ -34,23 +34,24 @@ from roomier.core.units import format_bytes
 from roomier.plan.parts import ActivationPlan
 
 _MEASURED_STEP = 2
-_LAST_ATTEMPT = 5  # a step may have been left out, and measured nothing
+_LAST_ATTEMPT = 5  # a step can be skipped and measure nothing
 
 Sizes = tuple[int, ...]
 
 
 class BudgetedRecompute(Recompute):
-    """Changes what ``blocks`` keep, between steps; see [Note: when the choice is made].
+    """Blocks whose saved activations are chosen between steps; see [Note: when the choice is made].
 
     Args:
-        blocks: that also may keep all in host memory, where they have an ``offload``.
-        activation: with ``budget_bytes`` or ``budget_fraction``.
-        device: whose memory is counted.
-        ranks: that make the same choice.
+        blocks: forwards of the blocks. If they have an ``offload``, saving all activations in host memory is an option.
+        activation: plan with ``budget_bytes`` or ``budget_fraction``.
+        device: device whose memory is counted.
+        ranks: ranks that make the same choice.
 
     Attributes:
-        predicted_bytes: the peak of a step as chosen, on the rank where it is highest; None before.
-        lost_ns: time of a step for what is computed again, and for copies that no computation hides; None before.
+        predicted_bytes: predicted peak memory of a step on the rank with the highest peak; None before the choice.
+        lost_ns: predicted time per step for recomputation and for copies that do not overlap with computation, in
+            nanoseconds; None before the choice.
     """
 
     def __init__(
@@ -73,8 +74,8 @@ class BudgetedRecompute(Recompute):
         self._profile: Profile | None = None
         self._recorder: Recorder | None = None
         self._is_recorded = False
-        self._sizes: Sizes = ()  # the largest that were measured
-        self._has_told = False
+        self._sizes: Sizes = ()  # the largest measured sizes
+        self._has_warned = False
         self._keep_least()
 
     def begin_step(self, optimizers: Sequence[Optimizer], batches: Sequence[Any]) -> None:
@@ -88,7 +89,7 @@ class BudgetedRecompute(Recompute):
             if not _is_larger(sizes, self._sizes):
                 return
             if not self._ranks.is_alone:
-                self._tell_larger(sizes)
+                self._print_larger(sizes)
                 return
         self._measure(optimizers, sizes)
 
@@ -122,11 +123,11 @@ class BudgetedRecompute(Recompute):
         profiles = self._ranks.gather(profile_of(self._recorder, self._copy_times))
         self._recorder, self._is_recorded = None, False
         if len({profile.order for profile in profiles}) > 1:
-            problem = "the ranks ran other blocks, or in another order, and cannot choose alike"
+            problem = "different blocks ran on different ranks, or in a different order, so the ranks cannot choose"
             action = "Use activation_checkpointing='full' or 'selective'"
             raise TrainingError("activation.policy", "budget", problem, action)
         if not profiles[0].order and self._num_steps <= _LAST_ATTEMPT:
-            return  # a step that was left out: the next one is measured
+            return  # the step was skipped, so the next step is measured
         earlier = [] if self._profile is None or self._profile.order != profiles[0].order else [self._profile]
         is_first = self._profile is None
         self._profile = worst_of([*profiles, *earlier])
@@ -140,14 +141,17 @@ class BudgetedRecompute(Recompute):
             least_bytes = least_peak_bytes(stages)
             if is_first:
                 raise _too_small(budget_bytes, least_bytes)
-            notice(f"the larger batch does not fit into {format_bytes(budget_bytes)}: each block keeps the least")
+            notice(
+                f"the larger batch does not fit into {format_bytes(budget_bytes)}, so each block saves the minimum of "
+                "activations"
+            )
             choice = choose(stages, least_bytes)
             assert choice is not None
         for block, index in zip(self._profile.order, choice[1:], strict=True):
             self.blocks[block].keep, self.blocks[block].offloads = WAYS[index]
         self.predicted_bytes = peak_bytes(stages, choice)
         self.lost_ns = lost_ns(stages, choice)
-        self._tell_choice(budget_bytes, [WAYS[index] for index in choice[1:]])
+        self._print_choice(budget_bytes, [WAYS[index] for index in choice[1:]])
 
     def _budget_bytes(self, stages: Sequence[Stage]) -> int:
         if self._activation.budget_bytes is not None:
@@ -155,51 +159,52 @@ class BudgetedRecompute(Recompute):
         assert self._activation.budget_fraction is not None
         least_bytes = peak_bytes(stages, [0] * len(stages))
         most_bytes = peak_bytes(stages, [0] + [WAYS.index(Way(Keep.ALL))] * (len(stages) - 1))
-        # Keeping all may take less: nothing is computed a second time.
+        # Saving all activations can need less memory, because nothing is recomputed.
         return least_bytes + round(self._activation.budget_fraction * max(most_bytes - least_bytes, 0))
 
-    def _tell_choice(self, budget_bytes: int, ways: Sequence[Way]) -> None:
+    def _print_choice(self, budget_bytes: int, ways: Sequence[Way]) -> None:
         assert self.predicted_bytes is not None
         assert self.lost_ns is not None
         counts = Counter(ways)
         names = {
-            Way(Keep.ALL): "all",
-            MOVED: "all in host memory",
+            Way(Keep.ALL): "all activations",
+            MOVED: "all activations in host memory",
             Way(Keep.PRODUCTS): "the results of products",
-            Way(Keep.INPUT): "their input alone",
+            Way(Keep.INPUT): "only their input",
         }
-        parts = [f"{counts[way]} keep {name}" for way, name in names.items() if counts[way]]
+        parts = [f"{counts[way]} save {name}" for way, name in names.items() if counts[way]]
         notice(
             f"activation budget of {format_bytes(budget_bytes)}: of {len(self.blocks)} blocks "
-            f"{', '.join(parts) or 'none keeps anything for a backward'}; "
+            f"{', '.join(parts) or 'none saves activations for backward'}; "
             f"predicted peak {format_bytes(self.predicted_bytes)}; "
-            f"about {self.lost_ns / 1e6:.1f} ms of a step {'compute again' if self._copy_times is None else 'are lost'}"
+            f"{'recomputation takes' if self._copy_times is None else 'recomputation and copies take'} "
+            f"about {self.lost_ns / 1e6:.1f} ms of a step"
         )
 
-    def _tell_larger(self, sizes: Sizes) -> None:
-        if not self._has_told:
-            self._has_told = True
+    def _print_larger(self, sizes: Sizes) -> None:
+        if not self._has_warned:
+            self._has_warned = True
             notice(
-                f"rank {self._ranks.world.rank} got a batch with tensors of {sizes} elements, larger than the "
-                f"{self._sizes} that the activation budget was measured with: it may be exceeded",
+                f"rank {self._ranks.world.rank} got a batch with tensors of {sizes} elements, which are larger than "
+                f"the sizes {self._sizes} with which the activation budget was measured. The budget may be exceeded",
                 every_rank=True,
             )
 
 
 def _too_small(budget_bytes: int, least_bytes: int) -> TrainingError:
     problem = (
-        f"the peak of a step is {least_bytes / 2**30:.3g} GiB ({format_bytes(least_bytes)}) at the least, where blocks "
-        "keep their input alone"
+        f"is too small. The peak of a step is at least {least_bytes / 2**30:.3g} GiB ({format_bytes(least_bytes)}), "
+        "with only the inputs of blocks saved"
     )
     action = (
-        "Raise the budget; or use smaller micro-batches (with accumulate_grad_batches), chunked_loss=True where the "
+        "Increase the budget. Or use smaller micro-batches with accumulate_grad_batches, chunked_loss=True if the "
         "logits are large, or strategy='zero2' on several ranks"
     )
     return TrainingError("activation.budget", f"{format_bytes(budget_bytes)}", problem, action)
 
 
 def _sizes_of(batches: Sequence[Any]) -> Sizes:
-    """Elements of each tensor of a micro-batch, the most in any of ``batches``."""
+    """Return the number of elements of each tensor of a micro-batch, as the maximum over ``batches``."""
     sizes: Sizes = ()
     for batch in batches:
         leaves = torch_private.iter_leaves(batch)

@@ -1,30 +1,31 @@
-"""What each block keeps, so that a step stays within a budget at the least time lost.
+"""Choose the activations that each block saves, so that a step stays within a budget with the least lost time.
 
 [Note: the peak of a step as sums over the first blocks]
-Blocks run forward in an order and backward in the reverse, so what is alive at a moment is what the first ``k`` blocks
-keep, for some ``k``. A moment belongs to one block (its forward, its backward) or lies between two of them. What is
-alive at it is
+Blocks run forward in one order and backward in the reverse order. So at any moment, the first ``k`` blocks have saved
+activations, for some ``k``. A moment belongs to one block (its forward, its backward) or is between two blocks. The
+memory in use at a moment is
 
-    (measured while every block kept the least) + (what the first k blocks keep beyond that least).
+    (measured while every block saved the minimum) + (saved by the first k blocks in addition to the minimum).
 
-While a block's own backward runs, all that it saves is there whether it was kept or computed again, so at its own
-moments only the blocks *before* it differ, and, at most, how high it reaches while it computes again.
+While the backward of a block runs, all its activations exist, whether they were saved or recomputed. So at the moments
+of a block, only the blocks *before* it make a difference, and the peak of its recomputation.
 
 [Note: why the choice is the best]
-Blocks are taken in order; a state is (bytes kept beyond the least so far, time lost so far). Each limit that is still
-to come bounds the bytes of the state from above and the time only adds up, so of two states the one with no fewer bytes
-and no less time is never needed: what completes it completes the other at least as well. The states that are left give
-the least time exactly. Equal blocks give equal sums, so of 100 blocks some hundred states are left; should many unequal
-blocks leave more than ``MAX_STATES``, some are dropped evenly: the choice then still stays within the budget, and may
-lose the least time by a little.
+Blocks are processed in order. A state is (additional bytes saved so far, time lost so far). Each remaining limit is an
+upper bound of the bytes of a state, and time only increases. So a state with at least as many bytes and at least as
+much lost time as another state can be dropped: every completion of the first state also completes the second state, at
+least as well. The remaining states contain the exact optimum. Equal blocks have equal sums, so about a hundred states
+remain for 100 blocks. If many unequal blocks leave more than ``MAX_STATES`` states, some are dropped at even distances.
+The choice then still stays within the budget, and can miss the optimum by a small amount of time.
 
 [Note: what waits in host memory]
-Of the calls whose tensors are moved, two at a time are on the device (:mod:`roomier.activation.offload`). All that are
-there at a moment were called in a block that is between its forward and its backward, so the two largest among the
-first ``k`` blocks bound them; beside the moment's own block, if it is moved, there is room for one. To choose, each
-moved call is taken to be as large as the largest that may be moved. So a state needs only how many there are, none, one
-or more, and states are compared among those of equal number; a third call adds nothing. That is tried for some sizes as
-the largest. With moved blocks of one size the choice is the best; with others it may count too much, never too little.
+Of the calls with offloaded tensors, at most two are on the device at a time (:mod:`roomier.activation.offload`). All
+calls on the device at a moment belong to blocks between their forward and their backward, so the two largest of the
+first ``k`` blocks are an upper bound. If the block of the moment is offloaded, only one other call is on the device.
+For the choice, each offloaded call counts with the size of the largest allowed call. So a state contains only the
+number of such calls, zero, one, or at least two, and states are compared among those with equal number. A third call
+adds no memory. Several sizes are tried as the largest. If offloaded blocks have equal sizes, the choice is optimal.
+Otherwise the bound can be too large, but never too small.
 """
 
 from __future__ import annotations
@@ -36,24 +37,24 @@ import numpy as np
 import numpy.typing as npt
 
 MAX_STATES = 4096
-MAX_MOVED_SIZES = 4  # of moved calls, tried as the largest
-_NUM_THERE = 2  # moved calls on the device at a time
+MAX_MOVED_SIZES = 4  # number of sizes that are tried as the largest offloaded call
+_NUM_THERE = 2  # offloaded calls that are on the device at a time
 
 Numbers = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class Option:
-    """One way for a block to keep what its backward needs.
+    """One way in which a block can save its activations.
 
     Attributes:
-        kept_bytes: alive from its forward to its backward, beyond what it keeps at the least; may be below 0.
-        own_peak_bytes: of everything on the device, while this block itself runs forward or backward and no block
-            before it keeps more than the least.
-        lost_ns: time that it costs in a step.
-        moved_bytes: of one call, wait in host memory; what of it is on the device is not in ``kept_bytes``, see [Note:
-            what waits in host memory]. 0 where nothing is moved.
-        num_moved: how many of its calls are between forward and backward at once.
+        kept_bytes: bytes in use from its forward to its backward, in addition to the minimum; can be negative.
+        own_peak_bytes: peak of all memory on the device while this block runs forward or backward and all blocks before
+            it save the minimum.
+        lost_ns: time that the option costs per step, in nanoseconds.
+        moved_bytes: bytes of one call that are offloaded to host memory, or 0. The part that is on the device is not in
+            ``kept_bytes``; see [Note: what waits in host memory].
+        num_moved: maximum number of its calls that are between forward and backward at the same time.
     """
 
     kept_bytes: int
@@ -68,9 +69,9 @@ class Stage:
     """A block, in the order of the forward.
 
     Attributes:
-        options: the first is the least: it keeps 0 bytes beyond the least.
-        outside_peak_bytes: of everything on the device, outside of blocks while this block and those before it are
-            between their forward and their backward, and keep the least.
+        options: options of the block. The first one is the minimum, with 0 additional bytes.
+        outside_peak_bytes: peak of all memory on the device outside of blocks, while this block and all blocks before
+            it are between their forward and their backward and save the minimum.
     """
 
     options: tuple[Option, ...]
@@ -78,13 +79,13 @@ class Stage:
 
 
 def peak_bytes(stages: Sequence[Stage], choice: Sequence[int]) -> int:
-    """The most bytes at any moment of blocks that keep what ``choice`` says, an index of ``options`` for each."""
+    """Return the peak memory of a step in bytes, if ``choice`` has the index of an option for each stage."""
     kept_bytes, peak = 0, 0
-    moved: list[int] = []  # the largest first
+    moved: list[int] = []  # in descending order
     for stage, index in zip(stages, choice, strict=True):
         option = stage.options[index]
-        beside = moved[: _NUM_THERE - 1] if option.moved_bytes else moved
-        peak = max(peak, kept_bytes + sum(beside) + option.own_peak_bytes)
+        others = moved[: _NUM_THERE - 1] if option.moved_bytes else moved
+        peak = max(peak, kept_bytes + sum(others) + option.own_peak_bytes)
         kept_bytes += option.kept_bytes
         moved = sorted([*moved, *[option.moved_bytes] * option.num_moved], reverse=True)[:_NUM_THERE]
         peak = max(peak, kept_bytes + sum(moved) + stage.outside_peak_bytes)
@@ -92,30 +93,30 @@ def peak_bytes(stages: Sequence[Stage], choice: Sequence[int]) -> int:
 
 
 def lost_ns(stages: Sequence[Stage], choice: Sequence[int]) -> int:
-    """The time that ``choice`` costs in a step."""
+    """Return the time that ``choice`` costs per step, in nanoseconds."""
     return sum(stage.options[index].lost_ns for stage, index in zip(stages, choice, strict=True))
 
 
 def choose(stages: Sequence[Stage], budget_bytes: int) -> list[int] | None:
-    """The choice that loses the least time with a peak within ``budget_bytes``; None where there is none.
+    """Return the choice with the least lost time whose peak is within ``budget_bytes``; None if there is none.
 
-    See [Note: why the choice is the best]. Of equally good ones it keeps the later blocks, whose memory is needed for
-    the shortest time, and moves nothing.
+    See [Note: why the choice is the best]. Among equal choices, it prefers saving in later blocks, whose memory is in
+    use for the shortest time, and no offloading.
     """
     found = [_choose(stages, budget_bytes, largest_bytes) for largest_bytes in _largest_moved(stages)]
     return min((choice for choice in found if choice is not None), key=lambda each: lost_ns(stages, each), default=None)
 
 
 def _largest_moved(stages: Sequence[Stage]) -> list[int]:
-    """What to try as the most that a call may move: 0, and some of the sizes there are, the largest of all included."""
+    """Return the sizes to try as the largest offloaded call: 0, the largest size, and some sizes in between."""
     sizes = sorted({option.moved_bytes for stage in stages for option in stage.options} - {0})
     places = np.linspace(len(sizes) - 1, 0, min(len(sizes), MAX_MOVED_SIZES)).astype(np.int64)
     return [0, *(sizes[place] for place in places)]
 
 
 def _choose(stages: Sequence[Stage], budget_bytes: int, largest_bytes: int) -> list[int] | None:
-    """The same, where a call moves ``largest_bytes`` at the most, and counts as so much."""
-    kept, lost, num_moved = (np.zeros(1, np.int64) for _ in range(3))  # kept: what is there of moved calls included
+    """Return the best choice with offloaded calls of at most ``largest_bytes``, each counted with this size."""
+    kept, lost, num_moved = (np.zeros(1, np.int64) for _ in range(3))  # kept includes offloaded calls on the device
     came_from: list[tuple[Numbers, Numbers]] = []
     for stage in stages:
         parts = []
@@ -148,7 +149,7 @@ def _choose(stages: Sequence[Stage], budget_bytes: int, largest_bytes: int) -> l
 
 
 def least_peak_bytes(stages: Sequence[Stage]) -> int:
-    """The lowest budget for which there is a choice."""
+    """Return the smallest budget in bytes for which a choice exists."""
     low, high = 0, peak_bytes(stages, [0] * len(stages))
     while low < high:
         middle = (low + high) // 2
@@ -160,15 +161,17 @@ def least_peak_bytes(stages: Sequence[Stage]) -> int:
 
 
 def _useful(kept: Numbers, lost: Numbers, num_moved: Numbers, before: Numbers) -> Numbers:
-    """Indices of the states that are needed, of those of equal ``num_moved``; of equal states the one with fewer bytes
-    ``before``."""
+    """Return the indices of the states that are needed, compared among states of equal ``num_moved``.
+
+    Of equal states, the state with fewer bytes ``before`` is needed.
+    """
     order = np.lexsort((before, lost, kept))
     parts = [order[num_moved[order] == number] for number in range(_NUM_THERE + 1)]
     return np.concatenate([_not_beaten(part, lost) for part in parts])
 
 
 def _not_beaten(order: Numbers, lost: Numbers) -> Numbers:
-    """Of indices by rising bytes those that lose less than all before them."""
+    """Return those of the indices in ascending order of bytes whose lost time is less than for all previous ones."""
     sorted_lost = lost[order]
     is_needed = np.ones(len(order), bool)
     is_needed[1:] = sorted_lost[1:] < np.minimum.accumulate(sorted_lost)[:-1]

@@ -1,8 +1,9 @@
-"""How many bytes of tensors are alive on a device, at each moment of a step.
+"""Bytes of tensors that are in use on a device, at each moment of a step.
 
-CUDA's allocator knows. Elsewhere the storages are counted that operations touch: each once, from when it is first seen,
-as a result, until Python tells that it died; what is first seen as an argument was there from the start. Sizes are
-looked at before each operation where ``fully_shard`` frees and fills by resizing.
+On CUDA, the allocator provides the numbers. On other devices, the storages that operations use are counted. A storage
+counts from the operation that returns it until Python frees it. A storage that first appears as an argument existed
+before the start. ``fully_shard`` frees and fills storages by resizing, so their sizes are checked before each
+operation.
 """
 
 from __future__ import annotations
@@ -19,41 +20,44 @@ from roomier.core import torch_private
 
 
 class LiveBytes(Protocol):
-    """Bytes between :meth:`start` and :meth:`stop`, but for those of :attr:`base_bytes`, known in the end."""
+    """Protocol that measures the bytes in use between :meth:`start` and :meth:`stop`, except :attr:`base_bytes`."""
 
     @property
     def base_bytes(self) -> int:
-        """To be added to each level and peak."""
+        """Bytes that existed before the start, to be added to each level and peak. Complete after :meth:`stop`."""
         ...
 
     @property
     def own_ns(self) -> int:
-        """Time that the counting itself took so far."""
+        """Time that the counting has taken so far, in nanoseconds."""
         ...
 
-    def start(self) -> None: ...
-    def stop(self) -> None: ...
+    def start(self) -> None:
+        """Start the measurement."""
+
+    def stop(self) -> None:
+        """End the measurement."""
 
     def note(self, tensor: Tensor) -> None:
-        """It is there, though no operation may touch it."""
+        """Count ``tensor``, even if no operation uses it."""
         ...
 
     def level(self) -> int:
-        """Alive now."""
+        """Return the bytes that are in use now."""
         ...
 
     def take_peak(self) -> int:
-        """The most since the last call."""
+        """Return the peak since the previous call."""
         ...
 
 
 def live_bytes_on(device: torch.device) -> LiveBytes:
-    """What counts on ``device``."""
+    """Return the measurement for ``device``."""
     return AllocatorBytes(device) if device.type == "cuda" else CountedBytes(device)
 
 
 class AllocatorBytes:
-    """What CUDA's allocator says. Its peak statistics are reset."""
+    """Measurement with CUDA's allocator. It resets the peak statistics of the allocator."""
 
     base_bytes = 0
     own_ns = 0
@@ -80,7 +84,7 @@ class AllocatorBytes:
 
 
 class CountedBytes:
-    """Counts what runs between :meth:`start` and :meth:`stop`, in this thread."""
+    """Measurement that counts the storages of operations in this thread."""
 
     def __init__(self, device: torch.device) -> None:
         self.base_bytes = 0
@@ -121,7 +125,7 @@ class CountedBytes:
 
     def _on_operation(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if any(map(torch_private.handles_dispatch, types)):
-            return NotImplemented  # it runs operations on its parts, and those come here
+            return NotImplemented  # the subclass runs operations on its inner tensors, which are counted
         start_ns = time.perf_counter_ns()
         self._note_sizes()
         for tensor in tensors_in((args, kwargs)):
@@ -181,12 +185,12 @@ class _Counted:
 
 
 def is_strided(tensor: Tensor) -> bool:
-    """Whether it looks into one storage of its own."""
+    """Return True if ``tensor`` is a strided view of one storage."""
     return tensor.layout is torch.strided and not torch_private.handles_dispatch(type(tensor))
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Of arguments, or of a result, of an operation."""
+    """Yield the tensors in the arguments or the result of an operation."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (list, tuple)):

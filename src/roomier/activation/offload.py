@@ -1,14 +1,16 @@
-"""What blocks keep for their backward waits in host memory.
+"""Offloading of the tensors that blocks save for backward to host memory.
 
 [Note: two blocks at a time]
-Each call of a block is a visit. Tensors saved in it are copied out beside the computation, and let go when the block
-after the next begins: until then nothing waits for the copies. In backward a visit's tensors are awaited, and those of
-the visit before it are asked for, which come while it computes. So the device holds those of two visits at most. All
-memory on the device is of the computing stream, which waits for the copies before any of it is freed: no
-``record_stream``, which would hold memory for as long as the host runs ahead.
+Each call of a block is a visit. Tensors that are saved in a visit are copied to the host while computation continues.
+Their device memory is freed when the block after the next block begins, and only then does the computation wait for the
+copies. In backward, the computation waits for the tensors of a visit, and starts the copies of the previous visit,
+which overlap with computation. So at most the tensors of two visits are on the device. All device memory belongs to the
+computing stream, which waits for the copies before memory is freed. ``record_stream`` is not used, because it would
+keep memory allocated as long as the host runs ahead of the device.
 
-A storage is moved whole and once, however many views of it are saved, in however many blocks (a mask, say). What stays:
-parameters and what autocast made of them, which live on anyway, and what is small.
+A storage is moved completely and one time, even if several views of it are saved, in several blocks (for example a
+mask). Parameters, tensors that autocast created from parameters, and small tensors stay on the device. The first two
+remain allocated in any case.
 """
 
 from __future__ import annotations
@@ -27,16 +29,17 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from roomier.core import torch_private
 
-MIN_BYTES = 2**20  # less is not worth a copy of its own
+MIN_BYTES = 2**20  # a smaller tensor is not worth a separate copy
 _MEASURED_BYTES, _NUM_MEASURED = 2**26, 5
 
 
 @dataclass(frozen=True)
 class CopyTimes:
-    """How long a byte takes between the device and the host, with nothing else on its way.
+    """Time per byte of copies between device and host, without other traffic.
 
     Attributes:
-        out_ns, back_ns: of a byte; below 1.
+        out_ns: nanoseconds per byte from device to host; below 1.
+        back_ns: nanoseconds per byte from host to device; below 1.
     """
 
     out_ns: float
@@ -44,10 +47,14 @@ class CopyTimes:
 
 
 class Copies:
-    """Copies to the host and back, one after the other: what a device without streams does.
+    """Synchronous copies to the host and back, for devices without streams.
+
+    Args:
+        device: device of the tensors.
 
     Attributes:
-        saves: whether a copy is in another memory than the device's.
+        device: device of the tensors.
+        saves: True if copies are in other memory than the memory of the device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -55,7 +62,7 @@ class Copies:
         self.saves = device.type != "cpu"
 
     def times(self) -> CopyTimes:
-        """Measured now, with 64 MiB: the best of some, of which the first also pins memory."""
+        """Measure the copy times with 64 MiB: the best of several copies, because the first one also pins memory."""
         source = torch.zeros(_MEASURED_BYTES, dtype=torch.uint8, device=self.device)
         out_ns, back_ns = [], []
         for _ in range(_NUM_MEASURED):
@@ -68,27 +75,29 @@ class Copies:
         return CopyTimes(min(out_ns) / _MEASURED_BYTES, min(back_ns) / _MEASURED_BYTES)
 
     def _finished_ns(self) -> int:
-        """The time when all that was asked of the device is done."""
+        """Return the time in nanoseconds at which all submitted work of the device is done."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return time.perf_counter_ns()
 
     def to_host(self, tensor: Tensor) -> Tensor:
+        """Return a copy of ``tensor`` in host memory."""
         return tensor.to("cpu", copy=True)
 
     def to_device(self, tensor: Tensor) -> Tensor:
+        """Return a copy of ``tensor`` on the device."""
         return tensor.to(self.device, copy=True)
 
     def mark(self) -> Any:
-        """This place in the order of the copies."""
+        """Return a mark of the present position in the order of the copies."""
         return None
 
     def wait(self, mark: Any) -> None:
-        """What is computed from here on waits for the copies before ``mark``."""
+        """Make later computation wait for the copies before ``mark``."""
 
 
 class StreamCopies(Copies):
-    """Copies beside the computation, through pinned memory."""
+    """Copies through pinned memory that overlap with computation."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -105,7 +114,7 @@ class StreamCopies(Copies):
         return made
 
     def _copy(self, source: Tensor, target: Tensor) -> None:
-        # After what is computed so far: that makes the source, or may still use the memory of the target.
+        # Wait for computation so far, which writes the source, or can still use the memory of the target.
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
@@ -118,39 +127,44 @@ class StreamCopies(Copies):
 
 
 class Parcel:
-    """One storage that was saved, as bytes."""
+    """One saved storage, as bytes.
+
+    Args:
+        tensor: tensor whose storage is saved.
+        copies: copies to the host and back.
+    """
 
     def __init__(self, tensor: Tensor, copies: Copies) -> None:
         self._copies = copies
         self._storage = weakref.ref(tensor.untyped_storage())
         self._version = torch_private.version_of(tensor)
         self._was_written = False
-        self._seen: Tensor | None = None  # tells of writes until the copy is sure to be made
+        self._seen: Tensor | None = None  # detects writes until the copy is done
         self._here: Tensor | None = None
         self._host = copies.to_host(self.stay(tensor))
 
     def stay(self, tensor: Tensor) -> Tensor:
-        """Its bytes, where ``tensor`` still has them on the device."""
+        """Keep the bytes of the storage of ``tensor`` on the device, and return them."""
         if self._here is None:
             self._seen, self._here = torch_private.detached(tensor), _bytes_of(tensor)
         return self._here
 
     def is_of(self, tensor: Tensor) -> bool:
-        """Whether it holds what ``tensor`` looks into, as it is now."""
+        """Return True if this parcel has the present content of the storage of ``tensor``."""
         return self._storage() is tensor.untyped_storage() and self._version == torch_private.version_of(tensor)
 
     def leave(self) -> None:
-        """Free its memory on the device; its copies are awaited."""
+        """Free its memory on the device. The computation already waits for its copies."""
         self._was_written = self._is_written()
         self._seen = self._here = None
 
     def come_back(self) -> None:
-        """Ask for it on the device, where it is not there."""
+        """Start to copy it to the device, if it is not there."""
         if self._here is None:
             self._here = self._copies.to_device(self._host)
 
     def look(self) -> Tensor | None:
-        """Its bytes on the device; None where something else was written there before it left."""
+        """Return its bytes on the device; None if its storage was written to before it left the device."""
         return None if self._is_written() else self._here
 
     def _is_written(self) -> bool:
@@ -161,38 +175,46 @@ class Parcel:
 class Visit:
     """One call of a block.
 
+    Args:
+        before: previous call of a block; None for the first one.
+
     Attributes:
-        before: the call before it.
-        parcels: what was saved; it lives as long as a graph needs it.
+        before: function that returns the previous call, or None if it no longer exists.
+        parcels: saved storages, which exist as long as a graph needs them.
+        mark: mark of its last copy.
     """
 
     def __init__(self, before: Visit | None) -> None:
         self.before: Callable[[], Visit | None] = (lambda: None) if before is None else weakref.ref(before)
         self.parcels: list[weakref.ref[Parcel]] = []
-        self.mark: Any = None  # of its last copy
+        self.mark: Any = None
         self._is_awaited = False
-        self._held: list[Parcel] = []  # while copies of them may be under way
+        self._held: list[Parcel] = []  # kept alive while they are being copied
 
     def add(self, parcel: Parcel) -> None:
+        """Add a saved storage."""
         self.parcels.append(weakref.ref(parcel))
         self._held.append(parcel)
 
     def living(self) -> list[Parcel]:
+        """Return the saved storages that a graph still needs."""
         return [parcel for each in self.parcels if (parcel := each()) is not None]
 
     def come_back(self, copies: Copies) -> None:
+        """Start to copy the saved storages to the device."""
         self._held = self.living()
         for parcel in self._held:
             parcel.come_back()
         self.mark, self._is_awaited = copies.mark(), True
 
     def arrive(self, copies: Copies) -> None:
-        """From here on each parcel is freed as soon as the graph has used it."""
+        """Wait for the copies to the device. After this, each storage is freed as soon as the graph has used it."""
         if self._is_awaited:
             copies.wait(self.mark)
         self._is_awaited, self._held = False, []
 
     def leave(self, copies: Copies, staying: Sequence[Visit]) -> None:
+        """Free the device memory of the saved storages, except of storages that the visits ``staying`` need."""
         copies.wait(self.mark)
         needed = {id(parcel) for visit in staying for parcel in visit.living()}
         for parcel in self.living():
@@ -203,7 +225,17 @@ class Visit:
 
 @dataclass(frozen=True)
 class Slip:
-    """What a graph has in the place of a saved tensor: where it is, and what view of it it was."""
+    """Object in a graph that replaces a saved tensor: its storage, and the view of the storage.
+
+    Attributes:
+        offload: offload that moved the storage.
+        visit: call of a block that saved the tensor.
+        parcel: the storage.
+        dtype: dtype of the tensor.
+        size: shape of the tensor.
+        stride: strides of the tensor in elements.
+        offset: offset of the tensor in its storage, in elements.
+    """
 
     offload: Offload
     visit: Visit
@@ -214,7 +246,7 @@ class Slip:
     offset: int
 
     def get(self) -> Tensor | None:
-        """The tensor, on the device; None where it was written to since."""
+        """Return the tensor on the device; None if it was modified in place after it was saved."""
         self.offload.arrive(self.visit)
         held = self.parcel.look()
         if held is None:
@@ -224,37 +256,44 @@ class Slip:
 
 
 class Offload:
-    """Moves what is saved in the blocks of one network.
+    """Object that moves the saved tensors of the blocks of one network to host memory and back.
 
     Args:
-        device: where they compute.
-        min_bytes: smaller storages stay there.
+        device: device on which the blocks compute.
+        min_bytes: smallest size of a storage that is moved.
+        copies: copies to the host and back; by default those for ``device``.
+
+    Attributes:
+        device: the argument ``device``.
     """
 
     def __init__(self, device: torch.device, min_bytes: int = MIN_BYTES, copies: Copies | None = None) -> None:
         self.device = device
         self._min_bytes = min_bytes
         self._copies = copies or (StreamCopies if device.type == "cuda" else Copies)(device)
-        self._present: list[Visit] = []  # whose parcels may be on the device
+        self._present: list[Visit] = []  # visits whose storages can be on the device
         self._current: Visit | None = None
         self._known: WeakValueDictionary[int, Parcel] = WeakValueDictionary()
 
     @property
     def saves(self) -> bool:
-        """Whether what is moved leaves the device's memory."""
+        """True if moved tensors leave the memory of the device."""
         return self._copies.saves
 
     def copy_times(self) -> CopyTimes:
-        """Measured now."""
+        """Measure the time of copies."""
         return self._copies.times()
 
     def __reduce__(self) -> Any:
-        return Offload, (self.device, self._min_bytes)  # a copy of the network moves its own
+        return Offload, (self.device, self._min_bytes)  # a copy of the network has a separate offload
 
     @contextmanager
     def visit(self) -> Iterator[Callable[[Tensor], Slip | None]]:
-        """A block is called inside: what autograd saves there is moved. Gives what moves a tensor that is saved in
-        another way; None for one that stays."""
+        """Run the forward of a block in this context, in which tensors that autograd saves are moved.
+
+        The context returns a function that moves a tensor that is saved in another way. The function returns None for a
+        tensor that stays on the device.
+        """
         before = self._present[-1] if self._present else None
         self._stay([] if before is None else [before])
         visit = Visit(before)
@@ -271,7 +310,7 @@ class Offload:
             visit.mark = self._copies.mark()
 
     def arrive(self, visit: Visit) -> None:
-        """The backward of ``visit`` begins, or goes on."""
+        """Call when the backward of ``visit`` begins or continues."""
         if self._current is visit:
             return
         self._current = visit
@@ -304,7 +343,7 @@ class Offload:
         return Slip(self, visit, parcel, tensor.dtype, tensor.size(), stride, offset)
 
     def is_worth_moving(self, tensor: Tensor) -> bool:
-        """Whether it moves when a block saves it."""
+        """Return True if ``tensor`` is moved when a block saves it."""
         return (
             type(tensor) is Tensor
             and tensor.device.type == self.device.type
@@ -316,7 +355,7 @@ class Offload:
 
 
 def is_weight(tensor: Tensor) -> bool:
-    """Whether it is a parameter, or what autocast made of one, or a view of these."""
+    """Return True if ``tensor`` is a parameter, a tensor that autocast created from one, or a view of these."""
     whole = torch_private.viewed(tensor)
     if isinstance(whole, nn.Parameter):
         return True
@@ -334,7 +373,7 @@ def _unpacked(packed: Tensor | Slip) -> Tensor:
     if isinstance(packed, Tensor):
         return packed
     tensor = packed.get()
-    if tensor is None:  # as torch says it
+    if tensor is None:  # same message as in torch
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: "
             f"a tensor of shape {tuple(packed.size)} that a block saved"

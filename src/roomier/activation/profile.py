@@ -1,10 +1,10 @@
-"""A step in which each block keeps its input alone, written down: bytes at each moment, and what could be kept instead.
+"""Record of a step in which each block saves only its input: bytes at each moment, and the cost of saving more.
 
-[Note: what one step with the least kept tells of all others]
-When a block is computed again in the backward, it makes just what it would have kept: the rise from the beginning of
-this second forward to its end is what keeping all costs, its highest point is what the second forward needs, and what
-comes after is the same as if all had been kept. So one step tells the peak of any choice, and the step that tells it
-takes the least memory there is. What keeping the products would cost is seen as operations run.
+[Note: one step determines the peak of every choice]
+When a block is recomputed in backward, it creates exactly the activations that it could have saved. The increase from
+the beginning to the end of this second forward is the cost of saving all activations. Its peak is the memory that the
+second forward needs. After it, memory is the same as if all activations had been saved. So one step determines the peak
+of any choice, and this step needs the least memory of all. The cost of saving products is counted while operations run.
 """
 
 from __future__ import annotations
@@ -34,22 +34,28 @@ KEEPS = (Keep.INPUT, Keep.PRODUCTS, Keep.ALL)
 
 @dataclass(eq=False)
 class Call:
-    """One run of a block, forward and again in the backward. Bytes are beyond those when it keeps its input.
+    """One call of a block, with its forward and its recomputation in backward.
+
+    All bytes are relative to a block that saves only its input.
 
     Attributes:
-        block: its index.
-        kept_bytes: by what is kept, once it was computed again; None if it never was, since it needs no gradient.
-        idle_bytes: of products, those that the backward does not need.
-        rise_bytes: the highest point of the second forward above its beginning.
-        output_bytes: of what it returns.
-        outputs: what it returned, as long as something holds it.
-        shared_bytes: of its output, which it also keeps itself, under each of what it may keep.
-        spans: beginnings and ends of the second forward.
-        product_spans: of the products in it.
-        backward_spans: from the end of the second forward to the beginning of the next block's.
-        moved_bytes: that it saves and that would be moved to host memory.
-        own_moved_bytes: of these, what it made itself.
-        unmoved_bytes: that it keeps, if all, on the device in any case.
+        block: index of the block.
+        kept_bytes: additional bytes for each value of Keep; None if the call was never recomputed because no gradient
+            was needed.
+        idle_bytes: bytes of products that the backward does not need.
+        start_level: bytes in use at the beginning of the first forward.
+        rise_bytes: peak of the second forward above its beginning.
+        output_bytes: bytes of the output.
+        outputs: storages of the output that still exist.
+        shared_bytes: bytes of the output that the block also saves, for each value of Keep.
+        products_bytes: bytes of all products.
+        num_operations: number of operations of the first forward.
+        product_spans: begin and end of each product in the second forward.
+        spans: begin and end of the second forward.
+        backward_spans: time from the end of the second forward to the beginning of the next block's second forward.
+        moved_bytes: bytes that the call saves and that would be offloaded to host memory.
+        own_moved_bytes: part of ``moved_bytes`` that the call itself created.
+        unmoved_bytes: bytes that stay on the device even if all activations are saved and offloaded.
     """
 
     block: int
@@ -72,13 +78,14 @@ class Call:
 
 @dataclass(frozen=True)
 class Moment:
-    """A stretch of the step.
+    """Interval of the step.
 
     Attributes:
-        peak_bytes: the most bytes on the device in it, while each block keeps its input.
-        phase: of ``own``: ``"forward"``, ``"again"``, ``"backward"``; ``"outside"`` without.
-        own: the run of a block that it belongs to.
-        alive: the runs that came forward and not yet backward, ``own`` left out.
+        peak_bytes: peak of all memory on the device in the interval, while each block saves its input.
+        phase: phase of ``own``: ``"forward"``, ``"again"`` (recomputation) or ``"backward"``; ``"outside"`` without
+            one.
+        own: call of a block to which the interval belongs; None outside of blocks.
+        alive: calls between their forward and their backward, except ``own``.
     """
 
     peak_bytes: int
@@ -88,11 +95,17 @@ class Moment:
 
 
 class Recorder:
-    """Writes down what happens between :meth:`start` and :meth:`stop`.
+    """Recorder of a step between :meth:`start` and :meth:`stop`.
+
+    Args:
+        blocks: forwards of the blocks.
+        device: device of the step.
 
     Attributes:
-        calls, moments: in the order they came.
-        interception: what it costs to see an operation; nothing where the host runs ahead of the device.
+        calls: calls of blocks, in their order.
+        moments: intervals, in their order.
+        interception: time that intercepting an operation costs; zero on devices that run asynchronously to the host.
+        live: bytes that are in use.
     """
 
     def __init__(self, blocks: Sequence[BlockForward], device: torch.device) -> None:
@@ -104,16 +117,18 @@ class Recorder:
         self.live: LiveBytes = live_bytes_on(device)
         self._alive: list[Call] = []
         self._own: Call | None = None
-        self._last_second: tuple[Call, Any] | None = None  # the last second forward, and when it ended
+        self._last_second: tuple[Call, Any] | None = None  # the last second forward, and the time of its end
         self._phase = "outside"
         self._is_backward = False
 
     def start(self) -> None:
+        """Start to record."""
         for index, block in enumerate(self._blocks):
             block.forward = _Observed(block, index, self)
         self.live.start()
 
     def stop(self) -> None:
+        """End the record, and restore the forwards of the blocks."""
         self.live.stop()
         self._cut("outside", None)
         for block in self._blocks:
@@ -125,11 +140,11 @@ class Recorder:
             self.interception = measured_interception()
 
     def note_update(self) -> None:
-        """Call it before the step after: what the update took in between counts where an allocator tells it."""
+        """Call before the next step, to include the memory of the update if an allocator reports it."""
         self._cut("outside", None)
 
     def run(self, index: int, observed: _Observed, args: Any, kwargs: Any) -> Any:
-        """A forward of the block ``index``, the first or the second."""
+        """Run the first or the second forward of the block ``index``."""
         if not torch.is_grad_enabled():
             return observed.forward(*args, **kwargs)
         if not torch_private.is_in_backward():
@@ -174,7 +189,8 @@ class Recorder:
             with torch_private.intercept(watch):
                 return observed.forward(*args, **kwargs)
         except Exception as end:
-            # The checkpoint ends it here, once it has all that was saved. Locals that its frames hold go with them.
+            # torch.utils.checkpoint ends the second forward here, after all saved tensors were recomputed. Free the
+            # locals.
             traceback.clear_frames(end.__traceback__)
             raise
         finally:
@@ -184,20 +200,20 @@ class Recorder:
             kept_bytes = {Keep.PRODUCTS: call.products_bytes, Keep.ALL: self.live.level() - start_level}
             call.unmoved_bytes = max(kept_bytes[Keep.ALL] - call.own_moved_bytes, 0)
             if watch.num_operations == call.num_operations and watch.last() is not None:
-                call.shared_bytes[Keep.ALL] = call.output_bytes  # the last operation was needed for what it gives
+                call.shared_bytes[Keep.ALL] = call.output_bytes  # the last operation ran because its output was saved
             shared = call.shared_bytes if call.outputs else {}
             call.kept_bytes = {keep: kept_bytes.get(keep, 0) - shared.get(keep, 0) for keep in KEEPS}
             peak = self._cut("backward", call)
             call.rise_bytes = max(peak - start_level, 0)
 
     def _forget_short_lived_outputs(self) -> None:
-        """A backward begins: what a block returned is alive if a later one keeps it as its input, say."""
+        """Drop outputs that no later operation saved. Call this at the beginning of backward."""
         for call in self._alive:
             if any(output() is None for output in call.outputs):
                 call.outputs = []
 
     def _cut(self, phase: str, own: Call | None) -> int:
-        """End the stretch that runs; what follows belongs to ``phase`` of ``own``."""
+        """End the running interval, and start an interval of ``phase`` of ``own``."""
         peak = self.live.take_peak()
         alive = tuple(call for call in self._alive if call is not self._own)
         self.moments.append(Moment(peak, self._phase, self._own, alive))
@@ -206,7 +222,7 @@ class Recorder:
 
 
 class _Observed(WrappedForward):
-    """Tells the recorder of each run."""
+    """Forward that reports each call to the recorder."""
 
     def __init__(self, block: BlockForward, index: int, recorder: Recorder) -> None:
         super().__init__(block)  # type: ignore[arg-type]
@@ -218,7 +234,7 @@ class _Observed(WrappedForward):
 
 
 class _Watch:
-    """Sees each operation of one forward: the time it takes, and the bytes of products."""
+    """Interception of the operations of one forward, which records times and the bytes of products."""
 
     def __init__(self, device: torch.device, live: LiveBytes, *, notes_made: bool = False) -> None:
         self._notes_made = notes_made
@@ -229,7 +245,7 @@ class _Watch:
         self._made: dict[int, StorageReference] = {}
         self.products_bytes = 0
         self.num_operations = 0
-        self.last: Callable[[], torch.UntypedStorage | None] = lambda: None  # what the last operation gave
+        self.last: Callable[[], torch.UntypedStorage | None] = lambda: None  # result of the last operation
 
     def __call__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if any(map(torch_private.handles_dispatch, types)):
@@ -259,20 +275,20 @@ class _Watch:
                 self._made[id(storage)] = weakref.ref(storage)
 
     def made(self, storage: torch.UntypedStorage) -> bool:
-        """Whether an operation made it; told where it ``notes_made``."""
+        """Return True if an operation created ``storage``. Requires ``notes_made``."""
         made = self._made.get(id(storage))
         return made is not None and made() is storage
 
     def made_in_product(self, storage: torch.UntypedStorage) -> bool:
-        """Whether it is of a product."""
+        """Return True if ``storage`` is the result of a product."""
         return any(each() is storage for each in self._products)
 
     def living_products_bytes(self) -> int:
-        """Of the products that something still holds."""
+        """Return the bytes of products that are still in use."""
         return sum(storage.nbytes() for each in self._products if (storage := each()) is not None)
 
     def now(self) -> Any:
-        """The time, for :func:`total_ns`, without that of the counting."""
+        """Return the present time for :func:`total_ns`, without the time of the counting."""
         if not self._on_cuda:
             return time.perf_counter_ns() - self._live.own_ns
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -281,11 +297,11 @@ class _Watch:
 
 
 class _SavedStorages:
-    """Of one forward, what autograd saves that ``offload`` would move.
+    """Tensors of one forward that autograd saves and that ``offload`` would move.
 
     Attributes:
-        num_bytes: of all of it, each storage once.
-        made_bytes: of what the forward made.
+        num_bytes: bytes of all storages, each counted one time.
+        made_bytes: bytes of the storages that the forward created.
     """
 
     def __init__(self, watch: _Watch, offload: Offload | None) -> None:
@@ -313,32 +329,33 @@ class _SavedStorages:
 
 
 def total_ns(spans: Sequence[tuple[Any, Any]]) -> int:
-    """The time that ``spans`` take together."""
+    """Return the sum of the durations of ``spans`` in nanoseconds."""
     return sum(
         end - start if isinstance(start, int) else int(start.elapsed_time(end) * 1e6) for start, end in spans
-    )  # an event tells milliseconds
+    )  # elapsed_time returns milliseconds
 
 
 @dataclass(frozen=True)
 class Interception:
-    """How much longer an operation takes on the host where products are kept, or taken again.
+    """Additional host time of an operation when products are saved or reused.
 
     Attributes:
-        operation_ns: of any operation.
-        product_ns: of a product, instead.
+        operation_ns: additional time of an operation that is not a product, in nanoseconds.
+        product_ns: additional time of a product, in nanoseconds.
     """
 
     operation_ns: int = 0
     product_ns: int = 0
 
     def total_ns(self, call: Call) -> int:
+        """Return the additional time of all operations of ``call`` in nanoseconds."""
         num_products = len(call.product_spans)
         return self.operation_ns * (call.num_operations - num_products) + self.product_ns * num_products
 
 
 def measured_interception() -> Interception:
-    """On the CPU, where the host's time is that of the step."""
-    small, weight = torch.zeros(2, 2, 8, requires_grad=True), torch.zeros(8, 8)  # nothing here draws numbers
+    """Measure the additional time on the CPU, where the host's time is the time of the step."""
+    small, weight = torch.zeros(2, 2, 8, requires_grad=True), torch.zeros(8, 8)  # draws no random numbers
     return Interception(_longer_ns(lambda: torch.neg(small)), _longer_ns(lambda: F.linear(small, weight)))
 
 

@@ -1,4 +1,4 @@
-"""Blocks that keep less for their backward than they computed."""
+"""Apply activation checkpointing and offloading to the blocks of a network."""
 
 from __future__ import annotations
 
@@ -24,32 +24,40 @@ def apply_recompute(
     device: torch.device,
     ranks: Ranks,
 ) -> Recompute:
-    """Let ``blocks`` keep what ``activation`` says, on the device or where ``offload`` says.
+    """Make ``blocks`` save the activations that ``activation`` selects, on the device or as ``offload`` specifies.
+
+    Args:
+        blocks: blocks of the network.
+        activation: policy for the saved activations.
+        offload: settings for offloading.
+        device: device on which the blocks compute.
+        ranks: ranks that make the same choice for a budget.
 
     Returns:
-        The recomputation, without blocks if all of them keep everything on the device.
+        Object for the engine, without blocks if all of them save all activations on the device.
 
     Raises:
-        RoomierError: there are no blocks, or too few; or a budget may offload from a device that gains nothing by it.
+        RoomierError: the model has no blocks or too few, or offloading for a budget saves no memory on ``device``.
     """
     may_offload = offload.activations == "cpu"
     if activation.policy == "none" and not may_offload:
         return Recompute(())
     if not blocks:
-        problem = "the model has no blocks, by which activations are kept: nothing in it repeats"
-        action = "Give it a model_blocks() that returns the layers that repeat"
+        problem = "requires blocks (layers that repeat), but the model has no blocks"
+        action = "Define model_blocks(), which returns the layers that repeat"
         raise RoomierError(*_asked(activation), problem, action)
     keeps = keeps_of(activation, len(blocks))
     if activation.policy == "every_n" and Keep.INPUT not in keeps:
-        problem = f"is more than the {len(blocks)} blocks of the model: nothing would be computed again"
-        raise RoomierError("activation_checkpointing.every_n", activation.every_n or 2, problem, "Use 'full', or fewer")
+        problem = f"must be at most the number of blocks of the model ({len(blocks)}), otherwise nothing is recomputed"
+        action = "Use 'full' or a smaller number"
+        raise RoomierError("activation_checkpointing.every_n", activation.every_n or 2, problem, action)
     where = Offload(device) if may_offload else None
     if where is not None and not where.saves:
         if activation.policy == "budget":
-            problem = f"moves nothing out of the memory of the device {device.type!r}, and so helps no budget here"
-            action = "Leave out offload: a budget alone chooses what to compute again; or use a GPU"
+            problem = f"frees no memory on the device {device.type!r}, so it cannot help to meet a budget"
+            action = "Remove offload, so that the budget only selects the activations to recompute, or use a GPU"
             raise RoomierError("offload.activations", "cpu", problem, action)
-        notice("offload: activations already are in host memory on this device; moving them saves nothing here")
+        notice("offload: activations are already in host memory on this device, so moving them saves no memory")
     forwards = [BlockForward(block, keep, where) for block, keep in zip(blocks, keeps, strict=True)]
     for forward in forwards:
         install(forward.module, forward)
@@ -59,7 +67,7 @@ def apply_recompute(
 
 
 def keeps_of(activation: ActivationPlan, num_blocks: int) -> list[Keep]:
-    """What each block keeps at the start. Of every ``n`` the last is computed again: the blocks n-1, 2n-1, ..."""
+    """Return the initial setting of each block. With ``every_n``, blocks n-1, 2n-1, ... are recomputed."""
     match activation.policy:
         case "full":
             return [Keep.INPUT] * num_blocks

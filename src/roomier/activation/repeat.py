@@ -1,4 +1,4 @@
-"""What a second forward of a block must find as the first one found it, beside its tensors and torch's generators."""
+"""State outside of tensors and torch's generators that a second forward of a block must find unchanged."""
 
 from __future__ import annotations
 
@@ -18,14 +18,18 @@ from roomier.core.log import notice
 
 _Place = tuple[nn.Module, str]
 _COUNTER_OF_NORMS = "num_batches_tracked"
-_TOLD: list[str] = []
-"""What was said once in this process. Not ``functools.cache``, of which the compiler warns."""
+_PRINTED: list[str] = []
+"""Notices that were printed in this process. ``functools.cache`` would cause a warning of the compiler."""
 
 
 class Buffers:
-    """Which buffers of a block its forward changes: running statistics, say.
+    """Buffers of a block that its forward changes, for example running statistics.
 
-    It is seen at the first forward. Values are compared: kernels that write statistics do not tell autograd.
+    They are determined in the first forward. Values are compared, because kernels that write statistics do not increase
+    the version counters of autograd.
+
+    Args:
+        block: the block.
     """
 
     def __init__(self, block: nn.Module) -> None:
@@ -33,18 +37,23 @@ class Buffers:
         self._changing: set[_Place] | None = None
 
     def places(self) -> dict[_Place, Tensor]:
-        """Where they are, and what is there."""
+        """Return the present buffers by place."""
         modules = self._block.modules()
         return {(module, name): each for module in modules for name, each in module.named_buffers(recurse=False)}
 
     def may_change(self, place: _Place) -> bool:
+        """Return True if the forward can change the buffer at ``place``."""
         return self._changing is None or place in self._changing
 
     def learn(self, before: dict[_Place, Tensor], versions: dict[_Place, int]) -> None:
-        """After a forward: what it changed of ``before``, copies of what may change, and ``versions`` of the others.
+        """Determine after a forward which buffers it changed.
+
+        Args:
+            before: copies of the buffers that can change.
+            versions: version counters of all other buffers before the forward.
 
         Raises:
-            RoomierError: it changed one that the first forward did not change.
+            RoomierError: the forward changed a buffer that the first forward did not change.
         """
         now = self.places()
         if self._changing is None:
@@ -53,13 +62,19 @@ class Buffers:
             self._changing = changed | norms  # norms may be frozen for a while
         for place, version in versions.items():
             if place not in now or torch_private.version_of(now[place]) != version:
-                problem = f"a {type(self._block).__name__} changes this buffer in its forward, but not in its first one"
-                action = "Use activation_checkpointing='none': the block could not be computed a second time"
+                problem = (
+                    f"is a buffer that the forward of {type(self._block).__name__} changes, but not its first forward"
+                )
+                action = "Use activation_checkpointing='none', because the block cannot be recomputed"
                 raise RoomierError("activation_checkpointing", place[1], problem, action)
 
 
 class Surroundings:
-    """What was there before a forward: values of the buffers it changes, and the generators of Python and NumPy."""
+    """State before a forward: values of the buffers that it changes, and the random states of Python and NumPy.
+
+    Args:
+        buffers: buffers of the block.
+    """
 
     def __init__(self, buffers: Buffers) -> None:
         places = buffers.places()
@@ -71,19 +86,19 @@ class Surroundings:
         self._generators = _host_generators()
 
     def end_first_forward(self) -> None:
-        """See what it changed."""
+        """Determine the buffers that the first forward changed."""
         if self._copies or self._versions:
             self._buffers.learn(self._copies, self._versions)
         self._versions = {}
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """It is there again inside, and after it what was there before."""
+        """Restore this state in the context, and the present state at its end."""
         generators = _host_generators()
         buffers = {(module, name): getattr(module, name) for module, name in self._copies}
         _set_host_generators(self._generators)
         for (module, name), copy in self._copies.items():
-            setattr(module, name, copy.clone())  # not written over: a backward may have saved what is there
+            setattr(module, name, copy.clone())  # not in place, because a backward may have saved the present tensor
         try:
             yield
         finally:
@@ -93,30 +108,31 @@ class Surroundings:
 
 
 def without_caches(arguments: dict[Any, Any], *, is_repeated: bool) -> dict[Any, Any]:
-    """``arguments`` of a block of Hugging Face's with None for the cache of keys and values: there is none to use in
-    training, and a second forward would add to it again.
+    """Return the ``arguments`` of a Hugging Face block with None instead of an empty cache of keys and values.
+
+    A cache has no use in training, and a second forward would append to it again.
 
     Raises:
-        RoomierError: there is something in it, and the block ``is_repeated``.
+        RoomierError: a cache is not empty, and the block ``is_repeated``.
     """
     caches = sys.modules.get("transformers.cache_utils")
     found = {} if caches is None else {k: v for k, v in arguments.items() if isinstance(v, caches.Cache)}
     for name, cache in found.items():
         if cache.get_seq_length() == 0:
             arguments = {**arguments, name: None}
-            _say_no_cache()
+            _notice_no_cache()
         elif is_repeated:
-            action = "Leave out past_key_values in training, or use activation_checkpointing='none'"
-            problem = "holds keys and values, to which a block that is computed again would add its own twice"
+            action = "Remove past_key_values in training, or use activation_checkpointing='none'"
+            problem = "contains keys and values, to which a recomputed block would append its own twice"
             raise RoomierError("past_key_values", type(cache).__name__, problem, action)
     return arguments
 
 
-def _say_no_cache() -> None:
-    if _TOLD:
+def _notice_no_cache() -> None:
+    if _PRINTED:
         return
-    _TOLD.append("no cache")
-    notice("use_cache=True has no effect in training: blocks that are compiled or computed again fill no cache")
+    _PRINTED.append("no cache")
+    notice("use_cache=True has no effect in training, because compiled and recomputed blocks fill no cache")
 
 
 def _host_generators() -> tuple[Any, Any]:

@@ -1,9 +1,10 @@
-"""Results that are dear to compute and are kept: those of matrix products, convolutions and attention.
+"""Results of matrix products, convolutions and attention, which are expensive to compute and are saved.
 
 [Note: not torch's selective contexts]
-``torch.utils.checkpoint.create_selective_checkpoint_contexts`` counts every operation of both forwards, those of the
-hooks that gather parameters included, which differ; it loses the draws of attention that is not computed again, so that
-dropout after it differs; and what it keeps cannot wait elsewhere. The compiler knows it, and so it is used there.
+``torch.utils.checkpoint.create_selective_checkpoint_contexts`` counts every operation of both forwards, including the
+operations of hooks that all-gather parameters, which differ. It does not repeat the random draws of attention that is
+not recomputed, so later dropout differs. And the tensors that it saves cannot be offloaded. The compiler supports these
+contexts, so compiled blocks use them.
 """
 
 from __future__ import annotations
@@ -20,36 +21,43 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from roomier.core import torch_private
 
 PRODUCTS = torch_private.product_operators()
-ATTENTION = torch_private.attention_operators()  # some draw their dropout themselves
+ATTENTION = torch_private.attention_operators()  # some of them draw their own dropout
 
 
 @runtime_checkable
 class Saved(Protocol):
-    """A tensor put aside."""
+    """Protocol of a saved tensor."""
 
     def get(self) -> Tensor | None:
-        """It; None where it was written to since."""
+        """Return the tensor; None if it was modified in place after it was saved."""
         ...
 
 
 class OnDevice:
-    """A tensor kept where it is."""
+    """Tensor that is saved on its device.
+
+    Args:
+        tensor: tensor to save.
+    """
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = torch_private.detached(tensor)
         self._version = torch_private.version_of(self._tensor)
 
     def get(self) -> Tensor | None:
+        """Return the tensor; None if it was modified in place after it was saved."""
         return self._tensor if torch_private.version_of(self._tensor) == self._version else None
 
 
 @dataclass
 class _Result:
-    """What an operator gave: ``output`` has a :class:`Saved` in the place of each tensor.
+    """Result of an operator.
 
     Attributes:
-        device: of its first tensor.
-        generator_state: of ``device`` after it, where it may have drawn numbers.
+        operator: the operator.
+        output: output with a :class:`Saved` for each tensor.
+        device: device of the first tensor.
+        generator_state: random state of ``device`` after the operator, if the operator can draw random numbers.
     """
 
     operator: Any
@@ -59,10 +67,10 @@ class _Result:
 
 
 class Products:
-    """The products of one forward, taken in the place of computing them in the second.
+    """Results of the products of one forward, which the second forward reuses instead of computing them.
 
     Args:
-        save: puts a tensor aside.
+        save: function that saves a tensor.
     """
 
     def __init__(self, save: Callable[[Tensor], Saved]) -> None:
@@ -71,11 +79,11 @@ class Products:
         self._next = 0
 
     def recorded(self) -> AbstractContextManager[Any]:
-        """The first forward runs in it."""
+        """Return the context for the first forward."""
         return torch_private.intercept(self._compute_and_save)
 
     def replayed(self) -> AbstractContextManager[Any]:
-        """The second forward runs in it. A third one (of a graph that was kept) computes all."""
+        """Return the context for the second forward. A third forward (of a retained graph) computes all products."""
         self._next = 0
         return torch_private.intercept(self._take_or_compute)
 
@@ -98,12 +106,12 @@ class Products:
         return operator(*args, **kwargs)
 
     def _take(self, operator: Any) -> Any:
-        """What ``operator`` gave at this place; None where it is to be computed."""
+        """Return the next saved result if it is from ``operator``; None if it must be computed."""
         index, self._next = self._next, self._next + 1
         result = self._results[index] if index < len(self._results) else None
         if result is None or result.operator is not operator:
             return None
-        self._results[index] = None  # freed as the backward goes
+        self._results[index] = None  # freed during the backward
         is_whole = True
 
         def get(leaf: Any) -> Any:
@@ -111,7 +119,7 @@ class Products:
             if not isinstance(leaf, Saved):
                 return leaf
             tensor = leaf.get()
-            is_whole = is_whole and tensor is not None  # else a layer wrote into it, nn.ReLU(inplace=True) say
+            is_whole = is_whole and tensor is not None  # None: a layer such as nn.ReLU(inplace=True) modified it
             return tensor
 
         output = torch_private.map_leaves(get, result.output)
@@ -123,13 +131,13 @@ class Products:
 
 
 def generator_state(device: torch.device) -> Tensor:
-    """Of torch's own generator for ``device``; does not wait for the device."""
+    """Return the state of torch's default generator of ``device``, without a synchronization."""
     state: Tensor = torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state()
     return state
 
 
 def set_generator_state(device: torch.device, state: Tensor) -> None:
-    """Put back what :func:`generator_state` gave."""
+    """Set the state that :func:`generator_state` returned."""
     if device.type == "cpu":
         torch.set_rng_state(state)
     else:
@@ -137,7 +145,7 @@ def set_generator_state(device: torch.device, state: Tensor) -> None:
 
 
 def products_kept() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """The two contexts for a block that is compiled."""
+    """Return the two contexts for a compiled block, which saves products."""
     operators = sorted(PRODUCTS | ATTENTION, key=str)
     contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(operators)  # type: ignore[no-untyped-call]
     return contexts

@@ -1,4 +1,4 @@
-"""From a step that was written down to the problem that :mod:`roomier.activation.choose` solves."""
+"""Convert a recorded step to the optimization problem of :mod:`roomier.activation.choose`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,16 @@ from roomier.activation.choose import Option, Stage
 from roomier.activation.offload import CopyTimes
 from roomier.activation.profile import KEEPS, Call, Interception, Moment, Recorder, total_ns
 
-_COPY_COST = 0.02  # of each copy, hidden or not: set, not measured, so that none is made needlessly
+_COPY_COST = 0.02  # cost of each copy, even if it overlaps; a constant that avoids unnecessary copies
 
 
 class Way(NamedTuple):
-    """What a block may be told to do: one of its options."""
+    """Setting of a block: one of its options.
+
+    Attributes:
+        keep: activations that are saved for backward.
+        offloads: True if they are offloaded to host memory.
+    """
 
     keep: Keep
     offloads: bool = False
@@ -25,17 +30,17 @@ class Way(NamedTuple):
 
 KEPT_WAYS = tuple(Way(keep) for keep in KEEPS)
 MOVED = Way(Keep.ALL, offloads=True)
-WAYS = (*KEPT_WAYS, MOVED)  # in the order of the options; without copies there is no last one
+WAYS = (*KEPT_WAYS, MOVED)  # in the order of the options; without copies, the last one does not exist
 
 
 @dataclass(frozen=True)
 class Profile:
-    """What one rank knows of its steps.
+    """Measurements of one rank.
 
     Attributes:
-        order: the blocks whose second forward was seen, by index, in the order of their first.
-        stages: of each of them, with an option for each of ``WAYS``; before them one without a choice, for when no
-            block is between its forward and its backward.
+        order: indices of the blocks that were recomputed, in the order of their first forward.
+        stages: stage of each of these blocks, with an option for each of ``WAYS``. The first stage has no choice. It
+            represents moments at which no block is between its forward and its backward.
     """
 
     order: tuple[int, ...]
@@ -43,13 +48,14 @@ class Profile:
 
 
 def profile_of(recorder: Recorder, times: CopyTimes | None = None) -> Profile:
-    """What ``recorder`` saw, as a problem to solve.
+    """Return the measurements of ``recorder`` as an optimization problem.
 
     Args:
-        times: of copies to the host and back; None where blocks do not offload.
+        recorder: recorder of a step.
+        times: times of copies to the host and back; None if blocks do not offload.
     """
     base_bytes = recorder.live.base_bytes
-    # A block that no backward needed keeps nothing, and has no choice.
+    # A block that no backward needed saves nothing, and has no choice.
     needed = {call.block for call in recorder.calls if call.kept_bytes is not None}
     order = tuple(dict.fromkeys(call.block for call in recorder.calls if call.block in needed))
     places = {block: place for place, block in enumerate(order, start=1)}
@@ -60,7 +66,7 @@ def profile_of(recorder: Recorder, times: CopyTimes | None = None) -> Profile:
         own = 0 if moment.own is None else places.get(moment.own.block, 0)
         if own:
             own_moments[own].append(moment)
-        if not own or last > own:  # outside of blocks; or a later block is alive, so all count up to that one
+        if not own or last > own:  # outside of blocks, or a later block is alive, so all blocks up to it count
             outside_bytes[last] = max(outside_bytes[last], base_bytes + moment.peak_bytes)
     stages = [Stage((Option(0, outside_bytes[0], 0),), outside_bytes[0])]
     for block, place in places.items():
@@ -93,8 +99,11 @@ def _option(keep: Keep, calls: list[Call], own: list[Moment], recorder: Recorder
 
 
 def _moved_option(kept: Option, calls: list[Call], own: list[Moment], recorder: Recorder, times: CopyTimes) -> Option:
-    """That of a block that keeps all, as ``kept``, in host memory. Its input, and what else it is given, counts as on
-    the device still, since another block may hold it as well, and again as what comes back."""
+    """Return the option of a block that saves all activations, as in ``kept``, in host memory.
+
+    The input of the block, and its other arguments, count as still on the device, because another block can also save
+    them. They count a second time when they are copied back.
+    """
     moved_bytes = max(call.moved_bytes for call in calls)
     given_bytes = max(call.moved_bytes - call.own_moved_bytes for call in calls)
     unmoved_bytes = max(call.unmoved_bytes for call in calls)
@@ -104,11 +113,11 @@ def _moved_option(kept: Option, calls: list[Call], own: list[Moment], recorder: 
         return sum(call.block == block for call in alive)
 
     num_moved = max(num_calls([*each.alive, *([each.own] if each.own else [])]) for each in recorder.moments)
-    num_beside = max(num_calls(moment.alive) for moment in own)
+    num_others = max(num_calls(moment.alive) for moment in own)
     return Option(
         kept_bytes=unmoved_bytes * num_moved,
-        # One of the block's other calls may be there beside the one that runs.
-        own_peak_bytes=kept.own_peak_bytes + given_bytes + (moved_bytes if num_beside else 0),
+        # Another call of the same block can be on the device in addition to the running call.
+        own_peak_bytes=kept.own_peak_bytes + given_bytes + (moved_bytes if num_others else 0),
         lost_ns=sum(moved_ns(call, _call_after(call, recorder), times) for call in calls),
         moved_bytes=moved_bytes,
         num_moved=num_moved if moved_bytes else 0,
@@ -116,7 +125,7 @@ def _moved_option(kept: Option, calls: list[Call], own: list[Moment], recorder: 
 
 
 def _call_after(call: Call, recorder: Recorder) -> Call:
-    """The call that computes while ``call`` is copied; for the last of a forward that call itself."""
+    """Return the call that computes while ``call`` is copied. For the last call of a forward, this is ``call``."""
     for after in recorder.calls[recorder.calls.index(call) + 1 :]:
         if after.kept_bytes is not None:
             return after if after.backward_spans else call
@@ -124,28 +133,33 @@ def _call_after(call: Call, recorder: Recorder) -> Call:
 
 
 def moved_ns(call: Call, after: Call, times: CopyTimes) -> int:
-    """What it costs to copy what ``call`` saves out while ``after`` runs forward, and back while it runs backward: what
-    its computation does not hide."""
+    """Return the time of the copies of ``call`` that computation does not hide, in nanoseconds.
+
+    Copies to the host run during the forward of ``after``, and copies back run during its backward.
+    """
     out_ns, back_ns = (call.moved_bytes * each for each in (times.out_ns, times.back_ns))
     shown_ns = max(out_ns - total_ns(after.spans), 0) + max(back_ns - total_ns(after.backward_spans), 0)
     return round(shown_ns + _COPY_COST * (out_ns + back_ns))
 
 
 def _own_peak(moment: Moment, keep: Keep) -> int:
-    """The most bytes in a stretch of a block's own, if it keeps ``keep``."""
+    """Return the peak of an interval of a block if the block saves ``keep``."""
     call = moment.own
     assert call is not None
     idle_bytes = call.idle_bytes if keep is Keep.PRODUCTS else 0
     if moment.phase == "forward" and keep is not Keep.INPUT:
         return max(moment.peak_bytes, call.start_level + call.rise_bytes + call.output_bytes + idle_bytes)
     if moment.phase == "again" and keep is Keep.ALL:
-        return 0  # there is no second forward
+        return 0  # no second forward
     return moment.peak_bytes + idle_bytes
 
 
 def lost_ns(call: Call, keep: Keep, interception: Interception) -> int:
-    """What the second forward of a block costs that keeps ``keep``. It was measured while each operation was seen once;
-    to keep products each is seen twice, in the first forward and in the second."""
+    """Return the time of the second forward of a block that saves ``keep``, in nanoseconds.
+
+    In the measured step, each operation was intercepted one time. To save products, each operation is intercepted two
+    times, in the first and in the second forward.
+    """
     seen_ns = interception.total_ns(call)
     match keep:
         case Keep.ALL:
@@ -157,7 +171,11 @@ def lost_ns(call: Call, keep: Keep, interception: Interception) -> int:
 
 
 def worst_of(profiles: Sequence[Profile]) -> Profile:
-    """A problem whose solutions serve for each of ``profiles``, all of one order: the most bytes and time of each."""
+    """Return a problem whose solutions are valid for all ``profiles``, with the maximum of all bytes and times.
+
+    Args:
+        profiles: profiles with the same order of blocks.
+    """
     merged = []
     for stages in zip(*(profile.stages for profile in profiles), strict=True):
         options = tuple(
@@ -169,8 +187,10 @@ def worst_of(profiles: Sequence[Profile]) -> Profile:
 
 
 def with_equal_times(stages: Sequence[Stage]) -> list[Stage]:
-    """Blocks that keep equal bytes are given one time, the median of theirs: what was measured once is uncertain, and
-    must not tell equal blocks apart."""
+    """Set the times of blocks with equal bytes to their median.
+
+    A time that was measured one time is inaccurate, and must not cause different choices for equal blocks.
+    """
     alike: dict[tuple[int, ...], list[Stage]] = defaultdict(list)
     for stage in stages:
         alike[_sizes(stage)].append(stage)

@@ -1,4 +1,4 @@
-"""Small trained parts on a frozen model, and frozen weights in few bits."""
+"""LoRA adapters on a frozen model, and frozen weights that are quantized to 8 or 4 bits."""
 
 from roomier.adapters.lora import adapter_state, merge_lora
 

@@ -1,8 +1,10 @@
-"""Weights in 8 or 4 bits: a code for each number, a scale for each block of 64.
+"""Weights quantized to 8 or 4 bits: one code per number, one scale per block of 64 numbers.
 
-``"int8"``: 255 even steps between minus and plus the largest magnitude of the block. ``"nf4"``: the 16 levels of
-NormalFloat (Dettmers et al. 2023, "QLoRA", section 3 and appendix E), which numbers of a normal distribution use about
-equally often; two codes share a byte. Scales are float32: 1.0625 and 0.5625 bytes for each number.
+- ``"int8"``: 255 even steps between minus and plus the largest magnitude of the block.
+- ``"nf4"``: the 16 levels of NormalFloat (Dettmers et al. 2023, "QLoRA", section 3 and appendix E), which normally
+  distributed numbers use about equally often. Two codes are stored in one byte.
+
+Scales are float32, so a number takes 1.0625 or 0.5625 bytes.
 """
 
 from __future__ import annotations
@@ -19,11 +21,17 @@ _LARGEST_INT8 = 127
 
 
 def encode(values: Tensor, code_format: str) -> tuple[Tensor, Tensor]:
-    """The codes of ``values`` in row-major order, and their scales, both flat.
+    """Return the codes and the scales of ``values`` in row-major order, both as 1-D tensors.
+
+    Args:
+        values: tensor of any shape.
+        code_format: ``"int8"`` or ``"nf4"``.
 
     Returns:
-        Codes: int8, one a number, or uint8, one for two numbers (the first in the high bits); the last block is filled
-        up. Scales: the bits of float32 numbers as int32, which no conversion of a module to another dtype touches.
+        Codes: int8 with one code per number, or uint8 with two codes per byte (the first one in the high bits). The
+            last
+        block is padded. Scales: the bits of float32 numbers as int32, so that converting the dtype of a module does not
+        change them.
     """
     flat = values.detach().reshape(-1).float()
     blocks = F.pad(flat, (0, -len(flat) % BLOCK_SIZE)).view(-1, BLOCK_SIZE)
@@ -39,7 +47,7 @@ def encode(values: Tensor, code_format: str) -> tuple[Tensor, Tensor]:
 
 
 def decode(codes: Tensor, scales: Tensor, code_format: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """What :func:`encode` made codes of, as a tensor of ``shape``, rounded to ``dtype`` once."""
+    """Return the values that :func:`encode` quantized, with ``shape``, rounded to ``dtype`` one time."""
     factors = scales.view(torch.float32)[:, None]
     if code_format == "int8":
         values = codes.view(-1, BLOCK_SIZE).float().mul_(factors / _LARGEST_INT8)
@@ -49,10 +57,10 @@ def decode(codes: Tensor, scales: Tensor, code_format: str, shape: torch.Size, d
 
 
 def nf4_levels() -> list[float]:
-    """The 16 levels, rising from -1 to 1.
+    """Return the 16 levels of NF4 in ascending order from -1 to 1.
 
-    Quantiles of the normal distribution: 8 above zero and 7 below, each at even distances of probability between 1/2
-    and the same outermost one, and zero itself; divided by the largest.
+    The levels are quantiles of the normal distribution, divided by the largest one: 8 above zero and 7 below zero, at
+    even distances in probability between 1/2 and the same outermost probability, and zero.
     """
     outermost = 1 - (1 / 30 + 1 / 32) / 2
     above = torch.linspace(0.5, outermost, 9, dtype=torch.float64)[1:]
@@ -66,12 +74,14 @@ _kept: dict[torch.device, Tensor] = {}
 
 
 def _nf4_pairs(device: torch.device) -> Tensor:
-    """The two levels that a byte stands for, [256, 2]. Kept, and not by ``functools.cache``, past which a compiler
-    looks."""
+    """Return the two levels of each byte, a float32 tensor of shape ``(256, 2)``.
+
+    The tensor is cached without ``functools.cache``, which compilers ignore.
+    """
     if device in _kept:
         return _kept[device]
     levels = torch.tensor(NF4_LEVELS, dtype=torch.float32, device=device)
     pairs = torch.stack([levels.repeat_interleave(16), levels.repeat(16)], dim=1)
-    if type(pairs) is Tensor and not pairs.is_inference():  # else it serves this once: it is fake, or not for training
+    if type(pairs) is Tensor and not pairs.is_inference():  # do not cache fake tensors and inference tensors
         _kept[device] = pairs
     return pairs

@@ -1,4 +1,4 @@
-"""Adapters that a model has from an earlier run, and that the Plan of this run need not name."""
+"""Adapters that a model has from an earlier run, and that the Plan of this run need not contain."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _IMPORT = "from roomier.adapters import merge_lora"
 
 
 def adapters_of(network: nn.Module, blocks: Sequence[nn.Module]) -> AdapterPlan | None:
-    """The settings that make the adapters of ``network`` on a plain one; None where it has none."""
+    """Return the settings that would create the adapters of ``network`` on a plain model; None without adapters."""
     layers = {name: each for name, each in network.named_modules() if isinstance(each, Adapted)}
     if not layers:
         return None
@@ -37,20 +37,21 @@ def adapters_of(network: nn.Module, blocks: Sequence[nn.Module]) -> AdapterPlan 
 
 
 def trained_whole(network: nn.Module) -> dict[str, nn.Module]:
-    """The modules beside adapters of which all is trained, outermost only, by name."""
+    """Return the outermost modules without adapters whose parameters are all trained, with their names as keys."""
     found: dict[str, nn.Module] = {}
     for name, module in network.named_modules():
         parameters = dict(module.named_parameters())
         is_trained = bool(parameters) and all(each.requires_grad for each in parameters.values())
-        is_beside = not any(map(is_adapter, parameters))  # where weights are codes, adapters may be all parameters
+        # Adapters can be the only parameters of a quantized layer.
+        has_no_adapter = not any(map(is_adapter, parameters))
         is_inside = any(name.startswith(f"{outer}.") for outer in found)
-        if name and is_trained and is_beside and not is_inside:
+        if name and is_trained and has_no_adapter and not is_inside:
             found[name] = module
     return found
 
 
 def as_keyword(adapters: AdapterPlan) -> dict[str, object]:
-    """What to write as ``Trainer(lora=...)`` for them."""
+    """Return the value of ``Trainer(lora=...)`` that creates ``adapters``."""
     plain = AdapterPlan()
     fields = {each.name: getattr(adapters, each.name) for each in dataclasses.fields(adapters)}
     given = {name: value for name, value in fields.items() if value != getattr(plain, name)}
@@ -59,31 +60,29 @@ def as_keyword(adapters: AdapterPlan) -> dict[str, object]:
 
 
 def name_adapters(plan: Plan, network: nn.Module, blocks: Sequence[nn.Module]) -> Plan:
-    """Return ``plan`` with the adapters and the format of frozen weights that ``network`` has from an earlier run.
+    """Return ``plan`` with the adapters and the quantization that ``network`` has from an earlier run.
 
-    The result is the same before and after the adapters of ``plan`` are added. Tables of the run show it, and loading a
-    checkpoint requires it.
+    The result is the same before and after the adapters of ``plan`` are added. The table of the run shows these
+    settings, and a checkpoint needs them to be loaded.
 
     Raises:
-        PlanError: they do not go with the rest of ``plan``.
+        PlanError: the settings are not supported with the rest of ``plan``.
     """
     found = adapters_of(network, blocks)
     if found is None:
         return plan
     if plan.adapter.lora_rank is not None:
-        found = _beside_named(plan.adapter, found, network, blocks)
+        found = _with_named(plan.adapter, found, network, blocks)
     try:
         return replace(plan, adapter=found)
     except PlanError as error:
-        problem = f"the model has it from an earlier run, and it {error.problem}"
-        action = f"{error.action}; or call merge_lora(model) first ({_IMPORT})"
+        problem = f"the model has it from an earlier run, but it {error.problem}"
+        action = f"{error.action}, or call merge_lora(model) first ({_IMPORT})"
         raise PlanError(error.field, error.received, problem, action) from error
 
 
-def _beside_named(
-    named: AdapterPlan, found: AdapterPlan, network: nn.Module, blocks: Sequence[nn.Module]
-) -> AdapterPlan:
-    """Return ``named`` with the weight format of ``network``, and with the other layers that have adapters already."""
+def _with_named(named: AdapterPlan, found: AdapterPlan, network: nn.Module, blocks: Sequence[nn.Module]) -> AdapterPlan:
+    """Return ``named`` with the quantization, and the adapters on other layers, from an earlier run of ``network``."""
     base = found.frozen_base if named.frozen_base == "as_is" else named.frozen_base
     targets, adapted = target_layers(network, blocks, named.lora_targets), adapted_layers(network)
     if adapted.keys() <= targets.keys():
@@ -93,10 +92,10 @@ def _beside_named(
 
 
 def tell_unnamed(plan: Plan, network: nn.Module, blocks: Sequence[nn.Module]) -> None:
-    """Say what ``network`` has that ``plan`` does not name.
+    """Print a notice on adapters and quantization that ``network`` has and ``plan`` does not contain.
 
     Raises:
-        PlanError: it does not go with the rest of ``plan``.
+        PlanError: the settings are not supported with the rest of ``plan``.
     """
     named = name_adapters(plan, network, blocks).adapter
     if named == plan.adapter:
@@ -105,21 +104,21 @@ def tell_unnamed(plan: Plan, network: nn.Module, blocks: Sequence[nn.Module]) ->
     if plan.adapter.lora_rank is not None:
         if base != plan.adapter.frozen_base:
             notice(
-                f"the model has its frozen weights in {base} from an earlier run, and keeps them so (lora base: {base})"
+                f"the model has frozen weights in {base} from an earlier run, which stay quantized (lora base: {base})"
             )
         if named.lora_targets != plan.adapter.lora_targets:
             targets = target_layers(network, blocks, plan.adapter.lora_targets)
             others = [name for name in adapted_layers(network) if name not in targets]
             notice(
-                f"{len(others)} layers that lora targets does not name have adapters from an earlier run, which stay "
-                f"and train on (the first: {others[0]})"
+                f"{len(others)} layers that lora targets does not include have adapters from an earlier run, which "
+                f"stay and continue to train (the first: {others[0]})"
             )
         return
     num_layers = sum(isinstance(each, Adapted) for each in network.modules())
     trains_alone = all(is_adapter(name) for name, each in network.named_parameters() if each.requires_grad)
     notice(
-        f"the model has adapters, which this Plan does not name: rank {named.lora_rank} on {num_layers} layers"
+        f"the model has adapters that this Plan does not contain: rank {named.lora_rank} on {num_layers} layers"
         f"{'' if base == 'as_is' else f', frozen weights in {base}'}. They stay, and "
-        f"{'nothing else trains' if trains_alone else 'what else is not frozen trains beside them'}; for a plain model "
-        f"call merge_lora(model) first ({_IMPORT})"
+        f"{'no other parameters train' if trains_alone else 'other parameters that are not frozen also train'}. To get "
+        f"a plain model, call merge_lora(model) first ({_IMPORT})"
     )

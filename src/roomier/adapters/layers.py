@@ -1,9 +1,9 @@
-"""Linear layers with an adapter, and with frozen weights in few bits.
+"""Linear layers with an adapter, and with quantized frozen weights.
 
-[Note: layers become others in place]
-A layer is adapted by giving it another class, which has its old one as a base, as ``fully_shard`` does. So it stays
-where it is in the model, with its names in the state dict, its hooks, and whoever refers to it; ``isinstance`` finds
-``nn.Linear`` as before. ``[Adapted, InFewBits, nn.Linear]`` is the order in which their forwards call each other.
+[Note: layers change their class in place]
+A layer is adapted by changing its class to a class that has the old class as a base, as ``fully_shard`` does. So its
+place in the model, its names in the state dict, its hooks and all references to it stay valid, and ``isinstance`` still
+finds ``nn.Linear``. ``[Adapted, InFewBits, nn.Linear]`` is the order in which the forwards call each other.
 """
 
 from __future__ import annotations
@@ -25,62 +25,72 @@ ADAPTER_NAMES = ("lora_A", "lora_B")
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter of this qualified name is that of an adapter."""
+    """Return True if ``name`` is the qualified name of a parameter of an adapter."""
     return name.rpartition(".")[2] in ADAPTER_NAMES
 
 
 def is_adaptable(layer: nn.Module) -> bool:
-    """Whether it multiplies with one matrix: ``nn.Linear``, or the ``Conv1D`` that GPT-2 of Hugging Face has."""
+    """Return True if ``layer`` multiplies by one matrix: ``nn.Linear``, or ``Conv1D`` of Hugging Face's GPT-2."""
     return isinstance(layer, nn.Linear) or is_transposed(layer)
 
 
 def is_transposed(layer: nn.Module) -> bool:
-    """Whether the weight is stored as [in, out], as ``Conv1D`` does, and not as [out, in]."""
-    found = sys.modules.get("transformers.pytorch_utils")  # who has such a layer has imported it
+    """Return True if the weight is stored with shape ``(in, out)``, as in ``Conv1D``, instead of ``(out, in)``."""
+    found = sys.modules.get("transformers.pytorch_utils")  # imported if such a layer exists
     return found is not None and isinstance(layer, found.Conv1D)
 
 
 class Adapted(nn.Module):
-    """Adds ``scale * B A dropout(x)`` to what the layer computes (Hu et al. 2021, section 4.1).
+    """Mixin that adds ``scale * B A dropout(x)`` to the output of a layer (Hu et al. 2021, section 4.1).
 
     Attributes:
-        lora_A, lora_B: their product has the layout of the layer's weight. Of ``nn.Linear`` ``B A``, of shapes
-            [out, rank] and [rank, in]; where the weight is [in, out], ``A B``, of [in, rank] and [rank, out].
+        lora_A: first matrix of the adapter. Its shape is ``(rank, in)`` for ``nn.Linear``, and ``(in, rank)`` if the
+            weight of the layer has shape ``(in, out)``.
+        lora_B: second matrix of the adapter, with shape ``(out, rank)`` or ``(rank, out)``.
         lora_scale: alpha / rank.
-        lora_dropout: probability.
+        lora_dropout: dropout probability of the input of the adapter.
+        is_in_out: True if the weight of the layer has shape ``(in, out)``.
     """
 
-    lora_A: nn.Parameter  # noqa: N815  as every reader of adapters names them
+    lora_A: nn.Parameter  # noqa: N815  the name in all readers of adapters
     lora_B: nn.Parameter  # noqa: N815
     lora_scale: float
     lora_dropout: float
-    is_in_out: bool  # how the weight is stored
+    is_in_out: bool
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the output of the layer plus the output of the adapter, in the dtype of the layer's output."""
         output: Tensor = super().forward(x)
         a, b = (self.lora_A, self.lora_B) if self.is_in_out else (self.lora_A.T, self.lora_B.T)
         if not torch.is_autocast_enabled(x.device.type):
-            x = x.to(a.dtype)  # adapters of 16-bit weights are kept in float32
+            x = x.to(a.dtype)  # the adapters of 16-bit weights are float32
         if self.lora_dropout and self.training:
             x = F.dropout(x, self.lora_dropout)
         return output + (x @ a * self.lora_scale @ b).to(output.dtype)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """By what its class was made of: no file has a class of that name, as pickle looks for it."""
+        """Pickle the layer by its original class and its mixins, because its own class is not importable."""
         reduced: Any = super().__reduce_ex__(max(protocol, 2))
         made_by, _, *rest = reduced
         if made_by is not copyreg.__newobj__:  # type: ignore[attr-defined]
-            problem = f"is pickled by {plain_class(self).__name__} in its own way, which leaves out the adapter"
+            problem = f"has custom pickling in {plain_class(self).__name__}, which does not include the adapter"
             raise RoomierError("layer", type(self).__name__, problem, "Save its state_dict, or a checkpoint")
         mixins = (Adapted, InFewBits) if isinstance(self, InFewBits) else (Adapted,)
         return (_empty_layer, (plain_class(self), mixins), *rest)
 
 
 class InFewBits(nn.Module):
-    """Keeps the frozen weight as codes; it is made of them for the product, in forward and backward, and dropped.
+    """Mixin that stores the frozen weight as codes, and decodes it temporarily for the product in forward and backward.
 
     Attributes:
-        weight_codes, weight_scales: buffers, from :func:`roomier.adapters.codes.encode`.
+        weight_codes: buffer of codes from :func:`roomier.adapters.codes.encode`.
+        weight_scales: buffer of scales from the same function.
+        weight_format: format of the codes.
+        weight_shape: shape of the weight.
+        weight_dtype: dtype of the weight.
+        is_in_out: True if the weight has shape ``(in, out)``.
+        bias: bias of the layer, not quantized.
+        constant_buffers: names of the buffers that are never sent to other ranks.
     """
 
     weight_codes: Tensor
@@ -90,17 +100,19 @@ class InFewBits(nn.Module):
     weight_dtype: torch.dtype
     is_in_out: bool
     bias: nn.Parameter | None
-    constant_buffers = ("weight_codes", "weight_scales")  # not sent to other ranks at each step
+    constant_buffers = ("weight_codes", "weight_scales")
 
     @property
     def weight(self) -> Tensor:
-        """For code that reads it: made anew each time, and without a gradient."""
+        """Decoded weight, without a gradient. It is decoded on each access."""
         return self.decoded(self.weight_dtype)
 
     def decoded(self, dtype: torch.dtype) -> Tensor:
+        """Return the decoded weight in ``dtype``."""
         return decode(self.weight_codes, self.weight_scales, self.weight_format, self.weight_shape, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the product with the decoded weight plus the bias, in the dtype of ``x`` or of autocast."""
         device_type = x.device.type
         x = x.to(torch.get_autocast_dtype(device_type)) if torch.is_autocast_enabled(device_type) else x
         product: Tensor = _ProductWithFrozen.apply(x, self)  # type: ignore[no-untyped-call]
@@ -108,7 +120,7 @@ class InFewBits(nn.Module):
 
 
 class _ProductWithFrozen(torch.autograd.Function):
-    """The product of [..., in] with the weight of a layer; autograd's own would keep the weight until backward."""
+    """Product of ``(..., in)`` and the weight of a layer, without saving the decoded weight for backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: InFewBits) -> Tensor:
@@ -136,16 +148,22 @@ def _empty_layer(plain: Any, mixins: tuple[Any, ...]) -> Any:
 
 
 def plain_class(layer: nn.Module) -> Any:
-    """The class a layer had before it was adapted."""
+    """Return the original class of an adapted layer."""
     return getattr(type(layer), "plain_class", type(layer))
 
 
 def add_adapter(layer: nn.Module, rank: int, scale: float, dropout: float) -> None:
-    """Make ``layer`` an :class:`Adapted` one, in place; what it computes stays as it is.
+    """Convert ``layer`` to an :class:`Adapted` layer in place. Its output does not change.
 
-    ``A`` is drawn, on the CPU, as ``nn.Linear`` draws its weights: the paper has a normal distribution, whose width it
-    does not tell, and this is what published implementations took. ``B`` is zero. Weights without values yet (``meta``)
-    get adapters with values. Beside weights of 16 bits they are float32.
+    ``A`` is drawn on the CPU, with the distribution that ``nn.Linear`` uses for weights. The paper specifies a normal
+    distribution without a width, and published implementations use this distribution. ``B`` is zero. If the weights are
+    on the meta device, the adapters still have values. Adapters of 16-bit weights are float32.
+
+    Args:
+        layer: layer for which :func:`is_adaptable` is True.
+        rank: rank of the adapter.
+        scale: factor of the adapter's output.
+        dropout: dropout probability of the adapter's input.
     """
     weight = layer.weight
     assert isinstance(weight, Tensor)
@@ -163,11 +181,12 @@ def add_adapter(layer: nn.Module, rank: int, scale: float, dropout: float) -> No
 
 
 def rank_of(layer: Adapted) -> int:
+    """Return the rank of the adapter."""
     return layer.lora_A.shape[1 if layer.is_in_out else 0]
 
 
 def put_in_few_bits(layer: Adapted, code_format: str) -> None:
-    """Keep the weight of ``layer`` as codes, in place."""
+    """Quantize the weight of ``layer`` in place."""
     weight = layer.weight
     assert isinstance(weight, nn.Parameter)
     codes, scales = encode(weight, code_format)
@@ -180,14 +199,14 @@ def put_in_few_bits(layer: Adapted, code_format: str) -> None:
 
 
 def product_of(a: Tensor, b: Tensor, scale: float, *, is_in_out: bool) -> Tensor:
-    """What an adapter adds to the weight, in the layout of the weight and in float32 at least."""
+    """Return the product that an adapter adds to the weight, in the layout of the weight, in float32 or float64."""
     dtype = torch.float64 if a.dtype == torch.float64 else torch.float32
     a, b = a.to(dtype), b.to(dtype)
     return (a @ b if is_in_out else b @ a) * scale
 
 
 def remove_adapter(layer: Adapted) -> None:
-    """Give ``layer`` the class and the weight it had, with what the adapter adds."""
+    """Restore the original class of ``layer``, with a weight that includes the adapter."""
     assert isinstance(layer.weight, Tensor)
     weight = layer.weight.detach()
     added = product_of(layer.lora_A.detach(), layer.lora_B.detach(), layer.lora_scale, is_in_out=layer.is_in_out)

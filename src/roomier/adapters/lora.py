@@ -30,11 +30,17 @@ _FIELD = "lora.targets"
 
 
 def apply_lora(network: nn.Module, blocks: Sequence[nn.Module], plan: AdapterPlan) -> None:
-    """Freeze ``network``, but for the modules that ``plan`` trains whole, and put adapters on the linear layers it
-    names, in place; those that are there already stay.
+    """Freeze ``network`` and add adapters to linear layers, in place.
+
+    Modules in ``plan.lora_trained`` are not frozen. Existing adapters stay.
+
+    Args:
+        network: model to adapt.
+        blocks: blocks of the model.
+        plan: settings of the adapters.
 
     Raises:
-        RoomierError: no layer or module has such a name, or the adapters that are there are of another rank.
+        RoomierError: no layer or module has a given name, or existing adapters have another rank or scale.
     """
     rank = plan.lora_rank
     assert rank is not None
@@ -47,7 +53,7 @@ def apply_lora(network: nn.Module, blocks: Sequence[nn.Module], plan: AdapterPla
     for name, each in network.named_parameters():
         each.requires_grad_(is_adapter(name) or each in trained)
         if not each.requires_grad:
-            each.grad = None  # of an earlier fit: no optimizer would ever free it
+            each.grad = None  # from an earlier fit; no optimizer would free it
     for layer in targets.values():
         if isinstance(layer, Adapted):
             layer.lora_dropout = plan.lora_dropout
@@ -57,11 +63,12 @@ def apply_lora(network: nn.Module, blocks: Sequence[nn.Module], plan: AdapterPla
 
 
 def quantise_base(network: nn.Module, plan: AdapterPlan) -> None:
-    """Keep the frozen weights of adapted layers in the few bits that ``plan`` names, in place. A weight that another
-    layer has as well (a tied output layer) stays as it is.
+    """Quantize the frozen weights of adapted layers to the format of ``plan``, in place.
+
+    A weight that another layer shares, such as a tied output layer, is not quantized.
 
     Raises:
-        RoomierError: they are in other bits already, or a weight is not finite.
+        RoomierError: weights are already quantized in another format, or a weight is not finite.
     """
     num_owners = Counter(each for part in network.modules() for each in part.parameters(recurse=False))
     for name, layer in network.named_modules():
@@ -69,8 +76,8 @@ def quantise_base(network: nn.Module, plan: AdapterPlan) -> None:
             continue
         if isinstance(layer, InFewBits):
             if layer.weight_format != plan.frozen_base:
-                problem = f"{name} has its weight in {layer.weight_format} from an earlier run"
-                action = f"Use {layer.weight_format!r}, or build the model anew"
+                problem = f"differs from {name}, which has its weight in {layer.weight_format} from an earlier run"
+                action = f"Use {layer.weight_format!r}, or build a new model"
                 raise RoomierError("lora.base", plan.frozen_base, problem, action)
             continue
         weight = _parameter_of(layer)
@@ -81,13 +88,19 @@ def quantise_base(network: nn.Module, plan: AdapterPlan) -> None:
 
 
 def merge_lora(network: nn.Module) -> nn.Module:
-    """``network`` with what its adapters add put into the weights, and without adapters, in place: a plain model again.
+    """Merge the adapters of ``network`` into its weights, in place, and return it as a plain model.
 
-    Weights in few bits become what they were before they were put into them, up to rounding. All that was frozen stays
-    frozen; ``network.requires_grad_()`` changes that.
+    Quantized weights get their values before quantization, up to rounding. Frozen parameters stay frozen. Call
+    ``network.requires_grad_()`` to train them.
 
     Raises:
-        RoomierError: it has no adapters, or is divided among ranks.
+        RoomierError: the network has no adapters, or is sharded across ranks.
+
+    Example::
+
+        trainer = roomier.Trainer(lora={"rank": 8})
+        trainer.fit(module, loader)
+        merge_lora(module.net)
     """
     layers = [(name, each) for name, each in network.named_modules() if isinstance(each, Adapted)]
     if not layers:
@@ -98,8 +111,8 @@ def merge_lora(network: nn.Module) -> nn.Module:
     num_owners = Counter(each for part in network.modules() for each in part.parameters(recurse=False))
     for name, layer in layers:
         if not isinstance(layer, InFewBits) and num_owners[_parameter_of(layer)] > 1:
-            problem = "has adapters, and another layer has the same weight, which would change as well"
-            raise RoomierError("network", name, problem, "Give it a weight of its own before training")
+            problem = "has adapters, but another layer has the same weight, which would also change"
+            raise RoomierError("network", name, problem, "Give it a separate weight before training")
     for _, layer in layers:
         remove_adapter(layer)
     unwatch_saves(network)
@@ -107,41 +120,48 @@ def merge_lora(network: nn.Module) -> nn.Module:
 
 
 def adapter_state(network: nn.Module) -> dict[str, Tensor]:
-    """The tensors that are trained, those of the adapters, by name: some megabytes for a model of gigabytes.
+    """Return the tensors of the adapters, and of all other trained parameters, with their names as keys.
 
-    ``network.load_state_dict(state, strict=False)`` puts them back on the same model with adapters.
+    The size is some megabytes for a model of gigabytes. ``network.load_state_dict(state, strict=False)`` restores them
+    in the same model with adapters.
+
+    Example::
+
+        torch.save(adapter_state(module.net), "adapter.pt")
     """
     return {name: each.detach() for name, each in network.named_parameters() if is_adapter(name) or each.requires_grad}
 
 
 def _trained(network: nn.Module, names: str, targets: dict[str, nn.Module]) -> set[nn.Parameter]:
-    """The parameters of the modules that are trained whole."""
+    """Return the parameters of the modules that are trained in full."""
     found: set[nn.Parameter] = set()
     for pattern in filter(None, (each.strip() for each in names.split(","))):
         matching = {name: each for name, each in network.named_modules() if name and matches(name, pattern)}
         parameters = {each for module in matching.values() for each in module.parameters()}
         if not parameters:
             action = _nearest((name for name, each in network.named_modules() if name), pattern)
-            raise RoomierError("lora.trained", pattern, "no module with parameters has a name that ends in it", action)
+            raise RoomierError(
+                "lora.trained", pattern, "must be the end of the name of a module with parameters", action
+            )
         adapted = next((name for name, each in targets.items() if set(each.parameters()) & parameters), None)
         if adapted is not None:
-            problem = f"{adapted} is among the layers that get adapters, whose weights are frozen"
-            raise RoomierError("lora.trained", pattern, problem, "Leave it out of one of the two")
-        _tell_tied(network, pattern, matching)
+            problem = f"includes {adapted}, which gets an adapter, so its weights are frozen"
+            raise RoomierError("lora.trained", pattern, problem, "Remove it from lora.trained or from lora.targets")
+        _notice_tied(network, pattern, matching)
         found |= parameters
     return found
 
 
-def _tell_tied(network: nn.Module, pattern: str, matching: dict[str, nn.Module]) -> None:
+def _notice_tied(network: nn.Module, pattern: str, matching: dict[str, nn.Module]) -> None:
     inside = {f"{module}.{name}": each for module, part in matching.items() for name, each in part.named_parameters()}
     own = {each: name for name, each in inside.items()}
     for name, each in network.named_parameters(remove_duplicate=False):
         if each in own and name not in inside:
-            notice(f"lora.trained={pattern!r}: {own[each]} is tied to {name}, which trains with it, as one weight")
+            notice(f"lora.trained={pattern!r}: {own[each]} is tied to {name}, which trains with it as one weight")
 
 
 def adaptable_in_blocks(network: nn.Module, blocks: Sequence[nn.Module]) -> dict[str, nn.Module]:
-    """The layers that get adapters where none are named: name -> layer, in the order of the network."""
+    """Return the layers that get adapters by default, with their names as keys, in the order of the network."""
     in_blocks = {part for block in blocks for part in block.modules()}
     return {name: each for name, each in _adaptable(network).items() if each in in_blocks}
 
@@ -152,22 +172,27 @@ def _adaptable(network: nn.Module) -> dict[str, nn.Module]:
 
 
 def adapted_layers(network: nn.Module) -> dict[str, nn.Module]:
-    """The layers that have adapters: name -> layer, in the order of the network."""
+    """Return the layers that have adapters, with their names as keys, in the order of the network."""
     return {name: each for name, each in network.named_modules() if isinstance(each, Adapted)}
 
 
 def target_layers(network: nn.Module, blocks: Sequence[nn.Module], targets: str) -> dict[str, nn.Module]:
-    """The layers that ``lora_targets`` means: name -> layer, in the order of the network.
+    """Return the layers that ``lora_targets`` selects, with their names as keys, in the order of the network.
+
+    Args:
+        network: model to adapt.
+        blocks: blocks of the model.
+        targets: ``"blocks"``, or names and patterns separated by commas.
 
     Raises:
-        RoomierError: it means none.
+        RoomierError: a name matches no layer.
     """
     layers = _adaptable(network)
     if targets == "blocks":
         found = adaptable_in_blocks(network, blocks)
         if not found:
-            problem = f"{type(network).__name__} has no blocks with linear layers"
-            raise RoomierError(_FIELD, targets, problem, f"Name layers; {_some(layers)}")
+            problem = f"is not possible, because {type(network).__name__} has no blocks with linear layers"
+            raise RoomierError(_FIELD, targets, problem, f"Pass names of layers; {_some(layers)}")
         return found
     wanted: set[str] = set()
     for pattern in filter(None, (each.strip() for each in targets.split(","))):
@@ -176,12 +201,12 @@ def target_layers(network: nn.Module, blocks: Sequence[nn.Module], targets: str)
             raise RoomierError(_FIELD, pattern, _why_none(network, pattern), _nearest(layers, pattern))
         wanted |= matching
     if not wanted:
-        raise RoomierError(_FIELD, targets, "names no layer", f"Name layers; {_some(layers)}")
+        raise RoomierError(_FIELD, targets, "contains no layer name", f"Pass names of layers; {_some(layers)}")
     return {name: each for name, each in layers.items() if name in wanted}
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Whether a layer is meant by one of the names in ``lora_targets`` or ``lora_trained``."""
+    """Return True if ``pattern`` in ``lora_targets`` or ``lora_trained`` selects the layer ``name``."""
     return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
 
 
@@ -189,10 +214,10 @@ def _why_none(network: nn.Module, pattern: str) -> str:
     named = dict(network.named_modules())
     others = [name for name in named if name and matches(name, pattern)]
     if not others:
-        return "no layer has a name that ends in it"
+        return "must be the end of the name of a layer"
     if named[others[0]] in _read_by_others(network):
-        return f"{others[0]} is not called: the attention around it reads its weight"
-    return f"{others[0]} is a {type(named[others[0]]).__name__}, not a linear layer"
+        return f"matches {others[0]}, which is not called, because its attention module reads its weight"
+    return f"matches {others[0]} of type {type(named[others[0]]).__name__}, which is not a linear layer"
 
 
 def _nearest(layers: Iterable[str], pattern: str) -> str:
@@ -201,18 +226,18 @@ def _nearest(layers: Iterable[str], pattern: str) -> str:
 
 def _some(layers: Iterable[str]) -> str:
     names = sorted({name.rpartition(".")[2] for name in layers})
-    return f"there are {', '.join(names[:8])}" if names else "there are none outside of blocks either"
+    return f"available are {', '.join(names[:8])}" if names else "the model has no linear layers to adapt"
 
 
 def _read_by_others(network: nn.Module) -> set[nn.Module]:
-    # They would never run: nn.MultiheadAttention multiplies with the weight of its out_proj itself.
+    # These layers are never called: nn.MultiheadAttention itself multiplies by the weight of its out_proj.
     readers = (each for each in network.modules() if isinstance(each, nn.MultiheadAttention))
     return {part for reader in readers for part in reader.modules()}
 
 
 def _calls_layers_always(network: nn.Module) -> None:
-    # In evaluation nn.TransformerEncoderLayer takes a kernel that reads the weights of its layers past their adapters,
-    # unless its activation is one that this kernel does not have.
+    # In evaluation, nn.TransformerEncoderLayer uses a kernel that reads the weights of its layers without their
+    # adapters, unless the kernel does not support its activation.
     for each in network.modules():
         if isinstance(each, nn.TransformerEncoderLayer):
             each.activation_relu_or_gelu = 0
@@ -221,37 +246,40 @@ def _calls_layers_always(network: nn.Module) -> None:
 def _check(name: str, layer: nn.Module, rank: int, scale: float) -> None:
     if isinstance(layer, Adapted):
         if rank_of(layer) != rank or layer.lora_scale != scale:
-            problem = f"{name} has an adapter of rank {rank_of(layer)}, scaled by {layer.lora_scale:g}, already"
+            problem = (
+                f"does not match {name}, which has an adapter of rank {rank_of(layer)} and scale {layer.lora_scale:g}"
+            )
             action = (
-                "Train on with the same rank and alpha, or call merge_lora(model) first (from roomier.adapters import "
-                "merge_lora)"
+                "Continue to train with the same rank and alpha, or call merge_lora(model) first (from "
+                "roomier.adapters import merge_lora)"
             )
             raise RoomierError("lora", {"rank": rank, "alpha": scale * rank}, problem, action)
         return
     if not isinstance(layer.weight, nn.Parameter):
-        problem = f"the weight of {name} is no parameter: it is computed of others (weight norm, spectral norm)"
-        action = "Leave it out of lora.targets, or remove what computes it first (torch.nn.utils.parametrize)"
+        problem = "has a weight that is not a parameter, but computed from parameters (weight norm, spectral norm)"
+        action = "Remove it from lora.targets, or remove the parametrization first (torch.nn.utils.parametrize)"
         raise RoomierError(_FIELD, name, problem, action)
     weight = _parameter_of(layer)
     _check_whole(name, weight)
     if is_transposed(layer) and rank >= min(weight.shape):
-        problem = f"{name} is of shape {list(weight.shape)}: there is no lower rank to gain from"
-        raise RoomierError("lora.rank", rank, problem, f"Use less than {min(weight.shape)}")
+        problem = f"must be less than {min(weight.shape)} for {name}, which has shape {list(weight.shape)}"
+        raise RoomierError("lora.rank", rank, problem, "Use a smaller rank")
 
 
 def _check_whole(name: str, weight: Tensor) -> None:
     if hasattr(weight, "placements"):
-        problem = f"{name} was divided among the ranks by an earlier run, which cannot be undone"
+        problem = "was sharded across ranks by an earlier run, which cannot be undone"
         raise RoomierError("lora", name, problem, "Save a checkpoint, and load it into a new model")
 
 
 def _check_codable(name: str, layer: nn.Module, weight: Tensor, code_format: str) -> None:
     plain = plain_class(layer)
     if isinstance(layer, nn.Linear) and plain.forward is not nn.Linear.forward:
-        problem = f"{name} is a {plain.__name__}, whose forward is not that of nn.Linear"
-        raise RoomierError("lora.base", code_format, problem, "Leave it out of lora.targets, or use base='as_is'")
+        problem = f"is not supported for {name}, because {plain.__name__} does not use the forward of nn.Linear"
+        raise RoomierError("lora.base", code_format, problem, "Remove it from lora.targets, or use base='as_is'")
     if not weight.is_meta and not torch.isfinite(weight).all():
-        raise RoomierError("lora.base", code_format, f"the weight of {name} is not finite", "Look at the weights")
+        problem = f"requires finite weights, but the weight of {name} is not finite"
+        raise RoomierError("lora.base", code_format, problem, "Check the weights of the model")
 
 
 def _parameter_of(layer: nn.Module) -> nn.Parameter:

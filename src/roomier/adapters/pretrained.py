@@ -1,7 +1,7 @@
-"""Hugging Face's ``save_pretrained`` on a model with adapters: refused, since what it writes is not read back.
+"""Rejection of Hugging Face's ``save_pretrained`` on a model with adapters, because its files cannot be loaded.
 
-``from_pretrained`` leaves out names that its model has not, ``lora_A`` say, and draws anew the weights that it does not
-find, as those in few bits: a model without what was trained, and no error.
+``from_pretrained`` ignores names that its model does not have, such as ``lora_A``, and initializes missing weights with
+random values, such as quantized weights. The result would be a model without the trained parameters, and no error.
 """
 
 from __future__ import annotations
@@ -17,40 +17,44 @@ _NAME = "save_pretrained"
 
 
 class SavesPlainModels:
-    """Stands in the place of ``model.save_pretrained`` as long as there are adapters.
+    """Substitute for ``model.save_pretrained`` while the model has adapters.
 
-    An object and not a closure, so that a copy of the model, and one that was pickled, has its own.
+    It is an object and not a closure, so that a copied or unpickled model has its own.
+
+    Args:
+        model: Hugging Face model.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """
+        """Call the original ``save_pretrained``.
+
         Raises:
-            RoomierError: the model has adapters, and no ``state_dict`` says what to write.
+            RoomierError: the model has adapters, and no ``state_dict`` was passed.
         """
         kind: Any = type(self.model)
         if kwargs.get("state_dict") is None and any(isinstance(each, Adapted) for each in self.model.modules()):
-            problem = "has adapters, and from_pretrained would read its files as a model without what was trained"
+            problem = "has adapters, which from_pretrained would not load from its files"
             action = (
-                "Put the adapters into the weights first, merge_lora(model) (from roomier.adapters import merge_lora); "
-                "or write them alone, export_adapter(model, folder) (from roomier.export.adapter import "
-                "export_adapter); or make files of a checkpoint with `roomier export`"
+                "Merge the adapters first with merge_lora(model) (from roomier.adapters import merge_lora), save only "
+                "the adapters with export_adapter(model, folder) (from roomier.export.adapter import export_adapter), "
+                "or export a checkpoint with `roomier export`"
             )
             raise RoomierError(_NAME, kind.__name__, problem, action)
         return kind.save_pretrained(self.model, *args, **kwargs)
 
 
 def watch_saves(network: nn.Module) -> None:
-    """Let the Hugging Face models in ``network`` refuse ``save_pretrained`` while they have adapters."""
+    """Make the Hugging Face models in ``network`` reject ``save_pretrained`` while they have adapters."""
     for part in network.modules():
         if callable(getattr(type(part), _NAME, None)) and _NAME not in vars(part):
             vars(part)[_NAME] = SavesPlainModels(part)
 
 
 def unwatch_saves(network: nn.Module) -> None:
-    """Give them their own ``save_pretrained`` back."""
+    """Restore the original ``save_pretrained``."""
     for part in network.modules():
         if isinstance(vars(part).get(_NAME), SavesPlainModels):
             del vars(part)[_NAME]

@@ -1,1 +1,1 @@
-"""Which kernel computes attention, and which one did."""
+"""Selection of the attention kernel, and a report of the kernel that ran."""

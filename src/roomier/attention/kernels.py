@@ -1,9 +1,10 @@
-"""The kernel of ``scaled_dot_product_attention``, chosen by name.
+"""Selection of the kernel of ``scaled_dot_product_attention``.
 
-[Note: a kernel by name]
-torch takes the fastest kernel that can compute a call; a name leaves it that one alone. Where it cannot compute a call
-(flash attention with a mask on a GPU, say), torch stops there and warns of the reason. This becomes one error that
-names the reason and the kernel to use. What no call could ever have is refused when the run is built.
+[Note: kernel selection]
+torch uses the fastest kernel that supports a call. If a kernel is selected, only this kernel is allowed. If it does not
+support a call (for example, flash attention with a mask on a GPU), torch raises and warns of the reason. roomier
+converts this to one error that contains the reason and the alternatives. A kernel that is not available on the device
+is rejected when the run is built.
 """
 
 from __future__ import annotations
@@ -27,21 +28,24 @@ _BACKENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "math": SDPBackend.MATH,
 }
-_OF_DEVICE = {"cpu": ("flash", "math"), "mps": ("math",)}  # others have all
-_NEEDS_16_BITS = ("flash", "cudnn")  # on CUDA; the CPU's flash attention computes in float32 too
+_OF_DEVICE = {"cpu": ("flash", "math"), "mps": ("math",)}  # other devices have all kernels
+_NEEDS_16_BITS = ("flash", "cudnn")  # on CUDA; flash attention on the CPU also supports float32
 _NO_KERNEL = ("No available kernel", "No viable backend for scaled_dot_product_attention")
-_SOURCE_OF_REASONS = "sdp_utils"  # torch warns of them from files of this name
+_SOURCE_OF_REASONS = "sdp_utils"  # torch's warnings with reasons come from files of this name
 
 
 def attention_context(plan: AttentionPlan, device: torch.device, compute_dtype: torch.dtype | None) -> MakeContext:
-    """What makes the context in which attention takes the kernel of ``plan``. A forward runs in it, and a backward too,
-    where blocks are computed again.
+    """Return a function that creates the context in which attention uses the kernel of ``plan``.
+
+    Forwards run in this context, and also backwards with recomputation.
 
     Args:
-        compute_dtype: of matrix products; None is float32.
+        plan: selected kernel.
+        device: device of the run.
+        compute_dtype: dtype of matrix products; None means float32.
 
     Raises:
-        RoomierError: ``device`` has no such kernel, or not in that dtype.
+        RoomierError: the kernel is not available on ``device``, or does not support this dtype.
     """
     if plan.kernel == "auto":
         return nullcontext
@@ -50,27 +54,27 @@ def attention_context(plan: AttentionPlan, device: torch.device, compute_dtype: 
 
 
 def _check_exists(kernel: str, device: torch.device, compute_dtype: torch.dtype | None) -> None:
-    there = _OF_DEVICE.get(device.type, tuple(_BACKENDS))
-    if kernel not in there:
-        instead = " or ".join(repr(each) for each in reversed(there))
+    available = _OF_DEVICE.get(device.type, tuple(_BACKENDS))
+    if kernel not in available:
+        instead = " or ".join(repr(each) for each in reversed(available))
         raise RoomierError(
             "attention",
             kernel,
-            f"does not exist on {device.type}",
-            f"Use 'auto', which takes the fastest, or {instead}",
+            f"is not available on {device.type}",
+            f"Use 'auto', which selects the fastest kernel, or {instead}",
         )
     is_16_bit = compute_dtype in (torch.float16, torch.bfloat16)
     if device.type == "cuda" and kernel in _NEEDS_16_BITS and not is_16_bit:
         raise RoomierError(
             "attention",
             kernel,
-            f"computes in 16 bits, not in {compute_dtype or torch.float32}",
-            "Use precision='bf16-mixed', or attention='efficient', which computes in float32",
+            f"requires 16-bit precision, but the run computes in {compute_dtype or torch.float32}",
+            "Use precision='bf16-mixed', or attention='efficient', which supports float32",
         )
 
 
 class _Only:
-    """Makes the context in which ``kernel`` alone may compute attention."""
+    """Function that creates the context in which only ``kernel`` can compute attention."""
 
     def __init__(self, kernel: str) -> None:
         self._kernel = kernel
@@ -89,21 +93,21 @@ class _Only:
                 if any(each in str(error) for each in _NO_KERNEL):
                     self._refuse(reasons, error)
                 raise
-        self._has_run = torch.is_grad_enabled()  # an evaluation, without dropout, says nothing of the training
+        self._has_run = torch.is_grad_enabled()  # an evaluation has no dropout, so training can still fail
 
     def _refuse(self, reasons: list[str], error: RuntimeError) -> Never:
-        why = "; ".join(dict.fromkeys(reasons)) or "torch gives no reason"
+        why = "; ".join(dict.fromkeys(reasons)) or "torch reports no reason"
         raise RoomierError(
             "attention",
             self._kernel,
             f"cannot compute the attention of this model: {why}",
-            "Use attention='auto', which takes the fastest kernel that can, or 'math', which computes all",
+            "Use attention='auto', which selects the fastest supported kernel, or 'math', which supports every call",
         ) from error
 
 
 @contextmanager
 def _reasons() -> Iterator[list[str]]:
-    """Why torch leaves out kernels inside; other warnings go on as ever."""
+    """Collect the reasons for which torch does not use kernels. Other warnings are shown as usual."""
     reasons: list[str] = []
     with warnings.catch_warnings():
         warnings.filterwarnings("always", message=f"(?s).*{_SOURCE_OF_REASONS}")

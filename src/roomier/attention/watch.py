@@ -1,4 +1,4 @@
-"""Which kernel computed attention, seen in one forward."""
+"""Report of the kernels that computed attention in one forward."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from roomier.core import torch_private
 
-# What torch dispatches to where scaled_dot_product_attention is called, with the kernel it is.
+# Operators to which torch dispatches scaled_dot_product_attention, with the name of the kernel.
 _OPERATORS = {
     "aten::_scaled_dot_product_flash_attention_for_cpu": "flash",
     "aten::_scaled_dot_product_flash_attention": "flash",
@@ -22,7 +22,7 @@ _OPERATORS = {
     "aten::_scaled_dot_product_fused_attention_overrideable": "the device's own",
     "flex_attention": "flex",
 }
-_SOFTMAX_OF_MATH = "aten::_safe_softmax"  # the math kernel is no operator, but has a softmax of its own
+_SOFTMAX_OF_MATH = "aten::_safe_softmax"  # the math kernel is not an operator, but it has a specific softmax
 _SOFTMAX = "aten::_softmax"
 
 
@@ -30,9 +30,11 @@ class Call(NamedTuple):
     """One call of attention.
 
     Attributes:
-        kernel: ``"flash"``, ``"efficient"``, ``"cudnn"``, ``"math"``, or ``"by hand"`` where the model multiplies and
-            normalises scores itself.
-        shape: ``[B, H, T, K]`` of the queries; of ``"math"`` and ``"by hand"`` that of the scores, ``[B, H, T, T]``.
+        kernel: ``"flash"``, ``"efficient"``, ``"cudnn"``, ``"math"``, or ``"by hand"`` if the model itself computes and
+            normalizes scores.
+        shape: shape of the queries, ``(B, H, T, K)``; for ``"math"`` and ``"by hand"``, shape of the scores,
+            ``(B, H, T, T)``.
+        dtype: dtype of this tensor.
     """
 
     kernel: str
@@ -42,26 +44,33 @@ class Call(NamedTuple):
 
 @dataclass
 class AttentionReport:
-    """How often each kernel computed which attention in the forward of one micro-batch."""
+    """Number of calls of each kernel in the forward of one micro-batch.
+
+    Attributes:
+        calls: number of calls by kernel, shape and dtype.
+    """
 
     calls: Counter[Call] = field(default_factory=Counter)
 
     def lines(self) -> list[str]:
-        """One for each kernel and shape; none where no attention was seen."""
+        """Return one line for each kernel and shape, or no lines without attention."""
         lines = []
         for (kernel, shape, dtype), count in self.calls.items():
             sizes = "scores " if kernel in ("math", "by hand") else ""
             line = f"attention: {kernel}, {count} calls a forward, {sizes}{list(shape)}, {str(dtype)[6:]}"
             if kernel == "by hand":
-                line += "; a Hugging Face model built with attn_implementation='sdpa' takes a kernel"
+                line += "; a Hugging Face model built with attn_implementation='sdpa' uses a kernel"
             lines.append(line)
         return lines
 
 
 class AttentionWatch:
-    """A context in which one forward is watched; then ``tell`` is called with what was seen.
+    """Context that records the attention of one forward, and passes the report to ``tell`` at its end.
 
-    The operations are slower inside, so it is not entered again.
+    Operations are slower in this context, so it is used for one forward only.
+
+    Args:
+        tell: function that receives the report.
     """
 
     def __init__(self, tell: Callable[[AttentionReport], Any]) -> None:
@@ -93,5 +102,5 @@ class AttentionWatch:
 
 
 def _are_scores(tensor: Tensor, dim: int) -> bool:
-    """Of each query for each key, by heads."""
+    """Return True if the softmax of ``tensor`` over ``dim`` has the form of attention scores."""
     return tensor.ndim == 4 and dim % 4 == 3 and tensor.shape[-1] > 1

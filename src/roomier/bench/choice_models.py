@@ -75,7 +75,7 @@ class Drawn:
     Attributes:
         kind: one of :data:`KINDS`.
         num_ranks: number of ranks.
-        sizes: sizes of the model and of one sample, by name.
+        sizes: mapping of names to sizes of the model and of one sample.
         batch_size: samples of each rank.
         tightness: position of the budget between the smallest (0) and the largest (1) peak of all plans.
     """

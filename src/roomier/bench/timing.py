@@ -34,7 +34,7 @@ def interleave(blocks: Mapping[str, Callable[[], Cost]], num_repeats: int) -> di
     """Run each block ``num_repeats`` times in alternation. Every second round runs backwards, so that a drift cancels.
 
     Args:
-        blocks: functions that run one measurement and return its cost, by name.
+        blocks: mapping of names to functions that run one measurement and return its cost.
         num_repeats: number of rounds.
 
     Returns:

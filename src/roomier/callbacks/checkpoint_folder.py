@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
 from roomier import checkpoint
+from roomier.callbacks.checkpoint_name import first_free_name
+from roomier.checkpoint.commit import names_being_written
 from roomier.checkpoint.lightning import is_lightning_file
+from roomier.checkpoint.record import RECORD_NAME
 from roomier.core.errors import CheckpointError
 
 
@@ -17,6 +21,27 @@ def names_in(folder: Path) -> tuple[str, ...]:
         return ()
     entries = [path for path in folder.iterdir() if not path.is_symlink() and not path.name.startswith(".")]
     return tuple(sorted(path.name for path in entries))
+
+
+def choose_name(
+    folder: Path, name: str, kept: set[str], own: set[str], foreign: Iterable[str]
+) -> tuple[str, tuple[str, ...]]:
+    """Choose the name of the next checkpoint in ``folder``, and add it to ``own``.
+
+    Args:
+        name: the preferred name.
+        kept: names that this run must not replace.
+        own: names that this run can replace.
+        foreign: known names of other runs.
+
+    Returns:
+        ``name`` or the first free ``name-v1``, ``name-v2``, ...; and all names of other runs.
+    """
+    complete = {each for each in names_in(folder) if each not in own and (folder / each / RECORD_NAME).is_file()}
+    others = names_being_written(folder).union(complete).difference(own, kept).union(foreign)
+    chosen = first_free_name(name, kept | others)
+    own.add(chosen)
+    return chosen, tuple(sorted(others))
 
 
 def find_complete(name: str, folders: list[str]) -> str:

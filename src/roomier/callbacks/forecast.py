@@ -113,7 +113,7 @@ class MemoryForecast(Callback):
 
     def _shared_step(self, trainer: TrainerView) -> int:
         """Return the step of a MemoryAnatomy, so that one tracker serves both callbacks."""
-        from roomier.callbacks.memory_anatomy import MemoryAnatomy  # imported here because it loads rich
+        from roomier.callbacks.memory_anatomy import MemoryAnatomy  # late: loads rich
 
         steps = (each.next_step for each in trainer.callbacks if isinstance(each, MemoryAnatomy))
         return next(steps, None) or self._first_step
@@ -132,7 +132,7 @@ class MemoryForecast(Callback):
             self._workload = found
 
     def _finish(self, trainer: TrainerView, tracker: MemoryTracker) -> None:
-        from roomier.planner.measured.record import Record  # imported here because it loads torch's sharding
+        from roomier.planner.measured.record import Record  # late: loads torch's sharding
 
         measured = _measured_of_all(trainer, tracker)
         forecast, reason = trainer.ranks.on_zero(lambda: _forecast(trainer, self._workload))
@@ -166,7 +166,7 @@ class MemoryForecast(Callback):
 
 def _measured_of_all(trainer: TrainerView, tracker: MemoryTracker) -> tuple[Any, ...]:
     """Return the measurement of each rank: the full timeline of the rank with the highest peak, otherwise the peak."""
-    from roomier.planner.measured.record import Measured  # imported here because it loads torch's sharding
+    from roomier.planner.measured.record import Measured  # late: loads torch's sharding
 
     rank = trainer.ranks.world.rank
     own = Measured.of(rank, tracker)
@@ -183,7 +183,7 @@ def _forecast(trainer: TrainerView, workload: Workload | None) -> tuple[Forecast
         return planned, ""
     if workload is None:
         return None, "the shapes of the model could not be copied before it was built"
-    from roomier.planner.dry_runs.confirm import confirm  # imported here because it loads torch's sharding
+    from roomier.planner.dry_runs.confirm import confirm  # late: loads torch's sharding
 
     plan = trainer.plan
     state = rng_state()

@@ -95,7 +95,7 @@ class MemoryAnatomy(KeepsPeak, Callback):
             self._tracked.pause()
 
     def _finish(self, trainer: TrainerView, tracker: MemoryTracker) -> None:
-        from roomier.memory.measure import anatomy_of, peak_of  # imported here because it loads torch's sharding
+        from roomier.memory.measure import anatomy_of, peak_of  # late: loads torch's sharding
 
         self.peak = peak_of(tracker, trainer.global_step)
         self._tracked = None

@@ -16,12 +16,11 @@ from torch import Tensor
 
 from roomier import checkpoint
 from roomier.api.callback import Callback
-from roomier.callbacks.checkpoint_folder import find_complete, names_in
+from roomier.callbacks.checkpoint_folder import choose_name, find_complete, names_in
 from roomier.callbacks.checkpoint_ledger import Keep, Ledger, ledger_form
 from roomier.callbacks.checkpoint_name import (
     DEFAULT_TEMPLATE,
     check_template,
-    first_free_name,
     format_name,
     metrics_named_in,
 )
@@ -73,8 +72,7 @@ class ModelCheckpoint(Callback):
             of the epoch, unless an epoch has several validations or validation does not run in every epoch.
         async_save: continue training while a checkpoint is written. Training waits only until the state is copied to
             host memory, which requires as much memory again. Uncommitted checkpoints are not listed in attributes.
-        enable_version_counter: append ``-v1``, ``-v2``, ... if another checkpoint that must be kept has the name;
-            otherwise replace it.
+        enable_version_counter: append ``-v1``, ... if a checkpoint that must be kept has the name, or replace it.
 
     Raises:
         RoomierError: an argument is invalid.
@@ -84,9 +82,8 @@ class ModelCheckpoint(Callback):
 
     [Note: names that are taken]
     A resumed run repeats steps that a killed run saved after the checkpoint from which it resumes. These folders are
-    bitwise equal to the new checkpoints, so they are replaced (by one rename) instead of adding ``-v1``. A name counts
-    as taken only if this callback or another ModelCheckpoint keeps its checkpoint, or if it existed in ``dirpath``
-    before the run started and so belongs to another run. The latter names are part of the state.
+    bitwise equal to the new checkpoints, so one rename replaces them. A name is taken if a ModelCheckpoint of this run
+    keeps it, or if another run wrote it. The names of other runs are part of the state.
 
     [Note: ledger before the save]
     A checkpoint contains the state of this callback, and the resumed run must list that checkpoint. So the ledger is
@@ -140,6 +137,7 @@ class ModelCheckpoint(Callback):
         self._ledger = Ledger()
         self._uncommitted: Ledger | None = None
         self._foreign_names: tuple[str, ...] | None = None
+        self._own_names: set[str] = set()  # on rank 0: names of existing checkpoints that this run can replace
         self._loaded_state: dict[str, Any] | None = None
         self._is_fitting = False
         self._monitored = None if monitor is None else Monitored(type(self).__name__, monitor)
@@ -225,6 +223,7 @@ class ModelCheckpoint(Callback):
             self._take_over(self._loaded_state)
         if self._foreign_names is None:
             self._foreign_names = () if is_in_run_folder else names_in(Path(self.dirpath))
+        self._own_names = set(names_in(Path(self.dirpath))).difference(self._foreign_names)
 
     def on_train_start(self, trainer: TrainerView, pl_module: Module) -> None:
         if self._interval is not None:
@@ -363,11 +362,12 @@ class ModelCheckpoint(Callback):
         for each in self._named:
             each.read(trainer)  # raises if the metric was not logged
         name = format_name(self.filename, self._metrics(trainer), self.auto_insert_metric_name)
-        name = trainer.ranks.from_zero(name)
-        if self.enable_version_counter:
-            here = {path for path in staying | self._paths_of_others(trainer) if os.path.dirname(path) == self.dirpath}
-            taken = {os.path.basename(path) for path in here}
-            name = first_free_name(name, taken.union(self._foreign_names or (), [LAST] if self._keep.last else []))
+        if not self.enable_version_counter:
+            return os.path.join(self.dirpath, trainer.ranks.from_zero(name))
+        here = {path for path in staying | self._paths_of_others(trainer) if os.path.dirname(path) == self.dirpath}
+        kept = {*map(os.path.basename, here), *([LAST] if self._keep.last else [])}
+        choose = partial(choose_name, Path(self.dirpath), name, kept, self._own_names, self._foreign_names or ())
+        name, self._foreign_names = trainer.ranks.on_zero(choose)
         return os.path.join(self.dirpath, name)
 
     def _paths_of_others(self, trainer: TrainerView) -> set[str]:

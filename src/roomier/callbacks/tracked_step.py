@@ -68,7 +68,7 @@ class TrackedStep:
             return
         engine = trainer.engine
         if self._looking is None:
-            from roomier.memory.tracker import MemoryTracker  # imported here because it loads torch's sharding
+            from roomier.memory.tracker import MemoryTracker  # late: loads torch's sharding
 
             callbacks = trainer.callbacks
             self._looking = MemoryTracker(engine.module, engine.optimizers, engine.device, lambda: held_by(callbacks))

@@ -1,7 +1,7 @@
-"""Checkpoints: a nested state of tensors and plain values, as a folder that appears whole or not at all.
+"""Checkpoints: a nested state of tensors and plain values, saved as a folder that is committed atomically.
 
-A checkpoint folder holds ``run.json`` (all that is not a tensor, and the list of files with sizes and checksums)
-and safetensors files. Nothing in it is code, and nothing in it is ever executed.
+A checkpoint folder contains ``run.json`` (all values that are not tensors, and the list of files with their sizes and
+checksums) and safetensors files. Loading a checkpoint never executes code from it.
 """
 
 from roomier.checkpoint.background import BackgroundSaver

@@ -1,4 +1,4 @@
-"""What fails on one rank fails on all of them, with one error that says where."""
+"""Raise an error of one rank on all ranks, with the number of the rank that failed."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class _Told:
-    """An error in a form that travels: what it was about may be an object that only its own process knows."""
+class _Failure:
+    """Picklable form of an error, without the received object, which can exist in its own process only."""
 
     kind: type[RoomierError]
     field: str
@@ -27,18 +27,18 @@ class _Told:
 
 
 def all_ranks() -> Ranks:
-    """The ranks of the process group that this process is in; alone where there is none."""
+    """Return the ranks of the default process group, or a single rank if no process group is initialized."""
     if not (dist.is_available() and dist.is_initialized()):
         return Ranks()
     return Ranks(World(rank=dist.get_rank(), size=dist.get_world_size()))
 
 
 def together(ranks: Ranks, function: Callable[[], T]) -> list[T]:
-    """What ``function()`` returned on each rank, by rank, once it is done on all of them.
+    """Call ``function`` on every rank and return the results of all ranks, in the order of the ranks.
 
     Raises:
-        RoomierError: it failed on some rank: the error of the first such one, with its number, on every rank. Alone,
-            what it raised.
+        RoomierError: ``function`` failed on some rank. Every rank raises the error of the first rank that failed, with
+            its number. A single rank raises the original exception.
     """
     if ranks.is_alone:
         return [function()]
@@ -48,20 +48,20 @@ def together(ranks: Ranks, function: Callable[[], T]) -> list[T]:
         value = function()
     except BaseException as error:
         own = error
-    outcomes = ranks.gather((value, None if own is None else _told(own)))
-    failures = [(rank, told) for rank, (_, told) in enumerate(outcomes) if told is not None]
+    outcomes = ranks.gather((value, None if own is None else _failure(own)))
+    failures = [(rank, failure) for rank, (_, failure) in enumerate(outcomes) if failure is not None]
     if not failures:
         return [each for each, _ in outcomes]  # type: ignore[misc]
     if own is not None and not isinstance(own, Exception):
         raise own
-    rank, told = failures[0]
-    is_everywhere = len(failures) == ranks.world.size and all(other == told for _, other in failures)
+    rank, first = failures[0]
+    is_everywhere = len(failures) == ranks.world.size and all(other == first for _, other in failures)
     where = "" if is_everywhere else f" (on rank {rank})"
-    raise told.kind(told.field, Shown(told.received), told.problem + where, told.action) from own
+    raise first.kind(first.field, Shown(first.received), first.problem + where, first.action) from own
 
 
-def _told(error: BaseException) -> _Told:
+def _failure(error: BaseException) -> _Failure:
     if isinstance(error, RoomierError):
-        return _Told(type(error), error.field, shorten(error.received), error.problem, error.action)
+        return _Failure(type(error), error.field, shorten(error.received), error.problem, error.action)
     problem = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    return _Told(CheckpointError, "checkpoint", "<failed>", problem, "See the traceback of that rank")
+    return _Failure(CheckpointError, "checkpoint", "<failed>", problem, "See the traceback of that rank")

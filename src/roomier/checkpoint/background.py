@@ -1,4 +1,4 @@
-"""Saving beside the training: it waits only while the state is copied to host memory."""
+"""Saving in the background: training waits only until the state is copied to host memory."""
 
 from __future__ import annotations
 
@@ -21,18 +21,27 @@ from roomier.core.ranks import Ranks
 
 
 class BackgroundSaver:
-    """Writes one checkpoint at a time in a thread of its own, which commits it as :func:`roomier.checkpoint.save` does.
+    """Saver that writes one checkpoint at a time in a thread, and commits it like :func:`roomier.checkpoint.save`.
 
-    Several ranks agree there in a process group of their own: collectives of two threads in one group would meet in an
-    order that is not the same on all ranks. Every rank must make the same calls.
+    With several ranks, the threads communicate in a separate process group. If two threads used the same group, the
+    order of their collectives could differ between ranks. Every rank must make the same calls.
 
-    Host memory: one copy of what this rank writes, kept for the next save; pinned where it comes from a CUDA device.
+    Host memory: one copy of the data that this rank writes, which is reused for the next save. It is pinned for tensors
+    on a CUDA device.
 
     Args:
-        ranks: that save together; None takes those of torch's process group, or this process alone.
+        ranks: ranks that save together. None means the ranks of the default process group, or this process alone.
 
     Attributes:
-        num_started: how many saves were started so far; the same on all ranks.
+        num_started: number of saves that were started; identical on all ranks.
+
+    Example::
+
+        saver = BackgroundSaver()
+        saver.start("checkpoints/step-100", state)
+        ...  # continue training
+        saver.wait()
+        saver.close()
     """
 
     def __init__(self, ranks: Ranks | None = None) -> None:
@@ -45,19 +54,23 @@ class BackgroundSaver:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a save was started that :meth:`wait` has not ended yet."""
+        """True after :meth:`start` until :meth:`wait` returns True or raises."""
         return self._thread is not None
 
     @property
     def num_ended(self) -> int:
-        """How many of the saves that were started have come to their end, good or bad, on this rank."""
+        """Number of started saves that have finished on this rank, successfully or not."""
         return self.num_started - int(self._thread is not None and self._thread.is_alive())
 
     def start(self, path: str | Path, state: Mapping[str, Any]) -> None:
-        """Copy ``state`` and begin to write it at ``path``; waits for the save before it.
+        """Copy ``state`` and start to write it to ``path``, after waiting for the previous save.
+
+        Args:
+            path: checkpoint folder.
+            state: nested state as for :func:`roomier.checkpoint.save`.
 
         Raises:
-            CheckpointError: that save failed, or ``state`` cannot be stored.
+            CheckpointError: the previous save failed, or ``state`` cannot be saved.
         """
         self.wait()
         prepared = prepare(absolute(path), state, self._ranks)
@@ -66,17 +79,22 @@ class BackgroundSaver:
         if self._group is None and not self._ranks.is_alone:
             self._group = dist.new_group(backend="gloo", group_desc=torch_private.BACKGROUND_GROUP)
         job = replace(prepared, parts=staged)
-        # A daemon: when the process has to end, what is not committed is not a checkpoint anyway.
+        # A daemon thread, because a checkpoint that is not committed when the process exits is unusable in any case.
         self._thread = threading.Thread(target=self._write, args=(job,), name="roomier-checkpoint", daemon=True)
         self._thread.start()
         self.num_started += 1
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Until the save that was started is committed. False where ``timeout_s`` passed before; True also where none
-        was started.
+        """Wait until the save that was started is committed.
+
+        Args:
+            timeout_s: maximum time to wait in seconds; None waits without a limit.
+
+        Returns:
+            False if ``timeout_s`` passed before the end of the save, otherwise True. True if no save was started.
 
         Raises:
-            CheckpointError: it failed, on whichever rank.
+            CheckpointError: the save failed on any rank.
         """
         if self._thread is None:
             return True
@@ -90,7 +108,7 @@ class BackgroundSaver:
         return True
 
     def close(self) -> None:
-        """Give back the copies and the process group. Nothing may be in flight."""
+        """Release the host copies and the process group. No save may be running."""
         assert self._thread is None or not self._thread.is_alive()
         self._buffers.clear()
         if self._group is not None and dist.is_initialized():
@@ -105,12 +123,12 @@ class BackgroundSaver:
 
     def _stage(self, parts: list[Part]) -> list[Part]:
         buffers = {part.name: self._buffer(part) for part in parts}
-        self._buffers = buffers  # those of tensors that are no longer there go
+        self._buffers = buffers  # drops the buffers of tensors that are no longer in the state
         for part in parts:
-            # Only for CUDA is there somebody who waits below: other devices would still be copying.
+            # Only CUDA copies are synchronized below. On other devices the copy must be blocking.
             buffers[part.name].copy_(part.tensor.detach(), non_blocking=part.tensor.is_cuda)
         for device in {part.tensor.device for part in parts if part.tensor.is_cuda}:
-            torch.cuda.synchronize(device)  # a model may stand on several
+            torch.cuda.synchronize(device)  # a model can use several devices
         return [replace(part, tensor=buffers[part.name]) for part in parts]
 
     def _buffer(self, part: Part) -> Tensor:

@@ -1,18 +1,18 @@
-"""A checkpoint folder appears whole, by one rename, or not at all.
+"""Atomic commit: a checkpoint folder appears complete by a single rename, or does not appear.
 
-[Note: what a kill can leave behind]
-A folder is filled under the name ``.tmp-<name>@<owner>`` beside its target, flushed, and renamed. When the
-target exists, it first steps aside to ``.old-<name>@<owner>``, because a folder cannot be renamed onto one that
-is not empty:
+[Note: state after a kill]
+A folder is filled under the name ``.tmp-<name>@<owner>`` next to its target, flushed, and renamed. A folder cannot be
+renamed onto a folder that is not empty. So if the target exists, it is first renamed to ``.old-<name>@<owner>``. A
+killed process leaves one of three states:
 
-1. before the first rename     target: the old one    (``.tmp-``: unfinished or unused)
-2. between the two renames     ``.old-``: the old one  (``.tmp-``: the new one, unused)
-3. after the second rename     target: the new one    (``.old-``: superseded)
+1. before the first rename     target: the old checkpoint    (``.tmp-``: incomplete or unused)
+2. between the two renames     ``.old-``: the old checkpoint  (``.tmp-``: the new checkpoint, unused)
+3. after the second rename     target: the new checkpoint    (``.old-``: superseded)
 
-So in each state a complete checkpoint stands under the target's name or, in state 2, under ``.old-``, where
-:func:`standing` and the listing look for it. The next save into the same parent folder clears what dead
-processes left: state 2 is rolled back, the rest is deleted. Deleting starts with the record, after which a
-folder no longer counts as complete.
+In each state, a complete checkpoint has the target's name or, in state 2, an ``.old-`` name. :func:`standing` and
+:func:`roomier.checkpoint.find.list_complete` find both. The next save into the same parent folder clears the folders of
+dead processes: it renames the old checkpoint of state 2 back, and deletes all other leftovers. Deletion starts with the
+record, without which a folder no longer counts as complete.
 """
 
 import errno
@@ -35,16 +35,16 @@ from roomier.core.errors import CheckpointError
 from roomier.core.log import notice
 from roomier.core.units import format_bytes
 
-# Whether a process on another machine lives cannot be asked from here.
+# It is not possible to check if a process on another machine is alive.
 _FOREIGN_STALE_AFTER_S = 24 * 3600.0
-# What file systems say that know none (network shares, FUSE): there is nothing to do then, and nothing failed.
+# Errors of file systems that do not support fsync on folders (network shares, FUSE). They can be ignored.
 _NO_FSYNC_OF_FOLDERS = (errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.ENOSYS)
 _ASIDE = re.compile(r"\.(?P<kind>tmp|old)-(?P<target>.+)@(?P<host>[0-9a-f]{8})-(?P<pid>\d+)-[0-9a-f]{8}")
 
 
 @dataclass(frozen=True)
 class _Aside:
-    """A folder that stands beside its target: one being written or deleted (tmp), or one replaced (old)."""
+    """Folder next to its target: one that is being written or deleted (tmp), or a replaced one (old)."""
 
     path: Path
     kind: str
@@ -60,15 +60,15 @@ class _Aside:
         return _Aside(path, match["kind"], path.with_name(match["target"]), match["host"], int(match["pid"]))
 
     def is_stale(self) -> bool:
-        """Whether the process that made it is gone."""
-        # The rename to this name counts as a change of the folder, unlike in its mtime.
+        """Return True if the process that created the folder has exited."""
+        # The rename to this name updates the ctime of the folder, but not its mtime.
         changed_at_s = self.path.lstat().st_ctime
         if self.host != _host():
             return time.time() - changed_at_s > _FOREIGN_STALE_AFTER_S
         try:
             process = psutil.Process(self.pid)
-            # A process younger than the folder was given the number of the one that made it; its start is
-            # known to a second.
+            # A process that started after the folder was created reuses the process id. The start time has a resolution
+            # of one second.
             return process.status() == psutil.STATUS_ZOMBIE or process.create_time() > changed_at_s + 1
         except psutil.NoSuchProcess:
             return True
@@ -86,13 +86,17 @@ def _aside_path(kind: str, target: Path) -> Path:
 
 @contextmanager
 def committed_folder(target: Path, num_bytes: int) -> Iterator[Path]:
-    """A new empty folder to fill, which becomes ``target`` when the block ends and is removed when it fails.
+    """Create an empty folder that becomes ``target`` at the end of the ``with`` block, or is removed after an error.
 
-    A checkpoint at ``target`` is replaced. ``num_bytes`` is what will be written, for the error message.
+    An existing checkpoint at ``target`` is replaced.
+
+    Args:
+        target: path of the checkpoint.
+        num_bytes: size of the data to write, for the error message.
 
     Raises:
-        CheckpointError: the disk is full, the folder cannot be written, or ``target`` is something else than
-            a checkpoint. Whatever stood at ``target`` still stands there.
+        CheckpointError: the disk is full, the folder cannot be written, or ``target`` exists and is not a checkpoint.
+            An existing folder at ``target`` is unchanged.
     """
     aside = _aside_path("tmp", target)
     try:
@@ -112,8 +116,13 @@ def committed_folder(target: Path, num_bytes: int) -> Iterator[Path]:
 
 @contextmanager
 def disk_errors(target: Path, num_bytes: int, aside: Path) -> Iterator[None]:
-    """What the system says of a file in ``aside``, as an error about the checkpoint ``target``, of which this rank
-    writes ``num_bytes``."""
+    """Convert an OSError in the ``with`` block to an error about the checkpoint ``target``.
+
+    Args:
+        target: path of the checkpoint.
+        num_bytes: size of the data that this rank writes.
+        aside: folder that is being written.
+    """
     try:
         yield
     except OSError as error:
@@ -125,7 +134,7 @@ def _refuse_to_overwrite(target: Path) -> None:
         return
     if not target.is_dir() or any(target.iterdir()):
         raise CheckpointError(
-            "path", str(target), "exists and is not a checkpoint", "Choose another path, or move it out of the way"
+            "path", str(target), "exists and is not a checkpoint", "Choose another path, or move the existing one"
         )
 
 
@@ -145,25 +154,28 @@ def _put_in_place(aside: Path, target: Path) -> None:
 
 
 def at_home(path: str | Path) -> Path:
-    """``path`` with the home folder for ``~``: a folder of that name is never what is meant."""
+    """Return ``path`` with ``~`` replaced by the home folder."""
     return Path(os.path.expanduser(path))
 
 
 def absolute(path: str | Path) -> Path:
-    """``path`` from the root on, and with the home folder for ``~``."""
+    """Return the absolute path of ``path``, with ``~`` replaced by the home folder."""
     return Path(os.path.abspath(at_home(path)))
 
 
 def remove(path: str | Path) -> None:
-    """Delete the checkpoint ``path``. A kill half way leaves no part of it under its name.
+    """Delete the checkpoint ``path``. If the process is killed meanwhile, no incomplete checkpoint remains at ``path``.
+
+    Args:
+        path: checkpoint folder.
 
     Raises:
-        CheckpointError: ``path`` is no checkpoint folder, or may not be deleted.
+        CheckpointError: ``path`` is not a checkpoint folder, or cannot be deleted.
     """
     target = absolute(path)
     if not (target / RECORD_NAME).is_file():
         raise CheckpointError(
-            "path", str(target), f"is not a checkpoint: it has no {RECORD_NAME}", "Give the path of a checkpoint folder"
+            "path", str(target), f"is not a checkpoint: it has no {RECORD_NAME}", "Pass the path of a checkpoint folder"
         )
     doomed = _aside_path("tmp", target)
     try:
@@ -171,15 +183,15 @@ def remove(path: str | Path) -> None:
         sync_folder(target.parent)
     except OSError as error:
         raise CheckpointError(
-            "path", str(target), f"cannot be removed: {error.strerror}", "Check who owns it and its parent folder"
+            "path", str(target), f"cannot be removed: {error.strerror}", "Check the owner of it and its parent folder"
         ) from error
     _delete(doomed)
     if doomed.exists():
-        notice(f"could not delete all of a removed checkpoint; what is left takes space in {doomed}")
+        notice(f"could not delete all files of a removed checkpoint; the rest uses disk space in {doomed}")
 
 
 def standing(path: Path) -> Path:
-    """Where the checkpoint of this name stands: at ``path``, or aside if a kill struck while it was replaced."""
+    """Return ``path``, or its ``.old-`` path if a kill interrupted the replacement of the checkpoint."""
     path = at_home(path)
     if os.path.lexists(path) or not path.parent.is_dir():
         return path
@@ -187,16 +199,32 @@ def standing(path: Path) -> Path:
 
 
 def replaced_in(folder: Path) -> list[Path]:
-    """The folders in ``folder`` that stepped aside for a successor which is not there."""
+    """Return the ``.old-`` folders in ``folder`` whose target does not exist."""
     asides = [aside for path in folder.iterdir() if (aside := _Aside.parse(path))]
     return [aside.path for aside in asides if aside.kind == "old" and not os.path.lexists(aside.target)]
 
 
+def names_being_written(folder: Path) -> set[str]:
+    """Return the names of the checkpoints that other processes are writing to ``folder``."""
+    names = set()
+    for path in folder.iterdir() if folder.is_dir() else ():
+        aside = _Aside.parse(path)
+        with suppress(FileNotFoundError):  # the other process has renamed the folder
+            is_own = aside is not None and (aside.host, aside.pid) == (_host(), os.getpid())
+            if aside is not None and aside.kind == "tmp" and not is_own and not aside.is_stale():
+                names.add(aside.target.name)
+    return names
+
+
 def clear_stale(folder: Path) -> None:
-    """Clear what saves of dead processes left in ``folder``; what stood aside steps back. Raises OSError."""
+    """Clear leftovers of dead processes in ``folder``, and rename old checkpoints without a successor back.
+
+    Raises:
+        OSError: the folder cannot be read or changed.
+    """
     for path in folder.iterdir():
         aside = _Aside.parse(path)
-        # Another process may clear the same folder: what is gone is gone.
+        # Another process can clear the same folder at the same time.
         with suppress(FileNotFoundError):
             if aside is None or not aside.is_stale():
                 continue
@@ -208,7 +236,7 @@ def clear_stale(folder: Path) -> None:
 
 
 def _delete(folder: Path) -> None:
-    """Delete ``folder`` as far as possible, its record first. What stays is cleared by a later save."""
+    """Delete ``folder`` as far as possible, starting with its record. A later save clears the rest."""
     with suppress(OSError):
         if os.path.islink(folder):
             os.unlink(folder)
@@ -226,7 +254,7 @@ def _make_folder(folder: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush the names in ``folder`` to the disk: a rename is not durable before that. Raises OSError."""
+    """Flush the entries of ``folder`` to the disk. A rename is durable only after this call. Raises OSError."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -243,16 +271,16 @@ def _cannot_write(target: Path, num_bytes: int, error: OSError, aside: Path | No
         folder = folder.parent
     reason = error.strerror or str(error)
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        # What was written so far is about to be deleted.
+        # The incomplete folder is about to be deleted.
         half_done = list(aside.iterdir()) if aside is not None and aside.is_dir() else []
         free_bytes = shutil.disk_usage(folder).free + sum(path.stat().st_blocks * 512 for path in half_done)
         problem = (
-            f"cannot be written: {reason}; it needs {format_bytes(num_bytes)} and {format_bytes(free_bytes)} "
-            f"are free in {folder}"
+            f"cannot be written: {reason}. It requires {format_bytes(num_bytes)}, but {folder} has only "
+            f"{format_bytes(free_bytes)} free"
         )
-        action = "Free space, keep fewer checkpoints, or choose another folder; the earlier ones are untouched"
+        action = "Free some space, keep fewer checkpoints, or choose another folder. Existing checkpoints are unchanged"
     else:
         problem = f"cannot be written: {reason} ({error.filename or folder})"
         is_too_long = error.errno == errno.ENAMETOOLONG
-        action = "Choose a shorter name" if is_too_long else "Choose a folder this process may write to"
+        action = "Choose a shorter name" if is_too_long else "Choose a folder that this process can write to"
     return CheckpointError("path", str(target), problem, action)

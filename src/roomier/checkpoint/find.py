@@ -1,4 +1,4 @@
-"""Find checkpoints: which are complete, which one is the newest, and is a given one intact."""
+"""Find checkpoints: list the complete ones, find the newest one, and verify one."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -63,14 +63,19 @@ def list_complete(folder: str | Path) -> list[Path]:
 def find_last(root: str | Path, check: Check | None = None) -> Path | None:
     """Return the newest complete checkpoint under ``root``, or None.
 
-    The newest is the checkpoint with the largest commit number (see [Note: commit numbers] in ``record.py``), whatever
-    the clock, the file names and the modification times say. Damaged checkpoints that may be newer are skipped with a
-    warning.
+    The newest is the checkpoint with the largest commit number (see [Note: commit numbers] in ``record.py``),
+    independent of the clock, the file names and the modification times. Damaged checkpoints that may be newer are
+    skipped with a warning.
 
     Args:
         root: a checkpoint, a folder of checkpoints, a run folder (it has ``checkpoints/``), or a folder of runs (it has
             ``version_*/checkpoints/``).
-        check: rejects checkpoints that are complete, but that the caller cannot use.
+        check: function that raises a CheckpointError for complete checkpoints that the caller cannot use.
+
+    Example::
+
+        path = find_last("runs")
+        state = None if path is None else roomier.checkpoint.load(path)
     """
     root = at_home(root)
     complete, damaged = _survey([[root], *map(_candidates, _folders(root))])
@@ -87,7 +92,7 @@ def find_last(root: str | Path, check: Check | None = None) -> Path | None:
     number = 0 if found is None else found.record.commit_number
     for each in damaged:
         if not 0 < read_commit_number(each.path) < number:
-            instead = "there is no other" if found is None else f"using {found.path}"
+            instead = "there is no other checkpoint" if found is None else f"using {found.path}"
             notice(f"skipped the checkpoint {each.path} ({each.problem}); {instead}")
     return None if found is None else found.path
 
@@ -117,7 +122,7 @@ def verify(path: str | Path) -> None:
 
 
 def with_alternative(error: CheckpointError, folder: Path) -> CheckpointError:
-    """Return ``error`` about the checkpoint ``folder`` with the newest valid checkpoint next to it as the action."""
+    """Return ``error`` about ``folder``, with the newest valid checkpoint in the same folder as its action."""
     for other in reversed(list_complete(folder.parent)):
         if other == folder:
             continue
@@ -126,7 +131,7 @@ def with_alternative(error: CheckpointError, folder: Path) -> CheckpointError:
         except CheckpointError:
             continue
         return type(error)(
-            error.field, error.received, error.problem, f"Use {str(other)!r}, the newest good one beside it"
+            error.field, error.received, error.problem, f"Use {str(other)!r}, the newest valid checkpoint next to it"
         )
     return error
 

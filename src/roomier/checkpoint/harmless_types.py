@@ -1,20 +1,22 @@
-"""Classes that a Lightning checkpoint holds beside tensors and plain values, read without importing any of them.
+"""Classes in Lightning checkpoints that are read as plain values, without importing them.
 
-torch's reader for ``weights_only=True`` refuses every class it was not told of. It is told of these under their names,
-with functions and classes of this file in their place: what comes out is a plain value. The list is what Lightning, and
-those who call its ``save_hyperparameters`` with what a parser gave them, write into the files of ordinary runs:
+torch's reader for ``weights_only=True`` rejects every class that is not registered. This module registers functions and
+classes under the names of the original classes, so the reader returns plain values. The list contains the classes that
+Lightning writes into the files of ordinary runs, and those that users often pass to ``save_hyperparameters``:
 
-- ``AttributeDict``: what ``hparams`` is in Lightning, where it is nested in another value; a dict;
-- ``argparse.Namespace``: the arguments of a script, kept as one hyperparameter; a dict;
-- paths of ``pathlib``: folders among the hyperparameters; a string;
-- NumPy scalars and their dtypes: scores and learning rates that NumPy computed; a number, made of the bytes in the
-  file for boolean, integer and floating dtypes alone;
-- ``DictConfig`` and ``ListConfig`` of OmegaConf, which Hydra hands over: a dict that reads as attributes, and a list.
-  What refers to another value (``"${a.b}"``), or is to be given (``"???"``), stays that text, as :class:`Unresolved`;
-- ``collections.defaultdict``: a dict;
-- ``EarlyStoppingReason``: an enum of Lightning's EarlyStopping, which its state held in some versions; its number.
+- ``AttributeDict``, the class of nested ``hparams`` in Lightning: read as a dict.
+- ``argparse.Namespace``, the arguments of a script in one hyperparameter: read as a dict.
+- Paths of ``pathlib``, for example folders: read as strings.
+- NumPy scalars and their dtypes, for example scores and learning rates: read as numbers. The bytes in the file are
+  decoded for boolean, integer and floating-point dtypes only.
+- ``DictConfig`` and ``ListConfig`` of OmegaConf, which Hydra passes: read as a dict with attribute access, and as a
+  list. Values that refer to another value (``"${a.b}"``) or are missing (``"???"``) are read as text, as
+  :class:`Unresolved`.
+- ``collections.defaultdict``: read as a dict.
+- ``EarlyStoppingReason``, an enum that the state of Lightning's EarlyStopping contains in some versions: read as its
+  number.
 
-None of them can run code: they take strings, numbers and dicts, and keep them.
+None of the registered functions and classes can execute code from the file. They only store strings, numbers and dicts.
 """
 
 from __future__ import annotations
@@ -50,32 +52,31 @@ _TYPES_NAMED_THERE = ("typing.Any", *(f"builtins.{name}" for name in ("int", "fl
 
 
 class _Namespace:
-    """In the place of ``argparse.Namespace``."""
+    """Substitute for ``argparse.Namespace``."""
 
 
 class Unresolved(str):
-    """The text of a value of OmegaConf that is worked out, or missing, when it is read."""
+    """Text of an OmegaConf value that is an interpolation, or missing."""
 
 
 class _Config:
-    """In the place of a container of OmegaConf: its ``_content`` is a dict or list of nodes, None, or an
-    :class:`Unresolved`."""
+    """Substitute for a container of OmegaConf. Its ``_content`` is a dict or list of nodes, None, or a string."""
 
 
 class _Node:
-    """In the place of a value in one: ``_val``."""
+    """Substitute for a value in an OmegaConf container, stored in ``_val``."""
 
 
 class _Facts:
-    """In the place of what OmegaConf notes of each of them, which is not looked at."""
+    """Substitute for the metadata of OmegaConf containers and values, which is ignored."""
 
 
 class _Type:
-    """In the place of every type that is named in such notes. It stands for none of them, so it is nobody's value."""
+    """Substitute for every type that the metadata of OmegaConf contains. It is not a valid value."""
 
 
 class _NumpyDtype:
-    """In the place of ``numpy.dtype``: its name and byte order, as the file has them."""
+    """Substitute for ``numpy.dtype``, with the name and the byte order in the file."""
 
     def __init__(self, name: str, *_: Any) -> None:
         self.name = str(name)
@@ -127,24 +128,26 @@ def _by_name() -> list[Any]:
 
 
 def harmless_types() -> AbstractContextManager[Any]:
-    """Within it, ``torch.load(weights_only=True)`` reads them; :func:`as_plain` makes plain values of what it gave."""
+    """Return a context in which ``torch.load(weights_only=True)`` reads these classes.
+
+    Convert its result with :func:`as_plain`.
+    """
     context: AbstractContextManager[Any] = torch.serialization.safe_globals(_by_name())
     return context
 
 
 def as_plain(value: Any) -> Any:
-    """``value`` with dicts in the place of what was read as a namespace or a dict of another class, and with what
-    OmegaConf's containers hold in theirs.
+    """Return ``value`` with namespaces, other mappings and OmegaConf containers converted to plain values.
 
     Raises:
-        ValueError: it holds a type, or a container in a form that is not known.
+        ValueError: ``value`` contains a type, or an OmegaConf container in an unknown form.
     """
     if isinstance(value, _Namespace):
         return as_plain(vars(value))
     if isinstance(value, _Config):
         return _content_of(value)
     if isinstance(value, (type, _Type, _Node, _Facts)):
-        raise ValueError("it holds a type, such as int, as a value")
+        raise ValueError("it contains a type, such as int, as a value")
     if isinstance(value, Mapping):
         return {key: as_plain(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -164,7 +167,7 @@ def _content_of(config: _Config) -> Any:
         return HyperParameters({key: _value_of(each) for key, each in content.items()})
     if isinstance(content, list):
         return [_value_of(each) for each in content]
-    raise ValueError("it holds a container of OmegaConf in a form that is not known")
+    raise ValueError("it contains an OmegaConf container in an unknown form")
 
 
 def _value_of(node: Any) -> Any:
@@ -175,7 +178,12 @@ def _value_of(node: Any) -> Any:
 
 
 def unresolved_in(value: Any, place: str = "") -> list[str]:
-    """Where an :class:`Unresolved` stands in what :func:`as_plain` gave: ``"['cfg']['lr'] = '${base.lr}'"``."""
+    """Return the place and text of each :class:`Unresolved` in ``value``, such as ``"['cfg']['lr'] = '${base.lr}'"``.
+
+    Args:
+        value: result of :func:`as_plain`.
+        place: path of ``value``, for the result.
+    """
     if isinstance(value, Unresolved):
         return [f"{place} = {str(value)!r}"]
     items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()

@@ -1,4 +1,4 @@
-"""Checkpoints that Lightning wrote: one file ``x.ckpt`` with everything in it. No code runs when one is read."""
+"""Checkpoints that Lightning wrote, as a single file ``x.ckpt``. Reading one never executes code from it."""
 
 from __future__ import annotations
 
@@ -62,19 +62,21 @@ _FIT_LOOP = fields(
 
 
 def is_lightning_file(path: str | Path) -> bool:
-    """Whether ``path`` is a file as ``torch.save`` writes it, as Lightning's checkpoints are; roomier's are folders."""
+    """Return True if ``path`` is a file from ``torch.save``, like Lightning's checkpoints, and not a folder."""
     path = at_home(path)
     return path.is_file() and (path.suffix == SUFFIX or zipfile.is_zipfile(path))
 
 
 @dataclass(frozen=True)
 class Position:
-    """Where Lightning's loops stood.
+    """Position of Lightning's loops.
 
-    Args:
-        epoch: epochs finished. batch_idx: batches of the running one that are done, on each rank.
-        num_batches: batches done in all. global_step: optimizer steps done.
-        is_last_batch: Lightning knew the last of them for the last of its epoch.
+    Attributes:
+        epoch: number of finished epochs.
+        batch_idx: number of batches of the running epoch that are done on each rank.
+        num_batches: number of batches that are done in all epochs.
+        global_step: number of optimizer steps.
+        is_last_batch: True if Lightning marked the last of these batches as the last batch of its epoch.
     """
 
     epoch: int
@@ -85,14 +87,18 @@ class Position:
 
 
 class LightningFile:
-    """The content of the checkpoint ``path``; tensors stay in the file until they are read.
+    """Content of a Lightning checkpoint file. Tensors stay in the file until they are read.
 
-    Raises:
-        CheckpointError: it is damaged, is no checkpoint of Lightning, or holds objects of classes that are not known to
-            be harmless. None of them was made.
+    Args:
+        path: path of the file.
 
     Attributes:
-        content: all of it: tensors on the CPU, plain values.
+        path: path of the file.
+        content: the content of the file, with tensors on the CPU and plain values.
+
+    Raises:
+        CheckpointError: the file is damaged, is not a Lightning checkpoint, or contains objects of classes that are not
+            known to be harmless. No such object is created.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -101,62 +107,64 @@ class LightningFile:
 
     @property
     def state_dict(self) -> dict[str, Any]:
-        """The weights by name."""
+        """Mapping from names to weights."""
         found: dict[str, Any] = self.content["state_dict"]
         return found
 
     @property
     def version(self) -> str:
-        """Of the Lightning that wrote it."""
+        """Version of Lightning that wrote the file."""
         return str(self.content.get(VERSION, "unknown"))
 
     @property
     def hyperparameters(self) -> dict[str, Any]:
-        """By name.
+        """Mapping from names to hyperparameters.
 
         Raises:
-            CheckpointError: values among them are worked out by OmegaConf, which is not asked.
+            CheckpointError: a value is an OmegaConf interpolation, which is not resolved, or is missing.
         """
         found: dict[str, Any] = dict(self.content.get(HYPERPARAMETERS) or {})
         if unresolved := unresolved_in(found):
             shown = ", ".join(unresolved[:_NUM_NAMES_SHOWN])
             action = (
-                "Make the module yourself, and give it the weights: fit(weights=...); or call OmegaConf.resolve(cfg) "
-                "before save_hyperparameters. A run goes on from this file as it is: fit(ckpt_path=...)"
+                "Create the module and load only the weights with fit(weights=...), or call OmegaConf.resolve(cfg) "
+                "before save_hyperparameters. fit(ckpt_path=...) can resume from this file unchanged"
             )
-            raise self.error(f"its hyperparameters refer to others, or are missing: {shown}", action)
+            raise self.error(f"has unresolved or missing hyperparameters: {shown}", action)
         return found
 
     @property
     def described(self) -> dict[str, Any]:
-        """What :func:`roomier.checkpoint.module.make_module` makes a module of."""
+        """Entries from which :func:`roomier.checkpoint.module.make_module` creates a module."""
         name = self.content.get(HYPERPARAMETERS_NAME)
-        # "kwargs" stands for arguments by name, anything else is the one argument that all of them came in.
+        # "kwargs" means separate arguments. Any other name is the name of the one argument that contains all of them.
         argument = {} if name in (None, "kwargs") else {"hyperparameters_argument": str(name)}
         return {"hyperparameters": self.hyperparameters, **argument}
 
     @property
     def scaler(self) -> dict[str, Any] | None:
-        """The state of the loss scale, if there was one."""
+        """State of the loss scale; None if there is none."""
         return next((dict(self.content[name]) for name in SCALERS if self.content.get(name)), None)
 
     def position(self) -> Position:
-        """Where a run goes on.
+        """Return the position from which a run resumes.
 
         Raises:
-            CheckpointError: only weights were saved, or by a Lightning older than 2.0.
+            CheckpointError: the file contains only weights, or was written by Lightning 1.x.
         """
         lacking = [name for name in ("optimizer_states", "lr_schedulers", "callbacks") if name not in self.content]
         if lacking:
-            problem = f"holds no {', '.join(lacking)}: Lightning saved it with weights only"
-            raise self.error(problem, "Begin a new fit with its weights: fit(..., weights=...)")
+            problem = f"has no {', '.join(lacking)}, because Lightning saved only the weights"
+            raise self.error(problem, "Start a new fit with its weights: fit(..., weights=...)")
         try:
             fields({"global_step": count, "loops": fields({"fit_loop": _FIT_LOOP}, others=anything)}, others=anything)(
                 self.content, "the checkpoint"
             )
         except FormError as error:
-            problem = f"was written by Lightning {self.version}, but its loops do not have the form of 2.x: {error}"
-            action = "Begin a new fit with its weights: fit(..., weights=...)"
+            problem = (
+                f"was written by Lightning {self.version}, but its loops do not have the form of version 2: {error}"
+            )
+            action = "Start a new fit with its weights: fit(..., weights=...)"
             raise self.error(problem, action) from error
         loops = self.content["loops"]["fit_loop"]
         epochs, batches = loops["epoch_progress"]["current"], loops["epoch_loop.batch_progress"]
@@ -170,22 +178,26 @@ class LightningFile:
         )
 
     def optimizers(self, optimizers: Sequence[Optimizer], names: Mapping[nn.Parameter, str]) -> list[dict[str, Any]]:
-        """The states for ``optimizers`` as roomier's own checkpoints have them, by the names of parameters.
+        """Return the states of ``optimizers`` in the form of roomier's checkpoints.
+
+        Args:
+            optimizers: optimizers of this run.
+            names: name of each parameter.
 
         Raises:
-            CheckpointError: they are states of other optimizers.
+            CheckpointError: the states belong to other optimizers.
         """
         stored = self.content["optimizer_states"]
         if len(stored) != len(optimizers):
-            problem = f"has the states of {len(stored)} optimizers, this run has {len(optimizers)}"
-            raise self.error(problem, "Configure the optimizers as in the run that was saved")
+            problem = f"has the states of {len(stored)} optimizers, but this run has {len(optimizers)}"
+            raise self.error(problem, "Configure the optimizers as in the saved run")
         return [self._named(saved, each, names) for saved, each in zip(stored, optimizers, strict=True)]
 
     def check_schedulers(self, schedulers: Sequence[Any]) -> None:
-        """Whether its states are of ``schedulers``.
+        """Check that the scheduler states belong to ``schedulers``.
 
         Raises:
-            CheckpointError: they are of others.
+            CheckpointError: the states belong to other schedulers.
         """
         stored = self.content["lr_schedulers"]
         own = [each.state_dict() for each in schedulers]
@@ -196,21 +208,24 @@ class LightningFile:
         ]
         if len(stored) != len(own) or differing:
             now = [type(each).__name__ for each in schedulers]
-            problem = f"has the states of {len(stored)} schedulers, which are not those of this run: {now}"
-            action = "Configure the schedulers as in the run that was saved, or load the weights alone"
+            problem = (
+                f"has the states of {len(stored)} schedulers, which do not match the schedulers of this run: {now}"
+            )
+            action = "Configure the schedulers as in the saved run, or load only the weights with fit(weights=...)"
             raise self.error(problem, action)
 
     def error(self, problem: str, action: str) -> CheckpointError:
+        """Return an error about this file."""
         return CheckpointError("checkpoint", str(self.path), problem, action)
 
     def _named(
         self, saved: Mapping[str, Any], optimizer: Optimizer, names: Mapping[nn.Parameter, str]
     ) -> dict[str, Any]:
         kind = type(optimizer).__name__
-        action = "Build the optimizer as in the run that was saved, or begin with the weights alone: fit(weights=...)"
+        action = "Build the optimizer as in the saved run, or load only the weights with fit(weights=...)"
         groups, then = optimizer.param_groups, saved["param_groups"]
         if [len(group["params"]) for group in groups] != [len(group["params"]) for group in then]:
-            problem = f"the parameter groups of {kind} are not those it holds states for"
+            problem = f"its parameter groups do not match the parameter groups of {kind}"
             raise self.error(problem, action)
         named_groups, name_of = [], dict[Any, str]()
         shape_of: dict[str, tuple[int, ...]] = {}
@@ -222,28 +237,33 @@ class LightningFile:
             kept = {key: value for key, value in group.items() if key != "params" and key not in group_then}
             named_groups.append({**kept, **group_then, "params": own})
         if not saved["state"].keys() <= name_of.keys():
-            raise self.error(f"has states of {kind} for parameters that are in none of its groups", action)
+            raise self.error(f"has states of {kind} for parameters that are not in its parameter groups", action)
         state = {name_of[index]: dict(each) for index, each in saved["state"].items()}
         for name, each in state.items():
             average = each.get("exp_avg", each.get("momentum_buffer"))
             if isinstance(average, Tensor) and tuple(average.shape) != shape_of[name]:
-                problem = f"its state of {name!r} has the shape {tuple(average.shape)}, and that has {shape_of[name]}"
+                problem = (
+                    f"its optimizer state for {name!r} has shape {tuple(average.shape)}, but the parameter has shape "
+                    f"{shape_of[name]}"
+                )
                 raise self.error(problem, action)
         return {"type": kind, "state": state, "param_groups": named_groups}
 
     def _check_options(self, kind: str, own: Mapping[str, Any], then: Mapping[str, Any], action: str) -> None:
-        # The file does not name the optimizer's class; what it is set by tells it.
+        # The file does not contain the class of the optimizer, so compare the names of its options.
         unknown = then.keys() - own.keys() - _GROUP_KEYS_OF_SCHEDULERS
         decays = "decoupled_weight_decay"
         is_other_adam = decays in then and then[decays] is not own.get(decays, then[decays])  # both are flags
         if unknown or is_other_adam:
-            found = f"is set by {sorted(unknown)[:_NUM_NAMES_SHOWN]}" if unknown else f"has {decays}={then[decays]}"
-            raise self.error(f"holds the states of another optimizer than {kind}: it {found}", action)
+            found = f"options {sorted(unknown)[:_NUM_NAMES_SHOWN]}" if unknown else f"{decays}={then[decays]}"
+            raise self.error(f"has the states of another optimizer than {kind}, with {found}", action)
 
 
 def books_of(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The state of a ModelCheckpoint of Lightning as one of roomier's: what it keeps, and the scores. The files stay
-    in the ranking and are never removed."""
+    """Convert the state of Lightning's ModelCheckpoint to the state of roomier's ModelCheckpoint.
+
+    The files stay in the ranking, but are never removed.
+    """
     best = {str(path): float(score) for path, score in (state.get("best_k_models") or {}).items()}
     unranked = [str(state["best_model_path"])] if state.get("best_model_path") and not state.get("monitor") else []
     score = state.get("current_score")
@@ -261,23 +281,24 @@ def books_of(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    again = "Give the path of a checkpoint folder, or of a .ckpt that Lightning saved; copy it again if it was one"
+    again = "Pass a checkpoint folder, or a .ckpt file that Lightning saved. If it is one, copy it again"
     try:
-        is_zip = zipfile.is_zipfile(path)  # what torch wrote before 1.6 is none, and cannot be read in parts
+        is_zip = zipfile.is_zipfile(path)  # files of torch before 1.6 are not, and cannot be memory-mapped
         if not is_zip and _first_byte(path) != _PICKLE:
-            raise ValueError("torch did not write it, or its end is missing")
+            raise ValueError("torch did not write it, or it is truncated")
         with harmless_types(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Detected pickle protocol", category=UserWarning)
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
     except pickle.UnpicklingError as error:
         raise _refused(path, error) from error
-    except Exception as error:  # the reader meets bytes of any kind
+    except Exception as error:  # the reader can meet arbitrary bytes
         problem = f"cannot be read ({' '.join(str(error).split())[:200] or type(error).__name__})"
         raise CheckpointError("checkpoint", str(path), problem, again) from error
     if not isinstance(content, dict) or not isinstance(content.get("state_dict"), dict):
-        action = "Give a .ckpt file of Lightning, a checkpoint folder of roomier, or .safetensors files"
-        raise CheckpointError("checkpoint", str(path), "is no checkpoint of Lightning: no 'state_dict' in it", action)
-    content.pop(_HYPERPARAMETERS_TYPE, None)  # a class: that of their container
+        problem = "is not a Lightning checkpoint, because it has no 'state_dict'"
+        action = "Pass a Lightning .ckpt file, a roomier checkpoint folder, or .safetensors files"
+        raise CheckpointError("checkpoint", str(path), problem, action)
+    content.pop(_HYPERPARAMETERS_TYPE, None)  # the class of the container
     try:
         plain = {key: value if key == "state_dict" else as_plain(value) for key, value in content.items()}
     except (ValueError, RecursionError) as error:
@@ -302,14 +323,15 @@ def _refused(path: Path, error: Exception) -> CheckpointError:
     except (RuntimeError, ValueError):
         found = []
     if not found:
-        problem = f"cannot be read without running code from it ({' '.join(str(error).split())[:160]})"
+        problem = f"cannot be loaded without executing code ({' '.join(str(error).split())[:160]})"
     else:
         more = f" and {len(found) - _NUM_NAMES_SHOWN} more" if len(found) > _NUM_NAMES_SHOWN else ""
-        problem = f"holds objects of {', '.join(found[:_NUM_NAMES_SHOWN])}{more}: making them would run their code"
+        shown = f"{', '.join(found[:_NUM_NAMES_SHOWN])}{more}"
+        problem = f"contains objects of {shown}, and loading them would execute code"
     action = (
-        "If you trust who wrote it, take them out once where their package is installed: c = torch.load(path, "
-        "weights_only=False); c['hyper_parameters'] = {}; torch.save(c, 'plain.ckpt'); and pass plain.ckpt. "
-        "Hyperparameters of plain values need no such step: save_hyperparameters(ignore=[...]) leaves the others out"
+        "If you trust the source of this file, remove the objects once in an environment with their packages: "
+        "c = torch.load(path, weights_only=False); c['hyper_parameters'] = {}; torch.save(c, 'plain.ckpt'). Then pass "
+        "plain.ckpt. To avoid this step, exclude such hyperparameters with save_hyperparameters(ignore=[...])"
     )
     return CheckpointError("checkpoint", str(path), problem, action)
 

@@ -1,4 +1,4 @@
-"""A module back from a checkpoint: its hyperparameters, then its weights."""
+"""Create a module from a checkpoint: its hyperparameters, then its weights."""
 
 import inspect
 from collections.abc import Mapping
@@ -32,22 +32,26 @@ def load_module(
     strict: bool | None = None,
     **init_arguments: Any,
 ) -> AnyNetwork:
-    """A module of ``cls`` as the checkpoint ``path`` has it: made from its stored hyperparameters, with its weights.
+    """Create a module of class ``cls`` from the hyperparameters in a checkpoint, and load its weights.
 
-    Behind :meth:`roomier.Module.load_from_checkpoint`; and by itself for a LightningModule, whose method of that name
-    reads Lightning's files alone: ``load_module(MyLightningModule, "runs/version_0/checkpoints/last")``.
+    :meth:`roomier.Module.load_from_checkpoint` calls this function. Call it directly for a LightningModule, whose
+    method ``load_from_checkpoint`` supports Lightning's files only.
 
     Args:
-        cls: a subclass of ``roomier.Module``, of LightningModule, or any other ``nn.Module`` that was trained.
-        path: a checkpoint folder, or a ``.ckpt`` of Lightning.
-        map_location: the device to put it on; None leaves it where ``__init__`` makes it, on the CPU as a rule.
-        strict: the names of the weights must agree; by default as ``strict_loading`` of the module says.
-        init_arguments: arguments of ``__init__`` that take the place of stored ones, or were not stored.
+        cls: subclass of ``roomier.Module`` or LightningModule, or any other ``nn.Module`` that was trained.
+        path: checkpoint folder, or ``.ckpt`` file of Lightning.
+        map_location: device of the module. None keeps the device on which ``__init__`` creates it, usually the CPU.
+        strict: require that the names of the weights match; by default the module's ``strict_loading``.
+        init_arguments: arguments of ``__init__`` that replace or complete the stored hyperparameters.
 
     Raises:
-        RoomierError: ``map_location`` is no device that is here.
-        CheckpointError: damaged; ``cls`` cannot be made from what is stored; or its weights have other names
-            or shapes (with ``strict=False``, other shapes only).
+        RoomierError: ``map_location`` is not a device of this machine.
+        CheckpointError: the checkpoint is damaged, ``cls`` cannot be constructed from the stored hyperparameters, or
+            the names or shapes of its weights differ (with ``strict=False``, only the shapes).
+
+    Example::
+
+        module = load_module(MyLightningModule, "runs/version_0/checkpoints/last")
     """
     device = None if map_location is None else _device(map_location)
     file = LightningFile(path) if is_lightning_file(path) else None
@@ -62,7 +66,7 @@ def load_module(
         _load_changed(module, path, described, strict=strict)
         return module if device is None else module.to(device)
     if strict:
-        # Filled in place; what a module keeps beside its tensors (get_extra_state) is set behind that.
+        # Filled in place. Values from get_extra_state are set after that.
         places = {"module": module.state_dict()}
         found = load(path, into=places, only=("module",), empty=("module",))["module"]
         _load_weights(module, found, path, strict=True)
@@ -74,18 +78,20 @@ def load_module(
 def make_module(
     cls: type[AnyNetwork], path: str | Path, described: Mapping[str, Any], init_arguments: Mapping[str, Any]
 ) -> AnyNetwork:
-    """A module of ``cls``, any ``nn.Module``, with the stored hyperparameters, and none of the stored weights.
+    """Create a module of class ``cls`` with the stored hyperparameters, without loading weights.
 
     Args:
-        described: what :func:`roomier.checkpoint.peek` gives of the checkpoint ``path``.
-        init_arguments: take the place of stored ones.
+        cls: any subclass of ``nn.Module``.
+        path: checkpoint, for the error.
+        described: result of :func:`roomier.checkpoint.peek` for ``path``.
+        init_arguments: arguments that replace or complete the stored hyperparameters.
 
     Raises:
-        CheckpointError: it cannot be made of these arguments.
+        CheckpointError: ``cls`` cannot be constructed from these arguments.
     """
     stored = described.get("hyperparameters", {})
     argument = described.get("hyperparameters_argument")
-    if argument in inspect.signature(cls).parameters:  # they were passed in one
+    if argument in inspect.signature(cls).parameters:  # __init__ takes all hyperparameters in one argument
         stored = {argument: HyperParameters(stored)}
     arguments = {**_taken_by(cls, stored), **init_arguments}
     try:
@@ -94,7 +100,7 @@ def make_module(
         raise CheckpointError(
             "checkpoint_path",
             str(path),
-            f"{cls.__name__} cannot be made from the stored hyperparameters {sorted(arguments)} ({error})",
+            f"{cls.__name__} cannot be constructed from the stored hyperparameters {sorted(arguments)} ({error})",
             "Pass the missing arguments to load_from_checkpoint, and call save_hyperparameters in __init__",
         ) from error
     configure_model = getattr(module, "configure_model", None)  # of a Module, or of a LightningModule
@@ -104,29 +110,30 @@ def make_module(
 
 
 def _load_changed(module: Any, path: str | Path, described: Mapping[str, Any], *, strict: bool) -> None:
-    """With what ``on_load_checkpoint`` makes of the checkpoint; of roomier's own entries it gets those of a model."""
+    """Load the weights after ``on_load_checkpoint``, which gets the entries of hooks and of the model."""
     only = described.keys() - (OWN_ENTRIES - {"module", "hyperparameters", "progress"})
     shown = ShownCheckpoint(load(path, only=only))
     module.on_load_checkpoint(shown)
     differing = sorted(shown["module"].keys() ^ module.state_dict().keys())
     if strict and differing:
-        problem = f"belongs to another model than {type(module).__name__}: one of the two alone has {differing[:5]}"
-        raise CheckpointError("checkpoint_path", str(path), problem, "Give the class that was saved, or strict=False")
+        problem = f"does not match {type(module).__name__}. Only one of the two has {differing[:5]}"
+        action = "Pass the class that was saved, or strict=False"
+        raise CheckpointError("checkpoint_path", str(path), problem, action)
     _load_weights(module, shown["module"], path)
 
 
 def _load_lightning(module: Any, file: LightningFile, *, strict: bool) -> None:
     if hasattr(module, "on_load_checkpoint"):
-        module.on_load_checkpoint(file.content)  # as in Lightning: it may change the names
+        module.on_load_checkpoint(file.content)  # as in Lightning, where it can change the names
     if strict and file.state_dict.keys() != module.state_dict().keys():
         differing = sorted(file.state_dict.keys() ^ module.state_dict().keys())
-        problem = f"belongs to another model than {type(module).__name__}: it alone, or this alone, has {differing[:5]}"
-        raise CheckpointError("checkpoint_path", str(file.path), problem, "Give the class that was saved")
+        problem = f"does not match {type(module).__name__}. Only one of the two has {differing[:5]}"
+        raise CheckpointError("checkpoint_path", str(file.path), problem, "Pass the class that was saved")
     _load_weights(module, file.state_dict, file.path)
 
 
 def _put_adapters(module: nn.Module, plan: Mapping[str, Any] | None) -> None:
-    """The adapters of the run that was saved, and its frozen weights in few bits: the checkpoint has their tensors."""
+    """Add the adapters of the saved run, and quantize its frozen weights, so that the module has the stored tensors."""
     adapter = AdapterPlan(**(plan or {}).get("adapter", {}))
     if adapter.lora_rank is None:
         return
@@ -140,14 +147,14 @@ def _device(map_location: str | torch.device) -> torch.device:
     try:
         device = torch.device(map_location)
         torch.empty(0, device=device)
-    except (TypeError, RuntimeError, AssertionError) as error:  # the last from a torch built without CUDA
-        problem = "is no device of this machine"
+    except (TypeError, RuntimeError, AssertionError) as error:  # AssertionError: torch was built without CUDA
+        problem = "is not a device of this machine"
         raise RoomierError("map_location", map_location, problem, "Pass 'cpu', 'cuda', 'cuda:1' or 'mps'") from error
     return device
 
 
 def _taken_by(cls: type, stored: Mapping[str, Any]) -> dict[str, Any]:
-    # A subclass that fixes arguments of its parent has the parent's among the stored ones, but does not take them.
+    # The stored hyperparameters of a subclass can include arguments of its parent that its own __init__ does not take.
     parameters = inspect.signature(cls).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return dict(stored)
@@ -161,6 +168,6 @@ def _load_weights(module: nn.Module, found: Mapping[str, Any], path: str | Path,
         raise CheckpointError(
             "checkpoint_path",
             str(path),
-            f"its weights do not fit {type(module).__name__} ({' '.join(str(error).split())})",
-            "Make the module with the arguments it was saved with",
+            f"has weights that do not match {type(module).__name__} ({' '.join(str(error).split())})",
+            "Create the module with the arguments of the saved run",
         ) from error

@@ -1,4 +1,4 @@
-"""Which bytes of a state this rank writes: each element of each tensor is written once, by one rank."""
+"""The parts of a state that each rank writes. Every element of every tensor is written one time, by one rank."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Part:
-    """A box of a tensor that this rank holds.
+    """Box of a tensor that this rank has.
 
     Attributes:
-        name: of the whole tensor.
-        offsets: where the box begins in it, for each dimension.
-        tensor: the box itself.
-        is_cut: the whole is spread over ranks.
+        name: name of the full tensor.
+        offsets: first index of the box in the full tensor, for each dimension.
+        tensor: the box.
+        is_cut: True if the full tensor is sharded across ranks.
     """
 
     name: str
@@ -35,13 +35,14 @@ class Part:
 
 
 def parts_to_write(tensors: Mapping[str, Tensor], *, writes_whole: bool) -> list[Part]:
-    """The parts of ``tensors`` that are this rank's to write; none of them is copied.
+    """Return the parts of ``tensors`` that this rank writes. No tensor is copied.
 
-    Of a tensor cut among ranks each writes its own box; where several hold the same box (HSDP), they take turns from
-    one tensor to the next. Empty boxes are left out.
+    Of a sharded tensor, each rank writes its shard. If several ranks have the same shard (HSDP), they take turns from
+    one tensor to the next. Empty shards are skipped.
 
     Args:
-        writes_whole: whether this rank writes the tensors that are not cut.
+        tensors: mapping from names to the tensors of a state.
+        writes_whole: True if this rank writes the tensors that are not sharded.
     """
     found, turn = [], 0
     for name, tensor in tensors.items():
@@ -49,8 +50,8 @@ def parts_to_write(tensors: Mapping[str, Tensor], *, writes_whole: bool) -> list
             if writes_whole:
                 found.append(Part(name, (0,) * tensor.dim(), tensor))
             continue
-        turn += 1  # of the cut ones alone: they are the same on all ranks, the others may not be
-        if not tensor.numel():  # nobody has a box of it
+        turn += 1  # counts sharded tensors only, which are the same on all ranks, unlike other tensors
+        if not tensor.numel():  # no rank has a shard with elements
             if writes_whole:
                 found.append(Part(name, (0,) * tensor.dim(), torch.empty(tensor.shape, dtype=tensor.dtype)))
         elif _is_mine(tensor, turn) and tensor.to_local().numel():
@@ -59,10 +60,10 @@ def parts_to_write(tensors: Mapping[str, Tensor], *, writes_whole: bool) -> list
 
 
 def is_cut(tensor: Tensor) -> TypeIs[DTensor]:
-    """Whether it is spread over ranks (a DTensor, on any number of them)."""
+    """Return True if ``tensor`` is a DTensor, on any number of ranks."""
     if type(tensor) in (Tensor, torch.nn.Parameter):
         return False
-    from torch.distributed.tensor import DTensor  # slow to import, and needed only here
+    from torch.distributed.tensor import DTensor  # a slow import, which most processes do not need
 
     return isinstance(tensor, DTensor)
 

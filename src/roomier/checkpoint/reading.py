@@ -1,10 +1,10 @@
-"""How tensors are read from the files of a checkpoint: where each box of a tensor is, and who reads what.
+"""Read tensors from the files of a checkpoint: the location of each box of a tensor, and the rank that verifies it.
 
 [Note: each file one time]
-The checksum of a file is computed from the bytes that are read into the tensors. A tensor that holds values already,
-such as the weights of a model, may not change if a file is damaged. It is filled after every file was verified, so
-its file is read a second time, mostly from the page cache. On several ranks each file is verified by one rank: the one
-that reads most of it.
+The checksum of a file is computed from the bytes that are read into the tensors. A tensor that already has values, such
+as a weight of a model, must not change if a file is damaged. It is filled after every file was verified, so its file is
+read a second time, usually from the page cache. On several ranks each file is verified by one rank: the rank that reads
+most of it.
 """
 
 from __future__ import annotations
@@ -32,12 +32,14 @@ _OFFSETS_FORM = mapping_of(fields({"saved_offsets": list_of(count)}))
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of a tensor, and where it is stored.
+    """Box of a tensor, and its location in a file.
 
     Attributes:
-        file: name of its file.
-        first: where it begins in the file.
-        offsets: where it begins in the tensor, for each dimension.
+        file: name of the file.
+        first: offset of the first byte in the file.
+        dtype: dtype of the tensor.
+        shape: shape of the box.
+        offsets: first index of the box in the full tensor, for each dimension.
     """
 
     file: str
@@ -77,7 +79,7 @@ def check_pieces(folder: Path, pieces: Pieces, name: str, spec: TensorSpec) -> N
     """Check that the boxes of the tensor ``name`` have the dtype of ``spec`` and fill its shape without overlaps.
 
     Raises:
-        CheckpointError: they do not.
+        CheckpointError: the dtype or the shape does not match.
     """
     found = pieces.get(name, [])
     if not all(piece.dtype == spec.dtype for piece in found) or not _fill([*found], spec.shape):
@@ -85,7 +87,7 @@ def check_pieces(folder: Path, pieces: Pieces, name: str, spec: TensorSpec) -> N
 
 
 def _fill(pieces: list[Piece], shape: tuple[int, ...]) -> bool:
-    """Whether ``pieces`` are a grid of boxes over ``shape``, as sharded tensors are."""
+    """Return True if ``pieces`` are a grid of boxes that covers ``shape``, like sharded tensors."""
     if not pieces or any(len(piece.shape) != len(shape) for piece in pieces):
         return False
     num_boxes = 1
@@ -100,7 +102,7 @@ def _fill(pieces: list[Piece], shape: tuple[int, ...]) -> bool:
 
 @dataclass(frozen=True)
 class _Read:
-    """A box of a piece, and the tensor that it is read into."""
+    """Box of a piece, and the tensor that receives it."""
 
     piece: Piece
     box: tuple[slice, ...]
@@ -118,13 +120,14 @@ class _Read:
 
 
 class TensorReader:
-    """Reads tensors of the checkpoint ``folder`` into ``empty``, then into ``filled``.
+    """Reader of tensors of the checkpoint ``folder``, first into ``empty``, then into ``filled``.
 
     Args:
-        files: all files that hold one of the tensors; they may differ by rank.
-        empty: tensors without values yet, with the names that they are stored under. A sharded tensor receives its
-            own part.
-        filled: tensors with values that may not change if a file is damaged.
+        folder: checkpoint folder.
+        files: all files that contain one of the tensors; they can differ between ranks.
+        pieces: boxes of each tensor.
+        empty: tensors without values, with the names under which they are stored. A sharded tensor receives its shard.
+        filled: tensors with values, which must not change if a file is damaged.
     """
 
     def __init__(
@@ -141,7 +144,7 @@ class TensorReader:
         self._of_filled = _reads_by_file(pieces, filled)
 
     def read_empty(self, ranks: Ranks) -> None:
-        """Fill the empty tensors and verify all files. Every rank of ``ranks`` must call it.
+        """Fill the empty tensors and verify all files. Every rank of ``ranks`` must call this method.
 
         Raises:
             CheckpointError: a file is damaged, or cannot be read.
@@ -154,7 +157,7 @@ class TensorReader:
             self._read(name, reads)
 
     def read_filled(self) -> None:
-        """Fill the tensors that hold values. The files must be verified.
+        """Fill the tensors that have values. The files must be verified.
 
         Raises:
             CheckpointError: the disk failed; tensors may be filled in part.
@@ -163,7 +166,7 @@ class TensorReader:
             self._read(name, reads)
 
     def _share(self, ranks: Ranks) -> list[StoredFile]:
-        """Return the files that this rank verifies: those of which it reads the most, but about equally many bytes."""
+        """Return the files that this rank verifies: those that it reads most of, balanced by size across ranks."""
         own = {name: sum(each.target.nbytes for each in self._of_empty.get(name, [])) for name in self._files}
         by_rank = ranks.gather([(file, own[file.name]) for file in self._files.values()])
         wanted = [{file.name: num_bytes for file, num_bytes in of_rank} for of_rank in by_rank]
@@ -178,7 +181,7 @@ class TensorReader:
         return share
 
     def _read_summed(self, file: StoredFile, reads: Sequence[_Read]) -> list[_Read]:
-        """Read a file from front to end and compare its checksum. Returns the reads that would have to go back."""
+        """Read a file from front to end and compare its checksum. Return the reads that would have to seek backward."""
         position, left = 0, []
         with summed(self._folder, file) as opened:
             for read in reads:
@@ -217,7 +220,7 @@ def _own_part(target: Tensor) -> tuple[Tensor, tuple[int, ...]]:
 
 
 def _overlap(piece: Piece, own: Tensor, origin: tuple[int, ...]) -> _Read | None:
-    """Return how the elements that both ``piece`` and ``own`` have are read; None if there are none."""
+    """Return the read of the elements that are in both ``piece`` and ``own``; None if there are none."""
     box, part = [], []
     for begin, size, own_begin, own_size in zip(piece.offsets, piece.shape, origin, own.shape, strict=True):
         first, last = max(begin, own_begin), min(begin + size, own_begin + own_size)

@@ -1,12 +1,12 @@
 """``run.json``: the list of the tensor files of a checkpoint, and every value that is not a tensor.
 
 The file is ``{"crc32": "<8 hex digits>", "content": {...}}``. The checksum covers the bytes of the content, so it
-detects every flipped bit. It does not prove who wrote the file: a reader must accept any bytes. Therefore
+detects every flipped bit. The checksum does not authenticate the file, so a reader must handle arbitrary bytes.
 :func:`read_record` is the only function that reads a record. It checks types, ranges, sizes and nesting, and reads
 regular files only.
 
 [Note: commit numbers]
-The clock of a machine may be set back, so it cannot order checkpoints. A new checkpoint has a commit number that is
+The clock of a machine can be set back, so it cannot order checkpoints. A new checkpoint has a commit number that is
 larger than the number of every checkpoint that is found with it (:func:`roomier.checkpoint.find.find_last`). Two
 processes that commit at the same moment, and copies of a folder, have equal numbers. The step breaks the tie. The
 format before commit numbers (2) has the number 0.
@@ -42,7 +42,7 @@ _HEAD = b'{"crc32": "%08x", "content": '
 _HEAD_BYTES = len(_HEAD % 0)
 _MARK = _HEAD[:11]
 _TAIL = b"}\n"
-_NUMBER_BYTES = 256  # the beginning of a record, in which its commit number is
+_NUMBER_BYTES = 256  # the beginning of a record, which contains its commit number
 _NUMBER = re.compile(rb'\{"crc32": "[0-9a-f]{8}", "content": \{"format_version":\d{1,4},"commit_number":(\d{1,15}),')
 _FOREIGN_BYTES = 2**20
 _FILE_NAME = re.compile(rf"[A-Za-z0-9_.-]{{1,200}}{re.escape(TENSOR_SUFFIX)}")
@@ -62,16 +62,23 @@ _CONTENT_FORM = fields(
 
 
 class NotACheckpointError(CheckpointError):
-    """The folder is not a damaged checkpoint: it is none at all."""
+    """Error for a path that never was a checkpoint."""
 
 
 class DamagedCheckpointError(CheckpointError):
-    """The folder once was a good checkpoint: something is missing, cut off or changed."""
+    """Error for a checkpoint with missing, truncated or changed files."""
 
 
 @dataclass(frozen=True)
 class StoredFile:
-    """One file of tensors: its bare name, its size, the CRC-32 of its bytes, and the tensors (or parts) in it."""
+    """File of tensors.
+
+    Attributes:
+        name: file name without a folder.
+        size_bytes: size of the file.
+        crc32: CRC-32 of its bytes.
+        tensors: names of the tensors that are stored in it, in full or in part.
+    """
 
     name: str
     size_bytes: int
@@ -84,9 +91,13 @@ class Record:
     """The content of ``run.json``.
 
     Attributes:
-        commit_number: orders checkpoints; see [Note: commit numbers].
-        saved_at_ns: time since the epoch shortly before the commit, by the clock of the machine.
-        tree: the state without its tensors, as :func:`roomier.checkpoint.tree.split` returns it.
+        format_version: version of the checkpoint format.
+        commit_number: number that orders checkpoints; see [Note: commit numbers].
+        roomier_version: version of roomier that wrote the checkpoint.
+        torch_version: version of torch that wrote the checkpoint.
+        saved_at_ns: time since the Unix epoch shortly before the commit, by the clock of the machine, in nanoseconds.
+        files: tensor files.
+        tree: the state without its tensors, as returned by :func:`roomier.checkpoint.tree.split`.
     """
 
     format_version: int
@@ -99,7 +110,7 @@ class Record:
 
     @property
     def global_step(self) -> int:
-        """The optimizer steps of the run, or -1 if the state has no progress."""
+        """Number of optimizer steps of the run; -1 if the state has no progress."""
         progress = self.tree.get("progress")
         step = progress.get("global_step") if isinstance(progress, dict) else None
         return step if type(step) is int else -1
@@ -109,7 +120,7 @@ def write_record(folder: Path, record: Record) -> None:
     """Write ``record`` into ``folder`` and flush it to the disk.
 
     Raises:
-        OSError: it cannot be written, or is larger than :func:`read_record` accepts.
+        OSError: the record cannot be written, or is larger than :func:`read_record` accepts.
     """
     values = {**vars(record), "files": [vars(file) for file in record.files]}
     content = json.dumps(values, allow_nan=False, separators=(",", ":")).encode("ascii")
@@ -142,7 +153,10 @@ def read_record(folder: Path) -> Record:
     if len(data) < _HEAD_BYTES or not data.startswith(_MARK):
         if _is_foreign_json(data):
             raise NotACheckpointError(
-                "checkpoint", str(folder), f"its {RECORD_NAME} is not roomier's", "Give the path of a checkpoint folder"
+                "checkpoint",
+                str(folder),
+                f"has a {RECORD_NAME} of another program",
+                "Pass the path of a checkpoint folder",
             )
         raise damage(folder, f"{RECORD_NAME} is truncated or overwritten")
     content = data[_HEAD_BYTES : -len(_TAIL)]
@@ -180,16 +194,16 @@ def read_state(folder: Path, record: Record) -> dict[str, Any]:
                 held_bytes[name] = held_bytes.get(name, 0) + file.size_bytes
         for path, stored in leaves(state, StoredTensor):
             if stored.spec.num_bytes > held_bytes.get(stored.name, -1):
-                raise FormError(place_of(("tree", *path)), stored.spec, "a tensor that its files have room for")
+                raise FormError(place_of(("tree", *path)), stored.spec, "a tensor that fits into its files")
     return state  # type: ignore[no-any-return]
 
 
 @contextmanager
 def malformed(folder: Path, file: str = RECORD_NAME) -> Iterator[None]:
-    """Convert an error about a value in ``file`` into the error for a damaged checkpoint, which names the file."""
+    """Convert a ValueError about a value in ``file`` to the error for a damaged checkpoint, which names the file."""
     try:
         yield
-    except RoomierError:  # it is about something else
+    except RoomierError:  # this error already has its own field
         raise
     except ValueError as error:
         raise damage(folder, f"{file} is malformed: {error}") from error
@@ -198,23 +212,23 @@ def malformed(folder: Path, file: str = RECORD_NAME) -> Iterator[None]:
 def _without_record(folder: Path) -> CheckpointError:
     if not folder.is_dir():
         return NotACheckpointError(
-            "checkpoint", str(folder), "is not an existing folder", "Give the path of a checkpoint folder"
+            "checkpoint", str(folder), "is not an existing folder", "Pass the path of a checkpoint folder"
         )
     if any(folder.glob(f"shard-*{TENSOR_SUFFIX}")):
         return damage(folder, f"{RECORD_NAME} is missing")
-    if (folder / RECORD_OF_DCP).is_file():  # a pickle, which is not read
+    if (folder / RECORD_OF_DCP).is_file():  # a pickle file, which is never read
         program = "python -m lightning.pytorch.utilities.consolidate_checkpoint"
         return NotACheckpointError(
             "checkpoint",
             str(folder),
-            "is a sharded checkpoint of torch.distributed.checkpoint, as Lightning writes it with FSDP",
-            f"Make one file of it where it was written, `{program} {folder}`, and pass that: {folder}.consolidated",
+            "is a sharded torch.distributed.checkpoint folder, such as Lightning saves with FSDP",
+            f"Run `{program} {folder}` in the environment that saved it, and pass {folder}.consolidated",
         )
     return NotACheckpointError(
         "checkpoint",
         str(folder),
         f"is not a checkpoint: it has no {RECORD_NAME}",
-        "Give the path of a checkpoint folder",
+        "Pass the path of a checkpoint folder",
     )
 
 
@@ -232,7 +246,7 @@ def _parse(folder: Path, content: Any) -> Record:
         raise CheckpointError(
             "checkpoint",
             str(folder),
-            f"has format version {version}, this version of roomier reads {' and '.join(map(str, READ_VERSIONS))}",
+            f"has format version {version}, but this version of roomier reads {' and '.join(map(str, READ_VERSIONS))}",
             f"Load it with roomier {content.get('roomier_version')}, which wrote it",
         )
     _CONTENT_FORM(content, "content")
@@ -240,7 +254,7 @@ def _parse(folder: Path, content: Any) -> Record:
     files = tuple(StoredFile(**{**file, "tensors": tuple(file["tensors"])}) for file in content["files"])
     names = [file.name for file in files]
     for index, name in enumerate(names):
-        if _FILE_NAME.fullmatch(name) is None:  # a path that leads out of the folder, for example
+        if _FILE_NAME.fullmatch(name) is None:  # for example a path outside the folder
             raise FormError(f"content.files[{index}].name", name, "the name of a tensor file")
     if len(set(names)) < len(names):
         raise FormError("content.files", names, "a list of files with different names")
@@ -253,10 +267,10 @@ def damage(folder: Path, problem: str) -> DamagedCheckpointError:
 
 
 def check_sizes(folder: Path, record: Record) -> None:
-    """Check that ``folder`` has every tensor file of ``record``, in its full size, and no other tensor file.
+    """Check that ``folder`` has every tensor file of ``record`` in its full size, and no other tensor file.
 
     Raises:
-        CheckpointError: it names the first file that is missing, truncated, not a regular file, or not listed.
+        CheckpointError: a file is missing, truncated, not a regular file, or not listed. The error names the first one.
     """
     for file in record.files:
         try:
@@ -280,7 +294,7 @@ def check_sums(folder: Path, files: Iterable[StoredFile]) -> None:
     """Read ``files`` and compare their checksums with the record.
 
     Raises:
-        CheckpointError: it names the first file whose bytes changed.
+        CheckpointError: the bytes of a file changed. The error names the first one.
     """
     for file in files:
         with summed(folder, file):
@@ -289,7 +303,7 @@ def check_sums(folder: Path, files: Iterable[StoredFile]) -> None:
 
 @contextmanager
 def summed(folder: Path, file: StoredFile) -> Iterator[SummedFile]:
-    """Open a tensor file to read it from front to end. The end of the block reads the rest and compares the checksum.
+    """Open a tensor file for reading from front to end. At the end of the block, verify the checksum of the full file.
 
     Raises:
         CheckpointError: the file cannot be read, or its bytes changed.
@@ -299,12 +313,12 @@ def summed(folder: Path, file: StoredFile) -> Iterator[SummedFile]:
         yield found
         found.read_rest()
     if found.crc32 != file.crc32:
-        raise damage(folder, f"file {file.name!r} is damaged: its bytes are not those that were written")
+        raise damage(folder, f"file {file.name!r} is damaged: its checksum does not match the record")
 
 
 @contextmanager
 def reading(folder: Path, name: str) -> Iterator[None]:
-    """Convert an OSError about the file ``name`` into a CheckpointError."""
+    """Convert an OSError about the file ``name`` to a CheckpointError."""
     try:
         yield
     except OSError as error:

@@ -1,8 +1,8 @@
-"""The entries that a Trainer stores in a checkpoint, and the form that each of them must have.
+"""The entries that a Trainer stores in a checkpoint, and the schema of each entry.
 
-Whoever saves with :func:`roomier.checkpoint.save` may use any names, so only functions that read the state of a run use
-these forms. Values that depend on the objects of the present run (its optimizers, schedulers and callbacks) are checked
-by the code that loads them.
+Callers of :func:`roomier.checkpoint.save` can use any names, so these schemas apply only to functions that read the
+state of a run. Values that depend on the objects of the present run (its optimizers, schedulers and callbacks) are
+checked by the code that loads them.
 """
 
 from __future__ import annotations
@@ -120,14 +120,14 @@ FORMS: Mapping[str, Form] = {
 
 
 def check_run_state(path: Path, state: Mapping[str, Any]) -> None:
-    """Check the entries of ``state`` that a Trainer stores; entries with other names are not looked at.
+    """Check the entries of ``state`` that a Trainer stores. Entries with other names are ignored.
 
     Args:
-        path: of the checkpoint, for the error.
-        state: as :func:`roomier.checkpoint.peek` returns it.
+        path: path of the checkpoint, for the error.
+        state: state as returned by :func:`roomier.checkpoint.peek`.
 
     Raises:
-        CheckpointError: an entry does not have its form. The error names the entry.
+        CheckpointError: an entry does not match its schema. The error names the entry.
     """
     with malformed(path):
         for name, form in FORMS.items():
@@ -151,7 +151,7 @@ def read_plan(path: Path, values: Mapping[str, Any]) -> Plan:
 
 
 def peek_run(path: str | Path, *, check_files: bool = False) -> dict[str, Any]:
-    """Return the state of a run, like :func:`roomier.checkpoint.peek`, after :func:`check_run_state`."""
+    """Return the state of a run like :func:`roomier.checkpoint.peek`, after :func:`check_run_state`."""
     state = peek(path, check_files=check_files)
     check_run_state(Path(path), state)
     return state

@@ -1,10 +1,10 @@
-"""How several ranks write one checkpoint: what each of them does, and where they wait for each other.
+"""Saving one checkpoint on several ranks: the work of each rank, and the points at which ranks wait for each other.
 
 [Note: all ranks or none]
-Rank 0 makes the folder beside the target and tells its path; every rank writes its files into it and flushes them;
-their names and checksums are gathered; rank 0 writes the record and renames. After each of these steps all ranks know
-whether it was done everywhere. If not, rank 0 removes what is there, and all raise the same error. If a rank dies, the
-others learn it from the broken connection, and nothing was renamed.
+Rank 0 creates a folder next to the target and broadcasts its path. Every rank writes its files into the folder and
+flushes them. The names and checksums are gathered. Rank 0 writes the record and renames the folder. After each of these
+steps, all ranks exchange if the step succeeded everywhere. If not, rank 0 removes the folder, and all ranks raise the
+same error. If a rank dies, the other ranks detect the broken connection, and nothing was renamed.
 """
 
 import importlib.metadata
@@ -33,14 +33,14 @@ from roomier.core.ranks import Ranks
 
 @dataclass(frozen=True)
 class Prepared:
-    """A state taken apart for its checkpoint.
+    """State that is prepared for writing.
 
     Attributes:
-        target: the folder that it becomes.
-        json_tree: all that is not a tensor.
-        parts: what this rank writes.
-        section_of: top-level key of each tensor, by name.
-        num_cut_elements: of each tensor that is cut among ranks, as a whole, by name.
+        target: path of the checkpoint folder.
+        json_tree: all values that are not tensors.
+        parts: parts of tensors that this rank writes.
+        section_of: mapping from the name of each tensor to its top-level key.
+        num_cut_elements: mapping from the name of each sharded tensor to its number of elements over all ranks.
     """
 
     target: Path
@@ -51,15 +51,15 @@ class Prepared:
 
     @property
     def num_bytes(self) -> int:
-        """What this rank writes."""
+        """Size of the data that this rank writes."""
         return sum(part.tensor.nbytes for part in self.parts)
 
 
 def prepare(target: Path, state: Mapping[str, Any], ranks: Ranks) -> Prepared:
-    """Take ``state`` apart, on every rank; no tensor is copied.
+    """Split ``state`` into tensors and other values, on every rank. No tensor is copied.
 
     Raises:
-        CheckpointError: it cannot be stored, or the ranks cut other tensors.
+        CheckpointError: the state cannot be saved, or the ranks have different sharded tensors.
     """
     prepared: list[Prepared] = []
 
@@ -77,17 +77,17 @@ def prepare(target: Path, state: Mapping[str, Any], ranks: Ranks) -> Prepared:
         raise CheckpointError(
             "state",
             sorted(map(str, state)),
-            f"the tensors that are cut among ranks have other names or shapes on rank {others[0]} than on rank 0",
-            "Give every rank the state of the same model and optimizers",
+            f"the sharded tensors have different names or shapes on rank {others[0]} than on rank 0",
+            "Pass the state of the same model and optimizers on every rank",
         )
     return prepared[0]
 
 
 def write(prepared: Prepared, ranks: Ranks) -> None:
-    """Write what :func:`prepare` gave, on every rank, and commit it.
+    """Write the result of :func:`prepare` on every rank, and commit it.
 
     Raises:
-        CheckpointError: it could not be written on one of the ranks; raised on all.
+        CheckpointError: writing failed on one of the ranks. All ranks raise it.
     """
     target, num_bytes = prepared.target, prepared.num_bytes
     with ExitStack() as until_committed:
@@ -142,7 +142,7 @@ def _check_shared(folder: Path, target: Path) -> None:
         raise CheckpointError(
             "path",
             str(target),
-            "is not on a file system that all ranks share: what rank 0 made there is not to be seen here",
+            "is not on a shared file system. This rank cannot see the folder that rank 0 created",
             "Choose a folder on shared storage",
         )
 
@@ -157,6 +157,6 @@ def _check_whole(prepared: Prepared, num_elements: Sequence[Mapping[str, int]]) 
         raise CheckpointError(
             "state",
             f"{written[name]} of {num_all} elements of {name}",
-            "the ranks that save hold only a part of the tensors that are cut",
+            "the ranks that save have only some shards of the sharded tensors",
             "Call save on every rank of the process group",
         )

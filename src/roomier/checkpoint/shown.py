@@ -1,4 +1,4 @@
-"""The state of a checkpoint as ``on_save_checkpoint`` and ``on_load_checkpoint`` get it."""
+"""The state of a checkpoint as passed to ``on_save_checkpoint`` and ``on_load_checkpoint``."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ OWN_ENTRIES = frozenset(
         *("hyperparameters_argument", "random", "data", "datamodule", "results", "metrics", "callbacks"),
     }
 )
-"""What roomier writes at the top level; the rest is a hook's."""
+"""Top-level entries that roomier writes. Hooks write all other entries."""
 
 
 class ShownCheckpoint(dict[str, Any]):
-    """A state, whose entries are also found, and replaced, by the names that Lightning's checkpoints have.
+    """State whose entries can also be read and replaced under the names of Lightning's checkpoints.
 
-    ``state_dict`` is ``module``, the weights by name; ``hyper_parameters`` is ``hyperparameters``; ``epoch`` and
-    ``global_step`` are read from ``progress``.
+    ``state_dict`` is an alias of ``module``, the weights by name, and ``hyper_parameters`` is an alias of
+    ``hyperparameters``. ``epoch`` and ``global_step`` are read from ``progress``.
     """
 
     def __missing__(self, name: str) -> Any:
@@ -40,29 +40,36 @@ class ShownCheckpoint(dict[str, Any]):
         super().__setitem__(_SAME.get(name, name), value)
 
     def get(self, name: str, default: Any = None) -> Any:
+        """Return the entry ``name`` or its alias, or ``default``."""
         try:
             return self[name]
         except KeyError:
             return default
 
     def pop(self, name: str, *default: Any) -> Any:
+        """Remove and return the entry ``name`` or its alias."""
         return super().pop(_SAME.get(name, name), *default)
 
     def setdefault(self, name: str, default: Any = None) -> Any:
+        """Return the entry ``name`` or its alias, after setting it to ``default`` if it does not exist."""
         if name not in self:
             self[name] = default
         return self[name]
 
     def update(self, *args: Any, **kwargs: Any) -> None:
+        """Set several entries, which can have aliases as names."""
         for name, value in dict(*args, **kwargs).items():
             self[name] = value
 
 
 def without_objects(state: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """``state`` with only data in what hooks wrote; where something was left out, as ``'["entry"]["key"]'``.
+    """Return ``state`` without the objects that hooks added, and the places of these objects.
 
-    Lightning pickles what a module puts into its checkpoint; here it is left out, so that a module written for it can
-    be saved. A list or tuple with an object in it is left out as a whole.
+    Lightning pickles the entries that a module adds to its checkpoint. roomier skips objects, so that a module written
+    for Lightning can be saved. A list or tuple that contains an object is skipped completely.
+
+    Returns:
+        The state, and the places of skipped values, such as ``'["entry"]["key"]'``.
     """
     left_out: list[str] = []
     kept: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Tensors into safetensors files that torch.distributed.checkpoint (DCP) can read as well.
+"""Write tensors to safetensors files, which torch.distributed.checkpoint (DCP) can also read.
 
 [Note: the files]
 Each rank writes its own files, ``shard-<rank>-model-<file>-of-<files>.safetensors``, in the layout of DCP's
@@ -23,11 +23,18 @@ _FILE_BYTES = 128 * 2**20
 
 
 def write_parts(folder: Path, parts: Sequence[Part], section_of: Mapping[str, Any], rank: int) -> list[StoredFile]:
-    """Write ``parts`` into files of this rank in ``folder``, flushed to the disk; parts of two sections never share
-    a file.
+    """Write ``parts`` to files of this rank in ``folder``, and flush them to the disk.
+
+    Parts of two sections are never in the same file.
+
+    Args:
+        folder: folder of the checkpoint that is being written.
+        parts: parts of tensors that this rank writes.
+        section_of: mapping from the name of each tensor to its top-level key.
+        rank: rank of this process.
 
     Raises:
-        OSError: the disk is full, say.
+        OSError: a file cannot be written, for example because the disk is full.
     """
     groups = _file_groups(parts, section_of)
     return [
@@ -52,7 +59,7 @@ def _write_file(path: Path, parts: Sequence[Part]) -> StoredFile:
 
 
 def _file_groups(parts: Sequence[Part], section_of: Mapping[str, Any]) -> list[list[Part]]:
-    """``parts`` in files: a new one for each section, and when one is full."""
+    """Group ``parts`` by file. A new file starts with each section, and when a file is full."""
     groups: list[list[Part]] = []
     held_bytes, section = 0, object()
     for part in parts:

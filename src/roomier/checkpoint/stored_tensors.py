@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint, read a few MiB at a time, whatever the number of files each is spread over."""
+"""Read the tensors of a checkpoint in chunks of a few MiB, independent of the number of files of each tensor."""
 
 from __future__ import annotations
 
@@ -26,15 +26,19 @@ from roomier.core.untrusted import open_regular
 
 
 class StoredTensors:
-    """The tensors in the top-level entry ``section`` of the checkpoint ``path``; none of them is held in memory.
+    """Tensors in one top-level entry of a checkpoint, which are not loaded into memory.
 
-    Raises:
-        CheckpointError: damaged, or without such an entry. All files that will be read are verified first.
+    Args:
+        path: checkpoint folder.
+        section: top-level entry.
 
     Attributes:
-        specs: by key, in the order they were saved.
-        tied_to: key -> the first key of the same tensor, where one stands under several.
-        others: keys of the entry that hold no tensor.
+        specs: shape and dtype of each tensor by key, in the order in which they were saved.
+        tied_to: first key of the same tensor, for each further key of a tied tensor.
+        others: keys of the entry whose value is not a tensor.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, or has no such entry. All required files are verified first.
     """
 
     def __init__(self, path: str | Path, section: str) -> None:
@@ -44,7 +48,7 @@ class StoredTensors:
             check_sizes(self._folder, record)
             entry = read_state(self._folder, record).get(section)
             if not isinstance(entry, dict):
-                action = "Give a checkpoint that Trainer or ModelCheckpoint saved"
+                action = "Pass a checkpoint that Trainer or ModelCheckpoint saved"
                 raise CheckpointError("checkpoint", str(self._folder), f"has no entry {section!r}", action)
             names = {stored.name for _, stored in leaves(entry, StoredTensor)}
             files = [file for file in record.files if not names.isdisjoint(file.tensors)]
@@ -68,8 +72,10 @@ class StoredTensors:
             first_key.setdefault(stored.name, key)
 
     def chunks(self, key: str) -> Iterator[Tensor]:
-        """The elements of a tensor in row-major order, some ``CHUNK_BYTES`` at a time, each flat. Where it was cut into
-        rows, no more than that is in memory; else, it is as a whole.
+        """Yield the elements of the tensor ``key`` in row-major order, as 1-D tensors of about ``CHUNK_BYTES``.
+
+        If the tensor was sharded by rows, only one chunk is in memory at a time. Otherwise the full tensor is in
+        memory.
 
         Raises:
             OSError: a file cannot be read.
@@ -87,18 +93,21 @@ class StoredTensors:
         yield from torch.split(whole.reshape(-1), max(1, CHUNK_BYTES // spec.dtype.itemsize))
 
     def whole(self, key: str) -> Tensor:
-        """All of a tensor, in memory. Raises OSError."""
+        """Return the full tensor ``key``. Raises OSError."""
         return joined(self.chunks(key), self.specs[key])
 
 
 def joined(chunks: Iterable[Tensor], spec: TensorSpec) -> Tensor:
-    """The tensor of ``spec`` from its elements in row-major order, in flat pieces; in twice its memory at most."""
-    pieces = list(chunks)  # none of a tensor without elements
+    """Return a tensor with the shape and dtype of ``spec`` from 1-D chunks of its elements in row-major order.
+
+    The peak memory is twice the size of the tensor.
+    """
+    pieces = list(chunks)  # empty for a tensor without elements
     return torch.cat(pieces).view(spec.shape) if pieces else torch.empty(spec.shape, dtype=spec.dtype)
 
 
 def _rows_of(path: Path, piece: Piece) -> Iterator[Tensor]:
-    # As the bytes of rows that follow each other, whatever the shape.
+    # Read the bytes of consecutive rows as a flat array, independent of the shape.
     num_elements = torch.Size(piece.shape).numel()
     chunk = max(1, CHUNK_BYTES // piece.dtype.itemsize)
     with open_regular(path) as file:

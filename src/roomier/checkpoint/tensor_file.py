@@ -1,8 +1,8 @@
-"""One safetensors file, written as its bytes come and read where they lie.
+"""Write and read one safetensors file without buffering its tensors.
 
 The format is eight bytes with the length of the header, the header as JSON, and the tensors one after another
-(https://huggingface.co/docs/safetensors). All shapes are known before the first byte is there, so nothing has to be
-gathered in memory, and the checksum is taken on the way.
+(https://huggingface.co/docs/safetensors). All shapes are known before the first byte is written, so tensors need not be
+collected in memory, and the checksum is computed while writing.
 """
 
 from __future__ import annotations
@@ -53,25 +53,35 @@ _MAX_HEADER_BYTES = 100 * 2**20  # as in the safetensors library
 _ENTRY_FORM = fields({"dtype": one_of(*_DTYPES), "shape": list_of(count), "data_offsets": items(count, count)})
 CHUNK_BYTES = 4 * 2**20
 _SKIP_BYTES = 2**18
-_SUMMED_BYTES = 2**18  # small enough that the checksum finds them in the processor's cache
+_SUMMED_BYTES = 2**18  # small enough to be in the processor's cache when the checksum is computed
 
 
 @dataclass(frozen=True)
 class Header:
-    """What a file holds: for each tensor its dtype, shape, and where its bytes lie in the file."""
+    """Header of a safetensors file.
+
+    Attributes:
+        tensors: dtype, shape and offset of the first byte in the file, for each tensor.
+        metadata: entries of ``__metadata__``.
+    """
 
     tensors: dict[str, tuple[torch.dtype, tuple[int, ...], int]]
     metadata: dict[str, str]
 
 
 class TensorFile:
-    """A new safetensors file that is filled from front to end, in a ``with`` block, whose end flushes it to the disk.
+    """New safetensors file that is written from front to end in a ``with`` block, and flushed to the disk at its end.
 
     Args:
-        path: of the file, which must not be there yet.
-        specs: name -> dtype and shape of each tensor. Those of the widest dtype come first, so that all are aligned;
-            the order is in ``names``.
-        metadata: what readers find beside the tensors.
+        path: path of the file, which must not exist.
+        specs: mapping from the name of each tensor to its dtype and shape.
+        metadata: entries of ``__metadata__``.
+
+    Attributes:
+        names: names of the tensors in the order of the file. Tensors of the widest dtype come first, so that all are
+            aligned.
+        size_bytes: size of the complete file.
+        crc32: CRC-32 of the bytes that were written.
     """
 
     def __init__(
@@ -93,7 +103,7 @@ class TensorFile:
         self._path = path
 
     def append(self, data: bytes | memoryview) -> None:
-        """The next bytes of the tensors, in the order of ``names``. Raises OSError."""
+        """Append bytes of the tensors, in the order of ``names``. Raises OSError."""
         view = memoryview(data)
         self.crc32 = zlib.crc32(view, self.crc32)
         self._num_written += len(view)
@@ -114,19 +124,24 @@ class TensorFile:
     ) -> None:
         try:
             if kind is None:
-                assert self._num_written == self.size_bytes, "the header promises other bytes than came"
+                assert self._num_written == self.size_bytes, (
+                    "fewer or more bytes were written than the header specifies"
+                )
                 os.fsync(self._file.fileno())
         finally:
             self._file.close()
 
 
 def num_bytes_of(dtype: torch.dtype, shape: Sequence[int]) -> int:
+    """Return the size in bytes of a dense tensor."""
     return dtype.itemsize * torch.Size(shape).numel()
 
 
 def bytes_of(tensor: Tensor) -> Iterator[memoryview]:
-    """The bytes of a dense tensor in row-major order, ``CHUNK_BYTES`` at a time; one that is not contiguous is copied
-    as a whole, one on a device chunk by chunk."""
+    """Yield the bytes of a dense tensor in row-major order, ``CHUNK_BYTES`` at a time.
+
+    A tensor that is not contiguous is copied completely. A tensor on a device is copied chunk by chunk.
+    """
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
     for begin in range(0, flat.numel(), CHUNK_BYTES):
         yield memoryview(flat[begin : begin + CHUNK_BYTES].cpu().numpy().data)
@@ -137,7 +152,7 @@ def read_header(path: Path) -> Header:
 
     Raises:
         OSError: the file cannot be read, or is not a regular file.
-        ValueError: the header is malformed, or names a dtype that is not supported.
+        ValueError: the header is malformed, or contains an unsupported dtype.
     """
     with open_regular(path) as raw, io.BufferedReader(raw) as file:
         size_bytes = os.fstat(raw.fileno()).st_size
@@ -163,13 +178,16 @@ def read_header(path: Path) -> Header:
 
 
 class SummedFile:
-    """A regular file that is read from front to end, with the CRC-32 of all its bytes.
+    """Regular file that is read from front to end, with the CRC-32 of all its bytes.
 
-    Bytes that are skipped are read into a small buffer for the checksum, so the file is read exactly one time.
-    :func:`read_box` reads from it like from a file without a buffer.
+    Skipped bytes are read into a small buffer for the checksum, so the file is read exactly one time. :func:`read_box`
+    can read from this class instead of an unbuffered file.
+
+    Args:
+        file: unbuffered file at its beginning.
 
     Attributes:
-        crc32: of the bytes before the position.
+        crc32: CRC-32 of the bytes before the position.
     """
 
     def __init__(self, file: io.FileIO) -> None:
@@ -178,7 +196,7 @@ class SummedFile:
         self.crc32 = 0
 
     def seek(self, position: int) -> None:
-        """Skip to ``position``, which is not before the present one. Raises OSError."""
+        """Skip to ``position``, which must not be before the present position. Raises OSError."""
         assert position >= self._position, "a file is read from front to end"
         buffer = memoryview(bytearray(min(_SKIP_BYTES, position - self._position)))
         while self._position < position:
@@ -186,14 +204,14 @@ class SummedFile:
                 raise OSError(errno.EIO, "The file ends before its tensors")
 
     def readinto(self, view: memoryview) -> int:
-        """Fill ``view``, or the beginning of it. Returns the number of bytes, 0 at the end. Raises OSError."""
+        """Fill ``view`` or its beginning, and return the number of bytes, which is 0 at the end. Raises OSError."""
         num_read = self._file.readinto(view[:_SUMMED_BYTES]) or 0
         self.crc32 = zlib.crc32(view[:num_read], self.crc32)
         self._position += num_read
         return num_read
 
     def read_rest(self) -> None:
-        """Read to the end of the file. Raises OSError."""
+        """Read the remaining bytes of the file. Raises OSError."""
         buffer = memoryview(bytearray(_SKIP_BYTES))
         while self.readinto(buffer):
             pass
@@ -204,14 +222,14 @@ def read_box(
 ) -> None:
     """Fill ``target`` with a box of a stored tensor, ``CHUNK_BYTES`` at a time, in the order of the file.
 
-    Full rows are read from the file into the memory of a contiguous target on the CPU.
+    Full rows are read from the file directly into the memory of a contiguous target on the CPU.
 
     Args:
-        file: opened without a buffer.
-        first: where the tensor begins in it.
-        shape: of the stored tensor.
-        box: the part to read, a slice for each dimension.
-        target: of the box's shape and the stored dtype, on any device.
+        file: unbuffered file.
+        first: offset of the tensor's first byte in the file.
+        shape: shape of the stored tensor.
+        box: part to read, as one slice for each dimension.
+        target: tensor with the shape of the box and the stored dtype, on any device.
 
     Raises:
         OSError: the file cannot be read, or ends before the box.
@@ -219,7 +237,7 @@ def read_box(
     if not target.numel():
         return
     if not shape:
-        shape, box, target = (1,), (slice(0, 1),), target.reshape(1)  # a view: there is nothing to copy
+        shape, box, target = (1,), (slice(0, 1),), target.reshape(1)  # a view, so target is filled
     row_bytes = num_bytes_of(target.dtype, shape[1:])
     num_rows = max(1, CHUNK_BYTES // row_bytes)
     takes_whole_rows = all(each == slice(0, size) for each, size in zip(box[1:], shape[1:], strict=True))

@@ -1,17 +1,17 @@
-"""Nested state <-> flat tensors by name and a tree that JSON can hold.
+"""Convert a nested state to named tensors and a tree that JSON can represent, and back.
 
-In the tree a dict with one key that begins with ``~`` is a tag: it stands for what JSON has no word for.
+In the tree, a dict with one key that begins with ``~`` is a tag for a value that JSON cannot represent:
 
 =====================================  =========================================================
-``{"~tensor": [name, dtype, shape]}``   a tensor, stored elsewhere under ``name``; tied ones have one name
+``{"~tensor": [name, dtype, shape]}``   a tensor, stored elsewhere under ``name``; tied tensors have the same name
 ``{"~tuple": [...]}``                   a tuple
-``{"~dict": [[key, value], ...]}``      a dict with a key that is no string, or begins with ``~``
+``{"~dict": [[key, value], ...]}``      a dict with a key that is not a string, or begins with ``~``
 ``{"~float": "inf"}``                   ``inf``, ``-inf`` or ``nan``
 ``{"~int": "0x..."}``                   an integer of more than 64 bits
 =====================================  =========================================================
 
-Names are the path's parts joined by dots, for people to read. Reading back never splits a name: the place
-of a tensor is where its tag stands, so keys may hold dots.
+A name is the path of a tensor joined by dots, for readability. Names are never split on loading: the position of the
+tag determines the path of the tensor, so keys can contain dots.
 """
 
 import math
@@ -32,7 +32,7 @@ from roomier.core.untrusted import MAX_DEPTH, check_depth
 Path: TypeAlias = tuple[Any, ...]
 Json: TypeAlias = Any
 
-# What safetensors writes and torch's reader of it gives back; complex128 and float8_e8m0fnu are not among them.
+# The dtypes that safetensors can write and torch can read from it, without complex128 and float8_e8m0fnu.
 DTYPES: dict[str, torch.dtype] = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
@@ -58,18 +58,29 @@ DTYPES: dict[str, torch.dtype] = {
 }
 
 _MIN_INTEGER, _MAX_INTEGER = -(2**63), 2**64 - 1
-_HEADER_KEY = "__metadata__"  # safetensors keeps its own facts under this name
+_HEADER_KEY = "__metadata__"  # reserved by safetensors
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor that was not read: its (global) shape and dtype."""
+    """Shape and dtype of a tensor that was not loaded.
+
+    Attributes:
+        shape: shape of the full (global) tensor.
+        dtype: dtype of the tensor.
+
+    Example::
+
+        spec = roomier.checkpoint.peek("runs/version_0/checkpoints/last")["module"]["layer.weight"]
+        print(spec)  # float32[1, 1]
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     @property
     def num_bytes(self) -> int:
+        """Size of the tensor in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def __str__(self) -> str:
@@ -78,24 +89,29 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A leaf of :func:`join`'s result: the tensor's name in the files and what it looks like."""
+    """Leaf of the result of :func:`join`.
+
+    Attributes:
+        name: name of the tensor in the files.
+        spec: shape and dtype of the tensor.
+    """
 
     name: str
     spec: TensorSpec
 
 
 def split(state: Mapping[Any, Any]) -> tuple[dict[str, Tensor], Json]:
-    """The tensors of ``state`` by name, in the order they stand, and the tree that says where each belongs.
+    """Return the named tensors of ``state``, in their order, and the tree of all other values.
 
-    No tensor is copied; where several are one (tied weights), it stands once among the tensors. Mappings of any class
-    are stored as dicts; every other type must be exactly one of dict, list, tuple, str, int, float, bool, None and
-    Tensor, so that what is loaded is what was saved.
+    No tensor is copied. Tied tensors are returned one time. Mappings of any class are stored as dicts. Every other
+    value must have exactly one of the types dict, list, tuple, str, int, float, bool, None and Tensor, so that the
+    loaded state equals the saved state.
 
     Raises:
-        CheckpointError: something else is in ``state``; it names the place and the type.
+        CheckpointError: ``state`` contains another type. The error names its path and the type.
     """
     if not isinstance(state, Mapping):
-        raise _refusal((), state, "is not a mapping", "Pass a dict of what to save")
+        raise _refusal((), state, "is not a mapping", "Pass a dict of the values to save")
     splitter = _Splitter()
     try:
         tree = splitter.encode(state, ())
@@ -107,7 +123,7 @@ def split(state: Mapping[Any, Any]) -> tuple[dict[str, Tensor], Json]:
             "state",
             type(state),
             f"is nested more than {MAX_DEPTH} levels deep, or contains itself",
-            "Store a flatter state",
+            "Pass a less deeply nested state",
         ) from None
     return splitter.tensors, tree
 
@@ -147,7 +163,7 @@ class _Splitter:
         return {"~tensor": [name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]}
 
     def _free_name(self, path: Path) -> str:
-        # A key may hold a lone surrogate, which UTF-8 cannot write.
+        # A key can contain a lone surrogate, which cannot be encoded in UTF-8.
         base = ".".join(str(part) for part in path).encode("utf-8", "backslashreplace").decode("utf-8")
         name, count = base, 1
         while name in self.tensors or name == _HEADER_KEY:
@@ -157,11 +173,11 @@ class _Splitter:
 
 
 def _memory_of(tensor: Tensor) -> tuple[Any, ...] | None:
-    """What two tensors have in common if they are one (tied weights); None where that cannot be told."""
+    """Return an identity that is equal for tied tensors, or None if the tensor has no elements."""
     local = tensor.to_local() if is_cut(tensor) else tensor
     if not local.numel():
         return None
-    # The state keeps the memory alive, so that a pointer is an identity.
+        # The state keeps the memory alive, so a data pointer is unique.
     place = (local.device, local.data_ptr(), local.stride(), tuple(local.shape), tuple(tensor.shape))
     return (*place, local.dtype, local.is_conj(), local.is_neg())
 
@@ -176,8 +192,8 @@ def _encode_scalar(value: Any, path: Path) -> Json:
     raise _refusal(
         path,
         value,
-        "cannot be stored: a checkpoint holds tensors and plain Python values, never objects",
-        "Convert it to tensors and exactly dict, list, tuple, str, int, float, bool or None: float(x), list(x)",
+        "cannot be saved, because a checkpoint can contain only tensors and plain Python values",
+        "Convert it to tensors, dict, list, tuple, str, int, float, bool or None, for example with float(x) or list(x)",
     )
 
 
@@ -192,21 +208,24 @@ def _refuse_unstorable(tensor: Tensor, path: Path) -> None:
         raise _refusal(path, tensor, problem, action)
 
     if not _is_plain(tensor):
-        refuse("is a tensor subclass whose data a checkpoint cannot see", "Store its parts as plain tensors")
+        refuse("is a tensor subclass whose data cannot be accessed", "Save its components as plain tensors")
     if is_cut(tensor) and any(placement.is_partial() for placement in tensor.placements):
-        refuse("holds sums that are still spread over ranks", "Redistribute it to Shard or Replicate first")
+        refuse(
+            "has a Partial placement, which is not reduced over the ranks yet",
+            "Redistribute it to Shard or Replicate before saving",
+        )
     if tensor.layout is not torch.strided or tensor.is_quantized:
-        refuse(f"is a tensor of layout {tensor.layout}, not dense", "Store its parts as dense tensors")
+        refuse(f"is a tensor of layout {tensor.layout}, not dense", "Save its components as dense tensors")
     if tensor.is_meta:
-        refuse("is on the meta device: it has no values", "Materialise it before saving")
+        refuse("is on the meta device, so it has no values", "Materialize it before saving")
     if str(tensor.dtype).removeprefix("torch.") not in DTYPES:
-        refuse(f"has dtype {tensor.dtype}", f"Convert it to one of: {', '.join(DTYPES)}")
+        refuse(f"has unsupported dtype {tensor.dtype}", f"Convert it to one of: {', '.join(DTYPES)}")
 
 
 def _is_plain(tensor: Tensor) -> bool:
     if type(tensor) is Tensor:
         return True
-    # isinstance() would also accept a subclass that is merely marked as a parameter.
+    # isinstance() would also accept a subclass that is only marked as a parameter.
     if issubclass(type(tensor), torch.nn.Parameter):
         return not torch.nn.parameter.is_lazy(tensor)
     return is_cut(tensor)
@@ -217,18 +236,19 @@ def _refusal(path: Path, value: object, problem: str, action: str) -> Checkpoint
 
 
 def show_path(path: Path) -> str:
-    """``("module", "a.b")`` -> ``"state['module']['a.b']"``."""
+    """Return the text of a path: ``("module", "a.b")`` becomes ``"state['module']['a.b']"``."""
     return "state" + "".join(f"[{part!r}]" for part in path)
 
 
 def join(tree: Json, place: Path = ("tree",)) -> Any:
-    """Return the nested state of ``tree`` with a :class:`StoredTensor` in the place of each tensor.
+    """Return the nested state of ``tree`` with a :class:`StoredTensor` for each tensor.
 
     Args:
-        place: where ``tree`` is in its file, for the error: a name, and the keys that lead from it to ``tree``.
+        tree: tree from :func:`split`.
+        place: path of ``tree`` in its file, for the error: a name, and the keys that lead from it to ``tree``.
 
     Raises:
-        FormError: ``tree`` holds a tag that this version does not support, or a tag with an invalid value.
+        FormError: ``tree`` contains a tag that this version does not support, or a tag with an invalid value.
     """
     if isinstance(tree, list):
         return [join(item, (*place, index)) for index, item in enumerate(tree)]
@@ -262,7 +282,7 @@ def _read_dict(pairs: Json, place: Path) -> dict[Any, Any]:
 
 
 def _is_key(value: Any, place: str) -> None:
-    """The form of a stored key: every value that :func:`_encode_key` writes."""
+    """Check the form of a stored key: every value that :func:`_encode_key` writes."""
     if isinstance(value, dict) and len(value) == 1:
         form_of_fields({}, others={"~float": anything, "~int": anything, "~tuple": list_of(_is_key)})(value, place)
     elif isinstance(value, (dict, list)):
@@ -288,7 +308,7 @@ _READERS: dict[str, tuple[Form, Callable[[Json, Path], Any]]] = {
 
 
 def leaves(node: Any, kind: type, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """``(path, leaf)`` of every leaf of class ``kind``, depth first, in the order they stand."""
+    """Yield ``(path, leaf)`` for every leaf of class ``kind``, depth first, in their order."""
     if isinstance(node, kind):
         yield path, node
     elif isinstance(node, Mapping):
@@ -300,7 +320,7 @@ def leaves(node: Any, kind: type, path: Path = ()) -> Iterator[tuple[Path, Any]]
 
 
 def fill(node: Any, value_of: Callable[[StoredTensor], Any]) -> Any:
-    """A copy of :func:`join`'s result with ``value_of(stored)`` in the place of each stored tensor."""
+    """Return a copy of a result of :func:`join` with ``value_of(stored)`` for each stored tensor."""
     if isinstance(node, StoredTensor):
         return value_of(node)
     if isinstance(node, dict):
@@ -313,7 +333,7 @@ def fill(node: Any, value_of: Callable[[StoredTensor], Any]) -> Any:
 
 
 def fill_by_path(node: Any, values: Mapping[Path, Any], path: Path = ()) -> Any:
-    """A copy of :func:`join`'s result with the one of ``values`` at its path in the place of each stored tensor."""
+    """Return a copy of a result of :func:`join` with the value at its path in ``values`` for each stored tensor."""
     if isinstance(node, StoredTensor):
         return values[path]
     if isinstance(node, dict):

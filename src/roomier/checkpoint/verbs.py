@@ -1,4 +1,4 @@
-"""Save, load and peek."""
+"""The functions save, load and peek."""
 
 import enum
 from collections.abc import Callable, Collection, Mapping
@@ -30,7 +30,7 @@ _NUM_NAMES_SHOWN = 5
 
 
 class Unread(enum.Enum):
-    """What stands in ``load(into=...)`` for a tensor that is not to be read."""
+    """Marker in ``load(into=...)`` for a tensor that is not read."""
 
     UNREAD = "UNREAD"
 
@@ -39,34 +39,41 @@ UNREAD = Unread.UNREAD
 
 
 def save(path: str | Path, state: Mapping[str, Any], ranks: Ranks | None = None) -> None:
-    """Write ``state`` as the checkpoint folder ``path``, whole or not at all.
+    """Write ``state`` as the checkpoint folder ``path``, atomically.
 
-    ``state`` is nested dicts, lists and tuples of tensors (of any shape and device), str, int, float, bool and
-    None. A checkpoint that stands at ``path`` is replaced; at every moment, also after a kill, the old or the new one
-    can be loaded. When this returns, the data is on the disk, not only in the page cache. Parent folders are made.
+    An existing checkpoint at ``path`` is replaced. At every moment, even after a kill, either the old or the new
+    checkpoint can be loaded. When this function returns, the data is on the disk, not only in the page cache.
 
-    With several ranks every rank calls this, and ``path`` is on a file system they share. Each writes its part of the
-    tensors that are cut (DTensors); all else is that of rank 0.
+    With several ranks, every rank must call this function, and ``path`` must be on a shared file system. Each rank
+    writes its shards of DTensors. Rank 0 writes all other values.
 
-    Memory beyond ``state`` itself: a tensor that is not contiguous, or 4 MiB of one on a device.
+    Memory in addition to ``state``: the size of one tensor that is not contiguous, or 4 MiB of a tensor on a device.
 
     Args:
-        ranks: that save together; None takes those of torch's process group, or this process alone.
+        path: checkpoint folder. Missing parent folders are created.
+        state: nested dicts, lists and tuples of tensors (of any shape and device), str, int, float, bool and None.
+        ranks: ranks that save together. None means the ranks of the default process group, or this process alone.
 
     Raises:
-        CheckpointError: ``state`` holds something else (nothing was written then), ``path`` is not a
-            checkpoint, the disk is full, or the folder cannot be written. With several ranks it is raised on all of
-            them, whichever failed. Earlier checkpoints are untouched.
+        CheckpointError: ``state`` contains another type (nothing is written then), ``path`` exists and is not a
+            checkpoint, the disk is full, or the folder cannot be written. An error on one rank is raised on all ranks.
+            Existing checkpoints are unchanged.
+
+    Example::
+
+        roomier.checkpoint.save("checkpoints/step-100", {"model": model.state_dict(), "step": 100})
+        state = roomier.checkpoint.load("checkpoints/step-100")
     """
     ranks = all_ranks() if ranks is None else ranks
     write(prepare(absolute(path), state, ranks), ranks)
 
 
 def peek(path: str | Path, *, check_files: bool = False) -> dict[str, Any]:
-    """Return the state of the checkpoint ``path`` with a :class:`TensorSpec` for each tensor; no tensor is read.
+    """Return the state of the checkpoint ``path`` with a :class:`TensorSpec` for each tensor. No tensor is read.
 
     Args:
-        check_files: also check that every file exists in its full size, so that the tensors are as large as they say.
+        path: checkpoint folder.
+        check_files: also check that every file exists in its full size, so that the tensors fit into the files.
 
     Raises:
         CheckpointError: ``path`` is not a checkpoint, or is damaged.
@@ -92,33 +99,38 @@ def load(
     empty: Collection[str] = (),
     check: Callable[[dict[str, Any]], None] | None = None,
 ) -> dict[str, Any]:
-    """Return the state of the checkpoint ``path``; its tensors are filled into those of ``into``.
+    """Return the state of the checkpoint ``path``, and fill the tensors of ``into`` in place.
 
     Everything is verified before a tensor of ``into`` changes: the record, the size of every file, the names, shapes
     and dtypes of the tensors in ``into``, and the checksum of each file that is read.
 
-    The number of ranks, and how tensors were sharded, may differ from the save. A DTensor in ``into`` receives its own
-    part and only that part is read. Any other tensor receives the full tensor.
+    The number of ranks and the sharding of tensors can differ from the save. A DTensor in ``into`` receives its shard,
+    and only this shard is read. Any other tensor receives the full tensor.
 
     Args:
-        path: the checkpoint folder.
-        into: a nested state like the saved one, or a part of it. A tensor in it receives, in place and on its own
-            device, the stored tensor of the same path. A top-level entry of ``into`` that holds tensors must hold
+        path: checkpoint folder.
+        into: nested state like the saved state, or a part of it. A tensor in it receives, in place and on its device,
+            the stored tensor of the same path. A top-level entry of ``into`` that contains tensors must contain
             exactly the stored tensors, each with equal shape and dtype, or :data:`UNREAD` for a tensor that is not
-            wanted: the result has None there. Other stored tensors are allocated on the CPU. Values in ``into`` that
-            are not tensors are ignored.
-        only: top-level keys to read; the result holds only these, and files of other entries are not read.
-        ranks: ranks that load together and share the work of verifying. Each of them calls this function, and an error
+            read, for which the result contains None. Other stored tensors are allocated on the CPU. Values in ``into``
+            that are not tensors are ignored.
+        only: top-level keys to read. The result contains only these, and files of other entries are not read.
+        ranks: ranks that load together and share the verification. Each of them calls this function, and an error
             on one rank is raised on all. None loads on this process alone.
-        empty: top-level keys of ``into`` whose tensors have no values yet. If a file is damaged they may be filled in
-            part, which saves reading their files a second time.
-        check: called with the state, in which the tensors of ``into`` that have values are still unchanged. An error
-            that it raises is raised here, and ``into`` is unchanged.
+        empty: top-level keys of ``into`` whose tensors have no values yet. If a file is damaged, they can be filled in
+            part, which avoids reading their files a second time.
+        check: function that is called with the state before tensors of ``into`` that have values are filled. If it
+            raises, ``load`` raises the same error, and ``into`` is unchanged.
 
     Raises:
         CheckpointError: the checkpoint is damaged (the error names the file, and the newest valid checkpoint next to
             it), or does not match ``into`` or ``only``. ``into`` is unchanged, except the entries of ``empty``. If the
-            disk fails after everything was verified, ``into`` may be filled in part.
+            disk fails after the verification, ``into`` can be filled in part.
+
+    Example::
+
+        state = load("checkpoints/step-100", only=["model"])
+        load("checkpoints/step-100", into={"model": model.state_dict()})  # fills the tensors of the model in place
     """
     ranks = Ranks() if ranks is None else ranks
     folder = standing(Path(path))
@@ -157,14 +169,14 @@ def load(
         together(ranks, lambda: readers.append(prepare_reader()))
         together(ranks, verify)
     except (DamagedCheckpointError, NotACheckpointError) as error:
-        # The others are read to be offered: one time, not by every rank.
+        # The alternative checkpoints are verified by rank 0 only.
         raise ranks.from_zero(with_alternative(error, folder) if ranks.is_zero else error) from None
     together(ranks, readers[0].read_filled)
     return state
 
 
 def _without_unread(node: Any, into: Any) -> Any:
-    """``node`` with None for each stored tensor that is :data:`UNREAD` in ``into``."""
+    """Return ``node`` with None for each stored tensor that is :data:`UNREAD` in ``into``."""
     if isinstance(node, StoredTensor) and into is UNREAD:
         return None
     if isinstance(node, dict) and isinstance(into, Mapping):
@@ -179,7 +191,7 @@ def _skeleton(folder: Path, record: Record, only: Collection[str] | None) -> dic
     if only is None:
         return skeleton
     if isinstance(only, str):
-        raise CheckpointError("only", only, "is a string", f"Write only=({only!r},)")
+        raise CheckpointError("only", only, "is a string, not a collection", f"Pass only=({only!r},)")
     for key in only:
         if key not in skeleton:
             raise CheckpointError("only", key, "is not in the checkpoint", did_you_mean(key, map(str, skeleton)))
@@ -187,22 +199,22 @@ def _skeleton(folder: Path, record: Record, only: Collection[str] | None) -> dic
 
 
 def _match(folder: Path, skeleton: dict[str, Any], into: Mapping[str, Any]) -> dict[tree.Path, Tensor]:
-    """The tensors of ``into`` by their path; raises if they are not the stored ones."""
+    """Return the tensors of ``into`` by path. Raises CheckpointError if they do not match the stored tensors."""
     stored_at: dict[tree.Path, StoredTensor] = dict(leaves(skeleton, StoredTensor))
     wanted: dict[tree.Path, Tensor] = dict(leaves(into, Tensor))
     sections = {path[0] for path in wanted}
     missing = [path for path in wanted if path not in stored_at]
     unexpected = [path for path in stored_at if path[0] in sections and path not in wanted]
     different = [
-        f"{tree.show_path(path)} is {stored_at[path].spec} there, {_shown(tensor)} here"
+        f"{tree.show_path(path)} is {stored_at[path].spec} in the checkpoint, {_shown(tensor)} here"
         for path, tensor in wanted.items()
         if path in stored_at and _shown(tensor) != str(stored_at[path].spec)
     ]
     if missing or unexpected or different:
         problem = "belongs to another model: " + "; ".join(
             [
-                *_some("missing there", [tree.show_path(path) for path in missing]),
-                *_some("only there", [tree.show_path(path) for path in unexpected]),
+                *_some("missing in the checkpoint", [tree.show_path(path) for path in missing]),
+                *_some("only in the checkpoint", [tree.show_path(path) for path in unexpected]),
                 *_some("different", different),
             ]
         )
@@ -210,13 +222,13 @@ def _match(folder: Path, skeleton: dict[str, Any], into: Mapping[str, Any]) -> d
             "checkpoint",
             str(folder),
             problem,
-            "Give the checkpoint of this model, or build the model it was saved from",
+            "Pass a checkpoint of this model, or build the model that was saved",
         )
     return wanted
 
 
 def _shown(tensor: Tensor) -> str:
-    # A meta tensor would take any value and keep none.
+    # A meta tensor would accept any value without storing it.
     return f"{tree.TensorSpec(tuple(tensor.shape), tensor.dtype)}{' on meta' if tensor.is_meta else ''}"
 
 

@@ -1,1 +1,1 @@
-"""The ``roomier`` command. Importing this imports neither torch nor jsonargparse: a verb does when it runs."""
+"""The ``roomier`` command. torch and jsonargparse are imported only when a verb runs."""

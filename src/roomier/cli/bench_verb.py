@@ -11,20 +11,20 @@ from roomier.core.errors import RoomierError, did_you_mean
 
 
 def run(verb: str, arguments: Sequence[str]) -> int:
-    """One table, or with ``--json`` one JSON object and nothing else, on standard output.
+    """Print one table, or with ``--json`` only one JSON object, to standard output.
 
     Raises:
-        RoomierError: there is no such case, or it has no such option.
+        RoomierError: the case or an option is unknown.
     """
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_help_text())
         return 0
     name = arguments[0]
     if name not in CASES:
-        raise RoomierError("bench", name, "there is no such case", did_you_mean(name, CASES))
+        raise RoomierError("bench", name, "is not a case", did_you_mean(name, CASES))
     case = CASES[name].load()
     parser = PlainParser(prog=f"roomier {verb} {name}", description=CASES[name].summary, allow_abbrev=False)
-    parser.add_argument("--json", action="store_true", help="print one JSON object, with every single measurement")
+    parser.add_argument("--json", action="store_true", help="print one JSON object with all measurements")
     case.add_arguments(parser)
     options = parser.parse_args(list(arguments[1:]))
     result = case.measure(options)

@@ -1,6 +1,6 @@
-"""Import paths named on the command line or in YAML are tried first, so that what is wrong with one is told simply.
+"""Imports classes named on the command line or in YAML before jsonargparse does, for simpler error messages.
 
-What a module raises while it is imported reaches the user as it is, with its traceback.
+Exceptions that a module raises at import are passed to the user with their traceback.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def check_class_paths(arguments: Sequence[str]) -> None:
     """Import each class that ``arguments`` name.
 
     Raises:
-        RoomierError: there is no such module, or it has no such name.
+        RoomierError: the module or the class does not exist.
     """
     for field, value in options_in(arguments):
         if field == "config":
@@ -31,7 +31,11 @@ def check_class_paths(arguments: Sequence[str]) -> None:
 
 
 def check_class_path(field: str, path: str) -> None:
-    """Import ``package.module.Name``. A bare name is left to jsonargparse, which knows the classes in sight."""
+    """Import ``package.module.Name``. A name without dots is left to jsonargparse, which knows the imported classes.
+
+    Raises:
+        RoomierError: the module or the class does not exist.
+    """
     parts = path.split(".")
     if len(parts) == 1 or not all(map(str.isidentifier, parts)):
         return
@@ -45,7 +49,7 @@ def check_class_path(field: str, path: str) -> None:
 
 
 def _import_longest(field: str, path: str) -> tuple[ModuleType, list[str]]:
-    """The innermost module on ``path``, and the names behind it."""
+    """Return the innermost module on ``path`` and the remaining names."""
     parts = path.split(".")
     module = None
     for count in range(1, len(parts) + 1):
@@ -54,16 +58,16 @@ def _import_longest(field: str, path: str) -> tuple[ModuleType, list[str]]:
             module = import_module(name)
         except ModuleNotFoundError as error:
             if error.name != name:
-                raise  # the module is there; what it imports is not
+                raise  # the module exists, but one of its imports does not
             if module is not None:
                 return module, parts[count - 1 :]
             raise RoomierError(
                 field,
                 path,
-                f"there is no module {name!r} here",
-                "Run from the folder it is in, or install its package; the form is package.module.Class",
+                f"the module {name!r} does not exist",
+                "Run in the folder that contains it, or install its package. The form is package.module.Class",
             ) from None
-    raise RoomierError(field, path, "is a module", "Name a class in it, as package.module.Class")
+    raise RoomierError(field, path, "is a module", "Pass a class in it, as package.module.Class")
 
 
 def _class_paths(node: Any, field: str = "") -> Iterator[tuple[str, str]]:

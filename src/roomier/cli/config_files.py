@@ -1,4 +1,4 @@
-"""The YAML files of ``--config``: checked before jsonargparse reads them, and named in errors about their values."""
+"""Reads and checks the YAML files of ``--config``, and adds their names to errors about their values."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from roomier.core.errors import RoomierError
 from roomier.core.paths import check_path
 from roomier.core.yaml_text import BoundedLoader, ExpansionError, check_aliases
 
-_ACTION = "Give a YAML file; `--print_config` prints one to begin with"
+_ACTION = "Pass a YAML file. `--print_config` prints a template"
 _INIT_ARGS = "init_args"
 
 
 class _UniqueKeys(BoundedLoader):
-    """BoundedLoader that rejects a key that is given twice, of which PyYAML drops the first."""
+    """BoundedLoader that rejects duplicate keys, of which PyYAML drops the first."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: list[Any] = []
         for key_node, _ in node.value:
             key = self.construct_object(key_node)
             if key in seen:
-                raise ConstructorError(None, None, f"the key {key!r} is given twice", key_node.start_mark)
+                raise ConstructorError(None, None, f"duplicate key {key!r}", key_node.start_mark)
             seen.append(key)
         return super().construct_mapping(node, deep)
 
@@ -35,28 +35,28 @@ def read_config(path: str) -> dict[str, Any]:
     """Read a YAML file of options.
 
     Raises:
-        RoomierError: it cannot be read, is not YAML, or does not hold a mapping of options.
+        RoomierError: the file cannot be read, is not YAML, or does not contain a mapping of options.
     """
     check_path("config", path)
     try:
         content = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=_UniqueKeys)
     except OSError as error:
         raise RoomierError("config", path, f"cannot be read: {error.strerror}", _ACTION) from None
-    except (ValueError, yaml.YAMLError) as error:  # ValueError: no UTF-8, or a date that does not exist
+    except (ValueError, yaml.YAMLError) as error:  # ValueError: invalid UTF-8 or an invalid date
         raise RoomierError("config", path, f"is not YAML: {_with_line(error)}", _ACTION) from None
     if not isinstance(content, dict):
-        kind = "nothing" if content is None else f"a {type(content).__name__}"
-        problem = f"holds {kind}, not a mapping of options"
+        kind = "is empty" if content is None else f"contains a {type(content).__name__}"
+        problem = f"must contain a mapping of options, but {kind}"
         raise RoomierError("config", path, problem, "Write sections, such as trainer: {max_steps: 100}")
     trainer = content.get("trainer")
     if trainer is not None and not isinstance(trainer, (dict, str)):  # a string is the path of another file
-        action = "Write its keywords beneath it, such as trainer: {max_steps: 100}"
-        raise RoomierError("trainer", trainer, f"is not a mapping, in {path}", action)
+        action = "Write its keywords below it, such as trainer: {max_steps: 100}"
+        raise RoomierError("trainer", trainer, f"must be a mapping, in {path}", action)
     return content
 
 
 def options_in(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """``--field value`` and ``--field=value`` as pairs."""
+    """Yield ``--field value`` and ``--field=value`` as pairs."""
     for word, following in zip(arguments, [*arguments, ""][1:], strict=True):
         if word.startswith("--"):
             field, is_joined, value = word[2:].partition("=")
@@ -64,7 +64,7 @@ def options_in(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def check_texts(arguments: Sequence[str]) -> None:
-    """Check the YAML within the arguments, and within the strings of the files.
+    """Check the YAML in the arguments and in the strings of the ``--config`` files.
 
     Raises:
         RoomierError: a text has aliases that expand to too many values.
@@ -79,7 +79,7 @@ def check_texts(arguments: Sequence[str]) -> None:
 
 
 def naming_file(error: RoomierError, arguments: Sequence[str]) -> RoomierError:
-    """Return ``error`` with the ``--config`` file that its value comes from, if it comes from one."""
+    """Return ``error`` with the path of the ``--config`` file that contains its value, if there is one."""
     key = error.field.removeprefix("--")
     for field, value in reversed(list(options_in(arguments))):
         if field.replace(f".{_INIT_ARGS}", "") == key:
@@ -91,7 +91,7 @@ def naming_file(error: RoomierError, arguments: Sequence[str]) -> RoomierError:
 
 
 def _values(node: Any, field: str = "") -> Iterator[tuple[str, Any]]:
-    """The values below ``node`` by their keys, as errors of jsonargparse name them."""
+    """Yield the values below ``node`` with their keys in the form of jsonargparse's errors."""
     if isinstance(node, list):
         for value in node:
             yield from _values(value, field)

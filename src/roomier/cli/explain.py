@@ -1,4 +1,4 @@
-"""What jsonargparse found wrong, in the one shape all errors of roomier have: field, value, problem, action."""
+"""Converts errors of jsonargparse to the form of roomier's errors: field, value, problem, action."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from roomier.trainer.keywords.arguments import FORMER_KEYWORDS
 from roomier.trainer.keywords.former_flags import written_today
 
 _TRAINER = "--trainer."
-_FORMER = "is a flag of former years"
+_FORMER = "was removed from the Trainer"
 
 _UNRECOGNIZED = re.compile(r"unrecognized arguments: (?P<option>\S+)(?: (?P<value>[^-]\S*))?")
 _UNKNOWN_IN_GROUP = re.compile(r"Group '(?P<group>[\w.]+)' does not accept option '(?P<name>[\w.]+)'")
@@ -38,23 +38,23 @@ _KEY = re.compile(r'Parser key "(?P<key>[\w.]+)"')
 
 
 def explain(message: str, parser: ArgumentParser) -> RoomierError:
-    """``message`` as an error that names the option and what to do; whole where its form is not known."""
+    """Convert ``message`` to an error with the option and an action. Unknown messages are included in full."""
     found = _IN_FILE.match(message)
     if found is None:
         return _explain(message, parser)
     is_file = "Unable to load config" not in found["problem"]
     if not is_file or not _KEY.match(found["problem"]):
         details = f": {' '.join(found['problem'].split())}" if is_file else ""
-        problem = f"is neither a mapping nor the path of a YAML file{details}"
-        return RoomierError(found["key"], found["path"], problem, "Write the options beneath it")
+        problem = f"must be a mapping or the path of a YAML file{details}"
+        return RoomierError(found["key"], found["path"], problem, "Write the options below it")
     return in_file(_explain(found["problem"], parser), found["path"])
 
 
 def in_file(error: RoomierError, path: str, received: object = None) -> RoomierError:
-    """Return ``error`` about a value of the file ``path``.
+    """Return ``error`` with the path of the file that contains its value.
 
     Args:
-        received: the value, if ``error`` has none.
+        received: the value, if ``error`` does not contain it.
     """
     given = received if error.received in (None, "...") else error.received
     return type(error)(error.field, given, f"{error.problem}, in {path}", error.action)
@@ -71,60 +71,58 @@ def _explain(message: str, parser: ArgumentParser) -> RoomierError:
                 return RoomierError(option, given, _FORMER, former)
             names = [text.removeprefix(_TRAINER) for text in options if text.startswith(_TRAINER)]
             action = what_to_write("Trainer", option.removeprefix(_TRAINER), names, FORMER_KEYWORDS, prefix=_TRAINER)
-            return RoomierError(option, given, "Trainer has no such keyword", action)
-        return RoomierError(option, given, "there is no such option", did_you_mean(option, options))
+            return RoomierError(option, given, "is not a keyword of the Trainer", action)
+        return RoomierError(option, given, "is not an option", did_you_mean(option, options))
     if found := _UNKNOWN_IN_GROUP.search(message):
         field = f"{found['group']}.{found['name']}"
         former = _former_flag(found["name"], "N", "{}: {}", ", ")
         if former is not None:
             return RoomierError(field, "...", _FORMER, former)
         action = what_to_write("Trainer", found["name"], _names_of(Trainer), FORMER_KEYWORDS)
-        return RoomierError(field, "...", "Trainer has no such keyword", action)
+        return RoomierError(field, "...", "is not a keyword of the Trainer", action)
     if found := _UNKNOWN_IN_CLASS.search(message):
         known = _names_of(locate(found["path"]))
         return RoomierError(
-            _key(message), found["name"], f"{found['path']} has no such argument", did_you_mean(found["name"], known)
+            _key(message), found["name"], f"is not an argument of {found['path']}", did_you_mean(found["name"], known)
         )
     innermost = [*_BAD_VALUE.finditer(message)]
     if innermost:
         found = innermost[-1]
         field = found["key"] if len(innermost) == 1 and found.start() == 0 else f"{_key(message)}.{found['key']}"
-        return RoomierError(field, found["value"], "is of the wrong type", f"Give {_kind(found['kind'])}")
+        return RoomierError(field, found["value"], "has the wrong type", f"Pass {_kind(found['kind'])}")
     if found := _PROBLEM_IN_CLASS.search(message):
         return RoomierError(_key(message), found["path"], found["problem"].strip(), _see_help(parser))
     if found := _NO_SUBCLASS.search(message):
         base = found["base"]
         return RoomierError(
-            _key(message), _given(message), f"is not a subclass of {base}", f"Name a class that is a {base}"
+            _key(message), _given(message), f"must be a subclass of {base}", f"Pass a subclass of {base}"
         )
     if found := _UNION.search(message):
-        return RoomierError(_key(message), _given(message), "is of the wrong type", f"Give {_kinds(found['kinds'])}")
+        return RoomierError(_key(message), _given(message), "has the wrong type", f"Pass {_kinds(found['kinds'])}")
     if found := _NOT_ACCEPTED.search(message):
-        return RoomierError(
-            found["name"], "...", "there is no such option", did_you_mean(f"--{found['name']}", options)
-        )
+        return RoomierError(found["name"], "...", "is not an option", did_you_mean(f"--{found['name']}", options))
     if found := _MISSING.search(message):
         missing = f"--{found['names'].split(', ')[0]}"
-        return RoomierError(missing, None, "is required", "Give it, or put it into a --config file")
+        return RoomierError(missing, None, "is required", "Pass it, or add it to a --config file")
     if found := _NO_IMPORT_PATH.search(message):
-        return RoomierError(_key(message), found["value"], "is not the path of a class", "Write package.module.Class")
+        return RoomierError(_key(message), found["value"], "must be the path of a class", "Use package.module.Class")
     if found := _BAD_OPTION.search(message):
         return RoomierError(found["option"], None, found["problem"], _see_help(parser))
     return RoomierError(_key(message), _given(message), " ".join(message.split()), _see_help(parser))
 
 
 def _former_flag(name: str, value: str, form: str, separator: str) -> str | None:
-    """A flag of the Trainer of former years in today's spelling; None where it is none.
+    """Return the replacement of a removed Trainer flag; None if ``name`` is not such a flag.
 
     Args:
-        form: how a keyword and its value are written where the flag stood.
+        form: format of a keyword and its value at the place of the flag.
     """
     found = written_today(name, value)
     if found is None:
         return None
     today, remarks = found
     spelled = separator.join(form.format(keyword, each) for keyword, each in today.items())
-    return ". ".join([f"Write {spelled}", *remarks])
+    return ". ".join([f"Use {spelled}", *remarks])
 
 
 def _key(message: str) -> str:
@@ -137,12 +135,12 @@ def _given(message: str) -> str:
 
 
 def _kind(text: str) -> str:
-    """``<class 'int'>`` -> ``int``."""
+    """Convert ``<class 'int'>`` to ``int``."""
     return re.sub(r"<class '([\w.]+)'>", r"\1", text)
 
 
 def _kinds(text: str) -> str:
-    """``<class 'int'>, <class 'float'>, <class 'NoneType'>`` -> ``int, float or null``."""
+    """Convert ``<class 'int'>, <class 'float'>, <class 'NoneType'>`` to ``int, float or null``."""
     kinds = [_kind(each).replace("NoneType", "null") for each in re.split(r", (?=<class|\w+\.)", text)]
     return " or ".join(filter(None, (", ".join(kinds[:-1]), kinds[-1])))
 

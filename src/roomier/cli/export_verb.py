@@ -1,4 +1,4 @@
-"""``roomier export CHECKPOINT --to FORMAT OUT``: a checkpoint for other programs."""
+"""``roomier export CHECKPOINT --to FORMAT OUT``: exports a checkpoint for other programs."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ _SUFFIXES = {
 }
 _OF_A_MODEL = ("torchscript", "onnx", "torch-export")
 _OF_WEIGHTS = ("safetensors", "hugging-face")
-_INPUT_IN_PYTHON = ("input_sample", "sample", "example_inputs")  # the argument is named otherwise by each function
-_GOES_WITH = {
+_INPUT_IN_PYTHON = ("input_sample", "sample", "example_inputs")  # names of the argument in the export functions
+_FORMATS_OF = {
     **dict.fromkeys(("max_shard_size", "dtype"), _OF_WEIGHTS),
     "prefix": ("safetensors",),
     **dict.fromkeys(("processor", "adapters"), ("hugging-face",)),
@@ -47,45 +47,47 @@ _GOES_WITH = {
 
 
 def run(verb: str, arguments: Sequence[str]) -> int:
-    """Write the files and say where they are.
+    """Write the files and print their paths.
 
     Raises:
-        RoomierError: an option is wrong, the checkpoint is damaged, or the output cannot be written.
+        RoomierError: an option is invalid, the checkpoint is damaged, or the output cannot be written.
     """
     options, others = _parser(verb).parse_known_intermixed_args(list(arguments))
     if options.out is not None and options.output is not None:
-        raise RoomierError("--output", str(options.output), "is named twice", f"Leave it, or {str(options.out)!r}, out")
-    # A folder of checkpoints, or of runs, means its newest.
+        problem, action = "cannot be combined with out", f"Remove it, or remove {str(options.out)!r}"
+        raise RoomierError("--output", str(options.output), problem, action)
+    # A folder of checkpoints or runs means its newest checkpoint.
     found = checkpoint.find_last(options.checkpoint) if options.checkpoint.is_dir() else None
     path = found or options.checkpoint
     output = options.out or options.output or _default_output(path, options.to)
-    _refuse_what_does_not_go_with(options, others)
+    _check_options(options, others)
     if options.to in _OF_A_MODEL:
         with current_folder_importable():
             _export_model(options, others, path, output)
         return 0
     if is_lightning_file(path):
-        action = "Load it where it was written, or go on with it: fit(ckpt_path=...), and export what that saves"
-        problem = f"is a file of Lightning, and --to {options.to} reads folders"
+        action = "Load it with Lightning, or resume with fit(ckpt_path=...) and export the checkpoint of that run"
+        problem = f"is a Lightning file, but --to {options.to} requires a folder"
         raise RoomierError("checkpoint", str(path), problem, action)
     _WRITERS[options.to](options, path, output)
     return 0
 
 
-def _refuse_what_does_not_go_with(options: argparse.Namespace, others: Sequence[str]) -> None:
+def _check_options(options: argparse.Namespace, others: Sequence[str]) -> None:
     to = options.to
-    for name, formats in _GOES_WITH.items():
+    for name, formats in _FORMATS_OF.items():
         value = getattr(options, name)
         if value is not None and to not in formats:
             option = f"--{name.replace('_', '-')}"
-            raise RoomierError(option, value, f"does not go with --to {to}", f"Leave it out; it is for {formats[0]}")
+            problem = f"is not supported with --to {to}"
+            raise RoomierError(option, value, problem, f"Remove it, or use --to {formats[0]}")
     if others and to not in _OF_A_MODEL:
-        action = f"Leave it out; arguments of the model are for {_OF_A_MODEL[0]}, see `roomier export --help`"
-        raise RoomierError("export", others[0], f"does not go with --to {to}", action)
+        action = f"Remove it. Arguments of the model require --to {_OF_A_MODEL[0]}, see `roomier export --help`"
+        raise RoomierError("export", others[0], f"is not supported with --to {to}", action)
 
 
 def _default_output(path: Path, to: str) -> Path:
-    # A link such as "last" has a name beside it; "." has none of its own.
+    # The output of a link such as "last" is next to the link. "." has no name, so it is resolved.
     folder = path.parent if path.name else path.resolve().parent
     return folder / f"{path.resolve().name.removesuffix('.ckpt')}{_SUFFIXES[to]}"
 
@@ -100,7 +102,7 @@ def _export_model(options: argparse.Namespace, others: Sequence[str], path: Path
             raise
         if inputs is None and getattr(model, "example_input_array", None) is None:
             action = "Pass --input, such as 'x=float32[8,3]', or set self.example_input_array in the model"
-            raise RoomierError("--input", None, "is needed: what forward is called with", action) from error
+            raise RoomierError("--input", None, "is required to call forward", action) from error
         raise RoomierError("--input", options.input, error.problem, error.action) from error
     print(f"{path} -> {output}: {format_bytes(output.stat().st_size)}")
 
@@ -116,7 +118,8 @@ def _write_model(options: argparse.Namespace, model: nn.Module, inputs: Any, out
 
 def _to_safetensors(options: argparse.Namespace, path: Path, output: Path) -> None:
     num_bytes = _bytes("--max-shard-size", options.max_shard_size or str(DEFAULT_SHARD_BYTES))
-    _say(path, export_safetensors(path, output, max_shard_bytes=num_bytes, dtype=options.dtype, prefix=options.prefix))
+    done = export_safetensors(path, output, max_shard_bytes=num_bytes, dtype=options.dtype, prefix=options.prefix)
+    _print_result(path, done)
 
 
 def _to_hugging_face(options: argparse.Namespace, path: Path, output: Path) -> None:
@@ -129,7 +132,7 @@ def _to_hugging_face(options: argparse.Namespace, path: Path, output: Path) -> N
         processor=options.processor,
         adapters=options.adapters or "merged",
     )
-    _say(path, done)
+    _print_result(path, done)
 
 
 def _to_lightning(options: argparse.Namespace, path: Path, output: Path) -> None:
@@ -137,7 +140,7 @@ def _to_lightning(options: argparse.Namespace, path: Path, output: Path) -> None
     print(f"{path} -> {target}: {format_bytes(target.stat().st_size)}")
 
 
-def _say(path: Path, done: Exported) -> None:
+def _print_result(path: Path, done: Exported) -> None:
     print(f"{path} -> {done.folder}: {format_bytes(done.num_bytes)} in {', '.join(done.files)}")
 
 
@@ -151,41 +154,41 @@ _WRITERS: dict[str, Callable[[argparse.Namespace, Path, Path], None]] = {
 def _parser(verb: str) -> PlainParser:
     parser = PlainParser(
         prog=f"roomier {verb}",
-        description="Write a checkpoint for other programs: its weights, all of it for Lightning, or the model itself.",
+        description="Export a checkpoint for other programs: its weights, a Lightning checkpoint, or the model itself.",
         allow_abbrev=False,
     )
-    parser.add_argument("checkpoint", type=at_home, help="a checkpoint; of a folder of checkpoints or runs, the newest")
-    parser.add_argument("out", type=at_home, nargs="?", help="a new file or folder; by default beside the checkpoint")
+    parser.add_argument("checkpoint", type=at_home, help="a checkpoint, or a folder of checkpoints or runs (newest)")
+    parser.add_argument("out", type=at_home, nargs="?", help="a new file or folder; default: next to the checkpoint")
     parser.add_argument(
         "--to",
         required=True,
         choices=list(_SUFFIXES),
-        help="safetensors: weights under the names they have in the model; hugging-face: what save_pretrained writes, "
-        "for from_pretrained; lightning: a .ckpt to go on with there; torchscript, onnx, torch-export: the model",
+        help="safetensors: weights with their names in the model; hugging-face: the files of save_pretrained, for "
+        "from_pretrained; lightning: a .ckpt file to resume from; torchscript, onnx, torch-export: the model",
     )
-    parser.add_argument("--output", type=at_home, help="the same as out")
-    weights = parser.add_argument_group("weights: safetensors, hugging-face (these take a few MiB of memory)")
-    weights.add_argument("--max-shard-size", help="of one file: 5GB (default), 500MiB")
-    weights.add_argument("--dtype", choices=sorted(DTYPES), help="of all floating-point weights")
-    weights.add_argument("--prefix", help="safetensors: only this part of the model, without its name; '' is all")
+    parser.add_argument("--output", type=at_home, help="same as out")
+    weights = parser.add_argument_group("weights: safetensors, hugging-face (these require a few MiB of memory)")
+    weights.add_argument("--max-shard-size", help="maximum size of one file, such as 5GB (default) or 500MiB")
+    weights.add_argument("--dtype", choices=sorted(DTYPES), help="dtype of all floating-point weights")
+    weights.add_argument("--prefix", help="safetensors: only weights with this prefix, without it; '' exports all")
     weights.add_argument(
-        "--processor", type=at_home, help="hugging-face: the folder of a tokenizer or processor, to go along"
+        "--processor", type=at_home, help="hugging-face: folder of a tokenizer or processor to include"
     )
     weights.add_argument(
-        "--adapters", choices=["merged", "alone"], help="hugging-face: into the weights, or as a folder for peft"
+        "--adapters", choices=["merged", "alone"], help="hugging-face: merge into the weights, or a folder for peft"
     )
     model = parser.add_argument_group("models: torchscript, onnx, torch-export")
-    model.add_argument("--model", help="import path of its class; required, unless --trust-run-folder is given")
+    model.add_argument("--model", help="import path of the class; required without --trust-run-folder")
     model.add_argument(
         "--trust-run-folder",
         action="store_true",
         default=None,
-        help="import the class that config.yaml in the run folder names, with its arguments: this runs code that the "
-        "writer of the folder chose",
+        help="import the class and arguments in config.yaml of the run folder, which runs code chosen by the author of "
+        "the folder",
     )
-    model.add_argument("--model.NAME", metavar="VALUE", help="its arguments; by default the stored hyperparameters")
-    model.add_argument("--input", help="what forward takes, such as 'x=float32[8,3]', or a file of torch.save")
-    model.add_argument("--method", choices=["script", "trace"], help="torchscript: script (default), or trace")
+    model.add_argument("--model.NAME", metavar="VALUE", help="arguments of the class; default: stored hyperparameters")
+    model.add_argument("--input", help="arguments of forward, such as 'x=float32[8,3]', or a file of torch.save")
+    model.add_argument("--method", choices=["script", "trace"], help="torchscript: script (default) or trace")
     return parser
 
 
@@ -193,5 +196,5 @@ def _bytes(field: str, text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?", text.strip().upper())
     num_bytes = int(float(match[1]) * _UNITS[match[2]]) if match and match[2] in _UNITS else 0
     if num_bytes <= 0:
-        raise RoomierError(field, text, "is not a size", "Write 5GB (10**9), 500MiB (2**20) or a number of bytes")
+        raise RoomierError(field, text, "must be a size", "Use 5GB (10**9), 500MiB (2**20) or a number of bytes")
     return num_bytes

@@ -1,4 +1,4 @@
-"""The model, and the inputs, that ``roomier export`` works with."""
+"""Model and inputs of ``roomier export``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from roomier.export.plain import fill, plain_model
 _ARGUMENT = "--model."
 _MAX_CONFIG_BYTES = 2**24
 _HIGHEST_NUMBER = 2
-"""Of integers in a made-up input, which may be token ids or classes: few models have fewer."""
+"""Upper bound of integers in generated inputs, which may be token ids or classes. Few models have fewer."""
 
 
 def model_to_export(
@@ -32,38 +32,38 @@ def model_to_export(
     """Return the model of the checkpoint ``path``, with its weights.
 
     Args:
-        class_path: of its class; None takes the class that ``roomier fit`` wrote into the run folder.
-        others: words of the command line that no option took: ``--model.NAME VALUE``.
-        trusts_folder: whoever wrote the run folder may choose which class is imported, and its arguments.
+        class_path: import path of its class; None uses the class that ``roomier fit`` wrote to the run folder.
+        others: words of the command line that belong to no option: ``--model.NAME VALUE``.
+        trusts_folder: import the class that the run folder names, with its arguments.
 
     Raises:
-        RoomierError: the class does not exist, is not named, or is named only by a run folder that is not trusted.
+        RoomierError: the class does not exist, is not given, or is given only by an untrusted run folder.
     """
     arguments = _arguments(others)
     if class_path is not None:
         return plain_model(path, _class(class_path), arguments)
     config = path.resolve().parent.parent / FILE_NAME
     named = _named_in(config) if config.is_file() else None
-    action = "Pass --model package.module.Class, the class that was trained"
+    action = "Pass --model package.module.Class with the trained class"
     if not named:
-        problem = f"is required, because there is no {FILE_NAME} of `roomier fit` that names the class"
+        problem = f"is required, because the run folder has no {FILE_NAME} of `roomier fit` with the class"
         raise RoomierError("--model", None, problem, action)
     if not trusts_folder:
-        problem = (
-            f"is required. {config} names {shorten(named['class_path'])}, whose code would run when it is imported"
-        )
-        raise RoomierError("--model", None, problem, f"{action}; or pass --trust-run-folder if you trust its writer")
+        problem = f"is required. {config} names {shorten(named['class_path'])}, whose import would execute code"
+        raise RoomierError("--model", None, problem, f"{action}, or --trust-run-folder if you trust its author")
     model = _from_config(named, arguments)
     fill(model, path)
     return model.eval()
 
 
 def example_inputs(text: str | None) -> Any:
-    """What ``forward`` is called with: a file of ``torch.save``, or what ``"x=float32[8,3]; y=int64[8]"`` says, with
-    values drawn; None for None.
+    """Return the inputs of ``forward``: the content of a ``torch.save`` file, or random values for given shapes.
+
+    Args:
+        text: path of a file, or a description such as ``"x=float32[8,3]; y=int64[8]"``; None returns None.
 
     Raises:
-        RoomierError: it is neither.
+        RoomierError: ``text`` is neither a readable file nor a description.
     """
     if text is None:
         return None
@@ -82,11 +82,11 @@ def example_inputs(text: str | None) -> Any:
 def _class(class_path: str) -> type[nn.Module]:
     module, _, name = class_path.rpartition(".")
     if not module:
-        raise RoomierError("--model", class_path, "names no module", "Write package.module.Class")
+        raise RoomierError("--model", class_path, "must contain a module", "Use package.module.Class")
     check_class_path("--model", class_path)
     found = getattr(import_module(module), name)
     if not (isinstance(found, type) and issubclass(found, nn.Module)):
-        raise RoomierError("--model", class_path, "is no class of models", "Name a subclass of torch.nn.Module")
+        raise RoomierError("--model", class_path, "must be a class of models", "Pass a subclass of torch.nn.Module")
     return found
 
 
@@ -95,19 +95,19 @@ def _arguments(others: Sequence[str]) -> dict[str, Any]:
     while words:
         name, is_joined, value = words.pop(0).partition("=")
         if not name.startswith(_ARGUMENT) or not (is_joined or words):
-            action = "Write --model.NAME VALUE for an argument of the model; see `roomier export --help`"
-            raise RoomierError("export", name, "is not known, or has no value", action)
+            action = "Use --model.NAME VALUE for arguments of the model. See `roomier export --help`"
+            raise RoomierError("export", name, "is unknown or has no value", action)
         given = value if is_joined else words.pop(0)
         try:
             found[name.removeprefix(_ARGUMENT)] = yaml.load(given, Loader=BoundedLoader)
         except yaml.YAMLError as error:
             problem = f"is not YAML: {' '.join(str(error).split())}"
-            raise RoomierError(name, given, problem, "Quote it, if it is a text") from error
+            raise RoomierError(name, given, problem, "Quote it if it is text") from error
     return found
 
 
 def _from_config(named: Mapping[str, Any], arguments: Mapping[str, Any]) -> nn.Module:
-    from jsonargparse import ArgumentParser  # as `roomier fit` reads it: an argument may be an object itself
+    from jsonargparse import ArgumentParser  # as in `roomier fit`, because arguments may be objects
 
     check_class_path("model", named["class_path"])
     named = {**named, "init_args": {**(named.get("init_args") or {}), **arguments}}
@@ -118,12 +118,12 @@ def _from_config(named: Mapping[str, Any], arguments: Mapping[str, Any]) -> nn.M
 
 
 def _named_in(config: Path) -> dict[str, Any] | None:
-    """Return the class and the arguments of the model in ``config``, which is read as data; None if it has none."""
+    """Return the class and arguments of the model in ``config``, read as plain data; None if there are none."""
     try:
         found = yaml.load(read_regular(config, _MAX_CONFIG_BYTES), Loader=BoundedLoader)
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         problem = f"cannot be read: {' '.join(str(error).split())[:200]}"
-        action = "Pass --model package.module.Class, the class that was trained"
+        action = "Pass --model package.module.Class with the trained class"
         raise RoomierError("config", str(config), problem, action) from error
     named = found.get("model") if isinstance(found, dict) else None
     named = {"class_path": named} if isinstance(named, str) else named
@@ -133,8 +133,6 @@ def _named_in(config: Path) -> dict[str, Any] | None:
 def _from_file(text: str) -> Any:
     try:
         return torch.load(text, weights_only=True)
-    except Exception as error:  # the reader meets bytes of any kind
+    except Exception as error:  # invalid files can raise any error
         problem = f"cannot be read ({type(error).__name__}: {' '.join(str(error).split())[:120]})"
-        raise RoomierError(
-            "--input", text, problem, "Give a file of torch.save with a tensor, tuple or dict"
-        ) from error
+        raise RoomierError("--input", text, problem, "Pass a torch.save file with a tensor, tuple or dict") from error

@@ -1,4 +1,4 @@
-"""``roomier hardware``: measure this machine, print what came out, and keep it for planning."""
+"""``roomier hardware``: measures this machine, prints the results, and stores them for planning."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ if TYPE_CHECKING:
     from roomier.hardware.machine import Machine
     from roomier.hardware.measured import Measured
 
-_SECONDS = 4.0  # of what a rank measures alone
+_SECONDS = 4.0  # duration of the measurements of a single rank
 
 
 def run(verb: str, arguments: Sequence[str]) -> int:
-    """One table, or with ``--json`` one JSON object and nothing else, on standard output.
+    """Print one table, or with ``--json`` only one JSON object, to standard output.
 
     Raises:
-        RoomierError: an option is wrong, or a measurement failed.
+        RoomierError: an option is invalid, or a measurement failed.
     """
     options = _parser(verb).parse_args(list(arguments))
-    from roomier.hardware import cache  # late: --help does not load torch
+    from roomier.hardware import cache  # imported here, so that --help does not load torch
 
     if options.forget:
-        was_there = cache.forget()
-        said = {"forgotten": was_there, "cache": str(cache.cache_file())}
-        text = f"{'removed' if was_there else 'there is no'} {cache.cache_file()}"
-        print(json.dumps(said) if options.json else text)
+        existed = cache.forget()
+        result = {"forgotten": existed, "cache": str(cache.cache_file())}
+        text = f"removed {cache.cache_file()}" if existed else f"{cache.cache_file()} does not exist"
+        print(json.dumps(result) if options.json else text)
         return 0
     machines, is_kept = _measure(options)
     if options.json:
@@ -47,12 +47,12 @@ def run(verb: str, arguments: Sequence[str]) -> int:
     from rich.console import Console
 
     Console().print(_table(machines))
-    print(f"kept in {cache.cache_file()}" if is_kept else "not kept")
+    print(f"stored in {cache.cache_file()}" if is_kept else "not stored")
     return 0
 
 
 def _measure(options: argparse.Namespace) -> tuple[list[Machine], bool]:
-    """A machine for each number of ranks, and whether they could be kept."""
+    """Return a machine for each number of ranks, and whether the measurements were stored."""
     import torch
 
     from roomier.core.device import resolve_device
@@ -67,12 +67,12 @@ def _measure(options: argparse.Namespace) -> tuple[list[Machine], bool]:
     numbers = [1, 2][: num_cores()] if device.type == "cpu" else [most]
     if options.devices is not None:
         if not 1 <= options.devices <= most:
-            action = f"Give how many ranks compute at once, from 1 to {most}"
-            raise RoomierError("devices", options.devices, "is not a number of ranks to measure here", action)
+            action = f"Pass the number of ranks that compute at the same time, from 1 to {most}"
+            raise RoomierError("devices", options.devices, f"must be from 1 to {most} on this machine", action)
         numbers = [options.devices]
     folder = Path(options.folder) if options.folder else Path.cwd()
     if load() > num_cores() / 2:
-        notice(f"the load is {load():.1f} on {num_cores()} cores: what is measured beside others is less than there is")
+        notice(f"the load is {load():.1f} on {num_cores()} cores, so measured rates are lower than on an idle machine")
     measured: list[Measured] = []
     for index, num_ranks in enumerate(numbers):
         notice(f"measuring {num_ranks} rank{'s' * (num_ranks > 1)} on {device.type}")
@@ -85,7 +85,7 @@ def _measure(options: argparse.Namespace) -> tuple[list[Machine], bool]:
 
 
 def _with_disk_of(first: Measured, each: Measured) -> Measured:
-    """The ranks of a node share its disk, which is measured once."""
+    """Return ``each`` with the disk rates of ``first``, because the ranks of a node share one disk."""
     return replace(each, disk_read=first.disk_read, disk_write=first.disk_write)
 
 
@@ -94,13 +94,13 @@ def _table(machines: Sequence[Machine]) -> Table:
 
     first = machines[0]
     table = Table(title=first.device.name, title_justify="left", caption=first.source, caption_justify="left")
-    table.add_column("of each rank, all at work")
+    table.add_column("per rank, all ranks active")
     for machine in machines:
         table.add_column(f"{machine.num_ranks} rank{'s' * (machine.num_ranks > 1)}", justify="right")
     rows: list[tuple[str, list[str]]] = [
         ("memory", [format_bytes(machine.device.memory_bytes) for machine in machines]),
         *(
-            (f"products in {dtype}", [_flops(each.device.flops_per_s[dtype]) for each in machines])
+            (f"matrix products in {dtype}", [_flops(each.device.flops_per_s[dtype]) for each in machines])
             for dtype in first.device.flops_per_s
         ),
         ("memory, read and written", [_rate(each.device.memory_bytes_per_s) for each in machines]),
@@ -115,7 +115,7 @@ def _table(machines: Sequence[Machine]) -> Table:
         ("disk, written (all ranks)", [_rate(each.disk_write.bytes_per_s) for each in machines]),
     ]
     if first.device.kind != "cpu":
-        rows.append(("to the device, and back", [_rate(each.to_host.bytes_per_s) for each in machines]))
+        rows.append(("to the host and back", [_rate(each.to_host.bytes_per_s) for each in machines]))
     for name, values in rows:
         table.add_row(name, *values)
     return table
@@ -132,13 +132,15 @@ def _rate(bytes_per_s: float | None) -> str:
 def _parser(verb: str) -> argparse.ArgumentParser:
     parser = PlainParser(
         prog=f"roomier {verb}",
-        description="Measure this machine, in less than a minute, and keep the figures for planning.",
+        description="Measure this machine in less than a minute, and store the results for planning.",
         allow_abbrev=False,
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object: machines with all fields")
-    parser.add_argument("--devices", type=int, help="ranks that compute at once; 1 and 2 on a CPU, else all devices")
+    parser.add_argument(
+        "--devices", type=int, help="ranks that compute at the same time; default: 1 and 2 on a CPU, all GPUs"
+    )
     parser.add_argument("--accelerator", default="auto", help="auto, cpu, cuda or mps, as for the Trainer")
-    parser.add_argument("--folder", help="whose disk is measured; the current one without")
-    parser.add_argument("--quick", action="store_true", help="a second's look, without disk and exchanges")
-    parser.add_argument("--forget", action="store_true", help="remove what was kept, and measure nothing")
+    parser.add_argument("--folder", help="folder whose disk is measured; default: the current folder")
+    parser.add_argument("--quick", action="store_true", help="measure for one second, without disk and communication")
+    parser.add_argument("--forget", action="store_true", help="remove stored results without a measurement")
     return parser

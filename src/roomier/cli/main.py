@@ -1,4 +1,4 @@
-"""``roomier VERB ...``: finds the verb, and turns errors into exit codes."""
+"""``roomier VERB ...``: runs the verb and converts errors to exit codes."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ EXIT_SUCCESS, EXIT_USER_ERROR = 0, 2
 
 @dataclass(frozen=True)
 class Verb:
-    """One word behind ``roomier``.
+    """A subcommand of ``roomier``.
 
     Attributes:
         summary: one line for ``roomier --help``.
-        module: defines ``run(verb, arguments) -> exit code``.
+        module: module that defines ``run(verb, arguments) -> exit code``.
     """
 
     summary: str
     module: str
 
     def run(self, name: str, arguments: Sequence[str]) -> int:
+        """Import the module, run the verb and return its exit code."""
         code = import_module(self.module).run(name, arguments)
         assert isinstance(code, int)
         return code
@@ -35,14 +36,14 @@ class Verb:
 
 VERBS = {
     "fit": Verb("train a model", "roomier.cli.trainer_verbs"),
-    "validate": Verb("measure a model on its validation data", "roomier.cli.trainer_verbs"),
-    "test": Verb("measure a model on its test data", "roomier.cli.trainer_verbs"),
-    "predict": Verb("run a model over its prediction data", "roomier.cli.trainer_verbs"),
-    "plan": Verb("say what each plan costs on a machine, before it runs", "roomier.cli.plan_verb"),
-    "report": Verb("hold what was forecast for a run against what it took", "roomier.cli.report_verb"),
-    "export": Verb("write a checkpoint, or its model, for other programs", "roomier.cli.export_verb"),
+    "validate": Verb("evaluate a model on its validation data", "roomier.cli.trainer_verbs"),
+    "test": Verb("evaluate a model on its test data", "roomier.cli.trainer_verbs"),
+    "predict": Verb("run a model on its prediction data", "roomier.cli.trainer_verbs"),
+    "plan": Verb("forecast memory and time of each plan on a machine", "roomier.cli.plan_verb"),
+    "report": Verb("compare the forecast of a run with its measurement", "roomier.cli.report_verb"),
+    "export": Verb("export a checkpoint, or its model, for other programs", "roomier.cli.export_verb"),
     "hardware": Verb("measure this machine, for planning", "roomier.cli.hardware_verb"),
-    "bench": Verb("run a named measurement of roomier itself", "roomier.cli.bench_verb"),
+    "bench": Verb("run a benchmark of roomier", "roomier.cli.bench_verb"),
 }
 
 
@@ -50,14 +51,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command.
 
     Args:
-        argv: the words behind ``roomier``; by default those of this process.
+        argv: arguments after ``roomier``; by default the arguments of this process.
 
     Returns:
-        0, or 2 where what was asked for is wrong: one message on standard error says what and what to do.
+        0, or 2 for an invalid request, with one message on standard error.
 
     Raises:
-        SystemExit: a signal ended a run, which was saved first; 128 + the number of the signal.
-        Exception: what the user's code raised, with its traceback.
+        SystemExit: a signal ended a run after it was saved. The code is 128 + the number of the signal.
+        Exception: raised by the user's code, with its traceback.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     name = arguments[0] if arguments else "--help"
@@ -72,13 +73,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise RoomierError("verb", name, "is not a verb of roomier", did_you_mean(name, VERBS))
         return VERBS[name].run(name, arguments[1:])
     except RoomierError as error:
-        if _is_worth_telling(error):
+        if _is_first_report(error):
             notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", ()))
             print(f"roomier: error: {error}{notes}{_place_in_user_code(error)}", file=sys.stderr, flush=True)
         return EXIT_USER_ERROR
 
 
 def help_text() -> str:
+    """Return the text of ``roomier --help``."""
     width = max(map(len, VERBS))
     lines = [f"  {name:{width}}  {verb.summary}" for name, verb in VERBS.items()]
     return "\n".join(
@@ -89,7 +91,7 @@ def help_text() -> str:
             "",
             *lines,
             "",
-            "roomier VERB --help tells the options of a verb; roomier --version the version.",
+            "roomier VERB --help shows the options of a verb. roomier --version shows the version.",
             "",
             "  roomier fit --model my_package.MyModule --model.lr 0.1 --data my_package.MyData --trainer.max_steps 100",
             "  roomier fit --config run.yaml --ckpt_path last",
@@ -97,14 +99,14 @@ def help_text() -> str:
     )
 
 
-def _is_worth_telling(error: RoomierError) -> bool:
-    """Whether no other rank has told it already; where several were never thought of, there is no need to ask."""
+def _is_first_report(error: RoomierError) -> bool:
+    """Return True if no other rank has reported this error. Runs without ranks never load the module."""
     group = sys.modules.get("roomier.launch.group")
     return group is None or bool(group.is_worth_telling(error))
 
 
 def _place_in_user_code(error: RoomierError) -> str:
-    """Where the user's own code stood, if it did: the innermost frame outside all libraries."""
+    """Return the innermost frame of the traceback outside all libraries, if there is one."""
     roomier_folder = str(Path(__file__).parents[1])
     library_folders = (roomier_folder, sys.base_prefix, sys.prefix, "<")
     frames = [

@@ -1,4 +1,4 @@
-"""The options of ``fit``, ``validate``, ``test`` and ``predict``: made from the signatures of the classes."""
+"""Options of ``fit``, ``validate``, ``test`` and ``predict``, created from the signatures of the classes."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from roomier.trainer import Trainer
 
 _DESCRIPTIONS = {
     "fit": "Train a model.",
-    "validate": "Measure a model on its validation data; prints the metrics as JSON.",
-    "test": "Measure a model on its test data; prints the metrics as JSON.",
-    "predict": "Run predict_step over the prediction data; callbacks take what it returns in on_predict_batch_end.",
+    "validate": "Evaluate a model on its validation data and print the metrics as JSON.",
+    "test": "Evaluate a model on its test data and print the metrics as JSON.",
+    "predict": "Run predict_step on the prediction data. Callbacks receive the outputs in on_predict_batch_end.",
 }
 
 _YAML = "roomier-yaml"
@@ -32,14 +32,16 @@ _CLASSES_OF_TORCH = re.compile(r",\s+known\s+subclasses:[^()]*\)")
 
 
 def _load(text: str) -> Any:
-    """As jsonargparse reads YAML, within the limit of :mod:`roomier.core.yaml_text`."""
+    """Load YAML like jsonargparse, within the limit of :mod:`roomier.core.yaml_text`."""
     check_aliases(text)
     return get_loader("yaml")(text)
 
 
 class VerbParser(ArgumentParser):
-    """A parser that finds roomier's callbacks by their names alone, as only those classes are found that are imported.
-    Its help leaves out the classes that could be named: for a model they are hundreds of torch's own."""
+    """Parser that finds roomier's callbacks by class name, which requires importing them.
+
+    Its help omits the list of known classes, which for a model contains hundreds of torch's classes.
+    """
 
     def __init__(self, **options: Any) -> None:
         set_loader(_YAML, _load, (yaml.YAMLError,))
@@ -52,11 +54,11 @@ class VerbParser(ArgumentParser):
 
 
 def trainer_parser(verb: str) -> ArgumentParser:
-    """The parser of ``verb``. It knows every keyword of the Trainer, and those of any class it is given."""
+    """Return the parser of ``verb``, with all keywords of the Trainer and of the given classes."""
     parser = VerbParser(
         prog=f"roomier {verb}", description=_DESCRIPTIONS[verb], exit_on_error=False, allow_abbrev=False
     )
-    parser.add_argument("--config", action="config", help="YAML with these options; later ones win")
+    parser.add_argument("--config", action="config", help="YAML file with these options; later options take precedence")
     parser.add_argument("--seed_everything", type=int | None, default=None, help="seed of Python, NumPy and torch")
     parser.add_class_arguments(Trainer, "trainer", fail_untyped=False)
     parser.add_subclass_arguments(
@@ -71,16 +73,16 @@ def trainer_parser(verb: str) -> ArgumentParser:
         "data",
         fail_untyped=False,
         required=False,
-        help="import path of a DataModule, roomier's or Lightning's; without it the model's own loaders are asked",
+        help="import path of a DataModule of roomier or Lightning; default: the loaders of the model",
     )
     parser.add_argument(
-        "--ckpt_path", type=str | None, default=None, help="a checkpoint folder, or 'last': the newest one"
+        "--ckpt_path", type=str | None, default=None, help="a checkpoint folder, or 'last' for the newest"
     )
     return parser
 
 
 def text_of(parser: ArgumentParser, config: Namespace) -> str:
-    """YAML from which the same run starts: every option with its value, but the checkpoint it went on from."""
+    """Return YAML that starts the same run: all options with their values, except the resumed checkpoint."""
     kept = config.clone()
     kept.ckpt_path = None
     text: str = parser.dump(kept, skip_unset=False)
@@ -88,12 +90,12 @@ def text_of(parser: ArgumentParser, config: Namespace) -> str:
 
 
 def parse(parser: ArgumentParser, arguments: Sequence[str]) -> Namespace:
-    """The values of all options.
+    """Return the values of all options.
 
     Raises:
-        RoomierError: one of them is wrong.
-        SystemExit: ``--help`` or ``--print_config`` was answered.
-        Exception: a module that was named raised it when it was imported.
+        RoomierError: an option is invalid.
+        SystemExit: after ``--help`` or ``--print_config``.
+        Exception: raised by an imported module.
     """
     check_texts(arguments)
     check_class_paths(arguments)

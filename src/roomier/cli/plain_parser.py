@@ -1,4 +1,4 @@
-"""The argument parser of verbs that take no options of the Trainer."""
+"""Argument parser of the verbs without options of the Trainer."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from roomier.core.errors import RoomierError
 
 
 class PlainParser(argparse.ArgumentParser):
-    """Parser that raises an error for a wrong option instead of ending the process.
+    """Parser that raises an error for an invalid option instead of exiting.
 
     Raises:
-        RoomierError: an option is unknown, missing or wrong.
+        RoomierError: an option is unknown, missing or invalid.
     """
 
     def error(self, message: str) -> None:  # type: ignore[override]
+        """Raise an error with ``message``."""
         raise RoomierError(self.prog.removeprefix("roomier "), "options", message, f"See `{self.prog} --help`")

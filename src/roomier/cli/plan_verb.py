@@ -1,4 +1,4 @@
-"""``roomier plan``: what each plan costs on a machine, and the fastest that fits, before anything runs."""
+"""``roomier plan``: forecasts memory and time of each plan on a machine, and selects the fastest plan that fits."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ EXIT_NOTHING_FITS = 1
 
 
 def run(verb: str, arguments: Sequence[str]) -> int:
-    """Plan, and show it: a table, or with ``--json`` one JSON object and nothing else, on standard output.
+    """Plan and print the result: a table, or with ``--json`` only one JSON object, on standard output.
 
     Returns:
-        0 where a plan fits, 1 where none does.
+        0 if a plan fits, otherwise 1.
 
     Raises:
-        RoomierError: an option is wrong, or what it asks for cannot work.
-        SystemExit: ``--help`` or ``--print_config`` was answered.
+        RoomierError: an option is invalid, or the request is not supported.
+        SystemExit: after ``--help`` or ``--print_config``.
     """
     with current_folder_importable():
         gpt, words = without_gpt(arguments)
@@ -62,7 +62,7 @@ def run(verb: str, arguments: Sequence[str]) -> int:
         check_asked(config, gpt)
         given = trainer_words(words)
         heed_strategy(config, given)
-        with contextlib.redirect_stdout(sys.stderr):  # what a user's code prints is no part of the answer
+        with contextlib.redirect_stdout(sys.stderr):  # output of the user's code must not mix with the result
             machine = machine_asked(config, given)
             asked = _with(_asked(parser, config, gpt), copies=copies_asked(config))
             if config.calibrated_by is not None:
@@ -79,7 +79,7 @@ def run(verb: str, arguments: Sequence[str]) -> int:
         print(json.dumps(choice.as_dict() | more))
     else:
         _show(asked, plan, choice, grid if config.what_if else None)
-        _tell_own_strategy(config, choice)
+        _print_configured_strategy(config, choice)
     return 0 if choice.chosen is not None else EXIT_NOTHING_FITS
 
 
@@ -93,22 +93,23 @@ def _asked(parser: ArgumentParser, config: Namespace, gpt: str | None) -> Asked:
 
 
 def _calibrated(asked: Asked, run: str, machine: Machine) -> Asked:
-    """``asked`` with the activations that a run of it had; what that tells of its device is kept, and said."""
-    from roomier.planner.measured.calibrated import learn_device, learned_of  # late: --help does not load the planner
+    """Return ``asked`` with the measured activations of a run, and store the measurements of its device."""
+    from roomier.planner.measured.calibrated import learn_device, learned_of  # slow: --help must not load the planner
     from roomier.planner.measured.record import read_record
 
     record = read_record(find_run(Path(run)))
     workload = learned_of(asked.workload, record, machine, run)
     factor = workload.activation_factor
-    notice(f"as in {run}, activations and temporaries are {factor:.3g} times what is forecast ({record.line()})")
+    notice(f"activations and temporaries are scaled by {factor:.3g}, as measured in {run} ({record.line()})")
     if learn_device(record) is not None:
         name = record.forecast.machine.device.name
-        notice(f"what {run} tells of a {name} beside tensors is kept in {cache_file()}; `roomier hardware --forget`")
+        where = f"{cache_file()}; to remove it, run `roomier hardware --forget`"
+        notice(f"stored the memory outside tensors of a {name}, as measured in {run}, in {where}")
     return _with(asked, activation_factor=factor)
 
 
 def _with(asked: Asked, **changes: Any) -> Asked:
-    """``asked`` with what else is known of its workload, at any length."""
+    """Return ``asked`` with ``changes`` to its workload at any sequence length."""
     at_length = asked.at_length
     later = None if at_length is None else lambda length: replace(at_length(length), **changes)
     return replace(asked, workload=replace(asked.workload, **changes), at_length=later)
@@ -125,7 +126,7 @@ def _choose(asked: Asked, plan: Plan, machine: Machine) -> Choice:
 
 
 def _what_if(asked: Asked, plan: Plan, choice: Choice) -> Grid | None:
-    """Other batches under the chosen plan; where nothing fits, under that which comes nearest."""
+    """Return the peaks for other batches under the chosen plan, or under the best plan if none fits."""
     from roomier.planner.report.what_if import around, what_if
 
     shown = next((each for each in choice.considered if each.forecast is not None), None)
@@ -166,19 +167,19 @@ def _show(asked: Asked, plan: Plan, choice: Choice, grid: Grid | None) -> None:
         console.print(what_if_table(grid))
 
 
-def _tell_own_strategy(config: Namespace, choice: Choice) -> None:
-    """What the configuration says is no answer to which is the fastest, so all are compared; which it was, is told."""
+def _print_configured_strategy(config: Namespace, choice: Choice) -> None:
+    """Print the strategy of the configuration and whether it fits, because all strategies are compared."""
     own = config.trainer.strategy
     name = own.get("name") if isinstance(own, dict) else own
     if config.strategy is None and name not in (None, "auto", "single"):
         best = next((each for each in choice.considered if each.plan.parallel.strategy == name and each.forecast), None)
         fits = "" if best is None else ", which fits" if best.fits else ", which does not fit"
-        print(f"The configuration asks for {name}{fits}; it alone: --strategy {name}")
+        print(f"The configuration uses {name}{fits}. To plan only this strategy, pass --strategy {name}")
 
 
 def _subject(asked: Asked, plan: Plan) -> str:
     length = "" if asked.length is None else f" of {asked.length} tokens"
-    own = " (its own)" if plan.optimizer.name is None else ""
+    own = " (of the model)" if plan.optimizer.name is None else ""
     batch = f"{plan.batch.accumulate_grad_batches} x {asked.workload.batch_size} samples{length}"
     return (
         f"{asked.name}, {format_count(asked.workload.num_parameters)} parameters; {batch} on each device; "
@@ -193,5 +194,5 @@ def _write_page(path: Path, asked: Asked, choice: Choice, grid: Grid | None) -> 
     try:
         path.write_text(page_of(choice, grid, title="", subject=name))
     except OSError as error:
-        raise RoomierError("--html", str(path), f"cannot be written: {error.strerror}", "Name another file") from error
-    print(f"roomier: {path} is written", file=sys.stderr)
+        raise RoomierError("--html", str(path), f"cannot be written: {error.strerror}", "Use another file") from error
+    print(f"roomier: wrote {path}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""``roomier report RUN``: what was forecast for a run, beside what it took."""
+"""``roomier report RUN``: compares the forecast of a run with its measurement."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ if TYPE_CHECKING:
 
 _RATES = ("samples_per_s", "tokens_per_s", "model_flops_per_s", "mfu")
 _METRICS = "metrics.jsonl"
-_WORTH_CALIBRATING = 0.02  # of the peak: forecasts are closer else
+_WORTH_CALIBRATING = 0.02  # relative error of the peak; forecasts are usually closer
 
 
 def run(verb: str, arguments: Sequence[str]) -> int:
-    """A table on standard output, or with ``--json`` one JSON object; with ``--html`` a page as well.
+    """Print a table, or with ``--json`` one JSON object, to standard output. With ``--html``, also write a page.
 
     Raises:
-        RoomierError: there is no such run, or no forecast was held against a step of it.
+        RoomierError: the run does not exist, or it has no forecast with a measurement.
     """
     options = _parser(verb).parse_args(list(arguments))
     folder = find_run(options.run)
-    from roomier.planner.measured.record import read_record  # late: --help does not load torch
+    from roomier.planner.measured.record import read_record  # imported here, so that --help does not load torch
 
     record = read_record(folder)
     rates = rates_of(folder)
@@ -51,17 +51,17 @@ def run(verb: str, arguments: Sequence[str]) -> int:
 
 
 def find_run(path: Path) -> Path:
-    """``path`` where it is a run folder; of a folder of runs the newest that has a forecast, else the newest.
+    """Return ``path`` if it is a run folder, otherwise the newest run in it, preferably with a forecast.
 
     Raises:
-        RoomierError: there is none.
+        RoomierError: there is no run.
     """
     from roomier.planner.measured.record import FILE_NAME
     from roomier.train.opening.run_folder import is_run_folder
 
     if not path.is_dir():
-        problem = "is not a folder"
-        raise RoomierError("run", str(path), problem, "Name a run folder such as runs/version_0, or the folder of all")
+        action = "Pass a run folder such as runs/version_0, or the folder of all runs"
+        raise RoomierError("run", str(path), "must be a folder", action)
     if (path / FILE_NAME).is_file() or is_run_folder(path):
         return path
     runs = sorted(
@@ -69,13 +69,14 @@ def find_run(path: Path) -> Path:
         key=lambda each: int(each.name.rpartition("_")[2]),
     )
     if not runs:
-        problem = "holds no run: no forecast.json, and no folder version_N"
-        raise RoomierError("run", str(path), problem, "Name a run folder such as runs/version_0, or the folder of all")
+        problem = "contains no run, neither forecast.json nor a folder version_N"
+        action = "Pass a run folder such as runs/version_0, or the folder of all runs"
+        raise RoomierError("run", str(path), problem, action)
     return next((each for each in reversed(runs) if (each / FILE_NAME).is_file()), runs[-1])
 
 
 def rates_of(folder: Path) -> dict[str, float]:
-    """The last throughput that the run logged, by name; empty where it logged none."""
+    """Return the last throughput that the run logged, with metric names as keys; empty if there is none."""
     path = folder / _METRICS
     found: dict[str, float] = {}
     if not path.is_file():
@@ -85,21 +86,21 @@ def rates_of(folder: Path) -> dict[str, float]:
             try:
                 values = json.loads(row)
             except ValueError:
-                continue  # the last row of a run that was killed
+                continue  # the last row of a killed run
             if isinstance(values, dict):
                 found.update({name: values[name] for name in _RATES if isinstance(values.get(name), (int, float))})
     return found
 
 
 def table(folder: Path, record: Record) -> Table:
-    """Bytes by kind at the peak, forecast beside measured."""
+    """Return a table of the bytes by kind at the peak, forecast and measured."""
     from rich.table import Table
     from rich.text import Text
 
     from roomier.planner.choice import words_of
 
     forecast, worst = record.forecast, record.worst
-    whose = "" if len(record.ranks) == 1 else f", rank {worst.rank}, the fullest of {len(record.ranks)}"
+    whose = "" if len(record.ranks) == 1 else f", rank {worst.rank}, the fullest of {len(record.ranks)} ranks"
     found = Table(
         title=Text(f"{folder}: {words_of(forecast.plan, forecast.micro_batch)}\nstep {record.step}{whose}"),
         title_justify="left",
@@ -108,15 +109,15 @@ def table(folder: Path, record: Record) -> Table:
     found.add_column("at the peak of a step")
     for name in ("forecast", "measured", "difference"):
         found.add_column(name, justify="right")
-    said, measured = forecast.bytes_by_kind, worst.peak.peak
-    for kind in dict.fromkeys((*said, *measured)):
-        if said.get(kind) or measured.get(kind):
-            found.add_row(kind.value.replace("_", " "), *_cells(said.get(kind, 0), measured.get(kind, 0)))
+    expected, measured = forecast.bytes_by_kind, worst.peak.peak
+    for kind in dict.fromkeys((*expected, *measured)):
+        if expected.get(kind) or measured.get(kind):
+            found.add_row(kind.value.replace("_", " "), *_cells(expected.get(kind, 0), measured.get(kind, 0)))
     found.add_row("all tensors", *_cells(forecast.tensor_bytes, worst.peak.peak_bytes), style="bold")
     if worst.allocator_bytes is not None:
-        found.add_row("CUDA's allocator", *_cells(record.forecast_bytes, worst.allocator_bytes), style="bold")
+        found.add_row("CUDA allocator", *_cells(record.forecast_bytes, worst.allocator_bytes), style="bold")
     for name, count in forecast.fixed_bytes.items():
-        found.add_row(f"beside tensors: {name}", format_bytes(count, 2), "", "")
+        found.add_row(f"outside tensors: {name}", format_bytes(count, 2), "", "")
     return found
 
 
@@ -129,17 +130,17 @@ def _cells(forecast_bytes: int, measured_bytes: int) -> tuple[str, str, str]:
 def _advice(folder: Path, record: Record) -> list[str]:
     if abs(record.error) < _WORTH_CALIBRATING:
         return []
-    return [f"To plan with what was measured: roomier plan --calibrated_by {folder} ..."]
+    return [f"To plan with this measurement: roomier plan --calibrated_by {folder} ..."]
 
 
 def _rate_lines(rates: dict[str, float]) -> list[str]:
     words = {"samples_per_s": "samples/s", "tokens_per_s": "tokens/s"}
-    told = [f"{format_count(rates[name])} {word}" for name, word in words.items() if name in rates]
+    texts = [f"{format_count(rates[name])} {word}" for name, word in words.items() if name in rates]
     if "model_flops_per_s" in rates:
-        told.append(f"{rates['model_flops_per_s'] / 1e12:.3g} TFLOP/s of the model")
+        texts.append(f"{rates['model_flops_per_s'] / 1e12:.3g} model TFLOP/s")
     if "mfu" in rates:
-        told.append(f"{rates['mfu']:.1%} of the devices' peak".replace("%", " %"))
-    return [f"speed: {', '.join(told)}"] if told else []
+        texts.append(f"{rates['mfu']:.1%} of the devices' peak".replace("%", " %"))
+    return [f"speed: {', '.join(texts)}"] if texts else []
 
 
 def _write_page(path: Path, folder: Path, record: Record, rates: dict[str, float]) -> None:
@@ -153,16 +154,16 @@ def _write_page(path: Path, folder: Path, record: Record, rates: dict[str, float
         path.write_text(page_of_record(record, facts), encoding="utf-8")
     except OSError as error:
         problem = f"cannot be written ({error.strerror})"
-        raise RoomierError("--html", str(path), problem, "Name a file in a folder that is there") from error
+        raise RoomierError("--html", str(path), problem, "Use a file in an existing folder") from error
 
 
 def _parser(verb: str) -> PlainParser:
     parser = PlainParser(
         prog=f"roomier {verb}",
-        description="What was forecast for a run, beside what a step of it took.",
+        description="Compare the forecast of a run with the measurement of one of its steps.",
         allow_abbrev=False,
     )
-    parser.add_argument("run", type=Path, help="a run folder, or the folder of several: then the newest")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="draw both on one page, a file that needs no network")
-    parser.add_argument("--json", action="store_true", help="print one JSON object: all that is known")
+    parser.add_argument("run", type=Path, help="a run folder, or a folder of runs (newest)")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write both to a page that works without network")
+    parser.add_argument("--json", action="store_true", help="print one JSON object with all values")
     return parser

@@ -1,4 +1,4 @@
-"""The configuration of a run, kept in its folder."""
+"""Stores the configuration of a run in its folder."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ FILE_NAME = "config.yaml"
 
 
 class SavedConfig(Callback):
-    """Writes ``config.yaml`` into the run folder: ``roomier fit --config`` on it does the same run again.
+    """Writes ``config.yaml`` to the run folder. ``roomier fit --config`` repeats the run from it.
 
-    A resumed run goes on in its folder. Where it was started with other settings, they are written beside the first
-    ones, as ``config-step=N.yaml``.
+    A resumed run uses the same folder. If its settings differ, they are written to ``config-step=N.yaml`` instead.
+
+    Args:
+        text: content of the file.
     """
 
     def __init__(self, text: str) -> None:

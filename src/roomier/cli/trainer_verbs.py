@@ -1,4 +1,4 @@
-"""``roomier fit | validate | test | predict``: a Trainer, a model and data from the command line and YAML."""
+"""``roomier fit | validate | test | predict``: runs a Trainer with a model and data from the command line and YAML."""
 
 from __future__ import annotations
 
@@ -22,12 +22,11 @@ from roomier.trainer import Trainer
 
 
 def run(verb: str, arguments: Sequence[str]) -> int:
-    """Do what ``verb`` says. ``validate`` and ``test`` print their metrics, a JSON list with an object for each
-    loader, on standard output.
+    """Run ``verb``. ``validate`` and ``test`` print their metrics as a JSON list with one object per loader.
 
     Raises:
-        RoomierError: an option is wrong, or what it asks for cannot work.
-        SystemExit: ``--help`` or ``--print_config`` was answered; or a signal ended the run.
+        RoomierError: an option is invalid, or the request is not supported.
+        SystemExit: after ``--help`` or ``--print_config``, or a signal ended the run.
     """
     with current_folder_importable():
         parser = trainer_parser(verb)
@@ -40,7 +39,7 @@ def run(verb: str, arguments: Sequence[str]) -> int:
             trainer.callbacks.insert(0, SavedConfig(text_of(parser, config)))
             trainer.fit(model, datamodule=data, ckpt_path=ckpt_path)
         elif verb == "predict":
-            _say_if_nobody_takes_the_predictions(trainer, model)
+            _warn_about_unused_predictions(trainer, model)
             trainer.predict(model, datamodule=data, ckpt_path=ckpt_path, return_predictions=False)
         else:
             evaluate: Any = {"validate": trainer.validate, "test": trainer.test}[verb]
@@ -50,19 +49,19 @@ def run(verb: str, arguments: Sequence[str]) -> int:
     return 0
 
 
-def _say_if_nobody_takes_the_predictions(trainer: Trainer, model: nn.Module) -> None:
+def _warn_about_unused_predictions(trainer: Trainer, model: nn.Module) -> None:
     hook = "on_predict_batch_end"
-    is_taken = isinstance(model, Module) and overrides(model, hook, Module)
-    if not is_taken and not any(overrides(each, hook, Callback) for each in trainer.callbacks):
+    is_used = isinstance(model, Module) and overrides(model, hook, Module)
+    if not is_used and not any(overrides(each, hook, Callback) for each in trainer.callbacks):
         notice(
-            f"predictions are not kept: pass a callback whose {hook} writes the outputs it gets, as in "
+            f"predictions are not stored. Pass a callback whose {hook} writes its outputs, such as "
             "--trainer.callbacks my_code.WritesPredictions"
         )
 
 
 @contextlib.contextmanager
 def current_folder_importable() -> Iterator[None]:
-    """``python -m`` and a script have their folder on the path, an installed command does not."""
+    """Add the current folder to ``sys.path``, where only ``python -m`` and scripts have it."""
     folder = os.getcwd()
     if folder in sys.path or "" in sys.path:
         yield

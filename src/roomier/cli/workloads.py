@@ -1,4 +1,4 @@
-"""The ways to name what is planned for: a class with arguments, the GPT of roomier, a Hugging Face configuration."""
+"""Workloads of ``roomier plan``: a class with arguments, roomier's GPT, or a Hugging Face configuration."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from roomier.planner.workload import Workload
 from roomier.trainer.session import request_of
 
 DEFAULT_BATCH = 8
-_NUM_STEPS = 1000  # of the run, for schedules that ask: none of them changes what a step costs
+_NUM_STEPS = 1000  # length of the run for schedules; it does not affect the cost of a step
 _INPUT = re.compile(r"\s*(?:(?P<name>\w+)\s*=)?\s*(?P<dtype>\w+)\s*\[(?P<sizes>[\d,\s]*)\]\s*")
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What is planned for.
+    """A workload to plan for.
 
     Attributes:
-        name: of the model.
-        workload: with the micro-batch that was asked for.
-        at_length: the same with sequences of another length; None where there are none to change.
-        length: of its sequences, in tokens.
-        longest: that the model takes; None for any.
+        name: name of the model.
+        workload: the workload with the requested micro-batch.
+        at_length: returns the workload with another sequence length; None if the model has no sequences.
+        length: sequence length in tokens.
+        longest: maximum sequence length of the model; None if there is no limit.
     """
 
     name: str
@@ -49,14 +49,14 @@ class Asked:
 
 
 def asked_gpt(config: GPTConfig, batch_size: int | None, num_tokens: int | None) -> Asked:
-    """Roomier's own GPT.
+    """Return the workload of roomier's GPT.
 
     Raises:
         RoomierError: the sequences are longer than its context.
     """
     length = num_tokens or config.context
     if length > config.context:
-        problem = f"is longer than the {config.context} positions of the model"
+        problem = f"must be at most {config.context}, the context of the model"
         raise RoomierError("seq_len", length, problem, "Shorten the sequences, or raise --model.context")
     with torch.device("meta"):
         module = as_module(GPT(config))
@@ -70,15 +70,15 @@ def asked_gpt(config: GPTConfig, batch_size: int | None, num_tokens: int | None)
 
 
 def asked_hugging_face(path: str, batch_size: int | None, num_tokens: int | None) -> Asked:
-    """The model of a ``config.json``.
+    """Return the workload of the model in a ``config.json``.
 
     Raises:
-        RoomierError: it cannot be read, or is for a kind of model that is not known here.
+        RoomierError: the file cannot be read, or the kind of model is not supported.
     """
     try:
         config = read_config(path)
     except ImportError as error:
-        raise RoomierError("hf", path, f"needs transformers: {error}", "Run `pip install transformers`") from error
+        raise RoomierError("hf", path, f"requires transformers: {error}", "Run `pip install transformers`") from error
 
     def at_length(num_tokens: int | None) -> Workload:
         return workload_of_config(config, batch_size or DEFAULT_BATCH, num_tokens)
@@ -96,12 +96,12 @@ def asked_hugging_face(path: str, batch_size: int | None, num_tokens: int | None
 def asked_class(
     parser: ArgumentParser, config: Namespace, inputs: str | None, batch_size: int | None, stand_in: Any
 ) -> Asked:
-    """A class with its arguments, and a batch as its data gives it, or as ``inputs`` say.
+    """Return the workload of a class with its arguments, and a batch of its data or of given shapes.
 
     Args:
-        config: all options; ``model`` and ``data`` are taken.
-        inputs: the shapes of a batch, as :func:`batch_of` reads them; None takes one from the data.
-        stand_in: the Trainer that the model and its data may ask.
+        config: all options, including ``model`` and ``data``.
+        inputs: shapes of a batch, see :func:`batch_of`; None takes a batch from the data.
+        stand_in: Trainer for the model and its data to access.
 
     Raises:
         RoomierError: there is no data, or it cannot be read.
@@ -119,17 +119,19 @@ def asked_class(
 
 
 def tokens_per_sample(workload: Workload) -> int | None:
-    """Tokens of a sequence, where a batch is of sequences of them: integers, all of the samples' shape ``[T]``."""
+    """Return the sequence length if the samples of the batch are sequences of integers, shape ``[T]``; else None."""
     found = [each for each in tensors(workload.batch) if each.dim() >= 1 and each.shape[0] == workload.batch_size]
     is_text = bool(found) and not any(each.is_floating_point() for each in found) and found[0].dim() == 2
     return found[0].shape[1] if is_text else None
 
 
 def batch_of(inputs: str) -> Any:
-    """A batch without values: ``"x=float32[8,3]; y=int64[8]"`` is a dict; without names a tuple, or one tensor.
+    """Return a batch without values for a description of its tensors.
+
+    ``"x=float32[8,3]; y=int64[8]"`` gives a dict. Without names, the result is a tuple or a single tensor.
 
     Raises:
-        RoomierError: one has another form, or some have names and others do not.
+        RoomierError: a description is invalid, or only some tensors have names.
     """
     made: list[tuple[str | None, Tensor]] = []
     for text in inputs.split(";"):
@@ -137,12 +139,12 @@ def batch_of(inputs: str) -> Any:
         dtype = getattr(torch, found["dtype"], None) if found else None
         sizes = tuple(int(each) for each in found["sizes"].split(",") if each.strip()) if found else ()
         if found is None or not isinstance(dtype, torch.dtype) or not sizes:
-            action = "Write name=dtype[sizes], samples first, such as 'x=float32[8,3,224,224]' or 'label=int64[8]'"
-            raise RoomierError("input", text, "is not a name, a dtype and sizes", action)
+            action = "Use name=dtype[sizes] with samples first, such as 'x=float32[8,3,224,224]' or 'label=int64[8]'"
+            raise RoomierError("input", text, "must be a name, a dtype and sizes", action)
         made.append((found["name"], _made(dtype, sizes)))
     names = [name for name, _ in made if name is not None]
     if names and (len(names) < len(made) or len(set(names)) < len(made)):
-        raise RoomierError("input", inputs, "has tensors without a name of their own", "Name each, or none")
+        raise RoomierError("input", inputs, "must have a unique name for each tensor, or no names", "Name each or none")
     if names:
         return {str(name): tensor for name, tensor in made}
     return made[0][1] if len(made) == 1 else tuple(tensor for _, tensor in made)
@@ -153,7 +155,7 @@ def _made(dtype: torch.dtype, sizes: tuple[int, ...]) -> Tensor:
 
 
 def _only(config: Namespace, name: str) -> Namespace:
-    """``config`` with ``name`` alone of the classes in it."""
+    """Return ``config`` with only the class ``name``."""
     kept = config.clone()
     for other in ("model", "data"):
         if other != name:
@@ -175,9 +177,9 @@ def _on_meta_if_it_can(parser: ArgumentParser, config: Namespace) -> nn.Module:
             return make()
     except RoomierError:
         raise
-    except Exception as error:  # any code may stand in a constructor: if it is wrong, it says so without meta too
+    except Exception as error:  # a constructor may run any code; a real error is raised again without meta
         model = make()
-        notice(f"the model was built in memory: on meta its constructor fails ({type(error).__name__}: {error})")
+        notice(f"the model was built in memory, because it cannot be built on meta ({type(error).__name__}: {error})")
         return model
 
 
@@ -189,9 +191,9 @@ def _first_batch(module: Module, data: DataModule | None, stand_in: Any) -> Any:
     loader = module.train_dataloader() if data is None else data.train_dataloader()
     if loader is None:
         action = "Pass --data with a DataModule, or the shapes of a batch: --input 'x=float32[8,3,224,224]'"
-        raise RoomierError("data", None, "there is no batch to plan for", action)
+        raise RoomierError("data", None, "is required, because the model has no training data", action)
     try:
         return next(batches_of(training_loader(loader, "train_dataloader")))
     except StopIteration:
         name = type(data or module).__name__
-        raise RoomierError("data", name, "gives no batch", "Give it one sample at least") from None
+        raise RoomierError("data", name, "yields no batch", "Pass data with at least one sample") from None

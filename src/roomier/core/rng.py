@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from roomier.core.errors import RoomierError
 from roomier.core.forms import Form, FormError, fields, finite, integer, mapping_of, one_of, optional, tensor
 
 _LIMIT = 2**32
@@ -42,8 +43,6 @@ def seed_everything(seed: int, workers: bool = False) -> int:
         RoomierError: ``seed`` is not an integer in this range.
     """
     if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < _LIMIT:
-        from roomier.core.errors import RoomierError
-
         raise RoomierError("seed", seed, "must be an integer in [0, 2**32)", "Pass an integer such as 42")
     random.seed(seed)
     np.random.seed(seed)

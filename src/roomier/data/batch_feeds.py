@@ -261,8 +261,7 @@ class WalkedFeed(BatchFeed):
 
 
 class ReplayedFeed(BatchFeed):
-    """Feed for any iterable without a saved position. It resumes by reading and discarding the batches that are
-    done."""
+    """Feed for any iterable without a saved position, which resumes by reading and discarding batches."""
 
     kind = "replayed"
 
@@ -427,8 +426,7 @@ class StatefulFeed(BatchFeed):
             set_rng_state(random_state)
 
     def _goes_on(self) -> bool:
-        """Return True if a new iterator continues after the last batch of the previous one instead of starting an
-        epoch.
+        """Return True if a new iterator continues after the last batch instead of starting an epoch.
 
         A stream without an end can behave like this. Loaders do not report it, so read a few batches and compare
         states.

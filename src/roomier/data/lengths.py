@@ -1,5 +1,7 @@
-"""Check that the ranks have loaders of the same length. Ranks that read different numbers of batches would wait
-forever."""
+"""Check that the ranks have loaders of the same length.
+
+Ranks that read different numbers of batches would wait forever.
+"""
 
 from __future__ import annotations
 

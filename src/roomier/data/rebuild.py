@@ -34,8 +34,7 @@ def rebuilt(loader: DataLoader[Any], **changes: Any) -> DataLoader[Any]:
 
 
 def with_ordered_sampler(loader: DataLoader[Any], sampler: OrderedSampler, **changes: Any) -> DataLoader[Any]:
-    """Return a copy of ``loader`` that batches the indices of ``sampler`` with the same batch size and
-    ``drop_last``."""
+    """Return a copy of ``loader`` that reads the indices of ``sampler`` in batches of the same size."""
     batching = loader.batch_sampler
     if batching is None:
         return rebuilt(loader, sampler=sampler, **changes)

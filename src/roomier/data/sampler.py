@@ -152,8 +152,7 @@ class OrderedSampler(Sampler[int]):
         return math.ceil((self.num_read_after(num_samples_done) - self.world.rank) / self.world.size)
 
     def num_read_after(self, num_samples_done: int) -> int:
-        """Return how many samples of an epoch remain for all ranks after ``num_samples_done``, without dropped
-        samples."""
+        """Return how many samples remain for all ranks after ``num_samples_done``, without dropped samples."""
         num_left = self.num_samples - num_samples_done
         num_in_last = num_left % (self.batch_size * self.world.size)
         return num_left - num_in_last if self.drop_last or num_in_last < self.world.size else num_left

@@ -134,7 +134,6 @@ def reads_batches(dataset: Any) -> bool:
 
 
 def seeded_by_sample(dataset: Any, epoch_seed: EpochSeed) -> SampleSeededDataset:
-    """Wrap ``dataset`` for worker processes, so that (seed, epoch, index) determines the random numbers of each
-    sample."""
+    """Wrap ``dataset`` for workers, so that (seed, epoch, index) determines the random numbers of a sample."""
     kind = BatchReadSeededDataset if reads_batches(dataset) else SampleSeededDataset
     return kind(dataset, epoch_seed)

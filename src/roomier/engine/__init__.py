@@ -1,1 +1,1 @@
-"""From a Plan and a module to something that runs steps: ``build`` and the engines it makes."""
+"""Engines that run the steps of a module under a Plan, and ``build``, which creates them."""

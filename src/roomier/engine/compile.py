@@ -1,18 +1,19 @@
-"""Blocks compiled one by one.
+"""Compilation of blocks with ``torch.compile``.
 
 [Note: compiled blocks]
-A block is compiled in place of its forward, around what is computed again, so that the compiler sees both and decides
-what is worth keeping. Hooks stay outside: ``fully_shard`` gathers before the compiled call and frees after it.
-torch keeps compiled code by the code of the forward and takes weights as inputs, so equal blocks share it: one graph
-for training and one for evaluation, however deep the model.
+The compiled function replaces the forward of a block and contains its recomputation, so that the compiler sees both and
+decides which activations to save. Hooks stay outside: ``fully_shard`` unshards before the compiled call and reshards
+after it. torch caches compiled code by the code object of the forward and takes weights as inputs. Blocks of one class
+therefore share the code: one graph for training and one for evaluation, independent of the number of blocks.
 
-What it keeps does not ask which attention kernel is allowed, and holds at most eight variants of one code, beyond which
-it runs uncompiled. A process that builds one model after another would meet both, so each build begins anew.
+The guards of torch's cache ignore which attention kernel is allowed. The cache also holds at most eight variants of one
+code, and runs further variants uncompiled. Both would affect a process that builds several models, so each build resets
+the cache.
 
-A cache of keys and values (Hugging Face's ``use_cache=True``) is at another stage in each layer, which would make a
-graph for each. An empty one is left out in training, and in evaluation a block that is given one runs uncompiled.
+A key-value cache (Hugging Face's ``use_cache=True``) has a different length in each layer, which would compile one
+graph per layer. In training, empty caches are removed. In evaluation, a block that receives a cache runs uncompiled.
 
-Dropout draws other numbers than uncompiled, from the same distribution.
+Dropout in compiled code uses other random numbers than in uncompiled code, from the same distribution.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from roomier.core.wrapped_forward import WrappedForward, install
 
 
 class CompiledForward(WrappedForward):
-    """The forward of a block, compiled at its first call, and again for inputs of another kind."""
+    """Forward of a block that is compiled at its first call, and again for inputs of other kinds."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
@@ -48,7 +49,7 @@ class CompiledForward(WrappedForward):
         return self._compiled(*args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"forward": self.forward}  # compiled code is of one block; a copy compiles that of the copied one
+        return {"forward": self.forward}  # compiled code belongs to one block; a copy of the block compiles its own
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.forward = state["forward"]
@@ -56,18 +57,19 @@ class CompiledForward(WrappedForward):
 
 
 def compile_blocks(blocks: Sequence[nn.Module], device: torch.device) -> None:
-    """Compile each of ``blocks``, in place, for ``device``; :func:`roomier.core.wrapped_forward.unwrap` undoes it.
+    """Compile each of ``blocks`` for ``device``, in place. :func:`roomier.core.wrapped_forward.unwrap` reverts this.
 
     Raises:
-        RoomierError: there are no blocks, or no compiler on this machine.
+        RoomierError: there are no blocks, or this machine has no compiler.
     """
     if not blocks:
-        action = "Give the model a model_blocks() that returns the layers that repeat, or call torch.compile on it"
-        raise RoomierError("compile", True, "the model has no blocks: nothing in it repeats", action)
+        action = "Define model_blocks() on the model, which returns its repeated layers, or call torch.compile on it"
+        raise RoomierError("compile", True, "requires blocks, but no layer of the model repeats", action)
     missing = torch_private.missing_compiler(device)
     if missing is not None:
         action = f"Install {missing}, or use compile=False"
-        raise RoomierError("compile", True, f"torch.compile needs {missing} for {device.type} and finds none", action)
+        problem = f"torch.compile requires {missing} for {device.type}, but it is not installed"
+        raise RoomierError("compile", True, problem, action)
     torch.compiler.reset()
     for block in blocks:
         install(block, CompiledForward(block))
@@ -77,19 +79,17 @@ def _has_cache(arguments: tuple[Any, ...]) -> bool:
     caches = sys.modules.get("transformers.cache_utils")
     if caches is None or not any(isinstance(each, caches.Cache) for each in arguments):
         return False
-    _say_uncompiled()
+        _report_uncompiled()
     return True
 
 
 @functools.cache
-def _say_uncompiled() -> None:
-    notice(
-        "compile: blocks with a cache of keys and values run uncompiled in evaluation; use_cache=False compiles them"
-    )
+def _report_uncompiled() -> None:
+    notice("compile: blocks with a key-value cache run uncompiled in evaluation. Set use_cache=False to compile them")
 
 
 class CompileClock:
-    """A context around the first forward: tells how long was compiled since it was made."""
+    """Context around the first forward, which reports the compile time since the clock was created."""
 
     def __init__(self) -> None:
         self._before_s = torch_private.compile_s()

@@ -349,6 +349,7 @@ class EagerEngine:
         self._unscaled.clear()
 
     def zero_grad(self) -> None:
+        """Free the gradients of all optimizers."""
         for optimizer in self.optimizers:
             optimizer.zero_grad()
 

@@ -1,4 +1,4 @@
-"""The first forward of training, in which what cannot be known before is looked at; all others cost nothing more."""
+"""Contexts of forwards, with additional contexts around the first forward of training."""
 
 from __future__ import annotations
 
@@ -9,13 +9,17 @@ from typing import Any
 import torch
 
 MakeContext = Callable[[], AbstractContextManager[Any]]
+"""Creates a context."""
 
 
 class FirstForward:
-    """Makes the context a step runs in: each time that of ``make``, and the first time with gradients ``watches`` too.
+    """Creates the context of each forward by ``make``, and enters ``watches`` around the first one with gradients.
+
+    Args:
+        make: creates the context of a forward.
 
     Attributes:
-        watches: entered once, around that forward; what is added later waits for the next.
+        watches: contexts for the next forward with gradients, which enters each of them one time.
     """
 
     def __init__(self, make: MakeContext) -> None:
@@ -38,7 +42,7 @@ class FirstForward:
 
 
 def both(outer: MakeContext, inner: MakeContext) -> MakeContext:
-    """What makes the context of one in that of the other."""
+    """Return a function that enters the context of ``inner`` inside the context of ``outer``."""
 
     @contextmanager
     def make() -> Iterator[None]:

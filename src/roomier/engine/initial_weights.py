@@ -1,9 +1,9 @@
-"""First values for a model that was built on the meta device: its modules give them to themselves, and that is checked.
+"""Initial values of a model that was built on the meta device.
 
-[Note: first values of a meta model]
-A constructor that ran on the meta device drew nothing. What it would have drawn is asked for again: children before
-parents, each module's ``reset_parameters()`` (Hugging Face: ``initialize_weights()``) is called, which is the order in
-which constructors call it. Where a constructor does more, that is lost: ``configure_model`` has it all.
+[Note: initial values of a meta model]
+A constructor that runs on the meta device samples no values. They are sampled afterwards: each module's
+``reset_parameters()`` (Hugging Face: ``initialize_weights()``) is called, children before parents, which is the order
+in which constructors call it. Other operations of a constructor are lost. ``configure_model`` keeps them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from roomier.parallel.pages import PagedTensor
 
 @contextmanager
 def same_random_numbers(ranks: Ranks) -> Iterator[None]:
-    """Every rank draws what rank 0 draws. A rank that came with another state has it back afterwards."""
+    """Use the random state of rank 0 on every rank, and restore the state of each rank afterwards."""
     own = rng_state()
     of_zero = ranks.from_zero(own["torch"])
     differs = ranks.any(not torch.equal(own["torch"], of_zero))
@@ -39,7 +39,15 @@ def same_random_numbers(ranks: Ranks) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class EmptyBuffer:
-    """A buffer that was on the meta device, now on the CPU and without values: NaN where its dtype has that."""
+    """Buffer that was on the meta device and is now on the CPU, with NaN as values if its dtype has NaN.
+
+    Attributes:
+        name: fully qualified name.
+        owner: module that registered the buffer.
+        attribute: name of the buffer in ``owner``.
+        tensor: the new tensor.
+        version: autograd's version of ``tensor`` at its creation.
+    """
 
     name: str
     owner: nn.Module
@@ -48,6 +56,7 @@ class EmptyBuffer:
     version: int
 
     def is_written(self) -> bool:
+        """Return whether the buffer has values now: it was replaced or written, and contains no NaN."""
         now = getattr(self.owner, self.attribute)
         if now is self.tensor and torch_private.version_of(now) == self.version:
             return False
@@ -55,7 +64,7 @@ class EmptyBuffer:
 
 
 def empty_buffers(network: nn.Module) -> list[EmptyBuffer]:
-    """Give each buffer that is on the meta device memory on the CPU."""
+    """Allocate memory on the CPU for each buffer that is on the meta device."""
     made: list[EmptyBuffer] = []
     real: dict[int, Tensor] = {}
     for prefix, module in network.named_modules():
@@ -74,12 +83,12 @@ def empty_buffers(network: nn.Module) -> list[EmptyBuffer]:
 
 @torch.no_grad()
 def initialise(network: nn.Module, meta_tensors: set[str]) -> None:
-    """Call what gives modules their first values, see [Note: first values of a meta model].
+    """Call the initializer of each module, see [Note: initial values of a meta model].
 
     Args:
-        network: its parameters are paged, its buffers have memory.
-        meta_tensors: names of the parameters and buffers that were on the meta device. A module is called if that is
-            where all of its parameters were, or, where it has none, all of its buffers.
+        network: model with paged parameters and allocated buffers.
+        meta_tensors: names of the parameters and buffers that were on the meta device. A module is initialized if all
+            of its parameters were. A module without parameters is initialized if all of its buffers were.
     """
     done: set[nn.Module] = set()
     for name, module in _children_first(network, ""):
@@ -92,24 +101,25 @@ def initialise(network: nn.Module, meta_tensors: set[str]) -> None:
 
 
 def tell_what_is_lost(network: nn.Module) -> None:
-    """Say which part of the model has weights that a constructor of its own may have meant otherwise."""
+    """Report a module whose constructor may have initialized its parameters in a way that is lost."""
     lost = _without_initializer(network, type(network).__name__)
     if lost is not None:
         notice(
-            f"{lost} was built on the meta device: its parts get their first values from their own reset_parameters(), "
-            "and what its __init__ does to them beyond that is lost; build it in configure_model, or define "
-            f"reset_parameters() in {lost}, to have it"
+            f"{lost} was built on the meta device, so its submodules are initialized by their own reset_parameters(). "
+            f"Other initialization in its __init__ is lost. To keep it, build {lost} in configure_model, or define "
+            f"reset_parameters() in {lost}"
         )
 
 
 def check_written(network: nn.Module, buffers: list[EmptyBuffer], given: set[str], ranks: Ranks) -> None:
-    """Refuse a parameter or buffer that nothing gave values, on all ranks alike.
+    """Check, on all ranks together, that every parameter and buffer has values.
 
     Args:
+        buffers: the result of :func:`empty_buffers`.
         given: names that will be read from a file.
 
     Raises:
-        RoomierError: it names the tensor and the class that owns it.
+        RoomierError: a tensor has no values. The error names the tensor and the class of its module.
     """
     missing = [
         name
@@ -121,14 +131,14 @@ def check_written(network: nn.Module, buffers: list[EmptyBuffer], given: set[str
     if not missing:
         return
     owner = type(network.get_submodule(missing[0].rpartition(".")[0])).__name__
-    more = f", nor to {len(missing) - 1} other parameters and buffers" if len(missing) > 1 else ""
+    more = f". {len(missing) - 1} other parameters and buffers have no values either" if len(missing) > 1 else ""
     raise RoomierError(
         "model",
         missing[0],
-        f"was built on the meta device, and no reset_parameters() of {owner} or of a module around it gives values to "
-        f"it{more}",
-        f"Define reset_parameters() in {owner}, build the model in configure_model, build it on a real device, or pass "
-        "fit(weights=...) for what a file holds",
+        f"was built on the meta device, and neither reset_parameters() of {owner} nor that of an enclosing module "
+        f"initializes it{more}",
+        f"Define reset_parameters() in {owner}, build the model in configure_model or on a real device, or pass the "
+        "values with fit(weights=...)",
     )
 
 
@@ -151,7 +161,7 @@ def _is_new(name: str, module: nn.Module, meta_tensors: set[str]) -> bool:
 
 
 def _without_initializer(module: nn.Module, path: str) -> str | None:
-    # A class of torch does in its constructor what its reset_parameters does; nothing of the kind is known of others.
+    # Constructors of torch's classes initialize as their reset_parameters does. Other classes may do more.
     if type(module).__module__.split(".")[0] == "torch":
         found = (_without_initializer(child, type(child).__name__) for child in module.children())
         return next((each for each in found if each is not None), None)

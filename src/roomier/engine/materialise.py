@@ -1,7 +1,7 @@
-"""Models that come without memory for their weights: on ``meta``, or built part by part in ``configure_model``.
+"""Models without memory for their weights: on the meta device, or built and sharded in ``configure_model``.
 
-The weights are taken out, the model is cut among the ranks while it is on ``meta``, memory is made for what each rank
-keeps of it, and its part of each weight is put in. No rank holds more of a model than its part and a tensor or two.
+The weights are removed, the model is sharded on the meta device, each rank allocates its shards, and the values are
+copied into them. A rank never holds more of a model than its shards and one or two full tensors.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from roomier.plan import Plan
 
 @contextmanager
 def built_in_parts(plan: Plan, ranks: Ranks, *, has_weights: bool = False) -> Iterator[None]:
-    """What is built inside keeps, of each parameter, the part of this rank, where the strategy of ``plan`` cuts it.
+    """Keep only this rank's shard of each parameter that is created inside, if the strategy of ``plan`` shards them.
 
-    The values are those of one process that starts from the random state of rank 0, bit for bit, whatever the code does
-    to initialise them.
+    The values are bit for bit the values of a single process that starts from the random state of rank 0, independent
+    of the code that initializes them.
 
     Args:
-        has_weights: all of the values will come from a file: none are drawn.
+        has_weights: whether a file provides all values. No values are sampled in this case.
     """
     if ranks.is_alone:
         yield
@@ -59,11 +59,11 @@ def built_in_parts(plan: Plan, ranks: Ranks, *, has_weights: bool = False) -> It
 
 
 class TakenWeights:
-    """The weights of a network that is on ``meta`` for as long as it is cut.
+    """Weights of a network that is on the meta device while it is sharded.
 
     Args:
-        pages: by name.
-        has_weights: they have no values and get none: a file has them all.
+        pages: the weights by name.
+        has_weights: whether a file provides the values, so that the pages have none.
     """
 
     def __init__(self, pages: dict[str, Page], *, has_weights: bool) -> None:
@@ -72,22 +72,24 @@ class TakenWeights:
 
     @torch.no_grad()
     def put_back(self, root: nn.Module, network: nn.Module, device: torch.device) -> None:
-        """Memory on ``device`` for all of ``network`` that this rank keeps, and the values in it.
+        """Allocate this rank's shards of ``network`` on ``device``, with their values.
 
         Args:
-            root: what ``network`` was wrapped in to be cut, or ``network``.
+            root: the module that wraps ``network``, or ``network`` itself.
+            network: the network whose weights were taken.
+            device: the device of this rank.
         """
         pages = {id(each): self._pages.pop(name) for name, each in network.named_parameters() if name in self._pages}
 
         def real(tensor: Tensor) -> Tensor:
-            page = pages.pop(id(tensor), None)  # one by one: on another device, each is there twice for a moment only
+            page = pages.pop(id(tensor), None)  # one by one, so that only one weight exists on two devices at a time
             return tensor.to(device) if page is None else self._real(tensor, page, device)
 
         def whole(parameter: nn.Parameter) -> nn.Parameter:
             is_whole = parameter.is_meta and type(parameter) is nn.Parameter
             return _with_attributes(parameter, real(parameter)) if is_whole else parameter
 
-        _replace_parameters(network, whole)  # it keeps tied ones tied, and convert_tensors those that are sharded
+        _replace_parameters(network, whole)  # preserves tied parameters; convert_tensors preserves sharded ones
         torch_private.convert_tensors(root, real)
 
     def _real(self, tensor: Tensor, page: Page, device: torch.device) -> Tensor:
@@ -100,12 +102,15 @@ class TakenWeights:
 
 
 def take_weights(network: nn.Module, plan: Plan, ranks: Ranks, *, given: set[str] | None = None) -> TakenWeights | None:
-    """Leave ``network`` with parameters on ``meta``; None where all of it is on a device and nothing is to be done.
+    """Replace the parameters of ``network`` by parameters on the meta device.
 
-    What is on ``meta`` already is initialised first, see [Note: first values of a meta model].
+    Tensors that are on the meta device already are initialized first, see [Note: initial values of a meta model].
 
     Args:
-        given: names of the tensors that will be read from a file, all parameters among them; None for no file.
+        given: names of the tensors that will be read from a file, which include all parameters. None without a file.
+
+    Returns:
+        The weights. None if the whole network is on a device, and nothing was replaced.
 
     Raises:
         RoomierError: a parameter or buffer gets no values.
@@ -117,7 +122,7 @@ def take_weights(network: nn.Module, plan: Plan, ranks: Ranks, *, given: set[str
         return None
     cut = _cut_of(plan, ranks) if cuts_parameters(plan, ranks) else Cut()
     pages = Pages(cut, discards=given is not None)
-    small = {each for name, each in parameters if is_adapter(name)}  # they have values, which no file holds
+    small = {each for name, each in parameters if is_adapter(name)}  # they have values, and no file contains them
     _replace_parameters(network, lambda each: pages.page_of(each) if is_pageable(each) and each not in small else each)
     if meta_tensors:
         if given is None:
@@ -137,7 +142,7 @@ def take_weights(network: nn.Module, plan: Plan, ranks: Ranks, *, given: set[str
 
 
 def _refuse_strays(network: nn.Module, tables: list[Pages]) -> None:
-    # One that is not a part of the model would stay paged, and be gathered by each operation on it.
+    # Parameters outside the model would stay paged, and each operation would gather them.
     known = {each.page for each in network.parameters() if isinstance(each, PagedTensor)}
 
     def strays() -> list[Page]:
@@ -145,27 +150,27 @@ def _refuse_strays(network: nn.Module, tables: list[Pages]) -> None:
 
     if not strays():
         return
-    gc.collect()  # what was built and dropped may wait for it
+    gc.collect()  # parameters that were created and dropped may be waiting for the collector
     found = [tuple(page.shape) for page in strays()]
     if found:
-        problem = f"made {len(found)} parameters (of these shapes) that are not parameters of the module"
-        action = "Assign the module that has them to an attribute of self, or build it in setup()"
+        problem = f"created {len(found)} parameters (with these shapes) that are not parameters of the module"
+        action = "Assign the module that owns them to an attribute of self, or build it in setup()"
         raise RoomierError("configure_model", found, problem, action)
 
 
 def cuts_parameters(plan: Plan, ranks: Ranks) -> bool:
-    """Whether the strategy of ``plan`` leaves each rank a part of each parameter."""
+    """Return whether the strategy of ``plan`` shards parameters across ranks."""
     is_whole = plan.parallel.strategy in ("single", "ddp") or plan.optimizer.name == "onebit_adam"
     return not ranks.is_alone and not is_whole
 
 
 def _cut_of(plan: Plan, ranks: Ranks) -> Cut:
     num_shards = plan.parallel.num_shards
-    return Cut(num_shards, ranks.world.rank % num_shards)  # neighbouring ranks share a copy, see make_mesh
+    return Cut(num_shards, ranks.world.rank % num_shards)  # neighboring ranks share a replica, see make_mesh
 
 
 def _replace_parameters(network: nn.Module, replace: Callable[[nn.Parameter], nn.Parameter]) -> None:
-    replaced: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # with the old one, so that its id stays its own
+    replaced: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # keeps the old parameter, so that its id is not reused
     for module in network.modules():
         for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             if id(parameter) not in replaced:
@@ -182,7 +187,7 @@ def _on_meta(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def _with_attributes(parameter: nn.Parameter, data: Tensor) -> nn.Parameter:
-    """A plain parameter of ``data``, and what users wrote on ``parameter``."""
+    """Return a plain parameter with ``data`` and the attributes that users set on ``parameter``."""
     made = nn.Parameter(data, requires_grad=parameter.requires_grad)
     own = ("page", "pages", "_paged_as")
     made.__dict__.update({key: each for key, each in parameter.__dict__.items() if key not in own})

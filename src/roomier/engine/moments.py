@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from roomier.engine.levers import Levers
+from roomier.engine.optimizers import Updates
 from roomier.engine.parallel import Parallel
-from roomier.engine.step_in_backward import StepAfterBackward, StepInBackward
 
 Calls = tuple[Callable[..., Any], ...]
 
@@ -44,7 +44,7 @@ class Moments:
     end_update: Calls
 
 
-def moments_of(parallel: Parallel, levers: Levers, updates: StepInBackward | StepAfterBackward) -> Moments:
+def moments_of(parallel: Parallel, levers: Levers, updates: Updates) -> Moments:
     """Collect the methods of the techniques that act."""
     recompute = levers.recompute
     divides, recomputes, chunks = parallel.runner is not None, bool(recompute.blocks), levers.output_layer is not None

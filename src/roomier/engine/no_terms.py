@@ -1,4 +1,4 @@
-"""The backward of a micro-batch whose loss is a mean over nothing."""
+"""Backward of a micro-batch whose loss averages over no terms."""
 
 from __future__ import annotations
 
@@ -12,16 +12,19 @@ from torch import Tensor
 
 @contextmanager
 def zero_gradients(loss: Tensor) -> Iterator[Tensor]:
-    """A loss of 0 in the place of ``loss``, which is 0/0; inside, its backward gives gradients of zeros.
+    """Yield a loss of zero for ``loss``, which is 0/0. Inside the context, its backward computes gradients of zero.
 
-    That backward must run: other ranks wait for this one's gradients. Zero times the derivative of a division by zero
-    is no number, so what each node of the graph receives is made zero again.
+    The backward must run, because other ranks wait for the gradients of this rank. Zero times the derivative of 0/0 is
+    NaN, so the gradient that enters each node of the graph is set to zero.
+
+    Args:
+        loss: the loss (0-dim) with its graph.
     """
     hooks = [node.register_prehook(_zeros) for node in _nodes_of(loss)]
     try:
         yield torch.nan_to_num(loss) * 0.0
     finally:
-        for hook in hooks:  # the node that adds to a parameter's gradient outlives the graph
+        for hook in hooks:  # the nodes that accumulate into parameters outlive the graph
             hook.remove()
 
 

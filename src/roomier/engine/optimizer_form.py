@@ -1,8 +1,8 @@
-"""Check that stored values of an optimizer are values that it can continue with, before any of them is loaded.
+"""Checks of the stored values of an optimizer, before they are loaded.
 
-The optimizers of torch and of roomier are asked: a throwaway optimizer of the same class takes one step on a parameter
-without memory, with the stored settings. It accepts or rejects the settings, and has the states that it needs. The
-values of other optimizers are the user's, and only their structure is checked.
+For the optimizers of torch and roomier, a temporary optimizer of the same class takes one step on a parameter without
+memory, with the stored settings. It accepts or rejects the settings, and shows which states the class requires. For
+other optimizers, only the structure of the values is checked.
 """
 
 from __future__ import annotations
@@ -18,17 +18,19 @@ from torch.optim import Optimizer
 from roomier.core.forms import FormError, anything, fields, item_of, like, tensor
 
 _KNOWN = ("torch.optim", "roomier.optim")
-_OF_KERNELS = ("params", "fused", "foreach", "capturable")  # they do not change which states there are
+_OF_KERNELS = ("params", "fused", "foreach", "capturable")  # do not change which states exist
 
 States = dict[str, Any]
 
 
 def check_values(optimizer: Optimizer, saved: Mapping[str, Any], names: Mapping[nn.Parameter, str], place: str) -> None:
-    """Check the settings and the states in ``saved``, whose tensors need not be read yet.
+    """Check the settings and the states in ``saved``. The tensors need not be read yet.
 
     Args:
-        saved: of the same class, with the same groups of parameters.
-        place: of ``saved``, for the error.
+        optimizer: the optimizer of this run.
+        saved: state of an optimizer of the same class, with the same groups of parameters.
+        names: the fully qualified name of each parameter.
+        place: location of ``saved`` in the checkpoint, for the error.
 
     Raises:
         FormError: a value is malformed.
@@ -60,7 +62,7 @@ def _check_settings(group: Mapping[str, Any], stored: Mapping[str, Any], place: 
 def _states_needed(
     optimizer: Optimizer, group: Mapping[str, Any], stored: Mapping[str, Any], parameter: nn.Parameter, place: str
 ) -> States | None:
-    """Return the states that ``optimizer`` has for ``parameter`` after a step, or None if that cannot be found out.
+    """Return the states that ``optimizer`` has for ``parameter`` after a step, or None if it cannot be determined.
 
     Raises:
         FormError: the optimizer takes a step with the settings of ``group``, but not with those of ``stored``.
@@ -70,7 +72,7 @@ def _states_needed(
         return None
     try:
         states = _states_after_step(make, group, parameter)
-    except Exception:  # it needs more than a parameter: a process group, or a closure
+    except Exception:  # the step requires more than a parameter, such as a process group or a closure
         return None
     settings = {**group, **stored}
     if not all(settings[key] is value or _is_same_plain(settings[key], value) for key, value in group.items()):

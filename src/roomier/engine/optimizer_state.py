@@ -1,4 +1,4 @@
-"""Optimizer states by parameter name, so that a checkpoint does not know the order or layout that wrote it."""
+"""Optimizer states by parameter name, independent of the order and the sharding of the parameters."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
@@ -16,25 +16,25 @@ Spec = Any
 
 @runtime_checkable
 class PlacesStates(Protocol):
-    """An optimizer whose states are cut otherwise than its parameters."""
+    """Optimizer whose states are sharded differently than its parameters."""
 
     def place(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
-        """An empty tensor for the state ``name`` of a parameter; None where it is not needed."""
+        """Return an empty tensor for the state ``name`` of a parameter, or None if this rank does not need it."""
         ...
 
 
 @runtime_checkable
 class HasRowStates(Protocol):
-    """An optimizer with states that are cut as the rows of their parameter are, and have another shape."""
+    """Optimizer with states that are sharded by the rows of their parameter and have a different shape."""
 
     @property
     def row_states(self) -> Sequence[str]:
-        """The names of these states; their first dimension is that of the parameter."""
+        """Names of these states. Their first dimension is the first dimension of the parameter."""
         ...
 
 
 def parameter_names(module: nn.Module) -> dict[nn.Parameter, str]:
-    """The fully qualified name of each parameter; a tied one has the first of its names."""
+    """Return the fully qualified name of each parameter. A tied parameter has the first of its names."""
     names: dict[nn.Parameter, str] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, name)
@@ -42,8 +42,11 @@ def parameter_names(module: nn.Module) -> dict[nn.Parameter, str]:
 
 
 def optimizer_state(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> dict[str, Any]:
-    """``{"type": class name, "state": {name: {...}}, "param_groups": [{..., "params": [name, ...]}]}``; tensors are not
-    copied."""
+    """Return the state of ``optimizer`` with names in place of indices. Tensors are not copied.
+
+    Returns:
+        ``{"type": class name, "state": {name: {...}}, "param_groups": [{..., "params": [name, ...]}]}``.
+    """
     packed = optimizer.state_dict()
     named = _names_by_index(optimizer, names)
     groups = [{**group, "params": [named[index] for index in group["params"]]} for group in packed["param_groups"]]
@@ -52,16 +55,16 @@ def optimizer_state(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> 
 
 
 def check_optimizer(optimizer: Optimizer, saved: Mapping[str, Any], names: Mapping[nn.Parameter, str]) -> None:
-    """Check that ``saved``, whose tensors need not be read yet, is a state of ``optimizer``.
+    """Check that ``saved`` is a state of ``optimizer``. The tensors of ``saved`` need not be read yet.
 
     Raises:
-        CheckpointError: the optimizer is of another class, or has other parameters or groups than the saved one.
+        CheckpointError: ``saved`` belongs to another class of optimizer, or to other parameters or groups.
     """
-    action = "Build the optimizer as in the run that was saved, or load the weights alone"
+    action = "Create the optimizer as in the saved run, or load only the weights"
     if saved["type"] != type(optimizer).__name__:
-        # Another one's states would be taken for its own: those of Adam fit AdamW by name, and it would not decay.
+        # States of another class could be accepted: the states of Adam have the names of AdamW's, but do not decay.
         raise CheckpointError(
-            "optimizer", type(optimizer).__name__, f"the checkpoint holds the states of {saved['type']}", action
+            "optimizer", type(optimizer).__name__, f"the checkpoint contains the states of {saved['type']}", action
         )
     named = _names_by_index(optimizer, names)
     groups = optimizer.state_dict()["param_groups"]
@@ -72,7 +75,7 @@ def check_optimizer(optimizer: Optimizer, saved: Mapping[str, Any], names: Mappi
         raise CheckpointError(
             "optimizer",
             type(optimizer).__name__,
-            f"its parameter groups are not those of the checkpoint (differing: {differing[:5] or 'their order'})",
+            f"its parameter groups differ from the checkpoint in {differing[:5] or 'their order'}",
             action,
         )
 
@@ -85,15 +88,17 @@ def state_places(
     is_spec: Callable[[Any], bool],
     unneeded: Any,
 ) -> dict[str, Any]:
-    """``saved`` with an empty tensor in the place of each that is to be read.
+    """Return ``saved`` with an empty tensor in place of each tensor that will be read.
 
-    A state of its parameter's shape, or of its rows, is cut like the parameter, so that no rank holds more of it than
-    it trains with. Any other stands on the parameter's device, on every rank; one without dimensions, such as a step
-    count, on the CPU, from where the engine puts it where the optimizer wants it.
+    States with the shape or the rows of their parameter are sharded like the parameter, so that no rank allocates more
+    than its shards. Other states are on the device of the parameter, on every rank. States without dimensions, such as
+    step counts, are on the CPU, and the engine moves them to the device that the optimizer requires.
 
     Args:
-        is_spec: tells what stands for a tensor: it has ``shape`` and ``dtype``.
-        unneeded: stands where the optimizer has no use for a tensor.
+        saved: the state with specifications in place of tensors.
+        names: the fully qualified name of each parameter.
+        is_spec: returns whether a value is a specification, which has ``shape`` and ``dtype``.
+        unneeded: value in place of tensors that this rank does not need.
     """
     parameters = {name: parameter for parameter, name in names.items()}
 
@@ -108,7 +113,7 @@ def state_places(
 
     def places_of(name: str, state: Mapping[str, Any]) -> dict[str, Any]:
         return {
-            key: map_tensors(lambda spec: place(parameters[name], key, spec), value, is_leaf=is_spec)  # noqa: B023 - called at once
+            key: map_tensors(lambda spec: place(parameters[name], key, spec), value, is_leaf=is_spec)  # noqa: B023 - called immediately
             for key, value in state.items()
         }
 
@@ -121,7 +126,7 @@ def _row_states(optimizer: Optimizer) -> Sequence[str]:
 
 def _empty_beside(parameter: nn.Parameter, shape: tuple[int, ...], dtype: torch.dtype, *, is_cut: bool) -> Tensor:
     if type(parameter) is not nn.Parameter:
-        from torch.distributed.tensor import DTensor, Replicate, empty  # slow to import, and needed only here
+        from torch.distributed.tensor import DTensor, Replicate, empty  # slow to import, and only sharding needs it
 
         if isinstance(parameter, DTensor):
             mesh = parameter.device_mesh
@@ -131,12 +136,14 @@ def _empty_beside(parameter: nn.Parameter, shape: tuple[int, ...], dtype: torch.
 
 
 def cut_like(own: Any, value: Any, *, by_rows: bool = False) -> Any:
-    """``value``, the whole of a tensor, cut as ``own`` is, which has its shape, or its rows; anything else as it is. No
-    rank waits for another."""
+    """Return the full tensor ``value`` sharded like ``own``, which has its shape or its number of rows.
+
+    Other values are returned unchanged. No rank waits for another.
+    """
     is_whole = isinstance(value, Tensor) and isinstance(own, Tensor) and (by_rows or own.shape == value.shape)
     if not is_whole or type(own) in (Tensor, nn.Parameter):
         return value
-    from torch.distributed.tensor import DTensor, distribute_tensor  # slow to import, and needed only here
+    from torch.distributed.tensor import DTensor, distribute_tensor  # slow to import, and only sharding needs it
 
     if not isinstance(own, DTensor) or isinstance(value, DTensor):
         return value
@@ -144,10 +151,10 @@ def cut_like(own: Any, value: Any, *, by_rows: bool = False) -> Any:
 
 
 def load_optimizer(optimizer: Optimizer, saved: Mapping[str, Any], names: Mapping[nn.Parameter, str]) -> None:
-    """Put ``saved`` (from :func:`optimizer_state`) back.
+    """Load ``saved``, the result of :func:`optimizer_state`.
 
     Raises:
-        CheckpointError: as :func:`check_optimizer`.
+        CheckpointError: ``saved`` is not a state of ``optimizer``, see :func:`check_optimizer`.
     """
     check_optimizer(optimizer, saved, names)
     named = _names_by_index(optimizer, names)
@@ -166,8 +173,8 @@ def load_optimizer(optimizer: Optimizer, saved: Mapping[str, Any], names: Mappin
 
 
 def _load_as_saved(optimizer: Optimizer, packed: Mapping[str, Any]) -> None:
-    # Optimizer.load_state_dict casts every state to the dtype of its parameter; an fp32 state of a bf16 weight
-    # would lose its low bits, and a resume would not be exact.
+    # Optimizer.load_state_dict casts every state to the dtype of its parameter. An fp32 state of a bf16 weight would
+    # lose its low bits, and a resume would not be exact.
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for group, saved in zip(optimizer.param_groups, packed["param_groups"], strict=True):
         group.update({key: value for key, value in saved.items() if key != "params"})
@@ -190,7 +197,7 @@ def _load_as_saved(optimizer: Optimizer, packed: Mapping[str, Any]) -> None:
 
 def _owned(value: Any, parameter: nn.Parameter, *, by_rows: bool) -> Any:
     cut = cut_like(parameter, value, by_rows=by_rows)
-    # A part of a whole would keep all of it in memory.
+    # A view of a shard would keep the full tensor in memory.
     return value if cut is value else cut.clone()
 
 

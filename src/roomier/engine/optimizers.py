@@ -31,6 +31,8 @@ from roomier.plan.lever_rules import rounding_in_force
 
 ConfigureOptimizers = Callable[[Sequence[nn.Module]], Configured]
 """Takes the blocks of the network and returns optimizers and schedulers."""
+Updates = StepInBackward | StepAfterBackward
+"""When the optimizers step."""
 
 
 def configure(
@@ -124,9 +126,7 @@ def report_waiting_steps(facts: Facts, optimizers: Sequence[Optimizer]) -> None:
             )
 
 
-def updates_of(
-    plan: Plan, facts: Facts, optimizers: Sequence[Optimizer], parallel: Parallel
-) -> StepInBackward | StepAfterBackward:
+def updates_of(plan: Plan, facts: Facts, optimizers: Sequence[Optimizer], parallel: Parallel) -> Updates:
     """Return when the optimizers step: during backward, or after it.
 
     Raises:

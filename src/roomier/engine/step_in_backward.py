@@ -1,22 +1,24 @@
-"""Each parameter is updated in the backward, when its gradient is complete, and the gradient is freed.
+"""Optimizer updates during backward: each parameter is updated when its gradient is complete, and the gradient is
+freed.
 
-So the gradients of one block are there at a time, not those of the model. The update is that of the optimizer itself,
-called with its groups narrowed to the parameters at hand: it must update each parameter by that parameter alone, as the
-optimizers of ``torch.optim`` do, except LBFGS. One that counts its calls in a group, as some of other packages do,
-would take each block for a step: the first update tells.
+The gradients of one block exist at a time, instead of the gradients of the model. The optimizer's own step computes the
+update, with its groups restricted to some of the parameters. The update of a parameter must therefore depend on this
+parameter only, as in all optimizers of ``torch.optim`` except LBFGS. An optimizer that counts its calls in a group
+would count each block as a step. The first update detects this.
 
-[Note: weights that change under a backward]
-A weight is written to while the backward goes on. It is complete when all operations that used it have run their
-backward, so none of them looks at it again. What used it detached is not waited for: autograd keeps count of writes and
-raises an error. Under activation recompute, a block is computed again before the first of its operations that kept
-something runs its backward, and its weights are updated when all of them have their gradients, or later.
+[Note: weights that change during backward]
+A weight is written while backward runs. Its gradient is complete after all operations that used the weight have run
+their backward, so no later operation reads it. An operation that used the weight detached is the exception: autograd
+counts writes and raises an error. Under activation recomputation, a block is recomputed before the first of its
+operations with saved tensors runs its backward. Its weights are updated after all of them have their gradients, or
+later.
 
 [Note: clipping by norm]
-The factor depends on all gradients. ``"exact"`` runs two backwards of one forward: the first takes the norm of each
-gradient and frees it, the second scales and updates. No forward runs twice (blocks that are computed again are so in
-each backward, from the same random state), so both give the same gradients wherever kernels add up in a fixed order.
-The norm is that of ``torch.nn.utils.clip_grad_norm_``, to the bit. ``"stale_norm"`` runs one backward and clips by the
-norm of the step before; the first step of a run has none, and is exact.
+The factor depends on all gradients. ``"exact"`` runs two backwards of one forward. The first computes the norm of each
+gradient and frees the gradient, the second scales and updates. No forward runs twice, except that each backward
+recomputes blocks from the same random state. Both backwards give the same gradients if all kernels sum in a fixed
+order. The norm is equal to the norm of ``torch.nn.utils.clip_grad_norm_``, bit for bit. ``"stale_norm"`` runs one
+backward and clips by the norm of the previous step. The first step of a run has no previous norm and is exact.
 """
 
 from __future__ import annotations
@@ -41,7 +43,11 @@ FIELD = "optimizer.step_in_backward"
 
 
 class StepAfterBackward:
-    """The default: the optimizers step after all gradients are complete, not during backward."""
+    """Updates after backward (the default): the optimizers step when all gradients are complete.
+
+    Attributes:
+        acts: whether the engine calls the methods during a step.
+    """
 
     acts = False
 
@@ -58,20 +64,24 @@ class StepAfterBackward:
 
 
 class StepInBackward:
-    """The updates of an engine whose optimizers step in the backward.
+    """Updates during backward.
 
     Args:
-        network: names parameters in errors.
-        blocks: the parameters of each are updated together.
-        way: ``"exact"`` or ``"stale_norm"``; see [Note: clipping by norm].
-        join_norms: the norm of a gradient, over all ranks, from the norm of each of its parts here, by parameter.
-        late: parameters whose gradients are not complete until the backward is over.
+        network: the model, for the names of parameters in errors.
+        optimizers: the optimizers of its parameters.
+        blocks: the blocks of ``network``. The parameters of a block are updated together.
+        way: ``"exact"`` or ``"stale_norm"``, see [Note: clipping by norm].
+        batch_plan: settings for clipping.
+        join_norms: returns the norm over all ranks, from the norm of this rank's shard of each gradient, by parameter.
+        late: parameters whose gradients are complete only after backward.
 
     Attributes:
-        norm: of the gradients of the last step, before they were clipped (0-dim); None where no norm is taken.
+        acts: whether the engine calls the methods during a step.
+        norm: norm of the gradients of the last step before clipping (0-dim). None if no norm is computed.
+        may_be_stale: whether gradients are clipped by the norm of the previous step.
 
     Raises:
-        PlanError: an optimizer cannot be called for some parameters at a time.
+        PlanError: the update of a parameter by one of the optimizers depends on other parameters.
     """
 
     acts = True
@@ -98,7 +108,7 @@ class StepInBackward:
         limit = batch_plan.gradient_clip_val
         self._max_norm = limit if batch_plan.clips_norm else None
         self._max_value = None if batch_plan.clips_norm else limit
-        self._factor: Tensor | None = None  # what gradients of this step are multiplied by
+        self._factor: Tensor | None = None  # factor of the gradients in this step
         self._block_of: dict[Tensor, int] = {
             parameter: number
             for number, block in enumerate(blocks)
@@ -111,7 +121,7 @@ class StepInBackward:
         self._norms: dict[Tensor, Tensor] = {}
         self._pending: list[Tensor] = []
         self._updated: set[Tensor] = set()
-        self._receive: Callable[[Tensor], None] | None = None  # takes each complete gradient; None between steps
+        self._receive: Callable[[Tensor], None] | None = None  # called with each complete gradient; None between steps
         self._is_step_open = False
         self._watch_parameters()
 
@@ -122,8 +132,8 @@ class StepInBackward:
             TrainingError: the step has several micro-batches.
         """
         if len(batches) != 1:
-            problem = "an update in the backward of each cannot wait for the gradients of the next"
-            action = "Give one micro-batch a step, or leave out step_in_backward"
+            problem = "are not supported, because each update happens before the gradients of the next one exist"
+            action = "Pass one micro-batch per step, or set step_in_backward=False"
             raise TrainingError("batches", f"{len(batches)} micro-batches", problem, action)
         self._watch_parameters()
 
@@ -134,7 +144,7 @@ class StepInBackward:
             for group in optimizer.param_groups
             for parameter in group["params"]
         }
-        for parameter in self._handles.keys() - self._home.keys():  # taken from its optimizer
+        for parameter in self._handles.keys() - self._home.keys():  # removed from its optimizer
             self._handles.pop(parameter).remove()
             self._num_in_block[self._block_of.get(parameter)] -= 1
         for parameter in self._home:
@@ -145,13 +155,13 @@ class StepInBackward:
                 self._num_in_block[self._block_of.get(parameter)] += 1
 
     def backward(self, run: Callable[..., None]) -> None:
-        """Gradients and updates of one step.
+        """Compute the gradients and the updates of one step.
 
         Args:
-            run: runs the backward; takes ``retain_graph``.
+            run: runs backward. It takes ``retain_graph``.
 
         Raises:
-            TrainingError: it is the second backward of a step, or there are gradients that it would be added to.
+            TrainingError: it is the second backward of a step, or a parameter has a gradient already.
         """
         self._check_begins_step()
         self._is_step_open = True
@@ -169,46 +179,47 @@ class StepInBackward:
             self._run(run, self._collect)
 
     def end_step(self, closure: object = None) -> None:
-        """The next backward is that of another step.
+        """Allow the next backward.
 
         Raises:
-            TrainingError: the optimizer is to compute gradients by itself.
+            TrainingError: ``closure`` computes gradients after the update.
         """
         if closure is not None:
-            action = "Call engine.step() without one, or leave out step_in_backward"
-            raise TrainingError("closure", closure, "the update was made in the backward before it", action)
+            problem = "is not supported, because the parameters were updated in the previous backward"
+            action = "Call engine.step() without a closure, or set step_in_backward=False"
+            raise TrainingError("closure", closure, problem, action)
         self._is_step_open = False
 
     def clipped(self, max_norm: float | None, algorithm: str | None) -> Tensor | None:
-        """:attr:`norm`, where gradients were clipped as the Plan says.
+        """Return :attr:`norm`. The gradients were clipped as the Plan says.
 
         Raises:
-            TrainingError: another bound is asked for.
+            TrainingError: the arguments request another limit.
         """
         if max_norm is None and algorithm is None:
             return self.norm
-        problem = "the gradients are used up and freed: each parameter was updated in the backward"
-        action = "Set gradient_clip_val, by which they are clipped on their way, or leave out step_in_backward"
+        problem = "the gradients are used and freed already, because each parameter was updated during backward"
+        action = "Set gradient_clip_val, which clips during backward, or set step_in_backward=False"
         raise TrainingError("clip", max_norm, problem, action)
 
     def state(self) -> dict[str, Any]:
-        """What the next step depends on besides weights and optimizers."""
+        """Return the state of the next step in addition to weights and optimizers."""
         return {"stale_norm": self.norm} if self.may_be_stale else {}
 
     def load(self, state: Mapping[str, Any], device: torch.device) -> None:
-        """Put back what :meth:`state` gave; a run without it begins with an exact step."""
+        """Restore the result of :meth:`state`. Without a stored norm, the next step is exact."""
         norm: Tensor | None = state.get("stale_norm")
         self.norm = None if norm is None else norm.to(device)
 
     def close(self) -> None:
-        """Leave the parameters without hooks."""
+        """Remove the hooks of the parameters."""
         for handle in self._handles.values():
             handle.remove()
         self._handles.clear()
         self._num_in_block.clear()
 
     def take(self, parameter: Tensor) -> None:
-        """The gradient of ``parameter`` is complete."""
+        """Process the gradient of ``parameter``, which is complete."""
         if self._receive is not None and parameter not in self._late:
             self._receive(parameter)
 
@@ -238,7 +249,7 @@ class StepInBackward:
         self._norms[parameter] = torch_private.norm_of(_own_gradient(parameter))
 
     def _collect(self, parameter: Tensor) -> None:
-        """Update the parameters of a block together, when all of them are complete or the turn of others has come."""
+        """Update the parameters of a block together, after the last one is complete or a parameter of another block."""
         if parameter in self._updated:
             raise self._came_in_parts(parameter)
         block = self._block_of.get(parameter)
@@ -275,20 +286,22 @@ class StepInBackward:
 
     def _check_begins_step(self) -> None:
         if self._is_step_open:
-            problem = "a second backward came before the step of the first was finished, whose update is made already"
-            action = "Call engine.step() after each backward, and give the sum of several losses to one backward"
+            problem = (
+                "a second backward ran before the step of the first one ended, which has updated parameters already"
+            )
+            action = "Call engine.step() after each backward, and run one backward of the sum of several losses"
             raise TrainingError("backward", None, problem, action)
         for optimizer in self._optimizers:
             _check_hooks(optimizer)
         kept = next((each for each in self._home if each.grad is not None), None)
         if kept is not None:
-            problem = "has a gradient before the backward, to which the new one would be added; it was to be freed"
-            action = "Run no backward of your own in training_step, or leave out step_in_backward"
+            problem = "has a gradient before the backward, which would add to it"
+            action = "Do not run backward in training_step, or set step_in_backward=False"
             raise TrainingError("gradient", self._name_of(kept), problem, action)
 
     def _came_in_parts(self, parameter: Tensor) -> TrainingError:
-        problem = "its gradient came in more than one part, and it is updated once"
-        action = "Where the model uses torch.utils.checkpoint, pass use_reentrant=False"
+        problem = "received its gradient in more than one part, but is updated only once"
+        action = "If the model uses torch.utils.checkpoint, pass use_reentrant=False"
         return TrainingError("gradient", self._name_of(parameter), problem, action)
 
     def _name_of(self, parameter: Tensor) -> str | None:
@@ -296,7 +309,7 @@ class StepInBackward:
 
 
 class _Hook:
-    """What a parameter holds: nothing that would keep an engine alive."""
+    """Hook of a parameter. Its weak reference does not keep the engine alive."""
 
     def __init__(self, steps: weakref.ref[StepInBackward]) -> None:
         self._steps = steps
@@ -309,8 +322,10 @@ class _Hook:
 
 @contextmanager
 def _narrowed(optimizer: Optimizer, groups: Groups) -> Iterator[None]:
-    """``optimizer`` with no parameters but those of ``groups``: it walks all it has, and an update of each block that
-    did so would take quadratic time."""
+    """Restrict ``optimizer`` to the parameters of ``groups``.
+
+    Otherwise each update of a block would loop over all parameters, which takes quadratic time.
+    """
     all_groups = optimizer.param_groups
     all_parameters = [group["params"] for group, _ in groups]
     optimizer.param_groups = [group for group, _ in groups]
@@ -326,10 +341,10 @@ def _narrowed(optimizer: Optimizer, groups: Groups) -> Iterator[None]:
 
 @contextmanager
 def _unchanged(optimizer: Optimizer) -> Iterator[None]:
-    """Settings of groups stay as they are inside.
+    """Check that the settings of the groups do not change inside the context.
 
     Raises:
-        TrainingError: ``optimizer`` changed a number among them, which is then not of one parameter alone.
+        TrainingError: ``optimizer`` changed a number in a group, so its updates depend on more than one parameter.
     """
     before = [_numbers(group) for group in optimizer.param_groups]
     yield
@@ -337,8 +352,8 @@ def _unchanged(optimizer: Optimizer) -> Iterator[None]:
         now = _numbers(group)
         name = next((name for name in now if now[name] != earlier.get(name)), None)
         if name is not None:
-            problem = f"changes {name!r} of a parameter group in each call, of which there is one for each block"
-            action = "Use an optimizer that keeps its state by parameter, or leave out step_in_backward"
+            problem = f"changes {name!r} of a parameter group in each call, but it is called for each block"
+            action = "Use an optimizer that stores its state per parameter, or set step_in_backward=False"
             raise TrainingError("optimizer", type(optimizer).__name__, problem, action)
 
 
@@ -351,7 +366,7 @@ def _factor(max_norm: float, norm: Tensor) -> Tensor:
 
 
 def _own_gradient(parameter: Tensor) -> Tensor:
-    """Of a parameter that is cut among ranks, the part of this one."""
+    """Return the gradient of a parameter, or this rank's shard of it."""
     gradient = parameter.grad
     assert gradient is not None
     to_local = getattr(gradient, "to_local", None)
@@ -361,12 +376,13 @@ def _own_gradient(parameter: Tensor) -> Tensor:
 
 def _check_optimizer(optimizer: Optimizer, way: str) -> None:
     if isinstance(optimizer, LBFGS):
-        problem = "does not go with LBFGS, whose update of a parameter depends on all gradients"
-        raise PlanError(FIELD, way, problem, "Use another optimizer, or step_in_backward=False")
+        problem = "is not supported with LBFGS, whose update of a parameter depends on all gradients"
+        raise PlanError(FIELD, way, problem, "Use another optimizer, or set step_in_backward=False")
     _check_hooks(optimizer)
 
 
 def _check_hooks(optimizer: Optimizer) -> None:
     if torch_private.has_step_pre_hooks(optimizer):
-        problem = "has a hook before its step (register_step_pre_hook), which would find no gradients"
-        raise TrainingError("optimizer", type(optimizer).__name__, problem, "Remove it, or leave out step_in_backward")
+        problem = "has a hook before its step (register_step_pre_hook), but gradients are freed before the step"
+        action = "Remove the hook, or set step_in_backward=False"
+        raise TrainingError("optimizer", type(optimizer).__name__, problem, action)

@@ -1,4 +1,4 @@
-"""Weights from safetensors files, of which each rank reads what it keeps."""
+"""Initial weights from safetensors files. Each rank reads only its shards."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ _NUM_NAMES_SHOWN = 3
 
 
 class WeightsToRead(Protocol):
-    """Where the values are that a model begins with."""
+    """Source of the initial values of a model."""
 
     def check(self, network: nn.Module) -> set[str]:
-        """The names of the tensors of ``network`` that will be filled: all, but for adapters."""
+        """Return the names of the tensors of ``network`` that will be read. They include all except adapters."""
         ...
 
     def read_into(self, network: nn.Module) -> None:
-        """Fill ``network``, which :meth:`check` has seen, in place; of a sharded tensor, this rank's part."""
+        """Read the values into ``network``, which :meth:`check` accepted. Each rank reads its shard of a tensor."""
         ...
 
 
 class WeightsFile:
-    """The tensors of ``path`` by name, none of them read.
+    """Names and shapes of the tensors in ``path``, without their values.
 
     Args:
-        path: a ``.safetensors`` file; an index ``.safetensors.index.json`` of several; or a folder that holds either
-            under the name Hugging Face gives it (``model.safetensors``).
+        path: a ``.safetensors`` file, an index ``.safetensors.index.json`` of several files, or a folder that contains
+            either of them under Hugging Face's file name (``model.safetensors``).
 
     Raises:
-        RoomierError: it is none of these, a file of an index is missing, or a file is damaged.
+        RoomierError: ``path`` is none of these, a file of an index is missing, or a file is damaged.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -53,20 +53,22 @@ class WeightsFile:
         self._conversions: list[Conversion] = []
         for file_path in _files_of(self.path):
             with _opened(file_path) as file:
-                for name in file.keys():  # noqa: SIM118  it is no mapping
+                for name in file.keys():  # noqa: SIM118  it is not a mapping
                     self._file_of[name] = file_path
                     self._shapes[name] = tuple(file.get_slice(name).get_shape())
 
     def check(self, network: nn.Module) -> set[str]:
-        """Compare names and shapes with those of ``network``; the names there that will be filled, tied ones included.
-        Adapters may be missing in the file.
+        """Compare names and shapes with ``network``. Adapters may be missing in the file.
 
-        Where all names of the file are those of one part of ``network`` (``model.`` and the name), that part is meant.
-        Where they are no names of ``network``, and it is or holds a Hugging Face model, the rules of its
-        ``from_pretrained`` say which tensors they make.
+        If all names of the file are names in one child of ``network`` (``model.`` and the name), the child is read. If
+        they are not names of ``network``, and it is or contains a Hugging Face model, the tensors are converted by the
+        rules of its ``from_pretrained``.
+
+        Returns:
+            The names of the tensors that will be read, including all names of tied ones.
 
         Raises:
-            RoomierError: names that the file has and ``network`` has not, or the other way round, or other shapes.
+            RoomierError: a name or shape of the file does not match ``network``.
         """
         wanted = _tensors_of(network)
         prefix = self._prefix(network, wanted)
@@ -77,13 +79,14 @@ class WeightsFile:
             if converted:
                 problems, self._conversions = self._compared(converted, wanted), converted
         if problems:
-            action = "Give the weights of this model, or build the model they were saved from"
-            raise RoomierError("weights", str(self.path), f"does not fit the model: {'; '.join(problems)}", action)
+            action = "Pass the weights of this model, or build the model that they were saved from"
+            raise RoomierError("weights", str(self.path), f"does not match the model: {'; '.join(problems)}", action)
         present = {id(wanted[name]) for each in self._conversions for name in each.targets}
         return {name for name, tensor in wanted.items() if id(tensor) in present}
 
     def _as_pretrained(self, network: nn.Module, wanted: Mapping[str, Tensor]) -> list[Conversion]:
-        """How the files of the Hugging Face model that ``network`` is or holds become its tensors; empty for none."""
+        """Return the conversions from the files of the Hugging Face model in ``network``. Empty without such a
+        model."""
         found = find_pretrained(network)
         if found is None:
             return []
@@ -106,14 +109,14 @@ class WeightsFile:
             if name in wanted and tuple(wanted[name].shape) != shape
         ]
         return [
-            *_some("it lacks", missing),  # adapters begin with values of their own
-            *_some("it has what the model has not", list(unexpected)),
-            *_some("other shapes", different),
+            *_some("missing", missing),  # adapters have their own initial values
+            *_some("unexpected", list(unexpected)),
+            *_some("different shapes", different),
         ]
 
     @torch.no_grad()
     def read_into(self, network: nn.Module) -> None:
-        """Fill ``network``, which :meth:`check` has seen, in place; of a sharded tensor, this rank's part.
+        """Read the values into ``network``, which :meth:`check` accepted. Each rank reads its shard of a tensor.
 
         Raises:
             RoomierError: a file is damaged.
@@ -137,7 +140,7 @@ class WeightsFile:
                     local_part(target).copy_(tensor[local_rows(target)] if target.dim() else tensor)
                     _note(converted, tensor.dtype, target)
         if converted:
-            notice(f"weights={str(self.path)!r}: converted from {', '.join(converted)}, as the model has them")
+            notice(f"weights={str(self.path)!r}: converted from {', '.join(converted)}, the dtype of the model")
 
     def _whole(self, stored: str) -> Tensor:
         with _opened(self._file_of[stored]) as file:
@@ -154,7 +157,7 @@ class WeightsFile:
 
 
 def _tensors_of(network: nn.Module) -> dict[str, Tensor]:
-    # All parameters, tied ones under each of their names, and the buffers that are stored.
+    # All parameters, tied ones under each of their names, and the persistent buffers.
     tensors = {name: each for name, each in network.state_dict(keep_vars=True).items() if isinstance(each, Tensor)}
     return {**dict(network.named_parameters(remove_duplicate=False)), **tensors}
 
@@ -176,27 +179,27 @@ def _note(converted: dict[str, None], stored: torch.dtype, target: Tensor) -> No
 
 
 def _files_of(path: Path) -> list[Path]:
-    action = f"Pass a {SUFFIX} file, or a folder that holds {_SINGLE} or {_INDEX}"
+    action = f"Pass a {SUFFIX} file, or a folder that contains {_SINGLE} or {_INDEX}"
     if path.is_dir():
         within = [path / name for name in (_INDEX, _SINGLE) if (path / name).is_file()]
         if not within:
-            raise RoomierError("weights", str(path), f"holds neither {_SINGLE} nor {_INDEX}", action)
+            raise RoomierError("weights", str(path), f"contains neither {_SINGLE} nor {_INDEX}", action)
         return _files_of(within[0])
     if not path.is_file():
-        raise RoomierError("weights", str(path), "there is no such file or folder", action)
+        raise RoomierError("weights", str(path), "does not exist", action)
     if path.name.endswith(SUFFIX):
         return [path]
     if not path.name.endswith(".index.json"):
-        raise RoomierError("weights", str(path), f"is no {SUFFIX} file", action)
+        raise RoomierError("weights", str(path), f"is not a {SUFFIX} file", action)
     try:
         names = sorted(set(json.loads(path.read_text())["weight_map"].values()))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         action = "Copy the folder again"
-        raise RoomierError("weights", str(path), f"is no index of files ({error})", action) from error
+        raise RoomierError("weights", str(path), f"is not a valid index of files ({error})", action) from error
     missing = [name for name in names if not (path.parent / name).is_file()]
     if missing:
         action = "Copy the folder again, with all of its files"
-        raise RoomierError("weights", str(path), f"names files that are not there: {', '.join(missing)}", action)
+        raise RoomierError("weights", str(path), f"lists files that do not exist: {', '.join(missing)}", action)
     return [path.parent / name for name in names]
 
 

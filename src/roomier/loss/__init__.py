@@ -1,1 +1,1 @@
-"""The loss of a language model without its logits."""
+"""Losses of language models that are computed in chunks of logits."""

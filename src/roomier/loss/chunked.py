@@ -1,4 +1,4 @@
-"""A loss whose logits are never whole in memory, for models as they are."""
+"""Chunked loss: a loss that never holds all logits in memory, for unchanged models."""
 
 from __future__ import annotations
 
@@ -15,7 +15,16 @@ from roomier.loss.output_layer import find_output_layer
 
 
 class LazyForward(WrappedForward):
-    """Of an output layer: returns logits that are computed when somebody reads them."""
+    """Forward of an output layer that returns logits without computing them, see [Note: lazy logits].
+
+    Args:
+        layer: the output layer.
+        chunk_tokens: rows of logits in a chunk; None for the default.
+
+    Attributes:
+        reads_weights_later: the layer's weights are read after its forward, so they must stay unsharded.
+        use: record of how the logits are used.
+    """
 
     reads_weights_later = True
 
@@ -28,7 +37,7 @@ class LazyForward(WrappedForward):
     def __call__(self, input: Tensor) -> Any:
         layer, device_type = self.layer, input.device.type
         is_cast = torch.is_autocast_enabled(device_type) and input.dtype is not torch.float64
-        is_wrong = not is_cast and input.dtype is not layer.weight.dtype  # torch says so
+        is_wrong = not is_cast and input.dtype is not layer.weight.dtype  # torch raises the error
         if is_wrong or torch.compiler.is_compiling():  # the compiler needs real tensors
             return self.forward(input)
         dtype = torch.get_autocast_dtype(device_type) if is_cast else input.dtype
@@ -37,13 +46,15 @@ class LazyForward(WrappedForward):
 
 
 def apply_chunked_loss(network: nn.Module, blocks: Sequence[nn.Module], chunk_tokens: int | None) -> nn.Linear:
-    """Let the output layer of ``network`` and the cross-entropy after it compute in chunks.
+    """Install a forward in the output layer of ``network``, so that the cross-entropy after it computes in chunks.
 
     Args:
-        chunk_tokens: rows of logits at a time; None takes as many as have 64 MiB in float32.
+        network: the model.
+        blocks: its blocks, which do not contain the output layer.
+        chunk_tokens: rows of logits in a chunk. None uses as many as fit into 64 MiB in float32.
 
     Returns:
-        That layer.
+        The output layer.
 
     Raises:
         RoomierError: no output layer is found.
@@ -54,10 +65,10 @@ def apply_chunked_loss(network: nn.Module, blocks: Sequence[nn.Module], chunk_to
 
 
 class LossWatch:
-    """A context around the first forward: tells where no loss was computed in chunks.
+    """Context around the first forward, which reports if no loss was computed in chunks.
 
     Args:
-        layer: from :func:`apply_chunked_loss`.
+        layer: the result of :func:`apply_chunked_loss`.
     """
 
     def __init__(self, layer: nn.Linear) -> None:
@@ -70,6 +81,7 @@ class LossWatch:
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         if kind is None and not self._use.is_chunked:
             notice(
-                "chunked loss: nothing is saved: the first training step gave no logits to cross_entropy as the output "
-                "layer made them, [tokens, classes]; compute the loss from them directly, or leave chunked_loss out"
+                "chunked loss: no memory is saved, because the first training step passed no logits of the shape "
+                "[tokens, classes] from the output layer directly to cross_entropy. Compute the loss from them "
+                "directly, or set chunked_loss=False"
             )

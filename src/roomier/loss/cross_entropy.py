@@ -1,14 +1,14 @@
-"""Cross-entropy of a linear layer's output, of which some rows at a time exist.
+"""Cross-entropy of the output of a linear layer, computed in chunks of rows.
 
 [Note: gradients in the forward]
-The gradient of the logits of a token needs nothing of other tokens but the factor that a mean or a loss scale brings,
-and that comes out of every sum. So the forward computes, of each chunk, logits, losses, and what the chunk adds to the
-gradients of the layer's input, weight and bias; a backward multiplies these by the factor. Logits are computed once.
-What is kept are gradients, no larger than the input and the parameters themselves.
+The gradient of the logits of a token depends on other tokens only by a common factor, from the mean or the loss scale.
+The forward therefore computes the logits and losses of each chunk, and adds the chunk's contribution to the gradients
+of the layer's input, weight and bias. The backward multiplies these gradients by the factor. Logits are computed one
+time. The saved gradients are as large as the input and the parameters.
 
-Letters as in :mod:`roomier.models.gpt`, and
+Letters in names of tensors are those of :mod:`roomier.models.gpt`, and in addition
 
-    N  tokens that are given a loss      C  tokens of a chunk
+    N  tokens with a loss      C  tokens of a chunk
 """
 
 from __future__ import annotations
@@ -26,17 +26,19 @@ from roomier.core.errors import TrainingError
 
 CHUNK_BYTES = 64 * 2**20
 _SIXTEEN_BITS = (torch.float16, torch.bfloat16)
-_FP16_SUM, _FP16_HIDDEN = 1024.0, 32.0  # their product is half of what float16 holds
+_FP16_SUM, _FP16_HIDDEN = 1024.0, 32.0  # their product is half of the largest float16
 
 
 @dataclass(frozen=True)
 class LossOfLinear:
-    """How logits become losses.
+    """Settings of the cross-entropy.
 
-    Args:
-        dtypes: in which the logits are computed, and what they are converted to then, one after the other.
-        chunk_tokens: rows of logits at a time; None takes as many as have :data:`CHUNK_BYTES` in float32.
+    Attributes:
+        dtypes: dtype of the matmul, and then the dtypes that the logits are converted to, in order.
+        chunk_tokens: rows of logits in a chunk. None uses as many as fit into :data:`CHUNK_BYTES` in float32.
         reduction: ``"mean"``, ``"sum"`` or ``"none"``.
+        ignore_index: target without a loss.
+        label_smoothing: as in ``F.cross_entropy``.
     """
 
     dtypes: tuple[torch.dtype, ...]
@@ -46,15 +48,17 @@ class LossOfLinear:
     label_smoothing: float = 0.0
 
     def chunk_size(self, num_classes: int) -> int:
+        """Return the number of rows in a chunk."""
         return self.chunk_tokens or max(1, CHUNK_BYTES // (4 * num_classes))
 
     @property
     def sum_dtype(self) -> torch.dtype:
+        """Dtype in which losses and gradients are summed."""
         return torch.promote_types(self.dtypes[-1], torch.float32)
 
 
 class Gradients(NamedTuple):
-    """None for what needs none."""
+    """Gradients of the layer's input, weight and bias. None if not required."""
 
     hidden: Tensor | None
     weight: Tensor | None
@@ -64,16 +68,23 @@ class Gradients(NamedTuple):
 def linear_cross_entropy(
     hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets_N: Tensor, how: LossOfLinear
 ) -> Tensor:
-    """``F.cross_entropy(F.linear(hidden, weight, bias), targets)`` in chunks.
+    """Compute ``F.cross_entropy(F.linear(hidden, weight, bias), targets)`` in chunks.
+
+    Args:
+        hidden_ND: input of the layer.
+        weight_VD: weight of the layer.
+        bias_V: bias of the layer, or None.
+        targets_N: classes, int64.
+        how: settings.
 
     Returns:
-        The loss in the dtype of the logits, 0-dim, or ``[N]`` where nothing is reduced.
+        The loss in the dtype of the logits: 0-dim, or ``[N]`` if ``how.reduction`` is ``"none"``.
 
     Raises:
-        RuntimeError: a target is no class; on a GPU its assertion fails.
-        TrainingError: at the backward: with ``create_graph``.
+        RuntimeError: a target is not a class. On a GPU, a device assertion fails instead.
+        TrainingError: the backward uses ``create_graph``.
     """
-    if not torch.is_grad_enabled():  # which a forward of autograd is not told
+    if not torch.is_grad_enabled():  # the forward of an autograd.Function always runs without gradients
         hidden_ND, weight_VD = hidden_ND.detach(), weight_VD.detach()
         bias_V = None if bias_V is None else bias_V.detach()
     with torch.autocast(hidden_ND.device.type, enabled=False):
@@ -88,7 +99,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         inputs = (hidden_ND, weight_VD, bias_V)
         ctx.how, ctx.needs = how, tuple(ctx.needs_input_grad[:3])
-        if how.reduction == "none":  # each loss has a factor of its own, known in the backward only
+        if how.reduction == "none":  # each loss has its own factor, which only the backward receives
             losses_N, _ = _in_chunks(*inputs, targets_N, how, needs=(False, False, False))
             ctx.save_for_backward(*inputs, targets_N)
             return losses_N.to(how.dtypes[-1])
@@ -97,15 +108,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
         num_terms = None
         if how.reduction == "mean":
             num_terms = (targets_N != how.ignore_index).sum()
-            loss = loss / num_terms  # 0/0 where no target counts, as in torch; the gradients are zeros then
+            loss = loss / num_terms  # 0/0 if all targets are ignored, as in torch; the gradients are zeros then
         ctx.save_for_backward(*gradients, num_terms)
         return loss.to(how.dtypes[-1])
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
-            problem = "a gradient that is itself differentiated (create_graph=True) needs all logits"
-            raise TrainingError("chunked_loss", True, problem, "Leave chunked_loss out")
+            problem = "does not support create_graph=True: a gradient that is differentiated again requires all logits"
+            raise TrainingError("chunked_loss", True, problem, "Set chunked_loss=False")
         if ctx.how.reduction == "none":
             hidden_ND, weight_VD, bias_V, targets_N = ctx.saved_tensors
             inputs = (hidden_ND, weight_VD, bias_V)
@@ -115,7 +126,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         factor = gradient.to(ctx.how.sum_dtype)
         if num_terms is not None:
             factor = factor / num_terms.clamp(min=1)
-        is_last = not torch_private.keeps_graph()  # then no other backward needs what is kept
+        is_last = not torch_private.keeps_graph()  # no other backward reads the saved gradients
         return *(_times(each, factor, in_place=is_last) for each in kept), None, None
 
 
@@ -135,11 +146,11 @@ def _in_chunks(
     needs: tuple[bool, ...],
     factors_N: Tensor | None = None,
 ) -> tuple[Tensor, Gradients]:
-    """The losses, 0 where the target is ignored, and gradients of their sum.
+    """Return the losses, 0 if the target is ignored, and the gradients of their sum.
 
     Args:
-        needs: which of the gradients.
-        factors_N: of each loss in that sum; None for 1.
+        needs: which of the gradients to compute.
+        factors_N: factor of each loss in the sum; None for 1.
     """
     dtype = how.dtypes[0]
     weight = weight_VD.to(dtype)
@@ -158,7 +169,7 @@ def _in_chunks(
             continue
         if factors_N is not None:
             slope_CV.mul_(factors_N[rows, None])
-        # A loss scale is not known yet. Slopes lie in [-1, 1], many near 0.
+        # The loss scale is not known in the forward. Slopes are in [-1, 1], and many are close to 0.
         scale = _fp16_scale(hidden_CD) if dtype is torch.float16 and factors_N is None else None
         if grad_bias is not None:
             grad_bias += slope_CV.sum(0)
@@ -168,7 +179,7 @@ def _in_chunks(
             grad_hidden[rows] = product_CD if scale is None else product_CD.div_(scale)
         if grad_weight is not None:
             _add_product(grad_weight, slope_CV, hidden_CD, scale)
-        del logits_CV, slope_CV  # makes room for the next
+        del logits_CV, slope_CV  # frees memory for the next chunk
     return losses_N, Gradients(
         grad_hidden,
         None if grad_weight is None else grad_weight.to(weight_VD.dtype),
@@ -177,7 +188,7 @@ def _in_chunks(
 
 
 def _logits(hidden_CD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, dtypes: Sequence[torch.dtype]) -> Tensor:
-    """In memory of their own, in float32 at least."""
+    """Return logits in new memory, in float32 or float64."""
     logits_CV = F.linear(hidden_CD, weight_VD, bias_V)
     for dtype in dtypes:
         logits_CV = logits_CV.to(dtype)
@@ -187,7 +198,7 @@ def _logits(hidden_CD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, dtypes:
 def _loss_and_slope(
     logits_CV: Tensor, targets_C: Tensor, how: LossOfLinear, *, needs_slope: bool
 ) -> tuple[Tensor, Tensor]:
-    """The losses, and their derivatives by the logits, written into ``logits_CV``."""
+    """Return the losses and their derivatives by the logits. The derivatives overwrite ``logits_CV``."""
     is_ignored_C = targets_C == how.ignore_index
     targets_C1 = targets_C.masked_fill(is_ignored_C, 0).unsqueeze(1)
     smoothing, num_classes = how.label_smoothing, logits_CV.shape[1]
@@ -207,7 +218,7 @@ def _loss_and_slope(
 
 
 def _fp16_scale(hidden_CD: Tensor) -> Tensor:
-    """What slopes are multiplied by: the largest number up to which no sum over the chunk leaves float16's range.
+    """Return the factor of the slopes: the largest for which no sum over the chunk overflows float16.
 
     Returns:
         float32, 0-dim, on the device.
@@ -220,7 +231,7 @@ def _add_product(sum_VD: Tensor, slope_CV: Tensor, hidden_CD: Tensor, scale: Ten
     if sum_VD.dtype == slope_CV.dtype:
         sum_VD.addmm_(slope_CV.T, hidden_CD)
         return
-    product_VD = slope_CV.T @ hidden_CD  # a chunk's share is rounded to 16 bits, as a whole gradient is; the sum is not
+    product_VD = slope_CV.T @ hidden_CD  # each chunk's contribution is rounded to 16 bits, but their sum is not
     if scale is None:
         sum_VD.add_(product_VD)
     else:

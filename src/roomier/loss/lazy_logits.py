@@ -1,11 +1,12 @@
-"""Logits that are computed when somebody reads them; a cross-entropy does without.
+"""Logits that are computed only when an operation reads their values. Cross-entropy computes them in chunks.
 
 [Note: lazy logits]
-The output layer returns a tensor that has a shape, a dtype and a device, but no memory: it remembers what the logits
-are computed from. What models do to logits before the loss keeps each row a row (``view(-1, V)``, ``[:, :-1]``,
-``float()``), so that it can be done to the layer's input, or be left for later. ``F.cross_entropy`` then computes in
-chunks. Whatever else is called on the tensor computes the logits, whole and once, and works on them from then on: that
-is right for every model, and costs what it costs without this. Rows that were selected are computed alone.
+The output layer returns a tensor that has a shape, a dtype and a device, but no memory. It stores the layer's input and
+weights. Between the layer and the loss, most models only apply operations that keep each row a row (``view(-1, V)``,
+``[:, :-1]``, ``float()``). These are applied to the layer's input, or postponed. ``F.cross_entropy`` then computes in
+chunks. Any other operation on the tensor computes the full logits one time, and uses them from then on. The result is
+correct for every model, and the memory is then the same as without a chunked loss. If rows were selected, only these
+rows are computed.
 """
 
 from __future__ import annotations
@@ -29,25 +30,29 @@ Replay = Callable[[Tensor], Tensor]
 
 @dataclass
 class Use:
-    """What became of all logits of a layer.
+    """Record of how the logits of a layer are used.
 
     Attributes:
-        told: the operations of which it was said that they need the logits of many tokens.
-        is_chunked: whether a cross-entropy took some in chunks.
+        reported: names of the operations that were reported because they read the logits of many tokens.
+        is_chunked: whether a cross-entropy computed logits in chunks.
     """
 
-    told: set[str] = field(default_factory=set)
+    reported: set[str] = field(default_factory=set)
     is_chunked: bool = False
 
 
 @dataclass
 class Output:
-    """What the output layer was called with, once.
+    """One call of the output layer.
 
     Attributes:
-        dtype: in which it computes.
-        use: shared by all calls of the layer.
-        whole: the logits, once somebody needed them.
+        hidden: input of the layer, ``[..., D]``.
+        weight: weight of the layer, ``[V, D]``.
+        bias: bias of the layer, ``[V]``, or None.
+        dtype: dtype in which the layer computes.
+        chunk_tokens: rows of logits in a chunk; None for the default.
+        use: record that all calls of the layer share.
+        whole: the full logits, after an operation required them.
     """
 
     hidden: Tensor
@@ -67,47 +72,51 @@ class Output:
         return [0 if each.is_inference() else torch_private.version_of(each) for each in inputs]
 
     def check(self) -> None:
-        """Refuse to compute with what is not there any more.
+        """Check that the layer's weights still have the values of the call.
 
         Raises:
-            TrainingError: the weight was updated, or is no longer gathered.
+            TrainingError: the weight was updated, or is no longer unsharded.
         """
         is_freed = not self.weight.untyped_storage().nbytes() and self.weight.numel() > 0
         if is_freed or self._versions_now() != self._versions:
             raise TrainingError(
                 "logits",
                 tuple(self.hidden.shape[:-1]),
-                "are read after the weights they come from were updated or freed; with a chunked loss logits are "
+                "are read after the weights that compute them were updated or freed. With a chunked loss, logits are "
                 "computed when they are read",
-                "Compute what you need of them within the step, before the update, such as logits.argmax(-1)",
+                "Compute the result, such as logits.argmax(-1), within the step and before the update",
             )
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Of ``hidden``, as the layer would have returned them."""
+        """Return the logits of ``hidden``, as the layer would compute them."""
         self.check()
         bias = None if self.bias is None else self.bias.to(self.dtype)
         with torch.set_grad_enabled(self.is_grad_enabled), torch.autocast(hidden.device.type, enabled=False):
             return F.linear(hidden.to(self.dtype), self.weight.to(self.dtype), bias)
 
-    def tell(self, operation: str, hidden: Tensor) -> None:
-        """Say, once, that ``operation`` needs more logits of ``hidden`` than a chunk has. An evaluation is meant to."""
+    def report(self, operation: str, hidden: Tensor) -> None:
+        """Report, one time and in training only, that ``operation`` reads more logits than a chunk contains."""
         num_rows = hidden.shape[:-1].numel()
         is_small = num_rows <= LossOfLinear((self.dtype,), self.chunk_tokens).chunk_size(len(self.weight))
-        if is_small or operation in self.use.told or not self.is_grad_enabled:
+        if is_small or operation in self.use.reported or not self.is_grad_enabled:
             return
-        self.use.told.add(operation)
-        notice(f"chunked loss: {operation} reads the logits of {num_rows} tokens, which are in memory together for it")
+        self.use.reported.add(operation)
+        notice(
+            f"chunked loss: {operation} reads the logits of {num_rows} tokens, which requires memory for all of them"
+        )
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of an :class:`Output`, in a shape and in a dtype.
+    """Rows of an :class:`Output`, reshaped and converted.
 
     Attributes:
-        hidden: what they are computed from, in their shape.
-        dtypes: of the layer's result, and what it is converted to, one after the other.
-        replays: what was called on the whole logits to come here.
-        is_selection: whether rows were left out, or taken twice.
+        output: the call of the layer.
+        hidden: the inputs of these rows, in the shape of the rows.
+        dtypes: dtype of the layer's result, and then the dtypes that it is converted to, in order.
+        replays: the operations that compute these rows from the full logits, in order.
+        is_selection: whether rows were dropped or repeated.
+        is_detached: whether the rows are detached from the graph.
     """
 
     output: Output
@@ -119,28 +128,34 @@ class Rows:
 
     @property
     def num_classes(self) -> int:
+        """Number of classes, the last dimension of the logits."""
         return len(self.output.weight)
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """Shape of the logits."""
         return (*self.hidden.shape[:-1], self.num_classes)
 
     def then(self, replay: Replay, **changes: Any) -> Rows:
+        """Return the rows after the operation ``replay``, with other values of some attributes."""
         is_detached = self.is_detached or not torch.is_grad_enabled()
         return replace(self, **{"replays": (*self.replays, replay), "is_detached": is_detached, **changes})
 
     def logits(self, operation: str, *, is_written: bool = False) -> Tensor:
-        """Them, for ``operation``; as a part of the whole where that was computed, or is about to be written to."""
+        """Compute the rows for ``operation``.
+
+        They are views of the full logits if these were computed already, or if ``operation`` writes to them.
+        """
         output = self.output
         is_alone = output.whole is None and self.is_selection and not is_written
         if is_alone:
-            output.tell(operation, self.hidden)
+            output.report(operation, self.hidden)
             logits = output.logits(self.hidden)
             for dtype in self.dtypes:
                 logits = logits.to(dtype)
         else:
             if output.whole is None:
-                output.tell(operation, output.hidden)
+                output.report(operation, output.hidden)
                 output.whole = output.logits(output.hidden)
             logits = output.whole
             for replay in self.replays:
@@ -149,12 +164,17 @@ class Rows:
 
 
 class LazyLogits(Tensor):
-    """See [Note: lazy logits]."""
+    """Tensor without memory, see [Note: lazy logits].
+
+    Attributes:
+        rows: the rows that the tensor represents.
+    """
 
     rows: Rows
 
     @staticmethod
     def of(rows: Rows) -> LazyLogits:
+        """Create the tensor that represents ``rows``."""
         output = rows.output
         inputs = (rows.hidden, output.weight) if output.bias is None else (rows.hidden, output.weight, output.bias)
         requires_grad = output.is_grad_enabled and not rows.is_detached and any(each.requires_grad for each in inputs)
@@ -196,31 +216,31 @@ class LazyLogits(Tensor):
         raise TrainingError(
             "chunked_loss",
             func,
-            "logits reached an operation that reads memory they do not have (an autograd.Function of your own, say)",
-            "Pass it logits.clone(), or leave chunked_loss out",
+            "the operation reads the memory of logits that are not computed (it may be a custom autograd.Function)",
+            "Pass it logits.clone(), or set chunked_loss=False",
         )
 
 
 def computed(output: Any) -> Any:
-    """``output`` of a step with lazy logits computed."""
+    """Return the ``output`` of a step with all lazy logits computed."""
     if not any(isinstance(each, LazyLogits) for each in tensors(output)):
         return output
     return map_tensors(lambda leaf: leaf.rows.logits("a prediction") if isinstance(leaf, LazyLogits) else leaf, output)
 
 
 def _rows_of(logits: LazyLogits) -> Rows:
-    """Its rows.
+    """Return the rows of ``logits``.
 
     Raises:
-        TrainingError: autograd knows of more than they do.
+        TrainingError: an operation that is not in the rows is in autograd's graph.
     """
     if logits.requires_grad and logits.rows.is_detached:
         raise TrainingError(
             "chunked_loss",
             tuple(logits.shape),
-            "logits went through an autograd.Function (a hook on the backward of the output layer is one), past which "
-            "no gradient would come to the model",
-            "Pass it logits.clone(), or leave chunked_loss out",
+            "logits passed through an autograd.Function (such as a backward hook of the output layer), which gradients "
+            "cannot cross",
+            "Pass it logits.clone(), or set chunked_loss=False",
         )
     return logits.rows
 
@@ -229,16 +249,16 @@ def _refuse_gradient(gradient: Tensor) -> None:
     raise TrainingError(
         "chunked_loss",
         tuple(gradient.shape),
-        "a gradient came to logits in a way that does not reach the model (an autograd.Function of your own, say)",
-        "Pass it logits.clone(), or leave chunked_loss out",
+        "received a gradient that does not reach the model (the cause may be a custom autograd.Function)",
+        "Pass it logits.clone(), or set chunked_loss=False",
     )
 
 
 def _check_hook(hook: Any = None) -> None:
     if hook is _refuse_gradient or getattr(hook, "__module__", "").startswith("torch.distributed."):
-        return  # fully_shard asks to be called before a backward; this layer's weights stay gathered until then
-    problem = "no gradient comes to logits that are not computed, so a hook on them would not be called"
-    raise TrainingError("chunked_loss", True, problem, "Put it on logits.clone(), or leave chunked_loss out")
+        return  # fully_shard registers a hook before each backward; the weights of this layer stay unsharded until then
+    problem = "does not support hooks on logits, because they are not computed and receive no gradient"
+    raise TrainingError("chunked_loss", True, problem, "Register the hook on logits.clone(), or set chunked_loss=False")
 
 
 def _chunked_loss(
@@ -251,7 +271,7 @@ def _chunked_loss(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor | None:
-    """``F.cross_entropy`` where it can be computed in chunks: of classes, each with the same weight."""
+    """Return ``F.cross_entropy`` computed in chunks, or None if the arguments require the full logits."""
     if not isinstance(input, LazyLogits) or isinstance(target, LazyLogits):
         return None
     rows = _rows_of(input)
@@ -260,7 +280,7 @@ def _chunked_loss(
     if output.whole is not None or not is_chunkable or not (weight is size_average is reduce is None):
         return None
     if reduction not in ("mean", "sum", "none"):
-        return None  # torch says what is wrong with it
+        return None  # torch raises the error
     output.check()
     dtypes = rows.dtypes
     device_type = rows.hidden.device.type
@@ -274,7 +294,7 @@ def _chunked_loss(
 
 
 def _reshaped(rows: Rows, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Rows | None:
-    """After an operation that keeps all elements in their order: where the last dimension stays, so do the rows."""
+    """Return the rows after an operation that keeps all elements in order, or None if it changes the last dimension."""
     shape = func(torch.empty(rows.shape, device="meta"), *args, **kwargs).shape
     if not shape or shape[-1] != rows.num_classes:
         return None
@@ -304,7 +324,7 @@ def _leaves_last_dimension(index: tuple[Any, ...], num_dims: int) -> bool:
         if isinstance(each, Tensor) and each.dtype in (torch.bool, torch.uint8):
             num_taken += each.dim()
         elif isinstance(each, (bool, list)):
-            return False  # rare, and told apart by what is in it
+            return False  # rare, and would require looking at the values
         elif each is not None and each is not Ellipsis:
             num_taken += 1
     ends_whole = isinstance(index[-1], slice) and index[-1] == slice(None) if index else True
@@ -313,7 +333,7 @@ def _leaves_last_dimension(index: tuple[Any, ...], num_dims: int) -> bool:
 
 
 def _detached(rows: Rows, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Rows:
-    return rows.then(torch.detach, hidden=rows.hidden.detach(), is_detached=True)  # it shares memory with the logits
+    return rows.then(torch.detach, hidden=rows.hidden.detach(), is_detached=True)  # shares memory with the logits
 
 
 _ORDER_KEEPING = ("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "contiguous", "view_as")

@@ -1,4 +1,4 @@
-"""Which layer of a model makes its logits."""
+"""Search for the layer of a model that computes the logits."""
 
 from __future__ import annotations
 
@@ -9,35 +9,40 @@ from torch import nn
 from roomier.core.errors import RoomierError
 
 _FIELD = "chunked_loss"
-_ACTION = "Name it in the model, def get_output_embeddings(self): return self.head; or leave chunked_loss out"
+_ACTION = "Define get_output_embeddings(self) on the model, which returns the layer, or set chunked_loss=False"
 
 
 def find_output_layer(network: nn.Module, blocks: Sequence[nn.Module]) -> nn.Linear:
-    """The linear layer of ``network`` from the hidden states to the logits.
+    """Return the linear layer of ``network`` from the hidden states to the logits.
 
-    It is the one that ``get_output_embeddings()`` of the network or of a part names, as Hugging Face's models do; else
-    of the linear layers outside the blocks the one whose weight is an embedding's, else the one with as many outputs as
-    an embedding has entries, else the last, where none has more outputs.
+    It is the first of these that exists:
+
+    - the layer that ``get_output_embeddings()`` of the network or of a submodule returns, as in Hugging Face's models;
+    - the linear layer outside the blocks whose weight is tied to an embedding;
+    - the linear layer outside the blocks with as many outputs as an embedding has entries;
+    - the last linear layer outside the blocks, if no other has more outputs.
+
+    Args:
+        network: the model.
+        blocks: its blocks.
 
     Raises:
-        RoomierError: there is none, there are several, or it does more than a linear layer does.
+        RoomierError: no layer or several layers are found, or the layer is not a plain ``nn.Linear``.
     """
     names = {module: name for name, module in network.named_modules()}
     for found in (_declared(network), *_guesses(network, blocks)):
         if len(found) > 1:
             received = ", ".join(names[each] for each in found)
-            raise RoomierError(_FIELD, received, "any of these layers may be the one that makes the logits", _ACTION)
+            raise RoomierError(_FIELD, received, "any of these layers may compute the logits", _ACTION)
         if found:
             layer = found[0]
             break
     else:
-        problem = "no linear layer that makes logits is found"
+        problem = "the model has no linear layer that computes logits"
         raise RoomierError(_FIELD, type(network).__name__, problem, _ACTION)
     if not isinstance(layer, nn.Linear) or type(layer).forward is not nn.Linear.forward:
-        problem = (
-            f"{names[layer]}, which makes the logits, is a {type(layer).__name__} and computes in a way of its own"
-        )
-        raise RoomierError(_FIELD, True, problem, "Make it a plain torch.nn.Linear, or leave chunked_loss out")
+        problem = f"{names[layer]}, which computes the logits, is a {type(layer).__name__} with a different forward"
+        raise RoomierError(_FIELD, True, problem, "Use a plain torch.nn.Linear, or set chunked_loss=False")
     return layer
 
 

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from roomier.adapters.layers import is_adapter
 from roomier.adapters.lora import apply_lora, quantise_base
-from roomier.parallel.shard import parts_of, units_of
+from roomier.parallel.shard import parts_of, root_parameters_of, units_of
 from roomier.plan.parts import AdapterPlan
 
 
@@ -98,10 +98,13 @@ def units_with_weights(
         of_parameters.setdefault(parameter, name)
     rest = dict(of_parameters)
     units: list[Unit] = []
-    for unit in units_of(network, blocks):
+    all_units = units_of(network, blocks)
+    in_root = root_parameters_of(all_units, compute_dtype)
+    for unit in all_units:
         parts: list[Unit] = []
         for modules, dtype in parts_of(unit, compute_dtype):
-            parameters = dict.fromkeys(each for module in modules for each in module.parameters() if each in rest)
+            of_modules = dict.fromkeys(each for module in modules for each in module.parameters())
+            parameters = [each for each in of_modules if each in rest and each not in in_root]
             if not parameters:  # the block contains only norms
                 continue
             weights = tuple(_weight(each, rest.pop(each), weight_dtype) for each in parameters)

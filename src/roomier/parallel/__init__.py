@@ -1,1 +1,1 @@
-"""One model on several ranks: which of its parts travel together, and how they do."""
+"""Strategies that train one model on several ranks, and their communication."""

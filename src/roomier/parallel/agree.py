@@ -1,4 +1,4 @@
-"""All ranks begin with the same model."""
+"""Copies parameters and buffers from rank 0, so that all ranks start with the same model."""
 
 from __future__ import annotations
 
@@ -14,13 +14,17 @@ from roomier.core.ranks import Ranks
 
 @torch.no_grad()
 def take_values_of_rank_zero(network: nn.Module, ranks: Ranks) -> None:
-    """Give the parameters and buffers of ``network`` the values they have on rank 0, in place.
+    """Overwrite the parameters and buffers of ``network`` with the values of rank 0, in place.
 
-    Ranks that cut a model keep a part each of their own values: where these differ, because the random numbers were not
-    seeded, the whole would be the model of no rank. What is on ``meta`` has no values, and what is cut is left.
+    If random numbers were not seeded, the ranks initialize the model with different values, and sharding would combine
+    shards of different models. Tensors on the meta device have no values and are skipped, as are sharded tensors.
+
+    Args:
+        network: model with the same parameters and buffers on every rank.
+        ranks: all ranks of the run.
 
     Raises:
-        RoomierError: the model of a rank has other parameters or buffers.
+        RoomierError: the parameters or buffers of a rank have different names, shapes or dtypes.
     """
     tensors = list(itertools.chain(network.named_parameters(), network.named_buffers()))
     _check_same([f"{name} {tuple(each.shape)} {each.dtype}" for name, each in tensors], ranks)
@@ -38,6 +42,6 @@ def _check_same(own: list[str], ranks: Ranks) -> None:
     differing = sorted({*own} ^ {*of_zero})
     for rank, found in enumerate(ranks.gather(differing)):
         if found:
-            problem = f"rank {rank} built another model than rank 0: {len(found)} of their tensors differ"
-            action = "Build the same model on every rank: what differs among them must not depend on the rank"
+            problem = f"rank {rank} built a different model than rank 0. {len(found)} tensors differ"
+            action = "Build the same model on every rank, independently of the rank"
             raise RoomierError("model", found[0], problem, action)

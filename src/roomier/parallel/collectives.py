@@ -1,9 +1,9 @@
-"""All-gather and reduce-scatter for ranks on gloo, beside the computation.
+"""All-gather and reduce-scatter for ranks on gloo, overlapped with computation.
 
-Each rank sends each other rank the one part it needs. gloo's own collectives go through full-size copies: 8 Mi floats
-on two ranks over loopback take 30 ms to gather and 40 ms to reduce there, 10 and 11 ms here (2 cores, torch 2.13). On a
-CPU ``fully_shard`` has no streams, so what runs beside the computation is told here: a gather is waited for when its
-result is unpacked, a reduction when the next one begins or the backward is over.
+Each rank sends each other rank only the shard that it needs. The collectives of gloo copy full-size buffers: 8 Mi
+floats on two ranks over loopback take 30 ms to all-gather and 40 ms to reduce-scatter, and 10 and 11 ms with this
+module (2 cores, torch 2.13). ``fully_shard`` has no streams on a CPU, so this module decides when to wait: for an
+all-gather when its result is copied out, and for a reduction when the next one begins or when backward ends.
 """
 
 from __future__ import annotations
@@ -23,14 +23,16 @@ PATIENCE = timedelta(minutes=15)  # longer than hang_timeout by default, whose e
 
 
 class PairwiseAllGather:
-    """What :meth:`FSDPModule.set_custom_all_gather` takes."""
+    """All-gather for :meth:`FSDPModule.set_custom_all_gather`."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return an uninitialized buffer."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work:
+        """Start to gather ``input_tensor`` ``[n]`` of each rank of ``group`` into ``output_tensor`` ``[ranks * n]``."""
         parts = list(output_tensor.chunk(group.size()))
         work = exchange([input_tensor] * group.size(), parts, group)
         own = parts[group.rank()]
@@ -40,10 +42,10 @@ class PairwiseAllGather:
 
 
 class Reductions:
-    """The reduction that was begun and is not yet waited for, of all units of a model.
+    """The reduction that has started and is not finished yet, shared by all units of a model.
 
     Attributes:
-        window: number of the optimizer step that is running.
+        window: number of the current optimizer step.
     """
 
     def __init__(self) -> None:
@@ -51,28 +53,31 @@ class Reductions:
         self._finish: Callable[[], None] | None = None
 
     def begin(self, finish: Callable[[], None]) -> None:
-        """Take over a reduction, of which ``finish`` does the rest; the one before is finished first."""
+        """Finish the previous reduction, and store ``finish``, which completes a reduction that has started."""
         self.finish()
         self._finish = finish
 
     def finish(self) -> None:
-        """Do the rest of what was begun."""
+        """Finish the reduction that has started, if any."""
         finish, self._finish = self._finish, None
         if finish is not None:
             finish()
 
 
 class PairwiseReduceScatter:
-    """What :meth:`FSDPModule.set_custom_reduce_scatter` takes. Parts travel in ``wire_dtype`` and are added up in the
-    dtype of the result, in the order of the ranks, so that every rank adds in one order.
+    """Reduce-scatter for :meth:`FSDPModule.set_custom_reduce_scatter`.
 
-    ``fully_shard`` makes gradients of the result without looking at it, unless it adds them to those of an earlier
-    micro-batch or of an earlier use of the unit. So the first reduction of a unit in a step may come in later.
+    Gradients are sent in ``wire_dtype`` and summed in the dtype of the result. Every rank sums in the order of the
+    ranks.
+
+    ``fully_shard`` creates gradients from the result without reading its values, unless it adds them to the gradients
+    of an earlier micro-batch or of an earlier use of the unit. Therefore the first reduction of a unit in a step may
+    finish later.
 
     Args:
         reductions: shared by all units of a model.
-        may_wait: False where ``fully_shard`` goes on to compute with each result.
-        wire_dtype: None sends what is there.
+        may_wait: whether reductions may finish later. False if ``fully_shard`` computes with each result.
+        wire_dtype: dtype in which gradients are sent; None keeps their dtype.
     """
 
     def __init__(self, reductions: Reductions, *, may_wait: bool, wire_dtype: torch.dtype | None = None) -> None:
@@ -83,7 +88,7 @@ class PairwiseReduceScatter:
         self._last_window = reductions.window
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        # fully_shard asks for what is sent, and then for the smaller result.
+        """Return an uninitialized buffer. ``fully_shard`` requests the input first, then the smaller result."""
         (num_elements,) = size
         is_result = 0 < num_elements < self._num_sent
         self._num_sent = 0 if is_result else num_elements
@@ -94,6 +99,7 @@ class PairwiseReduceScatter:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
+        """Start to sum the shards of ``input_tensor`` ``[ranks * n]`` over ``group`` into ``output_tensor`` ``[n]``."""
         assert op == dist.ReduceOp.SUM
         parts, rank = list(input_tensor.chunk(group.size())), group.rank()
         received = [part if index == rank else torch.empty_like(part) for index, part in enumerate(parts)]
@@ -112,7 +118,7 @@ class PairwiseReduceScatter:
 
 
 def exchange(sent: list[Tensor], received: list[Tensor], group: dist.ProcessGroup) -> list[dist.Work]:
-    """Begin to send ``sent[i]`` to rank i of ``group`` and to receive ``received[i]`` from it, for all other ranks."""
+    """Start to send ``sent[i]`` to rank i of ``group`` and to receive ``received[i]`` from it, for all other ranks."""
     operations = [
         dist.P2POp(function, tensors[peer], group=group, group_peer=peer)
         for peer in range(group.size())
@@ -124,28 +130,31 @@ def exchange(sent: list[Tensor], received: list[Tensor], group: dist.ProcessGrou
 
 
 def wait_for(work: Sequence[dist.Work]) -> None:
-    """Wait until all of ``work`` is done.
+    """Wait for all of ``work``.
+
+    Args:
+        work: operations that have started.
 
     Raises:
-        TrainingError: another rank did not send its part within ``PATIENCE``.
+        TrainingError: another rank did not send its shard within ``PATIENCE``.
     """
     try:
         for each in work:
             each.wait(PATIENCE)
     except RuntimeError as error:
-        # The second is what gloo says to all that comes after the first, as where an evaluation frees what it gathered.
+        # After a timeout, gloo reports the second message for all later operations.
         if not any(told in str(error).lower() for told in ("timed out", "timeout caused pair closure")):
             raise
         raise TrainingError(
             "strategy",
             f"rank {dist.get_rank()}",
-            f"waited {PATIENCE} for a part that another rank did not send: it is stuck, or it left out a layer",
-            "See what the other ranks do; where steps leave out layers, set find_unused_parameters in the strategy",
+            f"waited {PATIENCE} for a shard from another rank, which is stuck or skipped a layer",
+            "Check the logs of the other ranks. If steps skip layers, set find_unused_parameters in the strategy",
         ) from error
 
 
 class _AllOf(dist.Work):
-    """Several pieces of work as one."""
+    """Several operations as one."""
 
     def __init__(self, work: Sequence[dist.Work]) -> None:
         super().__init__()

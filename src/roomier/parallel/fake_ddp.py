@@ -1,4 +1,4 @@
-"""DDP as a dry run sees it: torch's reducer is C++ that reads the memory of tensors, and fake ones have none."""
+"""Replacement for DDP in dry runs. The reducer of DDP is C++ code that reads memory, which fake tensors do not have."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from torch import Tensor, nn
 
 
 class FakeDDP(nn.Module):
-    """Holds and frees what ``DistributedDataParallel`` does, with ``gradient_as_bucket_view``; sends nothing.
+    """Allocates and frees the same memory as ``DistributedDataParallel`` with ``gradient_as_bucket_view``.
 
-    Buckets are there from the start and stay. In a backward that reduces, each gradient is copied into its bucket when
-    it is complete, and becomes a view of it; in one that does not, gradients are added up outside of the buckets.
+    No data is communicated. The buckets exist from construction. In a backward that reduces, each gradient is copied
+    into its bucket when it is complete, and becomes a view of the bucket. In a backward that does not reduce, gradients
+    accumulate outside the buckets.
 
     Args:
-        module: what it wraps; further arguments are those of DDP, and change nothing of this.
+        module: wrapped module.
+        **options: further arguments of DDP, which are ignored.
     """
 
     def __init__(self, module: nn.Module, **options: Any) -> None:
@@ -27,10 +29,11 @@ class FakeDDP(nn.Module):
             parameter.register_post_accumulate_grad_hook(self._into_bucket)  # type: ignore[no-untyped-call]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the wrapped module."""
         return self.module(*args, **kwargs)
 
     def register_comm_hook(self, state: object, hook: object) -> None:
-        """What it sends instead of the buckets is not counted."""
+        """Ignore the hook. The memory of its compressed gradients is not counted."""
 
     @torch.no_grad()
     def _into_bucket(self, parameter: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""The ranks as a grid: which of them share one copy of a model, and which hold the same part of it."""
+"""Device mesh of the ranks: which ranks share a replica of a model, and which ranks hold the same shard of it."""
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -8,11 +8,16 @@ REPLICATE, SHARD = "replicate", "shard"
 
 
 def make_mesh(device_type: str, num_ranks: int, num_shards: int) -> DeviceMesh:
-    """One dimension ``shard``; or two, ``replicate`` x ``shard``, where there are several copies.
+    """Create a mesh with the dimension ``shard``, or with ``replicate`` x ``shard`` if there are several replicas.
 
-    Neighbouring ranks share a copy, since they sit on one node.
+    Consecutive ranks share a replica, because they are usually on the same node.
+
+    Args:
+        device_type: ``"cpu"`` or ``"cuda"``.
+        num_ranks: number of ranks of the run.
+        num_shards: number of ranks that share a replica.
     """
-    with torch_private.without_interception():  # in a dry run as well, ranks are real numbers
+    with torch_private.without_interception():  # ranks are real tensors, also in a dry run
         if num_shards == num_ranks:
             return init_device_mesh(device_type, (num_ranks,), mesh_dim_names=(SHARD,))
         shape = (num_ranks // num_shards, num_shards)

@@ -1,4 +1,4 @@
-"""Gradient clipping where each rank holds a part of the gradients."""
+"""Gradient clipping for sharded gradients."""
 
 from __future__ import annotations
 
@@ -14,32 +14,38 @@ from roomier.core import torch_private
 
 
 def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
-    """As ``torch.nn.utils.clip_grad_norm_``, over the whole of gradients that are cut among ranks; one collective.
+    """Clip the gradients of ``parameters`` as ``torch.nn.utils.clip_grad_norm_`` does, over all shards.
+
+    One collective is used.
+
+    Args:
+        parameters: sharded and unsharded parameters.
+        max_norm: upper bound of the total 2-norm.
 
     Returns:
-        The norm before (0-dim), the same on all ranks.
+        Total norm before clipping (0-dim), which is identical on all ranks.
     """
     gradients = [each.grad for each in parameters if each.grad is not None]
-    cut = [(_local(each), group) for each in gradients if (group := _shard_group(each)) is not None]
+    sharded = [(_local(each), group) for each in gradients if (group := _shard_group(each)) is not None]
     whole = [_local(each) for each in gradients if _shard_group(each) is None]
     norm = get_total_norm(whole)
-    if cut:
-        of_cut = over_ranks(get_total_norm([local for local, _ in cut]), cut[0][1])
-        norm = torch.hypot(of_cut, norm) if whole else of_cut
+    if sharded:
+        of_shards = over_ranks(get_total_norm([local for local, _ in sharded]), sharded[0][1])
+        norm = torch.hypot(of_shards, norm) if whole else of_shards
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    torch_private.scale_each([*whole, *(local for local, _ in cut)], factor)
+    torch_private.scale_each([*whole, *(local for local, _ in sharded)], factor)
     return norm
 
 
 def over_ranks(norm: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The norm of a whole (0-dim) of which each rank of ``group`` has a part with this norm."""
+    """Return the norm (0-dim) of a sharded tensor from the norm of the shard on each rank of ``group``."""
     square = norm.square()
     dist.all_reduce(square, group=group)
     return square.sqrt()
 
 
 def clip_grad_value(parameters: Iterable[Tensor], max_value: float) -> None:
-    """As ``torch.nn.utils.clip_grad_value_``, each rank on its part."""
+    """Clip the gradients of ``parameters`` as ``torch.nn.utils.clip_grad_value_`` does, each rank its own shards."""
     for each in parameters:
         if each.grad is not None:
             _local(each.grad).clamp_(-max_value, max_value)

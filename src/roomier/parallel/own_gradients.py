@@ -1,4 +1,4 @@
-"""Every rank holds the whole model and keeps the gradients of its own batches: the optimizer does what ranks share."""
+"""Strategy without gradient communication in backward: the optimizer communicates instead (1-bit Adam)."""
 
 from __future__ import annotations
 
@@ -17,18 +17,24 @@ NORMS_WITH_STATISTICS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.Inst
 
 
 class OwnGradients:
-    """What :class:`roomier.engine.parallel.Parallel` asks for, without a collective in the backward (1-bit Adam).
+    """Implementation of :class:`roomier.engine.parallel.Parallel` without collectives in backward.
+
+    Every rank holds the full model and the gradients of the batches it computes.
 
     Args:
-        network: whole, and equal on all ranks.
+        network: unsharded model. Its values are copied from rank 0.
+        ranks: all ranks of the run.
 
     Attributes:
-        runner: calls steps.
-        loss_factor: the number of ranks: the optimizer averages over them.
+        runner: module that runs a step in its forward.
+        loss_factor: the number of ranks, because the optimizer averages over the ranks.
+        allows_inference_mode: True.
+        trace: constant, because each rank may run different parts of the model.
+        late_parameters: empty, because no parameter is reduced separately.
     """
 
     allows_inference_mode = True
-    trace = 0  # each rank runs what it likes
+    trace = 0
     late_parameters: Sequence[nn.Parameter] = ()
 
     def __init__(self, network: nn.Module, ranks: Ranks) -> None:
@@ -39,24 +45,24 @@ class OwnGradients:
         self._statistics = [buffer for norm in norms for buffer in norm.buffers()]
 
     def begin_micro_batch(self, *, is_first: bool, is_last: bool) -> None:
-        """Before the forward of each micro-batch of a step."""
+        """Call before the forward of each micro-batch of a step."""
 
     def begin_backward(self) -> None:
-        """Before each backward."""
+        """Call before each backward."""
 
     def end_backward(self) -> None:
-        """After each backward."""
+        """Call after each backward."""
 
     def end_update(self) -> None:
-        """Running statistics are those of rank 0, as under DDP; all else is the same on all ranks already."""
+        """Copy the running statistics from rank 0, as DDP does. All other tensors are already identical."""
         for buffer in self._statistics:
             dist.broadcast(buffer, src=0)
 
     def release(self) -> None:
-        """Nothing is gathered."""
+        """This method is a no-op, because no parameter is sharded."""
 
     def trained_parameters_changed(self) -> None:
-        """The optimizer averages what it has."""
+        """This method is a no-op, because the optimizer averages the gradients that exist."""
 
     def clip_grad_norm_(self, parameters: Sequence[Tensor], max_norm: float) -> Tensor:
         _refuse_to_clip(max_norm)
@@ -69,5 +75,5 @@ class OwnGradients:
 
 
 def _refuse_to_clip(bound: float | None) -> NoReturn:
-    problem = "no rank has the gradient of the whole batch: onebit_adam sends signs of the momentum"
-    raise TrainingError("gradient_clip_val", bound, problem, "Do not clip, or use optimizer='adamw'")
+    problem = "is not supported with onebit_adam, which sends the signs of the momentum and never has the full gradient"
+    raise TrainingError("gradient_clip_val", bound, problem, "Disable clipping, or use optimizer='adamw'")

@@ -1,13 +1,13 @@
-"""Parameters of which each rank keeps its part, and that plain code can still fill as if they were whole.
+"""Parameters of which each rank stores its shard, and that initialization code can fill as full tensors.
 
 [Note: pages]
-Code that gives parameters their first values (constructors, ``reset_parameters``, ``_init_weights``) takes tensors that
-are whole: it draws from one generator, slices, copies, decomposes. Here it gets them whole, one at a time. A paged
-parameter is opened by the first operation on it: the whole tensor is there, and the operation runs on it as on any
-tensor. When the next parameter is opened, this rank's part is kept and the whole is freed. The numbers drawn, and their
-order, are those of one process, since the kernels called are; the memory is the parts and the tensors of one operation.
+Initialization code (constructors, ``reset_parameters``, ``_init_weights``) requires full tensors. It samples from one
+generator, slices, copies and decomposes them. This module provides full tensors, one at a time. The first operation on
+a paged parameter opens its page: the full tensor exists, and the operation runs on it. When the next parameter is
+opened, the rank keeps its shard and frees the full tensor. A single process runs the same kernels, so the ranks
+sample the same random numbers in the same order. A rank holds its shards and the tensors of one operation.
 
-A page that is opened again is gathered from the ranks, unless the operation overwrites it (``normal_``, ``zero_``).
+A page that is opened again is all-gathered from the ranks, unless the operation overwrites it (``normal_``, ``zero_``).
 All ranks run the same code, so they gather the same pages in the same order.
 """
 
@@ -47,29 +47,34 @@ _CHECKED_BY_NAN = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 @dataclass(frozen=True)
 class Cut:
-    """How tensors are cut along their first dimension: ``torch.chunk``, as ``fully_shard`` does.
+    """Sharding of tensors along the first dimension by ``torch.chunk``, as in ``fully_shard``.
 
     Args:
-        num_parts: ranks that share one copy. index: which part is this rank's.
+        num_parts: number of ranks that share a replica.
+        index: index of the shard of this rank.
     """
 
     num_parts: int = 1
     index: int = 0
 
     def rows(self, num_rows: int) -> slice:
-        """The rows of this rank, of ``num_rows``; none is possible."""
+        """Return the rows of this rank out of ``num_rows``. The slice may be empty."""
         step = -(-num_rows // self.num_parts)
         return slice(min(self.index * step, num_rows), min((self.index + 1) * step, num_rows))
 
 
 class Page:
-    """One parameter: its part on this rank, and the whole of it while it is open.
+    """One parameter: the shard of this rank, and the full tensor while the page is open.
 
     Args:
-        discards: no values are kept, and all that is read is zeros.
+        cut: how the parameter is sharded.
+        shape: shape of the full tensor.
+        dtype: dtype of the parameter.
+        device: device of the parameter.
+        discards: keep no values. Reading the parameter returns zeros.
 
     Attributes:
-        part: rows of this rank ``[rows, ...]``; None while nothing was ever written.
+        part: rows of this rank ``[rows, ...]``; None before the first write.
     """
 
     def __init__(
@@ -78,24 +83,25 @@ class Page:
         self.cut, self.shape, self.dtype, self.device, self.discards = cut, shape, dtype, device, discards
         self.part: Tensor | None = None
         self._was_closed = False
-        self._whole: Tensor | None = None  # there longer than it is open where somebody holds a view of it
+        self._whole: Tensor | None = None  # remains after the page is closed if other code holds a view of it
 
     @property
     def num_bytes(self) -> int:
+        """Size of the full tensor in bytes."""
         return self.shape.numel() * self.dtype.itemsize
 
     def adopt(self, whole: Tensor) -> None:
-        """``whole``, which may have values and may be written to by its owner, is the open page."""
+        """Use ``whole``, whose owner may have written values and may write more, as the open page."""
         self._whole = whole
 
     def open(self, *, is_overwritten: bool) -> Tensor:
-        """The whole tensor. Every rank calls this."""
+        """Return the full tensor. Every rank must call this method."""
         if self.discards:
             if self._whole is None:
                 self._whole = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
             return self._whole
         if not is_overwritten and self._was_closed and self.cut.num_parts > 1:
-            # Also where the whole is still here: whether a view of it lives may differ from rank to rank.
+            # Gather even if the full tensor still exists, because other ranks may already have freed theirs.
             own = self.part if self._whole is None else self._own_rows()
             assert own is not None
             gathered = self._gather(own)
@@ -106,11 +112,11 @@ class Page:
             if self._whole is None:
                 self._whole = torch.empty(self.shape, dtype=self.dtype, device=self.device)
                 if not is_overwritten and self.dtype in _CHECKED_BY_NAN:
-                    self._whole.fill_(torch.nan)  # so that what is never written is found
+                    self._whole.fill_(torch.nan)  # to detect elements that are never written
         return self._whole
 
     def close(self, *, is_final: bool = False) -> bool:
-        """Keep the part and free the whole, unless it is in use elsewhere. Whether it was freed."""
+        """Keep the shard and free the full tensor. Return False if it is not freed because other code holds it."""
         assert self._whole is not None
         if self.discards:
             self._whole = None
@@ -128,10 +134,11 @@ class Page:
         return True
 
     def holds(self, tensor: object) -> bool:
+        """Return whether ``tensor`` is the full tensor of this page."""
         return tensor is self._whole
 
     def is_written(self) -> bool:
-        """Whether this rank's part has values."""
+        """Return whether all elements of the shard of this rank were written."""
         if self.part is None:
             return False
         return self.dtype not in _CHECKED_BY_NAN or not bool(self.part.isnan().any())
@@ -151,7 +158,7 @@ class Page:
             together[(rank - own_group.start) * step :][:step] if rank in own_group else spare
             for rank in range(dist.get_world_size())
         ]
-        # As bytes: not every backend knows every dtype.
+        # As bytes, because not every backend supports every dtype.
         dist.all_gather([_bytes(each) for each in targets if each is not None], _bytes(padded))
         return together[: self.shape[0]]
 
@@ -161,7 +168,12 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 class PagedTensor(torch.Tensor):
-    """What stands in the place of a parameter that is paged. See [Note: pages]."""
+    """Tensor subclass that replaces the data of a paged parameter. See [Note: pages].
+
+    Attributes:
+        page: page of the parameter.
+        pages: all pages of the model.
+    """
 
     page: Page
     pages: Pages
@@ -186,6 +198,7 @@ class PagedTensor(torch.Tensor):
 
     @property
     def data(self) -> Tensor:
+        """The paged tensor without autograd history. Assigning to it copies values."""
         return self.detach()
 
     @data.setter
@@ -210,20 +223,20 @@ class Pages:
     """The paged parameters of one model.
 
     Args:
-        cut: which part of each this rank keeps; of one without a dimension all.
-        discards: the parameters will be overwritten from elsewhere: nothing is written to them, and nothing drawn.
+        cut: which shard of each parameter this rank keeps. Parameters without a dimension are kept in full.
+        discards: the parameters will be loaded from elsewhere, so initialization code writes and samples nothing.
     """
 
     def __init__(self, cut: Cut, *, discards: bool = False) -> None:
         self.cut, self.discards = cut, discards
         self._made: WeakSet[Page] = WeakSet()
         self._open: list[Page] = []
-        self._in_use: list[Page] = []  # closed, but a view of the whole is held by somebody
+        self._in_use: list[Page] = []  # closed, but other code holds a view of the full tensor
 
     def page_of(self, parameter: nn.Parameter) -> nn.Parameter:
-        """A paged parameter with the values of ``parameter``, or without any where that is on the meta device."""
+        """Return a paged parameter with the values of ``parameter``, or without values if it is on the meta device."""
         known: nn.Parameter | None = parameter.__dict__.get("_paged_as")
-        if known is not None:  # registered in a second place: tied
+        if known is not None:  # the parameter is tied
             return known
         is_meta = parameter.is_meta
         device = torch.device("cpu") if is_meta else parameter.device
@@ -241,7 +254,7 @@ class Pages:
         return paged
 
     def run(self, func: Any, args: Any, kwargs: Any, paged: Sequence[PagedTensor]) -> Any:
-        """``func`` on the whole tensors."""
+        """Run ``func`` with the full tensors in place of the paged ones."""
         target = args[0] if args and isinstance(args[0], PagedTensor) else None
         if self.discards and target is not None and torch_private.writes_to_arguments(func):
             return target
@@ -251,7 +264,7 @@ class Pages:
         wholes = {
             id(page): page.open(is_overwritten=is_overwritten and target is not None and page is target.page)
             if page not in self._open
-            else page.open(is_overwritten=True)  # it is there
+            else page.open(is_overwritten=True)  # it is open already
             for page in wanted
         }
         self._open = wanted
@@ -261,16 +274,16 @@ class Pages:
 
         result = func(*torch_private.map_leaves(whole, args), **torch_private.map_leaves(whole, kwargs))
         for each in paged:
-            if each.page.holds(result):  # an operation in place returns what it was given
+            if each.page.holds(result):  # an in-place operation returns its argument
                 return each
         return result
 
     def in_use(self) -> list[Page]:
-        """The pages that somebody holds a parameter of."""
+        """Return the pages whose parameters are still referenced."""
         return list(self._made)
 
     def close(self) -> None:
-        """Nothing is open any more; whoever still holds a view of a parameter holds a copy of its own."""
+        """Close all pages. Remaining views of a parameter become independent copies."""
         for page in dict.fromkeys((*self._open, *self._in_use)):
             page.close(is_final=True)
         self._open, self._in_use = [], []
@@ -288,11 +301,16 @@ class Pages:
 
 @contextmanager
 def paged_parameters(cut: Cut, *, discards: bool = False) -> Iterator[Pages]:
-    """Every parameter that a module is given inside is paged, its values with it."""
+    """Replace every parameter that a module registers inside this context by a paged parameter with its values.
+
+    Args:
+        cut: which shard of each parameter this rank keeps.
+        discards: see :class:`Pages`.
+    """
     pages = Pages(cut, discards=discards)
 
     def register(_module: nn.Module, _name: str, parameter: nn.Parameter) -> nn.Parameter | None:
-        is_cut = is_pageable(parameter) and parameter.dim() > 0  # what has no dimension is held whole anyway
+        is_cut = is_pageable(parameter) and parameter.dim() > 0  # parameters without a dimension are not sharded
         return pages.page_of(parameter) if is_cut and not parameter.is_meta else None
 
     handle = register_module_parameter_registration_hook(register)  # type: ignore[arg-type]
@@ -303,12 +321,12 @@ def paged_parameters(cut: Cut, *, discards: bool = False) -> Iterator[Pages]:
 
 
 def is_pageable(parameter: object) -> bool:
-    """Whether it is a parameter of the plain kind."""
+    """Return whether ``parameter`` is an ordinary ``nn.Parameter``."""
     return type(parameter) is nn.Parameter and not isinstance(parameter, PagedTensor)
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """What this rank has of ``tensor``: all of it, unless it is sharded."""
+    """Return the shard of ``tensor`` on this rank, or ``tensor`` if it is not sharded."""
     if not _may_be_sharded(tensor):
         return tensor
     from torch.distributed.tensor import DTensor
@@ -317,7 +335,7 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def with_local_part(tensor: Tensor, part: Tensor) -> Tensor:
-    """``part`` as what this rank has of a tensor that is cut as ``tensor`` is."""
+    """Return ``part`` as the local shard of a tensor that is sharded like ``tensor``."""
     if not _may_be_sharded(tensor):
         return part
     from torch.distributed.tensor import DTensor
@@ -330,7 +348,7 @@ def with_local_part(tensor: Tensor, part: Tensor) -> Tensor:
 
 
 def local_rows(tensor: Tensor) -> slice:
-    """Which rows of ``tensor`` this rank has; it is whole, or sharded along its first dimension."""
+    """Return the rows of ``tensor`` on this rank. It must be unsharded, or sharded along its first dimension."""
     if not _may_be_sharded(tensor):
         return slice(0, tensor.shape[0])
     from torch.distributed.tensor import DTensor
@@ -344,5 +362,5 @@ def local_rows(tensor: Tensor) -> slice:
 
 
 def _may_be_sharded(tensor: Tensor) -> bool:
-    # DTensor takes half a second to import, which one process does not pay.
+    # The import of DTensor takes half a second, which runs on a single rank avoid.
     return type(tensor) not in (Tensor, nn.Parameter)

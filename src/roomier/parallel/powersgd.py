@@ -1,8 +1,8 @@
-"""PowerSGD: gradients of matrices travel as two thin factors, with torch's hook for DDP."""
+"""PowerSGD: gradients of matrices are sent as two low-rank factors, with torch's hook for DDP."""
 
 import torch
 from torch import Tensor
-from torch.distributed import GradBucket  # type: ignore[attr-defined]  # it is there, under a condition
+from torch.distributed import GradBucket  # type: ignore[attr-defined]  # it is defined conditionally
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -10,23 +10,26 @@ from roomier.core.log import notice
 
 DEFAULT_RANK = 4
 DEFAULT_WARMUP_STEPS = 100
-_FIRST_STEPS_WHOLE = 3  # one by hand before DDP is made, and two in which DDP arranges its buckets
-_LEAST_NORM = 1e-8  # of a column that is made orthogonal: gradients may be zero
+_FIRST_STEPS_WHOLE = 3  # one step before DDP is constructed, and two in which DDP arranges its buckets
+_LEAST_NORM = 1e-8  # of a column that is orthogonalized, because gradients can be zero
 
 
 class PowerSGD:
-    """Vogels et al. 2019 (arXiv 1905.13727), with error feedback and the factors of the step before as a start.
+    """Low-rank gradient compression (Vogels et al. 2019, arXiv 1905.13727) with error feedback and warm start.
 
-    What the factors leave out stays on each rank for the next step. It is not stored: after a resume it is zero, and
-    gradients travel whole for the warm-up again.
+    Each rank adds the approximation error to the gradient of the next step. The error is not part of a checkpoint. A
+    resumed run starts with an error of zero and repeats the warm-up.
 
     [Note: one bucket at a time on the CPU]
-    The second and third collective of a bucket begin in a callback of the one before. gloo runs callbacks on threads of
-    its own, so with several buckets under way the ranks would begin them in different orders, and sums would mix.
+    The second and third collective of a bucket start in a callback of the previous collective. gloo runs callbacks on
+    separate threads. If several buckets were in flight, the ranks could start the collectives in different orders, and
+    sums would mix different tensors.
 
     Args:
-        rank: of the factors: ``n x m`` numbers become ``rank * (n + m)``, where these are at most half as many.
-        warmup_steps: in which gradients travel whole; at least 3.
+        rank: rank of the factors. A matrix of ``n x m`` elements is sent as ``rank * (n + m)`` elements if these are at
+            most half as many. None means ``DEFAULT_RANK``.
+        warmup_steps: number of steps that send uncompressed gradients; at least 3. None means
+            ``DEFAULT_WARMUP_STEPS``.
     """
 
     def __init__(self, rank: int | None, warmup_steps: int | None) -> None:
@@ -36,7 +39,7 @@ class PowerSGD:
         self._is_told = False
 
     def register(self, ddp: DistributedDataParallel) -> None:
-        """Let ``ddp``, of which the first step was done without it, send in this way."""
+        """Register the compression hook with ``ddp``, which is constructed after the first step of the run."""
         state = PowerSGDState(
             process_group=None,
             matrix_approximation_rank=self._rank,
@@ -45,8 +48,8 @@ class PowerSGD:
         )
         ddp.register_comm_hook(state, self._send)
         notice(
-            f"powersgd: gradients travel whole for the first {self._warmup_steps} steps of this run, then as factors "
-            f"of rank {self._rank}; what these leave out is not stored, so a resumed run begins in this way again"
+            f"powersgd: sends uncompressed gradients for the first {self._warmup_steps} steps of this run, then "
+            f"factors of rank {self._rank}. Approximation errors are not saved, so a resumed run repeats the warm-up"
         )
 
     def _send(self, state: PowerSGDState, bucket: GradBucket) -> torch.futures.Future[Tensor]:
@@ -57,7 +60,7 @@ class PowerSGD:
             self._is_told = True
             before, after = state.total_numel_before_compression, state.total_numel_after_compression
             notice(
-                f"powersgd: from here on {after} numbers travel a step in the place of {before}, "
-                f"{before / after:.1f} times less"
+                f"powersgd: from now on, each step sends {after} numbers instead of {before}, "
+                f"{before / after:.1f} times fewer"
             )
         return sent

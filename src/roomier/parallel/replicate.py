@@ -1,4 +1,4 @@
-"""DDP: every rank holds the whole model, and gradients are averaged while the backward still runs."""
+"""DDP: every rank holds the full model, and gradients are averaged during backward."""
 
 from __future__ import annotations
 
@@ -21,30 +21,40 @@ from roomier.parallel.runner import StepRunner
 
 
 class Replicas:
-    """A network that every rank holds: what the engine tells it at each step.
+    """A network that every rank holds in full, with the methods that the engine calls in each step.
 
-    torch's DDP averages over the ranks; the engine weighs its losses for a sum and multiplies by their number.
+    DDP averages gradients over the ranks. The engine weights losses for a sum, so it also multiplies them by the number
+    of ranks.
 
     [Note: parameters without a gradient]
-    DDP must be told before the first step whether some parameters may get none, and pays for looking at each step. So
-    the first step is taken without it: which gradients there are is looked at, and they are averaged by hand. DDP is
-    made when the next step begins: its buckets never stand beside the gradients of the first. A model that leaves out a
-    parameter in the first step, or is said to (``finds_unused``), is looked at in each; one that does so only later is
-    refused, by name.
+    DDP must know at construction whether some parameters may receive no gradient, and checking this in every step takes
+    time. Therefore the first step runs without DDP. Its gradients are averaged directly, which shows the parameters
+    that have none. DDP is constructed at the start of the second step, so its buckets never coexist with the gradients
+    of the first step. DDP checks every step if the first step left a parameter unused, or if ``finds_unused`` is set.
+    Otherwise an unused parameter in a later step raises an error with its name.
 
     Args:
-        by_hand: gradients are averaged after each backward, since it runs within a training step (manual optimization).
-        finds_unused: a step may leave out parameters, others on other ranks.
-        wire_dtype: in which gradients travel; None as they are.
-        compression: how they are made smaller; None for not at all.
+        network: model with the same values on every rank.
+        device: device of the model.
+        ranks: all ranks of the run.
+        by_hand: manual optimization. Gradients are averaged after each backward, which runs inside ``training_step``.
+        finds_unused: allow steps that leave parameters unused, which may differ between ranks.
+        wire_dtype: dtype in which gradients are sent; None keeps their dtype.
+        compression: gradient compression; None for none.
 
     Attributes:
-        runner: calls steps.
-        loss_factor: the number of ranks, which DDP divides by.
+        runner: module that runs a step in its forward.
+        loss_factor: the number of ranks, by which DDP divides.
+        allows_inference_mode: True.
+        trace: constant, because each rank may run different parts of the model.
+        late_parameters: empty, because no parameter is reduced separately.
+
+    Raises:
+        RoomierError: ``compression`` is used with manual optimization.
     """
 
     allows_inference_mode = True
-    trace = 0  # each rank runs what it likes
+    trace = 0
     late_parameters: Sequence[nn.Parameter] = ()
 
     def __init__(
@@ -59,8 +69,8 @@ class Replicas:
         compression: PowerSGD | None,
     ) -> None:
         if compression is not None and by_hand:
-            problem = "needs automatic optimization: DDP's backward, which it is a part of, does not run here"
-            raise RoomierError("gradient_compression", "powersgd", problem, "Leave it 'none'")
+            problem = "is not supported with manual optimization, which does not run the backward of DDP"
+            raise RoomierError("gradient_compression", "powersgd", problem, "Set gradient_compression='none'")
         self.runner: nn.Module = StepRunner(network)
         self.loss_factor = float(ranks.world.size)
         self._network = network
@@ -76,21 +86,21 @@ class Replicas:
         self._trained = [each for each in network.parameters() if each.requires_grad]
 
     def begin_micro_batch(self, *, is_first: bool, is_last: bool) -> None:
-        """Before the forward of each micro-batch of a step."""
+        """Call before the forward of each micro-batch of a step."""
         self._is_last = is_last
-        if self._wraps_next and torch.is_grad_enabled():  # not for an evaluation, which some ranks may have less of
+        if self._wraps_next and torch.is_grad_enabled():  # some ranks may run fewer steps of an evaluation
             self._wrap()
         if self._ddp is not None:
             self._ddp.require_backward_grad_sync = is_last
 
     def begin_backward(self) -> None:
-        """Before each backward."""
+        """Call before each backward."""
 
     def end_backward(self) -> None:
-        """After each backward.
+        """Call after each backward.
 
         Raises:
-            TrainingError: a parameter got no gradient that got one before.
+            TrainingError: a parameter has no gradient, but it had one in the first step.
         """
         if not self._is_last:
             return
@@ -102,16 +112,16 @@ class Replicas:
             raise self._left_out()
 
     def end_update(self) -> None:
-        """After each update of the parameters."""
+        """Call after each update of the parameters."""
 
     def release(self) -> None:
-        """Nothing is gathered."""
+        """This method is a no-op, because no parameter is sharded."""
 
     def trained_parameters_changed(self) -> None:
-        """Some were frozen or unfrozen since the last step: DDP, which averages those it was made with, is made anew.
+        """Construct DDP again if parameters were frozen or unfrozen, because DDP averages a fixed set of parameters.
 
         Raises:
-            RoomierError: what compressed gradients left out belongs to the parameters there were.
+            RoomierError: gradient compression is used, and its stored errors belong to the previous parameters.
         """
         trained = [each for each in self._network.parameters() if each.requires_grad]
         if {id(each) for each in trained} == {id(each) for each in self._trained}:
@@ -120,8 +130,13 @@ class Replicas:
         if self._ddp is None:
             return
         if self._compression is not None:
-            problem = "holds what was left out of gradients that were sent; other parameters are trained from here on"
-            raise RoomierError("gradient_compression", "powersgd", problem, "Leave it 'none', or unfreeze nothing")
+            problem = "does not support freezing or unfreezing parameters during a run"
+            raise RoomierError(
+                "gradient_compression",
+                "powersgd",
+                problem,
+                "Set gradient_compression='none', or keep the set of trained parameters",
+            )
         self.runner, self._ddp, self._wraps_next = self._ddp.module, None, False
 
     def clip_grad_norm_(self, parameters: Sequence[Tensor], max_norm: float) -> Tensor:
@@ -138,7 +153,7 @@ class Replicas:
         runner = self.runner
         assert isinstance(runner, StepRunner)
         if self._finds_unused:
-            # torch warns where it looked for unused parameters and found none in a step: this one it always finds.
+            # torch warns if no parameter is unused in a step. This parameter is always unused.
             runner.register_parameter("never_used", nn.Parameter(torch.zeros(1, device=self._device)))
         torch_private.leave_out_of_ddp(runner, _constant_buffers(runner))
         wrap: type[DistributedDataParallel] = DistributedDataParallel
@@ -147,7 +162,7 @@ class Replicas:
         self.runner = self._ddp = wrap(
             runner,
             device_ids=[self._device.index] if self._device.type == "cuda" else None,
-            gradient_as_bucket_view=True,  # else gradients stand in memory twice
+            gradient_as_bucket_view=True,  # otherwise each gradient exists twice in memory
             find_unused_parameters=self._finds_unused,
         )
         if self._compression is not None:
@@ -162,27 +177,31 @@ class Replicas:
             for name, each in self._ddp.module.network.named_parameters()
             if each.requires_grad and each.grad is None
         ]
-        problem = f"got no gradient in this step on rank {dist.get_rank()}, and got one in the first"
+        problem = f"has no gradient in this step on rank {dist.get_rank()}, but had one in the first step"
         action = (
-            "Tell that steps leave out parameters: Trainer(strategy={'name': 'ddp', 'find_unused_parameters': True})"
+            "If steps leave parameters unused, set Trainer(strategy={'name': 'ddp', 'find_unused_parameters': True})"
         )
         return TrainingError("training_step", names[:5], problem, action)
 
 
 def _constant_buffers(module: nn.Module) -> list[str]:
-    # DDP sends buffers to all ranks in each forward; codes of frozen weights never change.
+    # DDP broadcasts buffers in each forward. The codes of frozen quantized weights never change.
     names = ((prefix, getattr(each, "constant_buffers", ())) for prefix, each in module.named_modules())
     return [f"{prefix}.{name}" for prefix, own in names for name in own]
 
 
 def average_gradients(parameters: Sequence[nn.Parameter], ranks: Ranks, wire_dtype: torch.dtype | None = None) -> bool:
-    """Average the gradients of ``parameters`` over all ranks, in place; one that is missing on some counts as zero.
+    """Average the gradients of ``parameters`` over all ranks, in place.
+
+    A gradient that is missing on some ranks counts as zero.
 
     Args:
-        wire_dtype: in which they travel; None as they are.
+        parameters: parameters in the same order on every rank.
+        ranks: all ranks of the run.
+        wire_dtype: dtype in which gradients are sent; None keeps their dtype.
 
     Returns:
-        Whether one was missing on any rank. A gradient that is missing on all stays so.
+        True if a gradient was missing on any rank. A gradient that is missing on all ranks remains None.
     """
     num_with = torch.tensor([float(each.grad is not None) for each in parameters])
     if parameters:

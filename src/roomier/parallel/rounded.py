@@ -1,15 +1,15 @@
-"""Gradients that DDP sends in fewer bits."""
+"""Communication hook for DDP that sends gradients in 16 bits."""
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import GradBucket  # type: ignore[attr-defined]  # it is there, under a condition
+from torch.distributed import GradBucket  # type: ignore[attr-defined]  # it is defined conditionally
 
 
 def send_rounded(dtype: torch.dtype, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """A hook for DDP: gradients travel, and are added up, in ``dtype``.
+    """All-reduce the gradients of ``bucket`` in ``dtype``, as a communication hook for DDP.
 
-    torch has one for bfloat16 (``bf16_compress_hook``), which DDP refuses on the CPU.
+    torch provides ``bf16_compress_hook``, which DDP rejects on a CPU.
     """
     gradients: Tensor = bucket.buffer()
     rounded = gradients.to(dtype).div_(dist.get_world_size())

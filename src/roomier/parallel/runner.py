@@ -1,4 +1,4 @@
-"""The step of a user as the forward of a module: what wraps modules can then wrap steps."""
+"""Runs a training step as the forward of a module, so that module wrappers apply to it."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,13 +9,16 @@ from roomier.core.errors import TrainingError
 
 
 class StepRunner(nn.Module):
-    """Holds ``network``; its forward runs any function that uses it.
+    """Holds ``network`` and runs, as its forward, any function that uses it.
 
-    ``DistributedDataParallel`` and ``fully_shard`` act around a forward. What trains is ``training_step``, which is
-    none; run through this it is.
+    ``DistributedDataParallel`` and ``fully_shard`` act before and after a forward. ``training_step`` is not a forward,
+    so the engine calls it through this module.
+
+    Args:
+        network: model that the steps use.
 
     Raises:
-        TrainingError: the step reads a weight that is cut among ranks and was not gathered.
+        TrainingError: the step reads a sharded weight that was not all-gathered.
     """
 
     def __init__(self, network: nn.Module) -> None:
@@ -23,6 +26,7 @@ class StepRunner(nn.Module):
         self.network = network
 
     def forward(self, step: Callable[..., Any], *arguments: Any) -> Any:
+        """Return ``step(*arguments)``."""
         try:
             return step(*arguments)
         except RuntimeError as error:
@@ -31,7 +35,7 @@ class StepRunner(nn.Module):
             raise TrainingError(
                 "training_step",
                 getattr(step, "__qualname__", step),
-                "uses the weight of a layer, or of a part of the model, without calling it; its forward gathers it",
-                "Call the layer; or let the model name as a block the module whose forward reads the weight: "
+                "reads the weight of a layer without calling the layer, whose forward would all-gather the weight",
+                "Call the layer, or declare the module whose forward reads the weight as a block: "
                 "def model_blocks(self): return [self.decoder]",
             ) from error

@@ -1,24 +1,30 @@
-"""ZeRO with ``fully_shard``: which parameters travel together, in which dtype, and when.
+"""ZeRO on ``fully_shard``: how parameters are grouped into units, and the dtype and timing of each collective.
 
 [Note: the stages are two choices]
-ZeRO (Rajbhandari et al. 2020, section 5) cuts optimizer states (1), gradients (2) and parameters (3) among the ranks.
-On ``fully_shard`` these are *when gradients are reduced* (stage 1 once a step, 2 and 3 after each micro-batch) and
-*when gathered parameters are freed* (stages 1 and 2 after the backward, 3 after each block, to be gathered again).
+ZeRO (Rajbhandari et al. 2020, section 5) shards optimizer states (stage 1), gradients (stage 2) and parameters
+(stage 3) across ranks. With ``fully_shard``, a stage is the combination of two choices:
+
+- *When gradients are reduced*: once per optimizer step (stage 1) or after every micro-batch (stages 2 and 3).
+- *When unsharded parameters are freed*: after backward (stages 1 and 2), or after each block's forward, followed by
+  another all-gather in backward (stage 3).
 
 [Note: units]
-A unit is gathered by one collective. Blocks are units, and so is what else is large and stands alone (an embedding, the
-output layer); the rest, and whatever shares a tensor with it, belongs to the root, which stays gathered for the step.
+A unit is a set of parameters that one collective all-gathers. Blocks and large layers outside the blocks (an embedding,
+the output layer) are units, unless they share a tensor with other modules. All remaining parameters belong to the root
+unit, which stays unsharded during the step.
 
 [Note: two dtypes in mixed precision]
-Under autocast, matrix products and convolutions compute in 16 bits, embeddings, norms and additions in float32. So what
-is multiplied is gathered in 16 bits, and the embeddings and norms of a unit in float32, as a unit of their own: the
-arithmetic of a sharded run is that of autocast on one device, where ``fully_shard`` alone would round all of it.
+Autocast computes matrix products and convolutions in 16 bits, and embeddings, norms and additions in float32.
+``MixedPrecisionPolicy`` alone would cast all parameters of a unit to 16 bits. To match autocast on a single device, the
+weights of matrix products are all-gathered in 16 bits, and the embeddings and norms of the block in float32, as a
+separate unit. If these embeddings and norms are only a small fraction of the block, they belong to the root unit
+instead, because each unit costs a fixed time for its hooks and collectives.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -53,26 +59,29 @@ MULTIPLYING = (
     nn.RNNBase,
     nn.RNNCellBase,
 )
-# Their forward reads the weights of parts that it does not call: nothing would gather those.
+# The forward of these modules reads the weights of submodules without calling them. A submodule that is not called runs
+# no forward pre-hook, so it must not become a separate unit.
 READING_PARTS = (nn.MultiheadAttention,)
-_LARGE = 0.02  # of the model's parameters: what stands alone outside all blocks
+_LARGE = 0.02  # fraction of the parameters of the model, or of a block, above which layers become a separate unit
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """How a model is cut.
+    """Settings that determine how a model is sharded.
 
     Args:
-        mesh: from :func:`roomier.parallel.mesh.make_mesh`.
-        frees_parameters: after the forward of each unit (ZeRO-3).
-        reduces_each_micro_batch: gradients are cut at once (ZeRO-2 and 3).
-        compute_dtype: of autocast; None for none.
-        wire_dtype: in which gradients travel; None is the dtype they have where they are not added up before.
-        finds_unused: a step may leave out parameters on some ranks only: what has no gradient on a rank counts as zero
-            there, and everywhere if no rank has one.
-        by_hand: backward and update run within a training step (manual optimization); gradients are then the mean over
-            the ranks, not their sum.
-        is_pairwise: parts travel by sends of our own, see :mod:`roomier.parallel.collectives`.
+        mesh: device mesh from :func:`roomier.parallel.mesh.make_mesh`.
+        frees_parameters: reshard the parameters of each unit after its forward (ZeRO-3).
+        reduces_each_micro_batch: reduce-scatter gradients after every micro-batch (ZeRO-2 and ZeRO-3).
+        compute_dtype: autocast dtype; None without autocast.
+        wire_dtype: dtype in which gradients are sent. With None, the pairwise collectives send gradients in
+            ``compute_dtype`` if every micro-batch is reduced, and in the reduction dtype otherwise. Other collectives
+            always send the reduction dtype.
+        finds_unused: allow steps in which only some ranks use a parameter. A rank without a gradient contributes zeros,
+            and the reduced gradient is zero if no rank has one.
+        by_hand: manual optimization, in which backward and update run inside ``training_step``. Gradients are then
+            averaged over the ranks instead of summed.
+        is_pairwise: use the point-to-point collectives of :mod:`roomier.parallel.collectives`.
     """
 
     mesh: DeviceMesh
@@ -86,21 +95,23 @@ class Sharding:
 
     @property
     def has_copies(self) -> bool:
-        """Whether the model is there more than once, each copy cut among a group of ranks."""
+        """True if several groups of ranks each hold a sharded replica of the model (HSDP)."""
         return self.mesh.ndim > 1
 
 
 class Shards:
-    """A network cut among the ranks: what the engine tells it at each step.
+    """A network sharded across ranks, with the methods that the engine calls in each step.
 
     Attributes:
-        sharding: how it is cut.
-        runner: calls steps, with the network gathered as far as they need it.
-        loss_factor: 1, since gradients are added up.
-        allows_inference_mode: memory that is first gathered into in inference mode can never be trained with.
-        trace: a digest of the units whose forward was run, in their order. Collectives go by their order: a rank that
-            runs other units gathers these with parts of others, which nothing else would notice.
-        late_parameters: those that stay whole, see [Note: parameters without a dimension] in ``whole.py``.
+        sharding: settings of the sharding.
+        runner: module that runs a step; its forward unshards the parameters that the step needs.
+        loss_factor: 1, because gradients are summed over the ranks.
+        allows_inference_mode: False. Buffers allocated by an all-gather in inference mode can never be used in
+            training.
+        trace: hash of the sequence of units whose forward has run. Ranks match collectives by their order, so a rank
+            that runs different units would silently combine shards of different parameters. Ranks compare this hash
+            to detect the mismatch.
+        late_parameters: parameters that are not sharded; see [Note: parameters without a dimension] in ``whole.py``.
     """
 
     loss_factor = 1.0
@@ -113,24 +124,31 @@ class Shards:
         self._reductions = Reductions()
         self._was_gathered = False
         self._is_last = True
-        self._parameters: list[nn.Parameter] | None = None  # all of them, as they are between steps
+        self._parameters: list[nn.Parameter] | None = None  # sharded parameters, as registered between steps
         self.runner: nn.Module = StepRunner(network)
         self.trace = 0
-        # A layer that some ranks leave out must not be gathered by its own forward: it belongs to the root.
+        # If some ranks may skip a layer, its forward must not start a collective. Only blocks become units then, and
+        # all other layers belong to the root.
         units = closed_blocks(network, blocks) if sharding.finds_unused else units_of(network, blocks)
+        # The root is first, because it takes small layers from inside the units. Autocast casts the weights of matrix
+        # products among its parameters.
+        in_root = root_parameters_of(units, sharding.compute_dtype)
+        in_units = {each for unit in units for each in unit.parameters()} - in_root
+        root = self._cut([self.runner], None, in_units)
         parts = [self._cut_unit(unit) for unit in units]
         for number, unit in enumerate(units, start=1):
             unit.register_forward_pre_hook(partial(self._note, number))
-        # The rest is small: norms, positions, tied embeddings. Autocast itself casts what of it is multiplied.
-        root = self._cut([self.runner], None)
         if sharding.is_pairwise:
             _gather_ahead([[root], *parts])
         self._units = [each for each in self.runner.modules() if isinstance(each, FSDPModule)]
 
     def begin_run(self) -> None:
-        """Once what works inside the forwards of the network is in place: a unit is freed after its forward as the
-        stage says, unless a :class:`~roomier.core.wrapped_forward.WrappedForward` in it reads its weights later."""
-        for unit in self._units[1:]:  # the root stays
+        """Set whether each unit is resharded after its forward. Call this after all forwards have been wrapped.
+
+        The ZeRO stage decides, but a unit stays unsharded if it contains a
+        :class:`~roomier.core.wrapped_forward.WrappedForward` that reads weights after the forward.
+        """
+        for unit in self._units[1:]:  # the root stays unsharded
             parts = unit.modules()
             is_read = any(getattr(each.forward, "reads_weights_later", False) for each in parts)
             unit.set_reshard_after_forward(self.sharding.frees_parameters and not is_read, recurse=False)
@@ -139,7 +157,7 @@ class Shards:
         self.trace = (self.trace * 1_000_003 + number) % 2**31
 
     def begin_micro_batch(self, *, is_first: bool, is_last: bool) -> None:
-        """Before the forward of each micro-batch of a step."""
+        """Call before the forward of each micro-batch of a step."""
         self._is_last = is_last
         if is_first:
             self._whole.begin_step()
@@ -148,11 +166,12 @@ class Shards:
         if self.sharding.reduces_each_micro_batch:
             return
         if not self._was_gathered:
-            # Where gradients wait for the last micro-batch, torch 2.13 fails on a unit that no forward ever gathered.
+            # With deferred gradient reduction, torch 2.13 fails on a unit whose forward never ran. So unshard each unit
+            # once.
             self._was_gathered = True
             for unit in self._units:
                 unit.unshard()
-        if is_first:  # of a step that a hook broke off, some micro-batches may be there
+        if is_first:  # a step that a hook aborted may have left unreduced gradients
             for unit in self._units:
                 torch_private.forget_unreduced_gradients(unit)
         root = self._units[0]
@@ -160,46 +179,46 @@ class Shards:
         root.set_reshard_after_backward(is_last)
 
     def _may_gradients_come_later(self) -> bool:
-        # fully_shard adds to a gradient that is there, as an optimizer leaves it whose zero_grad fills with zeros; and
-        # hooks of users look at it.
+        # A gradient must be complete at once if fully_shard accumulates it into an existing .grad (as after
+        # zero_grad(set_to_none=False)), or if a user's hook reads it.
         if self._parameters is None:
             self.release()
             self._parameters = cut_parameters(self.runner)
         return all(each.grad is None and not torch_private.has_gradient_hooks(each) for each in self._parameters)
 
     def begin_backward(self) -> None:
-        """Before each backward."""
+        """Call before each backward."""
         self._whole.begin_backward()
 
     def end_backward(self) -> None:
-        """After each backward."""
+        """Call after each backward."""
         self._reductions.finish()
         if self._is_last:
             self._whole.end_step()
         self._gather_root_again()
 
     def end_update(self) -> None:
-        """After each update of the parameters."""
-        # What a hook gathered between the backward and the update has the values of before.
+        """Call after each update of the parameters."""
+        # A hook may have unsharded parameters between backward and update; these copies hold the old values.
         self.release()
         self._gather_root_again()
 
     def _gather_root_again(self) -> None:
-        # A backward frees what is gathered. A training step that runs it by hand goes on and needs the root again, with
-        # the values of the update; blocks are gathered at their forward.
+        # Backward reshards all units. With manual optimization, the training step continues after its backward or
+        # update and needs the root unsharded with the current values. Blocks are all-gathered in their forward.
         if self.sharding.by_hand:
             self._units[0].reshard()
             self._units[0].unshard()
 
     def release(self) -> None:
-        """Free what is gathered: after an evaluation, and before parameters are looked at by name."""
+        """Reshard all units, for example after an evaluation or before named parameters are accessed."""
         for unit in self._units:
-            if torch_private.is_being_gathered(unit):  # ahead of a forward that did not come
+            if torch_private.is_being_gathered(unit):  # prefetched for a forward that did not run
                 unit.unshard()
             unit.reshard()
 
     def trained_parameters_changed(self) -> None:
-        """``fully_shard`` looks at it each time."""
+        """This method is a no-op, because ``fully_shard`` checks ``requires_grad`` in every step."""
 
     def clip_grad_norm_(self, parameters: Sequence[Tensor], max_norm: float) -> Tensor:
         return clip_grad_norm(parameters, max_norm)
@@ -208,52 +227,59 @@ class Shards:
         clip_grad_value(parameters, max_value)
 
     def join_norms(self, norms: Mapping[Tensor, Tensor]) -> Tensor:
-        of_cut = [norm for parameter, norm in norms.items() if isinstance(parameter, DTensor)]
+        sharded = [norm for parameter, norm in norms.items() if isinstance(parameter, DTensor)]
         whole = [norm for parameter, norm in norms.items() if not isinstance(parameter, DTensor)]
         norm = torch_private.join_norms(whole)
-        if of_cut:
-            over_parts = over_ranks(torch_private.join_norms(of_cut), self.sharding.mesh.get_group(-1))
+        if sharded:
+            over_parts = over_ranks(torch_private.join_norms(sharded), self.sharding.mesh.get_group(-1))
             norm = torch.hypot(over_parts, norm) if whole else over_parts
         return norm
 
     def _cut_unit(self, unit: nn.Module) -> list[FSDPModule]:
-        """Cut ``unit``: as one, or what it multiplies with and the rest of it as two."""
-        needs_no_weights = type(unit) is nn.Embedding  # for its backward; the class of what is cut changes
+        """Shard ``unit`` as one group of parameters, or as two with different dtypes (see :func:`parts_of`)."""
+        needs_no_weights = type(unit) is nn.Embedding  # in backward. Check first, because fully_shard changes the class
         parts = [self._cut(modules, dtype) for modules, dtype in parts_of(unit, self.sharding.compute_dtype)]
         if needs_no_weights:
             parts[0].set_unshard_in_backward(False)
         return parts
 
-    def _cut(self, modules: list[nn.Module], compute_dtype: torch.dtype | None) -> FSDPModule:
-        """Make ``modules`` one unit, gathered in ``compute_dtype`` (None: as they are)."""
+    def _cut(
+        self, modules: list[nn.Module], compute_dtype: torch.dtype | None, in_units: Iterable[nn.Parameter] = ()
+    ) -> FSDPModule:
+        """Apply ``fully_shard`` to ``modules`` as one unit that is all-gathered in ``compute_dtype``.
+
+        None keeps the dtype of the parameters. Parameters that are already sharded, and ``in_units``, are left out.
+        """
         sharding = self.sharding
+        sharded = {each for module in modules for each in module.parameters() if isinstance(each, DTensor)}
         dtypes = {each.dtype for module in modules for each in cut_parameters(module) if each.requires_grad}
         sum_dtype = torch.float64 if torch.float64 in dtypes else torch.float32
-        # Inputs are left to autocast. torch 2.15 changes what reduce_dtype=None means, so it is always named.
+        # Autocast casts the inputs. torch 2.15 changes the meaning of reduce_dtype=None, so it is always set.
         policy = MixedPrecisionPolicy(
             param_dtype=compute_dtype,
             reduce_dtype=sum_dtype if sharding.is_pairwise else (sharding.wire_dtype or sum_dtype),
             cast_forward_inputs=False,
         )
         is_root = isinstance(modules[0], StepRunner)
-        frees = sharding.frees_parameters and not is_root  # the root is needed until the step ends
+        frees = sharding.frees_parameters and not is_root  # the step needs the root until it ends
         if not is_root:
             for each in modules:
-                each.register_forward_hook(without_views)  # before those of fully_shard: hooks run in their order
+                each.register_forward_hook(without_views)  # runs before the hooks of fully_shard
         unit: FSDPModule = fully_shard(
             modules,
             mesh=sharding.mesh,
             reshard_after_forward=frees,
             mp_policy=policy,
-            ignored_params=set(self._whole.parameters) or None,
+            ignored_params={*self._whole.parameters, *sharded, *in_units} or None,
         )[0]
-        # A sum, on every backend: the weights of the losses make it the gradient of the global batch.
+        # Sum on every backend. With the loss weights, the sum is the gradient of the global batch.
         unit.set_force_sum_reduction_for_comms(True)
         if sharding.finds_unused:
             torch_private.reduce_missing_gradients_as_zeros(unit)
         unit.set_gradient_divide_factor(float(sharding.mesh.size()) if sharding.by_hand else 1.0)
         if sharding.is_pairwise:
-            # Gradients that no earlier micro-batch was added to go out as they are; the sum is taken in full.
+            # The gradients of a single micro-batch already have compute_dtype, so they are sent in it. The reduction
+            # runs in full precision.
             own = compute_dtype if sharding.reduces_each_micro_batch else None
             reduce_scatter = PairwiseReduceScatter(
                 self._reductions,
@@ -266,28 +292,29 @@ class Shards:
 
 
 def without_views(module: nn.Module, args: Any, output: Any) -> Any:
-    """``output`` with views replaced by tensors of their own.
+    """Return ``output`` with each view replaced by a tensor that is not a view.
 
-    ``fully_shard`` gathers for the backward when a gradient comes to an output of a unit. An operation in place on one
-    that is a view makes it a new node of the graph, which nothing waits at.
+    ``fully_shard`` unshards a unit for backward in a hook on the gradients of its outputs. An in-place operation on an
+    output that is a view gives the tensor a new autograd node without this hook.
     """
     if not torch.is_grad_enabled() or not any(torch_private.is_view(each) for each in tensors(output)):
         return output
-    # A linear layer does not keep its output for its backward, so that the memory may be shared.
+    # A linear layer does not save its output for backward, so the new tensor may share its memory.
     may_share = isinstance(module, nn.Linear)
     return map_tensors(lambda each: torch_private.without_view(each, may_share=may_share), output)
 
 
 def _gather_ahead(units: list[list[FSDPModule]]) -> None:
-    # On a GPU fully_shard itself gathers beside the computation; without streams it has to be told what comes next.
+    # On a GPU, fully_shard overlaps all-gathers with computation on a separate stream. Without streams, the overlap
+    # requires explicit forward prefetching.
     for parts, following in pairwise(units):
         parts[-1].set_modules_to_forward_prefetch([*parts[:-1], *following])
 
 
 def units_of(network: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
-    """What is gathered by one collective each, except the root: the blocks, and what else is large and stands alone.
+    """Return the modules that become units: the blocks and the large layers outside them. The root is not included.
 
-    None of them shares a parameter with what is outside it.
+    No unit shares a parameter with a module outside it.
     """
     num_owners = _num_owners(network)
     closed = closed_blocks(network, blocks)
@@ -315,18 +342,38 @@ def closed_blocks(network: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Mo
 
 
 def _num_owners(network: nn.Module) -> Counter[nn.Parameter]:
-    # A module that is registered twice is one module.
+    # A module that is registered twice counts once.
     return Counter(each for module in network.modules() for each in cut_parameters(module, recurse=False))
 
 
 def parts_of(unit: nn.Module, compute_dtype: torch.dtype | None) -> list[tuple[list[nn.Module], torch.dtype | None]]:
-    """The modules of ``unit`` that are gathered together, and in which dtype (None: as they are): all of it, or what it
-    does not multiply with and the rest. See [Note: two dtypes in mixed precision]."""
-    leaves = [each for each in unit.modules() if _is_leaf_with_parameters(each)]
-    exact = [each for each in leaves if not isinstance(each, MULTIPLYING)]
+    """Return the groups of modules of ``unit`` that are all-gathered together, each with its dtype.
+
+    A dtype of None keeps the dtype of the parameters. If all parameters use the same dtype, the only group is the unit
+    itself. Otherwise the first group holds the leaf modules that compute in float32, and the second group holds the
+    remaining parameters of the unit. There is no first group if :func:`root_parameters_of` returns its parameters. See
+    [Note: two dtypes in mixed precision].
+    """
+    exact = _exact_leaves(unit)
     if compute_dtype is None or exact == [unit]:
         return [([unit], None)]
-    return [*([(exact, None)] if exact else []), ([unit], compute_dtype)]
+    has_group = exact and not root_parameters_of([unit], compute_dtype)
+    return [*([(exact, None)] if has_group else []), ([unit], compute_dtype)]
+
+
+def root_parameters_of(units: Iterable[nn.Module], compute_dtype: torch.dtype | None) -> set[nn.Parameter]:
+    """Return the parameters inside ``units`` that belong to the root: the few that are computed in float32."""
+    found: set[nn.Parameter] = set()
+    for unit in units if compute_dtype is not None else ():
+        exact = {parameter for leaf in _exact_leaves(unit) for parameter in cut_parameters(leaf)}
+        if sum(each.numel() for each in exact) <= _LARGE * sum(each.numel() for each in cut_parameters(unit)):
+            found |= exact
+    return found
+
+
+def _exact_leaves(unit: nn.Module) -> list[nn.Module]:
+    leaves = [each for each in unit.modules() if _is_leaf_with_parameters(each)]
+    return [each for each in leaves if not isinstance(each, MULTIPLYING)]
 
 
 def _is_closed(module: nn.Module, num_owners: Counter[nn.Parameter]) -> bool:
@@ -339,23 +386,26 @@ def _is_leaf_with_parameters(module: nn.Module) -> bool:
 
 
 def lay_out_by_rows(network: nn.Module) -> None:
-    """Parameters that lie in memory in another order (``channels_last``, a transpose), of which ``fully_shard`` cannot
-    cut rows, in the usual one, in place. Their values stay what they are."""
+    """Make all parameters contiguous, in place, and print a notice if any was not.
+
+    ``fully_shard`` shards only contiguous tensors by rows. Parameters in ``channels_last`` or transposed memory formats
+    are copied. Their values do not change.
+    """
     found = {name: each for name, each in network.named_parameters() if not each.is_contiguous()}
     for parameter in found.values():
         parameter.data = parameter.data.contiguous()
     if found:
         notice(
-            f"{next(iter(found))} and {len(found) - 1} other parameters lay in memory in another order (channels_last, "
-            "a transpose); cut among ranks they are contiguous, with the values they had"
+            f"converted {next(iter(found))} and {len(found) - 1} other parameters to contiguous memory format for "
+            "sharding. Their values are unchanged"
         )
 
 
 def check_shardable(network: nn.Module) -> None:
-    """Refuse what ``fully_shard`` cannot cut.
+    """Check that ``fully_shard`` can shard the trained parameters of ``network``.
 
     Raises:
-        RoomierError: parameters that are trained are complex, or of several dtypes.
+        RoomierError: trained parameters are complex or have different dtypes.
     """
     dtypes: dict[torch.dtype, str] = {}
     for name, parameter in network.named_parameters():
@@ -363,10 +413,10 @@ def check_shardable(network: nn.Module) -> None:
             dtypes.setdefault(parameter.dtype, name)
     for dtype, name in dtypes.items():
         if dtype.is_complex:
-            problem = f"is of {dtype}, and gradients that travel in parts are added up as real numbers"
-            action = "Hold it as real numbers (torch.view_as_real) and view it as complex in the forward, or use "
+            problem = f"has dtype {dtype}, but sharded gradients are reduced as real numbers"
+            action = "Store it as real numbers (torch.view_as_real) and view it as complex in forward, or use "
             raise RoomierError("model", name, problem, action + "strategy='ddp'")
     if len(dtypes) > 1:
         found = ", ".join(f"{name}: {dtype}" for dtype, name in dtypes.items())
-        action = "Convert the model to one dtype (model.float()), or use strategy='ddp'"
-        raise RoomierError("model", found, "trained parameters that travel together must be of one dtype", action)
+        action = "Convert the model to one dtype, for example with model.float(), or use strategy='ddp'"
+        raise RoomierError("model", found, "trained parameters must have the same dtype to be sharded", action)

@@ -1,10 +1,10 @@
-"""Parameters that every rank holds whole beside what is cut among them.
+"""Parameters that are not sharded and that every rank holds in full.
 
 [Note: parameters without a dimension]
-A number that a model learns, such as the temperature of CLIP, has no dimension along which it could be cut, and nothing
-would be saved. ``fully_shard`` is told to leave it alone: it stays an ordinary parameter, of which each rank has a copy
-and updates it. What has to be seen to is its gradient, which is added up here, once a step, as DDP does. DTensor takes
-tensors without a dimension as equal on all ranks, so optimizers take both kinds in one list.
+A learned scalar, such as the temperature of CLIP, has no dimension to shard, and sharding it would save no memory. It
+is excluded from ``fully_shard`` and remains an ordinary parameter, which each rank updates. This module sums its
+gradient over the ranks once per step, as DDP does. DTensor treats tensors without a dimension as replicated, so
+optimizers accept both kinds of parameters in one list.
 """
 
 from __future__ import annotations
@@ -20,23 +20,24 @@ from roomier.core import torch_fake
 
 
 def is_whole(parameter: Tensor) -> bool:
-    """Whether ``fully_shard`` cannot cut it."""
+    """Return whether ``parameter`` has no dimension, so that ``fully_shard`` cannot shard it."""
     return not parameter.dim()
 
 
 def cut_parameters(module: nn.Module, *, recurse: bool = True) -> list[nn.Parameter]:
-    """The parameters of ``module`` that can be cut."""
+    """Return the parameters of ``module`` that can be sharded."""
     return [each for each in module.parameters(recurse) if not is_whole(each)]
 
 
 class WholeParameters:
-    """The parameters of a network that stay whole: what they are told at each step.
+    """The unsharded parameters of a network, with the methods that :class:`Shards` calls in each step.
 
     Args:
-        num_shares: what the sum of their gradients over the ranks is divided by.
+        network: model before it is sharded.
+        num_shares: divisor of the sum of the gradients over the ranks.
 
     Attributes:
-        parameters: all of them, trained or not.
+        parameters: all unsharded parameters, trained or frozen.
     """
 
     def __init__(self, network: nn.Module, num_shares: int = 1) -> None:
@@ -45,12 +46,12 @@ class WholeParameters:
         self._kept: dict[nn.Parameter, Tensor] | None = None
 
     def begin_step(self) -> None:
-        """What is left of a step that was broken off is of no use."""
+        """Discard the gradients that an interrupted step left."""
         self._kept = None
 
     def begin_backward(self) -> None:
-        """What is there has been added up already, and must not be once more: it is put aside."""
-        if self._kept is not None:  # the first micro-batch did so
+        """Set existing gradients aside, because they are already summed over the ranks."""
+        if self._kept is not None:  # the first micro-batch has done this
             return
         self._kept = {}
         for each in self.parameters:
@@ -59,7 +60,7 @@ class WholeParameters:
 
     @torch.no_grad()
     def end_step(self) -> None:
-        """After the backward of the last micro-batch."""
+        """Sum the gradients over the ranks. Call after the backward of the last micro-batch."""
         trained = sorted((each for each in self.parameters if each.requires_grad), key=_dtype_name)
         for _, group in groupby(trained, _dtype_name):
             self._add_up(list(group))
@@ -68,18 +69,20 @@ class WholeParameters:
         self._kept = None
 
     def _add_up(self, parameters: Sequence[nn.Parameter]) -> None:
-        """The sum over all ranks of their gradients; one that is missing on some counts as zero, on all stays so.
+        """Sum the gradients of ``parameters``, which have one dtype, over all ranks.
 
-        Gradients of 16 bits travel, and are added up, in float32. On how many ranks each is there travels with them,
-        and is looked at, which waits for the device, only where one is missing here.
+        A gradient that is missing on some ranks counts as zero. A gradient that is missing on all ranks remains None.
+        Gradients in 16 bits are sent and summed in float32. The same collective counts the ranks that have each
+        gradient. Reading a count synchronizes with the device, so a rank reads only the counts of gradients that it
+        does not have.
         """
         values = torch.stack([torch.zeros_like(each) if each.grad is None else each.grad for each in parameters])
         values = values.to(torch.promote_types(values.dtype, torch.float32))
-        is_there = torch.ones_like(values)  # made where it is needed: a copy from the host would wait
+        has_gradient = torch.ones_like(values)  # created on the device, because a copy from the host would synchronize
         for number, each in enumerate(parameters):
             if each.grad is None:
-                is_there[number].zero_()
-        together = torch.stack([values, is_there])
+                has_gradient[number].zero_()
+        together = torch.stack([values, has_gradient])
         dist.all_reduce(together)
         sums, num_with = together[0] / self._num_shares, together[1]
         for number, each in enumerate(parameters):

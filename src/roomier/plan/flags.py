@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from numbers import Real
 
 from roomier.core.errors import PlanError, RoomierError, did_you_mean
-from roomier.core.units import parse_bytes
+from roomier.core.units import format_bytes, parse_bytes
 from roomier.plan.levers import LEVERS, Lever
 from roomier.plan.parts import FIELDS, MIN_BUDGET_BYTES
 from roomier.plan.plan import Plan
@@ -259,7 +259,7 @@ def _ask_budget(draft: _Draft, given: object, keyword: str) -> bool:
     number = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
     is_fraction = number <= 1
     if 1 < number < MIN_BUDGET_BYTES:
-        problem = f"must be a fraction up to 1, or at least {MIN_BUDGET_BYTES} bytes"
+        problem = f"must be a fraction up to 1, or at least {format_bytes(MIN_BUDGET_BYTES)}"
         draft.errors.append(PlanError(keyword, given, problem, "Use '6GiB', or a fraction such as 0.5"))
         return False
     draft.ask(f"activation.budget_{'fraction' if is_fraction else 'bytes'}", given, keyword, meaning=value)

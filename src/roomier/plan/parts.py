@@ -144,7 +144,7 @@ class BatchPlan(Part):
 
     Attributes:
         accumulate_grad_batches: micro-batches per optimizer step. The step uses the gradient of the full batch.
-        gradient_clip_val: upper limit, above 0. None clips nothing.
+        gradient_clip_val: upper limit, above 0. None disables clipping.
         gradient_clip_algorithm: ``"norm"`` (limits the norm over all parameters) or ``"value"`` (limits each element).
     """
 

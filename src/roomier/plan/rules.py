@@ -362,7 +362,7 @@ def allowances_are_of_auto(plan: "Plan") -> Iterator[PlanError]:
     known = [*CHOICES["precision.mode"], *CHOICES["optimizer.name"], *BY_PERMISSION]
     for word in choice.words:
         if word not in known:
-            problem = f"is not a precision, an optimizer or one of {', '.join(map(repr, BY_PERMISSION))}"
+            problem = f"must be a precision, an optimizer or one of {', '.join(map(repr, BY_PERMISSION))}"
             yield PlanError("choice.allowed", word, problem, did_you_mean(word, known))
 
 

@@ -1,1 +1,1 @@
-"""Number formats of a run: what is computed in which, and what keeps small gradients from vanishing."""
+"""Dtypes of weights and computation, and the loss scale that prevents underflow of gradients."""

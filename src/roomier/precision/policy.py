@@ -1,4 +1,4 @@
-"""A precision mode as the few things the engine does differently for it."""
+"""Precision modes: dtypes of weights and computation on a device."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -15,12 +15,13 @@ from roomier.core.tree import map_tensors
 
 @dataclass(frozen=True)
 class Precision:
-    """One mode on one device.
+    """Precision mode on a device.
 
     Attributes:
-        weight_dtype: what floating-point weights and inputs are converted to; None leaves them.
-        autocast_dtype: what autocast computes matrix products in; None for no autocast.
-        scales_loss: gradients of 16-bit floats underflow without a loss scale.
+        device: the device of this rank.
+        weight_dtype: dtype of floating-point weights and inputs. None does not convert them.
+        autocast_dtype: dtype of matmuls under autocast. None disables autocast.
+        scales_loss: whether the loss is scaled, because gradients in float16 would underflow.
     """
 
     device: torch.device
@@ -29,19 +30,20 @@ class Precision:
     scales_loss: bool = False
 
     def convert_module(self, module: nn.Module) -> nn.Module:
+        """Convert the weights and buffers of ``module`` to ``weight_dtype``, in place."""
         if self.weight_dtype is None or torch_fake.makes_fake_tensors():
-            return module  # a dry run copies weights in this dtype: fake ones cannot be swapped
+            return module  # a dry run creates weights with this dtype, because fake tensors cannot be swapped
         return module.to(self.weight_dtype)
 
     def convert_batch(self, batch: Any) -> Any:
-        """``batch`` with its floating-point tensors in the dtype of the weights."""
+        """Return ``batch`` with its floating-point tensors in the dtype of the weights."""
         dtype = self.weight_dtype
         if dtype is None:
             return batch
         return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, batch)
 
     def forward_context(self) -> Callable[[], AbstractContextManager[Any]]:
-        """What makes the context a step runs in; one object a call, cheap where nothing is to be done."""
+        """Return a function that creates the context of a forward."""
         if self.autocast_dtype is not None:
             device_type, dtype = self.device.type, self.autocast_dtype
             return lambda: torch.autocast(device_type, dtype=dtype)
@@ -52,14 +54,18 @@ class Precision:
 
 
 def precision_of(mode: str, device: torch.device) -> Precision:
-    """The :class:`Precision` for a mode the Plan has checked.
+    """Return the :class:`Precision` of ``mode`` on ``device``.
+
+    Args:
+        mode: a mode that the Plan accepts, such as ``"bf16-mixed"``.
+        device: the device of this rank.
 
     Raises:
-        PlanError: the device, which the Plan may have left open, has no such numbers.
+        PlanError: the device does not support the mode.
     """
     if mode == "64-true" and device.type == "mps":
-        action = "Use accelerator='cpu', or '32-true'"
-        raise PlanError("precision", mode, "the device is mps, which has no float64", action)
+        action = "Use accelerator='cpu', or precision='32-true'"
+        raise PlanError("precision", mode, "is not supported on mps, which has no float64", action)
     match mode:
         case "32-true":
             return Precision(device)
@@ -72,12 +78,12 @@ def precision_of(mode: str, device: torch.device) -> Precision:
         case "16-mixed":
             return Precision(device, autocast_dtype=torch.float16, scales_loss=True)
         case _:
-            raise AssertionError(f"the Plan let precision mode {mode!r} through")
+            raise AssertionError(f"unknown precision mode {mode!r}")
 
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """New floating-point tensors have ``dtype`` inside."""
+    """Create new floating-point tensors with ``dtype`` inside the context."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -87,9 +93,9 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def set_matmul_precision(level: str) -> None:
-    """fp32 matrix products run in ``"highest"`` (fp32), ``"high"`` (tf32) or ``"medium"`` (bf16) from here on.
+    """Set the precision of fp32 matmuls: ``"highest"`` (fp32), ``"high"`` (tf32) or ``"medium"`` (bf16).
 
-    cuDNN's convolutions go along: torch lets them use tf32 by default, whatever was asked of matrix products.
+    Only ``"highest"`` disables tf32 in cuDNN's convolutions, which torch enables by default.
     """
     torch.set_float32_matmul_precision(level)
     torch.backends.cudnn.allow_tf32 = level != "highest"
@@ -97,7 +103,7 @@ def set_matmul_precision(level: str) -> None:
 
 @contextmanager
 def matmul_precision(level: str) -> Iterator[None]:
-    """:func:`set_matmul_precision` inside; these are settings of the process, so they are put back as they were."""
+    """Call :func:`set_matmul_precision` for the context, and restore the settings of the process afterwards."""
     before, convolutions_before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     set_matmul_precision(level)
     try:

@@ -1,4 +1,4 @@
-"""Loss scaling for 16-mixed: torch's GradScaler, with the skipped steps counted where they happen."""
+"""Loss scaling for 16-mixed: torch's GradScaler, with the number of skipped steps."""
 
 from typing import Any
 
@@ -10,11 +10,14 @@ from roomier.core import torch_private
 
 
 class LossScaler:
-    """Scales the loss up, gradients down, and leaves out a step whose gradients are not finite.
+    """Multiplies the loss and divides the gradients by a factor, and skips steps with gradients that are not finite.
 
-    Dynamic loss scaling as in "Mixed Precision Training" (Micikevicius et al. 2018, section 3.2). With a fused
-    optimizer the step is left out on the device and the host never waits; with any other, torch reads one flag
-    on the host at each step. Skipped steps are counted on the device in ``num_skipped``.
+    Dynamic loss scaling as in "Mixed Precision Training" (Micikevicius et al. 2018, section 3.2). A fused optimizer
+    skips the step on the device, and the host does not wait. For other optimizers, the host reads one flag per step.
+
+    Attributes:
+        is_on: whether losses are scaled.
+        num_skipped: number of skipped steps (0-dim, float32, on the device).
     """
 
     is_on = True
@@ -24,33 +27,37 @@ class LossScaler:
         self.num_skipped = torch.zeros((), dtype=torch.float32, device=device)
 
     def scale(self, loss: Tensor) -> Tensor:
+        """Return ``loss`` times the factor."""
         return self._scaler.scale(loss)
 
     def unscale(self, optimizer: Optimizer) -> None:
-        """Bring the gradients back to their size; once per step and optimizer."""
+        """Divide the gradients by the factor, one time per step and optimizer."""
         self._scaler.unscale_(optimizer)
 
     def step(self, optimizer: Optimizer, closure: Any = None) -> None:
-        assert closure is None, "a closure computes gradients anew, behind the scaler's back"
+        """Unscale the gradients if necessary, and update the parameters if the gradients are finite."""
+        assert closure is None, "a closure would compute gradients that the scaler does not check"
         self._scaler.step(optimizer)
         torch_private.tell_stepped(optimizer)
         for flag in torch_private.found_inf(self._scaler, optimizer):
             self.num_skipped += flag
 
     def update(self) -> None:
-        """Adapt the scale; once per step, after all optimizers."""
+        """Adapt the factor, one time per step and after all optimizers."""
         self._scaler.update()
 
     @property
     def factor(self) -> float:
-        """The scale as a number; reading it waits for the device."""
+        """The factor as a number. Reading it waits for the device."""
         return float(self._scaler.get_scale())
 
     def state(self) -> dict[str, Any]:
+        """Return the state for a checkpoint."""
         return {**self._scaler.state_dict(), "num_skipped": self.num_skipped.clone()}
 
     def load(self, state: dict[str, Any] | None) -> None:
-        if state is None:  # the run that saved it used another precision
+        """Restore the result of :meth:`state`. None, from a run in another precision, changes nothing."""
+        if state is None:
             return
         state = dict(state)
         self.num_skipped.copy_(state.pop("num_skipped"))
@@ -58,7 +65,13 @@ class LossScaler:
 
 
 class NoScale:
-    """The loss scale of all other precisions: losses, gradients and steps do not change."""
+    """Loss scale of all other precisions, which does not change losses, gradients and steps.
+
+    Attributes:
+        is_on: whether losses are scaled.
+        factor: the factor of the loss.
+        num_skipped: number of skipped steps (0-dim), always zero.
+    """
 
     is_on = False
     factor = 1.0
@@ -67,22 +80,24 @@ class NoScale:
         self.num_skipped = torch.zeros((), device=device)
 
     def scale(self, loss: Tensor) -> Tensor:
+        """Return ``loss``."""
         return loss
 
     def unscale(self, optimizer: Optimizer) -> None:
-        """Do nothing: gradients are not scaled."""
+        """Do nothing, because gradients are not scaled."""
 
     def step(self, optimizer: Optimizer, closure: Any = None) -> None:
+        """Update the parameters."""
         if closure is None:  # the step of some optimizers takes no argument
             optimizer.step()
         else:
             optimizer.step(closure)
 
     def update(self) -> None:
-        """Do nothing: the scale is constant."""
+        """Do nothing, because the factor is constant."""
 
     def state(self) -> None:
-        """Return None: there is nothing to store."""
+        """Return None, because the factor is constant."""
 
     def load(self, state: dict[str, Any] | None) -> None:
-        """Do nothing, also with the state of a run in ``"16-mixed"``."""
+        """Do nothing, even with the state of a run in ``"16-mixed"``."""

@@ -1,11 +1,11 @@
-"""Sizes of matrix products that a device computes slowly.
+"""Sizes of matmuls that are slow on a device.
 
-[Note: sizes that a device likes]
-Units for matrix products take blocks of fixed size; what does not fill a block is computed for nothing. From NVIDIA's
-"Matrix Multiplication Background User's Guide" (section on tensor core requirements): rows of 16 bytes are what the
-kernels read at a time, 8 numbers of 16 bits or 4 of TF32 (before cuBLAS 11 any other size did not use tensor cores at
-all); on an A100 and later rows of 128 bytes are best, 64 or 32 numbers. Intel's AMX multiplies tiles of 16 rows of 64
-bytes, 32 numbers of bfloat16 (Intel 64 and IA-32 Architectures Optimization Reference Manual, chapter on AMX).
+[Note: efficient sizes]
+Matrix units multiply tiles of a fixed size, and tiles that are not full waste computation. NVIDIA's "Matrix
+Multiplication Background User's Guide" (section on tensor core requirements) states that kernels read rows of 16 bytes,
+which are 8 numbers of 16 bits or 4 of TF32. Before cuBLAS 11, other sizes did not use tensor cores. On an A100 and
+later, rows of 128 bytes (64 or 32 numbers) are best. Intel's AMX multiplies tiles of 16 rows of 64 bytes, which are 32
+numbers of bfloat16 (Intel 64 and IA-32 Architectures Optimization Reference Manual, chapter on AMX).
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from torch import nn
 from roomier.core import torch_private
 from roomier.precision.policy import Precision
 
-_LEAST_WEIGHTS = 2**16  # smaller layers do not decide how long a step takes
-_LEAST_SHARE = 0.01  # of the model's multiplications: done in layers of this size, or for nothing
+_LEAST_WEIGHTS = 2**16  # smaller layers hardly affect the time of a step
+_LEAST_SHARE = 0.01  # of the model's multiplications, in layers with unaligned sizes or in padding
 
 
 @dataclass(frozen=True)
 class Liked:
-    """Multiples that a device likes in one dtype, in numbers.
+    """Efficient sizes of matmuls in one dtype on a device.
 
-    Args:
-        name: of the dtype.
-        aligned: what a size must be a multiple of to be read well.
-        tile: what it must be a multiple of to fill whole blocks.
+    Attributes:
+        name: name of the dtype.
+        aligned: sizes should be a multiple of this number for aligned reads.
+        tile: sizes should be a multiple of this number to fill tiles.
     """
 
     name: str
@@ -41,10 +41,13 @@ class Liked:
 
 @dataclass(frozen=True)
 class _Size:
-    """A side of a layer's matrix.
+    """Number of inputs or outputs of a linear layer.
 
-    Args:
-        work: multiplications of a token in forward and backward.
+    Attributes:
+        layer: name of the layer.
+        side: ``"input"`` or ``"output"``.
+        count: the size.
+        work: multiplications per token in forward and backward.
     """
 
     layer: str
@@ -54,14 +57,13 @@ class _Size:
 
 
 def size_warnings(network: nn.Module, precision: Precision, device: torch.device) -> list[str]:
-    """A line for each size of a linear layer that is no multiple of what ``device`` likes in that dtype, where it
-    matters for the speed of the whole."""
+    """Return a warning for each inefficient size of a linear layer that affects the speed of the model."""
     liked = liked_by(device, precision.autocast_dtype or precision.weight_dtype or torch.float32)
     return [] if liked is None else unliked_sizes(network, liked)
 
 
 def liked_by(device: torch.device, dtype: torch.dtype) -> Liked | None:
-    """What ``device`` likes; None where sizes do not matter much, or are not known."""
+    """Return the efficient sizes on ``device``. None if sizes hardly matter, or if they are unknown."""
     is_16_bit = dtype in (torch.float16, torch.bfloat16)
     name = str(dtype).removeprefix("torch.")
     if device.type == "cuda" and is_16_bit:
@@ -74,9 +76,9 @@ def liked_by(device: torch.device, dtype: torch.dtype) -> Liked | None:
 
 
 def unliked_sizes(network: nn.Module, liked: Liked) -> list[str]:
-    """The lines of :func:`size_warnings`, by the share of the multiplications they concern, the largest first."""
+    """Return the lines of :func:`size_warnings`, in descending order of the share of multiplications."""
     sizes = list(_sizes_of(network))
-    all_work = sum(each.work for each in sizes) / 2  # each product has two sides
+    all_work = sum(each.work for each in sizes) / 2  # each matmul has two sizes
     by_count: dict[int, list[_Size]] = defaultdict(list)
     for each in sizes:
         by_count[each.count].append(each)
@@ -88,11 +90,11 @@ def unliked_sizes(network: nn.Module, liked: Liked) -> list[str]:
         is_aligned = count % liked.aligned == 0
         if (share if not is_aligned else share * wasted) < _LEAST_SHARE:
             continue
-        problem = f"no multiple of {liked.tile}" if is_aligned else f"no multiple of {liked.aligned}"
-        cost = f"{100 * wasted:.2g} % of each tile of {liked.tile} is computed for nothing"
+        problem = f"not a multiple of {liked.tile}" if is_aligned else f"not a multiple of {liked.aligned}"
+        cost = f"{100 * wasted:.2g} % of the computation in tiles of {liked.tile} is wasted"
         line = (
             f"size {count} ({_places(having)}; {100 * share:.0f} % of the multiplications) is {problem}, "
-            f"which {liked.name} likes: {cost}; {next_count} would be a multiple of {liked.tile}"
+            f"which is inefficient in {liked.name}: {cost}. {next_count} is a multiple of {liked.tile}"
         )
         lines.append((share, line))
     return [line for _, line in sorted(lines, reverse=True)]
@@ -109,14 +111,14 @@ def _sizes_of(network: nn.Module) -> Iterator[_Size]:
             num_in, num_out = weight.shape
         else:
             continue
-        # Forward, the gradient of the input, and that of the weights where they are trained.
+        # Forward, gradient of the input, and gradient of the weights if they are trained.
         work = weight.numel() * (3 if weight.requires_grad else 2)
         yield _Size(name, "input", num_in, work)
         yield _Size(name, "output", num_out, work)
 
 
 def _places(sizes: list[_Size]) -> str:
-    """``"output of lm_head"``; of many layers the first, and how many more."""
+    """Return ``"output of lm_head"``, with the number of other layers if there are several."""
     first, *others = sizes
     more = f" and {len(others)} more" if others else ""
     return f"{first.side} of {first.layer or 'the model'}{more}"

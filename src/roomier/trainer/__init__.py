@@ -1,4 +1,4 @@
-"""Trainer: keywords -> Plan -> Engine -> fit. No logic of its own."""
+"""The Trainer: its arguments, the order of one call, and Lightning's attributes."""
 
 from roomier.trainer.trainer import Trainer
 

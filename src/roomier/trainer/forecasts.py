@@ -1,4 +1,4 @@
-"""Which runs are held against a forecast, and what is kept of a model before it is built so that they can be."""
+"""Selection of the runs whose memory is compared with a forecast, and the shapes of the model that this requires."""
 
 from __future__ import annotations
 
@@ -24,21 +24,23 @@ if TYPE_CHECKING:
     from roomier.trainer import Trainer
 
 LARGE_BYTES = 2**30
-"""Model states of one rank from which on a run is held against its forecast by default."""
+"""Bytes of model states on one rank from which the memory of a run is compared with its forecast by default."""
 _MOST_BYTES_OF_A_PARAMETER = 48  # 64-true: weight, gradient, its bucket and two states in 8 bytes each, and 8 to spare
 
 
 def prepare_forecast(trainer: Trainer, module: Module) -> None:
-    """Before the model of a fit is built: add a MemoryForecast where there is to be one, and keep the model's shapes in
-    ``trainer.shapes`` where they will be asked for: by that callback, or when a device runs out of memory."""
+    """Add a MemoryForecast to a fit if it is useful, and keep the shapes of ``module`` in ``trainer.shapes``.
+
+    Call it before the model is built. MemoryForecast and the report after an out-of-memory error read the shapes.
+    """
     was_built = trainer.fitted is not None and trainer.fitted.module is module
-    if not was_built:  # else what it was before is not to be seen any more, and the shapes of then are kept
+    if not was_built:  # otherwise the shapes of the last fit are kept, because the built model has others
         trainer.shapes = None
-    trainer.callbacks = [each for each in trainer.callbacks if not isinstance(each, _ByDefault)]  # of an earlier fit
+    trainer.callbacks = [each for each in trainer.callbacks if not isinstance(each, _ByDefault)]  # of the previous fit
     has_callback = any(isinstance(each, MemoryForecast) for each in trainer.callbacks)
     may_run_out = resolve_device(trainer.plan.parallel.accelerator).type != "cpu"
     is_short = bool(trainer.options.num_dev_batches) or not module.automatic_optimization
-    is_left_alone = is_short or trainer.plan.compile.enabled  # tracked it would run uncompiled, and need more memory
+    is_left_alone = is_short or trainer.plan.compile.enabled  # a tracked step runs uncompiled and needs more memory
     num_parameters = sum(each.numel() for each in network_of(module).parameters() if not is_lazy(each))
     may_be_large = num_parameters * _MOST_BYTES_OF_A_PARAMETER >= LARGE_BYTES
     may_be_added = not is_left_alone and not has_callback and (trainer.choice is not None or may_be_large)
@@ -47,7 +49,7 @@ def prepare_forecast(trainer: Trainer, module: Module) -> None:
     shapes = trainer.shapes if may_be_added else None
     is_planned = trainer.choice is not None
     is_added = shapes is not None and (is_planned or _states_bytes(shapes, trainer.plan) >= LARGE_BYTES)
-    if trainer.ranks.from_zero(is_added):  # a model may hold on one rank alone what cannot be copied
+    if trainer.ranks.from_zero(is_added):  # a model may have a part that cannot be copied on one rank only
         trainer.callbacks = ordered([*trainer.callbacks, _ByDefault()])
 
 
@@ -55,30 +57,29 @@ class _ByDefault(MemoryForecast):
     """The MemoryForecast that roomier adds by default."""
 
     def on_train_end(self, trainer: TrainerView, pl_module: Module) -> None:
-        """Do not report a run that is too short for a forecast: the user did not ask for one."""
+        """Report no missing forecast of a short run, because the user did not request one."""
 
 
 def _shapes(module: Module, *, tells: bool) -> Module | None:
-    """``module`` without values; None where it cannot be copied."""
-
+    """Return a copy of ``module`` without values; None if it cannot be copied."""
     state = rng_state()
     try:
         with torch.device("meta"):
             copied = shapes_of(module)
-    except Exception as error:  # whatever a model does when it is copied, it can be trained
+    except Exception as error:  # a model that cannot be copied can still be trained
         if tells:
             notice(f"MemoryForecast: {type(module).__name__} cannot be copied as shapes ({error})")
         return None
     finally:
         set_rng_state(state)
     for parameter in copied.parameters():
-        for name in ("page", "pages", "_paged_as"):  # values of a model that is made in parts
+        for name in ("page", "pages", "_paged_as"):  # values of a model that is built in parts
             parameter.__dict__.pop(name, None)
     return copied
 
 
 def _states_bytes(shapes: Module, plan: Plan) -> int:
-    """Of one rank at their peak, by formula; as AdamW's where the optimizer is the module's own; 0 if unknown."""
+    """Return the peak bytes of model states on one rank; 0 if unknown. Assume AdamW without a named optimizer."""
     from roomier.memory.predict import predict  # late: loads the sharding of torch
 
     optimizer = plan.optimizer
@@ -86,5 +87,5 @@ def _states_bytes(shapes: Module, plan: Plan) -> int:
         plan = dataclasses.replace(plan, optimizer=dataclasses.replace(optimizer, name="adamw"))
     try:
         return total_bytes(predict(network_of(shapes), plan).peak.num_bytes)
-    except Exception:  # whatever the formula finds strange in a model can be trained, or its build says what is wrong
+    except Exception:  # the model can be trained, or building it raises an error
         return 0

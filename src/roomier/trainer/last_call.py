@@ -33,15 +33,16 @@ from roomier.trainer.lightning.predicted import PredictLoop
 from roomier.trainer.lightning.strategy import Strategy
 from roomier.trainer.settings import Settings
 
-if TYPE_CHECKING:  # importing it loads the sharding of torch
+if TYPE_CHECKING:  # loads the sharding of torch
     from roomier.planner.choice import Choice
 
 
 class Shown(dict[str, Any]):
-    """Metrics by name, as they are when it is made. What is put into it, the next one has as well.
+    """A snapshot of metrics. Values that are assigned to it also appear in later snapshots.
 
     Args:
-        given: where that is kept.
+        metrics: the metrics.
+        given: dict that keeps the assigned values.
     """
 
     def __init__(self, metrics: Mapping[str, Any], given: dict[str, Any]) -> None:
@@ -146,11 +147,12 @@ class LastCall(Settings):
 
     @property
     def current_epoch(self) -> int:
+        """Epochs done."""
         return (self.run.progress if self.run else self.copied_progress).epoch
 
     @property
     def ckpt_path(self) -> Path | str | None:
-        """The checkpoint that the last call read. Set, it is that of each call that is given none, until it is None."""
+        """The checkpoint that the last call read. If set, calls without ``ckpt_path`` read it."""
         return self.set_path or self.read_path
 
     @ckpt_path.setter
@@ -159,26 +161,27 @@ class LastCall(Settings):
 
     @property
     def is_last_save_point(self) -> bool:
-        """Whether training ends at the save point that is running."""
+        """Whether training ends at the current save point."""
         return self.run is not None and self.run.now.is_finishing
 
     @property
     def results(self) -> Results:
+        """Logged values of the last run."""
         return Results() if self.run is None else self.run.results
 
     @property
     def callback_metrics(self) -> dict[str, Tensor]:
-        """All logged values by name. A value that a callback assigns stays until its name is logged."""
+        """All logged values. A value that a callback assigns is shown until its name is logged."""
         return self._shown("callback")
 
     @property
     def logged_metrics(self) -> dict[str, Tensor]:
-        """The last row of the loggers, or the next one, by name."""
+        """Values of the last row of the log, or of the next row."""
         return self._shown("logged")
 
     @property
     def progress_bar_metrics(self) -> dict[str, float]:
-        """What was logged with ``prog_bar=True``, as numbers: reading it waits for the device."""
+        """Values logged with ``prog_bar=True``, as numbers. Reading them waits for the device."""
         return self._shown("progress_bar")
 
     def _shown(self, what: str) -> dict[str, Any]:
@@ -189,25 +192,31 @@ class LastCall(Settings):
 
     @property
     def progress_bar_dict(self) -> dict[str, float]:
-        """As Lightning 1 called :attr:`progress_bar_metrics`."""
+        """Name of :attr:`progress_bar_metrics` in Lightning 1."""
         return self.progress_bar_metrics
 
     @property
     def engine(self) -> Engine:
+        """Engine of the last run.
+
+        Raises:
+            RoomierError: no run has started.
+        """
         return run_of(self, "engine").engine
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """Of the run; in an evaluation after a fit, those of the fit."""
+        """Optimizers of the run; in an evaluation after a fit, the optimizers of the fit."""
         return self._fit_or_run.engine.optimizers if self._fit_or_run else []
 
     @property
     def lr_scheduler_configs(self) -> list[LRSchedulerConfig]:
+        """Schedulers of the run, each with its settings."""
         return self._fit_or_run.schedulers.configs if self._fit_or_run else []
 
     @property
     def scaler(self) -> Any:
-        """The loss scale of ``"16-mixed"``, else None."""
+        """Loss scale of ``"16-mixed"``; None with another precision."""
         scaler = None if self._fit_or_run is None else self._fit_or_run.engine.scaler
         return scaler if scaler is not None and scaler.is_on else None
 
@@ -217,46 +226,48 @@ class LastCall(Settings):
 
     @property
     def model(self) -> Any:
-        """The module of the last run; a LightningModule is given back as it is."""
+        """The module of the last run. A LightningModule is returned as it was passed."""
         return None if self._module is None else seen_by_user(self._module)
 
     @property
     def lightning_module(self) -> Any:
+        """The same as :attr:`model`."""
         return self.model
 
     @property
     def estimated_stepping_batches(self) -> float:
-        """Optimizer steps of the whole run; infinite where it is not known."""
+        """Optimizer steps of the complete run; infinite if unknown."""
         return self.estimate_steps()
 
     @property
     def num_steps_in_all(self) -> float:
-        """Optimizer steps done and still to do if nothing ends the run early; infinite where that is not known."""
+        """Optimizer steps at the end of the run if it does not end early; infinite if unknown."""
         return self.run.num_steps_in_all if self.run else math.inf
 
     @property
     def num_training_batches(self) -> float:
-        """Batches of an epoch of the last fit, ``configure_optimizers`` in it included; infinite before it, and where a
-        loader has no length."""
+        """Batches per epoch of the last fit; infinite before the first fit, and for a loader without a length."""
         return self.count_training_batches()
 
     @property
     def num_val_batches(self) -> list[float]:
-        """Of each validation loader; of the fit, unless ``validate`` was called last."""
+        """Batches of each validation loader, of the last fit or the last call of ``validate``."""
         return list(self.num_batches_of.get("validate" if self.state.fn is TrainerFn.VALIDATING else "fit", ()))
 
     @property
     def num_sanity_val_batches(self) -> list[float]:
-        """Of each validation loader, before training begins."""
+        """Batches of each validation loader that run before training."""
         most = math.inf if self.options.num_sanity_val_steps == -1 else self.options.num_sanity_val_steps
         return [min(most, number) for number in self.num_batches_of.get("fit", ())]
 
     @property
     def num_test_batches(self) -> list[float]:
+        """Batches of each test loader."""
         return list(self.num_batches_of.get("test", ()))
 
     @property
     def num_predict_batches(self) -> list[float]:
+        """Batches of each prediction loader."""
         return list(self.num_batches_of.get("predict", ()))
 
     @property
@@ -266,50 +277,53 @@ class LastCall(Settings):
 
     @property
     def val_dataloaders(self) -> Any:
+        """The validation loaders as they were passed or defined."""
         return self.seen_loaders.get("val")
 
     @property
     def test_dataloaders(self) -> Any:
+        """The test loaders as they were passed or defined."""
         return self.seen_loaders.get("test")
 
     @property
     def predict_dataloaders(self) -> Any:
+        """The prediction loaders as they were passed or defined."""
         return self.seen_loaders.get("predict")
 
     @property
     def enable_validation(self) -> bool:
-        """Whether there is a ``validation_step``, and data for it; known once the loaders are made."""
+        """Whether a fit validates. Known after the loaders were created."""
         return self.state.fn in (TrainerFn.FITTING, TrainerFn.VALIDATING) and bool(self.num_val_batches)
 
     @property
     def is_last_batch(self) -> bool:
-        """Whether the training batch at hand is the last of its epoch; not known of loaders without a length."""
+        """Whether the current training batch is the last of its epoch. False for loaders without a length."""
         run = self.fitted
         return run is not None and run.now.batch_idx + 1 >= run.batches.num_training
 
     @property
     def accumulate_grad_batches(self) -> int:
-        """Micro-batches of a step in the running epoch."""
+        """Micro-batches per optimizer step in the current epoch."""
         return Accumulation.of(self.plan, self.callbacks).at(self.current_epoch)
 
     @property
     def strategy(self) -> Strategy:
-        """What Lightning's callbacks and modules ask of the ranks; what it is called says ``strategy.name``."""
+        """View of the ranks and the device under Lightning's names. ``strategy.name`` is the name of the strategy."""
         return Strategy(self)
 
     @property
     def _results(self) -> Never:
-        """Asked by the own ``log`` of a LightningModule, which a run has lent another.
+        """Read by ``LightningModule.log`` outside of a run, during which roomier replaces this method.
 
         Raises:
-            RoomierError: always: no run is going on with it.
+            RoomierError: always.
         """
-        action = "Log from a step or a hook of the loop"
-        raise RoomierError("log", type(self.model).__name__, "no step or epoch is running", action)
+        action = "Call log in a step or a hook of the loop"
+        raise RoomierError("log", type(self.model).__name__, "cannot log outside of a step or epoch", action)
 
     @property
     def _data_connector(self) -> BatchHooks:
-        """Asked by a LightningModule's ``to_onnx`` and ``to_torchscript``."""
+        """Read by ``to_onnx`` and ``to_torchscript`` of a LightningModule."""
         return BatchHooks(self)
 
     @property
@@ -326,6 +340,7 @@ class LastCall(Settings):
 
     @property
     def received_sigterm(self) -> bool:
+        """Whether the last run received SIGTERM."""
         return self.run is not None and self.run.stop.received == signal.SIGTERM
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""What an evaluation measured, for each of its loaders."""
+"""Metrics of an evaluation, by loader."""
 
 from __future__ import annotations
 
@@ -6,18 +6,24 @@ from collections.abc import Mapping, Sequence
 
 
 def metrics_table(stage: str, of_loaders: Sequence[Mapping[str, float]]) -> str:
-    """``of_loaders`` as lines, a metric each."""
+    """Return the metrics of all loaders as text, one metric per line."""
     rows = [(name, value) for metrics in of_loaders for name, value in metrics.items()]
     rows = list(dict(rows).items())
     width = max([len(name) for name, _ in rows], default=0)
     lines = [f"  {name:<{width}}  {value:.6g}" for name, value in rows]
-    return "\n".join([f"{stage}:", *lines] if lines else [f"{stage}: nothing was logged"])
+    return "\n".join([f"{stage}:", *lines] if lines else [f"{stage}: no metrics were logged"])
 
 
 def by_loader(
     metrics: Mapping[str, float], loader_of: Mapping[str, int | None], num_loaders: int
 ) -> list[dict[str, float]]:
-    """What was logged of each loader, with what was logged of all of them."""
+    """Split ``metrics`` by loader.
+
+    Args:
+        metrics: names and logged values.
+        loader_of: index of the loader of each metric; None for a metric of all loaders, which each dict contains.
+        num_loaders: number of loaders.
+    """
     if num_loaders == 1:
         return [dict(metrics)]
     return [

@@ -36,14 +36,14 @@ _WITHIN_A_RUN = {
 }
 _INSTEAD = {
     "fit_loop": "Read current_epoch, global_step, num_training_batches, is_last_batch; set max_epochs between two fits",
-    "validate_loop": "Read num_val_batches, val_dataloaders, callback_metrics",
-    "test_loop": "Read num_test_batches, test_dataloaders, callback_metrics",
+    "validate_loop": "Read num_val_batches, val_dataloaders and callback_metrics",
+    "test_loop": "Read num_test_batches, test_dataloaders and callback_metrics",
     "accelerator": "Read strategy.root_device",
     "precision_plugin": "Read precision",
     "tuner": "Use Trainer(auto_lr_find=True)",
-    "init_module": "Make large layers in the module's configure_model",
+    "init_module": "Create large layers in configure_model of the module",
 }
-"""What Lightning's Trainer has and roomier's has not: where it is found."""
+"""Attributes of Lightning's Trainer that roomier's Trainer does not have, and what to use instead."""
 
 
 class Settings:
@@ -97,56 +97,68 @@ class Settings:
 
     @property
     def logger(self) -> Logger | None:
+        """The first logger; None without loggers."""
         return self.loggers[0] if self.loggers else None
 
     @property
     def checkpoint_callback(self) -> ModelCheckpoint | None:
+        """The first ModelCheckpoint; None without one."""
         return next(iter(self.checkpoint_callbacks), None)
 
     @property
     def checkpoint_callbacks(self) -> list[ModelCheckpoint]:
+        """All ModelCheckpoints."""
         return [each for each in self.callbacks if isinstance(each, ModelCheckpoint)]
 
     @property
     def early_stopping_callback(self) -> Any:
+        """The first EarlyStopping of roomier or of Lightning; None without one."""
         return next(iter(self.early_stopping_callbacks), None)
 
     @property
     def early_stopping_callbacks(self) -> list[Any]:
-        """roomier's, and Lightning's."""
+        """All EarlyStoppings of roomier and of Lightning."""
         return [each for each in self.callbacks if isinstance(each, EarlyStopping) or is_builtin(each, "EarlyStopping")]
 
     @property
     def progress_bar_callback(self) -> ProgressBar | None:
+        """The ProgressBar; None without one."""
         return next((each for each in self.callbacks if isinstance(each, ProgressBar)), None)
 
     @property
     def limit_train_batches(self) -> int | float:
+        """Limit of training batches per epoch on each rank, as a number (int) or as a fraction (float)."""
         return self.options.limit_of("train")
 
     @property
     def limit_val_batches(self) -> int | float:
+        """Limit of validation batches, as a number (int) or as a fraction (float)."""
         return self.options.limit_of("val")
 
     @property
     def limit_test_batches(self) -> int | float:
+        """Limit of test batches, as a number (int) or as a fraction (float)."""
         return self.options.limit_of("test")
 
     @property
     def limit_predict_batches(self) -> int | float:
+        """Limit of prediction batches, as a number (int) or as a fraction (float)."""
         return self.options.limit_of("predict")
 
     @property
     def val_check_interval(self) -> int | float:
+        """Training batches between two validations, as a number (int) or as a fraction of an epoch (float)."""
         interval = self.options.val_check_interval
         return 1.0 if interval is None else interval
 
     @property
     def min_epochs(self) -> int | None:
+        """Minimum number of epochs. As in Lightning, None becomes 0 in the first call."""
         return 0 if self.options.min_epochs is None and self.state.fn is not None else self.options.min_epochs
 
     @property
     def default_root_dir(self) -> str:
+        """Folder of the run folders."""
         return str(at_home(self.options.default_root_dir or "runs"))
 
     @property
@@ -156,76 +168,92 @@ class Settings:
 
     @property
     def gradient_clip_val(self) -> float | None:
+        """Limit for the norm or the values of gradients; None without clipping."""
         return self.plan.batch.gradient_clip_val
 
     @property
     def gradient_clip_algorithm(self) -> str:
+        """``"norm"`` or ``"value"``."""
         return self.plan.batch.gradient_clip_algorithm
 
     @property
     def precision(self) -> str:
+        """Precision of the plan, such as ``"bf16-mixed"``."""
         return self.plan.precision.mode
 
     @property
     def world_size(self) -> int:
+        """Number of ranks."""
         return self.world.size
 
     @property
     def global_rank(self) -> int:
+        """Number of this rank, counted over all machines."""
         return self.world.rank
 
     @property
     def local_rank(self) -> int:
+        """Number of this rank on its machine."""
         return self.world.local_rank
 
     @property
     def node_rank(self) -> int:
+        """Number of this machine."""
         return self.world.node_rank
 
     @property
     def is_global_zero(self) -> bool:
+        """Whether this is rank 0."""
         return self.world.is_global_zero
 
     @property
     def num_nodes(self) -> int:
+        """Number of machines."""
         return self.plan.parallel.num_nodes
 
     @property
     def num_devices(self) -> int:
-        """Of each node."""
+        """Devices of each machine."""
         return self.plan.parallel.devices
 
     @property
     def device_ids(self) -> list[int]:
-        """Of this node: each process has the device of its local rank."""
+        """Indices of the devices of this machine. Each rank uses the device with its local rank."""
         return list(range(self.num_devices))
 
     @property
     def profiler(self) -> NamedSpans:
+        """Object with Lightning's ``profile(name)``, which names a span in a profile of torch."""
         return NamedSpans()
 
     @property
     def training(self) -> bool:
+        """True while the training loop runs, except during its validations."""
         return self.state.stage is RunningStage.TRAINING
 
     @property
     def validating(self) -> bool:
+        """True during a validation."""
         return self.state.stage is RunningStage.VALIDATING
 
     @property
     def testing(self) -> bool:
+        """True during a test."""
         return self.state.stage is RunningStage.TESTING
 
     @property
     def predicting(self) -> bool:
+        """True during a prediction."""
         return self.state.stage is RunningStage.PREDICTING
 
     @property
     def sanity_checking(self) -> bool:
+        """True during the validation before training."""
         return self.state.stage is RunningStage.SANITY_CHECKING
 
     @property
     def evaluating(self) -> bool:
+        """True during a validation or a test."""
         return self.state.stage is not None and self.state.stage.evaluating
 
     def add_callbacks_of(self, module: Module) -> None:
@@ -240,9 +268,8 @@ class Settings:
             raise RoomierError("configure_callbacks", own, "did not return a list of callbacks", action)
         own = adopted([own] if is_one(own, Callback) else list(own or ()))
         types = {kind_of(each) for each in own}
-        others = [
-            each for each in adopted(self.callbacks) if kind_of(each) not in types
-        ]  # the user may have added some
+        adopted_callbacks = adopted(self.callbacks)  # the user may have added some to the list
+        others = [each for each in adopted_callbacks if kind_of(each) not in types]
         self.callbacks = ordered(others + own)
         check_callbacks(self.callbacks)
 
@@ -280,12 +307,12 @@ class Settings:
         self.ranks = join(self.world, resolve_device(self.plan.parallel.accelerator).type)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """``print`` on the first rank alone."""
+        """Print on rank 0 only."""
         if self.is_global_zero:
             print(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        # max_steps, log_every_n_steps and the other loop keywords are read as attributes.
+        # arguments of the loops, such as max_steps, are attributes
         if name in LoopOptions.__dataclass_fields__:
             return getattr(self.options, name)
         instead = f". {_INSTEAD[name]}" if name in _INSTEAD else ""
@@ -298,14 +325,16 @@ class Settings:
             super().__setattr__(name, value)
 
     def _set_for_next_run(self, name: str, value: Any) -> None:
-        """Between two runs a keyword of the loop may change, checked as one that is passed.
+        """Set an argument between two runs, and validate it like a new argument.
 
         Raises:
-            RoomierError: a run is going on, or the value is wrong.
+            RoomierError: a run is active, or the value is invalid.
         """
         if self.is_running:
-            action = _WITHIN_A_RUN.get(name, "Set it before fit, or between two fits; should_stop ends the run")
-            raise RoomierError(name, value, "cannot change while a run goes on", action)
+            action = _WITHIN_A_RUN.get(
+                name, "Set it before fit or between two fits, or set should_stop=True to end the run"
+            )
+            raise RoomierError(name, value, "cannot be changed during a run", action)
         if name in _OF_PLAN:
             self.asked_plan = self.plan = with_batch_field(self.asked_plan, name, value)
         else:

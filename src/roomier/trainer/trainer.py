@@ -99,7 +99,7 @@ class Trainer(LastCall):
         memory_budget: upper limit for the peak memory of a device, such as ``"22GiB"``. None uses all memory of the
             device (``ChoicePlan``).
         accumulate_grad_batches: micro-batches per optimizer step (``BatchPlan``).
-        gradient_clip_val: upper limit for the norm, or for the values, of gradients. None and 0 clip nothing
+        gradient_clip_val: upper limit for the norm, or for the values, of gradients. None and 0 disable clipping
             (``BatchPlan``).
         gradient_clip_algorithm: clip by ``"norm"`` (the default) or by ``"value"`` (``BatchPlan``).
         auto_lr_find: before a fit, search for a learning rate on a copy of the model. A string is the name of the
@@ -220,7 +220,7 @@ class Trainer(LastCall):
         )
         check_callbacks(self.callbacks)
 
-    # What a user calls --------------------------------------------------------------------------------------------
+    # Methods for users ---------------------------------------------------------------------------------------------
 
     def fit(
         self,

@@ -1,4 +1,4 @@
-"""What a user of the command has in the current folder."""
+"""User code in the current folder of the command."""
 
 import os
 import signal
@@ -11,7 +11,7 @@ import roomier
 
 
 class ToyModule(roomier.Module):
-    """A line through random points.
+    """Linear model of random data.
 
     Args:
         lr: learning rate.
@@ -37,7 +37,7 @@ class ToyModule(roomier.Module):
 
 
 class HasForward(roomier.Module):
-    """What others may call: it can be exported."""
+    """Module with a forward, which can be exported."""
 
     def __init__(self, hidden: int = 4) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class HasForward(roomier.Module):
 
 
 class PlainNetwork(nn.Module):
-    """No module of roomier: its forward returns a loss."""
+    """Network that is not a roomier.Module. Its forward returns a loss."""
 
     def __init__(self, width: int = 4) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class HasABug(ToyModule):
 
 
 class IsTerminated(ToyModule):
-    """Gets SIGTERM in its third step, once; a run that goes on from there is left alone."""
+    """Sends SIGTERM to its process in the third step of a run. A run resumed from there does not."""
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         if self.global_step == 2:

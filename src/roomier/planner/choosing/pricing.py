@@ -52,7 +52,12 @@ class Prices(Protocol):
 
 
 class DryRuns:
-    """Forecasts by dry runs, which are slow and as accurate as possible."""
+    """Forecasts by dry runs, which are slow and as accurate as possible.
+
+    Args:
+        workload: workload with any batch size.
+        machine: machine to plan for.
+    """
 
     def __init__(self, workload: Workload, machine: Machine) -> None:
         self._workload = workload
@@ -64,7 +69,12 @@ class DryRuns:
 
 
 class ClosedForms:
-    """Forecasts by the closed form. If it fails for a model, dry runs are used, and a notice reports this."""
+    """Forecasts by the closed form. If it fails for a model, dry runs are used, and a notice reports this.
+
+    Args:
+        workload: workload with any batch size.
+        machine: machine to plan for.
+    """
 
     def __init__(self, workload: Workload, machine: Machine) -> None:
         self._estimator = Estimator(workload, machine)

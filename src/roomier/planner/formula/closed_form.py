@@ -228,6 +228,10 @@ class _CutStep(_Step):
 class Order:
     """Positions in a trace at which the units of a model run.
 
+    Args:
+        trace: trace of one micro-batch.
+        units: units in the order of the modules.
+
     Attributes:
         root: the unit that is gathered during the full step; None if it does not exist.
         num_forward: number of passages that belong to the forward.

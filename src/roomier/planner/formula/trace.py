@@ -35,7 +35,7 @@ from roomier.engine.eager import EagerEngine
 from roomier.memory.kinds import Kind
 from roomier.memory.tracker import MemoryTracker, Snapshot, tracking
 from roomier.optim.configured import Configured
-from roomier.parallel.shard import parts_of, units_of, without_views
+from roomier.parallel.shard import parts_of, root_parameters_of, units_of, without_views
 from roomier.plan import BatchPlan, OptimizerPlan, ParallelPlan, Plan
 from roomier.planner.dry_runs.places import named_places, telling_places
 from roomier.planner.dry_runs.work import Part, Work, WorkCounter
@@ -258,10 +258,11 @@ def _as_if_cut(engine: EagerEngine, compute_dtype: torch.dtype | None) -> list[n
     Returns:
         For each unit with two groups of parameters, the modules of the group whose weights are not in matrix products.
     """
-    made: dict[nn.Parameter, nn.Parameter] = {}
-    inner: list[nn.Module] = []
     network = engine.module
-    for unit in units_of(network, engine.blocks):
+    units = units_of(network, engine.blocks)
+    made = {each: each for each in root_parameters_of(units, compute_dtype)}
+    inner: list[nn.Module] = []
+    for unit in units:
         unit.register_forward_pre_hook(_pass_inputs, with_kwargs=True)
         for modules, dtype in parts_of(unit, compute_dtype):
             if modules != [unit]:

@@ -99,7 +99,7 @@ def traffic_of(units: Sequence[Unit], plan: Plan, layout: Layout, machine: Machi
         return []
     if layout.strategy == "ddp":
         return _of_replicas(units, plan, machine)
-    # A step in backward with the mode "exact" has two backwards.
+    # An exact step in backward with clipping by norm runs two backwards per micro-batch.
     frees = layout.frees_parameters or layout.num_backwards > 1
     found = []
     known: dict[Any, tuple[Exchange, Exchange]] = {}  # cache for equal blocks

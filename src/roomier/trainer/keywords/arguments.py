@@ -1,4 +1,4 @@
-"""From the Trainer's keywords to what they make."""
+"""Conversion of the Trainer's arguments to a Plan and to callbacks, and advice on unknown arguments."""
 
 from __future__ import annotations
 
@@ -19,49 +19,49 @@ from roomier.trainer.keywords.devices import resolve_auto
 from roomier.trainer.lightning.callbacks import adopted
 
 _SHARES = (
-    "Leave it out: each rank gets its share of any loader, and one with a DistributedSampler, or with "
-    "shards_by_rank = True, divides itself"
+    "Remove it: roomier divides any loader across the ranks, except loaders with a DistributedSampler or with "
+    "shards_by_rank = True"
 )
 _NAMED_OPTIMIZER = "Write it into the optimizer: optimizer={'name': 'adamw', 'weight_decay': 0.1, 'betas': [0.9, 0.95]}"
 _WARM_UP = "Write lr_schedule={'name': 'cosine', 'warmup_steps': 100}"
-_OF_DATA_LOADER = "Give batch_size to your DataLoader"
+_OF_DATA_LOADER = "Pass batch_size to your DataLoader"
 _SAVES = "Write callbacks=[ModelCheckpoint(every_n_train_steps=...)]"
 
 FORMER_KEYWORDS: dict[str, str] = {
-    # Lightning's Trainer, of today and of earlier versions
-    "auto_select_gpus": "Leave it out: each process takes the CUDA device of its number; CUDA_VISIBLE_DEVICES chooses",
-    "checkpoint_callback": "Write enable_checkpointing, or put a ModelCheckpoint into callbacks",
+    # current and earlier versions of Lightning's Trainer
+    "auto_select_gpus": "Select devices with the environment variable CUDA_VISIBLE_DEVICES",
+    "checkpoint_callback": "Write enable_checkpointing, or add a ModelCheckpoint to callbacks",
     "resume_from_checkpoint": "Pass it to fit: trainer.fit(model, ckpt_path=...)",
     "progress_bar_refresh_rate": "Write callbacks=[ProgressBar(refresh_interval_s=0.1)], or enable_progress_bar=False",
     "weights_summary": "Write enable_model_summary",
     "weights_save_path": "Write default_root_dir, or callbacks=[ModelCheckpoint(dirpath=...)]",
-    "track_grad_norm": "It is not built: log the norm in the module's on_before_optimizer_step",
+    "track_grad_norm": "Log the norm in on_before_optimizer_step of the module",
     "replace_sampler_ddp": _SHARES,
     "use_distributed_sampler": _SHARES,
     "sync_batchnorm": "Convert the model: torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)",
-    "prepare_data_per_node": "Leave it out: prepare_data runs in the first process of each node",
+    "prepare_data_per_node": "Remove it: prepare_data runs on the first rank of each machine",
     "plugins": (
-        "Write what it stands for: precision='16-mixed' or 'bf16-mixed', strategy=...; torchrun, SLURM and MPI are "
-        "known without one, and checkpoints are folders without one"
+        "Use the argument that replaces it: precision='16-mixed' or 'bf16-mixed', or strategy=...; torchrun, SLURM and "
+        "MPI are detected without a plugin, and checkpoints are always folders"
     ),
     "reload_dataloaders_every_n_epochs": (
-        "Leave it out: loaders are made once in each fit; a data set or sampler with set_epoch is told each epoch"
+        "Remove it: loaders are created one time per fit; set_epoch of datasets and samplers is called each epoch"
     ),
     "barebones": (
         "Write logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False"
     ),
-    "enable_autolog_hparams": "Leave it out: save_hyperparameters(logger=False) keeps them out of the log",
-    "model_registry": "Leave it out: checkpoints go to the run folder; upload them in a callback's on_fit_end",
-    "backend": "Leave it out: gloo on the CPU, nccl on CUDA",
-    "terminate_on_nan": "Leave it out: a loss that is not finite ends the run at the next log step",
+    "enable_autolog_hparams": "Remove it: save_hyperparameters(logger=False) does not log them",
+    "model_registry": "Remove it: checkpoints are in the run folder; upload them in on_fit_end of a callback",
+    "backend": "Remove it: the backend is gloo on the CPU and nccl on CUDA",
+    "terminate_on_nan": "Remove it: a loss that is not finite ends the run at the next log step",
     "stochastic_weight_avg": "Write callbacks=[StochasticWeightAveraging(swa_lrs=...)]",
-    "process_position": "Leave it out: there is one progress bar",
-    "flush_logs_every_n_steps": "Leave it out: each row is in its file when it was logged",
-    "log_gpu_memory": "It is not built: log torch.cuda.max_memory_allocated() in training_step",
+    "process_position": "Remove it: there is one progress bar",
+    "flush_logs_every_n_steps": "Remove it: each row is written to its file immediately",
+    "log_gpu_memory": "Log torch.cuda.max_memory_allocated() in training_step",
     "multiple_trainloader_mode": (
         "Pass it with the loaders: fit(model, roomier.data.CombinedLoader(loaders, mode='max_size_cycle'))"
     ),
-    "move_metrics_to_cpu": "Leave it out: logged values leave their device at log steps only",
+    "move_metrics_to_cpu": "Remove it: logged values stay on their device until a log step",
     # Hugging Face's TrainingArguments
     "num_train_epochs": "Write max_epochs",
     "per_device_train_batch_size": _OF_DATA_LOADER,
@@ -74,13 +74,13 @@ FORMER_KEYWORDS: dict[str, str] = {
     "optim": "Write optimizer='adamw'",
     "torch_compile": "Write compile=True",
     "optim_target_modules": "Write lora={'rank': 8, 'targets': [...]} to train adapters",
-    "torch_empty_cache_steps": "Leave it out",
+    "torch_empty_cache_steps": "Remove it",
     "weight_decay": _NAMED_OPTIMIZER,
     "adam_beta1": _NAMED_OPTIMIZER,
     "adam_beta2": _NAMED_OPTIMIZER,
     "lr_scheduler_type": "Write lr_schedule='cosine', 'linear' or 'constant'",
     "warmup_steps": _WARM_UP,
-    "warmup_ratio": f"{_WARM_UP}: warm-up is a number of steps",
+    "warmup_ratio": f"{_WARM_UP}: the warm-up is a number of steps",
     "logging_steps": "Write log_every_n_steps",
     "eval_steps": "Write val_check_interval, which counts micro-batches",
     "save_steps": _SAVES,
@@ -88,8 +88,8 @@ FORMER_KEYWORDS: dict[str, str] = {
     "output_dir": "Write default_root_dir",
     "report_to": "Write logger='tensorboard', or logger=True for files",
     "ddp_timeout": "Write hang_timeout={'seconds': ...}",
-    "seed": "Call roomier.seed_everything before the model is made",
-    # What else is tried
+    "seed": "Call roomier.seed_everything before the model is created",
+    # other names
     "lr": "Write learning_rate",
     "lr_scheduler": "Write lr_schedule, or return a scheduler from configure_optimizers",
     "epochs": "Write max_epochs",
@@ -98,7 +98,7 @@ FORMER_KEYWORDS: dict[str, str] = {
     "batch_size": _OF_DATA_LOADER,
     "device": "Write accelerator='cpu', 'cuda' or 'mps'",
 }
-"""Keywords of other Trainers and of earlier ones: what to write instead, or that it is not built."""
+"""Arguments of other Trainers and of earlier versions, and what to use instead."""
 
 HARMLESS_KEYWORDS: dict[str, object] = {
     "use_distributed_sampler": True,
@@ -110,7 +110,7 @@ HARMLESS_KEYWORDS: dict[str, object] = {
     "enable_autolog_hparams": True,
     "model_registry": None,
 }
-"""Keywords of Lightning's Trainer with the value that asks for what roomier does: a script may pass them on."""
+"""Arguments of Lightning's Trainer with the value that equals roomier's behavior. They are accepted and ignored."""
 
 FORMER_ARGUMENTS: dict[str, str] = {
     "train_dataloader": "Write train_dataloaders",
@@ -126,7 +126,7 @@ FORMER_ARGUMENTS: dict[str, str] = {
     "max_epochs": "Pass it to the Trainer: Trainer(max_epochs=...)",
     "epochs": "Pass it to the Trainer: Trainer(max_epochs=...)",
 }
-"""Arguments of fit, validate, test and predict elsewhere: what to write instead."""
+"""Arguments of fit, validate, test and predict in other libraries, and what to use instead."""
 
 
 _NONE_IS_DEFAULT = (
@@ -140,31 +140,39 @@ _NONE_IS_DEFAULT = (
 
 
 def with_defaults(given: Mapping[str, Any], init: Callable[..., None]) -> dict[str, Any]:
-    """``given`` with the defaults of ``init`` where None asks for them, as in Lightning."""
+    """Return ``given`` with defaults of ``init`` for arguments whose None means the default, as in Lightning."""
     defaults = inspect.signature(init).parameters
     missing = {name: defaults[name].default for name in _NONE_IS_DEFAULT if given[name] is None}
     return {**given, **missing}
 
 
 def check_weights_only(weights_only: bool | None) -> None:
-    """Refuse to execute what a checkpoint holds.
+    """Reject a load that would execute code.
 
     Raises:
-        RoomierError: that is asked for.
+        RoomierError: ``weights_only`` is False.
     """
     if weights_only is not None and weights_only is not True:
-        action = "Leave it out; for a checkpoint that needs it, save its weights with torch.save and pass weights="
-        raise RoomierError("weights_only", weights_only, "loading a checkpoint executes no code", action)
+        action = "Remove it. If the checkpoint requires it, save its weights with torch.save and pass weights="
+        raise RoomierError(
+            "weights_only",
+            weights_only,
+            "must be True or None, because loading a checkpoint never executes code",
+            action,
+        )
 
 
 def plan_of(given: Mapping[str, Any], init: Callable[..., None], launch: Launch | None) -> Plan:
-    """The Plan that the keywords ``given`` to ``init`` ask for, or the one among them.
+    """Return the Plan for the arguments ``given`` to ``init``.
 
     Args:
-        launch: what started this process; it says what ``"auto"`` is.
+        given: the names and values of all arguments.
+        init: the constructor of the Trainer, for its defaults.
+        launch: the launcher of this process, which resolves ``"auto"``. None without one.
 
     Raises:
-        PlanError: it cannot work.
+        PlanError: the Plan is invalid.
+        RoomierError: ``plan`` and an argument that it replaces are given together.
     """
     flags = {name: given[name] for name in inspect.signature(plan_from_flags).parameters}
     if given["plan"] is None:
@@ -172,7 +180,7 @@ def plan_of(given: Mapping[str, Any], init: Callable[..., None], launch: Launch 
     defaults = inspect.signature(init).parameters
     for name, value in flags.items():
         if value != defaults[name].default:
-            raise RoomierError(name, value, "plan= was given as well", "Say it in the plan, or pass keywords alone")
+            raise RoomierError(name, value, "cannot be combined with plan", "Set the value in the plan, or remove plan")
     return Plan.of(given["plan"])
 
 
@@ -188,10 +196,10 @@ def _plan_from(flags: dict[str, Any], launch: Launch | None) -> Plan:
 
 
 def with_batch_field(plan: Plan, name: str, value: Any) -> Plan:
-    """``plan`` with ``accumulate_grad_batches``, or a keyword of clipping, set to ``value``.
+    """Return ``plan`` with the field ``name`` of :class:`BatchPlan` set to ``value``.
 
     Raises:
-        PlanError: it is wrong.
+        PlanError: the value is invalid.
     """
     if name == "gradient_clip_val" and value == 0:
         value = None
@@ -199,11 +207,19 @@ def with_batch_field(plan: Plan, name: str, value: Any) -> Plan:
 
 
 def callbacks_of(given: Mapping[str, Any], enable_checkpointing: bool) -> list[Any]:
-    """The callbacks that were ``given``, and those that are there by default."""
+    """Return the callbacks in ``given`` and the default callbacks.
+
+    Args:
+        given: the names and values of all arguments.
+        enable_checkpointing: whether to add a ModelCheckpoint.
+
+    Raises:
+        RoomierError: ``callbacks`` contains another object, or a ModelCheckpoint with ``enable_checkpointing=False``.
+    """
     callbacks = given["callbacks"]
     if callbacks is not None and not (isinstance(callbacks, (list, tuple)) or is_one(callbacks, Callback)):
         raise RoomierError(
-            "callbacks", callbacks, "is not a list of callbacks", "Pass objects of subclasses of roomier.Callback"
+            "callbacks", callbacks, "must be a list of callbacks", "Pass instances of subclasses of roomier.Callback"
         )
     found = adopted([callbacks] if is_one(callbacks, Callback) else list(callbacks or ()))
     if given["enable_progress_bar"] and not any(isinstance(each, ProgressBar) for each in found):
@@ -213,7 +229,10 @@ def callbacks_of(given: Mapping[str, Any], enable_checkpointing: bool) -> list[A
     has_checkpoint = any(map(is_checkpoint, found))
     if has_checkpoint and not given["enable_checkpointing"]:
         raise RoomierError(
-            "enable_checkpointing", False, "a ModelCheckpoint is among the callbacks", "Remove one of the two"
+            "enable_checkpointing",
+            False,
+            "must be True if callbacks contain a ModelCheckpoint",
+            "Remove one of the two",
         )
     if enable_checkpointing and not has_checkpoint:
         found.append(ModelCheckpoint())
@@ -221,16 +240,16 @@ def callbacks_of(given: Mapping[str, Any], enable_checkpointing: bool) -> list[A
 
 
 def ordered(callbacks: Sequence[Any]) -> list[Any]:
-    # Checkpoints last: they hold the state of all others, which must have seen the event first.
+    """Return ``callbacks`` with checkpoints last, because they store the state of the others after each event."""
     return sorted(callbacks, key=is_checkpoint)
 
 
 def is_checkpoint(callback: object) -> bool:
-    """Whether it saves the run: a ModelCheckpoint, or what is made from Lightning's base of such callbacks."""
+    """Return whether ``callback`` saves checkpoints: a ModelCheckpoint, or a subclass of Lightning's Checkpoint."""
     return isinstance(callback, ModelCheckpoint) or is_builtin(callback, "Checkpoint")
 
 
 def kind_of(callback: object) -> type:
-    """What a callback of the same kind in the place of this one is an object of."""
+    """Return the type that a callback must have to replace ``callback``."""
     is_mirror = isinstance(callback, ModelCheckpoint) and type(callback).__qualname__ == ModelCheckpoint.__qualname__
     return ModelCheckpoint if is_mirror else type(callback)

@@ -1,4 +1,4 @@
-"""What ``devices="auto"`` and ``num_nodes="auto"`` are."""
+"""Resolution of ``devices="auto"`` and ``num_nodes="auto"``."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ _PARALLEL = "Pass strategy='ddp', 'zero2' (half the memory on 2 ranks) or 'zero3
 
 
 def resolve_auto(flags: Mapping[str, Any], launch: Launch | None) -> dict[str, Any]:
-    """``flags`` with numbers for ``devices="auto"`` and ``num_nodes="auto"``.
+    """Return ``flags`` with numbers for ``devices="auto"`` and ``num_nodes="auto"``.
 
-    They are what the launcher started; without one, a strategy for several ranks takes all CUDA devices of the machine.
+    The numbers are those of the launcher. Without a launcher, a strategy for several ranks uses all CUDA devices of the
+    machine.
 
     Raises:
-        PlanError: a launcher started several ranks for a strategy that has one.
+        PlanError: a launcher started several ranks for the strategy ``"single"``.
     """
     flags = {**flags, "devices": _number_of(flags["devices"])}
     is_single = _is_single(flags["strategy"])
     if launch is not None and launch.world.size > 1 and is_single:
-        problem = f"{launch.launcher} started {launch.world.size} processes, and this strategy uses one"
-        raise PlanError("strategy", flags["strategy"], problem, f"{_PARALLEL}; or start one process")
+        problem = f"supports one rank, but {launch.launcher} started {launch.world.size} processes"
+        raise PlanError("strategy", flags["strategy"], problem, f"{_PARALLEL}, or start one process")
     if flags["num_nodes"] == "auto":
         flags["num_nodes"] = 1 if launch is None else launch.num_nodes
     if flags["devices"] == "auto":
@@ -39,7 +40,7 @@ def resolve_auto(flags: Mapping[str, Any], launch: Launch | None) -> dict[str, A
 
 
 def _number_of(devices: Any) -> Any:
-    """``-1`` is all of them, and a list of the first ones their number."""
+    """Return ``"auto"`` for -1, and the length of a list of the first devices."""
     if devices in (-1, "-1"):
         return "auto"
     listed = devices
@@ -49,8 +50,10 @@ def _number_of(devices: Any) -> Any:
         return devices
     if list(listed) == list(range(len(listed))):
         return len(listed)
-    action = f"Write devices={len(listed)}; the environment variable CUDA_VISIBLE_DEVICES says which they are"
-    raise PlanError("devices", devices, "each process takes the device of its number on the node, from 0", action)
+    action = f"Write devices={len(listed)}, and select the devices with the environment variable CUDA_VISIBLE_DEVICES"
+    raise PlanError(
+        "devices", devices, "is not supported, because each rank uses the device with its local rank", action
+    )
 
 
 def _is_single(strategy: object) -> bool:
@@ -62,5 +65,7 @@ def _is_single(strategy: object) -> bool:
 def _all_devices(strategy: object, accelerator: object) -> int:
     if accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available():
         return torch.cuda.device_count()
-    notice(f"strategy={strategy!r} with devices='auto' is one process on this machine; devices=N starts N of them")
+    notice(
+        f"strategy={strategy!r} with devices='auto' starts one process on this machine; devices=N starts N processes"
+    )
     return 1

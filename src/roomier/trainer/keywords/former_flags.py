@@ -1,4 +1,4 @@
-"""Flags of the years 2020 and 2021, told in today's spelling: the whole call, with the values that were given."""
+"""Arguments of Lightning's Trainer from 2020 and 2021. The error shows the complete call in the current form."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ _STRATEGIES = {
     "deepspeed_stage_2": "zero2",
     "deepspeed_stage_3": "zero3",
 }
-"""Names of strategies that were an accelerator or a plugin once."""
-_CLASSES = {  # what the class of an object begins with, of plugins then and of Lightning's strategies now
+"""Names of former accelerators and plugins, and the strategy that replaces each."""
+_CLASSES = {  # prefix of the class name of a former plugin or of a strategy of Lightning
     "DDPSpawnSharded": "zero2",
     "DDPSharded": "zero2",
     "DDPFullySharded": "zero3",
@@ -39,14 +39,14 @@ _CLASSES = {  # what the class of an object begins with, of plugins then and of 
     "SingleDevice": "single",
 }
 _HALF = ("16", 16)
-_PROBLEMS = {"precision": "could be 16-mixed or 16-true", "strategy": "is an object of another library"}
+_PROBLEMS = {"precision": "is ambiguous: '16-mixed' or '16-true'", "strategy": "is an object of another library"}
 
 
 def refuse_former_flags(given: Mapping[str, Any]) -> None:
-    """Raise for a flag of those years among the keywords ``given`` to the Trainer.
+    """Reject former arguments among the arguments ``given`` to the Trainer.
 
     Raises:
-        RoomierError: it names the flag, and shows ``Trainer(...)`` as it is written today.
+        RoomierError: a former argument is given. The error shows the call ``Trainer(...)`` in the current form.
     """
     found = [name for name in given if _is_former(name, given[name])]
     if not found:
@@ -54,14 +54,14 @@ def refuse_former_flags(given: Mapping[str, Any]) -> None:
     today, remarks = _todays(given)
     call = ", ".join(f"{name}={value!r}" for name, value in today.items())
     name = found[0]
-    problem = _PROBLEMS.get(name, "is a flag of former years")
+    problem = _PROBLEMS.get(name, "was removed from the Trainer")
     if found[1:]:
-        problem += f", as {'is' if len(found) == 2 else 'are'} {', '.join(found[1:])}"
+        problem += f", like {', '.join(found[1:])}"
     raise RoomierError(name, given[name], problem, ". ".join([f"Write Trainer({call})", *remarks]))
 
 
 def written_today(name: str, value: Any) -> tuple[dict[str, Any], list[str]] | None:
-    """The keywords that say today what the flag ``name`` said, and remarks; None where it is no flag of those years."""
+    """Return the current arguments for the former argument ``name``, and remarks; None for any other argument."""
     return _todays({name: value}) if _is_former(name, value) else None
 
 
@@ -78,7 +78,7 @@ def _is_former(name: str, value: Any) -> bool:
 
 
 def _todays(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The keywords about devices, strategy and precision as they are written today, and what is to be said beside."""
+    """Return the current arguments for devices, strategy and precision, and remarks."""
     today = {name: given[name] for name in _KEPT if name in given and not _is_former(name, given[name])}
     remarks: list[str] = []
     for name in _DEVICE_FLAGS:
@@ -109,10 +109,12 @@ def _add_devices(today: dict[str, Any], remarks: list[str], name: str, value: An
     today["accelerator"] = "gpu"
     today["devices"] = number
     if name not in ("gpus", "num_gpus"):
-        remarks.append(f"{name} is of devices that roomier does not run on: it runs on 'cuda', 'mps' and 'cpu'")
+        remarks.append(f"{name} selects devices that are not supported; roomier supports 'cuda', 'mps' and 'cpu'")
     elif isinstance(value, (list, tuple)) or (isinstance(value, str) and "," in value):
         listed = value if isinstance(value, str) else ",".join(map(str, value))
-        remarks.append(f"Which they are says the environment variable CUDA_VISIBLE_DEVICES={listed.replace(' ', '')}")
+        remarks.append(
+            f"Select the devices with the environment variable CUDA_VISIBLE_DEVICES={listed.replace(' ', '')}"
+        )
 
 
 def _number_of_devices(value: Any) -> Any:
@@ -137,11 +139,13 @@ def _add_strategy(today: dict[str, Any], remarks: list[str], value: Any) -> None
     if _setting(value, "partition_activations") or _setting(value, "cpu_checkpointing"):
         today["activation_checkpointing"] = "full"
     if any(_setting(value, name) for name in ("cpu_offload", "offload_optimizer", "offload_parameters")):
-        remarks.append("For states in less memory, until they can wait on the host: optimizer='adamw8bit'")
+        remarks.append(
+            "Offload of optimizer states is not implemented. To reduce their memory, use optimizer='adamw8bit'"
+        )
 
 
 def _strategy_of(value: Any) -> str | None:
-    """Today's name of a strategy that was an accelerator, a plugin or an object; None where it was none of these."""
+    """Return the strategy that replaces a former accelerator, plugin or strategy object; None for any other value."""
     if isinstance(value, str):
         return _STRATEGIES.get(value.lower())
     name = type(value).__name__
@@ -151,7 +155,7 @@ def _strategy_of(value: Any) -> str | None:
 
 
 def _setting(value: Any, name: str) -> Any:
-    """``name`` as an attribute of ``value``, or anywhere in its ``config``."""
+    """Return the attribute ``name`` of ``value``, or the value of ``name`` in its ``config``."""
     for found in (getattr(value, name, None), getattr(value, "_ddp_kwargs", {}).get(name)):
         if found is not None:
             return found

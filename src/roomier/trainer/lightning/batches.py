@@ -1,7 +1,7 @@
-"""What a LightningModule's own ``to_onnx`` and ``to_torchscript`` ask the Trainer it was trained with.
+"""Attributes of Lightning's Trainer that ``to_onnx`` and ``to_torchscript`` of a LightningModule read.
 
-They bring their example to the device by the hooks of a batch, and look up with whom these are, and how they are timed,
-in places of Lightning's Trainer.
+These methods move their example to the device with the batch hooks, and read from the Trainer which object has the
+hooks and how to time them.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ if TYPE_CHECKING:
 
 
 class NamedSpans:
-    """``trainer.profiler``: ``with trainer.profiler.profile(name)`` is a span of this name in a profile of torch."""
+    """The value of ``trainer.profiler``. ``with trainer.profiler.profile(name)`` names a span in a profile of torch."""
 
     def profile(self, action_name: str) -> AbstractContextManager[Any]:
+        """Return a context that names a span."""
         return record_function(action_name)
 
 
 class BatchHooks:
-    """Whose hook of a batch is called: the DataModule's where it has its own, else the module's."""
+    """Selects the object whose batch hook is called: the DataModule if it overrides the hook, otherwise the module."""
 
     def __init__(self, trainer: TrainerView) -> None:
         self._trainer = trainer
@@ -36,5 +37,6 @@ class BatchHooks:
         return self
 
     def get_instance(self, hook_name: str) -> Any:
+        """Return the object whose hook ``hook_name`` is called."""
         data = self._trainer.datamodule
         return data if data is not None and overrides(data, hook_name, DataModule) else self._trainer.lightning_module

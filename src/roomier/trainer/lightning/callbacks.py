@@ -1,8 +1,8 @@
-"""Lightning's own callbacks: which run as they are, which as roomier's of the same name, which are refused.
+"""Callbacks of Lightning: which of them run unchanged, are replaced by callbacks of roomier, or are rejected.
 
-A callback that uses hooks and public attributes of the Trainer alone runs as it is. One that reaches into Lightning's
-loops gives its arguments to roomier's, and shows on the user's object what that finds. The table stands in
-``docs/design/callbacks.md``.
+A callback that uses only hooks and public attributes of the Trainer runs unchanged. A callback that uses the internals
+of Lightning's loops is replaced by roomier's callback of the same name with the same arguments, whose results are
+copied to the user's object. ``docs/design/callbacks.md`` has the table.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ _SHOWN = (
 REFUSED = {
     "BatchSizeFinder": "Write Trainer(auto_scale_batch_size=True)",
     "LearningRateFinder": "Write Trainer(auto_lr_find=True)",
-    "ModelPruning": "Call torch.nn.utils.prune in a callback's on_fit_start, before the weights are cut",
+    "ModelPruning": "Call torch.nn.utils.prune in on_fit_start of a callback, before the weights are sharded",
     "ThroughputMonitor": "Use roomier.callbacks.Throughput()",
     "SpikeDetection": "Use roomier.callbacks.SpikeGuard()",
 }
 
 
 class _MirroredCheckpoint(ModelCheckpoint):
-    """Keeps Lightning's object up to date with the books of this one."""
+    """ModelCheckpoint that copies its results to Lightning's object."""
 
     def __init__(self, seen_as: Any, **arguments: Any) -> None:
         super().__init__(**arguments)
@@ -70,12 +70,12 @@ class _MirroredCheckpoint(ModelCheckpoint):
         self._seen_as.kth_value = worst if self.kth_value is None else self.kth_value
 
 
-_MirroredCheckpoint.__qualname__ = ModelCheckpoint.__qualname__  # checkpoints of both are one another's
-_MirroredCheckpoint.__name__ = ModelCheckpoint.__name__  # in messages
+_MirroredCheckpoint.__qualname__ = ModelCheckpoint.__qualname__  # both store their state under one name
+_MirroredCheckpoint.__name__ = ModelCheckpoint.__name__  # for messages
 
 
 class _Finetuning(callbacks.BaseFinetuning):
-    """Asks Lightning's object what to freeze, and what to train when."""
+    """BaseFinetuning that calls the methods of Lightning's object."""
 
     def __init__(self, given: Any) -> None:
         super().__init__()
@@ -88,8 +88,8 @@ class _Finetuning(callbacks.BaseFinetuning):
     def setup(self, trainer: TrainerView, pl_module: Module, stage: str) -> None:
         strategy = trainer.plan.parallel.strategy
         if strategy not in ("single", "ddp"):
-            action = "Derive it from roomier.callbacks.BaseFinetuning, whose methods have the same names"
-            problem = f"Lightning's unfreezing does not know parameters that are cut (strategy={strategy!r})"
+            action = "Derive the class from roomier.callbacks.BaseFinetuning, whose methods have the same names"
+            problem = f"does not support sharded parameters (strategy={strategy!r})"
             raise RoomierError("callbacks", type(self._given).__name__, problem, action)
         super().setup(trainer, pl_module, stage)
 
@@ -108,17 +108,17 @@ class _Finetuning(callbacks.BaseFinetuning):
         fields({"own": mapping_of(anything)}, others=anything)(state, place)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._given.load_state_dict({_GROUPS: {}, **state_dict["own"]})  # the groups are back already
+        self._given.load_state_dict({_GROUPS: {}, **state_dict["own"]})  # the groups were restored before
 
 
 _GROUPS = "internal_optimizer_metadata"
 
 
 def adopted(given: Iterable[Any]) -> list[Any]:
-    """``given``, with roomier's callback in the place of each of Lightning's that cannot run as it is, told once each.
+    """Return ``given``, with callbacks of Lightning that cannot run unchanged replaced. A notice reports each of them.
 
     Raises:
-        RoomierError: roomier has nothing like it, or what a class adds to it would not be called.
+        RoomierError: roomier has no such callback, or a method that a subclass adds would not be called.
     """
     return [_adopted(each) for each in given]
 
@@ -129,19 +129,21 @@ def _adopted(callback: Any) -> Any:
         return callback
     name = builtin.__name__
     if name in REFUSED:
-        problem = f"Lightning's {name} works inside Lightning's loops"
+        problem = f"is not supported, because Lightning's {name} uses the internals of Lightning's loops"
         raise RoomierError("callbacks", type(callback).__name__, problem, REFUSED[name])
     make = MADE.get(name)
     if make is None:
-        action = f"Give roomier's of that name, if it has one: help(roomier.callbacks); or write its hooks in a {_OWN}"
-        raise RoomierError("callbacks", type(callback).__name__, f"Lightning's {name} is not known", action)
+        action = f"Use a callback of roomier (see help(roomier.callbacks)), or implement its hooks in a {_OWN}"
+        raise RoomierError(
+            "callbacks", type(callback).__name__, f"is not supported, because Lightning's {name} is unknown", action
+        )
     left = [each for each in added_names(callback, builtin) if each not in _MAY_ADD.get(name, ())]
     if left and name not in _DRAWS:
-        problem = f"is run as roomier's {name}, and its own {', '.join(left)} would not be called"
-        action = f"Derive it from roomier.callbacks.{name}, or give these hooks to a {_OWN} of their own"
+        problem = f"runs as roomier's {name}, which would not call its methods {', '.join(left)}"
+        action = f"Derive it from roomier.callbacks.{name}, or implement these methods in a separate {_OWN}"
         raise RoomierError("callbacks", type(callback).__name__, problem, action)
     own = make(callback)
-    unheard = f"; its own {', '.join(left)} are not called" if left else ""
+    unheard = f"; its methods {', '.join(left)} are not called" if left else ""
     remark = _REMARKS.get(name, "")
     notice(f"callbacks: Lightning's {type(callback).__name__} runs as roomier.callbacks.{_name(own)}{remark}{unheard}")
     return own
@@ -149,7 +151,7 @@ def _adopted(callback: Any) -> Any:
 
 _OWN = "callback"
 _REMARKS = {
-    "ModelCheckpoint": "; what it keeps are folders, read by ckpt_path= and roomier.checkpoint.load_module(cls, path)"
+    "ModelCheckpoint": "; its checkpoints are folders, for ckpt_path= and roomier.checkpoint.load_module(cls, path)"
 }
 
 
@@ -161,11 +163,16 @@ def _checkpoint(given: Any) -> ModelCheckpoint:
     names = {"CHECKPOINT_NAME_LAST": "last", "CHECKPOINT_JOIN_CHAR": "-", "CHECKPOINT_EQUALS_CHAR": "="}
     for name, default in names.items():
         if getattr(given, name, default) != default:
-            action = "Write the names of checkpoints in filename; the newest is linked as 'last'"
-            raise RoomierError(f"ModelCheckpoint.{name}", getattr(given, name), "is not looked at", action)
+            action = "Set the names of checkpoints with filename; the newest is linked as 'last'"
+            raise RoomierError(f"ModelCheckpoint.{name}", getattr(given, name), "is not supported", action)
     if getattr(given, "save_on_exception", False):
-        action = "Write callbacks=[..., OnExceptionCheckpoint(dirpath)] beside it, without save_on_exception"
-        raise RoomierError("ModelCheckpoint(save_on_exception)", True, "is a callback of its own here", action)
+        action = "Add OnExceptionCheckpoint(dirpath) to callbacks, and remove save_on_exception"
+        raise RoomierError(
+            "ModelCheckpoint(save_on_exception)",
+            True,
+            "is not supported, because a separate callback does this",
+            action,
+        )
     return _MirroredCheckpoint(
         given,
         dirpath=None if given.dirpath is None else Path(given.dirpath),
@@ -187,13 +194,13 @@ def _checkpoint(given: Any) -> ModelCheckpoint:
 
 def _lr_monitor(given: Any) -> callbacks.LearningRateMonitor:
     own = callbacks.LearningRateMonitor(given.logging_interval, given.log_momentum, given.log_weight_decay)
-    own.lrs = given.lrs  # one dict: what is added to one is in the other
+    own.lrs = given.lrs  # one dict for both
     return own
 
 
 def _weight_averaging(given: Any) -> callbacks.WeightAveraging:
     own = callbacks.WeightAveraging(given._device, given._use_buffers, **given._kwargs)
-    own.should_update = given.should_update  # type: ignore[method-assign]  # of the user's class
+    own.should_update = given.should_update  # type: ignore[method-assign]  # method of the user's class
     return own
 
 
@@ -250,4 +257,4 @@ _MAY_ADD = {
     "BackboneFinetuning": ("freeze_before_training", "finetune_function"),
 }
 _DRAWS = ("ModelSummary", "RichModelSummary", "ProgressBar", "TQDMProgressBar", "RichProgressBar")
-"""They show a run and change nothing of it: what a class adds is told, and left out."""
+"""Callbacks that only print. Methods that a subclass adds are reported and not called."""

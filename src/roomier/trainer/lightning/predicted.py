@@ -1,4 +1,4 @@
-"""``trainer.predict_loop``: what a prediction writer asks, and what keeps it."""
+"""``trainer.predict_loop``, which prediction writers read, and the callback that fills it."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 
 class PredictLoop:
-    """What ``predict`` has done so far on this rank, under Lightning's names; filled by :class:`KeepsPredicted`.
+    """State of a prediction on this rank under Lightning's names. :class:`KeepsPredicted` fills it.
 
     Attributes:
-        current_batch_number: of the batch at hand, among those of all ranks.
-        current_batch_indices: places of the samples of the batch at hand in its data set; empty where they are not
-            known: the loader is no DataLoader that reads in order.
-        epoch_batch_indices: those of each batch so far, a list a loader.
-        return_predictions: whether ``predict`` returns what it predicts.
+        current_batch_number: number of the current batch, counted over all ranks.
+        current_batch_indices: indices of the samples of the current batch in the dataset. Empty if the loader is not a
+            DataLoader that reads in order.
+        epoch_batch_indices: indices of the samples of each batch so far, one list per loader.
+        return_predictions: whether ``predict`` returns the predictions.
     """
 
     def __init__(self) -> None:
@@ -37,19 +37,32 @@ class PredictLoop:
 
     @property
     def num_dataloaders(self) -> int:
+        """Number of prediction loaders."""
         return len(self.epoch_batch_indices)
 
     @property
     def predictions(self) -> list[Any]:
-        """Of each batch of this rank, in host memory; with several loaders a list for each. Kept for those who write
-        them at the end."""
+        """Predictions of the batches of this rank, in host memory; with several loaders, one list per loader.
+
+        They are kept only if a callback writes them at the end.
+        """
         return self._predictions[0] if self.num_dataloaders == 1 else self._predictions
 
     def begin(self, num_loaders: int) -> None:
+        """Start a prediction over ``num_loaders`` loaders."""
         self.epoch_batch_indices = [[] for _ in range(num_loaders)]
         self._predictions = [[] for _ in range(num_loaders)]
 
     def add(self, loader_number: int, number: int, indices: list[int], output: Any, *, is_kept: bool) -> None:
+        """Add a batch.
+
+        Args:
+            loader_number: index of its loader.
+            number: number of the batch, counted over all ranks.
+            indices: indices of its samples in the dataset.
+            output: its prediction.
+            is_kept: whether to keep the prediction.
+        """
         self.current_batch_number, self.current_batch_indices = number, indices
         self.epoch_batch_indices[loader_number].append(indices)
         if is_kept:
@@ -57,10 +70,10 @@ class PredictLoop:
 
 
 class KeepsPredicted(Callback):
-    """Fills ``trainer.predict_loop`` before a writer asks it: it must come first among the callbacks.
+    """Fills ``trainer.predict_loop``. It must be the first callback, so that writers read current values.
 
     Args:
-        until_end: keep the predictions for who writes them when all are there.
+        until_end: keep the predictions for a callback that writes them at the end.
     """
 
     def __init__(self, *, until_end: bool) -> None:
@@ -86,12 +99,12 @@ class KeepsPredicted(Callback):
 
 
 def writes_predictions(callback: Any) -> bool:
-    """Whether it asks ``trainer.predict_loop``: a PredictionWriter, or what is made from Lightning's base of them."""
+    """Return whether ``callback`` is a prediction writer of roomier or of Lightning."""
     return isinstance(callback, PredictionWriter) or is_builtin(callback, "BasePredictionWriter")
 
 
 def writes_at_end(callback: Any) -> bool:
-    """Whether it wants all predictions of a rank at once."""
+    """Return whether ``callback`` writes all predictions of a rank at the end."""
     interval = callback.interval
     return "epoch" in str(getattr(interval, "value", interval))
 
@@ -101,8 +114,7 @@ def _are_loaders(loaders: Any) -> bool:
 
 
 def batch_indices(loader: Any, number: int) -> list[int]:
-    """Places in the data set of the samples of the batch of that number; ``[]`` where the loader does not read in
-    order."""
+    """Return the indices in the dataset of the samples of batch ``number``; ``[]`` if the loader is not in order."""
     sampler = getattr(loader, "batch_sampler", None)
     if not isinstance(loader, DataLoader) or type(sampler) is not BatchSampler:
         return []

@@ -1,4 +1,4 @@
-"""``trainer.strategy``: what callbacks and modules ask of the ranks, and of the device, under Lightning's names."""
+"""``trainer.strategy``: the ranks and the device under Lightning's names."""
 
 from __future__ import annotations
 
@@ -22,11 +22,13 @@ _REDUCTIONS = ("mean", "avg", "sum", "max", "min")
 
 
 class Strategy:
-    """A view of a Trainer; it decides nothing. What trains, and how it is spread, says ``trainer.plan``.
+    """View of the ranks and the device of a Trainer, for Lightning's callbacks and modules.
 
-    What moves between ranks goes over the host, but for ``all_gather``: the rest is for figures and decisions, not for
-    the tensors of a step.
-    Every rank must make the same calls in the same order.
+    Methods other than ``all_gather`` send values through host memory. Use them for metrics and decisions, not for the
+    tensors of a step. Every rank must make the same calls in the same order.
+
+    Args:
+        trainer: the Trainer.
     """
 
     def __init__(self, trainer: TrainerView) -> None:
@@ -37,53 +39,63 @@ class Strategy:
 
     @property
     def name(self) -> str:
-        """That of the plan: ``"single"``, ``"ddp"``, ``"zero3"``, ..."""
+        """Strategy of the plan, such as ``"single"``, ``"ddp"`` or ``"zero3"``."""
         return self._trainer.plan.parallel.strategy
 
     @property
     def root_device(self) -> torch.device:
-        """Where this rank computes."""
+        """Device of this rank."""
         run = self._trainer.run
         return resolve_device(self._trainer.plan.parallel.accelerator) if run is None else run.engine.device
 
     @property
     def world_size(self) -> int:
+        """Number of ranks."""
         return self._trainer.world_size
 
     @property
     def global_rank(self) -> int:
+        """Number of this rank, counted over all machines."""
         return self._trainer.global_rank
 
     @property
     def local_rank(self) -> int:
+        """Number of this rank on its machine."""
         return self._trainer.local_rank
 
     @property
     def node_rank(self) -> int:
+        """Number of this machine."""
         return self._trainer.node_rank
 
     @property
     def num_nodes(self) -> int:
+        """Number of machines."""
         return self._trainer.num_nodes
 
     @property
     def is_global_zero(self) -> bool:
+        """Whether this is rank 0."""
         return self._trainer.is_global_zero
 
     @property
     def is_distributed(self) -> bool:
+        """Whether there are several ranks."""
         return self.world_size > 1
 
     @property
     def model(self) -> Any:
+        """The module of the last run."""
         return self._trainer.model
 
     @property
     def lightning_module(self) -> Any:
+        """The same as :attr:`model`."""
         return self._trainer.lightning_module
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
+        """Optimizers of the run."""
         return self._trainer.optimizers
 
     @property
@@ -92,25 +104,26 @@ class Strategy:
         return list(self._trainer.manual_optimizers)
 
     def barrier(self, name: str | None = None) -> None:
-        """Wait until every rank is here."""
+        """Wait until every rank has called this method."""
         self._trainer.ranks.barrier()
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """``obj`` of rank ``src`` on every rank."""
+        """Return ``obj`` of rank ``src`` on every rank."""
         ranks = self._trainer.ranks
         if src == 0:
             return ranks.from_zero(obj, allows_pickle=True)
         return ranks.gather(obj, allows_pickle=True)[src]
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: str | None = "mean") -> Any:
-        """``tensor`` over all ranks, of any shape; what is no tensor comes back as it is.
+        """Reduce ``tensor``, of any shape, over all ranks. Return any other object unchanged.
 
         Args:
-            group: is not looked at: all ranks take part.
-            reduce_op: ``"mean"``, ``"sum"``, ``"max"`` or ``"min"``.
+            tensor: the tensor.
+            group: ignored. All ranks take part.
+            reduce_op: ``"mean"``, ``"avg"``, ``"sum"``, ``"max"`` or ``"min"``. None is ``"mean"``.
 
         Raises:
-            RoomierError: it is another.
+            RoomierError: ``reduce_op`` is unknown.
         """
         word = "mean" if reduce_op is None else str(reduce_op).rpartition(".")[2].lower()
         if word not in _REDUCTIONS:
@@ -127,18 +140,19 @@ class Strategy:
         return reduced.to(tensor.device)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Whether all ranks, or any of them, decided so."""
+        """Return whether ``decision`` is True on all ranks, or on any rank if ``all`` is False."""
         decisions = self._trainer.ranks.gather(bool(decision))
         return min(decisions) if all else max(decisions)
 
     def all_gather(self, tensor: Any, group: Any = None, sync_grads: bool = False) -> Any:
-        """Tensors ``(...)`` of all ranks as ``(ranks, ...)`` on the device of each, for each in nested dicts and lists;
-        of one rank as they are. See :meth:`roomier.Module.all_gather`, which this is.
+        """Stack tensors of shape ``(...)`` of all ranks to ``(ranks, ...)``, also in nested dicts and lists.
+
+        This is :meth:`roomier.Module.all_gather`. With one rank, tensors are returned unchanged.
         """
         return all_gather(tensor, self._trainer.ranks, self.root_device, group, has_gradients=sync_grads)
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
-        """Remove the checkpoint at ``filepath``, on rank 0; nothing where there is none."""
+        """Remove the checkpoint at ``filepath``, if it exists, on rank 0."""
         self._trainer.ranks.on_zero(partial(_remove, Path(filepath)))
 
 
@@ -146,4 +160,4 @@ def _remove(path: Path) -> None:
     if path.is_symlink() or path.is_file():
         os.unlink(path)
     elif path.exists():
-        checkpoint.remove(path)  # refuses what is none
+        checkpoint.remove(path)  # rejects other folders
