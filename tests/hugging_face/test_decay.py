@@ -29,7 +29,7 @@ def test_norms_biases_and_tables_of_biases_do_not_decay() -> None:
 
 @pytest.mark.slow  # importing the Trainer of transformers takes seconds
 @pytest.mark.parametrize("name", KINDS)
-def test_the_same_parameters_decay_as_in_the_trainer_of_transformers(name: str) -> None:
+def test_same_parameters_decay_as_in_the_trainer_of_transformers(name: str) -> None:
     model = KINDS[name].model()
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     theirs = set(transformers.Trainer.get_decay_parameter_names(None, model)) & trained

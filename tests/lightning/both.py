@@ -34,7 +34,7 @@ def quiet_lightning() -> Iterator[None]:
 
 
 def make_trainer(kind: Any, folder: Path, **keywords: Any) -> Any:
-    """Return a Trainer of class ``kind`` that writes and prints nothing."""
+    """Return a Trainer of class ``kind`` without files and output."""
     quiet = {f"enable_{what}": False for what in ("checkpointing", "progress_bar", "model_summary")}
     return kind(**{"accelerator": "cpu", "logger": False, "default_root_dir": folder, **quiet, **keywords})
 

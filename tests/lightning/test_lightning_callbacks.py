@@ -371,7 +371,7 @@ def test_overridden_method_that_would_not_be_called_is_reported() -> None:
             return "mine"
 
         def mine(self) -> str:
-            return "nobody's business"
+            return "not used"
 
     with pytest.raises(RoomierError, match="would not call its methods format_checkpoint_name") as caught:
         roomier.Trainer(accelerator="cpu", callbacks=Names())

@@ -191,7 +191,7 @@ class Steps(Line):
 
 
 @pytest.mark.parametrize("by_keyword", [True, False])
-def test_a_data_module(make_trainer, by_keyword):
+def test_data_module(make_trainer, by_keyword):
     trainer, module, data = make_trainer(max_epochs=1, num_sanity_val_steps=0), Steps(slope=1.0), Numbers()
     if by_keyword:
         trainer.fit(module, datamodule=data)

@@ -144,7 +144,7 @@ def open_with_fake_engine(module: Line, root: Path, **loaders: Any) -> Any:
     return open_run(settled, module, build=build)
 
 
-def test_a_fake_engine_drives_the_loop(tmp_path: Path) -> None:
+def test_fake_engine_drives_the_loop(tmp_path: Path) -> None:
     module = Line()
     batches = [torch.randn(4, 3) for _ in range(4)]
     run = open_with_fake_engine(module, tmp_path, train=batches, val=batches[:1])

@@ -351,7 +351,7 @@ def test_log_without_a_trainer_does_nothing():
     assert module.training_step(batch_of(1), 0).shape == ()
 
 
-def test_a_tensor_of_one_element_and_an_int(make_trainer):
+def test_tensor_of_one_element_and_an_int(make_trainer):
     def log(module, batch, batch_idx):
         module.log("one", torch.tensor([[2.0]]))
         module.log("int", 3)

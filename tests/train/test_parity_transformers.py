@@ -116,7 +116,7 @@ def test_parity_with_a_bare_loop(make_trainer, rows, name, accumulate):
     assert "train_loss" in trainer.callback_metrics
 
 
-def test_a_loader_of_batch_encodings_and_validation(make_trainer, rows):
+def test_loader_of_batch_encodings_and_validation(make_trainer, rows):
     """The validation loss of the epoch is the mean over all labels, not over batches."""
     torch.manual_seed(0)
     model = bert_classifier().eval()

@@ -131,7 +131,7 @@ def test_each_place_of_a_run_has_its_activity(seen: dict[str, Position], place: 
     assert (seen[place].activity, seen[place].phase) == PLACES[place]
 
 
-def test_the_position_counts_steps_and_micro_batches(seen: dict[str, Position]) -> None:
+def test_position_counts_steps_and_micro_batches(seen: dict[str, Position]) -> None:
     assert [(seen[f"step {index}"].step, seen[f"step {index}"].batch) for index in range(4)] == [
         (0, 0),
         (1, 1),

@@ -66,7 +66,7 @@ CLIPPED = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}
         pytest.param("zero3", CLIPPED, marks=pytest.mark.slow),
     ],
 )
-def test_a_closure_on_two_ranks(on_ranks, strategy, keywords):
+def test_closure_on_two_ranks(on_ranks, strategy, keywords):
     expected = error_after(Regression, "single", 1, keywords)
     assert on_ranks(2, error_after, Passes, strategy, 2, keywords) == pytest.approx([expected] * 2, abs=1e-6)
 

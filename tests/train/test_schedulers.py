@@ -55,7 +55,7 @@ def test_interval_and_frequency(make_trainer, data, config, expected):
     assert module.rates == expected
 
 
-def test_a_step_is_an_optimizer_step(make_trainer, data):
+def test_step_is_an_optimizer_step(make_trainer, data):
     module = Scheduled(lambda optimizer: {"scheduler": halving(optimizer), "interval": "step"})
     make_trainer(max_epochs=2, accumulate_grad_batches=2).fit(module, data)
     assert module.rates == [1, 1, 0.5, 0.5, 0.25, 0.25, 0.125, 0.125]

@@ -138,7 +138,7 @@ def test_should_stop_waits_for_the_minimum(make_trainer, minimum, num_trained):
     assert len(module.trained) == num_trained
 
 
-def test_a_second_fit_is_not_stopped_by_the_first(make_trainer):
+def test_second_fit_is_not_stopped_by_the_first(make_trainer):
     trainer = make_trainer(max_epochs=2, callbacks=[StopsAfter(3)])
     trainer.fit(Counts(), numbered(5))
     trainer.callbacks.clear()
