@@ -258,7 +258,7 @@ WRONG = {
         CheckpointError,
         "ckpt_path",
         "'best'",
-        "Pass the path of a checkpoint",
+        "Pass the path of one",
     ),
     "in the middle of other data": (
         from_other_data,

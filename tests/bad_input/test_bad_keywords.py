@@ -104,8 +104,8 @@ WRONG = {
     "num_sanity_val_steps": [(-2, "Use an integer of -1 or more"), (0.5, "Use an integer")],
     "log_every_n_steps": [(0, "Use an integer of 1 or more"), (0.5, "Use an integer")],
     "callbacks": [
-        (5, "Pass instances of subclasses of roomier.Callback"),
-        ("early_stopping", "Pass instances of subclasses of roomier.Callback"),
+        (5, "Pass objects of subclasses of roomier.Callback"),
+        ("early_stopping", "Pass objects of subclasses of roomier.Callback"),
         ([roomier.Callback], "Pass Callback(...)"),
     ],
     "logger": [

@@ -12,7 +12,7 @@ from roomier.core.tree import to_device
 
 
 class ModuleHooks(nn.Module):
-    """Hooks of :class:`roomier.Module`. By default they do nothing, except where their docstring says otherwise.
+    """Hooks of :class:`roomier.Module`. The defaults are empty, unless the docstring describes a default.
 
     Callbacks have the same hooks, with the Trainer and the module as additional first arguments. Hooks of callbacks are
     called first.

@@ -22,9 +22,8 @@ class Options(Mapping[str, object]):
 
     Options are equal to any mapping with equal items.
 
-    Example::
-
-        Options({"betas": [0.9, 0.95]}) == {"betas": (0.9, 0.95)}  # True
+    Example:
+        >>> Options({"betas": [0.9, 0.95]}) == {"betas": (0.9, 0.95)}  # True
 
     Args:
         items: the keyword arguments.

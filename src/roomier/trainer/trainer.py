@@ -58,11 +58,10 @@ class Trainer(LastCall):
     The Trainer combines its arguments into a :class:`roomier.Plan`, which it validates immediately, prints when a run
     starts, and stores in each checkpoint. Arguments of Lightning's Trainer have the same meaning.
 
-    Example::
-
-        trainer = roomier.Trainer(max_epochs=3, devices=4, strategy="zero2", precision="bf16-mixed")
-        trainer.fit(module, train_loader, val_loader)
-        trainer.test(module, test_loader, ckpt_path="best")
+    Example:
+        >>> trainer = roomier.Trainer(max_epochs=3, devices=4, strategy="zero2", precision="bf16-mixed")
+        >>> trainer.fit(module, train_loader, val_loader)
+        >>> trainer.test(module, test_loader, ckpt_path="best")
 
     A class name in parentheses, such as ``OptimizerPlan``, is the class in ``roomier.plan`` that documents the values.
 

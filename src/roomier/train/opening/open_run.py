@@ -80,7 +80,7 @@ def open_run(
     hooked: Sequence[Any] | None = None,
     build: BuildEngine = build_eager,
 ) -> Run:
-    """Build the engine, open the loaders, and return a run that is ready for its loop. Nothing is restored yet.
+    """Build the engine, open the loaders, and return a run that is ready for its loop. No state is restored yet.
 
     Args:
         settled: the facts of the run.

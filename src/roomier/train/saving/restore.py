@@ -133,7 +133,7 @@ def restore(run: Run, path: Path) -> None:
 
     Weights are loaded in place, and optimizer states are read to their device. Each rank reads only its shards, so a
     resume requires no more memory than training, and no copy of the states on the host. The number of ranks and the
-    strategy may differ from the saved run. If an error is raised, nothing has changed.
+    strategy may differ from the saved run. If an error is raised, the run is unchanged.
 
     Raises:
         CheckpointError: the checkpoint is damaged, does not match the model or optimizer, or contains only weights.
