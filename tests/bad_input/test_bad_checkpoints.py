@@ -244,7 +244,7 @@ WRONG = {
         "'/nowhere/at/all'",
         "Pass the path of a checkpoint folder",
     ),
-    "that is a file": (from_a_file, CheckpointError, "ckpt_path", "model.ckpt", "Pass the path of a checkpoint folder"),
+    "that is a file": (from_a_file, CheckpointError, "ckpt_path", "model.ckpt", "Pass a checkpoint folder"),
     "that is a number": (
         lambda d: resume(d, ckpt_path=4),
         CheckpointError,
