@@ -339,7 +339,7 @@ PARTS: dict[str, type[Part]] = {
 FIELDS: dict[str, dict[str, object]] = {
     section: {field.name: hints[field.name] for field in dataclasses.fields(part)}
     for section, part in PARTS.items()
-    for hints in [get_type_hints(part)]  # slow: once for each part
+    for hints in [get_type_hints(part)]  # slow, so one time per part
 }
 """Section name -> field name -> annotated type."""
 

@@ -320,7 +320,7 @@ class Trainer(LastCall):
         weights_only: bool | None = None,
         **unknown: Never,
     ) -> list[Any] | None:
-        """Run ``predict_step`` over the prediction data, and collect what it returns.
+        """Run ``predict_step`` over the prediction data, and collect the predictions.
 
         :meth:`predict_stream` yields the predictions one by one instead of collecting them.
 
